@@ -1,0 +1,259 @@
+"""Train the bundled Shakespeare model and its draft with this repository's own model.py.
+
+    python checkpoints/train.py --text tinyshakespeare.txt
+
+writes checkpoints/shakespeare (the target), checkpoints/shakespeare-draft (about a twelfth of its
+compute, trained to imitate the target's distribution so that speculative decoding accepts its
+guesses) and the record in checkpoints/README.md. The corpus is small enough to overfit in minutes,
+so the run leans on three regularisers: dropout (hung onto the model from outside, by hooks), BPE
+dropout (Provilkov et al. 2020, arXiv:1910.13267: a new tokenisation of the text every epoch), and
+keeping the weights of the best held-out loss.
+"""
+
+import argparse
+import json
+import math
+import platform
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import sentencepiece
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+from model import Config, Transformer, load_model
+
+VOCAB, CONTEXT = 1024, 1024  # pieces; positions
+TARGET = Config(
+    vocab_size=VOCAB, hidden_size=256, intermediate_size=512, num_hidden_layers=6,
+    num_attention_heads=8, num_key_value_heads=4, head_dim=32, max_position_embeddings=CONTEXT,
+    tie_word_embeddings=True,
+)  # fmt: skip
+DRAFT = replace(
+    TARGET, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2,
+)  # fmt: skip
+HELD_OUT = 0.1  # the last tenth of the text is never trained on
+BOS, EOS = 1, 2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--text", type=Path, required=True, help="the tiny-shakespeare corpus")
+    parser.add_argument("--out", type=Path, default=HERE)
+    parser.add_argument("--steps", type=int, default=1600, help="of the target")
+    parser.add_argument("--draft-steps", type=int, default=2400)
+    parser.add_argument("--batch-tokens", type=int, default=8192)
+    parser.add_argument("--dropout", type=float, default=0.2)
+    parser.add_argument("--only", choices=("target", "draft"), help="train just one of the two")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+
+    text = args.text.read_text(encoding="utf-8")
+    cut = text.index("\n\n", int(len(text) * (1 - HELD_OUT))) + 2  # at the start of a speech
+    target_dir, draft_dir = args.out / "shakespeare", args.out / "shakespeare-draft"
+    record = args.out / "train.json"
+    runs = json.loads(record.read_text()) if record.is_file() else {}
+    if args.only != "draft":
+        target_dir.mkdir(parents=True, exist_ok=True)
+        train_tokenizer(text[:cut], target_dir)
+        runs["shakespeare"] = train(TARGET, text[:cut], text[cut:], target_dir, args, None)
+    if args.only != "target":
+        draft_dir.mkdir(parents=True, exist_ok=True)
+        for name in ("tokenizer.model", "tokenizer_config.json"):
+            (draft_dir / name).write_bytes((target_dir / name).read_bytes())
+        teacher = load_model(target_dir, dtype=torch.float32)
+        runs["shakespeare-draft"] = train(DRAFT, text[:cut], text[cut:], draft_dir, args, teacher)
+    record.write_text(json.dumps(runs, indent=1) + "\n")
+    write_record(args.out / "README.md", runs)
+
+
+# --- Text -----------------------------------------------------------------------------------------
+
+
+def train_tokenizer(text: str, out: Path) -> None:
+    """Fit a byte-fallback BPE of VOCAB pieces, Llama's kind, on the training part only."""
+    lines = (line for line in text.split("\n") if line)
+    with open(out / "tokenizer.model", "wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=lines, model_writer=file, model_type="bpe", vocab_size=VOCAB,
+            byte_fallback=True, character_coverage=1.0, normalization_rule_name="identity",
+            remove_extra_whitespaces=False, add_dummy_prefix=False, split_digits=True,
+            minloglevel=2,
+        )  # fmt: skip
+    config = {
+        "tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "add_eos_token": False,
+        "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>",
+    }  # fmt: skip
+    (out / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
+
+
+def encode(sp: sentencepiece.SentencePieceProcessor, text: str, bpe_dropout: float = 0) -> Tensor:
+    """Tokenise speech by speech, each after a BOS, so that an empty prompt starts a speech."""
+    ids: list[int] = []
+    for speech in text.split("\n\n"):
+        ids.append(BOS) if len(ids) % 16 == 0 else None  # some speeches: most follow another one
+        ids += sp.encode(
+            speech + "\n\n", enable_sampling=bpe_dropout > 0, alpha=bpe_dropout, nbest_size=-1
+        )
+    return torch.tensor(ids)
+
+
+# --- Training -------------------------------------------------------------------------------------
+
+
+def train(
+    config: Config,
+    text: str,
+    held_out: str,
+    out: Path,
+    args: argparse.Namespace,
+    teacher: Transformer | None,
+) -> dict:
+    """Train one model, write the best of it to `out`, and return the record of the run."""
+    sp = sentencepiece.SentencePieceProcessor(model_file=str(out / "tokenizer.model"))
+    model = Transformer(config)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:  # GPT-2's start: smaller where a layer writes into the stream
+            depth = 2 * config.num_hidden_layers
+            last = name.endswith(("o_proj.weight", "down_proj.weight"))
+            torch.nn.init.normal_(parameter, std=0.02 / (math.sqrt(depth) if last else 1))
+    dropout = args.dropout if teacher is None else 0.0
+    for block in model.layers:
+        for part in (block.self_attn, block.mlp):
+            part.register_forward_hook(lambda m, _, y: F.dropout(y, dropout, m.training))
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+        betas=(0.9, 0.95),
+    )
+    fast = torch.compile(model)  # shares the parameters; about 1.4x
+    steps = args.steps if teacher is None else args.draft_steps
+    peak = 2e-3 if teacher is None else 4e-3
+    valid = encode(sp, held_out)
+    best, best_step, start = math.inf, 0, time.monotonic()
+    epoch: list[Tensor] = []
+    for step in range(1, steps + 1):
+        warm, decay = min(1, step / 100), 0.5 * (1 + math.cos(math.pi * step / steps))
+        for group in optimizer.param_groups:
+            group["lr"] = peak * warm * (0.05 + 0.95 * decay)
+        # Short windows are cheap and teach most of it; the last third learns the long positions.
+        length = 256 if step < steps * 2 // 3 else CONTEXT
+        rows = args.batch_tokens // length
+        epoch = [e for e in epoch if e.shape[1] == length + 1]
+        if len(epoch) < rows:  # a new epoch: tokenise anew, cut at a random offset, shuffle
+            ids = encode(sp, text, bpe_dropout=0.1)
+            ids = ids[torch.randint(length, ()).item() :]
+            ids = ids[: len(ids) // (length + 1) * (length + 1)].view(-1, 1, length + 1)
+            epoch = list(ids[torch.randperm(len(ids))])
+        batch = torch.cat([epoch.pop() for _ in range(rows)])  # (B, T + 1)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = forward(fast, batch[:, :-1])
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+            if teacher is not None:  # Hinton et al. 2015: learn the whole distribution
+                with torch.no_grad():
+                    soft = forward(teacher, batch[:, :-1]).float().softmax(-1)
+                loss = 0.1 * loss - 0.9 * (soft * logits.float().log_softmax(-1)).sum(-1).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step % 50 == 0 or step == steps:
+            score = evaluate(model, valid)
+            if score < best:
+                best, best_step = score, step
+                save(model, config, out)
+            minutes = (time.monotonic() - start) / 60
+            print(
+                f"{out.name} step {step}/{steps}  train {loss.item():.3f}  held out {score:.3f}"
+                f"  best {best:.3f} at {best_step}  {minutes:.1f} min", file=sys.stderr, flush=True
+            )  # fmt: skip
+    characters = len(held_out) / (len(valid) - 1)
+    return {
+        "command": "python checkpoints/" + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "steps": steps,
+        "best_step": best_step,
+        "minutes": round((time.monotonic() - start) / 60, 1),
+        "held_out_loss": round(best, 4),
+        "perplexity": round(math.exp(best), 2),
+        "bits_per_character": round(best / math.log(2) / characters, 3),
+        "machine": f"{torch.get_num_threads()} threads, {platform.machine()}",
+        "torch": torch.__version__,
+    }
+
+
+class Causal:
+    """A model.KVCache that keeps nothing: `is_causal` spares training the mask of `NoCache`."""
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int | None
+    ) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def forward(model: Transformer, tokens: Tensor) -> Tensor:
+    return model(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), Causal())
+
+
+@torch.no_grad()
+def evaluate(model: Transformer, ids: Tensor, length: int = 512) -> float:
+    """Mean negative log-likelihood per token, in nats, over windows of `length`."""
+    model.eval()
+    total = 0.0
+    for at in range(0, len(ids) - 1, length):
+        window = ids[None, at : at + length + 1]
+        logits = forward(model, window[:, :-1]).flatten(0, 1)
+        total += F.cross_entropy(logits, window[0, 1:], reduction="sum").item()
+    model.train()
+    return total / (len(ids) - 1)
+
+
+# --- Files ----------------------------------------------------------------------------------------
+
+
+def save(model: Transformer, config: Config, out: Path) -> None:
+    """Write the standard Llama layout: bfloat16 safetensors and config.json."""
+    tensors = {
+        f"model.{name}": parameter.detach().to(torch.bfloat16).contiguous()
+        for name, parameter in model.named_parameters()  # the tied lm_head is not stored twice
+    }
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    fields = (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+        "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings",
+        "rms_norm_eps", "rope_theta", "tie_word_embeddings",
+    )  # fmt: skip
+    settings = {name: getattr(config, name) for name in fields} | {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+        "torch_dtype": "bfloat16", "bos_token_id": BOS, "eos_token_id": EOS,
+    }  # fmt: skip
+    (out / "config.json").write_text(json.dumps(settings, indent=1) + "\n")
+
+
+def write_record(path: Path, runs: dict) -> None:
+    """Write README.md from the recorded runs; its figures are never typed."""
+    lines = [
+        "# The bundled models",
+        "",
+        "Two Llama-shaped models trained by `train.py` on tiny-shakespeare (public domain). The"
+        " first run, the tests and speculative decoding use them. This file is written by"
+        " `train.py` from `train.json`.",
+        "",
+        "The last tenth of the text is held out. Loss is in nats per token over windows of 512.",
+    ]
+    for name, run in runs.items():
+        lines += ["", f"## {name}", "", "| what | figure |", "|---|---|"]
+        lines += [f"| {key.replace('_', ' ')} | {value} |" for key, value in run.items()]
+    path.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

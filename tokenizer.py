@@ -1,0 +1,221 @@
+"""Text to token ids and back, as the checkpoint's own files say.
+
+`tokenizer.json` goes through the `tokenizers` package (an extra), `tokenizer.model` through
+sentencepiece; both are the reference implementations of their formats (Kudo & Richardson 2018,
+arXiv:1808.06226). Knows no model. Read: Tokenizer, then Detokenizer, which turns a stream of ids
+into a stream of text without ever showing half a character.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+from jinja2 import TemplateError
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from model import CheckpointError, read_json
+
+# For checkpoints that bring no chat template: turns in the form of a play, which any base model
+# continues sensibly, and the bundled one is at home in.
+PLAIN_TEMPLATE = """{% for message in messages -%}
+{{ message.role | upper }}:
+{{ message.content | trim }}
+
+{% endfor -%}
+{% if add_generation_prompt %}ASSISTANT:
+{% endif %}"""
+
+
+class Tokenizer:
+    """The tokenizer of one checkpoint folder.
+
+    Attributes:
+        vocab_size: ids are 0 <= id < vocab_size; the model's V may be padded beyond it.
+        bos_id, eos_id: None where the checkpoint names none.
+        special: text of each special token -> its id. They are recognised in the text to encode,
+            as Hugging Face does, and left out of decoded text.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        """Read the tokenizer files.
+
+        Raises:
+            CheckpointError: no tokenizer file, a damaged one, or the extra it needs is missing.
+        """
+        path = Path(path)
+        config_file = path / "tokenizer_config.json"
+        self.config = read_json(config_file) if config_file.is_file() else {}
+        self.special: dict[str, int] = {}
+        self._encode: Callable[[str], list[int]]
+        self._decode: Callable[[list[int]], str]
+        adds_bos = self._load(path)
+        self.bos_id, self.eos_id = self._named("bos_token"), self._named("eos_token")
+        adds_bos = self.config.get("add_bos_token", adds_bos)
+        self._prefix = [self.bos_id] if adds_bos and self.bos_id is not None else []
+        adds_eos = self.config.get("add_eos_token", False) and self.eos_id is not None
+        self._suffix = [self.eos_id] if adds_eos else []
+        self._hidden = set(self.special.values())
+        self.template = self._find_template(path)
+        # A base model under the plain template would go on to write the user's turn too.
+        self.chat_stop = ("\n\n",) if self.template is PLAIN_TEMPLATE else ()
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        """Turn text into ids, with the BOS (and EOS) that the checkpoint asks for.
+
+        Args:
+            text: any text; special tokens written out in it become their ids.
+            add_special: False for text that already carries them, such as a rendered chat.
+        """
+        ids = self._encode(text)
+        return self._prefix + ids + self._suffix if add_special else ids
+
+    def decode(self, ids: list[int]) -> str:
+        """Turn ids into text. Special tokens and ids beyond the vocabulary give no text."""
+        return self._decode([i for i in ids if i < self.vocab_size and i not in self._hidden])
+
+    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Render a conversation with the checkpoint's chat template, ready for the reply.
+
+        The template comes with the checkpoint, so it is code from a stranger: it runs in a sandbox
+        that reaches no attribute outside its inputs and changes none of them.
+
+        Args:
+            messages: [{"role": "user", "content": "..."}, ...].
+
+        Raises:
+            ValueError: the template does not compile or refuses these messages.
+        """
+
+        def refuse(message: str) -> None:
+            raise TemplateError(message)
+
+        env = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        )
+        env.globals["raise_exception"] = refuse
+        env.filters["tojson"] = lambda value, **kw: json.dumps(value, ensure_ascii=False, **kw)
+        env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        names = {name: self._text_of(name) for name in ("bos_token", "eos_token")}
+        try:
+            text = env.from_string(self.template).render(
+                messages=messages, add_generation_prompt=True, **names
+            )
+        except Exception as error:  # a template can raise anything that Python can
+            raise ValueError(f"chat template: {error}") from None
+        own_template = self.template is not PLAIN_TEMPLATE
+        return self.encode(text, add_special=not own_template)
+
+    # --- How the files are read -------------------------------------------------------------------
+
+    def _load(self, path: Path) -> bool:
+        """Open whichever file is there; return whether that format adds a BOS by itself."""
+        fast, slow = path / "tokenizer.json", path / "tokenizer.model"
+        try:
+            import tokenizers
+        except ImportError:
+            tokenizers = None
+        try:
+            if fast.is_file() and tokenizers:
+                return self._load_fast(tokenizers.Tokenizer.from_file(str(fast)))
+            if slow.is_file():
+                return self._load_sentencepiece(slow)
+        except Exception as error:  # both libraries raise bare Exceptions for a damaged file
+            raise CheckpointError(f"{path}: damaged tokenizer file: {error}") from None
+        if fast.is_file():
+            raise CheckpointError(
+                f"{fast} needs the `tokenizers` package: pip install 'kilolm[hf]'"
+            )
+        raise CheckpointError(f"{path}: neither {fast.name} nor {slow.name}")
+
+    def _load_fast(self, backend: Any) -> bool:
+        self._encode = lambda text: backend.encode(text, add_special_tokens=False).ids
+        self._decode = lambda ids: backend.decode(ids, skip_special_tokens=True)
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        added = backend.get_added_tokens_decoder()
+        self.special = {token.content: i for i, token in added.items() if token.special}
+        first = backend.encode("", add_special_tokens=True).ids[:1]  # its post-processor's BOS
+        return bool(first) and first[0] == self._named("bos_token")
+
+    def _load_sentencepiece(self, file: Path) -> bool:
+        backend = sentencepiece.SentencePieceProcessor(model_file=str(file))
+        self._decode = backend.decode
+        self.vocab_size = backend.vocab_size()
+        ids = range(self.vocab_size)
+        self.special = {backend.id_to_piece(i): i for i in ids if backend.is_control(i)}
+        for i, token in self.config.get("added_tokens_decoder", {}).items():
+            self.special[token["content"]] = int(i)
+        by_length = sorted(self.special, key=len, reverse=True)  # "<|im_start|>" before "<|im"
+        split = re.compile("(" + "|".join(map(re.escape, by_length)) + ")").split
+
+        def encode(text: str) -> list[int]:
+            """sentencepiece itself would spell a written-out "<s>" as three characters."""
+            parts = split(text) if by_length else [text]
+            ids = ([self.special[p]] if p in self.special else backend.encode(p) for p in parts)
+            return [i for part in ids for i in part]
+
+        self._encode = encode
+        return True
+
+    def _text_of(self, name: str) -> str:
+        """A token's text: written as "<s>", as {"content": "<s>", ...}, or null."""
+        token = self.config.get(name) or ""
+        return token.get("content", "") if isinstance(token, dict) else token
+
+    def _named(self, name: str) -> int | None:
+        return self.special.get(self._text_of(name))
+
+    def _find_template(self, path: Path) -> str:
+        file, template = path / "chat_template.jinja", self.config.get("chat_template")
+        if file.is_file():
+            return file.read_text(encoding="utf-8")
+        if isinstance(template, list):  # several, by name
+            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        return template or PLAIN_TEMPLATE
+
+
+# --- Ids to text, one at a time -------------------------------------------------------------------
+
+
+class Detokenizer:
+    """Decode a growing list of ids, giving out each character once and whole.
+
+    Decoding an id alone is wrong twice: a character can span several byte tokens, and a decoder
+    drops the space in front of the first word it sees. So a short window is decoded again with
+    each new id, and what it adds is given out, less a tail that may still be half a character.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: list[int]) -> None:
+        """Start behind a prompt, whose last few ids say whether the next word needs its space."""
+        self._decode = tokenizer.decode
+        self._ids = prompt_ids[-6:]
+        # Characters of the window that the prompt's own text already shows.
+        self._shown = len(self._decode(self._ids).rstrip("\ufffd"))
+        self._settled = len(self._ids)  # ids whose text is whole
+
+    def push(self, token_id: int) -> str:
+        """Add one id and return the text that is now certain, often one word, sometimes "".
+
+        Example: ids of "a", 0xC3, 0xA9 (two bytes of one character) -> "a", "", "\u00e9"
+        """
+        self._ids.append(token_id)
+        text = self._decode(self._ids)
+        # Unfinished bytes decode to U+FFFD. A character has at most 4 bytes, so at most the last
+        # 3 marks can still change; any before them are bytes that really are invalid.
+        whole = len(text)
+        while whole > max(0, len(text) - 3) and text[whole - 1] == "\ufffd":
+            whole -= 1
+        new = text[self._shown : whole]
+        self._shown += len(new)
+        if whole == len(text):  # nothing pending: slide the window, keeping one id as context
+            self._ids = self._ids[self._settled :]
+            self._shown, self._settled = len(self._decode(self._ids)), len(self._ids)
+        return new
+
+    def flush(self) -> str:
+        """Return what was held back: the marks of a character that never got its last byte."""
+        return self._decode(self._ids)[self._shown :]
