@@ -255,7 +255,7 @@ def distribution(logits: Tensor, rows: list[Sequence]) -> Tensor:
     probs = scaled.softmax(-1)
     filtered = [b for b, row in enumerate(rows) if _filters(row.params)]
     if filtered:
-        ranked, ids = probs[filtered].sort(-1, descending=True, stable=True)  # (b, V) each
+        ranked, ids = probs[filtered].sort(dim=-1, descending=True, stable=True)  # (b, V) each
         rank = torch.arange(ranked.shape[1], device=device)
         top_k = column("top_k")[filtered]
         # Ranks, not values, are compared with k: of equals at the border just enough are kept.

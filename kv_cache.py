@@ -2,17 +2,34 @@
 
 Keys and values of past tokens never change, so they are computed once and kept; each step then
 costs one token instead of the whole text (Pope et al. 2022, arXiv:2211.05102, section 3.3, counts
-the bytes). Does not know the model, which sees it through model.KVCache. paged.py is the same
-interface over small blocks, for many sequences. Read: StaticCache, upto, then attend.
+the bytes). Does not know the model, which sees it through model.LayerCache. paged.py is the same
+interface over small blocks, for many sequences. Read: StaticCache, upto, then Slab.attend.
 """
 
 import torch
 from torch import Tensor
 
-from model import Config, attention
+from model import Config, KVCache, LayerCache, attention
 
 
-class StaticCache:
+class Slab(LayerCache):
+    """One layer's keys and values, (B, K, S, H) each, where slot s holds position s."""
+
+    def __init__(self, k: Tensor, v: Tensor) -> None:
+        self.k, self.v = k, v
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int | None
+    ) -> Tensor:
+        """Store k and v, then attend to all that is visible. See model.LayerCache.attend."""
+        index = positions[:, None, :, None].expand_as(k)  # each row writes at its own positions
+        self.k.scatter_(2, index, k)
+        self.v.scatter_(2, index, v)
+        slots = torch.arange(self.k.shape[2], device=q.device)[None]  # (1, S)
+        return attention(q, self.k, self.v, positions, slots, window)
+
+
+class StaticCache(KVCache):
     """Keys and values of a batch of sequences, in slabs of `max_seq_len` positions.
 
     Bytes: 2 * layers * B * K * max_seq_len * H * itemsize. Nothing is ever cleared: a position is
@@ -36,12 +53,9 @@ class StaticCache:
             max_seq_len: positions per sequence.
             dtype, device: of the keys and values; the model's own.
         """
-        shape = (
-            config.num_hidden_layers, batch_size, config.num_key_value_heads, max_seq_len,
-            config.head_dim,
-        )  # fmt: skip
-        self.k = torch.zeros(shape, dtype=dtype, device=device)
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        shape = (batch_size, config.num_key_value_heads, max_seq_len, config.head_dim)
+        k, v = torch.zeros((2, config.num_hidden_layers, *shape), dtype=dtype, device=device)
+        self.layers = [Slab(*kv) for kv in zip(k, v, strict=True)]
 
     def upto(self, length: int) -> "StaticCache":
         """View only the first `length` positions: the cost of attention is that of what is there.
@@ -57,23 +71,12 @@ class StaticCache:
         Raises:
             ValueError: `length` is more than the capacity.
         """
-        capacity = self.k.shape[3]
+        capacity = self.layers[0].k.shape[2]
         if length > capacity:
             raise ValueError(
                 f"sequence needs {length} positions, its cache holds {capacity}: "
                 "shorten the prompt or raise --max-seq-len"
             )
         view = object.__new__(StaticCache)
-        view.k, view.v = self.k[:, :, :, :length], self.v[:, :, :, :length]
+        view.layers = [Slab(slab.k[:, :, :length], slab.v[:, :, :length]) for slab in self.layers]
         return view
-
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int | None
-    ) -> Tensor:
-        """Store k and v, then attend to all that is visible. See model.KVCache.attend."""
-        keys, values = self.k[layer], self.v[layer]  # (B, K, S, H)
-        index = positions[:, None, :, None].expand_as(k)  # each row writes at its own positions
-        keys.scatter_(2, index, k)
-        values.scatter_(2, index, v)
-        slots = torch.arange(keys.shape[2], device=q.device)[None]  # (1, S): slot = position
-        return attention(q, keys, values, positions, slots, window)

@@ -16,12 +16,17 @@ The alphabet of every shape comment in this repository:
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
+
+# Weights on 2 MB pages: a decode step streams all of them, and with 4 kB pages the page-table walks
+# cost 10 to 20 % of the read bandwidth. PyTorch reads this when it first allocates.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import torch
 import torch.nn.functional as F
@@ -169,20 +174,19 @@ def _config(raw: dict[str, Any], generation: dict[str, Any]) -> Config:
 # --- The transformer ------------------------------------------------------------------------------
 
 
-class KVCache:
-    """All that attention asks of a cache; kv_cache.py and paged.py override it.
+class LayerCache:
+    """One layer's share of a cache, and all that attention asks of it.
 
     This one keeps nothing: attention over the tokens of one call, for scoring a text, and as the
-    oracle of the tests.
+    oracle of the tests. kv_cache.py and paged.py override `attend`.
     """
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int | None
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int | None
     ) -> Tensor:
         """Store k and v at `positions`, then let each query attend to what it may see.
 
         Args:
-            layer: index of the calling layer.
             q: (B, N, T, H) queries, rope applied.
             k: (B, K, T, H) new keys, rope applied.
             v: (B, K, T, H) new values.
@@ -195,6 +199,13 @@ class KVCache:
         return attention(q, k, v, positions, positions, window)
 
 
+class KVCache:
+    """What a forward runs against: one LayerCache for each layer. This one keeps nothing."""
+
+    def __init__(self, config: Config) -> None:
+        self.layers = [LayerCache() for _ in range(config.num_hidden_layers)]
+
+
 class Transformer(nn.Module):
     """A decoder-only language model. Parameter names are the checkpoint's, less `model.`."""
 
@@ -202,7 +213,8 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
+        windows = config.windows or (None,) * config.num_hidden_layers
+        self.layers = nn.ModuleList(Block(config, window) for window in windows)
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
@@ -229,12 +241,12 @@ class Transformer(nn.Module):
         Returns:
             Logits: (B, T, V), or (len(select), V).
         """
-        cache = cache or KVCache()
+        cache = cache or KVCache(self.config)
         x = self.embed_tokens(tokens)  # (B, T, D)
         angles = positions[:, None, :, None] * self.inv_freq  # (B, 1, T, H/2)
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-        for layer in self.layers:
-            x = layer(x, cos, sin, positions, cache)
+        for block, layer_cache in zip(self.layers, cache.layers, strict=True):
+            x = block(x, cos, sin, positions, layer_cache)
         if select is not None:
             x = x.flatten(0, 1)[select]  # (len(select), D)
         return self.lm_head(self.norm(x))
@@ -243,46 +255,52 @@ class Transformer(nn.Module):
 class Block(nn.Module):
     """Attention, then the feed-forward, each on a normed copy and added to the stream."""
 
-    def __init__(self, config: Config, layer: int) -> None:
+    def __init__(self, config: Config, window: int | None) -> None:
         super().__init__()
-        self.self_attn = Attention(config, layer)
+        self.self_attn = Attention(config, window)
         self.mlp = MLP(config)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, cache: KVCache
+        self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, cache: LayerCache
     ) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, positions, cache)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Attention(nn.Module):
-    """Grouped-query attention with rope. Head counts are read off the shapes, never stored, so a
-    rank that holds a share of the heads (tp.py) runs this same code."""
+class FusedLinear(nn.Linear):
+    """Linears that read the same input, stacked into one: fewer, larger reads of the weights.
 
-    def __init__(self, config: Config, layer: int) -> None:
+    Files store the parts one by one; `named_tensors` gives them back their names.
+    """
+
+    def __init__(self, in_features: int, parts: dict[str, int], bias: bool) -> None:
+        super().__init__(in_features, sum(parts.values()), bias)
+        self.parts = parts  # name in the checkpoint -> output features
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rope."""
+
+    def __init__(self, config: Config, window: int | None) -> None:
         super().__init__()
         D, H = config.hidden_size, config.head_dim
         N, K = config.num_attention_heads, config.num_key_value_heads
-        self.layer, self.head_dim = layer, H
-        self.window = config.windows[layer] if config.windows else None
-        self.q_proj = nn.Linear(D, N * H, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(D, K * H, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(D, K * H, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(N * H, D, bias=config.o_bias)
-        norm = nn.RMSNorm if config.qk_norm else lambda *_: nn.Identity()
+        self.heads, self.head_dim, self.window = (N, K, K), H, window
+        parts = {"q_proj": N * H, "k_proj": K * H, "v_proj": K * H}
+        self.qkv_proj = FusedLinear(D, parts, config.qkv_bias)
+        self.o_proj = nn.Linear(N * H, D, config.o_bias)
+        norm = nn.RMSNorm if config.qk_norm else nn.Identity
         self.q_norm, self.k_norm = norm(H, config.rms_norm_eps), norm(H, config.rms_norm_eps)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, cache: KVCache
+        self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, cache: LayerCache
     ) -> Tensor:
-        heads = (*x.shape[:2], -1, self.head_dim)
-        q = self.q_norm(self.q_proj(x).view(heads)).transpose(1, 2)  # (B, N, T, H)
-        k = self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2)  # (B, K, T, H)
-        v = self.v_proj(x).view(heads).transpose(1, 2)  # (B, K, T, H)
-        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-        y = cache.attend(self.layer, q, k, v, positions, self.window)  # (B, N, T, H)
+        qkv = self.qkv_proj(x).unflatten(2, (-1, self.head_dim))  # (B, T, N + 2K, H)
+        q, k, v = qkv.transpose(1, 2).split(self.heads, dim=1)  # (B, N, T, H), (B, K, T, H) twice
+        q, k = apply_rope(self.q_norm(q), cos, sin), apply_rope(self.k_norm(k), cos, sin)
+        y = cache.attend(q, k, v, positions, self.window)  # (B, N, T, H)
         return self.o_proj(y.transpose(1, 2).flatten(2))  # (B, T, D)
 
 
@@ -291,13 +309,14 @@ class MLP(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        D, F_ = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(D, F_, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(D, F_, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(F_, D, bias=config.mlp_bias)
+        D, width = config.hidden_size, config.intermediate_size
+        parts = {"gate_proj": width, "up_proj": width}
+        self.gate_up_proj = FusedLinear(D, parts, config.mlp_bias)
+        self.down_proj = nn.Linear(width, D, config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)  # (B, T, F) each
+        return self.down_proj(F.silu(gate) * up)
 
 
 def attention(
@@ -309,18 +328,24 @@ def attention(
         q: (B, N, T, H).
         k, v: (B, K, S, H), K dividing N.
         q_pos: (B, T) and k_pos: (B or 1, S), int64 positions in the sequence.
-        window: see KVCache.attend.
+        window: see LayerCache.attend.
 
     Returns:
         (B, N, T, H).
 
     Example: k_pos = 0..4, window = 3: the query at position 4 sees keys 2, 3 and 4.
     """
-    q_pos, k_pos = q_pos[:, None, :, None], k_pos[:, None, None, :]
-    mask = k_pos <= q_pos  # (B, 1, T, S)
+    B, N, T, H = q.shape
+    K = k.shape[1]
+    q_pos, k_pos = q_pos[:, None, None, :, None], k_pos[:, None, None, None, :]
+    mask = k_pos <= q_pos  # (B, 1, 1, T, S)
     if window is not None:
         mask &= k_pos > q_pos - window
-    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+    # The N / K query heads that share a kv head become more queries of that head, so that each
+    # key is read once; `enable_gqa` reads it N / K times, 2 to 3 times slower at T = 1 on a CPU.
+    q = q.reshape(B, K, N // K * T, H)
+    mask = mask.expand(B, 1, N // K, T, -1).reshape(B, 1, N // K * T, -1)
+    return F.scaled_dot_product_attention(q, k, v, mask).view(B, N, T, H)
 
 
 def rope_frequencies(config: Config) -> Tensor:
@@ -413,25 +438,37 @@ def load_model(
     path = Path(path)
     config = load_config(path)
     with torch.device("meta"):
-        model = Transformer(config)
-    wanted = dict(model.named_parameters())  # a tied lm_head is listed once, as the embedding
+        model = Transformer(config).requires_grad_(False)
     files = locate_tensors(path)
     if config.tie_word_embeddings:
         files.pop("lm_head.weight", None)  # some files store the tied matrix twice
-    check_tensors(files, wanted)
-    state = {}
-    for name in progress(files, f"loading {path.name}"):
+    check_tensors(files, dict(named_tensors(model)))
+    model = model.to(dtype or config.dtype).to_empty(device=device)
+    if config.tie_word_embeddings:
+        model.lm_head.weight = model.embed_tokens.weight  # to_empty gave them a memory each
+    for name, tensor in progress([*named_tensors(model)], f"loading {path.name}"):
         # Opened anew for each tensor: closing drops the mapping, and with it the pages that were
         # read through it, which would otherwise double the resident size by the end.
         with safe_open(files[name].file, "pt") as reader:
-            tensor = reader.get_tensor(files[name].name)
-            state[name] = tensor.to(device, dtype or config.dtype, copy=True)
-            del tensor
-    model.load_state_dict(state, strict=False, assign=True)  # names were checked above
-    if config.tie_word_embeddings:
-        model.lm_head.weight = model.embed_tokens.weight
-    model.inv_freq = model.inv_freq.to(device)
-    return model.eval().requires_grad_(False)
+            tensor.copy_(reader.get_tensor(files[name].name))
+    model.inv_freq = rope_frequencies(config).to(device)  # to_empty and .to(dtype) spoilt it
+    return model.eval()
+
+
+def named_tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:
+    """Yield each weight under its name in a checkpoint (less `model.`), as a view to read or fill.
+
+    A tied lm_head is not yielded: it is the embedding.
+    """
+    for name, parameter in model.named_parameters():
+        prefix, _, last = name.rpartition(".")  # "layers.0.mlp.gate_up_proj", "weight"
+        module = model.get_submodule(prefix)
+        if isinstance(module, FusedLinear):
+            slices = parameter.split(list(module.parts.values()))
+            for part, view in zip(module.parts, slices, strict=True):
+                yield f"{prefix.rpartition('.')[0]}.{part}.{last}", view
+        else:
+            yield name, parameter
 
 
 def locate_tensors(path: Path) -> dict[str, StoredTensor]:
@@ -470,12 +507,12 @@ def locate_tensors(path: Path) -> dict[str, StoredTensor]:
     return {name: at for name, at in found.items() if not name.endswith("rotary_emb.inv_freq")}
 
 
-def check_tensors(files: dict[str, StoredTensor], wanted: dict[str, nn.Parameter]) -> None:
+def check_tensors(files: dict[str, StoredTensor], wanted: dict[str, Tensor]) -> None:
     """Raise one CheckpointError that lists every tensor missing, unexpected or mis-shaped.
 
     Args:
         files: what is stored.
-        wanted: parameters of a model on the meta device.
+        wanted: named_tensors of a model on the meta device.
     """
     problems = [f"missing: {name}" for name in wanted if name not in files]
     for name, at in files.items():

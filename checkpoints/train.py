@@ -27,7 +27,7 @@ from torch import Tensor
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from model import Config, Transformer, load_model
+from model import Config, KVCache, LayerCache, Transformer, load_model, named_tensors
 
 VOCAB, CONTEXT = 1024, 1024  # pieces; positions
 TARGET = Config(
@@ -190,17 +190,19 @@ def train(
     }
 
 
-class Causal:
-    """A model.KVCache that keeps nothing: `is_causal` spares training the mask of `NoCache`."""
+class Causal(LayerCache):
+    """Attention within one call, like its parent's, but `is_causal` spares training the mask."""
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int | None
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int | None
     ) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
 def forward(model: Transformer, tokens: Tensor) -> Tensor:
-    return model(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), Causal())
+    cache = KVCache(model.config)
+    cache.layers = [Causal()] * len(cache.layers)
+    return model(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), cache)
 
 
 @torch.no_grad()
@@ -222,8 +224,8 @@ def evaluate(model: Transformer, ids: Tensor, length: int = 512) -> float:
 def save(model: Transformer, config: Config, out: Path) -> None:
     """Write the standard Llama layout: bfloat16 safetensors and config.json."""
     tensors = {
-        f"model.{name}": parameter.detach().to(torch.bfloat16).contiguous()
-        for name, parameter in model.named_parameters()  # the tied lm_head is not stored twice
+        f"model.{name}": tensor.detach().to(torch.bfloat16).contiguous()
+        for name, tensor in named_tensors(model)
     }
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     fields = (

@@ -1,0 +1,20 @@
+"""Fixtures and builders shared by the tests: tiny random checkpoints of every family."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # nothing may be downloaded
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+SHAKESPEARE = ROOT / "checkpoints" / "shakespeare"
+DRAFT = ROOT / "checkpoints" / "shakespeare-draft"
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
