@@ -11,22 +11,29 @@ from torch import Tensor
 
 from model import Config, KVCache, LayerCache, attention
 
+BUCKET = 64  # positions
+
 
 class Slab(LayerCache):
-    """One layer's keys and values, (B, K, S, H) each, where slot s holds position s."""
+    """One layer's keys and values, where slot s holds position s."""
 
-    def __init__(self, k: Tensor, v: Tensor) -> None:
-        self.k, self.v = k, v
+    def __init__(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        """Take k and v, (B, K, capacity, H) each, and the slots in use: (S,) int64, 0..S-1."""
+        self.k, self.v, self.slots = k, v, slots
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int | None
     ) -> Tensor:
         """Store k and v, then attend to all that is visible. See model.LayerCache.attend."""
-        index = positions[:, None, :, None].expand_as(k)  # each row writes at its own positions
-        self.k.scatter_(2, index, k)
-        self.v.scatter_(2, index, v)
-        slots = torch.arange(self.k.shape[2], device=q.device)[None]  # (1, S)
-        return attention(q, self.k, self.v, positions, slots, window)
+        (B, K), S = self.k.shape[:2], self.slots.shape[0]
+        row = torch.arange(B, device=q.device)[:, None, None]
+        head = torch.arange(K, device=q.device)[:, None]
+        at = (row, head, positions[:, None])  # (B, K, T) together: each row at its own positions
+        # index_put_ and not scatter_: of scatter_ the compiler makes a copy of the whole slab.
+        self.k.index_put_(at, k)
+        self.v.index_put_(at, v)
+        k, v = self.k[:, :, :S], self.v[:, :, :S]  # (B, K, S, H)
+        return attention(q, k, v, positions, self.slots[None], window)
 
 
 class StaticCache(KVCache):
@@ -53,14 +60,23 @@ class StaticCache(KVCache):
             max_seq_len: positions per sequence.
             dtype, device: of the keys and values; the model's own.
         """
-        shape = (batch_size, config.num_key_value_heads, max_seq_len, config.head_dim)
+        # Whole buckets, and one slot that is never used: a view of *all* slots would be contiguous,
+        # another case for torch.compile, which would compile again when a sequence gets there.
+        slots = -(-max_seq_len // BUCKET) * BUCKET + 1
+        shape = (batch_size, config.num_key_value_heads, slots, config.head_dim)
         k, v = torch.zeros((2, config.num_hidden_layers, *shape), dtype=dtype, device=device)
-        self.layers = [Slab(*kv) for kv in zip(k, v, strict=True)]
+        self.max_seq_len, self.slots = max_seq_len, torch.arange(slots, device=device)
+        self.layers = [Slab(*kv, self.slots) for kv in zip(k, v, strict=True)]
+        for slab in self.layers:  # torch.compile shall treat the capacity as a symbol
+            torch._dynamo.maybe_mark_dynamic(slab.k, 2)
+            torch._dynamo.maybe_mark_dynamic(slab.v, 2)
 
     def upto(self, length: int) -> "StaticCache":
-        """View only the first `length` positions: the cost of attention is that of what is there.
+        """View only the first positions: the cost of attention is that of what is there.
 
-        A cache read in full through a mask would pay for its whole capacity at each step.
+        A cache read in full through a mask would pay for its whole capacity at each step. Views
+        come in lengths that are multiples of BUCKET, so that few shapes occur; the mask hides the
+        slots past the sequence's end.
 
         Args:
             length: positions that the coming forward needs, its own new tokens included.
@@ -71,12 +87,13 @@ class StaticCache(KVCache):
         Raises:
             ValueError: `length` is more than the capacity.
         """
-        capacity = self.layers[0].k.shape[2]
-        if length > capacity:
+        if length > self.max_seq_len:
             raise ValueError(
-                f"sequence needs {length} positions, its cache holds {capacity}: "
+                f"sequence needs {length} positions, its cache holds {self.max_seq_len}: "
                 "shorten the prompt or raise --max-seq-len"
             )
         view = object.__new__(StaticCache)
-        view.layers = [Slab(slab.k[:, :, :length], slab.v[:, :, :length]) for slab in self.layers]
+        view.slots = self.slots[: -(-length // BUCKET) * BUCKET]  # rounded up
+        torch._dynamo.maybe_mark_dynamic(view.slots, 0)
+        view.layers = [Slab(slab.k, slab.v, view.slots) for slab in self.layers]
         return view

@@ -4,11 +4,14 @@ Each path below is one way to run the model. All are compared, in fp32, with the
 obvious one: no cache, everything recomputed at each step. A new fast path adds one entry to PATHS.
 """
 
+import copy
+from functools import cache
+
 import pytest
 import torch
 from conftest import SHAKESPEARE
 
-from generate import SamplingParams, Sequence, generate
+from generate import SamplingParams, Sequence, compile_model, generate
 from kv_cache import StaticCache
 from model import Config, Transformer, load_model
 from tokenizer import Tokenizer
@@ -29,14 +32,25 @@ def run_alone(model, prompts, params, chunk=512, cached=True):
     results = []
     for prompt in prompts:
         sequence = Sequence(prompt, params, model.config)
-        cache = StaticCache(model.config, 1, sequence.max_len, torch.float32) if cached else None
-        for _ in generate(model, sequence, cache, chunk):
+        slabs = StaticCache(model.config, 1, sequence.max_len, torch.float32) if cached else None
+        for _ in generate(model, sequence, slabs, chunk):
             pass
         results.append(sequence.output_ids)
     return results
 
 
+def run_compiled(model, prompts, params):
+    return run_alone(compiled_twin(model), prompts, params)
+
+
+@cache
+def compiled_twin(model):
+    """A compiled copy: compile_model changes a model in place."""
+    return compile_model(copy.deepcopy(model), chunk=16)
+
+
 PATHS = {
+    "compiled": run_compiled,
     "static cache": run_alone,
     "prompt in chunks of 1": lambda *a: run_alone(*a, chunk=1),
     "prompt in chunks of 7": lambda *a: run_alone(*a, chunk=7),
@@ -56,7 +70,7 @@ def sliding():
     torch.manual_seed(0)
     config = Config(
         vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=1, head_dim=32, windows=(5, None, 16),
+        num_attention_heads=4, num_key_value_heads=1, head_dim=32, windows=(5, None, 5),
         qkv_bias=True, qk_norm=True,
     )  # fmt: skip
     model = Transformer(config).eval().requires_grad_(False)

@@ -1,0 +1,202 @@
+"""Measure the engine; every number in the README comes from here.
+
+    python bench.py latency --shape 1b --compile      one batch at a time: what a user waits for
+
+Machines are noisy and drift, so a speed is never reported alone: the machine's own limits (reading
+memory, multiplying matrices) are measured in the same process, in turn with the engine, and each
+figure is given as a fraction of the limit taken beside it. Medians, with the spread.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from generate import compile_model, pick_device
+from kv_cache import StaticCache
+from measure import bytes_per_token, gemm_peak, peak_memory, read_bandwidth
+from model import DTYPES, Config, Transformer, load_model, progress, rope_frequencies
+
+SHAPES = {  # Llama-like; parameters without the embedding table: 86 M, 1.03 B, 6.6 B
+    "110m": Config(32000, 768, 2048, 12, 12, 12, 64),
+    "1b": Config(32000, 2048, 5632, 22, 32, 4, 64),
+    "7b": Config(32000, 4096, 11008, 32, 32, 32, 128),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="bench.py", description=__doc__.split("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    latency_parser = commands.add_parser("latency", help="time to first token, decode, prefill")
+    add = latency_parser.add_argument
+    model = latency_parser.add_mutually_exclusive_group()
+    model.add_argument("--checkpoint", type=Path)
+    model.add_argument("--shape", choices=SHAPES, default="110m", help="random weights")
+    add("--dtype", choices=DTYPES, default="bfloat16")
+    add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
+    add("--batch", type=int, nargs="+", default=[1], help="sequences at once; several to compare")
+    add("--prompt-tokens", type=int, default=512)
+    add("--new-tokens", type=int, default=32)
+    add("--max-seq-len", type=int, help="capacity of the cache (default: what the run needs)")
+    add("--repeat", type=int, default=5)
+    add("--compile", action="store_true")
+    add("--json", action="store_true", help="print the figures as one JSON object")
+    add("--profile", type=Path, metavar="TRACE.JSON", help="write a Chrome trace of one run")
+    args = parser.parse_args()
+    try:
+        return latency(args)
+    except ValueError as error:
+        print(f"bench.py: error: {error}", file=sys.stderr)
+        return 2
+
+
+# --- latency --------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def latency(args: argparse.Namespace) -> int:
+    """Time to first token, decode and prefill speed, next to the machine's limits."""
+    device = pick_device(args.device)
+    start = time.perf_counter()
+    if args.checkpoint:
+        model = load_model(args.checkpoint, device, DTYPES[args.dtype])
+    else:
+        model = random_model(SHAPES[args.shape], DTYPES[args.dtype], device)
+    result = {"load_s": time.perf_counter() - start, "weights_gb": bytes_per_token(model, 0) / 1e9}
+    result["model_gb"] = sum(p.nbytes for p in {*model.parameters()}) / 1e9
+    start = time.perf_counter()
+    if args.compile:
+        compile_model(model, args.prompt_tokens)
+        result["compile_s"] = time.perf_counter() - start
+    runs = {batch: Run(model, batch, args) for batch in args.batch}
+    for run in runs.values():
+        run.generate()  # warm up: any graph for this batch size is compiled here
+    result["peak_memory_gb"] = peak_memory(device)  # before the limits' own buffers exist
+    gemm = gemm_peak(model)
+    for run in runs.values():
+        for _ in progress(range(args.repeat), f"batch {run.batch}"):
+            limit, peak = read_bandwidth(device), gemm()
+            first, step = run.generate()
+            limit, peak = max(limit, read_bandwidth(device)), max(peak, gemm())
+            run.add(first, step, limit, peak)
+    result["batches"] = {batch: run.summary() for batch, run in runs.items()}
+    result |= provenance(device, args)
+    if args.profile:
+        with torch.profiler.profile() as profiler:
+            runs[args.batch[0]].generate()
+        profiler.export_chrome_trace(str(args.profile))
+    print(json.dumps(result) if args.json else table(result))
+    return 0
+
+
+class Run:
+    """One batch size: what is run, and what was measured of it."""
+
+    def __init__(self, model: Transformer, batch: int, args: argparse.Namespace) -> None:
+        self.model, self.batch, self.new_tokens = model, batch, args.new_tokens
+        weight, config = model.embed_tokens.weight, model.config
+        self.device = weight.device
+        self.prompt = torch.randint(config.vocab_size, (batch, args.prompt_tokens)).to(self.device)
+        capacity = args.max_seq_len or args.prompt_tokens + args.new_tokens + 1
+        self.cache = StaticCache(config, batch, capacity, weight.dtype, self.device)
+        middle = args.prompt_tokens + args.new_tokens // 2
+        self.bytes = bytes_per_token(model, 0)
+        self.bytes += batch * (bytes_per_token(model, middle) - self.bytes)
+        self.figures: dict[str, list[float]] = {}
+
+    def forward(self, tokens: Tensor, start: int) -> Tensor:
+        B, T = tokens.shape
+        positions = torch.arange(start, start + T, device=self.device).expand(B, T)
+        last = torch.arange(T - 1, B * T, T, device=self.device)  # each row's last token
+        logits = self.model(tokens, positions, self.cache.upto(start + T), last)
+        return logits.argmax(-1, keepdim=True)  # (B, 1)
+
+    def generate(self) -> tuple[float, float]:
+        """Return the seconds to the first token, and per decode step."""
+        T = self.prompt.shape[1]
+        start = time.perf_counter()
+        tokens = self.forward(self.prompt, 0)
+        tokens.tolist()  # waits for a device that runs behind, as a stream of text would
+        first = time.perf_counter()
+        for i in range(self.new_tokens):
+            tokens = self.forward(tokens, T + i)
+            tokens.tolist()
+        return first - start, (time.perf_counter() - first) / self.new_tokens
+
+    def add(self, first: float, step: float, limit: float, peak: float) -> None:
+        """Take one repetition: seconds, the read limit in GB/s, the GEMM peak in TFLOP/s."""
+        T, speed = self.prompt.shape[1], self.bytes / step / 1e9
+        c = self.model.config  # attention's own products are left out: they are not GEMM's
+        heads = 2 * c.num_attention_heads + 2 * c.num_key_value_heads  # q, o and k, v
+        weights = heads * c.head_dim * c.hidden_size + 3 * c.hidden_size * c.intermediate_size
+        flops = 2 * self.batch * (T * c.num_hidden_layers * weights + c.vocab_size * c.hidden_size)
+        figures = {
+            "first_token_s": first, "decode_tok_s": self.batch / step, "decode_gb_s": speed,
+            "read_limit_gb_s": limit, "of_read_limit": speed / limit,
+            "prefill_tok_s": self.batch * T / first, "gemm_peak_tflop_s": peak,
+            "of_gemm_peak": flops / first / 1e12 / peak,
+        }  # fmt: skip
+        for name, value in figures.items():
+            self.figures.setdefault(name, []).append(value)
+
+    def summary(self) -> dict[str, tuple[float, float, float]]:
+        """Median, least and most of each figure."""
+        return {
+            name: (statistics.median(values), min(values), max(values))
+            for name, values in self.figures.items()
+        }
+
+
+# --- Helpers --------------------------------------------------------------------------------------
+
+
+def random_model(config: Config, dtype: torch.dtype, device: torch.device) -> Transformer:
+    """A model of random weights, made in place: speed does not depend on their values."""
+    with torch.device("meta"):
+        model = Transformer(config).to(dtype).requires_grad_(False)
+    model = model.to_empty(device=device).eval()
+    model.inv_freq = rope_frequencies(config).to(device)
+    noise = (torch.randn(2**20 + 7) * 0.02).to(dtype).to(device)  # odd length: rows differ
+    for parameter in model.parameters():
+        for piece in parameter.view(-1).split(len(noise)):
+            piece.copy_(noise[: len(piece)]) if parameter.dim() > 1 else piece.fill_(1)
+    return model
+
+
+def provenance(device: torch.device, args: argparse.Namespace) -> dict[str, str]:
+    """What a figure is worth nothing without."""
+    name = platform.processor() or platform.machine()
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    elif Path("/proc/cpuinfo").is_file():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((x.split(": ")[1] for x in lines if x.startswith("model name")), name)
+    return {
+        "hardware": f"{name}, {torch.get_num_threads()} threads",
+        "versions": f"torch {torch.__version__}, Python {platform.python_version()}",
+        "command": "python bench.py " + " ".join(sys.argv[1:]),
+        "model": str(args.checkpoint.name if args.checkpoint else args.shape),
+    }
+
+
+def table(result: dict) -> str:
+    """The figures for people: median, and least..most of the repetitions."""
+    lines = [result["hardware"], result["versions"], result["command"], ""]
+    for name in ("load_s", "compile_s", "model_gb", "weights_gb", "peak_memory_gb"):
+        if name in result:
+            lines.append(f"{name:24}{result[name]:10.2f}")
+    for batch, figures in result["batches"].items():
+        lines += ["", f"batch {batch}"]
+        for name, (median, low, high) in figures.items():
+            lines.append(f"  {name:22}{median:10.3f}   ({low:.3f} .. {high:.3f})")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""compile_model: what is compiled once must serve every length, and give the eager tokens.
+
+That its tokens equal the eager ones is a row of tests/test_equivalence.py.
+"""
+
+import pytest
+import torch
+from conftest import SHAKESPEARE
+
+from generate import SamplingParams, Sequence, compile_model, generate
+from kv_cache import StaticCache
+from model import load_model
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    torch._dynamo.reset()
+    return compile_model(load_model(SHAKESPEARE, dtype=torch.float32), chunk=32)
+
+
+@pytest.mark.parametrize("prompt_length", [1, 2, 31, 32, 33, 65, 100])
+def test_nothing_is_compiled_after_warm_up(compiled, prompt_length):
+    """A length, a capacity or a chunk that is baked into a graph stalls the user for seconds."""
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    sequence = Sequence([5] * prompt_length, params, compiled.config)
+    for capacity in (sequence.max_len, 64 * (sequence.max_len // 64 + 1), 1024):
+        sequence = Sequence([5] * prompt_length, params, compiled.config)
+        cache = StaticCache(compiled.config, 1, capacity, torch.float32)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for _ in generate(compiled, sequence, cache, chunk=32):
+                pass
+        assert len(sequence.output_ids) == 40
+
+
+def test_fail_on_recompile_can_fail(compiled):
+    """The guard used above must notice a real recompilation: here, a batch of three."""
+    cache = StaticCache(compiled.config, 3, 64, torch.float32)
+    tokens = torch.zeros((3, 1), dtype=torch.int64)
+    with torch.compiler.set_stance("fail_on_recompile"), pytest.raises(RuntimeError):
+        compiled(tokens, tokens, cache.upto(1))
