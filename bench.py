@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from generate import compile_model, pick_device
+from generate import CHUNK, compile_model, pick_device
 from kv_cache import StaticCache
 from measure import bytes_per_token, gemm_peak, peak_memory, read_bandwidth
 from model import DTYPES, Config, Transformer, load_model, progress, rope_frequencies
@@ -72,7 +72,7 @@ def latency(args: argparse.Namespace) -> int:
     result["model_gb"] = sum(p.nbytes for p in {*model.parameters()}) / 1e9
     start = time.perf_counter()
     if args.compile:
-        compile_model(model, args.prompt_tokens)
+        compile_model(model)
         result["compile_s"] = time.perf_counter() - start
     runs = {batch: Run(model, batch, args) for batch in args.batch}
     for run in runs.values():
@@ -111,10 +111,12 @@ class Run:
         self.figures: dict[str, list[float]] = {}
 
     def forward(self, tokens: Tensor, start: int) -> Tensor:
-        B, T = tokens.shape
-        positions = torch.arange(start, start + T, device=self.device).expand(B, T)
-        last = torch.arange(T - 1, B * T, T, device=self.device)  # each row's last token
-        logits = self.model(tokens, positions, self.cache.upto(start + T), last)
+        for part in tokens.split(CHUNK, dim=1):
+            B, T = part.shape
+            positions = torch.arange(start, start + T, device=self.device).expand(B, T)
+            last = torch.arange(T - 1, B * T, T, device=self.device)  # each row's last token
+            start += T
+            logits = self.model(part, positions, self.cache.upto(start), last)
         return logits.argmax(-1, keepdim=True)  # (B, 1)
 
     def generate(self) -> tuple[float, float]:

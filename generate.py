@@ -316,10 +316,14 @@ def _filters(p: SamplingParams) -> bool:
 
 # --- The loop -------------------------------------------------------------------------------------
 
+# Prompt tokens per forward. Smaller chunks skip more of the keys that causality hides, larger ones
+# read the weights less often: on two cores 256 is 5 % faster than 128 or 512 (1b shape, bfloat16).
+CHUNK = 256
+
 
 @torch.no_grad()
 def generate(
-    model: Transformer, sequence: Sequence, cache: StaticCache | None = None, chunk: int = 512
+    model: Transformer, sequence: Sequence, cache: StaticCache | None = None, chunk: int = CHUNK
 ) -> Iterator[Token]:
     """Extend `sequence` until it ends, yielding each token as it is made.
 
@@ -330,7 +334,7 @@ def generate(
         model: on any device.
         sequence: is appended to; read its text and finish_reason.
         cache: for a batch of one; None recomputes everything at each step (slow, and the oracle).
-        chunk: prompt tokens per forward, which bounds the memory of a long prompt.
+        chunk: prompt tokens per forward; bounds the memory of a long prompt.
 
     Raises:
         ValueError: the cache is too short for the sequence.
@@ -352,7 +356,7 @@ def generate(
         yield token
 
 
-def compile_model(model: Transformer, chunk: int = 512) -> Transformer:
+def compile_model(model: Transformer, chunk: int = CHUNK) -> Transformer:
     """Make a finished model fast: pack its weights for the CPU and compile it, in place.
 
     On a CPU one block is compiled and serves all layers, which differ only in their tensors: 5 s

@@ -48,6 +48,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen2ForCausalLM": {"num_key_value_heads": 32},
     "Qwen3ForCausalLM": {"num_key_value_heads": 32, "head_dim": 128},
 }
+# No model is near these bounds; a garbled size must not fill memory or run for ever.
+MAX_LAYERS, MAX_SIZE = 1024, 2**24
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -82,17 +84,15 @@ class Config:
     def __post_init__(self) -> None:
         for f in fields(self):
             value, kind = getattr(self, f.name), f.type
-            # No model is near these bounds; a garbled size must not fill memory or run for ever.
-            most = 1024 if f.name == "num_hidden_layers" else 2**24
-            if kind is int and not (type(value) is int and 0 < value <= most):
-                raise CheckpointError(f"{f.name} must be an integer in 1..{most}, is {value!r}")
+            if kind in (int, float):
+                number(f.name, value, kind)
             if kind is bool and type(value) is not bool:
                 raise CheckpointError(f"{f.name} must be true or false, is {value!r}")
-            if kind is float:
-                positive(f.name, value)
         N, K = self.num_attention_heads, self.num_key_value_heads
         if N % K:
             raise CheckpointError(f"{N} attention heads are not a multiple of {K} key-value heads")
+        if N * self.head_dim > MAX_SIZE:  # or a matrix has more bytes than int64 can count
+            raise CheckpointError(f"{N} heads of head_dim {self.head_dim} are too large")
         if self.head_dim % 2:
             raise CheckpointError(f"head_dim must be even for rope, is {self.head_dim}")
         if self.windows and len(self.windows) != self.num_hidden_layers:
@@ -120,12 +120,18 @@ def load_config(path: Path | str) -> Config:
 
 
 def _config(raw: dict[str, Any], generation: dict[str, Any]) -> Config:
-    family = (raw.get("architectures") or ["(none named)"])[0]
+    names = raw.get("architectures") or ["(none named)"]
+    if not isinstance(names, list) or not isinstance(family := names[0], str):
+        raise CheckpointError(f"architectures must be a list of names, is {names!r}")
     if family not in FAMILIES:
         raise CheckpointError(f"{family} is not supported; supported: {', '.join(FAMILIES)}")
     raw = FAMILIES[family] | raw
     # Rope: newer files hold one dict `rope_parameters`; older ones `rope_theta` + `rope_scaling`.
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    # Where a file has both, `rope_scaling` wins, as in transformers.
+    ropes = [raw[key] for key in ("rope_scaling", "rope_parameters") if raw.get(key) is not None]
+    if not all(isinstance(rope, dict) for rope in ropes):
+        raise CheckpointError(f"rope_scaling and rope_parameters must be objects, are {ropes!r}")
+    rope = next(filter(None, ropes), {})
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     for name, only in (("hidden_act", "silu"), ("partial_rotary_factor", 1.0)):
         if (value := raw.get(name, rope.get(name, only))) != only:
@@ -134,16 +140,20 @@ def _config(raw: dict[str, Any], generation: dict[str, Any]) -> Config:
         raise CheckpointError(f"dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
     if "quantization_config" in raw:
         raise CheckpointError("quantization_config: quantised checkpoints are not supported yet")
+    # Checked before they are computed with: Config would see only what came of it.
+    layers = number("num_hidden_layers", raw["num_hidden_layers"], most=MAX_LAYERS)
+    hidden, heads = (number(name, raw[name]) for name in ("hidden_size", "num_attention_heads"))
+    kv_heads, head_dim = raw.get("num_key_value_heads"), raw.get("head_dim")
     # Every layer of Mistral slides; Qwen files carry a `sliding_window` that is switched off.
     always = family == "MistralForCausalLM"
     window = raw.get("sliding_window") if always or raw.get("use_sliding_window") else None
     windows: tuple[int | None, ...] = ()
     if window is not None:
-        full = 0 if always else min(raw.get("max_window_layers", 28), raw["num_hidden_layers"])
+        full = 0 if always else min(raw.get("max_window_layers", 28), layers)
         kinds = raw.get("layer_types") or (
-            ["full_attention"] * full + ["sliding_attention"] * (raw["num_hidden_layers"] - full)
+            ["full_attention"] * full + ["sliding_attention"] * (layers - full)
         )
-        sizes = {"full_attention": None, "sliding_attention": int(positive("window", window))}
+        sizes = {"full_attention": None, "sliding_attention": number("sliding_window", window)}
         windows = tuple(sizes[kind] for kind in kinds)
     # The EOS ids of generation_config.json win: chat checkpoints list their end-of-turn id there.
     eos = [c.get("eos_token_id") for c in (generation, raw)]
@@ -151,15 +161,15 @@ def _config(raw: dict[str, Any], generation: dict[str, Any]) -> Config:
     eos_ids = tuple(eos) if isinstance(eos, list) else (eos,)
     if any(type(i) is not int for i in eos_ids):
         raise CheckpointError(f"eos_token_id must be token ids, is {eos!r}")
-    heads, bias = raw["num_attention_heads"], raw.get("attention_bias") or False
+    bias = raw.get("attention_bias") or False
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
     optional = ("max_position_embeddings", "rms_norm_eps", "mlp_bias", "tie_word_embeddings")
     return Config(
         **{name: raw[name] for name in sizes},
         **{name: raw[name] for name in optional if name in raw},
         num_attention_heads=heads,
-        num_key_value_heads=raw.get("num_key_value_heads") or heads,
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+        num_key_value_heads=heads if kv_heads is None else kv_heads,
+        head_dim=hidden // heads if head_dim is None else head_dim,
         rope_theta=rope.get("rope_theta", raw.get("rope_theta", 10000.0)),
         rope_scaling={} if rope_type == "default" else {**rope, "rope_type": rope_type},
         windows=windows,
@@ -367,11 +377,11 @@ def rope_frequencies(config: Config) -> Tensor:
     rope = config.rope_scaling
     kind = rope.get("rope_type", "default")
     if kind == "linear":
-        return inv_freq / positive("rope factor", rope.get("factor"))
+        return inv_freq / number("rope factor", rope.get("factor"), float)
     if kind == "llama3":
         names = ("factor", "low_freq_factor", "high_freq_factor",
                  "original_max_position_embeddings")  # fmt: skip
-        factor, low, high, original = (positive(f"rope {n}", rope.get(n)) for n in names)
+        factor, low, high, original = (number(f"rope {n}", rope.get(n), float) for n in names)
         if not low < high:
             raise CheckpointError(
                 f"rope low_freq_factor {low} is not below high_freq_factor {high}"
@@ -489,7 +499,7 @@ def locate_tensors(path: Path) -> dict[str, StoredTensor]:
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{index}: no weight_map")
         names = {str(name) for name in weight_map.values()}
-    if lost := [n for n in sorted(names) if Path(n).name != n or not (path / n).is_file()]:
+    if lost := [n for n in sorted(names) if Path(n).name != n or not os.path.isfile(path / n)]:
         raise CheckpointError(f"{path}: missing shards: {', '.join(lost)}")
     found: dict[str, StoredTensor] = {}
     for file in (path / name for name in sorted(names)):
@@ -560,8 +570,17 @@ def progress(items: Iterable[Any], label: str, total: int | None = None) -> Iter
             print(text, end="\n" if done == total else "", file=sys.stderr, flush=True)
 
 
-def positive(name: str, value: Any) -> float:
-    """Return `value` if it is a finite number above 0, else raise CheckpointError naming it."""
-    if type(value) not in (int, float) or not 0 < value < math.inf:  # NaN fails both comparisons
-        raise CheckpointError(f"{name} must be a positive number, is {value!r}")
+def number(name: str, value: Any, kind: type = int, most: float = MAX_SIZE) -> Any:
+    """Return `value` if it is an integer in 1..most, or for kind=float a number above zero.
+
+    Raises:
+        CheckpointError: it is not; the message names it. NaN fails any comparison, and far outside
+            1e-15..1e15 float32 overflows and every logit becomes NaN.
+    """
+    good = type(value) is int and 0 < value <= most
+    if kind is float:
+        good = type(value) in (int, float) and 1e-15 <= value <= 1e15
+    if not good:
+        wanted = "a positive number" if kind is float else f"an integer in 1..{most}"
+        raise CheckpointError(f"{name} must be {wanted}, is {value!r}")
     return value

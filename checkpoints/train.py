@@ -7,7 +7,8 @@ compute, trained to imitate the target's distribution so that speculative decodi
 guesses) and the record in checkpoints/README.md. The corpus is small enough to overfit in minutes,
 so the run leans on three regularisers: dropout (hung onto the model from outside, by hooks), BPE
 dropout (Provilkov et al. 2020, arXiv:1910.13267: a new tokenisation of the text every epoch), and
-keeping the weights of the best held-out loss.
+keeping the weights of the best held-out loss. A second, short run without BPE dropout
+(--resume --bpe-dropout 0) then settles the spelling.
 """
 
 import argparse
@@ -51,7 +52,10 @@ def main() -> None:
     parser.add_argument("--draft-steps", type=int, default=2400)
     parser.add_argument("--batch-tokens", type=int, default=8192)
     parser.add_argument("--dropout", type=float, default=0.2)
+    parser.add_argument("--bpe-dropout", type=float, default=0.1)
+    parser.add_argument("--peak-lr", type=float, default=2e-3, help="twice that for the draft")
     parser.add_argument("--only", choices=("target", "draft"), help="train just one of the two")
+    parser.add_argument("--resume", action="store_true", help="go on from the weights in --out")
     args = parser.parse_args()
     torch.manual_seed(0)
 
@@ -62,14 +66,20 @@ def main() -> None:
     runs = json.loads(record.read_text()) if record.is_file() else {}
     if args.only != "draft":
         target_dir.mkdir(parents=True, exist_ok=True)
-        train_tokenizer(text[:cut], target_dir)
-        runs["shakespeare"] = train(TARGET, text[:cut], text[cut:], target_dir, args, None)
+        if not args.resume:
+            train_tokenizer(text[:cut], target_dir)
+            runs["shakespeare"] = []
+        runs["shakespeare"] += [train(TARGET, text[:cut], text[cut:], target_dir, args, None)]
     if args.only != "target":
         draft_dir.mkdir(parents=True, exist_ok=True)
         for name in ("tokenizer.model", "tokenizer_config.json"):
             (draft_dir / name).write_bytes((target_dir / name).read_bytes())
         teacher = load_model(target_dir, dtype=torch.float32)
-        runs["shakespeare-draft"] = train(DRAFT, text[:cut], text[cut:], draft_dir, args, teacher)
+        if not args.resume:
+            runs["shakespeare-draft"] = []
+        runs["shakespeare-draft"] += [
+            train(DRAFT, text[:cut], text[cut:], draft_dir, args, teacher)
+        ]
     record.write_text(json.dumps(runs, indent=1) + "\n")
     write_record(args.out / "README.md", runs)
 
@@ -124,6 +134,9 @@ def train(
             depth = 2 * config.num_hidden_layers
             last = name.endswith(("o_proj.weight", "down_proj.weight"))
             torch.nn.init.normal_(parameter, std=0.02 / (math.sqrt(depth) if last else 1))
+    if args.resume:
+        stored = load_model(out, dtype=torch.float32)
+        model.load_state_dict(stored.state_dict())
     dropout = args.dropout if teacher is None else 0.0
     for block in model.layers:
         for part in (block.self_attn, block.mlp):
@@ -136,9 +149,13 @@ def train(
     )
     fast = torch.compile(model)  # shares the parameters; about 1.4x
     steps = args.steps if teacher is None else args.draft_steps
-    peak = 2e-3 if teacher is None else 4e-3
+    peak = args.peak_lr if teacher is None else 2 * args.peak_lr
     valid = encode(sp, held_out)
-    best, best_step, start = math.inf, 0, time.monotonic()
+    best, best_step, start = (
+        evaluate(model, valid) if args.resume else math.inf,
+        0,
+        time.monotonic(),
+    )
     epoch: list[Tensor] = []
     for step in range(1, steps + 1):
         warm, decay = min(1, step / 100), 0.5 * (1 + math.cos(math.pi * step / steps))
@@ -149,7 +166,7 @@ def train(
         rows = args.batch_tokens // length
         epoch = [e for e in epoch if e.shape[1] == length + 1]
         if len(epoch) < rows:  # a new epoch: tokenise anew, cut at a random offset, shuffle
-            ids = encode(sp, text, bpe_dropout=0.1)
+            ids = encode(sp, text, args.bpe_dropout)
             ids = ids[torch.randint(length, ()).item() :]
             ids = ids[: len(ids) // (length + 1) * (length + 1)].view(-1, 1, length + 1)
             epoch = list(ids[torch.randperm(len(ids))])
@@ -177,7 +194,9 @@ def train(
             )  # fmt: skip
     characters = len(held_out) / (len(valid) - 1)
     return {
-        "command": "python checkpoints/" + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": " ".join(["python checkpoints/train.py", *sys.argv[1:]]).replace(
+            str(args.text), args.text.name
+        ),
         "parameters": sum(p.numel() for p in model.parameters()),
         "steps": steps,
         "best_step": best_step,
@@ -251,9 +270,12 @@ def write_record(path: Path, runs: dict) -> None:
         "",
         "The last tenth of the text is held out. Loss is in nats per token over windows of 512.",
     ]
-    for name, run in runs.items():
-        lines += ["", f"## {name}", "", "| what | figure |", "|---|---|"]
-        lines += [f"| {key.replace('_', ' ')} | {value} |" for key, value in run.items()]
+    for name, stages in runs.items():
+        lines += ["", f"## {name}", "", "| what |" + " figure |" * len(stages)]
+        lines += ["|---" * (1 + len(stages)) + "|"]
+        for key in stages[0]:
+            cells = " | ".join(str(stage[key]) for stage in stages)
+            lines += [f"| {key.replace('_', ' ')} | {cells} |"]
     path.write_text("\n".join(lines) + "\n")
 
 
