@@ -366,9 +366,19 @@ def compile_model(model: Transformer, chunk: int = CHUNK) -> Transformer:
 
     Args:
         chunk: prompt tokens per forward, to warm up with.
+
+    Raises:
+        ValueError: there is no C++ compiler, which torch.compile needs on a CPU.
     """
     device, dtype = model.embed_tokens.weight.device, model.embed_tokens.weight.dtype
     if device.type == "cpu":
+        from torch._inductor.cpp_builder import get_cpp_compiler  # here: importing it takes 1 s
+
+        try:
+            get_cpp_compiler()
+        except RuntimeError:
+            message = "--compile needs a C++ compiler such as g++: install one or leave it out"
+            raise ValueError(message) from None
         pack_linears(model)
         for block in model.layers:
             block.compile(fullgraph=True)

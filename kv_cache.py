@@ -67,9 +67,10 @@ class StaticCache(KVCache):
         k, v = torch.zeros((2, config.num_hidden_layers, *shape), dtype=dtype, device=device)
         self.max_seq_len, self.slots = max_seq_len, torch.arange(slots, device=device)
         self.layers = [Slab(*kv, self.slots) for kv in zip(k, v, strict=True)]
-        for slab in self.layers:  # torch.compile shall treat the capacity as a symbol
-            torch._dynamo.maybe_mark_dynamic(slab.k, 2)
-            torch._dynamo.maybe_mark_dynamic(slab.v, 2)
+        for tensor in (t for slab in self.layers for t in (slab.k, slab.v)):
+            torch._dynamo.maybe_mark_dynamic(tensor, 2)  # the capacity is a symbol when compiled
+            if tensor.is_cuda:  # a CUDA graph may write to it in place
+                torch._dynamo.mark_static_address(tensor)
 
     def upto(self, length: int) -> "StaticCache":
         """View only the first positions: the cost of attention is that of what is there.
