@@ -13,6 +13,7 @@ import platform
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -79,12 +80,12 @@ def latency(args: argparse.Namespace) -> int:
         run.generate()  # warm up: any graph for this batch size is compiled here
     result["peak_memory_gb"] = peak_memory(device)  # before the limits' own buffers exist
     gemm = gemm_peak(model)
-    for run in runs.values():
-        for _ in progress(range(args.repeat), f"batch {run.batch}"):
-            limit, peak = read_bandwidth(device), gemm()
-            first, step = run.generate()
-            limit, peak = max(limit, read_bandwidth(device)), max(peak, gemm())
-            run.add(first, step, limit, peak)
+    for _ in progress(range(args.repeat), "measuring"):
+        alone = None  # the first batch size of this round, which the others are compared with
+        for run in runs.values():
+            speed = run.measure(gemm)
+            alone = alone or speed
+            run.figures.setdefault("times_first_batch", []).append(speed / alone)
     result["batches"] = {batch: run.summary() for batch, run in runs.items()}
     result |= provenance(device, args)
     if args.profile:
@@ -119,20 +120,32 @@ class Run:
             logits = self.model(part, positions, self.cache.upto(start), last)
         return logits.argmax(-1, keepdim=True)  # (B, 1)
 
-    def generate(self) -> tuple[float, float]:
-        """Return the seconds to the first token, and per decode step."""
-        T = self.prompt.shape[1]
+    def generate(self, pause: Callable[[], None] = lambda: None) -> tuple[float, float]:
+        """Return the seconds to the first token, and the median seconds of a decode step.
+
+        Args:
+            pause: called now and then between steps, to measure something else in turn.
+        """
+        pause()
         start = time.perf_counter()
         tokens = self.forward(self.prompt, 0)
         tokens.tolist()  # waits for a device that runs behind, as a stream of text would
-        first = time.perf_counter()
+        first, steps = time.perf_counter() - start, []
         for i in range(self.new_tokens):
-            tokens = self.forward(tokens, T + i)
+            if i % 8 == 0:
+                pause()
+            start = time.perf_counter()
+            tokens = self.forward(tokens, self.prompt.shape[1] + i)
             tokens.tolist()
-        return first - start, (time.perf_counter() - first) / self.new_tokens
+            steps.append(time.perf_counter() - start)
+        return first, statistics.median(steps)
 
-    def add(self, first: float, step: float, limit: float, peak: float) -> None:
-        """Take one repetition: seconds, the read limit in GB/s, the GEMM peak in TFLOP/s."""
+    def measure(self, gemm: Callable[[], float]) -> float:
+        """One repetition, with the machine's limits measured in between; return its tokens/s."""
+        limits: list[float] = []
+        peak = gemm()
+        first, step = self.generate(lambda: limits.append(read_bandwidth(self.device)))
+        peak, limit = max(peak, gemm()), statistics.median(limits)
         T, speed = self.prompt.shape[1], self.bytes / step / 1e9
         c = self.model.config  # attention's own products are left out: they are not GEMM's
         heads = 2 * c.num_attention_heads + 2 * c.num_key_value_heads  # q, o and k, v
@@ -146,6 +159,7 @@ class Run:
         }  # fmt: skip
         for name, value in figures.items():
             self.figures.setdefault(name, []).append(value)
+        return self.batch / step
 
     def summary(self) -> dict[str, tuple[float, float, float]]:
         """Median, least and most of each figure."""

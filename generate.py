@@ -72,15 +72,24 @@ class SamplingParams:
                 if type(value) not in kind or not low <= value <= high:  # NaN is in no range
                     noun = "a number" if f.type is float else "an integer"
                     raise ValueError(f"{f.name} must be {noun} in {low}..{high}, is {value!r}")
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)  # frozen: only the constructor may
-        if len(stop) > 16 or not all(isinstance(s, str) and s for s in stop):
-            raise ValueError(f"stop takes up to 16 non-empty strings, is {stop!r}")
-        if not all(type(i) is int and i >= 0 for i in (*self.stop_token_ids, *self.logit_bias)):
-            raise ValueError("stop_token_ids and the keys of logit_bias must be token ids")
-        for i, bias in self.logit_bias.items():
-            if type(bias) not in (int, float) or not -100 <= bias <= 100:
-                raise ValueError(f"logit_bias of token {i} must be in -100..100, is {bias!r}")
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        for name, items, kind in (
+            ("stop", stop, str),
+            ("stop_token_ids", self.stop_token_ids, int),
+        ):
+            if not isinstance(items, list | tuple) or not all(type(i) is kind for i in items):
+                raise ValueError(f"{name} must be a list of {kind.__name__}, is {items!r}")
+            object.__setattr__(self, name, tuple(items))  # frozen: only the constructor may
+        if len(stop) > 16 or "" in stop:
+            raise ValueError(f"stop takes up to 16 strings, none of them empty, is {stop!r}")
+        if any(i < 0 for i in self.stop_token_ids):
+            raise ValueError(f"stop_token_ids must be token ids, is {self.stop_token_ids!r}")
+        bias = self.logit_bias.items() if isinstance(self.logit_bias, dict) else [(None, None)]
+        for i, b in bias:
+            if type(i) is not int or i < 0 or type(b) not in (int, float) or not -100 <= b <= 100:
+                raise ValueError(f"logit_bias must map ids to -100..100, is {self.logit_bias!r}")
+        if type(self.ignore_eos) is not bool:
+            raise ValueError(f"ignore_eos must be true or false, is {self.ignore_eos!r}")
 
 
 class Token(NamedTuple):
@@ -161,7 +170,12 @@ class Sequence:
             self.finish("length")
 
     def finish(self, reason: str) -> None:
-        """End the sequence, showing what was held back (unless that completes a stop string)."""
+        """End the sequence, showing what was held back (unless that completes a stop string).
+
+        Does nothing where it has ended already, as when Ctrl-C falls on the last word.
+        """
+        if self.finish_reason:
+            return
         if self._detokenizer and not self._show(self._detokenizer.flush()):
             self.text += self._held
         self.finish_reason = reason
@@ -459,6 +473,10 @@ def run(args: argparse.Namespace) -> int:
     for name, least in (("num_samples", 1), ("max_seq_len", 2)):
         if (value := getattr(args, name)) is not None and value < least:
             raise ValueError(f"{name} must be at least {least}, is {value}")
+    if args.chat and args.json:
+        raise ValueError("--json prints samples of a prompt: it does not go with --chat")
+    if args.profile:
+        args.profile.open("a").close()  # fail now rather than after all the work
     given = {f.name: getattr(args, f.name) for f in fields(SamplingParams)}
     params = sampling_params(args.checkpoint, **given)
     device, tokenizer = pick_device(args.device), Tokenizer(args.checkpoint)
@@ -493,9 +511,9 @@ def complete(
 ) -> None:
     """Continue the prompt --num-samples times."""
     prompt = args.prompt_file.read() if args.prompt_file else args.prompt
-    for i in range(args.num_samples):
-        seed = None if params.seed is None else params.seed + i
-        sequence = reply(tokenizer.encode(prompt), replace(params, seed=seed))
+    seeds = [None if params.seed is None else params.seed + i for i in range(args.num_samples)]
+    for sample_params in [replace(params, seed=seed) for seed in seeds]:
+        sequence = reply(tokenizer.encode(prompt), sample_params)
         if args.json:
             result = {
                 "prompt": prompt,

@@ -5,8 +5,8 @@ matrices, so its limit is the GEMM peak (the two sides of the roofline, Williams
 generate.py prints the first beside each run; bench.py reports both. An instrument, not the engine.
 """
 
-import math
 import resource
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -32,17 +32,13 @@ def bytes_per_token(model: Transformer, length: int) -> int:
 def read_bandwidth(device: torch.device) -> float:
     """Measure how fast this machine reads memory, in GB/s: the limit that decoding runs into.
 
-    The best of a plain sum and a matrix-vector product over 256 MiB, more than caches hold. Which
-    of the two is the better reader depends on the processor.
+    The better of a plain sum and a matrix-vector product over 256 MiB, more than caches hold: which
+    one that is depends on the processor. Medians, like the speeds they are compared with.
     """
     data = torch.ones(2**26, device=device)  # float32
     matrix = data.view(torch.bfloat16).view(-1, 2048)
-    vector, best = matrix.new_ones(2048), math.inf
-    for read in [data.sum, lambda: matrix @ vector] * 4:
-        start = time.perf_counter()
-        read().sum().item()  # .item() waits for a device that runs behind
-        best = min(best, time.perf_counter() - start)
-    return data.nbytes / best / 1e9
+    vector = matrix.new_ones(2048)
+    return data.nbytes / min(_seconds(data.sum), _seconds(lambda: matrix @ vector)) / 1e9
 
 
 def gemm_peak(model: Transformer) -> Callable[[], float]:
@@ -56,15 +52,17 @@ def gemm_peak(model: Transformer) -> Callable[[], float]:
     x = torch.randn(512, c.hidden_size).to(weight.device, weight.dtype)
     flops = 2 * 512 * c.hidden_size * 2 * c.intermediate_size
 
-    def measure() -> float:
-        best = math.inf
-        for _ in range(4):
-            start = time.perf_counter()
-            linear(x)[0, 0].item()  # .item() waits for a device that runs behind
-            best = min(best, time.perf_counter() - start)
-        return flops / best / 1e12
+    return lambda: flops / _seconds(lambda: linear(x)) / 1e12
 
-    return measure
+
+def _seconds(run: Callable[[], torch.Tensor], repeats: int = 5) -> float:
+    """Median time of a call, the first one not counted."""
+    times = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        run().view(-1)[0].item()  # .item() waits for a device that runs behind
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
 
 
 def peak_memory(device: torch.device) -> float:

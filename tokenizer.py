@@ -47,22 +47,12 @@ class Tokenizer:
         Raises:
             CheckpointError: no tokenizer file, a damaged one, or the extra it needs is missing.
         """
-        path = Path(path)
-        config_file = path / "tokenizer_config.json"
-        self.config = read_json(config_file) if config_file.is_file() else {}
-        self.special: dict[str, int] = {}
-        self._encode: Callable[[str], list[int]]
-        self._decode: Callable[[list[int]], str]
-        adds_bos = self._load(path)
-        self.bos_id, self.eos_id = self._named("bos_token"), self._named("eos_token")
-        adds_bos = self.config.get("add_bos_token", adds_bos)
-        self._prefix = [self.bos_id] if adds_bos and self.bos_id is not None else []
-        adds_eos = self.config.get("add_eos_token", False) and self.eos_id is not None
-        self._suffix = [self.eos_id] if adds_eos else []
-        self._hidden = set(self.special.values())
-        self.template = self._find_template(path)
-        # A base model under the plain template would go on to write the user's turn too.
-        self.chat_stop = ("\n\n",) if self.template is PLAIN_TEMPLATE else ()
+        try:
+            self._read(Path(path))
+        except CheckpointError:
+            raise
+        except Exception as error:  # both libraries raise bare Exceptions for a damaged file
+            raise CheckpointError(f"{path}: damaged tokenizer files: {error!r}") from None
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Turn text into ids, with the BOS (and EOS) that the checkpoint asks for.
@@ -71,12 +61,17 @@ class Tokenizer:
             text: any text; special tokens written out in it become their ids.
             add_special: False for text that already carries them, such as a rendered chat.
         """
+        text = text.encode("utf-8", "replace").decode()  # a terminal can pass lone surrogates
         ids = self._encode(text)
         return self._prefix + ids + self._suffix if add_special else ids
 
     def decode(self, ids: list[int]) -> str:
-        """Turn ids into text. Special tokens and ids beyond the vocabulary give no text."""
-        return self._decode([i for i in ids if i < self.vocab_size and i not in self._hidden])
+        """Turn ids into text, leaving out those that are not text."""
+        return self._decode([i for i in ids if self.is_text(i)])
+
+    def is_text(self, token_id: int) -> bool:
+        """Whether an id stands for text: not a special token, nor padding of the vocabulary."""
+        return token_id < self.vocab_size and token_id not in self._hidden
 
     def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
         """Render a conversation with the checkpoint's chat template, ready for the reply.
@@ -98,12 +93,12 @@ class Tokenizer:
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
         )
         env.globals["raise_exception"] = refuse
-        env.filters["tojson"] = lambda value, **kw: json.dumps(value, ensure_ascii=False, **kw)
+        env.filters["tojson"] = lambda x, **kw: json.dumps(x, **{"ensure_ascii": False} | kw)
         env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         names = {name: self._text_of(name) for name in ("bos_token", "eos_token")}
         try:
             text = env.from_string(self.template).render(
-                messages=messages, add_generation_prompt=True, **names
+                messages=messages, add_generation_prompt=True, tools=None, documents=None, **names
             )
         except Exception as error:  # a template can raise anything that Python can
             raise ValueError(f"chat template: {error}") from None
@@ -112,6 +107,22 @@ class Tokenizer:
 
     # --- How the files are read -------------------------------------------------------------------
 
+    def _read(self, path: Path) -> None:
+        config_file = path / "tokenizer_config.json"
+        self.config = read_json(config_file) if config_file.is_file() else {}
+        self.special: dict[str, int] = {}
+        self._encode: Callable[[str], list[int]]
+        self._decode: Callable[[list[int]], str]
+        adds_bos = self.config.get("add_bos_token", self._load(path))
+        self.bos_id, self.eos_id = self._named("bos_token"), self._named("eos_token")
+        adds_eos = self.config.get("add_eos_token", False)
+        self._prefix = [self.bos_id] if adds_bos and self.bos_id is not None else []
+        self._suffix = [self.eos_id] if adds_eos and self.eos_id is not None else []
+        self._hidden = set(self.special.values())
+        self.template = self._find_template(path)
+        # A base model under the plain template would go on to write the user's turn too.
+        self.chat_stop = ("\n\n",) if self.template is PLAIN_TEMPLATE else ()
+
     def _load(self, path: Path) -> bool:
         """Open whichever file is there; return whether that format adds a BOS by itself."""
         fast, slow = path / "tokenizer.json", path / "tokenizer.model"
@@ -119,13 +130,10 @@ class Tokenizer:
             import tokenizers
         except ImportError:
             tokenizers = None
-        try:
-            if fast.is_file() and tokenizers:
-                return self._load_fast(tokenizers.Tokenizer.from_file(str(fast)))
-            if slow.is_file():
-                return self._load_sentencepiece(slow)
-        except Exception as error:  # both libraries raise bare Exceptions for a damaged file
-            raise CheckpointError(f"{path}: damaged tokenizer file: {error}") from None
+        if fast.is_file() and tokenizers:
+            return self._load_fast(tokenizers.Tokenizer.from_file(str(fast)))
+        if slow.is_file():
+            return self._load_sentencepiece(slow)
         if fast.is_file():
             raise CheckpointError(
                 f"{fast} needs the `tokenizers` package: pip install 'kilolm[hf]'"
@@ -191,10 +199,9 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: list[int]) -> None:
         """Start behind a prompt, whose last few ids say whether the next word needs its space."""
-        self._decode = tokenizer.decode
-        self._ids = prompt_ids[-6:]
-        # Characters of the window that the prompt's own text already shows.
-        self._shown = len(self._decode(self._ids).rstrip("\ufffd"))
+        self._decode, self._is_text = tokenizer.decode, tokenizer.is_text
+        self._ids = [i for i in prompt_ids if self._is_text(i)][-6:]
+        self._shown = len(self._decode(self._ids))  # characters of the window already given out
         self._settled = len(self._ids)  # ids whose text is whole
 
     def push(self, token_id: int) -> str:
@@ -202,16 +209,17 @@ class Detokenizer:
 
         Example: ids of "a", 0xC3, 0xA9 (two bytes of one character) -> "a", "", "\u00e9"
         """
+        if not self._is_text(token_id):  # as context it would hide that a word came before
+            return ""
         self._ids.append(token_id)
         text = self._decode(self._ids)
-        # Unfinished bytes decode to U+FFFD. A character has at most 4 bytes, so at most the last
-        # 3 marks can still change; any before them are bytes that really are invalid.
-        whole = len(text)
-        while whole > max(0, len(text) - 3) and text[whole - 1] == "\ufffd":
-            whole -= 1
-        new = text[self._shown : whole]
-        self._shown += len(new)
-        if whole == len(text):  # nothing pending: slide the window, keeping one id as context
+        # Unfinished bytes decode to U+FFFD, and may spoil finished ones beside them: wait. Bytes
+        # that really are invalid are shown as marks as soon as anything else follows them.
+        if text.endswith("\ufffd"):
+            return ""
+        new = text[self._shown :]
+        self._shown = len(text)
+        if new.strip():  # slide, keeping the newest ids as context: spaces alone would be none
             self._ids = self._ids[self._settled :]
             self._shown, self._settled = len(self._decode(self._ids)), len(self._ids)
         return new
