@@ -1,6 +1,7 @@
 """Measure the engine; every number in the README comes from here.
 
     python bench.py latency --shape 1b --compile      one batch at a time: what a user waits for
+    python bench.py report                            put the recorded figures into README.md
 
 Machines are noisy and drift, so a speed is never reported alone: the machine's own limits (reading
 memory, multiplying matrices) are measured in the same process, in turn with the engine, and each
@@ -44,15 +45,17 @@ def main() -> int:
     add("--batch", type=int, nargs="+", default=[1], help="sequences at once; several to compare")
     add("--prompt-tokens", type=int, default=512)
     add("--new-tokens", type=int, default=32)
-    add("--max-seq-len", type=int, help="capacity of the cache (default: what the run needs)")
+    add("--max-seq-len", type=int, nargs="+", help="capacity of the cache; several to compare")
     add("--repeat", type=int, default=5)
     add("--compile", action="store_true")
     add("--json", action="store_true", help="print the figures as one JSON object")
     add("--profile", type=Path, metavar="TRACE.JSON", help="write a Chrome trace of one run")
+    add("--record", metavar="NAME", help="keep the figures in benchmarks/NAME.json")
+    commands.add_parser("report", help="rewrite the tables of README.md from benchmarks/*.json")
     args = parser.parse_args()
     try:
-        return latency(args)
-    except ValueError as error:
+        return report() if args.command == "report" else latency(args)
+    except (ValueError, OSError) as error:
         print(f"bench.py: error: {error}", file=sys.stderr)
         return 2
 
@@ -75,36 +78,47 @@ def latency(args: argparse.Namespace) -> int:
     if args.compile:
         compile_model(model)
         result["compile_s"] = time.perf_counter() - start
-    runs = {batch: Run(model, batch, args) for batch in args.batch}
+    capacities = args.max_seq_len or [args.prompt_tokens + args.new_tokens]
+    runs = {
+        f"batch {batch}" + f", capacity {capacity}" * (len(capacities) > 1): Run(
+            model, batch, capacity, args
+        )
+        for batch in args.batch
+        for capacity in capacities
+    }
     for run in runs.values():
         run.generate()  # warm up: any graph for this batch size is compiled here
     result["peak_memory_gb"] = peak_memory(device)  # before the limits' own buffers exist
     gemm = gemm_peak(model)
     for _ in progress(range(args.repeat), "measuring"):
-        alone = None  # the first batch size of this round, which the others are compared with
+        first = None  # the speed of this round's first row, which the others are compared with
         for run in runs.values():
             speed = run.measure(gemm)
-            alone = alone or speed
-            run.figures.setdefault("times_first_batch", []).append(speed / alone)
-    result["batches"] = {batch: run.summary() for batch, run in runs.items()}
+            first = first or speed
+            run.figures.setdefault("times_first_row", []).append(speed / first)
+    result["runs"] = {name: run.summary() for name, run in runs.items()}
     result |= provenance(device, args)
     if args.profile:
         with torch.profiler.profile() as profiler:
-            runs[args.batch[0]].generate()
+            next(iter(runs.values())).generate()
         profiler.export_chrome_trace(str(args.profile))
+    if args.record:
+        RECORDS.mkdir(exist_ok=True)
+        (RECORDS / f"{args.record}.json").write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result) if args.json else table(result))
     return 0
 
 
 class Run:
-    """One batch size: what is run, and what was measured of it."""
+    """One row of the table: what is run, and what was measured of it."""
 
-    def __init__(self, model: Transformer, batch: int, args: argparse.Namespace) -> None:
+    def __init__(
+        self, model: Transformer, batch: int, capacity: int, args: argparse.Namespace
+    ) -> None:
         self.model, self.batch, self.new_tokens = model, batch, args.new_tokens
         weight, config = model.embed_tokens.weight, model.config
         self.device = weight.device
         self.prompt = torch.randint(config.vocab_size, (batch, args.prompt_tokens)).to(self.device)
-        capacity = args.max_seq_len or args.prompt_tokens + args.new_tokens + 1
         self.cache = StaticCache(config, batch, capacity, weight.dtype, self.device)
         middle = args.prompt_tokens + args.new_tokens // 2
         self.bytes = bytes_per_token(model, 0)
@@ -169,6 +183,44 @@ class Run:
         }
 
 
+# --- report ---------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).resolve().parent
+RECORDS = ROOT / "benchmarks"
+
+
+def report() -> int:
+    """Rewrite the part of README.md between the `speed` marks from the recorded runs."""
+    readme = ROOT / "README.md"
+    before, _, rest = readme.read_text().partition("<!-- speed -->\n")
+    _, mark, after = rest.partition("<!-- /speed -->")
+    if not mark:
+        raise ValueError("README.md has no <!-- speed --> ... <!-- /speed --> part to fill")
+    readme.write_text(f"{before}<!-- speed -->\n{speed_tables()}{mark}{after}")
+    return 0
+
+
+def speed_tables() -> str:
+    """The recorded runs as Markdown: one table each, with its provenance."""
+    text = ""
+    columns = {
+        "decode_tok_s": "decode, tok/s", "of_read_limit": "of the read limit",
+        "times_first_row": "times row 1", "prefill_tok_s": "prefill, tok/s",
+        "of_gemm_peak": "of the GEMM peak", "first_token_s": "first token, s",
+    }  # fmt: skip
+    for file in sorted(RECORDS.glob("*.json")):
+        run = json.loads(file.read_text())
+        text += f"\n`{run['command']}`  \n{run['hardware']}; {run['versions']}"
+        text += f"; weights {run['model_gb']:.2f} GB, peak memory {run['peak_memory_gb']:.2f} GB"
+        text += f", compiled in {run['compile_s']:.1f} s" if "compile_s" in run else ""
+        text += "\n\n| run | " + " | ".join(columns.values()) + " |\n"
+        text += "|---" * (1 + len(columns)) + "|\n"
+        for name, row in run["runs"].items():
+            cells = [f"{row[c][0]:.3g} ({row[c][1]:.3g}..{row[c][2]:.3g})" for c in columns]
+            text += f"| {name} | " + " | ".join(cells) + " |\n"
+    return text
+
+
 # --- Helpers --------------------------------------------------------------------------------------
 
 
@@ -207,8 +259,8 @@ def table(result: dict) -> str:
     for name in ("load_s", "compile_s", "model_gb", "weights_gb", "peak_memory_gb"):
         if name in result:
             lines.append(f"{name:24}{result[name]:10.2f}")
-    for batch, figures in result["batches"].items():
-        lines += ["", f"batch {batch}"]
+    for run, figures in result["runs"].items():
+        lines += ["", run]
         for name, (median, low, high) in figures.items():
             lines.append(f"  {name:22}{median:10.3f}   ({low:.3f} .. {high:.3f})")
     return "\n".join(lines)

@@ -67,10 +67,9 @@ class StaticCache(KVCache):
         k, v = torch.zeros((2, config.num_hidden_layers, *shape), dtype=dtype, device=device)
         self.max_seq_len, self.slots = max_seq_len, torch.arange(slots, device=device)
         self.layers = [Slab(*kv, self.slots) for kv in zip(k, v, strict=True)]
-        for tensor in (t for slab in self.layers for t in (slab.k, slab.v)):
-            torch._dynamo.maybe_mark_dynamic(tensor, 2)  # the capacity is a symbol when compiled
-            if tensor.is_cuda:  # a CUDA graph may write to it in place
-                torch._dynamo.mark_static_address(tensor)
+        for slab in self.layers if k.is_cuda else ():  # a CUDA graph may write to it in place
+            torch._dynamo.mark_static_address(slab.k)
+            torch._dynamo.mark_static_address(slab.v)
 
     def upto(self, length: int) -> "StaticCache":
         """View only the first positions: the cost of attention is that of what is there.
@@ -95,6 +94,5 @@ class StaticCache(KVCache):
             )
         view = object.__new__(StaticCache)
         view.slots = self.slots[: -(-length // BUCKET) * BUCKET]  # rounded up
-        torch._dynamo.maybe_mark_dynamic(view.slots, 0)
         view.layers = [Slab(slab.k, slab.v, view.slots) for slab in self.layers]
         return view

@@ -60,7 +60,8 @@ def _packed_linear(x: Tensor, key: Tensor, out_features: int) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, module.packed, module.bias, "none", [], "")
 
 
-# A plain Library, not the friendlier torch.library.custom_op, whose wrapper costs 15 us a call.
+# A plain Library: the wrapper of torch.library.custom_op costs 8 us a call, this one 3 to 5, and a
+# step makes four calls a layer.
 _library = torch.library.Library("kilolm", "DEF")
 _library.define("packed_linear(Tensor x, Tensor key, int out_features) -> Tensor")
 _library.impl("packed_linear", _packed_linear, "CPU")

@@ -1,0 +1,50 @@
+"""The README is run: every command in its shell blocks, and its tables against their records."""
+
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, SHAKESPEARE
+
+import bench
+
+README = (ROOT / "README.md").read_text()
+COMMANDS = [
+    line
+    for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
+    for line in block.splitlines()
+    if line and not line.startswith("#")
+]
+INSTALL, TEST = 'pip install -e ".[test]" && python generate.py', "python -m pytest"
+
+
+def test_the_first_two_commands_are_what_ci_runs():
+    """A missing install step shows only on a new machine, so CI starts from one."""
+    assert COMMANDS[:2] == [INSTALL, TEST]
+    ci = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert INSTALL in ci and TEST in ci
+
+
+@pytest.mark.parametrize("command", ["python generate.py", *COMMANDS[2:]])
+def test_command_runs(command):
+    """Every other command works as it stands, with the bundled model for the reader's own."""
+    words = shlex.split(re.sub(r"path/to/\S+", str(SHAKESPEARE), command))
+    assert words[0] == "python"
+    if "pip" in words:
+        pytest.skip("installs packages: CI's own first step does that")
+    run = subprocess.run(
+        [sys.executable, *words[1:]], cwd=ROOT, input="Who goes there?\n", capture_output=True,
+        text=True, timeout=300,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip()
+    assert "Traceback" not in run.stderr
+
+
+def test_tables_are_those_of_the_records():
+    """A number typed by hand, or a record that nobody reported."""
+    inside = README.partition("<!-- speed -->\n")[2].partition("<!-- /speed -->")[0]
+    assert inside == bench.speed_tables()
+    assert len(list(bench.RECORDS.glob("*.json"))) >= 1
