@@ -393,7 +393,8 @@ def compile_model(model: Transformer, chunk: int = CHUNK) -> Transformer:
         except RuntimeError:
             message = "--compile needs a C++ compiler such as g++: install one or leave it out"
             raise ValueError(message) from None
-        pack_linears(model)
+        if torch.backends.mkldnn.is_available():
+            pack_linears(model)
         for block in model.layers:
             block.compile(fullgraph=True)
     else:

@@ -16,16 +16,24 @@ from torch import Tensor, nn
 def pack_linears(model: nn.Module) -> nn.Module:
     """Replace each Linear by a PackedLinear, in place, freeing the plain weight as it goes.
 
+    Leaves alone what oneDNN has no kernel for on this processor, such as float16 on many.
+
     Memory peaks at one extra weight: the packed copy takes the plain one's place and serves every
     batch size. (Inductor's freezing packs too, but keeps a copy for each compiled graph.)
 
     Returns:
         The same model.
     """
+    packable = {torch.float32}
+    for dtype, supported in (
+        (torch.bfloat16, torch.ops.mkldnn._is_mkldnn_bf16_supported),
+        (torch.float16, torch.ops.mkldnn._is_mkldnn_fp16_supported),
+    ):
+        packable |= {dtype} if supported() else set()
     # The list holds parents only: a reference to a Linear would keep its plain weight alive.
     for module in [m for m in model.modules() if not isinstance(m, nn.Linear)]:
         for name, child in module.named_children():
-            if isinstance(child, nn.Linear):
+            if isinstance(child, nn.Linear) and child.weight.dtype in packable:
                 setattr(module, name, PackedLinear(child))
                 del child
     return model

@@ -257,6 +257,8 @@ def save(model: Transformer, config: Config, out: Path) -> None:
         "torch_dtype": "bfloat16", "bos_token_id": BOS, "eos_token_id": EOS,
     }  # fmt: skip
     (out / "config.json").write_text(json.dumps(settings, indent=1) + "\n")
+    defaults = {"bos_token_id": BOS, "eos_token_id": EOS, "temperature": 0.8, "top_p": 0.95}
+    (out / "generation_config.json").write_text(json.dumps(defaults, indent=1) + "\n")
 
 
 def write_record(path: Path, runs: dict) -> None:
@@ -268,7 +270,9 @@ def write_record(path: Path, runs: dict) -> None:
         " first run, the tests and speculative decoding use them. This file is written by"
         " `train.py` from `train.json`.",
         "",
-        "The last tenth of the text is held out. Loss is in nats per token over windows of 512.",
+        "The last tenth of the text is held out. Loss is in nats per token over windows of 512."
+        " One column for each run, the later ones going on from the best weights before; minutes"
+        " are of a machine that was busy with other work too.",
     ]
     for name, stages in runs.items():
         lines += ["", f"## {name}", "", "| what |" + " figure |" * len(stages)]
