@@ -44,6 +44,15 @@ class Result(NamedTuple):
         return [json.loads(line) for line in self.out.splitlines()]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """Threads do not help so small a model, and on a busy machine they wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def without_bars(err: str) -> str:
     """Leave out the progress bars, which a slow machine shows while it loads."""
     return re.sub(r"\r[^\r\n]*\n?", "", err)
@@ -671,7 +680,7 @@ def start(*argv: object) -> subprocess.Popen:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env=os.environ | {"PYTHONUTF8": "1"},
+        env=os.environ | {"PYTHONUTF8": "1", "OMP_NUM_THREADS": "1"},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
