@@ -278,7 +278,7 @@ def distribution(logits: Tensor, rows: list[Sequence]) -> Tensor:
         mass = ranked.cumsum(-1)  # a token is kept while those before it are short of top_p
         ranked *= mass - ranked < column("top_p")[filtered] * mass[:, -1:]
         ranked *= ranked >= column("min_p")[filtered] * ranked[:, :1]
-        ranked /= ranked.sum(-1, keepdim=True)
+        ranked /= ranked.cumsum(-1)[:, -1:]  # sum() would add in another order in a batch
         probs[filtered] = torch.zeros_like(ranked).scatter_(1, ids, ranked)
     greedy = torch.zeros_like(probs).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
     return torch.where(temperature == 0, greedy, probs)
@@ -441,7 +441,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--checkpoint", type=Path, default=BUNDLED, help="Hugging Face folder (default: bundled)")
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", default="", help="text to continue")
-    prompt.add_argument("--prompt-file", type=argparse.FileType(), help="from a file; - is stdin")
+    prompt.add_argument(
+        "--prompt-file", type=argparse.FileType(encoding="utf-8"), help="from a file; - is stdin"
+    )
     prompt.add_argument("--chat", action="store_true", help="talk, with the chat template")
     add("--num-samples", type=int, default=1, help="continuations; seeds count up from --seed")
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")

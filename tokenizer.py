@@ -198,9 +198,12 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: list[int]) -> None:
-        """Start behind a prompt, whose last few ids say whether the next word needs its space."""
+        """Start behind a prompt, whose end says whether the next word needs its space.
+
+        The window begins as the whole prompt: cut anywhere, it could begin inside a character.
+        """
         self._decode, self._is_text = tokenizer.decode, tokenizer.is_text
-        self._ids = [i for i in prompt_ids if self._is_text(i)][-6:]
+        self._ids = [i for i in prompt_ids if self._is_text(i)]
         self._shown = len(self._decode(self._ids))  # characters of the window already given out
         self._settled = len(self._ids)  # ids whose text is whole
 
