@@ -6,7 +6,8 @@
 `sample` is the one sampler of the engine: the command line, the scheduler, speculation and the
 server call it, so a seed means the same everywhere. Papers: Holtzman et al. 2019 (top-p,
 arXiv:1904.09751), Nguyen et al. 2024 (min-p, arXiv:2407.01082), Keskar et al. 2019 (repetition
-penalty, arXiv:1909.05858). Read: SamplingParams, Sequence, distribution, sample, generate, main.
+penalty, arXiv:1909.05858). Read: SamplingParams, Sequence, sample, distribution, draw, generate,
+compile_model, main.
 """
 
 import argparse

@@ -437,14 +437,14 @@ def load_model(
     Args:
         path: folder with config.json and model.safetensors, or a sharded index.
         device: where the weights go.
-        dtype: cast them; None: as stored.
+        dtype: cast them; None: what config.json says, float32 where it says nothing.
 
     Returns:
         The model in eval mode, without gradients.
 
     Raises:
         CheckpointError: see load_config; or files that are missing, damaged, or hold other tensors
-            than the config asks for (all are listed).
+            than the config asks for (the first 20 are listed, the rest counted).
     """
     path = Path(path)
     config = load_config(path)
@@ -519,7 +519,7 @@ def locate_tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def check_tensors(files: dict[str, StoredTensor], wanted: dict[str, Tensor]) -> None:
-    """Raise one CheckpointError that lists every tensor missing, unexpected or mis-shaped.
+    """Raise one CheckpointError that lists the tensors missing, unexpected or mis-shaped.
 
     Args:
         files: what is stored.

@@ -24,23 +24,22 @@ def pack_linears(model: nn.Module) -> nn.Module:
     Returns:
         The same model.
     """
-    packable = {torch.float32}
-    for dtype, supported in (
-        (torch.bfloat16, torch.ops.mkldnn._is_mkldnn_bf16_supported),
-        (torch.float16, torch.ops.mkldnn._is_mkldnn_fp16_supported),
-    ):
-        packable |= {dtype} if supported() else set()
+    packable = {
+        torch.float32: True,
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+    }
     # The list holds parents only: a reference to a Linear would keep its plain weight alive.
     for module in [m for m in model.modules() if not isinstance(m, nn.Linear)]:
         for name, child in module.named_children():
-            if isinstance(child, nn.Linear) and child.weight.dtype in packable:
+            if isinstance(child, nn.Linear) and packable.get(child.weight.dtype):
                 setattr(module, name, PackedLinear(child))
                 del child
     return model
 
 
 class PackedLinear(nn.Module):
-    """A Linear with its weight in oneDNN's blocked order.
+    """A Linear with its weight in oneDNN's blocked order; x (..., in) -> (..., out), same dtype.
 
     A packed tensor has no strides, so torch.compile cannot take it as an input: the compiled code
     calls a custom operator with a number, `key`, under which the operator finds this module. The

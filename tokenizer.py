@@ -193,8 +193,8 @@ class Detokenizer:
     """Decode a growing list of ids, giving out each character once and whole.
 
     Decoding an id alone is wrong twice: a character can span several byte tokens, and a decoder
-    drops the space in front of the first word it sees. So a short window is decoded again with
-    each new id, and what it adds is given out, less a tail that may still be half a character.
+    drops the space in front of the first word it sees. So a window of the newest ids is decoded
+    again with each new one, and what that adds is given out once it cannot be half a character.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: list[int]) -> None:

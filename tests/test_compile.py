@@ -6,10 +6,11 @@ That its tokens equal the eager ones is a row of tests/test_equivalence.py.
 import pytest
 import torch
 from conftest import SHAKESPEARE
+from torch._inductor.utils import run_and_get_code
 
 from generate import SamplingParams, Sequence, compile_model, generate
 from kv_cache import StaticCache
-from model import load_model
+from model import Config, load_model
 
 
 @pytest.fixture(scope="module")
@@ -38,3 +39,20 @@ def test_fail_on_recompile_can_fail(compiled):
     tokens = torch.zeros((3, 1), dtype=torch.int64)
     with torch.compiler.set_stance("fail_on_recompile"), pytest.raises(RuntimeError):
         compiled(tokens, tokens, cache.upto(1))
+
+
+def test_the_slab_is_written_in_place():
+    """scatter_ compiled to a copy of the whole slab at each step, so that a step cost what the
+    capacity costs and not what the length does. No buffer may have the slab's 193 slots."""
+    cache = StaticCache(Config(8, 8, 8, 1, 2, 2, 4), 1, 192, torch.float32)
+    (slab,) = cache.upto(64).layers
+
+    def step(q, k, v, positions):
+        return slab.attend(q, k, v, positions, None)
+
+    token = torch.randn(3, 1, 2, 1, 4)
+    with torch.no_grad():
+        _, (code,) = run_and_get_code(torch.compile(step), *token, torch.tensor([[5]]))
+    buffers = [line for line in code.splitlines() if "= empty_strided_cpu(" in line]
+    assert buffers and not [line for line in buffers if "193" in line]
+    torch.testing.assert_close(slab.k[0, :, 5], token[1, 0, :, 0])

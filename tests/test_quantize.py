@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import quantize
 from model import FusedLinear
 from quantize import PackedLinear, pack_linears
 
@@ -23,14 +24,22 @@ def test_packed_equals_plain(dtype, bias, rows):
     torch.testing.assert_close(packed(x), plain)
 
 
-def test_pack_linears_frees_the_plain_weights():
-    """A reference left behind would hold every weight twice."""
+def test_pack_linears_frees_the_plain_weights_one_by_one(monkeypatch):
+    """A list of all modules kept every plain weight until the last was packed: twice the memory."""
+    alive = []
+
+    def counting(linear):
+        alive.append(sum(ref() is not None for ref in plain))
+        return PackedLinear(linear)
+
+    monkeypatch.setattr(quantize, "PackedLinear", counting)
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(FusedLinear(8, {"a": 8, "b": 8}, False)))
     model.requires_grad_(False)
     plain = [weakref.ref(parameter) for parameter in model.parameters() if parameter.dim() == 2]
     pack_linears(model)
     assert [type(m) for m in model.modules() if not list(m.children())] == [PackedLinear] * 2
     assert all(ref() is None for ref in plain)
+    assert alive == [2, 1]
 
 
 def test_packed_weights_can_be_freed():
