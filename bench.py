@@ -1,6 +1,8 @@
 """Measure the engine; every number in the README comes from here.
 
     python bench.py latency --shape 1b --compile      one batch at a time: what a user waits for
+    python bench.py throughput --shape 1b --compile   many requests, through the scheduler
+    python bench.py prefix --shape 1b --compile       a long prompt whose beginning is known
     python bench.py report                            put the recorded figures into README.md
 
 Machines are noisy and drift, so a speed is never reported alone: the machine's own limits (reading
@@ -11,19 +13,23 @@ figure is given as a fraction of the limit taken beside it. Medians, with the sp
 import argparse
 import json
 import platform
+import random
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from generate import CHUNK, compile_model, pick_device
+from generate import CHUNK, SamplingParams, compile_model, pick_device
 from kv_cache import StaticCache
 from measure import bytes_per_token, gemm_peak, peak_memory, read_bandwidth
 from model import DTYPES, Config, Transformer, load_model, progress, rope_frequencies
+from paged import BlockPool
+from scheduler import Engine, Stats
 
 SHAPES = {  # Llama-like; parameters without the embedding table: 86 M, 1.03 B, 6.6 B
     "110m": Config(32000, 768, 2048, 12, 12, 12, 64),
@@ -35,29 +41,51 @@ SHAPES = {  # Llama-like; parameters without the embedding table: 86 M, 1.03 B, 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="bench.py", description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    latency_parser = commands.add_parser("latency", help="time to first token, decode, prefill")
+    latency_parser = add_command(commands, "latency", "time to first token, decode, prefill")
     add = latency_parser.add_argument
-    model = latency_parser.add_mutually_exclusive_group()
-    model.add_argument("--checkpoint", type=Path)
-    model.add_argument("--shape", choices=SHAPES, default="110m", help="random weights")
-    add("--dtype", choices=DTYPES, default="bfloat16")
-    add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
     add("--batch", type=int, nargs="+", default=[1], help="sequences at once; several to compare")
     add("--prompt-tokens", type=int, default=512)
     add("--new-tokens", type=int, default=32)
     add("--max-seq-len", type=int, nargs="+", help="capacity of the cache; several to compare")
     add("--repeat", type=int, default=5)
-    add("--compile", action="store_true")
-    add("--json", action="store_true", help="print the figures as one JSON object")
     add("--profile", type=Path, metavar="TRACE.JSON", help="write a Chrome trace of one run")
-    add("--record", metavar="NAME", help="keep the figures in benchmarks/NAME.json")
+    add = add_command(commands, "throughput", "many requests through the scheduler").add_argument
+    add("--requests", type=int, default=32)
+    add("--prompt-tokens", type=int, nargs="+", default=[64], help="one length, or least and most")
+    add("--new-tokens", type=int, nargs="+", default=[64], help="one length, or least and most")
+    add("--max-num-seqs", type=int, default=64)
+    add("--max-num-batched-tokens", type=int, default=512)
+    add("--baseline-requests", type=int, default=2, help="of those, how many run one at a time")
+    add("--repeat", type=int, default=1)
+    add = add_command(
+        commands, "prefix", "first token of a prompt that is mostly cached"
+    ).add_argument
+    add("--prompt-tokens", type=int, default=1024)
+    add("--new-prefix-tokens", type=int, default=16, help="tokens at the end that are not cached")
+    add("--repeat", type=int, default=5)
     commands.add_parser("report", help="rewrite the tables of README.md from benchmarks/*.json")
     args = parser.parse_args()
     try:
-        return report() if args.command == "report" else latency(args)
+        run = {"latency": latency, "throughput": throughput, "prefix": prefix, "report": report}
+        return run[args.command](args)
     except (ValueError, OSError) as error:
         print(f"bench.py: error: {error}", file=sys.stderr)
         return 2
+
+
+def add_command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
+    """Add a command with the options that all measurements share."""
+    parser = commands.add_parser(name, help=text)
+    add = parser.add_argument
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--checkpoint", type=Path)
+    model.add_argument("--shape", choices=SHAPES, default="110m", help="random weights")
+    add("--dtype", choices=DTYPES, default="bfloat16")
+    add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
+    add("--compile", action="store_true")
+    add("--json", action="store_true", help="print the figures as one JSON object")
+    add("--record", metavar="NAME", help="keep the figures in benchmarks/NAME.json")
+    return parser
 
 
 # --- latency --------------------------------------------------------------------------------------
@@ -66,15 +94,8 @@ def main() -> int:
 @torch.no_grad()
 def latency(args: argparse.Namespace) -> int:
     """Time to first token, decode and prefill speed, next to the machine's limits."""
-    device = pick_device(args.device)
-    start = time.perf_counter()
-    if args.checkpoint:
-        model = load_model(args.checkpoint, device, DTYPES[args.dtype])
-    else:
-        model = random_model(SHAPES[args.shape], DTYPES[args.dtype], device)
-    result = {"load_s": time.perf_counter() - start, "weights_gb": bytes_per_token(model, 0) / 1e9}
-    result["model_gb"] = sum(p.nbytes for p in {*model.parameters()}) / 1e9
-    start = time.perf_counter()
+    model, result = build(args)
+    device, start = model.embed_tokens.weight.device, time.perf_counter()
     if args.compile:
         compile_model(model)
         result["compile_s"] = time.perf_counter() - start
@@ -97,16 +118,11 @@ def latency(args: argparse.Namespace) -> int:
             first = first or speed
             run.figures.setdefault("times_first_row", []).append(speed / first)
     result["runs"] = {name: run.summary() for name, run in runs.items()}
-    result |= provenance(device, args)
     if args.profile:
         with torch.profiler.profile() as profiler:
             next(iter(runs.values())).generate()
         profiler.export_chrome_trace(str(args.profile))
-    if args.record:
-        RECORDS.mkdir(exist_ok=True)
-        (RECORDS / f"{args.record}.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result) if args.json else table(result))
-    return 0
+    return publish(result, args, device)
 
 
 class Run:
@@ -176,11 +192,126 @@ class Run:
         return self.batch / step
 
     def summary(self) -> dict[str, tuple[float, float, float]]:
-        """Median, least and most of each figure."""
-        return {
-            name: (statistics.median(values), min(values), max(values))
-            for name, values in self.figures.items()
-        }
+        return spread(self.figures)
+
+
+# --- throughput and prefix ------------------------------------------------------------------------
+
+
+def throughput(args: argparse.Namespace) -> int:
+    """Output tokens per second of many requests, against two simpler ways to serve them.
+
+    "one at a time" runs a few of the requests, each alone. "static batches" admits a batch, and the
+    next one only when the longest of the first has ended.
+    """
+    model, result = build(args)
+    start, device = time.perf_counter(), model.embed_tokens.weight.device
+    lengths = [(a[0], a[-1]) for a in (args.prompt_tokens, args.new_tokens)]
+    engine = Engine(
+        model, None, args.max_num_seqs, args.max_num_batched_tokens,
+        max_seq_len=lengths[0][1] + lengths[1][1] + 1, compile=args.compile,
+    )  # fmt: skip
+    if args.compile:
+        result["compile_s"] = time.perf_counter() - start
+    rng = random.Random(0)
+    V = model.config.vocab_size
+    work = []
+    for _ in range(args.requests):
+        prompt_len, new_len = (rng.randint(*length) for length in lengths)
+        params = SamplingParams(temperature=0, max_tokens=new_len, ignore_eos=True)
+        work.append(([rng.randrange(V) for _ in range(prompt_len)], params))
+    batches = {
+        "continuous batching": [work],
+        "static batches": [
+            work[i : i + args.max_num_seqs] for i in range(0, len(work), args.max_num_seqs)
+        ],
+        "one at a time": [[item] for item in work[: args.baseline_requests]],
+    }
+    if len(batches["static batches"]) == 1:
+        del batches["static batches"]  # all fit into one batch: the same as the row above
+    serve(engine, [work[:2]])  # warm up
+    figures: dict[str, dict[str, list[float]]] = {name: {} for name in batches}
+    for _ in range(args.repeat):
+        rates = {}
+        for name, groups in batches.items():
+            measured = serve(engine, groups)
+            rates[name] = measured["output_tok_s"]
+            for key, value in measured.items():
+                figures[name].setdefault(key, []).append(value)
+        for name, rate in rates.items():
+            figures[name].setdefault("times_one", []).append(rate / rates["one at a time"])
+    result["runs"] = {name: spread(each) for name, each in figures.items()}
+    result["peak_memory_gb"] = peak_memory(device)
+    return publish(result, args, device)
+
+
+def serve(engine: Engine, groups: list[list[tuple[list[int], SamplingParams]]]) -> dict[str, float]:
+    """Run groups of requests, each group to its end, with an empty prefix cache."""
+    engine.pool = BlockPool(engine.pool.num_blocks, engine.pool.block_size)
+    engine.stats = stats = Stats()
+    start, prompts, waste, requests = time.perf_counter(), 0, [], []
+    for group in groups:
+        requests += [engine.add_request(ids, params) for ids, params in group]
+        prompts += sum(len(ids) for ids, _ in group)
+        while engine.has_work:
+            engine.step()
+            blocks = sum(len(task.table.blocks) for task in engine.running)
+            held = sum(task.table.length for task in engine.running)
+            if blocks:
+                waste.append(1 - held / (blocks * engine.pool.block_size))
+    elapsed = time.perf_counter() - start
+    firsts = [request.outputs[0].times[1] - request.outputs[0].times[0] for request in requests]
+    return {
+        "output_tok_s": stats.output_tokens / elapsed,
+        "total_tok_s": (prompts + stats.output_tokens) / elapsed,
+        "steps": stats.steps,
+        "mean_batch": stats.output_tokens / stats.steps,
+        "first_token_s": statistics.median(firsts),
+        "host_ms": 1e3 * stats.host_s / stats.steps,
+        "sample_ms": 1e3 * stats.sample_s / stats.steps,
+        "model_ms": 1e3 * stats.model_s / stats.steps,
+        "cached_share": stats.cached_tokens / prompts,
+        "preemptions": stats.preemptions,
+        "kv_waste": statistics.mean(waste),
+    }
+
+
+def prefix(args: argparse.Namespace) -> int:
+    """Time to first token of a long prompt, cold and with all but its end in the prefix cache, and
+    of a prompt that is no longer than that end: the floor, where the weights are read once."""
+    model, result = build(args)
+    start, device = time.perf_counter(), model.embed_tokens.weight.device
+    engine = Engine(model, None, max_seq_len=args.prompt_tokens + 2, compile=args.compile)
+    if args.compile:
+        result["compile_s"] = time.perf_counter() - start
+    params = SamplingParams(temperature=0, max_tokens=1)
+    figures: dict[str, dict[str, list[float]]] = {"cold": {}, "cached": {}, "floor": {}}
+    for repetition in range(args.repeat + 1):
+        ids = torch.randint(model.config.vocab_size, (args.prompt_tokens,)).tolist()
+        again = ids[: -args.new_prefix_tokens] + ids[: args.new_prefix_tokens]
+        firsts = {}
+        for name, prompt in (
+            ("cold", ids), ("cached", again), ("floor", ids[-args.new_prefix_tokens :])
+        ):  # fmt: skip
+            before = engine.stats.cached_tokens
+            request = engine.add_request(prompt, params)
+            while engine.has_work:
+                engine.step()
+            times = request.outputs[0].times
+            firsts[name] = times[1] - times[0]
+            if not repetition:  # warm up
+                continue
+            figures[name].setdefault("first_token_s", []).append(firsts[name])
+            figures[name].setdefault("of_cold", []).append(firsts[name] / firsts["cold"])
+            cached = engine.stats.cached_tokens - before
+            figures[name].setdefault("cached_tokens", []).append(cached)
+        if repetition:
+            for name, first in firsts.items():
+                ratio = first / firsts["floor"]
+                figures[name].setdefault("times_floor", []).append(ratio)
+    result["runs"] = {name: spread(each) for name, each in figures.items()}
+    result["peak_memory_gb"] = peak_memory(device)
+    return publish(result, args, device)
 
 
 # --- report ---------------------------------------------------------------------------------------
@@ -189,7 +320,7 @@ ROOT = Path(__file__).resolve().parent
 RECORDS = ROOT / "benchmarks"
 
 
-def report() -> int:
+def report(args: argparse.Namespace) -> int:
     """Rewrite the part of README.md between the `speed` marks from the recorded runs."""
     readme = ROOT / "README.md"
     before, _, rest = readme.read_text().partition("<!-- speed -->\n")
@@ -200,16 +331,31 @@ def report() -> int:
     return 0
 
 
-def speed_tables() -> str:
-    """The recorded runs as Markdown: one table each, with its provenance."""
-    text = ""
-    columns = {
+COLUMNS = {
+    "latency": {
         "decode_tok_s": "decode, tok/s", "of_read_limit": "of the read limit",
         "times_first_row": "times row 1", "prefill_tok_s": "prefill, tok/s",
         "of_gemm_peak": "of the GEMM peak", "first_token_s": "first token, s",
-    }  # fmt: skip
+    },
+    "throughput": {
+        "output_tok_s": "output, tok/s", "times_one": "times one at a time",
+        "total_tok_s": "with prompts, tok/s", "mean_batch": "mean batch",
+        "first_token_s": "first token, s", "host_ms": "host, ms a step",
+        "kv_waste": "KV memory wasted",
+    },
+    "prefix": {
+        "first_token_s": "first token, s", "of_cold": "of cold", "times_floor": "times the floor",
+        "cached_tokens": "tokens cached",
+    },
+}  # fmt: skip
+
+
+def speed_tables() -> str:
+    """The recorded runs as Markdown: one table each, with its provenance."""
+    text = ""
     for file in sorted(RECORDS.glob("*.json")):
         run = json.loads(file.read_text())
+        columns = COLUMNS[run["command"].split()[2]]
         text += f"\n`{run['command']}`  \n{run['hardware']}; {run['versions']}"
         text += f"; weights {run['model_gb']:.2f} GB, peak memory {run['peak_memory_gb']:.2f} GB"
         text += f", compiled in {run['compile_s']:.1f} s" if "compile_s" in run else ""
@@ -222,6 +368,33 @@ def speed_tables() -> str:
 
 
 # --- Helpers --------------------------------------------------------------------------------------
+
+
+def build(args: argparse.Namespace) -> tuple[Transformer, dict[str, Any]]:
+    """Make the model that the arguments ask for; and the first figures."""
+    start, device, dtype = time.perf_counter(), pick_device(args.device), DTYPES[args.dtype]
+    if args.checkpoint:
+        model = load_model(args.checkpoint, device, dtype)
+    else:
+        model = random_model(SHAPES[args.shape], dtype, device)
+    result = {"load_s": time.perf_counter() - start, "weights_gb": bytes_per_token(model, 0) / 1e9}
+    result["model_gb"] = sum(p.nbytes for p in {*model.parameters()}) / 1e9
+    return model, result
+
+
+def publish(result: dict[str, Any], args: argparse.Namespace, device: torch.device) -> int:
+    """Add the provenance, print, and record where that is asked for."""
+    result |= provenance(device, args)
+    if args.record:
+        RECORDS.mkdir(exist_ok=True)
+        (RECORDS / f"{args.record}.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result) if args.json else table(result))
+    return 0
+
+
+def spread(figures: dict[str, list[float]]) -> dict[str, tuple[float, float, float]]:
+    """Median, least and most of each figure."""
+    return {name: (statistics.median(v), min(v), max(v)) for name, v in figures.items()}
 
 
 def random_model(config: Config, dtype: torch.dtype, device: torch.device) -> Transformer:

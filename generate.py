@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kv_cache import StaticCache
+from kv_cache import PagedCache, StaticCache
 from measure import bytes_per_token, read_bandwidth
 from model import DTYPES, Config, Transformer, load_model, progress, read_json
 from quantize import pack_linears
@@ -58,8 +58,10 @@ class SamplingParams:
     presence_penalty: float = setting(0.0, -2, 2, "subtract for each token of the output")
     frequency_penalty: float = setting(0.0, -2, 2, "subtract for each time it is in the output")
     seed: int | None = setting(None, -(2**63), 2**63 - 1, "same seed, same tokens")
+    n: int = setting(1, 1, 128, "continuations of each prompt; their seeds count up")
     max_tokens: int = setting(256, 1, 2**31, "new tokens at most")
     logprobs: int | None = setting(None, 0, 20, "report log-probabilities, of the top N too")
+    prompt_logprobs: int | None = setting(None, 0, 20, "the same for the tokens of the prompt")
     logit_bias: dict[int, float] = field(default_factory=dict)  # token id -> added to its logit
     stop: tuple[str, ...] = ()  # end before any of these strings
     stop_token_ids: tuple[int, ...] = ()  # end at any of these tokens, besides EOS
@@ -92,9 +94,16 @@ class SamplingParams:
         if type(self.ignore_eos) is not bool:
             raise ValueError(f"ignore_eos must be true or false, is {self.ignore_eos!r}")
 
+    def split(self) -> list["SamplingParams"]:
+        """The parameters of each of the n continuations, whose seeds count up (and wrap around)."""
+        if self.seed is None:
+            return [self] * self.n
+        seeds = [(self.seed + i + 2**63) % 2**64 - 2**63 for i in range(self.n)]
+        return [replace(self, seed=seed) for seed in seeds]
+
 
 class Token(NamedTuple):
-    """One sampled token. Log-probabilities are the model's own, before any sampling setting."""
+    """One token, sampled or of a prompt. Log-probabilities are the model's own, before any sampling setting."""
 
     id: int
     logprob: float | None = None
@@ -105,10 +114,14 @@ class Sequence:
     """One sequence being generated: its ids, its text so far, and why it ended.
 
     Attributes:
+        ids: prompt and output.
+        tokens: the output, with its log-probabilities.
+        prompt_tokens: the prompt, where the parameters ask for its log-probabilities; nothing
+            predicts the first token, so that one has none.
         text: what may be shown. A tail that could still turn out to be part of a stop string, or
             half a character, is held back, so `text` only ever grows.
         finish_reason: None while running; "stop" (EOS, stop token or string) or "length".
-        times: seconds on time.perf_counter's clock, at the start and at each token.
+        times: seconds on time.perf_counter's clock: when it was made, then at each token.
     """
 
     def __init__(
@@ -144,8 +157,9 @@ class Sequence:
                 f"token id {unknown[0]} is outside the model's vocabulary of "
                 f"{V}: does the tokenizer belong to this model?"
             )
-        self.prompt_ids, self.output_ids = list(prompt_ids), []
+        self.ids, self.prompt_len = list(prompt_ids), len(prompt_ids)
         self.params, self.tokens, self.times = params, [], [time.perf_counter()]
+        self.prompt_tokens = [Token(prompt_ids[0])] if params.prompt_logprobs is not None else []
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
         self.text, self._held = "", ""  # _held: decoded, but perhaps the start of a stop string
         self.finish_reason: str | None = None
@@ -154,14 +168,32 @@ class Sequence:
         self._detokenizer = Detokenizer(tokenizer, prompt_ids) if tokenizer else None
 
     @property
-    def ids(self) -> list[int]:
-        return self.prompt_ids + self.output_ids
+    def prompt_ids(self) -> list[int]:
+        return self.ids[: self.prompt_len]
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.ids[self.prompt_len :]
+
+    def wanted(self, end: int) -> range:
+        """Positions whose logits are needed of a forward that ends before `end`: the last one's,
+        and those that predict a prompt token whose log-probability is asked for."""
+        scored = len(self.prompt_tokens) - 1  # the position that predicts the next one to score
+        return range(min(scored, end - 1) if 0 <= scored < self.prompt_len - 1 else end - 1, end)
+
+    def score_prompt(self, logits: Tensor, end: int) -> None:
+        """Take the (T, V) logits of wanted(end) and note what they say of the prompt's tokens."""
+        scored = len(self.prompt_tokens) - 1
+        if scored == end - len(logits):  # not where a preempted prompt is computed again
+            ids = self.ids[scored + 1 : min(end + 1, self.prompt_len)]
+            counts = [self.params.prompt_logprobs] * len(ids)
+            self.prompt_tokens += with_logprobs(logits[: len(ids)], ids, counts)
 
     def append(self, token: Token) -> None:
         """Take a sampled token: extend ids and text, and decide whether the sequence ends here."""
         assert self.finish_reason is None, "the sequence has ended"
         self.tokens.append(token)
-        self.output_ids.append(token.id)
+        self.ids.append(token.id)
         self.times.append(time.perf_counter())
         if token.id in self._ends:
             self.finish("stop")
@@ -216,16 +248,23 @@ def sample(logits: Tensor, rows: list[Sequence]) -> list[Token]:
     if all(_is_argmax(row.params) for row in rows):
         ids = logits.argmax(-1)
     else:
-        u = [uniform(row.seed, len(row.output_ids)) for row in rows]
+        u = [uniform(row.seed, len(row.ids) - row.prompt_len) for row in rows]
         ids = draw(distribution(logits, rows), torch.tensor(u, device=logits.device))
-    ids = ids.tolist()
-    if all(row.params.logprobs is None for row in rows):
+    return with_logprobs(logits, ids.tolist(), [row.params.logprobs for row in rows])
+
+
+def with_logprobs(logits: Tensor, ids: list[int], counts: list[int | None]) -> list[Token]:
+    """Return B tokens with their log-probabilities under `logits`, (B, V).
+
+    Args:
+        counts: for each, how many of the likeliest tokens to add; None: no log-probabilities.
+    """
+    if all(n is None for n in counts):
         return [Token(i) for i in ids]
     logprobs = logits.float().log_softmax(-1)
     best, best_ids = (t.tolist() for t in logprobs.topk(min(20, logits.shape[-1])))
     tokens = []
-    for b, (i, row) in enumerate(zip(ids, rows, strict=True)):
-        n = row.params.logprobs
+    for b, (i, n) in enumerate(zip(ids, counts, strict=True)):
         top = tuple(zip(best_ids[b][:n], best[b][:n], strict=True))
         tokens.append(Token(i) if n is None else Token(i, logprobs[b, i].item(), top))
     return tokens
@@ -364,14 +403,17 @@ def generate(
             start, end = end, min(end + chunk, len(ids))
             part = torch.tensor([ids[start:end]], device=device)  # (1, T)
             positions = torch.arange(start, end, device=device)[None]
-            last = torch.tensor([end - start - 1], device=device)
-            logits = model(part, positions, cache.upto(end) if cache else None, last)  # (1, V)
-        (token,) = sample(logits, [sequence])
+            select = torch.tensor([p - start for p in sequence.wanted(end)], device=device)
+            logits = model(part, positions, cache.upto(end) if cache else None, select)
+            sequence.score_prompt(logits, end)
+        (token,) = sample(logits[-1:], [sequence])
         sequence.append(token)
         yield token
 
 
-def compile_model(model: Transformer, chunk: int = CHUNK) -> Transformer:
+def compile_model(
+    model: Transformer, cache: StaticCache | PagedCache | None = None, chunk: int = CHUNK
+) -> Transformer:
     """Make a finished model fast: pack its weights for the CPU and compile it, in place.
 
     On a CPU one block is compiled and serves all layers, which differ only in their tensors: 5 s
@@ -380,6 +422,7 @@ def compile_model(model: Transformer, chunk: int = CHUNK) -> Transformer:
     On CUDA the whole model is one graph, replayed as a CUDA graph for each length bucket.
 
     Args:
+        cache: of the kind that the model will run against; None: static, for one sequence.
         chunk: prompt tokens per forward, to warm up with.
 
     Raises:
@@ -402,17 +445,11 @@ def compile_model(model: Transformer, chunk: int = CHUNK) -> Transformer:
         model.compile(fullgraph=True, mode="reduce-overhead")
     # The default of 8 graphs for one piece of code is few for several models in a process.
     torch._dynamo.config.recompile_limit = 64
-    cache, mark = StaticCache(model.config, 1, 2 * chunk, dtype, device), torch._dynamo.mark_dynamic
+    cache = cache or StaticCache(model.config, 1, 2 * chunk, dtype, device)
     for length in progress([1, chunk], "compiling decode, prefill"):
-        tokens = torch.zeros((1, length), dtype=torch.int64, device=device)
-        positions = torch.arange(length, device=device)[None]
-        view = cache.upto(length)
-        mark(view.slots, 0)  # the length in use is a symbol, and so is the capacity
-        for slab in view.layers:
-            mark(slab.k, 2)
-            mark(slab.v, 2)
+        view, positions = cache.probe(length)
         with torch.no_grad():
-            model(tokens, positions, view, positions[0, -1:])
+            model(torch.zeros_like(positions), positions, view, positions[0, -1:])
     return model
 
 
@@ -446,7 +483,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--prompt-file", type=argparse.FileType(encoding="utf-8"), help="from a file; - is stdin"
     )
     prompt.add_argument("--chat", action="store_true", help="talk, with the chat template")
-    add("--num-samples", type=int, default=1, help="continuations; seeds count up from --seed")
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
     add("--dtype", choices=("auto", *DTYPES), default="auto", help="auto: as stored")
     add("--compile", action="store_true", help="slower to start, faster to run; see the README")
@@ -458,7 +494,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     for f in fields(SamplingParams):
         if f.metadata:
             flags = ["--" + f.name.replace("_", "-")]
-            flags += ["--max-new-tokens"] if f.name == "max_tokens" else []
+            flags += {"max_tokens": ["--max-new-tokens"], "n": ["--num-samples"]}.get(f.name, [])
             kind = float if f.type is float else int
             text = f"{f.metadata['help']} ({f.default})"
             sampling.add_argument(*flags, dest=f.name, type=kind, help=text)
@@ -481,9 +517,8 @@ def sampling_params(checkpoint: Path, **given: Any) -> SamplingParams:
 
 def run(args: argparse.Namespace) -> int:
     """Load, generate, and report: text on stdout, everything else on stderr."""
-    for name, least in (("num_samples", 1), ("max_seq_len", 2)):
-        if (value := getattr(args, name)) is not None and value < least:
-            raise ValueError(f"{name} must be at least {least}, is {value}")
+    if args.max_seq_len is not None and args.max_seq_len < 2:
+        raise ValueError(f"max_seq_len must be at least 2, is {args.max_seq_len}")
     if args.chat and args.json:
         raise ValueError("--json prints samples of a prompt: it does not go with --chat")
     if args.profile:
@@ -520,10 +555,9 @@ Reply = Callable[[list[int], SamplingParams], Sequence]
 def complete(
     reply: Reply, tokenizer: Tokenizer, params: SamplingParams, args: argparse.Namespace
 ) -> None:
-    """Continue the prompt --num-samples times."""
+    """Continue the prompt --n times."""
     prompt = args.prompt_file.read() if args.prompt_file else args.prompt
-    seeds = [None if params.seed is None else params.seed + i for i in range(args.num_samples)]
-    for sample_params in [replace(params, seed=seed) for seed in seeds]:
+    for sample_params in params.split():
         sequence = reply(tokenizer.encode(prompt), sample_params)
         if args.json:
             result = {
@@ -537,6 +571,8 @@ def complete(
             }
             if params.logprobs is not None:
                 result["logprobs"] = [token._asdict() for token in sequence.tokens]
+            if params.prompt_logprobs is not None:
+                result["prompt_logprobs"] = [token._asdict() for token in sequence.prompt_tokens]
             print(json.dumps(result), flush=True)
         if sequence.finish_reason == "interrupted":
             return

@@ -1,0 +1,381 @@
+"""Continuous batching: which tokens of which sequences run in the next step.
+
+Decoding one sequence reads every weight to make one token; decoding 32 together reads them once for
+32. The batch is formed anew at each step (Orca): a sequence that ends leaves it at once, and a
+waiting one takes its place. Prompts enter in chunks beside the running sequences' single tokens
+(Sarathi), so a long prompt holds nobody up. There is no prefill and no decode phase: every sequence
+has tokens whose keys and values are not in the cache yet, and a step runs some of them.
+
+    step        1         2         3         4             budget: 8 tokens a step
+    A  running  a         a         a         a             one token each ...
+    B  prompt   bbbbbbb   bbbbbbb   bb        b             ... a prompt takes what is left,
+    C  prompt                       ccccc     cccccc        in the order of arrival
+
+When blocks run out, the last in line gives its own back and will be computed again (recompute of a
+few hundred tokens is one cheap forward; its blocks are often still in the prefix cache). Knows
+requests and blocks; knows nothing of HTTP or of how attention reads the blocks.
+Papers: Yu et al. 2022 (Orca), Agrawal et al. 2023 (Sarathi, arXiv:2308.16369), Kwon et al. 2023
+(arXiv:2309.06180, section 4.5: preemption). Read: Engine.step, Engine.schedule, LLM.
+"""
+
+import os
+import time
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from generate import SamplingParams, Sequence, compile_model, pick_device, sample, sampling_params
+from kv_cache import PagedCache, Row
+from model import DTYPES, Config, Transformer, load_model, progress
+from paged import BlockPool, BlockTable
+from tokenizer import Tokenizer
+
+
+@dataclass(eq=False)
+class Request:
+    """What one user asked for, and what came of it: vLLM's RequestOutput.
+
+    `outputs` holds the n sequences, each with text, output_ids, tokens (log-probabilities),
+    finish_reason, and times (queued, first token, ..., last token). The others are forked from the
+    first once its prompt has been computed, sharing the prompt's blocks.
+    """
+
+    id: str
+    outputs: list[Sequence]
+    priority: int = 0  # the lowest number runs first, as in vLLM
+    cache_salt: str | None = None
+    arrival: int = 0
+
+    @property
+    def finished(self) -> bool:
+        return all(sequence.finish_reason for sequence in self.outputs)
+
+
+@dataclass(eq=False)
+class Task:
+    """One sequence's place in the scheduler: waiting (an empty table) or running."""
+
+    request: Request
+    sequence: Sequence
+    table: BlockTable = field(default_factory=BlockTable)
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        return self.request.priority, self.request.arrival
+
+
+@dataclass
+class Stats:
+    """Counters since the engine was made; times in seconds."""
+
+    steps: int = 0
+    computed_tokens: int = 0  # run through the model, prompts and outputs
+    cached_tokens: int = 0  # found in the prefix cache instead
+    output_tokens: int = 0
+    preemptions: int = 0
+    model_s: float = 0.0
+    sample_s: float = 0.0
+    host_s: float = 0.0  # the rest of step(): what scheduling costs
+
+
+class Engine:
+    """Runs many requests at once, a step at a time. To be driven from one thread."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer | None = None,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 512,
+        max_seq_len: int | None = None,
+        kv_memory: float = 0.5,
+        num_blocks: int | None = None,
+        block_size: int = 16,
+        compile: bool = False,
+    ) -> None:
+        """Make the block pool.
+
+        Args:
+            model: finished, on its device.
+            tokenizer: None: prompts are ids, and there is no text.
+            max_num_seqs: sequences running at once.
+            max_num_batched_tokens: token budget of a step. Larger: prompts are done sooner; smaller:
+                the tokens of running sequences come more evenly.
+            max_seq_len: prompt and output together; None: what the model was trained for.
+            kv_memory: bytes for keys and values, or below 1 the share of the free memory. Never
+                more than max_num_seqs sequences of max_seq_len can use.
+            num_blocks: blocks in the pool, instead of kv_memory.
+            block_size: tokens in a block.
+            compile: make the model fast first, in place; see generate.compile_model.
+
+        Raises:
+            ValueError: a budget too small for one token of each sequence, or no room for a block.
+        """
+        if max_num_batched_tokens < max_num_seqs or max_num_seqs < 1:
+            raise ValueError(
+                f"max_num_batched_tokens {max_num_batched_tokens} is less than max_num_seqs "
+                f"{max_num_seqs}: raise it, or a running sequence would have to wait"
+            )
+        config, weight = model.config, model.embed_tokens.weight
+        self.model, self.config, self.tokenizer = model, config, tokenizer
+        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self.max_seq_len = max_seq_len or config.max_position_embeddings
+        if num_blocks is None:
+            layer_bytes = 2 * block_size * config.num_key_value_heads * config.head_dim
+            block_bytes = config.num_hidden_layers * layer_bytes * weight.itemsize
+            if kv_memory < 1:
+                kv_memory *= free_memory(weight.device)
+            most = max_num_seqs * -(-self.max_seq_len // block_size)
+            num_blocks = min(int(kv_memory // block_bytes), most)
+        self.pool = BlockPool(num_blocks, block_size)
+        self.cache = PagedCache(config, num_blocks, block_size, weight.dtype, weight.device)
+        self.running: list[Task] = []  # by rank: the first is served first, the last preempted
+        self.waiting: list[Task] = []  # by rank
+        self.stats, self._arrivals = Stats(), 0
+        if compile:
+            compile_model(model, self.cache)
+
+    def add_request(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> Request:
+        """Queue a request; step() moves it on.
+
+        Raises:
+            ValueError: see Sequence; or it could never fit into the cache, however long it waited.
+        """
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        outputs = [
+            Sequence(ids, each, self.config, self.tokenizer, self.max_seq_len)
+            for each in params.split()
+        ]
+        # The last token is sampled and never run, so its keys and values need no slot.
+        need = -(-(outputs[0].max_len - 1) // self.pool.block_size)
+        if need > self.pool.num_blocks:
+            raise ValueError(
+                f"prompt and max_tokens need {need} blocks of {self.pool.block_size} tokens, the "
+                f"cache has {self.pool.num_blocks}: lower max_tokens or raise --kv-memory"
+            )
+        self._arrivals += 1
+        request_id = request_id or f"request-{self._arrivals}"
+        request = Request(request_id, outputs, priority, cache_salt, self._arrivals)
+        insort(self.waiting, Task(request, outputs[0]), key=lambda task: task.rank)
+        return request
+
+    def abort(self, request: Request) -> None:
+        """End a request where it stands, and free its blocks. Does nothing where it has ended."""
+        for task in [t for t in (*self.running, *self.waiting) if t.request is request]:
+            self._leave(task)
+        for sequence in request.outputs:
+            sequence.finish("abort")
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    @torch.no_grad()
+    def step(self) -> list[Request]:
+        """Run one forward over the tokens that schedule() picks.
+
+        Returns:
+            The requests that got a token. A long prompt's chunks give none until the last.
+        """
+        start = time.perf_counter()
+        # 1) schedule: rows with equally many tokens side by side, as the cache wants them
+        batch = sorted(self.schedule(), key=lambda pair: pair[1] - pair[0].table.length)
+        if not batch:
+            return []
+        # 2) run
+        rows = [Row(task.table.blocks, task.table.length, end) for task, end in batch]
+        wanted = [task.sequence.wanted(end) for task, end in batch]
+        tokens, select, at = [], [], 0
+        for (task, end), row, positions in zip(batch, rows, wanted, strict=True):
+            tokens += task.sequence.ids[row.start : end]
+            select += range(at + positions.start - row.start, at + end - row.start)
+            at += end - row.start
+        device = self.cache.device
+        cache, positions = self.cache.step(rows)
+        inputs = torch.tensor([tokens], device=device), torch.tensor(select, device=device)
+        ran = time.perf_counter()
+        logits = self.model(inputs[0], positions, cache, inputs[1])
+        # 3) sample where the sequence has no further token to run
+        made = time.perf_counter()
+        draws: list[Task] = []
+        lines: list[int] = []
+        at = 0
+        for (task, end), positions in zip(batch, wanted, strict=True):
+            at += len(positions)
+            task.sequence.score_prompt(logits[at - len(positions) : at], end)
+            self.pool.commit(task.table, task.sequence.ids, end, task.request.cache_salt)
+            if end == len(task.sequence.ids):
+                forks = self._fork(task)
+                draws += forks
+                lines += [at - 1] * len(forks)
+        picked = logits if lines == [*range(len(logits))] else logits[lines]
+        sampled = sample(picked, [task.sequence for task in draws]) if draws else []
+        drawn = time.perf_counter()
+        # 4) append, and retire what has ended
+        for task, token in zip(draws, sampled, strict=True):
+            task.sequence.append(token)
+            if task.sequence.finish_reason:
+                self._leave(task)
+        stats, done = self.stats, time.perf_counter()
+        stats.steps += 1
+        stats.computed_tokens += len(tokens)
+        stats.output_tokens += len(draws)
+        stats.model_s += made - ran
+        stats.sample_s += drawn - made
+        stats.host_s += done - drawn + ran - start
+        return [*dict.fromkeys(task.request for task in draws)]
+
+    def schedule(self) -> list[tuple[Task, int]]:
+        """Choose the sequences of this step, and make room for their tokens.
+
+        Returns:
+            (task, end): its tokens from table.length up to `end` are to run.
+        """
+        budget, batch, copies = self.max_num_batched_tokens, [], []
+        # 1) the running, first in line first. Each later one is sure of a token of the budget.
+        preempted = 0
+        for i, task in enumerate([*self.running]):
+            if i >= len(self.running):  # it has been preempted
+                break
+            left = budget - (len(self.running) - i - 1)
+            end = min(len(task.sequence.ids), task.table.length + left)
+            while self.pool.cost(task.table, end) > self.pool.num_available:
+                self._preempt(self.running[-1])
+                preempted += 1
+                if i >= len(self.running):
+                    break
+            else:
+                copies += self.pool.grow(task.table, end)
+                budget -= end - task.table.length
+                batch.append((task, end))
+        # 2) the waiting, while there is budget and memory; not right after taking memory away
+        while self.waiting and budget and len(self.running) < self.max_num_seqs and not preempted:
+            task = self.waiting[0]
+            sequence, table = task.sequence, task.table
+            if not 0 < len(sequence.prompt_tokens) < sequence.prompt_len:  # needs every logit
+                self.pool.reuse(table, sequence.ids, task.request.cache_salt)
+            end = min(len(sequence.ids), table.length + budget)
+            if self.pool.cost(table, end) > self.pool.num_available:
+                self.pool.free(table)
+                break
+            copies += self.pool.grow(table, end)
+            self.stats.cached_tokens += table.length
+            budget -= end - table.length
+            batch.append((task, end))
+            insort(self.running, self.waiting.pop(0), key=lambda task: task.rank)
+        self.cache.copy_blocks(copies)
+        return batch
+
+    def check(self) -> None:
+        """Assert that every block is accounted for, and every sequence is in one place."""
+        tasks = self.running + self.waiting
+        self.pool.check(task.table for task in tasks)
+        assert not any(task.table.blocks for task in self.waiting)
+        assert len({id(task.sequence) for task in tasks}) == len(tasks)
+        assert not any(task.sequence.finish_reason for task in tasks)
+        assert len(self.running) <= self.max_num_seqs
+        for queue in (self.running, self.waiting):
+            assert queue == sorted(queue, key=lambda task: task.rank)
+
+    def _fork(self, task: Task) -> list[Task]:
+        """The sequences to sample for: the task's own; and, at the end of a prompt, the n - 1
+        others of its request, which go on from the same blocks."""
+        request, tasks = task.request, [task]
+        if len(task.sequence.ids) > task.sequence.prompt_len:
+            return tasks
+        for sequence in request.outputs[1:]:
+            sequence.prompt_tokens = task.sequence.prompt_tokens
+            # One too many to run now gets its first token all the same, and waits with that.
+            room = len(self.running) < self.max_num_seqs
+            other = Task(request, sequence, self.pool.fork(task.table) if room else BlockTable())
+            insort(self.running if room else self.waiting, other, key=lambda task: task.rank)
+            tasks.append(other)
+        return tasks
+
+    def _preempt(self, task: Task) -> None:
+        """Take a sequence's blocks; it waits to be computed again, ahead of those after it."""
+        self._leave(task)
+        insort(self.waiting, task, key=lambda task: task.rank)
+        self.stats.preemptions += 1
+
+    def _leave(self, task: Task) -> None:
+        (self.running if task in self.running else self.waiting).remove(task)
+        self.pool.free(task.table)
+
+
+class LLM:
+    """The engine behind the call that everybody knows.
+
+    Example:
+        llm = LLM("checkpoints/shakespeare")
+        for request in llm.generate(["ROMEO:", "JULIET:"], SamplingParams(max_tokens=20)):
+            print(request.outputs[0].text)
+    """
+
+    def __init__(
+        self, checkpoint: Path | str, device: str = "auto", dtype: str = "auto", **options: Any
+    ) -> None:
+        """Load a checkpoint. Options are Engine's: compile, kv_memory, max_num_seqs, ..."""
+        self.checkpoint, place = Path(checkpoint), pick_device(device)
+        model, tokenizer = load_model(checkpoint, place, DTYPES.get(dtype)), Tokenizer(checkpoint)
+        self.engine = Engine(model, tokenizer, **options)
+
+    def generate(
+        self,
+        prompts: str | list[str] | list[list[int]],
+        params: SamplingParams | list[SamplingParams] | None = None,
+    ) -> list[Request]:
+        """Complete the prompts, all at once, with a progress bar.
+
+        Args:
+            prompts: texts, or lists of token ids.
+            params: for all, or one for each; None: what the checkpoint suggests.
+
+        Returns:
+            One finished request for each prompt, in order.
+
+        Raises:
+            ValueError: a prompt that cannot be run; then none is.
+        """
+        prompts = [prompts] if isinstance(prompts, str) else prompts
+        params = params or sampling_params(self.checkpoint)
+        params = params if isinstance(params, list) else [params] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts, but {len(params)} sampling parameters")
+        requests: list[Request] = []
+
+        def finished() -> Iterator[Request]:
+            while self.engine.has_work:
+                yield from (request for request in self.engine.step() if request.finished)
+
+        try:
+            for prompt, each in zip(prompts, params, strict=True):
+                requests.append(self.engine.add_request(prompt, each))
+            for _ in progress(finished(), "generating", len(requests)):
+                pass
+        finally:  # an error or Ctrl-C: nothing may be left behind
+            for request in requests:
+                self.engine.abort(request)
+        return requests
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that could still be allocated."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    meminfo = Path("/proc/meminfo")  # what the kernel could free, caches of files included
+    if meminfo.is_file():
+        line = next(x for x in meminfo.read_text().splitlines() if x.startswith("MemAvailable:"))
+        return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
