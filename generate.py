@@ -103,7 +103,7 @@ class SamplingParams:
 
 
 class Token(NamedTuple):
-    """One token, sampled or of a prompt. Log-probabilities are the model's own, before any sampling setting."""
+    """A token, sampled or of a prompt. Log-probabilities are the model's, before any setting."""
 
     id: int
     logprob: float | None = None

@@ -154,7 +154,7 @@ class PagedCache(KVCache):
         device: str | torch.device = "cpu",
     ) -> None:
         shape = (num_blocks, block_size, config.num_key_value_heads, config.head_dim)
-        # One memory each: of tensors that share one, torch.compile cannot tell what a write changes.
+        # A memory each: of tensors that share one, torch.compile cannot tell what a write changes.
         self.pools = [
             tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in "kv")
             for _ in range(config.num_hidden_layers)
@@ -213,7 +213,7 @@ class PagedCache(KVCache):
         blocks = [i % self.num_blocks for i in range(-(-length // self.block_size))]
         view, positions = self.step([Row(blocks, 0, length)])
         for layer in view.layers:
-            slots, tables, groups = layer.plan
+            _, tables, groups = layer.plan
             for tensor in (tables, groups, layer.k, layer.v):
                 torch._dynamo.mark_dynamic(tensor, 0)
             torch._dynamo.mark_dynamic(tables, 1)
@@ -234,9 +234,9 @@ def paged_attention(
 ) -> Tensor:
     """Store new keys and values in a pool, then attend to each row's own blocks.
 
-    A group's blocks are gathered into one batch before the attention. For the newest tokens' few
-    kv heads that copy stays in the processor's cache: 32 rows of 128 tokens cost 0.1 ms a layer
-    where the attention costs 0.5 (1b shape, two Zen 5 cores).
+    A group's blocks are copied side by side before the attention, which wants one tensor. The copy
+    is read back from the processor's cache and costs little: for 32 rows of 128 tokens 0.06 ms a
+    layer, where the attention takes 0.5 (1b shape, two Zen 5 cores).
 
     Args:
         q: (1, N, T, H).
@@ -251,17 +251,17 @@ def paged_attention(
     Returns:
         (1, N, T, H).
     """
-    k_pool.flatten(0, 1)[slots] = k[0].transpose(0, 1)  # (T, K, H)
-    v_pool.flatten(0, 1)[slots] = v[0].transpose(0, 1)
+    k_pool.flatten(0, 1).index_copy_(0, slots, k[0].transpose(0, 1))  # (T, K, H)
+    v_pool.flatten(0, 1).index_copy_(0, slots, v[0].transpose(0, 1))
     out, size, row, at = torch.empty_like(q), k_pool.shape[1], 0, 0
     for B, T, S in groups.tolist():
         if not B:
             continue
         table = tables[row : row + B, : -(-S // size)].flatten()
-        keys, values = (
-            pool[table].view(B, -1, *pool.shape[2:]).transpose(1, 2)  # (B, K, S, H), S rounded up
+        keys, values = (  # index_select: 6 times as fast as pool[table]
+            pool.index_select(0, table).view(B, -1, *pool.shape[2:]).transpose(1, 2)
             for pool in (k_pool, v_pool)
-        )
+        )  # (B, K, S, H) each, S rounded up to whole blocks
         here = slice(at, at + B * T)
         queries = q[0, :, here].unflatten(1, (B, T)).transpose(0, 1)  # (B, N, T, H)
         at_keys = torch.arange(keys.shape[2], device=q.device)[None]

@@ -172,7 +172,7 @@ class BlockPool:
         return block
 
     def _shared(self, table: BlockTable) -> list[int]:
-        """Indices of the blocks that a write at table.length and after would hit in other tables."""
+        """Indices of the blocks that a write at table.length or after would change for others."""
         first = table.length // self.block_size
         return [i for i in range(first, len(table.blocks)) if self.refs[table.blocks[i]] > 1]
 

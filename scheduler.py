@@ -30,7 +30,7 @@ import torch
 
 from generate import SamplingParams, Sequence, compile_model, pick_device, sample, sampling_params
 from kv_cache import PagedCache, Row
-from model import DTYPES, Config, Transformer, load_model, progress
+from model import DTYPES, Transformer, load_model, progress
 from paged import BlockPool, BlockTable
 from tokenizer import Tokenizer
 
@@ -103,8 +103,8 @@ class Engine:
             model: finished, on its device.
             tokenizer: None: prompts are ids, and there is no text.
             max_num_seqs: sequences running at once.
-            max_num_batched_tokens: token budget of a step. Larger: prompts are done sooner; smaller:
-                the tokens of running sequences come more evenly.
+            max_num_batched_tokens: token budget of a step. Larger, prompts are done sooner;
+                smaller, the tokens of running sequences come more evenly.
             max_seq_len: prompt and output together; None: what the model was trained for.
             kv_memory: bytes for keys and values, or below 1 the share of the free memory. Never
                 more than max_num_seqs sequences of max_seq_len can use.
