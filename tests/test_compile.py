@@ -9,8 +9,9 @@ from conftest import SHAKESPEARE
 from torch._inductor.utils import run_and_get_code
 
 from generate import SamplingParams, Sequence, compile_model, generate
-from kv_cache import StaticCache
+from kv_cache import PagedCache, Row, StaticCache
 from model import Config, load_model
+from scheduler import Engine
 
 
 @pytest.fixture(scope="module")
@@ -56,3 +57,32 @@ def test_the_slab_is_written_in_place():
     buffers = [line for line in code.splitlines() if "= empty_strided_cpu(" in line]
     assert buffers and not [line for line in buffers if "193" in line]
     torch.testing.assert_close(slab.k[0, :, 5], token[1, 0, :, 0])
+
+
+def test_nothing_is_compiled_after_warm_up_by_the_scheduler():
+    """Rows, groups, blocks and tokens of a step come in any number: none may be baked in."""
+    engine = Engine(load_model(SHAKESPEARE, dtype=torch.float32), compile=True, num_blocks=64)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for lengths in ([1], [2], [16], [40, 1], [300], [5, 5, 5, 90, 17]):
+            for length in lengths:
+                engine.add_request([5] * length, params)
+            while engine.has_work:
+                engine.step()
+    assert engine.stats.output_tokens == 20 * 11
+
+
+def test_the_pools_are_written_in_place():
+    """Pools that shared a memory were copied at each step, and the copies were never copied back."""
+    cache = PagedCache(Config(8, 8, 8, 1, 2, 2, 4), 192, 4, torch.float32)
+    (layer,) = cache.step([Row([3, 190], 0, 5)])[0].layers
+
+    def step(q, k, v, positions):
+        return layer.attend(q, k, v, positions, None)
+
+    token = torch.randn(3, 1, 2, 5, 4)
+    with torch.no_grad():
+        _, (code,) = run_and_get_code(torch.compile(step), *token, torch.arange(5)[None])
+    assert "paged_attention" in code
+    assert not [line for line in code.splitlines() if "empty_strided" in line and "192" in line]
+    torch.testing.assert_close(layer.k[190, 0], token[1, 0, :, 4])

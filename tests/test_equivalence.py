@@ -5,6 +5,7 @@ obvious one: no cache, everything recomputed at each step. A new fast path adds 
 """
 
 import copy
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -14,6 +15,7 @@ from conftest import SHAKESPEARE
 from generate import SamplingParams, Sequence, compile_model, generate
 from kv_cache import StaticCache
 from model import Config, Transformer, load_model
+from scheduler import Engine
 from tokenizer import Tokenizer
 
 PROMPTS = ("", "ROMEO:\n", "To be, or not to be, that is the question:\n" * 3)
@@ -49,12 +51,107 @@ def compiled_twin(model):
     return compile_model(copy.deepcopy(model), chunk=16)
 
 
+def run_engine(model, prompts, params, **options):
+    """All prompts at once through the scheduler."""
+    engine = Engine(model, **{"block_size": BLOCK} | options)
+    return finish(engine, [engine.add_request(prompt, params) for prompt in prompts])
+
+
+def finish(engine, requests):
+    while engine.has_work:
+        engine.step()
+        engine.check()
+    assert engine.pool.num_available == engine.pool.num_blocks
+    return [request.outputs[0].output_ids for request in requests]
+
+
+def run_one_by_one(model, prompts, params):
+    engine = Engine(model, block_size=BLOCK)
+    return [finish(engine, [engine.add_request(p, params)])[0] for p in prompts]
+
+
+def run_compiled_engine(model, prompts, params):
+    engine = compiled_engine(model)
+    return finish(engine, [engine.add_request(prompt, params) for prompt in prompts])
+
+
+@cache
+def compiled_engine(model):
+    return Engine(copy.deepcopy(model), block_size=BLOCK, max_seq_len=256, compile=True)
+
+
+def run_in_chunks(model, prompts, params, size):
+    """Each prompt alone, so that the budget of a step is the size of its chunks."""
+    engine = Engine(model, block_size=BLOCK, max_num_seqs=1, max_num_batched_tokens=size)
+    return finish(engine, [engine.add_request(prompt, params) for prompt in prompts])
+
+
+def run_prefix_cached(model, prompts, params):
+    """The second time, all but the ends of the prompts is found in the cache."""
+    engine = Engine(model, block_size=BLOCK)
+    for _ in range(2):
+        cached = engine.stats.cached_tokens
+        results = finish(engine, [engine.add_request(prompt, params) for prompt in prompts])
+    whole = sum((len(prompt) - 1) // BLOCK for prompt in prompts)
+    assert engine.stats.cached_tokens - cached == whole * BLOCK > 0
+    return results
+
+
+def run_preempted(model, prompts, params):
+    """A pool that holds the longest sequence and little more, with what is cached thrown away."""
+    need = -(-(max(map(len, prompts)) + params.max_tokens) // BLOCK)
+    engine = Engine(model, block_size=BLOCK, num_blocks=need + 1)
+    results = finish(engine, [engine.add_request(prompt, params) for prompt in prompts])
+    assert engine.stats.preemptions > 0
+    return results
+
+
+def run_forked(model, prompts, params):
+    """n > 1: the continuations share the prompt's blocks, the last of them partly filled."""
+    engine = Engine(model, block_size=BLOCK)
+    params = [replace(params, n=3, seed=None if params.seed is None else params.seed - i)
+              for i in range(3)]  # fmt: skip
+    requests = [[engine.add_request(prompt, p) for prompt in prompts] for p in params]
+    finish(engine, [])
+    # The continuation i of the seed - i has the seed that was asked for.
+    found = [[r.outputs[i].output_ids for r in row] for i, row in enumerate(requests)]
+    assert found[0] == found[1] == found[2]
+    return found[0]
+
+
+def run_beside_aborted(model, prompts, params):
+    """Neighbours that begin alike, and are aborted at different points."""
+    engine = Engine(model, block_size=BLOCK, max_num_batched_tokens=64)
+    doomed = [engine.add_request([*prompt, 5], params) for prompt in prompts]
+    requests = [engine.add_request(prompt, params) for prompt in prompts]
+    doomed += [engine.add_request(prompt[:-1] or [7], params) for prompt in prompts]
+    for request in doomed:
+        engine.step()
+        engine.abort(request)
+        engine.check()
+    return finish(engine, requests)
+
+
+BLOCK = 4
 PATHS = {
     "compiled": run_compiled,
     "static cache": run_alone,
     "prompt in chunks of 1": lambda *a: run_alone(*a, chunk=1),
     "prompt in chunks of 7": lambda *a: run_alone(*a, chunk=7),
-}
+    "paged, alone": run_one_by_one,
+    "paged, batched": run_engine,
+    "paged, batched, small budget": lambda *a: run_engine(*a, max_num_seqs=3,
+                                                          max_num_batched_tokens=5),
+    "paged, compiled": run_compiled_engine,
+    **{
+        f"paged, chunks of {size}": lambda *a, size=size: run_in_chunks(*a, size)
+        for size in (1, 7, BLOCK - 1, BLOCK, BLOCK + 1)
+    },
+    "prefix cached": run_prefix_cached,
+    "preempted": run_preempted,
+    "n = 3": run_forked,
+    "beside aborted neighbours": run_beside_aborted,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
