@@ -29,7 +29,7 @@ from kv_cache import StaticCache
 from measure import bytes_per_token, gemm_peak, peak_memory, read_bandwidth
 from model import DTYPES, Config, Transformer, load_model, progress, rope_frequencies
 from paged import BlockPool
-from scheduler import Engine, Stats
+from scheduler import Engine, Stats, memory_size
 
 SHAPES = {  # Llama-like; parameters without the embedding table: 86 M, 1.03 B, 6.6 B
     "110m": Config(32000, 768, 2048, 12, 12, 12, 64),
@@ -55,6 +55,7 @@ def main() -> int:
     add("--new-tokens", type=int, nargs="+", default=[64], help="one length, or least and most")
     add("--max-num-seqs", type=int, default=64)
     add("--max-num-batched-tokens", type=int, default=512)
+    add("--kv-memory", type=memory_size, default=0.5, help="bytes, 2GiB, or a share of the free")
     add("--baseline-requests", type=int, default=2, help="of those, how many run one at a time")
     add("--repeat", type=int, default=1)
     add = add_command(
@@ -208,7 +209,7 @@ def throughput(args: argparse.Namespace) -> int:
     start, device = time.perf_counter(), model.embed_tokens.weight.device
     lengths = [(a[0], a[-1]) for a in (args.prompt_tokens, args.new_tokens)]
     engine = Engine(
-        model, None, args.max_num_seqs, args.max_num_batched_tokens,
+        model, None, args.max_num_seqs, args.max_num_batched_tokens, kv_memory=args.kv_memory,
         max_seq_len=lengths[0][1] + lengths[1][1] + 1, compile=args.compile,
     )  # fmt: skip
     if args.compile:

@@ -19,6 +19,7 @@ Papers: Yu et al. 2022 (Orca), Agrawal et al. 2023 (Sarathi, arXiv:2308.16369), 
 """
 
 import os
+import re
 import time
 from bisect import insort
 from collections.abc import Iterator
@@ -368,6 +369,18 @@ class LLM:
             for request in requests:
                 self.engine.abort(request)
         return requests
+
+
+def memory_size(text: str) -> float:
+    """Read a --kv-memory: a share of the free memory, or bytes. "2GiB" -> 2147483648.0
+
+    Raises:
+        ValueError: neither.
+    """
+    match = re.fullmatch(r"([0-9.]+) *([KMGT]?)(i?B)?", text.strip(), re.IGNORECASE)
+    if not match:
+        raise ValueError(f"{text!r} is no memory size: give bytes, 2GiB, or a share such as 0.5")
+    return float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " ")
 
 
 def free_memory(device: torch.device) -> int:

@@ -43,6 +43,16 @@ def test_command_runs(command):
     assert "Traceback" not in run.stderr
 
 
+@pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
+def test_python_runs(code):
+    """An example that was right once."""
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip()
+
+
 def test_tables_are_those_of_the_records():
     """A number typed by hand, or a record that nobody reported."""
     inside = README.partition("<!-- speed -->\n")[2].partition("<!-- /speed -->")[0]
