@@ -27,8 +27,9 @@ from torch import Tensor
 from generate import CHUNK, SamplingParams, compile_model, pick_device
 from kv_cache import StaticCache
 from measure import bytes_per_token, gemm_peak, peak_memory, read_bandwidth
-from model import DTYPES, Config, Transformer, load_model, progress, rope_frequencies
+from model import DTYPES, Config, Transformer, named_tensors, progress, rope_frequencies
 from paged import BlockPool
+from quantize import MODES, load, quantize_model
 from scheduler import Engine, Stats, memory_size
 
 SHAPES = {  # Llama-like; parameters without the embedding table: 86 M, 1.03 B, 6.6 B
@@ -83,6 +84,7 @@ def add_command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
     model.add_argument("--shape", choices=SHAPES, default="110m", help="random weights")
     add("--dtype", choices=DTYPES, default="bfloat16")
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
+    add("--quantize", choices=MODES)
     add("--compile", action="store_true")
     add("--json", action="store_true", help="print the figures as one JSON object")
     add("--record", metavar="NAME", help="keep the figures in benchmarks/NAME.json")
@@ -375,11 +377,13 @@ def build(args: argparse.Namespace) -> tuple[Transformer, dict[str, Any]]:
     """Make the model that the arguments ask for; and the first figures."""
     start, device, dtype = time.perf_counter(), pick_device(args.device), DTYPES[args.dtype]
     if args.checkpoint:
-        model = load_model(args.checkpoint, device, dtype)
+        model = load(args.checkpoint, device, dtype)
     else:
         model = random_model(SHAPES[args.shape], dtype, device)
+    if args.quantize:
+        quantize_model(model, args.quantize)
     result = {"load_s": time.perf_counter() - start, "weights_gb": bytes_per_token(model, 0) / 1e9}
-    result["model_gb"] = sum(p.nbytes for p in {*model.parameters()}) / 1e9
+    result["model_gb"] = sum(t.nbytes for _, t in named_tensors(model)) / 1e9
     return model, result
 
 

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from kv_cache import PagedCache, StaticCache
 from measure import bytes_per_token, read_bandwidth
-from model import DTYPES, Config, Transformer, load_model, progress, read_json
-from quantize import pack_linears
+from model import DTYPES, Config, Transformer, progress, read_json
+from quantize import MODES, load, pack_linears, quantize_model
 from tokenizer import Detokenizer, Tokenizer
 
 # --- What a request asks for ----------------------------------------------------------------------
@@ -438,9 +438,9 @@ def compile_model(
             message = "--compile needs a C++ compiler such as g++: install one or leave it out"
             raise ValueError(message) from None
         if torch.backends.mkldnn.is_available():
-            pack_linears(model)
-        for block in model.layers:
-            block.compile(fullgraph=True)
+            pack_linears(model, one_row=not isinstance(cache, PagedCache))
+        for part in (*model.layers, model.lm_head):
+            part.compile(fullgraph=True)
     else:
         model.compile(fullgraph=True, mode="reduce-overhead")
     # The default of 8 graphs for one piece of code is few for several models in a process.
@@ -485,6 +485,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     prompt.add_argument("--chat", action="store_true", help="talk, with the chat template")
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
     add("--dtype", choices=("auto", *DTYPES), default="auto", help="auto: as stored")
+    add("--quantize", choices=MODES, help="fewer bits for the weights, on the fly; see quantize.py")
     add("--compile", action="store_true", help="slower to start, faster to run; see the README")
     add("--max-seq-len", type=int, help="prompt and output (default: what the model can)")
     add("--profile", type=Path, metavar="TRACE.JSON", help="write a Chrome trace")
@@ -526,7 +527,9 @@ def run(args: argparse.Namespace) -> int:
     given = {f.name: getattr(args, f.name) for f in fields(SamplingParams)}
     params = sampling_params(args.checkpoint, **given)
     device, tokenizer = pick_device(args.device), Tokenizer(args.checkpoint)
-    model = load_model(args.checkpoint, device, DTYPES.get(args.dtype))
+    model = load(args.checkpoint, device, DTYPES.get(args.dtype))
+    if args.quantize:
+        quantize_model(model, args.quantize)
     if args.compile:
         compile_model(model)
     if (args.max_seq_len or 0) > (trained := model.config.max_position_embeddings):

@@ -21,8 +21,8 @@ def bytes_per_token(model: Transformer, length: int) -> int:
     """Bytes that decoding one token must read: every weight but the embedding table (of which it
     reads one row), plus the keys and values of `length` earlier positions."""
     embedding, c = model.embed_tokens.weight, model.config
-    packed = [module.nbytes for module in model.modules() if isinstance(module, PackedLinear)]
-    weights = sum(packed) + sum(parameter.nbytes for parameter in model.parameters())
+    sizes = [getattr(module, "nbytes", 0) for module in model.modules()]  # packed or quantised
+    weights = sum(sizes) + sum(parameter.nbytes for parameter in model.parameters())
     if getattr(model.lm_head, "weight", None) is not embedding:  # tied, it is read in full
         weights -= embedding.nbytes
     kv = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * length

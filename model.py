@@ -19,7 +19,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -80,6 +80,7 @@ class Config:
     qk_norm: bool = False  # Qwen3: RMSNorm over H on q and k, before rope
     tie_word_embeddings: bool = False
     eos_ids: tuple[int, ...] = ()  # any of them ends a sequence
+    quantization: dict[str, Any] = field(default_factory=dict)  # quantize.py understands it
     dtype: torch.dtype = torch.float32  # of the weights as stored
 
     def __post_init__(self) -> None:
@@ -139,8 +140,8 @@ def _config(raw: dict[str, Any], generation: dict[str, Any]) -> Config:
             raise CheckpointError(f"{name} {value!r} is not supported; supported: {only}")
     if (dtype := raw.get("dtype") or raw.get("torch_dtype") or "float32") not in DTYPES:
         raise CheckpointError(f"dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
-    if "quantization_config" in raw:
-        raise CheckpointError("quantization_config: quantised checkpoints are not supported yet")
+    if not isinstance(quantization := raw.get("quantization_config") or {}, dict):
+        raise CheckpointError(f"quantization_config must be an object, is {quantization!r}")
     # Checked before they are computed with: Config would see only what came of it.
     layers = number("num_hidden_layers", raw["num_hidden_layers"], most=MAX_LAYERS)
     hidden, heads = (number(name, raw[name]) for name in ("hidden_size", "num_attention_heads"))
@@ -178,6 +179,7 @@ def _config(raw: dict[str, Any], generation: dict[str, Any]) -> Config:
         o_bias=bias and family in ("LlamaForCausalLM", "Qwen3ForCausalLM"),
         qk_norm=family == "Qwen3ForCausalLM",
         eos_ids=eos_ids,
+        quantization=quantization,
         dtype=DTYPES[dtype],
     )
 
@@ -424,9 +426,21 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     dtype: str  # safetensors' word, such as "BF16"
 
+    def read(self) -> Tensor:
+        # Opened anew for each tensor: closing drops the mapping, and with it the pages that were
+        # read through it, which would otherwise double the resident size by the end.
+        with safe_open(self.file, "pt") as reader:
+            return reader.get_tensor(self.name)
+
+
+Files = dict[str, StoredTensor]  # by our parameter names
+
 
 def load_model(
-    path: Path | str, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+    path: Path | str,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    prepare: Callable[[Transformer, Files], Files] | None = None,
 ) -> Transformer:
     """Build the model that a Hugging Face folder describes and fill it from its safetensors files.
 
@@ -438,6 +452,8 @@ def load_model(
         path: folder with config.json and model.safetensors, or a sharded index.
         device: where the weights go.
         dtype: cast them; None: what config.json says, float32 where it says nothing.
+        prepare: changes the empty model and the list of files to fit a quantised checkpoint; see
+            quantize.load, which passes it.
 
     Returns:
         The model in eval mode, without gradients.
@@ -448,20 +464,22 @@ def load_model(
     """
     path = Path(path)
     config = load_config(path)
+    if config.quantization and not prepare:
+        raise CheckpointError(f"{path} is quantised: load it with quantize.load")
     with torch.device("meta"):
-        model = Transformer(config).requires_grad_(False)
+        model = Transformer(config).requires_grad_(False).to(dtype or config.dtype)
     files = locate_tensors(path)
     if config.tie_word_embeddings:
         files.pop("lm_head.weight", None)  # some files store the tied matrix twice
+    if prepare:
+        files = prepare(model, files)
     check_tensors(files, dict(named_tensors(model)))
-    model = model.to(dtype or config.dtype).to_empty(device=device)
-    if config.tie_word_embeddings:
+    tied = getattr(model.lm_head, "weight", None) is model.embed_tokens.weight
+    model = model.to_empty(device=device)
+    if tied:
         model.lm_head.weight = model.embed_tokens.weight  # to_empty gave them a memory each
     for name, tensor in progress([*named_tensors(model)], f"loading {path.name}"):
-        # Opened anew for each tensor: closing drops the mapping, and with it the pages that were
-        # read through it, which would otherwise double the resident size by the end.
-        with safe_open(files[name].file, "pt") as reader:
-            tensor.copy_(reader.get_tensor(files[name].name))
+        tensor.copy_(files[name].read())
     model.inv_freq = rope_frequencies(config).to(device)  # to_empty and .to(dtype) spoilt it
     return model.eval()
 
@@ -471,18 +489,18 @@ def named_tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:
 
     A tied lm_head is not yielded: it is the embedding.
     """
-    for name, parameter in model.named_parameters():
+    tied = getattr(model.lm_head, "weight", None) is model.embed_tokens.weight
+    for name, tensor in model.state_dict().items():
         prefix, _, last = name.rpartition(".")  # "layers.0.mlp.gate_up_proj", "weight"
-        module = model.get_submodule(prefix)
-        if isinstance(module, FusedLinear):
-            slices = parameter.split(list(module.parts.values()))
-            for part, view in zip(module.parts, slices, strict=True):
+        parts = getattr(model.get_submodule(prefix), "parts", None)
+        if parts:  # a FusedLinear, or its quantised form
+            for part, view in zip(parts, tensor.split(list(parts.values())), strict=True):
                 yield f"{prefix.rpartition('.')[0]}.{part}.{last}", view
-        else:
-            yield name, parameter
+        elif not (tied and name == "lm_head.weight"):
+            yield name, tensor
 
 
-def locate_tensors(path: Path) -> dict[str, StoredTensor]:
+def locate_tensors(path: Path) -> Files:
     """List a checkpoint's tensors, by our parameter names, from the headers of its files.
 
     Raises:
@@ -502,7 +520,7 @@ def locate_tensors(path: Path) -> dict[str, StoredTensor]:
         names = {str(name) for name in weight_map.values()}
     if lost := [n for n in sorted(names) if Path(n).name != n or not os.path.isfile(path / n)]:
         raise CheckpointError(f"{path}: missing shards: {', '.join(lost)}")
-    found: dict[str, StoredTensor] = {}
+    found: Files = {}
     for file in (path / name for name in sorted(names)):
         try:
             with safe_open(file, "pt") as reader:
@@ -518,7 +536,7 @@ def locate_tensors(path: Path) -> dict[str, StoredTensor]:
     return {name: at for name, at in found.items() if not name.endswith("rotary_emb.inv_freq")}
 
 
-def check_tensors(files: dict[str, StoredTensor], wanted: dict[str, Tensor]) -> None:
+def check_tensors(files: Files, wanted: dict[str, Tensor]) -> None:
     """Raise one CheckpointError that lists the tensors missing, unexpected or mis-shaped.
 
     Args:
@@ -531,8 +549,10 @@ def check_tensors(files: dict[str, StoredTensor], wanted: dict[str, Tensor]) -> 
             problems.append(f"unexpected: {name}")
         elif at.shape != wanted[name].shape:
             problems.append(f"{name} is {at.shape}, config.json asks for {(*wanted[name].shape,)}")
-        elif at.dtype not in ("F32", "F16", "BF16"):
-            problems.append(f"{name} holds {at.dtype}, not a float that we run")
+        elif at.dtype not in (
+            kinds := ["F32", "F16", "BF16"] if wanted[name].is_floating_point() else ["U8"]
+        ):
+            problems.append(f"{name} holds {at.dtype}, not one of {', '.join(kinds)}")
     if problems:
         more = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
         lines = "\n  ".join(problems[:20] + more)

@@ -73,7 +73,7 @@ def test_nothing_is_compiled_after_warm_up_by_the_scheduler():
 
 
 def test_the_pools_are_written_in_place():
-    """Pools that shared a memory were copied at each step, and the copies were never copied back."""
+    """Pools that shared a memory were copied at each step, and the writes went into the copies."""
     cache = PagedCache(Config(8, 8, 8, 1, 2, 2, 4), 192, 4, torch.float32)
     (layer,) = cache.step([Row([3, 190], 0, 5)])[0].layers
 
