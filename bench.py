@@ -11,6 +11,7 @@ figure is given as a fraction of the limit taken beside it. Medians, with the sp
 """
 
 import argparse
+import itertools
 import json
 import platform
 import random
@@ -84,7 +85,8 @@ def add_command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
     model.add_argument("--shape", choices=SHAPES, default="110m", help="random weights")
     add("--dtype", choices=DTYPES, default="bfloat16")
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
-    add("--quantize", choices=MODES)
+    modes = {"nargs": "+"} if name == "latency" else {}  # there, several to compare
+    add("--quantize", choices=("none", *MODES), default=["none"] if modes else "none", **modes)
     add("--compile", action="store_true")
     add("--json", action="store_true", help="print the figures as one JSON object")
     add("--record", metavar="NAME", help="keep the figures in benchmarks/NAME.json")
@@ -97,21 +99,30 @@ def add_command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
 @torch.no_grad()
 def latency(args: argparse.Namespace) -> int:
     """Time to first token, decode and prefill speed, next to the machine's limits."""
-    model, result = build(args)
-    device, start = model.embed_tokens.weight.device, time.perf_counter()
-    if args.compile:
-        compile_model(model)
-        result["compile_s"] = time.perf_counter() - start
+    result: dict[str, Any] = {}
+    runs: dict[str, Run] = {}
     capacities = args.max_seq_len or [args.prompt_tokens + args.new_tokens]
-    runs = {
-        f"batch {batch}" + f", capacity {capacity}" * (len(capacities) > 1): Run(
-            model, batch, capacity, args
-        )
-        for batch in args.batch
-        for capacity in capacities
-    }
-    for run in runs.values():
-        run.generate()  # warm up: any graph for this batch size is compiled here
+    for mode in args.quantize:
+        # A model compiled for one sequence, and one for many: their weights are laid out otherwise.
+        for batches in ([b for b in args.batch if b == 1], [b for b in args.batch if b > 1]):
+            if not batches:
+                continue
+            model, figures = build(args, mode)
+            start = time.perf_counter()
+            if args.compile:
+                weight = model.embed_tokens.weight
+                cache = StaticCache(
+                    model.config, batches[0], 2 * CHUNK, weight.dtype, weight.device
+                )
+                compile_model(model, cache)
+                figures["compile_s"] = time.perf_counter() - start
+            result = figures | result  # the first model's
+            for batch, capacity in itertools.product(batches, capacities):
+                name = f"{mode}, " * (mode != "none") + f"batch {batch}"
+                name += f", capacity {capacity}" * (len(capacities) > 1)
+                runs[name] = Run(model, batch, capacity, args)
+                runs[name].generate()  # warm up: any graph for this batch size is compiled here
+    device = model.embed_tokens.weight.device
     result["peak_memory_gb"] = peak_memory(device)  # before the limits' own buffers exist
     gemm = gemm_peak(model)
     for _ in progress(range(args.repeat), "measuring"):
@@ -207,7 +218,7 @@ def throughput(args: argparse.Namespace) -> int:
     "one at a time" runs a few of the requests, each alone. "static batches" admits a batch, and the
     next one only when the longest of the first has ended.
     """
-    model, result = build(args)
+    model, result = build(args, args.quantize)
     start, device = time.perf_counter(), model.embed_tokens.weight.device
     lengths = [(a[0], a[-1]) for a in (args.prompt_tokens, args.new_tokens)]
     engine = Engine(
@@ -282,7 +293,7 @@ def serve(engine: Engine, groups: list[list[tuple[list[int], SamplingParams]]]) 
 def prefix(args: argparse.Namespace) -> int:
     """Time to first token of a long prompt, cold and with all but its end in the prefix cache, and
     of a prompt that is no longer than that end: the floor, where the weights are read once."""
-    model, result = build(args)
+    model, result = build(args, args.quantize)
     start, device = time.perf_counter(), model.embed_tokens.weight.device
     engine = Engine(model, None, max_seq_len=args.prompt_tokens + 2, compile=args.compile)
     if args.compile:
@@ -373,15 +384,15 @@ def speed_tables() -> str:
 # --- Helpers --------------------------------------------------------------------------------------
 
 
-def build(args: argparse.Namespace) -> tuple[Transformer, dict[str, Any]]:
+def build(args: argparse.Namespace, mode: str) -> tuple[Transformer, dict[str, Any]]:
     """Make the model that the arguments ask for; and the first figures."""
     start, device, dtype = time.perf_counter(), pick_device(args.device), DTYPES[args.dtype]
     if args.checkpoint:
         model = load(args.checkpoint, device, dtype)
     else:
         model = random_model(SHAPES[args.shape], dtype, device)
-    if args.quantize:
-        quantize_model(model, args.quantize)
+    if mode != "none":
+        quantize_model(model, mode)
     result = {"load_s": time.perf_counter() - start, "weights_gb": bytes_per_token(model, 0) / 1e9}
     result["model_gb"] = sum(t.nbytes for _, t in named_tensors(model)) / 1e9
     return model, result

@@ -422,13 +422,15 @@ def compile_model(
     On CUDA the whole model is one graph, replayed as a CUDA graph for each length bucket.
 
     Args:
-        cache: of the kind that the model will run against; None: static, for one sequence.
+        cache: like the one that the model will run against; None: static, for one sequence. One
+            sequence and many want their weights in memory differently, see quantize.py.
         chunk: prompt tokens per forward, to warm up with.
 
     Raises:
         ValueError: there is no C++ compiler, which torch.compile needs on a CPU.
     """
     device, dtype = model.embed_tokens.weight.device, model.embed_tokens.weight.dtype
+    cache = cache or StaticCache(model.config, 1, 2 * chunk, dtype, device)
     if device.type == "cpu":
         from torch._inductor.cpp_builder import get_cpp_compiler  # here: importing it takes 1 s
 
@@ -438,18 +440,17 @@ def compile_model(
             message = "--compile needs a C++ compiler such as g++: install one or leave it out"
             raise ValueError(message) from None
         if torch.backends.mkldnn.is_available():
-            pack_linears(model, one_row=not isinstance(cache, PagedCache))
+            pack_linears(model, one_row=cache.batch_size == 1)
         for part in (*model.layers, model.lm_head):
             part.compile(fullgraph=True)
     else:
         model.compile(fullgraph=True, mode="reduce-overhead")
     # The default of 8 graphs for one piece of code is few for several models in a process.
     torch._dynamo.config.recompile_limit = 64
-    cache = cache or StaticCache(model.config, 1, 2 * chunk, dtype, device)
     for length in progress([1, chunk], "compiling decode, prefill"):
         view, positions = cache.probe(length)
         with torch.no_grad():
-            model(torch.zeros_like(positions), positions, view, positions[0, -1:])
+            model(torch.zeros_like(positions), positions, view, torch.tensor([0], device=device))
     return model
 
 

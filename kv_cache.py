@@ -71,7 +71,8 @@ class StaticCache(KVCache):
         slots = -(-max_seq_len // BUCKET) * BUCKET + 1
         shape = (batch_size, config.num_key_value_heads, slots, config.head_dim)
         k, v = torch.zeros((2, config.num_hidden_layers, *shape), dtype=dtype, device=device)
-        self.max_seq_len, self.slots = max_seq_len, torch.arange(slots, device=device)
+        self.batch_size, self.max_seq_len = batch_size, max_seq_len
+        self.slots = torch.arange(slots, device=device)
         self.layers = [Slab(*kv, self.slots) for kv in zip(k, v, strict=True)]
         for slab in self.layers if k.is_cuda else ():  # a CUDA graph may write to it in place
             torch._dynamo.mark_static_address(slab.k)
@@ -104,14 +105,15 @@ class StaticCache(KVCache):
         return view
 
     def probe(self, length: int) -> tuple["StaticCache", Tensor]:
-        """Return a view and positions 0 .. length - 1, (1, length), to compile a forward with: the
+        """Return a view and positions 0 .. length - 1, (B, length), to compile a forward with: the
         length in use and the capacity are marked as sizes that will vary."""
         view = self.upto(length)
         torch._dynamo.mark_dynamic(view.slots, 0)
         for slab in view.layers:
             torch._dynamo.mark_dynamic(slab.k, 2)
             torch._dynamo.mark_dynamic(slab.v, 2)
-        return view, torch.arange(length, device=self.slots.device)[None]
+        positions = torch.arange(length, device=self.slots.device)
+        return view, positions.expand(self.batch_size, length)
 
 
 # --- Blocks of a shared pool ----------------------------------------------------------------------
@@ -142,6 +144,8 @@ class Blocks(LayerCache):
 class PagedCache(KVCache):
     """The keys and values of all sequences, in one pool of small blocks per layer.
 
+    batch_size is unknown: how many sequences a step has differs.
+
     Bytes: 2 * layers * blocks * block_size * K * H * itemsize.
     """
 
@@ -161,6 +165,8 @@ class PagedCache(KVCache):
         ]
         self.num_blocks, self.block_size = num_blocks, block_size
         self.device = self.pools[0][0].device
+
+    batch_size = None
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy the content of blocks, in every layer. Each pair is (from, to)."""

@@ -470,13 +470,14 @@ class BlockedLinear(nn.Module):
             t = F.pad(t, (0, 0, 0, -N % self.LANES))
             return t.unflatten(0, (-1, self.LANES)).movedim(1, -1).contiguous()
 
-        q = linear.qweight
-        if self.bits == 4:  # a byte now holds channels j and j + half of a group, not neighbours
-            q = unpack_bits(q, 4).view(N, G, 2, -1).transpose(2, 3).flatten(1)
-            q = pack_bits(q, 4)
+        q, zeros = linear.qweight, linear.zeros.float()
+        if self.bits == 8:  # signed bytes become floats faster than unsigned ones
+            q, zeros = (q ^ 128).view(torch.int8), zeros - 128
+        else:  # a byte now holds channels j and j + half of a group, not neighbours
+            q = pack_bits(unpack_bits(q, 4).view(N, G, 2, -1).transpose(2, 3).flatten(1), 4)
         # (blocks, G, bytes of a group, LANES), and (blocks, G, LANES) twice
         self.register_buffer("qweight", blocked(q).unflatten(1, (G, -1)))
-        self.scales, self.zeros = blocked(linear.scales), blocked(linear.zeros.float())
+        self.scales, self.zeros = blocked(linear.scales), blocked(zeros)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x if self.order is None else x[..., self.order]

@@ -11,10 +11,12 @@ from functools import cache
 import pytest
 import torch
 from conftest import SHAKESPEARE
+from torch import nn
 
 from generate import SamplingParams, Sequence, compile_model, generate
 from kv_cache import StaticCache
 from model import Config, Transformer, load_model
+from quantize import QuantLinear, quantize_model
 from scheduler import Engine
 from tokenizer import Tokenizer
 
@@ -190,3 +192,27 @@ def expected(case):
 def test_same_tokens(case, expected, path, setting):
     """A cache read at the wrong place, a mask off by one, a seed that depends on the path."""
     assert PATHS[path](*case, SETTINGS[setting]) == expected[setting]
+
+
+@pytest.fixture(scope="module", params=["int8", "int4"])
+def quantised(request, bundled):
+    """A quantised model; and what its plain twin, whose weights are dequantised once, generates."""
+    model = quantize_model(copy.deepcopy(bundled[0]), request.param, group_size=64)
+    twin = copy.deepcopy(model)
+    for parent in [*twin.modules()]:
+        for name, child in [*parent.named_children()]:
+            if isinstance(child, QuantLinear):
+                linear = nn.Linear(child.in_features, child.out_features, bias=False)
+                linear.weight = nn.Parameter(child.dequantize(), requires_grad=False)
+                setattr(parent, name, linear)
+    params = [replace(SETTINGS[name], max_tokens=24) for name in ("greedy", "sampled")]
+    return model, bundled[1], [(p, run_alone(twin, bundled[1], p)) for p in params]
+
+
+@pytest.mark.parametrize("path", ["paged, batched", "compiled", "paged, compiled"])
+def test_same_tokens_quantised(quantised, path):
+    """The stored and the packed forms of quantised weights, for one sequence and for many: nibbles
+    in the wrong order, a scale of another group, a digit lost."""
+    model, prompts, expected = quantised
+    for params, tokens in expected:
+        assert PATHS[path](model, prompts, params) == tokens

@@ -23,7 +23,7 @@ import scheduler
 from generate import SamplingParams, Sequence, generate
 from kv_cache import PagedCache, Row, StaticCache
 from model import Config, Transformer, attention
-from scheduler import LLM, Engine, free_memory
+from scheduler import LLM, Engine, free_memory, memory_size
 
 WORDS = random.Random(7).choices(range(1, 32), k=64)  # a text to cut prompts from
 
@@ -151,124 +151,6 @@ def in_use(at: Engine) -> int:
     return at.pool.num_blocks - at.pool.num_available
 
 
-# --- Any order of events --------------------------------------------------------------------------
-
-
-def some_params(draw) -> SamplingParams:
-    """Parameters from few values, so that the twin's results are often known already."""
-    return SamplingParams(
-        temperature=draw.choice([0.0, 1.0]), seed=draw.choice([1, 2]), n=draw.choice([1, 1, 2, 3]),
-        max_tokens=draw.choice([1, 2, 5, 9]), logprobs=1, ignore_eos=draw.choice([False, True]),
-        prompt_logprobs=draw.choice([None, None, 1]),
-    )  # fmt: skip
-
-
-def some_prompt(draw) -> list[int]:
-    """The start of one of two texts, and often a token of its own."""
-    start = draw.choice([0, 32])
-    tail = [draw.randrange(1, 4)] if draw.random() < 0.5 else []
-    return WORDS[start : start + draw.choice([1, 2, 3, 5, 8, 12, 17])] + tail
-
-
-class Traffic(RuleBasedStateMachine):
-    """Requests come, are aborted and run, over pools of a few blocks."""
-
-    @initialize(
-        blocks=st.integers(2, 12), size=st.integers(1, 5), seqs=st.integers(1, 4),
-        spare=st.integers(0, 9), sliding=st.booleans(),
-    )  # fmt: skip
-    def start(self, blocks, size, seqs, spare, sliding):
-        options = {"max_num_seqs": seqs, "max_num_batched_tokens": seqs + spare}
-        model = SLIDING if sliding else MODEL
-        self.engine = engine(model, num_blocks=blocks, block_size=size, **options)
-        self.requests, self.aborted, self.steps = [], [], 0
-
-    @rule(
-        draw=st.randoms(use_true_random=False),
-        priority=st.integers(-1, 1),
-        salt=st.sampled_from([None, None, "s"]),
-    )
-    def add(self, draw, priority, salt):
-        ids, wish = some_prompt(draw), some_params(draw)
-        fits = (
-            len(ids) + wish.max_tokens - 1
-            <= self.engine.pool.num_blocks * self.engine.pool.block_size
-        )
-        queued = len(self.engine.waiting)
-        try:
-            request = self.engine.add_request(ids, wish, None, priority, salt)
-        except ValueError:
-            assert not fits and len(self.engine.waiting) == queued
-        else:
-            assert fits
-            self.requests.append((request, ids, wish))
-
-    @precondition(lambda self: self.engine.has_work)
-    @rule(count=st.integers(1, 6))
-    def run(self, count):
-        for _ in range(count):
-            made = {id(s): len(s.tokens) for r, *_ in self.requests for s in r.outputs}
-            moved = step(self.engine)
-            grew = [
-                r for r, *_ in self.requests if any(len(s.tokens) > made[id(s)] for s in r.outputs)
-            ]
-            assert {*moved} == {*grew} and len(moved) == len(grew)
-            self.steps += 1
-
-    @precondition(lambda self: self.requests)
-    @rule(at=st.integers(0, 99))
-    def abort(self, at):
-        request = self.requests[at % len(self.requests)][0]
-        ended = request.finished
-        self.engine.abort(request)
-        assert request.finished
-        if not ended:
-            self.aborted.append(request)
-
-    @invariant()
-    def every_block_is_accounted_for(self):
-        self.engine.check()
-
-    def teardown(self):
-        if not hasattr(self, "engine"):
-            return
-        drain(self.engine)
-        for request, ids, wish in self.requests:
-            expected = alone(self.engine, ids, wish)
-            if request not in self.aborted:
-                assert_same(request, expected)
-            for got, want in zip(request.outputs, expected, strict=True):
-                assert got.finish_reason in (want.finish_reason, "abort")
-                assert got.output_ids == want.output_ids[: len(got.output_ids)]
-
-
-TestTraffic = Traffic.TestCase
-TestTraffic.settings = settings(
-    max_examples=150, stateful_step_count=20, deadline=None, derandomize=True, database=None
-)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_random_traffic(seed):
-    """Nobody is lost, starved or given another's tokens, in a long run over a crowded pool."""
-    draw = random.Random(seed)
-    at = engine(num_blocks=draw.randint(13, 20), block_size=2, max_num_batched_tokens=4 + 3 * seed)
-    pending = []
-    for _ in range(40):
-        ids, wish = some_prompt(draw), some_params(draw)
-        salt = draw.choice([None, None, "s"])
-        request = at.add_request(ids, wish, None, draw.randint(-1, 1), salt)
-        pending.append((request, ids, wish))
-        for _ in range(draw.randrange(8)):
-            step(at)
-        if draw.random() < 0.2:
-            at.abort(pending.pop(draw.randrange(len(pending)))[0])
-    drain(at)
-    assert at.stats.preemptions > 0 and at.stats.cached_tokens > 0
-    for request, ids, wish in pending:
-        assert_same(request, alone(at, ids, wish))
-
-
 # --- Which tokens run -----------------------------------------------------------------------------
 
 
@@ -326,6 +208,21 @@ def test_a_long_prompt_stalls_nobody(priority, budget):
     for request in (*running, long):
         at.abort(request)
     assert_empty(at)
+
+
+def test_equally_long_rows_stand_side_by_side(monkeypatch):
+    """A chunk between the running sequences: each of them was attended on its own, and slowly."""
+    at, lengths = engine(num_blocks=40), []
+    plan = at.cache.step
+    monkeypatch.setattr(
+        at.cache, "step", lambda rows: lengths.append([r.end - r.start for r in rows]) or plan(rows)
+    )
+    for i, (prompt, priority) in enumerate(((2, 0), (20, -1), (3, 0))):
+        at.add_request(WORDS[20 * i :][:prompt], params(9, ignore_eos=True), priority=priority)
+        step(at)
+    drain(at)
+    assert all(row == sorted(row) for row in lengths)
+    assert [1, 7] in lengths and [1, 1, 1] in lengths
 
 
 def test_first_come_first_served():
@@ -472,6 +369,18 @@ def test_a_preempted_sequence_goes_before_later_ones():
     assert requests[2].outputs[0].times[-1] > 0
 
 
+def test_nobody_is_let_in_while_memory_is_taken_away():
+    """What had just been preempted came back in the same step, and was preempted in the next."""
+    at = engine(num_blocks=7, max_num_batched_tokens=4)
+    crowd(at, 0, 0, 0)
+    while at.has_work:
+        before, waiting = at.stats.preemptions, len(at.waiting)
+        step(at)
+        if preempted := at.stats.preemptions - before:
+            assert len(at.waiting) == waiting + preempted
+    assert at.stats.preemptions > 0
+
+
 def test_preempted_with_a_prefix_still_cached():
     """nano-vllm#211, #233: IndexError where a preempted sequence found its own blocks again."""
     at = engine(num_blocks=8, max_num_batched_tokens=20, block_size=2, max_num_seqs=3)
@@ -544,16 +453,37 @@ def test_kv_memory_as_a_share(monkeypatch):
     monkeypatch.setattr(scheduler, "free_memory", lambda device: 40 * 1024)
     assert engine(num_blocks=None, kv_memory=0.5).pool.num_blocks == 20
     assert engine(num_blocks=None, kv_memory=0.25).pool.num_blocks == 10
-    with pytest.raises(ValueError, match="0 blocks"):
-        engine(num_blocks=None, kv_memory=0.001)
+    for too_little in (0.001, 1):  # 1 is a byte
+        with pytest.raises(ValueError, match="0 blocks"):
+            engine(num_blocks=None, kv_memory=too_little)
 
 
 def test_free_memory(monkeypatch):
     """kB read as bytes; a system without /proc."""
     cpu = torch.device("cpu")
     assert 2**20 < free_memory(cpu) < 2**50
+    lines = "MemTotal:  9 kB\nMemFree:  1 kB\nMemAvailable:    5 kB\nSwapFree:  7 kB\n"
+    monkeypatch.setattr(Path, "is_file", lambda self: True)
+    monkeypatch.setattr(Path, "read_text", lambda self: lines)
+    assert free_memory(cpu) == 5 * 1024
     monkeypatch.setattr(Path, "is_file", lambda self: False)
     assert 2**20 < free_memory(cpu) < 2**50
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("0.5", 0.5), ("1000", 1000), ("2GiB", 2**31), ("3 mb", 3 * 2**20), ("1.5k", 1536)],
+)
+def test_memory_size(text, size):
+    """A share read as bytes, or a letter that counts for a thousand times too little."""
+    assert memory_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "-1", "half", "5%", "2Gib/s", "GiB", "1e9", "1.2.3"])
+def test_memory_size_refuses(text):
+    """A typing error that gives a cache of another size."""
+    with pytest.raises(ValueError):
+        memory_size(text)
 
 
 def test_a_budget_below_the_number_of_sequences_is_refused():
@@ -628,7 +558,7 @@ def test_n_that_end_with_the_first_token():
     wish = replace(free, stop_token_ids=(firsts[0],))
     request = at.add_request(WORDS[:6], wish)
     assert step(at) == [request]
-    assert request.outputs[0].finish_reason == "stop"
+    assert request.outputs[0].finish_reason == "stop" and not request.finished
     assert len(at.running) == 3 - firsts.count(firsts[0])
     drain(at)
     assert_same(request, alone(at, WORDS[:6], wish))
@@ -1058,3 +988,121 @@ def test_copies_of_one_step_are_made_at_once():
         for tensor, old in zip(tensors, olds, strict=True):
             assert torch.equal(tensor, old[[0, 0, 1, 3, 0]])
     pool.copy_blocks([])
+
+
+# --- Any order of events --------------------------------------------------------------------------
+
+
+def some_params(draw) -> SamplingParams:
+    """Parameters from few values, so that the twin's results are often known already."""
+    return SamplingParams(
+        temperature=draw.choice([0.0, 1.0]), seed=draw.choice([1, 2]), n=draw.choice([1, 1, 2, 3]),
+        max_tokens=draw.choice([1, 2, 5, 9]), logprobs=1, ignore_eos=draw.choice([False, True]),
+        prompt_logprobs=draw.choice([None, None, 1]),
+    )  # fmt: skip
+
+
+def some_prompt(draw) -> list[int]:
+    """The start of one of two texts, and often a token of its own."""
+    start = draw.choice([0, 32])
+    tail = [draw.randrange(1, 4)] if draw.random() < 0.5 else []
+    return WORDS[start : start + draw.choice([1, 2, 3, 5, 8, 12, 17])] + tail
+
+
+class Traffic(RuleBasedStateMachine):
+    """Requests come, are aborted and run, over pools of a few blocks."""
+
+    @initialize(
+        blocks=st.integers(2, 12), size=st.integers(1, 5), seqs=st.integers(1, 4),
+        spare=st.integers(0, 9), sliding=st.booleans(),
+    )  # fmt: skip
+    def start(self, blocks, size, seqs, spare, sliding):
+        options = {"max_num_seqs": seqs, "max_num_batched_tokens": seqs + spare}
+        model = SLIDING if sliding else MODEL
+        self.engine = engine(model, num_blocks=blocks, block_size=size, **options)
+        self.requests, self.aborted, self.steps = [], [], 0
+
+    @rule(
+        draw=st.randoms(use_true_random=False),
+        priority=st.integers(-1, 1),
+        salt=st.sampled_from([None, None, "s"]),
+    )
+    def add(self, draw, priority, salt):
+        ids, wish = some_prompt(draw), some_params(draw)
+        fits = (
+            len(ids) + wish.max_tokens - 1
+            <= self.engine.pool.num_blocks * self.engine.pool.block_size
+        )
+        queued = len(self.engine.waiting)
+        try:
+            request = self.engine.add_request(ids, wish, None, priority, salt)
+        except ValueError:
+            assert not fits and len(self.engine.waiting) == queued
+        else:
+            assert fits
+            self.requests.append((request, ids, wish))
+
+    @precondition(lambda self: self.engine.has_work)
+    @rule(count=st.integers(1, 6))
+    def run(self, count):
+        for _ in range(count):
+            made = {id(s): len(s.tokens) for r, *_ in self.requests for s in r.outputs}
+            moved = step(self.engine)
+            grew = [
+                r for r, *_ in self.requests if any(len(s.tokens) > made[id(s)] for s in r.outputs)
+            ]
+            assert {*moved} == {*grew} and len(moved) == len(grew)
+            self.steps += 1
+
+    @precondition(lambda self: self.requests)
+    @rule(at=st.integers(0, 99))
+    def abort(self, at):
+        request = self.requests[at % len(self.requests)][0]
+        ended = request.finished
+        self.engine.abort(request)
+        assert request.finished
+        if not ended:
+            self.aborted.append(request)
+
+    @invariant()
+    def every_block_is_accounted_for(self):
+        self.engine.check()
+
+    def teardown(self):
+        if not hasattr(self, "engine"):
+            return
+        drain(self.engine)
+        for request, ids, wish in self.requests:
+            expected = alone(self.engine, ids, wish)
+            if request not in self.aborted:
+                assert_same(request, expected)
+            for got, want in zip(request.outputs, expected, strict=True):
+                assert got.finish_reason in (want.finish_reason, "abort")
+                assert got.output_ids == want.output_ids[: len(got.output_ids)]
+
+
+TestTraffic = Traffic.TestCase
+TestTraffic.settings = settings(
+    max_examples=100, stateful_step_count=20, deadline=None, derandomize=True, database=None
+)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_traffic(seed):
+    """Nobody is lost, starved or given another's tokens, in a long run over a crowded pool."""
+    draw = random.Random(seed)
+    at = engine(num_blocks=draw.randint(13, 20), block_size=2, max_num_batched_tokens=4 + 3 * seed)
+    pending = []
+    for _ in range(40):
+        ids, wish = some_prompt(draw), some_params(draw)
+        salt = draw.choice([None, None, "s"])
+        request = at.add_request(ids, wish, None, draw.randint(-1, 1), salt)
+        pending.append((request, ids, wish))
+        for _ in range(draw.randrange(8)):
+            step(at)
+        if draw.random() < 0.2:
+            at.abort(pending.pop(draw.randrange(len(pending)))[0])
+    drain(at)
+    assert at.stats.preemptions > 0 and at.stats.cached_tokens > 0
+    for request, ids, wish in pending:
+        assert_same(request, alone(at, ids, wish))
