@@ -11,14 +11,17 @@ figure is given as a fraction of the limit taken beside it. Medians, with the sp
 """
 
 import argparse
+import copy
 import itertools
 import json
+import math
 import platform
 import random
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +29,14 @@ import torch
 from torch import Tensor
 
 from generate import CHUNK, SamplingParams, compile_model, pick_device
+from gptq import calibrate
 from kv_cache import StaticCache
 from measure import bytes_per_token, gemm_peak, peak_memory, read_bandwidth
 from model import DTYPES, Config, Transformer, named_tensors, progress, rope_frequencies
 from paged import BlockPool
 from quantize import MODES, load, quantize_model
 from scheduler import Engine, Stats, memory_size
+from tokenizer import Tokenizer
 
 SHAPES = {  # Llama-like; parameters without the embedding table: 86 M, 1.03 B, 6.6 B
     "110m": Config(32000, 768, 2048, 12, 12, 12, 64),
@@ -66,10 +71,20 @@ def main() -> int:
     add("--prompt-tokens", type=int, default=1024)
     add("--new-prefix-tokens", type=int, default=16, help="tokens at the end that are not cached")
     add("--repeat", type=int, default=5)
+    add = add_command(commands, "quality", "what quantisation costs in perplexity").add_argument
+    add("--text", type=Path, required=True, help="its last tenth is scored, the rest calibrates")
+    add("--group-size", type=int, default=128)
+    add("--tokens", type=int, default=2**15, help="tokens to score, at most")
     commands.add_parser("report", help="rewrite the tables of README.md from benchmarks/*.json")
     args = parser.parse_args()
     try:
-        run = {"latency": latency, "throughput": throughput, "prefix": prefix, "report": report}
+        run = {
+            "latency": latency,
+            "throughput": throughput,
+            "prefix": prefix,
+            "quality": quality,
+            "report": report,
+        }
         return run[args.command](args)
     except (ValueError, OSError) as error:
         print(f"bench.py: error: {error}", file=sys.stderr)
@@ -328,6 +343,58 @@ def prefix(args: argparse.Namespace) -> int:
     return publish(result, args, device)
 
 
+# --- quality --------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def quality(args: argparse.Namespace) -> int:
+    """Perplexity of each quantisation on held-out text, and how far its predictions move: the mean
+    KL divergence from the unquantised model's, in nats per token."""
+    if not args.checkpoint:
+        raise ValueError("quality needs a trained model: give --checkpoint")
+    text, tokenizer = args.text.read_text(encoding="utf-8"), Tokenizer(args.checkpoint)
+    cut = len(text) * 9 // 10
+    ids, calibration = tokenizer.encode(text[cut:]), tokenizer.encode(text[:cut])
+    plain, result = build(args, "none")
+    device = plain.embed_tokens.weight.device
+    length = min(512, plain.config.max_position_embeddings)
+    count = min(args.tokens, len(ids)) // length
+    if not count:
+        raise ValueError(f"the last tenth of {args.text} has {len(ids)} tokens, less than {length}")
+    windows = torch.tensor(ids[: count * length], device=device).view(count, length)
+    positions = torch.arange(length, device=device)[None]
+
+    def logprobs(model: Transformer, window: Tensor) -> Tensor:  # (T, V)
+        return model(window[None], positions)[0].float().log_softmax(-1)
+
+    def quantised(mode: str, method: str) -> Transformer:
+        model = copy.deepcopy(plain)
+        if method == "gptq":
+            calibrate(model, calibration, mode, args.group_size)
+        return quantize_model(model, mode, args.group_size)
+
+    rows = {args.dtype: lambda: plain, "int8": lambda: quantised("int8", "rtn")}
+    for method in ("rtn", "gptq"):
+        rows[f"int4 {method}, group {args.group_size}"] = partial(quantised, "int4", method)
+    result["runs"] = {}
+    for name, make in rows.items():
+        model, loss, kl = make(), 0.0, 0.0
+        for window in progress(windows, f"scoring {name}"):
+            ours, theirs = logprobs(model, window), logprobs(plain, window)
+            loss -= ours[:-1].gather(1, window[1:, None]).mean().item() / count
+            kl += (theirs.exp() * (theirs - ours)).sum(-1).mean().item() / count
+        figures = {
+            "weights_mb": bytes_per_token(model, 0) / 1e6,
+            "perplexity": math.exp(loss),
+            "more": math.exp(loss) / next(iter(result["runs"].values()))["perplexity"][0] - 1
+            if result["runs"] else 0.0,
+            "kl_nats": kl,
+        }  # fmt: skip
+        result["runs"][name] = spread({key: [value] for key, value in figures.items()})
+    result["peak_memory_gb"] = peak_memory(device)
+    return publish(result, args, device)
+
+
 # --- report ---------------------------------------------------------------------------------------
 
 ROOT = Path(__file__).resolve().parent
@@ -357,6 +424,10 @@ COLUMNS = {
         "first_token_s": "first token, s", "host_ms": "host, ms a step",
         "kv_waste": "KV memory wasted",
     },
+    "quality": {
+        "weights_mb": "weights, MB", "perplexity": "perplexity", "more": "more than plain",
+        "kl_nats": "KL divergence, nats",
+    },
     "prefix": {
         "first_token_s": "first token, s", "of_cold": "of cold", "times_floor": "times the floor",
         "cached_tokens": "tokens cached",
@@ -375,10 +446,14 @@ def speed_tables() -> str:
         text += f", compiled in {run['compile_s']:.1f} s" if "compile_s" in run else ""
         text += "\n\n| run | " + " | ".join(columns.values()) + " |\n"
         text += "|---" * (1 + len(columns)) + "|\n"
-        for name, row in run["runs"].items():
-            cells = [f"{row[c][0]:.3g} ({row[c][1]:.3g}..{row[c][2]:.3g})" for c in columns]
-            text += f"| {name} | " + " | ".join(cells) + " |\n"
+        for label, row in run["runs"].items():
+            cells = [cell(*row[name]) for name in columns]
+            text += f"| {label} | " + " | ".join(cells) + " |\n"
     return text
+
+
+def cell(median: float, low: float, high: float) -> str:
+    return f"{median:.4g}" if low == high else f"{median:.3g} ({low:.3g}..{high:.3g})"
 
 
 # --- Helpers --------------------------------------------------------------------------------------

@@ -21,10 +21,10 @@ import shutil
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -196,14 +196,6 @@ def load(
     return model
 
 
-class Converted(NamedTuple):
-    """Stands in for a model.StoredTensor whose content is worked out of others."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    read: Callable[[], Tensor]
-
-
 def adapt(model: Transformer, files: Files, quantization: dict[str, Any]) -> Files:
     """Swap QuantLinears into an empty model where the files hold quantised weights, and present
     the files as ours. See model.load_model's `prepare`."""
@@ -236,6 +228,8 @@ def adapt(model: Transformer, files: Files, quantization: dict[str, Any]) -> Fil
         quantised.parts = getattr(linear, "parts", {})
         setattr(parent, name, quantised)
         if method != "kilolm":
+            from gptq import convert  # here: a tool beside the engine, which imports this file
+
             rows = [*quantised.parts.values()] or [linear.out_features]
             orders = [
                 convert(files, part, N, quantised, quantization)
@@ -246,59 +240,6 @@ def adapt(model: Transformer, files: Files, quantization: dict[str, Any]) -> Fil
             plain = torch.equal(orders[0], torch.arange(linear.in_features))
             quantised.order = None if plain else orders[0]
     return files
-
-
-def convert(
-    files: Files, part: str, N: int, linear: QuantLinear, quantization: dict[str, Any]
-) -> Tensor:
-    """Put one Linear of a GPTQ or AWQ folder into `files` as ours. Returns the order of channels.
-
-    GPTQ packs along the input channels, lowest bits first, and stores zero points less one; with
-    desc_act, g_idx says to which group a channel belongs. AWQ packs along the output channels, in
-    the order 0 2 4 6 1 3 5 7.
-
-    Example: GPTQ, 4 bits: qweight[0, n] = 0x87654321 holds channels 0..7 of output n: 1, 2, ... 8
-    """
-    bits, K, G = linear.bits, linear.in_features, linear.scales.shape[1]
-    per, gptq = 32 // bits, quantization["quant_method"] == "gptq"
-    names = ["qweight", "qzeros", "scales"]
-    names += ["g_idx"] if gptq and f"{part}.g_idx" in files else []
-    shapes = {
-        "qweight": (K // per, N) if gptq else (K, N // per),
-        "qzeros": (G, N // per), "scales": (G, N), "g_idx": (K,),
-    }  # fmt: skip
-    stored = {}
-    for name in names:
-        if (at := files.pop(f"{part}.{name}", None)) is None:
-            raise CheckpointError(f"{part}: no {name}")
-        if at.shape != shapes[name]:
-            raise CheckpointError(f"{part}.{name} is {at.shape}, should be {shapes[name]}")
-        stored[name] = at
-    groups = torch.arange(K) // (K // G)
-    if "g_idx" in stored:
-        groups = stored["g_idx"].read().long()
-        if not torch.equal(groups.bincount(minlength=G), torch.full((G,), K // G)):
-            raise CheckpointError(f"{part}.g_idx: not {G} groups of {K // G} channels")
-    order = groups.argsort(stable=True)
-    awq_order = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # at which place of a word output n stands
-
-    def unpacked(words: Tensor, dim: int) -> Tensor:  # int32 words -> values along `dim`
-        shifts = torch.arange(0, 32, bits) if gptq else 4 * awq_order
-        values = (words.unsqueeze(dim + 1) >> shifts.view(-1, *[1] * (1 - dim))) & 2**bits - 1
-        return values.flatten(dim, dim + 1)
-
-    def qweight() -> Tensor:
-        q = unpacked(stored["qweight"].read(), 0 if gptq else 1)  # (K, N)
-        return pack_bits(q[order].t().contiguous(), bits)
-
-    def zeros() -> Tensor:
-        less_one = gptq and quantization.get("checkpoint_format", "gptq") != "gptq_v2"
-        return (unpacked(stored["qzeros"].read(), 1) + less_one).t().to(torch.uint8)
-
-    files[f"{part}.qweight"] = Converted((N, K * bits // 8), "U8", qweight)
-    files[f"{part}.zeros"] = Converted((N, G), "U8", zeros)
-    files[f"{part}.scales"] = Converted((N, G), "F32", lambda: stored["scales"].read().t().float())
-    return order
 
 
 def save(model: Transformer, source: Path, out: Path, quantization: dict[str, Any]) -> None:
@@ -516,7 +457,7 @@ def blocked_linear(x: Tensor, qweight: Tensor, scales: Tensor, zeros: Tensor, bi
 def dequantize_blocks(
     q: Tensor, scales: Tensor, zeros: Tensor, bits: int, dtype: torch.dtype
 ) -> Tensor:
-    """(blocks, G, bytes, LANES) -> (G, values of a byte, bytes, blocks, LANES): a view of (K, N)."""
+    """(blocks, G, bytes, LANES) -> (G, values in a byte, bytes, blocks, LANES), which is (K, N)."""
     q = q.float()
     high = (q * 0.0625).floor()
     halves = [
@@ -583,9 +524,13 @@ def main(argv: list[str] | None = None) -> int:
         model = load_model(args.checkpoint)
         skip = ("lm_head",) if args.keep_lm_head else ()
         if args.method == "gptq":
-            from gptq import quantize_with_text  # a tool beside the engine; it imports this file
+            from gptq import calibrate
+            from tokenizer import Tokenizer
 
-            quantize_with_text(model, args.checkpoint, args.calibrate, args.mode, args.group_size)
+            if not args.calibrate:
+                raise ValueError("--method gptq needs --calibrate FILE: text to calibrate with")
+            ids = Tokenizer(args.checkpoint).encode(args.calibrate.read_text(encoding="utf-8"))
+            calibrate(model, ids, args.mode, args.group_size, skip)
         quantize_model(model, args.mode, args.group_size, skip)
         size = args.group_size if args.mode == "int4" else -1
         quantization = {"quant_method": "kilolm", "bits": MODES[args.mode], "group_size": size}

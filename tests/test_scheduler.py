@@ -369,10 +369,26 @@ def test_a_preempted_sequence_goes_before_later_ones():
     assert requests[2].outputs[0].times[-1] > 0
 
 
+def test_a_resumed_sequence_is_computed_in_chunks():
+    """A token at a time, as if it were decoding: as slow as to make the output once more."""
+    at, chunks = engine(num_blocks=10, max_num_seqs=2, max_num_batched_tokens=6), 0
+    at.add_request(WORDS[:20], params(18, ignore_eos=True))
+    at.add_request(WORDS[20:24], params(30, ignore_eos=True))
+    while at.has_work:
+        rest = [len(t.sequence.ids) - t.table.length for t in at.running if t.sequence.tokens]
+        before = at.stats.computed_tokens
+        step(at)
+        if rest and max(rest) > 6:
+            chunks += 1
+            assert at.stats.computed_tokens - before == 6
+    assert at.stats.preemptions > 0 and chunks > 0
+
+
 def test_nobody_is_let_in_while_memory_is_taken_away():
     """What had just been preempted came back in the same step, and was preempted in the next."""
-    at = engine(num_blocks=7, max_num_batched_tokens=4)
-    crowd(at, 0, 0, 0)
+    at = engine(num_blocks=8, block_size=2, max_num_seqs=2, max_num_batched_tokens=3)
+    at.add_request(WORDS[30:32], params(14, ignore_eos=True))
+    at.add_request(WORDS[:14], params(2, prompt_logprobs=0))  # starts anew, where a chunk has room
     while at.has_work:
         before, waiting = at.stats.preemptions, len(at.waiting)
         step(at)
@@ -404,7 +420,7 @@ def test_equal_prompts_in_one_step_and_after():
     ids, wish = WORDS[:9], params(ignore_eos=True)
     requests = [at.add_request(ids, wish), at.add_request(ids, wish)]
     step(at)
-    assert at.stats.cached_tokens == 0
+    assert at.stats.cached_tokens == 0 and len(at.running) == 2
     requests.append(at.add_request(ids, wish))
     step(at)
     assert at.stats.cached_tokens == 8
