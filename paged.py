@@ -18,11 +18,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 # What a cached block holds: its tokens, and what stands before them, as the serial number of the
-# block before (or, for a first block, the request's salt). A serial number is never given twice, so
-# equal keys mean equal texts from the start. This is the hash chain of vLLM with Python's dict in
-# place of sha256: a dict compares keys as well as their hashes, so a collision can serve nobody
-# another's text (CVE-2025-25183).
-Key = tuple[int | str | None, tuple[int, ...]]
+# block before; for a first block, the request's salt, in a tuple, so that no salt is a number. A
+# serial number is never given twice, so equal keys mean equal texts from the start. This is vLLM's
+# hash chain with Python's dict in place of sha256: a dict compares keys as well as their hashes, so
+# a collision can serve nobody another's text (CVE-2025-25183).
+Key = tuple[int | tuple[str | None], tuple[int, ...]]
 
 
 @dataclass
@@ -73,7 +73,7 @@ class BlockPool:
                 reply comes can tell one user what another has asked.
         """
         assert not table.blocks
-        before: int | str | None = salt
+        before: int | tuple[str | None] = (salt,)
         for i in range((len(ids) - 1) // self.block_size):
             found = self._found.get((before, self._tokens(ids, i)))
             if found is None:
@@ -120,7 +120,7 @@ class BlockPool:
         assert table.length <= end <= len(table.blocks) * self.block_size
         table.length = end
         for i in range(len(table.serials), end // self.block_size):
-            key = (table.serials[-1] if i else salt, self._tokens(ids, i))
+            key = (table.serials[-1] if i else (salt,), self._tokens(ids, i))
             if key not in self._found:
                 self._found[key] = table.blocks[i], next(self._serials)
                 self._keys[table.blocks[i]] = key

@@ -178,6 +178,14 @@ class Engine:
         for sequence in request.outputs:
             sequence.finish("abort")
 
+    def reset(self) -> None:
+        """Drop every request and the prefix cache: after an exception out of step(), such as Ctrl-C
+        between two lines, the books need not balance."""
+        tasks, self.running, self.waiting = self.running + self.waiting, [], []
+        self.pool = BlockPool(self.pool.num_blocks, self.pool.block_size)
+        for sequence in [s for task in tasks for s in task.request.outputs]:
+            sequence.finish("abort")
+
     @property
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
@@ -350,7 +358,7 @@ class LLM:
             ValueError: a prompt that cannot be run; then none is.
         """
         prompts = [prompts] if isinstance(prompts, str) else prompts
-        params = params or sampling_params(self.checkpoint)
+        params = sampling_params(self.checkpoint) if params is None else params
         params = params if isinstance(params, list) else [params] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts, but {len(params)} sampling parameters")
@@ -365,9 +373,13 @@ class LLM:
                 requests.append(self.engine.add_request(prompt, each))
             for _ in progress(finished(), "generating", len(requests)):
                 pass
-        finally:  # an error or Ctrl-C: nothing may be left behind
+        except ValueError:  # a prompt that cannot be run
             for request in requests:
                 self.engine.abort(request)
+            raise
+        except BaseException:  # Ctrl-C, at any line
+            self.engine.reset()
+            raise
         return requests
 
 
