@@ -152,7 +152,8 @@ class Sequence:
                 "shorten it or raise --max-seq-len"
             )
         V = config.vocab_size
-        if unknown := [i for i in (*prompt_ids, *params.logit_bias) if not 0 <= i < V]:
+        ids = (*prompt_ids, *params.logit_bias)
+        if unknown := [i for i in ids if type(i) is not int or not 0 <= i < V]:
             raise ValueError(
                 f"token id {unknown[0]} is outside the model's vocabulary of "
                 f"{V}: does the tokenizer belong to this model?"

@@ -465,7 +465,7 @@ def load_model(
     path = Path(path)
     config = load_config(path)
     if config.quantization and not prepare:
-        raise CheckpointError(f"{path} is quantised: load it with quantize.load")
+        raise CheckpointError(f"{path} has a quantization_config: load it with quantize.load")
     with torch.device("meta"):
         model = Transformer(config).requires_grad_(False).to(dtype or config.dtype)
     files = locate_tensors(path)

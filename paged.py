@@ -48,7 +48,10 @@ class BlockPool:
     def __init__(self, num_blocks: int, block_size: int = 16) -> None:
         """Raises ValueError where there is no block, or a block has no slot."""
         if num_blocks < 1 or block_size < 1:
-            raise ValueError(f"a cache of {num_blocks} blocks of {block_size} tokens holds nothing")
+            raise ValueError(
+                f"a cache of {num_blocks} blocks of {block_size} tokens holds nothing: "
+                "raise --kv-memory"
+            )
         self.num_blocks, self.block_size = num_blocks, block_size
         self.refs = [0] * num_blocks
         self._free = list(range(num_blocks))[::-1]  # a stack, lowest block on top

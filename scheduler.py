@@ -153,6 +153,8 @@ class Engine:
         Raises:
             ValueError: see Sequence; or it could never fit into the cache, however long it waited.
         """
+        if not isinstance(cache_salt, str | None):
+            raise ValueError(f"cache_salt must be a text, is {cache_salt!r}")
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         outputs = [
             Sequence(ids, each, self.config, self.tokenizer, self.max_seq_len)
@@ -196,6 +198,8 @@ class Engine:
 
         Returns:
             The requests that got a token. A long prompt's chunks give none until the last.
+
+        After an exception, such as running out of memory, only reset() makes it usable again.
         """
         start = time.perf_counter()
         # 1) schedule: rows with equally many tokens side by side, as the cache wants them

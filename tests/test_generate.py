@@ -84,7 +84,7 @@ def cli(capsys, monkeypatch, models):
         out, err = capsys.readouterr()
         return Result(code, out, without_bars(err))
 
-    monkeypatch.setattr(generate, "load_model", load)
+    monkeypatch.setattr(generate, "load", load)
     monkeypatch.setattr(generate, "read_bandwidth", lambda device: 30.0)  # measuring takes seconds
     return run
 
@@ -631,7 +631,7 @@ def test_interrupt_while_loading(cli, monkeypatch):
     def load(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(generate, "load_model", load)
+    monkeypatch.setattr(generate, "load", load)
     result = cli(*SEEDED)
     assert (result.code, result.out, result.err) == (130, "", "")
 

@@ -58,7 +58,7 @@ def config(V: int = 300, context: int = 4096, eos: tuple[int, ...] = ()) -> Conf
 def row(prompt=(0,), output=(), V: int = 300, **params) -> Sequence:
     """A sequence that has already produced `output`."""
     sequence = Sequence(list(prompt), SamplingParams(**params), config(V))
-    sequence.output_ids += output
+    sequence.ids += output
     return sequence
 
 
@@ -267,7 +267,7 @@ NEUTRAL = {
 
 def check_against_reference(logits, p, prompt, output):
     sequence = Sequence(prompt, p, config(V))
-    sequence.output_ids += output
+    sequence.ids += output
     got = distribution(torch.tensor([logits]), [sequence])
     assert got.shape == (1, V)
     assert got.dtype == torch.float32
@@ -453,7 +453,7 @@ def test_banned_tokens_stay_banned(logits, p, data):
     """Bug: a logit of -inf (a mask) becomes NaN, or is drawn."""
     banned = {i for i, x in enumerate(logits) if x == -INF}
     sequence = Sequence([data.draw(ids)], p, config(V))
-    sequence.output_ids += data.draw(st.lists(ids, max_size=3))
+    sequence.ids += data.draw(st.lists(ids, max_size=3))
     (token,) = sample(torch.tensor([logits]), [sequence])
     assert token.id not in banned
 
@@ -512,7 +512,7 @@ def test_rows_are_independent(batch, data):
     rows = []
     for _, p, output in batch:
         rows.append(Sequence([0], p, config(V)))
-        rows[-1].output_ids += output
+        rows[-1].ids += output
     logits = torch.tensor([x for x, _, _ in batch])
     alone = [
         (distribution(logits[b : b + 1], [r])[0], sample(logits[b : b + 1], [r])[0])
@@ -789,7 +789,7 @@ def test_draws_along_one_sequence():
     """Bug: the random numbers of one sequence repeat or lean. False alarm: 1e-6."""
     one, drawn = row(PROMPT, [], 8, seed=11), []
     for i in range(DRAWS):
-        one.output_ids = range(i)  # its length is the index of the random number
+        one.ids = [0] * (one.prompt_len + i)  # its length is the index of the random number
         drawn += sample(torch.tensor([LOGITS]), [one])
     counts = [[t.id for t in drawn].count(i) for i in range(8)]
     assert chi_square(counts, expected_probs()) > FALSE_ALARM

@@ -80,21 +80,20 @@ def params(max_tokens=6, **given) -> SamplingParams:
     return SamplingParams(**{"seed": 1, "logprobs": 1, "max_tokens": max_tokens} | given)
 
 
-@cache
-def _alone(model, ids, text, tokenizer, max_seq_len):
-    sequences = []
-    for each in eval(text).split():
-        sequence = Sequence(list(ids), each, model.config, tokenizer, max_seq_len)
-        dtype = model.embed_tokens.weight.dtype
-        for _ in generate(model, sequence, StaticCache(model.config, 1, sequence.max_len, dtype)):
-            pass
-        sequences.append(sequence)
-    return sequences
+TWINS: dict[tuple, list[Sequence]] = {}
 
 
 def alone(at: Engine, ids, wish: SamplingParams) -> list[Sequence]:
     """The slow twin: each of the n sequences by itself, with a cache of its own."""
-    return _alone(at.model, tuple(ids), repr(wish), at.tokenizer, at.max_seq_len)
+    key = (at.model, tuple(ids), repr(wish), at.tokenizer, at.max_seq_len)
+    if key not in TWINS:
+        splits = wish.split()
+        TWINS[key] = [Sequence(ids, p, at.config, at.tokenizer, at.max_seq_len) for p in splits]
+        for sequence in TWINS[key]:
+            slabs = StaticCache(at.config, 1, sequence.max_len, at.model.embed_tokens.weight.dtype)
+            for _ in generate(at.model, sequence, slabs):
+                pass
+    return TWINS[key]
 
 
 def assert_same(request, expected: list[Sequence]):
@@ -268,21 +267,6 @@ def test_the_lowest_number_runs_first():
     assert [order.index(request) for request in ended] == [1, 5, 2, 4, 0, 3]
 
 
-def test_a_request_of_high_priority_stands_before_running_ones():
-    """A prompt of high priority shared the budget's crumbs while a low one took the rest."""
-    at = engine(num_blocks=40, max_num_batched_tokens=6)
-    low = at.add_request(WORDS[:20], params(), priority=1)
-    step(at)
-    high = at.add_request(WORDS[20:30], params(), priority=-1)
-    step(at)  # what `low` leaves is nothing: `high` is not running yet
-    at.abort(low)
-    step(at)
-    low = at.add_request(WORDS[:20], params(), priority=1)
-    step(at)
-    assert sequences(at.running) == high.outputs + low.outputs
-    drain(at)
-
-
 # --- Memory ---------------------------------------------------------------------------------------
 
 
@@ -366,7 +350,6 @@ def test_a_preempted_sequence_goes_before_later_ones():
     late = at.add_request(WORDS[40:42], params(2))
     assert sequences(at.waiting) == requests[2].outputs + late.outputs
     drain(at)
-    assert requests[2].outputs[0].times[-1] > 0
 
 
 def test_a_resumed_sequence_is_computed_in_chunks():
@@ -858,7 +841,8 @@ def test_ctrl_c_between_any_two_lines():
             return line
 
         def call(frame, event, arg, line=line):
-            return line if Path(frame.f_code.co_filename).name in FILES else None
+            ours = Path(frame.f_code.co_filename).name in ("scheduler.py", "paged.py")
+            return line if ours else None
 
         try:
             sys.settrace(call)
@@ -868,9 +852,6 @@ def test_ctrl_c_between_any_two_lines():
         finally:
             sys.settrace(before)
         assert_empty(llm.engine)
-
-
-FILES = ("scheduler.py", "paged.py")
 
 
 @pytest.mark.parametrize("name", ["sample", "model", "copy_blocks", "commit"])
@@ -954,7 +935,7 @@ def test_paged_attention_equals_its_slow_twin(heads, size, window):
     """A key of another's block, a row attended with its neighbour's table, a slot written that is
     nobody's: the pools must be equal in every slot afterwards."""
     (N, K), H, blocks = heads, 8, 24
-    config = MODEL.config.__class__(32, 16, 16, 1, N, K, H)
+    config = Config(32, 16, 16, 1, N, K, H)
     pool = PagedCache(config, blocks, size, torch.float64)
     for seed in range(12):
         rows = random_rows(random.Random(seed), blocks, size)

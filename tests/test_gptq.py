@@ -1,0 +1,566 @@
+"""GPTQ: rounding that makes up for its own errors, and the folders of other tools.
+
+The packers here follow the formats as AutoGPTQ and AutoAWQ publish them, one integer at a time, and
+share nothing with gptq.py; what is loaded must be scale * (q - zero), to the bit.
+"""
+
+import json
+
+import pytest
+import torch
+from conftest import SHAKESPEARE
+from safetensors.torch import load_file, save_file
+from test_quantize import TIED, logits_of, tiny_folder
+from torch import nn
+from torch.nn.functional import kl_div, log_softmax
+
+import gptq as gptq_module
+import quantize
+from generate import SamplingParams, Sequence, compile_model, generate
+from gptq import calibrate, gptq
+from kv_cache import StaticCache
+from model import CheckpointError, load_model, named_tensors
+from quantize import QuantLinear, linears, quantize_model, round_to_nearest
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    """A second thread only slows tensors this small down, by far on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# --- The algorithm --------------------------------------------------------------------------------
+
+
+def correlated(rows, K, rank):
+    """Inputs most of whose variance lies in a few directions, as those of a trained model."""
+    return torch.randn(rows, rank) @ torch.randn(rank, K) + 0.1 * torch.randn(rows, K)
+
+
+def output_error(weight, H, bits, quantised):
+    """(w - wq) H (w - wq)^T summed over the outputs: the squared change of the output."""
+    q, scales, zeros = quantised
+    linear = QuantLinear(*weight.t().shape, bits, weight.shape[1] // scales.shape[1], None)
+    linear.store(q, scales, zeros)
+    error = (weight - linear.dequantize()).double()
+    return ((error @ H.double()) * error).sum().item()
+
+
+@pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (4, 192), (8, 192)])
+def test_uncorrelated_inputs_are_rounded_to_nearest(bits, group_size):
+    """Errors moved to channels that cannot make up for them, or channels stored in the order in
+    which they were treated."""
+    weight, diagonal = torch.randn(20, 192), torch.rand(192) + 0.1
+    for ours, theirs in zip(
+        gptq(weight, diagonal.diag(), bits, group_size),
+        round_to_nearest(weight, bits, group_size),
+        strict=True,
+    ):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (4, 320), (8, 320)])
+def test_correlated_inputs_err_less(bits, group_size):
+    """Errors spread with the wrong sign, along the wrong factor of the inverse, or only within a
+    block of channels: measured, rounding to nearest errs FACTOR times as much. 320 channels are two
+    blocks and a half."""
+    weight, x = torch.randn(64, 320), correlated(2000, 320, 40)
+    H = x.t() @ x
+    ours = output_error(weight, H, bits, gptq(weight, H, bits, group_size))
+    nearest = output_error(weight, H, bits, round_to_nearest(weight, bits, group_size))
+    print(bits, group_size, nearest / ours)
+    assert nearest > 10 * ours > 0
+
+
+def test_the_inputs_are_left_alone():
+    """The weight of a tied embedding, or H, changed while it is quantised."""
+    weight, x = torch.randn(8, 64), correlated(200, 64, 8)
+    H = x.t() @ x
+    before = weight.clone(), H.clone()
+    gptq(weight, H, 4, 32)
+    assert torch.equal(weight, before[0]) and torch.equal(H, before[1])
+
+
+@pytest.mark.parametrize("dead", [[0, 1, 2], [5, 77, 130, 159], [*range(160)]])
+def test_dead_channels(dead):
+    """A channel that no calibration text switches on has a row of zeros in H: a Cholesky of it
+    fails, or fills the weight with NaN."""
+    weight, x = torch.randn(16, 160), correlated(400, 160, 20)
+    x[:, dead] = 0
+    H = x.t() @ x
+    q, scales, zeros = gptq(weight, H, 4, 32)
+    assert q.isfinite().all() and q.min() >= 0 and q.max() <= 15
+    nearest = round_to_nearest(weight, 4, 32)
+    assert torch.equal(q[:, dead], nearest[0][:, dead])  # nothing moves there
+    assert output_error(weight, H, 4, (q, scales, zeros)) <= output_error(weight, H, 4, nearest)
+
+
+def test_fewer_samples_than_channels():
+    """A singular H, which has no inverse without damping."""
+    weight, x = torch.randn(16, 128), torch.randn(10, 128)
+    H = x.t() @ x
+    ours = output_error(weight, H, 4, gptq(weight, H, 4, 32))
+    assert output_error(weight, H, 4, round_to_nearest(weight, 4, 32)) > 5 * ours
+
+
+# --- Calibration ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+@torch.no_grad()
+def text():
+    """What the bundled model itself writes: 8 samples of 512 tokens."""
+    model = load_model(SHAKESPEARE, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    cache = StaticCache(model.config, 8, 512, torch.float32)
+    tokens = torch.ones(8, 1, dtype=torch.int64)
+    for at in range(511):
+        positions = torch.full((8, 1), at)
+        logits = model(tokens[:, -1:], positions, cache.upto(at + 1))[:, -1]
+        chosen = logits.softmax(-1).multinomial(1, generator=generator)
+        tokens = torch.cat((tokens, chosen), 1)
+    return tokens
+
+
+@torch.no_grad()
+def log_probabilities(model, tokens):
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    return log_softmax(model(tokens, positions).float(), -1)
+
+
+def test_calibration_beats_rounding(text):
+    """H of the wrong Linear's inputs, of the plain model's rather than the quantised one's, or a
+    calibration that is thrown away: then there is little gain or none. 5 samples of the text are
+    calibrated on, 3 compared; measured, rounding is FACTOR times as far from the plain model."""
+    plain = log_probabilities(load_model(SHAKESPEARE), text[5:])
+    distance = {}
+    for name in ("rtn", "gptq"):
+        model = load_model(SHAKESPEARE)
+        embedding = model.embed_tokens.weight.clone()
+        if name == "gptq":
+            calibrate(model, text[:5].flatten().tolist(), "int4", 128)
+        else:
+            quantize_model(model, "int4", 128)
+        assert [*linears(model)] == []
+        assert model.layers[0].self_attn.qkv_proj.scales.shape == (512, 2)
+        assert torch.equal(model.embed_tokens.weight, embedding)
+        ours = log_probabilities(model, text[5:])
+        distance[name] = kl_div(ours, plain, log_target=True, reduction="none").sum(-1).mean()
+    print(distance)
+    assert 0 < distance["gptq"] < 0.8 * distance["rtn"]
+
+
+def tiny_text(n):
+    return torch.randint(40, (n,), generator=torch.Generator().manual_seed(n)).tolist()
+
+
+@pytest.mark.parametrize("mode", ["int4", "int8"])
+@pytest.mark.parametrize("skip", [(), ("lm_head",), ("lm_head", "layers.1.mlp.gate_up_proj")])
+@pytest.mark.parametrize("changes", [TIED, {"architectures": ["Qwen2ForCausalLM"]}])
+def test_calibrated_model(tmp_path, changes, skip, mode):
+    """A name in `skip` quantised all the same; the parts of a fused Linear or a bias lost, so that
+    the folder cannot be read again; hooks left behind."""
+    source = tiny_folder(tmp_path / "plain", **changes)
+    model = load_model(source)
+    calibrate(model, tiny_text(640), mode, 32, skip)
+    assert {path for *_, path in linears(model)} == set(skip)
+    for module in model.modules():
+        assert not module._forward_pre_hooks
+        if isinstance(module, QuantLinear):
+            groups = 1 if mode == "int8" else module.in_features // 32
+            assert module.scales.shape == (module.out_features, groups)
+    size = 32 if mode == "int4" else -1
+    config = {"quant_method": "kilolm", "bits": quantize.MODES[mode], "group_size": size}
+    quantize.save(model, source, tmp_path / "out", config)
+    assert torch.equal(logits_of(quantize.load(tmp_path / "out")), logits_of(model))
+
+
+def test_each_linear_is_calibrated_on_what_the_quantised_ones_before_it_give(tmp_path, monkeypatch):
+    """Inputs of the plain model, H of a neighbour, positions that do not start at 0, text left
+    out: H is compared with one from a plain forward of the model as it stands at that moment."""
+    model, seen = load_model(tiny_folder(tmp_path)), []
+    ids = tiny_text(64 * 3)
+
+    def checking(weight, H, bits, group_size):
+        ((linear, path),) = [
+            (getattr(parent, name), path)
+            for parent, name, path in linears(model)
+            if getattr(parent, name).weight is weight
+        ]
+        inputs = []
+        handle = linear.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+        tokens = torch.tensor(ids).view(3, 64)
+        model(tokens, torch.arange(64).expand(3, 64))
+        handle.remove()
+        x = inputs[0].flatten(0, 1)
+        torch.testing.assert_close(H, x.t() @ x, atol=1e-3, rtol=1e-4)
+        seen.append(path)
+        return round_to_nearest(weight, bits, group_size)
+
+    monkeypatch.setattr(gptq_module, "gptq", checking)
+    calibrate(model, ids, "int4", 32)
+    block = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    assert seen == [f"layers.{i}.{name}" for i in (0, 1) for name in block] + ["lm_head"]
+
+
+@pytest.mark.parametrize(("most", "n", "count"), [(128, 200, 3), (2, 640, 2), (4, 640, 4)])
+def test_samples_are_spread_over_the_text(tmp_path, monkeypatch, most, n, count):
+    """Only the beginning of a long text, or windows past its end."""
+    model, tokens = load_model(tiny_folder(tmp_path)), []
+    monkeypatch.setattr(gptq_module, "SAMPLES", most)
+    hook = lambda _, args: tokens.append(args[0].tolist())  # noqa: E731
+    model.embed_tokens.register_forward_pre_hook(hook)
+    ids = tiny_text(n)
+    calibrate(model, ids, "int4", 32)
+    windows = [window for batch in tokens for window in (batch if batch[0] is list else [batch])]
+    assert len(windows) == count
+    assert windows[0] == ids[:64] and windows[-1] == ids[-64:]
+    assert all(len(window) == 64 for window in windows)
+    assert all(any(ids[i : i + 64] == window for i in range(n)) for window in windows)
+
+
+@pytest.mark.parametrize("n", [0, 10, 127])
+def test_too_short_a_text(tmp_path, n):
+    """A singular H and weights fitted to a few words, without a word of warning."""
+    model = load_model(tiny_folder(tmp_path))  # 96 channels at most, windows of 64
+    plain = logits_of(model)
+    message = rf"{n} tokens, too short: 96 input channels need at least 128"
+    with pytest.raises(ValueError, match=message):
+        calibrate(model, tiny_text(n), "int4", 32)
+    assert torch.equal(logits_of(model), plain)
+    calibrate(model, tiny_text(128), "int4", 32)
+
+
+def test_calibrate_refuses_a_group_size(tmp_path):
+    """Minutes of work before the Linear that does not fit."""
+    model = load_model(tiny_folder(tmp_path))
+    with pytest.raises(ValueError, match="group size 64 does not divide 96 input channels"):
+        calibrate(model, tiny_text(640), "int4", 64)
+    assert len([*linears(model)]) == 9
+
+
+# --- Folders of other tools -----------------------------------------------------------------------
+
+
+def words(columns):
+    """Lists of unsigned 32-bit integers -> (len, ...) int32, as two's complement."""
+    return torch.tensor([[v - 2**32 if v >= 2**31 else v for v in row] for row in columns]).int()
+
+
+def packed_down(q, bits):
+    """GPTQ's qweight: (K, N) -> (K * bits / 32, N), channel k of a word at bit k * bits."""
+    per, rows = 32 // bits, []
+    for top in range(0, len(q), per):
+        rows.append(
+            [sum(q[top + i][n] << (bits * i) for i in range(per)) for n in range(len(q[0]))]
+        )
+    return words(rows)
+
+
+def packed_across(q, bits, order=None):
+    """GPTQ's qzeros and AWQ's tensors: (R, N) -> (R, N * bits / 32). In AWQ the value at place i of
+    a word is that of output order[i]."""
+    per = 32 // bits
+    order = order or range(per)
+    return words(
+        [
+            [
+                sum(row[left + n] << (bits * i) for i, n in enumerate(order))
+                for left in range(0, len(row), per)
+            ]
+            for row in q
+        ]
+    )
+
+
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+
+
+def groups_of(K, group_size, desc_act):
+    """Which group each channel belongs to."""
+    groups = torch.arange(K) // group_size
+    return groups[torch.randperm(K)] if desc_act else groups
+
+
+def other_folder(
+    folder, method="gptq", bits=4, group_size=32, desc_act=False, sym=False, v2=False,
+    lm_head=False, g_idx=True, config=None, **changes,
+):  # fmt: skip
+    """A tiny folder of another tool, and the weights it stands for, by name."""
+    source = tiny_folder(folder / "plain", **changes)
+    tensors, weights = {}, {}
+    shared = {}  # channels of a width -> their groups: what reads the same input shares its order
+    for name, tensor in load_file(source / "model.safetensors").items():
+        path, _, last = name.rpartition(".")
+        if last != "weight" or not (path.endswith("_proj") or (lm_head and path == "lm_head")):
+            tensors[name] = tensor
+            continue
+        N, K = tensor.shape
+        size = K if group_size == -1 else group_size
+        reader = "in" if path[-6] in "qkv" else path
+        key = path.rpartition(".")[0] + reader
+        key = key.replace("mlp" + path, "mlp")
+        if "gate_proj" in path or "up_proj" in path:
+            key = path.rpartition(".")[0]
+        groups = shared.setdefault(key, groups_of(K, size, desc_act))
+        q = torch.randint(0, 2**bits, (K, N))
+        low, high = (0, 2**bits) if v2 or method == "awq" else (1, 2**bits)
+        zeros = torch.randint(low, high, (K // size, N))
+        if sym:
+            zeros.fill_(2 ** (bits - 1))
+        scales = ((torch.rand(K // size, N) + 0.5) * 3 * K**-0.5 / 2**bits).half()
+        weights[name] = (scales.float()[groups] * (q - zeros[groups]).float()).t().contiguous()
+        if method == "gptq":
+            tensors[f"{path}.qweight"] = packed_down(q.tolist(), bits)
+            tensors[f"{path}.qzeros"] = packed_across((zeros - (not v2)).tolist(), bits)
+            if g_idx:
+                tensors[f"{path}.g_idx"] = groups.int()
+        else:
+            tensors[f"{path}.qweight"] = packed_across(q.tolist(), bits, AWQ_ORDER)
+            tensors[f"{path}.qzeros"] = packed_across(zeros.tolist(), bits, AWQ_ORDER)
+        tensors[f"{path}.scales"] = scales
+    raw = json.loads((source / "config.json").read_text())
+    raw["quantization_config"] = config or {
+        "gptq": {
+            "quant_method": "gptq", "bits": bits, "group_size": group_size, "sym": sym,
+            "desc_act": desc_act, "damp_percent": 0.01,
+            **({"checkpoint_format": "gptq_v2"} if v2 else {}),
+        },
+        "awq": {
+            "quant_method": "awq", "bits": bits, "group_size": group_size, "version": "gemm",
+            "zero_point": True, "modules_to_not_convert": None,
+        },
+    }[method]  # fmt: skip
+    out = folder / "other"
+    out.mkdir()
+    (out / "config.json").write_text(json.dumps(raw))
+    save_file(tensors, out / "model.safetensors")
+    plain = load_file(source / "model.safetensors") | weights
+    save_file(plain, source / "model.safetensors")
+    return out, weights, source
+
+
+def weight_of(linear):
+    """What a Linear of any form multiplies by: its answer to each unit vector, less its bias."""
+    y = linear(torch.eye(linear.in_features))
+    return (y if linear.bias is None else y - linear.bias).t()
+
+
+def weights_of(model):
+    """The weight of each Linear under its name in a checkpoint."""
+    for path, module in model.named_modules():
+        if not isinstance(module, QuantLinear | nn.Linear):
+            continue
+        weight, parts = weight_of(module), getattr(module, "parts", {})
+        prefix = path.rpartition(".")[0]
+        if parts:
+            for part, rows in zip(parts, weight.split([*parts.values()]), strict=True):
+                yield f"model.{prefix}.{part}.weight", rows
+        else:
+            yield f"{'' if path == 'lm_head' else 'model.'}{path}.weight", weight
+
+
+FOLDERS = {
+    "gptq": {},
+    "gptq without g_idx": {"g_idx": False},
+    "gptq sym": {"sym": True},
+    "gptq v2": {"v2": True},
+    "gptq v2 sym": {"v2": True, "sym": True},
+    "gptq whole channels": {"group_size": -1},
+    "gptq 8 bits": {"bits": 8},
+    "gptq 8 bits v2": {"bits": 8, "v2": True},
+    "gptq 8 bits whole channels": {"bits": 8, "group_size": -1},
+    "gptq 8 bits sym whole channels": {"bits": 8, "group_size": -1, "sym": True},
+    "gptq desc_act": {"desc_act": True},
+    "gptq desc_act v2": {"desc_act": True, "v2": True, "group_size": 16},
+    "gptq desc_act 8 bits": {"desc_act": True, "bits": 8},
+    "gptq lm_head": {"lm_head": True, "desc_act": True},
+    "gptq bfloat16": {"torch_dtype": "bfloat16", "sym": True},
+    "gptq tied": {"tie_word_embeddings": True},
+    "gptq qwen2": {"architectures": ["Qwen2ForCausalLM"], "desc_act": True},
+    "awq": {"method": "awq"},
+    "awq groups of 16": {"method": "awq", "group_size": 16},
+    "awq whole channels": {"method": "awq", "group_size": -1},
+    "awq lm_head": {"method": "awq", "lm_head": True},
+    "awq qwen2": {"method": "awq", "architectures": ["Qwen2ForCausalLM"]},
+    "awq, old names": {
+        "method": "awq",
+        "config": {"quant_method": "awq", "w_bit": 4, "q_group_size": 32, "version": "GEMM"},
+    },
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_folders_of_other_tools(tmp_path, name):
+    """Bits in another order, zero points less one or not, outputs interleaved or not, channels in
+    the wrong group or in the wrong order: all of it loads without an error, and then rambles."""
+    folder, weights, source = other_folder(tmp_path, **FOLDERS[name])
+    model = quantize.load(folder, dtype=torch.float32)
+    plain = load_model(source, dtype=torch.float32)
+    kept = 0 if "lm_head" in FOLDERS[name] else 1
+    assert len(weights) == 7 * 2 + 1 - kept
+    assert len([*linears(model)]) == kept
+    found = dict(weights_of(model))
+    assert len(found) == 15
+    for path, weight in weights.items():
+        assert torch.equal(found[path], weight), path
+    theirs = logits_of(plain)
+    assert theirs.std() > 0.3
+    torch.testing.assert_close(logits_of(model), theirs, atol=1e-4, rtol=1e-4)
+    if kept:
+        tied = "tie_word_embeddings" in FOLDERS[name]
+        assert type(model.lm_head) is nn.Linear
+        assert (model.lm_head.weight is model.embed_tokens.weight) == tied
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptq desc_act", "awq"])
+def test_order_is_kept_only_where_it_is_needed(tmp_path, name):
+    """Gathering the channels of x costs time at every step."""
+    model = quantize.load(other_folder(tmp_path, **FOLDERS[name])[0])
+    orders = [m.order for m in model.modules() if isinstance(m, QuantLinear)]
+    assert all((order is None) == (name != "gptq desc_act") for order in orders)
+
+
+def test_docstring_example_of_gptq_packing():
+    """The packers of this file, against the one word that the format's readers agree on."""
+    assert packed_down([[i] for i in range(1, 9)], 4).tolist() == [[0x87654321 - 2**32]]
+    across = packed_across([[0, 1, 2, 3, 4, 5, 6, 7]], 4, AWQ_ORDER)
+    assert across.tolist() == [[0x75316420]]
+
+
+def test_shards_and_dtype_of_other_tools(tmp_path):
+    """Scales cast to the dtype asked for, which has 8 bits."""
+    folder, _, _ = other_folder(tmp_path)
+    model = quantize.load(folder, dtype=torch.bfloat16)
+    linear = model.layers[0].mlp.down_proj
+    assert linear.scales.dtype == torch.float32
+    stored = load_file(folder / "model.safetensors")["model.layers.0.mlp.down_proj.scales"]
+    assert torch.equal(linear.scales, stored.t().float())
+    assert logits_of(model).dtype == torch.bfloat16
+
+
+Q = "model.layers.1.self_attn.q_proj"
+DOWN = "model.layers.0.mlp.down_proj"
+
+
+def without(tensors, name):
+    del tensors[name]
+
+
+def uneven(tensors):
+    tensors[f"{DOWN}.g_idx"][0] = 1
+
+
+def too_many_groups(tensors):
+    tensors[f"{DOWN}.g_idx"][0] = 3
+
+
+def negative_group(tensors):
+    tensors[f"{DOWN}.g_idx"][0] = -1
+
+
+def other_order(tensors):
+    tensors[f"{Q}.g_idx"] = tensors[f"{Q}.g_idx"].flip(0)
+
+
+DAMAGED = {
+    "no qzeros": (lambda t: without(t, f"{Q}.qzeros"), r"q_proj: no qzeros"),
+    "no scales": (lambda t: without(t, f"{DOWN}.scales"), r"down_proj: no scales"),
+    "no qweight": (lambda t: without(t, f"{DOWN}.qweight"), r"down_proj\.(weight|qweight|qzeros)"),
+    "half of q, k and v": (
+        lambda t: without(t, f"{Q.replace('q_proj', 'v_proj')}.qweight"), "v_proj: no qweight",
+    ),
+    "short qweight": (
+        lambda t: t.update({f"{Q}.qweight": t[f"{Q}.qweight"][:-1].clone()}),
+        r"q_proj\.qweight is \(7, 64\), should be \(8, 64\)",
+    ),
+    "turned scales": (
+        lambda t: t.update({f"{DOWN}.scales": t[f"{DOWN}.scales"].t().contiguous()}),
+        r"down_proj\.scales is \(64, 3\), should be \(3, 64\)",
+    ),
+    "narrow qzeros": (
+        lambda t: t.update({f"{Q}.qzeros": t[f"{Q}.qzeros"][:, 1:].clone()}), r"q_proj\.qzeros is",
+    ),
+    "long g_idx": (
+        lambda t: t.update({f"{Q}.g_idx": torch.zeros(65).int()}), r"q_proj\.g_idx is \(65,\)",
+    ),
+    "uneven groups": (uneven, r"down_proj\.g_idx: not 3 groups of 32 channels"),
+    "a group too many": (too_many_groups, r"down_proj\.g_idx: not 3 groups of 32 channels"),
+    "a negative group": (negative_group, r"down_proj\.g_idx"),
+    "q, k and v differ": (other_order, r"q_proj, k_proj, v_proj differ in their g_idx"),
+    "floats": (
+        lambda t: t.update({f"{Q}.qweight": t[f"{Q}.qweight"].float()}), r"q_proj\.qweight",
+    ),
+    "something else": (lambda t: t.update({f"{Q}.extra": torch.ones(2)}), "unexpected: .*extra"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_folders(tmp_path, name):
+    """A traceback from deep inside, or a model that rambles: what is wrong must be named."""
+    damage, message = DAMAGED[name]
+    folder, _, _ = other_folder(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    damage(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        quantize.load(folder)
+
+
+def test_an_order_of_channels_within_equal_groups_is_no_difference(tmp_path):
+    """q, k and v without g_idx and with a trivial one are alike."""
+    folder, weights, _ = other_folder(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[f"{Q}.g_idx"]
+    save_file(tensors, folder / "model.safetensors")
+    assert torch.equal(
+        dict(weights_of(quantize.load(folder)))[f"{Q}.weight"], weights[f"{Q}.weight"]
+    )
+
+
+def test_zero_biases_of_gptq_folders(tmp_path):
+    """Many GPTQ folders hold a bias of zeros for each Linear that has none; vLLM skips them too."""
+    folder, weights, _ = other_folder(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    for name in weights:
+        tensors[name.replace(".weight", ".bias")] = torch.zeros(len(weights[name]))
+    save_file(tensors, folder / "model.safetensors")
+    found = dict(weights_of(quantize.load(folder)))
+    assert all(torch.equal(found[name], weight) for name, weight in weights.items())
+
+
+@pytest.mark.parametrize("size", [24, 48, 128])
+def test_groups_that_do_not_divide(tmp_path, size):
+    """A last group that is smaller than the others, which our form does not have."""
+    folder, _, _ = other_folder(tmp_path)
+    raw = json.loads((folder / "config.json").read_text())
+    raw["quantization_config"]["group_size"] = size
+    (folder / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match=f"group_size {size} does not divide 64 input"):
+        quantize.load(folder)
+
+
+def test_saved_names_fit_the_model(tmp_path):
+    """What is converted is ours: the same names as a folder of our own."""
+    model = quantize.load(other_folder(tmp_path)[0])
+    names = {name for name, _ in named_tensors(model)}
+    assert {"layers.0.self_attn.v_proj.zeros", "layers.1.mlp.up_proj.qweight"} <= names
+    assert not [name for name in names if "qzeros" in name or "g_idx" in name]
+
+
+def test_a_loaded_folder_compiles(tmp_path):
+    """The order of channels dropped by the packed form, or a zero point that only it mishandles."""
+    folder, _, _ = other_folder(tmp_path, desc_act=True, lm_head=True)
+    chosen = []
+    for compiled in (False, True):
+        model = quantize.load(folder)
+        if compiled:
+            compile_model(model, chunk=16)
+        params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+        sequence = Sequence([1, 2, 3, 4, 5, 6, 7], params, model.config)
+        cache = StaticCache(model.config, 1, sequence.max_len, torch.float32)
+        chosen.append([token.id for token in generate(model, sequence, cache)])
+    assert chosen[0] == chosen[1] and len(set(chosen[0])) > 2
