@@ -5,6 +5,7 @@ share nothing with gptq.py; what is loaded must be scale * (q - zero), to the bi
 """
 
 import json
+import re
 
 import pytest
 import torch
@@ -65,13 +66,12 @@ def test_uncorrelated_inputs_are_rounded_to_nearest(bits, group_size):
 @pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (4, 320), (8, 320)])
 def test_correlated_inputs_err_less(bits, group_size):
     """Errors spread with the wrong sign, along the wrong factor of the inverse, or only within a
-    block of channels: measured, rounding to nearest errs FACTOR times as much. 320 channels are two
-    blocks and a half."""
+    block of channels: measured, rounding to nearest errs 19 to 23 times as much. 320 channels are
+    two blocks and a half."""
     weight, x = torch.randn(64, 320), correlated(2000, 320, 40)
     H = x.t() @ x
     ours = output_error(weight, H, bits, gptq(weight, H, bits, group_size))
     nearest = output_error(weight, H, bits, round_to_nearest(weight, bits, group_size))
-    print(bits, group_size, nearest / ours)
     assert nearest > 10 * ours > 0
 
 
@@ -134,7 +134,7 @@ def log_probabilities(model, tokens):
 def test_calibration_beats_rounding(text):
     """H of the wrong Linear's inputs, of the plain model's rather than the quantised one's, or a
     calibration that is thrown away: then there is little gain or none. 5 samples of the text are
-    calibrated on, 3 compared; measured, rounding is FACTOR times as far from the plain model."""
+    calibrated on, 3 compared; measured, rounding is 1.7 times as far from the plain model."""
     plain = log_probabilities(load_model(SHAKESPEARE), text[5:])
     distance = {}
     for name in ("rtn", "gptq"):
@@ -149,8 +149,7 @@ def test_calibration_beats_rounding(text):
         assert torch.equal(model.embed_tokens.weight, embedding)
         ours = log_probabilities(model, text[5:])
         distance[name] = kl_div(ours, plain, log_target=True, reduction="none").sum(-1).mean()
-    print(distance)
-    assert 0 < distance["gptq"] < 0.8 * distance["rtn"]
+    assert 0 < distance["gptq"] < 0.75 * distance["rtn"]
 
 
 def tiny_text(n):
@@ -209,16 +208,15 @@ def test_each_linear_is_calibrated_on_what_the_quantised_ones_before_it_give(tmp
 @pytest.mark.parametrize(("most", "n", "count"), [(128, 200, 3), (2, 640, 2), (4, 640, 4)])
 def test_samples_are_spread_over_the_text(tmp_path, monkeypatch, most, n, count):
     """Only the beginning of a long text, or windows past its end."""
-    model, tokens = load_model(tiny_folder(tmp_path)), []
+    model, windows = load_model(tiny_folder(tmp_path)), []
     monkeypatch.setattr(gptq_module, "SAMPLES", most)
-    hook = lambda _, args: tokens.append(args[0].tolist())  # noqa: E731
-    model.embed_tokens.register_forward_pre_hook(hook)
+    model.embed_tokens.register_forward_pre_hook(
+        lambda _, args: windows.extend(args[0].reshape(-1, 64).tolist())
+    )
     ids = tiny_text(n)
     calibrate(model, ids, "int4", 32)
-    windows = [window for batch in tokens for window in (batch if batch[0] is list else [batch])]
     assert len(windows) == count
     assert windows[0] == ids[:64] and windows[-1] == ids[-64:]
-    assert all(len(window) == 64 for window in windows)
     assert all(any(ids[i : i + 64] == window for i in range(n)) for window in windows)
 
 
@@ -292,7 +290,7 @@ def other_folder(
     """A tiny folder of another tool, and the weights it stands for, by name."""
     source = tiny_folder(folder / "plain", **changes)
     tensors, weights = {}, {}
-    shared = {}  # channels of a width -> their groups: what reads the same input shares its order
+    shared = {}  # what reads the same input has the same groups
     for name, tensor in load_file(source / "model.safetensors").items():
         path, _, last = name.rpartition(".")
         if last != "weight" or not (path.endswith("_proj") or (lm_head and path == "lm_head")):
@@ -300,12 +298,8 @@ def other_folder(
             continue
         N, K = tensor.shape
         size = K if group_size == -1 else group_size
-        reader = "in" if path[-6] in "qkv" else path
-        key = path.rpartition(".")[0] + reader
-        key = key.replace("mlp" + path, "mlp")
-        if "gate_proj" in path or "up_proj" in path:
-            key = path.rpartition(".")[0]
-        groups = shared.setdefault(key, groups_of(K, size, desc_act))
+        inputs = re.sub(r"[qkv]_proj$|(gate|up)_proj$", "", path)
+        groups = shared.setdefault(inputs, groups_of(K, size, desc_act))
         q = torch.randint(0, 2**bits, (K, N))
         low, high = (0, 2**bits) if v2 or method == "awq" else (1, 2**bits)
         zeros = torch.randint(low, high, (K // size, N))
@@ -315,7 +309,7 @@ def other_folder(
         weights[name] = (scales.float()[groups] * (q - zeros[groups]).float()).t().contiguous()
         if method == "gptq":
             tensors[f"{path}.qweight"] = packed_down(q.tolist(), bits)
-            tensors[f"{path}.qzeros"] = packed_across((zeros - (not v2)).tolist(), bits)
+            tensors[f"{path}.qzeros"] = packed_across((zeros - (0 if v2 else 1)).tolist(), bits)
             if g_idx:
                 tensors[f"{path}.g_idx"] = groups.int()
         else:
@@ -344,9 +338,11 @@ def other_folder(
 
 
 def weight_of(linear):
-    """What a Linear of any form multiplies by: its answer to each unit vector, less its bias."""
-    y = linear(torch.eye(linear.in_features))
-    return (y if linear.bias is None else y - linear.bias).t()
+    """What a Linear of any form multiplies by: its answer to each unit vector, without its bias."""
+    bias, linear.bias = linear.bias, None
+    weight = linear(torch.eye(linear.in_features)).t()
+    linear.bias = bias
+    return weight
 
 
 def weights_of(model):
@@ -431,7 +427,7 @@ def test_docstring_example_of_gptq_packing():
     assert across.tolist() == [[0x75316420]]
 
 
-def test_shards_and_dtype_of_other_tools(tmp_path):
+def test_load_casts_everything_but_the_scales(tmp_path):
     """Scales cast to the dtype asked for, which has 8 bits."""
     folder, _, _ = other_folder(tmp_path)
     model = quantize.load(folder, dtype=torch.bfloat16)
@@ -510,15 +506,14 @@ def test_damaged_folders(tmp_path, name):
         quantize.load(folder)
 
 
-def test_an_order_of_channels_within_equal_groups_is_no_difference(tmp_path):
+def test_a_trivial_g_idx_is_no_difference(tmp_path):
     """q, k and v without g_idx and with a trivial one are alike."""
     folder, weights, _ = other_folder(tmp_path)
     tensors = load_file(folder / "model.safetensors")
     del tensors[f"{Q}.g_idx"]
     save_file(tensors, folder / "model.safetensors")
-    assert torch.equal(
-        dict(weights_of(quantize.load(folder)))[f"{Q}.weight"], weights[f"{Q}.weight"]
-    )
+    found = dict(weights_of(quantize.load(folder)))
+    assert torch.equal(found[f"{Q}.weight"], weights[f"{Q}.weight"])
 
 
 def test_zero_biases_of_gptq_folders(tmp_path):

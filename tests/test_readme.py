@@ -28,8 +28,9 @@ def test_the_first_two_commands_are_what_ci_runs():
 
 
 @pytest.mark.parametrize("command", ["python generate.py", *COMMANDS[2:]])
-def test_command_runs(command):
+def test_command_runs(command, tmp_path):
     """Every other command works as it stands, with the bundled model for the reader's own."""
+    command = re.sub(r"path/to/new-\S+", str(tmp_path / "new"), command)
     words = shlex.split(re.sub(r"path/to/\S+", str(SHAKESPEARE), command))
     assert words[0] == "python"
     if "pip" in words:
@@ -39,7 +40,7 @@ def test_command_runs(command):
         text=True, timeout=300,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
-    assert run.stdout.strip()
+    assert run.stdout.strip() or (tmp_path / "new").is_dir()
     assert "Traceback" not in run.stderr
 
 

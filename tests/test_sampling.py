@@ -83,9 +83,11 @@ RANGES = {
     "seed": (-(2**63), 2**63 - 1),
     "max_tokens": (1, 2**31),
     "logprobs": (0, 20),
+    "prompt_logprobs": (0, 20),
+    "n": (1, 128),
 }
-INTEGERS = {"top_k", "seed", "max_tokens", "logprobs"}
-OPTIONAL = {"seed", "logprobs"}
+INTEGERS = {"top_k", "seed", "max_tokens", "logprobs", "prompt_logprobs", "n"}
+OPTIONAL = {"seed", "logprobs", "prompt_logprobs"}
 
 
 def refused(name: str, value) -> str:

@@ -10,7 +10,10 @@ MODULES = (
     "model", "kv_cache", "paged", "scheduler", "quantize", "speculative", "tp", "tokenizer",
     "generate", "server",
 )  # fmt: skip
-CAP = 1250  # the aim is 1,000
+# The aim is 1,000. What stands above it, and why it is kept: checks of config.json and of sampling
+# settings with errors that say what to do (about 200 lines), the command lines (about 200), and the
+# weights' layouts for CPUs (about 150), which others leave to compiled extensions.
+CAP = 1800
 
 
 def code_lines(source: str) -> int:
