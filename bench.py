@@ -129,7 +129,7 @@ def latency(args: argparse.Namespace) -> int:
                 cache = StaticCache(
                     model.config, batches[0], 2 * CHUNK, weight.dtype, weight.device
                 )
-                compile_model(model, cache)
+                compile_model(model, cache, CHUNK // batches[0])
                 figures["compile_s"] = time.perf_counter() - start
             result = figures | result  # the first model's
             for batch, capacity in itertools.product(batches, capacities):
@@ -275,7 +275,11 @@ def throughput(args: argparse.Namespace) -> int:
 
 
 def serve(engine: Engine, groups: list[list[tuple[list[int], SamplingParams]]]) -> dict[str, float]:
-    """Run groups of requests, each group to its end, with an empty prefix cache."""
+    """Run groups of requests, each group to its end, with an empty prefix cache.
+
+    A group's requests arrive together, when the one before has ended; the time to the first token
+    counts from there.
+    """
     engine.pool = BlockPool(engine.pool.num_blocks, engine.pool.block_size)
     engine.stats = stats = Stats()
     start, prompts, waste, requests = time.perf_counter(), 0, [], []
@@ -364,8 +368,9 @@ def quality(args: argparse.Namespace) -> int:
     windows = torch.tensor(ids[: count * length], device=device).view(count, length)
     positions = torch.arange(length, device=device)[None]
 
-    def logprobs(model: Transformer, window: Tensor) -> Tensor:  # (T, V)
-        return model(window[None], positions)[0].float().log_softmax(-1)
+    def logprobs(model: Transformer, window: Tensor, cache: StaticCache | None = None) -> Tensor:
+        view = cache and cache.upto(length)
+        return model(window[None], positions, view)[0].float().log_softmax(-1)  # (T, V)
 
     def quantised(mode: str, method: str) -> Transformer:
         model = copy.deepcopy(plain)
@@ -376,11 +381,13 @@ def quality(args: argparse.Namespace) -> int:
     rows = {args.dtype: lambda: plain, "int8": lambda: quantised("int8", "rtn")}
     for method in ("rtn", "gptq"):
         rows[f"int4 {method}, group {args.group_size}"] = partial(quantised, "int4", method)
+    rows["int8 KV cache"] = lambda: plain
     result["runs"] = {}
     for name, make in rows.items():
         model, loss, kl = make(), 0.0, 0.0
+        int8 = StaticCache(model.config, 1, length, torch.int8, device) if "KV" in name else None
         for window in progress(windows, f"scoring {name}"):
-            ours, theirs = logprobs(model, window), logprobs(plain, window)
+            ours, theirs = logprobs(model, window, int8), logprobs(plain, window)
             loss -= ours[:-1].gather(1, window[1:, None]).mean().item() / count
             kl += (theirs.exp() * (theirs - ours)).sum(-1).mean().item() / count
         figures = {

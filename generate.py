@@ -487,6 +487,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     prompt.add_argument("--chat", action="store_true", help="talk, with the chat template")
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
     add("--dtype", choices=("auto", *DTYPES), default="auto", help="auto: as stored")
+    add(
+        "--kv-dtype",
+        choices=("auto", "int8"),
+        default="auto",
+        help="of the cache; auto: as --dtype",
+    )
     add("--quantize", choices=MODES, help="fewer bits for the weights, on the fly; see quantize.py")
     add("--compile", action="store_true", help="slower to start, faster to run; see the README")
     add("--max-seq-len", type=int, help="prompt and output (default: what the model can)")
@@ -532,8 +538,9 @@ def run(args: argparse.Namespace) -> int:
     model = load(args.checkpoint, device, DTYPES.get(args.dtype))
     if args.quantize:
         quantize_model(model, args.quantize)
+    kv_dtype = torch.int8 if args.kv_dtype == "int8" else model.embed_tokens.weight.dtype
     if args.compile:
-        compile_model(model)
+        compile_model(model, StaticCache(model.config, 1, 2 * CHUNK, kv_dtype, device))
     if (args.max_seq_len or 0) > (trained := model.config.max_position_embeddings):
         print(f"warning: this model was trained on up to {trained} tokens", file=sys.stderr)
     done: list[Sequence] = []
@@ -541,7 +548,7 @@ def run(args: argparse.Namespace) -> int:
     def reply(prompt_ids: list[int], params: SamplingParams) -> Sequence:
         sequence = Sequence(prompt_ids, params, model.config, tokenizer, args.max_seq_len)
         done.append(sequence)
-        stream(model, sequence, show=not args.json)
+        stream(model, sequence, kv_dtype, show=not args.json)
         return sequence
 
     profiler = torch.profiler.profile() if args.profile else contextlib.nullcontext()
@@ -596,10 +603,10 @@ def chat(reply: Reply, tokenizer: Tokenizer, params: SamplingParams) -> None:
         messages.append({"role": "assistant", "content": sequence.text})
 
 
-def stream(model: Transformer, sequence: Sequence, show: bool) -> None:
+def stream(model: Transformer, sequence: Sequence, kv_dtype: torch.dtype, show: bool) -> None:
     """Generate, writing the text to stdout as it comes. Ctrl-C ends it with the text so far."""
-    weight, shown = model.embed_tokens.weight, 0
-    cache = StaticCache(model.config, 1, sequence.max_len, weight.dtype, weight.device)
+    device, shown = model.embed_tokens.weight.device, 0
+    cache = StaticCache(model.config, 1, sequence.max_len, kv_dtype, device)
     try:
         for _ in generate(model, sequence, cache):
             if show:

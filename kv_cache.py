@@ -15,6 +15,33 @@ from torch import Tensor
 
 from model import Config, KVCache, LayerCache, attention
 
+# --- One key or value -----------------------------------------------------------------------------
+
+
+def stored_dim(config: Config, dtype: torch.dtype) -> int:
+    """Elements that a key or value takes in the cache: H, and for int8 four more for its scale."""
+    return config.head_dim + 4 * (dtype == torch.int8)
+
+
+def encode(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Keys or values (..., H) as the cache stores them: as they are, or as int8, one scale for each
+    token and head, whose float32 follows its H bytes, so that they are written and read as one.
+
+    Example: [1.0, -0.5, 0.25, 0.0] as int8: 127, -64, 32, 0, and the bytes of 1 / 127
+    """
+    if dtype != torch.int8:
+        return x
+    scale = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127  # (..., 1)
+    return torch.cat(((x / scale).round().to(torch.int8), scale.view(torch.int8)), -1)
+
+
+def decode(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inverse of encode, as a tensor of `dtype`: (..., H + 4) -> (..., H) where it is int8."""
+    if stored.dtype != torch.int8:
+        return stored
+    return (stored[..., :-4] * stored[..., -4:].contiguous().view(torch.float32)).to(dtype)
+
+
 # --- One slab per sequence ------------------------------------------------------------------------
 
 BUCKET = 64  # positions
@@ -24,7 +51,7 @@ class Slab(LayerCache):
     """One layer's keys and values, where slot s holds position s."""
 
     def __init__(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        """Take k and v, (B, K, capacity, H) each, and the slots in use: (S,) int64, 0..S-1."""
+        """Take encoded k and v, (B, K, capacity, H) each, and the slots in use: (S,), 0..S-1."""
         self.k, self.v, self.slots = k, v, slots
 
     def attend(
@@ -36,9 +63,9 @@ class Slab(LayerCache):
         head = torch.arange(K, device=q.device)[:, None]
         at = (row, head, positions[:, None])  # (B, K, T) together: each row at its own positions
         # index_put_ and not scatter_: of scatter_ the compiler makes a copy of the whole slab.
-        self.k.index_put_(at, k)
-        self.v.index_put_(at, v)
-        k, v = self.k[:, :, :S], self.v[:, :, :S]  # (B, K, S, H)
+        self.k.index_put_(at, encode(k, self.k.dtype))
+        self.v.index_put_(at, encode(v, self.v.dtype))
+        k, v = (decode(slab[:, :, :S], q.dtype) for slab in (self.k, self.v))  # (B, K, S, H)
         return attention(q, k, v, positions, self.slots[None], window)
 
 
@@ -64,12 +91,13 @@ class StaticCache(KVCache):
             config: gives the layers, K and H.
             batch_size: B.
             max_seq_len: positions per sequence.
-            dtype, device: of the keys and values; the model's own.
+            dtype: of the keys and values: the model's own, or int8.
+            device: the model's own.
         """
         # Whole buckets, and one slot that is never used: a view of *all* slots would be contiguous,
         # another case for torch.compile, which would compile again when a sequence gets there.
         slots = -(-max_seq_len // BUCKET) * BUCKET + 1
-        shape = (batch_size, config.num_key_value_heads, slots, config.head_dim)
+        shape = (batch_size, config.num_key_value_heads, slots, stored_dim(config, dtype))
         k, v = torch.zeros((2, config.num_hidden_layers, *shape), dtype=dtype, device=device)
         self.batch_size, self.max_seq_len = batch_size, max_seq_len
         self.slots = torch.arange(slots, device=device)
@@ -157,7 +185,8 @@ class PagedCache(KVCache):
         dtype: torch.dtype,
         device: str | torch.device = "cpu",
     ) -> None:
-        shape = (num_blocks, block_size, config.num_key_value_heads, config.head_dim)
+        heads = config.num_key_value_heads, stored_dim(config, dtype)
+        shape = (num_blocks, block_size, *heads)
         # A memory each: of tensors that share one, torch.compile cannot tell what a write changes.
         self.pools = [
             tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in "kv")
@@ -248,7 +277,7 @@ def paged_attention(
         q: (1, N, T, H).
         k, v: (1, K, T, H).
         positions: (1, T) int64.
-        k_pool, v_pool: (blocks, block size, K, H), written to.
+        k_pool, v_pool: (blocks, block size, K, H), encoded; written to.
         slots: (T,) int64, where each new token goes: block * block size + offset.
         tables: (rows, W) int64 blocks; what lies past a row's length is never seen.
         groups: (groups, 3) int64 on the CPU: rows, new tokens of each, length of the longest.
@@ -257,15 +286,15 @@ def paged_attention(
     Returns:
         (1, N, T, H).
     """
-    k_pool.flatten(0, 1).index_copy_(0, slots, k[0].transpose(0, 1))  # (T, K, H)
-    v_pool.flatten(0, 1).index_copy_(0, slots, v[0].transpose(0, 1))
+    for pool, new in ((k_pool, k), (v_pool, v)):  # encoded: (T, K, H)
+        pool.flatten(0, 1).index_copy_(0, slots, encode(new[0].transpose(0, 1), pool.dtype))
     out, size, row, at = torch.empty_like(q), k_pool.shape[1], 0, 0
     for B, T, S in groups.tolist():
         if not B:
             continue
         table = tables[row : row + B, : -(-S // size)].flatten()
         keys, values = (  # index_select: 6 times as fast as pool[table]
-            pool.index_select(0, table).view(B, -1, *pool.shape[2:]).transpose(1, 2)
+            decode(pool.index_select(0, table), q.dtype).view(B, -1, *k.shape[1::2]).transpose(1, 2)
             for pool in (k_pool, v_pool)
         )  # (B, K, S, H) each, S rounded up to whole blocks
         here = slice(at, at + B * T)

@@ -450,7 +450,8 @@ def blocked_linear(x: Tensor, qweight: Tensor, scales: Tensor, zeros: Tensor, bi
     weights = [*zip(*(t.split(16) for t in (qweight, scales, zeros)))]
     # One piece at a time: the memory of the last is used again while it is in the cache.
     parts = (dequantize_blocks(*weight, bits, x.dtype).view(x.shape[-1], -1) for weight in weights)
-    return torch.cat([x @ part for part in parts], -1)
+    rows = x.reshape(-1, x.shape[-1])  # as 3-D it could become a bmm over copies of each piece
+    return torch.cat([rows @ part for part in parts], -1).view(*x.shape[:-1], -1)
 
 
 @torch.compile

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from generate import SamplingParams, Sequence, compile_model, pick_device, sample, sampling_params
-from kv_cache import PagedCache, Row
+from kv_cache import PagedCache, Row, stored_dim
 from model import DTYPES, Transformer, load_model, progress
 from paged import BlockPool, BlockTable
 from tokenizer import Tokenizer
@@ -96,6 +96,7 @@ class Engine:
         kv_memory: float = 0.5,
         num_blocks: int | None = None,
         block_size: int = 16,
+        kv_dtype: torch.dtype | None = None,
         compile: bool = False,
     ) -> None:
         """Make the block pool.
@@ -111,6 +112,7 @@ class Engine:
                 more than max_num_seqs sequences of max_seq_len can use.
             num_blocks: blocks in the pool, instead of kv_memory.
             block_size: tokens in a block.
+            kv_dtype: torch.int8, or None: the model's own.
             compile: make the model fast first, in place; see generate.compile_model.
 
         Raises:
@@ -122,18 +124,19 @@ class Engine:
                 f"{max_num_seqs}: raise it, or a running sequence would have to wait"
             )
         config, weight = model.config, model.embed_tokens.weight
+        dtype = kv_dtype or weight.dtype
         self.model, self.config, self.tokenizer = model, config, tokenizer
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_seq_len = max_seq_len or config.max_position_embeddings
         if num_blocks is None:
-            layer_bytes = 2 * block_size * config.num_key_value_heads * config.head_dim
-            block_bytes = config.num_hidden_layers * layer_bytes * weight.itemsize
+            heads = config.num_hidden_layers * config.num_key_value_heads
+            block_bytes = 2 * block_size * heads * stored_dim(config, dtype) * dtype.itemsize
             if kv_memory < 1:
                 kv_memory *= free_memory(weight.device)
             most = max_num_seqs * -(-self.max_seq_len // block_size)
             num_blocks = min(int(kv_memory // block_bytes), most)
         self.pool = BlockPool(num_blocks, block_size)
-        self.cache = PagedCache(config, num_blocks, block_size, weight.dtype, weight.device)
+        self.cache = PagedCache(config, num_blocks, block_size, dtype, weight.device)
         self.running: list[Task] = []  # by rank: the first is served first, the last preempted
         self.waiting: list[Task] = []  # by rank
         self.stats, self._arrivals = Stats(), 0

@@ -134,6 +134,23 @@ def run_beside_aborted(model, prompts, params):
     return finish(engine, requests)
 
 
+def test_int8_keys_and_values_on_every_path(bundled):
+    """A scale of another token or head; a cache encoded on one path and not on the other."""
+    model, prompts = bundled
+    params = SETTINGS["sampled"]
+    expected = []
+    for prompt in prompts:
+        sequence = Sequence(prompt, params, model.config)
+        slabs = StaticCache(model.config, 1, sequence.max_len, torch.int8)
+        expected.append([token.id for token in generate(model, sequence, slabs)])
+    assert run_engine(model, prompts, params, kv_dtype=torch.int8) == expected
+    twin = copy.deepcopy(model)
+    assert run_engine(twin, prompts, params, kv_dtype=torch.int8, compile=True) == expected
+    sequence = Sequence(prompts[2], params, model.config)
+    slabs = StaticCache(model.config, 1, sequence.max_len, torch.int8)
+    assert [t.id for t in generate(compiled_twin(model), sequence, slabs)] == expected[2]
+
+
 BLOCK = 4
 PATHS = {
     "compiled": run_compiled,
