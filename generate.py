@@ -451,7 +451,9 @@ def compile_model(
     for length in progress([1, chunk], "compiling decode, prefill"):
         view, positions = cache.probe(length)
         with torch.no_grad():
-            model(torch.zeros_like(positions), positions, view, torch.tensor([0], device=device))
+            # The logits of one token, then of two, which stands for any number.
+            select = torch.arange(min(length, 2), device=device)
+            model(torch.zeros_like(positions), positions, view, select)
     return model
 
 

@@ -163,13 +163,16 @@ def convert(
     for name in names:
         if (at := files.pop(f"{part}.{name}", None)) is None:
             raise CheckpointError(f"{part}: no {name}")
-        if at.shape != shapes[name]:
+        if at.shape != shapes[name] or N % per or K % per:
             raise CheckpointError(f"{part}.{name} is {at.shape}, should be {shapes[name]}")
+        if (at.dtype in ("F16", "BF16", "F32")) != (name == "scales"):
+            raise CheckpointError(f"{part}.{name} holds {at.dtype}")
         stored[name] = at
     groups = torch.arange(K) // (K // G)
     if "g_idx" in stored:
         groups = stored["g_idx"].read().long()
-        if not torch.equal(groups.bincount(minlength=G), torch.full((G,), K // G)):
+        inside = groups.min() >= 0 and groups.max() < G
+        if not inside or (groups.bincount(minlength=G) != K // G).any():
             raise CheckpointError(f"{part}.g_idx: not {G} groups of {K // G} channels")
     order = groups.argsort(stable=True)
     awq_order = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # at which place of a word output n stands

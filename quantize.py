@@ -202,12 +202,14 @@ def adapt(model: Transformer, files: Files, quantization: dict[str, Any]) -> Fil
     method = quantization.get("quant_method")
     bits = quantization.get("bits", quantization.get("w_bit"))
     size = quantization.get("group_size", quantization.get("q_group_size"))
-    if method not in ("kilolm", "gptq", "awq") or bits not in (4, 8) or type(size) is not int:
+    known = method in ("kilolm", "gptq", "awq") and type(bits) is type(size) is int
+    if not known or bits not in (4, 8):
         raise CheckpointError(
             f"quantization_config: quant_method {method!r} with bits {bits!r} and group_size "
             f"{size!r} is not supported; supported: kilolm, gptq (4 and 8 bits), awq (4 bits)"
         )
-    if method == "awq" and (bits != 4 or quantization.get("version", "gemm").lower() != "gemm"):
+    version = str(quantization.get("version", "gemm")).lower()
+    if method == "awq" and (bits != 4 or version != "gemm"):
         raise CheckpointError("quantization_config: of awq, only 4 bits in version gemm")
     files = dict(files)
     for parent, name, path in [*linears(model)]:
@@ -217,7 +219,7 @@ def adapt(model: Transformer, files: Files, quantization: dict[str, Any]) -> Fil
         if f"{parts[0]}.qweight" not in files:
             continue  # such as the lm_head of most
         group_size = linear.in_features if size == -1 else size
-        if group_size < 1 or linear.in_features % group_size:
+        if group_size < 2 or group_size % 2 or linear.in_features % group_size:
             raise CheckpointError(
                 f"{path}: group_size {size} does not divide {linear.in_features} input channels"
             )
@@ -230,6 +232,9 @@ def adapt(model: Transformer, files: Files, quantization: dict[str, Any]) -> Fil
         if method != "kilolm":
             from gptq import convert  # here: a tool beside the engine, which imports this file
 
+            for part in parts if linear.bias is None else ():  # some tools write biases of zero
+                if f"{part}.bias" in files and not files[f"{part}.bias"].read().any():
+                    del files[f"{part}.bias"]
             rows = [*quantised.parts.values()] or [linear.out_features]
             orders = [
                 convert(files, part, N, quantised, quantization)
@@ -253,8 +258,10 @@ def save(model: Transformer, source: Path, out: Path, quantization: dict[str, An
     work = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.absolute().parent))
     try:
         for file in source.iterdir():
-            if file.is_file() and ".safetensors" not in file.name:
+            # The tokenizer's files and the like; never weights, in whatever format.
+            if file.suffix in (".json", ".model", ".txt", ".jinja", ".md"):
                 shutil.copy(file, work)
+        (work / "model.safetensors.index.json").unlink(missing_ok=True)
         config = read_json(source / "config.json") | {"quantization_config": quantization}
         (work / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         tensors = {
@@ -299,7 +306,8 @@ def pack_linears(model: nn.Module, one_row: bool = False) -> nn.Module:
             elif isinstance(child, nn.Linear) and packable.get(child.weight.dtype):
                 setattr(module, name, PackedLinear(child))
             elif isinstance(child, QuantLinear):
-                per_channel = child.bits == 8 and child.scales.shape[1] == 1
+                symmetric = child.bits == 8 and bool((child.zeros == 128).all())
+                per_channel = symmetric and child.scales.shape[1] == 1
                 vnni = torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported()
                 as_bytes = per_channel and vnni and not one_row
                 setattr(module, name, (Int8Linear if as_bytes else BlockedLinear)(child))
@@ -386,7 +394,7 @@ class Int8Linear(nn.Module):
 def materialize(x: Tensor) -> Tensor:
     """x as a flat float32 tensor that torch.compile computes once. It would otherwise fuse what
     made x (a norm, an activation) into the product, and compute that anew for each output."""
-    return x.float().as_strided((x.numel(),), (1,))
+    return x.float().contiguous().as_strided((x.numel(),), (1,))
 
 
 class BlockedLinear(nn.Module):
@@ -522,6 +530,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.out.exists():
             raise ValueError(f"{args.out} exists: choose another --out, or remove it")
+        if not args.out.absolute().parent.is_dir():
+            raise ValueError(f"{args.out.parent} is no folder to write {args.out.name} into")
         model = load_model(args.checkpoint)
         skip = ("lm_head",) if args.keep_lm_head else ()
         if args.method == "gptq":
@@ -545,4 +555,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    sys.modules["quantize"] = sys.modules[__name__]  # gptq.py imports it: not a second time
     sys.exit(main())

@@ -75,6 +75,17 @@ def test_correlated_inputs_err_less(bits, group_size):
     assert nearest > 10 * ours > 0
 
 
+def test_channels_go_by_importance():
+    """In the order in which they are stored, loud channels at the end would find nobody left to
+    make up for them: the result must not depend on how channels are numbered."""
+    weight, x = torch.randn(32, 192), correlated(1000, 192, 30) * torch.linspace(0.1, 2, 192)
+    H, shuffled = x.t() @ x, torch.randperm(192)
+    q, scales, zeros = gptq(weight, H, 4, 192)
+    ours = gptq(weight[:, shuffled], H[shuffled][:, shuffled], 4, 192)
+    assert torch.equal(ours[1], scales) and torch.equal(ours[2], zeros)
+    assert (ours[0] == q[:, shuffled]).float().mean() > 0.99  # the rest hangs on a last bit
+
+
 def test_the_inputs_are_left_alone():
     """The weight of a tied embedding, or H, changed while it is quantised."""
     weight, x = torch.randn(8, 64), correlated(200, 64, 8)

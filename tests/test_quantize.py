@@ -161,8 +161,10 @@ def test_groups_of_zeros(bits):
     weight = torch.randn(4, 64)
     weight[1], weight[2, :32] = 0, 0
     linear = QuantLinear(64, 4, bits, 32, None)
-    linear.store(*round_to_nearest(weight, bits, 32))
-    assert linear.scales.isfinite().all() and linear.dequantize().isfinite().all()
+    quantised = round_to_nearest(weight, bits, 32)
+    assert all(values.isfinite().all() for values in quantised)
+    linear.store(*quantised)
+    assert linear.dequantize().isfinite().all()
     assert (linear.dequantize()[weight == 0] == 0).all()
 
 
@@ -221,6 +223,13 @@ def test_quantize_model_refuses_a_group_size(tmp_path, group_size, channels):
     quantize_model(model, "int8", group_size)  # has no groups
 
 
+def test_quantize_model_refuses_an_odd_group_size(tmp_path):
+    """Two channels share a byte: the packed forms cannot cut a group in halves."""
+    model = load_model(tiny_folder(tmp_path, hidden_size=96))
+    with pytest.raises(ValueError, match="group size 3 does not divide 96 input channels"):
+        quantize_model(model, "int4", 3)
+
+
 def test_quantize_model_frees_the_plain_weights_one_by_one(tmp_path, monkeypatch):
     """A list of the Linears kept every plain weight until the last was quantised."""
     model, alive = load_model(tiny_folder(tmp_path)), []
@@ -238,7 +247,7 @@ def test_quantize_model_frees_the_plain_weights_one_by_one(tmp_path, monkeypatch
 
 # --- Packed forms ---------------------------------------------------------------------------------
 
-SHAPES = [(1,), (2,), (5,), (1, 1), (2, 3)]
+SHAPES = [(1,), (2,), (5,), (1, 1), (1, 3), (2, 1), (2, 3)]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 33])
