@@ -22,7 +22,7 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -457,12 +457,12 @@ def blocked_linear(x: Tensor, qweight: Tensor, scales: Tensor, zeros: Tensor, bi
     """x (..., K) -> (..., N): dequantise 512 output channels, multiply, and go on to the next."""
     weights = [*zip(*(t.split(16) for t in (qweight, scales, zeros)))]
     # One piece at a time: the memory of the last is used again while it is in the cache.
-    parts = (dequantize_blocks(*weight, bits, x.dtype).view(x.shape[-1], -1) for weight in weights)
+    dequantize = _compiled(dequantize_blocks)
+    parts = (dequantize(*weight, bits, x.dtype).view(x.shape[-1], -1) for weight in weights)
     rows = x.reshape(-1, x.shape[-1])  # as 3-D it could become a bmm over copies of each piece
     return torch.cat([rows @ part for part in parts], -1).view(*x.shape[:-1], -1)
 
 
-@torch.compile
 def dequantize_blocks(
     q: Tensor, scales: Tensor, zeros: Tensor, bits: int, dtype: torch.dtype
 ) -> Tensor:
@@ -474,6 +474,9 @@ def dequantize_blocks(
         for half in ([q - 16 * high, high] if bits == 4 else [q])
     ]
     return torch.stack(halves, 1).contiguous()
+
+
+_compiled = cache(torch.compile)  # when it is first called: torch.compile takes 2 s to import
 
 
 _packed: list[weakref.ref] = []  # key -> PackedLinear or Int8Linear; weak, so it can be freed

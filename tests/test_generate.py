@@ -747,3 +747,10 @@ def test_padding_ids_decode_to_nothing(cli, folder):
     assert result.json[0]["token_ids"] == [V + 20] * 4
     assert result.json[0]["text"] == ""
     assert cli("--prompt", "What", "--max-tokens", 4, *padded).out == "\n"
+
+
+def test_starting_does_not_import_the_compiler():
+    """A decorator imported torch.compile's machinery: 2 s before every first word."""
+    code = "import sys, generate; assert 'torch._dynamo' not in sys.modules"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
