@@ -376,6 +376,7 @@ def quality(args: argparse.Namespace) -> int:
         model = copy.deepcopy(plain)
         if method == "gptq":
             calibrate(model, calibration, mode, args.group_size)
+            return model
         return quantize_model(model, mode, args.group_size)
 
     rows = {args.dtype: lambda: plain, "int8": lambda: quantised("int8", "rtn")}

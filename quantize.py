@@ -154,8 +154,10 @@ def quantize_model(
 
 
 def check_group_size(model: Transformer, mode: str, group_size: int) -> None:
-    """Raise ValueError where the group size does not fit."""
+    """Raise ValueError where the group size does not fit, or no plain Linear is left."""
     widths = sorted({getattr(p, n).in_features for p, n, _ in linears(model)})
+    if not widths:
+        raise ValueError("this model is quantised already: start from the plain one")
     for K in widths if MODES[mode] == 4 else ():
         if group_size < 2 or group_size % 2 or K % group_size:
             raise ValueError(
@@ -269,7 +271,8 @@ def save(model: Transformer, source: Path, out: Path, quantization: dict[str, An
             for name, tensor in named_tensors(model)
         }
         save_file(tensors, work / "model.safetensors", {"format": "pt"})
-        work.chmod(0o755)  # mkdtemp's is for the user alone
+        work.chmod(0o755)  # mkdtemp's and safetensors' are for the user alone
+        (work / "model.safetensors").chmod(0o644)
         work.rename(out)
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -535,7 +538,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"{args.out} exists: choose another --out, or remove it")
         if not args.out.absolute().parent.is_dir():
             raise ValueError(f"{args.out.parent} is no folder to write {args.out.name} into")
-        model = load_model(args.checkpoint)
+        model = load(args.checkpoint)
         skip = ("lm_head",) if args.keep_lm_head else ()
         if args.method == "gptq":
             from gptq import calibrate
@@ -545,7 +548,8 @@ def main(argv: list[str] | None = None) -> int:
                 raise ValueError("--method gptq needs --calibrate FILE: text to calibrate with")
             ids = Tokenizer(args.checkpoint).encode(args.calibrate.read_text(encoding="utf-8"))
             calibrate(model, ids, args.mode, args.group_size, skip)
-        quantize_model(model, args.mode, args.group_size, skip)
+        else:
+            quantize_model(model, args.mode, args.group_size, skip)
         size = args.group_size if args.mode == "int4" else -1
         quantization = {"quant_method": "kilolm", "bits": MODES[args.mode], "group_size": size}
         save(model, args.checkpoint, args.out, quantization)

@@ -721,7 +721,7 @@ def test_a_quantised_folder_is_not_quantised_again(tmp_path, capsys):
     """It would be read as plain, and fail with forty names."""
     folder, _ = quantised_folder(tmp_path)
     err = fails(capsys, "--checkpoint", folder, "--mode", "int4", "--out", tmp_path / "out")
-    assert "quantization_config" in err and not (tmp_path / "out").exists()
+    assert "quantised already" in err and not (tmp_path / "out").exists()
 
 
 def test_shards_become_one_file(tmp_path):
@@ -735,3 +735,11 @@ def test_shards_become_one_file(tmp_path):
     names = {file.name for file in (tmp_path / "out").iterdir()}
     assert names == {"config.json", "model.safetensors"}
     assert math.isfinite(logits_of(quantize.load(tmp_path / "out")).sum())
+
+
+def test_what_is_quantised_already_is_refused():
+    """--quantize on a quantised folder did nothing, and said nothing."""
+    model = nn.Sequential(nn.Linear(64, 64, bias=False)).requires_grad_(False)
+    quantize_model(model, "int8")
+    with pytest.raises(ValueError, match="quantised already"):
+        quantize_model(model, "int4", 32)
