@@ -3,6 +3,7 @@
     python bench.py latency --shape 1b --compile      one batch at a time: what a user waits for
     python bench.py throughput --shape 1b --compile   many requests, through the scheduler
     python bench.py prefix --shape 1b --compile       a long prompt whose beginning is known
+    python bench.py quality --checkpoint DIR --text FILE     what quantisation costs
     python bench.py report                            put the recorded figures into README.md
 
 Machines are noisy and drift, so a speed is never reported alone: the machine's own limits (reading
@@ -33,7 +34,6 @@ from gptq import calibrate
 from kv_cache import StaticCache
 from measure import bytes_per_token, gemm_peak, peak_memory, read_bandwidth
 from model import DTYPES, Config, Transformer, named_tensors, progress, rope_frequencies
-from paged import BlockPool
 from quantize import MODES, load, quantize_model
 from scheduler import Engine, Stats, memory_size
 from tokenizer import Tokenizer
@@ -280,7 +280,7 @@ def serve(engine: Engine, groups: list[list[tuple[list[int], SamplingParams]]]) 
     A group's requests arrive together, when the one before has ended; the time to the first token
     counts from there.
     """
-    engine.pool = BlockPool(engine.pool.num_blocks, engine.pool.block_size)
+    engine.reset()
     engine.stats = stats = Stats()
     start, prompts, waste, requests = time.perf_counter(), 0, [], []
     for group in groups:

@@ -420,7 +420,8 @@ def compile_model(
     On a CPU one block is compiled and serves all layers, which differ only in their tensors: 5 s
     instead of 35 s for 22 layers as one graph, and no slower, as the guards of one big graph cost
     as much as entering 22 small ones. Lengths are symbolic, so nothing is compiled again later.
-    On CUDA the whole model is one graph, replayed as a CUDA graph for each length bucket.
+    On CUDA the whole model is one graph; with a static cache it is replayed as a CUDA graph for
+    each length bucket.
 
     Args:
         cache: like the one that the model will run against; None: static, for one sequence. One
@@ -445,7 +446,9 @@ def compile_model(
         for part in (*model.layers, model.lm_head):
             part.compile(fullgraph=True)
     else:
-        model.compile(fullgraph=True, mode="reduce-overhead")
+        # A paged step is another one each time, in numbers that only the host sees: never replayed.
+        replay = cache.batch_size is not None
+        model.compile(fullgraph=True, mode="reduce-overhead" if replay else None)
     # The default of 8 graphs for one piece of code is few for several models in a process.
     torch._dynamo.config.recompile_limit = 64
     for length in progress([1, chunk], "compiling decode, prefill"):

@@ -52,9 +52,7 @@ def calibrate(
     starts = [i * (len(ids) - length) // max(count - 1, 1) for i in range(count)]
     tokens = torch.tensor([ids[start : start + length] for start in starts], device=device)
     positions = torch.arange(length, device=device)[None]
-    angles = positions[:, None, :, None] * model.inv_freq
-    dtype = model.embed_tokens.weight.dtype
-    rope = angles.cos().to(dtype), angles.sin().to(dtype)
+    rope = model.rope(positions)
     xs = [model.embed_tokens(row)[None] for row in tokens]  # count x (1, T, D)
 
     def run(block: nn.Module) -> list[Tensor]:
@@ -77,6 +75,7 @@ def quantize_linear(
     """Replace one Linear by a QuantLinear, calibrated on the inputs that `run` gives it."""
     linear, bits = getattr(parent, name), MODES[mode]
     K = linear.in_features
+    quantised = QuantLinear.like(linear, bits, K if bits == 8 else group_size)
     H = torch.zeros(K, K, dtype=torch.float32, device=linear.weight.device)
 
     def note(_: nn.Module, args: tuple[Tensor]) -> None:
@@ -86,10 +85,7 @@ def quantize_linear(
     handle = linear.register_forward_pre_hook(note)
     run()
     handle.remove()
-    size = K if bits == 8 else group_size
-    quantised = QuantLinear(K, linear.out_features, bits, size, linear.bias)
-    quantised.parts = getattr(linear, "parts", {})
-    quantised.store(*gptq(linear.weight, H, bits, size))
+    quantised.store(*gptq(linear.weight, H, bits, quantised.group_size))
     setattr(parent, name, quantised)
 
 
@@ -143,11 +139,22 @@ class Converted(NamedTuple):
 def convert(
     files: Files, part: str, N: int, linear: QuantLinear, quantization: dict[str, Any]
 ) -> Tensor:
-    """Put one Linear of a GPTQ or AWQ folder into `files` as ours. Returns the order of channels.
+    """Put one Linear of a GPTQ or AWQ folder into `files` as ours.
 
     GPTQ packs along the input channels, lowest bits first, and stores zero points less one; with
     desc_act, g_idx says to which group a channel belongs. AWQ packs along the output channels, in
     the order 0 2 4 6 1 3 5 7.
+
+    Args:
+        part: the Linear's name, less `.qweight`.
+        N: its output channels.
+        linear: the QuantLinear that it becomes, or becomes a part of.
+
+    Returns:
+        (K,) int64: at place i the input channel that our i-th is; 0, 1, 2, ... without desc_act.
+
+    Raises:
+        CheckpointError: a tensor is missing, or has a wrong shape, dtype or g_idx.
 
     Example: GPTQ, 4 bits: qweight[0, n] = 0x87654321 holds channels 0..7 of output n: 1, 2, ... 8
     """

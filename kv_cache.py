@@ -72,9 +72,9 @@ class Slab(LayerCache):
 class StaticCache(KVCache):
     """Keys and values of a batch of sequences, in slabs of `max_seq_len` positions.
 
-    Bytes: 2 * layers * B * K * max_seq_len * H * itemsize. Nothing is ever cleared: a position is
-    written before it can be seen, because a query sees only positions up to its own. That is also
-    what makes rolling back free: generation just continues from an earlier position.
+    Bytes: 2 * layers * B * K * max_seq_len * stored_dim * itemsize. Nothing is ever cleared: a
+    position is written before it can be seen, because a query sees only positions up to its own.
+    That is also what makes rolling back free: generation just continues from an earlier position.
     """
 
     def __init__(
@@ -172,10 +172,10 @@ class Blocks(LayerCache):
 class PagedCache(KVCache):
     """The keys and values of all sequences, in one pool of small blocks per layer.
 
-    batch_size is unknown: how many sequences a step has differs.
-
-    Bytes: 2 * layers * blocks * block_size * K * H * itemsize.
+    Bytes: 2 * layers * blocks * block_size * K * stored_dim * itemsize.
     """
+
+    batch_size = None  # a step has any number of sequences
 
     def __init__(
         self,
@@ -194,8 +194,6 @@ class PagedCache(KVCache):
         ]
         self.num_blocks, self.block_size = num_blocks, block_size
         self.device = self.pools[0][0].device
-
-    batch_size = None
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy the content of blocks, in every layer. Each pair is (from, to)."""

@@ -256,13 +256,17 @@ class Transformer(nn.Module):
         """
         cache = cache or KVCache(self.config)
         x = self.embed_tokens(tokens)  # (B, T, D)
-        angles = positions[:, None, :, None] * self.inv_freq  # (B, 1, T, H/2)
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        cos, sin = self.rope(positions)  # (B, 1, T, H/2) each
         for block, layer_cache in zip(self.layers, cache.layers, strict=True):
             x = block(x, cos, sin, positions, layer_cache)
         if select is not None:
             x = x.flatten(0, 1)[select]  # (len(select), D)
         return self.lm_head(self.norm(x))
+
+    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of each position's angles: (B, T) -> (B, 1, T, H/2) twice."""
+        angles, dtype = positions[:, None, :, None] * self.inv_freq, self.embed_tokens.weight.dtype
+        return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 class Block(nn.Module):

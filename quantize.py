@@ -60,7 +60,8 @@ class QuantLinear(nn.Module):
         self, in_features: int, out_features: int, bits: int, group_size: int, bias: Tensor | None
     ) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.bits = in_features, out_features, bits
+        self.in_features, self.out_features = in_features, out_features
+        self.bits, self.group_size = bits, group_size
         N, G = out_features, in_features // group_size
         self.register_buffer("qweight", torch.empty(N, in_features * bits // 8, dtype=torch.uint8))
         self.register_buffer("scales", torch.empty(N, G, dtype=torch.float32))
@@ -68,6 +69,14 @@ class QuantLinear(nn.Module):
         self.register_buffer("bias", bias)
         self.parts: dict[str, int] = {}  # of a FusedLinear: name in the checkpoint -> its rows
         self.order: Tensor | None = None  # (K,): the channels of x, group by group (GPTQ desc_act)
+
+    @classmethod
+    def like(cls, linear: nn.Linear, bits: int, group_size: int) -> "QuantLinear":
+        """Return an empty one in the place of a Linear, on its device."""
+        with linear.weight.device:
+            new = cls(linear.in_features, linear.out_features, bits, group_size, linear.bias)
+        new.parts = getattr(linear, "parts", {})
+        return new
 
     def store(self, q: Tensor, scales: Tensor, zeros: Tensor) -> None:
         """Take q (N, K), scales (N, G) and zeros (N, G)."""
@@ -145,8 +154,7 @@ def quantize_model(
     for parent, name, _ in progress(found, f"quantising to {mode}"):
         linear = getattr(parent, name)
         size = linear.in_features if bits == 8 else group_size
-        quantised = QuantLinear(linear.in_features, linear.out_features, bits, size, linear.bias)
-        quantised.parts = getattr(linear, "parts", {})
+        quantised = QuantLinear.like(linear, bits, size)
         quantised.store(*round_to_nearest(linear.weight, bits, size))
         setattr(parent, name, quantised)
         del linear  # and its weight, unless the embedding is tied to it
@@ -200,7 +208,11 @@ def load(
 
 def adapt(model: Transformer, files: Files, quantization: dict[str, Any]) -> Files:
     """Swap QuantLinears into an empty model where the files hold quantised weights, and present
-    the files as ours. See model.load_model's `prepare`."""
+    the files as ours. See model.load_model's `prepare`.
+
+    Raises:
+        CheckpointError: an unknown quantization_config, or one that does not fit the model.
+    """
     method = quantization.get("quant_method")
     bits = quantization.get("bits", quantization.get("w_bit"))
     size = quantization.get("group_size", quantization.get("q_group_size"))
@@ -225,11 +237,7 @@ def adapt(model: Transformer, files: Files, quantization: dict[str, Any]) -> Fil
             raise CheckpointError(
                 f"{path}: group_size {size} does not divide {linear.in_features} input channels"
             )
-        with torch.device("meta"):
-            quantised = QuantLinear(
-                linear.in_features, linear.out_features, bits, group_size, linear.bias
-            )
-        quantised.parts = getattr(linear, "parts", {})
+        quantised = QuantLinear.like(linear, bits, group_size)
         setattr(parent, name, quantised)
         if method != "kilolm":
             from gptq import convert  # here: a tool beside the engine, which imports this file
@@ -311,8 +319,7 @@ def pack_linears(model: nn.Module, one_row: bool = False) -> nn.Module:
             elif isinstance(child, QuantLinear):
                 symmetric = child.bits == 8 and bool((child.zeros == 128).all())
                 per_channel = symmetric and child.scales.shape[1] == 1
-                vnni = torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported()
-                as_bytes = per_channel and vnni and not one_row
+                as_bytes = per_channel and torch.cpu._is_vnni_supported() and not one_row
                 setattr(module, name, (Int8Linear if as_bytes else BlockedLinear)(child))
             del child
     return model
@@ -457,7 +464,15 @@ class BlockedLinear(nn.Module):
 
 
 def blocked_linear(x: Tensor, qweight: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> Tensor:
-    """x (..., K) -> (..., N): dequantise 512 output channels, multiply, and go on to the next."""
+    """Dequantise 512 output channels, multiply, and go on to the next.
+
+    Args:
+        x: (..., K), its dtype that of the product.
+        qweight, scales, zeros: see BlockedLinear.
+
+    Returns:
+        (..., blocks * LANES).
+    """
     weights = [*zip(*(t.split(16) for t in (qweight, scales, zeros)))]
     # One piece at a time: the memory of the last is used again while it is in the cache.
     dequantize = _compiled(dequantize_blocks)
@@ -479,7 +494,7 @@ def dequantize_blocks(
     return torch.stack(halves, 1).contiguous()
 
 
-_compiled = cache(torch.compile)  # when it is first called: torch.compile takes 2 s to import
+_compiled = cache(torch.compile)  # made when it is first called: torch.compile takes 2 s to import
 
 
 _packed: list[weakref.ref] = []  # key -> PackedLinear or Int8Linear; weak, so it can be freed

@@ -31,8 +31,9 @@ import torch
 
 from generate import SamplingParams, Sequence, compile_model, pick_device, sample, sampling_params
 from kv_cache import PagedCache, Row, stored_dim
-from model import DTYPES, Transformer, load_model, progress
+from model import DTYPES, Transformer, progress
 from paged import BlockPool, BlockTable
+from quantize import load
 from tokenizer import Tokenizer
 
 
@@ -71,7 +72,8 @@ class Task:
 
 @dataclass
 class Stats:
-    """Counters since the engine was made; times in seconds."""
+    """Counters since the engine was made; times in seconds, on the host's clock: what a GPU still
+    runs when the model returns is waited for in the sampler."""
 
     steps: int = 0
     computed_tokens: int = 0  # run through the model, prompts and outputs
@@ -219,9 +221,9 @@ class Engine:
             at += end - row.start
         device = self.cache.device
         cache, positions = self.cache.step(rows)
-        inputs = torch.tensor([tokens], device=device), torch.tensor(select, device=device)
+        new = torch.tensor([tokens], device=device)  # (1, T), all rows side by side
         ran = time.perf_counter()
-        logits = self.model(inputs[0], positions, cache, inputs[1])
+        logits = self.model(new, positions, cache, torch.tensor(select, device=device))
         # 3) sample where the sequence has no further token to run
         made = time.perf_counter()
         draws: list[Task] = []
@@ -342,9 +344,13 @@ class LLM:
     def __init__(
         self, checkpoint: Path | str, device: str = "auto", dtype: str = "auto", **options: Any
     ) -> None:
-        """Load a checkpoint. Options are Engine's: compile, kv_memory, max_num_seqs, ..."""
+        """Load a checkpoint, plain or quantised.
+
+        Args:
+            options: Engine's: compile, kv_memory, max_num_seqs, ...
+        """
         self.checkpoint, place = Path(checkpoint), pick_device(device)
-        model, tokenizer = load_model(checkpoint, place, DTYPES.get(dtype)), Tokenizer(checkpoint)
+        model, tokenizer = load(checkpoint, place, DTYPES.get(dtype)), Tokenizer(checkpoint)
         self.engine = Engine(model, tokenizer, **options)
 
     def generate(

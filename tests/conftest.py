@@ -18,3 +18,12 @@ DRAFT = ROOT / "checkpoints" / "shakespeare-draft"
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """Threads do not help so small a model, and on a busy machine they wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

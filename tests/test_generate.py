@@ -44,13 +44,7 @@ class Result(NamedTuple):
         return [json.loads(line) for line in self.out.splitlines()]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Threads do not help so small a model, and on a busy machine they wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def without_bars(err: str) -> str:

@@ -34,13 +34,7 @@ FALSE_ALARM = 1e-6  # chance of each chi-square test to fail a right sampler
 INF = math.inf
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Threads do not help so small a row, and on a busy machine they wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def config(V: int = 300, context: int = 4096, eos: tuple[int, ...] = ()) -> Config:

@@ -19,6 +19,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+import quantize
 import scheduler
 from generate import SamplingParams, Sequence, generate
 from kv_cache import PagedCache, Row, StaticCache
@@ -49,13 +50,7 @@ SLIDING = random_model(
 )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Threads do not help so small a model, and on a busy machine they wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -1098,3 +1093,11 @@ def test_random_traffic(seed):
     assert at.stats.preemptions > 0 and at.stats.cached_tokens > 0
     for request, ids, wish in pending:
         assert_same(request, alone(at, ids, wish))
+
+
+def test_a_quantised_folder_loads(tmp_path):
+    """LLM loaded plain folders only, and told its user to call another function."""
+    argv = ["--checkpoint", str(SHAKESPEARE), "--mode", "int4", "--group-size", "64"]
+    assert quantize.main([*argv, "--out", str(tmp_path / "int4")]) == 0
+    (request,) = LLM(tmp_path / "int4", num_blocks=8).generate("ROMEO:", params(max_tokens=4))
+    assert len(request.outputs[0].output_ids) == 4
