@@ -29,12 +29,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from generate import CHUNK, SamplingParams, compile_model, pick_device
+from generate import CHUNK, compile_model, pick_device
 from gptq import calibrate
 from kv_cache import StaticCache
 from measure import bytes_per_token, gemm_peak, peak_memory, read_bandwidth
 from model import DTYPES, Config, Transformer, named_tensors, progress, rope_frequencies
 from quantize import MODES, load, quantize_model
+from sampling import SamplingParams
 from scheduler import Engine, Stats, memory_size
 from tokenizer import Tokenizer
 
@@ -118,25 +119,17 @@ def latency(args: argparse.Namespace) -> int:
     runs: dict[str, Run] = {}
     capacities = args.max_seq_len or [args.prompt_tokens + args.new_tokens]
     for mode in args.quantize:
-        # A model compiled for one sequence, and one for many: their weights are laid out otherwise.
-        for batches in ([b for b in args.batch if b == 1], [b for b in args.batch if b > 1]):
-            if not batches:
-                continue
-            model, figures = build(args, mode)
-            start = time.perf_counter()
-            if args.compile:
-                weight = model.embed_tokens.weight
-                cache = StaticCache(
-                    model.config, batches[0], 2 * CHUNK, weight.dtype, weight.device
-                )
-                compile_model(model, cache, CHUNK // batches[0])
-                figures["compile_s"] = time.perf_counter() - start
-            result = figures | result  # the first model's
-            for batch, capacity in itertools.product(batches, capacities):
-                name = f"{mode}, " * (mode != "none") + f"batch {batch}"
-                name += f", capacity {capacity}" * (len(capacities) > 1)
-                runs[name] = Run(model, batch, capacity, args)
-                runs[name].generate()  # warm up: any graph for this batch size is compiled here
+        model, figures = build(args, mode)
+        start = time.perf_counter()
+        if args.compile:
+            compile_model(model)
+            figures["compile_s"] = time.perf_counter() - start
+        result = figures | result  # the first model's
+        for batch, capacity in itertools.product(args.batch, capacities):
+            name = f"{mode}, " * (mode != "none") + f"batch {batch}"
+            name += f", capacity {capacity}" * (len(capacities) > 1)
+            runs[name] = Run(model, batch, capacity, args)
+            runs[name].generate()  # warm up: any graph for this batch size is compiled here
     device = model.embed_tokens.weight.device
     result["peak_memory_gb"] = peak_memory(device)  # before the limits' own buffers exist
     gemm = gemm_peak(model)

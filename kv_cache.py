@@ -3,9 +3,9 @@
 Keys and values of past tokens never change, so they are computed once and kept; each step then
 costs one token instead of the whole text (Pope et al. 2022, arXiv:2211.05102, section 3.3, counts
 the bytes). A slab suits one sequence whose longest length is known; blocks suit many sequences
-that come, grow and go (Kwon et al. 2023, arXiv:2309.06180). Does not know the model, which sees
-either through model.LayerCache, nor who owns which block: that is paged.py.
-Read: StaticCache, Slab.attend, PagedCache, paged_attention. Next: tokenizer.py.
+that come, grow and go (Kwon et al. 2023, arXiv:2309.06180). The model sees either through
+model.LayerCache. Does not know who owns which block: that is paged.py.
+Read: StaticCache, Slab.attend, PagedCache, paged_attention, Runner. Next: tokenizer.py.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from model import Config, KVCache, LayerCache, attention
+from model import Config, KVCache, LayerCache, Transformer, attention
 
 # --- One key or value -----------------------------------------------------------------------------
 
@@ -40,6 +40,17 @@ def decode(stored: Tensor, dtype: torch.dtype) -> Tensor:
     if stored.dtype != torch.int8:
         return stored
     return (stored[..., :-4] * stored[..., -4:].contiguous().view(torch.float32)).to(dtype)
+
+
+class Row(NamedTuple):
+    """One sequence's share of a forward: its tokens start .. end - 1, and where its blocks are."""
+
+    blocks: list[int]  # [] in a slab
+    start: int
+    end: int
+
+    def of(self, ids: list[int]) -> list[int]:
+        return ids[self.start : self.end]
 
 
 # --- One slab per sequence ------------------------------------------------------------------------
@@ -132,6 +143,11 @@ class StaticCache(KVCache):
         view.layers = [Slab(slab.k, slab.v, view.slots) for slab in self.layers]
         return view
 
+    def step(self, rows: list[Row]) -> tuple["StaticCache", Tensor]:
+        """Prepare a forward of one row: a view up to its end, and its positions, (1, T)."""
+        ((_, start, end),) = rows
+        return self.upto(end), torch.arange(start, end, device=self.slots.device)[None]
+
     def probe(self, length: int) -> tuple["StaticCache", Tensor]:
         """Return a view and positions 0 .. length - 1, (B, length), to compile a forward with: the
         length in use and the capacity are marked as sizes that will vary."""
@@ -145,14 +161,6 @@ class StaticCache(KVCache):
 
 
 # --- Blocks of a shared pool ----------------------------------------------------------------------
-
-
-class Row(NamedTuple):
-    """One sequence's share of a step: the tokens start .. end - 1, and where its blocks are."""
-
-    blocks: list[int]
-    start: int
-    end: int
 
 
 class Blocks(LayerCache):
@@ -313,3 +321,35 @@ _library.define(
 )
 _library.impl("paged_attention", paged_attention, "CompositeExplicitAutograd")
 torch.library.register_fake("kilolm::paged_attention", lambda q, *_: torch.empty_like(q))
+
+
+# --- A model at work ------------------------------------------------------------------------------
+
+
+class Runner:
+    """A model and the cache that it runs against: rows of tokens in, logits out. All that generates
+    goes through here."""
+
+    def __init__(self, model: Transformer, cache: StaticCache | PagedCache | KVCache) -> None:
+        self.model, self.cache = model, cache
+        self.device = model.embed_tokens.weight.device
+
+    @torch.no_grad()
+    def __call__(self, rows: list[Row], tokens: list[int], select: list[int]) -> Tensor:
+        """Run the rows' tokens, side by side.
+
+        Args:
+            rows: see PagedCache.step.
+            tokens: ids, row after row.
+            select: indices into `tokens` whose logits are wanted.
+
+        Returns:
+            (len(select), V).
+        """
+        view, positions = self.cache.step(rows)
+        ids, chosen = (torch.tensor(x, device=self.device) for x in ([tokens], select))
+        return self.model(ids, positions.to(self.device), view, chosen)
+
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """See PagedCache.copy_blocks."""
+        self.cache.copy_blocks(pairs)

@@ -289,16 +289,14 @@ def save(model: Transformer, source: Path, out: Path, quantization: dict[str, An
 # --- Packed forms, for CPUs -----------------------------------------------------------------------
 
 
-def pack_linears(model: nn.Module, one_row: bool = False) -> nn.Module:
+def pack_linears(model: nn.Module) -> nn.Module:
     """Replace each Linear, plain or quantised, by its packed form, in place, before compiling.
 
-    Leaves alone what oneDNN has no kernel for on this processor, such as float16 on many.
+    Leaves alone what has no fast form on this processor, such as float16 on many, and int8 in
+    groups or without VNNI: that is dequantised at each step.
 
     Memory peaks at one extra weight: the packed copy takes the plain one's place and serves every
     batch size. (Inductor's freezing packs too, but keeps a copy for each compiled graph.)
-
-    Args:
-        one_row: the model will decode one sequence at a time.
 
     Returns:
         The same model.
@@ -312,35 +310,14 @@ def pack_linears(model: nn.Module, one_row: bool = False) -> nn.Module:
     # The list holds parents only: a reference to a Linear would keep its plain weight alive.
     for module in [m for m in model.modules() if not isinstance(m, kinds)]:
         for name, child in module.named_children():
-            if isinstance(child, nn.Linear) and one_row:
-                setattr(module, name, OneRowLinear(child))
-            elif isinstance(child, nn.Linear) and packable.get(child.weight.dtype):
+            if isinstance(child, nn.Linear) and packable.get(child.weight.dtype):
                 setattr(module, name, PackedLinear(child))
-            elif isinstance(child, QuantLinear):
-                symmetric = child.bits == 8 and bool((child.zeros == 128).all())
-                per_channel = symmetric and child.scales.shape[1] == 1
-                as_bytes = per_channel and torch.cpu._is_vnni_supported() and not one_row
-                setattr(module, name, (Int8Linear if as_bytes else BlockedLinear)(child))
+            elif isinstance(child, QuantLinear) and child.bits == 4:
+                setattr(module, name, BlockedLinear(child))
+            elif isinstance(child, QuantLinear) and Int8Linear.can_pack(child):
+                setattr(module, name, Int8Linear(child))
             del child
     return model
-
-
-class OneRowLinear(nn.Module):
-    """A Linear over its plain weight that multiplies a single row in code that torch.compile
-    generates: it reads at the memory's limit, where oneDNN's packed product for one row reaches
-    0.75 of it (two Zen 5 cores). For 8 rows oneDNN's packed weight is faster by half, for 256 by
-    0.05, so this is for one sequence, and PackedLinear for many."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.shape[:-1].numel() > 1:
-            return F.linear(x, self.weight, self.bias)
-        y = (self.weight.float() * materialize(x)).sum(1)  # summed in float32, as oneDNN does
-        y = y if self.bias is None else y + self.bias
-        return y.to(x.dtype).view(*x.shape[:-1], -1)
 
 
 class PackedLinear(nn.Module):
@@ -376,6 +353,12 @@ class Int8Linear(nn.Module):
     Example: x = [1.0, -0.3], s = 1 / 16256: digits 127 | 0 and -38 | -13 (128 * -38 - 13 = -4877)
     """
 
+    @staticmethod
+    def can_pack(linear: QuantLinear) -> bool:
+        """One scale for each output channel, symmetric, and a processor that multiplies bytes."""
+        per_channel = linear.scales.shape[1] == 1 and bool((linear.zeros == 128).all())
+        return per_channel and torch.cpu._is_vnni_supported()
+
     def __init__(self, linear: QuantLinear) -> None:
         super().__init__()
         self.out_features, self.nbytes, self.bias = linear.out_features, linear.nbytes, linear.bias
@@ -408,7 +391,7 @@ def materialize(x: Tensor) -> Tensor:
 
 
 class BlockedLinear(nn.Module):
-    """Quantised weights in blocks of 32 output channels, for code that torch.compile generates.
+    """int4 weights in blocks of 32 output channels, for code that torch.compile generates.
 
     A vector register holds 32 outputs, and the loop runs down the input channels with x[k] in every
     lane, so nothing is added up across lanes, and the bytes lie in the order in which they are
@@ -422,29 +405,26 @@ class BlockedLinear(nn.Module):
     def __init__(self, linear: QuantLinear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.bits, self.nbytes, self.bias = linear.bits, linear.nbytes, linear.bias
-        self.order, (N, G) = linear.order, linear.scales.shape
+        self.nbytes, self.bias, self.order = linear.nbytes, linear.bias, linear.order
+        N, G = linear.scales.shape
 
         def blocked(t: Tensor) -> Tensor:  # (N, ...) -> (blocks, ..., LANES), zeros at the end
             t = F.pad(t, (0, 0, 0, -N % self.LANES))
             return t.unflatten(0, (-1, self.LANES)).movedim(1, -1).contiguous()
 
-        q, zeros = linear.qweight, linear.zeros.float()
-        if self.bits == 8:  # signed bytes become floats faster than unsigned ones
-            q, zeros = (q ^ 128).view(torch.int8), zeros - 128
-        else:  # a byte now holds channels j and j + half of a group, not neighbours
-            q = pack_bits(unpack_bits(q, 4).view(N, G, 2, -1).transpose(2, 3).flatten(1), 4)
+        # A byte now holds channels j and j + half of a group, not neighbours.
+        q = unpack_bits(linear.qweight, 4).view(N, G, 2, -1).transpose(2, 3)
+        q = pack_bits(q.flatten(1), 4)
         # (blocks, G, bytes of a group, LANES), and (blocks, G, LANES) twice
         self.register_buffer("qweight", blocked(q).unflatten(1, (G, -1)))
-        self.scales, self.zeros = blocked(linear.scales), blocked(zeros)
+        self.scales, self.zeros = blocked(linear.scales), blocked(linear.zeros.float())
 
     def forward(self, x: Tensor) -> Tensor:
         x = x if self.order is None else x[..., self.order]
         if x.shape[:-1].numel() == 1:
             y = self.one_row(x).to(x.dtype)
         else:
-            weight = self.qweight, self.scales, self.zeros, self.bits
-            y = torch.ops.kilolm.blocked_linear(x, *weight)
+            y = torch.ops.kilolm.blocked_linear(x, self.qweight, self.scales, self.zeros)
         y = y[..., : self.out_features].view(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias
 
@@ -453,17 +433,14 @@ class BlockedLinear(nn.Module):
         to get: low * x0 + high * x1 = b * x0 + high * (x1 - 16 * x0)."""
         G, b = self.scales.shape[1], self.qweight.float()  # (blocks, G, bytes, LANES)
         groups = materialize(x).view(G, -1)
-        if self.bits == 4:
-            x0, x1 = groups.view(G, 2, -1, 1).unbind(1)  # (G, bytes, 1) each
-            x1 = materialize(x1 - 16 * x0).view_as(x0)
-            sums = (b * x0 + (b * 0.0625).floor() * x1).sum(2)  # (blocks, G, LANES)
-        else:
-            sums = (b * groups[:, :, None]).sum(2)
+        x0, x1 = groups.view(G, 2, -1, 1).unbind(1)  # (G, bytes, 1) each
+        x1 = materialize(x1 - 16 * x0).view_as(x0)
+        sums = (b * x0 + (b * 0.0625).floor() * x1).sum(2)  # (blocks, G, LANES)
         offset = groups.sum(1, keepdim=True)  # (G, 1)
         return (self.scales * (sums - self.zeros * offset)).sum(1).flatten()
 
 
-def blocked_linear(x: Tensor, qweight: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> Tensor:
+def blocked_linear(x: Tensor, qweight: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
     """Dequantise 512 output channels, multiply, and go on to the next.
 
     Args:
@@ -476,20 +453,18 @@ def blocked_linear(x: Tensor, qweight: Tensor, scales: Tensor, zeros: Tensor, bi
     weights = [*zip(*(t.split(16) for t in (qweight, scales, zeros)))]
     # One piece at a time: the memory of the last is used again while it is in the cache.
     dequantize = _compiled(dequantize_blocks)
-    parts = (dequantize(*weight, bits, x.dtype).view(x.shape[-1], -1) for weight in weights)
+    parts = (dequantize(*weight, x.dtype).view(x.shape[-1], -1) for weight in weights)
     rows = x.reshape(-1, x.shape[-1])  # as 3-D it could become a bmm over copies of each piece
     return torch.cat([rows @ part for part in parts], -1).view(*x.shape[:-1], -1)
 
 
-def dequantize_blocks(
-    q: Tensor, scales: Tensor, zeros: Tensor, bits: int, dtype: torch.dtype
-) -> Tensor:
-    """(blocks, G, bytes, LANES) -> (G, values in a byte, bytes, blocks, LANES), which is (K, N)."""
+def dequantize_blocks(q: Tensor, scales: Tensor, zeros: Tensor, dtype: torch.dtype) -> Tensor:
+    """(blocks, G, bytes, LANES) -> (G, 2, bytes, blocks, LANES), which is (K, N)."""
     q = q.float()
     high = (q * 0.0625).floor()
     halves = [
         (scales[:, :, None] * (half - zeros[:, :, None])).to(dtype).permute(1, 2, 0, 3)
-        for half in ([q - 16 * high, high] if bits == 4 else [q])
+        for half in (q - 16 * high, high)
     ]
     return torch.stack(halves, 1).contiguous()
 
@@ -501,16 +476,26 @@ _packed: list[weakref.ref] = []  # key -> PackedLinear or Int8Linear; weak, so i
 
 
 def _packed_linear(x: Tensor, key: Tensor, out_features: int) -> Tensor:
-    module = _packed[int(key)]()
-    return torch.ops.mkldnn._linear_pointwise(x, module.packed, module.bias, "none", [], "")
+    module, rows = _packed[int(key)](), x.flatten(0, -2)
+    y = torch.ops.mkldnn._linear_pointwise(
+        _at_least(5, rows), module.packed, module.bias, "none", [], ""
+    )
+    return y[: len(rows)].view(*x.shape[:-1], out_features)
 
 
 def _int8_linear(x: Tensor, key: Tensor, out_features: int) -> Tensor:
     module = _packed[int(key)]()
-    return torch.ops.onednn.qlinear_pointwise(
-        x, 1.0, 128, module.packed, module.scales, module.zeros, None, 1.0, 0, torch.float32,
-        "none", [], "",
+    y = torch.ops.onednn.qlinear_pointwise(
+        _at_least(6, x), 1.0, 128, module.packed, module.scales, module.zeros, None, 1.0, 0,
+        torch.float32, "none", [], "",
     )  # fmt: skip
+    return y[: len(x)]
+
+
+def _at_least(count: int, rows: Tensor) -> Tensor:
+    """Add rows of zeros: oneDNN's code for one or two rows reads the weights more slowly than that
+    for five (25 against 31 GB/s, where the limit was 35, on two Zen 5 cores)."""
+    return rows if len(rows) >= count else F.pad(rows, (0, 0, 0, count - len(rows)))
 
 
 def _rows(x: Tensor, key: Tensor, out_features: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -522,9 +507,7 @@ def _rows(x: Tensor, key: Tensor, out_features: int, dtype: torch.dtype | None =
 _library = torch.library.Library("kilolm", "FRAGMENT")
 _library.define("packed_linear(Tensor x, Tensor key, int out_features) -> Tensor")
 _library.define("int8_linear(Tensor x, Tensor key, int out_features) -> Tensor")
-_library.define(
-    "blocked_linear(Tensor x, Tensor q, Tensor scales, Tensor zeros, int bits) -> Tensor"
-)
+_library.define("blocked_linear(Tensor x, Tensor q, Tensor scales, Tensor zeros) -> Tensor")
 _library.impl("packed_linear", _packed_linear, "CPU")
 _library.impl("int8_linear", _int8_linear, "CPU")
 _library.impl("blocked_linear", blocked_linear, "CPU")

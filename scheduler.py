@@ -29,11 +29,13 @@ from typing import Any
 
 import torch
 
-from generate import SamplingParams, Sequence, compile_model, pick_device, sample, sampling_params
-from kv_cache import PagedCache, Row, stored_dim
+from generate import compile_model, pick_device, sampling_params
+from kv_cache import PagedCache, Row, Runner, stored_dim
 from model import DTYPES, Transformer, progress
 from paged import BlockPool, BlockTable
 from quantize import load
+from sampling import SamplingParams, Sequence
+from speculative import DraftModel, Guess, NGram, Proposer
 from tokenizer import Tokenizer
 
 
@@ -80,6 +82,7 @@ class Stats:
     cached_tokens: int = 0  # found in the prefix cache instead
     output_tokens: int = 0
     preemptions: int = 0
+    guess_s: float = 0.0
     model_s: float = 0.0
     sample_s: float = 0.0
     host_s: float = 0.0  # the rest of step(): what scheduling costs
@@ -100,6 +103,8 @@ class Engine:
         block_size: int = 16,
         kv_dtype: torch.dtype | None = None,
         compile: bool = False,
+        draft: Transformer | None = None,
+        speculate: int = 0,
     ) -> None:
         """Make the block pool.
 
@@ -115,35 +120,50 @@ class Engine:
             num_blocks: blocks in the pool, instead of kv_memory.
             block_size: tokens in a block.
             kv_dtype: torch.int8, or None: the model's own.
-            compile: make the model fast first, in place; see generate.compile_model.
+            compile: make the models fast first, in place; see generate.compile_model.
+            draft: a small model that guesses tokens, on the same device; see speculative.py.
+            speculate: tokens to guess in a step; without a draft, from what the text repeats.
 
         Raises:
-            ValueError: a budget too small for one token of each sequence, or no room for a block.
+            ValueError: a budget too small for one token (and the guesses after it) of each
+                sequence, no room for a block, or a draft with another vocabulary.
         """
-        if max_num_batched_tokens < max_num_seqs or max_num_seqs < 1:
+        if max_num_batched_tokens < max_num_seqs * (1 + speculate) or max_num_seqs < 1:
             raise ValueError(
                 f"max_num_batched_tokens {max_num_batched_tokens} is less than max_num_seqs "
-                f"{max_num_seqs}: raise it, or a running sequence would have to wait"
+                f"{max_num_seqs} times {1 + speculate} tokens: raise the first or lower the second,"
+                " or a running sequence would have to wait"
             )
         config, weight = model.config, model.embed_tokens.weight
-        dtype = kv_dtype or weight.dtype
-        self.model, self.config, self.tokenizer = model, config, tokenizer
+        self.config, self.tokenizer = config, tokenizer
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_seq_len = max_seq_len or config.max_position_embeddings
+        models = [model, draft] if draft else [model]
+        dtypes = [kv_dtype or each.embed_tokens.weight.dtype for each in models]
         if num_blocks is None:
-            heads = config.num_hidden_layers * config.num_key_value_heads
-            block_bytes = 2 * block_size * heads * stored_dim(config, dtype) * dtype.itemsize
+            block_bytes = 0
+            for each, dtype in zip(models, dtypes, strict=True):
+                heads = 2 * each.config.num_hidden_layers * each.config.num_key_value_heads
+                block_bytes += block_size * heads * stored_dim(each.config, dtype) * dtype.itemsize
             if kv_memory < 1:
                 kv_memory *= free_memory(weight.device)
             most = max_num_seqs * -(-self.max_seq_len // block_size)
             num_blocks = min(int(kv_memory // block_bytes), most)
         self.pool = BlockPool(num_blocks, block_size)
-        self.cache = PagedCache(config, num_blocks, block_size, dtype, weight.device)
+        caches = [
+            PagedCache(each.config, num_blocks, block_size, dtype, weight.device)
+            for each, dtype in zip(models, dtypes, strict=True)
+        ]
+        self.runner = Runner(model, caches[0])
+        self.proposer: Proposer = NGram(speculate)
+        if draft:
+            self.proposer = DraftModel(draft, speculate, config.vocab_size)
+            self.proposer.runner.cache = caches[1]
         self.running: list[Task] = []  # by rank: the first is served first, the last preempted
         self.waiting: list[Task] = []  # by rank
         self.stats, self._arrivals = Stats(), 0
-        if compile:
-            compile_model(model, self.cache)
+        for each, cache in zip(models, caches, strict=True) if compile else ():
+            compile_model(each, cache)
 
     def add_request(
         self,
@@ -207,67 +227,86 @@ class Engine:
         After an exception, such as running out of memory, only reset() makes it usable again.
         """
         start = time.perf_counter()
-        # 1) schedule: rows with equally many tokens side by side, as the cache wants them
-        batch = sorted(self.schedule(), key=lambda pair: pair[1] - pair[0].table.length)
+        # 1) schedule
+        batch = self.schedule()
         if not batch:
             return []
-        # 2) run
-        rows = [Row(task.table.blocks, task.table.length, end) for task, end in batch]
-        wanted = [task.sequence.wanted(end) for task, end in batch]
-        tokens, select, at = [], [], 0
-        for (task, end), row, positions in zip(batch, rows, wanted, strict=True):
-            tokens += task.sequence.ids[row.start : end]
-            select += range(at + positions.start - row.start, at + end - row.start)
-            at += end - row.start
-        device = self.cache.device
-        cache, positions = self.cache.step(rows)
-        new = torch.tensor([tokens], device=device)  # (1, T), all rows side by side
+        # Rows with equally many tokens side by side, as the cache wants them.
+        batch.sort(key=lambda pair: pair[1] - pair[0].table.length)
+        tasks = [task for task, _ in batch]
+        sequences = [task.sequence for task in tasks]
+        # 2) guess, where a sequence has no further token to run
+        known = [min(end, len(task.sequence.ids)) for task, end in batch]
+        counts = [end - at for (_, end), at in zip(batch, known, strict=True)]
+        rows = [Row(t.table.blocks, t.table.length, end) for t, end in zip(tasks, known)]
+        began = time.perf_counter()
+        guesses = self.proposer.propose(sequences, rows, counts)
+        # 3) run
         ran = time.perf_counter()
-        logits = self.model(new, positions, cache, torch.tensor(select, device=device))
-        # 3) sample where the sequence has no further token to run
+        tokens: list[int] = []
+        select: list[int] = []
+        wanted: list[int] = []
+        for i, (row, guess) in enumerate(zip(rows, guesses, strict=True)):
+            rows[i] = row._replace(end=row.end + len(guess.ids))
+            positions = sequences[i].wanted(rows[i].end)
+            select += [len(tokens) + p - row.start for p in positions]
+            wanted.append(len(positions))
+            tokens += row.of(sequences[i].ids) + guess.ids
+        logits = self.runner(rows, tokens, select)
         made = time.perf_counter()
-        draws: list[Task] = []
+        # 4) sample
+        draws: list[tuple[Task, Guess]] = []
         lines: list[int] = []
         at = 0
-        for (task, end), positions in zip(batch, wanted, strict=True):
-            at += len(positions)
-            task.sequence.score_prompt(logits[at - len(positions) : at], end)
+        for task, guess, end, count in zip(tasks, guesses, known, wanted, strict=True):
+            at += count
+            task.sequence.score_prompt(logits[at - count : at], end)
             self.pool.commit(task.table, task.sequence.ids, end, task.request.cache_salt)
             if end == len(task.sequence.ids):
-                forks = self._fork(task)
-                draws += forks
-                lines += [at - 1] * len(forks)
+                for other in self._fork(task):
+                    draws.append((other, guess))
+                    lines += range(at - 1 - len(guess.ids), at)
         picked = logits if lines == [*range(len(logits))] else logits[lines]
-        sampled = sample(picked, [task.sequence for task in draws]) if draws else []
+        drawing = [task.sequence for task, _ in draws]
+        sampled = self.proposer.verify(picked, drawing, [guess for _, guess in draws])
         drawn = time.perf_counter()
-        # 4) append, and retire what has ended
-        for task, token in zip(draws, sampled, strict=True):
-            task.sequence.append(token)
-            if task.sequence.finish_reason:
+        # 5) append, and retire what has ended
+        stats = self.stats
+        for (task, _), new in zip(draws, sampled, strict=True):
+            sequence = task.sequence
+            for token in new:
+                if not sequence.finish_reason:  # EOS or a stop string can come before the last
+                    sequence.append(token)
+                    stats.output_tokens += 1
+            if task.table.blocks:  # what came after its guesses is overwritten later
+                end = len(sequence.ids) - 1
+                self.pool.commit(task.table, sequence.ids, end, task.request.cache_salt)
+            if sequence.finish_reason:
                 self._leave(task)
-        stats, done = self.stats, time.perf_counter()
+        done = time.perf_counter()
         stats.steps += 1
         stats.computed_tokens += len(tokens)
-        stats.output_tokens += len(draws)
+        stats.guess_s += ran - began
         stats.model_s += made - ran
         stats.sample_s += drawn - made
-        stats.host_s += done - drawn + ran - start
-        return [*dict.fromkeys(task.request for task in draws)]
+        stats.host_s += done - drawn + began - start
+        return [*dict.fromkeys(task.request for task, _ in draws)]
 
     def schedule(self) -> list[tuple[Task, int]]:
         """Choose the sequences of this step, and make room for their tokens.
 
         Returns:
-            (task, end): its tokens from table.length up to `end` are to run.
+            (task, end): its tokens from table.length up to `end` are to run; those past its last
+            are to be guessed.
         """
         budget, batch, copies = self.max_num_batched_tokens, [], []
-        # 1) the running, first in line first. Each later one is sure of a token of the budget.
+        # 1) the running, first in line first. Each later one is sure of its share of the budget.
         preempted = 0
         for i, task in enumerate([*self.running]):
             if i >= len(self.running):  # it has been preempted
                 break
-            left = budget - (len(self.running) - i - 1)
-            end = min(len(task.sequence.ids), task.table.length + left)
+            left = budget - (len(self.running) - i - 1) * (1 + self.proposer.k)
+            end = self._end(task, left)
             while self.pool.cost(task.table, end) > self.pool.num_available:
                 self._preempt(self.running[-1])
                 preempted += 1
@@ -283,8 +322,8 @@ class Engine:
             sequence, table = task.sequence, task.table
             if not 0 < len(sequence.prompt_tokens) < sequence.prompt_len:  # needs every logit
                 self.pool.reuse(table, sequence.ids, task.request.cache_salt)
-            end = min(len(sequence.ids), table.length + budget)
-            if self.pool.cost(table, end) > self.pool.num_available:
+            end = self._end(task, budget)
+            if end == table.length or self.pool.cost(table, end) > self.pool.num_available:
                 self.pool.free(table)
                 break
             copies += self.pool.grow(table, end)
@@ -292,8 +331,18 @@ class Engine:
             budget -= end - table.length
             batch.append((task, end))
             insort(self.running, self.waiting.pop(0), key=lambda task: task.rank)
-        self.cache.copy_blocks(copies)
+        self.runner.copy_blocks(copies)
+        self.proposer.copy_blocks(copies)
         return batch
+
+    def _end(self, task: Task, budget: int) -> int:
+        """Where a sequence's next tokens end: within the budget, and never among its guesses, so
+        that how many these are depends on nothing but the sequence."""
+        known, start = len(task.sequence.ids), task.table.length
+        end = known + self.proposer.count(task.sequence)
+        if end - start <= budget:
+            return end
+        return min(known - 1, start + budget)
 
     def check(self) -> None:
         """Assert that every block is accounted for, and every sequence is in one place."""
@@ -342,16 +391,25 @@ class LLM:
     """
 
     def __init__(
-        self, checkpoint: Path | str, device: str = "auto", dtype: str = "auto", **options: Any
+        self,
+        checkpoint: Path | str,
+        device: str = "auto",
+        dtype: str = "auto",
+        draft_checkpoint: Path | str | None = None,
+        **options: Any,
     ) -> None:
-        """Load a checkpoint, plain or quantised.
+        """Load a checkpoint, plain or quantised, and a draft for it.
 
         Args:
-            options: Engine's: compile, kv_memory, max_num_seqs, ...
+            options: Engine's: compile, kv_memory, max_num_seqs, speculate, ...
         """
         self.checkpoint, place = Path(checkpoint), pick_device(device)
-        model, tokenizer = load(checkpoint, place, DTYPES.get(dtype)), Tokenizer(checkpoint)
-        self.engine = Engine(model, tokenizer, **options)
+        model, draft = (
+            path and load(path, place, DTYPES.get(dtype)) for path in (checkpoint, draft_checkpoint)
+        )
+        if draft:
+            options = {"speculate": 4} | options
+        self.engine = Engine(model, Tokenizer(checkpoint), draft=draft, **options)
 
     def generate(
         self,

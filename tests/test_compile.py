@@ -8,9 +8,10 @@ import torch
 from conftest import SHAKESPEARE
 from torch._inductor.utils import run_and_get_code
 
-from generate import SamplingParams, Sequence, compile_model, generate
+from generate import compile_model, generate
 from kv_cache import PagedCache, Row, StaticCache
 from model import Config, load_model
+from sampling import SamplingParams, Sequence
 from scheduler import Engine
 
 

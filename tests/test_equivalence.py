@@ -13,10 +13,11 @@ import torch
 from conftest import SHAKESPEARE
 from torch import nn
 
-from generate import SamplingParams, Sequence, compile_model, generate
+from generate import compile_model, generate
 from kv_cache import StaticCache
 from model import Config, Transformer, load_model
 from quantize import QuantLinear, quantize_model
+from sampling import SamplingParams, Sequence
 from scheduler import Engine
 from tokenizer import Tokenizer
 

@@ -22,8 +22,9 @@ from conftest import ROOT, SHAKESPEARE
 from safetensors.torch import load_file, save_file
 
 import generate
-from generate import SamplingParams, Sequence, Token
+import speculative
 from model import load_model
+from sampling import SamplingParams, Sequence, Token
 from tokenizer import Tokenizer
 
 CONFIG = json.loads((SHAKESPEARE / "config.json").read_text())
@@ -119,7 +120,7 @@ def test_text_and_statistics(cli):
 
 def test_text_is_streamed(cli, monkeypatch):
     """Bug: the text comes at the end in one piece, or stays in a buffer."""
-    calls, seen, sample = [0], [], generate.sample
+    calls, seen, sample = [0], [], speculative.sample
 
     class Out(io.StringIO):
         flushed = 0
@@ -134,7 +135,7 @@ def test_text_is_streamed(cli, monkeypatch):
         seen.append(out.flushed)
         return sample(*args)
 
-    monkeypatch.setattr(generate, "sample", counting)
+    monkeypatch.setattr(speculative, "sample", counting)
     monkeypatch.setattr(sys, "stdout", out)
     assert cli(*SEEDED).code == 0
     assert len(seen) == 12
@@ -580,14 +581,14 @@ def interrupt(monkeypatch):
     """Press Ctrl-C when the n-th token is about to be sampled."""
 
     def at(n: int) -> None:
-        count, sample = itertools.count(1), generate.sample
+        count, sample = itertools.count(1), speculative.sample
 
         def sampling(*args):
             if next(count) == n:
                 raise KeyboardInterrupt
             return sample(*args)
 
-        monkeypatch.setattr(generate, "sample", sampling)
+        monkeypatch.setattr(speculative, "sample", sampling)
 
     return at
 

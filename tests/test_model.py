@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import kv_cache
 import model as model_module
-from generate import SamplingParams, Sequence, generate
+from generate import generate
 from kv_cache import StaticCache
 from model import (
     Config,
@@ -32,6 +32,7 @@ from model import (
     named_tensors,
     progress,
 )  # fmt: skip
+from sampling import SamplingParams, Sequence
 
 T = 80  # tokens compared: a wrong rope layout shows only past about 32, a cache's buckets past 64
 ATOL = 1e-4  # fp32, logits of standard deviation above 1

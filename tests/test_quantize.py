@@ -22,7 +22,6 @@ from model import CheckpointError, FusedLinear, Transformer, load_config, load_m
 from quantize import (
     BlockedLinear,
     Int8Linear,
-    OneRowLinear,
     PackedLinear,
     QuantLinear,
     linears,
@@ -263,13 +262,12 @@ def test_packed_equals_plain(dtype, bias, rows):
     torch.testing.assert_close(packed(x), plain)
 
 
-@pytest.mark.parametrize("form", [OneRowLinear, PackedLinear])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_plain_forms_take_any_shape(dtype, bias, form):
-    """One row in two or three dimensions that comes back as one, or is taken for many."""
+def test_packed_linear_takes_any_shape(dtype, bias):
+    """One row in two or three dimensions that comes back as one, or with the rows of padding."""
     linear = nn.Linear(64, 70, bias).to(dtype).requires_grad_(False)
-    packed = form(linear)
+    packed = PackedLinear(linear)
     for shape in SHAPES:
         x = torch.randn(*shape, 64).to(dtype)
         y = packed(x)
@@ -281,14 +279,12 @@ def test_plain_forms_take_any_shape(dtype, bias, form):
 @pytest.mark.parametrize(
     ("N", "bias", "order"), [(64, False, False), (70, True, False), (33, False, True), (5, 1, 1)]
 )
-@pytest.mark.parametrize(
-    ("bits", "group_size"), [(4, 128), (4, 32), (4, 64), (4, 2), (8, 128), (8, 32), (8, 64)]
-)
-def test_blocked_linear(bits, group_size, N, bias, order, dtype):
+@pytest.mark.parametrize("group_size", [128, 32, 64, 2])
+def test_blocked_linear(group_size, N, bias, order, dtype):
     """The order of channels within a group, of outputs within a block, the padding of the last
     block, or the zero points: each wrong for one row or for many only."""
-    linear = quant_linear(bits, group_size, N=N, bias=bias, order=order, dtype=dtype)
-    linear.zeros.random_(0, 2**bits)  # other tools' are anywhere
+    linear = quant_linear(4, group_size, N=N, bias=bias, order=order, dtype=dtype)
+    linear.zeros.random_(0, 16)  # other tools' are anywhere
     packed = BlockedLinear(linear)
     for shape in SHAPES:
         x = torch.randn(*shape, 128).to(dtype)
@@ -361,7 +357,7 @@ def test_zero_huge_and_tiny_rows(dtype, rows, form):
     least: the rest of the batch must not notice either."""
     if form is Int8Linear and not torch.cpu._is_vnni_supported():
         pytest.skip("this processor does not multiply bytes")
-    linear = quant_linear(8, 128, bias=True, dtype=dtype)
+    linear = quant_linear(8 if form is Int8Linear else 4, 128, bias=True, dtype=dtype)
     packed = form(linear)
     with torch.compiler.set_stance("force_eager"):
         y = packed(torch.zeros(rows, 128, dtype=dtype))
@@ -386,28 +382,24 @@ def test_zero_points_of_8_bits_are_kept():
         assert ((packed(x) - right).abs() <= size * 1e-4).all()
 
 
-@pytest.mark.parametrize("kind", ["plain", "int4", "int8"])
-def test_one_row_that_is_not_contiguous(kind):
+@pytest.mark.parametrize("form", [PackedLinear, BlockedLinear])
+def test_one_row_that_is_not_contiguous(form):
     """A view with steps between its values was read as if it had none: neighbours' values."""
     x = torch.randn(1, 256)[:, ::2]
-    if kind == "plain":
-        twin = nn.Linear(128, 70).requires_grad_(False)
-        packed = OneRowLinear(twin)
-    else:
-        twin = quant_linear(4 if kind == "int4" else 8, 32)
-        packed = BlockedLinear(twin)
-    torch.testing.assert_close(packed(x), twin(x.contiguous()), atol=1e-4, rtol=1e-4)
+    plain = nn.Linear(128, 70).requires_grad_(False)
+    twin = plain if form is PackedLinear else quant_linear(4, 32)
+    torch.testing.assert_close(form(twin)(x), twin(x.contiguous()), atol=1e-4, rtol=1e-4)
 
 
 def test_packed_forms_compile():
     """A packed tensor, a key or a number of rows baked into the graph; an operator without a shape
     for the compiler. One graph for all forms, since a graph costs seconds."""
     plain = nn.Linear(128, 70).requires_grad_(False)
-    twins = [plain, plain, quant_linear(4, 32, order=True), quant_linear(8, 128, bias=True)]
-    forms = [PackedLinear(plain), OneRowLinear(plain), *map(BlockedLinear, twins[2:])]
+    twins = [plain, quant_linear(4, 32, order=True)]
+    forms = [PackedLinear(plain), BlockedLinear(twins[1])]
     if torch.cpu._is_vnni_supported():
-        twins.append(twins[3])
-        forms.append(Int8Linear(twins[3]))
+        twins.append(quant_linear(8, 128, bias=True))
+        forms.append(Int8Linear(twins[2]))
     run = torch.compile(lambda x: [form(x) for form in forms], fullgraph=True)
     for rows in (1, 3):
         x = torch.randn(1, rows, 128)
@@ -415,20 +407,18 @@ def test_packed_forms_compile():
             torch.testing.assert_close(y, twin(x), atol=3e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("one_row", [False, True])
-def test_pack_linears_picks_the_form(one_row):
-    """One sequence on the form for many, or the other way round, is slow and nothing else."""
-    bytes_form = Int8Linear if torch.cpu._is_vnni_supported() and not one_row else BlockedLinear
+def test_pack_linears_picks_the_form():
+    """A form that does not fit its bits or groups; one that could be packed and is left slow."""
+    bytes_form = Int8Linear if torch.cpu._is_vnni_supported() else QuantLinear
     model = nn.Sequential(
         nn.Linear(64, 64).requires_grad_(False),
         quant_linear(8, 128),
         quant_linear(8, 64),
         nn.Sequential(quant_linear(4, 128), quant_linear(4, 32)),
     )
-    assert pack_linears(model, one_row) is model
+    assert pack_linears(model) is model
     kinds = [type(module) for module in model.modules() if not [*module.children()]]
-    first = OneRowLinear if one_row else PackedLinear
-    assert kinds == [first, bytes_form, BlockedLinear, BlockedLinear, BlockedLinear]
+    assert kinds == [PackedLinear, bytes_form, QuantLinear, BlockedLinear, BlockedLinear]
 
 
 def test_pack_linears_frees_the_plain_weights_one_by_one(monkeypatch):
@@ -449,13 +439,14 @@ def test_pack_linears_frees_the_plain_weights_one_by_one(monkeypatch):
     assert alive == [2, 1]
 
 
-@pytest.mark.parametrize("group_size", [32, 128])
-@pytest.mark.parametrize("one_row", [False, True])
-def test_pack_linears_frees_the_quantised_weights(one_row, group_size):
+@pytest.mark.parametrize("bits", [4, 8])
+def test_pack_linears_frees_the_quantised_weights(bits):
     """A packed form that kept its QuantLinear would take twice the memory."""
-    model = nn.Sequential(quant_linear(8, group_size))
+    if bits == 8 and not torch.cpu._is_vnni_supported():
+        pytest.skip("this processor does not multiply bytes")
+    model = nn.Sequential(quant_linear(bits, 128))
     stored = weakref.ref(model[0].qweight)
-    pack_linears(model, one_row)
+    pack_linears(model)
     assert stored() is None
 
 

@@ -24,9 +24,9 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-import generate
-from generate import SamplingParams, Sequence, Token, distribution, draw, sample, uniform
+import sampling
 from model import Config
+from sampling import SamplingParams, Sequence, Token, distribution, draw, sample, uniform
 from tokenizer import Tokenizer
 
 few = settings(max_examples=60, deadline=None)  # deadline: the machine may be busy
@@ -717,7 +717,7 @@ def test_draw_never_gives_the_impossible(weights, u):
 def test_extreme_u_at_a_real_vocabulary(u, monkeypatch):
     """Bug: the float32 sum over many tokens ends below u, and the id is V."""
     V = 50_000
-    monkeypatch.setattr(generate, "uniform", lambda seed, index: u)
+    monkeypatch.setattr(sampling, "uniform", lambda seed, index: u)
     logits = torch.randn(3, V) * 4
     logits[:, -7:] = -INF
     logits[:, :5] = -INF
@@ -806,7 +806,7 @@ def test_draws_along_one_sequence():
 def test_chi_square_catches_a_broken_sampler(name, broken, monkeypatch):
     """Bug: a test of chances that could not fail."""
     for attribute, replacement in broken.items():
-        monkeypatch.setattr(generate, attribute, replacement)
+        monkeypatch.setattr(sampling, attribute, replacement)
     try:
         p = chi_square(count_draws(**SETTINGS[name]), expected_probs(**SETTINGS[name]))
     except AssertionError as error:

@@ -21,9 +21,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import quantize
 import scheduler
-from generate import SamplingParams, Sequence, generate
+import speculative
+from generate import generate
 from kv_cache import PagedCache, Row, StaticCache
 from model import Config, Transformer, attention
+from sampling import SamplingParams, Sequence
 from scheduler import LLM, Engine, free_memory, memory_size
 
 WORDS = random.Random(7).choices(range(1, 32), k=64)  # a text to cut prompts from
@@ -80,13 +82,15 @@ TWINS: dict[tuple, list[Sequence]] = {}
 
 def alone(at: Engine, ids, wish: SamplingParams) -> list[Sequence]:
     """The slow twin: each of the n sequences by itself, with a cache of its own."""
-    key = (at.model, tuple(ids), repr(wish), at.tokenizer, at.max_seq_len)
+    key = (at.runner.model, tuple(ids), repr(wish), at.tokenizer, at.max_seq_len)
     if key not in TWINS:
         splits = wish.split()
         TWINS[key] = [Sequence(ids, p, at.config, at.tokenizer, at.max_seq_len) for p in splits]
         for sequence in TWINS[key]:
-            slabs = StaticCache(at.config, 1, sequence.max_len, at.model.embed_tokens.weight.dtype)
-            for _ in generate(at.model, sequence, slabs):
+            slabs = StaticCache(
+                at.config, 1, sequence.max_len, at.runner.model.embed_tokens.weight.dtype
+            )
+            for _ in generate(at.runner.model, sequence, slabs):
                 pass
     return TWINS[key]
 
@@ -207,9 +211,11 @@ def test_a_long_prompt_stalls_nobody(priority, budget):
 def test_equally_long_rows_stand_side_by_side(monkeypatch):
     """A chunk between the running sequences: each of them was attended on its own, and slowly."""
     at, lengths = engine(num_blocks=40), []
-    plan = at.cache.step
+    plan = at.runner.cache.step
     monkeypatch.setattr(
-        at.cache, "step", lambda rows: lengths.append([r.end - r.start for r in rows]) or plan(rows)
+        at.runner.cache,
+        "step",
+        lambda rows: lengths.append([r.end - r.start for r in rows]) or plan(rows),
     )
     for i, (prompt, priority) in enumerate(((2, 0), (20, -1), (3, 0))):
         at.add_request(WORDS[20 * i :][:prompt], params(9, ignore_eos=True), priority=priority)
@@ -437,8 +443,8 @@ def test_kv_memory_in_bytes(bytes_wanted):
     block = 2 * 2 * 4 * 1 * 8 * 8  # k and v, layers, tokens, heads, head dim, float64
     at = engine(num_blocks=None, kv_memory=bytes_wanted * block, max_seq_len=22)
     assert at.pool.num_blocks == min(int(bytes_wanted), 4 * 6)
-    assert at.cache.num_blocks == at.pool.num_blocks
-    held = sum(t.nbytes for pools in at.cache.pools for t in pools)
+    assert at.runner.cache.num_blocks == at.pool.num_blocks
+    held = sum(t.nbytes for pools in at.runner.cache.pools for t in pools)
     assert held == at.pool.num_blocks * block
 
 
@@ -803,7 +809,7 @@ def test_a_bad_prompt_in_the_middle_runs_none(llm, bad):
 def test_ctrl_c_leaves_nothing_behind(llm, monkeypatch, stop_at):
     """Sequences left in the queue or blocks still mapped; or what a broken forward had not written
     was found as a prefix afterwards."""
-    forward, calls = llm.engine.model.forward, []
+    forward, calls = llm.engine.runner.model.forward, []
 
     def interrupted(*args):
         calls.append(args)
@@ -813,7 +819,7 @@ def test_ctrl_c_leaves_nothing_behind(llm, monkeypatch, stop_at):
 
     texts = [*TEXTS, "Now is the winter of our discontent"]
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine.model, "forward", interrupted)
+        patch.setattr(llm.engine.runner.model, "forward", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(texts, replace(SAMPLED, n=2))
     assert_empty(llm.engine)
@@ -852,13 +858,14 @@ def test_ctrl_c_between_any_two_lines():
 @pytest.mark.parametrize("name", ["sample", "model", "copy_blocks", "commit"])
 def test_an_error_in_any_part_of_a_step_leaves_nothing_behind(llm, monkeypatch, name):
     """Out of memory in the sampler: the next call inherited the sequences of this one."""
-    owners = {"sample": scheduler, "copy_blocks": llm.engine.cache, "commit": llm.engine.pool}
+    engine = llm.engine
+    owners = {"sample": speculative, "copy_blocks": engine.runner, "commit": engine.pool}
 
     def failing(*args):
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        owner = owners.get(name, llm.engine.model)
+        owner = owners.get(name, llm.engine.runner.model)
         patch.setattr(owner, "forward" if name == "model" else name, failing)
         with pytest.raises(RuntimeError, match="out of memory"):
             llm.generate(TEXTS, replace(SAMPLED, n=2))

@@ -8,7 +8,7 @@ from conftest import ROOT
 
 MODULES = (
     "model", "kv_cache", "paged", "scheduler", "quantize", "speculative", "tp", "tokenizer",
-    "generate", "server",
+    "sampling", "generate", "server",
 )  # fmt: skip
 # The aim is 1,000. What stands above it, and why it is kept: checks of config.json and of sampling
 # settings with errors that say what to do (about 200 lines), the command lines (about 200), and the
