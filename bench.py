@@ -1,6 +1,7 @@
 """Measure the engine; every number in the README comes from here.
 
     python bench.py latency --shape 1b --compile      one batch at a time: what a user waits for
+    python bench.py latency ... --speculate 4         the same with guessed tokens, and without
     python bench.py throughput --shape 1b --compile   many requests, through the scheduler
     python bench.py prefix --shape 1b --compile       a long prompt whose beginning is known
     python bench.py quality --checkpoint DIR --text FILE     what quantisation costs
@@ -22,6 +23,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,14 +31,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from generate import CHUNK, compile_model, pick_device
+from generate import CHUNK, compile_model, generate, pick_device
 from gptq import calibrate
-from kv_cache import StaticCache
+from kv_cache import Row, Runner, StaticCache
 from measure import bytes_per_token, gemm_peak, peak_memory, read_bandwidth
 from model import DTYPES, Config, Transformer, named_tensors, progress, rope_frequencies
 from quantize import MODES, load, quantize_model
-from sampling import SamplingParams
+from sampling import SamplingParams, Sequence
 from scheduler import Engine, Stats, memory_size
+from speculative import DraftModel, NGram, Proposer
 from tokenizer import Tokenizer
 
 SHAPES = {  # Llama-like; parameters without the embedding table: 86 M, 1.03 B, 6.6 B
@@ -57,6 +60,14 @@ def main() -> int:
     add("--max-seq-len", type=int, nargs="+", help="capacity of the cache; several to compare")
     add("--repeat", type=int, default=5)
     add("--profile", type=Path, metavar="TRACE.JSON", help="write a Chrome trace of one run")
+    add("--speculate", type=int, default=0, metavar="K", help="tokens guessed by a draft")
+    add(
+        "--speculate-ngram", type=int, default=0, metavar="K", help="... from what the text repeats"
+    )
+    add("--draft-checkpoint", type=Path, help="the draft; without one, the first layers of --shape")
+    add("--draft-layers", type=int, default=2, help="how many; the later ones then add nothing")
+    add("--draft-noise", type=float, default=0.0, help="lowers its agreement; 1: as large as it")
+    add("--prompt-file", type=Path, help="text to continue, for --speculate...")
     add = add_command(commands, "throughput", "many requests through the scheduler").add_argument
     add("--requests", type=int, default=32)
     add("--prompt-tokens", type=int, nargs="+", default=[64], help="one length, or least and most")
@@ -115,6 +126,8 @@ def add_command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
 @torch.no_grad()
 def latency(args: argparse.Namespace) -> int:
     """Time to first token, decode and prefill speed, next to the machine's limits."""
+    if args.speculate or args.speculate_ngram:
+        return speculation(args)
     result: dict[str, Any] = {}
     runs: dict[str, Run] = {}
     capacities = args.max_seq_len or [args.prompt_tokens + args.new_tokens]
@@ -215,6 +228,105 @@ class Run:
 
     def summary(self) -> dict[str, tuple[float, float, float]]:
         return spread(self.figures)
+
+
+# --- speculation ----------------------------------------------------------------------------------
+
+
+def speculation(args: argparse.Namespace) -> int:
+    """Greedy decoding of one sequence with and without guesses, in turn.
+
+    The theory (Leviathan et al. 2022, theorem 3.8): a step makes 1 + (guesses accepted) tokens, and
+    costs one step of the model and K of the draft. Both costs are measured, one token at a time.
+    """
+    model, result = build(args, args.quantize[0])
+    device, k = model.embed_tokens.weight.device, args.speculate or args.speculate_ngram
+    draft = None
+    if args.speculate and args.draft_checkpoint:
+        draft = load(args.draft_checkpoint, device, DTYPES[args.dtype])
+    elif args.speculate:
+        draft = first_layers(model, args.draft_layers, args.draft_noise)
+    prompt = torch.randint(model.config.vocab_size, (args.prompt_tokens,)).tolist()
+    if args.prompt_file:
+        if not args.checkpoint:
+            raise ValueError("--prompt-file needs --checkpoint, for its tokenizer")
+        text = args.prompt_file.read_text(encoding="utf-8")
+        prompt = Tokenizer(args.checkpoint).encode(text)[: args.prompt_tokens]
+    params = SamplingParams(temperature=0, max_tokens=args.new_tokens, ignore_eos=True)
+    length, start = len(prompt) + args.new_tokens, time.perf_counter()
+    models = [model, draft] if draft else [model]
+    caches = [
+        StaticCache(m.config, 1, max(length, 2 * CHUNK), m.embed_tokens.weight.dtype, device)
+        for m in models
+    ]
+    if args.compile:
+        for each, cache in zip(models, caches, strict=True):
+            compile_model(each, cache)
+        result["compile_s"] = time.perf_counter() - start
+
+    def run(proposer: Proposer) -> Sequence:
+        if draft and proposer.k:
+            proposer.runner.cache = caches[1]
+        sequence = Sequence(prompt, params, model.config, max_seq_len=length)
+        for _ in generate(model, sequence, caches[0], proposer=proposer):
+            pass
+        return sequence
+
+    def step(each: Transformer, cache: StaticCache) -> float:
+        """Seconds for one token, without sampling."""
+        runner, times = Runner(each, cache), []
+        for at in range(len(prompt), length):
+            start = time.perf_counter()
+            runner([Row([], at, at + 1)], prompt[:1], [0])[0, 0].item()
+            times.append(time.perf_counter() - start)
+        return statistics.median(times)
+
+    rows: dict[str, dict[str, list[float]]] = {"plain": {}, f"{k} guesses": {}}
+    for repetition in progress(range(args.repeat + 1), "measuring"):
+        proposer = DraftModel(draft, k, model.config.vocab_size) if draft else NGram(k)
+        plain, guessed = run(Proposer()), run(proposer)
+        costs = [step(each, cache) for each, cache in zip(models, caches, strict=True)]
+        if not repetition:  # warm up
+            continue
+        speeds = [(args.new_tokens - 1) / (s.times[-1] - s.times[1]) for s in (plain, guessed)]
+        mean = sum(proposer.accepted) / max(1, proposer.steps)
+        cost = costs[1] / costs[0] if draft else 0.0
+        theory = (1 + mean) / (1 + k * cost)
+        ratio = speeds[1] / speeds[0]
+        same = sum(a == b for a, b in zip(plain.output_ids, guessed.output_ids, strict=True))
+        figures = [
+            {"decode_tok_s": speeds[0], "times_plain": 1.0},
+            {
+                "decode_tok_s": speeds[1], "times_plain": ratio, "theory": theory,
+                "of_theory": ratio / theory, "accepted": mean, "draft_cost": cost,
+                "same_tokens": same / args.new_tokens,
+            },
+        ]  # fmt: skip
+        for i, (a, n) in enumerate(zip(proposer.accepted, proposer.offered, strict=True), 1):
+            figures[1][f"accepted_{i}"] = a / max(1, n)
+        for row, values in zip(rows.values(), figures, strict=True):
+            for name, value in values.items():
+                row.setdefault(name, []).append(value)
+    result["runs"] = {name: spread(row) for name, row in rows.items()}
+    result["peak_memory_gb"] = peak_memory(device)
+    return publish(result, args, device)
+
+
+def first_layers(model: Transformer, layers: int, noise: float) -> Transformer:
+    """Make a pair with a known acceptance: a draft of a model's first layers, whose later layers
+    are changed to add nothing (but cost what they cost), so that both say the same. Noise on the
+    draft's last matrix, as a share of its own spread, makes them differ."""
+    config = replace(model.config, num_hidden_layers=layers, windows=model.config.windows[:layers])
+    with torch.device("meta"):
+        draft = Transformer(config).requires_grad_(False).eval()
+    draft.embed_tokens, draft.norm, draft.inv_freq = model.embed_tokens, model.norm, model.inv_freq
+    draft.layers, draft.lm_head = model.layers[:layers], copy.deepcopy(model.lm_head)
+    weight = draft.lm_head.weight
+    weight += torch.randn_like(weight) * weight.std() * noise
+    for block in model.layers[layers:]:
+        block.self_attn.o_proj.weight.zero_()
+        block.mlp.down_proj.weight.zero_()
+    return draft
 
 
 # --- throughput and prefix ------------------------------------------------------------------------
@@ -419,6 +531,11 @@ COLUMNS = {
         "times_first_row": "times row 1", "prefill_tok_s": "prefill, tok/s",
         "of_gemm_peak": "of the GEMM peak", "first_token_s": "first token, s",
     },
+    "speculation": {
+        "decode_tok_s": "decode, tok/s", "times_plain": "times plain", "theory": "in theory",
+        "of_theory": "of theory", "accepted": "guesses accepted", "accepted_1": "of the first",
+        "accepted_4": "of the fourth", "draft_cost": "cost of the draft",
+    },
     "throughput": {
         "output_tok_s": "output, tok/s", "times_one": "times one at a time",
         "total_tok_s": "with prompts, tok/s", "mean_batch": "mean batch",
@@ -441,14 +558,16 @@ def speed_tables() -> str:
     text = ""
     for file in sorted(RECORDS.glob("*.json")):
         run = json.loads(file.read_text())
-        columns = COLUMNS[run["command"].split()[2]]
+        columns = COLUMNS[
+            "speculation" if "--specul" in run["command"] else run["command"].split()[2]
+        ]
         text += f"\n`{run['command']}`  \n{run['hardware']}; {run['versions']}"
         text += f"; weights {run['model_gb']:.2f} GB, peak memory {run['peak_memory_gb']:.2f} GB"
         text += f", compiled in {run['compile_s']:.1f} s" if "compile_s" in run else ""
         text += "\n\n| run | " + " | ".join(columns.values()) + " |\n"
         text += "|---" * (1 + len(columns)) + "|\n"
         for label, row in run["runs"].items():
-            cells = [cell(*row[name]) for name in columns]
+            cells = [cell(*row[name]) if name in row else "" for name in columns]
             text += f"| {label} | " + " | ".join(cells) + " |\n"
     return text
 
