@@ -31,12 +31,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from generate import CHUNK, compile_model, generate, pick_device
+from generate import generate, pick_device
 from gptq import calibrate
-from kv_cache import Row, Runner, StaticCache
+from kv_cache import Row, StaticCache
 from measure import bytes_per_token, gemm_peak, peak_memory, read_bandwidth
 from model import DTYPES, Config, Transformer, named_tensors, progress, rope_frequencies
 from quantize import MODES, load, quantize_model
+from runner import CHUNK, Runner, compile_model
 from sampling import SamplingParams, Sequence
 from scheduler import Engine, Stats, memory_size
 from speculative import DraftModel, NGram, Proposer
@@ -265,8 +266,6 @@ def speculation(args: argparse.Namespace) -> int:
         result["compile_s"] = time.perf_counter() - start
 
     def run(proposer: Proposer) -> Sequence:
-        if draft and proposer.k:
-            proposer.runner.cache = caches[1]
         sequence = Sequence(prompt, params, model.config, max_seq_len=length)
         for _ in generate(model, sequence, caches[0], proposer=proposer):
             pass
@@ -283,7 +282,9 @@ def speculation(args: argparse.Namespace) -> int:
 
     rows: dict[str, dict[str, list[float]]] = {"plain": {}, f"{k} guesses": {}}
     for repetition in progress(range(args.repeat + 1), "measuring"):
-        proposer = DraftModel(draft, k, model.config.vocab_size) if draft else NGram(k)
+        proposer = NGram(k)
+        if draft:
+            proposer = DraftModel(Runner(draft, caches[1]), k, model.config.vocab_size)
         plain, guessed = run(Proposer()), run(proposer)
         costs = [step(each, cache) for each, cache in zip(models, caches, strict=True)]
         if not repetition:  # warm up

@@ -1,10 +1,9 @@
-"""Generate text: the loop over one sequence, compiling, and the command line.
+"""Generate text: the loop over one sequence, and the command line.
 
     python generate.py                                   the bundled model, at once
     python generate.py --checkpoint DIR --prompt "..."   any Hugging Face folder model.py supports
 
-Knows one sequence at a time; for many at once see scheduler.py. Read: generate, compile_model,
-main.
+Knows one sequence at a time; for many at once see scheduler.py. Read: generate, main.
 """
 
 import argparse
@@ -19,19 +18,17 @@ from typing import Any
 
 import torch
 
-from kv_cache import PagedCache, Row, Runner, StaticCache
+import tp
+from kv_cache import Row, StaticCache
 from measure import bytes_per_token, read_bandwidth
-from model import DTYPES, KVCache, Transformer, progress, read_json
-from quantize import MODES, load, pack_linears, quantize_model
+from model import DTYPES, KVCache, Transformer, read_json
+from quantize import MODES, load, quantize_model
+from runner import CHUNK, Runner
 from sampling import SamplingParams, Sequence, Token
 from speculative import DraftModel, NGram, Proposer
 from tokenizer import Tokenizer
 
 # --- The loop -------------------------------------------------------------------------------------
-
-# Prompt tokens per forward. Smaller chunks skip more of the keys that causality hides, larger ones
-# read the weights less often: on two Zen 5 cores 256 is 3 to 5 % faster than 128 or 512 (1b shape).
-CHUNK = 256
 
 
 def generate(
@@ -40,6 +37,7 @@ def generate(
     cache: StaticCache | None = None,
     chunk: int = CHUNK,
     proposer: Proposer | None = None,
+    runner: type[Runner] = Runner,
 ) -> Iterator[Token]:
     """Extend `sequence` until it ends, yielding each token as it is made.
 
@@ -52,11 +50,12 @@ def generate(
         cache: for a batch of one; None recomputes everything at each step (slow, and the oracle).
         chunk: prompt tokens per forward; bounds the memory of a long prompt.
         proposer: guesses tokens, for speculation; None: no guesses.
+        runner: tp.Leader, where the model is one rank's share.
 
     Raises:
         ValueError: the cache is too short for the sequence.
     """
-    runner, proposer = Runner(model, cache or KVCache(model.config)), proposer or Proposer()
+    forward, proposer = runner(model, cache or KVCache(model.config)), proposer or Proposer()
     end = 0  # tokens whose keys and values the cache holds
     while sequence.finish_reason is None:
         ids = sequence.ids
@@ -65,7 +64,7 @@ def generate(
         (guess,) = proposer.propose([sequence], [Row([], start, end)], [count])
         known, end = ids[start:end], end + len(guess.ids)
         wanted = [p - start for p in sequence.wanted(end)]
-        logits = runner([Row([], start, end)], known + guess.ids, wanted)
+        logits = forward([Row([], start, end)], known + guess.ids, wanted)
         sequence.score_prompt(logits, end)
         if end < len(ids):
             continue
@@ -77,53 +76,6 @@ def generate(
         end = len(ids) - 1
 
 
-def compile_model(
-    model: Transformer, cache: StaticCache | PagedCache | None = None, chunk: int = CHUNK
-) -> Transformer:
-    """Make a finished model fast: pack its weights for the CPU and compile it, in place.
-
-    On a CPU one block is compiled and serves all layers, which differ only in their tensors: 5 s
-    instead of 35 s for 22 layers as one graph, and no slower, as the guards of one big graph cost
-    as much as entering 22 small ones. Lengths are symbolic, so nothing is compiled again later.
-    On CUDA the whole model is one graph; with a static cache it is replayed as a CUDA graph for
-    each length bucket.
-
-    Args:
-        cache: like the one that the model will run against; None: static, for one sequence.
-        chunk: prompt tokens per forward, to warm up with.
-
-    Raises:
-        ValueError: there is no C++ compiler, which torch.compile needs on a CPU.
-    """
-    device, dtype = model.embed_tokens.weight.device, model.embed_tokens.weight.dtype
-    cache = cache or StaticCache(model.config, 1, 2 * chunk, dtype, device)
-    if device.type == "cpu":
-        from torch._inductor.cpp_builder import get_cpp_compiler  # here: importing it takes 1 s
-
-        try:
-            get_cpp_compiler()
-        except RuntimeError:
-            message = "--compile needs a C++ compiler such as g++: install one or leave it out"
-            raise ValueError(message) from None
-        if torch.backends.mkldnn.is_available():
-            pack_linears(model)
-        for part in (*model.layers, model.lm_head):
-            part.compile(fullgraph=True)
-    else:
-        # A paged step is another one each time, in numbers that only the host sees: never replayed.
-        replay = cache.batch_size is not None
-        model.compile(fullgraph=True, mode="reduce-overhead" if replay else None)
-    # The default of 8 graphs for one piece of code is few for several models in a process.
-    torch._dynamo.config.recompile_limit = 64
-    for length in progress([1, chunk], "compiling decode, prefill"):
-        view, positions = cache.probe(length)
-        with torch.no_grad():
-            # The logits of one token, then of two, which stands for any number.
-            select = torch.arange(min(length, 2), device=device)
-            model(torch.zeros_like(positions), positions, view, select)
-    return model
-
-
 # --- The command line -----------------------------------------------------------------------------
 
 BUNDLED = Path(__file__).resolve().parent / "checkpoints" / "shakespeare"
@@ -131,15 +83,17 @@ BUNDLED = Path(__file__).resolve().parent / "checkpoints" / "shakespeare"
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit status: 0, 2 for an error of use, 130 for Ctrl-C."""
+    if int(os.environ.get("RANK", 0)):  # of several, one prints
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (for as long as the process lives)
     args = parse_args(argv)
     try:
-        return run(args)
+        with tp.join(pick_device(args.device)) as ranks:
+            return run(args, ranks)
     except BrokenPipeError:  # `| head` has read enough; spare the user Python's complaint at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, OSError) as error:  # CheckpointError is a ValueError
-        print(f"generate.py: error: {error}", file=sys.stderr)
-        return 2
+        return tp.report("generate.py", error)
     except KeyboardInterrupt:  # while loading; during generation it just ends the text
         return 130
 
@@ -198,7 +152,7 @@ def sampling_params(checkpoint: Path, **given: Any) -> SamplingParams:
     return SamplingParams(**{name: value for name, value in chosen.items() if value is not None})
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, ranks: tp.Ranks) -> int:
     """Load, generate, and report: text on stdout, everything else on stderr."""
     if args.max_seq_len is not None and args.max_seq_len < 2:
         raise ValueError(f"max_seq_len must be at least 2, is {args.max_seq_len}")
@@ -212,35 +166,38 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--speculate-ngram and --draft-checkpoint both guess: give one of them")
     given = {f.name: getattr(args, f.name) for f in fields(SamplingParams)}
     params = sampling_params(args.checkpoint, **given)
-    device, tokenizer = pick_device(args.device), Tokenizer(args.checkpoint)
-    model = load(args.checkpoint, device, DTYPES.get(args.dtype))
+    device, tokenizer = ranks.device, Tokenizer(args.checkpoint)
+    model = load(args.checkpoint, device, DTYPES.get(args.dtype), ranks.shard)
     if args.quantize:
         quantize_model(model, args.quantize)
-    models, proposer = [model], Proposer()
-    if args.draft_checkpoint:
-        models.append(load(args.draft_checkpoint, device, DTYPES.get(args.dtype)))
-        k = 4 if args.speculate is None else args.speculate
-        proposer = DraftModel(models[1], k, model.config.vocab_size)
-    elif args.speculate_ngram:
-        proposer = NGram(args.speculate_ngram)
+    if ranks.rank:
+        tp.follow(model)
+        return 0
 
     def cache_for(model: Transformer, length: int) -> StaticCache:
         dtype = torch.int8 if args.kv_dtype == "int8" else model.embed_tokens.weight.dtype
         return StaticCache(model.config, 1, length, dtype, device)
 
-    for each in models if args.compile else ():
-        compile_model(each, cache_for(each, 2 * CHUNK))
+    proposer = NGram(args.speculate_ngram or 0)
+    if args.draft_checkpoint:  # whole, on this rank alone
+        draft = load(args.draft_checkpoint, device, DTYPES.get(args.dtype))
+        draft_runner = Runner(draft, cache_for(draft, 2 * CHUNK))
+        k = 4 if args.speculate is None else args.speculate
+        proposer = DraftModel(draft_runner, k, model.config.vocab_size)
+    if args.compile:
+        ranks.runner(model, cache_for(model, 2 * CHUNK)).compile()
+        proposer.compile()
     if (args.max_seq_len or 0) > (trained := model.config.max_position_embeddings):
         print(f"warning: this model was trained on up to {trained} tokens", file=sys.stderr)
     done: list[Sequence] = []
 
     def reply(prompt_ids: list[int], params: SamplingParams) -> Sequence:
         sequence = Sequence(prompt_ids, params, model.config, tokenizer, args.max_seq_len)
-        cache, *drafts = (cache_for(each, sequence.max_len) for each in models)
-        if drafts:
-            proposer.runner.cache = drafts[0]
+        cache = cache_for(model, sequence.max_len)
+        if args.draft_checkpoint:
+            draft_runner.cache = cache_for(draft, sequence.max_len)
         done.append(sequence)
-        steps = generate(model, sequence, cache, proposer=proposer)
+        steps = generate(model, sequence, cache, proposer=proposer, runner=ranks.runner)
         stream(sequence, steps, show=not args.json)
         return sequence
 

@@ -3,9 +3,9 @@
 Keys and values of past tokens never change, so they are computed once and kept; each step then
 costs one token instead of the whole text (Pope et al. 2022, arXiv:2211.05102, section 3.3, counts
 the bytes). A slab suits one sequence whose longest length is known; blocks suit many sequences
-that come, grow and go (Kwon et al. 2023, arXiv:2309.06180). The model sees either through
-model.LayerCache. Does not know who owns which block: that is paged.py.
-Read: StaticCache, Slab.attend, PagedCache, paged_attention, Runner. Next: tokenizer.py.
+that come, grow and go (Kwon et al. 2023, arXiv:2309.06180). Does not know the model, which sees
+either through model.LayerCache, nor who owns which block: that is paged.py.
+Read: StaticCache, Slab.attend, PagedCache, paged_attention. Next: tokenizer.py.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from model import Config, KVCache, LayerCache, Transformer, attention
+from model import Config, KVCache, LayerCache, attention
 
 # --- One key or value -----------------------------------------------------------------------------
 
@@ -321,35 +321,3 @@ _library.define(
 )
 _library.impl("paged_attention", paged_attention, "CompositeExplicitAutograd")
 torch.library.register_fake("kilolm::paged_attention", lambda q, *_: torch.empty_like(q))
-
-
-# --- A model at work ------------------------------------------------------------------------------
-
-
-class Runner:
-    """A model and the cache that it runs against: rows of tokens in, logits out. All that generates
-    goes through here."""
-
-    def __init__(self, model: Transformer, cache: StaticCache | PagedCache | KVCache) -> None:
-        self.model, self.cache = model, cache
-        self.device = model.embed_tokens.weight.device
-
-    @torch.no_grad()
-    def __call__(self, rows: list[Row], tokens: list[int], select: list[int]) -> Tensor:
-        """Run the rows' tokens, side by side.
-
-        Args:
-            rows: see PagedCache.step.
-            tokens: ids, row after row.
-            select: indices into `tokens` whose logits are wanted.
-
-        Returns:
-            (len(select), V).
-        """
-        view, positions = self.cache.step(rows)
-        ids, chosen = (torch.tensor(x, device=self.device) for x in ([tokens], select))
-        return self.model(ids, positions.to(self.device), view, chosen)
-
-    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """See PagedCache.copy_blocks."""
-        self.cache.copy_blocks(pairs)

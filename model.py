@@ -450,7 +450,7 @@ def load_model(
     path: Path | str,
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
-    prepare: Callable[[Transformer, Files], Files] | None = None,
+    prepare: Callable[[Transformer, Files], tuple[Transformer, Files]] | None = None,
 ) -> Transformer:
     """Build the model that a Hugging Face folder describes and fill it from its safetensors files.
 
@@ -462,8 +462,8 @@ def load_model(
         path: folder with config.json and model.safetensors, or a sharded index.
         device: where the weights go.
         dtype: cast them; None: what config.json says, float32 where it says nothing.
-        prepare: changes the empty model and the list of files to fit a quantised checkpoint; see
-            quantize.load, which passes it.
+        prepare: changes the empty model and the list of files, for a quantised checkpoint or for
+            one rank's share; see quantize.load, which passes it.
 
     Returns:
         The model in eval mode, without gradients.
@@ -482,7 +482,7 @@ def load_model(
     if config.tie_word_embeddings:
         files.pop("lm_head.weight", None)  # some files store the tied matrix twice
     if prepare:
-        files = prepare(model, files)
+        model, files = prepare(model, files)
     check_tensors(files, dict(named_tensors(model)))
     tied = getattr(model.lm_head, "weight", None) is model.embed_tokens.weight
     model = model.to_empty(device=device)

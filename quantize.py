@@ -21,7 +21,7 @@ import shutil
 import sys
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -187,18 +187,32 @@ def linears(model: Transformer, skip: tuple[str, ...] = ()) -> Iterator[tuple[nn
 
 
 def load(
-    path: Path | str, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+    path: Path | str,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    shard: Callable[[Transformer, Files], tuple[Transformer, Files]] | None = None,
 ) -> Transformer:
     """model.load_model, for quantised folders too: ours, GPTQ's (4 and 8 bits) and AWQ's (gemm).
 
     Theirs are converted while they are read, exactly: the same integers, scales and zero points.
+
+    Args:
+        shard: cuts the empty model and the files down to one rank's share; see tp.shard.
 
     Raises:
         CheckpointError: see load_model; or a quantization_config that is unknown or contradicts the
             files.
     """
     quantization = load_config(path).quantization
-    prepare = None if not quantization else lambda model, files: adapt(model, files, quantization)
+    if shard and quantization.get("quant_method", "kilolm") != "kilolm":
+        raise CheckpointError(
+            f"{path}: folders of other tools cannot be shared by ranks, only quantize.py's own"
+        )
+
+    def prepare(model: Transformer, files: Files) -> tuple[Transformer, Files]:
+        model, files = shard(model, files) if shard else (model, files)
+        return model, adapt(model, files, quantization) if quantization else files
+
     model = load_model(path, device, dtype, prepare)
     for module in model.modules():
         if isinstance(module, QuantLinear) and module.order is not None:

@@ -29,11 +29,12 @@ from typing import Any
 
 import torch
 
-from generate import compile_model, pick_device, sampling_params
-from kv_cache import PagedCache, Row, Runner, stored_dim
+from generate import pick_device, sampling_params
+from kv_cache import PagedCache, Row, stored_dim
 from model import DTYPES, Transformer, progress
 from paged import BlockPool, BlockTable
 from quantize import load
+from runner import Runner
 from sampling import SamplingParams, Sequence
 from speculative import DraftModel, Guess, NGram, Proposer
 from tokenizer import Tokenizer
@@ -105,6 +106,7 @@ class Engine:
         compile: bool = False,
         draft: Transformer | None = None,
         speculate: int = 0,
+        runner: type[Runner] = Runner,
     ) -> None:
         """Make the block pool.
 
@@ -120,9 +122,10 @@ class Engine:
             num_blocks: blocks in the pool, instead of kv_memory.
             block_size: tokens in a block.
             kv_dtype: torch.int8, or None: the model's own.
-            compile: make the models fast first, in place; see generate.compile_model.
+            compile: make the models fast first, in place; see runner.compile_model.
             draft: a small model that guesses tokens, on the same device; see speculative.py.
             speculate: tokens to guess in a step; without a draft, from what the text repeats.
+            runner: tp.Leader, where the model is one rank's share.
 
         Raises:
             ValueError: a budget too small for one token (and the guesses after it) of each
@@ -154,16 +157,16 @@ class Engine:
             PagedCache(each.config, num_blocks, block_size, dtype, weight.device)
             for each, dtype in zip(models, dtypes, strict=True)
         ]
-        self.runner = Runner(model, caches[0])
+        self.runner = runner(model, caches[0])
         self.proposer: Proposer = NGram(speculate)
         if draft:
-            self.proposer = DraftModel(draft, speculate, config.vocab_size)
-            self.proposer.runner.cache = caches[1]
+            self.proposer = DraftModel(Runner(draft, caches[1]), speculate, config.vocab_size)
+        if compile:
+            self.runner.compile()
+            self.proposer.compile()
         self.running: list[Task] = []  # by rank: the first is served first, the last preempted
         self.waiting: list[Task] = []  # by rank
         self.stats, self._arrivals = Stats(), 0
-        for each, cache in zip(models, caches, strict=True) if compile else ():
-            compile_model(each, cache)
 
     def add_request(
         self,

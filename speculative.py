@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kv_cache import Row, Runner
-from model import KVCache, Transformer
+from kv_cache import Row
+from runner import Runner
 from sampling import Sequence, Token, distribution, draw, sample, uniforms, with_logprobs
 
 # Where in a seed's stream of random numbers the guesses and their tests begin; the tokens have the
@@ -138,6 +138,9 @@ class Proposer:
                 self.accepted[i] += i < len(tokens) - 1
         return results
 
+    def compile(self) -> None:
+        """Compile what it guesses with."""
+
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """See PagedCache.copy_blocks."""
 
@@ -186,8 +189,8 @@ class DraftModel(Proposer):
     account.
     """
 
-    def __init__(self, model: Transformer, k: int, vocab_size: int) -> None:
-        """Take the draft; its cache, like the large model's, is set before the first guess.
+    def __init__(self, runner: Runner, k: int, vocab_size: int) -> None:
+        """Take the draft, in its runner.
 
         Args:
             k: tokens to guess in a step.
@@ -197,12 +200,12 @@ class DraftModel(Proposer):
             ValueError: the draft's vocabulary is another.
         """
         super().__init__(k)
-        if (ours := model.config.vocab_size) != vocab_size:
+        if (ours := runner.model.config.vocab_size) != vocab_size:
             raise ValueError(
                 f"the draft's vocabulary has {ours} tokens, the model's {vocab_size}: "
                 "a draft must come from the same family"
             )
-        self.runner = Runner(model, KVCache(model.config))
+        self.runner = runner
 
     def propose(self, sequences: list[Sequence], rows: list[Row], counts: list[int]) -> list[Guess]:
         guesses = [Guess() for _ in rows]
@@ -231,6 +234,9 @@ class DraftModel(Proposer):
                 step = [Row(rows[b].blocks, end - 1, end) for b, end in zip(live, ends)]
                 logits = self.runner(step, [guesses[b].ids[-1] for b in live], [*range(len(live))])
         return guesses
+
+    def compile(self) -> None:
+        self.runner.compile()
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         self.runner.copy_blocks(pairs)

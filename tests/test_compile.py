@@ -8,9 +8,10 @@ import torch
 from conftest import SHAKESPEARE
 from torch._inductor.utils import run_and_get_code
 
-from generate import compile_model, generate
+from generate import generate
 from kv_cache import PagedCache, Row, StaticCache
 from model import Config, load_model
+from runner import compile_model
 from sampling import SamplingParams, Sequence
 from scheduler import Engine
 

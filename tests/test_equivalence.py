@@ -2,6 +2,7 @@
 
 Each path below is one way to run the model. All are compared, in fp32, with the slowest and most
 obvious one: no cache, everything recomputed at each step. A new fast path adds one entry to PATHS.
+Speculation draws other random numbers, so where it samples it is compared with itself: see GUESSES.
 """
 
 import copy
@@ -13,12 +14,14 @@ import torch
 from conftest import SHAKESPEARE
 from torch import nn
 
-from generate import compile_model, generate
+from generate import generate
 from kv_cache import StaticCache
 from model import Config, Transformer, load_model
 from quantize import QuantLinear, quantize_model
+from runner import compile_model
 from sampling import SamplingParams, Sequence
 from scheduler import Engine
+from speculative import DraftModel, NGram
 from tokenizer import Tokenizer
 
 PROMPTS = ("", "ROMEO:\n", "To be, or not to be, that is the question:\n" * 3)
@@ -33,19 +36,27 @@ SETTINGS = {
 }  # fmt: skip
 
 
-def run_alone(model, prompts, params, chunk=512, cached=True):
+def run_alone(model, prompts, params, chunk=512, cached=True, draft=None, speculate=0):
     results = []
+    proposer = DraftModel(draft, speculate, V(model)) if draft else NGram(speculate)
     for prompt in prompts:
         sequence = Sequence(prompt, params, model.config)
         slabs = StaticCache(model.config, 1, sequence.max_len, torch.float32) if cached else None
-        for _ in generate(model, sequence, slabs, chunk):
+        if draft:
+            proposer.runner.cache = StaticCache(draft.config, 1, sequence.max_len, torch.float32)
+        for _ in generate(model, sequence, slabs, chunk, proposer):
             pass
         results.append(sequence.output_ids)
     return results
 
 
-def run_compiled(model, prompts, params):
-    return run_alone(compiled_twin(model), prompts, params)
+def V(model):
+    return model.config.vocab_size
+
+
+def run_compiled(model, prompts, params, draft=None, speculate=0):
+    draft = draft and compiled_twin(draft)
+    return run_alone(compiled_twin(model), prompts, params, draft=draft, speculate=speculate)
 
 
 @cache
@@ -73,8 +84,12 @@ def run_one_by_one(model, prompts, params):
     return [finish(engine, [engine.add_request(p, params)])[0] for p in prompts]
 
 
-def run_compiled_engine(model, prompts, params):
+def run_compiled_engine(model, prompts, params, draft=None, speculate=0):
     engine = compiled_engine(model)
+    if speculate:
+        draft = draft and compiled_engine(draft).runner.model
+        options = {"block_size": BLOCK, "max_seq_len": 256, "speculate": speculate}
+        engine = Engine(engine.runner.model, draft=draft, **options)
     return finish(engine, [engine.add_request(prompt, params) for prompt in prompts])
 
 
@@ -83,15 +98,15 @@ def compiled_engine(model):
     return Engine(copy.deepcopy(model), block_size=BLOCK, max_seq_len=256, compile=True)
 
 
-def run_in_chunks(model, prompts, params, size):
+def run_in_chunks(model, prompts, params, size, **guess):
     """Each prompt alone, so that the budget of a step is the size of its chunks."""
-    engine = Engine(model, block_size=BLOCK, max_num_seqs=1, max_num_batched_tokens=size)
+    engine = Engine(model, block_size=BLOCK, max_num_seqs=1, max_num_batched_tokens=size, **guess)
     return finish(engine, [engine.add_request(prompt, params) for prompt in prompts])
 
 
-def run_prefix_cached(model, prompts, params):
+def run_prefix_cached(model, prompts, params, **guess):
     """The second time, all but the ends of the prompts is found in the cache."""
-    engine = Engine(model, block_size=BLOCK)
+    engine = Engine(model, block_size=BLOCK, **guess)
     for _ in range(2):
         cached = engine.stats.cached_tokens
         results = finish(engine, [engine.add_request(prompt, params) for prompt in prompts])
@@ -100,18 +115,18 @@ def run_prefix_cached(model, prompts, params):
     return results
 
 
-def run_preempted(model, prompts, params):
+def run_preempted(model, prompts, params, **guess):
     """A pool that holds the longest sequence and little more, with what is cached thrown away."""
     need = -(-(max(map(len, prompts)) + params.max_tokens) // BLOCK)
-    engine = Engine(model, block_size=BLOCK, num_blocks=need + 1)
+    engine = Engine(model, block_size=BLOCK, num_blocks=need + 1, **guess)
     results = finish(engine, [engine.add_request(prompt, params) for prompt in prompts])
     assert engine.stats.preemptions > 0
     return results
 
 
-def run_forked(model, prompts, params):
+def run_forked(model, prompts, params, **guess):
     """n > 1: the continuations share the prompt's blocks, the last of them partly filled."""
-    engine = Engine(model, block_size=BLOCK)
+    engine = Engine(model, block_size=BLOCK, **guess)
     params = [replace(params, n=3, seed=None if params.seed is None else params.seed - i)
               for i in range(3)]  # fmt: skip
     requests = [[engine.add_request(prompt, p) for prompt in prompts] for p in params]
@@ -122,9 +137,10 @@ def run_forked(model, prompts, params):
     return found[0]
 
 
-def run_beside_aborted(model, prompts, params):
+def run_beside_aborted(model, prompts, params, **guess):
     """Neighbours that begin alike, and are aborted at different points."""
-    engine = Engine(model, block_size=BLOCK, max_num_batched_tokens=64)
+    options = {"max_num_seqs": 8, "max_num_batched_tokens": 64} | guess
+    engine = Engine(model, block_size=BLOCK, **options)
     doomed = [engine.add_request([*prompt, 5], params) for prompt in prompts]
     requests = [engine.add_request(prompt, params) for prompt in prompts]
     doomed += [engine.add_request(prompt[:-1] or [7], params) for prompt in prompts]

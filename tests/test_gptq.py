@@ -17,11 +17,12 @@ from torch.nn.functional import kl_div, log_softmax
 
 import gptq as gptq_module
 import quantize
-from generate import compile_model, generate
+from generate import generate
 from gptq import calibrate, gptq
 from kv_cache import StaticCache
 from model import CheckpointError, load_model, named_tensors
 from quantize import QuantLinear, linears, quantize_model, round_to_nearest
+from runner import compile_model
 from sampling import SamplingParams, Sequence
 
 
