@@ -17,6 +17,7 @@ import copy
 import itertools
 import json
 import math
+import os
 import platform
 import random
 import statistics
@@ -31,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import tp
 from generate import generate, pick_device
 from gptq import calibrate
 from kv_cache import Row, StaticCache
@@ -98,10 +100,14 @@ def main() -> int:
             "quality": quality,
             "report": report,
         }
-        return run[args.command](args)
+        if args.command != "latency":
+            return run[args.command](args)
+        if int(os.environ.get("RANK", 0)):  # of several, one prints
+            sys.stderr = sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        with tp.join(pick_device(args.device)) as args.ranks:
+            return latency(args)
     except (ValueError, OSError) as error:
-        print(f"bench.py: error: {error}", file=sys.stderr)
-        return 2
+        return tp.report("bench.py", error)
 
 
 def add_command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
@@ -130,29 +136,40 @@ def latency(args: argparse.Namespace) -> int:
     if args.speculate or args.speculate_ngram:
         return speculation(args)
     result: dict[str, Any] = {}
-    runs: dict[str, Run] = {}
+    runs: dict[str, Run | None] = {}
     capacities = args.max_seq_len or [args.prompt_tokens + args.new_tokens]
-    for mode in args.quantize:
-        model, figures = build(args, mode)
-        start = time.perf_counter()
-        if args.compile:
-            compile_model(model)
-            figures["compile_s"] = time.perf_counter() - start
-        result = figures | result  # the first model's
+    alone = tp.Ranks(args.ranks.device)
+    shares = [args.ranks] if args.ranks.ranks == 1 else [alone, args.ranks]
+    for mode, share in itertools.product(args.quantize, shares):
+        mine = share is args.ranks or args.ranks.rank == 0
+        if mine:
+            model, figures = build(args, mode, share)
+            start = time.perf_counter()
+            if args.compile:
+                compile_model(model)
+                figures["compile_s"] = time.perf_counter() - start
+            result = result | figures if share is args.ranks else result
         for batch, capacity in itertools.product(args.batch, capacities):
             name = f"{mode}, " * (mode != "none") + f"batch {batch}"
             name += f", capacity {capacity}" * (len(capacities) > 1)
-            runs[name] = Run(model, batch, capacity, args)
-            runs[name].generate()  # warm up: any graph for this batch size is compiled here
-    device = model.embed_tokens.weight.device
+            name += ", one rank" * (share is alone)
+            runs[name] = Run(model, batch, capacity, args, share.ranks) if mine else None
+            if mine:
+                runs[name].generate()  # warm up: any graph for this batch size is compiled here
+    device = args.ranks.device
     result["peak_memory_gb"] = peak_memory(device)  # before the limits' own buffers exist
     gemm = gemm_peak(model)
     for _ in progress(range(args.repeat), "measuring"):
         first = None  # the speed of this round's first row, which the others are compared with
         for run in runs.values():
-            speed = run.measure(gemm)
-            first = first or speed
-            run.figures.setdefault("times_first_row", []).append(speed / first)
+            if len(shares) > 1:
+                torch.distributed.barrier()  # where one rank works alone, the others wait
+            if run:
+                speed = run.measure(gemm)
+                first = first or speed
+                run.figures.setdefault("times_first_row", []).append(speed / first)
+    if args.ranks.rank:
+        return 0
     result["runs"] = {name: run.summary() for name, run in runs.items()}
     if args.profile:
         with torch.profiler.profile() as profiler:
@@ -165,11 +182,17 @@ class Run:
     """One row of the table: what is run, and what was measured of it."""
 
     def __init__(
-        self, model: Transformer, batch: int, capacity: int, args: argparse.Namespace
+        self,
+        model: Transformer,
+        batch: int,
+        capacity: int,
+        args: argparse.Namespace,
+        ranks: int = 1,
     ) -> None:
-        self.model, self.batch, self.new_tokens = model, batch, args.new_tokens
+        self.model, self.batch, self.new_tokens, self.ranks = model, batch, args.new_tokens, ranks
         weight, config = model.embed_tokens.weight, model.config
         self.device = weight.device
+        torch.manual_seed(0)  # ranks run the same prompt
         self.prompt = torch.randint(config.vocab_size, (batch, args.prompt_tokens)).to(self.device)
         self.cache = StaticCache(config, batch, capacity, weight.dtype, self.device)
         middle = args.prompt_tokens + args.new_tokens // 2
@@ -223,9 +246,26 @@ class Run:
             "prefill_tok_s": self.batch * T / first, "gemm_peak_tflop_s": peak,
             "of_gemm_peak": flops / first / 1e12 / peak,
         }  # fmt: skip
+        if self.ranks > 1:
+            figures |= {"gb_per_rank": self.bytes / 1e9, "collectives_ms": 1e3 * self.collectives()}
         for name, value in figures.items():
             self.figures.setdefault(name, []).append(value)
         return self.batch / step
+
+    def collectives(self) -> float:
+        """Seconds that a step's exchanges take by themselves: a sum after the embedding and two in
+        each layer, and the logits' parts put together."""
+        c, weight = self.model.config, self.model.embed_tokens.weight
+        x = torch.zeros(self.batch, c.hidden_size, dtype=weight.dtype, device=self.device)
+        logits = x.new_zeros(self.batch, weight.shape[0])
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            for _ in range(1 + 2 * c.num_hidden_layers):
+                tp.all_reduce(x)
+            tp.gather(self.model, (), logits)[0, 0].item()
+            times.append(time.perf_counter() - start)
+        return statistics.median(times)
 
     def summary(self) -> dict[str, tuple[float, float, float]]:
         return spread(self.figures)
@@ -532,6 +572,11 @@ COLUMNS = {
         "times_first_row": "times row 1", "prefill_tok_s": "prefill, tok/s",
         "of_gemm_peak": "of the GEMM peak", "first_token_s": "first token, s",
     },
+    "ranks": {
+        "decode_tok_s": "decode, tok/s", "times_first_row": "times row 1",
+        "of_read_limit": "of a rank's read limit", "prefill_tok_s": "prefill, tok/s",
+        "gb_per_rank": "GB read per token and rank", "collectives_ms": "exchanges, ms a token",
+    },
     "speculation": {
         "decode_tok_s": "decode, tok/s", "times_plain": "times plain", "theory": "in theory",
         "of_theory": "of theory", "accepted": "guesses accepted", "accepted_1": "of the first",
@@ -580,13 +625,16 @@ def cell(median: float, low: float, high: float) -> str:
 # --- Helpers --------------------------------------------------------------------------------------
 
 
-def build(args: argparse.Namespace, mode: str) -> tuple[Transformer, dict[str, Any]]:
-    """Make the model that the arguments ask for; and the first figures."""
-    start, device, dtype = time.perf_counter(), pick_device(args.device), DTYPES[args.dtype]
+def build(
+    args: argparse.Namespace, mode: str, share: tp.Ranks | None = None
+) -> tuple[Transformer, dict[str, Any]]:
+    """Make the model that the arguments ask for, or one rank's share; and the first figures."""
+    start, dtype = time.perf_counter(), DTYPES[args.dtype]
+    share = share or tp.Ranks(pick_device(args.device))
     if args.checkpoint:
-        model = load(args.checkpoint, device, dtype)
+        model = load(args.checkpoint, share.device, dtype, share.shard)
     else:
-        model = random_model(SHAPES[args.shape], dtype, device)
+        model = random_model(SHAPES[args.shape], dtype, share)
     if mode != "none":
         quantize_model(model, mode)
     result = {"load_s": time.perf_counter() - start, "weights_gb": bytes_per_token(model, 0) / 1e9}
@@ -609,13 +657,15 @@ def spread(figures: dict[str, list[float]]) -> dict[str, tuple[float, float, flo
     return {name: (statistics.median(v), min(v), max(v)) for name, v in figures.items()}
 
 
-def random_model(config: Config, dtype: torch.dtype, device: torch.device) -> Transformer:
+def random_model(config: Config, dtype: torch.dtype, share: tp.Ranks) -> Transformer:
     """A model of random weights, made in place: speed does not depend on their values."""
     with torch.device("meta"):
         model = Transformer(config).to(dtype).requires_grad_(False)
-    model = model.to_empty(device=device).eval()
-    model.inv_freq = rope_frequencies(config).to(device)
-    noise = (torch.randn(2**20 + 7) * 0.02).to(dtype).to(device)  # odd length: rows differ
+    if share.shard:
+        model, _ = share.shard(model, {})
+    model = model.to_empty(device=share.device).eval()
+    model.inv_freq = rope_frequencies(config).to(share.device)
+    noise = (torch.randn(2**20 + 7) * 0.02).to(dtype).to(share.device)  # odd length: rows differ
     for parameter in model.parameters():
         for piece in parameter.view(-1).split(len(noise)):
             piece.copy_(noise[: len(piece)]) if parameter.dim() > 1 else piece.fill_(1)
@@ -625,15 +675,17 @@ def random_model(config: Config, dtype: torch.dtype, device: torch.device) -> Tr
 def provenance(device: torch.device, args: argparse.Namespace) -> dict[str, str]:
     """What a figure is worth nothing without."""
     name = platform.processor() or platform.machine()
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    launcher = "python" if ranks == 1 else f"torchrun --standalone --nproc-per-node {ranks}"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     elif Path("/proc/cpuinfo").is_file():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next((x.split(": ")[1] for x in lines if x.startswith("model name")), name)
     return {
-        "hardware": f"{name}, {torch.get_num_threads()} threads",
+        "hardware": f"{name}, {torch.get_num_threads()} threads" + " a rank" * (ranks > 1),
         "versions": f"torch {torch.__version__}, Python {platform.python_version()}",
-        "command": "python bench.py " + " ".join(sys.argv[1:]),
+        "command": f"{launcher} bench.py " + " ".join(sys.argv[1:]),
         "model": str(args.checkpoint.name if args.checkpoint else args.shape),
     }
 

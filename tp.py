@@ -106,7 +106,7 @@ def shard(model: Transformer, files: Files, rank: int, ranks: int) -> tuple[Tran
     for block in share.layers:  # o_proj and down_proj are the last that these two run
         block.self_attn.register_forward_hook(_sum)
         block.mlp.register_forward_hook(_sum)
-    share.register_forward_hook(_gather)
+    share.register_forward_hook(gather)
     first = rank * K // ranks  # kv head
     spans = {  # by outputs, then by inputs: (dim, start, size)
         "q_proj": (0, rank * N * H, N * H), "k_proj": (0, first * H, own * H),
@@ -147,22 +147,24 @@ class ParallelEmbedding(nn.Embedding):
         local = ids - self.start
         here = (local >= 0) & (local < self.num_embeddings)
         rows = super().forward(local.clamp(0, self.num_embeddings - 1))
-        return _all_reduce(rows * here[..., None])
+        return all_reduce(rows * here[..., None])
 
 
 # Hooks, not modules around modules: names stay the checkpoint's, and the Linears inside can still
 # be replaced by quantised and packed ones.
 def _sum(module: nn.Module, args: tuple, y: Tensor) -> Tensor:
-    return _all_reduce(y)
+    return all_reduce(y)
 
 
-def _gather(module: Transformer, args: tuple, logits: Tensor) -> Tensor:
+def gather(module: Transformer, args: tuple, logits: Tensor) -> Tensor:
+    """Put the ranks' parts of the vocabulary together: (..., V / ranks) -> (..., V)."""
     ranks, group = dist.get_world_size(), dist.group.WORLD.group_name
     parts = _ops.wait_tensor(_ops.all_gather_into_tensor(logits.contiguous(), ranks, group))
     return torch.cat(parts.chunk(ranks), -1)[..., : module.config.vocab_size]
 
 
-def _all_reduce(x: Tensor) -> Tensor:
+def all_reduce(x: Tensor) -> Tensor:
+    """The sum of every rank's x."""
     return _ops.wait_tensor(_ops.all_reduce(x, "sum", dist.group.WORLD.group_name))
 
 
