@@ -98,32 +98,54 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="generate.py", description="Generate text from a prompt.")
+def model_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that say what to run, and on what."""
     add = parser.add_argument
     add("--checkpoint", type=Path, default=BUNDLED, help="Hugging Face folder (default: bundled)")
+    add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
+    add("--dtype", choices=("auto", *DTYPES), default="auto", help="auto: as stored")
+    add("--kv-dtype", choices=("auto", "int8"), default="auto", help="of the cache; auto: as dtype")
+    add("--quantize", choices=MODES, help="fewer bits for the weights, on the fly; see quantize.py")
+    add("--compile", action="store_true", help="slower to start, faster to run; see the README")
+    add("--draft-checkpoint", type=Path, metavar="DIR", help="guess tokens with a small model")
+    add("--speculate", type=int, metavar="K", help="tokens that it guesses in a step (4)")
+    add("--speculate-ngram", type=int, metavar="K", help="guess from what the text repeats")
+    add("--max-seq-len", type=int, help="prompt and output (default: what the model can)")
+
+
+def load_models(
+    args: argparse.Namespace, ranks: tp.Ranks
+) -> tuple[Transformer, Transformer | None, int]:
+    """Load what model_arguments asks for.
+
+    Returns:
+        The model, or this rank's share; the draft, on rank 0 alone and whole; tokens to guess.
+    """
+    if args.max_seq_len is not None and args.max_seq_len < 2:
+        raise ValueError(f"max_seq_len must be at least 2, is {args.max_seq_len}")
+    if args.speculate and not args.draft_checkpoint:
+        raise ValueError("--speculate needs --draft-checkpoint; without one: --speculate-ngram")
+    if args.speculate_ngram and args.draft_checkpoint:
+        raise ValueError("--speculate-ngram and --draft-checkpoint both guess: give one of them")
+    model = load(args.checkpoint, ranks.device, DTYPES.get(args.dtype), ranks.shard)
+    if args.quantize:
+        quantize_model(model, args.quantize)
+    if not args.draft_checkpoint or ranks.rank:
+        return model, None, args.speculate_ngram or 0
+    draft = load(args.draft_checkpoint, ranks.device, DTYPES.get(args.dtype))
+    return model, draft, 4 if args.speculate is None else args.speculate
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="generate.py", description="Generate text from a prompt.")
+    model_arguments(parser)
+    add = parser.add_argument
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", default="", help="text to continue")
     prompt.add_argument(
         "--prompt-file", type=argparse.FileType(encoding="utf-8"), help="from a file; - is stdin"
     )
     prompt.add_argument("--chat", action="store_true", help="talk, with the chat template")
-    add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
-    add("--dtype", choices=("auto", *DTYPES), default="auto", help="auto: as stored")
-    add(
-        "--kv-dtype",
-        choices=("auto", "int8"),
-        default="auto",
-        help="of the cache; auto: as --dtype",
-    )
-    add("--quantize", choices=MODES, help="fewer bits for the weights, on the fly; see quantize.py")
-    add("--compile", action="store_true", help="slower to start, faster to run; see the README")
-    add("--draft-checkpoint", type=Path, metavar="DIR", help="guess tokens with a small model")
-    add("--speculate", type=int, metavar="K", help="tokens that it guesses in a step (4)")
-    add(
-        "--speculate-ngram", type=int, metavar="K", help="guess what followed the last words before"
-    )
-    add("--max-seq-len", type=int, help="prompt and output (default: what the model can)")
     add("--profile", type=Path, metavar="TRACE.JSON", help="write a Chrome trace")
     add("--json", action="store_true", help="print one JSON object per sample instead of text")
     text = "defaults: the checkpoint's generation_config.json, else as in parentheses"
@@ -154,22 +176,14 @@ def sampling_params(checkpoint: Path, **given: Any) -> SamplingParams:
 
 def run(args: argparse.Namespace, ranks: tp.Ranks) -> int:
     """Load, generate, and report: text on stdout, everything else on stderr."""
-    if args.max_seq_len is not None and args.max_seq_len < 2:
-        raise ValueError(f"max_seq_len must be at least 2, is {args.max_seq_len}")
     if args.chat and args.json:
         raise ValueError("--json prints samples of a prompt: it does not go with --chat")
     if args.profile:
         args.profile.open("a").close()  # fail now rather than after all the work
-    if args.speculate and not args.draft_checkpoint:
-        raise ValueError("--speculate needs --draft-checkpoint; without one: --speculate-ngram")
-    if args.speculate_ngram and args.draft_checkpoint:
-        raise ValueError("--speculate-ngram and --draft-checkpoint both guess: give one of them")
     given = {f.name: getattr(args, f.name) for f in fields(SamplingParams)}
     params = sampling_params(args.checkpoint, **given)
     device, tokenizer = ranks.device, Tokenizer(args.checkpoint)
-    model = load(args.checkpoint, device, DTYPES.get(args.dtype), ranks.shard)
-    if args.quantize:
-        quantize_model(model, args.quantize)
+    model, draft, guesses = load_models(args, ranks)
     if ranks.rank:
         tp.follow(model)
         return 0
@@ -178,12 +192,10 @@ def run(args: argparse.Namespace, ranks: tp.Ranks) -> int:
         dtype = torch.int8 if args.kv_dtype == "int8" else model.embed_tokens.weight.dtype
         return StaticCache(model.config, 1, length, dtype, device)
 
-    proposer = NGram(args.speculate_ngram or 0)
-    if args.draft_checkpoint:  # whole, on this rank alone
-        draft = load(args.draft_checkpoint, device, DTYPES.get(args.dtype))
+    proposer = NGram(guesses)
+    if draft:
         draft_runner = Runner(draft, cache_for(draft, 2 * CHUNK))
-        k = 4 if args.speculate is None else args.speculate
-        proposer = DraftModel(draft_runner, k, model.config.vocab_size)
+        proposer = DraftModel(draft_runner, guesses, model.config.vocab_size)
     if args.compile:
         ranks.runner(model, cache_for(model, 2 * CHUNK)).compile()
         proposer.compile()
@@ -194,7 +206,7 @@ def run(args: argparse.Namespace, ranks: tp.Ranks) -> int:
     def reply(prompt_ids: list[int], params: SamplingParams) -> Sequence:
         sequence = Sequence(prompt_ids, params, model.config, tokenizer, args.max_seq_len)
         cache = cache_for(model, sequence.max_len)
-        if args.draft_checkpoint:
+        if draft:
             draft_runner.cache = cache_for(draft, sequence.max_len)
         done.append(sequence)
         steps = generate(model, sequence, cache, proposer=proposer, runner=ranks.runner)

@@ -65,6 +65,11 @@ class BlockPool:
         """Blocks that could be handed out now."""
         return len(self._free) + len(self._cached)
 
+    @property
+    def cached(self) -> list[int]:
+        """Blocks that hold nothing but what could be found again."""
+        return [*self._cached]
+
     def reuse(self, table: BlockTable, ids: list[int], salt: str | None = None) -> None:
         """Map the longest known prefix of `ids` into an empty table.
 

@@ -49,7 +49,7 @@ class Request:
     first once its prompt has been computed, sharing the prompt's blocks.
     """
 
-    id: str
+    id: str | None
     outputs: list[Sequence]
     priority: int = 0  # the lowest number runs first, as in vLLM
     cache_salt: str | None = None
@@ -167,8 +167,9 @@ class Engine:
         self.running: list[Task] = []  # by rank: the first is served first, the last preempted
         self.waiting: list[Task] = []  # by rank
         self.stats, self._arrivals = Stats(), 0
+        self.batch: dict[Task, int] = {}  # of the last step: how many tokens of whom it ran
 
-    def add_request(
+    def prepare(
         self,
         prompt: str | list[int],
         params: SamplingParams,
@@ -176,7 +177,7 @@ class Engine:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> Request:
-        """Queue a request; step() moves it on.
+        """Make a request, which submit() queues. Changes nothing, so any thread may call it.
 
         Raises:
             ValueError: see Sequence; or it could never fit into the cache, however long it waited.
@@ -195,10 +196,21 @@ class Engine:
                 f"prompt and max_tokens need {need} blocks of {self.pool.block_size} tokens, the "
                 f"cache has {self.pool.num_blocks}: lower max_tokens or raise --kv-memory"
             )
+        return Request(request_id, outputs, priority, cache_salt)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; step() moves it on."""
         self._arrivals += 1
-        request_id = request_id or f"request-{self._arrivals}"
-        request = Request(request_id, outputs, priority, cache_salt, self._arrivals)
-        insort(self.waiting, Task(request, outputs[0]), key=lambda task: task.rank)
+        request.arrival = self._arrivals
+        request.id = request.id or f"request-{self._arrivals}"
+        insort(self.waiting, Task(request, request.outputs[0]), key=lambda task: task.rank)
+
+    def add_request(
+        self, prompt: str | list[int], params: SamplingParams, *args: Any, **options: Any
+    ) -> Request:
+        """prepare() and submit()."""
+        request = self.prepare(prompt, params, *args, **options)
+        self.submit(request)
         return request
 
     def abort(self, request: Request) -> None:
@@ -287,6 +299,7 @@ class Engine:
             if sequence.finish_reason:
                 self._leave(task)
         done = time.perf_counter()
+        self.batch = {task: row.end - row.start for task, row in zip(tasks, rows, strict=True)}
         stats.steps += 1
         stats.computed_tokens += len(tokens)
         stats.guess_s += ran - began
