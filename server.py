@@ -251,9 +251,9 @@ class Api:
     # --- Requests in ------------------------------------------------------------------------------
 
     def prepare(
-        self, body: dict[str, Any], chat: bool, name: str
+        self, body: dict[str, Any], chat: bool, request_id: str
     ) -> tuple[list[Request], SamplingParams]:
-        """Check a body, and make the engine's requests of it, under this name.
+        """Check a body, and make the engine's requests of it: request_id-0, -1, ...
 
         Raises:
             Problem: 400 and what is wrong with which field.
@@ -316,7 +316,7 @@ class Api:
                 )  # fmt: skip
             try:
                 each = replace(params, max_tokens=new)
-                requests.append(self.engine.prepare(ids, each, f"{name}-{len(requests)}"))
+                requests.append(self.engine.prepare(ids, each, f"{request_id}-{len(requests)}"))
             except ValueError as error:
                 raise Problem(400, str(error), param) from None
         return requests, params
@@ -468,7 +468,9 @@ class Reply:
     ) -> None:
         self.api, self.chat, self.params, self.requests = api, chat, params, requests
         self.echo = bool(body.get("echo")) and not chat
-        self.usage_wanted = bool((body.get("stream_options") or {}).get("include_usage"))
+        options = body.get("stream_options") or {}
+        self.usage_wanted = bool(options.get("include_usage"))
+        self.usage_always = bool(options.get("continuous_usage_stats"))  # vLLM's: in each chunk
         self.sequences = [s for request in requests for s in request.outputs]
         self.shown = [(0, 0, False)] * len(self.sequences)  # characters, tokens, ended
         self.offsets = [0] * len(self.sequences)  # of the next token's text, for logprobs
@@ -483,8 +485,10 @@ class Reply:
     def news(self) -> Iterator[dict[str, Any]]:
         """A chunk for each sequence that has moved on."""
         kind = "chat.completion.chunk" if self.chat else "text_completion"
-        usage = {"usage": None} if self.usage_wanted else {}
         for i, sequence in enumerate(self.sequences):
+            usage = {"usage": None} if self.usage_wanted else {}
+            if self.usage_always:
+                usage = {"usage": usage_of(sequence.prompt_len, len(sequence.tokens))}
             chars, tokens, ended = self.shown[i]
             if self.chat and i not in self.greeted and sequence.tokens:
                 self.greeted.add(i)
@@ -543,14 +547,16 @@ class Reply:
 
     def usage(self) -> dict[str, int]:
         prompt = sum(request.outputs[0].prompt_len for request in self.requests)
-        output = sum(len(sequence.tokens) for sequence in self.sequences)
-        return {"prompt_tokens": prompt, "completion_tokens": output,
-                "total_tokens": prompt + output}  # fmt: skip
+        return usage_of(prompt, sum(len(sequence.tokens) for sequence in self.sequences))
 
     def usage_chunk(self) -> list[dict[str, Any]]:
         kind = "chat.completion.chunk" if self.chat else "text_completion"
         chunk = self.base | {"object": kind, "choices": [], "usage": self.usage()}
         return [chunk] if self.usage_wanted else []
+
+
+def usage_of(prompt: int, output: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
 
 
 def _are(items: Any, kind: type) -> bool:
