@@ -4,6 +4,7 @@
     python bench.py latency ... --speculate 4         the same with guessed tokens, and without
     python bench.py throughput --shape 1b --compile   many requests, through the scheduler
     python bench.py prefix --shape 1b --compile       a long prompt whose beginning is known
+    python bench.py serve --url http://127.0.0.1:8000   a load on a running server
     python bench.py quality --checkpoint DIR --text FILE     what quantisation costs
     python bench.py report                            put the recorded figures into README.md
 
@@ -13,6 +14,7 @@ figure is given as a fraction of the limit taken beside it. Medians, with the sp
 """
 
 import argparse
+import asyncio
 import copy
 import itertools
 import json
@@ -32,6 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import load as load_tool
 import tp
 from generate import generate, pick_device
 from gptq import calibrate
@@ -90,6 +93,24 @@ def main() -> int:
     add("--text", type=Path, required=True, help="its last tenth is scored, the rest calibrates")
     add("--group-size", type=int, default=128)
     add("--tokens", type=int, default=2**15, help="tokens to score, at most")
+    serve_parser = commands.add_parser("serve", help="a load on any OpenAI-compatible server")
+    add = serve_parser.add_argument
+    add("--url", default="http://127.0.0.1:8000")
+    add("--model", help="its name there, where the server wants one")
+    add("--api-key")
+    add("--rate", type=float, nargs="+", default=[1, 2, 4], help="requests a second; inf: at once")
+    add("--ramp", action="store_true", help="double the first rate while the limits hold")
+    add("--requests", type=int, default=64)
+    add("--prompt-tokens", type=int, nargs="+", default=[16, 256], help="least and most")
+    add("--new-tokens", type=int, nargs="+", default=[16, 128], help="least and most")
+    add("--prefixes", type=int, default=0, help="so many beginnings that prompts share")
+    add("--prefix-tokens", type=int, default=128)
+    add("--vocab-size", type=int, default=1000, help="prompts are random ids below it")
+    add("--ttft-limit", type=float, default=1.0, help="seconds to the first token")
+    add("--tpot-limit", type=float, default=0.1, help="seconds for each token after it")
+    add("--plot", type=Path, metavar="FILE.svg")
+    add("--json", action="store_true", help="print the figures as one JSON object")
+    add("--record", metavar="NAME", help="keep the figures in benchmarks/NAME.json")
     commands.add_parser("report", help="rewrite the tables of README.md from benchmarks/*.json")
     args = parser.parse_args()
     try:
@@ -98,6 +119,7 @@ def main() -> int:
             "throughput": throughput,
             "prefix": prefix,
             "quality": quality,
+            "serve": serve_load,
             "report": report,
         }
         if args.command != "latency":
@@ -493,6 +515,38 @@ def prefix(args: argparse.Namespace) -> int:
     return publish(result, args, device)
 
 
+# --- serve ----------------------------------------------------------------------------------------
+
+
+def serve_load(args: argparse.Namespace) -> int:
+    """Load a server at each rate; with --ramp, find the highest whose requests keep the limits."""
+    limits = load_tool.Limits(args.ttft_limit, args.tpot_limit)
+    lengths = [(a[0], a[-1]) for a in (args.prompt_tokens, args.new_tokens)]
+    what = load_tool.Load(
+        args.url, args.model, args.api_key, args.requests, *lengths, args.prefixes,
+        args.prefix_tokens, args.vocab_size,
+    )  # fmt: skip
+    rates, figures = [*args.rate], []
+    for i, rate in enumerate(rates):  # which --ramp extends
+        outcomes = asyncio.run(load_tool.run(what._replace(seed=i), rate))
+        figures.append(load_tool.summary(outcomes, limits))
+        if error := next((o.error for o in outcomes if o.error), None):
+            print(f"rate {rate:g}: {error}", file=sys.stderr)
+        if args.ramp and figures[-1].get("within_limits", 0) >= 0.99 and i == len(rates) - 1:
+            rates.append(rate * 2)
+    rows = {
+        f"{rate:g} requests/s": {k: [v] for k, v in f.items()} for rate, f in zip(rates, figures)
+    }
+    result: dict[str, Any] = {"runs": {name: spread(row) for name, row in rows.items()}}
+    if args.ramp:
+        held = [r for r, f in zip(rates, figures) if f.get("within_limits", 0) >= 0.99]
+        result["highest_rate"] = max(held, default=0.0)
+    if args.plot:
+        args.plot.write_text(load_tool.plot(rates, figures, f"kilolm bench: {args.url}"))
+    args.checkpoint, args.shape = None, args.model or "served"
+    return publish(result, args, torch.device("cpu"))
+
+
 # --- quality --------------------------------------------------------------------------------------
 
 
@@ -592,6 +646,12 @@ COLUMNS = {
         "weights_mb": "weights, MB", "perplexity": "perplexity", "more": "more than plain",
         "kl_nats": "KL divergence, nats",
     },
+    "serve": {
+        "output_tok_s": "output, tok/s", "errors": "errors", "within_limits": "within the limits",
+        "ttft_p50_ms": "first token p50, ms", "ttft_p99_ms": "p99", "tpot_p50_ms": "each token p50",
+        "tpot_p99_ms": "p99", "itl_p50_ms": "between tokens p50", "itl_p99_ms": "p99",
+        "e2e_p50_ms": "whole p50", "e2e_p99_ms": "p99",
+    },
     "prefix": {
         "first_token_s": "first token, s", "of_cold": "of cold", "times_floor": "times the floor",
         "cached_tokens": "tokens cached",
@@ -608,7 +668,10 @@ def speed_tables() -> str:
             "speculation" if "--specul" in run["command"] else run["command"].split()[2]
         ]
         text += f"\n`{run['command']}`  \n{run['hardware']}; {run['versions']}"
-        text += f"; weights {run['model_gb']:.2f} GB, peak memory {run['peak_memory_gb']:.2f} GB"
+        if "model_gb" in run:
+            text += (
+                f"; weights {run['model_gb']:.2f} GB, peak memory {run['peak_memory_gb']:.2f} GB"
+            )
         text += f", compiled in {run['compile_s']:.1f} s" if "compile_s" in run else ""
         text += "\n\n| run | " + " | ".join(columns.values()) + " |\n"
         text += "|---" * (1 + len(columns)) + "|\n"
@@ -693,7 +756,7 @@ def provenance(device: torch.device, args: argparse.Namespace) -> dict[str, str]
 def table(result: dict) -> str:
     """The figures for people: median, and least..most of the repetitions."""
     lines = [result["hardware"], result["versions"], result["command"], ""]
-    for name in ("load_s", "compile_s", "model_gb", "weights_gb", "peak_memory_gb"):
+    for name in ("load_s", "compile_s", "model_gb", "weights_gb", "peak_memory_gb", "highest_rate"):
         if name in result:
             lines.append(f"{name:24}{result[name]:10.2f}")
     for run, figures in result["runs"].items():
