@@ -320,7 +320,7 @@ def join(device: torch.device) -> Iterator[Ranks]:
     try:
         yield ranks
     except RuntimeError as error:
-        if isinstance(error, dist.DistError) or "gloo" in str(error):
+        if is_lost(error):
             message = f"rank {ranks.rank} lost contact with another rank, which may have died"
             raise ConnectionError(message) from error
         raise
@@ -329,6 +329,11 @@ def join(device: torch.device) -> Iterator[Ranks]:
             if ranks.rank == 0:
                 send(STOP)
         dist.destroy_process_group()
+
+
+def is_lost(error: Exception) -> bool:
+    """Whether this says that another rank is out of reach."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 def report(program: str, error: Exception) -> int:
