@@ -300,11 +300,12 @@ def save(model: Transformer, source: Path, out: Path, quantization: dict[str, An
         shutil.rmtree(work, ignore_errors=True)
 
 
-# --- Packed forms, for CPUs -----------------------------------------------------------------------
+# --- Packed forms, for each device ----------------------------------------------------------------
 
 
 def pack_linears(model: nn.Module) -> nn.Module:
-    """Replace each Linear, plain or quantised, by its packed form, in place, before compiling.
+    """Replace each Linear, plain or quantised, by its packed form, in place, before compiling: on
+    a CPU all of them, on CUDA the int4 ones.
 
     Leaves alone what has no fast form on this processor, such as float16 on many, and int8 in
     groups or without VNNI: that is dequantised at each step.
@@ -320,16 +321,20 @@ def pack_linears(model: nn.Module) -> nn.Module:
         torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
         torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported(),
     }
-    kinds = (nn.Linear, QuantLinear)
+    kinds, on_cpu = (nn.Linear, QuantLinear), all(t.is_cpu for t in model.state_dict().values())
     # The list holds parents only: a reference to a Linear would keep its plain weight alive.
     for module in [m for m in model.modules() if not isinstance(m, kinds)]:
         for name, child in module.named_children():
-            if isinstance(child, nn.Linear) and packable.get(child.weight.dtype):
-                setattr(module, name, PackedLinear(child))
-            elif isinstance(child, QuantLinear) and child.bits == 4:
-                setattr(module, name, BlockedLinear(child))
-            elif isinstance(child, QuantLinear) and Int8Linear.can_pack(child):
-                setattr(module, name, Int8Linear(child))
+            form = None
+            if isinstance(child, nn.Linear) and on_cpu and packable.get(child.weight.dtype):
+                form = PackedLinear
+            elif isinstance(child, QuantLinear) and on_cpu:
+                per_byte = Int8Linear if Int8Linear.can_pack(child) else None
+                form = BlockedLinear if child.bits == 4 else per_byte
+            elif isinstance(child, QuantLinear) and TinyGemmLinear.can_pack(child):
+                form = TinyGemmLinear
+            if form:
+                setattr(module, name, form(child))
             del child
     return model
 
@@ -353,6 +358,39 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.ops.kilolm.packed_linear(x, self.key, self.out_features)
+
+
+class TinyGemmLinear(nn.Module):
+    """int4 weights for PyTorch's own CUDA operator, which dequantises inside the product.
+
+    It computes scale * (q - 8) + zero, and ours is scale * (q - z): so its zero is scale * (8 - z).
+    bfloat16 alone; not yet run on a GPU by us.
+    """
+
+    def __init__(self, linear: QuantLinear) -> None:
+        super().__init__()
+        self.group_size, self.order, self.bias = linear.group_size, linear.order, linear.bias
+        self.nbytes, q = linear.nbytes, linear.qweight
+        swapped = q << 4 | q >> 4  # this operator has the first of two values in the high half
+        # 8: tiles of 16 input channels that one thread keeps together, the most there is
+        packed = torch.ops.aten._convert_weight_to_int4pack(swapped, 8)
+        scales = torch.stack((linear.scales, linear.scales * (8 - linear.zeros.float())), -1)
+        self.register_buffer("packed", packed)  # (N / 8, K / 128, 32, 4) int32
+        self.register_buffer("scales", scales.transpose(0, 1).to(torch.bfloat16).contiguous())
+
+    @staticmethod
+    def can_pack(linear: QuantLinear) -> bool:
+        fits = linear.out_features % 8 == 0 and linear.in_features % 128 == 0
+        groups = linear.group_size in (32, 64, 128, 256)
+        return linear.bits == 4 and fits and groups and linear.qweight.is_cuda
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.order is None else x[..., self.order]
+        y = torch.ops.aten._weight_int4pack_mm(
+            x.flatten(0, -2).to(torch.bfloat16), self.packed, self.group_size, self.scales
+        )
+        y = y if self.bias is None else y + self.bias
+        return y.to(x.dtype).view(*x.shape[:-1], -1)
 
 
 class Int8Linear(nn.Module):

@@ -82,6 +82,9 @@ def compile_model(
         for part in (*model.layers, model.lm_head):
             part.compile(fullgraph=True)
     else:
+        pack_linears(model)
+        # Lets a product of one row become a loop that reads int8 weights once, as they are.
+        torch._inductor.config.coordinate_descent_tuning = True
         # A paged step is another one each time, in numbers that only the host sees: never replayed.
         replay = cache.batch_size is not None
         model.compile(fullgraph=True, mode="reduce-overhead" if replay else None)

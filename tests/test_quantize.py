@@ -407,6 +407,34 @@ def test_packed_forms_compile():
             torch.testing.assert_close(y, twin(x), atol=3e-3, rtol=1e-3)
 
 
+def test_tinygemm_stands_for_the_same_weight(monkeypatch):
+    """CUDA's int4 operator has other nibbles, and a zero point of another meaning. It exists on
+    GPUs only, so it is played here by what its documentation says that it computes."""
+
+    def pack(q, tiles):  # two values in a byte, the first in the high half
+        return torch.stack((q >> 4, q & 15), -1).flatten(1)
+
+    def multiply(x, q, group_size, scales):
+        scale, zero = scales.transpose(0, 1).repeat_interleave(group_size, 1).unbind(-1)
+        return x @ ((q.to(x.dtype) - 8) * scale + zero).T
+
+    class Aten:
+        _convert_weight_to_int4pack, _weight_int4pack_mm = (
+            staticmethod(pack),
+            staticmethod(multiply),
+        )
+
+    linear = quant_linear(4, 64, N=72, bias=True, order=True, dtype=torch.bfloat16)
+    linear.zeros.random_(0, 16)
+    x = torch.randn(2, 3, 128, dtype=torch.bfloat16)
+    right, size = exact(linear, x)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.ops, "aten", Aten)
+        y = quantize.TinyGemmLinear(linear)(x)
+    assert ((y - right).abs() <= size * 2**-6).all()
+    assert not quantize.TinyGemmLinear.can_pack(linear)  # it is on the CPU
+
+
 def test_pack_linears_picks_the_form():
     """A form that does not fit its bits or groups; one that could be packed and is left slow."""
     bytes_form = Int8Linear if torch.cpu._is_vnni_supported() else QuantLinear
