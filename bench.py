@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 import load as load_tool
+import report
 import tp
 from generate import generate, pick_device
 from gptq import calibrate
@@ -120,7 +121,7 @@ def main() -> int:
             "prefix": prefix,
             "quality": quality,
             "serve": serve_load,
-            "report": report,
+            "report": lambda _: report.main() or 0,
         }
         if args.command != "latency":
             return run[args.command](args)
@@ -603,88 +604,6 @@ def quality(args: argparse.Namespace) -> int:
     return publish(result, args, device)
 
 
-# --- report ---------------------------------------------------------------------------------------
-
-ROOT = Path(__file__).resolve().parent
-RECORDS = ROOT / "benchmarks"
-
-
-def report(args: argparse.Namespace) -> int:
-    """Rewrite the part of README.md between the `speed` marks from the recorded runs."""
-    readme = ROOT / "README.md"
-    before, _, rest = readme.read_text().partition("<!-- speed -->\n")
-    _, mark, after = rest.partition("<!-- /speed -->")
-    if not mark:
-        raise ValueError("README.md has no <!-- speed --> ... <!-- /speed --> part to fill")
-    readme.write_text(f"{before}<!-- speed -->\n{speed_tables()}{mark}{after}")
-    return 0
-
-
-COLUMNS = {
-    "latency": {
-        "decode_tok_s": "decode, tok/s", "of_read_limit": "of the read limit",
-        "times_first_row": "times row 1", "prefill_tok_s": "prefill, tok/s",
-        "of_gemm_peak": "of the GEMM peak", "first_token_s": "first token, s",
-    },
-    "ranks": {
-        "decode_tok_s": "decode, tok/s", "times_first_row": "times row 1",
-        "of_read_limit": "of a rank's read limit", "prefill_tok_s": "prefill, tok/s",
-        "gb_per_rank": "GB read per token and rank", "collectives_ms": "exchanges, ms a token",
-    },
-    "speculation": {
-        "decode_tok_s": "decode, tok/s", "times_plain": "times plain", "theory": "in theory",
-        "of_theory": "of theory", "accepted": "guesses accepted", "accepted_1": "of the first",
-        "accepted_4": "of the fourth", "draft_cost": "cost of the draft",
-    },
-    "throughput": {
-        "output_tok_s": "output, tok/s", "times_one": "times one at a time",
-        "total_tok_s": "with prompts, tok/s", "mean_batch": "mean batch",
-        "first_token_s": "first token, s", "host_ms": "host, ms a step",
-        "kv_waste": "KV memory wasted",
-    },
-    "quality": {
-        "weights_mb": "weights, MB", "perplexity": "perplexity", "more": "more than plain",
-        "kl_nats": "KL divergence, nats",
-    },
-    "serve": {
-        "output_tok_s": "output, tok/s", "errors": "errors", "within_limits": "within the limits",
-        "ttft_p50_ms": "first token p50, ms", "ttft_p99_ms": "p99", "tpot_p50_ms": "each token p50",
-        "tpot_p99_ms": "p99", "itl_p50_ms": "between tokens p50", "itl_p99_ms": "p99",
-        "e2e_p50_ms": "whole p50", "e2e_p99_ms": "p99",
-    },
-    "prefix": {
-        "first_token_s": "first token, s", "of_cold": "of cold", "times_floor": "times the floor",
-        "cached_tokens": "tokens cached",
-    },
-}  # fmt: skip
-
-
-def speed_tables() -> str:
-    """The recorded runs as Markdown: one table each, with its provenance."""
-    text = ""
-    for file in sorted(RECORDS.glob("*.json")):
-        run = json.loads(file.read_text())
-        columns = COLUMNS[
-            "speculation" if "--specul" in run["command"] else run["command"].split()[2]
-        ]
-        text += f"\n`{run['command']}`  \n{run['hardware']}; {run['versions']}"
-        if "model_gb" in run:
-            text += (
-                f"; weights {run['model_gb']:.2f} GB, peak memory {run['peak_memory_gb']:.2f} GB"
-            )
-        text += f", compiled in {run['compile_s']:.1f} s" if "compile_s" in run else ""
-        text += "\n\n| run | " + " | ".join(columns.values()) + " |\n"
-        text += "|---" * (1 + len(columns)) + "|\n"
-        for label, row in run["runs"].items():
-            cells = [cell(*row[name]) if name in row else "" for name in columns]
-            text += f"| {label} | " + " | ".join(cells) + " |\n"
-    return text
-
-
-def cell(median: float, low: float, high: float) -> str:
-    return f"{median:.4g}" if low == high else f"{median:.3g} ({low:.3g}..{high:.3g})"
-
-
 # --- Helpers --------------------------------------------------------------------------------------
 
 
@@ -709,8 +628,8 @@ def publish(result: dict[str, Any], args: argparse.Namespace, device: torch.devi
     """Add the provenance, print, and record where that is asked for."""
     result |= provenance(device, args)
     if args.record:
-        RECORDS.mkdir(exist_ok=True)
-        (RECORDS / f"{args.record}.json").write_text(json.dumps(result, indent=1) + "\n")
+        report.RECORDS.mkdir(exist_ok=True)
+        (report.RECORDS / f"{args.record}.json").write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result) if args.json else table(result))
     return 0
 

@@ -1,37 +1,13 @@
 """The line budget: small is a feature, so it is tested like one."""
 
-import ast
-import io
-import tokenize
-
 from conftest import ROOT
 
-MODULES = (
-    "model", "kv_cache", "paged", "scheduler", "quantize", "speculative", "tp", "tokenizer",
-    "sampling", "generate", "server",
-)  # fmt: skip
+from report import MODULES, code_lines
+
 # The aim is 1,000. What stands above it, and why it is kept: checks of config.json and of sampling
 # settings with errors that say what to do (about 200 lines), the command lines (about 200), and the
 # weights' layouts for CPUs (about 150), which others leave to compiled extensions.
 CAP = 2400
-
-
-def code_lines(source: str) -> int:
-    """Count the lines that hold code: not blank, not only a comment, not in a docstring."""
-    lines = source.splitlines()
-    docs: set[int] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            docs |= set(range(node.lineno, node.end_lineno + 1))
-    passive = {
-        tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
-        tokenize.ENCODING, tokenize.ENDMARKER,
-    }  # fmt: skip
-    code: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in passive:
-            code |= set(range(token.start[0], token.end[0] + 1))
-    return len([n for n in code - docs if lines[n - 1].strip()])
 
 
 def test_counts_code_only():

@@ -1,0 +1,185 @@
+"""Write the generated parts of README.md: `bench.py report` is its command line.
+
+The tables of figures and the picture come from benchmarks/*.json, the list of files from the files.
+No number in the README is typed by hand. Read: main, then what it calls.
+"""
+
+import ast
+import io
+import json
+import re
+import tokenize
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+RECORDS = ROOT / "benchmarks"
+MODULES = (  # in reading order
+    "model", "kv_cache", "tokenizer", "quantize", "runner", "sampling", "speculative", "generate",
+    "paged", "scheduler", "tp", "server",
+)  # fmt: skip
+
+
+def main() -> None:
+    """Rewrite what stands between the marks, and the picture."""
+    readme = ROOT / "README.md"
+    text = readme.read_text()
+    for mark, write in PARTS.items():
+        before, begin, rest = text.partition(f"<!-- {mark} -->\n")
+        _, end, after = rest.partition(f"<!-- /{mark} -->")
+        if not end:
+            raise ValueError(f"README.md has no <!-- {mark} --> ... <!-- /{mark} --> part to fill")
+        text = before + begin + write() + end + after
+    readme.write_text(text)
+    (ROOT / "docs" / "speed.svg").write_text(picture())
+
+
+# --- The files ------------------------------------------------------------------------------------
+
+
+def file_table() -> str:
+    """Each module: its code lines, the first line of its header, the papers that it names."""
+    text, total = "\n| file | lines | idea | papers |\n|---|---|---|---|\n", 0
+    for name in MODULES:
+        source = (ROOT / f"{name}.py").read_text()
+        doc, lines = ast.get_docstring(ast.parse(source)), code_lines(source)
+        total += lines
+        idea = doc.split("\n")[0].rstrip(".")
+        papers = dict.fromkeys(re.findall(r"arXiv:(\d{4}\.\d{5})", doc))
+        links = ", ".join(f"[{paper}](https://arxiv.org/abs/{paper})" for paper in papers)
+        text += f"| [`{name}.py`]({name}.py) | {lines} | {idea} | {links} |\n"
+    return text + f"| all | {total} | | |\n\n"
+
+
+def code_lines(source: str) -> int:
+    """Count the lines that hold code: not blank, not only a comment, not in a docstring."""
+    lines = source.splitlines()
+    docs: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            docs |= set(range(node.lineno, node.end_lineno + 1))
+    passive = {
+        tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
+        tokenize.ENCODING, tokenize.ENDMARKER,
+    }  # fmt: skip
+    code: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in passive:
+            code |= set(range(token.start[0], token.end[0] + 1))
+    return len([n for n in code - docs if lines[n - 1].strip()])
+
+
+# --- The figures ----------------------------------------------------------------------------------
+
+COLUMNS = {
+    "latency": {
+        "decode_tok_s": "decode, tok/s", "of_read_limit": "of the read limit",
+        "times_first_row": "times row 1", "prefill_tok_s": "prefill, tok/s",
+        "of_gemm_peak": "of the GEMM peak", "first_token_s": "first token, s",
+    },
+    "ranks": {
+        "decode_tok_s": "decode, tok/s", "times_first_row": "times row 1",
+        "of_read_limit": "of a rank's read limit", "prefill_tok_s": "prefill, tok/s",
+        "gb_per_rank": "GB read per token and rank", "collectives_ms": "exchanges, ms a token",
+    },
+    "speculation": {
+        "decode_tok_s": "decode, tok/s", "times_plain": "times plain", "theory": "in theory",
+        "of_theory": "of theory", "accepted": "guesses accepted", "accepted_1": "of the first",
+        "accepted_4": "of the fourth", "draft_cost": "cost of the draft",
+    },
+    "throughput": {
+        "output_tok_s": "output, tok/s", "times_one": "times one at a time",
+        "total_tok_s": "with prompts, tok/s", "mean_batch": "mean batch",
+        "first_token_s": "first token, s", "host_ms": "host, ms a step",
+        "kv_waste": "KV memory wasted",
+    },
+    "quality": {
+        "weights_mb": "weights, MB", "perplexity": "perplexity", "more": "more than plain",
+        "kl_nats": "KL divergence, nats",
+    },
+    "serve": {
+        "output_tok_s": "output, tok/s", "errors": "errors", "within_limits": "within the limits",
+        "ttft_p50_ms": "first token p50, ms", "ttft_p99_ms": "p99", "tpot_p50_ms": "each token p50",
+        "tpot_p99_ms": "p99", "itl_p50_ms": "between tokens p50", "itl_p99_ms": "p99",
+        "e2e_p50_ms": "whole p50", "e2e_p99_ms": "p99",
+    },
+    "prefix": {
+        "first_token_s": "first token, s", "of_cold": "of cold", "times_floor": "times the floor",
+        "cached_tokens": "tokens cached",
+    },
+}  # fmt: skip
+
+
+def speed_tables() -> str:
+    """The recorded runs as Markdown: one table each, with its provenance."""
+    text = ""
+    for file in sorted(RECORDS.glob("*.json")):
+        run = json.loads(file.read_text())
+        columns = COLUMNS[
+            "speculation" if "--specul" in run["command"] else run["command"].split()[2]
+        ]
+        text += f"\n`{run['command']}`  \n{run['hardware']}; {run['versions']}"
+        if "model_gb" in run:
+            text += (
+                f"; weights {run['model_gb']:.2f} GB, peak memory {run['peak_memory_gb']:.2f} GB"
+            )
+        text += f", compiled in {run['compile_s']:.1f} s" if "compile_s" in run else ""
+        text += "\n\n| run | " + " | ".join(columns.values()) + " |\n"
+        text += "|---" * (1 + len(columns)) + "|\n"
+        for label, row in run["runs"].items():
+            cells = [cell(*row[name]) if name in row else "" for name in columns]
+            text += f"| {label} | " + " | ".join(cells) + " |\n"
+    return text
+
+
+def cell(median: float, low: float, high: float) -> str:
+    return f"{median:.4g}" if low == high else f"{median:.3g} ({low:.3g}..{high:.3g})"
+
+
+# --- The picture ----------------------------------------------------------------------------------
+
+BARS = {  # label -> record, row, figure
+    "One sequence, tokens per second": {
+        "eager": ("latency-1b-eager", "batch 1", "decode_tok_s"),
+        "compiled": ("latency-1b-prompt512", "batch 1", "decode_tok_s"),
+        "int8": ("latency-1b-prompt512", "int8, batch 1", "decode_tok_s"),
+        "int4": ("latency-1b-prompt512", "int4, batch 1", "decode_tok_s"),
+        "4 guesses, all right": ("speculate-1b", "4 guesses", "decode_tok_s"),
+    },
+    "32 requests, output tokens per second": {
+        "one at a time": ("throughput-1b-32x64", "one at a time", "output_tok_s"),
+        "continuous batching": ("throughput-1b-32x64", "continuous batching", "output_tok_s"),
+    },
+}
+
+
+def picture() -> str:
+    """What each technique brings, as bars, from the newest record of each name."""
+    shapes: list[str] = []
+    y, hardware = 0, ""
+    for title, bars in BARS.items():
+        figures: dict[str, float] = {}
+        for label, (name, row, figure) in bars.items():
+            if files := sorted(RECORDS.glob(f"{name}-*.json")):
+                record = json.loads(files[-1].read_text())
+                figures[label] = record["runs"][row][figure][0]
+                hardware = f"1b shape, bfloat16; {record['hardware']}; {record['versions']}"
+        shapes.append(f'<text x="16" y="{y + 28}" font-weight="600">{title}</text>')
+        y += 40
+        for label, value in figures.items():
+            width = 400 * value / max(figures.values())
+            shapes.append(
+                f'<text x="170" y="{y + 16}" text-anchor="end">{label}</text>'
+                f'<rect x="180" y="{y}" width="{width:.0f}" height="22" rx="3" fill="#2456c9"/>'
+                f'<text x="{188 + width:.0f}" y="{y + 16}">{value:.3g}</text>'
+            )
+            y += 30
+    shapes.append(f'<text x="16" y="{y + 24}" font-size="12" fill="#666">{hardware}</text>')
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 660 {y + 40}" '
+        'font-family="system-ui, sans-serif" font-size="15" fill="#1c1c1e">'
+        f'<rect width="660" height="{y + 40}" fill="#fff"/>'
+    )
+    return "\n".join([head, *shapes, "</svg>"]) + "\n"
+
+
+PARTS = {"files": file_table, "speed": speed_tables}
