@@ -168,44 +168,43 @@ class Metrics:
         self.finished = {"stop": 0, "length": 0, "abort": 0}
         self.prompt_tokens = 0
 
-    def add(self, sequence: Sequence, seen: int) -> None:
-        """Count the tokens of a sequence from `seen` on."""
+    def add(self, sequence: Sequence) -> None:
+        """Count a sequence that has ended, or whose client has gone."""
         first, between, whole = self.histograms.values()
         times = sequence.times[:]
-        for i in range(seen + 1, len(times)):
-            (first if i == 1 else between).add(times[i] - times[i - 1])
-        if sequence.finish_reason:
-            self.finished[sequence.finish_reason] += 1
-            whole.add(times[-1] - times[0])
+        for i, (before, after) in enumerate(itertools.pairwise(times)):
+            (between if i else first).add(after - before)
+        self.finished[sequence.finish_reason or "abort"] += 1
+        whole.add(times[-1] - times[0])
 
     def text(self, engine: Engine) -> str:
+        """All of it, in Prometheus' format."""
         pool, stats, proposer = engine.pool, engine.stats, engine.proposer
-        used = 1 - pool.num_available / pool.num_blocks
-        gauges = {
+        values = {
             "num_requests_running": len(engine.running),
             "num_requests_waiting": len(engine.waiting),
-            "kv_cache_usage_perc": used,
+            "kv_cache_usage_perc": 1 - pool.num_available / pool.num_blocks,
+            "num_preemptions_total": stats.preemptions,
+            "prompt_tokens_total": self.prompt_tokens,
+            "generation_tokens_total": stats.output_tokens,
+            "prefix_cache_queries_total": stats.cached_tokens + stats.computed_tokens,
+            "prefix_cache_hits_total": stats.cached_tokens,
+            "spec_decode_num_drafts_total": proposer.steps,
+            "spec_decode_num_draft_tokens_total": sum(proposer.offered),
+            "spec_decode_num_accepted_tokens_total": sum(proposer.accepted),
         }
-        counters = {
-            "num_preemptions": stats.preemptions,
-            "prompt_tokens": self.prompt_tokens,
-            "generation_tokens": stats.output_tokens,
-            "prefix_cache_queries": stats.cached_tokens + stats.computed_tokens,
-            "prefix_cache_hits": stats.cached_tokens,
-            "spec_decode_num_drafts": proposer.steps,
-            "spec_decode_num_draft_tokens": sum(proposer.offered),
-            "spec_decode_num_accepted_tokens": sum(proposer.accepted),
-        }
-        lines = [f"# TYPE kilolm:{name} gauge\nkilolm:{name} {v}" for name, v in gauges.items()]
-        for name, value in counters.items():
-            lines.append(f"# TYPE kilolm:{name}_total counter\nkilolm:{name}_total {value}")
-        lines.append("# TYPE kilolm:request_success_total counter")
         for reason, count in self.finished.items():
-            lines.append(f'kilolm:request_success_total{{finished_reason="{reason}"}} {count}')
-        lines.append("# TYPE kilolm:spec_decode_num_accepted_tokens_per_pos_total counter")
+            values[f'request_success_total{{finished_reason="{reason}"}}'] = count
         for i, count in enumerate(proposer.accepted):
-            name = "kilolm:spec_decode_num_accepted_tokens_per_pos_total"
-            lines.append(f'{name}{{position="{i}"}} {count}')
+            values[f'spec_decode_num_accepted_tokens_per_pos_total{{position="{i}"}}'] = count
+        lines, typed = [], set()
+        for name, value in values.items():
+            family = name.partition("{")[0]
+            if family not in typed:
+                kind = "counter" if family.endswith("_total") else "gauge"
+                lines.append(f"# TYPE kilolm:{family} {kind}")
+                typed.add(family)
+            lines.append(f"kilolm:{name} {value}")
         for name, histogram in self.histograms.items():
             lines += histogram.lines(f"kilolm:{name}")
         return "\n".join(lines) + "\n"
@@ -223,7 +222,6 @@ class Api:
         self.defaults = sampling_params(args.checkpoint)
         self.loop, self.metrics = asyncio.get_running_loop(), Metrics()
         self.events: dict[Request, asyncio.Event] = {}  # of the requests in flight
-        self.seen: dict[Sequence, int] = {}  # tokens that the metrics know
         self.stopping = False
         self.started = int(time.time())
         self.thread = EngineThread(engine, self._progressed)
@@ -234,14 +232,6 @@ class Api:
 
     def _wake(self, requests: list[Request]) -> None:
         for request in requests:
-            for sequence in request.outputs:
-                if (seen := self.seen.get(sequence)) is not None:
-                    done, count = sequence.finish_reason, len(sequence.times) - 1
-                    if count > seen or done:
-                        self.metrics.add(sequence, seen)
-                        self.seen[sequence] = count
-                    if done:
-                        del self.seen[sequence]
             if request in self.events:
                 self.events[request].set()
         if self.thread.dead:
@@ -250,9 +240,7 @@ class Api:
 
     # --- Requests in ------------------------------------------------------------------------------
 
-    def prepare(
-        self, body: dict[str, Any], chat: bool, request_id: str
-    ) -> tuple[list[Request], SamplingParams]:
+    def prepare(self, body: dict[str, Any], chat: bool, request_id: str) -> list[Request]:
         """Check a body, and make the engine's requests of it: request_id-0, -1, ...
 
         Raises:
@@ -319,7 +307,7 @@ class Api:
                 requests.append(self.engine.prepare(ids, each, f"{request_id}-{len(requests)}"))
             except ValueError as error:
                 raise Problem(400, str(error), param) from None
-        return requests, params
+        return requests
 
     def _prompts(self, body: dict[str, Any]) -> list[list[int]]:
         """A text, texts, ids, or lists of ids -> lists of ids."""
@@ -360,28 +348,26 @@ class Api:
         if self.stopping or self.thread.dead:
             raise Problem(503, self.thread.dead or "the server is stopping")
         name = ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12)
-        requests, params = self.prepare(body, chat, name)
+        # In another thread: a long text takes a while to encode, and others are being served.
+        requests = await asyncio.to_thread(self.prepare, body, chat, name)
         waiting = len(self.engine.waiting) + self.thread.inbox.qsize()
         if waiting + len(requests) > self.args.max_queue:
             raise Problem(
                 429, f"{waiting} requests are waiting, --max-queue is {self.args.max_queue}: retry"
             )
-        reply, streams = Reply(self, body, chat, name, requests, params), bool(body.get("stream"))
+        reply, streams = Reply(self, name, body, requests), bool(body.get("stream"))
         try:
             async with connection.watching() as event:
                 for request in requests:
                     self.events[request] = event
-                    self.seen |= dict.fromkeys(request.outputs, 0)
                     self.metrics.prompt_tokens += request.outputs[0].prompt_len
                     self.thread.inbox.put((self.engine.submit, request))
                 finished = False
                 while not finished and not connection.gone:
                     finished = all(request.finished for request in requests)
                     if self.thread.dead or any(s.finish_reason == "abort" for s in reply.sequences):
-                        why = (
-                            "the server is stopping" if self.stopping else "an error in the engine"
-                        )
-                        raise Problem(503 if self.stopping else 500, f"aborted: {why}")
+                        why = "is stopping" if self.stopping else "met an error"
+                        raise Problem(503 if self.stopping else 500, f"aborted: the engine {why}")
                     if streams:
                         await connection.stream(reply.news())
                     if not finished:
@@ -392,8 +378,10 @@ class Api:
             else:
                 await connection.answer(200, reply.whole())
         finally:
+            for sequence in reply.sequences:
+                self.metrics.add(sequence)
             for request in requests:
-                del self.events[request]
+                self.events.pop(request, None)
                 if not request.finished:
                     self.thread.inbox.put((self.engine.abort, request))
 
@@ -457,17 +445,10 @@ class Api:
 class Reply:
     """Turns the state of requests into OpenAI's objects, whole or by what is new."""
 
-    def __init__(
-        self,
-        api: Api,
-        body: dict[str, Any],
-        chat: bool,
-        name: str,
-        requests: list[Request],
-        params: SamplingParams,
-    ) -> None:
-        self.api, self.chat, self.params, self.requests = api, chat, params, requests
-        self.echo = bool(body.get("echo")) and not chat
+    def __init__(self, api: Api, name: str, body: dict[str, Any], requests: list[Request]) -> None:
+        self.api, self.requests, self.chat = api, requests, name.startswith("chat")
+        self.params = requests[0].outputs[0].params
+        self.echo = bool(body.get("echo")) and not self.chat
         options = body.get("stream_options") or {}
         self.usage_wanted = bool(options.get("include_usage"))
         self.usage_always = bool(options.get("continuous_usage_stats"))  # vLLM's: in each chunk
