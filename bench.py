@@ -59,7 +59,7 @@ SHAPES = {  # Llama-like; parameters without the embedding table: 86 M, 1.03 B, 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="bench.py", description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    latency_parser = add_command(commands, "latency", "time to first token, decode, prefill")
+    latency_parser = add_command(commands, latency, "time to first token, decode, prefill")
     add = latency_parser.add_argument
     add("--batch", type=int, nargs="+", default=[1], help="sequences at once; several to compare")
     add("--prompt-tokens", type=int, default=512)
@@ -75,7 +75,7 @@ def main() -> int:
     add("--draft-layers", type=int, default=2, help="how many; the later ones then add nothing")
     add("--draft-noise", type=float, default=0.0, help="lowers its agreement; 1: as large as it")
     add("--prompt-file", type=Path, help="text to continue, for --speculate...")
-    add = add_command(commands, "throughput", "many requests through the scheduler").add_argument
+    add = add_command(commands, throughput, "many requests through the scheduler").add_argument
     add("--requests", type=int, default=32)
     add("--prompt-tokens", type=int, nargs="+", default=[64], help="one length, or least and most")
     add("--new-tokens", type=int, nargs="+", default=[64], help="one length, or least and most")
@@ -84,17 +84,16 @@ def main() -> int:
     add("--kv-memory", type=memory_size, default=0.5, help="bytes, 2GiB, or a share of the free")
     add("--baseline-requests", type=int, default=2, help="of those, how many run one at a time")
     add("--repeat", type=int, default=1)
-    add = add_command(
-        commands, "prefix", "first token of a prompt that is mostly cached"
-    ).add_argument
+    add = add_command(commands, prefix, "a prompt that is mostly cached").add_argument
     add("--prompt-tokens", type=int, default=1024)
     add("--new-prefix-tokens", type=int, default=16, help="tokens at the end that are not cached")
     add("--repeat", type=int, default=5)
-    add = add_command(commands, "quality", "what quantisation costs in perplexity").add_argument
+    add = add_command(commands, quality, "what quantisation costs in perplexity").add_argument
     add("--text", type=Path, required=True, help="its last tenth is scored, the rest calibrates")
     add("--group-size", type=int, default=128)
     add("--tokens", type=int, default=2**15, help="tokens to score, at most")
     serve_parser = commands.add_parser("serve", help="a load on any OpenAI-compatible server")
+    serve_parser.set_defaults(run=serve_load)
     add = serve_parser.add_argument
     add("--url", default="http://127.0.0.1:8000")
     add("--model", help="its name there, where the server wants one")
@@ -112,19 +111,12 @@ def main() -> int:
     add("--plot", type=Path, metavar="FILE.svg")
     add("--json", action="store_true", help="print the figures as one JSON object")
     add("--record", metavar="NAME", help="keep the figures in benchmarks/NAME.json")
-    commands.add_parser("report", help="rewrite the tables of README.md from benchmarks/*.json")
+    report_parser = commands.add_parser("report", help="rewrite the generated parts of README.md")
+    report_parser.set_defaults(run=lambda _: report.main())
     args = parser.parse_args()
     try:
-        run = {
-            "latency": latency,
-            "throughput": throughput,
-            "prefix": prefix,
-            "quality": quality,
-            "serve": serve_load,
-            "report": lambda _: report.main() or 0,
-        }
-        if args.command != "latency":
-            return run[args.command](args)
+        if args.run is not latency:
+            return args.run(args) or 0
         if int(os.environ.get("RANK", 0)):  # of several, one prints
             sys.stderr = sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         with tp.join(pick_device(args.device)) as args.ranks:
@@ -133,16 +125,19 @@ def main() -> int:
         return tp.report("bench.py", error)
 
 
-def add_command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
-    """Add a command with the options that all measurements share."""
-    parser = commands.add_parser(name, help=text)
+def add_command(
+    commands: Any, run: Callable[[argparse.Namespace], int], text: str
+) -> argparse.ArgumentParser:
+    """Add a command, named like its function, with the options that all measurements share."""
+    parser = commands.add_parser(run.__name__, help=text)
+    parser.set_defaults(run=run)
     add = parser.add_argument
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--checkpoint", type=Path)
     model.add_argument("--shape", choices=SHAPES, default="110m", help="random weights")
     add("--dtype", choices=DTYPES, default="bfloat16")
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
-    modes = {"nargs": "+"} if name == "latency" else {}  # there, several to compare
+    modes = {"nargs": "+"} if run is latency else {}  # there, several to compare
     add("--quantize", choices=("none", *MODES), default=["none"] if modes else "none", **modes)
     add("--compile", action="store_true")
     add("--json", action="store_true", help="print the figures as one JSON object")
@@ -557,6 +552,8 @@ def quality(args: argparse.Namespace) -> int:
     KL divergence from the unquantised model's, in nats per token."""
     if not args.checkpoint:
         raise ValueError("quality needs a trained model: give --checkpoint")
+    if args.quantize != "none" or args.compile:
+        raise ValueError("quality compares all forms by itself: leave --quantize and --compile out")
     text, tokenizer = args.text.read_text(encoding="utf-8"), Tokenizer(args.checkpoint)
     cut = len(text) * 9 // 10
     ids, calibration = tokenizer.encode(text[cut:]), tokenizer.encode(text[:cut])

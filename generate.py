@@ -219,7 +219,8 @@ def run(args: argparse.Namespace, ranks: tp.Ranks) -> int:
     if args.profile:
         profiler.export_chrome_trace(str(args.profile))
     if any(sequence.output_ids for sequence in done):
-        print(statistics(model, done, proposer), file=sys.stderr)
+        kv_dtype = torch.int8 if args.kv_dtype == "int8" else None
+        print(statistics(model, done, proposer, kv_dtype), file=sys.stderr)
     return 130 if done and done[-1].finish_reason == "interrupted" else 0
 
 
@@ -279,7 +280,9 @@ def stream(sequence: Sequence, steps: Iterator[Token], show: bool) -> None:
         print(sequence.text[shown:], flush=True)
 
 
-def statistics(model: Transformer, done: list[Sequence], proposer: Proposer) -> str:
+def statistics(
+    model: Transformer, done: list[Sequence], proposer: Proposer, kv_dtype: torch.dtype | None
+) -> str:
     """One line: time to first token, tokens/s, and how near that is to the memory's limit; or what
     became of the guesses."""
     done = [sequence for sequence in done if sequence.output_ids]
@@ -293,7 +296,7 @@ def statistics(model: Transformer, done: list[Sequence], proposer: Proposer) -> 
         if proposer.k:
             return line + f"; {proposer.summary()}"
         middle = (prompts + new // 2) // len(done)  # how much KV a step reads, on average
-        speed = rate * bytes_per_token(model, middle) / 1e9
+        speed = rate * bytes_per_token(model, middle, kv_dtype) / 1e9
         limit = read_bandwidth(model.embed_tokens.weight.device)
         line += f" = {speed:.1f} GB/s, {speed / limit:.0%} of the {limit:.1f} this machine reads"
     return line

@@ -13,20 +13,23 @@ from collections.abc import Callable
 
 import torch
 
+from kv_cache import stored_dim
 from model import Transformer
 from quantize import PackedLinear
 
 
-def bytes_per_token(model: Transformer, length: int) -> int:
+def bytes_per_token(model: Transformer, length: int, kv_dtype: torch.dtype | None = None) -> int:
     """Bytes that decoding one token must read: every weight but the embedding table (of which it
-    reads one row), plus the keys and values of `length` earlier positions."""
+    reads one row), plus the keys and values of `length` earlier positions, in kv_dtype or in the
+    model's own."""
     embedding, c = model.embed_tokens.weight, model.config
     sizes = [getattr(module, "nbytes", 0) for module in model.modules()]  # packed or quantised
     weights = sum(sizes) + sum(parameter.nbytes for parameter in model.parameters())
     if getattr(model.lm_head, "weight", None) is not embedding:  # tied, it is read in full
         weights -= embedding.nbytes
-    kv = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * length
-    return weights + kv * embedding.itemsize
+    kind = kv_dtype or embedding.dtype
+    kv = 2 * c.num_hidden_layers * c.num_key_value_heads * stored_dim(c, kind) * length
+    return weights + kv * kind.itemsize
 
 
 def read_bandwidth(device: torch.device) -> float:
