@@ -3,7 +3,8 @@
     python generate.py                                   the bundled model, at once
     python generate.py --checkpoint DIR --prompt "..."   any Hugging Face folder model.py supports
 
-Knows one sequence at a time; for many at once see scheduler.py. Read: generate, main.
+Knows one sequence at a time; for many at once see scheduler.py. What `proposer` and `ranks` do can
+wait for speculative.py and tp.py. Read: generate, main. Next: paged.py.
 """
 
 import argparse

@@ -12,7 +12,8 @@ QuantLinear is the stored form and the oracle: it dequantises and multiplies. co
 replaces it, and plain Linears too, by a form packed for the processor; that form is never stored.
 Does not know what the Linears are for. Papers: Dettmers et al. 2022 (int8, arXiv:2208.07339),
 Frantar et al. 2022 (GPTQ, arXiv:2210.17323; see gptq.py), Lin et al. 2023 (AWQ, arXiv:2306.00978).
-Read: QuantLinear, round_to_nearest, load, then pack_linears and the packed forms.
+Read: QuantLinear, round_to_nearest, load, then pack_linears and the packed forms. Next:
+speculative.py.
 """
 
 import argparse

@@ -14,8 +14,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 RECORDS = ROOT / "benchmarks"
 MODULES = (  # in reading order
-    "model", "kv_cache", "tokenizer", "quantize", "runner", "sampling", "speculative", "generate",
-    "paged", "scheduler", "tp", "server",
+    "model", "kv_cache", "tokenizer", "sampling", "runner", "generate", "paged", "scheduler",
+    "quantize", "speculative", "tp", "server",
 )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """A model at work: rows of tokens in, logits out; and compiled, as fast as the machine allows.
 
 Everything that generates (one sequence, a batch, a draft, one rank of many) runs its model through
-a Runner. Does not know what the tokens are for. Read: Runner, compile_model. Next: sampling.py.
+a Runner. Does not know what the tokens are for. Read: Runner, compile_model. Next: generate.py.
 """
 
 import torch

@@ -4,7 +4,7 @@
 and speculation draws from its `distribution`, so a seed means the same everywhere. Papers: Holtzman
 et al. 2019 (top-p, arXiv:1904.09751), Nguyen et al. 2024 (min-p, arXiv:2407.01082), Keskar et al.
 2019 (repetition penalty, arXiv:1909.05858). Read: SamplingParams, Sequence, sample, distribution,
-draw, uniform. Next: generate.py.
+draw, uniform. Next: runner.py.
 """
 
 import secrets

@@ -16,6 +16,7 @@ few hundred tokens is one cheap forward; its blocks are often still in the prefi
 requests and blocks; knows nothing of HTTP or of how attention reads the blocks.
 Papers: Yu et al. 2022 (Orca), Agrawal et al. 2023 (Sarathi, arXiv:2308.16369), Kwon et al. 2023
 (arXiv:2309.06180, section 4.5: preemption). Read: Engine.step, Engine.schedule, LLM.
+Next: quantize.py.
 """
 
 import os

@@ -15,6 +15,7 @@ Nothing is undone when a guess is refused: its keys and values lie past the sequ
 nothing looks, and are overwritten. Knows sequences and rows, not who schedules them. Papers:
 Leviathan et al. 2022 (arXiv:2211.17192), Chen et al. 2023 (arXiv:2302.01318), prompt lookup: Saxena
 2023 (github.com/apoorvumang/prompt-lookup-decoding). Read: verify, Proposer, NGram, DraftModel.
+Next: tp.py.
 """
 
 from dataclasses import dataclass, field

@@ -3,7 +3,7 @@
 `tokenizer.json` goes through the `tokenizers` package (an extra), `tokenizer.model` through
 sentencepiece; both are the reference implementations of their formats (Kudo & Richardson 2018,
 arXiv:1808.06226). Knows no model. Read: Tokenizer, then Detokenizer, which turns a stream of ids
-into a stream of text without ever showing half a character.
+into a stream of text without ever showing half a character. Next: sampling.py.
 """
 
 import json

@@ -17,7 +17,7 @@ A rank's share is itself a small Transformer with fewer heads, a narrower MLP an
 vocabulary, so the model, its caches, quantisation and compiling need no change: this file makes the
 config of that share, says which slice of each stored tensor it reads, and hooks the sums in. Rank 0
 alone schedules, samples and prints. Before each forward it broadcasts the integers that describe
-it, and the other ranks do the same. Read: shard, Leader, follow, join.
+it, and the other ranks do the same. Read: shard, Leader, follow, join. Next: server.py.
 """
 
 import contextlib

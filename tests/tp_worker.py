@@ -15,9 +15,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
-
 import test_equivalence as paths
 import torch
 from conftest import DRAFT
@@ -35,8 +32,8 @@ from speculative import DraftModel, NGram, Proposer
 from tp import Leader
 
 SETTINGS = {
-    "greedy": SamplingParams(temperature=0, max_tokens=10, ignore_eos=True),
-    "sampled": SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=10, ignore_eos=True),
+    "greedy": SamplingParams(temperature=0, max_tokens=8, ignore_eos=True),
+    "sampled": SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=8, ignore_eos=True),
 }
 SENT = Counter()
 
@@ -52,28 +49,21 @@ def alone(model, prompts, params, chunk=512, runner=Leader, dtype=torch.float32,
     return results
 
 
-def drafted(model, prompts, params):
+def draft_alone(model, prompts, params):
     """The draft is whole, on this rank alone: nobody follows it."""
     draft = load_model(DRAFT, dtype=torch.float32)
     cache = StaticCache(draft.config, 1, 256, torch.float32)
     guess = partial(DraftModel, Runner(draft, cache), 3, model.config.vocab_size)
-    found = alone(model, prompts, params, guess=guess)
-    engine = paths.run_engine(model, prompts, params, draft=draft, speculate=3, runner=Leader)
-    return [found, engine]
+    return alone(model, prompts, params, guess=guess)
 
 
-def ngram(model, prompts, params):
-    found = alone(model, prompts, params, guess=partial(NGram, 3))
-    return [found, paths.run_engine(model, prompts, params, speculate=3, runner=Leader)]
-
-
-def int8_cache(model, prompts, params, runner=Leader):
-    found = alone(model, prompts, params, runner=runner, dtype=torch.int8)
-    return [found, paths.run_engine(model, prompts, params, kv_dtype=torch.int8, runner=runner)]
+def drafted(model, prompts, params):
+    draft = load_model(DRAFT, dtype=torch.float32)
+    return paths.run_engine(model, prompts, params, draft=draft, speculate=3, runner=Leader)
 
 
 def compiled(model, prompts, params):
-    Leader(model, StaticCache(model.config, 1, 128, torch.float32)).compile()
+    Leader(model, StaticCache(model.config, 1, 512, torch.float32)).compile()
     return alone(model, prompts, params, chunk=7)
 
 
@@ -144,8 +134,11 @@ ROWS = {  # name -> setting, how to run it
     "n = 3": ("sampled", engine(paths.run_forked)),
     "prefix cached": ("sampled", engine(paths.run_prefix_cached)),
     "draft": ("greedy", drafted),
-    "n-gram": ("greedy", ngram),
-    "int8 cache": ("greedy", int8_cache),
+    "draft, alone": ("greedy", draft_alone),
+    "n-gram": ("greedy", engine(paths.run_engine, speculate=3)),
+    "n-gram, alone": ("greedy", partial(alone, guess=partial(NGram, 3))),
+    "int8 cache": ("greedy", engine(paths.run_engine, kv_dtype=torch.int8)),
+    "int8 cache, alone": ("greedy", partial(alone, dtype=torch.int8)),
     "logits": ("greedy", logits),
     "interrupted": ("sampled", interrupted),
     "interrupted copy": ("greedy", interrupted_copy),
@@ -178,8 +171,7 @@ def run(jobs, out):
                     found = way(model, job["prompts"], SETTINGS[setting])
                 except Exception as error:
                     found = repr(error)
-                results[f"{name}, {row}"] = {"found": found, "sent": SENT}
-                print(row, round(__import__("time").monotonic()%1000,1), flush=True)
+                results[f"{name}, {row}"] = {"found": found, "sent": dict(SENT)}
                 out.write_text(json.dumps(results))
             tp.send(tp.STOP)
         if ranks.rank:
