@@ -274,9 +274,9 @@ class Engine:
         draws: list[tuple[Task, Guess]] = []
         lines: list[int] = []
         at = 0
-        for task, guess, end, count in zip(tasks, guesses, known, wanted, strict=True):
-            at += count
-            task.sequence.score_prompt(logits[at - count : at], end)
+        for i, (task, guess, end) in enumerate(zip(tasks, guesses, known, strict=True)):
+            at += wanted[i]
+            task.sequence.score_prompt(logits[at - wanted[i] : at], rows[i].end)
             self.pool.commit(task.table, task.sequence.ids, end, task.request.cache_salt)
             if end == len(task.sequence.ids):
                 for other in self._fork(task):
@@ -294,9 +294,10 @@ class Engine:
                 if not sequence.finish_reason:  # EOS or a stop string can come before the last
                     sequence.append(token)
                     stats.output_tokens += 1
-            if task.table.blocks:  # what came after its guesses is overwritten later
-                end = len(sequence.ids) - 1
-                self.pool.commit(task.table, sequence.ids, end, task.request.cache_salt)
+            if task.table.blocks:
+                # Over the accepted guesses; what lies behind is overwritten. Their blocks can be
+                # found by others from the next step on, when the draft too has run the last one.
+                task.table.length = len(sequence.ids) - 1
             if sequence.finish_reason:
                 self._leave(task)
         done = time.perf_counter()

@@ -11,14 +11,14 @@ from functools import cache
 
 import pytest
 import torch
-from conftest import SHAKESPEARE
+from conftest import DRAFT, SHAKESPEARE
 from torch import nn
 
 from generate import generate
 from kv_cache import StaticCache
 from model import Config, Transformer, load_model
 from quantize import QuantLinear, quantize_model
-from runner import compile_model
+from runner import Runner, compile_model
 from sampling import SamplingParams, Sequence
 from scheduler import Engine
 from speculative import DraftModel, NGram
@@ -38,20 +38,17 @@ SETTINGS = {
 
 def run_alone(model, prompts, params, chunk=512, cached=True, draft=None, speculate=0):
     results = []
-    proposer = DraftModel(draft, speculate, V(model)) if draft else NGram(speculate)
     for prompt in prompts:
         sequence = Sequence(prompt, params, model.config)
         slabs = StaticCache(model.config, 1, sequence.max_len, torch.float32) if cached else None
+        proposer = NGram(speculate)
         if draft:
-            proposer.runner.cache = StaticCache(draft.config, 1, sequence.max_len, torch.float32)
+            own = StaticCache(draft.config, 1, sequence.max_len, torch.float32)
+            proposer = DraftModel(Runner(draft, own), speculate, model.config.vocab_size)
         for _ in generate(model, sequence, slabs, chunk, proposer):
             pass
         results.append(sequence.output_ids)
     return results
-
-
-def V(model):
-    return model.config.vocab_size
 
 
 def run_compiled(model, prompts, params, draft=None, speculate=0):
@@ -76,6 +73,7 @@ def finish(engine, requests):
         engine.step()
         engine.check()
     assert engine.pool.num_available == engine.pool.num_blocks
+    assert engine.proposer.steps or not engine.proposer.k
     return [request.outputs[0].output_ids for request in requests]
 
 
@@ -250,3 +248,82 @@ def test_same_tokens_quantised(quantised, path):
     model, prompts, expected = quantised
     for params, tokens in expected:
         assert PATHS[path](model, prompts, params) == tokens
+
+
+# --- Speculation ----------------------------------------------------------------------------------
+
+
+@cache
+def shallow_draft(model):
+    """The first two layers of a random model: right now and then."""
+    config = replace(model.config, num_hidden_layers=2, windows=model.config.windows[:2])
+    draft = Transformer(config).eval().requires_grad_(False)
+    draft.load_state_dict(model.state_dict(), strict=False)
+    return draft
+
+
+@cache
+def trained_draft():
+    return load_model(DRAFT, dtype=torch.float32)
+
+
+@cache
+def quantised_twin(model):
+    return quantize_model(copy.deepcopy(model), "int8")
+
+
+@cache
+def guesses(model, name):
+    """Options of Engine and of run_alone."""
+    if name == "draft":
+        draft = shallow_draft(model) if model.config.windows else trained_draft()
+        return {"draft": draft, "speculate": 4}
+    if name == "itself, quantised":
+        return {"draft": quantised_twin(model), "speculate": 3}
+    return {"speculate": 4}
+
+
+SPECULATING = {
+    "alone": run_alone,
+    "alone, prompt in chunks of 7": lambda *a, **g: run_alone(*a, chunk=7, **g),
+    "alone, compiled": run_compiled,
+    "paged, batched": run_engine,
+    "paged, small budget": lambda *a, **g: run_engine(*a, max_num_seqs=2,
+                                                      max_num_batched_tokens=11, **g),
+    "paged, chunks of 5": lambda *a, **g: run_in_chunks(*a, 5, **g),
+    "paged, compiled": run_compiled_engine,
+    "prefix cached": run_prefix_cached,
+    "preempted": run_preempted,
+    "n = 3": run_forked,
+    "beside aborted neighbours": run_beside_aborted,
+}  # fmt: skip
+SPECULATED = {
+    "greedy": replace(SETTINGS["greedy"], max_tokens=24),
+    "greedy, penalties, bias": replace(SETTINGS["everything"], temperature=0, max_tokens=24),
+    "sampled": replace(SETTINGS["sampled"], max_tokens=24),
+}
+SOME = ("alone", "paged, small budget", "preempted")
+GUESSES = [
+    *((path, guess, "greedy") for path in SPECULATING for guess in ("draft", "n-gram")),
+    *((path, "draft", "sampled") for path in SPECULATING),
+    *((path, "draft", "greedy, penalties, bias") for path in SOME),
+    *((path, "n-gram", "sampled") for path in SOME),
+    *((path, "itself, quantised", "greedy") for path in ("alone", "paged, batched")),
+]
+
+
+@cache
+def alone_for(model, prompts, setting, guess):
+    """Greedily what comes without guesses; sampled, what one sequence alone gets with them."""
+    options = {} if "greedy" in setting else guesses(model, guess)
+    return run_alone(model, prompts, SPECULATED[setting], **options)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(("path", "guess", "setting"), GUESSES)
+def test_same_tokens_speculating(case, path, guess, setting):
+    """A guess kept that the model does not make; keys and values of a refused one read again; the
+    draft's cache out of step with the model's; guesses that depend on who else is in the batch."""
+    model, prompts = case
+    tokens = SPECULATING[path](*case, SPECULATED[setting], **guesses(model, guess))
+    assert tokens == alone_for(model, tuple(map(tuple, prompts)), setting, guess)

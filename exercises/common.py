@@ -1,0 +1,102 @@
+"""What the tests of the exercises share. Nothing to solve here.
+
+Every test uses the bundled model or a tiny random one, so that a run takes a second or two.
+"""
+
+import importlib
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from generate import generate
+from kv_cache import StaticCache
+from model import Config, Transformer, load_config, locate_tensors, named_tensors
+from sampling import SamplingParams, Sequence
+
+ROOT = Path(__file__).resolve().parent.parent
+SHAKESPEARE = ROOT / "checkpoints" / "shakespeare"
+
+
+def needs(module: str, name: str, todo: str) -> Any:
+    """Return module.name, or fail with what is still to be done."""
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        found = None
+    if found is None:
+        pytest.fail(f"there is no {module}.py yet: {todo}", pytrace=False)
+    if not hasattr(found, name):
+        pytest.fail(f"{module}.py has no `{name}` yet: {todo}", pytrace=False)
+    return getattr(found, name)
+
+
+def call(function: Any, *args: Any, todo: str, **options: Any) -> Any:
+    """Call a function that has to learn new options, or fail with what is still to be done."""
+    try:
+        return function(*args, **options)
+    except TypeError as error:
+        if "unexpected keyword argument" not in (problem := str(error)):
+            raise
+    return pytest.fail(f"{problem}: {todo}", pytrace=False)
+
+
+def close(got: Tensor, want: Tensor, wrong: str) -> None:
+    """Assert that two tensors are the same but for rounding, or say what is wrong."""
+    assert got.shape == want.shape, f"{wrong} (shape {(*got.shape,)}, not {(*want.shape,)})"
+    difference = (got - want).abs().max().item()
+    assert torch.allclose(got, want, rtol=1e-5, atol=1e-6), f"{wrong} ({difference:.3g} apart)"
+
+
+def tiny_model(**changes: Any) -> Transformer:
+    """A random model whose next token depends strongly on all that it sees.
+
+    In float64, where the order of a sum cannot change which token is the likeliest.
+    """
+    sizes = {
+        "vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "eos_ids": (0,),
+        "max_position_embeddings": 128,
+    }  # fmt: skip
+    generator = torch.Generator().manual_seed(1)
+    model = Transformer(Config(**sizes | changes)).double().eval().requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.6, generator=generator)
+    return model
+
+
+@cache
+def bundled() -> Transformer:
+    """The trained model in float32. Shared by the tests of a file: not to be changed."""
+    model, files = Transformer(load_config(SHAKESPEARE)), locate_tensors(SHAKESPEARE)
+    for name, tensor in named_tensors(model.eval().requires_grad_(False)):
+        tensor.copy_(files[name].read())
+    return model
+
+
+def slabs(model: Transformer, length: int) -> StaticCache:
+    return StaticCache(model.config, 1, length, model.embed_tokens.weight.dtype)
+
+
+def write(model: Transformer, ids: Iterable[int], count: int, **options: Any) -> Sequence:
+    """Let generate() write `count` tokens, greedily unless `temperature` says otherwise."""
+    proposer, wishes = options.pop("proposer", None), {"temperature": 0.0} | options
+    params = SamplingParams(max_tokens=count, ignore_eos=True, **wishes)
+    sequence = Sequence([*ids], params, model.config)
+    for _ in generate(model, sequence, slabs(model, sequence.max_len), proposer=proposer):
+        pass
+    return sequence
+
+
+@torch.no_grad()
+def logits_of(model: Transformer, ids: Iterable[int]) -> Tensor:
+    """The (T, V) logits of a whole text, without any cache."""
+    tokens = torch.tensor([[*ids]])
+    return model(tokens, torch.arange(tokens.shape[1])[None])[0]

@@ -1,0 +1,85 @@
+"""Exercise 02: keep what stands out of the noise of the logits. See 02-top-n-sigma.md."""
+
+import math
+
+import pytest
+import torch
+from common import call, needs, tiny_model, write
+
+from sampling import SamplingParams, Sequence, distribution
+from speculative import NGram
+
+MODEL = tiny_model()
+TODO = "give SamplingParams the setting top_n_sigma"
+LOGITS = [4.0, 3.0, 1.0, 0.0, 0.0, -1.0, -1.0, -2.0, 8.0, -12.0]  # mean 0, sigma 4.899
+
+
+def row(**wishes: float | dict[int, float]) -> Sequence:
+    return Sequence([1], call(SamplingParams, todo=TODO, **wishes), MODEL.config)
+
+
+def kept(logits: list[float], **wishes: float | dict[int, float]) -> list[int]:
+    (probs,) = distribution(torch.tensor([logits]), [row(**wishes)])
+    assert probs.sum().item() == pytest.approx(1, abs=1e-5), "what is left must sum to 1 again"
+    return [i for i, p in enumerate(probs.tolist()) if p > 0]
+
+
+def test_it_is_a_setting_with_a_range() -> None:
+    """Made with setting(), it is checked, and generate.py and the server have it as well."""
+    assert call(SamplingParams, todo=TODO, top_n_sigma=1.5).top_n_sigma == 1.5
+    assert SamplingParams().top_n_sigma == 0, "0, the default, is off"
+    for wrong in (-1.0, math.nan, math.inf, "1"):
+        with pytest.raises(ValueError, match="top_n_sigma"):
+            SamplingParams(top_n_sigma=wrong)
+    parse_args = needs("generate", "parse_args", "it was there")
+    assert parse_args(["--top-n-sigma", "2"]).top_n_sigma == 2
+
+
+@pytest.mark.parametrize(
+    ("n", "expected"), [(0.1, [8]), (1.0, [0, 8]), (1.1, [0, 1, 8]), (1.5, [0, 1, 2, 8])]
+)
+def test_logits_below_the_largest_less_n_sigma_are_dropped(n: float, expected: list[int]) -> None:
+    assert sum(LOGITS) == 0
+    sigma = math.sqrt(sum(x * x for x in LOGITS) / len(LOGITS))
+    assert expected == [i for i, x in enumerate(LOGITS) if x >= 8 - n * sigma]
+    wrong = "keep what is at least max - n * sigma, sigma being std(correction=0) over V"
+    assert kept(LOGITS, top_n_sigma=n) == expected, wrong
+
+
+def test_the_temperature_does_not_change_what_is_kept() -> None:
+    """The point of it. With top_p or min_p a hot sampler keeps more and more of the noise."""
+    for temperature in (0.3, 1.0, 3.0, 30.0):
+        chosen = kept(LOGITS, top_n_sigma=1.1, temperature=temperature)
+        assert chosen == [0, 1, 8], f"sigma is of the logits before temperature {temperature}"
+    assert kept(LOGITS, min_p=0.1, temperature=30.0) != kept(LOGITS, min_p=0.1)
+
+
+def test_it_comes_after_the_bias_and_the_penalties() -> None:
+    wrong = "the largest logit, and sigma, are those after logit_bias and the penalties"
+    assert kept(LOGITS, top_n_sigma=0.5, logit_bias={9: 30.0}) == [9], wrong
+
+
+def test_it_goes_with_the_others() -> None:
+    assert kept(LOGITS, top_n_sigma=1.5, top_k=2) == [0, 8]
+    assert kept(LOGITS, top_n_sigma=0.1, temperature=0.0) == [8]
+
+
+def test_others_in_the_batch_are_left_alone() -> None:
+    """And a row gets the very same bits alone and in a batch."""
+    logits = torch.randn(5, 32)
+    rows = [row(), row(top_n_sigma=0.5), row(top_n_sigma=1.0, temperature=2.0), row(top_p=0.5)]
+    rows.append(row(top_n_sigma=2.0, min_p=0.01))
+    together = distribution(logits, rows)
+    for i, each in enumerate(rows):
+        assert torch.equal(together[i], distribution(logits[i : i + 1], [each])[0])
+    assert (together[0] > 0).all(), "0 is off"
+
+
+def test_generation_and_speculation_have_it() -> None:
+    """Both draw from distribution(), so there is nothing to do for them."""
+    call(SamplingParams, todo=TODO, top_n_sigma=1.0)
+    ids = [5, 6, 7, 5, 6, 7, 5]
+    greedy = write(MODEL, ids, 12).output_ids
+    for proposer in (None, NGram(3)):
+        hot = write(MODEL, ids, 12, temperature=50.0, seed=1, top_n_sigma=1e-4, proposer=proposer)
+        assert hot.output_ids == greedy, "so small an n leaves the likeliest token alone"

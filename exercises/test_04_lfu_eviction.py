@@ -1,0 +1,134 @@
+"""Exercise 04: give up the least often found blocks first. See 04-lfu-eviction.md."""
+
+import random
+from copy import deepcopy
+from typing import Any
+
+import pytest
+from common import call, tiny_model
+
+from paged import BlockPool, BlockTable
+from sampling import SamplingParams
+from scheduler import Engine
+
+TODO = "give BlockPool (and Engine, which makes it) the option evict"
+
+
+def pool(evict: str, num_blocks: int = 10) -> BlockPool:
+    return call(BlockPool, num_blocks, 4, todo=TODO, evict=evict)
+
+
+def serve(at: BlockPool, text: str) -> int:
+    """One request from beginning to end, as the engine would: how many of its tokens were found?"""
+    ids, table = [*map(ord, text)], BlockTable()
+    at.reuse(table, ids)
+    found = table.length
+    at.grow(table, len(ids))
+    at.commit(table, ids, len(ids))
+    at.check([table])
+    at.free(table)
+    at.check([])
+    return found
+
+
+POPULAR = "popular prompt! "  # four blocks
+
+
+def popular_then_flood(at: BlockPool) -> int:
+    """A prompt that comes again and again; then many that come once; then the first again."""
+    for i in range(5):
+        serve(at, POPULAR + str(i))
+    for i in range(12):
+        serve(at, f"{i:02} comes just once")
+    return serve(at, POPULAR + "?")
+
+
+def test_what_was_found_often_stays() -> None:
+    assert popular_then_flood(pool("lfu")) == 16, "the popular prompt's blocks were given up"
+
+
+def test_lru_is_the_default_and_forgets() -> None:
+    assert popular_then_flood(pool("lru")) == 0
+    assert popular_then_flood(BlockPool(10, 4)) == 0
+
+
+def test_of_equals_the_least_recently_used_goes() -> None:
+    at = pool("lfu", 4)
+    for text in ("aaaa.", "bbbb.", "cccc.", "bbbb!", "cccc!", "aaaa!", "dddd."):
+        serve(at, text)
+    # Four blocks, one of them always for the unfinished end: a, b and c have been found once each,
+    # and b least recently. So b went when d came.
+    found = {letter for letter in "abcd" if serve(deepcopy(at), letter * 4 + "?")}
+    assert "b" not in found, "found equally often: give up the least recently used"
+    assert {"a", "c"} <= found
+
+
+def test_a_new_text_in_an_old_block_begins_at_zero() -> None:
+    """Bug: the count stays with the block when its content goes."""
+    at = pool("lfu", 2)
+    for _ in range(9):
+        serve(at, "aaaa.")
+    table = BlockTable()
+    at.reuse(table, [*map(ord, "x" * 8)])
+    at.grow(table, 8)  # takes both blocks: "aaaa" is gone
+    at.commit(table, [*map(ord, "xxxxyyyy")], 8)
+    at.free(table)
+    serve(at, "xxxx.")  # x found once, y never: y's block is taken for the "."
+    serve(at, "xxxx.")
+    serve(at, "bbbb")  # x found twice; the free block is taken
+    serve(at, "cccc")
+    assert serve(at, "xxxx.") == 4, "counts are of a content: forget them when it is given up"
+
+
+@pytest.mark.parametrize("evict", ["lru", "lfu"])
+def test_no_block_goes_before_those_that_come_after_it(evict: str) -> None:
+    """A block whose beginning is gone can never be found, and would only fill the memory."""
+    rng = random.Random(3)
+    at, running = pool(evict, 24), []
+    for _ in range(300):
+        if len(running) == 3 or (running and rng.random() < 0.5):
+            at.free(running.pop(rng.randrange(len(running))))
+        else:
+            text = "".join(rng.choices("ab", k=rng.randrange(1, 6)))
+            ids, table = [ord(c) for c in text for _ in range(4)] + [0], BlockTable()
+            at.reuse(table, ids)
+            at.grow(table, len(ids))
+            at.commit(table, ids, len(ids))
+            running.append(table)
+        at.check(running)
+        serials = {serial for _, serial in at._found.values()}
+        lost = [key for key in at._found if isinstance(key[0], int) and key[0] not in serials]
+        assert not lost, "a block was given up while one that follows it was kept"
+
+
+def test_the_engine_has_it_and_keeps_it() -> None:
+    model = tiny_model()
+    options: dict[str, Any] = {"num_blocks": 12, "block_size": 4, "max_num_seqs": 2}
+    engine = call(Engine, model, max_num_batched_tokens=16, todo=TODO, evict="lfu", **options)
+
+    def ask(ids: list[int]) -> list[int]:
+        request = engine.add_request(ids, SamplingParams(max_tokens=3, seed=1, ignore_eos=True))
+        while engine.has_work:
+            engine.step()
+            engine.check()
+        return request.outputs[0].output_ids
+
+    def popular_after_flood() -> int:
+        popular = [*range(1, 18)]
+        for _ in range(4):
+            said = ask(popular)
+        for i in range(8):
+            ask([20 + i] * 16)
+        before = engine.stats.cached_tokens
+        assert ask(popular) == said
+        return engine.stats.cached_tokens - before
+
+    assert popular_after_flood() == 16
+    engine.reset()
+    assert popular_after_flood() == 16, "reset() makes a new pool: with the same options"
+
+
+def test_other_policies_are_refused() -> None:
+    call(BlockPool, 8, 4, todo=TODO, evict="lru")
+    with pytest.raises(ValueError, match="evict"):
+        BlockPool(8, 4, evict="fifo")

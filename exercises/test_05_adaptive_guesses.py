@@ -1,0 +1,142 @@
+"""Exercise 05: guess more while the guesses are right. See 05-adaptive-guesses.md."""
+
+import torch
+from common import slabs, tiny_model
+
+from generate import generate
+from sampling import SamplingParams, Sequence, Token
+from scheduler import Engine
+from speculative import Guess, NGram, Proposer
+
+MODEL = tiny_model()
+V = MODEL.config.vocab_size
+
+
+def adaptive(k: int = 8) -> Proposer:
+    proposer = NGram(k)
+    assert hasattr(proposer, "adaptive"), "give Proposer the attribute adaptive, False by default"
+    assert proposer.adaptive is False
+    proposer.adaptive = True
+    return proposer
+
+
+def running(**wishes: int | float) -> Sequence:
+    """A sequence that has its first token, and room for many more."""
+    params = SamplingParams(**{"temperature": 0, "max_tokens": 100} | wishes)
+    sequence = Sequence([1, 2, 3], params, MODEL.config)
+    sequence.append(Token(4))
+    return sequence
+
+
+def outcome(proposer: Proposer, *steps: tuple[Sequence, int, int]) -> None:
+    """One verification: for each sequence so many guesses, of which so many are right."""
+    logits, guesses = [], []
+    for _, made, right in steps:
+        guesses.append(Guess([5] * made, [1.0] * made))
+        for i in range(made + 1):
+            logits.append(torch.eye(V)[5 if i < right else 6])
+    results = proposer.verify(torch.stack(logits), [s for s, _, _ in steps], guesses)
+    assert [len(tokens) - 1 for tokens in results] == [right for _, _, right in steps]
+
+
+def counts(proposer: Proposer, sequence: Sequence, *rights: int | None) -> list[int]:
+    """The numbers of guesses while so many are right each time; None: all of them."""
+    seen = [proposer.count(sequence)]
+    for right in rights:
+        made = seen[-1]
+        outcome(proposer, (sequence, made, made if right is None else right))
+        seen.append(proposer.count(sequence))
+    return seen
+
+
+def test_it_begins_with_one_and_grows_by_two() -> None:
+    proposer = adaptive(8)
+    wrong = "1 at first; 2 more after a step whose guesses were all right; never more than k"
+    assert counts(proposer, running(), None, None, None, None, None) == [1, 3, 5, 7, 8, 8], wrong
+
+
+def test_it_shrinks_by_one() -> None:
+    proposer = adaptive(8)
+    wrong = "1 fewer after a step in which a guess was refused; never fewer than 1"
+    assert counts(proposer, running(), None, None, 4, 0, 2, 0, 0, 0) == [
+        1, 3, 5, 4, 3, 2, 1, 1, 1
+    ], wrong  # fmt: skip
+
+
+def test_a_step_without_guesses_teaches_nothing() -> None:
+    """Prompt lookup often finds nothing: that is neither right nor wrong."""
+    proposer, sequence = adaptive(), running()
+    assert counts(proposer, sequence, None) == [1, 3]
+    outcome(proposer, (sequence, 0, 0))
+    assert proposer.count(sequence) == 3
+
+
+def test_fewer_guesses_than_asked_for_may_all_be_right() -> None:
+    proposer, sequence = adaptive(), running()
+    assert counts(proposer, sequence, None, None) == [1, 3, 5]
+    outcome(proposer, (sequence, 2, 2))
+    assert proposer.count(sequence) == 7
+
+
+def test_each_sequence_has_its_own_number() -> None:
+    """Or its tokens would depend on its neighbours: see Proposer.count."""
+    proposer, good, bad, other = adaptive(), running(), running(), running()
+    outcome(proposer, (bad, 1, 0), (good, 1, 1), (other, 0, 0))
+    outcome(proposer, (good, 3, 3), (bad, 1, 0))
+    assert [proposer.count(each) for each in (good, bad, other)] == [5, 1, 1]
+
+
+def test_other_limits_stay() -> None:
+    proposer = adaptive()
+    sequence = running(max_tokens=5)  # one is there: 4 are left, 3 guesses and one after them
+    assert counts(proposer, sequence, None, None) == [1, 3, 3]
+    fresh = Sequence([1, 2], SamplingParams(), MODEL.config)
+    assert proposer.count(fresh) == 0, "not before the first token"
+    assert adaptive(2).count(running()) == 1
+    assert counts(adaptive(2), running(), None, None) == [1, 2, 2]
+    nothing = Proposer()
+    nothing.adaptive = True
+    assert nothing.count(running()) == 0, "k = 0 is plain decoding"
+
+
+def test_fixed_is_the_default() -> None:
+    adaptive()
+    assert counts(NGram(4), running(), None, 0, 0, None) == [4, 4, 4, 4, 4]
+
+
+def test_in_the_engine_each_gets_what_it_gets_alone() -> None:
+    """The number of guesses must survive preemption, and not depend on who else is there."""
+    small = {"num_blocks": 14, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 24}
+    engine = Engine(MODEL, speculate=5, **small)
+    engine.proposer = adaptive(5)
+    texts = [[5, 6, 7] * 4, [9, 3] * 3, [*range(2, 16)], [8] * 9]
+    wishes = [
+        SamplingParams(max_tokens=20, seed=i, temperature=i * 0.4, n=2, ignore_eos=True)
+        for i in range(4)
+    ]
+    requests = [engine.add_request(ids, wish) for ids, wish in zip(texts, wishes)]
+    while engine.has_work:
+        engine.step()
+        engine.check()
+    assert engine.stats.preemptions
+    assert sum(engine.proposer.offered[1:]), "never more than one guess"
+    for ids, wish, request in zip(texts, wishes, requests):
+        for got, each in zip(request.outputs, wish.split()):
+            alone = Sequence(ids, each, MODEL.config)
+            for _ in generate(MODEL, alone, slabs(MODEL, alone.max_len), proposer=adaptive(5)):
+                pass
+            assert got.output_ids == alone.output_ids
+
+
+def test_it_wastes_less() -> None:
+    """On a text that does not repeat itself."""
+    results = []
+    for proposer in (NGram(8), adaptive(8)):
+        params = SamplingParams(temperature=2.0, seed=2, max_tokens=100, ignore_eos=True)
+        sequence = Sequence([10, 20, 30, 4], params, MODEL.config)
+        for _ in generate(MODEL, sequence, slabs(MODEL, sequence.max_len), proposer=proposer):
+            pass
+        results.append((sum(proposer.offered), sum(proposer.accepted)))
+    fixed, moving = results
+    print(f"offered, accepted: fixed {fixed}, adaptive {moving}")
+    assert moving[0] < fixed[0] / 2, "guesses that are refused should become fewer"

@@ -1,0 +1,145 @@
+"""Exercise 09: endless text in a cache of fixed size. See 09-attention-sinks.md."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from common import close, needs, slabs, tiny_model, write
+from torch import Tensor
+
+from generate import generate
+from kv_cache import Row
+from model import KVCache, LayerCache, Transformer
+from runner import Runner
+from sampling import SamplingParams, Sequence
+
+MODEL = tiny_model(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
+TEXT = random.Random(2).choices(range(1, 32), k=60)
+
+
+def sink_cache(sinks: int, window: int, model: Transformer = MODEL) -> Any:
+    kind = needs("kv_cache", "SinkCache", "write the class, with SinkCache(config, sinks, window)")
+    return kind(model.config, sinks, window)
+
+
+def run(cache: Any, sizes: list[int], model: Transformer = MODEL, text: list[int] = TEXT) -> Tensor:
+    """Run the text in chunks of these sizes: the logits after each token, (T, V)."""
+    runner, logits, at = Runner(model, cache), [], 0
+    for size in sizes:
+        row = Row([], at, min(at + size, len(text)))
+        logits.append(runner([row], row.of(text), [*range(row.end - row.start)]))
+        at = row.end
+    assert at == len(text)
+    return torch.cat(logits)
+
+
+class Masked(LayerCache):
+    """The slow twin: all of the text at once, with the mask written out pair by pair."""
+
+    def __init__(self, sinks: int, window: int) -> None:
+        self.sinks, self.window = sinks, window
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int | None
+    ) -> Tensor:
+        T, group = q.shape[2], q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        scores = q @ k.transpose(2, 3) / q.shape[3] ** 0.5
+        hidden = [
+            [j > i or not (j < self.sinks or j > i - self.window) for j in range(T)]
+            for i in range(T)
+        ]
+        return scores.masked_fill(torch.tensor(hidden), -torch.inf).softmax(-1) @ v
+
+
+def twin(sinks: int, window: int, model: Transformer = MODEL, text: list[int] = TEXT) -> Tensor:
+    cache = KVCache(model.config)
+    cache.layers = [Masked(sinks, window) for _ in model.layers]
+    return run(cache, [len(text)], model, text)
+
+
+CASES = [(4, 8), (1, 1), (0, 5), (4, 100), (3, 2)]
+ONE_BY_ONE = [1] * len(TEXT)
+
+
+@pytest.mark.parametrize(("sinks", "window"), CASES)
+def test_token_by_token(sinks: int, window: int) -> None:
+    got, want = run(sink_cache(sinks, window), ONE_BY_ONE), twin(sinks, window)
+    wrong = "a query at p sees s <= p with s < sinks or s > p - window"
+    close(got, want, wrong)
+
+
+@pytest.mark.parametrize(("sinks", "window"), CASES)
+@pytest.mark.parametrize("sizes", [[60], [7] * 9, [2, 30, 1, 1, 1, 20, 5]])
+def test_in_chunks(sizes: list[int], sinks: int, window: int) -> None:
+    """A chunk's first queries still see what its last ones do not: evict after, not before."""
+    got, want = run(sink_cache(sinks, window), sizes), twin(sinks, window)
+    wrong = "the first tokens of a chunk need the keys that its last ones push out"
+    close(got, want, wrong)
+
+
+def kept(cache: Any) -> int:
+    """Numbers that the cache keeps, wherever it keeps them."""
+    stores: dict[int, int] = {}
+    for holder in (cache, *cache.layers):
+        for value in vars(holder).values():
+            for tensor in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                    storage = tensor.untyped_storage()
+                    stores[storage.data_ptr()] = storage.nbytes() // tensor.itemsize
+    return sum(stores.values())
+
+
+def test_it_does_not_grow() -> None:
+    cache = sink_cache(4, 8)
+    runner, sizes = Runner(MODEL, cache), []
+    for p in range(300):
+        runner([Row([], p, p + 1)], [1 + p % 31], [0])
+        sizes.append(kept(cache))
+    config = MODEL.config
+    a_position = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    most = max(sizes) / a_position
+    assert most > 0, "where are the keys? The test looks into the attributes of cache.layers"
+    assert most <= 4 + 8 + 2, (
+        f"{most:.0f} positions are kept for 4 sinks and a window of 8: is a slice still a view of "
+        "all that ever was?"
+    )
+    run(cache := sink_cache(4, 8), [60])
+    assert kept(cache) / a_position <= 4 + 8 + 2, "after a long chunk, too"
+
+
+def test_a_short_text_is_as_ever() -> None:
+    """While nothing has been evicted, it is the plain cache."""
+    plain = run(slabs(MODEL, 60), [20, 40])
+    close(run(sink_cache(2, 58), [20, 40]), plain, "nothing is out of sight yet")
+
+
+def test_the_sinks_are_seen() -> None:
+    """Far behind the window, a change of the first tokens is felt; one of those after is not."""
+    model = tiny_model(num_hidden_layers=1)  # deeper layers see further, through the others
+    last = run(sink_cache(2, 4, model), ONE_BY_ONE, model)[-1]
+    for at, felt in ((0, True), (1, True), (2, False), (30, False), (56, True)):
+        text = [*TEXT[:at], 1 + TEXT[at] % 31, *TEXT[at + 1 :]]
+        changed = run(sink_cache(2, 4, model), ONE_BY_ONE, model, text)[-1]
+        assert felt != torch.allclose(last, changed), f"the token at {at}"
+
+
+def test_generate_takes_it() -> None:
+    """Past the model's trained context too, which Sequence lets you ask for."""
+    params = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
+    sequence = Sequence(TEXT, params, MODEL.config, max_seq_len=1000)
+    for _ in generate(MODEL, sequence, sink_cache(4, 8), chunk=16):
+        pass
+    assert len(sequence.output_ids) == 200
+    ids = sequence.ids
+    want = twin(4, 8, text=ids[:150])[len(TEXT) - 1 :].argmax(-1).tolist()
+    assert ids[len(TEXT) : 151] == want
+
+
+def test_the_other_caches_are_as_before() -> None:
+    sink_cache(4, 8)
+    sliding = tiny_model(windows=(5, None))
+    want = run(KVCache(sliding.config), [60], sliding)
+    close(run(slabs(sliding, 60), [7] * 9, sliding), want, "the plain cache has changed")
+    assert len(write(MODEL, TEXT, 5).output_ids) == 5

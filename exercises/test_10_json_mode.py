@@ -1,0 +1,262 @@
+"""Exercise 10: a reply that is JSON, whatever the model would rather say. See 10-json-mode.md."""
+
+import json
+import random
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from common import SHAKESPEARE, bundled, call, needs, tiny_model
+from torch import Tensor
+
+import generate as command
+from sampling import SamplingParams, Sequence, distribution
+from scheduler import Engine
+from tokenizer import Detokenizer, Tokenizer
+
+TODO = "give SamplingParams the field logits_processors"
+Processor = Callable[[list[int], Tensor], Tensor]
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer(SHAKESPEARE)
+
+
+@cache
+def texts() -> list[str]:
+    """What each id adds to a text; "" where it adds nothing that can be read."""
+    start = tokenizer().encode("a", add_special=False)
+    ids = range(tokenizer().vocab_size)
+    return [Detokenizer(tokenizer(), start).push(i) for i in ids]
+
+
+@cache
+def id_of(text: str) -> int:
+    return texts().index(text)
+
+
+@cache
+def json_mode() -> Processor:
+    kind = needs("json_mode", "JsonMode", "make the file, with the class JsonMode(tokenizer)")
+    return kind(tokenizer())
+
+
+def allowed(ids: list[int]) -> list[int]:
+    """The ids that may come next."""
+    scores = torch.linspace(-1, 1, tokenizer().vocab_size)
+    result = json_mode()(ids, scores.clone())
+    assert isinstance(result, Tensor), "a processor returns the scores"
+    assert result.shape == scores.shape
+    left = result > -torch.inf
+    assert torch.equal(result[left], scores[left]), "what is allowed keeps its score"
+    return left.nonzero()[:, 0].tolist()
+
+
+# --- The hook -------------------------------------------------------------------------------------
+
+MODEL = tiny_model()
+
+
+def only(*ids: int) -> Processor:
+    """Allow these ids alone."""
+
+    def process(output_ids: list[int], scores: Tensor) -> Tensor:
+        kept = torch.full_like(scores, -torch.inf)
+        kept[[*ids]] = scores[[*ids]]
+        return kept
+
+    return process
+
+
+def row(output: tuple[int, ...] = (), *processors: Processor, **wishes: Any) -> Sequence:
+    wishes |= {"logits_processors": processors}
+    sequence = Sequence([1, 2], call(SamplingParams, todo=TODO, **wishes), MODEL.config)
+    sequence.ids += output
+    return sequence
+
+
+def test_a_processor_is_asked_for_each_token() -> None:
+    seen = []
+
+    def spy(output_ids: list[int], scores: Tensor) -> Tensor:
+        seen.append((list(output_ids), tuple(scores.shape), scores.dtype))
+        return scores
+
+    logits = torch.randn(3, 32).bfloat16()
+    plain = distribution(logits, [row((5, 6)), row(), row()])
+    probs = distribution(logits, [row((5, 6), spy), row(), row((), spy, only(3, 4))])
+    assert seen == [([5, 6], (32,), torch.float32), ([], (32,), torch.float32)], (
+        "it gets the output's ids and that row's (V,) scores in float32"
+    )
+    assert torch.equal(probs[:2], plain[:2])
+    assert probs[2].nonzero()[:, 0].tolist() == [3, 4]
+
+
+def test_greedy_sampling_obeys_too() -> None:
+    logits = torch.randn(1, 32)
+    banned = int(logits.argmax())
+
+    def ban(output_ids: list[int], scores: Tensor) -> Tensor:
+        scores[banned] = -torch.inf
+        return scores
+
+    probs = distribution(logits, [row((), ban, temperature=0)])
+    assert probs[0, banned] == 0, "see _is_argmax: the short cut for greedy rows"
+    assert probs[0].max() == 1
+    engine = Engine(MODEL, num_blocks=16, block_size=4, max_num_seqs=2)
+    request = engine.add_request([1, 2], row((), only(7), temperature=0, max_tokens=4).params)
+    while engine.has_work:
+        engine.step()
+    assert request.outputs[0].output_ids == [7] * 4
+
+
+def test_only_functions_are_taken() -> None:
+    """SamplingParams come from the network as well: there, a field can hold any JSON."""
+    row()
+    assert SamplingParams().logits_processors == ()
+    for wrong in (["x"], "x", 3, [None], {"a": 1}):
+        with pytest.raises(ValueError, match="logits_processors"):
+            SamplingParams(logits_processors=wrong)
+
+
+def test_the_command_line_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: it looks for an option of every field's name."""
+    row()
+    seen = []
+
+    def loading(*_: Any) -> None:
+        seen.append("loading")
+        raise ValueError("what comes later is not in question")
+
+    monkeypatch.setattr(command, "load_models", loading)
+    assert command.main(["--device", "cpu", "--prompt", "A"]) == 2
+    assert seen
+
+
+# --- The grammar ----------------------------------------------------------------------------------
+
+# After a text: characters that must be allowed, and characters that must not. White space outside
+# of strings, exponents and \u are left to you.
+CASES = [
+    ("", "{", '}["a1,:'),
+    ("{", '"}', "{[]a1,:"),
+    ('{"', 'a {}:,"\\', "\n\t"),
+    ('{"a', 'a "\\', "\n"),
+    ('{"a"', ":", '"a}],1'),
+    ('{"a":', '"{[-07tfn', "}],:.aeu"),
+    ('{"a":"', 'a" {\\', "\n"),
+    ('{"a":"\\', '"\\/bfnrt', "ax1 "),
+    ('{"a":"\\n', 'a"', "\n"),
+    ('{"a":"x"', ",}", '":]a1'),
+    ('{"a":t', "r", "tue}"),
+    ('{"a":tru', "e", "r}"),
+    ('{"a":true', ",}", "e]:"),
+    ('{"a":nul', "l", "e}"),
+    ('{"a":fals', "e", ",}"),
+    ('{"a":-', "0123", "-.,}"),
+    ('{"a":0', ".,}", "0123-]"),
+    ('{"a":10', "0123.,}", "-]:"),
+    ('{"a":1.', "0123", ".,}-"),
+    ('{"a":1.5', "0123,}", ".-]"),
+    ('{"a":[', '[]{"-1t', "},:"),
+    ('{"a":[1', ",]2.", '}:["'),
+    ('{"a":[1,', '1"[{n', "],}"),
+    ('{"a":[1,2]', ",}", "]2:"),
+    ('{"a":1,', '"', "}a1,]"),
+    ('{"a":1,"b"', ":", ",}"),
+    ('{"a":{', '"}', "{]a1"),
+    ('{"a":{}', ",}", '"{]:'),
+    ('{"a":{"b":[[', '[]1"', "},"),
+    ('{"a":{"b":[[]', ",]", "}["),
+    ('{"a":{"b":[[]]', ",}", "][:"),
+    ('{"a":{"b":[[]]}}', "", ',}]{["1'),
+    ("{}", "", '}{,["a'),
+]
+
+
+@pytest.mark.parametrize(("text", "must", "must_not"), CASES)
+def test_what_may_follow(text: str, must: str, must_not: str) -> None:
+    now = allowed([id_of(c) for c in text])
+    missing = [c for c in must if id_of(c) not in now]
+    wrong = [c for c in must_not if id_of(c) in now]
+    assert not missing, f"after {text!r} there may be {missing}"
+    assert not wrong, f"after {text!r} there must not be {wrong}"
+    try:
+        complete = bool(json.loads(text)) or text == "{}"
+    except json.JSONDecodeError:
+        complete = False
+    assert (tokenizer().eos_id in now) == complete, "EOS exactly where the object is complete"
+    if complete:
+        assert not [i for i in now if texts()[i].strip()], "nothing comes after the object"
+
+
+def test_a_token_of_several_characters_is_taken_as_a_whole() -> None:
+    inside = [id_of(c) for c in '{"a']
+    words = [i for i, text in enumerate(texts()) if len(text) > 3 and text.isalpha()]
+    assert set(words) <= {*allowed(inside)}, "any word may stand in a string"
+    assert not {*words} & {*allowed([id_of("{")])}
+    unreadable = [i for i, text in enumerate(texts()) if not text and i != tokenizer().eos_id]
+    assert not {*unreadable} & {*allowed(inside)}, "special tokens and half characters: no text"
+
+
+def test_ids_that_the_tokenizer_does_not_know() -> None:
+    """A model's V may be larger than its tokenizer's."""
+    kind = type(json_mode())
+    more = kind(tokenizer())([], torch.zeros(tokenizer().vocab_size + 8))
+    assert (more[-8:] == -torch.inf).all()
+
+
+def test_after_a_wrong_guess_there_is_an_answer() -> None:
+    """verify() asks for what would follow each guess, and refuses the wrong ones only then."""
+    now = allowed([id_of(c) for c in "{]a"])
+    assert now, "allow anything there: if nothing is, softmax makes NaN of it"
+
+
+CLOSING = ['"', "}", "]", ":", "0", "n", *"aeflrstu"]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_way_leads_to_json(seed: int) -> None:
+    """Walk at random among what is allowed; then close what is open. There is never a dead end."""
+    rng, ids = random.Random(seed), []
+    for _ in range(40):
+        now = allowed(ids)
+        assert now, f"nothing may follow {''.join(texts()[i] for i in ids)!r}"
+        short = [i for i in now if len(texts()[i]) == 1] or now  # structure is mostly one character
+        ids.append(rng.choice(rng.choice([now, short])))
+        if ids[-1] == tokenizer().eos_id:
+            break
+    while ids[-1] != tokenizer().eos_id:
+        now = allowed(ids)
+        closing = [tokenizer().eos_id, *map(id_of, CLOSING)]
+        ids.append(next((i for i in closing if i in now), now[0]))
+        assert len(ids) < 1000
+    text = "".join(texts()[i] for i in ids)
+    try:
+        assert isinstance(json.loads(text), dict), text
+    except json.JSONDecodeError as error:
+        pytest.fail(f"{text!r}: {error}", pytrace=False)
+
+
+@pytest.mark.parametrize("speculate", [0, 3])
+def test_the_engine_writes_json(speculate: int) -> None:
+    """Guessed tokens too: the wrong ones are refused, and may be no JSON at all."""
+    bias = {id_of(c): 7.0 for c in '"}]:,1'}  # or it would talk in one string until the end
+    common = {"temperature": 0.9, "max_tokens": 60, "n": 2, "seed": 1}
+    params = call(
+        SamplingParams, todo=TODO, logits_processors=[json_mode()], logit_bias=bias, **common
+    )
+    engine = Engine(
+        bundled(), tokenizer(), max_num_seqs=4, num_blocks=60, max_seq_len=200, speculate=speculate
+    )
+    prompts = ['ROMEO:\n{"a":1,"a":1,"a":', "[1,1,1,1,1,1,1"]
+    requests = [engine.add_request(prompt, params) for prompt in prompts]
+    while engine.has_work:
+        engine.step()
+    done = [s for request in requests for s in request.outputs if s.finish_reason == "stop"]
+    assert len(done) >= 2
+    for sequence in done:
+        assert isinstance(json.loads(sequence.text), dict), sequence.text

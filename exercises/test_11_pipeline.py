@@ -1,0 +1,159 @@
+"""Exercise 11: the layers of a model, spread over several processes. See 11-pipeline.md."""
+
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from common import SHAKESPEARE, bundled, needs, slabs, tiny_model
+
+import tp
+from generate import generate
+from model import CheckpointError, Config, Transformer, locate_tensors, named_tensors
+from quantize import load
+from runner import Runner
+from sampling import SamplingParams, Sequence
+from scheduler import Engine
+
+TODO = "make the file, with stage(model, files, rank, ranks), to be used as tp.shard is"
+PROMPTS = [[10, 20, 30], [*range(100, 140)], [7] * 9]
+
+
+def cut(config: Config, rank: int, ranks: int) -> tuple[Transformer, dict[str, Any]]:
+    """One rank's stage of an empty model, and its files, which are the names here."""
+    stage = needs("pp", "stage", TODO)
+    with torch.device("meta"):
+        model = Transformer(config)
+    return stage(model, {name: name for name, _ in named_tensors(model)}, rank, ranks)
+
+
+@pytest.mark.parametrize(("layers", "ranks"), [(4, 2), (6, 3), (5, 2), (7, 4), (3, 1)])
+def test_each_layer_is_on_one_rank(layers: int, ranks: int) -> None:
+    config = tiny_model(num_hidden_layers=layers).config
+    order: list[int] = []
+    for rank in range(ranks):
+        share, files = cut(config, rank, ranks)
+        own = sorted({int(str(at).split(".")[1]) for at in files.values() if "layers." in str(at)})
+        assert layers // ranks <= len(own) <= -(-layers // ranks), "as evenly as it goes"
+        assert len(share.layers) == share.config.num_hidden_layers == len(own), (
+            "the stage has its own layers alone, and a config that says so: caches read it"
+        )
+        order += own
+        names = {name for name, _ in named_tensors(share)}
+        assert files.keys() == names, "the files must be listed under the stage's own names"
+        assert all(p.is_meta for p in share.parameters()), "nothing is read or allocated yet"
+    assert order == [*range(layers)], "every layer once, in order"
+
+
+def test_a_layer_takes_its_window_along() -> None:
+    windows = (None, 5, None, 3)
+    config = tiny_model(num_hidden_layers=4, windows=windows).config
+    for rank in range(2):
+        share, _ = cut(config, rank, 2)
+        expected = windows[2 * rank : 2 * rank + 2]
+        assert tuple(block.self_attn.window for block in share.layers) == expected
+        assert share.config.windows == expected
+
+
+def test_a_layer_keeps_its_weights() -> None:
+    """Rank 1's layers.0 is the model's layers.3."""
+    share, files = cut(tiny_model(num_hidden_layers=6).config, 1, 2)
+    assert files["layers.0.mlp.down_proj.weight"] == "layers.3.mlp.down_proj.weight"
+    assert files["layers.2.input_layernorm.weight"] == "layers.5.input_layernorm.weight"
+    assert share.embed_tokens.weight.dtype == torch.float32
+
+
+def test_too_many_ranks_are_refused() -> None:
+    cut(tiny_model().config, 0, 2)
+    with pytest.raises(CheckpointError):
+        cut(tiny_model().config, 0, 3)
+
+
+# --- Several processes ----------------------------------------------------------------------------
+
+
+def talk(model: Transformer, runner: type[Runner]) -> dict[str, Any]:
+    """One sequence with a cache of its own, greedily; then several in the engine, sampled."""
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=0)
+    sequence = Sequence(PROMPTS[1], params, model.config)
+    cache = slabs(model, sequence.max_len)
+    for _ in generate(model, sequence, cache, chunk=24, runner=runner):
+        pass
+    engine = Engine(model, num_blocks=12, max_num_seqs=4, max_num_batched_tokens=32, runner=runner)
+    params = SamplingParams(max_tokens=10, seed=4, n=2, ignore_eos=True)
+    requests = [engine.add_request(ids, params) for ids in PROMPTS]
+    while engine.has_work:
+        engine.step()
+    return {
+        "greedy": sequence.output_ids,
+        "logprobs": [round(token.logprob, 3) for token in sequence.tokens],
+        "engine": [s.output_ids for request in requests for s in request.outputs],
+    }
+
+
+def process(rank: int, ranks: int, port: int, out: Path) -> None:
+    """What torchrun would start: rank 0 generates, the others follow."""
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    os.environ |= {name: str(value) for name, value in names.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    report: dict[str, Any] = {}
+    try:
+        from pp import stage
+
+        with tp.join(torch.device("cpu")):
+            model = load(
+                SHAKESPEARE, "cpu", torch.float32, lambda m, files: stage(m, files, rank, ranks)
+            )
+            report["layers"] = len(model.layers)
+            if rank:
+                tp.follow(model)
+            else:
+                report |= talk(model, tp.Leader)
+    except BaseException:
+        report["error"] = traceback.format_exc()
+    (out / f"{rank}.json").write_text(json.dumps(report))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_processes_say_what_one_says(ranks: int, tmp_path: Path) -> None:
+    needs("pp", "stage", TODO)
+    want = talk(bundled(), Runner)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # A fork starts with everything imported.
+    start = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn").Process
+    started = [start(target=process, args=(r, ranks, port, tmp_path)) for r in range(ranks)]
+    for each in started:
+        each.start()
+    for each in started:
+        each.join(60)
+    if hung := [each for each in started if each.is_alive()]:
+        for each in hung:
+            each.kill()
+        pytest.fail("a rank waits for ever: does every send meet its recv?", pytrace=False)
+    reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
+    for rank, report in enumerate(reports):
+        assert "error" not in report, f"rank {rank}: {report['error']}"
+    assert sum(report["layers"] for report in reports) == 6
+    got = {name: reports[0][name] for name in want}
+    assert got == want, "the tokens are not those of one process"
+
+
+def test_the_files_are_those_of_the_checkpoint() -> None:
+    """Of the layers of others, a rank must not even read the files."""
+    stage = needs("pp", "stage", TODO)
+    files = locate_tensors(SHAKESPEARE)
+    with torch.device("meta"):
+        model = Transformer(bundled().config)
+    _, parts = stage(model, files, 1, 2)
+    read = {at.name for name, at in parts.items() if name.startswith("layers.")}
+    assert read == {at.name for at in files.values() if ".layers." in at.name and
+                    int(at.name.split(".")[2]) >= 3}  # fmt: skip
