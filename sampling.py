@@ -218,8 +218,10 @@ class Sequence:
         held, stops = self._held + new, self.params.stop
         found = [at for stop in stops if (at := held.find(stop)) >= 0]
         # The longest tail of `held` that begins some stop string.
-        starts = [stop[:n] for stop in stops for n in range(1, len(stop))]
-        keep = max((len(start) for start in starts if held.endswith(start)), default=0)
+        tails = (
+            held[-n:] for n in range(min(len(held), max(map(len, stops), default=1) - 1), 0, -1)
+        )
+        keep = next((len(tail) for tail in tails if any(s.startswith(tail) for s in stops)), 0)
         cut = min(found) if found else len(held) - keep
         self.text, self._held = self.text + held[:cut], held[cut:]
         return bool(found)

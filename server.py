@@ -222,6 +222,7 @@ class Api:
         self.defaults = sampling_params(args.checkpoint)
         self.loop, self.metrics = asyncio.get_running_loop(), Metrics()
         self.events: dict[Request, asyncio.Event] = {}  # of the requests in flight
+        self.answering = 0  # completions, from their first byte to their last
         self.stopping = False
         self.started = int(time.time())
         self.thread = EngineThread(engine, self._progressed)
@@ -266,7 +267,7 @@ class Api:
             if top is not None and not given.get("logprobs"):
                 raise Problem(400, "top_logprobs needs logprobs to be true", "top_logprobs")
             if given.pop("logprobs", False):
-                given["logprobs"] = top or 0
+                given["logprobs"] = 0 if top is None else top
         elif body.get("echo") and "logprobs" in given:
             given["prompt_logprobs"] = given["logprobs"]
         if body.get("max_completion_tokens") is not None:
@@ -277,12 +278,23 @@ class Api:
         asked = given.get("max_tokens")
         try:
             if isinstance(bias := given.get("logit_bias"), dict):
+                V = self.engine.config.vocab_size
+                if unknown := [i for i in bias if not (i.isdecimal() and int(i[:9]) < V)]:
+                    raise ValueError(
+                        f"logit_bias has {unknown[0][:20]!r}, which is no id below {V}"
+                    )
                 given["logit_bias"] = {int(i): value for i, value in bias.items()}
             params = replace(self.defaults, **given)
         except ValueError as error:
-            raise Problem(400, str(error), str(error).split()[0]) from None
+            field = str(error).split()[0]
+            if field == "max_tokens" and "max_completion_tokens" in body:
+                field = "max_completion_tokens"
+            if field == "logprobs" and chat:
+                field = "top_logprobs"
+            raise Problem(400, str(error), field) from None
         if chat:
-            params = replace(params, stop=(*params.stop, *self.tokenizer.chat_stop)[-16:])
+            stop = (*params.stop, *self.tokenizer.chat_stop)[:16]  # the user's own come first
+            params = replace(params, stop=stop)
             prompts, param = [self._chat(body)], "messages"
         else:
             prompts, param = self._prompts(body), "prompt"
@@ -345,6 +357,13 @@ class Api:
 
     async def complete(self, connection: "Connection", body: dict[str, Any], chat: bool) -> None:
         """Answer a completion, whole or streamed; abort it if the client goes away."""
+        self.answering += 1
+        try:
+            await self._complete(connection, body, chat)
+        finally:
+            self.answering -= 1
+
+    async def _complete(self, connection: "Connection", body: dict[str, Any], chat: bool) -> None:
         if self.stopping or self.thread.dead:
             raise Problem(503, self.thread.dead or "the server is stopping")
         name = ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12)
@@ -357,7 +376,7 @@ class Api:
             )
         reply, streams = Reply(self, name, body, requests), bool(body.get("stream"))
         try:
-            async with connection.watching() as event:
+            async with connection.watching() as event, self._counted(reply):
                 for request in requests:
                     self.events[request] = event
                     self.metrics.prompt_tokens += request.outputs[0].prompt_len
@@ -373,17 +392,25 @@ class Api:
                     if not finished:
                         await event.wait()
                         event.clear()
+            if connection.gone:
+                return
             if streams:
                 await connection.stream([*reply.usage_chunk(), "[DONE]"], last=True)
             else:
                 await connection.answer(200, reply.whole())
         finally:
-            for sequence in reply.sequences:
-                self.metrics.add(sequence)
             for request in requests:
                 self.events.pop(request, None)
                 if not request.finished:
                     self.thread.inbox.put((self.engine.abort, request))
+
+    @contextlib.asynccontextmanager
+    async def _counted(self, reply: "Reply") -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            for sequence in reply.sequences:
+                self.metrics.add(sequence)
 
     # --- Everything else --------------------------------------------------------------------------
 
@@ -433,7 +460,9 @@ class Api:
         """Stream a snapshot of the engine ten times a second, for the page."""
         last = None
         async with connection.watching():
-            while not connection.gone and not self.stopping and not self.thread.dead:
+            while connection.method == "GET" and not (
+                connection.gone or self.stopping or self.thread.dead
+            ):
                 self.thread.watched_at = time.monotonic()
                 if self.thread.snapshot is not last:
                     last = self.thread.snapshot
@@ -503,7 +532,7 @@ class Reply:
             return choice | {"delta": message if text else {}}
         return choice | {"message": {"role": "assistant", **message, "refusal": None}}
 
-    def _chat_logprobs(self, i: int, tokens: list[Token]) -> dict[str, Any]:
+    def _chat_logprobs(self, tokens: list[Token]) -> dict[str, Any]:
         def entry(token_id: int, logprob: float) -> dict[str, Any]:
             text = self._text(token_id)
             return {"token": text, "logprob": logprob, "bytes": [*text.encode()]}
@@ -556,29 +585,40 @@ class Connection:
         self.api, self.reader, self.writer = api, reader, writer
         self.gone = False  # the client has closed
         self.keep, self.streaming, self.method = True, False, ""
-        self.early = b""  # read while watching: the first byte of the next request
+        self.chunked, self.unread = True, False
+        self.buffer = bytearray()  # read, and not used yet
 
     async def serve(self) -> None:
         try:
             while self.keep and not self.gone and not self.api.stopping:
                 await self.one()
-        except (TimeoutError, asyncio.IncompleteReadError, OSError):
-            pass  # it has gone, or fell silent
+        except (TimeoutError, OSError, asyncio.CancelledError):
+            pass  # it has gone, or fell silent, or the server has ended
         finally:
             self.writer.close()
+
+    async def _read(self, enough: Callable[[], bool]) -> None:
+        """Read until the buffer is enough."""
+        while not enough():
+            if not (data := await self.reader.read(2**16)):
+                raise ConnectionResetError
+            self.buffer += data
 
     async def one(self) -> None:
         """Read a request and answer it."""
         start, status, line = time.perf_counter(), 200, "?"
-        self.streaming, self.method = False, ""
+        self.streaming, self.method, self.unread = False, "", True
         try:
-            try:
-                text = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), IDLE_S)
-            except asyncio.LimitOverrunError:
-                raise Problem(431, f"headers are over {MAX_HEADER_BYTES} bytes") from None
+            end, most = b"\r\n\r\n", MAX_HEADER_BYTES
+            await asyncio.wait_for(
+                self._read(lambda: end in self.buffer or len(self.buffer) > most), IDLE_S
+            )
             start = time.perf_counter()
-            line, *rest = (self.early + text).decode("latin-1").split("\r\n")[:-2]
-            self.early = b""
+            text, found, rest = bytes(self.buffer).partition(end)
+            if len(text) > most or not found:
+                raise Problem(431, f"headers are over {most} bytes")
+            self.buffer = bytearray(rest)
+            line, *rest = text.decode("latin-1").split("\r\n")
             words = line.split(" ")
             if len(words) != 3 or words[2] not in ("HTTP/1.1", "HTTP/1.0"):
                 raise Problem(400, "this is not an HTTP/1.1 request")
@@ -589,14 +629,19 @@ class Connection:
                 raise Problem(400, "a header is malformed")
             head = {name.lower(): value.strip() for name, _, value in pairs}
             self.method, path = words[0], words[1].partition("?")[0]
-            self.keep = words[2] == "HTTP/1.1" and head.get("connection", "").lower() != "close"
-            if self.method != "POST" and head.get("content-length", "0") != "0":
-                self.keep = False  # its body is not read
+            names = [name.lower() for name, _, _ in pairs]
+            if names.count("content-length") > 1:
+                raise Problem(400, "the body has two lengths")
+            self.chunked = words[2] == "HTTP/1.1"
+            self.keep = self.chunked and head.get("connection", "").lower() != "close"
+            self.unread = head.get("content-length", "0") != "0" or "transfer-encoding" in head
+            if self.method != "POST" and self.unread:
+                self.keep = False  # nobody will read its body
             await self.api.handle(self, self.method, path, head)
         except Problem as problem:
             status = problem.status
             await self.fail(problem)
-        except (TimeoutError, OSError, asyncio.IncompleteReadError):
+        except (TimeoutError, OSError):
             self.gone = True
             raise
         except Exception:  # ours: the client is told no more than that
@@ -613,12 +658,13 @@ class Connection:
         if self.streaming:
             await self.stream([problem.body], last=True)
             return
-        if not self.method or problem.status in (411, 413, 415, 431):
-            self.keep = False  # what follows may be the rest of a body
+        if self.unread:
+            self.keep = False  # what follows is a body, or who knows what
         await self.answer(problem.status, problem.body)
 
     async def json(self, head: dict[str, str]) -> dict[str, Any]:
         """Read the body, a JSON object."""
+        self.unread = True  # or of unknown length
         if head.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise Problem(415, "the body must be JSON: send Content-Type: application/json")
         length, most = head.get("content-length", ""), self.api.args.max_body
@@ -628,7 +674,9 @@ class Connection:
             raise Problem(413, f"the body has {length[:18]} bytes, --max-body is {most}")
         if head.get("expect", "").lower() == "100-continue":
             self.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        data = await asyncio.wait_for(self.reader.readexactly(int(length)), BODY_S)
+        size = int(length)
+        await asyncio.wait_for(self._read(lambda: len(self.buffer) >= size), BODY_S)
+        data, self.buffer, self.unread = bytes(self.buffer[:size]), self.buffer[size:], False
 
         def refuse(word: str) -> None:
             raise ValueError(f"{word} is not a number that JSON has")
@@ -650,15 +698,16 @@ class Connection:
     async def stream(self, items: Any, last: bool = False) -> None:
         """Send server-sent events, as chunks of one answer."""
         if not self.streaming:
-            self._head(200, "text/event-stream", "Transfer-Encoding: chunked")
+            self.keep = self.keep and self.chunked
+            self._head(200, "text/event-stream", "Transfer-Encoding: chunked" * self.chunked)
             self.streaming = True
         text = "".join(
             f"data: {item if isinstance(item, str) else json.dumps(item)}\n\n" for item in items
         )
         if text and self.method != "HEAD":
             data = text.encode()
-            self.writer.write(b"%x\r\n%s\r\n" % (len(data), data))
-        if last:
+            self.writer.write(b"%x\r\n%s\r\n" % (len(data), data) if self.chunked else data)
+        if last and self.chunked and self.method != "HEAD":
             self.writer.write(b"0\r\n\r\n")
         await self.writer.drain()
 
@@ -679,7 +728,7 @@ class Connection:
         if self.api.args.cors:
             lines += [f"Access-Control-Allow-Origin: {self.api.args.cors}",
                       "Access-Control-Allow-Headers: authorization, content-type"]  # fmt: skip
-        self.writer.write("\r\n".join([*lines, "", ""]).encode())
+        self.writer.write("\r\n".join([*filter(None, lines), "", ""]).encode())
 
     @contextlib.asynccontextmanager
     async def watching(self) -> AsyncIterator[asyncio.Event]:
@@ -687,11 +736,14 @@ class Connection:
         event = asyncio.Event()
 
         async def watch() -> None:
-            try:
-                self.early = await self.reader.read(1)
-            except OSError:
-                self.early = b""
-            self.gone = not self.early
+            with contextlib.suppress(OSError):
+                while len(self.buffer) < MAX_HEADER_BYTES:
+                    if not (data := await self.reader.read(2**16)):
+                        break
+                    self.buffer += data  # of the next request
+                else:
+                    return
+            self.gone = True
             event.set()
 
         task = asyncio.create_task(watch())
@@ -746,7 +798,7 @@ def main(argv: list[str] | None = None) -> int:
                 runner=ranks.runner,
             )  # fmt: skip
             return asyncio.run(serve(engine, args))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, OverflowError) as error:  # the last: a port over 65535
         return tp.report("server.py", error)
     except KeyboardInterrupt:
         return 130
@@ -778,12 +830,12 @@ async def serve(engine: Engine, args: argparse.Namespace) -> int:
     api.stopping = True
     listener.close()
     deadline = time.monotonic() + args.shutdown_timeout
-    while api.events and time.monotonic() < deadline:
+    while api.answering and time.monotonic() < deadline:
         await asyncio.sleep(0.05)
     for request in [*api.events]:
         api.thread.inbox.put((engine.abort, request))
     for _ in range(20):
-        await asyncio.sleep(0.05 if api.events else 0)
+        await asyncio.sleep(0.05 if api.answering else 0)
     api.thread.inbox.put(None)
     api.thread.join(timeout=10)
     return 0

@@ -316,7 +316,8 @@ def join(device: torch.device) -> Iterator[Ranks]:
     dist.init_process_group(backend, timeout=timedelta(days=365))
     ranks = Ranks(device, dist.get_rank(), dist.get_world_size())
     if ranks.rank:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides what Ctrl-C means
+        for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 decides what they mean
+            signal.signal(number, signal.SIG_IGN)
     try:
         yield ranks
     except RuntimeError as error:
