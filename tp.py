@@ -37,7 +37,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from kv_cache import PagedCache, Row, StaticCache
-from model import CheckpointError, Files, StoredTensor, Transformer
+from model import CheckpointError, Files, StoredTensor, Transformer, check_tensors, named_tensors
 from runner import Runner
 
 # --- A rank's share of a model --------------------------------------------------------------------
@@ -96,6 +96,10 @@ def shard(model: Transformer, files: Files, rank: int, ranks: int) -> tuple[Tran
     local = replace(
         c, num_attention_heads=N, num_key_value_heads=own, intermediate_size=F, vocab_size=V
     )
+    whole = {name: tensor for name, tensor in named_tensors(model) if name in files}
+    check_tensors(
+        {name: files[name] for name in whole}, whole
+    )  # a slice fits whatever it is cut of
     with torch.device("meta"):
         share = Transformer(local)
         share.embed_tokens = ParallelEmbedding(V, c.hidden_size, rank * V)
@@ -198,26 +202,38 @@ def receive() -> tuple[int, list[list[int]]]:
 class Leader(Runner):
     """Rank 0's Runner: tells the others what it is about to do, then does its share."""
 
+    leads = False  # the others are waiting for a message, and nothing else
+
     def __init__(self, model: Transformer, cache: StaticCache | PagedCache) -> None:
         super().__init__(model, cache)
         if cache.batch_size is None:
             shape, kind = (cache.num_blocks, cache.block_size), cache.pools[0][0].dtype
         else:
             shape, kind = (cache.batch_size, cache.max_seq_len), cache.layers[0].k.dtype
-        send(CACHE, [cache.batch_size is None, *shape, kind == torch.int8])
+        with self.leading():
+            send(CACHE, [cache.batch_size is None, *shape, kind == torch.int8])
+
+    @contextlib.contextmanager
+    def leading(self) -> Iterator[None]:
+        """What the others do too. Where it fails, they are left in the middle of it."""
+        with uninterrupted():
+            Leader.leads = False
+            yield
+            Leader.leads = True
 
     def compile(self) -> None:
-        send(COMPILE)
-        super().compile()
+        with self.leading():
+            send(COMPILE)
+            super().compile()
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         if pairs:
-            with uninterrupted():
+            with self.leading():
                 send(COPY, [i for pair in pairs for i in pair])
                 super().copy_blocks(pairs)
 
     def __call__(self, rows: list[Row], tokens: list[int], select: list[int]) -> Tensor:
-        with uninterrupted():
+        with self.leading():
             blocks = [block for row in rows for block in row.blocks]
             shapes = [n for row in rows for n in (len(row.blocks), row.start, row.end)]
             send(RUN, shapes, blocks, tokens, select)
@@ -315,21 +331,28 @@ def join(device: torch.device) -> Iterator[Ranks]:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(days=365))
     ranks = Ranks(device, dist.get_rank(), dist.get_world_size())
-    if ranks.rank:
-        for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 decides what they mean
-            signal.signal(number, signal.SIG_IGN)
+    if ranks.rank:  # rank 0 decides what signals mean
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, lambda *_: _ended.append(True))
     try:
         yield ranks
+        Leader.leads = ranks.rank == 0
     except RuntimeError as error:
         if is_lost(error):
             message = f"rank {ranks.rank} lost contact with another rank, which may have died"
             raise ConnectionError(message) from error
+        sys.stderr = sys.__stderr__  # for the traceback
         raise
     finally:
+        # Ranks in the middle of something could not take a STOP; they see the connection close.
         with contextlib.suppress(RuntimeError):  # they may be gone
-            if ranks.rank == 0:
+            if Leader.leads:
                 send(STOP)
+        Leader.leads = False
         dist.destroy_process_group()
+
+
+_ended: list[bool] = []  # whether torchrun has asked this rank to end
 
 
 def is_lost(error: Exception) -> bool:
@@ -341,5 +364,7 @@ def report(program: str, error: Exception) -> int:
     """Print an error, on one rank if all have it, and return the exit status, 2."""
     if int(os.environ.get("RANK", 0)):
         time.sleep(5)  # torchrun ends all ranks when one ends: let it be rank 0, if it fails too
+        if _ended:
+            return 2
     print(f"{program}: error: {error}", file=sys.__stderr__)
     return 2

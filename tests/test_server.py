@@ -571,24 +571,20 @@ def test_sixteen_stop_strings_of_a_chat(either):
 
 
 @pytest.mark.parametrize("top", [None, 0, 2])
-def test_chat_logprobs(make_local, top, way="whole"):
+def test_chat_logprobs(ask, top):
     """The chat's form of log-probabilities was never run."""
-    local = make_local()
-    wish = {"max_tokens": 8, "seed": 2, "stop": ("\n\n",)}
-    (sequence,) = alone(chat_ids(("user", "hi")), **wish, logprobs=top or 0)
-    for way in ("whole", "streamed"):
-        options = {} if top is None else {"top_logprobs": top}
-        url = f"http://127.0.0.1:{local.port}"
-        reply = call(url, way, chat=True, logprobs=True, max_tokens=8, seed=2, **options)
-        content = reply.choices[0].logprobs["content"]
-        texts = [TOKENIZER.decode([token.id]) for token in sequence.tokens]
-        assert [entry["token"] for entry in content] == texts
-        assert [bytes(entry["bytes"]).decode() for entry in content] == texts
-        for entry, token in zip(content, sequence.tokens, strict=True):
-            assert entry["logprob"] == pytest.approx(token.logprob, abs=1e-4)
-            found = [(each["token"], each["logprob"]) for each in entry["top_logprobs"]]
-            best = [(TOKENIZER.decode([i]), pytest.approx(p, abs=1e-4)) for i, p in token.top]
-            assert found == best
+    wish = {"max_tokens": 8, "seed": 2}
+    (sequence,) = alone(chat_ids(("user", "hi")), **wish, stop=("\n\n",), logprobs=top or 0)
+    options = {} if top is None else {"top_logprobs": top}
+    content = ask(chat=True, logprobs=True, **wish, **options).choices[0].logprobs["content"]
+    texts = [TOKENIZER.decode([token.id]) for token in sequence.tokens]
+    assert [entry["token"] for entry in content] == texts
+    assert [bytes(entry["bytes"]).decode() for entry in content] == texts
+    for entry, token in zip(content, sequence.tokens, strict=True):
+        assert entry["logprob"] == pytest.approx(token.logprob, abs=1e-4)
+        found = [(each["token"], each["logprob"]) for each in entry["top_logprobs"]]
+        best = [(TOKENIZER.decode([i]), pytest.approx(p, abs=1e-4)) for i, p in token.top]
+        assert found == best
 
 
 def test_limits_of_length(either):
@@ -956,9 +952,8 @@ fields = {
 }  # fmt: skip
 completion = {"prompt": text | ids | st.lists(text | ids, max_size=3),
               "logprobs": st.integers(0, 20)}  # fmt: skip
-# "logprobs" of a chat is left out: see test_chat_logprobs.
 chat = {"messages": st.lists(message, max_size=3), "max_completion_tokens": st.integers(1, 4),
-        "top_logprobs": st.integers(0, 20)}  # fmt: skip
+        "logprobs": st.booleans(), "top_logprobs": st.integers(0, 20)}  # fmt: skip
 
 
 def bodies(own: dict) -> st.SearchStrategy:
@@ -1754,7 +1749,7 @@ def test_two_ranks(tmp_path):
         first, second = ranks(server)
         answer = server.post(COMPLETIONS, SHORT).json
         assert answer["choices"][0]["text"] == alone(**SHORT)[0].text
-        stream = server.stream({**SHORT, "max_tokens": 30})
+        stream = server.stream({**SHORT, "max_tokens": 16})
         os.kill(first, signal.SIGTERM)
         assert finish(stream)[-1] == "[DONE]"
         assert server.process.wait(30) == 0
@@ -1766,7 +1761,7 @@ def test_two_ranks(tmp_path):
 def test_torchrun_is_told_to_stop(tmp_path):
     """torchrun passes SIGTERM on to all of its ranks."""
     with torchrun(tmp_path) as server:
-        stream = server.stream({**SHORT, "max_tokens": 30})
+        stream = server.stream({**SHORT, "max_tokens": 16})
         pids = ranks(server)
         server.process.send_signal(signal.SIGTERM)
         events = finish(stream)

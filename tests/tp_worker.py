@@ -109,11 +109,11 @@ def interrupted_copy(model, prompts, params):
 
 
 @torch.no_grad()
-def logits(model, prompts, params, runner=Leader):
+def logits(model, prompts, params, runner=Leader, dtype=torch.float32):
     """Of every token of every prompt, the second half run as a chunk of its own."""
     found = []
     for prompt in prompts:
-        forward = runner(model, StaticCache(model.config, 1, len(prompt), torch.float32))
+        forward = runner(model, StaticCache(model.config, 1, len(prompt), dtype))
         for ids in (range(len(prompt) // 2), range(len(prompt) // 2, len(prompt))):
             if ids:
                 row = Row([], ids.start, ids.stop)
@@ -140,6 +140,7 @@ ROWS = {  # name -> setting, how to run it
     "int8 cache": ("greedy", engine(paths.run_engine, kv_dtype=torch.int8)),
     "int8 cache, alone": ("greedy", partial(alone, dtype=torch.int8)),
     "logits": ("greedy", logits),
+    "int8 cache, logits": ("greedy", partial(logits, dtype=torch.int8)),
     "interrupted": ("sampled", interrupted),
     "interrupted copy": ("greedy", interrupted_copy),
     "compiled": ("sampled", compiled),  # changes the model: last
