@@ -109,11 +109,16 @@ class StaticCache(KVCache):
         # another case for torch.compile, which would compile again when a sequence gets there.
         slots = -(-max_seq_len // BUCKET) * BUCKET + 1
         shape = (batch_size, config.num_key_value_heads, slots, stored_dim(config, dtype))
-        k, v = torch.zeros((2, config.num_hidden_layers, *shape), dtype=dtype, device=device)
         self.batch_size, self.max_seq_len = batch_size, max_seq_len
         self.slots = torch.arange(slots, device=device)
-        self.layers = [Slab(*kv, self.slots) for kv in zip(k, v, strict=True)]
-        for slab in self.layers if k.is_cuda else ():  # a CUDA graph may write to it in place
+        # A memory each: torch.compile would guard the shape of one that they shared.
+        self.layers = [
+            Slab(*(torch.zeros(shape, dtype=dtype, device=device) for _ in "kv"), self.slots)
+            for _ in range(config.num_hidden_layers)
+        ]
+        for slab in (
+            self.layers if self.slots.is_cuda else ()
+        ):  # CUDA graphs write in place
             torch._dynamo.mark_static_address(slab.k)
             torch._dynamo.mark_static_address(slab.v)
 

@@ -62,7 +62,7 @@ def models():
 def cli(capsys, monkeypatch, models):
     """Run main() and return what it did. Each kind of model is loaded once."""
 
-    def load(path, device, dtype=None):
+    def load(path, device, dtype=None, shard=None):
         key = (str(path), dtype)
         models[key] = models[key] if key in models else load_model(path, device, dtype)
         return models[key]
