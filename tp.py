@@ -362,9 +362,11 @@ def is_lost(error: Exception) -> bool:
 
 def report(program: str, error: Exception) -> int:
     """Print an error, on one rank if all have it, and return the exit status, 2."""
+    where = sys.stderr
     if int(os.environ.get("RANK", 0)):
         time.sleep(5)  # torchrun ends all ranks when one ends: let it be rank 0, if it fails too
         if _ended:
             return 2
-    print(f"{program}: error: {error}", file=sys.__stderr__)
+        where = sys.__stderr__
+    print(f"{program}: error: {error}", file=where)
     return 2
