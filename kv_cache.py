@@ -116,9 +116,7 @@ class StaticCache(KVCache):
             Slab(*(torch.zeros(shape, dtype=dtype, device=device) for _ in "kv"), self.slots)
             for _ in range(config.num_hidden_layers)
         ]
-        for slab in (
-            self.layers if self.slots.is_cuda else ()
-        ):  # CUDA graphs write in place
+        for slab in self.layers if self.slots.is_cuda else ():  # CUDA graphs write in place
             torch._dynamo.mark_static_address(slab.k)
             torch._dynamo.mark_static_address(slab.v)
 
