@@ -33,6 +33,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -162,17 +163,22 @@ def _sum(module: nn.Module, args: tuple, y: Tensor) -> Tensor:
 
 def gather(module: Transformer, args: tuple, logits: Tensor) -> Tensor:
     """Put the ranks' parts of the vocabulary together: (..., V / ranks) -> (..., V)."""
-    ranks, group = dist.get_world_size(), dist.group.WORLD.group_name
-    parts = _ops.wait_tensor(_ops.all_gather_into_tensor(logits.contiguous(), ranks, group))
+    ranks = dist.get_world_size()
+    parts = _ops.wait_tensor(_ops.all_gather_into_tensor(logits.contiguous(), ranks, _world))
     return torch.cat(parts.chunk(ranks), -1)[..., : module.config.vocab_size]
 
 
 def all_reduce(x: Tensor) -> Tensor:
     """The sum of every rank's x."""
-    return _ops.wait_tensor(_ops.all_reduce(x, "sum", dist.group.WORLD.group_name))
+    return _ops.wait_tensor(_ops.all_reduce(x, "sum", _world))
 
 
 _ops = torch.ops._c10d_functional  # collectives that torch.compile can have inside a graph
+# The name of the group of all ranks; join sets it. Nothing may keep that group alive when join
+# ends, or its threads outlive Python, and now and then one of them aborts the process. Compiled
+# code that asked the group for its name would; and torch.distributed.nn would, in its functions'
+# defaults, if it were first loaded when there is a group: hence the import above.
+_world = ""
 
 
 # --- One schedules, the others follow -------------------------------------------------------------
@@ -330,6 +336,8 @@ def join(device: torch.device) -> Iterator[Ranks]:
     # a rank that dies closes its connections, which the others notice at once.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(days=365))
+    global _world
+    _world = dist.group.WORLD.group_name
     ranks = Ranks(device, dist.get_rank(), dist.get_world_size())
     if ranks.rank:  # rank 0 decides what signals mean
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -337,11 +345,11 @@ def join(device: torch.device) -> Iterator[Ranks]:
     try:
         yield ranks
         Leader.leads = ranks.rank == 0
-    except RuntimeError as error:
+    except Exception as error:
+        sys.stderr = sys.__stderr__  # a rank that fails says so, whichever it is
         if is_lost(error):
             message = f"rank {ranks.rank} lost contact with another rank, which may have died"
             raise ConnectionError(message) from error
-        sys.stderr = sys.__stderr__  # for the traceback
         raise
     finally:
         # Ranks in the middle of something could not take a STOP; they see the connection close.
@@ -364,9 +372,10 @@ def report(program: str, error: Exception) -> int:
     """Print an error, on one rank if all have it, and return the exit status, 2."""
     where = sys.stderr
     if int(os.environ.get("RANK", 0)):
-        time.sleep(5)  # torchrun ends all ranks when one ends: let it be rank 0, if it fails too
-        if _ended:
-            return 2
+        for _ in range(30):  # torchrun ends all ranks when one ends: let it be rank 0, if it can
+            time.sleep(0.1)
+            if _ended:
+                return 2
         where = sys.__stderr__
     print(f"{program}: error: {error}", file=where)
     return 2

@@ -3,7 +3,8 @@
     torchrun --standalone --nproc-per-node 2 tests/tp_worker.py JOBS.json OUT.json
 
 One launch runs every row of every model. `tp_worker.py fault RANK ...` is generate.py with an
-exception in the middle of one rank's forward.
+exception in the middle of one rank's forward; `tp_worker.py threads ...` says at its end what
+threads are left.
 """
 
 import json
@@ -193,7 +194,16 @@ def fault(rank, argv):
     return generate.main(argv)
 
 
+def threads(argv):
+    status = generate.main(argv)
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    print("threads:", *names, file=sys.__stderr__)
+    return status
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "threads":
+        sys.exit(threads(sys.argv[2:]))
     if sys.argv[1] == "fault":
         sys.exit(fault(int(sys.argv[2]), sys.argv[3:]))
     torch.set_num_threads(1)
