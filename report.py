@@ -23,6 +23,7 @@ def main() -> None:
     """Rewrite what stands between the marks, and the picture."""
     readme = ROOT / "README.md"
     text = readme.read_text()
+    text = line_links(text)
     for mark, write in PARTS.items():
         before, begin, rest = text.partition(f"<!-- {mark} -->\n")
         _, end, after = rest.partition(f"<!-- /{mark} -->")
@@ -66,6 +67,26 @@ def code_lines(source: str) -> int:
         if token.type not in passive:
             code |= set(range(token.start[0], token.end[0] + 1))
     return len([n for n in code - docs if lines[n - 1].strip()])
+
+
+def line_links(text: str) -> str:
+    """Point each link like [`Engine.step`](scheduler.py#L1) to the line where that is defined.
+
+    Raises:
+        ValueError: the file defines nothing of that name.
+    """
+
+    def link(match: re.Match) -> str:
+        name, file = match[1], match[2]
+        scope, line = ast.parse((ROOT / file).read_text()).body, 0
+        for part in name.split("."):
+            found = [node for node in scope if getattr(node, "name", None) == part]
+            if not found:
+                raise ValueError(f"README.md links to {name}, which {file} does not define")
+            scope, line = found[0].body, found[0].lineno
+        return f"[`{name}`]({file}#L{line})"
+
+    return re.sub(r"\[`([\w.]+)`\]\((\w+\.py)#L\d+\)", link, text)
 
 
 # --- The figures ----------------------------------------------------------------------------------
