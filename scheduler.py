@@ -89,6 +89,10 @@ class Stats:
     sample_s: float = 0.0
     host_s: float = 0.0  # the rest of step(): what scheduling costs
 
+    @property
+    def total_s(self) -> float:
+        return self.guess_s + self.model_s + self.sample_s + self.host_s
+
 
 class Engine:
     """Runs many requests at once, a step at a time. To be driven from one thread."""

@@ -3,17 +3,17 @@
     python server.py                            the bundled model, on http://127.0.0.1:8000
     python server.py --checkpoint DIR --compile --api-key SECRET
 
-Holds only HTTP. One thread runs the engine; one event loop reads requests, checks every field
-before anything is allocated, hands them to that thread, and is told after each step who got a
+Holds only HTTP. The main thread drives the engine; an event loop in another reads requests, checks
+every field before anything is allocated, hands them over, and is told after each step who got a
 token. A handler that is slow, or whose client has gone, holds nobody up: it reads its sequences'
 state when it comes to it, so tokens wait there and not in a queue.
 
-    client --> Connection --> Api.prepare --> inbox --> EngineThread: submit, step, step, ...
-    client <-- answer / stream <-- event <-----------------------------+
+    client --> Connection --> Api.prepare --> inbox --> Driver.run: submit, step, step, ...
+    client <-- answer / stream <-- event <--------------------+
 
 Everything binds to loopback unless told otherwise, and nothing but the standard library is used.
 References: platform.openai.com/docs/api-reference; the names in /metrics are vLLM's.
-Read: EngineThread, Api.prepare, Api.complete, Connection.
+Read: Driver, Api.prepare, Api.complete, Connection, serve.
 """
 
 import argparse
@@ -28,12 +28,13 @@ import secrets
 import signal
 import ssl
 import sys
-import threading
 import time
 import traceback
 from bisect import bisect_left
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -67,20 +68,26 @@ class Problem(Exception):
 # --- The engine's thread --------------------------------------------------------------------------
 
 
-class EngineThread(threading.Thread):
-    """Runs the engine's steps; all that touches the engine's state happens here."""
+class Driver:
+    """Runs the engine's steps; all that touches the engine's state happens in run().
 
-    def __init__(self, engine: Engine, progressed: Callable[[list[Request]], None]) -> None:
-        """Args: progressed: called here after each step, with the requests that moved on."""
-        super().__init__(name="engine", daemon=True)
-        self.engine, self.progressed = engine, progressed
-        self.inbox: queue.SimpleQueue[tuple[Callable[..., None], Request] | None]
+    Attributes:
+        inbox: what to do before the next step, as (method of the engine, request); None: end.
+        progressed: called after each step, with the requests that moved on.
+        dead: why the engine will never run again.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.progressed: Callable[[list[Request]], None] = lambda requests: None
+        self.inbox: queue.SimpleQueue[tuple[Callable[[Request], None], Request] | None]
         self.inbox = queue.SimpleQueue()
-        self.dead: str | None = None  # why
+        self.dead: str | None = None
         self.watched_at = 0.0  # when somebody last asked for a snapshot
         self.snapshot: dict[str, Any] = {}
 
     def run(self) -> None:
+        """Work until the inbox says to end, or the engine dies."""
         try:
             while True:
                 while self.inbox.qsize() or not self.engine.has_work:
@@ -187,6 +194,7 @@ class Metrics:
             "num_preemptions_total": stats.preemptions,
             "prompt_tokens_total": self.prompt_tokens,
             "generation_tokens_total": stats.output_tokens,
+            "engine_step_seconds_total": stats.total_s,
             "prefix_cache_queries_total": stats.cached_tokens + stats.computed_tokens,
             "prefix_cache_hits_total": stats.cached_tokens,
             "spec_decode_num_drafts_total": proposer.steps,
@@ -216,8 +224,9 @@ class Metrics:
 class Api:
     """What the paths do. One for each server; lives on the event loop."""
 
-    def __init__(self, engine: Engine, args: argparse.Namespace) -> None:
-        self.engine, self.args, self.tokenizer = engine, args, engine.tokenizer
+    def __init__(self, driver: Driver, args: argparse.Namespace) -> None:
+        self.driver, self.engine, self.args = driver, driver.engine, args
+        self.tokenizer = self.engine.tokenizer
         self.name = args.served_model_name or Path(args.checkpoint).resolve().name
         self.defaults = sampling_params(args.checkpoint)
         self.loop, self.metrics = asyncio.get_running_loop(), Metrics()
@@ -225,17 +234,13 @@ class Api:
         self.answering = 0  # completions, from their first byte to their last
         self.stopping = False
         self.started = int(time.time())
-        self.thread = EngineThread(engine, self._progressed)
-        self.thread.start()
-
-    def _progressed(self, requests: list[Request]) -> None:  # in the engine's thread
-        self.loop.call_soon_threadsafe(self._wake, requests)
+        driver.progressed = partial(self.loop.call_soon_threadsafe, self._wake)
 
     def _wake(self, requests: list[Request]) -> None:
         for request in requests:
             if request in self.events:
                 self.events[request].set()
-        if self.thread.dead:
+        if self.driver.dead:
             for event in self.events.values():
                 event.set()
 
@@ -364,12 +369,12 @@ class Api:
             self.answering -= 1
 
     async def _complete(self, connection: "Connection", body: dict[str, Any], chat: bool) -> None:
-        if self.stopping or self.thread.dead:
-            raise Problem(503, self.thread.dead or "the server is stopping")
+        if self.stopping or self.driver.dead:
+            raise Problem(503, self.driver.dead or "the server is stopping")
         name = ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12)
         # In another thread: a long text takes a while to encode, and others are being served.
         requests = await asyncio.to_thread(self.prepare, body, chat, name)
-        waiting = len(self.engine.waiting) + self.thread.inbox.qsize()
+        waiting = len(self.engine.waiting) + self.driver.inbox.qsize()
         if waiting + len(requests) > self.args.max_queue:
             raise Problem(
                 429, f"{waiting} requests are waiting, --max-queue is {self.args.max_queue}: retry"
@@ -380,11 +385,11 @@ class Api:
                 for request in requests:
                     self.events[request] = event
                     self.metrics.prompt_tokens += request.outputs[0].prompt_len
-                    self.thread.inbox.put((self.engine.submit, request))
+                    self.driver.inbox.put((self.engine.submit, request))
                 finished = False
                 while not finished and not connection.gone:
                     finished = all(request.finished for request in requests)
-                    if self.thread.dead or any(s.finish_reason == "abort" for s in reply.sequences):
+                    if self.driver.dead or any(s.finish_reason == "abort" for s in reply.sequences):
                         why = "is stopping" if self.stopping else "met an error"
                         raise Problem(503 if self.stopping else 500, f"aborted: the engine {why}")
                     if streams:
@@ -402,7 +407,7 @@ class Api:
             for request in requests:
                 self.events.pop(request, None)
                 if not request.finished:
-                    self.thread.inbox.put((self.engine.abort, request))
+                    self.driver.inbox.put((self.engine.abort, request))
 
     @contextlib.asynccontextmanager
     async def _counted(self, reply: "Reply") -> AsyncIterator[None]:
@@ -438,8 +443,8 @@ class Api:
         if path == "/":
             await connection.answer(200, PAGE.read_bytes(), "text/html; charset=utf-8")
         elif path == "/health":
-            if self.thread.dead:
-                raise Problem(503, self.thread.dead)
+            if self.driver.dead:
+                raise Problem(503, self.driver.dead)
             await connection.answer(200, {"status": "stopping" if self.stopping else "ok"})
         elif path == "/metrics":
             text = self.metrics.text(self.engine).encode()
@@ -461,11 +466,11 @@ class Api:
         last = None
         async with connection.watching():
             while connection.method == "GET" and not (
-                connection.gone or self.stopping or self.thread.dead
+                connection.gone or self.stopping or self.driver.dead
             ):
-                self.thread.watched_at = time.monotonic()
-                if self.thread.snapshot is not last:
-                    last = self.thread.snapshot
+                self.driver.watched_at = time.monotonic()
+                if self.driver.snapshot is not last:
+                    last = self.driver.snapshot
                     await connection.stream([last])
                 await asyncio.sleep(0.1)
         await connection.stream([], last=True)
@@ -765,7 +770,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--port", type=int, default=8000, help="0: any that is free (8000)")
     add("--served-model-name", help="in the API (default: the folder's name)")
     add("--max-num-seqs", type=int, default=64, help="sequences running at once (64)")
-    add("--max-num-batched-tokens", type=int, default=512, help="tokens in a step (512)")
+    add("--max-num-batched-tokens", type=int, help="tokens in a step (see the README)")
     add("--kv-memory", type=memory_size, default=0.5, help="bytes, 2GiB, or a share of the free")
     add("--block-size", type=int, default=16, help="tokens in a block (16)")
     add("--max-queue", type=int, default=1024, help="waiting requests before a 429 (1024)")
@@ -791,31 +796,56 @@ def main(argv: list[str] | None = None) -> int:
             if ranks.rank:
                 tp.follow(model)
                 return 0
+            # On a CPU, twice what decoding takes: a step that has a piece of a prompt in it then
+            # lasts twice as long as one without, and with 512 tokens it lasted four times as long.
+            # On a GPU a step of 2,048 is hardly longer.
+            budget = args.max_num_batched_tokens or args.max_num_seqs * (
+                2 * (1 + guesses) if ranks.device.type == "cpu" else 32
+            )
             engine = Engine(
-                model, tokenizer, args.max_num_seqs, args.max_num_batched_tokens, args.max_seq_len,
-                args.kv_memory, block_size=args.block_size, compile=args.compile, draft=draft,
-                kv_dtype=torch.int8 if args.kv_dtype == "int8" else None, speculate=guesses,
-                runner=ranks.runner,
+                model, tokenizer, args.max_num_seqs, budget, args.max_seq_len, args.kv_memory,
+                block_size=args.block_size, compile=args.compile, draft=draft, speculate=guesses,
+                kv_dtype=torch.int8 if args.kv_dtype == "int8" else None, runner=ranks.runner,
             )  # fmt: skip
-            return asyncio.run(serve(engine, args))
+            return serve(engine, args)
     except (ValueError, OSError, OverflowError) as error:  # the last: a port over 65535
         return tp.report("server.py", error)
     except KeyboardInterrupt:
         return 130
 
 
-async def serve(engine: Engine, args: argparse.Namespace) -> int:
-    """Serve until SIGTERM or SIGINT; then finish what runs, within --shutdown-timeout."""
-    api, loop, stop = Api(engine, args), asyncio.get_running_loop(), asyncio.Event()
+def serve(engine: Engine, args: argparse.Namespace) -> int:
+    """Serve until SIGTERM or SIGINT; then finish what runs, within --shutdown-timeout.
 
-    def signalled() -> None:
+    PyTorch's threads belong to the thread that first used them, which is this one, where the model
+    was loaded: a model that runs in another gets a second pool of them, and OpenMP, seeing more
+    threads than processors, puts them to sleep between any two operations. On two cores the bundled
+    model was slower by half.
+    """
+    driver, loop, stop = Driver(engine), asyncio.new_event_loop(), asyncio.Event()
+
+    def signalled(*_: Any) -> None:
         if stop.is_set():
             os._exit(1)  # the second time: at once
-        stop.set()
+        loop.call_soon_threadsafe(stop.set)
+
+    def http() -> None:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            runner.run(listen(driver, args, stop))
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, signalled)
-    context = None
+        signal.signal(number, signalled)
+    with ThreadPoolExecutor(1) as pool:
+        listening = pool.submit(http)
+        listening.add_done_callback(lambda _: driver.inbox.put(None))
+        driver.run()
+        listening.result()
+    return 0
+
+
+async def listen(driver: Driver, args: argparse.Namespace, stop: asyncio.Event) -> None:
+    """Answer requests until `stop` is set, and then those that are still running."""
+    api, context = Api(driver, args), None
     if args.ssl_certfile:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(args.ssl_certfile, args.ssl_keyfile)
@@ -833,12 +863,9 @@ async def serve(engine: Engine, args: argparse.Namespace) -> int:
     while api.answering and time.monotonic() < deadline:
         await asyncio.sleep(0.05)
     for request in [*api.events]:
-        api.thread.inbox.put((engine.abort, request))
+        driver.inbox.put((driver.engine.abort, request))
     for _ in range(20):
         await asyncio.sleep(0.05 if api.answering else 0)
-    api.thread.inbox.put(None)
-    api.thread.join(timeout=10)
-    return 0
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ import contextlib
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -275,10 +274,8 @@ def follow(model: Transformer) -> None:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Hold Ctrl-C back: between a broadcast and the forward, it would leave the others waiting."""
-    if threading.current_thread() is not threading.main_thread():  # where Ctrl-C never arrives
-        yield
-        return
+    """Hold Ctrl-C back: between a broadcast and the forward, it would leave the others waiting. For
+    the main thread, which is where engines run."""
     pressed = []
     before = signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
     try:
@@ -286,7 +283,7 @@ def uninterrupted() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, before)
     if pressed:
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
 
 
 # --- Joining --------------------------------------------------------------------------------------

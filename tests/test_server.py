@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,7 +41,7 @@ from kv_cache import StaticCache
 from model import load_model
 from sampling import Sequence
 from scheduler import Engine
-from server import Api, Connection, Histogram, parse_args, serve
+from server import Api, Connection, Driver, Histogram, parse_args, serve
 from tokenizer import Tokenizer
 
 os.environ["NO_PROXY"] = "127.0.0.1"  # openai's client would ask a proxy of the environment
@@ -207,19 +208,21 @@ def model():
 
 
 class Local(Client):
-    """The server in a thread of this process."""
+    """The server in two threads of this process."""
 
     def __init__(self, *options: str, **engine: Any) -> None:
         small = {"num_blocks": 128, "max_num_seqs": 8, "max_num_batched_tokens": 32}
         self.engine = Engine(model(), TOKENIZER, **small | engine)
         self.args = parse_args(["--disable-access-log", *options])
-        ready = threading.Event()
+        self.driver, ready = Driver(self.engine), threading.Event()
+        self.driving = threading.Thread(target=self.driver.run)
         self.thread = threading.Thread(target=lambda: asyncio.run(self._serve(ready)))
         self.thread.start()
         assert ready.wait(10)
+        self.driving.start()
 
     async def _serve(self, ready: threading.Event) -> None:
-        self.api, self.stop = Api(self.engine, self.args), asyncio.Event()
+        self.api, self.stop = Api(self.driver, self.args), asyncio.Event()
         listener = await asyncio.start_server(
             lambda reader, writer: Connection(self.api, reader, writer).serve(),
             "127.0.0.1", 0, limit=server_module.MAX_HEADER_BYTES, backlog=1024,
@@ -232,13 +235,13 @@ class Local(Client):
     def settle(self, seconds: float = 10) -> None:
         """Wait until nothing is left of any request, and all memory is free."""
         api, engine = self.api, self.engine
-        until(lambda: not (api.events or engine.has_work or api.thread.inbox.qsize()), seconds)
+        until(lambda: not (api.events or engine.has_work or self.driver.inbox.qsize()), seconds)
         self.engine.check()
         assert self.engine.pool.num_available == self.engine.pool.num_blocks
 
     def close(self) -> None:
-        self.api.thread.inbox.put(None)
-        self.api.thread.join(10)
+        self.driver.inbox.put(None)
+        self.driving.join(10)
         self.api.loop.call_soon_threadsafe(self.stop.set)
         self.thread.join(10)
 
@@ -1600,7 +1603,7 @@ def test_engine_dies(make_local, monkeypatch, printed):
     response = other.getresponse()
     Answer(response.status, {}, response.read()).fails(500)
     assert snapshots.read().endswith(b"\n\n")  # has an end
-    until(lambda: not local.api.thread.is_alive())
+    until(lambda: not local.driving.is_alive())
     for path, body in ((COMPLETIONS, SHORT), (COMPLETIONS, SHORT | {"stream": True}),
                        (CHAT, {"messages": HI})):  # fmt: skip
         local.post(path, body).fails(503)
@@ -1656,6 +1659,7 @@ def test_signal_and_too_long(tmp_path):
     """The server would not end; or ended without a word to those that it left."""
     with Server(tmp_path, "--shutdown-timeout", 0.3) as server:
         stream, other = server.stream(LONG), server.begin(LONG)
+        time.sleep(0.2)  # until it has been accepted
         started = time.monotonic()
         server.process.send_signal(signal.SIGINT)  # Ctrl-C does the same
         events = finish(stream)
@@ -1694,27 +1698,34 @@ def test_requests_while_stopping(local, monkeypatch):
     assert not local.engine.has_work
 
 
-async def stopped(engine: Engine, data: bytes, capsys) -> bytes:
+def stopped(engine: Engine, data: bytes, capsys) -> bytes:
     """Serve in the main thread, as main() does; send bytes, then a signal; return what comes."""
-    serving = asyncio.create_task(
-        serve(engine, parse_args(["--port", "0", "--disable-access-log"]))
-    )
-    while "serving" not in (line := capsys.readouterr().err):
-        await asyncio.sleep(0.01)
-    port = int(line.strip().rpartition(":")[2])
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(data)
-    await asyncio.sleep(0.2)
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert await serving == 0
-    with contextlib.closing(writer):
-        return await asyncio.wait_for(reader.read(2**16), 3)
+
+    def client() -> bytes:
+        while "serving" not in (line := capsys.readouterr().err):
+            time.sleep(0.01)
+        with socket.create_connection(("127.0.0.1", int(line.strip().rpartition(":")[2]))) as s:
+            s.sendall(data)
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGTERM)
+            s.settimeout(10)
+            return s.recv(2**16)
+
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(client)
+            assert serve(engine, parse_args(["--port", "0", "--disable-access-log"])) == 0
+            return answer.result()
+    finally:
+        for number, handler in zip((signal.SIGTERM, signal.SIGINT), before, strict=True):
+            signal.signal(number, handler)
 
 
 def test_an_idle_connection_is_no_error(capsys, caplog):
     """A browser's open connection filled the log with tracebacks at the end."""
     engine = Engine(model(), TOKENIZER, num_blocks=8)
-    assert b"version" in asyncio.run(stopped(engine, VERSION, capsys))
+    assert b"version" in stopped(engine, VERSION, capsys)
     assert "Traceback" not in caplog.text + capsys.readouterr().err
 
 
@@ -1723,7 +1734,7 @@ def test_signal_while_a_prompt_is_encoded(capsys, monkeypatch):
     engine = Engine(model(), TOKENIZER, num_blocks=8)
     encode = TOKENIZER.encode
     monkeypatch.setattr(TOKENIZER, "encode", lambda text: time.sleep(0.5) or encode(text))
-    assert asyncio.run(stopped(engine, request_bytes(), capsys)).startswith(b"HTTP/1.1 ")
+    assert stopped(engine, request_bytes(), capsys).startswith(b"HTTP/1.1 ")
 
 
 def torchrun(folder: Path) -> Server:
@@ -1796,6 +1807,7 @@ def test_metrics_are_prometheus_text(server):
             assert (name, labels) not in samples and math.isfinite(float(value))
             samples[name, labels] = float(value)
     assert {
+        "kilolm:engine_step_seconds_total",
         "kilolm:num_requests_running", "kilolm:num_requests_waiting", "kilolm:kv_cache_usage_perc",
         "kilolm:num_preemptions_total", "kilolm:prompt_tokens_total",
         "kilolm:generation_tokens_total", "kilolm:prefix_cache_queries_total",

@@ -14,7 +14,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import uuid
 from pathlib import Path
@@ -615,20 +614,6 @@ def test_uninterrupted(ctrl_c):
     with pytest.raises(KeyboardInterrupt):
         press()
         time.sleep(1)
-
-
-def test_uninterrupted_in_a_thread():
-    """signal.signal raises outside the main thread, where a server's engine runs."""
-    done = []
-
-    def run():
-        with tp.uninterrupted():
-            done.append(True)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert done
 
 
 def test_no_pickle_and_no_fixed_port():
