@@ -531,7 +531,10 @@ def serve_load(args: argparse.Namespace) -> int:
         if args.ramp and figures[-1].get("within_limits", 0) >= 0.99 and i == len(rates) - 1:
             rates.append(rate * 2)
     rows = {
-        f"{rate:g} requests/s": {k: [v] for k, v in f.items()} for rate, f in zip(rates, figures)
+        f"{rate:g} requests/s" if rate < float("inf") else "all at once": {
+            k: [v] for k, v in f.items()
+        }
+        for rate, f in zip(rates, figures)
     }
     result: dict[str, Any] = {"runs": {name: spread(row) for name, row in rows.items()}}
     if args.ramp:

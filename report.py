@@ -135,9 +135,10 @@ def speed_tables() -> str:
     text = ""
     for file in sorted(RECORDS.glob("*.json")):
         run = json.loads(file.read_text())
-        columns = COLUMNS[
-            "speculation" if "--specul" in run["command"] else run["command"].split()[2]
-        ]
+        words = run["command"].split()
+        kind = words[words.index("bench.py") + 1]
+        kind = "speculation" if "--specul" in run["command"] else kind
+        columns = COLUMNS["ranks" if words[0] == "torchrun" else kind]
         text += f"\n`{run['command']}`  \n{run['hardware']}; {run['versions']}"
         if "model_gb" in run:
             text += (
