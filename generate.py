@@ -69,12 +69,12 @@ def generate(
         sequence.score_prompt(logits, end)
         if end < len(ids):
             continue
-        (tokens,) = proposer.verify(logits[~len(guess.ids) :], [sequence], [guess])
+        (tokens,) = proposer.verify(logits[-1 - len(guess.ids) :], [sequence], [guess])
         for token in tokens:
             if not sequence.finish_reason:  # EOS or a stop string can come before the last
                 sequence.append(token)
                 yield token
-        end = len(ids) - 1
+        end = len(ids) - 1  # ids has grown; its last has not run, and refused guesses are garbage
 
 
 # --- The command line -----------------------------------------------------------------------------
@@ -84,8 +84,7 @@ BUNDLED = Path(__file__).resolve().parent / "checkpoints" / "shakespeare"
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit status: 0, 2 for an error of use, 130 for Ctrl-C."""
-    if int(os.environ.get("RANK", 0)):  # of several, one prints
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (for as long as the process lives)
+    tp.silence()
     args = parse_args(argv)
     try:
         with tp.join(pick_device(args.device)) as ranks:
@@ -288,7 +287,7 @@ def statistics(
     became of the guesses."""
     done = [sequence for sequence in done if sequence.output_ids]
     new = sum(len(sequence.output_ids) for sequence in done)
-    prompts = sum(len(sequence.prompt_ids) for sequence in done)
+    prompts = sum(sequence.prompt_len for sequence in done)
     first = done[0].times[1] - done[0].times[0]
     line = f"{prompts} prompt + {new} new tokens, first one after {first:.3f} s"
     if decoded := new - len(done):

@@ -5,7 +5,7 @@ another and moves what rounding has taken from one channel onto those still to c
 correlate in real inputs: with H = X^T X of a Linear's inputs on some text, the change of the output
 is least when the error of channel k is spread along row k of the inverse of H. A tool beside
 quantize.py; the result is the same stored form. Papers: Frantar et al. 2022 (arXiv:2210.17323),
-Frantar and Alistarh 2022 (OBC, arXiv:2208.11580). Read: calibrate, gptq, convert.
+Frantar and Alistarh 2022 (OBC, arXiv:2208.11580). Read: calibrate, gptq, adopt, convert.
 """
 
 from collections.abc import Callable
@@ -134,6 +134,32 @@ class Converted(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     read: Callable[[], Tensor]
+
+
+def adopt(
+    files: Files, parts: list[str], linear: QuantLinear, quantization: dict[str, Any]
+) -> None:
+    """Put a Linear of a GPTQ or AWQ folder into `files` as ours, and the order of its inputs into
+    `linear`.
+
+    Args:
+        parts: the Linears stacked in it, by their names, less `.qweight`.
+
+    Raises:
+        CheckpointError: see convert; or parts that group the same inputs differently.
+    """
+    for part in parts if linear.bias is None else ():  # some tools write biases of zero
+        if f"{part}.bias" in files and not files[f"{part}.bias"].read().any():
+            del files[f"{part}.bias"]
+    rows = [*linear.parts.values()] or [linear.out_features]
+    orders = [
+        convert(files, part, N, linear, quantization) for part, N in zip(parts, rows, strict=True)
+    ]
+    if not all(torch.equal(order, orders[0]) for order in orders):
+        where = parts[0].rpartition(".")[0]
+        raise CheckpointError(f"{where}: {', '.join(linear.parts)} differ in their g_idx")
+    plain = torch.equal(orders[0], torch.arange(linear.in_features))
+    linear.order = None if plain else orders[0]
 
 
 def convert(

@@ -3,8 +3,9 @@
 Keys and values of past tokens never change, so they are computed once and kept; each step then
 costs one token instead of the whole text (Pope et al. 2022, arXiv:2211.05102, section 3.3, counts
 the bytes). A slab suits one sequence whose longest length is known; blocks suit many sequences
-that come, grow and go (Kwon et al. 2023, arXiv:2309.06180). Does not know the model, which sees
-either through model.LayerCache, nor who owns which block: that is paged.py.
+that come, grow and go (Kwon et al. 2023, arXiv:2309.06180). What it buys: `bench.py latency` gives
+the first token, which computes all of a prompt, beside those after it, which compute one. Does not
+know the model, which sees either through model.LayerCache, nor who owns which block: paged.py does.
 Read: StaticCache, Slab.attend, PagedCache, paged_attention. Next: tokenizer.py.
 """
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from model import Config, KVCache, LayerCache, attention
 
-# --- One key or value -----------------------------------------------------------------------------
+# --- One key or value, and one row of a step ------------------------------------------------------
 
 
 def stored_dim(config: Config, dtype: torch.dtype) -> int:
@@ -62,7 +63,7 @@ class Slab(LayerCache):
     """One layer's keys and values, where slot s holds position s."""
 
     def __init__(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        """Take encoded k and v, (B, K, capacity, H) each, and the slots in use: (S,), 0..S-1."""
+        """Take encoded k and v, (B, K, capacity, stored_dim) each, and the slots in use: 0..S-1."""
         self.k, self.v, self.slots = k, v, slots
 
     def attend(
@@ -170,7 +171,7 @@ class Blocks(LayerCache):
     """One layer's pool, with the plan of one step (see PagedCache.step)."""
 
     def __init__(self, k: Tensor, v: Tensor, plan: tuple[Tensor, Tensor, Tensor]) -> None:
-        self.k, self.v, self.plan = k, v, plan  # k, v: (blocks, block size, K, H)
+        self.k, self.v, self.plan = k, v, plan  # k, v: (blocks, block size, K, stored_dim)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int | None
@@ -217,8 +218,8 @@ class PagedCache(KVCache):
         """Prepare one forward over the new tokens of several sequences, side by side.
 
         Rows with equally many new tokens stand together, and are attended together, as one batch
-        padded to the longest: the running sequences with their one token each, then each chunk of
-        a prompt. So decoding and prefill need no code of their own.
+        whose keys reach to the end of the longest: the running sequences with their one token each,
+        then each chunk of a prompt. So decoding and prefill need no code of their own.
 
         Args:
             rows: ordered by their number of new tokens.

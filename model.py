@@ -9,7 +9,7 @@ Papers: Vaswani et al. 2017 (arXiv:1706.03762), Touvron et al. 2023 (Llama, arXi
 Su et al. 2021 (rope, arXiv:2104.09864), Ainslie et al. 2023 (grouped-query, arXiv:2305.13245).
 Read: Config, Transformer.forward, Attention, attention(), load_model. Next: kv_cache.py.
 
-The alphabet of every shape comment in this repository:
+The alphabet of shape comments, where a file does not say otherwise:
     B sequences   T new tokens   S cached + new tokens   V vocabulary
     N query heads   K kv heads   H head dim   D model dim   F feed-forward dim
 """
@@ -155,8 +155,8 @@ def _config(raw: dict[str, Any], generation: dict[str, Any]) -> Config:
         kinds = raw.get("layer_types") or (
             ["full_attention"] * full + ["sliding_attention"] * (layers - full)
         )
-        sizes = {"full_attention": None, "sliding_attention": number("sliding_window", window)}
-        windows = tuple(sizes[kind] for kind in kinds)
+        window_of = {"full_attention": None, "sliding_attention": number("sliding_window", window)}
+        windows = tuple(window_of[kind] for kind in kinds)
     # The EOS ids of generation_config.json win: chat checkpoints list their end-of-turn id there.
     eos = [c.get("eos_token_id") for c in (generation, raw)]
     eos = next((e for e in eos if e is not None), [])
@@ -191,7 +191,7 @@ class LayerCache:
     """One layer's share of a cache, and all that attention asks of it.
 
     This one keeps nothing: attention over the tokens of one call, for scoring a text, and as the
-    oracle of the tests. kv_cache.py and paged.py override `attend`.
+    oracle of the tests. kv_cache.Slab and kv_cache.Blocks override `attend`.
     """
 
     def attend(
@@ -345,7 +345,7 @@ class MLP(nn.Module):
 def attention(
     q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, k_pos: Tensor, window: int | None
 ) -> Tensor:
-    """Masked softmax attention, the plain form that every cache's fast path is tested against.
+    """Masked softmax attention, in which every cache ends.
 
     Args:
         q: (B, N, T, H).

@@ -4,8 +4,10 @@ A sequence's keys and values need not lie side by side. As with an operating sys
 block table maps position p to slot p % 16 of block table[p // 16], so memory is handed out 16
 tokens at a time, nothing is reserved for tokens that may never come, and sequences that begin alike
 map the same blocks. Integers only: this file imports no torch and never sees a key or a value
-(kv_cache.PagedCache does). Papers: Kwon et al. 2023 (PagedAttention, arXiv:2309.06180), Zheng et
-al. 2023 (prefix sharing, arXiv:2312.07104). Read: BlockTable, BlockPool. Next: scheduler.py.
+(kv_cache.PagedCache does). What it buys: a prompt of 1,024 tokens, all but 16 of them cached, gets
+its first token 30 times as soon (`bench.py prefix`, on two Zen 5 cores). Papers: Kwon et al. 2023
+(PagedAttention, arXiv:2309.06180), Zheng et al. 2023 (prefix sharing, arXiv:2312.07104). Read:
+BlockTable, BlockPool. Next: scheduler.py.
 
     ids      t h e   k i n g   i s      t h e   k i n g   h a t h        block_size = 4
     tables   [   2,   5,   1   ]        [   2,   5,   7,   3    ]
@@ -175,7 +177,8 @@ class BlockPool:
             block = self._free.pop()
         else:
             block, _ = self._cached.popitem(last=False)
-            del self._found[self._keys.pop(block)]  # or its old text would be served (#163)
+            # Or its old text would be served (nano-vllm#163).
+            del self._found[self._keys.pop(block)]
         self.refs[block] = 1
         return block
 

@@ -175,13 +175,15 @@ BARS = {  # label -> record, row, figure
 
 
 def picture() -> str:
-    """What each technique brings, as bars, from the newest record of each name."""
+    """What each technique brings, as bars, from the last record of each name."""
     shapes: list[str] = []
     y, hardware = 0, ""
     for title, bars in BARS.items():
         figures: dict[str, float] = {}
         for label, (name, row, figure) in bars.items():
-            if files := sorted(RECORDS.glob(f"{name}-*.json")):
+            # NAME-MACHINE.json, and not NAME-VARIANT-MACHINE.json
+            files = sorted(RECORDS.glob(f"{name}-*.json"))
+            if files := [f for f in files if "-" not in f.stem.removeprefix(f"{name}-")]:
                 record = json.loads(files[-1].read_text())
                 figures[label] = record["runs"][row][figure][0]
                 hardware = f"1b shape, bfloat16; {record['hardware']}; {record['versions']}"

@@ -1,7 +1,9 @@
 """A model at work: rows of tokens in, logits out; and compiled, as fast as the machine allows.
 
 Everything that generates (one sequence, a batch, a draft, one rank of many) runs its model through
-a Runner. Does not know what the tokens are for. Read: Runner, compile_model. Next: generate.py.
+a Runner. Does not know what the tokens are for; what pack_linears does can wait for quantize.py.
+What compiling buys: nearly twice the speed of eager decoding (`bench.py latency --shape 1b`, with
+and without `--compile`, on two Zen 5 cores). Read: Runner, compile_model. Next: generate.py.
 """
 
 import torch
@@ -17,8 +19,7 @@ CHUNK = 256
 
 
 class Runner:
-    """A model and the cache that it runs against: rows of tokens in, logits out. All that generates
-    goes through here."""
+    """A model and the cache that it runs against."""
 
     def __init__(self, model: Transformer, cache: StaticCache | PagedCache | KVCache) -> None:
         self.model, self.cache = model, cache

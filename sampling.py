@@ -107,7 +107,8 @@ class Sequence:
             predicts the first token, so that one has none.
         text: what may be shown. A tail that could still turn out to be part of a stop string, or
             half a character, is held back, so `text` only ever grows.
-        finish_reason: None while running; "stop" (EOS, stop token or string) or "length".
+        finish_reason: None while running; "stop" (EOS, stop token or string), "length", "abort"
+            (by the scheduler) or "interrupted" (Ctrl-C).
         times: seconds on time.perf_counter's clock: when it was made, then at each token.
     """
 
@@ -170,15 +171,16 @@ class Sequence:
     def wanted(self, end: int) -> range:
         """Positions whose logits are needed of a forward that ends before `end`: the last known
         one's, those of guesses after it, and those that predict a prompt token to be scored."""
-        scored = len(self.prompt_tokens) - 1  # the position that predicts the next one to score
+        first = len(self.prompt_tokens) - 1  # the position that predicts the next one to score
         last = min(end, len(self.ids)) - 1
-        return range(min(scored, last) if 0 <= scored < self.prompt_len - 1 else last, end)
+        return range(min(first, last) if 0 <= first < self.prompt_len - 1 else last, end)
 
     def score_prompt(self, logits: Tensor, end: int) -> None:
         """Take the (T, V) logits of wanted(end) and note what they say of the prompt's tokens."""
-        scored = len(self.prompt_tokens) - 1
-        if scored == end - len(logits):  # not where a preempted prompt is computed again
-            ids = self.ids[scored + 1 : min(end + 1, self.prompt_len)]
+        first = len(self.prompt_tokens) - 1
+        # These logits begin where scoring stopped; not so where a preempted prompt runs again.
+        if first == end - len(logits):
+            ids = self.ids[first + 1 : min(end + 1, self.prompt_len)]
             counts = [self.params.prompt_logprobs] * len(ids)
             self.prompt_tokens += with_logprobs(logits[: len(ids)], ids, counts)
 
@@ -218,10 +220,8 @@ class Sequence:
         held, stops = self._held + new, self.params.stop
         found = [at for stop in stops if (at := held.find(stop)) >= 0]
         # The longest tail of `held` that begins some stop string.
-        tails = (
-            held[-n:] for n in range(min(len(held), max(map(len, stops), default=1) - 1), 0, -1)
-        )
-        keep = next((len(tail) for tail in tails if any(s.startswith(tail) for s in stops)), 0)
+        starts = [stop[:n] for stop in stops for n in range(1, min(len(stop), len(held) + 1))]
+        keep = max((len(start) for start in starts if held.endswith(start)), default=0)
         cut = min(found) if found else len(held) - keep
         self.text, self._held = self.text + held[:cut], held[cut:]
         return bool(found)

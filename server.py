@@ -12,6 +12,8 @@ state when it comes to it, so tokens wait there and not in a queue.
     client <-- answer / stream <-- event <--------------------+
 
 Everything binds to loopback unless told otherwise, and nothing but the standard library is used.
+What it costs: with 64 streams about 5 % of the time is spent outside the engine's steps (what is
+missing from kilolm:engine_step_seconds_total in /metrics, during `bench.py serve`).
 References: platform.openai.com/docs/api-reference; the names in /metrics are vLLM's.
 Read: Driver, Api.prepare, Api.complete, Connection, serve.
 """
@@ -124,9 +126,9 @@ def take_snapshot(engine: Engine) -> dict[str, Any]:
 
     def row(task: Any) -> dict[str, Any]:
         sequence, request = task.sequence, task.request
-        index = next(i for i, other in enumerate(request.outputs) if other is sequence)
         return {
-            "request": request.id, "index": index, "prompt": sequence.prompt_len,
+            "request": request.id, "index": request.outputs.index(sequence),
+            "prompt": sequence.prompt_len,
             "tokens": len(sequence.ids), "length": task.table.length, "max": sequence.max_len,
             "ran": engine.batch.get(task, 0), "phase": "decode" if sequence.tokens else "prefill",
             "blocks": task.table.blocks[:], "text": sequence.text[-40:],
@@ -195,7 +197,7 @@ class Metrics:
             "prompt_tokens_total": self.prompt_tokens,
             "generation_tokens_total": stats.output_tokens,
             "engine_step_seconds_total": stats.total_s,
-            "prefix_cache_queries_total": stats.cached_tokens + stats.computed_tokens,
+            "prefix_cache_queries_total": stats.queried_tokens,
             "prefix_cache_hits_total": stats.cached_tokens,
             "spec_decode_num_drafts_total": proposer.steps,
             "spec_decode_num_draft_tokens_total": sum(proposer.offered),
@@ -250,7 +252,7 @@ class Api:
         """Check a body, and make the engine's requests of it: request_id-0, -1, ...
 
         Raises:
-            Problem: 400 and what is wrong with which field.
+            Problem: 400 and what is wrong with which field; 404 for another model.
         """
         model = body.get("model")
         if model is not None and model != self.name:
@@ -261,7 +263,7 @@ class Api:
         given = {
             f.name: body[f.name] for f in fields(SamplingParams) if body.get(f.name) is not None
         }
-        given.pop("prompt_logprobs", None)
+        given.pop("prompt_logprobs", None)  # echo with logprobs asks for them here
         for name in ("stream", "echo") + ("logprobs",) * chat:
             if not isinstance(body.get(name), bool | None):
                 raise Problem(400, f"{name} must be true or false, is {body[name]!r}", name)
@@ -321,9 +323,11 @@ class Api:
                 )  # fmt: skip
             try:
                 each = replace(params, max_tokens=new)
-                requests.append(self.engine.prepare(ids, each, f"{request_id}-{len(requests)}"))
+                name, salt = f"{request_id}-{len(requests)}", body.get("cache_salt")
+                requests.append(self.engine.prepare(ids, each, name, cache_salt=salt))
             except ValueError as error:
-                raise Problem(400, str(error), param) from None
+                salted = str(error).startswith("cache_salt")
+                raise Problem(400, str(error), "cache_salt" if salted else param) from None
         return requests
 
     def _prompts(self, body: dict[str, Any]) -> list[list[int]]:
@@ -362,13 +366,6 @@ class Api:
 
     async def complete(self, connection: "Connection", body: dict[str, Any], chat: bool) -> None:
         """Answer a completion, whole or streamed; abort it if the client goes away."""
-        self.answering += 1
-        try:
-            await self._complete(connection, body, chat)
-        finally:
-            self.answering -= 1
-
-    async def _complete(self, connection: "Connection", body: dict[str, Any], chat: bool) -> None:
         if self.stopping or self.driver.dead:
             raise Problem(503, self.driver.dead or "the server is stopping")
         name = ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12)
@@ -381,7 +378,7 @@ class Api:
             )
         reply, streams = Reply(self, name, body, requests), bool(body.get("stream"))
         try:
-            async with connection.watching() as event, self._counted(reply):
+            async with connection.watching() as event:
                 for request in requests:
                     self.events[request] = event
                     self.metrics.prompt_tokens += request.outputs[0].prompt_len
@@ -405,17 +402,11 @@ class Api:
                 await connection.answer(200, reply.whole())
         finally:
             for request in requests:
-                self.events.pop(request, None)
+                if self.events.pop(request, None):
+                    for sequence in request.outputs:
+                        self.metrics.add(sequence)
                 if not request.finished:
                     self.driver.inbox.put((self.engine.abort, request))
-
-    @contextlib.asynccontextmanager
-    async def _counted(self, reply: "Reply") -> AsyncIterator[None]:
-        try:
-            yield
-        finally:
-            for sequence in reply.sequences:
-                self.metrics.add(sequence)
 
     # --- Everything else --------------------------------------------------------------------------
 
@@ -459,7 +450,11 @@ class Api:
             await connection.answer(200, {"object": "list", "data": [model]})
         else:
             body = await connection.json(head)
-            await self.complete(connection, body, chat=path == "/v1/chat/completions")
+            self.answering += 1
+            try:
+                await self.complete(connection, body, chat=path == "/v1/chat/completions")
+            finally:
+                self.answering -= 1
 
     async def watch_engine(self, connection: "Connection") -> None:
         """Stream a snapshot of the engine ten times a second, for the page."""
@@ -490,16 +485,16 @@ class Reply:
         self.shown = [(0, 0, False)] * len(self.sequences)  # characters, tokens, ended
         self.offsets = [0] * len(self.sequences)  # of the next token's text, for logprobs
         self.greeted: set[int] = set()  # choices whose role has been sent
-        self.base = {"id": name, "object": "", "created": int(time.time()), "model": api.name}
+        kind = "chat.completion.chunk" if self.chat else "text_completion"
+        self.base = {"id": name, "object": kind, "created": int(time.time()), "model": api.name}
 
     def whole(self) -> dict[str, Any]:
-        kind = "chat.completion" if self.chat else "text_completion"
+        kind = self.base["object"].removesuffix(".chunk")
         choices = [self._choice(i, delta=False) for i in range(len(self.sequences))]
         return self.base | {"object": kind, "choices": choices, "usage": self.usage()}
 
     def news(self) -> Iterator[dict[str, Any]]:
         """A chunk for each sequence that has moved on."""
-        kind = "chat.completion.chunk" if self.chat else "text_completion"
         for i, sequence in enumerate(self.sequences):
             usage = {"usage": None} if self.usage_wanted else {}
             if self.usage_always:
@@ -509,12 +504,12 @@ class Reply:
                 self.greeted.add(i)
                 first = {"index": i, "delta": {"role": "assistant", "content": ""},
                          "logprobs": None, "finish_reason": None}  # fmt: skip
-                yield self.base | {"object": kind, "choices": [first]} | usage
+                yield self.base | {"choices": [first]} | usage
             moved = len(sequence.text) > chars or sequence.finish_reason or (
                 self.params.logprobs is not None and len(sequence.tokens) > tokens
             )  # fmt: skip
             if moved and not ended:
-                yield self.base | {"object": kind, "choices": [self._choice(i)]} | usage
+                yield self.base | {"choices": [self._choice(i)]} | usage
 
     def _choice(self, i: int, delta: bool = True) -> dict[str, Any]:
         """What a sequence has that has not been shown."""
@@ -565,8 +560,7 @@ class Reply:
         return usage_of(prompt, sum(len(sequence.tokens) for sequence in self.sequences))
 
     def usage_chunk(self) -> list[dict[str, Any]]:
-        kind = "chat.completion.chunk" if self.chat else "text_completion"
-        chunk = self.base | {"object": kind, "choices": [], "usage": self.usage()}
+        chunk = self.base | {"choices": [], "usage": self.usage()}
         return [chunk] if self.usage_wanted else []
 
 
@@ -770,7 +764,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--port", type=int, default=8000, help="0: any that is free (8000)")
     add("--served-model-name", help="in the API (default: the folder's name)")
     add("--max-num-seqs", type=int, default=64, help="sequences running at once (64)")
-    add("--max-num-batched-tokens", type=int, help="tokens in a step (see the README)")
+    add("--max-num-batched-tokens", type=int, help="tokens in a step (README: Serving)")
     add("--kv-memory", type=memory_size, default=0.5, help="bytes, 2GiB, or a share of the free")
     add("--block-size", type=int, default=16, help="tokens in a block (16)")
     add("--max-queue", type=int, default=1024, help="waiting requests before a 429 (1024)")
@@ -786,8 +780,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     """Run until a signal comes; return the exit status."""
-    if int(os.environ.get("RANK", 0)):  # of several, one prints
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (for as long as the process lives)
+    tp.silence()
     args = parse_args(argv)
     try:
         with tp.join(pick_device(args.device)) as ranks:
@@ -796,9 +789,9 @@ def main(argv: list[str] | None = None) -> int:
             if ranks.rank:
                 tp.follow(model)
                 return 0
-            # The more of a prompt a step takes, the longer all others wait for their next token: on
-            # a CPU 2.5 times as long as in a step without, where 512 tokens made it 4 times. On a
-            # GPU a step of 2,048 tokens is hardly longer than one of 64.
+            # The more of a prompt a step takes, the longer all others wait for their next token. On
+            # a CPU a step with 32 tokens of one takes up to 2.5 times as long as a step without,
+            # with 512 it took 4 times; on a GPU a step of 2,048 is hardly longer than one of 64.
             budget = args.max_num_batched_tokens or (
                 args.max_num_seqs * (1 + guesses) + (32 if ranks.device.type == "cpu" else 2048)
             )

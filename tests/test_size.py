@@ -4,12 +4,12 @@ from conftest import ROOT
 
 from report import MODULES, code_lines
 
-# The aim was 1,000, and 1,250 at most. What stands above it, and why it is kept: the server (650:
+# The aim was 1,000, and 1,250 at most. What stands above it, and why it is kept: the server (700:
 # each field of OpenAI's API checked before anything is allocated, errors that name it, metrics,
 # draining), checks of config.json and of sampling settings with errors that say what to do (200),
 # the command lines (250), the weights' layouts for CPUs (130), which others leave to compiled
-# extensions, and the folders of other tools (60). It only goes down from here.
-CAP = 3100
+# extensions, and the folders of other tools (40). It only goes down from here.
+CAP = 3075
 
 
 def test_counts_code_only():
