@@ -528,7 +528,8 @@ def serve_load(args: argparse.Namespace) -> int:
         figures.append(load_tool.summary(outcomes, limits))
         if error := next((o.error for o in outcomes if o.error), None):
             print(f"rate {rate:g}: {error}", file=sys.stderr)
-        if args.ramp and figures[-1].get("within_limits", 0) >= 0.99 and i == len(rates) - 1:
+        held = figures[-1].get("within_limits", 0) >= 0.99 and rate < float("inf")
+        if args.ramp and held and i == len(rates) - 1:
             rates.append(rate * 2)
     rows = {
         f"{rate:g} requests/s" if rate < float("inf") else "all at once": {
@@ -538,10 +539,12 @@ def serve_load(args: argparse.Namespace) -> int:
     }
     result: dict[str, Any] = {"runs": {name: spread(row) for name, row in rows.items()}}
     if args.ramp:
-        held = [r for r, f in zip(rates, figures) if f.get("within_limits", 0) >= 0.99]
-        result["highest_rate"] = max(held, default=0.0)
-    if args.plot:
-        args.plot.write_text(load_tool.plot(rates, figures, f"kilolm bench: {args.url}"))
+        good = [r for r, f in zip(rates, figures) if f.get("within_limits", 0) >= 0.99]
+        result["highest_rate"] = max(good, default=0.0)
+    # A rate at which nothing was answered has no place in the picture, and "at once" is no rate.
+    drawn = [(r, f) for r, f in zip(rates, figures) if "ttft_p50_ms" in f and r < float("inf")]
+    if args.plot and drawn:
+        args.plot.write_text(load_tool.plot(*zip(*drawn), f"kilolm bench: {args.url}"))
     args.checkpoint, args.shape = None, args.model or "served"
     return publish(result, args, torch.device("cpu"))
 

@@ -7,6 +7,7 @@ chunk is stamped when it is read. Knows HTTP and nothing of this engine.
 
 import asyncio
 import json
+import math
 import random
 import statistics
 import time
@@ -153,19 +154,22 @@ def percentile(values: list[float], p: int) -> float:
 
 
 def plot(rates: list[float], figures: list[dict[str, float]], title: str) -> str:
-    """Draw time to first token and time per token over the rate, as an SVG."""
+    """Draw time to first token and time per token over the rate, in ms on a logarithmic scale, as
+    an SVG."""
     width, height, left, bottom = 640, 300, 60, 40
     lines = [
         ("ttft_p50_ms", "#2456c9", "first token, p50"), ("ttft_p99_ms", "#9db6ec", "p99"),
         ("tpot_p50_ms", "#c0392b", "each token, p50"), ("tpot_p99_ms", "#e8a49c", "p99"),
     ]  # fmt: skip
-    most = max(each[name] for each in figures for name, *_ in lines)
+    values = [max(0.1, each[name]) for each in figures for name, *_ in lines]
+    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
 
     def x(rate: float) -> float:
         return left + (width - left - 20) * rate / max(rates)
 
     def y(value: float) -> float:
-        return height - bottom - (height - bottom - 40) * value / most
+        up = (math.log10(max(0.1, value)) - low) / max(1, high - low)
+        return height - bottom - (height - bottom - 50) * up
 
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
@@ -175,9 +179,10 @@ def plot(rates: list[float], figures: list[dict[str, float]], title: str) -> str
         f'<path d="M{left} 30V{height - bottom}H{width - 20}" fill="none" stroke="#888"/>',
         f'<text x="{width - 20}" y="{height - 8}" text-anchor="end">requests per second</text>',
     ]
-    for value in (0, most / 2, most):
+    for value in (10**power for power in range(low, high + 1)):
         parts.append(
-            f'<text x="{left - 6}" y="{y(value) + 4}" text-anchor="end">{value:.0f} ms</text>'
+            f'<path d="M{left} {y(value)}H{width - 20}" stroke="#ddd"/>'
+            f'<text x="{left - 6}" y="{y(value) + 4}" text-anchor="end">{value:g} ms</text>'
         )
     for rate in rates:
         parts.append(

@@ -165,7 +165,7 @@ BARS = {  # label -> record, row, figure
         "compiled": ("latency-1b-prompt512", "batch 1", "decode_tok_s"),
         "int8": ("latency-1b-prompt512", "int8, batch 1", "decode_tok_s"),
         "int4": ("latency-1b-prompt512", "int4, batch 1", "decode_tok_s"),
-        "4 guesses, all right": ("speculate-1b", "4 guesses", "decode_tok_s"),
+        "bf16, 4 right guesses": ("speculate-1b", "4 guesses", "decode_tok_s"),
     },
     "32 requests, output tokens per second": {
         "one at a time": ("throughput-1b-32x64", "one at a time", "output_tok_s"),

@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
+from xml.etree import ElementTree
 
 import openai
 import pytest
@@ -34,7 +35,9 @@ from conftest import ROOT, SHAKESPEARE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import bench
 import generate
+import load
 import server as server_module
 from generate import sampling_params
 from kv_cache import StaticCache
@@ -711,6 +714,7 @@ WRONG = {
     "stream": (1, 0, "true", []),
     "echo": (1, 0, "true", []),
     "stream_options": (1, "x", [], True),
+    "cache_salt": (1, True, [], {}),
     "best_of": (2, 0, "1", True, 1.0, []),
     "prompt": (
         None, 5, {}, [], [[]], [None], [1, "a"], [1.5], [True], [[True]], [["a"]], [[1], 2], [-1],
@@ -1960,3 +1964,65 @@ def test_snapshots_of_n(local):
         assert len({row["request"] for row in now["running"]}) == 1
         assert len({row["blocks"][0] for row in now["running"]}) == 1
         doomed.close()
+
+
+def test_cache_salt(local):
+    """One user's prefix found, by its speed, by another, who can so guess what it was."""
+    found = []
+    body = SHORT | {"prompt": [7] * 40}
+    for salt in ("a", "a", "b", None, "b"):
+        before = local.engine.stats.cached_tokens
+        assert local.post(COMPLETIONS, body | {"cache_salt": salt}).status == 200
+        found.append(local.engine.stats.cached_tokens - before > 0)
+    assert found == [False, True, False, False, True]
+
+
+# --- The load generator ---------------------------------------------------------------------------
+
+
+def bench_serve(monkeypatch, capsys, *arguments):
+    """bench.py's rows and what it complains of."""
+    monkeypatch.setattr(sys, "argv", ["bench.py", "serve", "--json", *map(str, arguments)])
+    assert bench.main() == 0
+    out, err = capsys.readouterr()
+    return json.loads(out)["runs"], err
+
+
+def test_bench_serve(local, tmp_path, monkeypatch, capsys):
+    """Figures of another number of tokens than were streamed; a picture that no browser reads."""
+    plot = tmp_path / "plot.svg"
+    runs, _ = bench_serve(
+        monkeypatch, capsys, "--url", f"http://127.0.0.1:{local.port}", "--rate", 100, "inf",
+        "--requests", 6, "--prompt-tokens", 4, 16, "--new-tokens", 3, 3, "--prefixes", 2,
+        "--prefix-tokens", 4, "--plot", plot,
+    )  # fmt: skip
+    assert [*runs] == ["100 requests/s", "all at once"]
+    for figures in runs.values():
+        assert figures["errors"][0] == 0 and figures["requests"][0] == 6
+        assert figures["output_tok_s"][0] == pytest.approx(3 * figures["request_s"][0])
+        assert 0 < figures["ttft_p50_ms"][0] <= figures["ttft_p99_ms"][0]
+    assert len(ElementTree.parse(plot).findall("{*}polyline")) == 4
+
+
+def test_bench_serve_says_what_failed(local, monkeypatch, capsys):
+    """A server that refuses everything looked like a fast one; a port where nobody is, a crash."""
+    few = ("--rate", 100, "--requests", 3, "--new-tokens", 5000)
+    url = f"http://127.0.0.1:{local.port}"
+    runs, err = bench_serve(monkeypatch, capsys, "--url", url, *few)
+    assert runs["100 requests/s"]["errors"][0] == 3 and "400" in err and "context" in err
+    runs, _ = bench_serve(monkeypatch, capsys, "--url", "http://127.0.0.1:1", *few)
+    assert runs["100 requests/s"]["errors"][0] == 3
+
+
+def test_summary_of_a_load():
+    """Percentiles of one request's gaps instead of all; a request that failed counted as good."""
+    quick = load.Outcome(0.0, [0.1, 0.2, 0.3], 3)
+    slow = load.Outcome(1.0, [3.0, 3.5], 2)
+    lost = load.Outcome(1.0, error="RuntimeError: 500")
+    figures = load.summary([quick, slow, lost], load.Limits(ttft_s=1, tpot_s=0.2))
+    assert (figures["errors"], figures["requests"]) == (1, 3)
+    assert figures["output_tok_s"] == pytest.approx(5 / 3.5)
+    assert figures["goodput_s"] == pytest.approx(1 / 3.5)
+    assert figures["within_limits"] == pytest.approx(1 / 3)
+    assert figures["itl_p50_ms"] == pytest.approx(100) and figures["ttft_p50_ms"] == 1050
+    assert figures["tpot_p99_ms"] == pytest.approx(100 + 0.99 * 400)
