@@ -91,7 +91,7 @@ def main() -> int:
     add = add_command(commands, quality, "what quantisation costs in perplexity").add_argument
     add("--text", type=Path, required=True, help="its last tenth is scored, the rest calibrates")
     add("--group-size", type=int, default=128)
-    add("--tokens", type=int, default=2**15, help="tokens to score, at most")
+    add("--tokens", type=int, default=2**16, help="tokens to score, at most")
     serve_parser = commands.add_parser("serve", help="a load on any OpenAI-compatible server")
     serve_parser.set_defaults(run=serve_load)
     add = serve_parser.add_argument

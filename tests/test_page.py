@@ -207,7 +207,7 @@ def test_the_engine_is_shown(page, local, slow):
     until(lambda: page.numbers().get("running") == "0")
     free, steps = page.canvas(), int(page.numbers()["steps"])
     page.type("textarea", "ROMEO:\n" * 6)
-    page.set(max_tokens=200, seed=1, n=2)
+    page.set(max_tokens=900, seed=1, n=2)
     page.click("#run")
     until(lambda: len(page.all("#running tr")) == 2 and "decode" in page.text("#running"))
     used = page.canvas()

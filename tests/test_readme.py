@@ -85,3 +85,11 @@ def test_generated_parts_are_up_to_date(mark):
 def test_the_picture_is_up_to_date():
     """Bars of an older measurement."""
     assert (ROOT / "docs" / "speed.svg").read_text() == report.picture()
+
+
+def test_links_point_to_their_lines():
+    """A link into the middle of another function, after a line was added above."""
+    assert README.count(".py#L") > 20
+    assert report.line_links(README) == README
+    with pytest.raises(ValueError, match=r"Engine.nothing, which scheduler.py does not define"):
+        report.line_links("[`Engine.nothing`](scheduler.py#L1)")
