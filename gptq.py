@@ -92,10 +92,10 @@ def quantize_linear(
 def gptq(weight: Tensor, H: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Quantise a weight (N, K), given H = sum of x^T x over its inputs, (K, K).
 
-    Scales and zero points are fixed first, from the plain weight. The channels then go by
-    importance, largest inputs first, so that those that matter most are rounded while many others
-    are left to make up for it; stored they are in their own order. With H diagonal nothing
-    correlates, nothing is moved, and this is round-to-nearest.
+    Scales and zero points are fixed first, from the plain weight (see best_scales). The channels
+    then go by importance, largest inputs first, so that those that matter most are rounded while
+    many others are left to make up for it; stored they are in their own order. With H diagonal
+    nothing correlates, nothing is moved, and each value is rounded to the nearest.
 
     Returns:
         q (N, K), scales (N, G), zeros (N, G), as quantize.round_to_nearest.
@@ -104,7 +104,7 @@ def gptq(weight: Tensor, H: Tensor, bits: int, group_size: int) -> tuple[Tensor,
     diagonal = H.diagonal()
     diagonal[diagonal == 0] = 1  # a channel that was never on: any value will do
     diagonal += 0.01 * diagonal.mean()  # damping: H may be singular
-    scales, zeros = group_scales(w.unflatten(1, (-1, group_size)), bits)
+    scales, zeros = best_scales(w, diagonal, bits, group_size)
     order = diagonal.argsort(descending=True)
     w, H = w[:, order], H[order][:, order]
     scale = scales.repeat_interleave(group_size, 1)[:, order]  # (N, K), as zero
@@ -123,6 +123,30 @@ def gptq(weight: Tensor, H: Tensor, bits: int, group_size: int) -> tuple[Tensor,
             errors[:, k - start] = error
         w[:, end:] -= errors @ U[start:end, end:]  # the channels after the block, all at once
     return q[:, order.argsort()], scales, zeros
+
+
+def best_scales(
+    weight: Tensor, importance: Tensor, bits: int, group_size: int
+) -> tuple[Tensor, Tensor]:
+    """Choose each group's scale and zero point: with its outermost values cut off a little, all
+    others are rounded more finely, and the squared error, each channel (K,) by its importance, may
+    be less. On the bundled model this is worth as much as moving the errors.
+
+    Returns:
+        scales (N, G), zeros (N, G), as quantize.group_scales.
+    """
+    w, least = weight.unflatten(1, (-1, group_size)), None  # (N, G, group_size)
+    for cut in torch.linspace(1, 0.75, 16).tolist():
+        low, high = cut * w.amin(-1, keepdim=True), cut * w.amax(-1, keepdim=True)
+        scales, zeros = group_scales(w.clamp(low, high), bits)
+        q = (w / scales[..., None] + zeros[..., None]).round().clamp(0, 2**bits - 1)
+        error = (scales[..., None] * (q - zeros[..., None]) - w).square()
+        error = (error * importance.view(-1, group_size)).sum(-1)  # (N, G)
+        if least is None:
+            least, best = error, (scales, zeros)
+        best = tuple(new.where(error < least, old) for new, old in zip((scales, zeros), best))
+        least = torch.minimum(least, error)
+    return best
 
 
 # --- Folders of other tools -----------------------------------------------------------------------
