@@ -12,7 +12,7 @@ state when it comes to it, so tokens wait there and not in a queue.
     client <-- answer / stream <-- event <--------------------+
 
 Everything binds to loopback unless told otherwise, and nothing but the standard library is used.
-What it costs: with 64 streams about 5 % of the time is spent outside the engine's steps (what is
+What it costs: with 64 streams 6 to 9 % of the time is spent outside the engine's steps (what is
 missing from kilolm:engine_step_seconds_total in /metrics, during `bench.py serve`).
 References: platform.openai.com/docs/api-reference; the names in /metrics are vLLM's.
 Read: Driver, Api.prepare, Api.complete, Connection, serve.
