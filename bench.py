@@ -166,7 +166,7 @@ def latency(args: argparse.Namespace) -> int:
             if args.compile:
                 compile_model(model)
                 figures["compile_s"] = time.perf_counter() - start
-            result = result | figures if share is args.ranks else result
+            result = figures | result if share is args.ranks else result
         for batch, capacity in itertools.product(args.batch, capacities):
             name = f"{mode}, " * (mode != "none") + f"batch {batch}"
             name += f", capacity {capacity}" * (len(capacities) > 1)
