@@ -10,7 +10,7 @@ quantised; activations keep their precision, and embeddings and norms stay as th
 
 QuantLinear is the stored form and the oracle: it dequantises and multiplies. compile_model then
 replaces it, and plain Linears too, by a form packed for the processor; that form is never stored.
-What it buys: 1.5 times (int8) and 2.3 times (int4) the speed of bfloat16 for one sequence
+What it buys: 1.5 times (int8) and 2.2 times (int4) the speed of bfloat16 for one sequence
 (`bench.py latency --quantize`, on two Zen 5 cores), for 0 and, with GPTQ, 0.1 % more perplexity
 (`bench.py quality`). Does not know what the Linears are for. In this file N is output channels, K
 input channels, G groups, R rows. Papers: Dettmers et al. 2022 (int8, arXiv:2208.07339), Frantar et
