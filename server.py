@@ -14,7 +14,8 @@ state when it comes to it, so tokens wait there and not in a queue.
 Everything binds to loopback unless told otherwise, and nothing but the standard library is used.
 What it costs: with 64 streams 6 to 9 % of the time is spent outside the engine's steps (what is
 missing from kilolm:engine_step_seconds_total in /metrics, during `bench.py serve`).
-References: platform.openai.com/docs/api-reference; the names in /metrics are vLLM's.
+References: platform.openai.com/docs/api-reference; the names in /metrics are vLLM's, but for
+engine_step_seconds_total.
 Read: Driver, Api.prepare, Api.complete, Connection, serve.
 """
 
@@ -789,9 +790,9 @@ def main(argv: list[str] | None = None) -> int:
             if ranks.rank:
                 tp.follow(model)
                 return 0
-            # The more of a prompt a step takes, the longer all others wait for their next token. On
-            # a CPU a step with 32 tokens of one takes up to 2.5 times as long as a step without,
-            # with 512 it took 4 times; on a GPU a step of 2,048 is hardly longer than one of 64.
+            # The more of a prompt a step takes, the longer all others wait for their next token: on
+            # a CPU the 99th percentile was 1.7 to 2.8 times the median with 32 tokens of prompts, 4
+            # times with steps of 512. 2,048 for GPUs is vLLM's figure; not measured here.
             budget = args.max_num_batched_tokens or (
                 args.max_num_seqs * (1 + guesses) + (32 if ranks.device.type == "cpu" else 2048)
             )
