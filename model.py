@@ -2,18 +2,19 @@
 
 One config-driven decoder covers Llama 2/3.x, Mistral, Qwen2/2.5 and Qwen3: they differ only in
 biases, a norm on q and k, a sliding window and how rope is stretched. This file knows nothing of
-text, batching or how a cache lays out memory: attention hands q, k, v to a `KVCache` and gets
-attended values back, so every cache (static, paged, none) runs under the same forward.
+text, batching or how a cache lays out memory: attention hands q, k, v to its layer of a cache and
+gets attended values back, so every cache (static, paged, none) runs under the same forward.
 
 Papers: Vaswani et al. 2017 (arXiv:1706.03762), Touvron et al. 2023 (Llama, arXiv:2302.13971),
 Su et al. 2021 (rope, arXiv:2104.09864), Ainslie et al. 2023 (grouped-query, arXiv:2305.13245).
-Read: Config, Transformer.forward, Attention, attention(), load_model. Next: kv_cache.py.
+Read: Transformer.forward, Attention, attention(), NoCache, Config, load_model. Next: kv_cache.py.
 
 The alphabet of shape comments, where a file does not say otherwise:
     B sequences   T new tokens   S cached + new tokens   V vocabulary
     N query heads   K kv heads   H head dim   D model dim   F feed-forward dim
 """
 
+import contextlib
 import json
 import math
 import os
@@ -21,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,209 +33,20 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 
-# --- Config ---------------------------------------------------------------------------------------
-
-
-class CheckpointError(ValueError):
-    """A checkpoint folder that we cannot, or should not, load. The message is for the user."""
-
-
-# Each family we run, with the values its config.json may leave out. An entry here means that the
-# family has been compared with `transformers`, logit by logit (tests/test_model.py).
-FAMILIES: dict[str, dict[str, Any]] = {
-    "LlamaForCausalLM": {},
-    "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096},
-    "Qwen2ForCausalLM": {"num_key_value_heads": 32},
-    "Qwen3ForCausalLM": {"num_key_value_heads": 32, "head_dim": 128},
-}
-# No model is near these bounds; a garbled size must not fill memory or run for ever.
-MAX_LAYERS, MAX_SIZE = 1024, 2**24
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True)
-class Config:
-    """What `config.json` says of the architecture. Field names are the file's own.
-
-    Raises:
-        CheckpointError: a value of the wrong type or size, or values that contradict each other.
-    """
-
-    vocab_size: int  # V
-    hidden_size: int  # D
-    intermediate_size: int  # F
-    num_hidden_layers: int
-    num_attention_heads: int  # N
-    num_key_value_heads: int  # K: N is a multiple of it; K = 1 is multi-query attention
-    head_dim: int  # H: not always D / N (Qwen3, Mistral Nemo)
-    max_position_embeddings: int = 2048  # tokens: the longest context it was trained for
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    rope_scaling: dict[str, Any] = field(default_factory=dict)  # {} is plain rope
-    windows: tuple[int | None, ...] = ()  # per layer: tokens a query sees; () or None: all of them
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False  # Qwen3: RMSNorm over H on q and k, before rope
-    tie_word_embeddings: bool = False
-    eos_ids: tuple[int, ...] = ()  # any of them ends a sequence
-    quantization: dict[str, Any] = field(default_factory=dict)  # quantize.py understands it
-    dtype: torch.dtype = torch.float32  # of the weights as stored
-
-    def __post_init__(self) -> None:
-        for f in fields(self):
-            value, kind = getattr(self, f.name), f.type
-            if kind in (int, float):
-                number(f.name, value, kind)
-            if kind is bool and type(value) is not bool:
-                raise CheckpointError(f"{f.name} must be true or false, is {value!r}")
-        N, K = self.num_attention_heads, self.num_key_value_heads
-        if N % K:
-            raise CheckpointError(f"{N} attention heads are not a multiple of {K} key-value heads")
-        if N * self.head_dim > MAX_SIZE:  # or a matrix has more bytes than int64 can count
-            raise CheckpointError(f"{N} heads of head_dim {self.head_dim} are too large")
-        if self.head_dim % 2:
-            raise CheckpointError(f"head_dim must be even for rope, is {self.head_dim}")
-        if self.windows and len(self.windows) != self.num_hidden_layers:
-            raise CheckpointError(
-                f"layer_types names {len(self.windows)} layers of {self.num_hidden_layers}"
-            )
-        rope_frequencies(self)  # raises where the rope settings are wrong
-
-
-def load_config(path: Path | str) -> Config:
-    """Read `config.json` and, for the EOS ids, `generation_config.json` from a checkpoint folder.
-
-    Raises:
-        CheckpointError: no such file, broken JSON, or an architecture or setting we do not run.
-    """
-    path = Path(path)
-    raw = read_json(path / "config.json")
-    generation = path / "generation_config.json"
-    try:
-        return _config(raw, read_json(generation) if generation.is_file() else {})
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}/config.json: {error}") from None
-    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
-        raise CheckpointError(f"{path}/config.json: missing or malformed: {error!r}") from None
-
-
-def _config(raw: dict[str, Any], generation: dict[str, Any]) -> Config:
-    names = raw.get("architectures") or ["(none named)"]
-    if not isinstance(names, list) or not isinstance(family := names[0], str):
-        raise CheckpointError(f"architectures must be a list of names, is {names!r}")
-    if family not in FAMILIES:
-        raise CheckpointError(f"{family} is not supported; supported: {', '.join(FAMILIES)}")
-    raw = FAMILIES[family] | raw
-    # Rope: newer files hold one dict `rope_parameters`; older ones `rope_theta` + `rope_scaling`.
-    # Where a file has both, `rope_scaling` wins, as in transformers.
-    ropes = [raw[key] for key in ("rope_scaling", "rope_parameters") if raw.get(key) is not None]
-    if not all(isinstance(rope, dict) for rope in ropes):
-        raise CheckpointError(f"rope_scaling and rope_parameters must be objects, are {ropes!r}")
-    rope = next(filter(None, ropes), {})
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    for name, only in (("hidden_act", "silu"), ("partial_rotary_factor", 1.0)):
-        if (value := raw.get(name, rope.get(name, only))) != only:
-            raise CheckpointError(f"{name} {value!r} is not supported; supported: {only}")
-    if (dtype := raw.get("dtype") or raw.get("torch_dtype") or "float32") not in DTYPES:
-        raise CheckpointError(f"dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
-    if not isinstance(quantization := raw.get("quantization_config") or {}, dict):
-        raise CheckpointError(f"quantization_config must be an object, is {quantization!r}")
-    # Checked before they are computed with: Config would see only what came of it.
-    layers = number("num_hidden_layers", raw["num_hidden_layers"], most=MAX_LAYERS)
-    hidden, heads = (number(name, raw[name]) for name in ("hidden_size", "num_attention_heads"))
-    kv_heads, head_dim = raw.get("num_key_value_heads"), raw.get("head_dim")
-    # Every layer of Mistral slides; Qwen files carry a `sliding_window` that is switched off.
-    always = family == "MistralForCausalLM"
-    window = raw.get("sliding_window") if always or raw.get("use_sliding_window") else None
-    windows: tuple[int | None, ...] = ()
-    if window is not None:
-        full = 0 if always else min(raw.get("max_window_layers", 28), layers)
-        kinds = raw.get("layer_types") or (
-            ["full_attention"] * full + ["sliding_attention"] * (layers - full)
-        )
-        window_of = {"full_attention": None, "sliding_attention": number("sliding_window", window)}
-        windows = tuple(window_of[kind] for kind in kinds)
-    # The EOS ids of generation_config.json win: chat checkpoints list their end-of-turn id there.
-    eos = [c.get("eos_token_id") for c in (generation, raw)]
-    eos = next((e for e in eos if e is not None), [])
-    eos_ids = tuple(eos) if isinstance(eos, list) else (eos,)
-    if any(type(i) is not int for i in eos_ids):
-        raise CheckpointError(f"eos_token_id must be token ids, is {eos!r}")
-    bias = raw.get("attention_bias") or False
-    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-    optional = ("max_position_embeddings", "rms_norm_eps", "mlp_bias", "tie_word_embeddings")
-    return Config(
-        **{name: raw[name] for name in sizes},
-        **{name: raw[name] for name in optional if name in raw},
-        num_attention_heads=heads,
-        num_key_value_heads=heads if kv_heads is None else kv_heads,
-        head_dim=hidden // heads if head_dim is None else head_dim,
-        rope_theta=rope.get("rope_theta", raw.get("rope_theta", 10000.0)),
-        rope_scaling={} if rope_type == "default" else {**rope, "rope_type": rope_type},
-        windows=windows,
-        qkv_bias=bias or family == "Qwen2ForCausalLM",
-        o_bias=bias and family in ("LlamaForCausalLM", "Qwen3ForCausalLM"),
-        qk_norm=family == "Qwen3ForCausalLM",
-        eos_ids=eos_ids,
-        quantization=quantization,
-        dtype=DTYPES[dtype],
-    )
-
-
 # --- The transformer ------------------------------------------------------------------------------
-
-
-class LayerCache:
-    """One layer's share of a cache, and all that attention asks of it.
-
-    This one keeps nothing: attention over the tokens of one call, for scoring a text, and as the
-    oracle of the tests. kv_cache.Slab and kv_cache.Blocks override `attend`.
-    """
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int | None
-    ) -> Tensor:
-        """Store k and v at `positions`, then let each query attend to what it may see.
-
-        Args:
-            q: (B, N, T, H) queries, rope applied.
-            k: (B, K, T, H) new keys, rope applied.
-            v: (B, K, T, H) new values.
-            positions: (B, T) int64, place of each new token in its sequence.
-            window: a query at p sees positions p - window < s <= p; None: all s <= p.
-
-        Returns:
-            (B, N, T, H) attended values.
-        """
-        return attention(q, k, v, positions, positions, window)
-
-
-class KVCache:
-    """What a forward runs against: one LayerCache for each layer. This one keeps nothing."""
-
-    def __init__(self, config: Config) -> None:
-        self.layers = [LayerCache() for _ in range(config.num_hidden_layers)]
-
-    def step(self, rows: list[Any]) -> tuple["KVCache", Tensor]:
-        """See kv_cache.PagedCache.step. Here: one row, from the beginning."""
-        ((_, start, end),) = rows
-        assert start == 0, "what came before is not kept"
-        return self, torch.arange(end)[None]
 
 
 class Transformer(nn.Module):
     """A decoder-only language model. Parameter names are the checkpoint's, less `model.`."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: "Config") -> None:
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        windows = config.windows or (None,) * config.num_hidden_layers
-        self.layers = nn.ModuleList(Block(config, window) for window in windows)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
@@ -241,11 +54,25 @@ class Transformer(nn.Module):
         # fp32 on purpose, and not a parameter: in bfloat16 positions past 256 would collide.
         self.register_buffer("inv_freq", rope_frequencies(config), persistent=False)
 
+    @property
+    def tied(self) -> bool:
+        """Whether lm_head is the embedding; once it is quantised, it is not."""
+        return getattr(self.lm_head, "weight", None) is self.embed_tokens.weight
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the activations; quantised weights have others."""
+        return self.embed_tokens.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed_tokens.weight.device
+
     def forward(
         self,
         tokens: Tensor,
         positions: Tensor,
-        cache: KVCache | None = None,
+        cache: "list[LayerCache] | None" = None,
         select: Tensor | None = None,
     ) -> Tensor:
         """Run the new tokens through every layer.
@@ -253,42 +80,43 @@ class Transformer(nn.Module):
         Args:
             tokens: (B, T) int64 token ids.
             positions: (B, T) int64, place of each token in its sequence, from 0.
-            cache: where earlier keys and values are; None: there are none.
+            cache: for each layer, where earlier keys and values are, prepared for these tokens;
+                None: there are none.
             select: int64 indices into the B * T tokens, in row-major order, whose logits are
                 wanted. A prompt needs only its last one, and V is large. None: all.
 
         Returns:
             Logits: (B, T, V), or (len(select), V).
         """
-        cache = cache or KVCache(self.config)
+        if cache is None:
+            masks = visible(self.config, positions, positions)
+            cache = [NoCache(masks[window]) for window in self.config.windows]
         x = self.embed_tokens(tokens)  # (B, T, D)
         cos, sin = self.rope(positions)  # (B, 1, T, H/2) each
-        for block, layer_cache in zip(self.layers, cache.layers, strict=True):
-            x = block(x, cos, sin, positions, layer_cache)
+        for block, layer in zip(self.layers, cache, strict=True):
+            x = block(x, cos, sin, layer)
         if select is not None:
             x = x.flatten(0, 1)[select]  # (len(select), D)
         return self.lm_head(self.norm(x))
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine of each position's angles: (B, T) -> (B, 1, T, H/2) twice."""
-        angles, dtype = positions[:, None, :, None] * self.inv_freq, self.embed_tokens.weight.dtype
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        angles = positions[:, None, :, None] * self.inv_freq
+        return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
 
 
 class Block(nn.Module):
     """Attention, then the feed-forward, each on a normed copy and added to the stream."""
 
-    def __init__(self, config: Config, window: int | None) -> None:
+    def __init__(self, config: "Config") -> None:
         super().__init__()
-        self.self_attn = Attention(config, window)
+        self.self_attn = Attention(config)
         self.mlp = MLP(config)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, cache: LayerCache
-    ) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, positions, cache)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: "LayerCache") -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -306,31 +134,29 @@ class FusedLinear(nn.Linear):
 class Attention(nn.Module):
     """Grouped-query attention with rope."""
 
-    def __init__(self, config: Config, window: int | None) -> None:
+    def __init__(self, config: "Config") -> None:
         super().__init__()
         D, H = config.hidden_size, config.head_dim
         N, K = config.num_attention_heads, config.num_key_value_heads
-        self.heads, self.head_dim, self.window = (N, K, K), H, window
+        self.heads, self.head_dim = (N, K, K), H
         parts = {"q_proj": N * H, "k_proj": K * H, "v_proj": K * H}
         self.qkv_proj = FusedLinear(D, parts, config.qkv_bias)
         self.o_proj = nn.Linear(N * H, D, config.o_bias)
         norm = nn.RMSNorm if config.qk_norm else nn.Identity
         self.q_norm, self.k_norm = norm(H, config.rms_norm_eps), norm(H, config.rms_norm_eps)
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, cache: LayerCache
-    ) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: "LayerCache") -> Tensor:
         qkv = self.qkv_proj(x).unflatten(2, (-1, self.head_dim))  # (B, T, N + 2K, H)
         q, k, v = qkv.transpose(1, 2).split(self.heads, dim=1)  # (B, N, T, H), (B, K, T, H) twice
         q, k = apply_rope(self.q_norm(q), cos, sin), apply_rope(self.k_norm(k), cos, sin)
-        y = cache.attend(q, k, v, positions, self.window)  # (B, N, T, H)
+        y = cache.attend(q, k, v)  # (B, N, T, H)
         return self.o_proj(y.transpose(1, 2).flatten(2))  # (B, T, D)
 
 
 class MLP(nn.Module):
     """SwiGLU feed-forward (Shazeer 2020, arXiv:2002.05202): down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: "Config") -> None:
         super().__init__()
         D, width = config.hidden_size, config.intermediate_size
         parts = {"gate_proj": width, "up_proj": width}
@@ -340,73 +166,6 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)  # (B, T, F) each
         return self.down_proj(F.silu(gate) * up)
-
-
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, k_pos: Tensor, window: int | None
-) -> Tensor:
-    """Masked softmax attention, in which every cache ends.
-
-    Args:
-        q: (B, N, T, H).
-        k, v: (B, K, S, H), K dividing N.
-        q_pos: (B, T) and k_pos: (B or 1, S), int64 positions in the sequence.
-        window: see LayerCache.attend.
-
-    Returns:
-        (B, N, T, H).
-
-    Example: k_pos = 0..4, window = 3: the query at position 4 sees keys 2, 3 and 4.
-    """
-    B, N, T, H = q.shape
-    K = k.shape[1]
-    q_pos, k_pos = q_pos[:, None, None, :, None], k_pos[:, None, None, None, :]
-    mask = k_pos <= q_pos  # (B, 1, 1, T, S)
-    if window is not None:
-        mask &= k_pos > q_pos - window
-    # The N / K query heads that share a kv head become more queries of that head, so that each
-    # key is read once; `enable_gqa` reads it N / K times, 2 to 3 times slower at T = 1 on a CPU.
-    q = q.reshape(B, K, N // K * T, H)
-    mask = mask.expand(B, 1, N // K, T, -1).reshape(B, 1, N // K * T, -1)
-    return F.scaled_dot_product_attention(q, k, v, mask).view(B, N, T, H)
-
-
-def rope_frequencies(config: Config) -> Tensor:
-    """Rotation speed of each pair of channels, in radians per position.
-
-    Plain rope: theta ** (-2i / H). `linear` divides all of them by `factor` (Chen et al. 2023,
-    arXiv:2306.15595). `llama3` keeps the fast ones, divides the slow ones, and blends between,
-    by how many turns a pair makes within the original context (Llama 3.1 release).
-
-    Returns:
-        (H/2,) float32, on the CPU even while the model is built on the meta device.
-
-    Raises:
-        CheckpointError: an unknown rope_type, or a missing or senseless number.
-    """
-    H = config.head_dim
-    exponent = torch.arange(0, H, 2, dtype=torch.float32, device="cpu") / H
-    inv_freq = config.rope_theta**-exponent  # (H/2,)
-    rope = config.rope_scaling
-    kind = rope.get("rope_type", "default")
-    if kind == "linear":
-        return inv_freq / number("rope factor", rope.get("factor"), float)
-    if kind == "llama3":
-        names = ("factor", "low_freq_factor", "high_freq_factor",
-                 "original_max_position_embeddings")  # fmt: skip
-        factor, low, high, original = (number(f"rope {n}", rope.get(n), float) for n in names)
-        if not low < high:
-            raise CheckpointError(
-                f"rope low_freq_factor {low} is not below high_freq_factor {high}"
-            )
-        turns = original * inv_freq / (2 * math.pi)  # within the original context
-        keep = ((turns - low) / (high - low)).clamp(0, 1)
-        return keep * inv_freq + (1 - keep) * inv_freq / factor
-    if kind != "default":
-        raise CheckpointError(
-            f"rope_type {kind!r} is not supported; supported: default, linear, llama3"
-        )
-    return inv_freq
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -425,32 +184,297 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Masked softmax attention, in which every cache ends.
+
+    The N / K query heads that share a kv head become more queries of that head, so that each key is
+    read once; `enable_gqa` reads it N / K times, 2 to 3 times slower at T = 1 on a CPU.
+
+    Args:
+        q: (B, N, T, H).
+        k, v: (B, K, S, H), K dividing N.
+        mask: (B or 1, 1, N / K * T, S) bool, what each query sees; see visible.
+
+    Returns:
+        (B, N, T, H).
+    """
+    B, K = k.shape[:2]
+    return F.scaled_dot_product_attention(q.reshape(B, K, -1, q.shape[3]), k, v, mask).view(q.shape)
+
+
+def visible(config: "Config", q_pos: Tensor, k_pos: Tensor) -> dict[int | None, Tensor]:
+    """What each query sees: at position p, positions s <= p; under a window, only s > p - window.
+
+    Made once for a step, and not in each layer.
+
+    Args:
+        q_pos: (B, T) and k_pos: (B or 1, S), int64 positions in the sequence.
+
+    Returns:
+        For each window that a layer of the model has, (B, 1, N / K * T, S) bool: the T queries of
+        one query head, then those of the next one that shares a kv head with it.
+
+    Example: k_pos = 0..4, window = 3: the query at position 4 sees keys 2, 3 and 4.
+    """
+    group = config.num_attention_heads // config.num_key_value_heads
+    q_pos, k_pos = q_pos.repeat(1, group)[:, None, :, None], k_pos[:, None, None, :]
+    seen = k_pos <= q_pos
+    return {w: seen if w is None else seen & (k_pos > q_pos - w) for w in {*config.windows}}
+
+
+class LayerCache:
+    """One layer's share of a cache, prepared for one step, and all that attention asks of it."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store the new keys and values, then let each query attend to what it may see.
+
+        Args:
+            q: (B, N, T, H) queries, rope applied.
+            k: (B, K, T, H) new keys, rope applied.
+            v: (B, K, T, H) new values.
+
+        Returns:
+            (B, N, T, H) attended values.
+        """
+        raise NotImplementedError
+
+
+class NoCache(LayerCache):
+    """Keeps nothing: attention over the tokens of one call, for training, for scoring a text, and
+    as the oracle of the tests."""
+
+    def __init__(self, mask: Tensor) -> None:
+        self.mask = mask
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, self.mask)
+
+
+def rope_frequencies(config: "Config") -> Tensor:
+    """Rotation speed of each pair of channels, in radians per position.
+
+    Plain rope: theta ** (-2i / H). `linear` divides all of them by `factor` (Chen et al. 2023,
+    arXiv:2306.15595). `llama3` keeps the fast ones, divides the slow ones, and blends between,
+    by how many turns a pair makes within the original context (Llama 3.1 release).
+
+    Returns:
+        (H/2,) float32, on the CPU even while the model is built on the meta device.
+
+    Raises:
+        ValueError: an unknown rope_type, or a missing or senseless number.
+    """
+    rope, H = config.rope_scaling, config.head_dim
+    exponent = torch.arange(0, H, 2, dtype=torch.float32, device="cpu") / H
+    inv_freq = config.rope_theta**-exponent  # (H/2,)
+
+    def number(name: str, *bounds: float) -> float:
+        return check(f"rope {name}", rope.get(name), float, *bounds)
+
+    kind = supported("rope_type", rope.get("rope_type", "default"), "default", "linear", "llama3")
+    if kind == "llama3":
+        low = number("low_freq_factor")
+        high = number("high_freq_factor", low * (1 + 1e-6), 1e15)
+        turns = number("original_max_position_embeddings") * inv_freq / (2 * math.pi)
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
+        return keep * inv_freq + (1 - keep) * inv_freq / number("factor")
+    return inv_freq / number("factor") if kind == "linear" else inv_freq
+
+
+# --- Values from outside --------------------------------------------------------------------------
+
+
+class CheckpointError(ValueError):
+    """A file that we cannot, or should not, load. The message is for the user."""
+
+
+@contextlib.contextmanager
+def blame(what: Path | str) -> Iterator[None]:
+    """Turn whatever goes wrong inside into one CheckpointError that says where: parsers raise
+    anything for a damaged file."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        reason = error if isinstance(error, ValueError | OSError) else repr(error)
+        raise CheckpointError(f"{what}: {reason}") from error
+
+
+# No model is near these bounds; a garbled number must not fill the memory, run for ever, or make
+# float32 overflow.
+RANGES = {int: (1, 2**24), int | None: (1, 2**24), float: (1e-15, 1e15), bool: (False, True)}
+
+
+def check(name: str, value: Any, kind: Any, *bounds: float) -> Any:
+    """Return `value` if it is of this type, and within the bounds (of which the upper one is 2**31
+    if it is not given), or else its type's RANGES.
+
+    An int will do for a float, True is not a number, NaN is in no range, None is in any.
+
+    Raises:
+        ValueError: it is not. The message begins with the name.
+    """
+    low, high = (*bounds, 2**31)[:2] if bounds else RANGES.get(kind, (None, None))
+    right = isinstance(value, int | float if kind is float else kind)
+    right &= isinstance(value, bool) == (kind is bool)
+    if not right or not (value is None or low is None or low <= value <= high):
+        within = "" if low is None else f" in {low}..{high}"
+        raise ValueError(f"{name} must be {getattr(kind, '__name__', kind)}{within}, is {value!r}")
+    return value
+
+
+def supported(name: str, value: Any, *known: Any) -> Any:
+    """Return `value` if it is one of those that we run; else raise ValueError with all of them."""
+    if value not in known:
+        names = ", ".join(map(str, known))
+        raise ValueError(f"{name} {value!r} is not supported; supported: {names}")
+    return value
+
+
+class Checked:
+    """A dataclass whose numbers and flags are checked: by their type and, where the field has one,
+    by its own range."""
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            if f.type in RANGES:
+                check(f.name, getattr(self, f.name), f.type, *f.metadata.get("range", ()))
+
+
+def read_json(path: Path, optional: bool = False) -> dict[str, Any]:
+    """Read a JSON object; {} where an optional file is not there."""
+    if optional and not path.is_file():
+        return {}
+    with blame(path):
+        return check("its content", json.loads(path.read_text(encoding="utf-8")), dict)
+
+
+# --- Config ---------------------------------------------------------------------------------------
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Each family we run: what its config.json may leave out, and what it does not say. An entry here
+# means that the family has been compared with `transformers`, logit by logit (tests/test_model.py).
+FAMILIES: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {},
+    "MistralForCausalLM": {  # every layer slides, if any does
+        "num_key_value_heads": 8, "sliding_window": 4096, "use_sliding_window": True,
+        "max_window_layers": 0, "o_bias": False,
+    },
+    "Qwen2ForCausalLM": {"num_key_value_heads": 32, "qkv_bias": True, "o_bias": False},
+    "Qwen3ForCausalLM": {"num_key_value_heads": 32, "head_dim": 128, "qk_norm": True},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Config(Checked):
+    """What `config.json` says of the architecture. Field names are the file's own.
+
+    Raises:
+        ValueError: a value of the wrong type or size, or heads that do not fit each other.
+    """
+
+    vocab_size: int  # V
+    hidden_size: int  # D
+    intermediate_size: int  # F
+    num_hidden_layers: int
+    num_attention_heads: int  # N
+    num_key_value_heads: int  # K: N is a multiple of it; K = 1 is multi-query attention
+    head_dim: int  # H: not always D / N (Qwen3, Mistral Nemo)
+    max_position_embeddings: int = 2048  # tokens: the longest context it was trained for
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] = field(default_factory=dict)  # {} is plain rope
+    windows: tuple[int | None, ...] = ()  # per layer: tokens a query sees; (): all see everything
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False  # Qwen3: RMSNorm over H on q and k, before rope
+    tie_word_embeddings: bool = False
+    eos_ids: tuple[int, ...] = ()  # any of them ends a sequence
+    quantization: dict[str, Any] = field(default_factory=dict)  # quantize.py understands it
+    dtype: torch.dtype = torch.float32  # of the weights as stored
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        N, K, H = self.num_attention_heads, self.num_key_value_heads, self.head_dim
+        check("heads * head_dim", N * H, int)  # or a matrix has more bytes than int64 can count
+        windows, layers = self.windows or (None,) * self.num_hidden_layers, self.num_hidden_layers
+        object.__setattr__(self, "windows", windows)  # frozen: only the constructor may
+        if N % K or H % 2 or len(windows) != layers:
+            kinds = f"{len(windows)} layer_types for {layers} layers"
+            raise ValueError(f"{N} and {K} heads, head_dim {H} or {kinds} do not fit each other")
+        rope_frequencies(self)  # raises where the rope settings are wrong
+
+
+def load_config(path: Path | str) -> Config:
+    """Read `config.json` and, for the EOS ids, `generation_config.json` from a checkpoint folder.
+
+    Raises:
+        CheckpointError: no such file, broken JSON, or an architecture or setting we do not run.
+    """
+    file = Path(path) / "config.json"
+    raw, generation = read_json(file), read_json(file.with_name("generation_config.json"), True)
+    with blame(file):
+        names = check("architectures", raw.get("architectures") or ["(none named)"], list)
+        family = FAMILIES[supported("architectures", names[0], *FAMILIES)]
+        # null means the same as nothing: for Mistral's window, nothing rather than 4096
+        raw = {key: value for key, value in (family | raw).items() if value is not None}
+        # Rope: newer files hold one dict `rope_parameters`; older ones `rope_theta` +
+        # `rope_scaling`. Where a file has both, `rope_scaling` wins, as in transformers.
+        ropes = [check(n, raw.get(n, {}), dict) for n in ("rope_scaling", "rope_parameters")]
+        rope = next(filter(None, ropes), {})
+        rope = {"rope_type": rope.get("type", "default")} | rope
+        for name, only in (("hidden_act", "silu"), ("partial_rotary_factor", 1.0)):
+            supported(name, raw.get(name, rope.get(name, only)), only)
+        dtype = supported("dtype", raw.get("dtype", raw.get("torch_dtype", "float32")), *DTYPES)
+        layers = check("num_hidden_layers", raw.get("num_hidden_layers"), int, 1, 1024)
+        D, N = (check(name, raw.get(name), int) for name in ("hidden_size", "num_attention_heads"))
+        # Qwen files carry a `sliding_window` that is switched off; older ones no `layer_types`.
+        window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
+        window_of = {"full_attention": None, "sliding_attention": window}
+        check("sliding_window", window, int | None)
+        full = min(check("max_window_layers", raw.get("max_window_layers", 28), int, 0), layers)
+        kinds = ["full_attention"] * full + ["sliding_attention"] * (layers - full)
+        kinds = check("layer_types", raw.get("layer_types", kinds), list) if window else []
+        # Those of generation_config.json win: chat checkpoints list their end-of-turn id there.
+        eos = generation.get("eos_token_id")
+        eos = raw.get("eos_token_id", []) if eos is None else eos
+        bias = raw.get("attention_bias", False)
+        values = {
+            "num_key_value_heads": N, "head_dim": D // N, "qkv_bias": bias, "o_bias": bias,
+            **raw,  # over what follows from other values
+            "rope_theta": rope.get("rope_theta", raw.get("rope_theta", 10000.0)),
+            "rope_scaling": rope,
+            "windows": tuple(window_of[supported("layer_types", k, *window_of)] for k in kinds),
+            "eos_ids": tuple(
+                check("eos_token_id", i, int, 0) for i in (eos if isinstance(eos, list) else [eos])
+            ),
+            "quantization": check("quantization_config", raw.get("quantization_config", {}), dict),
+            "dtype": DTYPES[dtype],
+        }  # fmt: skip
+        return Config(**{f.name: values[f.name] for f in fields(Config) if f.name in values})
+
+
 # --- From a folder to a model ---------------------------------------------------------------------
 
 
-class StoredTensor(NamedTuple):
-    """Where a checkpoint keeps a tensor, and what its header says of it."""
+class Stored(NamedTuple):
+    """A tensor that is still in a file: what its header says of it, and how to get it."""
 
-    file: Path
-    name: str  # in the file
     shape: tuple[int, ...]
-    dtype: str  # safetensors' word, such as "BF16"
-
-    def read(self) -> Tensor:
-        # Opened anew for each tensor: closing drops the mapping, and with it the pages that were
-        # read through it, which would otherwise double the resident size by the end.
-        with safe_open(self.file, "pt") as reader:
-            return reader.get_tensor(self.name)
+    kind: str  # "float" for those of 16 and 32 bits, else safetensors' word, such as "U8"
+    read: Callable[[], Tensor]
 
 
-Files = dict[str, StoredTensor]  # by our parameter names
+Files = dict[str, Stored]  # by our parameter names
+Prepare = Callable[[Transformer, Files], tuple[Transformer, Files]]
 
 
 def load_model(
     path: Path | str,
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
-    prepare: Callable[[Transformer, Files], tuple[Transformer, Files]] | None = None,
+    prepare: Prepare | None = None,
 ) -> Transformer:
     """Build the model that a Hugging Face folder describes and fill it from its safetensors files.
 
@@ -459,7 +483,7 @@ def load_model(
     file: the peak is the weights plus one tensor. Nothing is unpickled.
 
     Args:
-        path: folder with config.json and model.safetensors, or a sharded index.
+        path: folder with config.json and model.safetensors, or shards of it.
         device: where the weights go.
         dtype: cast them; None: what config.json says, float32 where it says nothing.
         prepare: changes the empty model and the list of files, for a quantised checkpoint or for
@@ -470,12 +494,9 @@ def load_model(
 
     Raises:
         CheckpointError: see load_config; or files that are missing, damaged, or hold other tensors
-            than the config asks for (the first 20 are listed, the rest counted).
+            than the config asks for (the first 20 are listed, all of them counted).
     """
-    path = Path(path)
-    config = load_config(path)
-    if config.quantization and not prepare:
-        raise CheckpointError(f"{path} has a quantization_config: load it with quantize.load")
+    path, config = Path(path), load_config(path)
     with torch.device("meta"):
         model = Transformer(config).requires_grad_(False).to(dtype or config.dtype)
     files = locate_tensors(path)
@@ -484,7 +505,7 @@ def load_model(
     if prepare:
         model, files = prepare(model, files)
     check_tensors(files, dict(named_tensors(model)))
-    tied = getattr(model.lm_head, "weight", None) is model.embed_tokens.weight
+    tied = model.tied
     model = model.to_empty(device=device)
     if tied:
         model.lm_head.weight = model.embed_tokens.weight  # to_empty gave them a memory each
@@ -499,14 +520,13 @@ def named_tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:
 
     A tied lm_head is not yielded: it is the embedding.
     """
-    tied = getattr(model.lm_head, "weight", None) is model.embed_tokens.weight
     for name, tensor in model.state_dict().items():
         prefix, _, last = name.rpartition(".")  # "layers.0.mlp.gate_up_proj", "weight"
         parts = getattr(model.get_submodule(prefix), "parts", None)
         if parts:  # a FusedLinear, or its quantised form
             for part, view in zip(parts, tensor.split(list(parts.values())), strict=True):
                 yield f"{prefix.rpartition('.')[0]}.{part}.{last}", view
-        elif not (tied and name == "lm_head.weight"):
+        elif not (model.tied and name == "lm_head.weight"):
             yield name, tensor
 
 
@@ -514,104 +534,70 @@ def locate_tensors(path: Path) -> Files:
     """List a checkpoint's tensors, by our parameter names, from the headers of its files.
 
     Raises:
-        CheckpointError: no safetensors files, a missing shard, a damaged header or index.
+        CheckpointError: no safetensors files, or a damaged header.
     """
-    single, index = path / "model.safetensors", path / "model.safetensors.index.json"
-    names = {single.name}
-    if not single.is_file():
-        if not index.is_file():
-            raise CheckpointError(
-                f"{path}: neither {single.name} nor {index.name}. Pickled .bin and .pth files are "
-                "never read: convert them to safetensors first"
-            )
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{index}: no weight_map")
-        names = {str(name) for name in weight_map.values()}
-    if lost := [n for n in sorted(names) if Path(n).name != n or not os.path.isfile(path / n)]:
-        raise CheckpointError(f"{path}: missing shards: {', '.join(lost)}")
+    single = path / "model.safetensors"
+    # By their names, not by the index, which says nothing that the files do not.
+    shards = [single] if single.is_file() else sorted(path.glob("model-*-of-*.safetensors"))
+    if not shards:
+        message = f"neither {single.name} nor shards of it; .bin, .pth are never read: convert them"
+        raise CheckpointError(f"{path}: {message}")
+
+    def read(file: Path, name: str) -> Tensor:
+        # Opened anew for each tensor: closing drops the mapping, and with it the pages that were
+        # read through it, which would otherwise double the resident size by the end.
+        with safe_open(file, "pt") as reader:
+            return reader.get_tensor(name)
+
     found: Files = {}
-    for file in (path / name for name in sorted(names)):
-        try:
-            with safe_open(file, "pt") as reader:
-                for stored in reader.keys():  # noqa: SIM118 (not a dict: it has no iterator)
-                    part, name = reader.get_slice(stored), stored.removeprefix("model.")
-                    if name in found:
-                        raise CheckpointError(f"{path}: {stored} is stored twice")
-                    shape, dtype = tuple(part.get_shape()), part.get_dtype()
-                    found[name] = StoredTensor(file, stored, shape, dtype)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file}: damaged or truncated: {error}") from None
+    for file in shards:
+        with blame(file), safe_open(file, "pt") as reader:
+            for name in reader.keys():  # noqa: SIM118 (not a dict: it has no iterator)
+                header, ours = reader.get_slice(name), name.removeprefix("model.")
+                kind = header.get_dtype()
+                kind = "float" if kind in ("F32", "F16", "BF16") else kind
+                found[ours] = Stored((*header.get_shape(),), kind, partial(read, file, name))
     # Llama 1 and 2 files carry rope's frequencies, which the config already gives.
     return {name: at for name, at in found.items() if not name.endswith("rotary_emb.inv_freq")}
 
 
 def check_tensors(files: Files, wanted: dict[str, Tensor]) -> None:
-    """Raise one CheckpointError that lists the tensors missing, unexpected or mis-shaped.
+    """Raise one CheckpointError that lists the tensors which are not stored as they are wanted.
 
     Args:
         files: what is stored.
         wanted: named_tensors of a model on the meta device.
     """
-    problems = [f"missing: {name}" for name in wanted if name not in files]
-    for name, at in files.items():
-        if name not in wanted:
-            problems.append(f"unexpected: {name}")
-        elif at.shape != wanted[name].shape:
-            problems.append(f"{name} is {at.shape}, config.json asks for {(*wanted[name].shape,)}")
-        elif at.dtype not in (
-            kinds := ["F32", "F16", "BF16"] if wanted[name].is_floating_point() else ["U8"]
-        ):
-            problems.append(f"{name} holds {at.dtype}, not one of {', '.join(kinds)}")
-    if problems:
-        more = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
-        lines = "\n  ".join(problems[:20] + more)
-        raise CheckpointError(f"the weights do not fit config.json:\n  {lines}")
+    have = {name: f"{at.kind} {at.shape}" for name, at in files.items()}
+    kinds = {name: "float" if t.is_floating_point() else "U8" for name, t in wanted.items()}
+    want = {name: f"{kinds[name]} {(*t.shape,)}" for name, t in wanted.items()}
+    if wrong := sorted(dict(have.items() ^ want.items())):
+        lines = [f"{n}: {have.get(n, 'missing')}, wanted: {want.get(n, 'none')}" for n in wrong]
+        lines = [f"{len(wrong)} tensors do not fit config.json:", *lines[:20]]
+        raise CheckpointError("\n  ".join(lines))
 
 
-# --- Helpers --------------------------------------------------------------------------------------
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises CheckpointError for anything else, deep nesting included."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not readable as JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: holds a {type(value).__name__}, not an object")
-    return value
+def pick_device(name: str) -> torch.device:
+    """Turn --device into a device. Raises ValueError where this machine does not have it."""
+    have = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    name = next((n for n in have if have[n]), "cpu") if name == "auto" else name
+    if not have.get(name, True):
+        raise ValueError(f"--device {name}: there is none here: use --device cpu or auto")
+    return torch.device(name)
 
 
 def progress(items: Iterable[Any], label: str, total: int | None = None) -> Iterator[Any]:
-    """Yield from `items`, with a bar on stderr once more than a second has passed.
+    """Yield from `items`, with a bar on stderr, where that is a terminal, once more than a second
+    has passed.
 
     Args:
         items: what to go through; needs a len() unless `total` is given.
         label: what is going on, in a word or two.
     """
-    total = len(items) if total is None else total
-    start, width = time.monotonic(), 24
+    total, start = len(items) if total is None else total, time.monotonic()
     for done, item in enumerate(items, 1):
         yield item
-        elapsed = time.monotonic() - start
-        if elapsed > 1:
-            bar, left = "#" * (width * done // total), elapsed / done * (total - done)
-            text = f"\r{label} [{bar:<{width}}] {done}/{total}  {left:.0f} s left "
-            print(text, end="\n" if done == total else "", file=sys.stderr, flush=True)
-
-
-def number(name: str, value: Any, kind: type = int, most: float = MAX_SIZE) -> Any:
-    """Return `value` if it is an integer in 1..most, or for kind=float a number above zero.
-
-    Raises:
-        CheckpointError: it is not; the message names it. NaN fails any comparison, and far outside
-            1e-15..1e15 float32 overflows and every logit becomes NaN.
-    """
-    good = type(value) is int and 0 < value <= most
-    if kind is float:
-        good = type(value) in (int, float) and 1e-15 <= value <= 1e15
-    if not good:
-        wanted = "a positive number" if kind is float else f"an integer in 1..{most}"
-        raise CheckpointError(f"{name} must be {wanted}, is {value!r}")
-    return value
+        if (elapsed := time.monotonic() - start) > 1 and sys.stderr.isatty():
+            bar, left = "#" * (24 * done // total), elapsed / done * (total - done)
+            text = f"\r{label} [{bar:<24}] {done}/{total}  {left:.0f} s left "
+            print(text, end="\n" * (done == total), file=sys.stderr, flush=True)

@@ -1,13 +1,14 @@
-"""Which block of the cache holds which token: fixed-size blocks, block tables, shared prefixes.
+"""Many sequences in one memory: fixed-size blocks, block tables, shared prefixes.
 
 A sequence's keys and values need not lie side by side. As with an operating system's pages, its
 block table maps position p to slot p % 16 of block table[p // 16], so memory is handed out 16
 tokens at a time, nothing is reserved for tokens that may never come, and sequences that begin alike
-map the same blocks. Integers only: this file imports no torch and never sees a key or a value
-(kv_cache.PagedCache does). What it buys: a prompt of 1,024 tokens, all but 16 of them cached, gets
-its first token 30 times as soon (`bench.py prefix`, on two Zen 5 cores). Papers: Kwon et al. 2023
-(PagedAttention, arXiv:2309.06180), Zheng et al. 2023 (prefix sharing, arXiv:2312.07104). Read:
-BlockTable, BlockPool. Next: scheduler.py.
+map the same blocks. The first half is integers only: who owns which block. The second is tensors:
+what a block holds, and a forward over rows of many sequences. What it buys: a prompt of 1,024
+tokens, all but 16 of them cached, gets its first token 30 times as soon (`tools/bench.py prefix`,
+on two Zen 5 cores). Knows no requests and no text. Papers: Kwon et al. 2023 (PagedAttention,
+arXiv:2309.06180), Zheng et al. 2023 (prefix sharing, arXiv:2312.07104). Read: BlockTable,
+BlockPool; then Runner.step, paged_attention. Next: scheduler.py.
 
     ids      t h e   k i n g   i s      t h e   k i n g   h a t h        block_size = 4
     tables   [   2,   5,   1   ]        [   2,   5,   7,   3    ]
@@ -18,6 +19,15 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kv_cache import decode, empty_layers, encode
+from model import LayerCache, Transformer, attention, check, visible
+
+# --- Who owns which block -------------------------------------------------------------------------
 
 # What a cached block holds: its tokens, and what stands before them, as the serial number of the
 # block before; for a first block, the request's salt, in a tuple, so that no salt is a number. A
@@ -49,15 +59,11 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, block_size: int = 16) -> None:
         """Raises ValueError where there is no block, or a block has no slot."""
-        if num_blocks < 1 or block_size < 1:
-            raise ValueError(
-                f"a cache of {num_blocks} blocks of {block_size} tokens holds nothing: "
-                "raise --kv-memory"
-            )
-        self.num_blocks, self.block_size = num_blocks, block_size
+        self.num_blocks = check("blocks that fit into --kv-memory", num_blocks, int)
+        self.block_size = check("--block-size", block_size, int)
         self.refs = [0] * num_blocks
         self._free = list(range(num_blocks))[::-1]  # a stack, lowest block on top
-        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self.cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._found: dict[Key, tuple[int, int]] = {}  # key -> block, serial
         self._keys: dict[int, Key] = {}  # block -> key
         self._serials = itertools.count()
@@ -65,12 +71,7 @@ class BlockPool:
     @property
     def num_available(self) -> int:
         """Blocks that could be handed out now."""
-        return len(self._free) + len(self._cached)
-
-    @property
-    def cached(self) -> list[int]:
-        """Blocks that hold nothing but what could be found again."""
-        return [*self._cached]
+        return len(self._free) + len(self.cached)
 
     def reuse(self, table: BlockTable, ids: list[int], salt: str | None = None) -> None:
         """Map the longest known prefix of `ids` into an empty table.
@@ -89,7 +90,7 @@ class BlockPool:
             if found is None:
                 break
             block, before = found
-            self._cached.pop(block, None)
+            self.cached.pop(block, None)
             self.refs[block] += 1
             table.blocks.append(block)
             table.serials.append(before)
@@ -150,7 +151,7 @@ class BlockPool:
             self.refs[block] -= 1
             if not self.refs[block]:
                 if block in self._keys:
-                    self._cached[block] = None
+                    self.cached[block] = None
                 else:
                     self._free.append(block)
         table.blocks, table.length, table.serials = [], 0, []
@@ -165,7 +166,7 @@ class BlockPool:
                 counts[block] += 1
         assert counts == self.refs, "reference counts differ from the tables"
         used = {block for block, count in enumerate(counts) if count}
-        free, cached = set(self._free), set(self._cached)
+        free, cached = set(self._free), set(self.cached)
         assert len(free) == len(self._free), "a block is free twice"
         assert not free & used and not cached & used and not free & cached, "a block in two states"
         assert len(free) + len(used) + len(cached) == self.num_blocks, "a block is lost"
@@ -176,7 +177,7 @@ class BlockPool:
         if self._free:
             block = self._free.pop()
         else:
-            block, _ = self._cached.popitem(last=False)
+            block, _ = self.cached.popitem(last=False)
             # Or its old text would be served (nano-vllm#163).
             del self._found[self._keys.pop(block)]
         self.refs[block] = 1
@@ -189,3 +190,155 @@ class BlockPool:
 
     def _tokens(self, ids: list[int], i: int) -> tuple[int, ...]:
         return tuple(ids[i * self.block_size : (i + 1) * self.block_size])
+
+
+# --- What the blocks hold -------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """One sequence's share of a forward."""
+
+    blocks: list[int]  # its block table's
+    start: int  # the position of the first new token
+    ids: list[int]  # the new tokens
+    wanted: int = 1  # of how many of them, from the end, the logits are wanted
+
+
+class Blocks(LayerCache):
+    """One layer's pool, with the plan of one step."""
+
+    def __init__(self, k: Tensor, v: Tensor, *plan: Tensor) -> None:
+        """Take k and v, (blocks, block size, K, stored_dim) each; and see paged_attention."""
+        self.k, self.v, self.plan = k, v, plan
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store k and v, then attend. B is 1 here: T counts the tokens of all rows."""
+        return torch.ops.kilolm.paged_attention(q, k, v, self.k, self.v, *self.plan)
+
+
+class Runner:
+    """A model, and the keys and values of all its sequences, in one pool of small blocks per layer.
+
+    Bytes: 2 * layers * blocks * block_size * K * stored_dim * itemsize.
+    """
+
+    def __init__(
+        self, model: Transformer, num_blocks: int, block_size: int, kv_dtype: str = "auto"
+    ) -> None:
+        """Allocate the pools; kv_dtype as in kv_cache.StaticCache."""
+        self.model, self.block_size, K = model, block_size, model.config.num_key_value_heads
+        self.pools = empty_layers(model, kv_dtype, num_blocks, block_size, K)
+
+    @torch.no_grad()
+    def run(self, rows: list[Row]) -> Tensor:
+        """Run the rows' new tokens, side by side. Returns the wanted logits, row after row:
+        (R, V)."""
+        return self.model(*self.step(rows))
+
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy the content of blocks, in every layer. Each pair is (from, to)."""
+        old, new = torch.tensor(pairs, device=self.model.device).unbind(1)
+        for k, v in self.pools:
+            k[new], v[new] = k[old], v[old]
+
+    def step(self, rows: list[Row]) -> tuple[Tensor, Tensor, list[Blocks], Tensor]:
+        """Prepare one forward over the new tokens of several sequences, side by side.
+
+        Rows with equally many new tokens, and about as many keys, stand together and are attended
+        together, as one batch whose keys reach to the end of the longest: the running sequences
+        with their one token each, then each chunk of a prompt. So decoding and prefill need no code
+        of their own, and a long sequence makes no short one slow.
+
+        Returns:
+            The tokens and their positions, (1, T) int64 each, group after group; the layers'
+            caches, for that forward; and which of the tokens' logits the rows want, in the order
+            of the rows.
+
+        Example: block_size 4, rows ([0, 1], 4, [c, d, e]), ([7, 2], 5, [a]), ([3], 2, [b]):
+            tokens [a, b, c, d, e], positions [5, 2, 4, 5, 6], slots [9, 14, 4, 5, 6],
+            groups [2, 1, 2, 1, 3, 2], tables [7, 2, 3, 0, 0, 1], select [4, 0, 1]
+        """
+        rows = [Row(*row) for row in rows]  # from another rank they come as lists
+        size, config, device = self.block_size, self.model.config, self.model.device
+        tokens, positions, slots, tables, groups, masks = [], [], [], [], [], []
+        last = [0] * len(rows)  # the index of each row's last token
+
+        def shape(i: int) -> tuple[int, int]:
+            end = rows[i].start + len(rows[i].ids)
+            return len(rows[i].ids), max(end, 256).bit_length()  # the short ones are all alike
+
+        for (T, _), group in itertools.groupby(sorted(range(len(rows)), key=shape), key=shape):
+            group = [*group]
+            width = -(-max(rows[i].start + T for i in group) // size)
+            groups += [len(group), T, width]
+            for i in group:
+                blocks, start, ids, _ = rows[i]
+                tokens += ids
+                positions += (new := range(start, start + T))
+                slots += [blocks[p // size] * size + p % size for p in new]
+                tables += (blocks + [0] * width)[:width]
+                last[i] = len(tokens) - 1
+            at = torch.tensor(positions[-len(group) * T :]).view(-1, T)
+            masks.append(visible(config, at, torch.arange(width * size)[None]))
+        select = [end - i for end, row in zip(last, rows) for i in range(row.wanted)[::-1]]
+        mask = {w: torch.cat([m[w].flatten() for m in masks]).to(device) for w in masks[0]}
+        tables.append(0)  # two at least: to torch.compile a size of 1 is another case
+        tokens, positions, slots, tables, select = (
+            torch.tensor(x, device=device) for x in (tokens, positions, slots, tables, select)
+        )
+        plan = slots, tables, torch.tensor(groups)  # these are read by the host: never on a device
+        pools = zip(self.pools, config.windows, strict=True)
+        layers = [Blocks(k, v, *plan, mask[window]) for (k, v), window in pools]
+        return tokens[None], positions[None], layers, select
+
+
+def paged_attention(
+    q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, *plan: Tensor
+) -> Tensor:
+    """Store new keys and values in a pool, then attend to each row's own blocks.
+
+    A group's blocks are copied side by side before the attention, which wants one tensor. The copy
+    is read back from the processor's cache and costs little: for 32 rows of 128 tokens 0.06 ms a
+    layer, where the attention takes 0.5 (1b shape, two Zen 5 cores).
+
+    Args:
+        q: (1, N, T, H).
+        k, v: (1, K, T, H).
+        k_pool, v_pool: (blocks, block size, K, H), encoded; written to.
+        plan: slots, tables, groups and mask, flat, the last three group after group.
+            slots: (T,) int64, where each new token goes: block * block size + offset.
+            tables: int64, each row's blocks; what lies past its length is never seen.
+            groups: int64, on the CPU: how many rows, new tokens of each, and blocks of each.
+            mask: bool, see model.visible.
+
+    Returns:
+        (1, N, T, H).
+    """
+    slots, tables, groups, mask = plan
+    for pool, new in ((k_pool, k), (v_pool, v)):  # encoded: (T, K, H)
+        pool.flatten(0, 1).index_copy_(0, slots, encode(new[0].transpose(0, 1), pool.dtype))
+    out, size, row, block, seen = torch.empty_like(q), k_pool.shape[1], 0, 0, 0
+    heads = q.shape[1] // k.shape[1]
+    for B, T, W in groups.view(-1, 3).tolist():
+        table, block = tables[block : block + B * W], block + B * W
+        keys, values = (  # index_select: 6 times as fast as pool[table]
+            decode(pool.index_select(0, table), q.dtype).view(B, -1, *k.shape[1::2]).transpose(1, 2)
+            for pool in (k_pool, v_pool)
+        )  # (B, K, S, H) each, S = W whole blocks
+        here, row = slice(row, row + B * T), row + B * T
+        queries = q[0, :, here].unflatten(1, (B, T)).transpose(0, 1)  # (B, N, T, H)
+        count = B * heads * T * W * size
+        visible, seen = mask[seen : seen + count].view(B, 1, heads * T, -1), seen + count
+        y = attention(queries, keys, values, visible)
+        out[0, :, here] = y.transpose(0, 1).flatten(1, 2)
+    return out
+
+
+# torch.compile need not look inside: how many groups there are, and how large, differs by the step.
+_library = torch.library.Library("kilolm", "FRAGMENT")
+_library.define(
+    "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, "
+    "Tensor slots, Tensor tables, Tensor groups, Tensor mask) -> Tensor"
+)
+_library.impl("paged_attention", paged_attention, "CompositeExplicitAutograd")
+torch.library.register_fake("kilolm::paged_attention", lambda q, *_: torch.empty_like(q))

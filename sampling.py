@@ -4,33 +4,35 @@
 and speculation draws from its `distribution`, so a seed means the same everywhere. Papers: Holtzman
 et al. 2019 (top-p, arXiv:1904.09751), Nguyen et al. 2024 (min-p, arXiv:2407.01082), Keskar et al.
 2019 (repetition penalty, arXiv:1909.05858). Read: SamplingParams, Sequence, sample, distribution,
-draw, uniform. Next: runner.py.
+draw, uniform. Next: generate.py.
 """
 
+import copy
 import secrets
 import time
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from model import Config
+from model import Checked, Config, check, read_json
 from tokenizer import Detokenizer, Tokenizer
 
 # --- What a request asks for ----------------------------------------------------------------------
 
 
 def setting(default: Any, low: float, high: float, text: str) -> Any:
-    """A field of SamplingParams that must be a finite number in low..high; None only if default."""
-    return field(default=default, metadata={"low": low, "high": high, "help": text})
+    """A field of SamplingParams that must be in low..high; None is in any range, if of its type."""
+    return field(default=default, metadata={"range": (low, high), "help": text})
 
 
 TINY = 1e-6  # the least value of a setting that must be above zero
 
 
 @dataclass(frozen=True)
-class SamplingParams:
+class SamplingParams(Checked):
     """How to choose each token, and when to stop. Names and meanings are those of vLLM.
 
     Raises:
@@ -48,53 +50,54 @@ class SamplingParams:
     n: int = setting(1, 1, 128, "continuations of each prompt; their seeds count up")
     max_tokens: int = setting(256, 1, 2**31, "new tokens at most")
     logprobs: int | None = setting(None, 0, 20, "report log-probabilities, of the top N too")
-    prompt_logprobs: int | None = setting(None, 0, 20, "the same for the tokens of the prompt")
     logit_bias: dict[int, float] = field(default_factory=dict)  # token id -> added to its logit
     stop: tuple[str, ...] = ()  # end before any of these strings
     stop_token_ids: tuple[int, ...] = ()  # end at any of these tokens, besides EOS
     ignore_eos: bool = False  # run on past EOS, as benchmarks do
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            value, kind = getattr(self, f.name), (int, float) if f.type is float else (int,)
-            if f.metadata and not (value is None and f.default is None):
-                low, high = f.metadata["low"], f.metadata["high"]
-                if type(value) not in kind or not low <= value <= high:  # NaN is in no range
-                    noun = "a number" if f.type is float else "an integer"
-                    raise ValueError(f"{f.name} must be {noun} in {low}..{high}, is {value!r}")
+        super().__post_init__()
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        for name, items, kind in (
-            ("stop", stop, str),
-            ("stop_token_ids", self.stop_token_ids, int),
-        ):
-            if not isinstance(items, list | tuple) or not all(type(i) is kind for i in items):
-                raise ValueError(f"{name} must be a list of {kind.__name__}, is {items!r}")
-            object.__setattr__(self, name, tuple(items))  # frozen: only the constructor may
+        ids = ("stop_token_ids", self.stop_token_ids, int, 0)
+        for name, items, *wanted in ("stop", stop, str), ids:
+            items = tuple(check(name, i, *wanted) for i in check(name, items, list | tuple))
+            object.__setattr__(self, name, items)  # frozen: only the constructor may
         if len(stop) > 16 or "" in stop:
             raise ValueError(f"stop takes up to 16 strings, none of them empty, is {stop!r}")
-        if any(i < 0 for i in self.stop_token_ids):
-            raise ValueError(f"stop_token_ids must be token ids, is {self.stop_token_ids!r}")
-        bias = self.logit_bias.items() if isinstance(self.logit_bias, dict) else [(None, None)]
-        for i, b in bias:
-            if type(i) is not int or i < 0 or type(b) not in (int, float) or not -100 <= b <= 100:
-                raise ValueError(f"logit_bias must map ids to -100..100, is {self.logit_bias!r}")
-        if type(self.ignore_eos) is not bool:
-            raise ValueError(f"ignore_eos must be true or false, is {self.ignore_eos!r}")
+        for i, bias in check("logit_bias", self.logit_bias, dict).items():
+            check("logit_bias", i, int, 0)
+            check("logit_bias", bias, float, -100, 100)
 
     def split(self) -> list["SamplingParams"]:
         """The parameters of each of the n continuations, whose seeds count up (and wrap around)."""
         if self.seed is None:
             return [self] * self.n
-        seeds = [(self.seed + i + 2**63) % 2**64 - 2**63 for i in range(self.n)]
-        return [replace(self, seed=seed) for seed in seeds]
+        return [replace(self, seed=(self.seed + i + 2**63) % 2**64 - 2**63) for i in range(self.n)]
+
+
+def sampling_params(checkpoint: Path, **given: Any) -> SamplingParams:
+    """Put what the user gave (None: nothing) over generation_config.json over our defaults."""
+    stored = read_json(checkpoint / "generation_config.json", optional=True)
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    both = [*((name, stored.get(name)) for name in names), *given.items()]
+    return SamplingParams(**{name: value for name, value in both if value is not None})
 
 
 class Token(NamedTuple):
-    """A token, sampled or of a prompt. Log-probabilities are the model's, before any setting."""
+    """A sampled token. Log-probabilities are the model's, before any setting."""
 
     id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()  # (id, logprob) of the likeliest, likeliest first
+
+
+@dataclass
+class Guess:
+    """Tokens that may follow a sequence, and how they were drawn; see speculative.py."""
+
+    ids: list[int] = field(default_factory=list)
+    q: list[float] = field(default_factory=list)  # the probability that each was drawn with
+    probs: list[Tensor] = field(default_factory=list)  # (V,) each; empty: each was certain
 
 
 class Sequence:
@@ -103,13 +106,13 @@ class Sequence:
     Attributes:
         ids: prompt and output.
         tokens: the output, with its log-probabilities.
-        prompt_tokens: the prompt, where the parameters ask for its log-probabilities; nothing
-            predicts the first token, so that one has none.
         text: what may be shown. A tail that could still turn out to be part of a stop string, or
             half a character, is held back, so `text` only ever grows.
         finish_reason: None while running; "stop" (EOS, stop token or string), "length", "abort"
             (by the scheduler) or "interrupted" (Ctrl-C).
         times: seconds on time.perf_counter's clock: when it was made, then at each token.
+        guess: what may come next.
+        request, table, end: its place in a scheduler; see scheduler.py.
     """
 
     def __init__(
@@ -131,62 +134,36 @@ class Sequence:
         Raises:
             ValueError: an empty prompt, one that leaves no room for a token, or an unknown id.
         """
-        context = max_seq_len or config.max_position_embeddings
-        if not prompt_ids:
+        context, V = max_seq_len or config.max_position_embeddings, config.vocab_size
+        if not (n := len(prompt_ids)):
             raise ValueError("prompt is empty, and this tokenizer adds no BOS: give it some text")
-        if len(prompt_ids) >= context:
-            raise ValueError(
-                f"prompt has {len(prompt_ids)} tokens, context is {context}: "
-                "shorten it or raise --max-seq-len"
-            )
-        V = config.vocab_size
-        ids = (*prompt_ids, *params.logit_bias)
-        if unknown := [i for i in ids if type(i) is not int or not 0 <= i < V]:
-            raise ValueError(
-                f"token id {unknown[0]} is outside the model's vocabulary of "
-                f"{V}: does the tokenizer belong to this model?"
-            )
-        self.ids, self.prompt_len = list(prompt_ids), len(prompt_ids)
+        if n >= context:
+            raise ValueError(f"prompt has {n} tokens, context is {context}: raise --max-seq-len")
+        for name, ids in (("prompt", prompt_ids), ("logit_bias", params.logit_bias)):
+            if bad := [i for i in ids if type(i) is not int or not 0 <= i < V]:
+                raise ValueError(f"{name} has {bad[0]!r}, outside the model's vocabulary of {V}")
+        self.ids, self.prompt_len = list(prompt_ids), n
         self.params, self.tokens, self.times = params, [], [time.perf_counter()]
-        self.prompt_tokens = [Token(prompt_ids[0])] if params.prompt_logprobs is not None else []
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
         self.text, self._held = "", ""  # _held: decoded, but perhaps the start of a stop string
         self.finish_reason: str | None = None
-        self.max_len = min(context, len(prompt_ids) + params.max_tokens)
+        self.max_len = min(context, n + params.max_tokens)
+        self.guess = Guess()
         self._ends = {*params.stop_token_ids, *(() if params.ignore_eos else config.eos_ids)}
         self._detokenizer = Detokenizer(tokenizer, prompt_ids) if tokenizer else None
-
-    @property
-    def prompt_ids(self) -> list[int]:
-        return self.ids[: self.prompt_len]
 
     @property
     def output_ids(self) -> list[int]:
         return self.ids[self.prompt_len :]
 
-    def ahead(self, guesses: list[int]) -> "History":
-        """What the sampler would read of this sequence once these ids had been appended."""
-        return History(self.params, self.seed, self.ids + guesses, self.prompt_len)
-
-    def wanted(self, end: int) -> range:
-        """Positions whose logits are needed of a forward that ends before `end`: the last known
-        one's, those of guesses after it, and those that predict a prompt token to be scored."""
-        first = len(self.prompt_tokens) - 1  # the position that predicts the next one to score
-        last = min(end, len(self.ids)) - 1
-        return range(min(first, last) if 0 <= first < self.prompt_len - 1 else last, end)
-
-    def score_prompt(self, logits: Tensor, end: int) -> None:
-        """Take the (T, V) logits of wanted(end) and note what they say of the prompt's tokens."""
-        first = len(self.prompt_tokens) - 1
-        # These logits begin where scoring stopped; not so where a preempted prompt runs again.
-        if first == end - len(logits):
-            ids = self.ids[first + 1 : min(end + 1, self.prompt_len)]
-            counts = [self.params.prompt_logprobs] * len(ids)
-            self.prompt_tokens += with_logprobs(logits[: len(ids)], ids, counts)
+    def ahead(self, guesses: list[int]) -> "Sequence":
+        """What the sampler would read once these ids had been appended: a copy, only to be read."""
+        other = copy.copy(self)
+        other.ids = self.ids + guesses
+        return other
 
     def append(self, token: Token) -> None:
         """Take a sampled token: extend ids and text, and decide whether the sequence ends here."""
-        assert self.finish_reason is None, "the sequence has ended"
         self.tokens.append(token)
         self.ids.append(token.id)
         self.times.append(time.perf_counter())
@@ -227,19 +204,6 @@ class Sequence:
         return bool(found)
 
 
-class History(NamedTuple):
-    """All that the sampler reads of a sequence."""
-
-    params: SamplingParams
-    seed: int
-    ids: list[int]
-    prompt_len: int
-
-    @property
-    def output_ids(self) -> list[int]:
-        return self.ids[self.prompt_len :]
-
-
 # --- The sampler ----------------------------------------------------------------------------------
 
 
@@ -277,7 +241,7 @@ def with_logprobs(logits: Tensor, ids: list[int], counts: list[int | None]) -> l
     return tokens
 
 
-def distribution(logits: Tensor, rows: list[Sequence] | list[History]) -> Tensor:
+def distribution(logits: Tensor, rows: list[Sequence]) -> Tensor:
     """The probabilities each row draws from, after every setting of its SamplingParams.
 
     Order: bias, penalties, temperature, top-k, top-p, min-p, as in Hugging Face. Temperature 0
@@ -290,8 +254,6 @@ def distribution(logits: Tensor, rows: list[Sequence] | list[History]) -> Tensor
     Returns:
         (B, V) float32, each row summing to 1.
     """
-    if all(_is_argmax(row.params) for row in rows):
-        return _greedy(logits)
     logits = logits.float().clone()
     device = logits.device
     for row, scores in zip(rows, logits, strict=True):  # scores: (V,), a view to change
@@ -317,8 +279,8 @@ def distribution(logits: Tensor, rows: list[Sequence] | list[History]) -> Tensor
     # The maximum is subtracted first, so a tiny temperature gives -inf, never inf - inf = NaN.
     scaled = (logits - logits.amax(-1, keepdim=True)) / temperature.clamp(min=1e-9)
     probs = scaled.softmax(-1)
-    filtered = [b for b, row in enumerate(rows) if _filters(row.params)]
-    if filtered:
+    settings = enumerate(row.params for row in rows)
+    if filtered := [b for b, p in settings if p.top_k > 0 or p.top_p < 1 or p.min_p > 0]:
         ranked, ids = probs[filtered].sort(dim=-1, descending=True, stable=True)  # (b, V) each
         rank = torch.arange(ranked.shape[1], device=device)
         top_k = column("top_k")[filtered]
@@ -329,7 +291,8 @@ def distribution(logits: Tensor, rows: list[Sequence] | list[History]) -> Tensor
         ranked *= ranked >= column("min_p")[filtered] * ranked[:, :1]
         ranked /= ranked.cumsum(-1)[:, -1:]  # sum() would add in another order in a batch
         probs[filtered] = torch.zeros_like(ranked).scatter_(1, ids, ranked)
-    return torch.where(temperature == 0, _greedy(logits), probs)
+    greedy = torch.zeros_like(probs).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
+    return torch.where(temperature == 0, greedy, probs)
 
 
 def draw(probs: Tensor, u: Tensor) -> Tensor:
@@ -367,22 +330,13 @@ def uniform(seed: int, index: int) -> float:
     return ((z ^ z >> 31) >> 11) / 2**53
 
 
-def uniforms(rows: list[Sequence] | list[History], stream: int = 0) -> Tensor:
+def uniforms(rows: list[Sequence], stream: int = 0) -> Tensor:
     """Each row's random number for its next token: (B,) float64, on the CPU. `stream` is where in
     the seed's numbers the row's begin."""
     numbers = [uniform(r.seed, stream + len(r.ids) - r.prompt_len) for r in rows]
     return torch.tensor(numbers, dtype=torch.float64)
 
 
-def _greedy(logits: Tensor) -> Tensor:
-    zeros = torch.zeros(logits.shape, device=logits.device)
-    return zeros.scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
-
-
 def _is_argmax(p: SamplingParams) -> bool:
     penalties = p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1
     return p.temperature == 0 and not (penalties or p.logit_bias)
-
-
-def _filters(p: SamplingParams) -> bool:
-    return p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)

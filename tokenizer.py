@@ -8,27 +8,35 @@ into a stream of text without ever showing half a character. Next: sampling.py.
 
 import json
 import re
-from collections.abc import Callable
 from datetime import datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import sentencepiece
-from jinja2 import TemplateError
 from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment as Sandbox
 
-from model import CheckpointError, read_json
+from model import blame, read_json
 
 # For checkpoints that bring no chat template: turns in the form of a play, which any base model
 # continues sensibly, and the bundled one is at home in.
-PLAIN_TEMPLATE = """{% for message in messages -%}
-{{ message.role | upper }}:
-{{ message.content | trim }}
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}{{ message.role | upper }}:\n{{ message.content | trim }}\n\n"
+    "{% endfor %}{% if add_generation_prompt %}ASSISTANT:\n{% endif %}"
+)
 
-{% endfor -%}
-{% if add_generation_prompt %}ASSISTANT:
-{% endif %}"""
+
+def refuse(message: str) -> None:
+    raise ValueError(message)
+
+
+# What Hugging Face gives to a template, which comes with the checkpoint, so it is code from a
+# stranger: the sandbox reaches no attribute outside its inputs and changes none of them.
+CHAT = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+CHAT.globals["raise_exception"] = refuse
+CHAT.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+CHAT.filters["tojson"] = lambda x, **kw: json.dumps(x, **{"ensure_ascii": False} | kw)
 
 
 class Tokenizer:
@@ -47,12 +55,29 @@ class Tokenizer:
         Raises:
             CheckpointError: no tokenizer file, a damaged one, or the extra it needs is missing.
         """
-        try:
-            self._read(Path(path))
-        except CheckpointError:
-            raise
-        except Exception as error:  # both libraries raise bare Exceptions for a damaged file
-            raise CheckpointError(f"{path}: damaged tokenizer files: {error!r}") from None
+        path = Path(path)
+        with blame(path):
+            self.config = read_json(path / "tokenizer_config.json", optional=True)
+            fast, slow = path / "tokenizer.json", path / "tokenizer.model"
+            if fast.is_file() and find_spec("tokenizers"):
+                adds_bos = self._open_fast(fast)
+            elif slow.is_file():
+                adds_bos = self._open_sentencepiece(slow)
+            else:
+                raise ValueError("no tokenizer.model; tokenizer.json needs: pip install tokenizers")
+            self._hidden = set(self.special.values())
+            self.bos_id, self.eos_id = (self.special.get(text) for text in self._names().values())
+            adds_bos = self.config.get("add_bos_token", adds_bos) and self.bos_id is not None
+            adds_eos = self.config.get("add_eos_token", False) and self.eos_id is not None
+            self._prefix = [self.bos_id] if adds_bos else []
+            self._suffix = [self.eos_id] if adds_eos else []
+            file, template = path / "chat_template.jinja", self.config.get("chat_template")
+            if isinstance(template, list):  # several, by name
+                template = {entry["name"]: entry["template"] for entry in template}.get("default")
+            template = file.read_text(encoding="utf-8") if file.is_file() else template
+            self.template = template or PLAIN_TEMPLATE
+        # A base model under the plain template would go on to write the user's turn too.
+        self.chat_stop = ("\n\n",) if self.template is PLAIN_TEMPLATE else ()
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Turn text into ids, with the BOS (and EOS) that the checkpoint asks for.
@@ -76,83 +101,38 @@ class Tokenizer:
     def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
         """Render a conversation with the checkpoint's chat template, ready for the reply.
 
-        The template comes with the checkpoint, so it is code from a stranger: it runs in a sandbox
-        that reaches no attribute outside its inputs and changes none of them.
-
         Args:
             messages: [{"role": "user", "content": "..."}, ...].
 
         Raises:
             ValueError: the template does not compile or refuses these messages.
         """
-
-        def refuse(message: str) -> None:
-            raise TemplateError(message)
-
-        env = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-        )
-        env.globals["raise_exception"] = refuse
-        env.filters["tojson"] = lambda x, **kw: json.dumps(x, **{"ensure_ascii": False} | kw)
-        env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        names = {name: self._text_of(name) for name in ("bos_token", "eos_token")}
-        try:
-            text = env.from_string(self.template).render(
-                messages=messages, add_generation_prompt=True, tools=None, documents=None, **names
-            )
-        except Exception as error:  # a template can raise anything that Python can
-            raise ValueError(f"chat template: {error}") from None
+        given = {"messages": messages, "add_generation_prompt": True, "tools": None}
+        with blame("chat template"):  # it can raise anything that Python can
+            text = CHAT.from_string(self.template).render(given | self._names(), documents=None)
         return self.encode(text, add_special=self.template is PLAIN_TEMPLATE)
 
     # --- How the files are read -------------------------------------------------------------------
 
-    def _read(self, path: Path) -> None:
-        config_file = path / "tokenizer_config.json"
-        self.config = read_json(config_file) if config_file.is_file() else {}
-        self.special: dict[str, int] = {}
-        self._encode: Callable[[str], list[int]]
-        self._decode: Callable[[list[int]], str]
-        by_default = self._load(path)  # which sets _encode, _decode, vocab_size and special
-        adds_bos = self.config.get("add_bos_token", by_default)
-        self.bos_id, self.eos_id = self._named("bos_token"), self._named("eos_token")
-        adds_eos = self.config.get("add_eos_token", False)
-        self._prefix = [self.bos_id] if adds_bos and self.bos_id is not None else []
-        self._suffix = [self.eos_id] if adds_eos and self.eos_id is not None else []
-        self._hidden = set(self.special.values())
-        self.template = self._find_template(path)
-        # A base model under the plain template would go on to write the user's turn too.
-        self.chat_stop = ("\n\n",) if self.template is PLAIN_TEMPLATE else ()
+    def _open_fast(self, file: Path) -> bool:
+        """Return whether the file adds a BOS by itself."""
+        import tokenizers  # here: the package is an extra, kilolm[hf]
 
-    def _load(self, path: Path) -> bool:
-        """Open whichever file is there; return whether that format adds a BOS by itself."""
-        fast, slow = path / "tokenizer.json", path / "tokenizer.model"
-        try:
-            import tokenizers
-        except ImportError:
-            tokenizers = None
-        if fast.is_file() and tokenizers:
-            return self._load_fast(tokenizers.Tokenizer.from_file(str(fast)))
-        if slow.is_file():
-            return self._load_sentencepiece(slow)
-        if fast.is_file():
-            raise CheckpointError(
-                f"{fast} needs the `tokenizers` package: pip install 'kilolm[hf]'"
-            )
-        raise CheckpointError(f"{path}: neither {fast.name} nor {slow.name}")
-
-    def _load_fast(self, backend: Any) -> bool:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+        backend.no_truncation()  # a training script may have left them on: prompts would be cut
+        backend.no_padding()
         self._encode = lambda text: backend.encode(text, add_special_tokens=False).ids
         self._decode = lambda ids: backend.decode(ids, skip_special_tokens=True)
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         added = backend.get_added_tokens_decoder()
         self.special = {token.content: i for i, token in added.items() if token.special}
-        first = backend.encode("", add_special_tokens=True).ids[:1]  # its post-processor's BOS
-        return bool(first) and first[0] == self._named("bos_token")
+        bos = self.special.get(self._names()["bos_token"])
+        return bos in backend.encode("", add_special_tokens=True).ids[:1]  # by its post-processor
 
-    def _load_sentencepiece(self, file: Path) -> bool:
+    def _open_sentencepiece(self, file: Path) -> bool:
+        """As above: this format's own encoder adds one."""
         backend = sentencepiece.SentencePieceProcessor(model_file=str(file))
-        self._decode = backend.decode
-        self.vocab_size = backend.vocab_size()
+        self._decode, self.vocab_size = backend.decode, backend.vocab_size()
         ids = range(self.vocab_size)
         self.special = {backend.id_to_piece(i): i for i in ids if backend.is_control(i)}
         for i, token in self.config.get("added_tokens_decoder", {}).items():
@@ -169,21 +149,10 @@ class Tokenizer:
         self._encode = encode
         return True
 
-    def _text_of(self, name: str) -> str:
-        """A token's text: written as "<s>", as {"content": "<s>", ...}, or null."""
-        token = self.config.get(name) or ""
-        return token.get("content", "") if isinstance(token, dict) else token
-
-    def _named(self, name: str) -> int | None:
-        return self.special.get(self._text_of(name))
-
-    def _find_template(self, path: Path) -> str:
-        file, template = path / "chat_template.jinja", self.config.get("chat_template")
-        if file.is_file():
-            return file.read_text(encoding="utf-8")
-        if isinstance(template, list):  # several, by name
-            template = {entry["name"]: entry["template"] for entry in template}.get("default")
-        return template or PLAIN_TEMPLATE
+    def _names(self) -> dict[str, str]:
+        """Texts of BOS and EOS, which are written as "<s>", as {"content": "<s>", ...}, or null."""
+        tokens = {name: self.config.get(name) or "" for name in ("bos_token", "eos_token")}
+        return {name: t["content"] if isinstance(t, dict) else t for name, t in tokens.items()}
 
 
 # --- Ids to text, one at a time -------------------------------------------------------------------
@@ -212,9 +181,8 @@ class Detokenizer:
 
         Example: ids of "a", 0xC3, 0xA9 (two bytes of one character) -> "a", "", "\u00e9"
         """
-        if not self._is_text(token_id):  # as context it would hide that a word came before
-            return ""
-        self._ids.append(token_id)
+        if self._is_text(token_id):  # others, as context, would hide that a word came before
+            self._ids.append(token_id)
         text = self._decode(self._ids)
         # Unfinished bytes decode to U+FFFD, and may spoil finished ones beside them: wait. Bytes
         # that really are invalid are shown as marks as soon as anything else follows them.

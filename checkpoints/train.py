@@ -28,7 +28,7 @@ from torch import Tensor
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from model import Config, KVCache, LayerCache, Transformer, load_model, named_tensors
+from model import Config, LayerCache, Transformer, load_model, named_tensors
 
 VOCAB, CONTEXT = 1024, 1024  # pieces; positions
 TARGET = Config(
@@ -38,7 +38,7 @@ TARGET = Config(
 )  # fmt: skip
 DRAFT = replace(
     TARGET, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2,
+    num_key_value_heads=2, windows=(),
 )  # fmt: skip
 HELD_OUT = 0.1  # the last tenth of the text is never trained on
 BOS, EOS = 1, 2
@@ -210,18 +210,15 @@ def train(
 
 
 class Causal(LayerCache):
-    """Attention within one call, like its parent's, but `is_causal` spares training the mask."""
+    """Attention within one call, like model.NoCache's, but `is_causal` spares training the mask."""
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int | None
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
 def forward(model: Transformer, tokens: Tensor) -> Tensor:
-    cache = KVCache(model.config)
-    cache.layers = [Causal()] * len(cache.layers)
-    return model(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), cache)
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    return model(tokens, positions, [Causal() for _ in model.layers])
 
 
 @torch.no_grad()

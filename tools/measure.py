@@ -2,7 +2,7 @@
 
 Decoding one token reads every weight once, so its limit is read bandwidth; a prompt multiplies
 matrices, so its limit is the GEMM peak (the two sides of the roofline, Williams et al. 2009).
-generate.py prints the first beside each run; bench.py reports both. An instrument, not the engine.
+bench.py takes both in turn with what it measures, and reports each speed beside its limit.
 """
 
 import resource
@@ -13,23 +13,20 @@ from collections.abc import Callable
 
 import torch
 
-from kv_cache import stored_dim
 from model import Transformer
 from quantize import PackedLinear
 
 
-def bytes_per_token(model: Transformer, length: int, kv_dtype: torch.dtype | None = None) -> int:
+def bytes_per_token(model: Transformer, length: int) -> int:
     """Bytes that decoding one token must read: every weight but the embedding table (of which it
-    reads one row), plus the keys and values of `length` earlier positions, in kv_dtype or in the
-    model's own."""
-    embedding, c = model.embed_tokens.weight, model.config
-    sizes = [getattr(module, "nbytes", 0) for module in model.modules()]  # packed or quantised
-    weights = sum(sizes) + sum(parameter.nbytes for parameter in model.parameters())
-    if getattr(model.lm_head, "weight", None) is not embedding:  # tied, it is read in full
-        weights -= embedding.nbytes
-    kind = kv_dtype or embedding.dtype
-    kv = 2 * c.num_hidden_layers * c.num_key_value_heads * stored_dim(c, kind) * length
-    return weights + kv * kind.itemsize
+    reads one row), plus the keys and values of `length` earlier positions, in the model's dtype."""
+    c = model.config
+    weights = -model.embed_tokens.weight.nbytes  # tied, it is counted again as lm_head
+    for module in model.modules():  # packed forms say what they hold
+        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        weights += getattr(module, "nbytes", None) or sum(tensor.nbytes for tensor in own)
+    kv = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * length
+    return weights + kv * model.dtype.itemsize
 
 
 def read_bandwidth(device: torch.device) -> float:
@@ -46,13 +43,13 @@ def read_bandwidth(device: torch.device) -> float:
 
 def gemm_peak(model: Transformer) -> Callable[[], float]:
     """Return a function that measures the fastest GEMM the library has, in TFLOP/s: 512 rows
-    against a feed-forward matrix, which a CPU gets in oneDNN's packed order."""
-    c, weight = model.config, model.embed_tokens.weight
+    against a feed-forward matrix, in oneDNN's packed order where a CPU has one for its dtype."""
+    c = model.config
     linear = torch.nn.Linear(c.hidden_size, 2 * c.intermediate_size, bias=False)
-    linear = linear.to(weight.device, weight.dtype)
-    if weight.device.type == "cpu":
-        linear = PackedLinear(linear)
-    x = torch.randn(512, c.hidden_size).to(weight.device, weight.dtype)
+    linear = linear.to(model.device, model.dtype).requires_grad_(False)
+    if PackedLinear.can_pack(linear):
+        linear = PackedLinear(linear, model.dtype)
+    x = torch.randn(512, c.hidden_size).to(model.device, model.dtype)
     flops = 2 * 512 * c.hidden_size * 2 * c.intermediate_size
 
     return lambda: flops / _seconds(lambda: linear(x)) / 1e12

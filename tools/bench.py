@@ -1,12 +1,12 @@
 """Measure the engine; every number in the README comes from here.
 
-    python bench.py latency --shape 1b --compile      one batch at a time: what a user waits for
-    python bench.py latency ... --speculate 4         the same with guessed tokens, and without
-    python bench.py throughput --shape 1b --compile   many requests, through the scheduler
-    python bench.py prefix --shape 1b --compile       a long prompt whose beginning is known
-    python bench.py serve --url http://127.0.0.1:8000   a load on a running server
-    python bench.py quality --checkpoint DIR --text FILE     what quantisation costs
-    python bench.py report                            put the recorded figures into README.md
+    python tools/bench.py latency --shape 1b --compile    one batch at a time: what a user waits for
+    python tools/bench.py latency ... --speculate 4       the same with guessed tokens, and without
+    python tools/bench.py throughput --shape 1b --compile     many requests, through the scheduler
+    python tools/bench.py prefix --shape 1b --compile     a long prompt whose beginning is known
+    python tools/bench.py serve --url http://127.0.0.1:8000   a load on a running server
+    python tools/bench.py quality --checkpoint DIR --text FILE     what quantisation costs
+    python tools/bench.py report              put the recorded figures into README.md and its pages
 
 Machines are noisy and drift, so a speed is never reported alone: the machine's own limits (reading
 memory, multiplying matrices) are measured in the same process, in turn with the engine, and each
@@ -34,20 +34,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import load as load_tool
-import report
 import tp
-from generate import generate, pick_device
-from gptq import calibrate
-from kv_cache import Row, StaticCache
-from measure import bytes_per_token, gemm_peak, peak_memory, read_bandwidth
-from model import DTYPES, Config, Transformer, named_tensors, progress, rope_frequencies
+from generate import CHUNK, compile_model
+from kv_cache import StaticCache
+from model import DTYPES, Config, Transformer, check, named_tensors, progress, rope_frequencies
+from paged import Row, Runner
 from quantize import MODES, load, quantize_model
-from runner import CHUNK, Runner, compile_model
 from sampling import SamplingParams, Sequence
-from scheduler import Engine, Stats, memory_size
-from speculative import DraftModel, NGram, Proposer
+from scheduler import Engine, Stats
 from tokenizer import Tokenizer
+from tools import load as load_tool
+from tools import report
+from tools.convert import calibrate
+from tools.measure import bytes_per_token, gemm_peak, peak_memory, read_bandwidth
 
 SHAPES = {  # Llama-like; parameters without the embedding table: 86 M, 1.03 B, 6.6 B
     "110m": Config(32000, 768, 2048, 12, 12, 12, 64),
@@ -56,7 +55,21 @@ SHAPES = {  # Llama-like; parameters without the embedding table: 86 M, 1.03 B, 
 }
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; return the exit status: 0, 2 for an error of use, 130 for Ctrl-C."""
+    return tp.launch("bench.py", argv, parse_args, measure)
+
+
+def measure(args: argparse.Namespace, ranks: tp.Ranks) -> int:
+    """Run the command that the arguments name."""
+    check_numbers(args)
+    if ranks.ranks > 1 and args.run is not latency:
+        raise ValueError(f"{args.command} is of one process: only latency compares ranks")
+    args.ranks = ranks
+    return args.run(args) or 0
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.py", description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     latency_parser = add_command(commands, latency, "time to first token, decode, prefill")
@@ -67,10 +80,11 @@ def main() -> int:
     add("--max-seq-len", type=int, nargs="+", help="capacity of the cache; several to compare")
     add("--repeat", type=int, default=5)
     add("--profile", type=Path, metavar="TRACE.JSON", help="write a Chrome trace of one run")
-    add("--speculate", type=int, default=0, metavar="K", help="tokens guessed by a draft")
-    add(
-        "--speculate-ngram", type=int, default=0, metavar="K", help="... from what the text repeats"
-    )
+    guesses = latency_parser.add_mutually_exclusive_group()
+    text = "tokens guessed in a step, by a draft"
+    guesses.add_argument("--speculate", type=int, default=0, metavar="K", help=text)
+    text = "... from what the text repeats"
+    guesses.add_argument("--speculate-ngram", type=int, default=0, metavar="K", help=text)
     add("--draft-checkpoint", type=Path, help="the draft; without one, the first layers of --shape")
     add("--draft-layers", type=int, default=2, help="how many; the later ones then add nothing")
     add("--draft-noise", type=float, default=0.0, help="lowers its agreement; 1: as large as it")
@@ -81,7 +95,7 @@ def main() -> int:
     add("--new-tokens", type=int, nargs="+", default=[64], help="one length, or least and most")
     add("--max-num-seqs", type=int, default=64)
     add("--max-num-batched-tokens", type=int, default=512)
-    add("--kv-memory", type=memory_size, default=0.5, help="bytes, 2GiB, or a share of the free")
+    add("--kv-memory", type=float, default=0.5, help="bytes, or below 1 a share of the free")
     add("--baseline-requests", type=int, default=2, help="of those, how many run one at a time")
     add("--repeat", type=int, default=1)
     add = add_command(commands, prefix, "a prompt that is mostly cached").add_argument
@@ -93,7 +107,7 @@ def main() -> int:
     add("--group-size", type=int, default=128)
     add("--tokens", type=int, default=2**16, help="tokens to score, at most")
     serve_parser = commands.add_parser("serve", help="a load on any OpenAI-compatible server")
-    serve_parser.set_defaults(run=serve_load)
+    serve_parser.set_defaults(run=serve_load, device="cpu")
     add = serve_parser.add_argument
     add("--url", default="http://127.0.0.1:8000")
     add("--model", help="its name there, where the server wants one")
@@ -111,18 +125,11 @@ def main() -> int:
     add("--plot", type=Path, metavar="FILE.svg")
     add("--json", action="store_true", help="print the figures as one JSON object")
     add("--record", metavar="NAME", help="keep the figures in benchmarks/NAME.json")
-    report_parser = commands.add_parser("report", help="rewrite the generated parts of README.md")
-    report_parser.set_defaults(run=lambda _: report.main())
-    args = parser.parse_args()
-    try:
-        if args.run is not latency:
-            return args.run(args) or 0
-        if int(os.environ.get("RANK", 0)):  # of several, one prints
-            sys.stderr = sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-        with tp.join(pick_device(args.device)) as args.ranks:
-            return latency(args)
-    except (ValueError, OSError) as error:
-        return tp.report("bench.py", error)
+    report_parser = commands.add_parser("report", help="rewrite the generated parts of the pages")
+    report_parser.set_defaults(run=lambda _: report.main(), device="cpu")
+    args = parser.parse_args(argv)
+    args.words = sys.argv[1:] if argv is None else argv
+    return args
 
 
 def add_command(
@@ -145,6 +152,28 @@ def add_command(
     return parser
 
 
+# The least value of a number that may not be 1 or any above it.
+LEAST = {
+    "speculate": 0, "speculate_ngram": 0, "prefixes": 0, "draft_noise": 0.0, "vocab_size": 4,
+    "rate": 1e-6, "ttft_limit": 1e-6, "tpot_limit": 1e-6, "group_size": -1, "kv_memory": 1e-6,
+}  # fmt: skip
+
+
+def check_numbers(args: argparse.Namespace) -> None:
+    """Raise ValueError where a number is too small to measure with, NaN, or a least above a most:
+    it would end in a division by zero, or in a table of nothing."""
+    for name, value in vars(args).items():
+        flag, several = "--" + name.replace("_", "-"), isinstance(value, list)
+        for each in value if several else [value]:
+            if type(each) in (int, float):
+                check(flag, each, type(each), LEAST.get(name, 1), math.inf)
+    for name in ("prompt_tokens", "new_tokens"):
+        value = vars(args).get(name)
+        if isinstance(value, list) and (len(value) > 2 or value[0] > value[-1]):
+            flag, numbers = "--" + name.replace("_", "-"), " ".join(map(str, value))
+            raise ValueError(f"{flag} takes one length, or the least and the most, is {numbers}")
+
+
 # --- latency --------------------------------------------------------------------------------------
 
 
@@ -164,7 +193,7 @@ def latency(args: argparse.Namespace) -> int:
             model, figures = build(args, mode, share)
             start = time.perf_counter()
             if args.compile:
-                compile_model(model)
+                compile_model(model, args.batch[0])
                 figures["compile_s"] = time.perf_counter() - start
             result = figures | result if share is args.ranks else result
         for batch, capacity in itertools.product(args.batch, capacities):
@@ -208,11 +237,10 @@ class Run:
         ranks: int = 1,
     ) -> None:
         self.model, self.batch, self.new_tokens, self.ranks = model, batch, args.new_tokens, ranks
-        weight, config = model.embed_tokens.weight, model.config
-        self.device = weight.device
+        self.device, config = model.device, model.config
         torch.manual_seed(0)  # ranks run the same prompt
         self.prompt = torch.randint(config.vocab_size, (batch, args.prompt_tokens)).to(self.device)
-        self.cache = StaticCache(config, batch, capacity, weight.dtype, self.device)
+        self.cache = StaticCache(model, batch, capacity)
         middle = args.prompt_tokens + args.new_tokens // 2
         self.bytes = bytes_per_token(model, 0)
         self.bytes += batch * (bytes_per_token(model, middle) - self.bytes)
@@ -221,10 +249,10 @@ class Run:
     def forward(self, tokens: Tensor, start: int) -> Tensor:
         for part in tokens.split(CHUNK, dim=1):
             B, T = part.shape
-            positions = torch.arange(start, start + T, device=self.device).expand(B, T)
             last = torch.arange(T - 1, B * T, T, device=self.device)  # each row's last token
+            positions, layers = self.cache.step(start, start + T)
             start += T
-            logits = self.model(part, positions, self.cache.upto(start), last)
+            logits = self.model(part, positions, layers, last)
         return logits.argmax(-1, keepdim=True)  # (B, 1)
 
     def generate(self, pause: Callable[[], None] = lambda: None) -> tuple[float, float]:
@@ -273,14 +301,14 @@ class Run:
     def collectives(self) -> float:
         """Seconds that a step's exchanges take by themselves: a sum after the embedding and two in
         each layer, and the logits' parts put together."""
-        c, weight = self.model.config, self.model.embed_tokens.weight
-        x = torch.zeros(self.batch, c.hidden_size, dtype=weight.dtype, device=self.device)
-        logits = x.new_zeros(self.batch, weight.shape[0])
+        c, shape = self.model.config, self.model.embed_tokens.weight.shape
+        x = torch.zeros(self.batch, c.hidden_size, dtype=self.model.dtype, device=self.device)
+        logits = x.new_zeros(self.batch, shape[0])
         times = []
         for _ in range(5):
             start = time.perf_counter()
             for _ in range(1 + 2 * c.num_hidden_layers):
-                tp.all_reduce(x)
+                tp.add_up(None, (), x)
             tp.gather(self.model, (), logits)[0, 0].item()
             times.append(time.perf_counter() - start)
         return statistics.median(times)
@@ -293,18 +321,27 @@ class Run:
 
 
 def speculation(args: argparse.Namespace) -> int:
-    """Greedy decoding of one sequence with and without guesses, in turn.
+    """Greedy decoding of one sequence with and without guesses, in turn, each through an Engine.
 
     The theory (Leviathan et al. 2022, theorem 3.8): a step makes 1 + (guesses accepted) tokens, and
     costs one step of the model and K of the draft. Both costs are measured, one token at a time.
     """
+    if args.ranks.ranks > 1 or args.batch != [1] or len(args.quantize) > 1 or args.new_tokens < 2:
+        raise ValueError(
+            "--speculate compares one sequence with itself: no ranks, one --batch of 1, one "
+            "--quantize, and --new-tokens 2 or more"
+        )
+    k, own = args.speculate or args.speculate_ngram, args.speculate and not args.draft_checkpoint
+    if own and args.quantize != ["none"]:
+        raise ValueError("the model's first layers are a draft before they are quantised: "
+                         "give --draft-checkpoint, or leave --quantize out")  # fmt: skip
     model, result = build(args, args.quantize[0])
-    device, k = model.embed_tokens.weight.device, args.speculate or args.speculate_ngram
     draft = None
-    if args.speculate and args.draft_checkpoint:
-        draft = load(args.draft_checkpoint, device, DTYPES[args.dtype])
-    elif args.speculate:
+    if own:
+        check("--draft-layers", args.draft_layers, int, 1, model.config.num_hidden_layers)
         draft = first_layers(model, args.draft_layers, args.draft_noise)
+    elif args.speculate:
+        draft = load(args.draft_checkpoint, model.device, DTYPES[args.dtype])
     prompt = torch.randint(model.config.vocab_size, (args.prompt_tokens,)).tolist()
     if args.prompt_file:
         if not args.checkpoint:
@@ -314,44 +351,39 @@ def speculation(args: argparse.Namespace) -> int:
     params = SamplingParams(temperature=0, max_tokens=args.new_tokens, ignore_eos=True)
     length, start = len(prompt) + args.new_tokens, time.perf_counter()
     models = [model, draft] if draft else [model]
-    caches = [
-        StaticCache(m.config, 1, max(length, 2 * CHUNK), m.embed_tokens.weight.dtype, device)
-        for m in models
-    ]
     if args.compile:
-        for each, cache in zip(models, caches, strict=True):
-            compile_model(each, cache)
+        for each in models:
+            compile_model(each, None)
         result["compile_s"] = time.perf_counter() - start
 
-    def run(proposer: Proposer) -> Sequence:
-        sequence = Sequence(prompt, params, model.config, max_seq_len=length)
-        for _ in generate(model, sequence, caches[0], proposer=proposer):
+    def run(**guessing: Any) -> tuple[Sequence, Engine]:
+        engine = Engine(model, None, 1, CHUNK + k, length, **guessing)
+        (sequence,) = engine.add_request(prompt, params).outputs
+        for _ in engine.run():
             pass
-        return sequence
+        return sequence, engine
 
-    def step(each: Transformer, cache: StaticCache) -> float:
+    def step(each: Transformer) -> float:
         """Seconds for one token, without sampling."""
-        runner, times = Runner(each, cache), []
+        blocks, times = [*range(-(-length // 16))], []
+        runner = Runner(each, len(blocks), 16)
         for at in range(len(prompt), length):
             start = time.perf_counter()
-            runner([Row([], at, at + 1)], prompt[:1], [0])[0, 0].item()
+            runner.run([Row(blocks, at, prompt[:1])])[0, 0].item()
             times.append(time.perf_counter() - start)
         return statistics.median(times)
 
     rows: dict[str, dict[str, list[float]]] = {"plain": {}, f"{k} guesses": {}}
     for repetition in progress(range(args.repeat + 1), "measuring"):
-        proposer = NGram(k)
-        if draft:
-            proposer = DraftModel(Runner(draft, caches[1]), k, model.config.vocab_size)
-        plain, guessed = run(Proposer()), run(proposer)
-        costs = [step(each, cache) for each, cache in zip(models, caches, strict=True)]
+        (plain, _), (guessed, engine) = run(), run(draft=draft, speculate=k)
+        costs = [step(each) for each in models]
         if not repetition:  # warm up
             continue
         speeds = [(args.new_tokens - 1) / (s.times[-1] - s.times[1]) for s in (plain, guessed)]
+        proposer, ratio = engine.proposer, speeds[1] / speeds[0]
         mean = sum(proposer.accepted) / max(1, proposer.steps)
         cost = costs[1] / costs[0] if draft else 0.0
         theory = (1 + mean) / (1 + k * cost)
-        ratio = speeds[1] / speeds[0]
         same = sum(a == b for a, b in zip(plain.output_ids, guessed.output_ids, strict=True))
         figures = [
             {"decode_tok_s": speeds[0], "times_plain": 1.0},
@@ -367,8 +399,8 @@ def speculation(args: argparse.Namespace) -> int:
             for name, value in values.items():
                 row.setdefault(name, []).append(value)
     result["runs"] = {name: spread(row) for name, row in rows.items()}
-    result["peak_memory_gb"] = peak_memory(device)
-    return publish(result, args, device)
+    result["peak_memory_gb"] = peak_memory(model.device)
+    return publish(result, args, model.device)
 
 
 def first_layers(model: Transformer, layers: int, noise: float) -> Transformer:
@@ -398,14 +430,13 @@ def throughput(args: argparse.Namespace) -> int:
     next one only when the longest of the first has ended.
     """
     model, result = build(args, args.quantize)
-    start, device = time.perf_counter(), model.embed_tokens.weight.device
+    compile_paged(model, args, result)
     lengths = [(a[0], a[-1]) for a in (args.prompt_tokens, args.new_tokens)]
+    length = lengths[0][1] + lengths[1][1] + 1
     engine = Engine(
-        model, None, args.max_num_seqs, args.max_num_batched_tokens, kv_memory=args.kv_memory,
-        max_seq_len=lengths[0][1] + lengths[1][1] + 1, compile=args.compile,
+        model, None, args.max_num_seqs, args.max_num_batched_tokens, length, args.kv_memory,
+        runner=Timed,
     )  # fmt: skip
-    if args.compile:
-        result["compile_s"] = time.perf_counter() - start
     rng = random.Random(0)
     V = model.config.vocab_size
     work = []
@@ -434,8 +465,28 @@ def throughput(args: argparse.Namespace) -> int:
         for name, rate in rates.items():
             figures[name].setdefault("times_one", []).append(rate / rates["one at a time"])
     result["runs"] = {name: spread(each) for name, each in figures.items()}
-    result["peak_memory_gb"] = peak_memory(device)
-    return publish(result, args, device)
+    result["peak_memory_gb"] = peak_memory(model.device)
+    return publish(result, args, model.device)
+
+
+class Timed(Runner):
+    """A Runner that says how long its forwards took."""
+
+    seconds = 0.0
+
+    def run(self, rows: list[Row]) -> Tensor:
+        start = time.perf_counter()
+        logits = super().run(rows)
+        self.seconds += time.perf_counter() - start
+        return logits
+
+
+def compile_paged(model: Transformer, args: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Compile the model for an Engine, where --compile asks for it, and note the seconds."""
+    if args.compile:
+        start = time.perf_counter()
+        compile_model(model, None)
+        result["compile_s"] = time.perf_counter() - start
 
 
 def serve(engine: Engine, groups: list[list[tuple[list[int], SamplingParams]]]) -> dict[str, float]:
@@ -445,42 +496,46 @@ def serve(engine: Engine, groups: list[list[tuple[list[int], SamplingParams]]]) 
     counts from there.
     """
     engine.reset()
-    engine.stats = stats = Stats()
+    engine.stats, engine.runner.seconds = Stats(), 0.0
+    stats = engine.stats
     start, prompts, waste, requests = time.perf_counter(), 0, [], []
     for group in groups:
         requests += [engine.add_request(ids, params) for ids, params in group]
         prompts += sum(len(ids) for ids, _ in group)
-        while engine.has_work:
+        while engine.queue:
             engine.step()
-            blocks = sum(len(task.table.blocks) for task in engine.running)
-            held = sum(task.table.length for task in engine.running)
+            blocks = sum(len(sequence.table.blocks) for sequence in engine.running)
+            held = sum(sequence.table.length for sequence in engine.running)
             if blocks:
                 waste.append(1 - held / (blocks * engine.pool.block_size))
     elapsed = time.perf_counter() - start
+    outside = stats.engine_step_seconds - engine.runner.seconds
     firsts = [request.outputs[0].times[1] - request.outputs[0].times[0] for request in requests]
     return {
-        "output_tok_s": stats.output_tokens / elapsed,
-        "total_tok_s": (prompts + stats.output_tokens) / elapsed,
-        "steps": stats.steps,
-        "mean_batch": stats.output_tokens / stats.steps,
+        "output_tok_s": stats.generation_tokens / elapsed,
+        "total_tok_s": (prompts + stats.generation_tokens) / elapsed,
+        "steps": stats.engine_steps,
+        "mean_batch": stats.generation_tokens / stats.engine_steps,
         "first_token_s": statistics.median(firsts),
-        "host_ms": 1e3 * stats.host_s / stats.steps,
-        "sample_ms": 1e3 * stats.sample_s / stats.steps,
-        "model_ms": 1e3 * stats.model_s / stats.steps,
-        "cached_share": stats.cached_tokens / prompts,
-        "preemptions": stats.preemptions,
-        "kv_waste": statistics.mean(waste),
+        "step_ms": 1e3 * stats.engine_step_seconds / stats.engine_steps,
+        "outside_ms": 1e3 * outside / stats.engine_steps,
+        "cached_share": stats.prefix_cache_hits / prompts,
+        "preemptions": stats.num_preemptions,
+        "kv_waste": statistics.mean(waste or [0.0]),
     }
 
 
 def prefix(args: argparse.Namespace) -> int:
     """Time to first token of a long prompt, cold and with all but its end in the prefix cache, and
     of a prompt that is no longer than that end: the floor, where the weights are read once."""
+    if args.new_prefix_tokens >= args.prompt_tokens:
+        raise ValueError(
+            f"--new-prefix-tokens {args.new_prefix_tokens} must be less than --prompt-tokens "
+            f"{args.prompt_tokens}, or nothing is cached"
+        )
     model, result = build(args, args.quantize)
-    start, device = time.perf_counter(), model.embed_tokens.weight.device
-    engine = Engine(model, None, max_seq_len=args.prompt_tokens + 2, compile=args.compile)
-    if args.compile:
-        result["compile_s"] = time.perf_counter() - start
+    compile_paged(model, args, result)
+    engine = Engine(model, None, max_seq_len=args.prompt_tokens + 2)
     params = SamplingParams(temperature=0, max_tokens=1)
     figures: dict[str, dict[str, list[float]]] = {"cold": {}, "cached": {}, "floor": {}}
     for repetition in range(args.repeat + 1):
@@ -490,25 +545,25 @@ def prefix(args: argparse.Namespace) -> int:
         for name, prompt in (
             ("cold", ids), ("cached", again), ("floor", ids[-args.new_prefix_tokens :])
         ):  # fmt: skip
-            before = engine.stats.cached_tokens
+            before = engine.stats.prefix_cache_hits
             request = engine.add_request(prompt, params)
-            while engine.has_work:
-                engine.step()
+            for _ in engine.run():
+                pass
             times = request.outputs[0].times
             firsts[name] = times[1] - times[0]
             if not repetition:  # warm up
                 continue
             figures[name].setdefault("first_token_s", []).append(firsts[name])
             figures[name].setdefault("of_cold", []).append(firsts[name] / firsts["cold"])
-            cached = engine.stats.cached_tokens - before
+            cached = engine.stats.prefix_cache_hits - before
             figures[name].setdefault("cached_tokens", []).append(cached)
         if repetition:
             for name, first in firsts.items():
                 ratio = first / firsts["floor"]
                 figures[name].setdefault("times_floor", []).append(ratio)
     result["runs"] = {name: spread(each) for name, each in figures.items()}
-    result["peak_memory_gb"] = peak_memory(device)
-    return publish(result, args, device)
+    result["peak_memory_gb"] = peak_memory(model.device)
+    return publish(result, args, model.device)
 
 
 # --- serve ----------------------------------------------------------------------------------------
@@ -546,7 +601,9 @@ def serve_load(args: argparse.Namespace) -> int:
     if args.plot and drawn:
         args.plot.write_text(load_tool.plot(*zip(*drawn), f"kilolm bench: {args.url}"))
     args.checkpoint, args.shape = None, args.model or "served"
-    return publish(result, args, torch.device("cpu"))
+    failed = all(f["errors"] == f["requests"] for f in figures)
+    args.record = None if failed else args.record
+    return publish(result, args, torch.device("cpu")) or 2 * failed
 
 
 # --- quality --------------------------------------------------------------------------------------
@@ -564,7 +621,7 @@ def quality(args: argparse.Namespace) -> int:
     cut = len(text) * 9 // 10
     ids, calibration = tokenizer.encode(text[cut:]), tokenizer.encode(text[:cut])
     plain, result = build(args, "none")
-    device = plain.embed_tokens.weight.device
+    device = plain.device
     length = min(512, plain.config.max_position_embeddings)
     count = min(args.tokens, len(ids)) // length
     if not count:
@@ -573,8 +630,8 @@ def quality(args: argparse.Namespace) -> int:
     positions = torch.arange(length, device=device)[None]
 
     def logprobs(model: Transformer, window: Tensor, cache: StaticCache | None = None) -> Tensor:
-        view = cache and cache.upto(length)
-        return model(window[None], positions, view)[0].float().log_softmax(-1)  # (T, V)
+        layers = cache and cache.step(0, length)[1]
+        return model(window[None], positions, layers)[0].float().log_softmax(-1)  # (T, V)
 
     def quantised(mode: str, method: str) -> Transformer:
         model = copy.deepcopy(plain)
@@ -590,7 +647,7 @@ def quality(args: argparse.Namespace) -> int:
     result["runs"] = {}
     for name, make in rows.items():
         model, loss, kl = make(), 0.0, 0.0
-        int8 = StaticCache(model.config, 1, length, torch.int8, device) if "KV" in name else None
+        int8 = StaticCache(model, 1, length, "int8") if "KV" in name else None
         for window in progress(windows, f"scoring {name}"):
             ours, theirs = logprobs(model, window, int8), logprobs(plain, window)
             loss -= ours[:-1].gather(1, window[1:, None]).mean().item() / count
@@ -615,7 +672,7 @@ def build(
 ) -> tuple[Transformer, dict[str, Any]]:
     """Make the model that the arguments ask for, or one rank's share; and the first figures."""
     start, dtype = time.perf_counter(), DTYPES[args.dtype]
-    share = share or tp.Ranks(pick_device(args.device))
+    share = share or args.ranks
     if args.checkpoint:
         model = load(args.checkpoint, share.device, dtype, share.shard)
     else:
@@ -670,7 +727,7 @@ def provenance(device: torch.device, args: argparse.Namespace) -> dict[str, str]
     return {
         "hardware": f"{name}, {torch.get_num_threads()} threads" + " a rank" * (ranks > 1),
         "versions": f"torch {torch.__version__}, Python {platform.python_version()}",
-        "command": f"{launcher} bench.py " + " ".join(sys.argv[1:]),
+        "command": f"{launcher} tools/bench.py " + " ".join(args.words),
         "model": str(args.checkpoint.name if args.checkpoint else args.shape),
     }
 

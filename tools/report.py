@@ -1,4 +1,4 @@
-"""Write the generated parts of README.md: `bench.py report` is its command line.
+"""Write the generated pages: `tools/bench.py report` is its command line.
 
 The tables of figures and the picture come from benchmarks/*.json, the list of files from the files.
 No number in the README is typed by hand. Read: main, then what it calls.
@@ -11,19 +11,17 @@ import re
 import tokenize
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "benchmarks"
-MODULES = (  # in reading order
-    "model", "kv_cache", "tokenizer", "sampling", "runner", "generate", "paged", "scheduler",
-    "quantize", "speculative", "tp", "server",
-)  # fmt: skip
+# In reading order: the core, then the techniques, which it does not need.
+CORE = ("model", "kv_cache", "tokenizer", "sampling", "generate", "paged", "scheduler")
+MODULES = (*CORE, "quantize", "speculative", "tp", "server")
 
 
 def main() -> None:
-    """Rewrite what stands between the marks, and the picture."""
+    """Rewrite what stands between the marks of README.md, and all of the other pages."""
     readme = ROOT / "README.md"
-    text = readme.read_text()
-    text = line_links(text)
+    text = line_links(readme.read_text())
     for mark, write in PARTS.items():
         before, begin, rest = text.partition(f"<!-- {mark} -->\n")
         _, end, after = rest.partition(f"<!-- /{mark} -->")
@@ -31,7 +29,8 @@ def main() -> None:
             raise ValueError(f"README.md has no <!-- {mark} --> ... <!-- /{mark} --> part to fill")
         text = before + begin + write() + end + after
     readme.write_text(text)
-    (ROOT / "docs" / "speed.svg").write_text(picture())
+    for name, write in PAGES.items():
+        (ROOT / name).write_text(write())
 
 
 # --- The files ------------------------------------------------------------------------------------
@@ -48,6 +47,8 @@ def file_table() -> str:
         papers = dict.fromkeys(re.findall(r"arXiv:(\d{4}\.\d{5})", doc))
         links = ", ".join(f"[{paper}](https://arxiv.org/abs/{paper})" for paper in papers)
         text += f"| [`{name}.py`]({name}.py) | {lines} | {idea} | {links} |\n"
+        if name == CORE[-1]:
+            text += f"| the core | {total} | | |\n"
     return text + f"| all | {total} | | |\n\n"
 
 
@@ -111,7 +112,7 @@ COLUMNS = {
         "output_tok_s": "output, tok/s", "times_one": "times one at a time",
         "total_tok_s": "with prompts, tok/s", "mean_batch": "mean batch",
         "first_token_s": "first token, s", "host_ms": "host, ms a step",
-        "kv_waste": "KV memory wasted",
+        "outside_ms": "outside the forward, ms a step", "kv_waste": "KV memory wasted",
     },
     "quality": {
         "weights_mb": "weights, MB", "perplexity": "perplexity", "more": "more than plain",
@@ -130,16 +131,46 @@ COLUMNS = {
 }  # fmt: skip
 
 
+ABOUT = """# Figures
+
+Written by `python tools/bench.py report` from the records beside it, each of which names its
+command, machine and versions; `--record NAME` makes one.
+
+Machines differ and drift, so each figure stands beside the limit it runs into, measured in the same
+process and in turn with it: decoding reads every weight once per token (the read limit is the
+faster of a sum and a matrix-vector product over memory), a prompt multiplies matrices (the GEMM
+peak is the library's own product). Medians, in parentheses the least and the most. The 1b shape is
+Llama-like, of 22 layers, D = 2048 and V = 32,000, with random weights.
+
+- `quality` is of the bundled model, on the last tenth of the tiny-shakespeare corpus, which was
+  held out from its training (but chose its best step); the rest calibrates GPTQ.
+- Of guesses, "in theory" is theorem 3.8 of [2211.17192](https://arxiv.org/abs/2211.17192) with the
+  acceptance and the costs measured in the same run: a random 1b model and a draft of its own first
+  layers, the others made to add nothing, so that it always agrees unless `--draft-noise` disturbs
+  it.
+- "Within the limits" is the share of requests with their first token within 1 s, and each further
+  one within 0.1 s on average; "the floor" is a prompt as long as what is not cached.
+"""
+
+
 def speed_tables() -> str:
     """The recorded runs as Markdown: one table each, with its provenance."""
-    text = ""
+    text = ABOUT
     for file in sorted(RECORDS.glob("*.json")):
         run = json.loads(file.read_text())
-        words = run["command"].split()
-        kind = words[words.index("bench.py") + 1]
-        kind = "speculation" if "--specul" in run["command"] else kind
+        command = re.sub(
+            r" (tools/)?bench\.py ", " tools/bench.py ", run["command"]
+        )  # it has moved
+        words = command.split()
+        kind = words[words.index("tools/bench.py") + 1]
+        kind = "speculation" if "--specul" in command else kind
         columns = COLUMNS["ranks" if words[0] == "torchrun" else kind]
-        text += f"\n`{run['command']}`  \n{run['hardware']}; {run['versions']}"
+        columns = {  # what was measured once may not be any more
+            name: title
+            for name, title in columns.items()
+            if any(name in row for row in run["runs"].values())
+        }
+        text += f"\n`{command}`  \n{run['hardware']}; {run['versions']}"
         if "model_gb" in run:
             text += (
                 f"; weights {run['model_gb']:.2f} GB, peak memory {run['peak_memory_gb']:.2f} GB"
@@ -151,6 +182,40 @@ def speed_tables() -> str:
             cells = [cell(*row[name]) if name in row else "" for name in columns]
             text += f"| {label} | " + " | ".join(cells) + " |\n"
     return text
+
+
+SUMMARY = (  # what, record, row, figure, and of what that is a multiple or a part
+    ("one sequence, compiled", "latency-1b-prompt512", "batch 1", "of_read_limit",
+     "of the speed at which this machine reads memory"),
+    ("with int8 weights", "latency-1b-prompt512", "int8, batch 1", "times_first_row",
+     "times bfloat16"),
+    ("with int4 weights", "latency-1b-prompt512", "int4, batch 1", "times_first_row",
+     "times bfloat16"),
+    ("with 4 guesses of a draft that is always right", "speculate-1b", "4 guesses", "times_plain",
+     "times without"),
+    ("32 requests at once", "throughput-1b-32x64", "continuous batching", "times_one",
+     "times one after another"),
+    ("a prompt of 1,024 tokens, 1,008 of them cached", "prefix-1b", "cached", "of_cold",
+     "of the time to the first token"),
+    ("int4 weights by GPTQ, in the bundled model", "quality-shakespeare", "int4 gptq, group 128",
+     "more", "more perplexity, as a share"),
+)  # fmt: skip
+
+
+def summary() -> str:
+    """What each technique brings, in a line each, from the records of its name."""
+    text = "\n| what | figure | |\n|---|---|---|\n"
+    for what, name, row, figure, of in SUMMARY:
+        if found := latest(name):
+            text += f"| {what} | {cell(*found['runs'][row][figure])} | {of} |\n"
+    return text + "\n"
+
+
+def latest(name: str) -> dict | None:
+    """The last record of NAME.json or NAME-MACHINE.json, and not NAME-VARIANT-MACHINE.json."""
+    files = [*RECORDS.glob(f"{name}.json"), *sorted(RECORDS.glob(f"{name}-*.json"))]
+    files = [file for file in files if "-" not in file.stem.removeprefix(name)[1:]]
+    return json.loads(files[-1].read_text()) if files else None
 
 
 def cell(median: float, low: float, high: float) -> str:
@@ -181,10 +246,7 @@ def picture() -> str:
     for title, bars in BARS.items():
         figures: dict[str, float] = {}
         for label, (name, row, figure) in bars.items():
-            # NAME-MACHINE.json, and not NAME-VARIANT-MACHINE.json
-            files = sorted(RECORDS.glob(f"{name}-*.json"))
-            if files := [f for f in files if "-" not in f.stem.removeprefix(f"{name}-")]:
-                record = json.loads(files[-1].read_text())
+            if record := latest(name):
                 figures[label] = record["runs"][row][figure][0]
                 hardware = f"1b shape, bfloat16; {record['hardware']}; {record['versions']}"
         shapes.append(f'<text x="16" y="{y + 28}" font-weight="600">{title}</text>')
@@ -206,4 +268,5 @@ def picture() -> str:
     return "\n".join([head, *shapes, "</svg>"]) + "\n"
 
 
-PARTS = {"files": file_table, "speed": speed_tables}
+PARTS = {"files": file_table, "speed": summary}  # of README.md, between marks
+PAGES = {"docs/speed.svg": picture, "benchmarks/README.md": speed_tables}

