@@ -17,6 +17,7 @@ from generate import generate
 from kv_cache import StaticCache
 from model import Config, Transformer, load_config, locate_tensors, named_tensors
 from sampling import SamplingParams, Sequence
+from scheduler import Engine, Request
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAKESPEARE = ROOT / "checkpoints" / "shakespeare"
@@ -75,24 +76,29 @@ def tiny_model(**changes: Any) -> Transformer:
 @cache
 def bundled() -> Transformer:
     """The trained model in float32. Shared by the tests of a file: not to be changed."""
+    # Not by load_model: PyTorch's meta device takes two seconds to import.
     model, files = Transformer(load_config(SHAKESPEARE)), locate_tensors(SHAKESPEARE)
     for name, tensor in named_tensors(model.eval().requires_grad_(False)):
         tensor.copy_(files[name].read())
     return model
 
 
-def slabs(model: Transformer, length: int) -> StaticCache:
-    return StaticCache(model.config, 1, length, model.embed_tokens.weight.dtype)
-
-
-def write(model: Transformer, ids: Iterable[int], count: int, **options: Any) -> Sequence:
+def write(model: Transformer, ids: Iterable[int], count: int, **wishes: Any) -> Sequence:
     """Let generate() write `count` tokens, greedily unless `temperature` says otherwise."""
-    proposer, wishes = options.pop("proposer", None), {"temperature": 0.0} | options
-    params = SamplingParams(max_tokens=count, ignore_eos=True, **wishes)
+    params = SamplingParams(**{"temperature": 0, "max_tokens": count, "ignore_eos": True} | wishes)
     sequence = Sequence([*ids], params, model.config)
-    for _ in generate(model, sequence, slabs(model, sequence.max_len), proposer=proposer):
+    for _ in generate(model, sequence, StaticCache(model, 1, sequence.max_len)):
         pass
     return sequence
+
+
+def serve(engine: Engine, *asked: tuple[list[int] | str, SamplingParams]) -> list[Request]:
+    """Let an engine answer requests, all at once, and check its books at every step."""
+    requests = [engine.add_request(*each) for each in asked]
+    while engine.queue:
+        engine.step()
+        engine.check()
+    return requests
 
 
 @torch.no_grad()

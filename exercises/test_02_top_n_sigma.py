@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from common import call, needs, tiny_model, write
+from common import call, needs, serve, tiny_model, write
 
 from sampling import SamplingParams, Sequence, distribution
-from speculative import NGram
+from scheduler import Engine
 
 MODEL = tiny_model()
 TODO = "give SamplingParams the setting top_n_sigma"
@@ -80,6 +80,9 @@ def test_generation_and_speculation_have_it() -> None:
     call(SamplingParams, todo=TODO, top_n_sigma=1.0)
     ids = [5, 6, 7, 5, 6, 7, 5]
     greedy = write(MODEL, ids, 12).output_ids
-    for proposer in (None, NGram(3)):
-        hot = write(MODEL, ids, 12, temperature=50.0, seed=1, top_n_sigma=1e-4, proposer=proposer)
-        assert hot.output_ids == greedy, "so small an n leaves the likeliest token alone"
+    hot = SamplingParams(temperature=50.0, seed=1, top_n_sigma=1e-4, max_tokens=12, ignore_eos=True)
+    for speculate in (0, 3):
+        engine = Engine(MODEL, num_blocks=8, max_num_seqs=2, speculate=speculate)
+        (request,) = serve(engine, (ids, hot))
+        got = request.outputs[0].output_ids
+        assert got == greedy, "so small an n leaves the likeliest token alone"

@@ -30,7 +30,7 @@ def serve(at: Engine, requests: list[Request]) -> tuple[list[int], list[int]]:
     order: list[int] = []
     first = [0] * len(requests)
     step = 0
-    while at.has_work:
+    while at.queue:
         step += 1
         for request in at.step():
             i = requests.index(request)
@@ -78,7 +78,7 @@ def test_people_wait_less_on_average_for_the_same_tokens() -> None:
 def test_priority_comes_before_length() -> None:
     at = engine(policy="shortest", ageing=0)
     requests = [ask(at, 3), ask(at, 30, priority=-1), ask(at, 20), ask(at, 5, priority=1)]
-    assert serve(at, requests)[0] == [1, 0, 2, 3], "see Task.rank"
+    assert serve(at, requests)[0] == [1, 0, 2, 3], "see rank() in scheduler.py"
 
 
 @pytest.mark.parametrize(("ageing", "overtakers"), [(0, 19), (4, 7), (9, 3), (100, 0)])
@@ -100,14 +100,14 @@ def test_ageing_bounds_how_many_may_overtake(ageing: int, overtakers: int) -> No
 
 
 def test_a_long_prompt_gives_its_blocks_to_a_short_one() -> None:
-    """Rank also says who is preempted: the last in line. check() wants both queues in order."""
+    """Rank also says who is preempted: the last in line. check() wants the queue in order."""
     at = engine(policy="shortest", ageing=0, num_blocks=11, max_num_seqs=2)
     long = ask(at, 37, max_tokens=8)
     at.step()
     requests = [long, ask(at, 3, max_tokens=8)]
     order, _ = serve(at, requests)
     assert order == [1, 0]
-    assert at.stats.preemptions == 1
+    assert at.stats.num_preemptions == 1
     assert at.pool.num_available == at.pool.num_blocks
 
 

@@ -5,7 +5,7 @@ from copy import deepcopy
 from typing import Any
 
 import pytest
-from common import call, tiny_model
+from common import call, serve, tiny_model
 
 from paged import BlockPool, BlockTable
 from sampling import SamplingParams
@@ -18,7 +18,7 @@ def pool(evict: str, num_blocks: int = 10) -> BlockPool:
     return call(BlockPool, num_blocks, 4, todo=TODO, evict=evict)
 
 
-def serve(at: BlockPool, text: str) -> int:
+def use(at: BlockPool, text: str) -> int:
     """One request from beginning to end, as the engine would: how many of its tokens were found?"""
     ids, table = [*map(ord, text)], BlockTable()
     at.reuse(table, ids)
@@ -37,10 +37,10 @@ POPULAR = "popular prompt! "  # four blocks
 def popular_then_flood(at: BlockPool) -> int:
     """A prompt that comes again and again; then many that come once; then the first again."""
     for i in range(5):
-        serve(at, POPULAR + str(i))
+        use(at, POPULAR + str(i))
     for i in range(12):
-        serve(at, f"{i:02} comes just once")
-    return serve(at, POPULAR + "?")
+        use(at, f"{i:02} comes just once")
+    return use(at, POPULAR + "?")
 
 
 def test_what_was_found_often_stays() -> None:
@@ -55,10 +55,10 @@ def test_lru_is_the_default_and_forgets() -> None:
 def test_of_equals_the_least_recently_used_goes() -> None:
     at = pool("lfu", 4)
     for text in ("aaaa.", "bbbb.", "cccc.", "bbbb!", "cccc!", "aaaa!", "dddd."):
-        serve(at, text)
+        use(at, text)
     # Four blocks, one of them always for the unfinished end: a, b and c have been found once each,
     # and b least recently. So b went when d came.
-    found = {letter for letter in "abcd" if serve(deepcopy(at), letter * 4 + "?")}
+    found = {letter for letter in "abcd" if use(deepcopy(at), letter * 4 + "?")}
     assert "b" not in found, "found equally often: give up the least recently used"
     assert {"a", "c"} <= found
 
@@ -67,17 +67,17 @@ def test_a_new_text_in_an_old_block_begins_at_zero() -> None:
     """Bug: the count stays with the block when its content goes."""
     at = pool("lfu", 2)
     for _ in range(9):
-        serve(at, "aaaa.")
+        use(at, "aaaa.")
     table = BlockTable()
     at.reuse(table, [*map(ord, "x" * 8)])
     at.grow(table, 8)  # takes both blocks: "aaaa" is gone
     at.commit(table, [*map(ord, "xxxxyyyy")], 8)
     at.free(table)
-    serve(at, "xxxx.")  # x found once, y never: y's block is taken for the "."
-    serve(at, "xxxx.")
-    serve(at, "bbbb")  # x found twice; the free block is taken
-    serve(at, "cccc")
-    assert serve(at, "xxxx.") == 4, "counts are of a content: forget them when it is given up"
+    use(at, "xxxx.")  # x found once, y never: y's block is taken for the "."
+    use(at, "xxxx.")
+    use(at, "bbbb")  # x found twice; the free block is taken
+    use(at, "cccc")
+    assert use(at, "xxxx.") == 4, "counts are of a content: forget them when it is given up"
 
 
 @pytest.mark.parametrize("evict", ["lru", "lfu"])
@@ -107,10 +107,8 @@ def test_the_engine_has_it_and_keeps_it() -> None:
     engine = call(Engine, model, max_num_batched_tokens=16, todo=TODO, evict="lfu", **options)
 
     def ask(ids: list[int]) -> list[int]:
-        request = engine.add_request(ids, SamplingParams(max_tokens=3, seed=1, ignore_eos=True))
-        while engine.has_work:
-            engine.step()
-            engine.check()
+        params = SamplingParams(max_tokens=3, seed=1, ignore_eos=True)
+        (request,) = serve(engine, (ids, params))
         return request.outputs[0].output_ids
 
     def popular_after_flood() -> int:
@@ -119,9 +117,9 @@ def test_the_engine_has_it_and_keeps_it() -> None:
             said = ask(popular)
         for i in range(8):
             ask([20 + i] * 16)
-        before = engine.stats.cached_tokens
+        before = engine.stats.prefix_cache_hits
         assert ask(popular) == said
-        return engine.stats.cached_tokens - before
+        return engine.stats.prefix_cache_hits - before
 
     assert popular_after_flood() == 16
     engine.reset()

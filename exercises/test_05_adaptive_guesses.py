@@ -1,12 +1,11 @@
 """Exercise 05: guess more while the guesses are right. See 05-adaptive-guesses.md."""
 
 import torch
-from common import slabs, tiny_model
+from common import serve, tiny_model
 
-from generate import generate
-from sampling import SamplingParams, Sequence, Token
-from scheduler import Engine
-from speculative import Guess, NGram, Proposer
+from sampling import Guess, SamplingParams, Sequence, Token
+from scheduler import Engine, Request
+from speculative import NGram, Proposer
 
 MODEL = tiny_model()
 V = MODEL.config.vocab_size
@@ -30,12 +29,11 @@ def running(**wishes: int | float) -> Sequence:
 
 def outcome(proposer: Proposer, *steps: tuple[Sequence, int, int]) -> None:
     """One verification: for each sequence so many guesses, of which so many are right."""
-    logits, guesses = [], []
-    for _, made, right in steps:
-        guesses.append(Guess([5] * made, [1.0] * made))
-        for i in range(made + 1):
-            logits.append(torch.eye(V)[5 if i < right else 6])
-    results = proposer.verify(torch.stack(logits), [s for s, _, _ in steps], guesses)
+    logits = []
+    for sequence, made, right in steps:
+        sequence.guess = Guess([5] * made, [1.0] * made)
+        logits += [torch.eye(V)[5 if i < right else 6] for i in range(made + 1)]
+    results = proposer.verify(torch.stack(logits), [s for s, _, _ in steps])
     assert [len(tokens) - 1 for tokens in results] == [right for _, _, right in steps]
 
 
@@ -104,28 +102,31 @@ def test_fixed_is_the_default() -> None:
     assert counts(NGram(4), running(), None, 0, 0, None) == [4, 4, 4, 4, 4]
 
 
+def speak(
+    proposer: Proposer, *asked: tuple[list[int], SamplingParams], num_blocks: int = 60
+) -> tuple[Engine, list[Request]]:
+    """Let an engine answer, all at once, with these guesses."""
+    small = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 4 * (1 + proposer.k)}
+    engine = Engine(MODEL, num_blocks=num_blocks, speculate=proposer.k, **small)
+    engine.proposer = proposer
+    return engine, serve(engine, *asked)
+
+
 def test_in_the_engine_each_gets_what_it_gets_alone() -> None:
     """The number of guesses must survive preemption, and not depend on who else is there."""
-    small = {"num_blocks": 14, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 24}
-    engine = Engine(MODEL, speculate=5, **small)
-    engine.proposer = adaptive(5)
     texts = [[5, 6, 7] * 4, [9, 3] * 3, [*range(2, 16)], [8] * 9]
     wishes = [
         SamplingParams(max_tokens=20, seed=i, temperature=i * 0.4, n=2, ignore_eos=True)
         for i in range(4)
     ]
-    requests = [engine.add_request(ids, wish) for ids, wish in zip(texts, wishes)]
-    while engine.has_work:
-        engine.step()
-        engine.check()
-    assert engine.stats.preemptions
+    asked = [*zip(texts, wishes)]
+    engine, requests = speak(adaptive(5), *asked, num_blocks=14)
+    assert engine.stats.num_preemptions
     assert sum(engine.proposer.offered[1:]), "never more than one guess"
-    for ids, wish, request in zip(texts, wishes, requests):
+    for (ids, wish), request in zip(asked, requests):
         for got, each in zip(request.outputs, wish.split()):
-            alone = Sequence(ids, each, MODEL.config)
-            for _ in generate(MODEL, alone, slabs(MODEL, alone.max_len), proposer=adaptive(5)):
-                pass
-            assert got.output_ids == alone.output_ids
+            _, (alone,) = speak(adaptive(5), (ids, each))
+            assert got.output_ids == alone.outputs[0].output_ids
 
 
 def test_it_wastes_less() -> None:
@@ -133,9 +134,7 @@ def test_it_wastes_less() -> None:
     results = []
     for proposer in (NGram(8), adaptive(8)):
         params = SamplingParams(temperature=2.0, seed=2, max_tokens=100, ignore_eos=True)
-        sequence = Sequence([10, 20, 30, 4], params, MODEL.config)
-        for _ in generate(MODEL, sequence, slabs(MODEL, sequence.max_len), proposer=proposer):
-            pass
+        speak(proposer, ([10, 20, 30, 4], params))
         results.append((sum(proposer.offered), sum(proposer.accepted)))
     fixed, moving = results
     print(f"offered, accepted: fixed {fixed}, adaptive {moving}")

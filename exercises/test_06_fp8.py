@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import quantize
 from model import Transformer, load_model
 from quantize import load, quantize_model
+from tools import convert
 
 IDS = [10, 200, 30, 400, 50, 600, 70, 800]
 
@@ -100,7 +101,7 @@ def test_a_folder_comes_back_as_it_was(tmp_path: Path) -> None:
     model = fp8(load_model(SHAKESPEARE))
     out = tmp_path / "fp8"
     words = ["--checkpoint", str(SHAKESPEARE), "--mode", "fp8", "--out", str(out)]
-    assert quantize.main(words) == 0
+    assert convert.main(words) == 0
     assert json.loads((out / "config.json").read_text())["quantization_config"]["bits"] == 8
     with safe_open(out / "model.safetensors", "pt") as file:
         bytes_a_weight = file.get_tensor("model.layers.0.mlp.down_proj.qweight").itemsize
@@ -130,6 +131,6 @@ def test_gptq_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     text.write_text("To be, or not to be: that is the question. " * 40)
     words = ["--checkpoint", str(SHAKESPEARE), "--mode", "fp8", "--method", "gptq"]
     words += ["--calibrate", str(text), "--out", str(tmp_path / "out")]
-    assert quantize.main(words) == 2, "--method gptq --mode fp8 must be refused"
+    assert convert.main(words) == 2, "--method gptq --mode fp8 must be refused"
     assert "fp8" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

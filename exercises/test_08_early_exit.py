@@ -4,13 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from common import bundled, needs, slabs, tiny_model, write
+from common import bundled, needs, serve, tiny_model, write
 
-from generate import generate
-from kv_cache import Row
 from model import Transformer
+from paged import Row, Runner
 from quantize import quantize_model
-from runner import Runner
 from sampling import SamplingParams, Sequence
 from scheduler import Engine
 from speculative import DraftModel
@@ -18,7 +16,7 @@ from speculative import DraftModel
 IDS = [5, 6, 7, 8, 9, 10, 11]
 
 
-def self_draft(runner: Runner, layers: int, k: int) -> DraftModel:
+def self_draft(runner: Runner, layers: int, k: int = 4) -> DraftModel:
     make = needs("speculative", "self_draft", "write self_draft(runner, layers, k) -> DraftModel")
     draft = make(runner, layers, k)
     assert isinstance(draft, DraftModel), "DraftModel knows how to guess: give it a Runner"
@@ -29,20 +27,19 @@ def self_draft(runner: Runner, layers: int, k: int) -> DraftModel:
 def speak(
     model: Transformer, ids: list[int], layers: int, count: int = 16, **wishes: Any
 ) -> tuple[Sequence, DraftModel]:
-    """generate() with the first layers as the draft."""
-    params = SamplingParams(**{"temperature": 0, "max_tokens": count, "ignore_eos": True} | wishes)
-    sequence = Sequence(ids, params, model.config)
-    cache = slabs(model, sequence.max_len)
-    draft = self_draft(Runner(model, cache), layers, 4)
-    for _ in generate(model, sequence, cache, proposer=draft):
-        pass
-    return sequence, draft
+    """One sequence, with the first layers as the draft."""
+    engine = Engine(model, num_blocks=8, max_num_seqs=1)
+    engine.proposer = self_draft(engine.runner, layers)
+    wishes = {"temperature": 0, "max_tokens": count, "ignore_eos": True} | wishes
+    (request,) = serve(engine, (ids, SamplingParams(**wishes)))
+    return request.outputs[0], engine.proposer
 
 
 def test_the_draft_has_no_weights_of_its_own() -> None:
     model = tiny_model(num_hidden_layers=4, windows=(None, 5, None, 3), qk_norm=True)
-    draft = self_draft(Runner(model, slabs(model, 32)), 2, 4).runner.model
+    draft = self_draft(Runner(model, 4, 8), 2).runner.model
     assert len(draft.layers) == draft.config.num_hidden_layers == 2
+    assert draft.config.windows == (None, 5)
     assert len(model.layers) == 4, "the model itself stays whole"
     ours = {p.data_ptr() for p in model.parameters()}
     own = [name for name, p in draft.named_parameters() if p.data_ptr() not in ours]
@@ -52,15 +49,15 @@ def test_the_draft_has_no_weights_of_its_own() -> None:
 def test_the_draft_has_no_cache_of_its_own() -> None:
     """Its layers are the model's, so their keys and values are the model's: the same memory."""
     model = tiny_model(num_hidden_layers=3)
-    cache = slabs(model, 32)
-    draft = self_draft(Runner(model, cache), 2, 4)
-    rows = [Row([], 0, 5)]
-    (view, positions), (whole, _) = draft.runner.cache.step(rows), cache.step(rows)
-    assert positions.tolist() == [[0, 1, 2, 3, 4]]
-    assert len(view.layers) == 2, "step() gives a view with the first layers only"
-    assert len(cache.layers) == len(whole.layers) == 3, "and leaves the model's cache whole"
-    for mine, theirs in zip(view.layers, cache.layers):
-        assert mine.k.data_ptr() == theirs.k.data_ptr(), "a second cache for the same keys"
+    runner = Runner(model, 4, 8)
+    draft = self_draft(runner, 2).runner
+    assert len(draft.pools) == 2, "the pools of the first layers only"
+    assert len(runner.pools) == 3, "and leave the model's Runner whole"
+    for mine, theirs in zip(draft.pools, runner.pools):
+        same = [a.data_ptr() == b.data_ptr() for a, b in zip(mine, theirs)]
+        assert all(same), "a second cache for the same keys"
+    assert runner.model is model
+    assert draft.run([Row([2], 0, IDS)]).shape == (1, 32)
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
@@ -77,25 +74,21 @@ def test_layers_that_do_nothing_are_not_missed() -> None:
     for block in model.layers[2:]:
         block.self_attn.o_proj.weight.zero_()
         block.mlp.down_proj.weight.zero_()
-    _, draft = speak(model, IDS, 2)
-    assert draft.accepted == draft.offered, f"{draft.summary()}: is the norm the model's own?"
-    _, draft = speak(model, IDS, 2, temperature=1.0, seed=3)
-    assert draft.accepted == draft.offered
+    for temperature in (0, 1):
+        _, draft = speak(model, IDS, 2, temperature=temperature, seed=3)
+        assert draft.accepted == draft.offered, f"{draft.summary()}: is the norm the model's own?"
 
 
 def test_in_the_engine_each_gets_what_it_gets_alone() -> None:
     """Several at once, forked (n = 2), in a pool so small that some are preempted."""
     model = tiny_model(num_hidden_layers=3)
     engine = Engine(model, num_blocks=10, block_size=4, max_num_seqs=4, max_num_batched_tokens=24)
-    engine.proposer = self_draft(engine.runner, 1, 4)
+    engine.proposer = self_draft(engine.runner, 1)
     texts = [[*range(2, 2 + n)] for n in (3, 10, 6)]
     params = SamplingParams(max_tokens=12, seed=5, n=2, ignore_eos=True)
-    requests = [engine.add_request(ids, params) for ids in texts]
-    while engine.has_work:
-        engine.step()
-        engine.check()
+    requests = serve(engine, *((ids, params) for ids in texts))
     assert engine.proposer.steps
-    assert engine.stats.preemptions
+    assert engine.stats.num_preemptions
     for ids, request in zip(texts, requests):
         for got, wish in zip(request.outputs, params.split()):
             alone, _ = speak(model, ids, 1, 12, temperature=1.0, seed=wish.seed)
@@ -120,15 +113,14 @@ def test_of_a_quantised_model() -> None:
 
 @pytest.mark.parametrize("layers", [-1, 0, 2, 3])
 def test_some_layers_must_be_left(layers: int) -> None:
-    model = tiny_model(num_hidden_layers=2)
-    self_draft(Runner(model, slabs(model, 8)), 1, 2)
+    runner = Runner(tiny_model(num_hidden_layers=2), 4, 8)
+    self_draft(runner, 1)
     with pytest.raises(ValueError, match=str(layers)):
-        self_draft(Runner(model, slabs(model, 8)), layers, 2)
+        self_draft(runner, layers)
 
 
 def test_no_gradients_and_in_eval_mode() -> None:
-    model = tiny_model()
-    draft = self_draft(Runner(model, slabs(model, 8)), 1, 2).runner.model
+    draft = self_draft(Runner(tiny_model(), 4, 8), 1).runner.model
     assert not draft.training
     logits = draft(torch.tensor([IDS]), torch.arange(len(IDS))[None])
     assert not logits.requires_grad

@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from common import close, needs, slabs, tiny_model, write
+from common import close, logits_of, needs, tiny_model
 from torch import Tensor
 
 from generate import generate
-from kv_cache import Row
-from model import KVCache, LayerCache, Transformer
-from runner import Runner
+from kv_cache import StaticCache
+from model import LayerCache, Transformer
 from sampling import SamplingParams, Sequence
 
 MODEL = tiny_model(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
@@ -19,18 +18,20 @@ TEXT = random.Random(2).choices(range(1, 32), k=60)
 
 
 def sink_cache(sinks: int, window: int, model: Transformer = MODEL) -> Any:
-    kind = needs("kv_cache", "SinkCache", "write the class, with SinkCache(config, sinks, window)")
-    return kind(model.config, sinks, window)
+    kind = needs("kv_cache", "SinkCache", "write the class, with SinkCache(model, sinks, window)")
+    return kind(model, sinks, window)
 
 
+@torch.no_grad()
 def run(cache: Any, sizes: list[int], model: Transformer = MODEL, text: list[int] = TEXT) -> Tensor:
     """Run the text in chunks of these sizes: the logits after each token, (T, V)."""
-    runner, logits, at = Runner(model, cache), [], 0
+    logits, at = [], 0
     for size in sizes:
-        row = Row([], at, min(at + size, len(text)))
-        logits.append(runner([row], row.of(text), [*range(row.end - row.start)]))
-        at = row.end
-    assert at == len(text)
+        chunk = text[at : at + size]
+        positions, layers = cache.step(at, at + len(chunk))
+        logits.append(model(torch.tensor([chunk]), positions, layers)[0])
+        at += size
+    assert at >= len(text)
     return torch.cat(logits)
 
 
@@ -40,9 +41,7 @@ class Masked(LayerCache):
     def __init__(self, sinks: int, window: int) -> None:
         self.sinks, self.window = sinks, window
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int | None
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         T, group = q.shape[2], q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         scores = q @ k.transpose(2, 3) / q.shape[3] ** 0.5
@@ -53,10 +52,10 @@ class Masked(LayerCache):
         return scores.masked_fill(torch.tensor(hidden), -torch.inf).softmax(-1) @ v
 
 
-def twin(sinks: int, window: int, model: Transformer = MODEL, text: list[int] = TEXT) -> Tensor:
-    cache = KVCache(model.config)
-    cache.layers = [Masked(sinks, window) for _ in model.layers]
-    return run(cache, [len(text)], model, text)
+@torch.no_grad()
+def twin(sinks: int, window: int, text: list[int] = TEXT) -> Tensor:
+    layers = [Masked(sinks, window) for _ in MODEL.layers]
+    return MODEL(torch.tensor([text]), torch.arange(len(text))[None], layers)[0]
 
 
 CASES = [(4, 8), (1, 1), (0, 5), (4, 100), (3, 2)]
@@ -79,39 +78,40 @@ def test_in_chunks(sizes: list[int], sinks: int, window: int) -> None:
     close(got, want, wrong)
 
 
-def kept(cache: Any) -> int:
-    """Numbers that the cache keeps, wherever it keeps them."""
-    stores: dict[int, int] = {}
-    for holder in (cache, *cache.layers):
-        for value in vars(holder).values():
-            for tensor in value if isinstance(value, list | tuple) else [value]:
-                if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                    storage = tensor.untyped_storage()
-                    stores[storage.data_ptr()] = storage.nbytes() // tensor.itemsize
-    return sum(stores.values())
+def tensors(of: Any) -> list[Tensor]:
+    """The numbers that something keeps, wherever in it."""
+    if isinstance(of, Tensor):
+        return [of] * of.is_floating_point()
+    inside = of.values() if isinstance(of, dict) else of if isinstance(of, list | tuple) else ()
+    if type(of).__module__ == "kv_cache":
+        inside = vars(of).values()
+    return [tensor for each in inside for tensor in tensors(each)]
+
+
+def kept(cache: Any) -> float:
+    """Positions that the cache keeps, with all their keys and values."""
+    stores = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors(cache)}
+    c, one = MODEL.config, MODEL.dtype.itemsize
+    a_position = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * one
+    return sum(store.nbytes() for store in stores.values()) / a_position
 
 
 def test_it_does_not_grow() -> None:
-    cache = sink_cache(4, 8)
-    runner, sizes = Runner(MODEL, cache), []
-    for p in range(300):
-        runner([Row([], p, p + 1)], [1 + p % 31], [0])
-        sizes.append(kept(cache))
-    config = MODEL.config
-    a_position = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    most = max(sizes) / a_position
-    assert most > 0, "where are the keys? The test looks into the attributes of cache.layers"
-    assert most <= 4 + 8 + 2, (
-        f"{most:.0f} positions are kept for 4 sinks and a window of 8: is a slice still a view of "
-        "all that ever was?"
-    )
-    run(cache := sink_cache(4, 8), [60])
-    assert kept(cache) / a_position <= 4 + 8 + 2, "after a long chunk, too"
+    text = [1 + p % 31 for p in range(300)]
+    for sizes, when in ([1] * 300, "token by token"), ([150, 150], "after a long chunk"):
+        cache = sink_cache(4, 8)
+        run(cache, sizes, text=text)
+        most = kept(cache)
+        assert most > 0, "where are the keys? The test looks into the attributes of the cache"
+        assert most <= 4 + 8 + 2, (
+            f"{when}, {most:.0f} positions are kept for 4 sinks and a window of 8: is a slice "
+            "still a view of all that ever was?"
+        )
 
 
 def test_a_short_text_is_as_ever() -> None:
     """While nothing has been evicted, it is the plain cache."""
-    plain = run(slabs(MODEL, 60), [20, 40])
+    plain = run(StaticCache(MODEL, 1, 60), [20, 40])
     close(run(sink_cache(2, 58), [20, 40]), plain, "nothing is out of sight yet")
 
 
@@ -133,13 +133,12 @@ def test_generate_takes_it() -> None:
         pass
     assert len(sequence.output_ids) == 200
     ids = sequence.ids
-    want = twin(4, 8, text=ids[:150])[len(TEXT) - 1 :].argmax(-1).tolist()
+    want = twin(4, 8, ids[:150])[len(TEXT) - 1 :].argmax(-1).tolist()
     assert ids[len(TEXT) : 151] == want
 
 
-def test_the_other_caches_are_as_before() -> None:
+def test_the_static_cache_is_as_before() -> None:
     sink_cache(4, 8)
     sliding = tiny_model(windows=(5, None))
-    want = run(KVCache(sliding.config), [60], sliding)
-    close(run(slabs(sliding, 60), [7] * 9, sliding), want, "the plain cache has changed")
-    assert len(write(MODEL, TEXT, 5).output_ids) == 5
+    got = run(StaticCache(sliding, 1, 60), [7] * 9, sliding)
+    close(got, logits_of(sliding, TEXT), "the static cache has changed")

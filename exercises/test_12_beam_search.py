@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from common import logits_of, needs, tiny_model, write
+from common import logits_of, needs, serve, tiny_model, write
 from torch import Tensor
 
-from kv_cache import Row
 from model import Transformer
-from runner import Runner
+from paged import Row
 from sampling import SamplingParams
 from scheduler import Engine
 
@@ -83,19 +82,18 @@ def test_ended_beams_stay_in_the_race() -> None:
     assert_same(beams, want)
 
 
-class Watched(Runner):
-    """Notes what each forward runs, and how many blocks are in use meanwhile."""
+class Watched:
+    """Notes what each forward of an engine runs, and how many blocks are in use meanwhile."""
 
     def __init__(self, at: Engine) -> None:
-        super().__init__(at.runner.model, at.runner.cache)
-        self.pool, self.rows, self.tokens, self.used = at.pool, [], [], []
-        at.runner = self
+        self.pool, self.run, at.runner.run = at.pool, at.runner.run, self.watch
+        self.rows, self.tokens, self.used = [], [], []
 
-    def __call__(self, rows: list[Row], tokens: list[int], select: list[int]) -> Tensor:
+    def watch(self, rows: list[Row]) -> Tensor:
         self.rows.append(len(rows))
-        self.tokens.append(len(tokens))
+        self.tokens.append(sum(len(row.ids) for row in rows))
         self.used.append(self.pool.num_blocks - self.pool.num_available)
-        return super().__call__(rows, tokens, select)
+        return self.run(rows)
 
 
 def test_all_beams_run_in_one_forward() -> None:
@@ -134,12 +132,9 @@ def test_the_engine_goes_on_afterwards() -> None:
     at = engine()
     search(at, PROMPT, 3, 5)
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-    request = at.add_request(PROMPT, params)
-    while at.has_work:
-        at.step()
-        at.check()
+    (request,) = serve(at, (PROMPT, params))
     assert request.outputs[0].ids == write(MODEL, PROMPT, 5).ids
-    assert at.stats.cached_tokens == 8, "two full blocks of the prompt"
+    assert at.stats.prefix_cache_hits == 8, "two full blocks of the prompt"
 
 
 def test_wider_finds_likelier_texts() -> None:
