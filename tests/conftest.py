@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+pytest.register_assert_rewrite("serving")  # it is imported before pytest loads it as a plugin
 ROOT = Path(__file__).resolve().parent.parent
 SHAKESPEARE = ROOT / "checkpoints" / "shakespeare"
 DRAFT = ROOT / "checkpoints" / "shakespeare-draft"

@@ -10,7 +10,8 @@ import sys
 import pytest
 from conftest import ROOT, SHAKESPEARE
 
-import report
+import generate
+from tools import bench, report
 
 README = (ROOT / "README.md").read_text()
 COMMANDS = [
@@ -26,7 +27,19 @@ def test_the_first_two_commands_are_what_ci_runs():
     """A missing install step shows only on a new machine, so CI starts from one."""
     assert COMMANDS[:2] == [INSTALL, TEST]
     ci = (ROOT / ".ci" / "run").read_text().splitlines()
-    assert INSTALL in ci and TEST in ci
+    assert INSTALL in ci and TEST in ci and f"{TEST} -m slow" in ci and f"{TEST} -m slow" in README
+
+
+@pytest.mark.parametrize("command", COMMANDS[2:])
+def test_command_is_understood(command):
+    """An option that is gone, or a file that has moved; the slow tests also run them."""
+    launcher, *words = shlex.split(command)
+    assert launcher in ("python", "torchrun")
+    at = next(i for i, word in enumerate(words) if word.endswith(".py"))
+    assert (ROOT / words[at]).is_file()
+    for name, module in {"generate.py": generate, "tools/bench.py": bench}.items():
+        if words[at] == name:
+            module.parse_args(words[at + 1 :])
 
 
 @contextlib.contextmanager
@@ -42,6 +55,14 @@ def serving(words):
         assert process.wait(timeout=60) == 0
 
 
+def succeeds(words, **options):
+    options = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 300, **options}
+    run = subprocess.run(words, **options)
+    assert run.returncode == 0 and "Traceback" not in run.stderr, run.stderr
+    return run.stdout.strip()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["python generate.py", *COMMANDS[2:]])
 def test_command_runs(command, tmp_path):
     """Every other command works as it stands, with the bundled model for the reader's own."""
@@ -52,14 +73,10 @@ def test_command_runs(command, tmp_path):
     if "server.py" in words:
         with serving(words):
             return
-    run = subprocess.run(
-        words, cwd=ROOT, input="Who goes there?\n", capture_output=True, text=True, timeout=300
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() or (tmp_path / "new").is_dir()
-    assert "Traceback" not in run.stderr
+    assert succeeds(words, input="Who goes there?\n") or (tmp_path / "new").is_dir()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
 def test_python_runs(code):
     """An example that was right once."""
@@ -67,24 +84,26 @@ def test_python_runs(code):
     if "127.0.0.1:8000" in code:
         server = serving([sys.executable, "server.py", "--port", "8000"])
     with server:
-        run = subprocess.run(
-            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300
-        )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.strip()
+        assert succeeds([sys.executable, "-c", code])
 
 
-@pytest.mark.parametrize("mark", report.PARTS)
-def test_generated_parts_are_up_to_date(mark):
-    """A number typed by hand, a record that nobody reported, lines counted long ago."""
-    inside = README.partition(f"<!-- {mark} -->\n")[2].partition(f"<!-- /{mark} -->")[0]
-    assert inside == report.PARTS[mark]()
-    assert len(list(report.RECORDS.glob("*.json"))) >= 1
+@pytest.mark.slow
+def test_tools_run_as_installed(tmp_path):
+    """Scripts that find the engine only from the root of the tree."""
+    for tool, words in {"bench": ["serve", "--help"], "convert": ["--help"]}.items():
+        script = [sys.executable, ROOT / "tools" / f"{tool}.py", *words]
+        assert "usage" in succeeds(script, cwd=tmp_path)
 
 
-def test_the_picture_is_up_to_date():
-    """Bars of an older measurement."""
-    assert (ROOT / "docs" / "speed.svg").read_text() == report.picture()
+def test_generated_pages_are_up_to_date():
+    """A number typed by hand, a record that nobody reported, lines counted long ago, bars of an
+    older measurement. `python tools/bench.py report` writes them."""
+    for mark, write in report.PARTS.items():
+        inside = README.partition(f"<!-- {mark} -->\n")[2].partition(f"<!-- /{mark} -->")[0]
+        assert inside == write(), mark
+    for name, write in report.PAGES.items():
+        assert (ROOT / name).read_text() == write(), name
+    assert report.speed_tables().count("| run |") == len([*report.RECORDS.glob("*.json")]) > 10
 
 
 def test_links_point_to_their_lines():
@@ -93,3 +112,5 @@ def test_links_point_to_their_lines():
     assert report.line_links(README) == README
     with pytest.raises(ValueError, match=r"Engine.nothing, which scheduler.py does not define"):
         report.line_links("[`Engine.nothing`](scheduler.py#L1)")
+    for link in re.findall(r"\]\(((?!http|#)[^)#]+)", README):
+        assert (ROOT / link).exists(), link

@@ -1,210 +1,141 @@
-"""One rank of the matrix in test_tp.py: torchrun starts it, rank 0 writes what came out.
+"""One rank, for test_tp.py.
 
-    torchrun --standalone --nproc-per-node 2 tests/tp_worker.py JOBS.json OUT.json
-
-One launch runs every row of every model. `tp_worker.py fault RANK ...` is generate.py with an
-exception in the middle of one rank's forward; `tp_worker.py threads ...` says at its end what
-threads are left.
+tp_worker.py cases FOLDER      what FOLDER/cases asks for; each rank writes to FOLDER/found.RANK
+                               after each case, for whoever must find where it hung
+tp_worker.py fault RANK ...    generate.py, with an exception in the middle of that rank's forward
+tp_worker.py load ...          generate.py, with a model that takes a minute to load
 """
 
+import io
 import json
 import os
+import re
 import signal
 import sys
+import time
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from unittest import mock
 
-import test_equivalence as paths
 import torch
 from conftest import DRAFT
 
 import generate
 import model as model_module
+import quantize
 import tp
-from kv_cache import Row, StaticCache
-from model import load_model
-from quantize import load, quantize_model
-from runner import Runner
-from sampling import SamplingParams, Sequence
+from sampling import SamplingParams
 from scheduler import Engine
-from speculative import DraftModel, NGram, Proposer
-from tp import Leader
 
-SETTINGS = {
-    "greedy": SamplingParams(temperature=0, max_tokens=8, ignore_eos=True),
-    "sampled": SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=8, ignore_eos=True),
+CPU = torch.device("cpu")
+PROMPTS = [5, 1, 2, 7, 4], [3], [5, 1, 2, 7, 4, 8, 6] * 3
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=6, ignore_eos=True)
+ROWS = {  # name -> parameters, run's options
+    "batched": (SAMPLED, {"max_num_seqs": 2, "max_num_batched_tokens": 24}),
+    "n = 3": (SAMPLED, {"n": 3}),
+    "preempted": (GREEDY, {"num_blocks": 9}),
+    "draft": (GREEDY, {"draft": True, "speculate": 3}),
+    "int8 cache": (GREEDY, {"kv_dtype": "int8"}),
+    # Ctrl-C between a message and what it announces; then everything once more, as in a chat.
+    "interrupted": (SAMPLED, {"times": 2, "press": "copy_blocks", "n": 3}),
+    "chunks of 7": (SAMPLED, {"max_num_seqs": 1, "max_num_batched_tokens": 7}),
+    "prefix cached": (SAMPLED, {"times": 2}),
 }
-SENT = Counter()
 
 
-def alone(model, prompts, params, chunk=512, runner=Leader, dtype=torch.float32, guess=Proposer):
-    """One prompt after another through generate()."""
-    results = []
-    for prompt in prompts:
-        sequence = Sequence(prompt, params, model.config)
-        cache = StaticCache(model.config, 1, sequence.max_len, dtype)
-        steps = generate.generate(model, sequence, cache, chunk, guess(), runner)
-        results.append([token.id for token in steps])
-    return results
+def run(model, runner, params, n=1, times=1, press=None, draft=None, **options):
+    """Returns the tokens of the last time."""
+    counts, send = Counter(), tp.broadcast
+    options = {"block_size": 4, "num_blocks": 99, "max_seq_len": 64} | options
+    draft = draft and model_module.load_model(DRAFT, dtype=torch.float32)
 
-
-def draft_alone(model, prompts, params):
-    """The draft is whole, on this rank alone: nobody follows it."""
-    draft = load_model(DRAFT, dtype=torch.float32)
-    cache = StaticCache(draft.config, 1, 256, torch.float32)
-    guess = partial(DraftModel, Runner(draft, cache), 3, model.config.vocab_size)
-    return alone(model, prompts, params, guess=guess)
-
-
-def drafted(model, prompts, params):
-    draft = load_model(DRAFT, dtype=torch.float32)
-    return paths.run_engine(model, prompts, params, draft=draft, speculate=3, runner=Leader)
-
-
-def compiled(model, prompts, params):
-    Leader(model, StaticCache(model.config, 1, 512, torch.float32)).compile()
-    return alone(model, prompts, params, chunk=7)
-
-
-def compiled_engine(model, prompts, params):
-    engine = Engine(model, block_size=4, max_seq_len=128, compile=True, runner=Leader)
-    return paths.finish(engine, [engine.add_request(prompt, params) for prompt in prompts])
-
-
-def press_after(op):
-    """Ctrl-C between the two broadcasts of the next `op`."""
-    real = tp.dist.broadcast
-
-    def broadcast(tensor, source):
-        real(tensor, source)
-        if len(tensor) == 5 and tensor[0] == op:
-            tp.dist.broadcast = real
+    def counting(message=None):
+        send(message)
+        counts[message[0]] += 1
+        if message[0] == press and counts[press] == 1:
             os.kill(os.getpid(), signal.SIGINT)
 
-    tp.dist.broadcast = broadcast
+    with mock.patch.object(tp, "broadcast", counting):
+        engine = Engine(model, runner=runner, draft=draft, **options)
+        for _ in range(times):
+            requests = [engine.add_request(ids, replace(params, n=n)) for ids in PROMPTS]
+            try:
+                while engine.queue:
+                    engine.step()
+            except KeyboardInterrupt:
+                counts["interrupted"] += 1
+                engine.reset()
+    # Else the row is not what its name says.
+    assert not engine.proposer.k or engine.proposer.steps
+    assert engine.pool.num_blocks == 99 or engine.stats.num_preemptions
+    if runner is tp.Leader:
+        assert (counts["copy_blocks"] > 0) == (n > 1) and counts["interrupted"] == bool(press)
+    return [[each.output_ids for each in request.outputs] for request in requests]
 
 
-def interrupted(model, prompts, params):
-    """Ctrl-C in the middle of a message; then everything once more, as in a chat."""
-    press_after(tp.RUN)
-    try:
-        alone(model, prompts, params)
-    except KeyboardInterrupt:
-        return alone(model, prompts, params)
-    return "Ctrl-C was lost"
+def captured(argv):
+    """Exit status, stdout and stderr of a command line, less the seconds of the statistics."""
+    out, err = io.StringIO(), io.StringIO()
+    with mock.patch.multiple(sys, stdout=out, stderr=err, __stderr__=err):
+        code = generate.main([*argv])
+    return [code, out.getvalue(), re.sub(r"\d+\.\d+", "", err.getvalue())]
 
 
-def interrupted_copy(model, prompts, params):
-    engine = Engine(model, block_size=4, runner=Leader)
-    press_after(tp.COPY)
-    engine.add_request(prompts[-1], replace(params, n=3))
-    try:
-        while engine.has_work:
-            engine.step()
-    except KeyboardInterrupt:
-        engine.reset()
-        return paths.finish(engine, [engine.add_request(prompt, params) for prompt in prompts])
-    return "Ctrl-C was lost"
-
-
-@torch.no_grad()
-def logits(model, prompts, params, runner=Leader, dtype=torch.float32):
-    """Of every token of every prompt, the second half run as a chunk of its own."""
-    found = []
-    for prompt in prompts:
-        forward = runner(model, StaticCache(model.config, 1, len(prompt), dtype))
-        for ids in (range(len(prompt) // 2), range(len(prompt) // 2, len(prompt))):
-            if ids:
-                row = Row([], ids.start, ids.stop)
-                found += forward([row], row.of(prompt), [*range(len(ids))]).tolist()
-    return found
-
-
-def engine(run, **options):
-    return lambda *args: run(*args, runner=Leader, **options)
-
-
-ROWS = {  # name -> setting, how to run it
-    "greedy": ("greedy", alone),
-    "sampled": ("sampled", alone),
-    "chunks of 7": ("sampled", partial(alone, chunk=7)),
-    "paged": ("sampled", engine(paths.run_engine, max_num_seqs=2, max_num_batched_tokens=24)),
-    "preempted": ("greedy", engine(paths.run_preempted)),
-    "n = 3": ("sampled", engine(paths.run_forked)),
-    "prefix cached": ("sampled", engine(paths.run_prefix_cached)),
-    "draft": ("greedy", drafted),
-    "draft, alone": ("greedy", draft_alone),
-    "n-gram": ("greedy", engine(paths.run_engine, speculate=3)),
-    "n-gram, alone": ("greedy", partial(alone, guess=partial(NGram, 3))),
-    "int8 cache": ("greedy", engine(paths.run_engine, kv_dtype=torch.int8)),
-    "int8 cache, alone": ("greedy", partial(alone, dtype=torch.int8)),
-    "logits": ("greedy", logits),
-    "int8 cache, logits": ("greedy", partial(logits, dtype=torch.int8)),
-    "interrupted": ("sampled", interrupted),
-    "interrupted copy": ("greedy", interrupted_copy),
-    "compiled": ("sampled", compiled),  # changes the model: last
-    "paged, compiled": ("sampled", compiled_engine),
-}
-
-
-def run(jobs, out):
-    """Run each job's rows. Written after each, for whoever must find out where it hung."""
-    send, results = tp.send, {}
-
-    def counting(op, *lists):
-        SENT[op] += 1
-        send(op, *lists)
-
-    tp.send = counting
-    with tp.join(torch.device("cpu")) as ranks:
-        for name, job in jobs.items():
-            model = load(job["folder"], "cpu", torch.float32, ranks.shard)
-            if job["mode"]:
-                quantize_model(model, job["mode"], job["group_size"])
+def cases(models, commands, compiled=()):
+    """Yield each case's name and what came of it, on one rank or alone: each row of each model, and
+    each command line."""
+    for folder, mode, rows in models:
+        with tp.join(CPU) as ranks:
+            model = quantize.load(folder, "cpu", torch.float32, ranks.shard)
+            if mode:
+                quantize.quantize_model(model, mode, 8)
+            if compiled:
+                generate.compile_model(model, None, chunk=16)
             if ranks.rank:
                 tp.follow(model)
-                continue
-            for row in job["rows"]:
-                setting, way = ROWS[row]
-                SENT.clear()
-                try:
-                    found = way(model, job["prompts"], SETTINGS[setting])
-                except Exception as error:
-                    found = repr(error)
-                results[f"{name}, {row}"] = {"found": found, "sent": dict(SENT)}
-                out.write_text(json.dumps(results))
-            tp.send(tp.STOP)
-        if ranks.rank:
-            tp.receive()  # join's STOP
+            for row in [] if ranks.rank else rows:
+                params, options = ROWS[row]
+                yield f"{folder}, {mode}, {row}", run(model, ranks.runner, params, **options)
+    for argv in commands:
+        yield " ".join(argv), captured((*argv, *compiled))
 
 
-def fault(rank, argv):
-    real, calls = model_module.MLP.forward, 0
+def write_cases(folder):
+    folder, found = Path(folder), {}
+    # What follows joins again and again, so that each time an end is sent.
+    nothing = dict.fromkeys(("init_process_group", "destroy_process_group"), mock.DEFAULT)
+
+    def note(name, result):
+        found[name] = result
+        (folder / f"found.{os.environ['RANK']}").write_text(json.dumps(found))
+
+    with tp.join(CPU), mock.patch.multiple(tp.dist, **nothing):
+        for case in cases(*json.loads((folder / "cases").read_text())):
+            note(*case)
+    tasks = Path("/proc/self/task").glob("*/comm")
+    note("threads", " ".join(task.read_text().strip() for task in tasks))
+
+
+def fault(rank, *argv):
+    real, calls = model_module.MLP.forward, Counter()
 
     def forward(self, x):
-        nonlocal calls
-        calls += 1
-        if calls == 60 and tp.dist.get_rank() == rank:
+        calls["all"] += 1
+        if calls["all"] == 60 and os.environ["RANK"] == rank:
             raise IndexError("a fault for the test")
         return real(self, x)
 
     model_module.MLP.forward = forward
-    return generate.main(argv)
+    return generate.main([*argv])
 
 
-def threads(argv):
-    status = generate.main(argv)
-    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-    print("threads:", *names, file=sys.__stderr__)
-    return status
+def load(*argv):
+    generate.load = lambda *args: print("loading", flush=True) or time.sleep(60)
+    return generate.main([*argv])
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "threads":
-        sys.exit(threads(sys.argv[2:]))
-    if sys.argv[1] == "fault":
-        sys.exit(fault(int(sys.argv[2]), sys.argv[3:]))
     torch.set_num_threads(1)
-    run(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))
+    sys.exit({"cases": write_cases, "fault": fault, "load": load}[sys.argv[1]](*sys.argv[2:]))

@@ -1,0 +1,114 @@
+"""The server, asked at random: bodies that nobody had thought of."""
+
+import json
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from serving import CHAT, COMPLETIONS, read
+
+from server import Problem
+
+pytest_plugins = ["serving"]
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def mostly(plausible, absurd):
+    """One absurd value in ten, or no body would be a good one."""
+    return st.integers(0, 9).flatmap(lambda i: absurd if i == 9 else plausible)
+
+
+numbers = st.one_of(
+    st.sampled_from([0, -1, 1, 2**31, 2**63, -(2**63), 10**30, -0.0, 1e-300, 1e308, 0.5]),
+    st.integers(), st.floats(allow_nan=False, allow_infinity=False),
+)  # fmt: skip
+short_text = st.text(max_size=3)
+absurd = st.recursive(
+    st.one_of(st.none(), st.booleans(), numbers, st.text(max_size=5)),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(short_text, inner, max_size=3),
+    max_leaves=4,
+)
+ids = st.lists(mostly(st.integers(0, 1023), numbers), max_size=70)
+text = st.text(max_size=30) | st.sampled_from(["ROMEO:\n", "", "a " * 90])
+part = st.fixed_dictionaries(
+    {"type": mostly(st.just("text"), absurd), "text": mostly(text, absurd)}
+)
+roles = st.sampled_from(["user", "system", "assistant"])
+content = mostly(text | st.lists(part, max_size=2), absurd)
+message = st.fixed_dictionaries({"role": mostly(roles, absurd), "content": content})
+token_ids = mostly(st.integers(0, 1023).map(str), short_text)
+fields = {
+    "temperature": st.floats(0, 2), "top_p": st.floats(0.01, 1), "top_k": st.integers(-1, 2000),
+    "min_p": st.floats(0, 1), "presence_penalty": st.floats(-2, 2), "seed": st.integers(-9, 9),
+    "frequency_penalty": st.floats(-2, 2), "repetition_penalty": st.floats(0.1, 3),
+    "n": st.integers(1, 3), "logit_bias": st.dictionaries(token_ids, st.floats(-100, 100),
+                                                          max_size=3),
+    "stop": text.filter(bool) | st.lists(st.text(min_size=1, max_size=3), max_size=4),
+    "stop_token_ids": st.lists(st.integers(0, 1023), max_size=3), "ignore_eos": st.booleans(),
+    "stream": st.booleans(), "max_tokens": st.integers(1, 4), "model": st.just("shakespeare"),
+    "stream_options": st.fixed_dictionaries({"include_usage": mostly(st.booleans(), absurd)}),
+    "user": absurd, "best_of": st.integers(1, 2), "echo": st.booleans(),
+}  # fmt: skip
+completion = {"prompt": text | ids | st.lists(text | ids, max_size=3),
+              "logprobs": st.integers(0, 20)}  # fmt: skip
+chat = {"messages": st.lists(message, max_size=3), "max_completion_tokens": st.integers(1, 4),
+        "logprobs": st.booleans(), "top_logprobs": st.integers(0, 20)}  # fmt: skip
+
+
+def bodies(own: dict) -> st.SearchStrategy:
+    everything = {name: mostly(value, absurd) for name, value in (fields | own).items()}
+    needed = next(iter(own))
+    optional = sorted(everything.keys() - {needed})
+    # All the fields at once would be wrong in one of them nearly always.
+    return st.sets(st.sampled_from(optional), max_size=6).flatmap(
+        lambda names: st.fixed_dictionaries({n: everything[n] for n in (needed, *sorted(names))})
+    )
+
+
+@pytest.mark.slow
+def test_random_bodies(shared):
+    """A body that nobody had thought of made a 500, left a block behind, or stopped the engine."""
+    connections, seen = [shared.open() for _ in range(8)], Counter()
+    each = st.tuples(st.just(COMPLETIONS), bodies(completion))
+    each |= st.tuples(st.just(CHAT), bodies(chat))
+
+    @settings(max_examples=150, deadline=None, derandomize=True, database=None)
+    @given(st.lists(each, min_size=8, max_size=8))
+    def run(batch):
+        for connection, (path, body) in zip(connections, batch, strict=True):
+            data = json.dumps({**body, "max_tokens": body.get("max_tokens", 3)})
+            connection.request("POST", path, data, {"Content-Type": "application/json"})
+        for connection, (path, body) in zip(connections, batch, strict=True):
+            answer = read(connection)
+            seen[answer.status] += 1
+            assert answer.status in (200, 400, 404), (path, body)
+            if answer.status == 200 and body.get("stream"):
+                assert answer.events[-1] == "[DONE]" and b'"error"' not in answer.data
+            elif answer.status == 200:
+                assert all(choice["finish_reason"] for choice in answer.json["choices"])
+            else:
+                assert answer.json["error"]["message"]
+
+    run()
+    for connection in connections:
+        connection.close()
+    shared.settle()
+    shared.works()
+    assert seen[200] > 250 and seen[400] > 250, seen
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@given(st.booleans(), st.data())
+def test_random_bodies_are_refused_or_prepared(shared, chatting, data):
+    """The same without HTTP: an exception that is no Problem, a request that is queued already."""
+    body = data.draw(bodies(chat if chatting else completion))
+    try:
+        made = shared.server.prepare(body, chatting, "id")
+    except Problem as problem:
+        assert problem.status in (400, 404) and problem.body["error"]["message"]
+        return
+    assert 1 <= sum(len(request.outputs) for request in made) <= 256
+    assert all(sequence.max_len <= 1024 for request in made for sequence in request.outputs)
+    assert len({request.id for request in made}) == len(made)
+    assert not shared.engine.queue
