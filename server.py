@@ -40,19 +40,33 @@ from dataclasses import fields, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import tp
 from generate import load_models, model_arguments
 from model import check
-from sampling import SamplingParams, Sequence, Token, sampling_params
+from sampling import BROKEN, SamplingParams, Sequence, Token, sampling_params
 from scheduler import Engine, Request
+from structured import pieces, structure
 from tokenizer import Tokenizer
 
 MAX_CHOICES, MAX_HEAD = 256, 2**16
 IDLE_S, BODY_S = 75, 60  # seconds that a connection may be silent, and a body may take
 PAGE = Path(__file__).resolve().parent / "page.html"
 ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-ALIASES = {"max_tokens": "max_completion_tokens", "logprobs": "top_logprobs"}  # as OpenAI has it
+ALIASES = {"max_tokens": "max_completion_tokens", "logprobs": "top_logprobs",
+           "structured_outputs": "response_format"}  # fmt: skip  # as OpenAI has it
+# What would change the answer, and is not done: with other values than these it is refused. What
+# would not change it, such as `user` or `store`, is ignored, as are unknown names.
+UNSUPPORTED: dict[str, tuple] = {
+    "tools": ([],), "functions": ([],), "suffix": ("",), "modalities": (["text"],), "audio": (),
+    "use_beam_search": (False,), "prompt_logprobs": (), "min_tokens": (0,), "bad_words": ([],),
+    "skip_special_tokens": (True,), "include_stop_str_in_output": (False,), "chat_template": (),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
+    **dict.fromkeys(("allowed_token_ids", "truncate_prompt_tokens", "documents"), ()),
+}  # fmt: skip
+# OpenAI's words, for which clients look.
+TOO_LONG = "This model's maximum context length is {} tokens. However, you requested {} tokens"
 
 
 class Problem(Exception):
@@ -185,7 +199,16 @@ class Server:
             # 1) the settings, of which some have other names or forms here
             for field, kind in (("stream", bool), ("stream_options", dict), ("echo", bool)):
                 check(field, body.get(field, kind()), kind)
+            if body.get("tool_choice", body.get("function_call")) == "none":
+                body |= {"tools": [], "functions": []}
+            for field, fine in (UNSUPPORTED | {"best_of": (body.get("n", 1),)}).items():
+                if field in body and body[field] not in fine:
+                    raise ValueError(f"{field} is not supported: leave it out")
+            if "stream_options" in body and not body.get("stream"):
+                raise ValueError("stream_options needs stream")
             given = {f.name: body[f.name] for f in fields(SamplingParams) if f.name in body}
+            if wish := structure(body.get("response_format", {"type": "text"})):
+                given["structured_outputs"] = wish
             if chat:
                 scored = check("logprobs", body.get("logprobs", False), bool)
                 given["logprobs"] = body.get("top_logprobs", 0 if scored else None)
@@ -197,7 +220,7 @@ class Server:
             bias = check("logit_bias", body.get("logit_bias", {}), dict)
             bias = {int(i) if i.isdecimal() and len(i) < 10 else -1: b for i, b in bias.items()}
             params = replace(self.defaults, **given | {"logit_bias": bias})
-            if chat:  # the user's own stop strings come first
+            if chat and not params.structured_outputs:  # the user's own stop strings come first
                 params = replace(params, stop=(*params.stop, *self.tokenizer.chat_stop)[:16])
             # 2) the prompts
             prompts = [self.chat_ids(body)] if chat else body.get("prompt", "")
@@ -210,13 +233,14 @@ class Server:
             for i, prompt in enumerate(prompts):
                 ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
                 if len(check("prompt", ids, list)) + (most or 1) > self.context:
-                    message = f"{len(ids)} tokens and max_tokens exceed {self.context}, the context"
+                    message = TOO_LONG.format(self.context, len(ids) + (most or 1))
+                    message += f" ({len(ids)} in the prompt, {most or 1} to come). Ask for less."
                     raise Problem(400, message, source, "context_length_exceeded")
                 each = replace(params, max_tokens=min(params.max_tokens, self.context - len(ids)))
                 requests.append(self.engine.prepare(ids, each, id=f"{name}-{i}", cache_salt=salt))
             return requests
         except (ValueError, RecursionError) as error:
-            word = str(error).partition(" ")[0]
+            word = re.split("[: ]", str(error))[0]
             names = (ALIASES.get(word, word), word)
             param = next((each for each in names if each.partition("[")[0] in body), source)
             raise Problem(400, str(error)[:500], param) from None
@@ -226,12 +250,20 @@ class Server:
         plain = []
         for i, message in enumerate(check("messages", body.get("messages") or None, list)):
             try:
-                role, content = check("role", message["role"], str), message["content"]
-                texts = [part["text"] for part in content] if type(content) is list else [content]
-                plain.append({**message, "role": role, "content": "".join(texts)})
-            except (ValueError, TypeError, KeyError):
+                role, content = check("role", message["role"], str), message.get("content")
+                if content is not None or not message["tool_calls"]:
+                    parts = content if type(content) is list else [{"text": content}]
+                    content = "\n".join(part["text"] for part in parts)
+                plain.append({**message, "role": role, "content": content})
+            except (ValueError, TypeError, KeyError, AttributeError):
                 raise ValueError(f"messages[{i}] needs a role, and text or text parts") from None
-        return self.tokenizer.encode_chat(plain)
+        options = check("chat_template_kwargs", body.get("chat_template_kwargs", {}), dict)
+        goes_on = check("continue_final_message", body.get("continue_final_message", False), bool)
+        answered = body.get("add_generation_prompt", not goes_on)
+        if check("add_generation_prompt", answered, bool) and goes_on:
+            raise ValueError("add_generation_prompt excludes continue_final_message")
+        options = {"add_generation_prompt": answered} | options
+        return self.tokenizer.encode_chat(plain, goes_on, **options)
 
 
 # --- Answers out ----------------------------------------------------------------------------------
@@ -239,7 +271,7 @@ class Server:
 KINDS = {"text": "text_completion", "message": "chat.completion", "delta": "chat.completion.chunk"}
 
 
-def choices(index: int, sequence: Sequence, form: str, echo: bool, decode: Callable) -> Iterator:
+def choices(index: int, sequence: Sequence, form: str, echo: bool, words: Tokenizer) -> Iterator:
     """A sequence's state as OpenAI's choice: each time what has not been shown yet, or None.
 
     Args:
@@ -255,39 +287,50 @@ def choices(index: int, sequence: Sequence, form: str, echo: bool, decode: Calla
             continue
         count, chars = count + len(tokens), chars + len(text)
         if echo:
-            text = decode(sequence.ids[: sequence.prompt_len]) + text
+            text = words.decode(sequence.ids[: sequence.prompt_len]) + text
         choice = {"index": index, "finish_reason": reason, "logprobs": None}
         if scored:
-            texts = [decode([token.id]) for token in tokens]
-            choice["logprobs"] = logprobs(tokens, texts, offset if form == "text" else None, decode)
-            offset += sum(map(len, texts))
+            choice["logprobs"] = logprobs(tokens, offset if form == "text" else None, pieces(words))
+            offset += sum(len(token.text) for token in tokens)
         yield choice | ({"text": text} if form == "text" else {form: opening | {"content": text}})
         opening, echo = {}, False
 
 
-def logprobs(tokens: list[Token], texts: list[str], offset: int | None, decode: Callable) -> dict:
+def logprobs(tokens: list[Token], offset: int | None, vocabulary: list[bytes]) -> dict[str, Any]:
     """Log-probabilities as a completion has them, its first token standing at `offset` in the text;
-    None: as a chat has them."""
-    values = [token.logprob for token in tokens]
-    tops = [[(decode([i]), value) for i, value in token.top] for token in tokens]
-    if offset is not None:
-        tops = [None if value is None else dict(top) for value, top in zip(values, tops)]
-        offsets = [*accumulate(map(len, texts), initial=offset)][:-1]
-        found = {"tokens": texts, "token_logprobs": values}
-        return found | {"top_logprobs": tops, "text_offset": offsets}
+    None: as a chat has them. The tokens' texts join to the text of the choice; what else was likely
+    is shown as it stands in the vocabulary."""
 
-    def entry(text: str, value: float) -> dict[str, Any]:
-        return {"token": text, "logprob": value, "bytes": [*text.encode()]}
+    def entry(token: Token, i: int, value: float) -> dict[str, Any]:
+        word = b"".join(vocabulary[i : i + 1])  # some models' V is padded
+        text = token.text if i == token.id else word.decode(errors="replace")
+        return {"token": text, "logprob": value, "bytes": [*word]}
 
-    tops = [{"top_logprobs": [entry(*each) for each in top]} for top in tops]
-    content = [entry(*each) | top for *each, top in zip(texts, values, tops)]
-    return {"content": content, "refusal": None}
+    found = [entry(token, token.id, token.logprob) for token in tokens]
+    tops = [[entry(token, *each) for each in token.top] for token in tokens]
+    if offset is None:
+        content = [one | {"top_logprobs": top} for one, top in zip(found, tops)]
+        return {"content": content, "refusal": None}
+    texts = [token.text for token in tokens]
+    return {
+        "tokens": texts,
+        "token_logprobs": [token.logprob for token in tokens],
+        "text_offset": [*accumulate(map(len, texts), initial=offset)][:-1],
+        # With the chosen one, wherever it stands, as in vLLM.
+        "top_logprobs": [
+            {each["token"]: each["logprob"] for each in (*top, one)}
+            for one, top in zip(found, tops)
+        ],
+    }
 
 
-def usage(requests: list[Request]) -> dict[str, int]:
+def usage(requests: list[Request]) -> dict[str, Any]:
+    """The tokens of a request's prompts and of all its outputs."""
     old = sum(request.outputs[0].prompt_len for request in requests)
     new = sum(len(sequence.tokens) for request in requests for sequence in request.outputs)
-    return {"prompt_tokens": old, "completion_tokens": new, "total_tokens": old + new}
+    details = {"cached_tokens": sum(request.outputs[0].cached for request in requests)}
+    found = {"prompt_tokens": old, "completion_tokens": new, "total_tokens": old + new}
+    return found | {"prompt_tokens_details": details}
 
 
 # --- What it says of itself -----------------------------------------------------------------------
@@ -335,7 +378,9 @@ def metrics(server: Server) -> str:
 
 # What a proxy in front could read in another way is refused: bare line feeds, folded headers, space
 # before a colon.
-HEAD = re.compile(rb"([A-Z]+) ([!->@-~]+)\S* HTTP/1\.1\r\n(([!-9;-~]+:[^\r\n\0]*\r\n)*\r\n)")
+HEAD = re.compile(
+    rb"([A-Z]+) ([!->@-~]+)(?:\?[!-~]*)? HTTP/1\.1\r\n(([!-9;-~]+:[^\r\n\0]*\r\n)*\r\n)"
+)
 # The page itself says that it may load nothing from elsewhere.
 HEADERS = ["Cache-Control: no-store", "X-Content-Type-Options: nosniff", "X-Frame-Options: DENY"]
 MORE_HEADERS = {405: ["Allow: GET, POST"], 429: ["Retry-After: 1"]}
@@ -362,6 +407,7 @@ class Connection:
     async def respond(self) -> None:
         """Read a request and answer it, or say why not."""
         self.line, self.sent, self.unread = "", False, True
+        self.headers = http.client.HTTPMessage()
         try:
             async with asyncio.timeout(IDLE_S):
                 head = await self.reader.readuntil(b"\r\n\r\n")
@@ -393,11 +439,14 @@ class Connection:
         # What follows may be a body, and is no request: until it has been read, this is the last.
         body = "Content-Length" in self.headers or "Transfer-Encoding" in self.headers
         self.unread = body or method == "POST"
+        if unquote(path) == f"/v1/models/{self.server.name}":
+            path = "/v1/models/ id"  # no request can spell that
         if path not in PATHS or (path == "/" and not PAGE.is_file()):
-            raise Problem(404, f"there is no {path}")
+            raise Problem(404, f"there is no {path[:100]}")
         (allowed, act), args = PATHS[path], self.server.args
-        key = self.headers.get("Authorization", "").removeprefix("Bearer ").encode("latin-1")
-        right = not args.api_key or secrets.compare_digest(key, args.api_key.encode())
+        scheme, _, key = self.headers.get("Authorization", "").partition(" ")
+        right = secrets.compare_digest(key.encode("latin-1"), (args.api_key or "").encode())
+        right = not args.api_key or (right and scheme.lower() == "bearer")
         if method == "OPTIONS" and args.cors:
             await self.answer({})
         elif method != allowed:
@@ -425,14 +474,18 @@ class Connection:
         stream, options = body.get("stream"), body.get("stream_options") or {}
         form = ("delta" if stream else "message") if chat else "text"
         base = {"id": uid, "object": KINDS[form], "created": int(time.time()), "model": server.name}
-        echo, decode = body.get("echo") and not chat, server.tokenizer.decode
+        echo, words = body.get("echo") and not chat, server.tokenizer
         sequences = [sequence for request in requests for sequence in request.outputs]
-        news = [choices(i, each, form, echo, decode) for i, each in enumerate(sequences)]
+        news = [choices(i, each, form, echo, words) for i, each in enumerate(sequences)]
         reasons = [None]
         while not all(reasons):
             await self.event.wait()
             self.event.clear()
             reasons = [sequence.finish_reason for sequence in sequences]
+            if "error" in reasons:
+                self.unread = self.close = True  # which ends the others
+                failed = sequences[reasons.index("error")].matcher
+                raise Problem(500, (failed and failed.get_error()[:100]) or BROKEN)
             if "abort" in reasons:
                 why = (503, "is stopping") if server.over else (500, "met an error")
                 raise Problem(why[0], f"aborted: the server {why[1]}")
@@ -495,9 +548,10 @@ class Connection:
             lines.append(f"Connection: {'close' if self.close else 'keep-alive'}")
             if origin := self.server.args.cors:
                 lines.append(f"Access-Control-Allow-Origin: {origin}")
-                lines.append("Access-Control-Allow-Headers: authorization, content-type")
-            self.writer.write("\r\n".join([*lines, "", ""]).encode())
-            print(f"{self.line!r} {'gone' if self.gone else status}", file=sys.stderr)
+                asked = self.headers.get("Access-Control-Request-Headers", "")
+                lines.append(f"Access-Control-Allow-Headers: {asked}")
+            self.writer.write("\r\n".join([*lines, "", ""]).encode("latin-1"))
+            print(f"{self.line!r:.200} {'gone' if self.gone else status}", file=sys.stderr)
         self.writer.write(b"%x\r\n%s\r\n" % (len(data), data))
         await self.writer.drain()
 
@@ -507,6 +561,7 @@ PATHS = {
     "/health": ("GET", lambda c: c.answer({"status": "stopping" if c.server.stopping else "ok"})),
     "/metrics": ("GET", lambda c: c.answer(metrics(c.server), kind="text/plain; version=0.0.4")),
     "/engine": ("GET", Connection.watch),
+    "/v1/models/ id": ("GET", lambda c: c.answer(c.server.model)),
     "/v1/models": ("GET", lambda c: c.answer({"object": "list", "data": [c.server.model]})),
     "/v1/completions": ("POST", lambda c: c.complete(chat=False)),
     "/v1/chat/completions": ("POST", lambda c: c.complete(chat=True)),

@@ -47,9 +47,11 @@ from serving import (
 )
 
 import generate
+import sampling
 import server as server_module
 from scheduler import Engine
 from server import parse_args, serve
+from structured import pieces
 
 pytest_plugins = ["serving"]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -145,13 +147,14 @@ def test_logprobs(ask):
     reply = ask(prompt=prompts, **wish)
     for choice, prompt in zip(reply.choices, prompts, strict=True):
         tokens, found = alone(prompt, **wish)[0].tokens, choice.logprobs
-        texts = [TOKENIZER.decode([token.id]) for token in tokens]
+        texts = [token.text for token in tokens]
         assert found["tokens"] == texts and "".join(texts) == choice.text
         assert found["text_offset"] == [len("".join(texts[:i])) for i in range(len(texts))]
         assert len(found["token_logprobs"]) == len(found["top_logprobs"]) == len(tokens)
         for i, token in enumerate(tokens):
             assert found["token_logprobs"][i] == pytest.approx(token.logprob, abs=1e-4)
-            top = {TOKENIZER.decode([j]): p for j, p in token.top}
+            top = {pieces(TOKENIZER)[j].decode(): p for j, p in token.top}
+            top |= {token.text: token.logprob}
             assert found["top_logprobs"][i] == pytest.approx(top, abs=1e-4)
 
 
@@ -159,8 +162,9 @@ def test_logprobs_of_held_text(ask):
     """Tokens whose text a stop string holds back were left out, or came with an empty top."""
     wish = {"max_tokens": 12, "temperature": 0, "logprobs": 0, "stop": "it not?\n\nNever"}
     found = ask(**wish).choices[0].logprobs
-    assert found["tokens"] == [TOKENIZER.decode([i]) for i in alone(**wish)[0].output_ids]
-    assert found["top_logprobs"] == [{}] * 12
+    tokens = alone(**wish)[0].tokens
+    assert found["tokens"] == [token.text for token in tokens]
+    assert [[*top] for top in found["top_logprobs"]] == [[token.text] for token in tokens]
     assert ask(max_tokens=2).choices[0].logprobs is None
 
 
@@ -170,10 +174,10 @@ def chat_ids(*messages: tuple[str, str]) -> list[int]:
 
 def test_chat(ask):
     """The template or its stop string was left out; text parts were not joined."""
-    ids = chat_ids(("system", "Be brief."), ("user", "Speak, speak."))
+    ids = chat_ids(("system", "Be brief."), ("user", "Speak,\nspeak."))
     wish = {"seed": 9, "max_tokens": 40}
-    parts = [{"type": "text", "text": "Speak, "}, {"type": "text", "text": "speak."}]
-    for content in (parts, "Speak, speak."):
+    parts = [{"type": "text", "text": "Speak,"}, {"type": "text", "text": "speak."}]
+    for content in (parts, "Speak,\nspeak."):
         messages = [{"role": "system", "content": "Be brief."},
                     {"role": "user", "content": content}]  # fmt: skip
         reply = ask(chat=True, messages=messages, n=2, **wish)
@@ -199,10 +203,10 @@ def test_chat_logprobs(ask, top):
     options = {} if top is None else {"top_logprobs": top}
     content = ask(chat=True, logprobs=True, **wish, **options).choices[0].logprobs["content"]
     for entry, token in zip(content, sequence.tokens, strict=True):
-        assert entry["token"] == bytes(entry["bytes"]).decode() == TOKENIZER.decode([token.id])
+        assert entry["token"] == bytes(entry["bytes"]).decode() == token.text
         assert entry["logprob"] == pytest.approx(token.logprob, abs=1e-4)
         found = [(each["token"], each["logprob"]) for each in entry["top_logprobs"]]
-        best = [(TOKENIZER.decode([i]), pytest.approx(p, abs=1e-4)) for i, p in token.top]
+        best = [(pieces(TOKENIZER)[i].decode(), pytest.approx(p, abs=1e-4)) for i, p in token.top]
         assert found == best
 
 
@@ -279,6 +283,143 @@ def test_openais_errors(local, monkeypatch):
     assert local.openai(key="secret").models.list().data
 
 
+# --- Structured output ----------------------------------------------------------------------------
+
+SCHEMA = {
+    "type": "object", "required": ["name", "age"], "additionalProperties": False,
+    "properties": {"name": {"enum": ["Romeo", "Juliet"]}, "age": {"type": "integer", "maximum": 99,
+                                                                 "minimum": 0}},
+}  # fmt: skip
+
+
+def test_response_format(ask):
+    """The form of a chat was ignored, or its stop string cut the answer off."""
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
+    for temperature in (0, 1, 2):
+        reply = ask(chat=True, response_format=form, temperature=temperature, n=2, seed=1)
+        for choice in reply.choices:
+            found = json.loads(choice.text)
+            assert choice.reason == "stop" and found["name"] in ("Romeo", "Juliet")
+            assert 0 <= found["age"] <= 99
+    assert ask(chat=True, response_format=form, max_tokens=2).choices[0].reason == "length"
+    reply = ask(chat=True, response_format={"type": "json_object"}, max_tokens=9)
+    assert reply.choices[0].text.lstrip().startswith("{")
+
+
+def test_structured_outputs(local, monkeypatch):
+    """vLLM's field, on both paths; what is wrong with it is a 400 that says so."""
+    for path, body in ((COMPLETIONS, {"prompt": PROMPT}), (CHAT, {"messages": HI})):
+        wish = {**body, "structured_outputs": {"choice": ["yes", "no"]}, "logprobs": 1}
+        choice = local.post(path, wish | ({"logprobs": True} if path == CHAT else {})).json
+        choice = choice["choices"][0]
+        text = choice["text"] if path == COMPLETIONS else choice["message"]["content"]
+        assert text in ("yes", "no")
+        for wrong in ({"regex": "(["}, {"regex": "a", "choice": []}, {"json": {"type": "x"}}, "a"):
+            local.post(path, {**body, "structured_outputs": wrong}).fails(400, "structured_outputs")
+    for wrong in ({"type": "xml"}, {"type": "json_schema"}, "json", {}):
+        local.post(CHAT, {"messages": HI, "response_format": wrong}).fails(400, "response_format")
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    body = {"messages": HI, "response_format": {"type": "json_object"}}
+    assert "llguidance" in local.post(CHAT, body).fails(400, "response_format")
+
+
+# --- What is not supported ------------------------------------------------------------------------
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+UNSUPPORTED = {
+    "tools": [TOOL], "functions": [TOOL["function"]], "suffix": "x", "modalities": ["audio"],
+    "audio": {"voice": "x"}, "best_of": 2, "prompt_logprobs": 1, "use_beam_search": True,
+    "guided_json": {}, "guided_regex": "a", "min_tokens": 3, "chat_template": "x",
+    "stream_options": {"include_usage": True},
+}  # fmt: skip
+NOTHING = [
+    {"tools": [TOOL], "tool_choice": "none"}, {"tools": []}, {"skip_special_tokens": True},
+    {"functions": [TOOL], "function_call": "none"}, {"functions": []}, {"suffix": ""},
+    {"modalities": ["text"]}, {"best_of": 1}, {"user": "x", "metadata": {}, "store": True},
+    {"service_tier": "auto", "parallel_tool_calls": True, "use_beam_search": False, "new": [1]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_what_is_not_supported_says_so(local, path):
+    """A field that would have changed the answer was passed over in silence; one that would not
+    was an error."""
+    body = {"messages": HI} if path == CHAT else {"prompt": PROMPT}
+    body |= {"max_tokens": 2, "temperature": 0}
+    for field, value in UNSUPPORTED.items():
+        assert field in local.post(path, {**body, field: value}).fails(400, field)
+    plain = local.post(path, body).json["choices"]
+    for more in NOTHING:
+        assert local.post(path, body | more).json["choices"] == plain
+
+
+def test_options_of_the_template(local, monkeypatch):
+    """Qwen3's enable_thinking reached nobody; an answer begun by the user was begun anew."""
+    template = "{% for m in messages %}{{ m.role }}:{{ m.content }}{{ m.tool_calls }};{% endfor %}"
+    template += (
+        "{% if add_generation_prompt %}{{ 'think' if enable_thinking else 'say' }}{% endif %}"
+    )
+    monkeypatch.setattr(local.engine.tokenizer, "template", template)
+
+    def text(*more, **options):
+        body = {"messages": [*HI, *more], "max_tokens": 1, **options}
+        ids = []
+        with monkeypatch.context() as patch:
+            prepare = local.engine.prepare
+            patch.setattr(
+                local.engine, "prepare", lambda x, *a, **k: ids.append(x) or prepare(x, *a, **k)
+            )
+            assert local.post(CHAT, body).status == 200
+        return TOKENIZER.decode(ids[0])
+
+    assert text() == "user:hi;say"
+    assert text(chat_template_kwargs={"enable_thinking": True}) == "user:hi;think"
+    assert text(add_generation_prompt=False) == "user:hi;"
+    begun = {"role": "assistant", "content": "Well "}
+    assert text(begun, continue_final_message=True) == "user:hi;assistant:Well"
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    assert "f" in text({"role": "assistant", "content": None, "tool_calls": calls})
+    assert text(chat_template_kwargs={"messages": [], "goes_on": 1, "self": 0}) == "user:hi;say"
+    for wrong in ({"chat_template_kwargs": 5}, {"continue_final_message": 1},
+                  {"continue_final_message": True, "add_generation_prompt": True}):  # fmt: skip
+        local.post(CHAT, {"messages": HI, **wrong}).fails(400, [*wrong][-1])
+
+
+def test_texts_of_tokens(ask):
+    """Leading spaces were lost, and with them every offset; half characters came as marks."""
+    text = "é😀 你好,  two"
+    bias = {"max_tokens": 60, "temperature": 0, "logprobs": 0}
+    for i, token in enumerate(TOKENIZER.encode("a" + text)[2:]):
+        reply = ask(prompt="a" + text, max_tokens=1, logit_bias={str(token): 100}, logprobs=1)
+        (offset,), (word,) = (reply.choices[0].logprobs[k] for k in ("text_offset", "tokens"))
+        assert (offset, word) == (0, reply.choices[0].text), i
+    choice = ask(**bias).choices[0]
+    found = choice.logprobs
+    assert "".join(found["tokens"]) == choice.text and " " in found["tokens"][0] + choice.text
+    for offset, token in zip(found["text_offset"], found["tokens"], strict=True):
+        assert choice.text[offset:].startswith(token)
+
+
+def test_more_of_openais_http(local, monkeypatch):
+    """The model by its name, a key after `bearer`, what the cache held, and short errors."""
+    assert local.get("/v1/models/shakespeare").json == local.get("/v1/models").json["data"][0]
+    for name in ("other", "{id}", "%20id"):
+        assert local.get(f"/v1/models/{name}").status == 404
+    for _ in range(2):
+        usage = local.post(COMPLETIONS, {"prompt": PROMPT * 9, "max_tokens": 1}).json["usage"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert 0 < cached < usage["prompt_tokens"]
+    message = local.post(COMPLETIONS, {"temperature": "x" * 100_000}).fails(400, "temperature")
+    assert len(message) < 250
+    message = local.post(COMPLETIONS, {"max_tokens": 5000}).fails(
+        400, "prompt", "context_length_exceeded"
+    )
+    assert message.startswith("This model's maximum context length is 1024 tokens.")
+    monkeypatch.setattr(local.args, "api_key", "secret")
+    assert local.get("/v1/models", Authorization="bearer secret").status == 200
+    assert local.get("/v1/models", Authorization="Basic secret").status == 401
+
+
 # --- Bodies that are wrong ------------------------------------------------------------------------
 
 FLOATS = ("1", True, [], {}, 1e308, -1e5, 10**400)
@@ -343,7 +484,7 @@ def test_null_is_the_default_and_unknown_is_ignored(local):
     """Clients that send every field, with null for what the user left open, got errors; so did one
     with a newer field."""
     nothing = dict.fromkeys((*WRONG, "top_logprobs", "model", "prompt"))
-    unknown = {"user": "me", "foo": {"bar": [1, None]}, "best_of": 1, "prompt_logprobs": "x"}
+    unknown = {"user": "me", "foo": {"bar": [1, None]}, "best_of": 1, "store": True, "tools": []}
     plain = local.post(COMPLETIONS, SHORT).json["choices"]
     assert local.post(COMPLETIONS, nothing | SHORT | unknown).json["choices"] == plain
     body = {**nothing, "messages": HI, **unknown, "max_tokens": 2}
@@ -428,12 +569,13 @@ def test_nested_as_deep_as_the_parser_allows(local):
     assert set(statuses) <= {400, 404}
 
 
-def test_a_long_stop_string_costs_little(local):
-    """One request with a stop string of 4 MB takes all memory; one of 20 kB stalls everyone."""
-    seconds = []
-    for body in (SHORT, {**SHORT, "stop": "x" * 20_000}):
+def test_stop_strings_cost_little(local):
+    """One request with a stop string of 4 MB took all memory, one of 20 kB stalled everyone."""
+    local.post(COMPLETIONS, {**SHORT, "stop": "x" * 257}).fails(400, "stop")
+    seconds, text = [], alone(**{**SHORT, "max_tokens": 200})[0].text
+    for stop in (None, [text[:255] + chr(65 + i) for i in range(16)]):
         started = time.monotonic()
-        assert local.post(COMPLETIONS, body).status == 200
+        assert local.post(COMPLETIONS, {**SHORT, "max_tokens": 200, "stop": stop}).status == 200
         seconds.append(time.monotonic() - started)
     assert seconds[1] < 0.3 + 2 * seconds[0]
 
@@ -478,6 +620,10 @@ MALFORMED = {
     "space before the colon": (b"GET / HTTP/1.1\r\nContent-Length : 5\r\n\r\n", 400),
     "folded": (b"GET / HTTP/1.1\r\na: b\r\n c\r\n\r\n", 400),
     "bare line feeds": (b"GET / HTTP/1.1\r\na: b\n\nContent-Length: 5\r\n\r\n", 400),
+    "NUL in the line": (b"GET /health\0 HTTP/1.1\r\n\r\n", 400),
+    "a byte above ASCII": (b"GET /health?\xff HTTP/1.1\r\n\r\n", 400),
+    "a bare carriage return": (b"GET / HTTP/1.1\r\na: b\rc\r\n\r\n", 400),
+    "NUL in a header": (b"GET / HTTP/1.1\r\na: b\0\r\n\r\n", 400),
     "200 headers": (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n", 431),
     "one huge header": (b"GET / HTTP/1.1\r\na: " + b"b" * 70_000 + b"\r\n\r\n", 431),
     "length missing": (request_bytes(b"").replace(b"Content-Length: 0\r\n", b""), 411),
@@ -680,10 +826,12 @@ def test_cors(local, monkeypatch):
     local.send("OPTIONS", COMPLETIONS).fails(405)
     monkeypatch.setattr(local.args, "cors", "http://a.test")
     monkeypatch.setattr(local.args, "api_key", "secret")
-    answer = local.send("OPTIONS", COMPLETIONS)  # a browser sends no key with it
+    # A browser sends no key with it, but says which headers it would send.
+    wanted = {"Access-Control-Request-Headers": "authorization, content-type, x-stainless-os"}
+    answer = local.send("OPTIONS", COMPLETIONS, **wanted)
     assert answer.status == 200
     allowed = answer.headers["Access-Control-Allow-Headers"].split(", ")
-    assert {"authorization", "content-type"} <= {*allowed}
+    assert allowed == ["authorization", "content-type", "x-stainless-os"]
     key = {"Authorization": "Bearer secret"}
     stream = local.post(COMPLETIONS, SHORT | {"stream": True}, **key)
     for each in (answer, local.get("/health"), local.get("/v1/models"), stream):
@@ -787,6 +935,24 @@ def test_step_fails(make_local, printed):
     counts = local.server.served["request_success_total"]
     assert {key[18:-2]: n for key, n in counts.items()} == {"length": 1, "abort": 5}
     assert printed == ["RuntimeError"]
+
+
+def test_nan_is_the_fault_of_one(make_local):
+    """A request whose logits were NaN ended all others, or was answered as if it had ended well."""
+    local, bad = make_local(), TOKENIZER.encode("K")[-1]
+    local.engine.runner.model.embed_tokens.register_forward_hook(
+        lambda module, args, y: y.masked_fill((args[0] == bad)[..., None], math.nan)
+    )
+    wish = {"prompt": "the ", "temperature": 0, "logit_bias": {str(bad): -100}}
+    other = local.begin({**wish, "max_tokens": 100})
+    for body in ({"prompt": "K"}, {**wish, "logit_bias": {str(bad): 100}, "stream": True, "n": 3}):
+        message = local.post(COMPLETIONS, body).fails(500)
+        assert message == sampling.BROKEN
+    assert read(other).json["usage"]["completion_tokens"] == 100
+    other.close()
+    local.settle()
+    assert local.server.served["request_success_total"]['{finished_reason="error"}'] == 4
+    assert local.post(COMPLETIONS, wish).status == 200
 
 
 def test_a_rank_is_lost(make_local, printed, monkeypatch):

@@ -7,7 +7,7 @@ from conftest import ROOT
 
 from tools.report import CORE, MODULES, code_lines
 
-CORE_CAP, CAP = 1300, 2200  # lines of code; see what the README counts
+CORE_CAP, CAP = 1350, 2400  # lines of code; see what the README counts
 
 
 def test_counts_code_only():

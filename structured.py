@@ -1,0 +1,102 @@
+"""Structured output: only tokens that keep the text within a schema, a regex or a grammar.
+
+A grammar is about bytes, and a model draws tokens, of which each is several bytes and may span the
+border between two words of the grammar. llguidance (an extra, kilolm[structured]) walks the trie of
+the vocabulary's bytes along what its parser would accept next, which gives a mask over V in tens of
+microseconds; the sampler gives what is masked no chance, before any other setting (sampling.py).
+
+    schema   {"enum": ["on", "off"]}      text so far: "o          allowed: n  n"  f  ff  ff"
+
+Knows the tokenizer, not who samples. Papers: Willard and Louf 2023 (arXiv:2307.09702), Koo et al.
+2024 (arXiv:2407.08103). Read: matcher, pieces. Next: tp.py.
+"""
+
+import json
+import re
+from functools import cache, partial
+from typing import Any
+
+from model import Config, blame, check, supported
+from tokenizer import Tokenizer
+
+# Between the parts of JSON: indented lines at most, or a weak model writes spaces until its length.
+SPACES = {"whitespace_pattern": "( |\n {0,20})?"}
+# GPT-2's spelling of bytes: printable ones are themselves, the others follow from U+0100.
+_printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_others = [b for b in range(256) if b not in _printable]
+BYTE_LEVEL = {chr(b): b for b in _printable} | {chr(256 + i): b for i, b in enumerate(_others)}
+
+
+def matcher(tokenizer: Tokenizer | None, config: Config, wish: dict[str, Any]) -> Any:
+    """Compile a SamplingParams.structured_outputs to a llguidance.LLMatcher at its beginning.
+
+    It is told each token that was drawn (consume_token), says which may come next
+    (compute_logit_bias), and when nothing more may (is_stopped); deep_copy serves guesses.
+
+    Args:
+        config: gives V, and the EOS ids: what may come where the text may end.
+
+    Raises:
+        ValueError: it does not compile, or there is no llguidance, or no tokenizer.
+    """
+    with blame("structured_outputs"):
+        import llguidance  # here: the package is an extra
+
+        ((kind, text),) = wish.items()
+        check(kind, text, {"json": dict | str, "choice": list}.get(kind, str))
+        text = text if isinstance(text, str) else json.dumps(text)
+        grammar = llguidance.grammar_from(kind, text)
+        if kind == "json":
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(text, SPACES)
+        words = vocabulary(tokenizer, config.vocab_size, config.eos_ids)
+        made = llguidance.LLMatcher(words, grammar, log_level=0)
+        if made.is_error():
+            raise ValueError(made.get_error())
+    return made
+
+
+@cache
+def vocabulary(tokenizer: Tokenizer | None, V: int, eos_ids: tuple[int, ...]) -> Any:
+    """The trie of a model's tokens. One more than V: in case it has no EOS."""
+    import llguidance
+
+    if not tokenizer:
+        raise ValueError("this engine has no tokenizer")
+    tokens = [*pieces(tokenizer), *[b""] * (V + 1)][: V + 1]
+    special = [i for i in range(V + 1) if not tokenizer.is_text(i)]
+    # How a text is spelt, with what else llguidance asks of a tokenizer.
+    words = partial(tokenizer.encode, add_special=False)
+    words.tokens, words.special_token_ids, words.is_tokenizer_wrapper = tokens, special, True
+    words.eos_token_id, words.bos_token_id = V, None
+    return llguidance.LLTokenizer(words, eos_token=[*eos_ids] or [V])
+
+
+@cache
+def pieces(tokenizer: Tokenizer) -> list[bytes]:
+    """Each id's own bytes; a special token's are its name.
+
+    Example: byte-level BPE's "\u0120the" and sentencepiece's "\u2581the" are b" the", and "<0xC3>"
+        is one byte
+    """
+
+    def bytes_of(piece: str) -> bytes:
+        if tokenizer.byte_level and {*piece} <= BYTE_LEVEL.keys():
+            return bytes(map(BYTE_LEVEL.get, piece))
+        byte = re.fullmatch("<0x(..)>", piece)  # byte fallback
+        return bytes.fromhex(byte[1]) if byte else piece.replace("\u2581", " ").encode()
+
+    return [bytes_of(tokenizer.piece(i) or "") for i in range(tokenizer.vocab_size)]
+
+
+def structure(form: Any) -> dict[str, Any]:
+    """OpenAI's response_format as SamplingParams.structured_outputs, {} for none.
+
+    Raises:
+        ValueError: an unknown type, or no schema where there must be one.
+    """
+    with blame("response_format"):
+        kind = check("it", form, dict)["type"]
+        supported("type", kind, "text", "json_object", "json_schema")
+        if kind == "json_schema":
+            return {"json": form["json_schema"]["schema"]}
+    return {"json": {"type": "object"}} if kind == "json_object" else {}

@@ -1,0 +1,239 @@
+"""Structured output: whatever else runs, what is finished parses, and nothing else is changed.
+
+Models are tiny and random, so that without the mask nothing would ever parse; the twin is the same
+request alone, without guesses.
+"""
+
+import copy
+import json
+import random
+import re
+import sys
+
+import jsonschema
+import llguidance
+import pytest
+import torch
+from conftest import SHAKESPEARE
+from test_scheduler import assert_same, drain, noisy, random_model
+from test_tokenizer import byte_level, kinds, read  # noqa: F401 (kinds: a fixture)
+
+from sampling import SamplingParams, Sequence, distribution
+from scheduler import Engine
+from structured import matcher, pieces, structure
+from tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer(SHAKESPEARE)
+V = TOKENIZER.vocab_size
+MODEL = random_model(vocab_size=V, eos_ids=(TOKENIZER.eos_id,), max_position_embeddings=512)
+DRAFT = noisy(MODEL, 0.1)
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def engine(speculate=0, draft=None, **options) -> Engine:
+    small = {"num_blocks": 200, "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 32}
+    return Engine(MODEL, TOKENIZER, **small | options, speculate=speculate, draft=draft)
+
+
+def random_schema(draw: random.Random, depth: int = 2) -> dict:
+    """A schema whose texts are short, so that most are finished."""
+    leaves = [
+        {"type": "integer", "minimum": -5, "maximum": draw.randint(0, 300)},
+        {"type": "boolean"}, {"type": "null"}, {"const": "a b"}, {"enum": ["x", "x y", 7, None]},
+        {"type": "string", "maxLength": draw.randint(0, 6)},
+    ]  # fmt: skip
+    if depth == 0 or draw.random() < 0.4:
+        return draw.choice(leaves)
+    if draw.random() < 0.4:
+        return {"type": "array", "items": random_schema(draw, depth - 1), "maxItems": 3}
+    names = draw.sample(["a", "bc", "d e", "é"], draw.randint(1, 3))
+    parts = {name: random_schema(draw, depth - 1) for name in names}
+    return {"type": "object", "properties": parts, "required": names[:1],
+            "additionalProperties": False}  # fmt: skip
+
+
+def random_wish(draw: random.Random):
+    """A request's structure, and what checks a finished text."""
+    kind = draw.choice(["json", "json", "json", "regex", "choice", "grammar"])
+    if kind == "json":
+        schema = random_schema(draw)
+        given = draw.choice([schema, json.dumps(schema)])
+        return {"json": given}, lambda text: jsonschema.validate(json.loads(text), schema)
+    regex, words = r"[a-c]{2,5}(, [0-9]+é)?", ["yes", "no", "to be\nor not"]
+
+    def check(text):
+        assert re.fullmatch(regex, text) if kind != "choice" else text in words
+
+    lark = 'start: /[a-c]{2,5}/ (", " /[0-9]+/ "é")?'
+    gbnf = 'root ::= [a-c] [a-c] [a-c]? (", " [0-9]+ "é")?'
+    return {kind: {"regex": regex, "choice": words}.get(kind, draw.choice([lark, gbnf]))}, check
+
+
+@pytest.mark.parametrize("guess", [None, "n-gram", "draft"])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2, 3))])
+def test_finished_answers_parse(guess, seed):
+    """A mask of the row before, or of a step ago, after preemption, in a fork, behind a guess; a
+    guess that breaks the grammar kept; a neighbour without a grammar masked, or drawn otherwise."""
+    draw, options = random.Random(seed), {"num_blocks": 50} if guess is None else {"speculate": 3}
+    at = engine(**options, draft=DRAFT if guess == "draft" else None)
+    jobs = {}
+    for i in range(12):
+        wish, check = random_wish(draw) if i % 4 else (None, lambda text: None)
+        params = SamplingParams(
+            temperature=draw.choice([0, 0.7, 1, 3]), seed=i, n=draw.choice([1, 1, 3]), logprobs=2,
+            max_tokens=60, structured_outputs=wish,
+            presence_penalty=draw.choice([0, 0, 1]), ignore_eos=draw.random() < 0.3,
+        )  # fmt: skip
+        prompt = draw.choice(["ROMEO:\n", "[1, 2, [1, 2, [1, 2,", ""])
+        jobs[at.add_request(prompt, params)] = prompt, params, check
+    drain(at)
+    finished = 0
+    for request, (prompt, params, check) in jobs.items():
+        for sequence in request.outputs:
+            assert sequence.finish_reason in ("stop", "length")
+            if sequence.finish_reason == "stop" and params.structured_outputs:
+                check(sequence.text)
+                finished += 1
+        if params.temperature == 0 or not guess:
+            alone = engine()
+            (twin,) = {alone.add_request(prompt, params)}
+            drain(alone)
+            assert_same(request, twin.outputs)
+    assert finished >= 8 and (guess or at.stats.num_preemptions > 0)
+    assert not guess or sum(at.proposer.accepted) > 0
+
+
+def test_the_mask_is_the_first_step():
+    """A bias that lifts what is masked; the rows beside it changed; the matcher moved by a look."""
+    rows = [
+        Sequence([1], SamplingParams(structured_outputs=wish, logit_bias={5: 100}), MODEL.config)
+        for wish in ({"choice": ["a", "b"]}, None)
+    ]
+    rows[0].matcher = matcher(TOKENIZER, MODEL.config, rows[0].params.structured_outputs)
+    logits = torch.randn(1, V).expand(2, -1)
+    p, free = distribution(logits, rows)
+    may = [i for i in range(V) if pieces(TOKENIZER)[i] in (b"a", b"b")]
+    want = torch.zeros(V)
+    want[may] = logits[0, may].softmax(-1)
+    torch.testing.assert_close(p, want)
+    assert torch.equal(free, distribution(logits[1:], rows[1:])[0]) and free[5] > 0.9
+    ahead = rows[0].ahead([may[0]])
+    assert distribution(logits[:1], [ahead])[0].argmax() == TOKENIZER.eos_id
+    assert torch.equal(distribution(logits, rows)[0], p)
+
+
+def test_a_structure_that_becomes_too_complex(monkeypatch):
+    """Half an answer that says "stop": where the parser gives up, only EOS is left."""
+    made = llguidance.LLMatcher
+    limits = llguidance.LLParserLimits(step_lexer_fuel=1)
+
+    class Limited:
+        def __new__(cls, *args, **options):
+            return made(*args, **options, limits=limits)
+
+        grammar_from_json_schema = made.grammar_from_json_schema
+
+    monkeypatch.setattr(llguidance, "LLMatcher", Limited)
+    at = engine()
+    text = {"type": "string", "pattern": "(a|b|cd){3,9}"}
+    schema = {"type": "object", "properties": {"a": text}, "required": ["a"]}
+    request = at.add_request("a", SamplingParams(structured_outputs={"json": schema}, n=2))
+    drain(at)
+    assert {sequence.finish_reason for sequence in request.outputs} == {"error"}
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_nothing_may_come(temperature):
+    """Of a model without EOS no token is allowed after nothing: an id outside the vocabulary."""
+    model = copy.copy(MODEL)
+    model.config = random_model(vocab_size=V, eos_ids=()).config
+    at = Engine(model, TOKENIZER, num_blocks=50)
+    wish = {"structured_outputs": {"regex": ""}, "temperature": temperature, "logprobs": 1}
+    others = [at.add_request("a", SamplingParams(max_tokens=3, ignore_eos=True)) for _ in range(2)]
+    request = at.add_request("a", SamplingParams(**wish))
+    drain(at)
+    assert request.outputs[0].finish_reason in ("stop", "error") and request.outputs[0].text == ""
+    assert {other.outputs[0].finish_reason for other in others} == {"length"}
+
+
+def test_an_unknown_piece_is_no_text():
+    """<unk>, which decodes to another text than it is spelt, within a string."""
+    at = matcher(TOKENIZER, MODEL.config, {"regex": "<unk>|a"})
+    unknown = next(i for i in range(V) if TOKENIZER.piece(i) == "")
+    assert not at.compute_logit_bias()[unknown]
+
+
+def test_a_model_without_eos_ends_with_its_grammar():
+    """A text that runs on after its last brace, until its length."""
+    model = copy.copy(MODEL)
+    model.config = random_model(vocab_size=V, eos_ids=()).config
+    at = Engine(model, TOKENIZER, num_blocks=50)
+    for wish, text in (({"choice": ["yes"]}, "yes"), ({"regex": "ab{3}"}, "abbb")):
+        request = at.add_request("ROMEO:", SamplingParams(structured_outputs=wish))
+        drain(at)
+        assert (request.outputs[0].text, request.outputs[0].finish_reason) == (text, "stop")
+
+
+@pytest.mark.parametrize("kind", ["gpt", "llama", "metaspace", "shakespeare", "unigram", "plain"])
+def test_pieces_are_the_tokens_bytes(kind, kinds):  # noqa: F811
+    """A space lost, bytes of half a character given as those of its mark."""
+    ours, _ = kinds[kind]
+    for text in ("the cat", " the  cat\n\n", "café 😀 你好", "<s>", "a\u0301"):
+        ids = ours.encode(text, add_special=False)
+        if "" not in map(ours.piece, ids):  # unknown to those without byte fallback
+            whole = b"".join(pieces(ours)[i] for i in ids).decode()
+            assert whole in (text, " " + text)
+
+
+def test_byte_level_tokenizers(tmp_path):
+    """Masks for tokenizer.json: a grammar's bytes taken for GPT-2's letters."""
+    ours = read(tmp_path, {"eos_token": "</s>"}, tokenizer_json=byte_level("</s>").to_str())
+    config = random_model(vocab_size=ours.vocab_size + 3, eos_ids=(ours.eos_id,)).config
+    at = matcher(ours, config, {"choice": [" the", "é"]})
+    for text in (" the", "é"):
+        each = at.deep_copy()
+        for i in ours.encode(text, add_special=False):
+            assert each.compute_logit_bias()[i] and each.consume_token(i)
+        assert each.is_stopped()
+
+
+BAD = {
+    "unknown type": ({"json": {"type": "nonsense"}}, "nonsense"),
+    "not JSON": ({"json": "{"}, "EOF"),
+    "regex": ({"regex": "(["}, "unclosed"),
+    "not a regex": ({"regex": 5}, "regex must be str"),
+    "not a choice": ({"choice": 5}, "."),
+    "grammar": ({"grammar": "rubbish !!"}, "rubbish"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_does_not_compile_is_refused(name):
+    """A request that waits for a mask that never comes."""
+    wish, message = BAD[name]
+    at = engine()
+    with pytest.raises(ValueError, match=f"^structured_outputs: (.|\n)*{message}"):
+        at.add_request("a", SamplingParams(structured_outputs=wish))
+    assert not at.queue
+
+
+def test_without_the_extra_or_a_tokenizer(monkeypatch):
+    """A traceback where one line names what is missing."""
+    params = SamplingParams(structured_outputs={"regex": "a"})
+    with pytest.raises(ValueError, match="no tokenizer"):
+        Engine(MODEL, num_blocks=9).add_request([1], params)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ValueError, match="llguidance"):
+        engine().add_request("a", params)
+
+
+def test_response_format():
+    """OpenAI's forms, of which the unknown were ignored."""
+    schema = {"type": "object"}
+    assert structure({"type": "text"}) == {}
+    assert structure({"type": "json_object"}) == {"json": schema}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
+    assert structure(form) == {"json": schema}
+    for bad in ({}, {"type": "xml"}, "json", {"type": "json_schema"}, {"type": ["text"]}):
+        with pytest.raises(ValueError, match=r"^response_format"):
+            structure(bad)
