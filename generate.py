@@ -4,8 +4,8 @@
     python generate.py --checkpoint DIR --prompt "..."   any Hugging Face folder model.py supports
 
 `generate` is all that generating is: forward, sample, append. Many sequences at once, guesses and
-several processes go through scheduler.Engine, which LLM wraps. Read: generate, compile_model, LLM,
-run. Next: paged.py.
+several processes go through scheduler.Engine, which LLM wraps. Read: generate, LLM, run. Next:
+paged.py.
 """
 
 import argparse
@@ -20,16 +20,11 @@ import torch
 
 import tp
 from kv_cache import StaticCache
-from model import DTYPES, Transformer, blame, check, pick_device, progress
-from paged import Row, Runner
-from quantize import MODES, load, pack_linears, quantize_model
-from sampling import SamplingParams, Sequence, Token, sample, sampling_params
+from model import DTYPES, Transformer, check, pick_device, progress
+from quantize import CHUNK, MODES, compile_model, load, quantize_model
+from sampling import BROKEN, SamplingParams, Sequence, Token, sample, sampling_params
 from scheduler import Engine, Request
 from tokenizer import Tokenizer
-
-# Prompt tokens per forward. Smaller chunks skip more of the keys that causality hides, larger ones
-# read the weights less often: on two Zen 5 cores 256 is 3 to 5 % faster than 128 or 512 (1b shape).
-CHUNK = 256
 
 # --- One sequence ---------------------------------------------------------------------------------
 
@@ -50,7 +45,7 @@ def generate(
         chunk: prompt tokens per forward; bounds the memory of a long prompt.
 
     Raises:
-        ValueError: the cache is too short for the sequence.
+        ValueError: the cache is too short for the sequence, or the logits are NaN or infinite.
     """
     end = 0  # tokens whose keys and values the cache holds
     while not sequence.finish_reason:
@@ -64,52 +59,6 @@ def generate(
             (token,) = sample(logits, [sequence])
             sequence.append(token)
             yield token
-
-
-def compile_model(
-    model: Transformer, batch_size: int | None = 1, kv_dtype: str = "auto", chunk: int = CHUNK
-) -> Transformer:
-    """Make a finished model fast: pack its weights for the CPU and compile it, in place.
-
-    On a CPU one block is compiled and serves all layers, which differ only in their tensors: 5 s
-    instead of 35 s for 22 layers as one graph, and no slower, as the guards of one big graph cost
-    as much as entering 22 small ones. Lengths are symbolic, so nothing is compiled again later.
-    On CUDA the whole model is one graph; with a static cache it is replayed as a CUDA graph for
-    each length bucket. What it buys: nearly twice the speed of eager decoding (`tools/bench.py
-    latency --shape 1b`, with and without `--compile`, on two Zen 5 cores).
-
-    Args:
-        batch_size: of the static cache that it will run against; None: that is paged.
-        kv_dtype: of that cache.
-        chunk: prompt tokens per forward, to warm up with.
-
-    Raises:
-        ValueError: there is no C++ compiler, which torch.compile needs on a CPU.
-    """
-    pack_linears(model)
-    if model.device.type == "cpu":
-        for block in model.layers:
-            block.compile(fullgraph=True, dynamic=True)
-    else:
-        # Lets a product of one row become a loop that reads int8 weights once, as they are.
-        torch._inductor.config.coordinate_descent_tuning = True
-        # A paged step is another one each time, in numbers that only the host sees: never replayed.
-        model.compile(fullgraph=True, mode="reduce-overhead" if batch_size else None)
-    # The default of 8 graphs for one piece of code is few for several models in a process.
-    torch._dynamo.config.recompile_limit = 64
-    # Two sizes that happen to be equal now, such as the mask's and H, need not be later.
-    torch.fx.experimental._config.use_duck_shape = False
-    with torch.no_grad(), blame("--compile, for which a CPU needs a C++ compiler"):
-        for length in progress([1, chunk], "compiling decode, prefill"):
-            wanted = min(length, 2)  # the logits of one token, then of two: any number
-            if batch_size:
-                positions, layers = StaticCache(model, batch_size, chunk, kv_dtype).step(0, length)
-                select = torch.arange(wanted, device=model.device)
-                model(torch.zeros_like(positions), positions, layers, select)
-            else:
-                row = Row([*range(chunk)], 0, [0] * length, wanted)
-                Runner(model, chunk, 16, kv_dtype).run([row])
-    return model
 
 
 # --- Many sequences -------------------------------------------------------------------------------
@@ -132,9 +81,8 @@ class LLM:
                 draft_checkpoint, speculate, ...; and Engine's: max_num_seqs, kv_memory, ...
         """
         model_arguments(parser := argparse.ArgumentParser())
-        args = parser.parse_args([])
-        for name in vars(args).keys() & options.keys():
-            setattr(args, name, options.pop(name))
+        usual = vars(parser.parse_args([]))
+        args = argparse.Namespace(**{name: options.pop(name, usual[name]) for name in usual})
         self.checkpoint = args.checkpoint = Path(checkpoint)
         model, draft, guesses = load_models(args, tp.Ranks(pick_device(args.device)))
         more = {"kv_dtype": args.kv_dtype, "draft": draft, "speculate": guesses, **options}
@@ -152,7 +100,8 @@ class LLM:
             params: for all, or one for each; None: what the checkpoint suggests.
 
         Returns:
-            One finished request for each prompt, in order.
+            One finished request for each prompt, in order. An output whose finish_reason is "error"
+            met logits that are no numbers, or a structure that became too complex.
 
         Raises:
             ValueError: a prompt that cannot be run; then none is.
@@ -191,6 +140,7 @@ def model_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=("auto", *DTYPES), default="auto", help="auto: as stored")
     add("--kv-dtype", choices=("auto", "int8"), default="auto", help="of the cache; auto: as dtype")
     add("--quantize", choices=MODES, help="fewer bits for the weights, on the fly; see quantize.py")
+    add("--group-size", type=int, default=128, help="input channels per scale, for int4 (128)")
     add("--compile", action="store_true", help="slower to start, faster to run; see the README")
     add("--draft-checkpoint", type=Path, metavar="DIR", help="guess tokens with a small model")
     text = "tokens to guess in a step: by the small model (4), or from what the text repeats (0)"
@@ -210,7 +160,7 @@ def load_models(
     dtype, draft = DTYPES.get(args.dtype), None
     model = load(args.checkpoint, ranks.device, dtype, ranks.shard)
     if args.quantize:
-        quantize_model(model, args.quantize)
+        quantize_model(model, args.quantize, args.group_size)
     if args.draft_checkpoint and not ranks.rank:
         draft = load(args.draft_checkpoint, ranks.device, dtype)
     for each in filter(None, (model, draft) if args.compile else ()):
@@ -227,8 +177,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", default="", help="text to continue")
-    text_file = argparse.FileType(encoding="utf-8")
-    prompt.add_argument("--prompt-file", type=text_file, help="from a file; - is stdin")
+    prompt.add_argument("--prompt-file", help="from a file; - is stdin")
     prompt.add_argument("--chat", action="store_true", help="talk, with the chat template")
     add("--json", action="store_true", help="print one JSON object per sample instead of text")
     text = "defaults: the checkpoint's generation_config.json, else as in parentheses"
@@ -246,8 +195,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def run(args: argparse.Namespace, ranks: tp.Ranks) -> int:
     """Load, generate, and report: text on stdout, everything else on stderr."""
+    if sys.stdin is None and (args.chat or args.prompt_file == "-"):
+        raise ValueError("stdin is closed: use --prompt TEXT or --prompt-file FILE")
     given = {f.name: getattr(args, f.name, None) for f in fields(SamplingParams)}
     params, tokenizer = sampling_params(args.checkpoint, **given), Tokenizer(args.checkpoint)
+    text, file = args.prompt, args.prompt_file
+    if file and not ranks.rank:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
     plain = not (args.speculate or args.draft_checkpoint) and params.n == ranks.ranks == 1
     model, draft, guesses = load_models(args, ranks, paged=not plain)
     if ranks.rank:
@@ -261,7 +215,6 @@ def run(args: argparse.Namespace, ranks: tp.Ranks) -> int:
     if args.chat:
         asked = turns(tokenizer, params, done)
     else:
-        text = args.prompt_file.read() if args.prompt_file else args.prompt
         asked = ((text, tokenizer.encode(text), each) for each in params.split())
     for prompt, ids, each in asked:
         if engine:
@@ -297,7 +250,7 @@ def turns(
     Args:
         done: the replies so far.
     """
-    messages, params = [], replace(params, stop=(*params.stop, *tokenizer.chat_stop))
+    messages, params = [], replace(params, stop=(*params.stop, *tokenizer.chat_stop)[:16])
     print("> ", end="", file=sys.stderr, flush=True)
     while line := sys.stdin.readline():
         messages.append({"role": "user", "content": line.strip()})
@@ -316,6 +269,8 @@ def stream(sequence: Sequence, steps: Iterator[Any], show: bool) -> None:
                 shown = len(sequence.text)
     except KeyboardInterrupt:
         sequence.finish("interrupted")
+    if sequence.finish_reason == "error":
+        raise ValueError(BROKEN)
     if show:
         print(sequence.text[shown:], flush=True)
 

@@ -11,10 +11,12 @@ model.LayerCache. Read: StaticCache.step, Slab.attend, encode. Next: tokenizer.p
     slab       the  cat  sat  on    .    .    .    .        a step of "on": written at 3, sees 0..3
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from model import LayerCache, Transformer, attention, check, supported, visible
+from model import LayerCache, Transformer, attention, blame, check, supported, visible
 
 BUCKET = 64  # positions
 
@@ -94,14 +96,17 @@ class StaticCache:
 
 def empty_layers(model: Transformer, kv_dtype: str, *shape: int) -> list[tuple[Tensor, Tensor]]:
     """Memory for the keys and the values of each layer: (*shape, stored_dim), where stored_dim is
-    H, and for int8 four more, for the scale."""
+    H, and for int8 four more, for the scale.
+
+    Raises:
+        ValueError: another kv_dtype, or not enough memory.
+    """
     int8 = supported("kv_dtype", kv_dtype, "auto", "int8") == "int8"
     shape, dtype = (*shape, model.config.head_dim + 4 * int8), torch.int8 if int8 else model.dtype
     # A memory each: of tensors that share one, torch.compile cannot tell what a write changes.
-    return [
-        tuple(torch.zeros(shape, dtype=dtype, device=model.device) for _ in "kv")
-        for _ in model.layers
-    ]
+    with blame(f"no memory for a cache of {len(model.layers)} x 2 x {shape}, lower --max-seq-len"):
+        zeros = partial(torch.zeros, shape, dtype=dtype, device=model.device)
+        return [(zeros(), zeros()) for _ in model.layers]
 
 
 def encode(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -319,7 +319,8 @@ def check(name: str, value: Any, kind: Any, *bounds: float) -> Any:
     right &= isinstance(value, bool) == (kind is bool)
     if not right or not (value is None or low is None or low <= value <= high):
         within = "" if low is None else f" in {low}..{high}"
-        raise ValueError(f"{name} must be {getattr(kind, '__name__', kind)}{within}, is {value!r}")
+        kind = getattr(kind, "__name__", kind)
+        raise ValueError(f"{name} must be {kind}{within}, is {value!r:.100}")
     return value
 
 
@@ -327,7 +328,7 @@ def supported(name: str, value: Any, *known: Any) -> Any:
     """Return `value` if it is one of those that we run; else raise ValueError with all of them."""
     if value not in known:
         names = ", ".join(map(str, known))
-        raise ValueError(f"{name} {value!r} is not supported; supported: {names}")
+        raise ValueError(f"{name} {value!r:.100} is not supported; supported: {names}")
     return value
 
 
@@ -439,6 +440,7 @@ def load_config(path: Path | str) -> Config:
         # Those of generation_config.json win: chat checkpoints list their end-of-turn id there.
         eos = generation.get("eos_token_id")
         eos = raw.get("eos_token_id", []) if eos is None else eos
+        eos = eos if isinstance(eos, list) else [eos]
         bias = raw.get("attention_bias", False)
         values = {
             "num_key_value_heads": N, "head_dim": D // N, "qkv_bias": bias, "o_bias": bias,
@@ -446,9 +448,7 @@ def load_config(path: Path | str) -> Config:
             "rope_theta": rope.get("rope_theta", raw.get("rope_theta", 10000.0)),
             "rope_scaling": rope,
             "windows": tuple(window_of[supported("layer_types", k, *window_of)] for k in kinds),
-            "eos_ids": tuple(
-                check("eos_token_id", i, int, 0) for i in (eos if isinstance(eos, list) else [eos])
-            ),
+            "eos_ids": tuple(check("eos_token_id", i, int, 0) for i in eos),
             "quantization": check("quantization_config", raw.get("quantization_config", {}), dict),
             "dtype": DTYPES[dtype],
         }  # fmt: skip
@@ -502,8 +502,7 @@ def load_model(
     files = locate_tensors(path)
     if config.tie_word_embeddings:
         files.pop("lm_head.weight", None)  # some files store the tied matrix twice
-    if prepare:
-        model, files = prepare(model, files)
+    model, files = prepare(model, files) if prepare else (model, files)
     check_tensors(files, dict(named_tensors(model)))
     tied = model.tied
     model = model.to_empty(device=device)

@@ -47,6 +47,7 @@ class BlockTable:
     blocks: list[int] = field(default_factory=list)  # may reach past `length`, never short of it
     length: int = 0  # tokens whose keys and values are in the blocks
     serials: list[int] = field(default_factory=list)  # of the blocks that can be found, see Key
+    spoilt: bool = False  # its keys or values may be NaN: see BlockPool.free
 
 
 class BlockPool:
@@ -60,9 +61,10 @@ class BlockPool:
     def __init__(self, num_blocks: int, block_size: int = 16) -> None:
         """Raises ValueError where there is no block, or a block has no slot."""
         self.num_blocks = check("blocks that fit into --kv-memory", num_blocks, int)
-        self.block_size = check("--block-size", block_size, int)
+        self.block_size = check("block_size", block_size, int)
         self.refs = [0] * num_blocks
         self._free = list(range(num_blocks))[::-1]  # a stack, lowest block on top
+        self.dirty: set[int] = set()  # must be wiped before the next use
         self.cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._found: dict[Key, tuple[int, int]] = {}  # key -> block, serial
         self._keys: dict[int, Key] = {}  # block -> key
@@ -106,7 +108,8 @@ class BlockPool:
 
         Returns:
             (from, to) blocks whose content must be copied before the write: where the sequences of
-            one prompt diverge within a block that they share (copy-on-write).
+            one prompt diverge within a block that they share (copy-on-write); and for a new block
+            that is dirty, from the empty one, which is `num_blocks`.
 
         Example: block_size 4, blocks [7, 2], length 6, block 2 in two tables, end 10:
             blocks become [7, 0, 1], and (2, 0) is returned.
@@ -118,7 +121,9 @@ class BlockPool:
             self.refs[old] -= 1  # it was 2 or more
             copies.append((old, table.blocks[i]))
         while len(table.blocks) * self.block_size < end:
-            table.blocks.append(self._take())
+            table.blocks.append(block := self._take())
+            copies += [(self.num_blocks, block)] * (block in self.dirty)
+        self.dirty.difference_update(table.blocks)
         return copies
 
     def commit(self, table: BlockTable, ids: list[int], end: int, salt: str | None = None) -> None:
@@ -144,17 +149,24 @@ class BlockPool:
         return BlockTable([*table.blocks], table.length, [*table.serials])
 
     def free(self, table: BlockTable) -> None:
-        """Empty a table; blocks that nobody else uses become cached or free."""
+        """Empty a table; blocks that nobody else uses become cached or free.
+
+        Those of a spoilt one are found no more, and wiped before they are used again: attention
+        multiplies what is masked by 0, and 0 * NaN is NaN.
+        """
         # Last block first, so that it is also given up first: a block is of no use once the one
         # before it is gone.
         for block in reversed(table.blocks):
+            if table.spoilt:
+                self.dirty.add(block)
+                self._found.pop(self._keys.pop(block, None), None)
             self.refs[block] -= 1
             if not self.refs[block]:
                 if block in self._keys:
                     self.cached[block] = None
                 else:
                     self._free.append(block)
-        table.blocks, table.length, table.serials = [], 0, []
+        table.blocks, table.length, table.serials, table.spoilt = [], 0, [], False
 
     def check(self, tables: Iterable[BlockTable]) -> None:
         """Assert the pool's invariant, given every table in use."""
@@ -219,7 +231,8 @@ class Blocks(LayerCache):
 class Runner:
     """A model, and the keys and values of all its sequences, in one pool of small blocks per layer.
 
-    Bytes: 2 * layers * blocks * block_size * K * stored_dim * itemsize.
+    Bytes: 2 * layers * blocks * block_size * K * stored_dim * itemsize. A step copies at most as
+    much as one layer's pool holds, or one row, if that is more.
     """
 
     def __init__(
@@ -227,7 +240,9 @@ class Runner:
     ) -> None:
         """Allocate the pools; kv_dtype as in kv_cache.StaticCache."""
         self.model, self.block_size, K = model, block_size, model.config.num_key_value_heads
-        self.pools = empty_layers(model, kv_dtype, num_blocks, block_size, K)
+        self.num_blocks = num_blocks
+        # One more, never written: what tables are filled up with, and dirty blocks wiped from.
+        self.pools = empty_layers(model, kv_dtype, num_blocks + 1, block_size, K)
 
     @torch.no_grad()
     def run(self, rows: list[Row]) -> Tensor:
@@ -256,7 +271,7 @@ class Runner:
 
         Example: block_size 4, rows ([0, 1], 4, [c, d, e]), ([7, 2], 5, [a]), ([3], 2, [b]):
             tokens [a, b, c, d, e], positions [5, 2, 4, 5, 6], slots [9, 14, 4, 5, 6],
-            groups [2, 1, 2, 1, 3, 2], tables [7, 2, 3, 0, 0, 1], select [4, 0, 1]
+            groups [2, 1, 2, 1, 3, 2], tables [7, 2, 3, 8, 0, 1, 0] (of 8 blocks), select [4, 0, 1]
         """
         rows = [Row(*row) for row in rows]  # from another rank they come as lists
         size, config, device = self.block_size, self.model.config, self.model.device
@@ -270,16 +285,18 @@ class Runner:
         for (T, _), group in itertools.groupby(sorted(range(len(rows)), key=shape), key=shape):
             group = [*group]
             width = -(-max(rows[i].start + T for i in group) // size)
-            groups += [len(group), T, width]
-            for i in group:
-                blocks, start, ids, _ = rows[i]
-                tokens += ids
-                positions += (new := range(start, start + T))
-                slots += [blocks[p // size] * size + p % size for p in new]
-                tables += (blocks + [0] * width)[:width]
-                last[i] = len(tokens) - 1
-            at = torch.tensor(positions[-len(group) * T :]).view(-1, T)
-            masks.append(visible(config, at, torch.arange(width * size)[None]))
+            while part := group[: max(1, self.num_blocks // width)]:
+                del group[: len(part)]
+                groups += [len(part), T, width]
+                for i in part:
+                    blocks, start, ids, _ = rows[i]
+                    tokens += ids
+                    positions += (new := range(start, start + T))
+                    slots += [blocks[p // size] * size + p % size for p in new]
+                    tables += (blocks + [self.num_blocks] * width)[:width]
+                    last[i] = len(tokens) - 1
+                at = torch.tensor(positions[-len(part) * T :]).view(-1, T)
+                masks.append(visible(config, at, torch.arange(width * size)[None]))
         select = [end - i for end, row in zip(last, rows) for i in range(row.wanted)[::-1]]
         mask = {w: torch.cat([m[w].flatten() for m in masks]).to(device) for w in masks[0]}
         tables.append(0)  # two at least: to torch.compile a size of 1 is another case

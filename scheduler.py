@@ -38,8 +38,9 @@ import torch
 
 from model import Transformer, check
 from paged import BlockPool, BlockTable, Row, Runner
-from sampling import Guess, SamplingParams, Sequence
+from sampling import Guess, SamplingParams, Sequence, finite
 from speculative import DraftModel, NGram
+from structured import matcher
 from tokenizer import Tokenizer
 
 
@@ -103,7 +104,7 @@ class Engine:
         """Make the block pool.
 
         Args:
-            model: finished, on its device, compiled or not; see generate.compile_model.
+            model: finished, on its device, compiled or not; see quantize.compile_model.
             tokenizer: None: prompts are ids, and there is no text.
             max_num_seqs: sequences running at once.
             max_num_batched_tokens: token budget of a step. Larger, prompts are done sooner;
@@ -123,22 +124,24 @@ class Engine:
                 sequence, no room for a block, or a draft with another vocabulary.
         """
         check("max_num_seqs", max_num_seqs, int)
+        check("block_size", block_size, int)
         least = max_num_seqs * (1 + speculate)  # or a running sequence would have to wait
         check("max_num_batched_tokens", max_num_batched_tokens, int, least)
         self.config, self.tokenizer = model.config, tokenizer
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_seq_len = max_seq_len or model.config.max_position_embeddings
         if num_blocks is None:
-            one = [Runner(each, 1, block_size, kv_dtype) for each in (model, draft) if each]
+            one = [Runner(each, 0, block_size, kv_dtype) for each in (model, draft) if each]
             size = sum(t.nbytes for each in one for pool in each.pools for t in pool)
+            c = self.config  # and a layer's keys and values, which attention copies
+            size += 2 * block_size * c.num_key_value_heads * c.head_dim * model.dtype.itemsize
             free = free_memory(model.device) if kv_memory < 1 else 1
             most = max_num_seqs * -(-self.max_seq_len // block_size)
-            num_blocks = min(int(kv_memory * free // size), most)
+            num_blocks = min(int(kv_memory * free // size) - 1, most)
         self.pool, shape = BlockPool(num_blocks, block_size), (num_blocks, block_size, kv_dtype)
         self.runner, self.proposer = runner(model, *shape), NGram(speculate)
         if draft:
-            vocab_size = model.config.vocab_size
-            self.proposer = DraftModel(Runner(draft, *shape), speculate, vocab_size)
+            self.proposer = DraftModel(Runner(draft, *shape), speculate, self.config.vocab_size)
         self.queue: list[Sequence] = []
         self.ran: dict[Sequence, int] = {}
         self.stats, self._arrivals = Stats(), itertools.count(1)
@@ -160,14 +163,18 @@ class Engine:
             options: Request's id, priority and cache_salt.
 
         Raises:
-            ValueError: see Sequence; or it could never fit into the cache, however long it waited.
+            ValueError: see Sequence and structured.matcher; or it could never fit into the cache,
+                however long it waited.
         """
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         more = self.config, self.tokenizer, self.max_seq_len
         request = Request(**options)
         check("cache_salt", request.cache_salt, str | None)
+        wish = params.structured_outputs
+        first = wish and matcher(self.tokenizer, self.config, wish)
         for each in params.split():
             request.outputs.append(sequence := Sequence(ids, each, *more))
+            sequence.matcher = first and first.deep_copy()
             sequence.request, sequence.table = request, BlockTable()
         # The last token is sampled and never run, so its keys and values need no slot.
         need = -(-(sequence.max_len - 1) // self.pool.block_size)
@@ -198,6 +205,7 @@ class Engine:
         between two lines, the books need not balance."""
         queue, self.queue = self.queue, []
         self.pool = BlockPool(self.pool.num_blocks, self.pool.block_size)
+        self.pool.dirty.update(range(self.pool.num_blocks))
         for sequence in queue:
             self.abort(sequence.request)
 
@@ -208,7 +216,8 @@ class Engine:
         """Run one forward over the tokens that schedule() picks.
 
         Returns:
-            The requests that got a token. A long prompt's chunks give none until the last.
+            The requests that got a token, or whose logits no token can be drawn from: these end,
+            with "error". A long prompt's chunks give none until the last.
 
         After an exception, such as running out of memory, only reset() makes it usable again.
 
@@ -228,10 +237,14 @@ class Engine:
         self.proposer.propose(batch)
         # 3) run
         rows = [self._row(sequence) for sequence in batch]
-        logits = self.runner.run(rows).split([row.wanted for row in rows])
+        logits = self.runner.run(rows)
         # 4) sample, for those whose known tokens have all run
-        drawing, parts = [], []
-        for sequence, row, part in zip(batch, rows, logits, strict=True):
+        drawing, parts, failed, broken = [], [], [], not finite(logits).all()
+        spans = logits.split([row.wanted for row in rows])
+        for sequence, row, part in zip(batch, rows, spans, strict=True):
+            if broken and not finite(part).all():
+                failed.append(self._fail(sequence))
+                continue
             drawing += (new := self._computed(sequence, row))
             parts += [part] * len(new)
         sampled = self.proposer.verify(torch.cat(parts), drawing) if parts else []
@@ -242,7 +255,7 @@ class Engine:
         self.stats.engine_steps += 1
         self.stats.computed_tokens += sum(self.ran.values())
         self.stats.engine_step_seconds += time.perf_counter() - started
-        return [*dict.fromkeys(sequence.request for sequence in drawing)]
+        return [*dict.fromkeys(sequence.request for sequence in drawing + failed)]
 
     def run(self) -> Iterator[Request]:
         """Step until no request is left, yielding those that got a token."""
@@ -281,6 +294,7 @@ class Engine:
                 break
             stats.prefix_cache_queries += len(sequence.ids)
             stats.prefix_cache_hits += table.length
+            sequence.cached = sequence.cached if sequence.tokens else table.length
             copies += pool.grow(table, end)
             budget -= end - table.length
             sequence.end = end
@@ -320,6 +334,14 @@ class Engine:
                 other.table = self.pool.fork(sequence.table)
             insort(self.queue, other, key=rank)
         return sequence.request.outputs
+
+    def _fail(self, sequence: Sequence) -> Sequence:
+        """End a sequence that nothing can be drawn for; at its prompt, all that were to follow."""
+        sequence.table.spoilt = True
+        self._leave(sequence)
+        for each in [sequence] if sequence.tokens else sequence.request.outputs:
+            each.finish("error")
+        return sequence
 
     def _append(self, sequence: Sequence, tokens: list) -> None:
         for token in tokens:

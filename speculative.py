@@ -17,7 +17,7 @@ repeats itself, 3 times with a draft of 2 layers out of 22 that is always right 
 latency` with `--speculate`). Knows sequences, not who schedules them. Papers: Leviathan et al. 2022
 (arXiv:2211.17192), Chen et al. 2023 (arXiv:2302.01318), prompt lookup: Saxena 2023
 (github.com/apoorvumang/prompt-lookup-decoding). Read: verify, Proposer, NGram, DraftModel. Next:
-tp.py.
+structured.py.
 """
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from model import check, supported
 from paged import Row, Runner
-from sampling import Guess, Sequence, Token, distribution, draw, sample, uniforms, with_logprobs
+from sampling import Guess, Sequence, Token, distribution, draw, finite, sample, scored, uniforms
 
 # Where in a seed's stream of random numbers the guesses and their tests begin; the tokens have the
 # places from 0, one each, and there are at most 2**31 of them.
@@ -79,7 +79,7 @@ def verify(logits: Tensor, sequences: list[Sequence]) -> list[list[Token]]:
     for s, (start, end), one in zip(sequences, spans, more, strict=True):
         chosen = [*s.guess.ids[: end - start], one]
         counts = [s.params.logprobs] * len(chosen)
-        tokens.append(with_logprobs(logits[start : end + 1], chosen, counts))
+        tokens.append(scored(logits[start : end + 1], chosen, counts))
     return tokens
 
 
@@ -128,31 +128,34 @@ class Proposer:
 
 
 class NGram(Proposer):
-    """Prompt lookup: what followed the last few tokens when they last occurred. Costs nothing, and
-    is right where a text repeats itself: code, summaries, corrections."""
+    """Prompt lookup: what followed the last few tokens when they last occurred. Costs next to
+    nothing, and is right where a text repeats itself: code, summaries, corrections."""
 
     def propose(self, sequences: list[Sequence]) -> None:
         for s in sequences:
-            ids = lookup(s.ids, max(0, s.end - len(s.ids)))
+            ids = lookup(s.ids, s.followed, max(0, s.end - len(s.ids)))
             s.guess = Guess(ids, [1.0] * len(ids))
 
 
-def lookup(ids: list[int], count: int, longest: int = 3, window: int = 4096) -> list[int]:
+def lookup(ids: list[int], followed: dict, count: int, longest: int = 3) -> list[int]:
     """What followed the latest earlier occurrence of the last n ids, for the largest n found.
 
     Args:
+        followed: where each n ids, as a tuple, were last followed by others; brought up to date
+            here, so that a step's cost does not grow with the text. Begins as {}.
         count: ids to return, at most.
         longest: n to begin with; longer ones only repeat what these find.
-        window: how far back to look, in ids, so that a step's cost does not grow with the text.
 
     Example: ids = 1 2 3 9 2 3, count 2: the last two, 2 3, occurred before 9 2, which is returned
     """
-    ids = ids[-window:]
-    for n in range(min(longest, len(ids) - 1) if count else 0, 0, -1):
-        for at in range(len(ids) - n - 1, -1, -1):
-            if ids[at : at + n] == ids[-n:]:
-                return ids[at + n : at + n + count]
-    return []
+    if not count:
+        return []
+    for end in range(followed.get((), 0) + 1, len(ids)):  # (), before all, tells how far it goes
+        for n in range(min(longest, end) + 1):
+            followed[tuple(ids[end - n : end])] = end
+    lasts = (tuple(ids[-n:]) for n in range(longest, 0, -1))
+    at = next((followed[last] for last in lasts if last in followed), len(ids))
+    return ids[at : at + count]
 
 
 class DraftModel(Proposer):
@@ -185,12 +188,17 @@ class DraftModel(Proposer):
             Row(s.table.blocks, start, s.ids[start : s.end])
             for s, start in zip(sequences, starts, strict=True)
         ]
-        logits = self.runner.run(rows)  # (rows, V)
-        for s in sequences:
+        live = sequences
+        for s in live:
             s.guess = Guess()
-        logits = logits[[s.end > len(s.ids) for s in sequences]]
-        live = [s for s in sequences if s.end > len(s.ids)]
         while live:
+            logits = self.runner.run(rows)  # (rows, V)
+            for s, sound in zip(live, finite(logits).tolist()):
+                s.table.spoilt |= not sound  # and guesses no more
+            more = [s.end > len(s.ids) + len(s.guess.ids) and not s.table.spoilt for s in live]
+            live, logits = [s for s, go_on in zip(live, more) if go_on], logits[more]
+            if not live:
+                break
             # 2) draw by the sequence's own settings
             ahead = [s.ahead(s.guess.ids) for s in live]
             q = distribution(logits, ahead)
@@ -200,9 +208,7 @@ class DraftModel(Proposer):
                 s.guess.ids.append(i)
                 s.guess.q.append(chance)
                 s.guess.probs.append(probs)
-            # 3) run what was drawn
+            # 3) run what was drawn, but the last
             live = [s for s in live if len(s.ids) + len(s.guess.ids) < s.end]
-            if live:
-                at = [len(s.ids) + len(s.guess.ids) - 1 for s in live]
-                rows = [Row(s.table.blocks, p, s.guess.ids[-1:]) for s, p in zip(live, at)]
-                logits = self.runner.run(rows)
+            at = [len(s.ids) + len(s.guess.ids) - 1 for s in live]
+            rows = [Row(s.table.blocks, p, s.guess.ids[-1:]) for s, p in zip(live, at)]

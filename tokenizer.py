@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import sentencepiece
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment as Sandbox
 
 from model import blame, read_json
@@ -22,8 +22,9 @@ from model import blame, read_json
 # For checkpoints that bring no chat template: turns in the form of a play, which any base model
 # continues sensibly, and the bundled one is at home in.
 PLAIN_TEMPLATE = (
-    "{% for message in messages %}{{ message.role | upper }}:\n{{ message.content | trim }}\n\n"
-    "{% endfor %}{% if add_generation_prompt %}ASSISTANT:\n{% endif %}"
+    "{% for message in messages %}{{ message.role | upper }}:\n"
+    "{{ (message.content or '') | trim }}\n\n{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT:\n{% endif %}"
 )
 
 
@@ -31,9 +32,19 @@ def refuse(message: str) -> None:
     raise ValueError(message)
 
 
+class Generation(Extension):
+    """{% generation %}...{% endgeneration %}, which marks replies for training: only its inside."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Any) -> list:
+        next(parser.stream)
+        return parser.parse_statements(["name:endgeneration"], drop_needle=True)
+
+
 # What Hugging Face gives to a template, which comes with the checkpoint, so it is code from a
 # stranger: the sandbox reaches no attribute outside its inputs and changes none of them.
-CHAT = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+CHAT = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
 CHAT.globals["raise_exception"] = refuse
 CHAT.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
 CHAT.filters["tojson"] = lambda x, **kw: json.dumps(x, **{"ensure_ascii": False} | kw)
@@ -47,6 +58,7 @@ class Tokenizer:
         bos_id, eos_id: None where the checkpoint names none.
         special: text of each special token -> its id. They are recognised in the text to encode,
             as Hugging Face does, and left out of decoded text.
+        piece: id -> its entry in the vocabulary; byte_level: whether that spells bytes as GPT-2.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -66,7 +78,7 @@ class Tokenizer:
             else:
                 raise ValueError("no tokenizer.model; tokenizer.json needs: pip install tokenizers")
             self._hidden = set(self.special.values())
-            self.bos_id, self.eos_id = (self.special.get(text) for text in self._names().values())
+            self.bos_id, self.eos_id, *_ = map(self.special.get, self._names().values())
             adds_bos = self.config.get("add_bos_token", adds_bos) and self.bos_id is not None
             adds_eos = self.config.get("add_eos_token", False) and self.eos_id is not None
             self._prefix = [self.bos_id] if adds_bos else []
@@ -74,8 +86,8 @@ class Tokenizer:
             file, template = path / "chat_template.jinja", self.config.get("chat_template")
             if isinstance(template, list):  # several, by name
                 template = {entry["name"]: entry["template"] for entry in template}.get("default")
-            template = file.read_text(encoding="utf-8") if file.is_file() else template
-            self.template = template or PLAIN_TEMPLATE
+            template = template or PLAIN_TEMPLATE
+            self.template = file.read_text(encoding="utf-8") if file.is_file() else template
         # A base model under the plain template would go on to write the user's turn too.
         self.chat_stop = ("\n\n",) if self.template is PLAIN_TEMPLATE else ()
 
@@ -98,18 +110,26 @@ class Tokenizer:
         """Whether an id stands for text: not a special token, nor padding of the vocabulary."""
         return token_id < self.vocab_size and token_id not in self._hidden
 
-    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+    def encode_chat(
+        self, messages: list[dict[str, Any]], goes_on: bool = False, /, **options: Any
+    ) -> list[int]:
         """Render a conversation with the checkpoint's chat template, ready for the reply.
 
         Args:
             messages: [{"role": "user", "content": "..."}, ...].
+            goes_on: the last message is to be continued, not answered.
+            options: for the template, such as Qwen3's enable_thinking.
 
         Raises:
             ValueError: the template does not compile or refuses these messages.
         """
-        given = {"messages": messages, "add_generation_prompt": True, "tools": None}
+        given = {"add_generation_prompt": not goes_on, "tools": None, "documents": None}
+        given |= self._names() | options | {"messages": messages}
         with blame("chat template"):  # it can raise anything that Python can
-            text = CHAT.from_string(self.template).render(given | self._names(), documents=None)
+            text = CHAT.from_string(self.template).render(given)
+            if goes_on:
+                last = messages[-1]["content"].strip()
+                text = text[: text.rindex(last) + len(last)]
         return self.encode(text, add_special=self.template is PLAIN_TEMPLATE)
 
     # --- How the files are read -------------------------------------------------------------------
@@ -123,6 +143,8 @@ class Tokenizer:
         backend.no_padding()
         self._encode = lambda text: backend.encode(text, add_special_tokens=False).ids
         self._decode = lambda ids: backend.decode(ids, skip_special_tokens=True)
+        self.piece = backend.id_to_token
+        self.byte_level = bool(backend.decoder) and b"ByteLevel" in backend.decoder.__getstate__()
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         added = backend.get_added_tokens_decoder()
         self.special = {token.content: i for i, token in added.items() if token.special}
@@ -133,6 +155,11 @@ class Tokenizer:
         """As above: this format's own encoder adds one."""
         backend = sentencepiece.SentencePieceProcessor(model_file=str(file))
         self._decode, self.vocab_size = backend.decode, backend.vocab_size()
+        self.piece = lambda i: "" if backend.is_unknown(i) else backend.id_to_piece(i)
+        self.byte_level = False
+        if not self.config:  # the file's own names, as llama2.c and llama.cpp have it
+            for name, i in (("bos_token", backend.bos_id()), ("eos_token", backend.eos_id())):
+                self.config[name] = backend.id_to_piece(i) if i >= 0 else None
         ids = range(self.vocab_size)
         self.special = {backend.id_to_piece(i): i for i in ids if backend.is_control(i)}
         for i, token in self.config.get("added_tokens_decoder", {}).items():
@@ -150,8 +177,9 @@ class Tokenizer:
         return True
 
     def _names(self) -> dict[str, str]:
-        """Texts of BOS and EOS, which are written as "<s>", as {"content": "<s>", ...}, or null."""
-        tokens = {name: self.config.get(name) or "" for name in ("bos_token", "eos_token")}
+        """Texts of BOS, EOS and so on, written as "<s>", as {"content": "<s>", ...}, or null."""
+        names = (f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+        tokens = {name: self.config.get(name) or "" for name in names}
         return {name: t["content"] if isinstance(t, dict) else t for name, t in tokens.items()}
 
 
@@ -162,19 +190,21 @@ class Detokenizer:
     """Decode a growing list of ids, giving out each character once and whole.
 
     Decoding an id alone is wrong twice: a character can span several byte tokens, and a decoder
-    drops the space in front of the first word it sees. So a window of the newest ids is decoded
-    again with each new one, and what that adds is given out once it cannot be half a character.
+    drops the space in front of the first word it sees. So new ids are decoded together with the
+    few before them, and what they add is given out once it cannot be half a character.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: list[int]) -> None:
-        """Start behind a prompt, whose end says whether the next word needs its space.
-
-        The window begins as the whole prompt: cut anywhere, it could begin inside a character.
-        """
+        """Start behind a prompt, whose end says whether the next word needs its space."""
         self._decode, self._is_text = tokenizer.decode, tokenizer.is_text
-        self._ids = [i for i in prompt_ids if self._is_text(i)]
-        self._shown = len(self._decode(self._ids))  # characters of the window already given out
-        self._settled = len(self._ids)  # ids whose text is whole
+        ids = [i for i in prompt_ids[-128:] if self._is_text(i)]
+        # Of four places side by side one is not inside a character, which has four bytes at most.
+        for length in (8, 7, 6, 5, 128):
+            self._context = ids[-length:]
+            text = self._decode(self._context)
+            if text.strip() and not text.startswith("\ufffd"):
+                break
+        self._shown, self._new = len(text), []  # characters of the context; ids after it
 
     def push(self, token_id: int) -> str:
         """Add one id and return the text that is now certain, often one word, sometimes "".
@@ -182,19 +212,19 @@ class Detokenizer:
         Example: ids of "a", 0xC3, 0xA9 (two bytes of one character) -> "a", "", "\u00e9"
         """
         if self._is_text(token_id):  # others, as context, would hide that a word came before
-            self._ids.append(token_id)
-        text = self._decode(self._ids)
+            self._new.append(token_id)
+        text = self.flush()
         # Unfinished bytes decode to U+FFFD, and may spoil finished ones beside them: wait. Bytes
         # that really are invalid are shown as marks as soon as anything else follows them.
-        if text.endswith("\ufffd"):
+        if text.endswith("\ufffd") and len(self._new) < 32:
             return ""
-        new = text[self._shown :]
-        self._shown = len(text)
-        if new.strip():  # slide, keeping what was just shown as context (spaces alone would not do)
-            self._ids = self._ids[self._settled :]
-            self._shown, self._settled = len(self._decode(self._ids)), len(self._ids)
-        return new
+        if text.strip():  # what was just shown is the next context; spaces alone would not do
+            self._context = self._new
+        elif len(self._context) < 8:  # unless there is nothing else yet
+            self._context = self._context + self._new
+        self._shown, self._new = len(self._decode(self._context)), []
+        return text
 
     def flush(self) -> str:
         """Return what was held back: the marks of a character that never got its last byte."""
-        return self._decode(self._ids)[self._shown :]
+        return self._decode(self._context + self._new)[self._shown :]

@@ -185,7 +185,13 @@ def leading(*call: Any) -> Iterator[None]:
     """What the others do too. Where it fails, they are left in the middle of it: so Ctrl-C is held
     back until the end. For the main thread, which is where engines run."""
     pressed = []
-    before = signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
+
+    def press(*_: Any) -> None:
+        if pressed:  # the second time: at once, as another rank may never come
+            os._exit(130)
+        pressed.append(True)
+
+    before = signal.signal(signal.SIGINT, press)
     Leader.leads = False
     try:
         broadcast(call)

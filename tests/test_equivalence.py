@@ -53,7 +53,7 @@ def plain(model, sequence, draft=None, speculate=0):
 
     while not sequence.finish_reason:
         count = Proposer(speculate).count(sequence)
-        ids = [] if draft else lookup(sequence.ids, count)
+        ids = [] if draft else lookup(sequence.ids, {}, count)
         guess = sequence.guess = Guess(ids, [1.0] * len(ids))
         for _ in range(count if draft else 0):
             ahead = sequence.ahead(guess.ids)

@@ -7,6 +7,7 @@ No test depends on what the bundled model says, only on its vocabulary and its t
 import io
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -20,6 +21,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from conftest import DRAFT, ROOT, SHAKESPEARE
+from safetensors.torch import load_file, save_file
 
 import generate
 import speculative
@@ -62,7 +64,7 @@ def cli(capsys, monkeypatch):
     """Run main() and return what it did. Each kind of model is loaded once."""
 
     def run(*argv, stdin=""):
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        monkeypatch.setattr(sys, "stdin", stdin if stdin is None else io.StringIO(stdin))
         capsys.readouterr()
         try:
             code = generate.main([str(arg) for arg in argv])
@@ -346,6 +348,16 @@ def test_bad_checkpoints(cli, folder, tmp_path):
         (folder / name).write_bytes(content)
 
 
+def test_weights_that_give_nan(cli, folder):
+    """Bug: a text of the first word of the vocabulary, over and over; or a traceback."""
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"].fill_(math.nan)
+    save_file(weights, folder / "model.safetensors")
+    generate.load = load_model  # not what was loaded before
+    for path in PATHS.values():
+        fails(cli("--checkpoint", folder, "--prompt", "a", *path), "NaN")
+
+
 OUT_OF_RANGE = [
     ("--temperature", "nan"), ("--temperature", "inf"), ("--temperature", "-0.1"),
     ("--top-k", "-2"), ("--top-p", "0"), ("--top-p", "1.1"), ("--min-p", "nan"),
@@ -357,11 +369,11 @@ OUT_OF_RANGE = [
 UNREADABLE = [
     ("--prompt", "a", "--chat"), ("--prompt", "a", "--prompt-file", "-"), ("--top-k", "1.5"),
     ("--max-tokens", "many"), ("--dtype", "int8"), ("--device", "tpu"), ("--nonsense",), ("stray",),
-    ("--quantize", "int3"), ("--prompt-file", "/nowhere.txt"), ("--prompt-file", "/"),
+    ("--quantize", "int3"),
 ]  # fmt: skip
 
 
-def test_wrong_values(cli, tmp_path):
+def test_wrong_values(cli, tmp_path, monkeypatch):
     """Bug: a senseless number reaches the kernels, or the message does not name the setting; what
     cannot be parsed ends in a traceback, or is taken for something else."""
     names = {"--speculate": "guess", "--max-seq-len": "max.seq.len"}
@@ -372,6 +384,15 @@ def test_wrong_values(cli, tmp_path):
         fails(cli(*argv), usage=True)
     (tmp_path / "latin-1.txt").write_bytes("caf\u00e9 au lait".encode("latin-1"))
     fails(cli("--prompt-file", tmp_path / "latin-1.txt"), "utf-8")
+    for words in (("--prompt-file", "/nowhere.txt"), ("--prompt-file", "/")):
+        fails(cli(*words), words[1])
+    for words in (("--prompt-file", "-"), ("--chat",)):
+        fails(cli(*words, stdin=None), "stdin is closed")
+    fails(cli("--quantize", "int4", "--group-size", 24), "group_size 24 .* try")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros", lambda *_, **__: 1 / 0)  # as where memory is short
+        for path in PATHS.values():
+            fails(cli("--prompt", "a", "--max-seq-len", 500, *path), "no memory for a cache")
     prompt = "what " * TRAINED  # is not cut without a word
     n = len(Tokenizer(SHAKESPEARE).encode(prompt))
     for path in PATHS.values():

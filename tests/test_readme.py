@@ -95,6 +95,14 @@ def test_tools_run_as_installed(tmp_path):
         assert "usage" in succeeds(script, cwd=tmp_path)
 
 
+def test_only_an_editable_install():
+    """Modules under names such as `model`, without the page and the bundled model, and no word."""
+    pytest.importorskip("setuptools")
+    words = [sys.executable, "-c", "import backend; backend.build_wheel('.')"]
+    run = subprocess.run(words, cwd=ROOT / "tools", capture_output=True, text=True)
+    assert run.returncode == 1 and "pip install -e" in run.stderr
+
+
 def test_generated_pages_are_up_to_date():
     """A number typed by hand, a record that nobody reported, lines counted long ago, bars of an
     older measurement. `python tools/bench.py report` writes them."""

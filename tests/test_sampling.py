@@ -8,6 +8,7 @@ passes until the code changes.
 import json
 import math
 import re
+import timeit
 from dataclasses import FrozenInstanceError, fields
 from functools import cache
 from itertools import pairwise
@@ -40,6 +41,8 @@ def row(prompt=(0,), output=(), V=2000, p=None, **params):
     """A sequence that has already produced `output`."""
     sequence = Sequence(list(prompt), p or SamplingParams(**params), config(V))
     sequence.ids += output
+    for i in output if sequence.counts is not None else ():
+        sequence.counts[i] += 1
     return sequence
 
 
@@ -54,9 +57,11 @@ RANGES = {
     "repetition_penalty": (1e-6, 1e4), "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2),
     "seed": (-(2**63), 2**63 - 1), "max_tokens": (1, 2**31), "logprobs": (0, 20), "n": (1, 128),
 }  # fmt: skip
-INTEGERS, OPTIONAL = {"top_k", "seed", "max_tokens", "logprobs", "n"}, {"seed", "logprobs"}
+INTEGERS = {"top_k", "seed", "max_tokens", "logprobs", "n"}
+OPTIONAL = {"seed", "logprobs", "structured_outputs"}
 WRONG = {
-    "stop": ([""], "", [1], b"ab", ["a", None], ["x"] * 17, 5),
+    "stop": ([""], "", [1], b"ab", ["a", None], ["x"] * 17, "x" * 257, 5),
+    "structured_outputs": ({"json": {}, "regex": "a"}, {"xml": ""}, "a", ["json"]),
     "stop_token_ids": ([-1], [True], [1.0], ["1"], "12", 5),
     "logit_bias": ({"1": 1}, {-1: 1}, {True: 1}, {1.0: 1}, {1: math.nan}, {1: INF}, {1: -INF},
                    {1: 100.5}, {1: -101}, {1: True}, {1: "1"}, {1: None}, [1]),
@@ -252,6 +257,33 @@ def test_settings_by_example():
     ]:  # fmt: skip
         want = torch.tensor(want, dtype=torch.float32).softmax(-1).tolist()
         assert probs_of(logits, **params) == pytest.approx(want), params
+
+
+def test_penalties_cost_no_more_for_a_long_text():
+    """Bug: all ids of all texts are counted again at each step, 80 times as many."""
+    logits, seconds = torch.randn(8, 2000), []
+    for length in (50, 4000):
+        output = [i % 40 for i in range(length)]
+        rows = [row([1], output, repetition_penalty=1.1, frequency_penalty=0.1) for _ in logits]
+        timer = timeit.Timer(lambda rows=rows: distribution(logits, rows))
+        seconds.append(min(timer.repeat(5, 5)))
+    assert seconds[1] < 4 * seconds[0]
+
+
+@pytest.mark.parametrize("bad", [math.nan, INF, -INF])
+def test_rows_that_cannot_be_drawn_from(bad):
+    """Bug: an id outside the vocabulary, or a log-probability that JSON has no word for."""
+    logits = torch.randn(3, 7)
+    logits[0, :6] = logits[2, 1:3] = -INF  # these are fine
+    rows = [row(V=7, logprobs=5, temperature=t) for t in (0, 1, 0)]
+    logprobs = [token.logprob for token in sample(logits, rows)]
+    assert all(-9999 <= p <= 0 for p in logprobs) and logprobs[0] == 0
+    assert all(-9999 <= p <= 0 for token in sample(logits, rows) for _, p in token.top)
+    logits[1] = bad
+    assert sampling.finite(logits).tolist() == [True, False, True]
+    for each in (rows, [row(V=7, temperature=0)] * 3):
+        with pytest.raises(ValueError, match="NaN or infinite"):
+            sample(logits, each)
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-38, 1e-12, 1e-9, 1e-8, 1e-6, 1e-3])

@@ -6,6 +6,7 @@ where the token stays the same.
 """
 
 import copy
+import math
 import random
 import sys
 from collections import Counter
@@ -377,16 +378,17 @@ def test_a_salt_keeps_prefixes_apart():
 @pytest.mark.parametrize(("blocks", "most"), [(10, 10), (10.9, 10), (1000, 24)])
 def test_kv_memory_in_bytes(blocks, most):
     """A factor forgotten: keys and values, layers, heads, the item's size; or a pool larger than
-    all sequences together can use."""
+    all sequences together can use; or what attention copies of one layer, or the empty block, comes
+    on top."""
     block = 2 * 2 * 4 * 1 * 8 * 8  # k and v, layers, tokens, heads, head dim, float64
-    at = engine(num_blocks=None, kv_memory=blocks * block, max_seq_len=22)
+    at = engine(num_blocks=None, kv_memory=(blocks + 1) * 1.5 * block, max_seq_len=22)
     held = sum(t.nbytes for pools in at.runner.pools for t in pools)
-    assert (at.pool.num_blocks, held) == (most, most * block)
+    assert (at.pool.num_blocks, held) == (most, (most + 1) * block)
 
 
 def test_kv_memory_as_a_share(monkeypatch):
     """Half of the free memory taken for half a byte."""
-    monkeypatch.setattr(scheduler, "free_memory", lambda device: 40 * 1024)
+    monkeypatch.setattr(scheduler, "free_memory", lambda device: 21 * 3 * 1024)
     assert engine(num_blocks=None, kv_memory=0.5).pool.num_blocks == 20
     for too_little in (0.001, 1):  # 1 is a byte
         with pytest.raises(ValueError, match="--kv-memory"):
@@ -501,6 +503,90 @@ def test_abort_of_what_has_ended_changes_nothing():
     at.abort(request)
     assert request.outputs[0].finish_reason == "length"
     assert at.step() == []
+
+
+# --- Logits that are no numbers -------------------------------------------------------------------
+
+BAD = 31  # what the models below turn into numbers that are none
+
+
+def poisoned(model, value):
+    """After BAD all is `value`, or NaN if that is finite: in the logits and in the cache."""
+    model = copy.deepcopy(model)
+    model.embed_tokens.register_forward_hook(
+        lambda module, args, y: y.masked_fill((args[0] == BAD)[..., None], value)
+    )
+    return model
+
+
+GOOD = [[i for i in WORDS if i != BAD][at:][:length] for at, length in ((0, 9), (20, 3), (9, 14))]
+AVOID = {"logit_bias": {BAD: -100}, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("guess", [None, "near", "itself"])
+@pytest.mark.parametrize(
+    ("ids", "wish"),
+    [
+        ([BAD, *GOOD[0]], {}),  # in the first chunk of a prompt
+        ([*GOOD[0][:8], BAD], {"n": 3}),  # in the last, after blocks that another one shares
+        (GOOD[0], {"logit_bias": {BAD: 100}}),  # while it runs
+        (GOOD[2], {"logit_bias": {BAD: 6}, "temperature": 2.0, "n": 3}),  # in one of three or so
+    ],
+)
+def test_nan_ends_its_own_request_alone(value, guess, ids, wish):
+    """It took all others with it, by an id outside the vocabulary; and then those that came after
+    it, as its keys and values stayed in the memory, where what is masked is multiplied by 0."""
+    model, draft = poisoned(MODEL, value), DRAFTS.get(guess)
+    given = {"draft": draft and poisoned(draft, value), "speculate": 2 if guess else 0}
+    at = engine(model, max_num_batched_tokens=12, num_blocks=12, max_num_seqs=3, **given)
+    bad = at.add_request(ids, params(8, **{**AVOID, **wish}))
+    jobs = [(each, params(5, **AVOID)) for each in GOOD]
+    requests = [at.add_request(*job) for job in jobs]
+    drain(at)
+    reasons = [sequence.finish_reason for sequence in bad.outputs]
+    assert "error" in reasons and {*reasons} <= {"error", "length"}
+    for sequence in bad.outputs:  # what came before it is right
+        assert all(math.isfinite(token.logprob) for token in sequence.tokens)
+        assert BAD not in sequence.ids[:-1] or sequence.finish_reason == "error"
+    requests += [at.add_request(*job) for job in jobs * 3]  # every block is used again
+    drain(at)
+    for request, job in zip(requests, jobs * 4, strict=True):
+        assert_same(request, guessed(MODEL, *job, draft, 2) if guess else alone(engine(), *job))
+
+
+def test_nan_in_the_block_that_came_first():
+    """Tables were filled up with block 0, which here is that of a neighbour whose token is BAD."""
+    at = engine(poisoned(MODEL, math.nan), max_num_batched_tokens=20)
+    bad = at.add_request(GOOD[1][:2], params(**AVOID | {"logit_bias": {BAD: 100}}))
+    jobs = [(ids, params(**AVOID)) for ids in GOOD[:2]]
+    requests = [at.add_request(*job) for job in jobs]
+    drain(at)
+    assert bad.outputs[0].finish_reason == "error"
+    for request, job in zip(requests, jobs, strict=True):
+        assert_same(request, alone(engine(), *job))
+
+
+def test_nan_of_the_draft_alone():
+    """The target is sound: nothing is lost, and later guesses are as good as before."""
+    draft = poisoned(MODEL, math.nan)
+    at = engine(num_blocks=12, draft=draft, speculate=2, max_num_batched_tokens=12)
+    jobs = [(ids, params(6, temperature=0, **AVOID)) for ids in ([BAD, *GOOD[0]], *GOOD * 2)]
+    check(at, *jobs)
+    at.proposer.offered, at.proposer.accepted = [0, 0], [0, 0]
+    check(at, *jobs[1:])
+    assert at.proposer.accepted == at.proposer.offered != [0, 0]
+
+
+def test_nothing_is_left_after_a_reset():
+    """A step that fails may have written anything."""
+    at = engine(num_blocks=12)
+    at.add_request([*GOOD[0], BAD], params())
+    step(at)
+    for tensor in (t for pool in at.runner.pools for t in pool):
+        tensor[:-1] = math.nan
+    at.reset()
+    check(at, *((ids, params(6, **AVOID)) for ids in GOOD * 2))
 
 
 # --- What each gets -------------------------------------------------------------------------------

@@ -280,6 +280,15 @@ def test_no_bos_named(kind, tmp_path):
         assert (ours.encode_chat([]) == the) != ("<never>" in config.values())
 
 
+def test_a_sentencepiece_file_alone_names_its_bos(tmp_path):
+    """llama2.c's folders have no tokenizer_config.json: without BOS another text comes out, and an
+    empty prompt is none."""
+    ours = read(tmp_path / "a", tokenizer_model=LLAMA)
+    assert (ours.bos_id, ours.eos_id, ours.encode("")) == (1, 2, [1])
+    off = read(tmp_path / "b", NAMES | {"add_bos_token": False}, tokenizer_model=LLAMA)
+    assert off.encode("") == []
+
+
 @pytest.mark.parametrize("bos", ["", "<s>"])
 def test_post_processor_says_whether_bos(bos, tmp_path):
     """Bug: Llama 3's files say nothing in tokenizer_config.json: tokenizer.json itself adds BOS."""
@@ -386,6 +395,7 @@ def test_streamed_text_is_the_decoded_text(kind, data, kinds):
 @example(prompt="😀😀", text="é", special=False)
 @example(prompt="你好你好", text="é", special=False)
 @example(prompt="", text="a😀", special=False)
+@example(prompt="", text=" cat", special=False)
 @example(prompt="the", text=" cat", special=True)
 @example(prompt="a\ufffd", text="a", special=False)
 def test_valid_text_streams_without_marks(kind, prompt, text, special, kinds):
@@ -451,6 +461,14 @@ def test_long_streams_stay_fast(kinds):
     for i in ours.encode("the cat é sat 😀 on the mat " * 10, add_special=False):
         detokenizer.push(i)
     assert max(lengths) <= 16
+    # A long prompt, with its end in the middle of a character; and what shows nothing, or is none.
+    spaces, mark = ours.encode("\n" * 400, add_special=False)[1:], ours.encode("é")[-2]
+    detokenizer = Detokenizer(ours, [*ours.encode("你好" * 2000), mark])
+    detokenizer._decode = lambda ids: lengths.append(len(ids)) or decode(ids)
+    lengths.clear()
+    assert "".join(map(detokenizer.push, spaces)) == "\n" * 400
+    assert "\ufffd" * 250 in "".join(map(detokenizer.push, [mark] * 300))
+    assert max(lengths) <= 80
 
 
 # --- Chat templates -------------------------------------------------------------------------------
@@ -503,6 +521,8 @@ TEMPLATES = {
     "no tools": "{% if tools is not none %}tools{% endif %}{% if documents %}d{% endif %}.",
     "white space": "  {% if true %}\n  x\n  {% endif %}\n\n y \n",
     "code in the text": "{{ messages[0].content }}",
+    "generation": "{% for m in messages %}\n{% generation %}\n {{ m.content }} "
+    "{% endgeneration %}\n{% endfor %}{{ unk_token | length }}|{{ pad_token }}|{{ mask_token }}.",
 }  # fmt: skip
 CHATS = [
     [{"role": role, "content": text} for role, text in chat]

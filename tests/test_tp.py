@@ -348,6 +348,12 @@ def test_signals(ctrl_c, monkeypatch):
             keys()
             raise RuntimeError("gloo")
         assert signal.getsignal(signal.SIGINT) is before and not tp.Leader.leads
+    monkeypatch.setattr(tp.os, "_exit", lambda status: codes.append(status))
+    with pytest.raises(KeyboardInterrupt), tp.leading("run"):  # a rank that never comes
+        codes = []
+        press()
+        press()
+    assert codes == [130]
     with tp.leading("run"):
         assert not tp.Leader.leads
     assert tp.Leader.leads

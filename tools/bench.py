@@ -35,11 +35,10 @@ import torch
 from torch import Tensor
 
 import tp
-from generate import CHUNK, compile_model
 from kv_cache import StaticCache
 from model import DTYPES, Config, Transformer, check, named_tensors, progress, rope_frequencies
 from paged import Row, Runner
-from quantize import MODES, load, quantize_model
+from quantize import CHUNK, MODES, compile_model, load, quantize_model
 from sampling import SamplingParams, Sequence
 from scheduler import Engine, Stats
 from tokenizer import Tokenizer

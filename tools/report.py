@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "benchmarks"
 # In reading order: the core, then the techniques, which it does not need.
 CORE = ("model", "kv_cache", "tokenizer", "sampling", "generate", "paged", "scheduler")
-MODULES = (*CORE, "quantize", "speculative", "tp", "server")
+MODULES = (*CORE, "quantize", "speculative", "structured", "tp", "server")
 
 
 def main() -> None:
