@@ -1,17 +1,20 @@
 """The transformer, and how a Hugging Face folder becomes one.
 
-One config-driven decoder covers Llama 2/3.x, Mistral, Qwen2/2.5 and Qwen3: they differ only in
-biases, a norm on q and k, a sliding window and how rope is stretched. This file knows nothing of
-text, batching or how a cache lays out memory: attention hands q, k, v to its layer of a cache and
-gets attended values back, so every cache (static, paged, none) runs under the same forward.
+One config-driven decoder covers Llama 2/3.x, Mistral, Mixtral, Qwen2/2.5, Qwen3 and Qwen3-MoE:
+they differ only in biases, a norm on q and k, a sliding window, how rope is stretched, and experts
+in the place of one feed-forward. This file knows nothing of text, batching or how a cache lays out
+memory: attention hands q, k, v to its layer of a cache and gets attended values back, so every
+cache (static, paged, none) runs under the same forward.
 
 Papers: Vaswani et al. 2017 (arXiv:1706.03762), Touvron et al. 2023 (Llama, arXiv:2302.13971),
-Su et al. 2021 (rope, arXiv:2104.09864), Ainslie et al. 2023 (grouped-query, arXiv:2305.13245).
+Su et al. 2021 (rope, arXiv:2104.09864), Ainslie et al. 2023 (grouped-query, arXiv:2305.13245),
+Jiang et al. 2024 (Mixtral, arXiv:2401.04088).
 Read: Transformer.forward, Attention, attention(), NoCache, Config, load_model. Next: kv_cache.py.
 
 The alphabet of shape comments, where a file does not say otherwise:
     B sequences   T new tokens   S cached + new tokens   V vocabulary
     N query heads   K kv heads   H head dim   D model dim   F feed-forward dim
+    E experts   k experts that a token passes through
 """
 
 import contextlib
@@ -20,7 +23,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -46,7 +49,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
@@ -108,10 +111,12 @@ class Transformer(nn.Module):
 class Block(nn.Module):
     """Attention, then the feed-forward, each on a normed copy and added to the stream."""
 
-    def __init__(self, config: "Config") -> None:
+    def __init__(self, config: "Config", layer: int) -> None:
         super().__init__()
         self.self_attn = Attention(config)
-        self.mlp = MLP(config)
+        sparse = config.num_experts > 1 and layer not in config.mlp_only_layers
+        sparse = sparse and (layer + 1) % config.decoder_sparse_step == 0
+        self.mlp = SparseMLP(config) if sparse else MLP(config, config.intermediate_size)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -156,16 +161,64 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU feed-forward (Shazeer 2020, arXiv:2002.05202): down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, config: "Config") -> None:
+    def __init__(self, config: "Config", width: int) -> None:
         super().__init__()
-        D, width = config.hidden_size, config.intermediate_size
         parts = {"gate_proj": width, "up_proj": width}
-        self.gate_up_proj = FusedLinear(D, parts, config.mlp_bias)
-        self.down_proj = nn.Linear(width, D, config.mlp_bias)
+        self.gate_up_proj = FusedLinear(config.hidden_size, parts, config.mlp_bias)
+        self.down_proj = nn.Linear(width, config.hidden_size, config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)  # (B, T, F) each
         return self.down_proj(F.silu(gate) * up)
+
+
+class SparseMLP(nn.Module):
+    """Mixture of experts: a router sends each token through k of E MLPs, and sums what they say.
+
+    The router scores all experts, softmax in float32, and keeps the k best; of equal ones those
+    that torch.topk takes, as transformers does. Whether the k weights then add up to 1 is the
+    family's choice. A model has many times the weights that one token needs.
+    """
+
+    def __init__(self, config: "Config") -> None:
+        super().__init__()
+        E, self.k, self.norm = config.num_experts, config.num_experts_per_tok, config.norm_topk_prob
+        self.gate = nn.Linear(config.hidden_size, E, bias=False)  # the router
+        width = config.moe_intermediate_size or config.intermediate_size
+        self.experts = Experts(MLP(config, width) for _ in range(E))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x).softmax(-1, torch.float32).topk(self.k)  # (B, T, k) each
+        weights = weights / weights.sum(-1, keepdim=True) if self.norm else weights
+        return self.experts(x, weights, chosen)
+
+
+class Experts(nn.ModuleList):
+    """The E MLPs. Each that is chosen at all runs once, on the rows that chose it and no others."""
+
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Sum each token's experts, by their weights.
+
+        The B * T * k pairs of a token and an expert are sorted by expert; a loop over the experts
+        then multiplies slices, and the results go back to their places.
+
+        Args:
+            x: (B, T, D).
+            weights: (B, T, k) float32.
+            chosen: (B, T, k) int64, of 0..E - 1.
+
+        Returns:
+            (B, T, D), summed in float32, in the order of `chosen`: whoever is in the batch.
+
+        Example: two tokens choose experts [2, 0] and [2, 1]: pairs 1 | 3 | 0, 2, so that expert 0
+            runs on token 0, expert 1 on token 1, and expert 2 on both
+        """
+        order = chosen.flatten().argsort(stable=True)  # (B * T * k,) pairs, by expert
+        counts = chosen.flatten().bincount(minlength=len(self)).tolist()
+        rows = x.flatten(0, 1).index_select(0, order // chosen.shape[-1])  # (B * T * k, D)
+        y = torch.cat([mlp(part) for mlp, part in zip(self, rows.split(counts)) if len(part)])
+        y = y.index_select(0, order.argsort()).view(*chosen.shape, -1)  # (B, T, k, D)
+        return (weights[..., None] * y).sum(-2).to(x.dtype)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -363,7 +416,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "Qwen2ForCausalLM": {"num_key_value_heads": 32, "qkv_bias": True, "o_bias": False},
     "Qwen3ForCausalLM": {"num_key_value_heads": 32, "head_dim": 128, "qk_norm": True},
+    "MixtralForCausalLM": {  # as Mistral, but without a window unless the file names one
+        "num_key_value_heads": 8, "use_sliding_window": True, "max_window_layers": 0,
+        "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_experts": 8, "num_experts_per_tok": 2,
+    },
+    "Qwen3MoeForCausalLM": {
+        "num_key_value_heads": 4, "qk_norm": True, "num_experts_per_tok": 8, "norm_topk_prob": False
+    },
 }  # fmt: skip
+# What we run one value of. A router that is not here by another key is another architecture.
+ONLY = {"hidden_act": "silu", "partial_rotary_factor": 1.0, "scoring_func": "softmax", "n_group": 1}
 
 
 @dataclass(frozen=True)
@@ -390,6 +452,13 @@ class Config(Checked):
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False  # Qwen3: RMSNorm over H on q and k, before rope
+    # E; 1 is a plain MLP. The most is for garbled numbers: building so many takes half a minute.
+    num_experts: int = field(default=1, metadata={"range": (1, 1024)})
+    num_experts_per_tok: int = 1  # k
+    moe_intermediate_size: int | None = None  # an expert's F; None: intermediate_size
+    norm_topk_prob: bool = True  # a token's k weights add up to 1
+    decoder_sparse_step: int = 1  # every so many layers have experts, the others a plain MLP,
+    mlp_only_layers: Sequence[int] = ()  # and so have these, counted from 0
     tie_word_embeddings: bool = False
     eos_ids: tuple[int, ...] = ()  # any of them ends a sequence
     quantization: dict[str, Any] = field(default_factory=dict)  # quantize.py understands it
@@ -404,6 +473,8 @@ class Config(Checked):
         if N % K or H % 2 or len(windows) != layers:
             kinds = f"{len(windows)} layer_types for {layers} layers"
             raise ValueError(f"{N} and {K} heads, head_dim {H} or {kinds} do not fit each other")
+        check("num_experts_per_tok", self.num_experts_per_tok, int, 1, self.num_experts)
+        check("mlp_only_layers", self.mlp_only_layers, list | tuple)
         rope_frequencies(self)  # raises where the rope settings are wrong
 
 
@@ -425,7 +496,7 @@ def load_config(path: Path | str) -> Config:
         ropes = [check(n, raw.get(n, {}), dict) for n in ("rope_scaling", "rope_parameters")]
         rope = next(filter(None, ropes), {})
         rope = {"rope_type": rope.get("type", "default")} | rope
-        for name, only in (("hidden_act", "silu"), ("partial_rotary_factor", 1.0)):
+        for name, only in ONLY.items():
             supported(name, raw.get(name, rope.get(name, only)), only)
         dtype = supported("dtype", raw.get("dtype", raw.get("torch_dtype", "float32")), *DTYPES)
         layers = check("num_hidden_layers", raw.get("num_hidden_layers"), int, 1, 1024)
@@ -447,6 +518,7 @@ def load_config(path: Path | str) -> Config:
             **raw,  # over what follows from other values
             "rope_theta": rope.get("rope_theta", raw.get("rope_theta", 10000.0)),
             "rope_scaling": rope,
+            "num_experts": raw.get("num_local_experts", raw.get("num_experts", 1)),  # newer, older
             "windows": tuple(window_of[supported("layer_types", k, *window_of)] for k in kinds),
             "eos_ids": tuple(check("eos_token_id", i, int, 0) for i in eos),
             "quantization": check("quantization_config", raw.get("quantization_config", {}), dict),
@@ -542,22 +614,43 @@ def locate_tensors(path: Path) -> Files:
         message = f"neither {single.name} nor shards of it; .bin, .pth are never read: convert them"
         raise CheckpointError(f"{path}: {message}")
 
-    def read(file: Path, name: str) -> Tensor:
+    def read(file: Path, name: str, *place: int | slice) -> Tensor:
         # Opened anew for each tensor: closing drops the mapping, and with it the pages that were
         # read through it, which would otherwise double the resident size by the end.
         with safe_open(file, "pt") as reader:
-            return reader.get_tensor(name)
+            return reader.get_tensor(name)[place]
 
     found: Files = {}
     for file in shards:
         with blame(file), safe_open(file, "pt") as reader:
             for name in reader.keys():  # noqa: SIM118 (not a dict: it has no iterator)
-                header, ours = reader.get_slice(name), name.removeprefix("model.")
+                header = reader.get_slice(name)
                 kind = header.get_dtype()
                 kind = "float" if kind in ("F32", "F16", "BF16") else kind
-                found[ours] = Stored((*header.get_shape(),), kind, partial(read, file, name))
+                for ours, shape, place in spelt_out(name, header.get_shape()):
+                    found[ours] = Stored(shape, kind, partial(read, file, name, *place))
     # Llama 1 and 2 files carry rope's frequencies, which the config already gives.
     return {name: at for name, at in found.items() if not name.endswith("rotary_emb.inv_freq")}
+
+
+# Mixtral's own names; and tensors (E, rows, columns) that hold a matrix of every expert, or two.
+RENAMED = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+def spelt_out(name: str, shape: list[int]) -> Iterator[tuple[str, tuple[int, ...], tuple]]:
+    """Yield what a stored tensor holds: our name for it, its shape, and its place in the tensor.
+
+    Example: "model.layers.0.mlp.experts.down_proj", [2, 32, 24]:
+        "layers.0.mlp.experts.0.down_proj.weight", (32, 24), (0, 0..31); and the same of expert 1
+    """
+    *above, last = (RENAMED.get(part, part) for part in name.removeprefix("model.").split("."))
+    for e in range(check("experts", shape[0], int, 1, 1024) if last in STACKED else 0):
+        for i, part in enumerate(STACKED[last]):
+            ours, rows = ".".join((*above, str(e), part, "weight")), shape[1] // len(STACKED[last])
+            yield ours, (rows, *shape[2:]), (e, slice(i * rows, (i + 1) * rows))
+    if last not in STACKED:
+        yield ".".join((*above, last)), (*shape,), ()
 
 
 def check_tensors(files: Files, wanted: dict[str, Tensor]) -> None:

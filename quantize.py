@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kv_cache import StaticCache
-from model import Files, Prepare, Transformer, blame, load_config, load_model, progress, supported
+from model import Experts, Files, Prepare, Transformer, blame, load_model, progress, supported
 from paged import Row, Runner
 
 # --- The stored form ------------------------------------------------------------------------------
@@ -166,10 +166,11 @@ def plain_linears(
 
 
 def linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
-    """Yield each Linear as its parent, its name there, and its path."""
+    """Yield each Linear as its parent, its name there, and its path; but for routers, which are
+    small, and of which an error sends a token to another expert."""
     for path, parent in [*model.named_modules()]:
         for name, child in [*parent.named_children()]:
-            if isinstance(child, nn.Linear):
+            if isinstance(child, nn.Linear) and name != "gate":
                 yield parent, name, f"{path}.{name}".strip(".")
 
 
@@ -193,9 +194,9 @@ def load(
         CheckpointError: see load_model; or a quantization_config that is unknown or contradicts the
             files.
     """
-    settings, orders = load_config(path).quantization, {}
 
     def prepare(model: Transformer, files: Files) -> tuple[Transformer, Files]:
+        settings, orders = model.config.quantization, {}
         with blame(path):
             if settings and settings.get("quant_method") != "kilolm":
                 from tools.formats import ours  # here: a tool, for folders that other tools wrote
@@ -303,7 +304,9 @@ def pack_linears(model: nn.Module) -> None:
     # The list holds parents only: a reference to a Linear would keep its plain weight alive.
     for module in [m for m in model.modules() if not isinstance(m, kinds)]:
         for name, child in module.named_children():
-            if form := next((form for form in forms if form.can_pack(child)), None):
+            if isinstance(child, Experts):
+                setattr(module, name, PackedExperts(child))
+            elif form := next((form for form in forms if form.can_pack(child)), None):
                 setattr(module, name, form(child, dtype))
             del child
 
@@ -447,6 +450,22 @@ class Int4Linear(PackedLinear):
         return y.to(rows.dtype)
 
 
+class PackedExperts(Experts):
+    """Experts for compiled code: one operator, found by a key as PackedLinear's.
+
+    Which experts run, and on how many rows, is other in each step: to the compiler that would be a
+    graph for each choice. So it does not look inside; the MLPs' Linears are packed as any others.
+    """
+
+    def __init__(self, experts: Experts) -> None:
+        super().__init__(experts)
+        self.register_buffer("key", torch.tensor(len(_packed)), persistent=False)
+        _packed.append(weakref.ref(self))
+
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        return torch.ops.kilolm.experts(x, weights, chosen, self.key)
+
+
 def dequantize(packed: Tensor, scale: Tensor, zero: Tensor, lanes: int) -> Tensor:
     """A weight from the CPU operator's order, (K, N): a byte holds, of 2 * lanes output channels,
     the one at its place and the one `lanes` after it. scale, zero: (G, N)."""
@@ -489,9 +508,16 @@ def _empty(rows: Tensor, key: Tensor, out_features: int) -> Tensor:
     return rows.new_empty((rows.shape[0], out_features), dtype=dtype)  # len() would be baked in
 
 
+def _experts(x: Tensor, weights: Tensor, chosen: Tensor, key: Tensor) -> Tensor:
+    return Experts.forward(_packed[int(key)](), x, weights, chosen)
+
+
 # A plain Library: the wrapper of torch.library.custom_op costs 8 us a call, this one 3 to 5, and a
 # step makes four calls a layer.
 _library = torch.library.Library("kilolm", "FRAGMENT")
 _library.define("packed_linear(Tensor rows, Tensor key, int out_features) -> Tensor")
 _library.impl("packed_linear", _packed_linear, "CompositeExplicitAutograd")
 torch.library.register_fake("kilolm::packed_linear", _empty, lib=_library)
+_library.define("experts(Tensor x, Tensor weights, Tensor chosen, Tensor key) -> Tensor")
+_library.impl("experts", _experts, "CompositeExplicitAutograd")
+torch.library.register_fake("kilolm::experts", lambda x, *_: torch.empty_like(x), lib=_library)

@@ -61,12 +61,13 @@ def shard(model: Transformer, files: Files, rank: int, ranks: int) -> tuple[Tran
     """
     c = model.config
     N, K, H, F = c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.intermediate_size
-    if N % ranks or F % ranks or (K % ranks and ranks % K):
+    M = c.moe_intermediate_size or F  # an expert's
+    if N % ranks or F % ranks or M % ranks or (K % ranks and ranks % K):
         sizes = f"{N} attention heads, {K} key-value heads and {F} feed-forward channels"
         raise CheckpointError(f"{sizes} cannot all be shared evenly by {ranks} ranks")
     V = -(-c.vocab_size // ranks)
     heads = {"num_attention_heads": N // ranks, "num_key_value_heads": max(1, K // ranks)}
-    local = replace(c, **heads, intermediate_size=F // ranks)
+    local = replace(c, **heads, intermediate_size=F // ranks, moe_intermediate_size=M // ranks)
     with torch.device("meta"):
         share = Transformer(replace(local, vocab_size=V))
         share.embed_tokens = ParallelEmbedding(V, c.hidden_size, rank * V)
