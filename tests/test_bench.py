@@ -11,7 +11,7 @@ from test_quantize import QWEN2, TIED, tiny_folder
 from model import Config, load_model, named_tensors
 from quantize import pack_linears, quantize_model
 from tools import bench, report
-from tools.measure import bytes_per_token
+from tools.measure import bytes_per_step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -181,7 +181,7 @@ def test_ranks():
 
 
 @pytest.mark.parametrize("changes", [{}, TIED, QWEN2])
-def test_bytes_per_token(tmp_path, changes):
+def test_bytes_per_step(tmp_path, changes):
     """An embedding table that is counted though one row of it is read, or not though it is lm_head;
     quantised and packed weights counted as what they were, or not at all."""
     tiny_folder(tmp_path, **changes)
@@ -191,10 +191,10 @@ def test_bytes_per_token(tmp_path, changes):
         model = quantize_model(model, mode, 32) if mode else model
         stored = sum(tensor.nbytes for _, tensor in named_tensors(model)) + model.inv_freq.nbytes
         weights = stored - (not model.tied) * model.embed_tokens.weight.nbytes
-        assert bytes_per_token(model, 0) == weights
-        assert bytes_per_token(model, 10) == weights + kv
+        assert bytes_per_step(model, 0) == weights
+        assert bytes_per_step(model, 10) == weights + kv
         pack_linears(model)
-        assert 0 <= bytes_per_token(model, 0) - weights < 1000  # the keys of the packed
+        assert 0 <= bytes_per_step(model, 0) - weights < 1000  # the keys of the packed
 
 
 def test_latest_record(tmp_path, monkeypatch):

@@ -36,7 +36,16 @@ from torch import Tensor
 
 import tp
 from kv_cache import StaticCache
-from model import DTYPES, Config, Transformer, check, named_tensors, progress, rope_frequencies
+from model import (
+    DTYPES,
+    Config,
+    SparseMLP,
+    Transformer,
+    check,
+    named_tensors,
+    progress,
+    rope_frequencies,
+)
 from paged import Row, Runner
 from quantize import CHUNK, MODES, compile_model, load, quantize_model
 from sampling import SamplingParams, Sequence
@@ -45,13 +54,18 @@ from tokenizer import Tokenizer
 from tools import load as load_tool
 from tools import report
 from tools.convert import calibrate
-from tools.measure import bytes_per_token, gemm_peak, peak_memory, read_bandwidth
+from tools.measure import bytes_per_step, gemm_peak, peak_memory, read_bandwidth
 
-SHAPES = {  # Llama-like; parameters without the embedding table: 86 M, 1.03 B, 6.6 B
+# Parameters without the embedding table: 86 M, 1.03 B, 6.6 B; and 989 M, of which a token uses 197.
+SHAPES = {
     "110m": Config(32000, 768, 2048, 12, 12, 12, 64),
     "1b": Config(32000, 2048, 5632, 22, 32, 4, 64),
     "7b": Config(32000, 4096, 11008, 32, 32, 32, 128),
-}
+    "moe": Config(
+        32000, 2048, 6144, 3, 32, 4, 64,
+        num_experts=64, num_experts_per_tok=8, moe_intermediate_size=768,
+    ),
+}  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -241,8 +255,7 @@ class Run:
         self.prompt = torch.randint(config.vocab_size, (batch, args.prompt_tokens)).to(self.device)
         self.cache = StaticCache(model, batch, capacity)
         middle = args.prompt_tokens + args.new_tokens // 2
-        self.bytes = bytes_per_token(model, 0)
-        self.bytes += batch * (bytes_per_token(model, middle) - self.bytes)
+        self.bytes = bytes_per_step(model, middle, batch)
         self.figures: dict[str, list[float]] = {}
 
     def forward(self, tokens: Tensor, start: int) -> Tensor:
@@ -283,8 +296,14 @@ class Run:
         T, speed = self.prompt.shape[1], self.bytes / step / 1e9
         c = self.model.config  # attention's own products are left out: they are not GEMM's
         heads = 2 * c.num_attention_heads + 2 * c.num_key_value_heads  # q, o and k, v
-        weights = heads * c.head_dim * c.hidden_size + 3 * c.hidden_size * c.intermediate_size
-        flops = 2 * self.batch * (T * c.num_hidden_layers * weights + c.vocab_size * c.hidden_size)
+        weights = c.num_hidden_layers * heads * c.head_dim * c.hidden_size
+        for block in self.model.layers:
+            experts = isinstance(block.mlp, SparseMLP)
+            width = (
+                c.num_experts_per_tok * c.moe_intermediate_size if experts else c.intermediate_size
+            )
+            weights += 3 * c.hidden_size * width
+        flops = 2 * self.batch * (T * weights + c.vocab_size * c.hidden_size)
         figures = {
             "first_token_s": first, "decode_tok_s": self.batch / step, "decode_gb_s": speed,
             "read_limit_gb_s": limit, "of_read_limit": speed / limit,
@@ -652,7 +671,7 @@ def quality(args: argparse.Namespace) -> int:
             loss -= ours[:-1].gather(1, window[1:, None]).mean().item() / count
             kl += (theirs.exp() * (theirs - ours)).sum(-1).mean().item() / count
         figures = {
-            "weights_mb": bytes_per_token(model, 0) / 1e6,
+            "weights_mb": bytes_per_step(model, 0) / 1e6,
             "perplexity": math.exp(loss),
             "more": math.exp(loss) / next(iter(result["runs"].values()))["perplexity"][0] - 1
             if result["runs"] else 0.0,
@@ -678,7 +697,7 @@ def build(
         model = random_model(SHAPES[args.shape], dtype, share)
     if mode != "none":
         quantize_model(model, mode)
-    result = {"load_s": time.perf_counter() - start, "weights_gb": bytes_per_token(model, 0) / 1e9}
+    result = {"load_s": time.perf_counter() - start, "weights_gb": bytes_per_step(model, 0) / 1e9}
     result["model_gb"] = sum(t.nbytes for _, t in named_tensors(model)) / 1e9
     return model, result
 
