@@ -23,7 +23,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -386,12 +386,12 @@ def supported(name: str, value: Any, *known: Any) -> Any:
 
 
 class Checked:
-    """A dataclass whose numbers and flags are checked: by their type and, where the field has one,
-    by its own range."""
+    """A dataclass whose numbers, flags and lists are checked: by their type and, where the field
+    has one, by its own range."""
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            if f.type in RANGES:
+            if f.type in (*RANGES, list):
                 check(f.name, getattr(self, f.name), f.type, *f.metadata.get("range", ()))
 
 
@@ -458,7 +458,7 @@ class Config(Checked):
     moe_intermediate_size: int | None = None  # an expert's F; None: intermediate_size
     norm_topk_prob: bool = True  # a token's k weights add up to 1
     decoder_sparse_step: int = 1  # every so many layers have experts, the others a plain MLP,
-    mlp_only_layers: Sequence[int] = ()  # and so have these, counted from 0
+    mlp_only_layers: list = field(default_factory=list)  # and so have these, counted from 0
     tie_word_embeddings: bool = False
     eos_ids: tuple[int, ...] = ()  # any of them ends a sequence
     quantization: dict[str, Any] = field(default_factory=dict)  # quantize.py understands it
@@ -474,7 +474,6 @@ class Config(Checked):
             kinds = f"{len(windows)} layer_types for {layers} layers"
             raise ValueError(f"{N} and {K} heads, head_dim {H} or {kinds} do not fit each other")
         check("num_experts_per_tok", self.num_experts_per_tok, int, 1, self.num_experts)
-        check("mlp_only_layers", self.mlp_only_layers, list | tuple)
         rope_frequencies(self)  # raises where the rope settings are wrong
 
 

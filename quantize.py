@@ -465,7 +465,7 @@ class PackedExperts(Experts):
         _packed.append(weakref.ref(self))
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        return torch.ops.kilolm.experts(x, weights, chosen, self.key)
+        return torch.ops.kilolm.experts([x, weights, chosen], self.key)
 
 
 def dequantize(packed: Tensor, scale: Tensor, zero: Tensor, lanes: int) -> Tensor:
@@ -510,8 +510,8 @@ def _empty(rows: Tensor, key: Tensor, out_features: int) -> Tensor:
     return rows.new_empty((rows.shape[0], out_features), dtype=dtype)  # len() would be baked in
 
 
-def _experts(x: Tensor, weights: Tensor, chosen: Tensor, key: Tensor) -> Tensor:
-    return Experts.forward(_packed[int(key)](), x, weights, chosen)
+def _experts(args: list[Tensor], key: Tensor) -> Tensor:
+    return Experts.forward(_packed[int(key)](), *args)
 
 
 # A plain Library: the wrapper of torch.library.custom_op costs 8 us a call, this one 3 to 5, and a
@@ -520,6 +520,7 @@ _library = torch.library.Library("kilolm", "FRAGMENT")
 _library.define("packed_linear(Tensor rows, Tensor key, int out_features) -> Tensor")
 _library.impl("packed_linear", _packed_linear, "CompositeExplicitAutograd")
 torch.library.register_fake("kilolm::packed_linear", _empty, lib=_library)
-_library.define("experts(Tensor x, Tensor weights, Tensor chosen, Tensor key) -> Tensor")
+# Its loop waits for the device, which a CUDA graph cannot.
+_library.define("experts(Tensor[] args, Tensor key) -> Tensor", tags=torch.Tag.cudagraph_unsafe)
 _library.impl("experts", _experts, "CompositeExplicitAutograd")
-torch.library.register_fake("kilolm::experts", lambda x, *_: torch.empty_like(x), lib=_library)
+torch.library.register_fake("kilolm::experts", lambda x, _: torch.empty_like(x[0]), lib=_library)

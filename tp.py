@@ -61,8 +61,8 @@ def shard(model: Transformer, files: Files, rank: int, ranks: int) -> tuple[Tran
     """
     c = model.config
     N, K, H, F = c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.intermediate_size
-    M = c.moe_intermediate_size or F  # an expert's
-    if N % ranks or F % ranks or M % ranks or (K % ranks and ranks % K):
+    M = c.moe_intermediate_size or F  # an expert's; whether it can be shared, its tensors will say
+    if N % ranks or F % ranks or (K % ranks and ranks % K):
         sizes = f"{N} attention heads, {K} key-value heads and {F} feed-forward channels"
         raise CheckpointError(f"{sizes} cannot all be shared evenly by {ranks} ranks")
     V = -(-c.vocab_size // ranks)

@@ -3,12 +3,13 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from conftest import ROOT, SHAKESPEARE
 from test_quantize import QWEN2, TIED, tiny_folder
 
-from model import Config, load_model, named_tensors
+from model import Config, Transformer, load_model, named_tensors
 from quantize import pack_linears, quantize_model
 from tools import bench, report
 from tools.measure import bytes_per_step
@@ -195,6 +196,19 @@ def test_bytes_per_step(tmp_path, changes):
         assert bytes_per_step(model, 10) == weights + kv
         pack_linears(model)
         assert 0 <= bytes_per_step(model, 0) - weights < 1000  # the keys of the packed
+
+
+def test_bytes_per_step_of_experts():
+    """All experts counted, of which a step reads some; or k of them, however many sequences."""
+    config = Config(64, 64, 96, 2, 4, 2, 16, num_experts=8, num_experts_per_tok=2)
+    model = Transformer(replace(config, moe_intermediate_size=32, mlp_only_layers=[1]))
+    model.requires_grad_(False)
+    expert, rest = 3 * 64 * 32 * 4, bytes_per_step(model, 0) - 2 * 3 * 64 * 32 * 4
+    for pack in (Transformer.eval, pack_linears):
+        pack(model)
+        for batch, chosen in ((1, 2), (2, 3.5), (1000, 8)):
+            found = bytes_per_step(model, 0, batch)
+            assert abs(found - rest - chosen * expert) < 1000
 
 
 def test_latest_record(tmp_path, monkeypatch):

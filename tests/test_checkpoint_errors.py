@@ -154,6 +154,7 @@ EOS = ("2", ["2"], True, 2.0, -1, [2, "</s>"], [None], {"id": 2}, [[2]])
 SENSELESS = (-1, 0, "8", 8.0, True, False, math.nan, 10**12, 2**70, BIG, [], {"a": 1})
 NUMBERS = (math.nan, math.inf, -math.inf, -1e-5, 0, "1e-5", True, [1e-5], BIG)
 WINDOW = {"use_sliding_window": True, "sliding_window": 8}
+MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8}
 FAMILIES = [{"architectures": [f"{name}ForCausalLM"]} for name in ("Mistral", "Qwen2", "Qwen3")]
 CASES = {
     # `raw.get(name) or default` takes 0 and [] for "not given"; True is an int in Python; a size of
@@ -207,6 +208,18 @@ CASES = {
     "layer_types": [
         ("layer_types", {"layer_types": kinds} | WINDOW | family) for family in FAMILIES
         for kinds in (["full_attention"], ["sliding_attention"] * 3, ["x", "x"], [1, 2], "x")
+    ],
+    # Modules are built for each expert, before any tensor is looked at; and a router that is unlike
+    # those that we run sends tokens to the wrong ones.
+    "experts": [
+        *((name, MIXTRAL | {name: value}) for value in SENSELESS for name in (
+            "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step")),
+        *(("num_experts", MIXTRAL | {"num_local_experts": value}) for value in SENSELESS),
+        ("num_experts_per_tok must be int in 1..8, is 9", MIXTRAL | {"num_experts_per_tok": 9}),
+        *(("mlp_only_layers", MIXTRAL | {"mlp_only_layers": value}) for value in (0, "0", {})),
+        ("norm_topk_prob", MIXTRAL | {"norm_topk_prob": "no"}),
+        ("scoring_func 'sigmoid'", MIXTRAL | {"scoring_func": "sigmoid"}),
+        ("n_group 8", MIXTRAL | {"n_group": 8}),
     ],
     # An EOS that equals no token id never ends a sequence.
     "eos": [("eos_token_id", {"eos_token_id": value}) for value in EOS],

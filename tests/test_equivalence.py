@@ -212,6 +212,19 @@ def sliding():
 
 
 @cache
+def experts():
+    """A layer with one MLP, and two with six of which a token passes through two."""
+    torch.manual_seed(1)
+    config = Config(
+        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=6,
+        num_experts_per_tok=2, moe_intermediate_size=64, mlp_only_layers=[0],
+    )  # fmt: skip
+    model = Transformer(config).eval().requires_grad_(False)
+    return model, [torch.randint(128, (n,)).tolist() for n in (1, 9, 40)]
+
+
+@cache
 def draft_of(model):
     """All layers but the last: right now and then."""
     layers = model.config.num_hidden_layers - 1
@@ -267,7 +280,7 @@ def expected(case, kind, job):
     return plain(model, Sequence(ids, wish, model.config), **options).output_ids
 
 
-CASES = {"trained": trained, "sliding": sliding}
+CASES = {"trained": trained, "sliding": sliding, "experts": experts}
 WAYS = ("static cache", "compiled", "paged, batched", "paged, compiled")
 ROWS = [
     *((path, "plain") for path in PATHS),

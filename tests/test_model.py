@@ -44,6 +44,9 @@ NEAR = {"rope_theta": 100.0}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 SLIDING = {"use_sliding_window": True, "sliding_window": WINDOW, "num_hidden_layers": 3}
 TIED = {"tie_word_embeddings": True}
+QWEN3MOE = {
+    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 16,
+}  # fmt: skip
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2-mha": ("Llama", {"num_key_value_heads": 4}),
@@ -70,7 +73,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-bias": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
     "qwen3-max_window_layers": ("Qwen3", {**SLIDING, "head_dim": 16, "max_window_layers": 2}),
     "qwen3-layer_types": ("Qwen3", {**SLIDING, "head_dim": 16, "layer_types": MIXED}),
-}
+    "mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "mixtral-window-tied": ("Mixtral", {"num_local_experts": 5, "sliding_window": WINDOW, **TIED}),
+    "qwen3moe": ("Qwen3Moe", QWEN3MOE),
+    "qwen3moe-norm": ("Qwen3Moe", QWEN3MOE | {"norm_topk_prob": True, "attention_bias": True}),
+    "qwen3moe-some-layers": ("Qwen3Moe", QWEN3MOE | {
+        "num_hidden_layers": 5, "decoder_sparse_step": 2, "mlp_only_layers": [1]}),
+    "qwen3moe-one-expert-a-token": ("Qwen3Moe", QWEN3MOE | {"num_experts_per_tok": 1}),
+}  # fmt: skip
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -156,11 +166,11 @@ def test_logits_equal_transformers(built):
 def test_greedy_tokens_equal_transformers(built):
     """The loop and the cache, not only one forward: an off-by-one in positions shows here. That
     each token is the argmax after ours before it means that all are those of transformers."""
-    ids, model = built.tokens[0, : T - 24].tolist(), load_model(built.folder)
-    sequence = Sequence(ids, SamplingParams(0, max_tokens=24, ignore_eos=True), model.config)
+    ids, model = built.tokens[0, : T - 60].tolist(), load_model(built.folder)
+    sequence = Sequence(ids, SamplingParams(0, max_tokens=60, ignore_eos=True), model.config)
     cache = StaticCache(model, 1, sequence.max_len)
     ours = [token.id for token in generate(model, sequence, cache)]
-    theirs = hf_logits(built.hf, torch.tensor([sequence.ids])).argmax(-1)[0, T - 25 : -1]
+    theirs = hf_logits(built.hf, torch.tensor([sequence.ids])).argmax(-1)[0, T - 61 : -1]
     assert ours == theirs.tolist()
 
 

@@ -58,10 +58,15 @@ FAMILIES = {
     "nine words": {  # tied; of 4 ranks the last has nothing of the vocabulary
         "architectures": ["MistralForCausalLM"], "num_key_value_heads": 4, "sliding_window": 6,
         "vocab_size": 9, "tie_word_embeddings": True},
+    "experts": {
+        "architectures": ["Qwen3MoeForCausalLM"], "num_key_value_heads": 4, "num_experts": 6,
+        "num_experts_per_tok": 3, "moe_intermediate_size": 64, "mlp_only_layers": [0]},
+    "narrow experts": {
+        "architectures": ["MixtralForCausalLM"], "num_experts": 2, "moe_intermediate_size": 6},
 }  # fmt: skip
 QUANTISED = {
     "bundled int4": 64, "two kv heads int8": -1, "two kv heads int4": 8, "plain int4": 32,
-    "square int4": 64,
+    "square int4": 64, "experts int4": 8,
 }  # fmt: skip
 
 
@@ -160,6 +165,7 @@ def distance(a, b):
         ("one kv head", "", "auto"), ("two kv heads", "", "auto"), ("nine words", "", "auto"),
         ("two kv heads int8", "", "auto"), ("two kv heads int4", "", "auto"),
         ("two kv heads", "int4", "auto"), ("two kv heads", "int8", "auto"),
+        ("experts", "", "auto"), ("experts int4", "", "auto"), ("experts", "int4", "auto"),
         ("one kv head", "", "int8"),
     ],
 )  # fmt: skip
@@ -178,6 +184,18 @@ def test_same_logits(folders, ranks, name, mode, kv_dtype):
             assert distance(found, want) < 0.1 * distance(want, exact)
         else:
             torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
+
+
+def test_two_sums_a_layer(folders, monkeypatch):
+    """A sum for each expert in place of one for all of them; or none, after the router's."""
+    sums = []
+    monkeypatch.setattr(tp, "add_up", lambda module, _, y: sums.append(module) or y)
+    share = share_of(folders["experts"], 0, 2)
+    share._forward_hooks.clear()  # logits are parts
+    share(torch.tensor([[1, 2, 3]]), torch.arange(3)[None])
+    wanted = [each for block in share.layers for each in (block.self_attn, block.mlp)]
+    assert sums == [share.embed_tokens, *wanted]
+    assert share.layers[1].mlp.gate.weight.shape == (6, 64)  # the router, whole
 
 
 # --- What is read, and what cannot be shared ------------------------------------------------------
@@ -226,6 +244,7 @@ def refused(folder, ranks, message):
         ("plain", {"num_attention_heads": 8}, 3, "8 attention heads.* cannot .*3 ranks"),
         ("plain", {"num_attention_heads": 2}, 4, "2 attention heads.* cannot .*4 ranks"),
         ("plain", {"intermediate_size": 98}, 4, "98 feed-forward channels cannot .*4 ranks"),
+        ("narrow experts", {}, 4, "experts.0.*: 6 for 96 channels, uneven"),
         ("plain", {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 8}, 4,
          "6 key-value heads.* cannot .*4 ranks"),
         ("plain", {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 8}, 6,
@@ -564,9 +583,11 @@ FEW = ["batched", "n = 3", "preempted", "draft", "int8 cache", "interrupted"]
     [
         (2, [], [("bundled", "", FEW), ("bundled int4", "", ONE)], COMMANDS[:2]),
         pytest.param(2, [], [("one kv head", "", ONE)], COMMANDS[2:], marks=pytest.mark.slow),
-        pytest.param(2, ["--compile"], [("bundled int4", "", FEW)], [SOME], marks=pytest.mark.slow),
+        pytest.param(2, ["--compile"], [("bundled int4", "", FEW), ("experts", "", ONE)], [SOME],
+                     marks=pytest.mark.slow),
         pytest.param(4, [], [("bundled", "", ALL), ("nine words", "", ONE),
-                             ("two kv heads int4", "", ONE), ("two kv heads", "int4", ONE)], [],
+                             ("two kv heads int4", "", ONE), ("two kv heads", "int4", ONE),
+                             ("experts", "", ONE)], [],
                      marks=pytest.mark.slow),
     ],
 )  # fmt: skip

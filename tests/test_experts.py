@@ -1,0 +1,269 @@
+"""Mixture of experts: the router, who multiplies what, and the spellings of the files.
+
+Whole models are rows of the other tables: tests/test_model.py compares them with `transformers`,
+test_equivalence.py runs them on every path, test_tp.py on ranks.
+"""
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_model import SIZES, build, copy_with, same
+from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+import quantize
+from generate import compile_model
+from model import (
+    CheckpointError,
+    Config,
+    Experts,
+    SparseMLP,
+    Transformer,
+    load_config,
+    load_model,
+    locate_tensors,
+    named_tensors,
+)
+from paged import Row, Runner
+from quantize import PackedExperts, PackedLinear, QuantLinear, pack_linears, quantize_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+D, E, K = 32, 6, 3
+
+
+def config_of(**changes):
+    sizes = {"num_experts": E, "num_experts_per_tok": K, "moe_intermediate_size": 24}
+    return Config(40, D, 48, 2, 4, 2, 8, **sizes | changes)
+
+
+def sparse(**changes):
+    mlp = SparseMLP(config_of(**changes)).requires_grad_(False)
+    mlp.gate.weight.normal_()
+    return mlp
+
+
+# --- The router -----------------------------------------------------------------------------------
+
+
+def routed(mlp, x):
+    """The weights and the experts that a SparseMLP gives each of its rows."""
+    seen = []
+    handle = mlp.experts.register_forward_pre_hook(lambda _, args: seen.extend(args[1:]))
+    mlp(x[None])
+    handle.remove()
+    return [each[0] for each in seen]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("theirs", "norm"), [(MixtralTopKRouter, True), (Qwen3MoeTopKRouter, True),
+                                              (Qwen3MoeTopKRouter, False)])  # fmt: skip
+@pytest.mark.parametrize("ties", [False, True])
+def test_router_equals_transformers(theirs, norm, dtype, ties):
+    """A softmax in bfloat16, where eight bits make ties of what are none; weights that add up to 1
+    where they should not; of equally good experts others than transformers takes."""
+    mlp, x = sparse(norm_topk_prob=norm).to(dtype), torch.randn(200, D).to(dtype)
+    if ties:
+        mlp.gate.weight[::2] = mlp.gate.weight[0]
+        x[::3] = 0
+    config = config_of(norm_topk_prob=norm)
+    object.__setattr__(config, "num_local_experts", E)  # Mixtral's word
+    router = theirs(config).to(dtype)
+    router.load_state_dict(mlp.gate.state_dict())
+    _, want_weights, want = router(x)
+    weights, chosen = routed(mlp, x)
+    assert torch.equal(chosen, want) and weights.dtype == torch.float32
+    assert torch.equal(weights.to(want_weights.dtype), want_weights)
+    assert norm == (weights.sum(-1) > 0.999).all()
+
+
+# --- The experts ----------------------------------------------------------------------------------
+
+
+def one_by_one(mlp, x, weights, chosen):
+    """The slow twin: token after token, expert after expert."""
+    return torch.stack([
+        sum(w * mlp.experts[e](row[None])[0] for w, e in zip(ws, es.tolist(), strict=True))
+        for row, ws, es in zip(x, weights, chosen, strict=True)
+    ])  # fmt: skip
+
+
+CHOICES = {
+    "as the router says": None,
+    "all rows on the same experts": torch.tensor([4, 0, 2]).expand(20, 3),
+    "only one row on the last one": torch.tensor([[0, 1, 2]] * 19 + [[1, 5, 0]]),
+    "one row": torch.tensor([[5, 0, 3]]),
+    "one expert a row": torch.tensor([[i % 5] for i in range(20)]),
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", CHOICES)
+def test_experts_equal_their_slow_twin(name, packed):
+    """Results that return to another row or with another expert's weight; an expert that nobody
+    chose and that shifts the ones after it; a batch flattened in another order."""
+    mlp, x = sparse(), torch.randn(20, D)
+    weights, chosen = routed(mlp, x)
+    if CHOICES[name] is not None:
+        chosen = CHOICES[name]
+        x, weights = x[: len(chosen)], torch.rand(chosen.shape)
+    want = one_by_one(mlp, x, weights, chosen)
+    if packed:
+        pack_linears(mlp)
+        assert type(mlp.experts) is PackedExperts
+    shape = (2, -1) if len(x) > 1 else (1, 1)
+    found = mlp.experts(*(t.view(*shape, t.shape[-1]) for t in (x, weights, chosen)))
+    torch.testing.assert_close(found.flatten(0, 1), want)
+
+
+@pytest.mark.parametrize(
+    "form", ["plain", "packed", pytest.param("compiled", marks=pytest.mark.slow)]
+)
+def test_a_step_reads_each_chosen_expert_once_and_no_other(form, monkeypatch):
+    """Every expert multiplied and most of it thrown away; an expert read once for each of its rows;
+    a graph with the experts of the warm-up, or their number of rows, baked in."""
+    model = Transformer(config_of()).eval().requires_grad_(False)
+    for block in model.layers:
+        block.mlp.gate.weight.normal_()
+    if form == "packed":
+        pack_linears(model)
+    if form == "compiled":
+        compile_model(model, None, chunk=16)
+    forward, chosen, runs = Experts.forward, [], []
+
+    def noting(self, x, weights, experts):
+        chosen.append(Counter(experts.flatten().tolist()))
+        runs.append([])
+        return forward(self, x, weights, experts)
+
+    monkeypatch.setattr(Experts, "forward", noting)
+    for block in model.layers:
+        for e, mlp in enumerate(block.mlp.experts):
+            mlp.register_forward_pre_hook(lambda _, x, e=e: runs[-1].append((e, len(x[0]))))
+    runner, few = Runner(model, 4, 16), 0
+    with torch.compiler.set_stance("fail_on_recompile" if form == "compiled" else "default"):
+        for lengths in ([1], [1, 1, 1], [12], [5, 1]):
+            runner.run([Row([i], 0, [*range(i, i + n)]) for i, n in enumerate(lengths)])
+            few += len(runs[-1]) < E
+            assert len(runs) == 2  # layers
+            for once, want in zip(runs, chosen, strict=True):
+                assert len(dict(once)) == len(once) and dict(once) == want
+                assert sum(want.values()) == K * sum(lengths)
+            runs.clear(), chosen.clear()
+    assert few
+
+
+def test_docstring_example_of_experts():
+    """Pairs sorted by token, so that an expert would run once for each of them."""
+    mlp, rows = sparse(num_experts=3), {}
+    for e, each in enumerate(mlp.experts):
+        each.register_forward_pre_hook(
+            lambda _, args, e=e: rows.update({e: args[0][:, 0].tolist()})
+        )
+    x, chosen = torch.zeros(1, 2, D), torch.tensor([[[2, 0], [2, 1]]])
+    x[0, 1] = 1  # so that a row says which token it is
+    mlp.experts(x, torch.ones(1, 2, 2), chosen)
+    assert rows == {0: [0], 1: [1], 2: [0, 1]}
+
+
+# --- Quantised and packed -------------------------------------------------------------------------
+
+
+def test_experts_are_quantised_and_packed_and_the_router_is_not_quantised():
+    """Experts left as they were, eight times the router's error, or plain weights kept alive."""
+    model = Transformer(config_of(moe_intermediate_size=32)).eval().requires_grad_(False)
+    quantize_model(model, "int4", 32)
+    kinds = [type(m) for m in model.layers[0].mlp.modules() if not [*m.children()]]
+    assert kinds == [torch.nn.Linear] + 2 * E * [QuantLinear]
+    pack_linears(model)
+    table = {type(m) for m in model.layers[1].mlp.experts.modules() if not [*m.children()]}
+    assert table <= {quantize.Int4Linear, QuantLinear}
+    plain = sparse()
+    pack_linears(plain)
+    assert all(type(m) is PackedLinear for m in plain.modules() if not [*m.children()])
+
+
+# --- Files ----------------------------------------------------------------------------------------
+
+MOE = ("mixtral", "qwen3moe", "qwen3moe-some-layers")
+
+
+@pytest.mark.parametrize("case", MOE)
+def test_both_spellings_of_expert_tensors(case, tmp_path):
+    """gate taken for up, w2 for w3; a stacked tensor cut along the wrong dimension, or read whole
+    for each expert; a bias towards the names of one release of transformers."""
+    built, stacked = build(case, tmp_path / "a"), tmp_path / "b"
+    built.hf.save_pretrained(stacked, save_original_format=False)
+    names = [name for name in load_file(stacked / "model.safetensors") if "experts" in name]
+    assert names and all(name.endswith(("gate_up_proj", "down_proj")) for name in names)
+    model, other = load_model(built.folder), load_model(stacked)
+    same(other, built)
+    ours = dict(named_tensors(model))
+    assert all(torch.equal(tensor, ours[name]) for name, tensor in named_tensors(other))
+    for name, stored in locate_tensors(stacked).items():
+        assert stored.read().shape == stored.shape == ours[name].shape
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t[:3], ["experts.3.down_proj.weight: missing"]),
+        (lambda t: t.repeat(2, 1, 1), ["experts.7.down_proj.weight: float", "wanted: none"]),
+        (lambda t: t[..., :40], ["experts.0.down_proj.weight: float (32, 40), wanted"]),
+        (lambda t: t[0], ["experts.12.down_proj.weight: float (56,)"]),
+        (lambda t: t[0, 0], ["model.safetensors: "]),
+        (lambda t: t.sum(), ["model.safetensors: "]),
+        (lambda t: t[:, :0].expand(4, 0, 56), ["(0, 56)"]),
+        (lambda t: t.new_zeros(2**40, 0, 56), ["experts must be int in 1..1024"]),
+    ],
+)
+def test_stacked_tensors_that_do_not_fit(change, words, tmp_path):
+    """A traceback, or one name for each of a trillion experts of which none has a byte."""
+    built = build("mixtral", tmp_path)
+    built.hf.save_pretrained(tmp_path, save_original_format=False)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.experts.down_proj"
+    tensors[name] = change(tensors[name]).contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError) as error:
+        load_model(tmp_path)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_config(tmp_path):
+    """num_local_experts, as newer files say for num_experts; what a family's file may leave out."""
+    built = build("qwen3moe", tmp_path / "a")
+    old = copy_with(built, tmp_path / "b", ("num_local_experts",), num_experts=8)
+    same(load_model(old), built)
+    raw = {key: SIZES[key] for key in list(SIZES)[:5]}
+
+    def config(name, **changes):
+        file = tmp_path / "config.json"
+        file.write_text(json.dumps(raw | {"architectures": [f"{name}ForCausalLM"]} | changes))
+        return load_config(tmp_path)
+
+    mixtral = config("Mixtral", num_attention_heads=8)
+    assert (mixtral.num_experts, mixtral.num_experts_per_tok, mixtral.norm_topk_prob) == (
+        8,
+        2,
+        True,
+    )
+    assert (mixtral.rms_norm_eps, mixtral.rope_theta, mixtral.windows) == (1e-5, 1e6, (None, None))
+    qwen = config("Qwen3Moe", num_experts=128)
+    assert (qwen.num_key_value_heads, qwen.num_experts_per_tok, qwen.norm_topk_prob) == (
+        4,
+        8,
+        False,
+    )
+    for name in ("Qwen2Moe", "DeepseekV3", "Qwen3Next"):  # shared experts, sigmoid scores, groups
+        with pytest.raises(CheckpointError, match=f"{name}ForCausalLM' is not supported"):
+            config(name)
+
+
+def test_layers_without_experts(tmp_path):
+    """decoder_sparse_step counted from 0; mlp_only_layers taken for those with experts."""
+    build("qwen3moe-some-layers", tmp_path)
+    kinds = [isinstance(block.mlp, SparseMLP) for block in load_model(tmp_path).layers]
+    assert kinds == [False, False, False, True, False]
