@@ -423,6 +423,20 @@ def test_written_and_loaded_again(tmp_path, mode, keep, changes):
     assert config == json.loads((source / "config.json").read_text())
 
 
+def test_many_tensors_are_written_as_shards(tmp_path, monkeypatch):
+    """An hour of parsing the names of 55,000 tensors for each of them; a shard lost, or a last one
+    that is empty."""
+    source, out = tiny_folder(tmp_path / "plain", **EXPERTS), tmp_path / "out"
+    count = len([*named_tensors(quantize_model(load_model(source), "int8"))])
+    for size, files in ((10, -(-count // 10)), (count, 1), (count // 2, 2 + count % 2)):
+        monkeypatch.setattr(convert, "SHARD", size)
+        assert cli("--checkpoint", source, "--mode", "int8", "--out", out) == 0
+        assert len([*out.glob("*.safetensors")]) == files
+        assert torch.equal(logits_of(quantize.load(out)),
+                           logits_of(quantize_model(load_model(source), "int8")))  # fmt: skip
+        shutil.rmtree(out)
+
+
 def test_load_casts_everything_but_the_scales(tmp_path):
     """`dtype` applied to the scales too, which then have 8 bits; and plain folders, which
     generate.py loads the same way."""
