@@ -206,17 +206,13 @@ def run(args: argparse.Namespace, ranks: tp.Ranks) -> int:
     model, draft, guesses = load_models(args, ranks, paged=not plain)
     if ranks.rank:
         return tp.follow(model)
-    engine, done = None, []
-    if not plain:
-        engine = Engine(
-            model, tokenizer, 1, CHUNK + guesses, args.max_seq_len, kv_dtype=args.kv_dtype,
-            draft=draft, speculate=guesses, runner=ranks.runner,
-        )  # fmt: skip
-    if args.chat:
-        asked = turns(tokenizer, params, done)
-    else:
-        asked = ((text, tokenizer.encode(text), each) for each in params.split())
-    for prompt, ids, each in asked:
+    engine = None if plain else Engine(
+        model, tokenizer, 1, CHUNK + guesses, args.max_seq_len, kv_dtype=args.kv_dtype,
+        draft=draft, speculate=guesses, runner=ranks.runner,
+    )  # fmt: skip
+    done = []
+    once = ((text, tokenizer.encode(text), each) for each in params.split())
+    for prompt, ids, each in turns(tokenizer, params, done) if args.chat else once:
         if engine:
             (sequence,) = engine.add_request(ids, replace(each, n=1)).outputs
             steps = engine.run()
@@ -226,6 +222,7 @@ def run(args: argparse.Namespace, ranks: tp.Ranks) -> int:
             steps = generate(model, sequence, cache)
         done.append(sequence)
         stream(sequence, steps, show=not args.json)
+        report(sequence)
         if args.json:
             result = {"prompt": prompt, "text": sequence.text, "token_ids": sequence.output_ids,
                       "finish_reason": sequence.finish_reason,
@@ -236,7 +233,6 @@ def run(args: argparse.Namespace, ranks: tp.Ranks) -> int:
                 break
             if engine:
                 engine.reset()
-    report(done)
     if guesses:
         print(engine.proposer.summary(), file=sys.stderr)
     return 130 if done and done[-1].finish_reason == "interrupted" else 0
@@ -275,16 +271,13 @@ def stream(sequence: Sequence, steps: Iterator[Any], show: bool) -> None:
         print(sequence.text[shown:], flush=True)
 
 
-def report(done: list[Sequence]) -> None:
+def report(sequence: Sequence) -> None:
     """One line: tokens, time to the first, and tokens/s after it."""
-    if done := [sequence for sequence in done if sequence.output_ids]:
-        new = sum(len(sequence.output_ids) for sequence in done)
-        prompts = sum(sequence.prompt_len for sequence in done)
-        first = done[0].times[1] - done[0].times[0]
-        line = f"{prompts} prompt + {new} new tokens, first one after {first:.3f} s"
-        if seconds := sum(sequence.times[-1] - sequence.times[1] for sequence in done):
-            line += f", then {(new - len(done)) / seconds:.1f} tokens/s"
-        print(line, file=sys.stderr)
+    start, *times = sequence.times
+    if times:
+        rate = (len(times) - 1) / max(times[-1] - times[0], 1e-9)
+        line = f"{sequence.prompt_len} prompt + {len(times)} new tokens, first one after "
+        print(f"{line}{times[0] - start:.3f} s, then {rate:.1f} tokens/s", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -189,22 +189,19 @@ class SparseMLP(nn.Module):
         E, self.k, self.norm = config.num_experts, config.num_experts_per_tok, config.norm_topk_prob
         self.gate = nn.Linear(config.hidden_size, E, bias=False)  # the router
         width = config.moe_intermediate_size or config.intermediate_size
-        self.experts = Experts(MLP(config, width) for _ in range(E))
+        self.experts = nn.ModuleList(MLP(config, width) for _ in range(E))
 
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = self.gate(x).softmax(-1, torch.float32).topk(self.k)  # (B, T, k) each
         weights = weights / weights.sum(-1, keepdim=True) if self.norm else weights
-        return self.experts(x, weights, chosen)
+        return self.mix(x, weights, chosen)
 
-
-class Experts(nn.ModuleList):
-    """The E MLPs. Each that is chosen at all runs once, on the rows that chose it and no others."""
-
-    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    def mix(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Sum each token's experts, by their weights.
 
-        The B * T * k pairs of a token and an expert are sorted by expert; a loop over the experts
-        then multiplies slices, and the results go back to their places.
+        Each expert that is chosen at all runs once, on the rows that chose it and no others: the B
+        * T * k pairs of a token and an expert are sorted by expert; a loop over the experts then
+        multiplies slices, and the results go back to their places.
 
         Args:
             x: (B, T, D).
@@ -218,9 +215,10 @@ class Experts(nn.ModuleList):
             runs on token 0, expert 1 on token 1, and expert 2 on both
         """
         order = chosen.flatten().argsort(stable=True)  # (B * T * k,) pairs, by expert
-        counts = chosen.flatten().bincount(minlength=len(self)).tolist()
+        counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
         rows = x.flatten(0, 1).index_select(0, order // chosen.shape[-1])  # (B * T * k, D)
-        y = torch.cat([mlp(part) for mlp, part in zip(self, rows.split(counts)) if len(part)])
+        parts = zip(self.experts, rows.split(counts))
+        y = torch.cat([mlp(part) for mlp, part in parts if len(part)])
         y = y.index_select(0, order.argsort()).view(*chosen.shape, -1)  # (B, T, k, D)
         return (weights[..., None] * y).sum(-2).to(x.dtype)
 
@@ -475,8 +473,7 @@ class Config(Checked):
         windows, layers = self.windows or (None,) * self.num_hidden_layers, self.num_hidden_layers
         object.__setattr__(self, "windows", windows)  # frozen: only the constructor may
         if N % K or H % 2 or len(windows) != layers:
-            kinds = f"{len(windows)} layer_types for {layers} layers"
-            raise ValueError(f"{N} and {K} heads, head_dim {H} or {kinds} do not fit each other")
+            raise ValueError(f"{N}, {K} heads, head_dim {H}, {len(windows)} layer_types do not fit")
         check("num_experts_per_tok", self.num_experts_per_tok, int, 1, self.num_experts)
         rope_frequencies(self)  # raises where the rope settings are wrong
 
@@ -614,8 +611,7 @@ def locate_tensors(path: Path) -> Files:
     # By their names, not by the index, which says nothing that the files do not.
     shards = [single] if single.is_file() else sorted(path.glob("model-*-of-*.safetensors"))
     if not shards:
-        message = f"neither {single.name} nor shards of it; .bin, .pth are never read: convert them"
-        raise CheckpointError(f"{path}: {message}")
+        raise CheckpointError(f"{path}: no {single.name}, nor shards; convert .bin and .pth to it")
 
     def read(file: Path, name: str, *place: int | slice) -> Tensor:
         # Opened anew for each tensor: closing drops the mapping, and with it the pages that were

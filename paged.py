@@ -16,7 +16,7 @@ BlockPool; then Runner.step, paged_attention. Next: scheduler.py.
 """
 
 import itertools
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -100,8 +100,7 @@ class BlockPool:
 
     def cost(self, table: BlockTable, end: int) -> int:
         """Blocks that grow(table, end) would take: new ones, and copies of shared ones."""
-        new = -(-end // self.block_size) - len(table.blocks)
-        return max(new, 0) + len(self._shared(table))
+        return max(0, -(-end // self.block_size) - len(table.blocks)) + len(self._shared(table))
 
     def grow(self, table: BlockTable, end: int) -> list[tuple[int, int]]:
         """Make positions table.length .. end - 1 writable. The caller has compared the cost.
@@ -170,20 +169,15 @@ class BlockPool:
 
     def check(self, tables: Iterable[BlockTable]) -> None:
         """Assert the pool's invariant, given every table in use."""
-        counts = [0] * self.num_blocks
+        size, blocks, counts = self.block_size, range(self.num_blocks), Counter()
         for table in tables:
-            assert len(table.serials) <= table.length // self.block_size
-            assert table.length <= len(table.blocks) * self.block_size
-            for block in table.blocks:
-                counts[block] += 1
-        assert counts == self.refs, "reference counts differ from the tables"
-        used = {block for block, count in enumerate(counts) if count}
-        free, cached = set(self._free), set(self.cached)
-        assert len(free) == len(self._free), "a block is free twice"
-        assert not free & used and not cached & used and not free & cached, "a block in two states"
-        assert len(free) + len(used) + len(cached) == self.num_blocks, "a block is lost"
+            assert len(table.serials) * size <= table.length <= len(table.blocks) * size
+            counts.update(table.blocks)
+        assert self.refs == [counts[b] for b in blocks], "reference counts differ from the tables"
+        each = [*counts, *self._free, *self.cached]  # used, free, cached
+        assert sorted(each) == [*blocks], "a block is lost, or in two states"
         assert {b: k for k, (b, _) in self._found.items()} == self._keys, "a stale key"
-        assert cached <= self._keys.keys() and not free & self._keys.keys()
+        assert self.cached.keys() <= self._keys.keys() <= {*counts, *self.cached}
 
     def _take(self) -> int:
         if self._free:

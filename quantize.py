@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kv_cache import StaticCache
-from model import Experts, Files, Prepare, Transformer, blame, load_model, progress, supported
+from model import Files, Prepare, SparseMLP, Transformer, blame, load_model, progress, supported
 from paged import Row, Runner
 
 # --- The stored form ------------------------------------------------------------------------------
@@ -263,14 +263,18 @@ def compile_model(
         ValueError: there is no C++ compiler, which torch.compile needs on a CPU.
     """
     pack_linears(model)
+    # Which experts run, and on how many rows, is other in each step: left out of the graph.
+    sparse = [module for module in model.modules() if isinstance(module, SparseMLP)]
+    for module in sparse:
+        module.mix = torch.compiler.disable(module.mix)
     if model.device.type == "cpu":
         for block in model.layers:
-            block.compile(fullgraph=True, dynamic=True)
+            block.compile(fullgraph=not sparse, dynamic=True)
     else:
         # Lets a product of one row become a loop that reads int8 weights once, as they are.
         torch._inductor.config.coordinate_descent_tuning = True
         # A paged step is another one each time, in numbers that only the host sees: never replayed.
-        model.compile(fullgraph=True, mode="reduce-overhead" if batch_size else None)
+        model.compile(fullgraph=not sparse, mode="reduce-overhead" if batch_size else None)
     # The default of 8 graphs for one piece of code is few for several models in a process.
     torch._dynamo.config.recompile_limit = 64
     # Two sizes that happen to be equal now, such as the mask's and H, need not be later.
@@ -304,9 +308,7 @@ def pack_linears(model: nn.Module) -> None:
     # The list holds parents only: a reference to a Linear would keep its plain weight alive.
     for module in [m for m in model.modules() if not isinstance(m, kinds)]:
         for name, child in module.named_children():
-            if isinstance(child, Experts):
-                setattr(module, name, PackedExperts(child))
-            elif form := next((form for form in forms if form.can_pack(child)), None):
+            if form := next((form for form in forms if form.can_pack(child)), None):
                 setattr(module, name, form(child, dtype))
             del child
 
@@ -452,22 +454,6 @@ class Int4Linear(PackedLinear):
         return y.to(rows.dtype)
 
 
-class PackedExperts(Experts):
-    """Experts for compiled code: one operator, found by a key as PackedLinear's.
-
-    Which experts run, and on how many rows, is other in each step: to the compiler that would be a
-    graph for each choice. So it does not look inside; the MLPs' Linears are packed as any others.
-    """
-
-    def __init__(self, experts: Experts) -> None:
-        super().__init__(experts)
-        self.register_buffer("key", torch.tensor(len(_packed)), persistent=False)
-        _packed.append(weakref.ref(self))
-
-    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        return torch.ops.kilolm.experts([x, weights, chosen], self.key)
-
-
 def dequantize(packed: Tensor, scale: Tensor, zero: Tensor, lanes: int) -> Tensor:
     """A weight from the CPU operator's order, (K, N): a byte holds, of 2 * lanes output channels,
     the one at its place and the one `lanes` after it. scale, zero: (G, N)."""
@@ -510,17 +496,9 @@ def _empty(rows: Tensor, key: Tensor, out_features: int) -> Tensor:
     return rows.new_empty((rows.shape[0], out_features), dtype=dtype)  # len() would be baked in
 
 
-def _experts(args: list[Tensor], key: Tensor) -> Tensor:
-    return Experts.forward(_packed[int(key)](), *args)
-
-
 # A plain Library: the wrapper of torch.library.custom_op costs 8 us a call, this one 3 to 5, and a
 # step makes four calls a layer.
 _library = torch.library.Library("kilolm", "FRAGMENT")
 _library.define("packed_linear(Tensor rows, Tensor key, int out_features) -> Tensor")
 _library.impl("packed_linear", _packed_linear, "CompositeExplicitAutograd")
 torch.library.register_fake("kilolm::packed_linear", _empty, lib=_library)
-# Its loop waits for the device, which a CUDA graph cannot.
-_library.define("experts(Tensor[] args, Tensor key) -> Tensor", tags=torch.Tag.cudagraph_unsafe)
-_library.impl("experts", _experts, "CompositeExplicitAutograd")
-torch.library.register_fake("kilolm::experts", lambda x, _: torch.empty_like(x[0]), lib=_library)

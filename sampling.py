@@ -28,9 +28,6 @@ def setting(default: Any, low: float, high: float, text: str) -> Any:
     return field(default=default, metadata={"range": (low, high), "help": text})
 
 
-TINY = 1e-6  # the least value of a setting that must be above zero
-
-
 @dataclass(frozen=True)
 class SamplingParams(Checked):
     """How to choose each token, and when to stop. Names and meanings are those of vLLM.
@@ -41,9 +38,9 @@ class SamplingParams(Checked):
 
     temperature: float = setting(1.0, 0, 1e4, "0 takes the likeliest token")
     top_k: int = setting(0, -1, 2**31, "keep the k likeliest tokens; 0 or -1: all")
-    top_p: float = setting(1.0, TINY, 1, "keep the likeliest tokens that have this mass")
+    top_p: float = setting(1.0, 1e-6, 1, "keep the likeliest tokens that have this mass")
     min_p: float = setting(0.0, 0, 1, "drop tokens below this share of the likeliest one")
-    repetition_penalty: float = setting(1.0, TINY, 1e4, "weaken tokens of the prompt and output")
+    repetition_penalty: float = setting(1.0, 1e-6, 1e4, "weaken tokens of the prompt and output")
     presence_penalty: float = setting(0.0, -2, 2, "subtract for each token of the output")
     frequency_penalty: float = setting(0.0, -2, 2, "subtract for each time it is in the output")
     seed: int | None = setting(None, -(2**63), 2**63 - 1, "same seed, same tokens")
@@ -69,9 +66,6 @@ class SamplingParams(Checked):
         for i, bias in check("logit_bias", self.logit_bias, dict).items():
             check("logit_bias", i, int, 0)
             check("logit_bias", bias, float, -100, 100)
-        kinds = [*check("structured_outputs", self.structured_outputs or {}, dict)]
-        if kinds not in ([], ["json"], ["regex"], ["choice"], ["grammar"]):
-            raise ValueError("structured_outputs takes one of json, regex, choice, grammar")
 
     def split(self) -> list["SamplingParams"]:
         """The parameters of each of the n continuations, whose seeds count up (and wrap around)."""
@@ -281,11 +275,10 @@ def scored(logits: Tensor, ids: list[int], counts: list[int | None]) -> list[Tok
         return [Token(i) for i in ids]
     logprobs = logits.float().log_softmax(-1).clamp(min=-9999)  # as vLLM: JSON has no infinity
     best, best_ids = (t.tolist() for t in logprobs.topk(min(20, logits.shape[-1])))
-    tokens = []
-    for b, (i, n) in enumerate(zip(ids, counts, strict=True)):
-        top = tuple(zip(best_ids[b][:n], best[b][:n], strict=True))
-        tokens.append(Token(i) if n is None else Token(i, logprobs[b, i].item(), top))
-    return tokens
+    return [
+        Token(i) if n is None else Token(i, row[i].item(), (*zip(top_ids[:n], top[:n]),))
+        for i, n, row, top_ids, top in zip(ids, counts, logprobs, best_ids, best, strict=True)
+    ]
 
 
 def distribution(logits: Tensor, rows: list[Sequence]) -> Tensor:
@@ -325,8 +318,7 @@ def distribution(logits: Tensor, rows: list[Sequence]) -> Tensor:
 
     temperature = column("temperature")
     # The maximum is subtracted first, so a tiny temperature gives -inf, never inf - inf = NaN.
-    scaled = (logits - logits.amax(-1, keepdim=True)) / temperature.clamp(min=1e-9)
-    probs = scaled.softmax(-1)
+    probs = ((logits - logits.amax(-1, keepdim=True)) / temperature.clamp(min=1e-9)).softmax(-1)
     settings = enumerate(row.params for row in rows)
     if filtered := [b for b, p in settings if p.top_k > 0 or p.top_p < 1 or p.min_p > 0]:
         ranked, ids = probs[filtered].sort(dim=-1, descending=True, stable=True)  # (b, V) each

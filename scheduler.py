@@ -27,7 +27,6 @@ Papers: Yu et al. 2022 (Orca), Agrawal et al. 2023 (Sarathi, arXiv:2308.16369), 
 import itertools
 import os
 import re
-import time
 from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -69,7 +68,6 @@ class Stats:
     """Counters since the engine was made; the names are those of vLLM's metrics, if it has them."""
 
     engine_steps: int = 0
-    engine_step_seconds: float = 0.0
     num_preemptions: int = 0
     generation_tokens: int = 0
     computed_tokens: int = 0  # run through the model: prompts, outputs and guesses
@@ -125,8 +123,8 @@ class Engine:
         """
         check("max_num_seqs", max_num_seqs, int)
         check("block_size", block_size, int)
-        least = max_num_seqs * (1 + speculate)  # or a running sequence would have to wait
-        check("max_num_batched_tokens", max_num_batched_tokens, int, least)
+        # Or a running sequence would have to wait.
+        check("max_num_batched_tokens", max_num_batched_tokens, int, max_num_seqs * (1 + speculate))
         self.config, self.tokenizer = model.config, tokenizer
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_seq_len = max_seq_len or model.config.max_position_embeddings
@@ -167,15 +165,15 @@ class Engine:
                 however long it waited.
         """
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        more = self.config, self.tokenizer, self.max_seq_len
         request = Request(**options)
         check("cache_salt", request.cache_salt, str | None)
         wish = params.structured_outputs
-        first = wish and matcher(self.tokenizer, self.config, wish)
+        first = None if wish is None else matcher(self.tokenizer, self.config, wish)
         for each in params.split():
-            request.outputs.append(sequence := Sequence(ids, each, *more))
+            sequence = Sequence(ids, each, self.config, self.tokenizer, self.max_seq_len)
             sequence.matcher = first and first.deep_copy()
             sequence.request, sequence.table = request, BlockTable()
+            request.outputs.append(sequence)
         # The last token is sampled and never run, so its keys and values need no slot.
         need = -(-(sequence.max_len - 1) // self.pool.block_size)
         what = "prompt and max_tokens (lower it or raise --kv-memory), in blocks of the cache,"
@@ -228,7 +226,6 @@ class Engine:
                 4) A is at its end, so its logits give a token, 6; those of B are not used
                 5) A: ids [5 9 2 6], 3 of them in the cache. B: 3 of 6
         """
-        started = time.perf_counter()
         # 1) schedule: each sequence's `end` says how far it is to run
         batch = self.schedule()
         if not batch:
@@ -254,7 +251,6 @@ class Engine:
         self.ran = {each: len(row.ids) for each, row in zip(batch, rows, strict=True)}
         self.stats.engine_steps += 1
         self.stats.computed_tokens += sum(self.ran.values())
-        self.stats.engine_step_seconds += time.perf_counter() - started
         return [*dict.fromkeys(sequence.request for sequence in drawing + failed)]
 
     def run(self) -> Iterator[Request]:

@@ -13,7 +13,7 @@ state when it comes to it, so tokens wait there and not in a queue.
 
 Everything binds to loopback unless told otherwise, and nothing but the standard library is used.
 References: platform.openai.com/docs/api-reference; the names in /metrics are vLLM's, but for
-engine_steps_total and engine_step_seconds_total.
+engine_steps_total.
 Read: Server.run, Server.prepare, choices, Connection.complete, serve.
 """
 
@@ -148,21 +148,16 @@ class Server:
         """Take a snapshot for the page: each block's owners, who runs and who waits. Some
         microseconds a row."""
 
-        def row(sequence: Sequence) -> dict[str, Any]:
-            index, table = sequence.request.outputs.index(sequence), sequence.table
-            return {
-                "name": f"{sequence.request.id}.{index}", "prompt": sequence.prompt_len,
-                "length": table.length, "max": sequence.max_len, "blocks": table.blocks[:],
-                "ran": engine.ran.get(sequence, 0), "text": sequence.text[-40:],
-            }  # fmt: skip
-
         engine, pool = self.engine, self.engine.pool
-        blocks = {"blocks": pool.num_blocks, "block_size": pool.block_size}
-        rows = {
-            "running": [*map(row, engine.running)],
-            "waiting": [*map(row, engine.waiting[:100])],
-        }
-        self.snapshot = counters(engine) | blocks | rows | {"cached": [*pool.cached]}
+        self.snapshot = counters(engine) | {
+            "blocks": pool.num_blocks, "block_size": pool.block_size, "cached": [*pool.cached],
+            "waiting": [sequence.prompt_len for sequence in engine.waiting[:100]],
+            "running": [{
+                "name": f"{s.request.id}.{s.request.outputs.index(s)}", "prompt": s.prompt_len,
+                "length": s.table.length, "max": s.max_len, "blocks": s.table.blocks[:],
+                "ran": engine.ran.get(s, 0), "text": s.text[-40:],
+            } for s in engine.running],
+        }  # fmt: skip
 
     # --- The event loop's thread ------------------------------------------------------------------
 
@@ -518,8 +513,6 @@ class Connection:
             raise Problem(411, "send the body with a Content-Length")
         if int(length) > (most := self.server.args.max_body):
             raise Problem(413, f"the body has {length} bytes, --max-body is {most}")
-        if self.headers.get("Expect", "").lower() == "100-continue":
-            self.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         async with asyncio.timeout(BODY_S):
             data = await self.reader.readexactly(int(length))
         self.unread = False

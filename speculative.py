@@ -176,21 +176,16 @@ class DraftModel(Proposer):
             ValueError: the draft's vocabulary is another.
         """
         super().__init__(k)
-        ours = runner.model.config.vocab_size  # a draft must come from the same family
-        supported("the draft's vocab_size", ours, vocab_size)
+        supported("the draft's vocab_size", runner.model.config.vocab_size, vocab_size)
         self.runner, self.copy_blocks = runner, runner.copy_blocks
 
     def propose(self, sequences: list[Sequence]) -> None:
         # 1) keep up. From one token before: where all guesses were accepted, the last one has not
         # been run here; else that token's keys and values are written a second time, unchanged.
-        starts = [max(s.table.length - 1, 0) for s in sequences]
-        rows = [
-            Row(s.table.blocks, start, s.ids[start : s.end])
-            for s, start in zip(sequences, starts, strict=True)
-        ]
-        live = sequences
+        live, rows = sequences, []
         for s in live:
-            s.guess = Guess()
+            s.guess, start = Guess(), max(s.table.length - 1, 0)
+            rows.append(Row(s.table.blocks, start, s.ids[start : s.end]))
         while live:
             logits = self.runner.run(rows)  # (rows, V)
             for s, sound in zip(live, finite(logits).tolist()):

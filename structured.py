@@ -42,6 +42,8 @@ def matcher(tokenizer: Tokenizer | None, config: Config, wish: dict[str, Any]) -
     with blame("structured_outputs"):
         import llguidance  # here: the package is an extra
 
+        if [*check("it", wish, dict)] not in (["json"], ["regex"], ["choice"], ["grammar"]):
+            raise ValueError("takes one of json, regex, choice, grammar")
         ((kind, text),) = wish.items()
         check(kind, text, {"json": dict | str, "choice": list}.get(kind, str))
         text = text if isinstance(text, str) else json.dumps(text)

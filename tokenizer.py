@@ -86,8 +86,8 @@ class Tokenizer:
             file, template = path / "chat_template.jinja", self.config.get("chat_template")
             if isinstance(template, list):  # several, by name
                 template = {entry["name"]: entry["template"] for entry in template}.get("default")
-            template = template or PLAIN_TEMPLATE
-            self.template = file.read_text(encoding="utf-8") if file.is_file() else template
+            template = file.read_text(encoding="utf-8") if file.is_file() else template
+            self.template = template or PLAIN_TEMPLATE
         # A base model under the plain template would go on to write the user's turn too.
         self.chat_stop = ("\n\n",) if self.template is PLAIN_TEMPLATE else ()
 
@@ -98,8 +98,8 @@ class Tokenizer:
             text: any text; special tokens written out in it become their ids.
             add_special: False for text that already carries them, such as a rendered chat.
         """
-        text = text.encode("utf-8", "replace").decode()  # a terminal can pass lone surrogates
-        ids = self._encode(text)
+        # A terminal can pass lone surrogates.
+        ids = self._encode(text.encode("utf-8", "replace").decode())
         return self._prefix + ids + self._suffix if add_special else ids
 
     def decode(self, ids: list[int]) -> str:

@@ -69,17 +69,17 @@ def shard(model: Transformer, files: Files, rank: int, ranks: int) -> tuple[Tran
     heads = {"num_attention_heads": N // ranks, "num_key_value_heads": max(1, K // ranks)}
     local = replace(c, **heads, intermediate_size=F // ranks, moe_intermediate_size=M // ranks)
     with torch.device("meta"):
-        share = Transformer(replace(local, vocab_size=V))
-        share.embed_tokens = ParallelEmbedding(V, c.hidden_size, rank * V)
+        share = Transformer(replace(local, vocab_size=V, tie_word_embeddings=False))
+        share.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)  # whole: rows are looked up
     if c.tie_word_embeddings:
-        share.lm_head.weight = share.embed_tokens.weight
+        files = files | {"lm_head.weight": files["embed_tokens.weight"]}
     share.requires_grad_(False).to(model.dtype)
     share.config = local
     # Hooks, not modules around modules: names stay the checkpoint's, and the Linears inside can
     # still be replaced by quantised and packed ones.
     share.register_forward_hook(gather)
     for name, module in share.named_modules():
-        if name.endswith(("embed_tokens", "self_attn", "mlp")):  # o_proj, down_proj end the others
+        if name.endswith(("self_attn", "mlp")):  # which o_proj and down_proj end
             module.register_forward_hook(add_up)
 
     def cut(dim: int, units: int, unit: int = 1) -> tuple[int, ...]:
@@ -88,8 +88,7 @@ def shard(model: Transformer, files: Files, rank: int, ranks: int) -> tuple[Tran
     cuts = {  # by outputs: 0, by inputs: 1; channels: from where, how many, of how many
         "q_proj": cut(0, N, H), "k_proj": cut(0, K, H), "v_proj": cut(0, K, H),
         "o_proj": cut(1, N, H), "gate_proj": cut(0, F), "up_proj": cut(0, F),
-        "down_proj": cut(1, F), "embed_tokens": (0, rank * V, V, c.vocab_size),
-        "lm_head": (0, rank * V, V, c.vocab_size),
+        "down_proj": cut(1, F), "lm_head": (0, rank * V, V, c.vocab_size),
     }  # fmt: skip
     parts = dict(files)
     for name, stored in files.items():
@@ -117,19 +116,6 @@ def part_of(stored: Stored, dim: int, start: int, size: int) -> Stored:
         return (torch.cat((there, zeros)) if len(zeros) else there).movedim(0, dim)
 
     return stored._replace(shape=(*stored.shape[:dim], size, *stored.shape[dim + 1 :]), read=read)
-
-
-class ParallelEmbedding(nn.Embedding):
-    """Rows start .. start + V - 1 of an embedding table; the others are other ranks', and 0."""
-
-    def __init__(self, num_embeddings: int, embedding_dim: int, start: int) -> None:
-        super().__init__(num_embeddings, embedding_dim)
-        self.start = start
-
-    def forward(self, ids: Tensor) -> Tensor:
-        local = ids - self.start
-        here = (local >= 0) & (local < self.num_embeddings)
-        return super().forward(local.clamp(0, self.num_embeddings - 1)) * here[..., None]
 
 
 def add_up(module: nn.Module, args: tuple, y: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ Whole models are rows of the other tables: tests/test_model.py compares them wit
 test_equivalence.py runs them on every path, test_tp.py on ranks.
 """
 
+import copy
 import json
 from collections import Counter
 
@@ -19,7 +20,6 @@ from generate import compile_model
 from model import (
     CheckpointError,
     Config,
-    Experts,
     SparseMLP,
     Transformer,
     load_config,
@@ -28,7 +28,7 @@ from model import (
     named_tensors,
 )
 from paged import Row, Runner
-from quantize import PackedExperts, PackedLinear, QuantLinear, pack_linears, quantize_model
+from quantize import PackedLinear, QuantLinear, pack_linears, quantize_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 D, E, K = 32, 6, 3
@@ -50,10 +50,9 @@ def sparse(**changes):
 
 def routed(mlp, x):
     """The weights and the experts that a SparseMLP gives each of its rows."""
-    seen = []
-    handle = mlp.experts.register_forward_pre_hook(lambda _, args: seen.extend(args[1:]))
+    mlp, seen = copy.copy(mlp), []
+    mlp.mix = lambda x, *routes: seen.extend(routes)
     mlp(x[None])
-    handle.remove()
     return [each[0] for each in seen]
 
 
@@ -112,9 +111,9 @@ def test_experts_equal_their_slow_twin(name, packed):
     want = one_by_one(mlp, x, weights, chosen)
     if packed:
         pack_linears(mlp)
-        assert type(mlp.experts) is PackedExperts
+        assert type(mlp.experts[0].down_proj) is PackedLinear
     shape = (2, -1) if len(x) > 1 else (1, 1)
-    found = mlp.experts(*(t.view(*shape, t.shape[-1]) for t in (x, weights, chosen)))
+    found = mlp.mix(*(t.view(*shape, t.shape[-1]) for t in (x, weights, chosen)))
     torch.testing.assert_close(found.flatten(0, 1), want)
 
 
@@ -127,18 +126,19 @@ def test_a_step_reads_each_chosen_expert_once_and_no_other(form, monkeypatch):
     model = Transformer(config_of()).eval().requires_grad_(False)
     for block in model.layers:
         block.mlp.gate.weight.normal_()
-    if form == "packed":
-        pack_linears(model)
-    if form == "compiled":
-        compile_model(model, None, chunk=16)
-    forward, chosen, runs = Experts.forward, [], []
+    mix, chosen, runs = SparseMLP.mix, [], []
 
     def noting(self, x, weights, experts):
         chosen.append(Counter(experts.flatten().tolist()))
         runs.append([])
-        return forward(self, x, weights, experts)
+        return mix(self, x, weights, experts)
 
-    monkeypatch.setattr(Experts, "forward", noting)
+    monkeypatch.setattr(SparseMLP, "mix", noting)
+    if form == "packed":
+        pack_linears(model)
+    if form == "compiled":
+        compile_model(model, None, chunk=16)
+        runs.clear(), chosen.clear()
     for block in model.layers:
         for e, mlp in enumerate(block.mlp.experts):
             mlp.register_forward_pre_hook(lambda _, x, e=e: runs[-1].append((e, len(x[0]))))
@@ -164,7 +164,7 @@ def test_docstring_example_of_experts():
         )
     x, chosen = torch.zeros(1, 2, D), torch.tensor([[[2, 0], [2, 1]]])
     x[0, 1] = 1  # so that a row says which token it is
-    mlp.experts(x, torch.ones(1, 2, 2), chosen)
+    mlp.mix(x, torch.ones(1, 2, 2), chosen)
     assert rows == {0: [0], 1: [1], 2: [0, 1]}
 
 

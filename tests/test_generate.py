@@ -111,7 +111,7 @@ def test_text_json_and_statistics(path, cli):
     assert result.code == 0
     assert len(result.json) == n
     guessed = r"\d+ times guessed.*\n" if path in ("speculate", "draft", "both") else ""
-    assert re.fullmatch(STATISTICS + guessed, result.err)
+    assert re.fullmatch(f"({STATISTICS}){{{n}}}{guessed}", result.err)
     for got in result.json:
         assert got.keys() == {"prompt", "text", "token_ids", "finish_reason", "logprobs"}
         assert (got["prompt"], got["finish_reason"]) == (TEXT, "length")
@@ -121,7 +121,7 @@ def test_text_json_and_statistics(path, cli):
         assert slow.output_ids == got["token_ids"]
     plain = cli(*GREEDY, *PATHS[path])
     assert plain.out == (slow.text + "\n") * n
-    assert re.fullmatch(STATISTICS + guessed, plain.err)
+    assert re.fullmatch(f"({STATISTICS}){{{n}}}{guessed}", plain.err)
 
 
 def recompute(**params):
@@ -174,7 +174,7 @@ def test_num_samples(cli):
     assert three == [ids_of(cli(*SEEDED, "--json", "--seed", seed)) for seed in (3, 4, 5)]
     assert three[0] == recompute(seed=3, max_tokens=12, ignore_eos=True).output_ids
     assert three[0] != three[1] != three[2]
-    assert cli(*SEEDED, "--num-samples", 3).err.count("\n") == 1
+    assert cli(*SEEDED, "--num-samples", 3).err.count("\n") == 3
     a, b = cli(*SHORT, "--json", "--n", 2, "--temperature", 3).json
     assert a["token_ids"] != b["token_ids"]
     assert cli("--max-tokens", 1, "--n", 2, "--seed", 2**63 - 1).code == 0  # seeds wrap around
@@ -453,7 +453,7 @@ def test_interrupt_in_chat(cli, interrupt, heard):
     assert result.code == 0
     assert len(heard) == 2
     assert result.out.startswith(heard[1][1]["content"] + "\n")
-    assert " 8 new tokens" in result.err  # three, then five
+    assert "3 new tokens" in result.err and "5 new tokens" in result.err
 
 
 def start(*argv):

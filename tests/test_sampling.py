@@ -58,10 +58,9 @@ RANGES = {
     "seed": (-(2**63), 2**63 - 1), "max_tokens": (1, 2**31), "logprobs": (0, 20), "n": (1, 128),
 }  # fmt: skip
 INTEGERS = {"top_k", "seed", "max_tokens", "logprobs", "n"}
-OPTIONAL = {"seed", "logprobs", "structured_outputs"}
+OPTIONAL = {"seed", "logprobs"}
 WRONG = {
     "stop": ([""], "", [1], b"ab", ["a", None], ["x"] * 17, "x" * 257, 5),
-    "structured_outputs": ({"json": {}, "regex": "a"}, {"xml": ""}, "a", ["json"]),
     "stop_token_ids": ([-1], [True], [1.0], ["1"], "12", 5),
     "logit_bias": ({"1": 1}, {-1: 1}, {True: 1}, {1.0: 1}, {1: math.nan}, {1: INF}, {1: -INF},
                    {1: 100.5}, {1: -101}, {1: True}, {1: "1"}, {1: None}, [1]),

@@ -204,6 +204,11 @@ BAD = {
     "not a regex": ({"regex": 5}, "regex must be str"),
     "not a choice": ({"choice": 5}, "."),
     "grammar": ({"grammar": "rubbish !!"}, "rubbish"),
+    "two": ({"json": {}, "regex": "a"}, "takes one of json"),
+    "another": ({"xml": ""}, "takes one of json"),
+    "none": ({}, "takes one of json"),
+    "text": ("a", "it must be dict"),
+    "list": (["json"], "it must be dict"),
 }
 
 

@@ -517,18 +517,19 @@ def serve(engine: Engine, groups: list[list[tuple[list[int], SamplingParams]]]) 
     engine.reset()
     engine.stats, engine.runner.seconds = Stats(), 0.0
     stats = engine.stats
-    start, prompts, waste, requests = time.perf_counter(), 0, [], []
+    start, busy, prompts, waste, requests = time.perf_counter(), 0.0, 0, [], []
     for group in groups:
         requests += [engine.add_request(ids, params) for ids, params in group]
         prompts += sum(len(ids) for ids, _ in group)
         while engine.queue:
+            began = time.perf_counter()
             engine.step()
+            busy += time.perf_counter() - began
             blocks = sum(len(sequence.table.blocks) for sequence in engine.running)
             held = sum(sequence.table.length for sequence in engine.running)
             if blocks:
                 waste.append(1 - held / (blocks * engine.pool.block_size))
     elapsed = time.perf_counter() - start
-    outside = stats.engine_step_seconds - engine.runner.seconds
     firsts = [request.outputs[0].times[1] - request.outputs[0].times[0] for request in requests]
     return {
         "output_tok_s": stats.generation_tokens / elapsed,
@@ -536,8 +537,8 @@ def serve(engine: Engine, groups: list[list[tuple[list[int], SamplingParams]]]) 
         "steps": stats.engine_steps,
         "mean_batch": stats.generation_tokens / stats.engine_steps,
         "first_token_s": statistics.median(firsts),
-        "step_ms": 1e3 * stats.engine_step_seconds / stats.engine_steps,
-        "outside_ms": 1e3 * outside / stats.engine_steps,
+        "step_ms": 1e3 * busy / stats.engine_steps,
+        "outside_ms": 1e3 * (busy - engine.runner.seconds) / stats.engine_steps,
         "cached_share": stats.prefix_cache_hits / prompts,
         "preemptions": stats.num_preemptions,
         "kv_waste": statistics.mean(waste or [0.0]),
