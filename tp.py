@@ -17,10 +17,10 @@ A rank's share is itself a small Transformer with fewer heads, a narrower MLP an
 vocabulary, so the model, its caches, quantisation and compiling need no change: this file makes the
 config of that share, says which slice of each stored tensor it reads, and hooks the sums in. Rank 0
 alone schedules, samples and prints. Before each forward it broadcasts the integers that describe
-it, and the other ranks do the same. What it buys: a rank holds and reads 1/n of the weights. That
-is up to n times the speed where exchanges are quick; over gloo on two CPU cores the 46 of a step
-take longer than they save (`torchrun ... tools/bench.py latency`). Read: shard, Leader, follow,
-join. Next: server.py.
+it, and the other ranks do the same. What it buys: a rank holds and reads 1/n of the weights (and
+all of the embedding, of which a step reads a few rows). That is up to n times the speed where
+exchanges are quick; over gloo on two CPU cores the 45 of a step take longer than they save
+(`torchrun ... tools/bench.py latency`). Read: shard, Leader, follow, join. Next: server.py.
 """
 
 import contextlib
@@ -71,7 +71,7 @@ def shard(model: Transformer, files: Files, rank: int, ranks: int) -> tuple[Tran
     with torch.device("meta"):
         share = Transformer(replace(local, vocab_size=V, tie_word_embeddings=False))
         share.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)  # whole: rows are looked up
-    if c.tie_word_embeddings:
+    if c.tie_word_embeddings and "lm_head.qweight" not in files:
         files = files | {"lm_head.weight": files["embed_tokens.weight"]}
     share.requires_grad_(False).to(model.dtype)
     share.config = local
