@@ -1,0 +1,81 @@
+"""Chapter 3: sampling and text. From logits to a token, and from tokens to characters.
+
+python course/03_sampling.py
+"""
+
+import torch
+from torch import Tensor
+
+from lesson import LETTERS, Lesson, run, seconds
+from sampling import SamplingParams, Sequence, distribution, draw, sample, uniform
+from tokenizer import Detokenizer
+
+SETTINGS = {
+    "as it is": {}, "temperature 0.5": {"temperature": 0.5},
+    "temperature 1.5": {"temperature": 1.5}, "top_k 4": {"top_k": 4},
+    "top_p 0.7": {"top_p": 0.7}, "min_p 0.1": {"min_p": 0.1},
+}  # fmt: skip
+
+
+def settle(
+    logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> Tensor:
+    """What every setting makes of the logits of one token: (V,) -> (V,) probabilities."""
+    probs, ids = (logits / temperature).softmax(-1).sort(descending=True)  # likeliest first
+    probs[top_k or len(probs) :] = 0
+    probs[probs.cumsum(0) - probs >= top_p * probs.sum()] = 0  # where those before are enough
+    probs[probs < min_p * probs[0]] = 0
+    return torch.zeros_like(probs).scatter(0, ids, probs / probs.sum())
+
+
+def chapter(lesson: Lesson) -> dict[str, int]:
+    # 1) one distribution under each setting: each letter's length is a token's probability
+    model, tokenizer = lesson.bundled()
+    ids = tokenizer.encode("JULIET:\nO, my")
+    logits = model(torch.tensor([ids]), torch.arange(len(ids))[None])[0, -1]  # (V,)
+    plain, likeliest = logits.softmax(-1).sort(descending=True)
+    strips, kept, wrong = {}, {}, 0
+    for name, setting in SETTINGS.items():
+        probs = settle(logits, **setting)
+        sequence = Sequence(ids, SamplingParams(**setting), model.config)
+        wrong += not torch.allclose(probs, distribution(logits[None], [sequence])[0], atol=1e-6)
+        ends = (60 * probs[likeliest[:8]].cumsum(0)).round().int().tolist()
+        letters = zip(LETTERS, [0, *ends], ends)
+        strips[name] = "".join(a * (e - s) for a, s, e in letters).ljust(60, ".")
+        kept[name] = int((probs > 0).sum())
+    legend = {a: tokenizer.piece(i) for a, i in zip(LETTERS, likeliest[:8].tolist())}
+    title = "what follows 'JULIET: O, my': a letter for each 60th of the chances"
+    lesson.rows(title, strips, legend | {".": "others"})
+    lesson.say("  tokens left: " + ", ".join(f"{name}: {n}" for name, n in kept.items()))
+    # 2) draws by counter: random number i of a seed is computed, and no generator is kept
+    n = lesson.pick(4000, 200)
+    u = torch.tensor([uniform(1, i) for i in range(n)])
+    drawn = draw(settle(logits, top_k=4).expand(n, -1), u).bincount(minlength=len(logits)) / n
+    share = {legend[LETTERS[i]]: drawn[likeliest[i]].item() for i in range(4)}
+    aims = {name: (plain[i] / plain[:4].sum()).item() for i, name in enumerate(share)}
+    lesson.bars(f"top_k 4: shares of {n:,} draws of seed 1", share, aims)
+    # 3) what choosing costs beside the forward that it follows
+    model = lesson.random_model()
+    V = model.config.vocab_size
+    one, scores = torch.zeros(1, 1, dtype=torch.long), torch.randn(1, V)
+    costs = {"forward of one token": 1e3 * seconds(lambda: model(one, one))}
+    for name in ({"temperature": 0.0}, {"temperature": 0.8}, {"top_p": 0.95}):
+        rows = [Sequence([1], SamplingParams(**name), model.config)]
+        label = "sample: " + " ".join(f"{key} {value}" for key, value in name.items())
+        costs[label] = 1e3 * seconds(lambda rows=rows: sample(scores, rows))
+    lesson.bars(f"milliseconds, of {V:,} tokens", costs)
+    # 4) a character that takes two tokens
+    text = "café ♥"
+    ids, shown = tokenizer.encode(text, add_special=False), Detokenizer(tokenizer, [])
+    lesson.say(f"\n{text!r} is {len(text)} characters and {len(ids)} tokens:")
+    marks, whole = 0, ""
+    for i in ids:
+        alone, new = tokenizer.decode([i]), shown.push(i)
+        marks, whole = marks + ("\ufffd" in alone), whole + new
+        lesson.say(f"  {i:5} {tokenizer.piece(i):8} alone {alone!r:8} in the stream {new!r}")
+    return {**kept, "wrong": wrong, "characters": len(text), "tokens": len(ids), "broken": marks,
+            "whole": whole == text}  # fmt: skip
+
+
+if __name__ == "__main__":
+    run(chapter)

@@ -1,0 +1,75 @@
+"""Chapter 9: serving. Users come when they come: near its limit, a server makes them wait.
+
+python course/09_serving.py
+"""
+
+import asyncio
+import random
+import re
+import urllib.request
+
+from lesson import Lesson, run, servers
+from tools import load
+
+
+def waits(service: float, rate: float, count: int) -> list[float]:
+    """A queue before one server, in one line (Lindley 1952): who comes waits for what was left
+    when the one before came, and its service, less the time in between."""
+    rng, wait, found = random.Random(0), 0.0, []
+    for _ in range(count):
+        found.append(wait)
+        wait = max(0.0, wait + service - rng.expovariate(rate))
+    return found
+
+
+def steps(url: str) -> int:
+    """How many steps a server's engine has run."""
+    with urllib.request.urlopen(f"{url}/metrics") as answer:
+        return int(re.search(r"\nkilolm:engine_steps_total (\d+)", answer.read().decode())[1])
+
+
+def chapter(lesson: Lesson) -> dict[str, int]:
+    mosts = 1, 32  # sequences that run at once
+    with servers(*(["--max-num-seqs", str(most)] for most in mosts)) as urls:
+        return measure(lesson, dict(zip(mosts, urls)))
+
+
+def measure(lesson: Lesson, urls: dict[int, str]) -> dict[str, int]:
+    requests, new = lesson.pick((40, 32), (6, 4))
+    what = load.Load("", None, None, requests, (32, 32), (new, new), 0, 0, 1000)
+    counts, lines, speed = {}, {}, {}
+
+    def send(most: int, rate: float, requests: int = requests) -> dict[str, float]:
+        outcomes = asyncio.run(load.run(what._replace(url=urls[most], requests=requests), rate))
+        return load.summary(outcomes, load.Limits(1.0, 0.1))
+
+    # 1) all at once: what each server can do at most
+    for most, url in urls.items():
+        send(most, float("inf"), 4)  # warm up
+        before, flood = steps(url), send(most, float("inf"))
+        counts[f"steps, {most}"] = steps(url) - before
+        counts["answered"] = counts.get("answered", 0) + requests - flood["errors"]
+        speed[most] = flood["request_s"]
+    lesson.bars("requests a second", {f"{n} at once": v for n, v in speed.items()})
+    # 2) at a rate, as users come: a part of what the first can do, and more
+    alone = 1 / speed[1]  # seconds that a request takes
+    rates = [round(part / alone, 1) for part in lesson.pick((0.3, 0.6, 0.8, 1.0, 1.5, 2.5), (1, 2))]
+    for most in urls:
+        runs = [send(most, rate) for rate in rates]
+        for p in (50, 99):
+            lines[f"{most} at once, p{p}"] = [run[f"ttft_p{p}_ms"] for run in runs]
+    # 3) and what a queue of one would do, to which the first prompt's own time comes
+    queues = [load.percentile(waits(alone, rate, requests), 99) for rate in rates]
+    lines["ideal"] = [1e3 * wait + lines["1 at once, p50"][0] for wait in queues]
+    lesson.curves("milliseconds to the first token", rates, lines, "requests a second", log=True)
+    for name, line in lines.items():
+        lesson.say(f"  {name:18} " + " ".join(f"{value:9.0f}" for value in line) + " ms")
+    lesson.say(f"  {'requests a second':18} " + " ".join(f"{rate:9.1f}" for rate in rates))
+    lesson.say(f"A request of 32 tokens in and {new} out, alone: {1e3 * alone:.0f} ms.")
+    if speed[32] < 1.5 * speed[1]:
+        lesson.say("Little effect of batching here: the model is small, and so is what it reads.")
+    return counts
+
+
+if __name__ == "__main__":
+    run(chapter)

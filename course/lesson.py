@@ -1,0 +1,370 @@
+"""What the chapters share: arguments, models, a stopwatch, and numbers as bars, curves and rows.
+
+Each picture goes to the terminal as text and, with --svg FILE, into one SVG. There is nothing about
+inference in here, but for `random_model` and `Count`. Read: run, Lesson, Count.
+"""
+
+import argparse
+import contextlib
+import copy
+import itertools
+import math
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from generate import BUNDLED
+from model import Config, Transformer
+from quantize import load
+from sampling import Sequence
+from scheduler import Engine, free_memory
+from tokenizer import Tokenizer
+from tools.bench import SHAPES
+
+WIDTH = 56  # columns of a bar or a curve
+
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+GREY = "#767676"  # of text; it and the colours have 4 to 1 of contrast, on white and on black
+COLOURS = ("#2f7fd6", "#c8641b", "#2e8b57", "#9b5fc0", "#c74a6b", "#8a7a1f", "#2b8a9e", "#a0694c")
+TEXT = 'font-family="ui-monospace, monospace" font-size="13"'
+
+
+def run(chapter: Callable[["Lesson"], dict[str, Any]], argv: list[str] | None = None) -> Any:
+    """Parse the command line, run a chapter, and write its pictures. Returns what it counted."""
+    parser = argparse.ArgumentParser(description=chapter.__globals__["__doc__"].split("\n")[0])
+    parser.add_argument("--small", action="store_true", help="a tiny model: all is counted, fast")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write the pictures there, too")
+    args = parser.parse_args(argv)
+    if args.svg and not args.svg.parent.is_dir():
+        parser.error(f"--svg {args.svg}: there is no folder {args.svg.parent}")
+    torch.manual_seed(0)
+    lesson, threads = Lesson(args.small), torch.get_num_threads()
+    torch.set_num_threads(1 if args.small else threads)  # so small a model only waits for them
+    try:
+        with torch.no_grad():
+            counts = chapter(lesson)
+    finally:
+        torch.set_num_threads(threads)
+    if args.svg:
+        args.svg.write_text(lesson.svg(), encoding="utf-8")
+    return counts
+
+
+class Lesson:
+    """One run of a chapter.
+
+    Attributes:
+        small: whether only counts are wanted.
+        panels: the pictures so far, each (height, SVG shapes).
+        tiny: the shape of --small, on which nothing is slow.
+    """
+
+    tiny = Config(256, 64, 128, 2, 4, 2, 16, 1024, eos_ids=())
+
+    def __init__(self, small: bool) -> None:
+        self.small = small
+        self.panels: list[tuple[int, list[str]]] = []
+
+    def pick(self, real: Any, small: Any) -> Any:
+        """A size, and what it is with --small."""
+        return small if self.small else real
+
+    def random_model(self) -> Transformer:
+        """The bench's shape 110m with random weights, in float32: 440 MB to read for each token,
+        more than any cache of a processor holds. Speed does not depend on their values."""
+        config = self.pick(SHAPES["110m"], self.tiny)
+        if not self.small and free_memory(torch.device("cpu")) < 2**31:
+            self.say("Less than 2 GiB are free: the model is tiny, and the effects may be absent.")
+            config = self.tiny
+        return Transformer(config).eval().requires_grad_(False)
+
+    def bundled(self, name: str = "shakespeare") -> tuple[Transformer, Tokenizer]:
+        """A trained model of checkpoints/, in float32, and its tokenizer."""
+        folder = BUNDLED.with_name(name)
+        return load(folder, "cpu", torch.float32), Tokenizer(folder)
+
+    def say(self, text: str = "") -> None:
+        print(text, flush=True)
+
+    def watch(self, engine: Engine, most: int = 40) -> list[str]:
+        """Step an engine until it is empty, printing of each step who ran how many tokens, whose
+        the blocks are, and what else happened. Returns the latter, by name: found, forked, ..."""
+        names: dict[Sequence, str] = {}
+        events, then = [], (0, 0)
+        self.say(f"\n  step  {'ran':26}{'blocks':{engine.pool.num_blocks + 2}}")
+        copies, copy_blocks = [], engine.runner.copy_blocks
+        engine.runner.copy_blocks = lambda pairs: (copies.extend(pairs), copy_blocks(pairs))
+        while engine.queue and (most := most - 1):
+            before = [*engine.queue]
+            engine.step()
+            for sequence in [*before, *engine.queue]:
+                index = sequence.request.outputs.index(sequence)
+                names[sequence] = LETTERS[26:][sequence.request.arrival - 1] + "'" * index
+            now = engine.stats.prefix_cache_hits, engine.stats.num_preemptions
+            what = [f"found {now[0] - then[0]} tokens"] * (now[0] > then[0])
+            what += ["copied a block"] * len(copies) + ["preempted"] * (now[1] - then[1])
+            what += [f"forked {names[s]}" for s in engine.queue if s not in before]
+            what += [f"ended {names[s]}" for s in before if s.finish_reason]
+            ran = " ".join(f"{names[s]}+{n}" for s, n in engine.ran.items())
+            self.say(f"  {engine.stats.engine_steps:4}  {ran:26}{pool(engine)}  {', '.join(what)}")
+            events, then = events + what, now
+            copies.clear()
+        return events
+
+    # --- Pictures ---------------------------------------------------------------------------------
+
+    def bars(self, title: str, rows: dict[str, float], ideal: Any = None, digits: int = 3) -> None:
+        """A bar for each row; `ideal`, a number for all or one by row, is drawn as a line."""
+        ideal = ideal if isinstance(ideal, dict) else dict.fromkeys(rows, ideal)
+        most = max([*rows.values(), *(i for i in ideal.values() if i)], default=0) or 1
+        names = max(map(len, rows))
+        has_ideal = any(i is not None for i in ideal.values())
+        self.say(f"\n{title}{'   (│ ideal)' if has_ideal else ''}")
+        shapes, y = [label(0, 18, title, weight="600")], 30
+        for name, value in rows.items():
+            aim, full = ideal.get(name), "█" * round(WIDTH * value / most)
+            line = [*(full or "▏").ljust(WIDTH + 1)]
+            if aim is not None:
+                line[min(WIDTH, round(WIDTH * aim / most))] = "│"
+            self.say(f"  {name:{names}} {''.join(line)} {number(value, digits)}")
+            shapes += [
+                label(170, y + 14, name, anchor="end"),
+                f'<rect x="180" y="{y}" width="{max(1, 400 * value / most):.1f}" height="19" '
+                f'rx="2" fill="{COLOURS[0]}"/>',
+                label(188 + 400 * max(value, aim or 0) / most, y + 14, number(value, digits)),
+            ]
+            if aim is not None:
+                x = 180 + 400 * aim / most
+                shapes.append(f'<path d="M{x:.1f} {y - 3}v25" {stroke(COLOURS[1])}/>')
+            y += 26
+        if has_ideal:
+            shapes.append(label(180, y + 12, "│ ideal", fill=COLOURS[1]))
+            y += 18
+        self.panels.append((y + 16, shapes))
+
+    def curves(
+        self, title: str, xs: list[float], lines: dict[str, list[float]], x_name: str,
+        log: bool = False,
+    ) -> None:  # fmt: skip
+        """Lines over xs, which may be shorter than xs; one named "ideal" is dotted."""
+        rows, scale = 12, math.log10 if log else float
+        values = [v for line in lines.values() for v in line if v > 0 or not log]
+        low, high = scale(min(values)) if log else 0.0, scale(max(values))
+        high += (high == low) * 1.0
+        grid = [[" "] * (WIDTH + 1) for _ in range(rows)]
+        marks = [name[0] if name != "ideal" else "·" for name in lines]
+        marks = marks if len({*marks}) == len(marks) else [*"abcdefgh"][: len(marks)]
+        colours = iter(COLOURS)
+        shapes, legend = [label(0, 18, title, weight="600")], 90
+
+        def up(value: float) -> float:
+            value = max(value, 1e-9) if log else value
+            return min(1.0, max(0.0, (scale(value) - low) / (high - low)))
+
+        def along(x: float) -> float:
+            return (x - xs[0]) / ((xs[-1] - xs[0]) or 1)
+
+        for mark, (name, line) in zip(marks, lines.items()):
+            for column in range(WIDTH + 1):  # between two points, a straight line
+                at = xs[0] + (xs[-1] - xs[0]) * column / WIDTH
+                i = max([k for k in range(len(line)) if xs[k] <= at + 1e-9], default=0)
+                j = min(i + 1, len(line) - 1)
+                if at > xs[len(line) - 1] + 1e-9:
+                    break
+                part = 0 if i == j else (at - xs[i]) / (xs[j] - xs[i])
+                height = up(line[i]) * (1 - part) + up(line[j]) * part
+                grid[round((rows - 1) * (1 - height))][column] = mark
+            colour = GREY if name == "ideal" else next(colours)
+            points = " ".join(
+                f"{90 + 500 * along(x):.1f},{230 - 180 * up(v):.1f}" for x, v in zip(xs, line)
+            )
+            dots = ' stroke-dasharray="3 4"' if name == "ideal" else ""
+            shapes.append(f'<polyline points="{points}" {stroke(colour)}{dots}/>')
+            shapes.append(label(legend, 38, f"━ {name}", fill=colour))
+            legend += 34 + 8 * len(name)
+        shapes.append(f'<path d="M90 50V230H590" {stroke(GREY, 1)}/>')
+        for part in (0, 0.5, 1):
+            value = low + (high - low) * part
+            value = 10**value if log else value
+            shapes.append(label(84, 234 - 180 * part, number(value, 2), anchor="end"))
+        for x in xs:
+            shapes.append(label(90 + 500 * along(x), 246, number(x, 3), anchor="middle"))
+        shapes.append(label(590, 264, x_name, anchor="end"))
+        self.panels.append((284, shapes))
+        self.say(f"\n{title}{', on a logarithmic scale' if log else ''}")
+        for i, line in enumerate(grid):
+            value = low + (high - low) * (1 - i / (rows - 1))
+            at = number(10**value if log else value, 2) if i % 3 == 0 or i == rows - 1 else ""
+            self.say(f"  {at:>8} ┤{''.join(line).rstrip()}")
+        feet = f"{number(xs[0], 3)}{x_name:^{WIDTH - 6}}{number(xs[-1], 3)}"
+        self.say(f"           └{'─' * WIDTH}\n            {feet}")
+        self.say("            " + "   ".join(f"{m} {name}" for m, name in zip(marks, lines)))
+
+    def rows(self, title: str, rows: dict[str, str], legend: dict[str, str]) -> None:
+        """Strings under each other, one character a cell, whose meanings the legend gives."""
+        names, cell = max(map(len, rows)), 500 / max(map(len, rows.values()))
+        self.say(f"\n{title}")
+        shapes, y = [label(0, 18, title, weight="600")], 30
+        kinds = {mark: COLOURS[i % len(COLOURS)] for i, mark in enumerate(legend)}
+        kinds |= {mark: COLOURS[ord(mark) % len(COLOURS)] for mark in LETTERS} | {".": GREY}
+        for name, line in rows.items():
+            self.say(f"  {name:{names}}  {line}")
+            shapes.append(label(82, y + 12, name, anchor="end"))
+            start = 0
+            for i in range(1, len(line) + 1):
+                if i == len(line) or line[i] != line[start]:
+                    mark, width = line[start], (i - start) * cell
+                    fade = ' opacity="0.25"' if mark == "." else ""
+                    shapes.append(
+                        f'<rect x="{90 + start * cell:.1f}" y="{y}" width="{width - 0.6:.1f}" '
+                        f'height="15" fill="{kinds.get(mark, "none")}"{fade}/>'
+                    )
+                    start = i
+            y += 19
+        self.say(f"  {'':{names}}  " + "   ".join(f"{m} {what}" for m, what in legend.items()))
+        x = 90.0
+        for mark, what in legend.items():
+            fade = ' opacity="0.25"' if mark == "." else ""
+            shapes.append(
+                f'<rect x="{x}" y="{y + 4}" width="11" height="11" fill="{kinds[mark]}"{fade}/>'
+            )
+            shapes.append(label(x + 16, y + 14, what))
+            x += 34 + 8 * len(what)
+        self.panels.append((y + 36, shapes))
+
+    def svg(self) -> str:
+        """All pictures, one under the other. No background: it reads on white and on black."""
+        height = sum(height for height, _ in self.panels)
+        parts, y = [], 0
+        for tall, shapes in self.panels:
+            parts += [f'<g transform="translate(10 {y})">', *shapes, "</g>"]
+            y += tall
+        size = f'viewBox="0 0 680 {height}" width="680" height="{height}"'
+        return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size} {TEXT}>', *parts,
+                          "</svg>\n"])  # fmt: skip
+
+
+def label(
+    x: float, y: float, text: str, anchor: str = "start", fill: str = GREY, weight: str = "400"
+) -> str:
+    about = f'text-anchor="{anchor}" fill="{fill}" font-weight="{weight}"'
+    return f'<text x="{x:.1f}" y="{y:.1f}" {about}>{escape(text)}</text>'
+
+
+def stroke(colour: str, width: float = 2) -> str:
+    return f'fill="none" stroke="{colour}" stroke-width="{width}"'
+
+
+def number(value: float, digits: int) -> str:
+    """Example: 12345.6 -> 12,346; 0.01234 to 3 digits -> 0.0123"""
+    if abs(value) >= 10 ** (digits - 1) or value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:.{digits}g}"
+
+
+def pool(engine: Engine) -> str:
+    """An engine's blocks in a row: whose each is, by the letter of its request; * of several; - in
+    the prefix cache; . free."""
+    marks = [".-"[block in engine.pool.cached] for block in range(engine.pool.num_blocks)]
+    for sequence in engine.running:
+        for block in sequence.table.blocks:
+            mine = LETTERS[26:][(sequence.request.arrival - 1) % 26]
+            marks[block] = mine if engine.pool.refs[block] == 1 else "*"
+    return "".join(marks)
+
+
+# --- Stopwatch and counter ------------------------------------------------------------------------
+
+
+def seconds(act: Callable[[], Any], repeat: int = 5) -> float:
+    """The median time of a call, the first one not counted."""
+    times = []
+    for _ in range(repeat + 1):
+        start = time.perf_counter()
+        act()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+def durations(steps: Iterable) -> list[float]:
+    """How many seconds each step of an iterator took."""
+    marks = [time.perf_counter()]
+    marks += [time.perf_counter() for _ in steps]
+    return [b - a for a, b in itertools.pairwise(marks)]
+
+
+class Count:
+    """How many forwards a model has run since this was made, and how many tokens went through."""
+
+    def __init__(self, model: Transformer) -> None:
+        self.forwards = self.tokens = 0
+        model.register_forward_pre_hook(self.see)
+
+    def see(self, _: Transformer, args: tuple) -> None:
+        self.forwards += 1
+        self.tokens += args[0].numel()
+
+    def take(self) -> "Count":
+        """What has been counted, and begin anew."""
+        now = copy.copy(self)
+        self.forwards = self.tokens = 0
+        return now
+
+
+# --- Other processes ------------------------------------------------------------------------------
+
+
+def ranks(count: int, words: list[str]) -> list[str]:
+    """Start a script as so many processes, and return what they print. This is what torchrun does,
+    on many machines: an address to meet at, and a number for each."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # any free port
+    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    env |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(count))
+    env["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is there: no rank is to make one
+    each = [env | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) for rank in range(count)]
+    words = [sys.executable, *words]
+    children = [subprocess.Popen(words, env=e, stdout=subprocess.PIPE, text=True) for e in each]
+    try:
+        printed = [child.communicate()[0] for child in children]
+    finally:
+        for child in children:  # after Ctrl-C; else they have ended
+            child.kill()
+    if any(child.returncode for child in children):
+        raise SystemExit("a process failed: see above")
+    return printed
+
+
+@contextlib.contextmanager
+def servers(*options: list[str]) -> Iterator[list[str]]:
+    """Start a server of the bundled model for each of the options, on free ports; their addresses.
+    At the end, end them."""
+    words = [sys.executable, str(BUNDLED.parents[1] / "server.py"), "--port", "0"]
+    words += ["--dtype", "float32"]
+    children = [subprocess.Popen(words + o, stderr=subprocess.PIPE, text=True) for o in options]
+    try:
+        addresses = []
+        for child in children:
+            heard = (re.search(r"serving .* on (\S+)", line) for line in child.stderr)
+            if not (found := next(filter(None, heard), None)):
+                raise SystemExit("a server did not start: run `python server.py`, and see")
+            # Somebody has to read on, or the pipe fills up and the server waits for it.
+            threading.Thread(target=child.stderr.read, daemon=True).start()
+            addresses.append(found[1])
+        yield addresses
+    finally:
+        for child in children:
+            child.send_signal(signal.SIGINT)
+        for child in children:
+            child.wait()
