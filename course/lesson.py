@@ -140,17 +140,17 @@ class Lesson:
                 line[min(WIDTH, round(WIDTH * aim / most))] = "│"
             self.say(f"  {name:{names}} {''.join(line)} {number(value, digits)}")
             shapes += [
-                label(170, y + 14, name, anchor="end"),
-                f'<rect x="180" y="{y}" width="{max(1, 400 * value / most):.1f}" height="19" '
+                label(206, y + 14, name, anchor="end"),
+                f'<rect x="214" y="{y}" width="{max(1, 380 * value / most):.1f}" height="19" '
                 f'rx="2" fill="{COLOURS[0]}"/>',
-                label(188 + 400 * max(value, aim or 0) / most, y + 14, number(value, digits)),
+                label(222 + 380 * max(value, aim or 0) / most, y + 14, number(value, digits)),
             ]
             if aim is not None:
-                x = 180 + 400 * aim / most
+                x = 214 + 380 * aim / most
                 shapes.append(f'<path d="M{x:.1f} {y - 3}v25" {stroke(COLOURS[1])}/>')
             y += 26
         if has_ideal:
-            shapes.append(label(180, y + 12, "│ ideal", fill=COLOURS[1]))
+            shapes.append(label(214, y + 12, "│ ideal", fill=COLOURS[1]))
             y += 18
         self.panels.append((y + 16, shapes))
 
@@ -213,34 +213,35 @@ class Lesson:
         self.say("            " + "   ".join(f"{m} {name}" for m, name in zip(marks, lines)))
 
     def rows(self, title: str, rows: dict[str, str], legend: dict[str, str]) -> None:
-        """Strings under each other, one character a cell, whose meanings the legend gives."""
-        names, cell = max(map(len, rows)), 500 / max(map(len, rows.values()))
+        """Strings under each other, one character a cell, whose meanings the legend gives: a letter
+        or # in a colour, * in grey, - and . ever fainter."""
+        names, cell = max(map(len, rows)), 470 / max(map(len, rows.values()))
         self.say(f"\n{title}")
         shapes, y = [label(0, 18, title, weight="600")], 30
-        kinds = {mark: COLOURS[i % len(COLOURS)] for i, mark in enumerate(legend)}
-        kinds |= {mark: COLOURS[ord(mark) % len(COLOURS)] for mark in LETTERS} | {".": GREY}
+        colours = {mark: COLOURS[ord(mark) % len(COLOURS)] for mark in [*LETTERS, "#"]}
+
+        def box(x: float, y: float, width: float, height: int, mark: str) -> str:
+            fill, fade = colours.get(mark, GREY), {"-": 0.45, ".": 0.2, " ": 0}.get(mark, 1)
+            return (
+                f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{height}" '
+                f'fill="{fill}" opacity="{fade}"/>'
+            )
+
         for name, line in rows.items():
             self.say(f"  {name:{names}}  {line}")
-            shapes.append(label(82, y + 12, name, anchor="end"))
-            start = 0
-            for i in range(1, len(line) + 1):
-                if i == len(line) or line[i] != line[start]:
-                    mark, width = line[start], (i - start) * cell
-                    fade = ' opacity="0.25"' if mark == "." else ""
-                    shapes.append(
-                        f'<rect x="{90 + start * cell:.1f}" y="{y}" width="{width - 0.6:.1f}" '
-                        f'height="15" fill="{kinds.get(mark, "none")}"{fade}/>'
-                    )
-                    start = i
+            shapes.append(label(132, y + 12, name, anchor="end"))
+            at = 0
+            for mark, same in itertools.groupby(line):
+                width = len([*same])
+                shapes.append(box(140 + at * cell, y, width * cell - 0.6, 15, mark))
+                at += width
             y += 19
         self.say(f"  {'':{names}}  " + "   ".join(f"{m} {what}" for m, what in legend.items()))
-        x = 90.0
+        x = 140.0
         for mark, what in legend.items():
-            fade = ' opacity="0.25"' if mark == "." else ""
-            shapes.append(
-                f'<rect x="{x}" y="{y + 4}" width="11" height="11" fill="{kinds[mark]}"{fade}/>'
-            )
-            shapes.append(label(x + 16, y + 14, what))
+            if x + 16 + 8 * len(what) > 660:  # the next line
+                x, y = 140.0, y + 18
+            shapes += [box(x, y + 4, 11, 11, mark), label(x + 16, y + 14, what)]
             x += 34 + 8 * len(what)
         self.panels.append((y + 36, shapes))
 
@@ -352,7 +353,9 @@ def servers(*options: list[str]) -> Iterator[list[str]]:
     At the end, end them."""
     words = [sys.executable, str(BUNDLED.parents[1] / "server.py"), "--port", "0"]
     words += ["--dtype", "float32"]
-    children = [subprocess.Popen(words + o, stderr=subprocess.PIPE, text=True) for o in options]
+    # One thread each: more do not help so small a model, and the load needs a processor too.
+    more = {"stderr": subprocess.PIPE, "text": True, "env": os.environ | {"OMP_NUM_THREADS": "1"}}
+    children = [subprocess.Popen(words + each, **more) for each in options]
     try:
         addresses = []
         for child in children:

@@ -12,14 +12,15 @@ import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-RECORDS = ROOT / "benchmarks"
+RECORDS, COURSE = ROOT / "benchmarks", ROOT / "course"
 # In reading order: the core, then the techniques, which it does not need.
 CORE = ("model", "kv_cache", "tokenizer", "sampling", "generate", "paged", "scheduler")
 MODULES = (*CORE, "quantize", "speculative", "structured", "tp", "server")
 
 
 def main() -> None:
-    """Rewrite what stands between the marks of README.md, and all of the other pages."""
+    """Rewrite what stands between the marks of README.md, the line links there and in the course,
+    and all of the other pages."""
     readme = ROOT / "README.md"
     text = line_links(readme.read_text())
     for mark, write in PARTS.items():
@@ -29,6 +30,8 @@ def main() -> None:
             raise ValueError(f"README.md has no <!-- {mark} --> ... <!-- /{mark} --> part to fill")
         text = before + begin + write() + end + after
     readme.write_text(text)
+    for page in COURSE.glob("*.md"):
+        page.write_text(line_links(page.read_text(), page))
     for name, write in PAGES.items():
         (ROOT / name).write_text(write())
 
@@ -70,8 +73,11 @@ def code_lines(source: str) -> int:
     return len([n for n in code - docs if lines[n - 1].strip()])
 
 
-def line_links(text: str) -> str:
+def line_links(text: str, page: Path = ROOT / "README.md") -> str:
     """Point each link like [`Engine.step`](scheduler.py#L1) to the line where that is defined.
+
+    Args:
+        page: where the text stands; files are named from there, as in ../scheduler.py.
 
     Raises:
         ValueError: the file defines nothing of that name.
@@ -79,15 +85,15 @@ def line_links(text: str) -> str:
 
     def link(match: re.Match) -> str:
         name, file = match[1], match[2]
-        scope, line = ast.parse((ROOT / file).read_text()).body, 0
+        scope, line = ast.parse((page.parent / file).read_text()).body, 0
         for part in name.split("."):
             found = [node for node in scope if getattr(node, "name", None) == part]
             if not found:
-                raise ValueError(f"README.md links to {name}, which {file} does not define")
+                raise ValueError(f"{page.name} links to {name}, which {file} does not define")
             scope, line = found[0].body, found[0].lineno
         return f"[`{name}`]({file}#L{line})"
 
-    return re.sub(r"\[`([\w.]+)`\]\((\w+\.py)#L\d+\)", link, text)
+    return re.sub(r"\[`([\w.]+)`\]\(([\w./]+\.py)#L\d+\)", link, text)
 
 
 # --- The figures ----------------------------------------------------------------------------------

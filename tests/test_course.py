@@ -1,0 +1,150 @@
+"""The course runs: each chapter's script, small, shows what it says as a count; and its page's links
+and excerpts are those of the files."""
+
+import math
+import re
+import runpy
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+from conftest import ROOT
+
+from tools import report
+
+COURSE = ROOT / "course"
+SCRIPTS = sorted(COURSE.glob("[0-9]*.py"))
+PAGES = {page.name: page.read_text() for page in sorted(COURSE.glob("*.md"))}
+GLOSSARY = re.findall(r'<a id="([\w-]+)">', PAGES["README.md"])
+
+
+@pytest.fixture
+def counts(request, monkeypatch, tmp_path, capsys):
+    """Run the script that the test is named after, with --small, as its command line does."""
+    monkeypatch.syspath_prepend(COURSE)
+    name, picture = request.node.name.removeprefix("test_"), tmp_path / "picture.svg"
+    (script,) = COURSE.glob(f"*_{name}.py")
+    module = runpy.run_path(str(script))
+    found = module["run"](module["chapter"], ["--small", "--svg", str(picture)])
+    assert "█" in (shown := capsys.readouterr().out) or "┤" in shown
+    drawn = picture.read_text(encoding="utf-8")
+    assert len(ElementTree.fromstring(drawn)) >= 1 and not re.search(r"\b(nan|inf)\b", drawn)
+    return found
+
+
+def test_loop(counts):
+    """A loop that has a cache already would make the second chapter pointless."""
+    assert counts == {"made": 8, "forwards": 8, "tokens": sum(range(8, 16))}
+
+
+def test_cache(counts):
+    """Each token runs once, and the text is that of the loop without a cache: a mask that is wrong
+    by one would show."""
+    assert counts == {"recompute": sum(range(8, 16)), "cache": 8 + 7, "same": True}
+
+
+def test_sampling(counts):
+    """The ten lines are the engine's sampler; a character is shown when its last byte has come."""
+    assert counts["wrong"] == 0 and counts["whole"]
+    assert counts["top_k 4"] == 4 and counts["top_p 0.7"] < counts["as it is"]
+    assert counts["min_p 0.1"] < counts["as it is"] <= counts["temperature 1.5"]
+    assert (counts["characters"], counts["tokens"], counts["broken"]) == (6, 9, 5)
+
+
+def test_batching(counts):
+    """A sequence in a batch writes what it writes alone; a place that is free is filled."""
+    assert counts["same"] and counts["one at a time"] == 140
+    assert counts["static batches"] == 40 + 30
+    assert counts["continuous"] == 40
+
+
+def test_paging(counts):
+    """Blocks hold more requests than slabs, and shared ones more than those, in the dozen lines as
+    in the engine; and the trace shows all that it is there for."""
+    assert counts["fits"] == {"slabs": 4, "blocks": 7, "shared": 19}
+    assert counts["most"]["slabs"] == 4 < counts["most"]["blocks"]
+    assert counts["computed"]["slabs"] - counts["computed"]["shared"] == 7 * 96
+    events = " ".join(counts["events"])
+    for event in ("found 8 tokens", "copied a block", "preempted", "found 12 tokens", "forked A'"):
+        assert event in events, events
+
+
+def test_bits(counts):
+    """As many levels as bits can name, fewer bytes, and a text that surprises more."""
+    assert all(1 < levels <= 2**bits - 1 for bits, levels in counts["levels"].items())
+    held = counts["bytes"]
+    assert held["float32"] > 3.5 * held["int8"] > 1.7 * 3.5 * held["int4"]
+    two, four, eight = counts["perplexity"]
+    assert two > four > eight > 0.99 * counts["plain"] and eight < 1.01 * counts["plain"]
+
+
+def test_guessing(counts):
+    """Right guesses save forwards, wrong ones cost none, and neither changes the text."""
+    assert counts["same"] and counts["no guesses"] == counts["0% right"] == 12
+    assert counts["100% right"] == math.ceil(12 / 5)
+    assert counts["50% right"] in range(4, 12)
+    assert all(1 <= rate <= 5 for rate in counts["rates"].values())
+
+
+def test_ranks(counts):
+    """Two processes hold half each, and sum up once for the embedding and twice a layer."""
+    assert counts["apart"] < 1e-5 and counts["sums"] == 1 + 2 * 2
+    assert counts["sum_bytes"] == counts["sums"] * 64 * 4
+    share, whole = counts["bytes"].values()
+    assert 0.5 * whole <= share < 0.53 * whole
+
+
+def test_serving(counts):
+    """All are answered; a server that runs one at a time takes a step for each token."""
+    assert counts["answered"] == 2 * 6 and counts["steps, 1"] == 6 * 4
+    assert counts["steps, 32"] < counts["steps, 1"] / 2
+
+
+def test_a_page_for_each_script():
+    """A chapter that nobody finds; one that grew out of its page; a picture of an older script."""
+    names = [script.stem.replace("_", "-") + ".md" for script in SCRIPTS]
+    assert len(names) == 9 and {*names, "README.md"} == {*PAGES}
+    for script, name in zip(SCRIPTS, names):
+        page, source = PAGES[name], script.read_text()
+        assert f"python course/{script.name}" in page and f"]({script.name})" in page
+        assert f"]({name})" in PAGES["README.md"]
+        assert 60 <= len(page.splitlines()) <= 120, name
+        assert "](../exercises/" in page
+        for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+            assert code in source, f"{name} shows what {script.name} does not say:\n{code}"
+        assert source.count("python course/") == 1 == source.count(f"python course/{script.name}")
+        assert report.code_lines(source) < 80, name
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links(name):
+    """A link into the middle of another function, after a line was added above; to a file that has
+    moved; to a word that the glossary does not have."""
+    text, page = PAGES[name], COURSE / name
+    assert report.line_links(text, page) == text, "run: python tools/bench.py report"
+    assert name == "README.md" or text.count(".py#L") >= 3
+    for link in re.findall(r"\]\(((?!http)[^)]+)", text):
+        file, _, anchor = link.partition("#")
+        assert not file or (COURSE / file).exists(), link
+        if file in ("", "README.md") and anchor:
+            assert anchor in GLOSSARY, link
+
+
+def test_a_wrong_link_is_seen():
+    with pytest.raises(ValueError, match=r"01-loop.md links to Engine.none, which ../scheduler.py"):
+        report.line_links("[`Engine.none`](../scheduler.py#L1)", COURSE / "01-loop.md")
+
+
+def test_glossary():
+    """A word that no chapter uses, or that two entries explain."""
+    assert len({*GLOSSARY}) == len(GLOSSARY) > 20
+    linked = {a for text in PAGES.values() for a in re.findall(r"\(README\.md#([\w-]+)\)", text)}
+    assert linked == {*GLOSSARY}, linked ^ {*GLOSSARY}
+
+
+def test_says_what_is_wrong(monkeypatch, capsys, tmp_path):
+    """A traceback, or a minute of measuring, before the folder is missed."""
+    monkeypatch.syspath_prepend(COURSE)
+    module = runpy.run_path(str(SCRIPTS[0]))
+    with pytest.raises(SystemExit, match="2"):
+        module["run"](module["chapter"], ["--svg", str(tmp_path / "none" / "x.svg")])
+    assert "there is no folder" in capsys.readouterr().err
