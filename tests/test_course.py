@@ -1,5 +1,5 @@
-"""The course runs: each chapter's script, small, shows what it says as a count; and its page's links
-and excerpts are those of the files."""
+"""The course runs: each chapter's script, small, shows what it says as a count; and its page's
+links and excerpts are those of the files."""
 
 import math
 import re
