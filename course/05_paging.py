@@ -64,7 +64,7 @@ def chapter(lesson: Lesson) -> dict[str, int]:
     took, computed, most = {}, {}, {}
     for name, (size, share) in ways.items():
         engine = Engine(model, None, block_size=size, num_blocks=SLOTS // size, max_seq_len=ROOM)
-        for i, ids in enumerate(prompts[: lesson.pick(16, 8)]):
+        for i, ids in enumerate(prompts[: lesson.pick(12, 8)]):
             engine.add_request(ids, params, cache_salt=None if share else f"of request {i}")
             if i == 0:
                 engine.step()  # the first has come before: what all share is known
@@ -79,7 +79,8 @@ def chapter(lesson: Lesson) -> dict[str, int]:
     lesson.bars("tokens computed", computed)
     lesson.bars("seconds until all have ended", took)
     # 3) a tiny pool, step by step: prefix reuse, a fork, a copied block, preemption
-    model, prompt = type(model)(lesson.tiny).eval().requires_grad_(False), words[:11]
+    model = type(model)(lesson.tiny).eval().requires_grad_(False)
+    prompt = torch.randint(lesson.tiny.vocab_size, (11,)).tolist()
     engine = Engine(model, None, 4, 11, block_size=4, num_blocks=7, max_seq_len=28)
     lesson.say("\nA budget of 11 tokens a step, 7 blocks of 4 tokens. A is 11 tokens and wants two")
     lesson.say("texts of 6, B begins with the same 8 and wants one of 8.")

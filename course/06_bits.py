@@ -4,6 +4,7 @@ python course/06_bits.py
 """
 
 import copy
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -69,15 +70,16 @@ def chapter(lesson: Lesson) -> dict[str, int]:
             held[name] = bytes_per_token(model, 0)
             positions, layers = StaticCache(model, 1, 64).step(0, 1)
             token = torch.zeros_like(positions)
-            times[name] = 1e3 * seconds(lambda m=model, t=(token, positions, layers): m(*t))
+            forward = partial(model, token, positions, layers)
+            times[name] = 1e3 * seconds(forward, 3)
     speed = 1e6 * read_bandwidth(model.device) if not lesson.small else 0
     limits = {name: size / speed for name, size in held.items() if speed}
     lesson.bars("MB read for a token", {n: size / 1e6 for n, size in held.items() if "," not in n})
     lesson.bars("milliseconds for a token", times, limits)
     for mode in ("int8", "int4"):
         if times[f"{mode}, packed"] > times["float32, packed"]:
-            lesson.say(f"{mode} is no faster here: this processor has no fast product for it, and")
-            lesson.say("unpacks each weight into float32 at each step. It saves memory, not time.")
+            lesson.say(f"{mode} is no faster here: PyTorch has no fast product for it on this")
+            lesson.say("processor. It saves memory, not time.")
     return {"levels": levels, "bytes": held, "perplexity": lines["each 64 inputs"], "plain": base}
 
 

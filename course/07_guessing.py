@@ -58,7 +58,7 @@ def chapter(lesson: Lesson) -> dict[str, int]:
     lines = {"forward": costs, "ideal": costs[:1] * len(widths)}
     lesson.curves("milliseconds of a forward", widths, lines, "tokens checked at once")
     # 2) when it pays: an oracle that knows the text, and errs as often as we want
-    prompt, new = torch.randint(model.config.vocab_size, (16,)).tolist(), lesson.pick(48, 12)
+    prompt, new = torch.randint(model.config.vocab_size, (16,)).tolist(), lesson.pick(32, 12)
     count, start = Count(model), time.perf_counter()
     truth = speculate(model, prompt, new, lambda ids: [])
     plain, forwards, same = time.perf_counter() - start, {"no guesses": count.take().forwards}, True
