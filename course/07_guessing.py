@@ -81,14 +81,12 @@ def chapter(lesson: Lesson) -> dict[str, int]:
     # 3) how often real guesses are right: tokens a forward, of 1 without and 5 at most
     model, tokenizer = lesson.bundled()
     draft, _ = lesson.bundled("shakespeare-draft")
+    guesses = {"looked up": lambda ids: lookup(ids, {}, K), "draft": partial(draft_guess, draft)}
     count, new, rates = Count(model), lesson.pick(96, 16), {}
     texts = {"a fresh text": "KING RICHARD:\n", "a repetitive one": REPEATS.read_text("utf-8")}
     for what, text in texts.items():
         ids = tokenizer.encode(text)[:200]
-        for name, guess in (
-            ("looked up", partial(lambda followed, ids: lookup(ids, followed, K), {})),
-            ("by a draft", partial(draft_guess, draft)),
-        ):
+        for name, guess in guesses.items():
             speculate(model, ids, new, guess)
             rates[f"{what}, {name}"] = new / count.take().forwards
     lesson.bars("tokens a forward", rates, K + 1.0)

@@ -6,7 +6,6 @@ python course/08_ranks.py
 import json
 import os
 import sys
-import time
 from typing import Any
 
 import torch
@@ -62,11 +61,11 @@ def one_rank(small: bool) -> None:
         found["ms"] = {f"{RANKS} processes, 1 thread each": token_ms(share)}
         zeros = torch.zeros(1, 1, config.hidden_size)
         found["sums_ms"] = 1e3 * seconds(lambda: [add_up(None, (), zeros) for _ in exchanged])
-        found["bytes"] = {f"each of {RANKS}": bytes_per_token(share, 0)}
+        found["mb"] = {f"each of {RANKS}": bytes_per_token(share, 0) / 1e6}
         dist.barrier()
         if place.rank == 0:
             whole = random_model(config, torch.float32, tp.Ranks(place.device))
-            found["bytes"]["one alone"] = bytes_per_token(whole, 0)
+            found["mb"]["one alone"] = bytes_per_token(whole, 0) / 1e6
             for n in sorted({1, threads}):
                 torch.set_num_threads(n)
                 found["ms"][f"1 process, {n} thread{'s' * (n > 1)}"] = token_ms(whole)
@@ -75,30 +74,23 @@ def one_rank(small: bool) -> None:
 
 
 def chapter(lesson: Lesson) -> dict[str, Any]:
-    start = time.perf_counter()
-    found = json.loads(ranks(RANKS, [os.path.abspath(__file__), *["--small"] * lesson.small])[0])
-    lesson.say(f"{RANKS} processes came and went in {time.perf_counter() - start:.0f} s. The feed-")
-    lesson.say(f"forward in shares is the whole one, but for {found['apart']:.1g}.")
-    lesson.bars("MB of weights that a process holds and reads for a token",
-                {name: size / 1e6 for name, size in found["bytes"].items()},
-                {f"each of {RANKS}": found["bytes"]["one alone"] / RANKS / 1e6})  # fmt: skip
+    words = [os.path.abspath(__file__), *["--small"] * lesson.small]
+    found = json.loads(ranks(RANKS, words)[0])
+    lesson.say(f"The feed-forward in shares is the whole one, but for {found['apart']:.1g}.")
+    held, half = found["mb"], found["mb"]["one alone"] / RANKS
+    lesson.bars("MB of weights that a process holds and reads for a token", held, half)
     both, alone, *_ = found["ms"].values()
     lesson.bars("milliseconds for a token", found["ms"], alone / RANKS)
-    lesson.say(
-        f"\nA token takes {found['sums']} sums over the ranks, {found['sum_bytes'] / 1e3:.0f}"
-    )
-    lesson.say(f"kB in all: {found['sums_ms']:.1f} ms by themselves.")
+    lesson.say(f"\nA token takes {found['sums']} sums, {found['sum_bytes'] / 1e3:.0f} kB in all:")
+    lesson.say(f"{found['sums_ms']:.1f} ms by themselves.")
     if both > 0.9 * alone:
         lesson.say("No effect: the exchanges, or the memory that both share, take what is saved.")
     elif both > min(found["ms"].values()):
         lesson.say(
-            "It pays, but threads do it better here: they share a memory, and exchange nothing."
+            "It pays, but threads do it better here: they share memory and exchange nothing."
         )
     return found
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        one_rank("--small" in sys.argv)
-    else:
-        run(chapter)
+    one_rank("--small" in sys.argv) if "RANK" in os.environ else run(chapter)

@@ -89,7 +89,7 @@ def test_ranks(counts):
     """Two processes hold half each, and sum up once for the embedding and twice a layer."""
     assert counts["apart"] < 1e-5 and counts["sums"] == 1 + 2 * 2
     assert counts["sum_bytes"] == counts["sums"] * 64 * 4
-    share, whole = counts["bytes"].values()
+    share, whole = counts["mb"].values()
     assert 0.5 * whole <= share < 0.53 * whole
 
 
@@ -112,7 +112,7 @@ def test_a_page_for_each_script():
         for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
             assert code in source, f"{name} shows what {script.name} does not say:\n{code}"
         assert source.count("python course/") == 1 == source.count(f"python course/{script.name}")
-        assert report.code_lines(source) < 80, name
+        assert report.code_lines(source) <= 75, name
 
 
 @pytest.mark.parametrize("name", PAGES)
