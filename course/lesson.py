@@ -7,6 +7,7 @@ inference in here, but for `random_model` and `Count`. Read: run, Lesson, Count.
 import argparse
 import contextlib
 import copy
+import io
 import itertools
 import math
 import os
@@ -48,12 +49,19 @@ def run(chapter: Callable[["Lesson"], dict[str, Any]], argv: list[str] | None = 
     args = parser.parse_args(argv)
     if args.svg and not args.svg.parent.is_dir():
         parser.error(f"--svg {args.svg}: there is no folder {args.svg.parent}")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without bars gets question marks
     torch.manual_seed(0)
     lesson, threads = Lesson(args.small), torch.get_num_threads()
     torch.set_num_threads(1 if args.small else threads)  # so small a model only waits for them
     try:
         with torch.no_grad():
             counts = chapter(lesson)
+    except BrokenPipeError:  # `| head` has read enough; spare the user a complaint at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
     finally:
         torch.set_num_threads(threads)
     if args.svg:
