@@ -35,7 +35,7 @@ def chapter(lesson: Lesson) -> dict[str, int]:
 
 
 def measure(lesson: Lesson, urls: dict[int, str]) -> dict[str, int]:
-    requests, new = lesson.pick((30, 32), (6, 4))
+    requests, new = lesson.pick((30, 16), (6, 4))
     what = load.Load("", None, None, requests, (32, 32), (new, new), 0, 0, 1000)
     counts, lines, speed = {}, {}, {}
 

@@ -37,7 +37,7 @@ WIDTH = 56  # columns of a bar or a curve
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 GREY = "#767676"  # of text; it and the colours have 4 to 1 of contrast, on white and on black
-COLOURS = ("#2f7fd6", "#c8641b", "#2e8b57", "#9b5fc0", "#c74a6b", "#8a7a1f", "#2b8a9e", "#a0694c")
+COLOURS = ("#2f7fd6", "#c4611a", "#2e8b57", "#9b5fc0", "#c74a6b", "#8a7a1f", "#2b8a9e", "#a0694c")
 TEXT = 'font-family="ui-monospace, monospace" font-size="13"'
 
 
