@@ -167,6 +167,7 @@ class Lesson:
     ) -> None:  # fmt: skip
         """Lines over xs, which may be shorter than xs; one named "ideal" is dotted."""
         rows, scale = 12, math.log10 if log else float
+        title += ", on a logarithmic scale" * log
         lines = dict(sorted(lines.items(), key=lambda line: line[0] != "ideal"))  # under the others
         values = [v for line in lines.values() for v in line if v > 0 or not log]
         low, high = scale(min(values)) if log else 0.0, scale(max(values))
@@ -175,7 +176,7 @@ class Lesson:
         marks = [name[0] if name != "ideal" else "·" for name in lines]
         marks = marks if len({*marks}) == len(marks) else [*"abcdefgh"][: len(marks)]
         colours = iter(COLOURS)
-        shapes, legend = [label(0, 18, title, weight="600")], 90
+        shapes, x, y = [label(0, 18, title, weight="600")], 90.0, 286  # of the legend
 
         def up(value: float) -> float:
             value = max(value, 1e-9) if log else value
@@ -200,18 +201,20 @@ class Lesson:
             )
             dots = ' stroke-dasharray="3 4"' if name == "ideal" else ""
             shapes.append(f'<polyline points="{points}" {stroke(colour)}{dots}/>')
-            shapes.append(label(legend, 38, f"━ {name}", fill=colour))
-            legend += 34 + 8 * len(name)
+            if x + 34 + 8 * len(name) > 640:  # the next line
+                x, y = 90.0, y + 18
+            shapes.append(label(x, y, f"━ {name}", fill=colour))
+            x += 34 + 8 * len(name)
         shapes.append(f'<path d="M90 50V230H590" {stroke(GREY, 1)}/>')
         for part in (0, 0.5, 1):
             value = low + (high - low) * part
             value = 10**value if log else value
             shapes.append(label(84, 234 - 180 * part, number(value, 2), anchor="end"))
-        for x in xs:
-            shapes.append(label(90 + 500 * along(x), 246, number(x, 3), anchor="middle"))
+        for at in xs:
+            shapes.append(label(90 + 500 * along(at), 246, number(at, 3), anchor="middle"))
         shapes.append(label(590, 264, x_name, anchor="end"))
-        self.panels.append((284, shapes))
-        self.say(f"\n{title}{', on a logarithmic scale' if log else ''}")
+        self.panels.append((y + 26, shapes))
+        self.say(f"\n{title}")
         for i, line in enumerate(grid):
             value = low + (high - low) * (1 - i / (rows - 1))
             at = number(10**value if log else value, 2) if i % 3 == 0 or i == rows - 1 else ""
