@@ -15,7 +15,7 @@ from lesson import Count, Lesson, durations, run
 from model import Config, LayerCache, Transformer, attention
 from sampling import SamplingParams, Sequence
 from tools.bench import SHAPES
-from tools.measure import bytes_per_token, read_bandwidth
+from tools.measure import bytes_per_step, read_bandwidth
 
 
 class Growing(LayerCache):
@@ -66,7 +66,7 @@ def chapter(lesson: Lesson) -> dict[str, int]:
             lines[name].append(1e3 * min(times[1:]))  # the first runs the prompt
     if not lesson.small:
         speed = 1e6 * read_bandwidth(model.device)
-        lines["ideal"] = [bytes_per_token(model, n) / speed for n in lengths]
+        lines["ideal"] = [bytes_per_step(model, n) / speed for n in lengths]
     lesson.curves("milliseconds for one more token", lengths, lines, "tokens of text")
     # 2) what it takes instead: memory
     shapes = SHAPES["1b"], replace(SHAPES["1b"], num_key_value_heads=32), SHAPES["7b"]

@@ -14,7 +14,7 @@ from kv_cache import StaticCache
 from lesson import Lesson, run, seconds
 from model import Transformer
 from quantize import linears, pack_linears, quantize_model
-from tools.measure import bytes_per_token, read_bandwidth
+from tools.measure import bytes_per_step, read_bandwidth
 
 TEXT = Path(__file__).resolve().parent / "hamlet.txt"  # of a play that was not trained on
 
@@ -67,7 +67,7 @@ def chapter(lesson: Lesson) -> dict[str, int]:
                 quantize_model(model, mode, 64)
             if packed:
                 pack_linears(model)
-            held[name] = bytes_per_token(model, 0)
+            held[name] = bytes_per_step(model, 0)
             positions, layers = StaticCache(model, 1, 64).step(0, 1)
             token = torch.zeros_like(positions)
             forward = partial(model, token, positions, layers)

@@ -19,7 +19,7 @@ from kv_cache import StaticCache
 from lesson import Lesson, ranks, run, seconds
 from model import MLP, Transformer
 from tools.bench import SHAPES, random_model
-from tools.measure import bytes_per_token
+from tools.measure import bytes_per_step
 
 RANKS = 2
 
@@ -50,7 +50,7 @@ def one_rank(small: bool) -> None:
         config, found = Lesson.tiny if small else SHAPES["110m"], {}
         # 1) the idea, on one feed-forward, which every rank has made whole, from one seed
         torch.manual_seed(0)
-        mlp, x = MLP(config), torch.randn(3, config.hidden_size)
+        mlp, x = MLP(config, config.intermediate_size), torch.randn(3, config.hidden_size)
         found["apart"] = (shared_mlp(mlp, x, place.rank) - mlp(x)).abs().max().item()
         # 2) a rank's share of the whole model, by tp.shard; and the whole one, in rank 0 alone
         share = random_model(config, torch.float32, place)
@@ -62,11 +62,11 @@ def one_rank(small: bool) -> None:
         found["ms"] = {f"{RANKS} processes, 1 thread each": token_ms(share)}
         sums = partial(add_up, None, (), torch.zeros(1, 1, config.hidden_size))
         found["sums_ms"] = 1e3 * found["sums"] * seconds(sums, 50)
-        found["mb"] = {f"each of {RANKS}": bytes_per_token(share, 0) / 1e6}
+        found["mb"] = {f"each of {RANKS}": bytes_per_step(share, 0) / 1e6}
         dist.barrier()
         if place.rank == 0:
             whole = random_model(config, torch.float32, tp.Ranks(place.device))
-            found["mb"]["one alone"] = bytes_per_token(whole, 0) / 1e6
+            found["mb"]["one alone"] = bytes_per_step(whole, 0) / 1e6
             for n in sorted({1, threads}):
                 torch.set_num_threads(n)
                 found["ms"][f"1 process, {n} thread{'s' * (n > 1)}"] = token_ms(whole)
