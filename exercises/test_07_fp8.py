@@ -1,4 +1,4 @@
-"""Exercise 06: weights in 8-bit floating point. See 06-fp8.md."""
+"""Exercise 07: weights in 8-bit floating point. See 07-fp8.md."""
 
 import json
 from copy import deepcopy

@@ -1,4 +1,4 @@
-"""Exercise 10: a reply that is JSON, whatever the model would rather say. See 10-json-mode.md."""
+"""Exercise 11: a reply that is JSON, whatever the model would rather say. See 11-json-mode.md."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Exercise 08: the model's own first layers guess for it. See 08-early-exit.md."""
+"""Exercise 09: the model's own first layers guess for it. See 09-early-exit.md."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Exercise 05: guess more while the guesses are right. See 05-adaptive-guesses.md."""
+"""Exercise 04: guess more while the guesses are right. See 04-adaptive-guesses.md."""
 
 import torch
 from common import serve, tiny_model

@@ -1,4 +1,4 @@
-"""Exercise 12: the likeliest texts, on forked block tables. See 12-beam-search.md."""
+"""Exercise 06: the likeliest texts, on forked block tables. See 06-beam-search.md."""
 
 from itertools import pairwise
 from typing import Any

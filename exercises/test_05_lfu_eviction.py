@@ -1,4 +1,4 @@
-"""Exercise 04: give up the least often found blocks first. See 04-lfu-eviction.md."""
+"""Exercise 05: give up the least often found blocks first. See 05-lfu-eviction.md."""
 
 import random
 from copy import deepcopy

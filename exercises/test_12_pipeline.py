@@ -1,4 +1,4 @@
-"""Exercise 11: the layers of a model, spread over several processes. See 11-pipeline.md."""
+"""Exercise 12: the layers of a model, spread over several processes. See 12-pipeline.md."""
 
 import json
 import multiprocessing
