@@ -78,7 +78,7 @@ def test_people_wait_less_on_average_for_the_same_tokens() -> None:
 def test_priority_comes_before_length() -> None:
     at = engine(policy="shortest", ageing=0)
     requests = [ask(at, 3), ask(at, 30, priority=-1), ask(at, 20), ask(at, 5, priority=1)]
-    assert serve(at, requests)[0] == [1, 0, 2, 3], "see rank() in scheduler.py"
+    assert serve(at, requests)[0] == [1, 0, 2, 3], "a lower priority number comes first"
 
 
 @pytest.mark.parametrize(("ageing", "overtakers"), [(0, 19), (4, 7), (9, 3), (100, 0)])
@@ -99,16 +99,41 @@ def test_ageing_bounds_how_many_may_overtake(ageing: int, overtakers: int) -> No
     )
 
 
-def test_a_long_prompt_gives_its_blocks_to_a_short_one() -> None:
-    """Rank also says who is preempted: the last in line. check() wants the queue in order."""
+def arrivals(at: Engine) -> list[int]:
+    return [sequence.request.arrival for sequence in at.queue]
+
+
+def test_who_runs_is_not_overtaken() -> None:
+    """The queue says who is preempted: the last to arrive, however short. check() wants it so."""
     at = engine(policy="shortest", ageing=0, num_blocks=11, max_num_seqs=2)
-    long = ask(at, 37, max_tokens=8)
+    requests = [ask(at, 37, max_tokens=8)]
     at.step()
-    requests = [long, ask(at, 3, max_tokens=8)]
+    requests += [ask(at, n, max_tokens=8) for n in (6, 3)]
+    assert arrivals(at) == [1, 2, 3], (
+        "queue stays as it is: let schedule() choose among the waiting"
+    )
     order, _ = serve(at, requests)
-    assert order == [1, 0]
-    assert at.stats.num_preemptions == 1
+    assert order == [0, 2, 1], "the long one goes on, and then the shortest of those that wait"
+    assert at.stats.num_preemptions == 1, "the short one gives its blocks to the long one"
     assert at.pool.num_available == at.pool.num_blocks
+
+
+def test_what_a_sequence_has_written_counts() -> None:
+    """Preempted after some output, it must run that again too: it is longer than its prompt."""
+    at = engine(policy="shortest", ageing=0, num_blocks=11, max_num_seqs=2)
+    requests = [ask(at, 20, max_tokens=20), ask(at, 4, max_tokens=20)]
+    while at.queue and not at.stats.num_preemptions:
+        at.step()
+    assert at.waiting == requests[1].outputs, "who came last is preempted first"
+    (grown,) = at.waiting
+    short = ask(at, 6).outputs[0]  # longer than the prompt, shorter than prompt and output
+    assert len(grown.ids) > 8, "the test is of no use"  # eight tokens are all that a step runs
+    while at.waiting == [grown, short]:
+        at.step()
+        at.check()
+    assert short in at.running, (
+        "six tokens to run are fewer than the prompt and the output of the one that was preempted"
+    )
 
 
 def test_other_policies_are_refused() -> None:
