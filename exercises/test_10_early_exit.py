@@ -1,4 +1,4 @@
-"""Exercise 09: the model's own first layers guess for it. See 09-early-exit.md."""
+"""Exercise 10: the model's own first layers guess for it. See 10-early-exit.md."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Exercise 11: a reply that is JSON, whatever the model would rather say. See 11-json-mode.md."""
+"""Exercise 12: a reply that is JSON, whatever the model would rather say. See 12-json-mode.md."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Exercise 12: the layers of a model, spread over several processes. See 12-pipeline.md."""
+"""Exercise 13: the layers of a model, spread over several processes. See 13-pipeline.md."""
 
 import json
 import multiprocessing

@@ -1,4 +1,4 @@
-"""Exercise 10: endless text in a cache of fixed size. See 10-attention-sinks.md."""
+"""Exercise 11: endless text in a cache of fixed size. See 11-attention-sinks.md."""
 
 import random
 from typing import Any

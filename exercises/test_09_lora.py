@@ -1,4 +1,4 @@
-"""Exercise 08: a LoRA adapter, hooked onto a model from outside. See 08-lora.md."""
+"""Exercise 09: a LoRA adapter, hooked onto a model from outside. See 09-lora.md."""
 
 import json
 from copy import deepcopy

@@ -1,0 +1,229 @@
+"""Exercise 08: weights and activations in int8. See 08-smoothquant.md."""
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from common import SHAKESPEARE, bundled, close, logits_of, needs, tiny_model, write
+from torch import Tensor, nn
+
+from model import Transformer, load_model
+from tokenizer import Tokenizer
+
+TEXT = "ROMEO:\nBut, soft! what light through yonder window breaks?\nIt is the east, and Juliet"
+OTHER = "KING RICHARD II:\nWhat must the king do now? must he submit?\nThe king shall do it: must"
+LINEARS = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+
+
+def ours(name: str) -> Any:
+    return needs("smoothquant", name, "see the page for what it does")
+
+
+def encode(text: str) -> list[int]:
+    return Tokenizer(SHAKESPEARE).encode(text)
+
+
+def linears(model: Transformer) -> list[nn.Module]:
+    return [block.get_submodule(name) for block in model.layers for name in LINEARS]
+
+
+@torch.no_grad()
+def plant(model: Transformer, factor: float = 100.0, channels: tuple[int, ...] = (7, 100)) -> None:
+    """Give it the outliers that large models have: a few channels of what goes into the Linears
+    become much larger, and the weights that multiply them smaller. It computes what it did."""
+    at = [*channels]
+    for block in model.layers:
+        for norm, linear in (
+            (block.input_layernorm, block.self_attn.qkv_proj),
+            (block.post_attention_layernorm, block.mlp.gate_up_proj),
+        ):
+            norm.weight[at] *= factor
+            linear.weight[:, at] /= factor
+        block.mlp.gate_up_proj.weight.chunk(2)[1][at] *= factor
+        block.mlp.down_proj.weight[:, at] /= factor
+
+
+def smoothed(model: Transformer, tokens: Tensor, *alpha: float) -> Transformer:
+    smooth, calibrate = ours("smooth"), ours("calibrate")
+    model = deepcopy(model)
+    smooth(model, calibrate(model, tokens), *alpha)
+    return model
+
+
+def layer(weight: Tensor) -> nn.Module:
+    """What becomes of a Linear without a bias, (16, 32)."""
+    model = tiny_model(intermediate_size=32).float()
+    model.layers[0].mlp.down_proj.weight.copy_(weight)
+    return ours("w8a8")(model).layers[0].mlp.down_proj
+
+
+# --- Integers -------------------------------------------------------------------------------------
+
+
+def test_the_product_is_exact() -> None:
+    """Bug: added up in float32, which has 24 bits. A sum of 5001 products takes 27."""
+    x = torch.full((3, 5001), 127, dtype=torch.int8)
+    x[:, 0] = torch.tensor([126, -127, 1])
+    got = ours("int_product")(x, x[:2])
+    assert got.dtype == torch.int32, "int8 times int8 is added up in int32"
+    assert got.tolist() == (x.long() @ x[:2].long().T).tolist(), "every integer must be exact"
+
+
+def test_every_weight_is_a_byte() -> None:
+    model = deepcopy(bundled())
+    sizes = [linear.weight.shape for linear in linears(model)]
+    ours("w8a8")(model)
+    for linear, size in zip(linears(model), sizes, strict=True):
+        kept = [*linear.buffers(), *linear.parameters()]
+        ints = [t for t in kept if t.dtype == torch.int8]
+        assert len(ints) == 1 and ints[0].numel() == size.numel(), "one int8 weight a Linear"
+        others = sum(t.numel() for t in kept) - ints[0].numel()
+        assert others <= 2 * size[0], "beside it only a scale (and a bias) for each output channel"
+    assert isinstance(model.lm_head, nn.Linear), "lm_head stays as it is"
+
+
+def test_every_product_is_of_integers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the integers are turned back into floats, and multiplied as such."""
+    product, model = ours("int_product"), deepcopy(bundled())
+    shapes = [(linear.out_features, linear.in_features) for linear in linears(model)]
+    ours("w8a8")(model)
+    seen = []
+
+    def watched(x: Tensor, weight: Tensor) -> Tensor:
+        assert x.dtype == weight.dtype == torch.int8, f"a product of {x.dtype} and {weight.dtype}"
+        seen.append((*weight.shape,))
+        return product(x, weight)
+
+    monkeypatch.setattr("smoothquant.int_product", watched)
+    logits_of(model, range(9))
+    assert seen == shapes, "each Linear multiplies by int_product(x, weight), once a forward"
+    monkeypatch.setattr("smoothquant.int_product", lambda *a: 0 * product(*a))
+    assert not model.layers[0].mlp.down_proj(torch.randn(3, 512)).any(), "its result is not used"
+
+
+def test_the_error_is_half_a_step_of_each_side() -> None:
+    """Tokens and output channels of every size: each has a scale of its own."""
+    weight = torch.randn(16, 32) * torch.logspace(-3, 2, 16)[:, None]
+    x = torch.randn(10, 32) * torch.logspace(-4, 3, 10)[:, None]
+    got, want = layer(weight)(x), x.double() @ weight.double().T
+    step, steps = (t.abs().amax(1, keepdim=True) / 127 for t in (weight, x))  # of each row
+    ones = torch.ones_like
+    allowed = x.abs() @ (step / 2 * ones(weight)).T + (steps / 2 * ones(x)) @ weight.abs().T
+    allowed += 32 * steps / 2 @ step.T / 2
+    worst = ((got - want).abs() / allowed).max().item()
+    assert worst <= 1.001, f"{worst:.1f} times the error of a scale a token and output channel"
+    assert (got - want).abs().max() > 0, "nothing was rounded"
+
+
+def test_a_token_gets_the_same_alone() -> None:
+    """Bug: one scale for the batch, so that a neighbour with outliers makes a token coarse."""
+    linear, x = layer(torch.randn(16, 32)), torch.randn(2, 3, 32)
+    x[0, 0] *= 1000
+    got = linear(x)
+    assert got.shape == (2, 3, 16)
+    for b in range(2):
+        for t in range(3):
+            assert torch.equal(got[b, t], linear(x[b, t][None, None])[0, 0])
+
+
+def test_zeros_stay_zero() -> None:
+    weight = torch.randn(16, 32)
+    weight[3] = 0
+    got = layer(weight)(torch.cat((torch.zeros(1, 32), torch.randn(1, 32))))
+    assert not got.isnan().any(), "a row of zeros: its scale must not be 0"
+    assert not got[0].any() and not got[1, 3]
+
+
+# --- Smoothing ------------------------------------------------------------------------------------
+
+
+def test_calibration_finds_the_largest_of_each_channel() -> None:
+    calibrate, model = ours("calibrate"), tiny_model()
+    tokens = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
+    peaks = calibrate(model, tokens)
+    paths = {f"layers.{i}.{name}" for i in range(2) for name in LINEARS}
+    assert paths <= peaks.keys(), "the largest |x| of each input channel, by the Linear's path"
+    normed = model.layers[0].input_layernorm(model.embed_tokens(tokens))
+    got = peaks["layers.0.self_attn.qkv_proj"]
+    close(got, normed.abs().amax((0, 1)), "the largest |x| over all tokens of all texts")
+    hooks = [{**m._forward_pre_hooks, **m._forward_hooks} for m in model.modules()]
+    assert not any(hooks), "a hook stays"
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 0.8, 1.0])
+def test_the_factors_are_those_of_the_paper(alpha: float) -> None:
+    tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+    model = tiny_model()
+    peaks = ours("calibrate")(model, tokens)
+    done = smoothed(model, tokens, alpha)
+    after = ours("calibrate")(done, tokens)
+    for name in ("self_attn.qkv_proj", "mlp.down_proj"):
+        path = f"layers.1.{name}"
+        weight, new = (m.get_submodule(path).weight for m in (model, done))
+        s = peaks[path] ** alpha / weight.abs().amax(0) ** (1 - alpha)
+        close(new, weight * s, f"{path}: the weight's column j is multiplied by s_j")
+        close(after[path], peaks[path] / s, f"{path}: what goes into channel j is divided by s_j")
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_smoothing_alone_changes_nothing(bias: bool) -> None:
+    """Bug: a bias of up_proj that is left as it was."""
+    ids = [5, 3, 8, 1, 30, 2, 9]
+    model = tiny_model(qkv_bias=bias, o_bias=bias, mlp_bias=bias)
+    done = smoothed(model, torch.tensor([[7, 9, 3, 2, 28, 4]]))
+    for path in ("self_attn.qkv_proj", "mlp.gate_up_proj", "mlp.down_proj"):
+        weight, new = (m.layers[1].get_submodule(path).weight for m in (model, done))
+        assert not torch.allclose(weight, new), f"{path} has not changed"
+    close(logits_of(done, ids), logits_of(model, ids), "a smoothed model computes another function")
+    done = smoothed(bundled(), torch.tensor([encode(TEXT)]))
+    ids = encode(OTHER)
+    assert (logits_of(done, ids) - logits_of(bundled(), ids)).abs().max() < 1e-3
+
+
+def test_a_channel_without_use_is_left_alone() -> None:
+    """Bug: 0 / 0. A norm's weight can be 0, and so can a column of weights."""
+    model, ids = tiny_model(), [5, 3, 8, 1]
+    model.layers[0].input_layernorm.weight[3] = 0
+    model.layers[1].mlp.down_proj.weight[:, 5] = 0
+    done = smoothed(model, torch.tensor([ids]))
+    close(logits_of(done, ids), logits_of(model, ids), "a factor must not be 0, inf or NaN")
+
+
+# --- Both -----------------------------------------------------------------------------------------
+
+
+def divergence(model: Transformer) -> float:
+    """From the float model: KL, in nats a token."""
+    ids = encode(OTHER)
+    want, got = (logits_of(m, ids).log_softmax(-1) for m in (bundled(), model))
+    return (want.exp() * (want - got)).sum(-1).mean().item()
+
+
+def test_outliers_cost_a_hundred_times_less() -> None:
+    w8a8 = ours("w8a8")
+    planted = deepcopy(bundled())
+    plant(planted)
+    assert divergence(planted) < 1e-6, "the outliers alone change nothing"
+    plain = divergence(w8a8(deepcopy(planted)))
+    soft = divergence(w8a8(smoothed(planted, torch.tensor([encode(TEXT)]))))
+    assert plain > 0.03, f"without smoothing, {plain:.4f} nats: is anything rounded?"
+    assert soft < 0.003, f"with smoothing, {soft:.4f} nats: do all three kinds of Linears get it?"
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_half_way_is_better_than_either_end(alpha: float) -> None:
+    """All of the difficulty in the activations, or all of it in the weights."""
+    w8a8, tokens = ours("w8a8"), torch.tensor([encode(TEXT)])
+    planted = deepcopy(bundled())
+    plant(planted)
+    assert divergence(w8a8(smoothed(planted, tokens))) * 1.5 < divergence(
+        w8a8(smoothed(planted, tokens, alpha))
+    )
+
+
+def test_it_generates_in_bfloat16() -> None:
+    ids = encode(TEXT)
+    model = ours("w8a8")(smoothed(load_model(SHAKESPEARE), torch.tensor([ids])))
+    assert logits_of(model, ids).dtype == torch.bfloat16
+    assert len(write(model, ids, 8).output_ids) == 8

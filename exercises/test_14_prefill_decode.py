@@ -1,0 +1,235 @@
+"""Exercise 14: one process runs prompts, another goes on. See 14-prefill-decode.md."""
+
+import json
+import math
+import multiprocessing
+import os
+import socket
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from common import bundled, needs
+
+import tp
+from sampling import SamplingParams
+from scheduler import Engine, Request
+
+TODO = "make the file, with serve_prompts, add_prefilled and stop"
+SIZE = 8  # tokens in a block
+LONG = [*range(100, 170)]
+PROMPTS = [LONG, [10, 20, 30, 40, 50], [7] * 17, [*LONG[:40], 3, 4], [11], [5] * 9]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
+SAMPLED = SamplingParams(seed=4, n=2, max_tokens=10, ignore_eos=True)
+PREFILL, DECODE = 0, 1  # ranks
+
+
+def make(kv_dtype: str, **changes: int) -> Engine:
+    """An engine whose blocks have all held NaN once, and are to be wiped before they are used."""
+    sizes = {"num_blocks": 60, "block_size": SIZE, "max_num_seqs": 6, "max_num_batched_tokens": 32}
+    engine = Engine(bundled(), kv_dtype=kv_dtype, **sizes | changes)
+    for tensor in sum(engine.runner.pools, ()) if kv_dtype == "auto" else ():
+        tensor[:-1] = torch.nan
+    engine.reset()
+    return engine
+
+
+def step(engine: Engine, times: int = 1000) -> None:
+    while engine.queue and times:
+        engine.step()
+        engine.check()
+        times -= 1
+
+
+def talk(engine: Engine, add: Callable[..., Request]) -> dict[str, Any]:
+    """Prompts come while others are being answered, and one is the engine's own."""
+    own = engine.add_request(PROMPTS[5], GREEDY)
+    step(engine, 2)
+    requests = [add(PROMPTS[0], GREEDY), add(PROMPTS[1], SAMPLED)]
+    step(engine, 3)
+    requests += [add(PROMPTS[2], GREEDY)]
+    step(engine)
+    requests += [add(PROMPTS[3], SAMPLED), add(PROMPTS[4], GREEDY)]
+    step(engine)
+    outputs = [sequence for request in [own, *requests] for sequence in request.outputs]
+    return {
+        "ids": [sequence.output_ids for sequence in outputs],
+        "logprobs": [round(token.logprob, 3) for token in requests[0].outputs[0].tokens],
+        "free": engine.pool.num_available,
+    }
+
+
+def squeezed(engine: Engine, add: Callable[..., Request]) -> dict[str, Any]:
+    """So few blocks that some are taken away again."""
+    outputs = [add(ids, GREEDY).outputs[0] for ids in (PROMPTS[2], PROMPTS[3])]
+    step(engine)
+    return {"ids": [sequence.output_ids for sequence in outputs]}
+
+
+# --- The two processes ----------------------------------------------------------------------------
+
+
+def answer(kv_dtype: str, report: dict[str, Any]) -> None:
+    """What the second process does: three conversations, each with an engine of its own."""
+    from pd import add_prefilled, stop
+
+    engine = make(kv_dtype, num_blocks=48)
+    report["talk"] = talk(engine, partial(add_prefilled, engine, PREFILL))
+    report["ran"] = engine.stats.computed_tokens
+    report["sent"] = sum(sent)
+    engine = make(kv_dtype, num_blocks=9, max_num_seqs=2)
+    report["squeezed"] = squeezed(engine, partial(add_prefilled, engine, PREFILL))
+    report["preempted"] = engine.stats.num_preemptions
+    report["refused"] = []
+    for prompt, seats, blocks in ((LONG, 1, 60), (LONG, 6, 9), ([*range(500)], 6, 80)):
+        engine = make(kv_dtype, num_blocks=blocks, max_num_seqs=seats)
+        running = engine.add_request(PROMPTS[1], GREEDY)
+        step(engine, 2)
+        before, problem = len(sent), "nothing was raised"
+        try:
+            add_prefilled(engine, PREFILL, prompt, SamplingParams(max_tokens=2))
+        except ValueError:
+            problem = ""
+        assert running.outputs == engine.queue
+        engine.check()
+        report["refused"].append((problem, len(sent) - before))
+    stop(PREFILL)
+
+
+sent: list[int] = []  # bytes of each tensor that this process has sent
+
+
+def process(rank: int, port: int, kv_dtype: str, out: Path) -> None:
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    os.environ |= {name: str(value) for name, value in names.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    report: dict[str, Any] = {}
+    send = dist.send
+
+    def counted(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        sent.append(tensor.nbytes)
+        return send(tensor, *args, **options)
+
+    dist.send = counted
+    try:
+        from pd import serve_prompts
+
+        with tp.join(torch.device("cpu")):
+            if rank == DECODE:
+                answer(kv_dtype, report)
+            else:
+                engine, chunks = make(kv_dtype), []
+                run = engine.runner.run
+                engine.runner.run = lambda rows: (
+                    chunks.append(sum(len(row[2]) for row in rows)), run(rows))[1]  # fmt: skip
+                serve_prompts(engine, DECODE)
+                engine.pool.check([])
+                report |= {"chunks": chunks, "sent": sent, "free": engine.pool.num_available}
+    except BaseException:
+        report["error"] = traceback.format_exc()
+    (out / f"{rank}.json").write_text(json.dumps(report))
+
+
+@cache
+def reports(kv_dtype: str = "auto") -> list[dict[str, Any]]:
+    """Run both, once for all tests: what each has to say."""
+    needs("pd", "serve_prompts", TODO)
+    bundled()
+    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
+        # A fork starts with everything imported.
+        start = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn").Process
+        args = port, kv_dtype, Path(folder)
+        started = [start(target=process, args=(rank, *args)) for rank in range(2)]
+        for each in started:
+            each.start()
+        for each in started:
+            each.join(60)
+        hung = [each for each in started if each.is_alive()]
+        for each in hung:
+            each.kill()
+            each.join()
+        files = [Path(folder) / f"{rank}.json" for rank in range(2)]
+        found = [json.loads(f.read_text()) if f.is_file() else {} for f in files]
+    return [{"hung": bool(hung)} | report for report in found]
+
+
+def said(rank: int, kv_dtype: str = "auto") -> dict[str, Any]:
+    both = reports(kv_dtype)
+    for i in (DECODE, PREFILL):
+        assert "error" not in both[i], f"rank {i}: {both[i]['error']}"
+    assert not both[rank]["hung"], "a rank waits for ever: does every send meet its recv?"
+    return both[rank]
+
+
+# --- What came of it ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_two_processes_say_what_one_says(kv_dtype: str) -> None:
+    got = said(DECODE, kv_dtype)["talk"]
+    engine = make(kv_dtype, num_blocks=48)
+    want = talk(engine, engine.add_request)
+    assert got["ids"][1:] == want["ids"][1:], "the tokens are not those of one process"
+    assert got == want, "its own requests, the log-probabilities or the free blocks differ"
+
+
+def test_the_second_runs_no_prompt_but_its_last_token() -> None:
+    report = said(DECODE)
+    own, *outputs = map(len, report["talk"]["ids"])
+    tokens = len(PROMPTS[5]) + own - 1 + 5 + sum(outputs) - len(outputs)
+    assert report["ran"] == tokens, (
+        f"{report['ran']} tokens were run, not {tokens}: of a prompt that comes as blocks, the last"
+    )
+
+
+def test_the_first_runs_each_prompt_once() -> None:
+    """In chunks, and without what its prefix cache holds already: five blocks of LONG."""
+    chunks = said(PREFILL)["chunks"]
+    assert max(chunks) <= 32, "no forward may run more than max_num_batched_tokens"
+    # Of the second conversation both prompts are known: 16 = 2 blocks, 41 = 5 and a token.
+    tokens = 69 + 4 + 16 + 1 + 0 + 0 + 1
+    assert sum(chunks) == tokens, f"{sum(chunks)} prompt tokens were run, not {tokens}"
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_only_the_sequence_s_blocks_are_sent(kv_dtype: str) -> None:
+    pools = make(kv_dtype).runner.pools
+    block = sum(tensor[0].nbytes for pool in pools for tensor in pool)
+    ends = [len(PROMPTS[i]) - 1 for i in (0, 1, 2, 3, 2, 3)]
+    got = sum(said(PREFILL, kv_dtype)["sent"])
+    assert got >= sum(ends) * block // SIZE, "send keys and values by torch.distributed.send"
+    most = sum(math.ceil(end / SIZE) for end in ends) * block + 10 * 256
+    assert got <= most, f"{got} bytes were sent, where the blocks of the sequences have {most}"
+    asked = said(DECODE, kv_dtype)["sent"]
+    assert asked <= 5 * 256 + 8 * sum(map(len, PROMPTS)), f"{asked} bytes to ask for five prompts"
+
+
+def test_a_preempted_sequence_starts_again() -> None:
+    report, engine = said(DECODE), make("auto")
+    assert report["preempted"], "the test is of no use"
+    wrong = "where blocks were taken away, other tokens came"
+    assert report["squeezed"] == squeezed(engine, engine.add_request), wrong
+
+
+def test_every_block_is_given_back() -> None:
+    assert said(PREFILL)["free"] == 60, "once they are sent, the first needs its blocks no more"
+    assert said(DECODE)["talk"]["free"] == 48
+
+
+def test_what_has_no_room_is_refused() -> None:
+    """A ValueError, nothing kept, nobody hangs. The third prompt is too long for the first rank."""
+    seats, blocks, there = said(DECODE)["refused"]
+    assert seats == ["", 0], "as many sequences run as may: nothing is to be asked, nor queued"
+    assert blocks == ["", 0], "too few blocks are free: make sure of them before you ask"
+    assert there[0] == "", "a prompt that the first rank has no blocks for: it has to say so"
