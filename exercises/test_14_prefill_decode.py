@@ -88,7 +88,7 @@ def answer(kv_dtype: str, report: dict[str, Any]) -> None:
     report["squeezed"] = squeezed(engine, partial(add_prefilled, engine, PREFILL))
     report["preempted"] = engine.stats.num_preemptions
     report["refused"] = []
-    for prompt, seats, blocks in ((LONG, 1, 60), (LONG, 6, 9), ([*range(500)], 6, 80)):
+    for prompt, seats, blocks in ((LONG, 1, 60), (LONG, 6, 9), ([*LONG, *range(430)], 6, 80)):
         engine = make(kv_dtype, num_blocks=blocks, max_num_seqs=seats)
         running = engine.add_request(PROMPTS[1], GREEDY)
         step(engine, 2)
@@ -228,7 +228,8 @@ def test_every_block_is_given_back() -> None:
 
 
 def test_what_has_no_room_is_refused() -> None:
-    """A ValueError, nothing kept, nobody hangs. The third prompt is too long for the first rank."""
+    """A ValueError, nothing kept, nobody hangs. The first rank knows how the third prompt begins,
+    and has too few blocks for the rest."""
     seats, blocks, there = said(DECODE)["refused"]
     assert seats == ["", 0], "as many sequences run as may: nothing is to be asked, nor queued"
     assert blocks == ["", 0], "too few blocks are free: make sure of them before you ask"
