@@ -109,6 +109,8 @@ def test_a_page_for_each_script():
         assert f"]({name})" in PAGES["README.md"]
         assert 60 <= len(page.splitlines()) <= 120, name
         assert "](../exercises/" in page and "@@" not in page
+        for link in re.findall(r"\]\(((?!http|#)[^)#]+)", page):
+            assert (COURSE / link).exists(), f"{name}: {link}"
         for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
             assert code in source, f"{name} shows what {script.name} does not say:\n{code}"
         assert source.count("python course/") == 1 == source.count(f"python course/{script.name}")
