@@ -1,17 +1,22 @@
 """The instruments: what bench.py measures and refuses, and the pages that report.py makes of it."""
 
 import json
+import re
+import signal
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
+from xml.etree import ElementTree
 
 import pytest
+import torch
 from conftest import ROOT, SHAKESPEARE
 from test_quantize import QWEN2, TIED, tiny_folder
 
 from model import Config, Transformer, load_model, named_tensors
 from quantize import pack_linears, quantize_model
-from tools import bench, report
+from tools import bench, report, versus
 from tools.measure import bytes_per_step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -85,9 +90,15 @@ class TestCommands:
         assert guessed["theory"] == pytest.approx(1 + guessed["accepted"])
 
     def test_throughput(self, measure, compiled):
-        """Requests lost, or run twice; time counted into the forward that is not spent there."""
+        """Requests lost, or run twice; time counted into the forward that is not spent there; first
+        tokens counted from when a batch had its turn; static rows that leave as they end."""
         rows, page = measure(THROUGHPUT + "--max-num-seqs 2 --baseline-requests 1", *compiled)
         assert [*rows] == ["continuous batching", "static batches", "one at a time"]
+        static, continuous = rows["static batches"], rows["continuous batching"]
+        assert static["steps"] > continuous["steps"]
+        assert static["computed_tokens"] > continuous["computed_tokens"]
+        assert static["last_first_token_s"] > static["steps"] * static["step_ms"] / 1e3 / 2
+        assert static["times_static"] == 1 and "first_token_s" not in rows["one at a time"]
         assert rows["one at a time"]["mean_batch"] == rows["one at a time"]["times_one"] == 1
         assert 1 < rows["static batches"]["mean_batch"] <= rows["continuous batching"]["mean_batch"]
         for row in rows.values():
@@ -97,12 +108,187 @@ class TestCommands:
         rows, _ = measure(THROUGHPUT)
         assert [*rows] == ["continuous batching", "one at a time"]  # all fit into one batch
 
+    def test_growth(self, measure, compiled):
+        """The bytes of one sequence counted for all; a point that is run twice, or of one cache."""
+        words = "--lengths 20 70 --sequences 1 3 --sequence-tokens 20 --new-tokens 3 --repeat 2"
+        rows, page = measure(f"growth --shape tiny {words}", *compiled)
+        kinds = [f"{kind} cache" for kind in ("static", "paged")]
+        points = ["1 x 20 tokens", "1 x 70 tokens", "3 x 20 tokens"]
+        assert [*rows] == [f"{point}, {kind}" for point in points for kind in kinds]
+        short, _, long, _, three, _ = rows.values()
+        kv = 2 * 4 * 2 * 16 * 4 / 30e6  # k and v, layers, heads, their size, bytes: ms a token
+        assert long["read_ms"] - short["read_ms"] == pytest.approx(50 * kv)
+        assert three["read_ms"] - short["read_ms"] == pytest.approx(2 * 21 * kv)
+        assert three["token_ms"] == pytest.approx(three["step_ms"] / 3)
+        assert "![A step's time over text and sequences](r.svg)" in page
+        drawn = ElementTree.fromstring(report.growth_picture(report.RECORDS / "r.json"))
+        assert len([*drawn.iter("{http://www.w3.org/2000/svg}polyline")]) == 6
+
     def test_prefix(self, measure, compiled):
         """A prefix that is not found, or one that is no longer cold."""
         rows, _ = measure("prefix --shape tiny --prompt-tokens 128 --repeat 2", *compiled)
         assert [*rows] == ["cold", "cached", "floor"]
         assert [row["cached_tokens"] for row in rows.values()] == [0, 112, 0]
         assert rows["cold"]["of_cold"] == rows["floor"]["times_floor"] == 1
+
+
+VERSUS = "versus --shape tiny --prompt-tokens 20 --new-tokens 8 --sequences 3 --threads 1 "
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """Put a module in the place of another engine's, for child processes."""
+
+    def write(name, source):
+        folder = tmp_path / "fakes"
+        folder.mkdir(exist_ok=True)
+        (folder / f"{name}.py").write_text(source)
+        monkeypatch.setenv("PYTHONPATH", str(folder))
+
+    return write
+
+
+BREAKS = "class LLM:\n    def __init__(self, **_): raise OSError('\\nno such weights\\nor so')\n"
+
+
+def test_versus(measure, fake, tmp_path, monkeypatch):
+    """An engine that is not there, or fails, and takes the others with it; weights left behind."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    fake("vllm", "__version__ = '1'\n" + BREAKS)
+    fake("llama_cpp", "raise ModuleNotFoundError('No module', name='llama_cpp')")
+    picture = tmp_path / "picture.svg"
+    peers = ("--peers", "vllm", "llama_cpp", "transformers", "--plot", picture)
+    rows, page = measure(VERSUS + "--eager --repeat 2", *peers)
+    assert [*rows] == ["one sequence", "prefill of 20 tokens", "3 sequences"]
+    for row in rows.values():
+        assert [*row] == ["kilolm", "transformers", "transformers_times"]
+        assert min(row.values()) > 0
+    assert "\nllama_cpp: not installed" in page
+    assert "\nvllm: OSError: no such weights  \n" in page and "times ours" in page
+    drawn = ElementTree.parse(picture).getroot()
+    assert len([*drawn.iter("{http://www.w3.org/2000/svg}rect")]) == 1 + 2 * 3
+    assert not [*tmp_path.glob("tmp*")]
+
+
+@pytest.mark.slow
+def test_versus_compiled(measure):
+    """A cache that is too short for what comes after the compiled step's first length."""
+    rows, _ = measure(VERSUS + "--repeat 1 --peers transformers_compiled")
+    assert all(row["transformers_compiled_times"] > 0 for row in rows.values())
+
+
+VLLM = """
+__version__ = "1.2"
+print("a banner, on stdout")
+
+class SamplingParams:
+    def __init__(self, temperature, max_tokens, ignore_eos, detokenize):
+        assert (temperature, ignore_eos, detokenize) == (0, True, False)
+        self.max_tokens = max_tokens
+
+class LLM:
+    def __init__(self, model, dtype, skip_tokenizer_init, max_model_len, max_num_seqs,
+                 enable_prefix_caching):
+        assert skip_tokenizer_init and not enable_prefix_caching and max_num_seqs == 2
+
+    def generate(self, prompts, params, use_tqdm):
+        import time
+        time.sleep(0.3 + 0.01 * params.max_tokens * len(prompts))
+        assert all(isinstance(prompt["prompt_token_ids"], list) for prompt in prompts)
+"""
+LLAMA = """
+__version__ = "0.3"
+
+class Llama:
+    def __init__(self, model_path, n_ctx, n_threads, n_threads_batch, verbose):
+        assert model_path == "model.gguf"
+
+    def reset(self):
+        pass
+
+    def generate(self, tokens, temp, repeat_penalty):
+        import time
+        time.sleep(0.3)
+        while True:
+            time.sleep(0.01)
+            yield 1
+"""
+SETUP = {"threads": 1, "folder": "x", "dtype": "float32", "device": "cpu", "length": 64,
+         "sequences": 2, "gguf": "model.gguf", "random": False}  # fmt: skip
+ONE = {"prompts": [[5, 9, 2, 7] * 5], "new_tokens": 11}
+TWO = {"figure": "batch", "prompts": [[5], [9, 2]], "new_tokens": 20}
+
+
+@pytest.mark.parametrize("name", ["vllm", "llama_cpp"])
+def test_peers(fake, name):
+    """A time that includes the prompt's where it should not, or leaves it out; a batch of which one
+    row counts; an answer that a library's own output garbles."""
+    fake("vllm", VLLM)
+    fake("llama_cpp", LLAMA)
+    child = versus.Child(name, SETUP, sys.executable, 60)
+    try:
+        assert child.version in ("1.2", "0.3")
+        decode, prefill = (child.ask(ONE | {"figure": f})["tok_s"] for f in ("decode", "prefill"))
+        assert 30 < decode < 130  # 10 ms each, but a busy machine sleeps longer
+        assert 30 < prefill <= 20 / 0.31
+        batch = child.ask(TWO)["tok_s"]
+        assert (batch is None) if name == "llama_cpp" else (35 < batch <= 40 / 0.7)
+    finally:
+        child.close()
+
+
+def test_llama_bench(tmp_path):
+    """Its prefill taken for its decode; its last words lost."""
+    program = tmp_path / "llama-bench"
+    program.write_text(
+        f"#!{sys.executable}\nimport json, sys\n"
+        "n, p = (int(sys.argv[sys.argv.index(flag) + 1]) for flag in ('-n', '-p'))\n"
+        "if p == 99: sys.exit('so long')\n"
+        "print(json.dumps([{'build_commit': 'abc', 'avg_ts': 5.0 if n else 70.0}]))\n"
+    )
+    program.chmod(0o755)
+    setup = SETUP | {"llama_bench": str(program)}
+    child = versus.Child("llama_bench", setup, sys.executable, 60)
+    try:
+        speeds = [child.ask(ONE | {"figure": f})["tok_s"] for f in versus.FIGURES]
+        assert child.version == "build abc" and speeds == [5.0, 70.0, None]
+        with pytest.raises(versus.Absent, match=r"^llama_bench: RuntimeError: status 1: so long$"):
+            child.ask({"figure": "prefill", "prompts": [[1] * 99], "new_tokens": 2})
+    finally:
+        child.close()
+
+
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        ("import os, sys; sys.stderr.write('oh\\n\\n'); sys.stderr.flush(); os.kill(0, 9)", "x"),
+        ("import time; time.sleep(60)", "no answer within 1 s"),
+        ("import nothing_of_this_name", "No module named 'nothing_of_this_name'"),
+    ],
+    ids=["dies", "hangs", "misses a part"],
+)
+def test_peer_that_fails(fake, source, message):
+    """A wait for an answer that never comes; "not installed" for what is broken."""
+    fake("vllm", source.replace("os.kill(0, 9)", f"os.kill(os.getpid(), {signal.SIGKILL:d})"))
+    message = "ended with status -9: oh" if message == "x" else message
+    timeout = 1 if "hangs" in message or "within" in message else 60
+    with pytest.raises(versus.Absent, match=f"^vllm: {message}$"):
+        versus.Child("vllm", SETUP, sys.executable, timeout)
+
+
+def test_random_folder(tmp_path):
+    """A config that says another rope, norm or head than the weights were made for: the engines
+    would not run the same model."""
+    transformers = pytest.importorskip("transformers")
+    config = Config(64, 64, 96, 2, 4, 2, 32, rope_theta=500.0, rms_norm_eps=0.01)
+    bench.write_random(config, torch.float32, tmp_path)
+    ours, theirs = load_model(tmp_path), transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    tokens = torch.arange(40)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens, tokens), theirs(tokens).logits, atol=1e-4, rtol=0)
+    read = ours.config
+    assert (read.head_dim, read.rope_theta, read.rms_norm_eps) == (32, 500.0, 0.01)
+    assert read.dtype == theirs.dtype == torch.float32
 
 
 def test_quality(measure, tmp_path, monkeypatch):
@@ -145,6 +331,20 @@ REFUSED = {
     "throughput --new-tokens 1 2 3": "--new-tokens",
     "throughput --kv-memory nan": "--kv-memory",
     "throughput --max-num-seqs 64 --max-num-batched-tokens 8": "max_num_batched_tokens",
+    "throughput --repeat 0": "--repeat",
+    "throughput --baseline-requests 0": "--baseline-requests",
+    "growth --lengths 0 20": "--lengths",
+    "growth --sequences -1": "--sequences",
+    "growth --sequence-tokens 0": "--sequence-tokens",
+    "growth --repeat 0": "--repeat",
+    "versus --sequences 0": "--sequences",
+    "versus --new-tokens 1": "--new-tokens",
+    "versus --prompt-tokens 5000": "--prompt-tokens",
+    "versus --threads 0": "--threads",
+    "versus --timeout nan": "--timeout",
+    "versus --gguf no-such-file": "--gguf",
+    "versus --checkpoint checkpoints/shakespeare --llama-bench README.md": "--gguf",
+    "versus --vllm-python no-such-file": "--vllm-python",
     "prefix --prompt-tokens 16": "--new-prefix-tokens",
     "quality --text README.md": "--checkpoint",
     "serve --rate 0": "--rate",
@@ -160,7 +360,7 @@ REFUSED = {
 def test_refused(measure, capsys, monkeypatch, words):
     """A division by zero, an endless wait, or a table of nothing that looks like a success."""
     monkeypatch.chdir(ROOT)
-    shape = ["--shape", "tiny"] * (not words.startswith("serve"))
+    shape = ["--shape", "tiny"] * (not words.startswith("serve") and "--checkpoint" not in words)
     assert bench.main([*words.split(), *shape]) == 2
     out, err = capsys.readouterr()
     assert err.startswith("bench.py: error: ") and REFUSED[words] in err
@@ -218,3 +418,21 @@ def test_latest_record(tmp_path, monkeypatch):
     for name in ("a-1b-eager-epyc", "a-1b-epyc", "a-1b-zen", "a-1b-zen-loud"):
         (tmp_path / f"{name}.json").write_text(json.dumps(name))
     assert report.latest("a-1b") == "a-1b-zen" and report.latest("a-1b-eager") == "a-1b-eager-epyc"
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [
+        (2563.4, "2,560"), (1008, "1,008"), (999.6, "1,000"), (47.853, "47.9"), (9.996, "10"),
+        (1.5881e-05, "0.0000159"), (0.1, "0.1"), (0.0, "0"), (-0.02347, "-0.0235"),
+    ],
+)  # fmt: skip
+def test_number(value, text):
+    """2.56e+03 in a table; a count of 1,008 that is rounded to 1,010."""
+    assert report.number(value) == text
+
+
+def test_no_exponents():
+    """The same, in any page that is made of the records."""
+    for write in report.PAGES.values():
+        assert not re.search(r"\de[+-]\d", write())

@@ -4,6 +4,8 @@
     python tools/bench.py latency ... --speculate 4       the same with guessed tokens, and without
     python tools/bench.py throughput --shape 1b --compile     many requests, through the scheduler
     python tools/bench.py prefix --shape 1b --compile     a long prompt whose beginning is known
+    python tools/bench.py growth --shape 1b --compile     a step, over the text and over sequences
+    python tools/bench.py versus --shape 1b               beside the other engines that are there
     python tools/bench.py serve --url http://127.0.0.1:8000   a load on a running server
     python tools/bench.py quality --checkpoint DIR --text FILE     what quantisation costs
     python tools/bench.py report              put the recorded figures into README.md and its pages
@@ -22,8 +24,10 @@ import math
 import os
 import platform
 import random
+import signal
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -42,6 +46,7 @@ from model import (
     SparseMLP,
     Transformer,
     check,
+    load_config,
     named_tensors,
     progress,
     rope_frequencies,
@@ -53,7 +58,8 @@ from scheduler import Engine, Stats
 from tokenizer import Tokenizer
 from tools import load as load_tool
 from tools import report
-from tools.convert import calibrate
+from tools import versus as versus_tool
+from tools.convert import calibrate, save_weights
 from tools.measure import bytes_per_step, gemm_peak, peak_memory, read_bandwidth
 
 # Llama-like; parameters without the embedding table: 86 M, 1.03 B, 6.6 B; and 1.00 B, of which a
@@ -67,6 +73,9 @@ SHAPES = {
         num_experts=64, num_experts_per_tok=8, moe_intermediate_size=768,
     ),
 }  # fmt: skip
+
+
+PEERS = ("transformers", "transformers_compiled", "vllm", "llama_cpp")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -116,6 +125,27 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--prompt-tokens", type=int, default=1024)
     add("--new-prefix-tokens", type=int, default=16, help="tokens at the end that are not cached")
     add("--repeat", type=int, default=5)
+    add = add_command(commands, growth, "a step over text length and sequences").add_argument
+    add("--lengths", type=int, nargs="+", default=[128, 256, 512, 1024, 2048, 4096, 8192])
+    add("--sequences", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    add("--sequence-tokens", type=int, default=128, help="length of each of several sequences")
+    add("--new-tokens", type=int, default=8, help="steps at each point, of which the median counts")
+    add("--repeat", type=int, default=3)
+    versus_parser = add_command(commands, versus, "this engine beside others, in turn")
+    add = versus_parser.add_argument
+    add("--eager", dest="compile", action="store_false", help="do not compile this engine")
+    text = "others to measure (default: all that are there)"
+    add("--peers", nargs="+", choices=PEERS, default=[*PEERS], help=text)
+    add("--prompt-tokens", type=int, default=512, help="of the prompt whose prefill is measured")
+    add("--new-tokens", type=int, default=32)
+    add("--sequences", type=int, default=32, help="in the batch, with prompts of 16 to 64 tokens")
+    add("--repeat", type=int, default=3)
+    add("--threads", type=int, help="of each engine (default: as many as PyTorch takes)")
+    add("--timeout", type=float, default=600.0, help="seconds an engine may take for an answer")
+    add("--gguf", type=Path, metavar="FILE", help="the checkpoint for llama.cpp")
+    add("--llama-bench", type=Path, metavar="PATH", help="llama.cpp's program")
+    add("--vllm-python", type=Path, metavar="PATH", help="of the environment that has vLLM")
+    add("--plot", type=Path, metavar="FILE.svg")
     add = add_command(commands, quality, "what quantisation costs in perplexity").add_argument
     add("--text", type=Path, required=True, help="its last tenth is scored, the rest calibrates")
     add("--group-size", type=int, default=128)
@@ -159,8 +189,9 @@ def add_command(
     add("--dtype", choices=DTYPES, default="bfloat16")
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
     modes = {"nargs": "+"} if run is latency else {}  # there, several to compare
-    add("--quantize", choices=("none", *MODES), default=["none"] if modes else "none", **modes)
-    add("--compile", action="store_true")
+    if run is not versus:
+        add("--quantize", choices=("none", *MODES), default=["none"] if modes else "none", **modes)
+        add("--compile", action="store_true")
     add("--json", action="store_true", help="print the figures as one JSON object")
     add("--record", metavar="NAME", help="keep the figures in benchmarks/NAME.json")
     return parser
@@ -443,10 +474,12 @@ def first_layers(model: Transformer, layers: int, noise: float) -> Transformer:
 
 
 def throughput(args: argparse.Namespace) -> int:
-    """Output tokens per second of many requests, against two simpler ways to serve them.
+    """Output tokens per second of many requests, against simpler ways to serve them.
 
-    "one at a time" runs a few of the requests, each alone. "static batches" admits a batch, and the
-    next one only when the longest of the first has ended.
+    All requests are handed in at the start, and the time to a first token counts from there.
+    "static batches" admits --max-num-seqs requests, and the next ones only when the longest of
+    these has ended; until then the others run on, and what they make is thrown away, as one call
+    of `generate` in most libraries does. "one at a time" runs a few of the requests, each alone.
     """
     model, result = build(args, args.quantize)
     compile_paged(model, args, result)
@@ -458,34 +491,37 @@ def throughput(args: argparse.Namespace) -> int:
     )  # fmt: skip
     rng = random.Random(0)
     V = model.config.vocab_size
-    work = []
+    work: Work = []
     for _ in range(args.requests):
         prompt_len, new_len = (rng.randint(*length) for length in lengths)
-        params = SamplingParams(temperature=0, max_tokens=new_len, ignore_eos=True)
-        work.append(([rng.randrange(V) for _ in range(prompt_len)], params))
-    batches = {
-        "continuous batching": [work],
-        "static batches": [
-            work[i : i + args.max_num_seqs] for i in range(0, len(work), args.max_num_seqs)
-        ],
-        "one at a time": [[item] for item in work[: args.baseline_requests]],
-    }
-    if len(batches["static batches"]) == 1:
-        del batches["static batches"]  # all fit into one batch: the same as the row above
+        work.append(([rng.randrange(V) for _ in range(prompt_len)], new_len))
+    batches = [work[i : i + args.max_num_seqs] for i in range(0, len(work), args.max_num_seqs)]
+    ways = {"continuous batching": partial(serve, engine, [work])}
+    if len(batches) > 1:  # else all are admitted at once either way
+        ways["static batches"] = partial(serve, engine, batches, run_on=True)
+    ways["one at a time"] = partial(
+        serve, engine, [[item] for item in work[: args.baseline_requests]]
+    )
     serve(engine, [work[:2]])  # warm up
-    figures: dict[str, dict[str, list[float]]] = {name: {} for name in batches}
-    for _ in range(args.repeat):
-        rates = {}
-        for name, groups in batches.items():
-            measured = serve(engine, groups)
-            rates[name] = measured["output_tok_s"]
-            for key, value in measured.items():
+    figures: dict[str, dict[str, list[float]]] = {name: {} for name in ways}
+    for _ in progress(range(args.repeat), "measuring"):
+        measured = {name: way() for name, way in ways.items()}
+        if args.baseline_requests < args.requests:  # its queue is not the others'
+            for key in ("first_token_s", "last_first_token_s"):
+                del measured["one at a time"][key]
+        for name, row in measured.items():
+            for of in ("one at a time", "static batches"):
+                if of in measured:
+                    ratio = row["output_tok_s"] / measured[of]["output_tok_s"]
+                    row["times_one" if of == "one at a time" else "times_static"] = ratio
+            for key, value in row.items():
                 figures[name].setdefault(key, []).append(value)
-        for name, rate in rates.items():
-            figures[name].setdefault("times_one", []).append(rate / rates["one at a time"])
     result["runs"] = {name: spread(each) for name, each in figures.items()}
     result["peak_memory_gb"] = peak_memory(model.device)
     return publish(result, args, model.device)
+
+
+Work = list[tuple[list[int], int]]  # a prompt's ids, and how many tokens are wanted
 
 
 class Timed(Runner):
@@ -508,19 +544,27 @@ def compile_paged(model: Transformer, args: argparse.Namespace, result: dict[str
         result["compile_s"] = time.perf_counter() - start
 
 
-def serve(engine: Engine, groups: list[list[tuple[list[int], SamplingParams]]]) -> dict[str, float]:
+def serve(engine: Engine, groups: list[Work], run_on: bool = False) -> dict[str, float]:
     """Run groups of requests, each group to its end, with an empty prefix cache.
 
-    A group's requests arrive together, when the one before has ended; the time to the first token
-    counts from there.
+    All of them are handed in at the start, so that the time to a first token counts from there,
+    whenever the group's turn comes.
+
+    Args:
+        run_on: every request of a group runs until the longest one ends; only what it asked for
+            counts.
     """
     engine.reset()
     engine.stats, engine.runner.seconds = Stats(), 0.0
-    stats = engine.stats
-    start, busy, prompts, waste, requests = time.perf_counter(), 0.0, 0, [], []
+    stats, busy, waste, firsts = engine.stats, 0.0, [], []
+    start = time.perf_counter()
     for group in groups:
-        requests += [engine.add_request(ids, params) for ids, params in group]
-        prompts += sum(len(ids) for ids, _ in group)
+        longest = max(wanted for _, wanted in group)
+        requests = []
+        for ids, wanted in group:
+            tokens = longest if run_on else wanted
+            params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+            requests.append(engine.add_request(ids, params))
         while engine.queue:
             began = time.perf_counter()
             engine.step()
@@ -529,17 +573,21 @@ def serve(engine: Engine, groups: list[list[tuple[list[int], SamplingParams]]]) 
             held = sum(sequence.table.length for sequence in engine.running)
             if blocks:
                 waste.append(1 - held / (blocks * engine.pool.block_size))
+        firsts += [request.outputs[0].times[1] - start for request in requests]
     elapsed = time.perf_counter() - start
-    firsts = [request.outputs[0].times[1] - request.outputs[0].times[0] for request in requests]
+    work = list(itertools.chain(*groups))
+    prompts, output = sum(len(ids) for ids, _ in work), sum(wanted for _, wanted in work)
     return {
-        "output_tok_s": stats.generation_tokens / elapsed,
-        "total_tok_s": (prompts + stats.generation_tokens) / elapsed,
+        "output_tok_s": output / elapsed,
+        "total_tok_s": (prompts + output) / elapsed,
         "steps": stats.engine_steps,
-        "mean_batch": stats.generation_tokens / stats.engine_steps,
+        "mean_batch": output / stats.engine_steps,
         "first_token_s": statistics.median(firsts),
+        "last_first_token_s": max(firsts),
         "step_ms": 1e3 * busy / stats.engine_steps,
         "outside_ms": 1e3 * (busy - engine.runner.seconds) / stats.engine_steps,
         "cached_share": stats.prefix_cache_hits / prompts,
+        "computed_tokens": stats.computed_tokens,
         "preemptions": stats.num_preemptions,
         "kv_waste": statistics.mean(waste or [0.0]),
     }
@@ -584,6 +632,151 @@ def prefix(args: argparse.Namespace) -> int:
     result["runs"] = {name: spread(each) for name, each in figures.items()}
     result["peak_memory_gb"] = peak_memory(model.device)
     return publish(result, args, model.device)
+
+
+# --- growth ---------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def growth(args: argparse.Namespace) -> int:
+    """Time of a decode step as a text gets longer, and as sequences get more, in either cache; and
+    what reading the step's bytes, weights and keys and values, takes alone.
+
+    The caches are filled with noise in place of a text: a step's time does not depend on it, but
+    memory that was never written would be read faster.
+    """
+    model, result = build(args, args.quantize)
+    if args.compile:
+        start = time.perf_counter()
+        compile_model(model, 1)
+        result["compile_s"] = time.perf_counter() - start
+    device, one = model.device, args.sequence_tokens
+    points = [(1, length) for length in args.lengths] + [(B, one) for B in args.sequences]
+    steps = {}
+    for B, length in dict.fromkeys(points):
+        room = length + args.new_tokens
+        steps[B, length] = static_step(model, B, room), paged_step(model, B, room)
+    figures: dict[str, dict[str, list[float]]] = {}
+    for done in progress(range(args.repeat + 1), "measuring"):
+        for (B, length), kinds in steps.items():
+            size = bytes_per_step(model, length + args.new_tokens // 2, B)
+            limit = read_bandwidth(device) if done else 1.0  # the first round warms up
+            for kind, step in zip(("static", "paged"), kinds, strict=True):
+                times = []
+                for at in range(length, length + (args.new_tokens if done else 1)):
+                    start = time.perf_counter()
+                    step(at).tolist()
+                    times.append(time.perf_counter() - start)
+                if not done:
+                    continue
+                ms = 1e3 * statistics.median(times)
+                measured = {
+                    "step_ms": ms, "token_ms": ms / B, "read_ms": size / limit / 1e6,
+                    "of_read_limit": size / limit / 1e6 / ms, "sequences": B, "length": length,
+                }  # fmt: skip
+                row = figures.setdefault(f"{B} x {length:,} tokens, {kind} cache", {})
+                for name, value in measured.items():
+                    row.setdefault(name, []).append(value)
+    result["runs"] = {name: spread(row) for name, row in figures.items()}
+    result["peak_memory_gb"] = peak_memory(device)
+    return publish(result, args, device)
+
+
+def static_step(model: Transformer, B: int, room: int) -> Callable[[int], Tensor]:
+    """A decode step of B sequences at a position, over a static cache full of noise."""
+    cache = StaticCache(model, B, room)
+    for tensor in sum(cache.slabs, ()):
+        tensor.uniform_(-1, 1)
+    tokens = torch.zeros(B, 1, dtype=torch.int64, device=model.device)
+    last = torch.arange(B, device=model.device)
+
+    def step(at: int) -> Tensor:
+        positions, layers = cache.step(at, at + 1)
+        return model(tokens, positions, layers, last).argmax(-1)
+
+    return step
+
+
+def paged_step(model: Transformer, B: int, room: int) -> Callable[[int], Tensor]:
+    """The same over a paged cache, in which the sequences' blocks lie in any order."""
+    width = -(-room // 16)
+    runner, blocks = Runner(model, B * width, 16), [*range(B * width)]
+    for tensor in sum(runner.pools, ()):
+        tensor.uniform_(-1, 1)
+    random.Random(0).shuffle(blocks)
+    tables = [blocks[i * width : (i + 1) * width] for i in range(B)]
+
+    def step(at: int) -> Tensor:
+        return runner.run([Row(table, at, [0]) for table in tables]).argmax(-1)
+
+    return step
+
+
+# --- versus ---------------------------------------------------------------------------------------
+
+
+def versus(args: argparse.Namespace) -> int:
+    """This engine and the others that are installed, in turn, on the same folder: one sequence,
+    a prompt, a batch. See tools/versus.py."""
+    if args.llama_bench and args.checkpoint and not args.gguf:
+        raise ValueError("--llama-bench needs --gguf FILE, the checkpoint in llama.cpp's format")
+    for flag, path in (
+        ("--gguf", args.gguf), ("--llama-bench", args.llama_bench),
+        ("--vllm-python", args.vllm_python),
+    ):  # fmt: skip
+        if path and not path.is_file():
+            raise ValueError(f"{flag} {path}: there is no such file")
+    check("--new-tokens", args.new_tokens, int, 2)  # the first is of the prompt
+    length = max(args.prompt_tokens, versus_tool.BATCH[1]) + args.new_tokens + 1
+    args.threads = args.threads or torch.get_num_threads()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, config = args.checkpoint, args.checkpoint and load_config(args.checkpoint)
+        if not folder:
+            folder, config = Path(temporary), SHAPES[args.shape]
+            write_random(config, DTYPES[args.dtype], folder)
+        longest = config.max_position_embeddings
+        check("--prompt-tokens and --new-tokens", length, int, 1, longest)
+        setup = {
+            "folder": str(folder), "dtype": args.dtype, "device": args.ranks.device.type,
+            "threads": args.threads, "length": length, "sequences": args.sequences,
+            "vocab_size": config.vocab_size, "compile": args.compile,
+            "gguf": args.gguf and str(args.gguf), "random": not args.checkpoint,
+            "llama_bench": args.llama_bench and str(args.llama_bench),
+        }  # fmt: skip
+        peers = dict.fromkeys(args.peers, sys.executable)
+        if args.vllm_python and "vllm" in peers:
+            peers["vllm"] = str(args.vllm_python)
+        if args.llama_bench:
+            peers["llama_bench"] = sys.executable
+        figures, engines, notes = versus_tool.compare(
+            setup, peers, (args.prompt_tokens, args.new_tokens, args.sequences), args.repeat,
+            args.timeout, progress,
+        )  # fmt: skip
+    result: dict[str, Any] = {"runs": {name: spread(row) for name, row in figures.items()}}
+    result |= {"engines": engines, "notes": notes, "dtype": args.dtype}
+    status = publish(result, args, args.ranks.device)
+    if args.plot:
+        args.plot.write_text(report.versus_picture(result))
+    return status
+
+
+def write_random(config: Config, dtype: torch.dtype, folder: Path) -> None:
+    """Write a Llama of random weights as a folder that every engine loads."""
+    numbers = {
+        name: getattr(config, name)
+        for name in (
+            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+            "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta",
+            "max_position_embeddings", "tie_word_embeddings",
+        )
+    }  # fmt: skip
+    numbers |= {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+        "torch_dtype": str(dtype).removeprefix("torch."), "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(numbers, indent=1))
+    model = random_model(config, dtype, tp.Ranks(torch.device("cpu")))
+    save_weights(model, folder)
 
 
 # --- serve ----------------------------------------------------------------------------------------
@@ -744,8 +937,9 @@ def provenance(device: torch.device, args: argparse.Namespace) -> dict[str, str]
     elif Path("/proc/cpuinfo").is_file():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next((x.split(": ")[1] for x in lines if x.startswith("model name")), name)
+    threads = getattr(args, "threads", None) or torch.get_num_threads()
     return {
-        "hardware": f"{name}, {torch.get_num_threads()} threads" + " a rank" * (ranks > 1),
+        "hardware": f"{name}, {threads} threads" + " a rank" * (ranks > 1),
         "versions": f"torch {torch.__version__}, Python {platform.python_version()}",
         "command": f"{launcher} tools/bench.py " + " ".join(args.words),
         "model": str(args.checkpoint.name if args.checkpoint else args.shape),
@@ -754,16 +948,20 @@ def provenance(device: torch.device, args: argparse.Namespace) -> dict[str, str]
 
 def table(result: dict) -> str:
     """The figures for people: median, and least..most of the repetitions."""
-    lines = [result["hardware"], result["versions"], result["command"], ""]
+    lines, number = [result["hardware"], result["versions"], result["command"], ""], report.number
     for name in ("load_s", "compile_s", "model_gb", "weights_gb", "peak_memory_gb", "highest_rate"):
         if name in result:
-            lines.append(f"{name:24}{result[name]:10.2f}")
+            lines.append(f"{name:24}{number(result[name]):>10}")
+    lines += [f"{name:24}{version}" for name, version in result.get("engines", {}).items()]
+    lines += result.get("notes", [])
     for run, figures in result["runs"].items():
         lines += ["", run]
         for name, (median, low, high) in figures.items():
-            lines.append(f"  {name:22}{median:10.3f}   ({low:.3f} .. {high:.3f})")
+            lines.append(f"  {name:30}{number(median):>10}   ({number(low)} .. {number(high)})")
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
+    # Ended by a signal, versus leaves neither engines nor a folder of weights behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(main())

@@ -126,6 +126,11 @@ def write(model: Transformer, source: Path, folder: Path, settings: dict[str, An
     """Write config.json, which says how the weights are quantised, and the weights."""
     config = read_json(source / "config.json") | {"quantization_config": settings}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    save_weights(model, folder)
+
+
+def save_weights(model: Transformer, folder: Path) -> None:
+    """Write a model's tensors under their names in a checkpoint, beside its config.json."""
     tensors = {
         name if name.startswith("lm_head") else f"model.{name}": tensor.cpu().contiguous()
         for name, tensor in named_tensors(model)

@@ -7,8 +7,11 @@ No number in the README is typed by hand. Read: main, then what it calls.
 import ast
 import io
 import json
+import math
 import re
 import tokenize
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -116,9 +119,22 @@ COLUMNS = {
     },
     "throughput": {
         "output_tok_s": "output, tok/s", "times_one": "times one at a time",
-        "total_tok_s": "with prompts, tok/s", "mean_batch": "mean batch",
-        "first_token_s": "first token, s", "host_ms": "host, ms a step",
+        "times_static": "times static batches", "total_tok_s": "with prompts, tok/s",
+        "mean_batch": "mean batch", "first_token_s": "first token, s",
+        "last_first_token_s": "the last first token, s", "host_ms": "host, ms a step",
         "outside_ms": "outside the forward, ms a step", "kv_waste": "KV memory wasted",
+    },
+    "growth": {
+        "step_ms": "a step, ms", "read_ms": "reading alone, ms",
+        "of_read_limit": "of the read limit", "token_ms": "a token, ms",
+    },
+    "versus": {
+        "kilolm": "kilolm, tok/s", "transformers": "transformers, tok/s",
+        "transformers_times": "times ours", "transformers_compiled": "transformers compiled, tok/s",
+        "transformers_compiled_times": "times ours", "vllm": "vLLM, tok/s",
+        "vllm_times": "times ours", "llama_cpp": "llama.cpp (Python), tok/s",
+        "llama_cpp_times": "times ours", "llama_bench": "llama.cpp (llama-bench), tok/s",
+        "llama_bench_times": "times ours",
     },
     "quality": {
         "weights_mb": "weights, MB", "perplexity": "perplexity", "more": "more than plain",
@@ -154,6 +170,15 @@ Llama-like, of 22 layers, D = 2048 and V = 32,000, with random weights.
   acceptance and the costs measured in the same run: a random 1b model and a draft of its own first
   layers, the others made to add nothing, so that it always agrees unless `--draft-noise` disturbs
   it.
+- `versus` runs each engine in a process of its own, on the same weights and as many threads. "One
+  sequence" is what comes after a prompt of 16 tokens, without the time of the first token; "N
+  sequences" have prompts of 16 to 64 tokens, which arrive together and whose time counts. In
+  `transformers` they are one batch of `generate`, padded on the left.
+- `growth` fills the caches with noise and times single steps; "reading alone" is what the weights,
+  keys and values of such a step take at the read limit.
+- Of `throughput`, all requests are handed in at the start, from which a first token counts (in the
+  older records, that of one at a time counts from its own start). In "static batches" the next
+  batch starts when the longest of the one before has ended, and until then its other rows run on.
 - "Within the limits" is the share of requests with their first token within 1 s, and each further
   one within 0.1 s on average; "the floor" is a prompt as long as what is not cached.
 """
@@ -182,6 +207,11 @@ def speed_tables() -> str:
                 f"; weights {run['model_gb']:.2f} GB, peak memory {run['peak_memory_gb']:.2f} GB"
             )
         text += f", compiled in {run['compile_s']:.1f} s" if "compile_s" in run else ""
+        for name, version in run.get("engines", {}).items():
+            text += f"; {name} {version}"
+        text += "".join(f"  \n{note}" for note in run.get("notes", []))
+        if kind == "growth":
+            text += f"\n\n![A step's time over text and sequences]({file.stem}.svg)"
         text += "\n\n| run | " + " | ".join(columns.values()) + " |\n"
         text += "|---" * (1 + len(columns)) + "|\n"
         for label, row in run["runs"].items():
@@ -225,10 +255,24 @@ def latest(name: str) -> dict | None:
 
 
 def cell(median: float, low: float, high: float) -> str:
-    return f"{median:.4g}" if low == high else f"{median:.3g} ({low:.3g}..{high:.3g})"
+    if low == high:
+        return number(median)
+    return f"{number(median)} ({number(low)}..{number(high)})"
 
 
-# --- The picture ----------------------------------------------------------------------------------
+def number(value: float) -> str:
+    """Three significant digits, but whole numbers in full, and never an exponent.
+
+    Example: 2563.4 -> 2,560; 1008 -> 1,008; 0.0000158812 -> 0.0000159; 1.0 -> 1
+    """
+    if not math.isfinite(value) or value == int(value):
+        return f"{value:,.0f}"
+    digits = 2 - math.floor(math.log10(abs(value)))
+    text = f"{round(value, digits):,.{max(0, digits)}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+# --- The pictures ---------------------------------------------------------------------------------
 
 BARS = {  # label -> record, row, figure
     "One sequence, tokens per second": {
@@ -245,34 +289,179 @@ BARS = {  # label -> record, row, figure
 }
 
 
+BLUE, GREY = "#2456c9", "#9aa0a8"
+NAMES = {
+    "kilolm": "kilolm", "transformers": "transformers", "vllm": "vLLM", "llama_cpp": "llama.cpp",
+    "transformers_compiled": "transformers, compiled", "llama_bench": "llama.cpp, llama-bench",
+}  # fmt: skip
+
+
 def picture() -> str:
     """What each technique brings, as bars, from the last record of each name."""
-    shapes: list[str] = []
-    y, hardware = 0, ""
-    for title, bars in BARS.items():
-        figures: dict[str, float] = {}
-        for label, (name, row, figure) in bars.items():
+    groups: dict[str, dict[str, float]] = {}
+    hardware = ""
+    for title, rows in BARS.items():
+        groups[title] = {}
+        for label, (name, row, figure) in rows.items():
             if record := latest(name):
-                figures[label] = record["runs"][row][figure][0]
+                groups[title][label] = record["runs"][row][figure][0]
                 hardware = f"1b shape, bfloat16; {record['hardware']}; {record['versions']}"
+    return bars(groups, [hardware])
+
+
+def versus_picture(run: dict) -> str:
+    """This engine beside the others, as bars, from one record of `versus`."""
+    groups = {
+        f"{row[0].upper()}{row[1:]}, {'output ' * ('sequences' in row)}tokens per second": {
+            NAMES[name]: values[0] for name, values in figures.items() if name in NAMES
+        }
+        for row, figures in run["runs"].items()
+    }
+    what = f"{run['model']} {'shape' if run['model'] in SHAPE_NAMES else ''}".strip()
+    lines = [f"{what}, {run['dtype']}; {run['hardware']}; medians"]
+    engines: dict[str, str] = {}
+    for name, version in run["engines"].items():  # both of transformers have one
+        engines.setdefault(version, f"{NAMES[name]} {version}")
+    lines += [*engines.values()]
+    return bars(groups, lines, ours="kilolm")
+
+
+def bars(groups: dict[str, dict[str, float]], footnotes: list[str], ours: str = "") -> str:
+    """Groups of horizontal bars, each group on its own scale.
+
+    Args:
+        groups: title -> label -> value.
+        ours: the label that stands out; empty: all are alike.
+    """
+    shapes: list[str] = []
+    y = 0
+    for title, values in groups.items():
         shapes.append(f'<text x="16" y="{y + 28}" font-weight="600">{title}</text>')
         y += 40
-        for label, value in figures.items():
-            width = 400 * value / max(figures.values())
+        for label, value in values.items():
+            width = 380 * value / max(values.values())
+            colour = BLUE if label == (ours or label) else GREY
             shapes.append(
-                f'<text x="170" y="{y + 16}" text-anchor="end">{label}</text>'
-                f'<rect x="180" y="{y}" width="{width:.0f}" height="22" rx="3" fill="#2456c9"/>'
-                f'<text x="{188 + width:.0f}" y="{y + 16}">{value:.3g}</text>'
+                f'<text x="190" y="{y + 16}" text-anchor="end">{label}</text>'
+                f'<rect x="200" y="{y}" width="{width:.0f}" height="22" rx="3" fill="{colour}"/>'
+                f'<text x="{208 + width:.0f}" y="{y + 16}">{number(value)}</text>'
             )
             y += 30
-    shapes.append(f'<text x="16" y="{y + 24}" font-size="12" fill="#666">{hardware}</text>')
+    for line in footnotes:
+        shapes.append(f'<text x="16" y="{y + 24}" font-size="12" fill="#666">{line}</text>')
+        y += 16
+    return svg(shapes, 660, y + 24)
+
+
+def svg(shapes: list[str], width: int, height: int) -> str:
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 660 {y + 40}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         'font-family="system-ui, sans-serif" font-size="15" fill="#1c1c1e">'
-        f'<rect width="660" height="{y + 40}" fill="#fff"/>'
+        f'<rect width="{width}" height="{height}" fill="#fff"/>'
     )
     return "\n".join([head, *shapes, "</svg>"]) + "\n"
 
 
+def growth_picture(file: Path) -> str:
+    """A step's time over the length of the text, and over the number of sequences, with what
+    reading alone would take; both axes logarithmic."""
+    run = json.loads(file.read_text())
+    rows = {name: {key: v[0] for key, v in row.items()} for name, row in run["runs"].items()}
+    several = max(row["sequences"] for row in rows.values())
+    length = next((r["length"] for r in rows.values() if r["sequences"] == several), 0)
+    panels = (
+        ("Time of a step: one sequence", "tokens of text", "length", "step_ms",
+         lambda row: row["sequences"] == 1),
+        (f"Time of a token: sequences of {length:,.0f} tokens", "sequences", "sequences",
+         "token_ms", lambda row: row["length"] == length),
+    )  # fmt: skip
+    shapes: list[str] = []
+    for i, (title, axis, x, y, wanted) in enumerate(panels):
+        curves: dict[str, list[tuple[float, float]]] = {}
+        for name, row in rows.items():
+            if wanted(row):
+                kind = name.rpartition(", ")[2]
+                curves.setdefault(kind, []).append((row[x], row[y]))
+                share = row["read_ms"] * row[y] / row["step_ms"]
+                if kind == "static cache":
+                    curves.setdefault("reading alone", []).append((row[x], share))
+        shapes += panel(curves, title, axis, 16 + 400 * i)
+    model = run["model"] + " shape" * (run["model"] in SHAPE_NAMES)
+    note = f"{model}, {'compiled, ' * ('compile_s' in run)}weights {number(run['weights_gb'])} GB; "
+    note += f"{run['hardware']}; {run['versions']}; medians"
+    shapes.append(f'<text x="16" y="342" font-size="12" fill="#666">{note}</text>')
+    return svg(shapes, 816, 356)
+
+
+COLOURS = {"static cache": BLUE, "paged cache": "#c0392b", "reading alone": "#888"}
+
+
+def panel(
+    curves: dict[str, list[tuple[float, float]]], title: str, axis: str, left: int
+) -> list[str]:
+    """Curves of (x, y > 0) over two logarithmic axes, y in ms, in a field 380 wide."""
+    points = [point for curve in curves.values() for point in curve]
+    xs, ys = sorted({x for x, _ in points}), [y for _, y in points]
+    low, high = (round_125(edge, up) for edge, up in ((min(ys), False), (max(ys), True)))
+    x0, x1, y0, y1 = left + 52, left + 366, 284, 76
+
+    def at(value: float, least: float, most: float, begin: float, end: float) -> float:
+        share = math.log(value / least) / (math.log(most / least) or 1)
+        return begin + (end - begin) * share
+
+    shapes = [f'<text x="{left}" y="28" font-weight="600">{title}</text>']
+    tick = low
+    while tick <= high * 1.001:
+        y = at(tick, low, high, y0, y1)
+        shapes.append(
+            f'<path d="M{x0} {y:.1f}H{x1}" stroke="#ddd"/><text x="{x0 - 6}" y="{y + 4:.1f}" '
+            f'text-anchor="end" font-size="12">{number(tick)}</text>'
+        )
+        tick = round_125(tick * 1.5, True)
+    for x in xs:
+        shapes.append(
+            f'<text x="{at(x, xs[0], xs[-1], x0, x1):.1f}" y="{y0 + 18}" text-anchor="middle" '
+            f'font-size="12">{number(x)}</text>'
+        )
+    shapes.append(
+        f'<text x="{x1}" y="{y0 + 36}" text-anchor="end" font-size="12">{axis}</text>'
+        f'<text x="{left}" y="64" font-size="12">ms</text>'
+    )
+    for i, (name, curve) in enumerate(curves.items()):
+        line = " ".join(
+            f"{at(x, xs[0], xs[-1], x0, x1):.1f},{at(y, low, high, y0, y1):.1f}"
+            for x, y in sorted(curve)
+        )
+        dash = ' stroke-dasharray="5 4"' if name == "reading alone" else ""
+        shapes.append(
+            f'<polyline points="{line}" fill="none" stroke="{COLOURS[name]}" stroke-width="2"'
+            f'{dash}/><text x="{x0 + 110 * i}" y="52" font-size="12" fill="{COLOURS[name]}">{name}'
+            "</text>"
+        )
+    return shapes
+
+
+def round_125(value: float, up: bool) -> float:
+    """The next of ..., 0.5, 1, 2, 5, 10, ... that is at least, or at most, the value.
+
+    Example: 37 -> 50 up, 20 down
+    """
+    power = 10.0 ** math.floor(math.log10(value))
+    steps = [m * power for m in (1, 2, 5, 10)]
+    if up:
+        return next(step for step in steps if step >= value * 0.9999)
+    return next(step for step in reversed(steps) if step <= value * 1.0001)
+
+
+SHAPE_NAMES = ("110m", "1b", "7b")  # bench.py's, whose weights are random
 PARTS = {"files": file_table, "speed": summary}  # of README.md, between marks
-PAGES = {"docs/speed.svg": picture, "benchmarks/README.md": speed_tables}
+PAGES: dict[str, Callable[[], str]] = {
+    "docs/speed.svg": picture,
+    "benchmarks/README.md": speed_tables,
+    **{
+        f"benchmarks/{file.stem}.svg": partial(growth_picture, file)
+        for file in sorted(RECORDS.glob("growth-*.json"))
+    },
+}
+if headline := latest("versus-1b") or latest("versus-110m"):
+    PAGES["docs/versus.svg"] = partial(versus_picture, headline)
