@@ -155,7 +155,7 @@ def percentile(values: list[float], p: int) -> float:
 
 def plot(rates: list[float], figures: list[dict[str, float]], title: str) -> str:
     """Draw time to first token and time per token over the rate, in ms on a logarithmic scale, as
-    an SVG."""
+    an SVG. A dashed line shows how many requests per second are answered at most."""
     width, height, left, bottom = 640, 300, 60, 40
     lines = [
         ("ttft_p50_ms", "#2456c9", "first token, p50"), ("ttft_p99_ms", "#9db6ec", "p99"),
@@ -180,13 +180,21 @@ def plot(rates: list[float], figures: list[dict[str, float]], title: str) -> str
         f'<text x="{width - 20}" y="{height - 8}" text-anchor="end">requests per second</text>',
     ]
     for value in (10**power for power in range(low, high + 1)):
+        label = f"{value / 1000:g} s" if value >= 1000 else f"{value:g} ms"
         parts.append(
             f'<path d="M{left} {y(value)}H{width - 20}" stroke="#ddd"/>'
-            f'<text x="{left - 6}" y="{y(value) + 4}" text-anchor="end">{value:g} ms</text>'
+            f'<text x="{left - 6}" y="{y(value) + 4}" text-anchor="end">{label}</text>'
         )
     for rate in rates:
         parts.append(
             f'<text x="{x(rate)}" y="{height - bottom + 16}" text-anchor="middle">{rate:g}</text>'
+        )
+    most = max(each["request_s"] for each in figures)
+    if most < 0.9 * max(rates):  # more were sent than answered: the queue only grows
+        text = f"saturated: {most:.3g} answered"
+        parts.append(
+            f'<path d="M{x(most):.1f} 44V{height - bottom}" stroke="#888" stroke-dasharray="4"/>'
+            f'<text x="{x(most) + 6:.1f}" y="{height - bottom - 8}" fill="#666">{text}</text>'
         )
     for i, (name, colour, label) in enumerate(lines):
         points = " ".join(f"{x(r):.1f},{y(f[name]):.1f}" for r, f in zip(rates, figures))

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from tools import load
+
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS, COURSE = ROOT / "benchmarks", ROOT / "course"
 # In reading order: the core, then the techniques, which it does not need.
@@ -39,19 +41,25 @@ def main() -> None:
         (ROOT / name).write_text(write())
 
 
+# "Su et al. 2021 (rope, arXiv:2104.09864)"
+PAPER = re.compile(
+    r"([A-Z]\w+)(?: et al\.| (?:&|and) \w+)? (\d{4})(?:, | \()(?:[\w -]+, )?arXiv:(\d{4}\.\d{5})"
+)
+
+
 # --- The files ------------------------------------------------------------------------------------
 
 
 def file_table() -> str:
-    """Each module: its code lines, the first line of its header, the papers that it names."""
+    """Each module: its code lines, the first line of its header, and the papers that it names."""
     text, total = "\n| file | lines | idea | papers |\n|---|---|---|---|\n", 0
     for name in MODULES:
         source = (ROOT / f"{name}.py").read_text()
         doc, lines = ast.get_docstring(ast.parse(source)), code_lines(source)
         total += lines
         idea = doc.split("\n")[0].rstrip(".")
-        papers = dict.fromkeys(re.findall(r"arXiv:(\d{4}\.\d{5})", doc))
-        links = ", ".join(f"[{paper}](https://arxiv.org/abs/{paper})" for paper in papers)
+        papers = dict.fromkeys(PAPER.findall(" ".join(doc.split())))
+        links = ", ".join(f"[{who} {year}](https://arxiv.org/abs/{at})" for who, year, at in papers)
         text += f"| [`{name}.py`]({name}.py) | {lines} | {idea} | {links} |\n"
         if name == CORE[-1]:
             text += f"| the core | {total} | | |\n"
@@ -184,18 +192,37 @@ Llama-like, of 22 layers, D = 2048 and V = 32,000, with random weights.
 """
 
 
+# In the order of the page: the kind of a record, and what is drawn of it.
+HEADINGS = {
+    "versus": ("Beside other engines", "../docs/versus.svg"),
+    "latency": ("One sequence, and batches of equal ones", "../docs/speed.svg"),
+    "growth": ("How a step grows", ""),
+    "speculation": ("Guessing ahead", ""),
+    "throughput": ("Many requests", ""),
+    "prefix": ("A prefix that is cached", ""),
+    "serve": ("Serving", "../docs/serve.svg"),
+    "ranks": ("Several processes", ""),
+    "quality": ("What fewer bits cost", ""),
+}
+
+
 def speed_tables() -> str:
     """The recorded runs as Markdown: one table each, with its provenance."""
-    text = ABOUT
+    text, runs = ABOUT, []
     for file in sorted(RECORDS.glob("*.json")):
         run = json.loads(file.read_text())
-        command = re.sub(
-            r" (tools/)?bench\.py ", " tools/bench.py ", run["command"]
-        )  # it has moved
+        # It has moved since the first records.
+        command = re.sub(r" (tools/)?bench\.py ", " tools/bench.py ", run["command"])
         words = command.split()
         kind = words[words.index("tools/bench.py") + 1]
         kind = "speculation" if "--specul" in command else kind
-        columns = COLUMNS["ranks" if words[0] == "torchrun" else kind]
+        runs.append(("ranks" if words[0] == "torchrun" else kind, command, file, run))
+    before = None
+    for kind, command, file, run in sorted(runs, key=lambda each: [*HEADINGS].index(each[0])):
+        if kind != before:
+            title, drawn = HEADINGS[kind]
+            text += f"\n## {title}\n" + f"\n![{title}]({drawn})\n" * bool(drawn)
+        columns, before = COLUMNS[kind], kind
         columns = {  # what was measured once may not be any more
             name: title
             for name, title in columns.items()
@@ -347,7 +374,7 @@ def bars(groups: dict[str, dict[str, float]], footnotes: list[str], ours: str = 
                 f'<text x="{208 + width:.0f}" y="{y + 16}">{number(value)}</text>'
             )
             y += 30
-    for line in footnotes:
+    for line in [*footnotes, *["Each group of bars has its own scale."] * (len(groups) > 1)]:
         shapes.append(f'<text x="16" y="{y + 24}" font-size="12" fill="#666">{line}</text>')
         y += 16
     return svg(shapes, 660, y + 24)
@@ -454,9 +481,20 @@ def round_125(value: float, up: bool) -> float:
 
 
 SHAPE_NAMES = ("110m", "1b", "7b")  # bench.py's, whose weights are random
+
+
+def serve_picture() -> str:
+    """The server's latencies over the rate of requests, from the last record."""
+    run = latest("serve-shakespeare")
+    figures = [{name: value[0] for name, value in row.items()} for row in run["runs"].values()]
+    rates = [float(label.split()[0]) for label in run["runs"]]
+    return load.plot(rates, figures, f"The bundled model; {run['hardware']}; {run['versions']}")
+
+
 PARTS = {"files": file_table, "speed": summary}  # of README.md, between marks
 PAGES: dict[str, Callable[[], str]] = {
     "docs/speed.svg": picture,
+    "docs/serve.svg": serve_picture,
     "benchmarks/README.md": speed_tables,
     **{
         f"benchmarks/{file.stem}.svg": partial(growth_picture, file)
