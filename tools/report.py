@@ -182,6 +182,7 @@ Llama-like, of 22 layers, D = 2048 and V = 32,000, with random weights.
   sequence" is what comes after a prompt of 16 tokens, without the time of the first token; "N
   sequences" have prompts of 16 to 64 tokens, which arrive together and whose time counts. In
   `transformers` they are one batch of `generate`, padded on the left.
+- Of int4 the `latency` records show an earlier packed form, which read its weights in compiled code.
 - `growth` fills the caches with noise and times single steps; "reading alone" is what the weights,
   keys and values of such a step take at the read limit.
 - Of `throughput`, all requests are handed in at the start, from which a first token counts (in the
@@ -252,8 +253,6 @@ SUMMARY = (  # what, record, row, figure, and of what that is a multiple or a pa
      "of the speed at which this machine reads memory"),
     ("with int8 weights", "latency-1b-prompt512", "int8, batch 1", "times_first_row",
      "times bfloat16"),
-    ("with int4 weights", "latency-1b-prompt512", "int4, batch 1", "times_first_row",
-     "times bfloat16"),
     ("with 4 guesses of a draft that is always right", "speculate-1b", "4 guesses", "times_plain",
      "times without"),
     ("32 requests at once", "throughput-1b-32x64", "continuous batching", "times_one",
@@ -306,7 +305,6 @@ BARS = {  # label -> record, row, figure
         "eager": ("latency-1b-eager", "batch 1", "decode_tok_s"),
         "compiled": ("latency-1b-prompt512", "batch 1", "decode_tok_s"),
         "int8": ("latency-1b-prompt512", "int8, batch 1", "decode_tok_s"),
-        "int4": ("latency-1b-prompt512", "int4, batch 1", "decode_tok_s"),
         "bf16, 4 right guesses": ("speculate-1b", "4 guesses", "decode_tok_s"),
     },
     "32 requests, output tokens per second": {
