@@ -178,8 +178,8 @@ class SparseMLP(nn.Module):
     The router scores all experts, softmax in float32, and keeps the k best; of equal ones those
     that torch.topk takes, as transformers does. Whether the k weights then add up to 1 is the
     family's choice. A model has many times the weights that one token needs, and a step reads only
-    those of the chosen experts: for one sequence at 0.68 of the speed at which memory is read; 32
-    sequences, which choose nearly all, run 1.9 times as fast as in a dense model of as many bytes,
+    those of the chosen experts: for one sequence at 0.61 of the speed at which memory is read; 32
+    sequences, which choose nearly all, run 2.2 times as fast as in a dense model of as many bytes,
     whose every row meets every weight (`tools/bench.py latency --shape moe --dtype float32
     --compile --batch 1 32`, and --shape 1b; 8 of 64 experts, two Zen 3 cores without AVX-512).
     """

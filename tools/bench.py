@@ -937,6 +937,7 @@ def provenance(device: torch.device, args: argparse.Namespace) -> dict[str, str]
     elif Path("/proc/cpuinfo").is_file():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next((x.split(": ")[1] for x in lines if x.startswith("model name")), name)
+        name += f" ({torch.backends.cpu.get_cpu_capability()})"  # some names say little
     threads = getattr(args, "threads", None) or torch.get_num_threads()
     return {
         "hardware": f"{name}, {threads} threads" + " a rank" * (ranks > 1),

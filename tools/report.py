@@ -182,7 +182,7 @@ Llama-like, of 22 layers, D = 2048 and V = 32,000, with random weights.
   sequence" is what comes after a prompt of 16 tokens, without the time of the first token; "N
   sequences" have prompts of 16 to 64 tokens, which arrive together and whose time counts. In
   `transformers` they are one batch of `generate`, padded on the left.
-- Of int4 the `latency` records show an earlier packed form, which read its weights in compiled code.
+- Of int4 the older `latency` records show an earlier packed form, read by compiled code.
 - `growth` fills the caches with noise and times single steps; "reading alone" is what the weights,
   keys and values of such a step take at the read limit.
 - Of `throughput`, all requests are handed in at the start, from which a first token counts (in the
