@@ -426,7 +426,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4, "qk_norm": True, "num_experts_per_tok": 8, "norm_topk_prob": False
     },
 }  # fmt: skip
-# What we run one value of. A router that is not here by another key is another architecture.
+# Settings of which we run one value. Routers with shared experts are other architectures.
 ONLY = {"hidden_act": "silu", "partial_rotary_factor": 1.0, "scoring_func": "softmax", "n_group": 1}
 
 

@@ -14,10 +14,9 @@ compiled (compile_model); they are never stored. What it buys: int8 is 1.4 times
 for one sequence (`tools/bench.py latency --quantize`, on two Zen 5 cores), for 0 and, with GPTQ in
 4 bits, 0.1 % more perplexity (`tools/bench.py quality`); without AVX-512 both are slower than plain
 float32. Does not know what the Linears are for. In this file N is output channels, K input
-channels, G groups, R rows. Papers:
-Dettmers et al. 2022 (int8, arXiv:2208.07339), Frantar et al. 2022 (GPTQ, arXiv:2210.17323; see
-tools/convert.py), Lin et al. 2023 (AWQ, arXiv:2306.00978). Read: QuantLinear, round_to_nearest,
-load, compile_model. Next: speculative.py.
+channels, G groups, R rows. Papers: Dettmers et al. 2022 (int8, arXiv:2208.07339), Frantar et al.
+2022 (GPTQ, arXiv:2210.17323; see tools/convert.py), Lin et al. 2023 (AWQ, arXiv:2306.00978). Read:
+QuantLinear, round_to_nearest, load, compile_model. Next: speculative.py.
 """
 
 import weakref
@@ -414,11 +413,11 @@ class Int4Linear(PackedLinear):
     """int4 weights for PyTorch's own operators, which dequantise inside the product.
 
     They compute scale * (q - 8) + zero, and ours is scale * (q - z): so their zero is scale * (8 -
-    z). On a CPU that is fastest for few rows; for more, the weight is dequantised, and multiplied
-    as it is in bfloat16. On CUDA in bfloat16 alone; not yet run on a GPU by us.
+    z). On a CPU they take up to FEW rows; for more, the weight is dequantised, and multiplied as
+    any other. On CUDA in bfloat16 alone; not yet run on a GPU by us.
     """
 
-    # On Zen 3 that is slower for any, and with AMX slower for 32 rows, but not for 8.
+    # With AMX the operator is the faster one for 8 rows and not for 32; on Zen 3 (AVX2) for none.
     least_rows, FEW = 0, 8 if PackedLinear.least_rows else 0
 
     @staticmethod

@@ -270,7 +270,8 @@ def assert_close(linear, x, y, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", [{"N": 64}, {"bias": True}, {"N": 33, "order": True}])
 @pytest.mark.parametrize("name", FORMS)
-def test_packed_equals_plain(name, options, dtype):
+@pytest.mark.parametrize("ways", [(0, 0), (6, 64)])  # one is what this processor takes
+def test_packed_equals_plain(ways, name, options, dtype):
     """A weight packed for one number of rows and read wrongly at another; rows of padding that come
     back; the padding of the last block of outputs; the order of channels within a group; zero
     points, wrong for few rows or for many only; a row that is not contiguous read as if it were;
@@ -280,6 +281,7 @@ def test_packed_equals_plain(name, options, dtype):
     if getattr(linear, "bits", 0) == 4:
         linear.zeros.random_(0, 16)  # other tools' are anywhere
         form = Int4Linear(linear, dtype)
+    form.least_rows, form.FEW = ways
     sizes = (1, 1e4, 1e-3) if dtype == torch.float16 else (1, 1e8, 1e-25)
     with torch.compiler.set_stance("force_eager"):
         for shape in [(1,), (5,), (1, 1), (1, 3), (2, 1), (2, 33)]:
