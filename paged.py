@@ -16,8 +16,7 @@ BlockPool; then Runner.step, paged_attention. Next: scheduler.py.
 """
 
 import itertools
-from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -166,18 +165,6 @@ class BlockPool:
                 else:
                     self._free.append(block)
         table.blocks, table.length, table.serials, table.spoilt = [], 0, [], False
-
-    def check(self, tables: Iterable[BlockTable]) -> None:
-        """Assert the pool's invariant, given every table in use."""
-        size, blocks, counts = self.block_size, range(self.num_blocks), Counter()
-        for table in tables:
-            assert len(table.serials) * size <= table.length <= len(table.blocks) * size
-            counts.update(table.blocks)
-        assert self.refs == [counts[b] for b in blocks], "reference counts differ from the tables"
-        each = [*counts, *self._free, *self.cached]  # used, free, cached
-        assert sorted(each) == [*blocks], "a block is lost, or in two states"
-        assert {b: k for k, (b, _) in self._found.items()} == self._keys, "a stale key"
-        assert self.cached.keys() <= self._keys.keys() <= {*counts, *self.cached}
 
     def _take(self) -> int:
         if self._free:
@@ -346,10 +333,10 @@ def paged_attention(
 
 
 # torch.compile need not look inside: how many groups there are, and how large, differs by the step.
-_library = torch.library.Library("kilolm", "FRAGMENT")
-_library.define(
+library = torch.library.Library("kilolm", "FRAGMENT")
+library.define(
     "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, "
     "Tensor slots, Tensor tables, Tensor groups, Tensor mask) -> Tensor"
 )
-_library.impl("paged_attention", paged_attention, "CompositeExplicitAutograd")
+library.impl("paged_attention", paged_attention, "CompositeExplicitAutograd")
 torch.library.register_fake("kilolm::paged_attention", lambda q, *_: torch.empty_like(q))

@@ -48,6 +48,7 @@ class SamplingParams(Checked):
     max_tokens: int = setting(256, 1, 2**31, "new tokens at most")
     logprobs: int | None = setting(None, 0, 20, "report log-probabilities, of the top N too")
     logit_bias: dict[int, float] = field(default_factory=dict)  # token id -> added to its logit
+    prompt_logprobs: bool = False  # where logprobs is given, of the prompt too; Engine only
     stop: tuple[str, ...] = ()  # end before any of these strings
     stop_token_ids: tuple[int, ...] = ()  # end at any of these tokens, besides EOS
     ignore_eos: bool = False  # run on past EOS, as benchmarks do
@@ -166,6 +167,11 @@ class Sequence:
     @property
     def output_ids(self) -> list[int]:
         return self.ids[self.prompt_len :]
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether its prompt is being run, and the log-probabilities of that are wanted."""
+        return self.params.prompt_logprobs and not self.tokens
 
     def ahead(self, guesses: list[int]) -> "Sequence":
         """What the sampler would read once these ids had been appended: only to be read."""

@@ -34,10 +34,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from model import Transformer, check
 from paged import BlockPool, BlockTable, Row, Runner
-from sampling import Guess, SamplingParams, Sequence, finite
+from sampling import Guess, SamplingParams, Sequence, Token, finite, scored
 from speculative import DraftModel, NGram
 from structured import matcher
 from tokenizer import Tokenizer
@@ -49,11 +50,14 @@ class Request:
 
     `outputs` holds the n sequences, each with text, output_ids, tokens (log-probabilities),
     finish_reason, and times (queued, first token, ..., last token). The others are forked from the
-    first once its prompt has been computed, sharing the prompt's blocks.
+    first once its prompt has been computed, sharing the prompt's blocks. `prompt` holds a Token of
+    each prompt id, with its log-probability where params ask for that, but for the first's, which
+    nothing comes before.
     """
 
     id: str | None = None
     outputs: list[Sequence] = field(default_factory=list)
+    prompt: list[Token] = field(default_factory=list)
     priority: int = 0  # the lowest number runs first, as in vLLM
     cache_salt: str | None = None
     arrival: int = 0
@@ -165,7 +169,7 @@ class Engine:
                 however long it waited.
         """
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        request = Request(**options)
+        request = Request(prompt=[*map(Token, ids)], **options)
         check("cache_salt", request.cache_salt, str | None)
         wish = params.structured_outputs
         first = None if wish is None else matcher(self.tokenizer, self.config, wish)
@@ -242,6 +246,8 @@ class Engine:
             if broken and not finite(part).all():
                 failed.append(self._fail(sequence))
                 continue
+            if sequence.scores_prompt:
+                part = self._score(sequence, row, part)
             drawing += (new := self._computed(sequence, row))
             parts += [part] * len(new)
         sampled = self.proposer.verify(torch.cat(parts), drawing) if parts else []
@@ -283,7 +289,8 @@ class Engine:
         room = self.max_num_seqs - len(running) if preemptions == stats.num_preemptions else 0
         for sequence in waiting[:room]:
             table = sequence.table
-            pool.reuse(table, sequence.ids, sequence.request.cache_salt)
+            if not sequence.scores_prompt:  # of what is found there are no logits
+                pool.reuse(table, sequence.ids, sequence.request.cache_salt)
             end = self._end(sequence, budget)
             if end == table.length or pool.cost(table, end) > pool.num_available:
                 pool.free(table)
@@ -312,7 +319,16 @@ class Engine:
         """What a sequence runs: known tokens that the cache lacks, and guesses."""
         table, guesses = sequence.table, sequence.guess.ids
         ids = sequence.ids[table.length : sequence.end] + guesses
-        return Row(table.blocks, table.length, ids, 1 + len(guesses))
+        wanted = len(ids) if sequence.scores_prompt else 1 + len(guesses)
+        return Row(table.blocks, table.length, ids, wanted)
+
+    def _score(self, sequence: Sequence, row: Row, logits: Tensor) -> Tensor:
+        """Note the log-probabilities of the prompt's tokens after a row's, (len(row.ids), V) logits
+        each. Returns those that the next token may be drawn from."""
+        ids, at = sequence.ids[row.start + 1 :][: len(row.ids)], row.start + 1
+        tokens = scored(logits[: len(ids)], ids, [sequence.params.logprobs] * len(ids))
+        sequence.request.prompt[at : at + len(ids)] = tokens
+        return logits[-1 - len(sequence.guess.ids) :]
 
     def _computed(self, sequence: Sequence, row: Row) -> list[Sequence]:
         """Take note that a row has run. Returns who draws from its logits: nobody before the end;
@@ -357,14 +373,6 @@ class Engine:
     def _leave(self, sequence: Sequence) -> None:
         self.queue.remove(sequence)
         self.pool.free(sequence.table)
-
-    def check(self) -> None:
-        """Assert that every block is accounted for, and every sequence is in line once."""
-        self.pool.check(sequence.table for sequence in self.queue)
-        assert len({*map(id, self.queue)}) == len(self.queue)
-        assert not any(sequence.finish_reason for sequence in self.queue)
-        assert len(self.running) <= self.max_num_seqs
-        assert self.queue == sorted(self.queue, key=rank)
 
 
 def rank(sequence: Sequence) -> tuple[int, int]:

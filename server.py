@@ -48,7 +48,7 @@ from model import check
 from sampling import BROKEN, SamplingParams, Sequence, Token, sampling_params
 from scheduler import Engine, Request
 from structured import pieces, structure
-from tokenizer import Tokenizer
+from tokenizer import Detokenizer, Tokenizer
 
 MAX_CHOICES, MAX_HEAD = 256, 2**16
 IDLE_S, BODY_S = 75, 60  # seconds that a connection may be silent, and a body may take
@@ -202,13 +202,12 @@ class Server:
             if "stream_options" in body and not body.get("stream"):
                 raise ValueError("stream_options needs stream")
             given = {f.name: body[f.name] for f in fields(SamplingParams) if f.name in body}
+            given["prompt_logprobs"] = body.get("echo", False) and not chat
             if wish := structure(body.get("response_format", {"type": "text"})):
                 given["structured_outputs"] = wish
             if chat:
                 scored = check("logprobs", body.get("logprobs", False), bool)
                 given["logprobs"] = body.get("top_logprobs", 0 if scored else None)
-            elif body.get("echo") and "logprobs" in given:
-                raise ValueError("echo with logprobs is not supported: ask for one of them")
             # Where nothing is said: 16 tokens, or in a chat all that there is room for.
             most = body.get("max_completion_tokens", given.get("max_tokens"))
             given["max_tokens"] = (self.context if chat else 16) if most is None else most
@@ -254,10 +253,8 @@ class Server:
                 raise ValueError(f"messages[{i}] needs a role, and text or text parts") from None
         options = check("chat_template_kwargs", body.get("chat_template_kwargs", {}), dict)
         goes_on = check("continue_final_message", body.get("continue_final_message", False), bool)
-        answered = body.get("add_generation_prompt", not goes_on)
-        if check("add_generation_prompt", answered, bool) and goes_on:
-            raise ValueError("add_generation_prompt excludes continue_final_message")
-        options = {"add_generation_prompt": answered} | options
+        wanted = check("add_generation_prompt", body.get("add_generation_prompt", True), bool)
+        options = {"add_generation_prompt": wanted and not goes_on} | options
         return self.tokenizer.encode_chat(plain, goes_on, **options)
 
 
@@ -282,13 +279,23 @@ def choices(index: int, sequence: Sequence, form: str, echo: bool, words: Tokeni
             continue
         count, chars = count + len(tokens), chars + len(text)
         if echo:
-            text = words.decode(sequence.ids[: sequence.prompt_len]) + text
+            prompt = [*spelt(sequence.request.prompt, words)]
+            text, tokens = "".join(token.text for token in prompt) + text, prompt + tokens
         choice = {"index": index, "finish_reason": reason, "logprobs": None}
         if scored:
             choice["logprobs"] = logprobs(tokens, offset if form == "text" else None, pieces(words))
             offset += sum(len(token.text) for token in tokens)
         yield choice | ({"text": text} if form == "text" else {form: opening | {"content": text}})
         opening, echo = {}, False
+
+
+def spelt(tokens: list[Token], words: Tokenizer) -> Iterator[Token]:
+    """Yield the tokens of a text with what each adds to it, the last one also the marks of a
+    character that never ends."""
+    reader = Detokenizer(words, [])
+    for left, token in zip(range(len(tokens))[::-1], tokens):
+        text = reader.push(token.id)
+        yield token._replace(text=text if left else text + reader.flush())
 
 
 def logprobs(tokens: list[Token], offset: int | None, vocabulary: list[bytes]) -> dict[str, Any]:
@@ -313,7 +320,8 @@ def logprobs(tokens: list[Token], offset: int | None, vocabulary: list[bytes]) -
         "text_offset": [*accumulate(map(len, texts), initial=offset)][:-1],
         # With the chosen one, wherever it stands, as in vLLM.
         "top_logprobs": [
-            {each["token"]: each["logprob"] for each in (*top, one)}
+            {each["token"]: each["logprob"] for each in (*top, one) if each["logprob"] is not None}
+            or None  # of a prompt's first, which nothing comes before
             for one, top in zip(found, tops)
         ],
     }

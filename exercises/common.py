@@ -18,6 +18,7 @@ from kv_cache import StaticCache
 from model import Config, Transformer, load_config, locate_tensors, named_tensors
 from sampling import SamplingParams, Sequence
 from scheduler import Engine, Request
+from tools.books import audit
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAKESPEARE = ROOT / "checkpoints" / "shakespeare"
@@ -97,7 +98,7 @@ def serve(engine: Engine, *asked: tuple[list[int] | str, SamplingParams]) -> lis
     requests = [engine.add_request(*each) for each in asked]
     while engine.queue:
         engine.step()
-        engine.check()
+        audit(engine)
     return requests
 
 

@@ -7,6 +7,7 @@ from common import call, tiny_model
 
 from sampling import SamplingParams
 from scheduler import Engine, Request
+from tools.books import audit
 
 MODEL = tiny_model()
 TODO = "give Engine the options policy and ageing"
@@ -37,7 +38,7 @@ def serve(at: Engine, requests: list[Request]) -> tuple[list[int], list[int]]:
             first[i] = first[i] or step
             if request.finished:
                 order.append(i)
-        at.check()
+        audit(at)
     return order, first
 
 
@@ -130,7 +131,7 @@ def test_what_a_sequence_has_written_counts() -> None:
     assert len(grown.ids) > 8, "the test is of no use"  # eight tokens are all that a step runs
     while at.waiting == [grown, short]:
         at.step()
-        at.check()
+        audit(at)
     assert short in at.running, (
         "six tokens to run are fewer than the prompt and the output of the one that was preempted"
     )

@@ -10,6 +10,7 @@ from common import call, serve, tiny_model
 from paged import BlockPool, BlockTable
 from sampling import SamplingParams
 from scheduler import Engine
+from tools.books import audit_pool
 
 TODO = "give BlockPool (and Engine, which makes it) the option evict"
 
@@ -25,9 +26,9 @@ def use(at: BlockPool, text: str) -> int:
     found = table.length
     at.grow(table, len(ids))
     at.commit(table, ids, len(ids))
-    at.check([table])
+    audit_pool(at, [table])
     at.free(table)
-    at.check([])
+    audit_pool(at, [])
     return found
 
 
@@ -95,7 +96,7 @@ def test_no_block_goes_before_those_that_come_after_it(evict: str) -> None:
             at.grow(table, len(ids))
             at.commit(table, ids, len(ids))
             running.append(table)
-        at.check(running)
+        audit_pool(at, running)
         serials = {serial for _, serial in at._found.values()}
         lost = [key for key in at._found if isinstance(key[0], int) and key[0] not in serials]
         assert not lost, "a block was given up while one that follows it was kept"

@@ -12,6 +12,7 @@ from model import Transformer
 from paged import Row
 from sampling import SamplingParams
 from scheduler import Engine
+from tools.books import audit_pool
 
 MODEL = tiny_model(num_hidden_layers=3)
 PROMPT = [3, 14, 15, 9, 2, 6, 5, 3, 5, 8]
@@ -29,7 +30,7 @@ def search(at: Engine, ids: list[int], width: int, max_tokens: int) -> list[Any]
             assert hasattr(beam, name), f"each beam has ids (prompt and output) and {name}"
         assert beam.ids[: len(ids)] == ids
     assert all(a.logprob >= b.logprob for a, b in pairwise(beams)), "the likeliest comes first"
-    at.pool.check([])
+    audit_pool(at.pool, [])
     assert at.pool.num_available == at.pool.num_blocks, "blocks are left in nobody's table"
     return beams
 
@@ -123,7 +124,7 @@ def test_it_needs_no_more_than_the_pool_has() -> None:
         small = engine(blocks)
         with pytest.raises(ValueError, match="block"):
             search(small, PROMPT, 4, 12)
-        small.pool.check([])
+        audit_pool(small.pool, [])
         assert small.pool.num_available == blocks, "after an error, too, free every table"
 
 

@@ -21,6 +21,7 @@ from common import bundled, needs
 import tp
 from sampling import SamplingParams
 from scheduler import Engine, Request
+from tools.books import audit, audit_pool
 
 TODO = "make the file, with serve_prompts, add_prefilled and stop"
 SIZE = 8  # tokens in a block
@@ -44,7 +45,7 @@ def make(kv_dtype: str, **changes: int) -> Engine:
 def step(engine: Engine, times: int = 1000) -> None:
     while engine.queue and times:
         engine.step()
-        engine.check()
+        audit(engine)
         times -= 1
 
 
@@ -98,7 +99,7 @@ def answer(kv_dtype: str, report: dict[str, Any]) -> None:
         except ValueError:
             problem = ""
         assert running.outputs == engine.queue
-        engine.check()
+        audit(engine)
         report["refused"].append((problem, len(sent) - before))
     stop(PREFILL)
 
@@ -131,7 +132,7 @@ def process(rank: int, port: int, kv_dtype: str, out: Path) -> None:
                 engine.runner.run = lambda rows: (
                     chunks.append(sum(len(row[2]) for row in rows)), run(rows))[1]  # fmt: skip
                 serve_prompts(engine, DECODE)
-                engine.pool.check([])
+                audit_pool(engine.pool, [])
                 report |= {"chunks": chunks, "sent": sent, "free": engine.pool.num_available}
     except BaseException:
         report["error"] = traceback.format_exc()

@@ -30,6 +30,7 @@ from sampling import Sequence, sampling_params
 from scheduler import Engine
 from server import parse_args
 from tokenizer import Tokenizer
+from tools.books import audit
 
 os.environ["NO_PROXY"] = "127.0.0.1"  # openai's client would ask a proxy of the environment
 TOKENIZER = Tokenizer(SHAKESPEARE)
@@ -210,7 +211,7 @@ class Local(Client):
         """Wait until nothing is left of any request, and all memory is free."""
         server, engine = self.server, self.engine
         until(lambda: not (server.waiters or engine.queue or server.inbox.qsize()), seconds)
-        self.engine.check()
+        audit(self.engine)
         assert self.engine.pool.num_available == self.engine.pool.num_blocks
 
     def close(self) -> None:

@@ -23,6 +23,7 @@ from sampling import Guess, SamplingParams, Sequence, distribution, draw, unifor
 from scheduler import Engine
 from speculative import GUESS, Proposer, lookup, verify
 from tokenizer import Tokenizer
+from tools.books import audit
 
 PROMPTS = ("", "ROMEO:\n", "To be, or not to be, that is the question:\n" * 2)
 EVERYTHING = SamplingParams(
@@ -98,7 +99,7 @@ def make(model, **options):
 def finish(engine, requests):
     while engine.queue:
         engine.step()
-        engine.check()
+        audit(engine)
     assert engine.pool.num_available == engine.pool.num_blocks
     assert engine.proposer.steps or not engine.proposer.k
     return [request.outputs[0].output_ids for request in requests]
@@ -162,7 +163,7 @@ def run_beside_aborted(model, jobs, **options):
     for request in doomed:
         engine.step()
         engine.abort(request)
-        engine.check()
+        audit(engine)
     return finish(engine, requests)
 
 

@@ -497,7 +497,7 @@ DAMAGED = {
     "uneven groups": (put(f"{DOWN}.g_idx", first(1)), r"down_proj\.g_idx: not 3 groups of 32"),
     "a group too many": (put(f"{DOWN}.g_idx", first(3)), r"down_proj\.g_idx: not 3 groups of 32"),
     "a negative group": (put(f"{DOWN}.g_idx", first(-1)), r"down_proj\.g_idx"),
-    "q, k and v differ": (put(f"{Q}.g_idx", lambda t: t.flip(0)), "qkv_proj.* differ in .* g_idx"),
+    "q, k and v differ": (put(f"{Q}.g_idx", lambda t: t.flip(0)), r"k_proj: what .* in its g_idx"),
     "floats": (put(f"{Q}.qweight", lambda t: t.float()), r"q_proj\.qweight holds float"),
     "something else": (lambda t: t.update({f"{Q}.extra": torch.ones(2)}), r"q_proj\.extra"),
     "a bias": (lambda t: t.update({f"{Q}.bias": torch.ones(64)}), r"q_proj\.bias"),

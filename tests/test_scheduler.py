@@ -25,6 +25,7 @@ from kv_cache import StaticCache
 from model import Config, Transformer
 from sampling import SamplingParams, Sequence
 from scheduler import Engine, free_memory
+from tools.books import audit
 
 WORDS = random.Random(7).choices(range(1, 32), k=64)  # a text to cut prompts from
 
@@ -109,8 +110,17 @@ def assert_same(request, expected: list[Sequence]):
             assert [p for _, p in a.top] == pytest.approx([p for _, p in b.top], abs=1e-4)
 
 
+def assert_prompt(request, model, ids):
+    """Each prompt token but the first has the log-probability that a plain forward gives it."""
+    assert [token.id for token in request.prompt] == ids and request.prompt[0].logprob is None
+    lines = model(torch.tensor([ids]), torch.arange(len(ids))[None])[0].log_softmax(-1)
+    for token, line in zip(request.prompt[1:], lines[:-1], strict=True):
+        assert token.logprob == pytest.approx(line[token.id].item(), abs=1e-4)
+        assert [p for _, p in token.top] == pytest.approx(line.topk(1).values.tolist(), abs=1e-4)
+
+
 def assert_empty(at: Engine):
-    at.check()
+    audit(at)
     assert not at.queue and not at.running and not at.waiting
     assert at.pool.num_available == at.pool.num_blocks
 
@@ -119,7 +129,7 @@ def step(at: Engine):
     """One step, which must keep to its budget and get something done."""
     before, work = replace(at.stats), [*at.queue]
     requests = at.step()
-    at.check()
+    audit(at)
     computed = at.stats.computed_tokens - before.computed_tokens
     assert computed <= at.max_num_batched_tokens
     assert computed > 0 or not work, "a step that does nothing will do so for ever"
@@ -487,7 +497,7 @@ def test_abort_at_any_time(steps, n):
         step(at)
     for _ in range(2):
         at.abort(gone)
-        at.check()
+        audit(at)
         assert gone.finished and not any(s.request is gone for s in at.queue)
     drain(at)
     assert {sequence.finish_reason for sequence in gone.outputs} == {"abort"}
@@ -611,6 +621,28 @@ def test_logprobs_are_those_of_a_plain_forward(budget):
                 assert [x for _, x in token.top] == pytest.approx(best.values.tolist(), abs=1e-4)
     at.abort(other)
     assert_empty(at)
+
+
+@pytest.mark.parametrize("speculate", [0, 3])
+@pytest.mark.parametrize("budget", [8, 40])
+def test_logprobs_of_a_prompt(budget, speculate):
+    """Those of a chunk's last token lost, or of all that was found in the prefix cache; those of a
+    prompt that was preempted in its middle noted twice; a guess taken for a token of the prompt."""
+    at = engine(num_blocks=11, max_num_seqs=2, speculate=speculate, max_num_batched_tokens=budget)
+    wish = params(4, n=2, prompt_logprobs=True, ignore_eos=True)
+    for length in (13, 13, 1, 2):
+        ids = (WORDS[:4] * 4)[:length]
+        first = at.add_request(WORDS[:20], params(20, ignore_eos=True), priority=1)
+        step(at)
+        request = at.add_request(ids, wish)
+        drain(at)
+        assert first.finished and request.outputs[0].cached == 0
+        assert_prompt(request, MODEL, ids)
+        if not speculate:
+            assert_same(request, alone(at, ids, wish))
+    plain = at.add_request(WORDS[:13], params(1))
+    drain(at)
+    assert {token.logprob for token in plain.prompt} == {None}
 
 
 def test_times_and_ids():
@@ -777,6 +809,7 @@ def some_job(draw):
     return WORDS[start : start + length] + tail, SamplingParams(
         temperature=draw.choice([0.0, 1.0]), seed=draw.choice([1, 2]), n=draw.choice([1, 1, 2, 3]),
         max_tokens=draw.choice([1, 2, 5, 9]), logprobs=1, ignore_eos=draw.choice([False, True]),
+        prompt_logprobs=draw.random() < 0.2,
     )  # fmt: skip
 
 
@@ -811,13 +844,15 @@ def traffic(draw: random.Random, model: Transformer, guess: str | None) -> Engin
             request = draw.choice([*jobs])
             aborted |= set() if request.finished else {request}
             at.abort(request)
-            at.check()
+            audit(at)
             assert request.finished
     drain(at)
     for request, (ids, wish) in jobs.items():
         want = guessed(model, ids, wish, draft, k) if guess else alone(at, ids, wish)
         if request not in aborted:
             assert_same(request, want)
+            if wish.prompt_logprobs:
+                assert_prompt(request, model, ids)
         for a, b in zip(request.outputs, want, strict=True):
             assert a.finish_reason in (b.finish_reason, "abort")
             assert a.output_ids == b.output_ids[: len(a.output_ids)]

@@ -5,6 +5,7 @@ The slow twin is generate(), alone.
 
 import asyncio
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -23,6 +24,7 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 from conftest import ROOT
 from serving import (
     CHAT,
@@ -156,6 +158,32 @@ def test_logprobs(ask):
             top = {pieces(TOKENIZER)[j].decode(): p for j, p in token.top}
             top |= {token.text: token.logprob}
             assert found["top_logprobs"][i] == pytest.approx(top, abs=1e-4)
+
+
+def test_echo_with_logprobs(ask, local):
+    """What harnesses score texts by: the prompt's own log-probabilities, its texts and offsets,
+    before those of the answer; the first token has none, as nothing comes before it. The last of
+    these prompts ends within a character."""
+    prompts = [TOKENIZER.encode(text) for text in (PROMPT * 9, "é😀 你好,  two", "")]
+    prompts.append(prompts[1][:4])
+    wish = {"max_tokens": 6, "temperature": 0, "logprobs": 2}
+    for _ in range(2):  # the second time some of it is in the prefix cache
+        reply = ask(prompt=prompts, echo=True, **wish)
+        for choice, prompt in zip(reply.choices, prompts, strict=True):
+            (answer,) = alone(prompt, **wish)
+            found, n = choice.logprobs, len(prompt)
+            assert choice.text == TOKENIZER.decode(prompt) + answer.text == "".join(found["tokens"])
+            ends = [*itertools.accumulate(map(len, found["tokens"]), initial=0)]
+            assert found["text_offset"] == ends[:-1] and len(ends) == n + len(answer.tokens) + 1
+            lines = local.engine.runner.model(torch.tensor([prompt]), torch.arange(n)[None])[0]
+            right = [line[i].item() for line, i in zip(lines.log_softmax(-1), prompt[1:])]
+            right += [token.logprob for token in answer.tokens]
+            assert found["token_logprobs"] == [None, *(pytest.approx(p, abs=1e-4) for p in right)]
+            assert found["top_logprobs"][0] is None and all(found["top_logprobs"][1:])
+    choices = ask(prompt=PROMPT, echo=True, n=2, seed=1, max_tokens=2, logprobs=0).choices
+    n = len(TOKENIZER.encode(PROMPT))
+    first, second = (choice.logprobs["token_logprobs"] for choice in choices)
+    assert first[:n] == second[:n] and len(second) == n + 2
 
 
 def test_logprobs_of_held_text(ask):
@@ -380,8 +408,9 @@ def test_options_of_the_template(local, monkeypatch):
     calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
     assert "f" in text({"role": "assistant", "content": None, "tool_calls": calls})
     assert text(chat_template_kwargs={"messages": [], "goes_on": 1, "self": 0}) == "user:hi;say"
-    for wrong in ({"chat_template_kwargs": 5}, {"continue_final_message": 1},
-                  {"continue_final_message": True, "add_generation_prompt": True}):  # fmt: skip
+    both = {"continue_final_message": True, "add_generation_prompt": True}
+    assert text(begun, **both) == "user:hi;assistant:Well"
+    for wrong in ({"chat_template_kwargs": 5}, {"continue_final_message": 1}):
         local.post(CHAT, {"messages": HI, **wrong}).fails(400, [*wrong][-1])
 
 

@@ -51,7 +51,7 @@ def ours(
     supported("bits", settings["bits"], *((4,) if method == "awq" else (4, 8)))
     form = settings.get("checkpoint_format") or "gptq"
     form = supported("checkpoint_format", form, "gptq", "gptq_v2") if method == "gptq" else method
-    files = dict(files)
+    files, firsts = dict(files), {}
     for part, linear, N in parts_of(model):
         if f"{part}.qweight" in files:  # unlike the lm_head of most
             bias = files.get(f"{part}.bias")
@@ -59,6 +59,9 @@ def ours(
                 del files[f"{part}.bias"]  # some tools write biases of zero
             new, order = converted(files, part, (N, linear.in_features), settings, form)
             files |= new
+            first = firsts.setdefault(linear, order)  # of what is stacked into one
+            if (first is None) != (order is None) or not (order is None or order.equal(first)):
+                raise ValueError(f"{part}: what it is stacked with differs in its g_idx")
             if order is not None:
                 orders[part] = order
     return files

@@ -1,0 +1,36 @@
+"""The engine's books, audited: for tests, and for whoever changes the scheduler or the block pool.
+
+    engine.step()
+    books.audit(engine)
+
+A block that nobody accounts for is lost until the process ends; one in two places gives a sequence
+another's keys and values, which shows as text that is fluent and wrong.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from paged import BlockPool, BlockTable
+from scheduler import Engine, rank
+
+
+def audit(engine: Engine) -> None:
+    """Assert that every block is accounted for, and every sequence is in line once."""
+    audit_pool(engine.pool, (sequence.table for sequence in engine.queue))
+    assert len({*map(id, engine.queue)}) == len(engine.queue)
+    assert not any(sequence.finish_reason for sequence in engine.queue)
+    assert len(engine.running) <= engine.max_num_seqs
+    assert engine.queue == sorted(engine.queue, key=rank)
+
+
+def audit_pool(pool: BlockPool, tables: Iterable[BlockTable]) -> None:
+    """Assert the pool's invariant, given every table in use: each block is free, used or cached."""
+    size, blocks, counts = pool.block_size, range(pool.num_blocks), Counter()
+    for table in tables:
+        assert len(table.serials) * size <= table.length <= len(table.blocks) * size
+        counts.update(table.blocks)
+    assert pool.refs == [counts[b] for b in blocks], "reference counts differ from the tables"
+    each = [*counts, *pool._free, *pool.cached]  # used, free, cached
+    assert sorted(each) == [*blocks], "a block is lost, or in two states"
+    assert {b: k for k, (b, _) in pool._found.items()} == pool._keys, "a stale key"
+    assert pool.cached.keys() <= pool._keys.keys() <= {*counts, *pool.cached}
