@@ -9,13 +9,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from generate import generate
-from kv_cache import StaticCache
-from lesson import Count, Lesson, durations, run
+from lesson import Count, Lesson, durations, random_ids, run
 from model import Config, LayerCache, Transformer, attention
-from sampling import SamplingParams, Sequence
 from tools.bench import SHAPES
-from tools.measure import bytes_per_step, read_bandwidth
+from tools.measure import bytes_per_step
 
 
 class Growing(LayerCache):
@@ -44,45 +41,42 @@ def write(model: Transformer, ids: list[int], count: int, cached: bool) -> Itera
         yield ids[-1]
 
 
-def kv_bytes(config: Config, tokens: int, size: float) -> float:
-    """Keys and values of so many tokens, of `size` bytes a number."""
+def kv_mb(config: Config, bytes_each: float = 2) -> float:
+    """MB of the keys and values of 2,048 tokens, in so many bytes a number; 2 of bfloat16."""
     heads = config.num_hidden_layers * config.num_key_value_heads
-    return 2 * heads * config.head_dim * size * tokens
+    return 2 * heads * config.head_dim * bytes_each * 2048 / 1e6
 
 
 def chapter(lesson: Lesson) -> dict[str, int]:
     # 1) a token's time, as the text grows
     model = lesson.random_model()
     lengths = lesson.pick([16, 64, 128, 256, 512], [2, 8, 16])
-    words = torch.randint(model.config.vocab_size, (lengths[-1],)).tolist()
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    lines: dict[str, list[float]] = {"recompute": [], "cache": [], "slab": []}
+    words = random_ids(model, lengths[-1])
+    lines: dict[str, list[float]] = {"recompute": [], "cache": [], "ideal": []}
     for n in lengths:
-        lines["recompute"].append(1e3 * min(durations(write(model, words[:n], 2, False))))
-        ours = durations(write(model, words[:n], 8, True))
-        sequence = Sequence(words[:n], params, model.config, None, n + 8)
-        theirs = durations(generate(model, sequence, StaticCache(model, 1, n + 8)))
-        for name, times in (("cache", ours), ("slab", theirs)):
-            lines[name].append(1e3 * min(times[1:]))  # the first runs the prompt
-    if not lesson.small:
-        speed = 1e6 * read_bandwidth(model.device)
-        lines["ideal"] = [bytes_per_step(model, n) / speed for n in lengths]
+        without = durations(write(model, words[:n], 2, cached=False))
+        with_it = durations(write(model, words[:n], 8, cached=True))
+        lines["recompute"].append(1e3 * min(without))
+        lines["cache"].append(1e3 * min(with_it[1:]))  # the first runs the prompt
+        lines["ideal"].append(1e3 * bytes_per_step(model, n) / lesson.bandwidth)
     lesson.curves("milliseconds for one more token", lengths, lines, "tokens of text")
     # 2) what it takes instead: memory
-    shapes = SHAPES["1b"], replace(SHAPES["1b"], num_key_value_heads=32), SHAPES["7b"]
-    names = "1b, 32 heads share 4", "1b, were they not", "7b, 32 heads"
-    rows = {name: kv_bytes(c, 2048, 2) / 1e6 for name, c in zip(names, shapes)}
-    rows["7b, in int8"] = kv_bytes(SHAPES["7b"], 2048, 1 + 4 / 128) / 1e6  # and a scale each
+    rows = {
+        "1b, 32 heads share 4": kv_mb(SHAPES["1b"]),
+        "1b, were they not": kv_mb(replace(SHAPES["1b"], num_key_value_heads=32)),
+        "7b, 32 heads": kv_mb(SHAPES["7b"]),
+        "7b, in int8": kv_mb(SHAPES["7b"], 1 + 4 / 128),  # each 128 numbers have a scale
+    }
     lesson.bars("MB of keys and values for 2,048 tokens of one sequence, in bfloat16", rows)
-    # 3) as counts: the same 8 tokens after 8
-    count, texts, tokens = Count(model), [], []
+    # 3) as counts, with a trained model, whose text shows an error of the mask: 8 tokens after 8
+    model, tokenizer = lesson.bundled()
+    words = tokenizer.encode("ROMEO:\nBut soft")  # 8 tokens
+    count, tokens, texts = Count(model), [], []
     for cached in (False, True):
-        texts.append([*write(model, words[:8], 8, cached)])
+        texts.append([*write(model, words[:], 8, cached)])
         tokens.append(count.take().tokens)
     same = texts[0] == texts[1]
-    lesson.say(
-        f"\n8 new tokens after 8: {tokens[0]} tokens run without a cache, {tokens[1]} with it,"
-    )
+    lesson.say(f"\n8 new tokens after 8: {tokens[0]} run without a cache, {tokens[1]} with it,")
     lesson.say(f"and {'the same' if same else 'ANOTHER'} text.")
     return {"recompute": tokens[0], "cache": tokens[1], "same": same}
 

@@ -3,10 +3,12 @@
 python course/03_sampling.py
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from lesson import LETTERS, Lesson, run, seconds
+from lesson import LETTERS, Lesson, forward_ms, parts_strip, run, seconds
 from sampling import SamplingParams, Sequence, distribution, draw, sample, uniform
 from tokenizer import Detokenizer
 
@@ -33,48 +35,42 @@ def chapter(lesson: Lesson) -> dict[str, int]:
     model, tokenizer = lesson.bundled()
     ids = tokenizer.encode("JULIET:\nO, my")
     logits = model(torch.tensor([ids]), torch.arange(len(ids))[None])[0, -1]  # (V,)
-    plain, likeliest = logits.softmax(-1).sort(descending=True)
+    likeliest = logits.topk(8).indices.tolist()
     strips, kept, wrong = {}, {}, 0
     for name, setting in SETTINGS.items():
         probs = settle(logits, **setting)
         sequence = Sequence(ids, SamplingParams(**setting), model.config)
         wrong += not torch.allclose(probs, distribution(logits[None], [sequence])[0], atol=1e-6)
-        ends = (60 * probs[likeliest[:8]].cumsum(0)).round().int().tolist()
-        letters = zip(LETTERS, [0, *ends], ends)
-        strips[name] = "".join(a * (e - s) for a, s, e in letters).ljust(60, ".")
+        strips[name] = parts_strip(probs[likeliest].tolist(), 60)
         kept[name] = int((probs > 0).sum())
-    legend = {a: tokenizer.piece(i) for a, i in zip(LETTERS, likeliest[:8].tolist())}
+    legend = {a: tokenizer.piece(i) for a, i in zip(LETTERS, likeliest)} | {".": "others"}
     title = "what follows 'JULIET: O, my': a letter for each 60th of the chances"
-    lesson.rows(title, strips, legend | {".": "others"})
+    lesson.rows(title, strips, legend)
     lesson.say("  tokens left: " + ", ".join(f"{name}: {n}" for name, n in kept.items()))
     # 2) draws by counter: random number i of a seed is computed, and no generator is kept
-    n = lesson.pick(4000, 200)
-    u = torch.tensor([uniform(1, i) for i in range(n)])
-    drawn = draw(settle(logits, top_k=4).expand(n, -1), u).bincount(minlength=len(logits)) / n
-    share = {legend[LETTERS[i]]: drawn[likeliest[i]].item() for i in range(4)}
-    aims = {name: (plain[i] / plain[:4].sum()).item() for i, name in enumerate(share)}
-    lesson.bars(f"top_k 4: shares of {n:,} draws of seed 1", share, aims)
+    u = torch.tensor([uniform(1, i) for i in range(8)])
+    drawn = draw(settle(logits, top_k=4).expand(8, -1), u).tolist()
+    lesson.say("  seed 1 draws, of top_k 4: " + " ".join(map(tokenizer.piece, drawn)))
     # 3) what choosing costs beside the forward that it follows
     model = lesson.random_model()
-    V = model.config.vocab_size
-    one, scores = torch.zeros(1, 1, dtype=torch.long), torch.randn(1, V)
-    costs = {"forward of one token": 1e3 * seconds(lambda: model(one, one))}
-    for name in ({"temperature": 0.0}, {"temperature": 0.8}, {"top_p": 0.95}):
-        rows = [Sequence([1], SamplingParams(**name), model.config)]
-        label = "sample: " + " ".join(f"{key} {value}" for key, value in name.items())
-        costs[label] = 1e3 * seconds(lambda rows=rows: sample(scores, rows))
-    lesson.bars(f"milliseconds, of {V:,} tokens", costs)
+    scores = torch.randn(1, model.config.vocab_size)
+    costs = {"forward of one token": forward_ms(model)}
+    for name, value in (("temperature", 0.0), ("temperature", 0.8), ("top_p", 0.95)):
+        rows = [Sequence([1], SamplingParams(**{name: value}), model.config)]
+        costs[f"sample: {name} {value}"] = 1e3 * seconds(partial(sample, scores, rows))
+    lesson.bars(f"milliseconds, of {model.config.vocab_size:,} tokens", costs)
     # 4) a character that takes two tokens
     text = "café ♥"
     ids, shown = tokenizer.encode(text, add_special=False), Detokenizer(tokenizer, [])
     lesson.say(f"\n{text!r} is {len(text)} characters and {len(ids)} tokens:")
-    marks, whole = 0, ""
+    broken, whole = 0, ""
     for i in ids:
         alone, new = tokenizer.decode([i]), shown.push(i)
-        marks, whole = marks + ("\ufffd" in alone), whole + new
+        broken += "\ufffd" in alone
+        whole += new
         lesson.say(f"  {i:5} {tokenizer.piece(i):8} alone {alone!r:8} in the stream {new!r}")
-    return {**kept, "wrong": wrong, "characters": len(text), "tokens": len(ids), "broken": marks,
-            "whole": whole == text}  # fmt: skip
+    return {**kept, "wrong": wrong, "characters": len(text), "tokens": len(ids),
+            "broken": broken, "whole": whole == text}  # fmt: skip
 
 
 if __name__ == "__main__":

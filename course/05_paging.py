@@ -3,11 +3,7 @@
 python course/05_paging.py
 """
 
-import time
-
-import torch
-
-from lesson import LETTERS, Lesson, pool, run
+from lesson import Lesson, drain, memory_strip, random_ids, run
 from sampling import SamplingParams
 from scheduler import Engine
 
@@ -33,57 +29,49 @@ class Pool:
         return table
 
 
-def admit(prompts: list[list[int]], size: int, share: bool) -> tuple[int, str]:
-    """How many of the prompts fit at once, and a picture: 64 cells of 16 tokens."""
-    blocks, cells = Pool(SLOTS // size, size), ["."] * (SLOTS // SIZE)
-    for name, ids in zip(LETTERS[26:], prompts):
-        table = blocks.allocate(ids, len(ids) + NEW, share)
+def admit(prompts: list[list[int]], size: int, share: bool) -> list[list[int]]:
+    """The tables of the prompts that fit into the memory at once."""
+    pool, tables = Pool(SLOTS // size, size), []
+    for ids in prompts:
+        table = pool.allocate(ids, len(ids) + NEW, share)
         if table is None:
-            return LETTERS[26:].index(name), "".join(cells)
-        for at in range(0, len(table) * size, SIZE):
-            cell = (table[at // size] * size + at % size) // SIZE
-            held = name if at < len(ids) + NEW else "-"
-            cells[cell] = held if cells[cell] == "." else "*"
-    return len(prompts), "".join(cells)
+            break
+        tables.append(table)
+    return tables
 
 
 def chapter(lesson: Lesson) -> dict[str, int]:
     # 1) who fits into 1,024 tokens of memory, as integers
     model = lesson.random_model()
-    words = torch.randint(model.config.vocab_size, (24 * OWN + PREFIX,)).tolist()
-    prompts = [words[:PREFIX] + words[i : i + OWN] for i in range(PREFIX, len(words), OWN)]
+    prefix = random_ids(model, PREFIX)
+    prompts = [prefix + random_ids(model, OWN) for _ in range(24)]
     ways = {"slabs": (ROOM, False), "blocks": (SIZE, False), "shared": (SIZE, True)}
     fits, strips = {}, {}
-    for name, way in ways.items():
-        fits[name], strips[name] = admit(prompts, *way)
+    for name, (size, share) in ways.items():
+        tables = admit(prompts, size, share)
+        fits[name] = len(tables)
+        strips[name] = memory_strip(tables, size, PREFIX + OWN + NEW, SLOTS)
     legend = {"A": "one request's", "*": "of several", "-": "reserved, empty", ".": "free"}
     lesson.rows("1,024 tokens of memory, a letter for each 16", strips, legend)
     lesson.bars("requests that fit at once", fits, SLOTS / (PREFIX + OWN + NEW), digits=2)
     # 2) the engine with each: a block as large as a slab is a slab; salts keep prefixes apart
     params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
-    took, computed, most = {}, {}, {}
+    took, most, computed = {}, {}, {}
     for name, (size, share) in ways.items():
         engine = Engine(model, None, block_size=size, num_blocks=SLOTS // size, max_seq_len=ROOM)
         for i, ids in enumerate(prompts[: lesson.pick(12, 8)]):
             engine.add_request(ids, params, cache_salt=None if share else f"of request {i}")
             if i == 0:
                 engine.step()  # the first has come before: what all share is known
-        start, most[name] = time.perf_counter(), 0
-        while engine.queue:
-            engine.step()
-            if len(engine.running) > most[name]:
-                most[name], busiest = len(engine.running), pool(engine)
-        took[name], computed[name] = time.perf_counter() - start, engine.stats.computed_tokens
-    lesson.rows("the engine's own pool with sharing, when most ran", {"shared": busiest}, legend)
-    lesson.bars("most that ran at once", most, digits=2)
-    lesson.bars("tokens computed", computed)
+        most[name], took[name] = drain(engine)
+        computed[name] = engine.stats.computed_tokens
+        lesson.say(f"the engine, {name}: {most[name]} at once, {computed[name]:,} tokens computed")
     lesson.bars("seconds until all have ended", took)
     # 3) a tiny pool, step by step: prefix reuse, a fork, a copied block, preemption
-    model = type(model)(lesson.tiny).eval().requires_grad_(False)
-    prompt = torch.randint(lesson.tiny.vocab_size, (11,)).tolist()
+    model = lesson.random_model(tiny=True)
+    prompt = random_ids(model, 11)
     engine = Engine(model, None, 4, 11, block_size=4, num_blocks=7, max_seq_len=28)
-    lesson.say("\nA budget of 11 tokens a step, 7 blocks of 4 tokens. A is 11 tokens and wants two")
-    lesson.say("texts of 6, B begins with the same 8 and wants one of 8.")
+    lesson.say("\nBlocks of 4 tokens, 11 tokens a step. A wants two texts; B begins as A does.")
     engine.add_request(prompt, SamplingParams(temperature=1, seed=1, max_tokens=6, n=2))
     engine.add_request([*prompt[:8], 1, 2], SamplingParams(temperature=0, max_tokens=8))
     events = lesson.watch(engine)

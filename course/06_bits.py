@@ -4,17 +4,15 @@ python course/06_bits.py
 """
 
 import copy
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from kv_cache import StaticCache
-from lesson import Lesson, run, seconds
+from lesson import Lesson, forward_ms, run
 from model import Transformer
 from quantize import linears, pack_linears, quantize_model
-from tools.measure import bytes_per_step, read_bandwidth
+from tools.measure import bytes_per_step
 
 TEXT = Path(__file__).resolve().parent / "hamlet.txt"  # of a play that was not trained on
 
@@ -25,6 +23,18 @@ def rounded(weight: Tensor, bits: int, group: int) -> Tensor:
     most = 2 ** (bits - 1) - 1  # 127 of 8 bits, 7 of 4, 1 of 2
     scale = w.abs().amax(-1, keepdim=True).clamp(min=1e-12) / most  # (N, G, 1)
     return ((w / scale).round() * scale).flatten(1)
+
+
+def round_linears(model: Transformer, bits: int, group: int | None) -> int:
+    """Round a model's weights in place, with a scale for each group or, without one, for each row.
+    Returns how many values the weights of a group take, at most."""
+    levels = 0
+    for parent, child, _ in [*linears(model)]:
+        if child != "lm_head":  # the embedding too: see the exercise
+            weight = getattr(parent, child).weight
+            weight.copy_(rounded(weight, bits, group or weight.shape[1]))
+            levels = max(levels, len(weight[0, :64].unique()))
+    return levels
 
 
 def perplexity(model: Transformer, ids: list[int]) -> float:
@@ -39,42 +49,28 @@ def chapter(lesson: Lesson) -> dict[str, int]:
     plain, tokenizer = lesson.bundled()
     ids = tokenizer.encode(TEXT.read_text(encoding="utf-8"))[: lesson.pick(1024, 128)]
     bits = lesson.pick([2, 3, 4, 5, 6, 8], [2, 4, 8])
-    lines: dict[str, list[float]] = {"one scale a row": [], "each 64 inputs": []}
-    errors, levels = copy.deepcopy(lines), {}
-    for (name, points), group in zip(lines.items(), (None, 64)):
+    base, levels = perplexity(plain, ids), {}
+    lines: dict[str, list[float]] = {"ideal": [base] * len(bits)}
+    for name, group in (("one scale a row", None), ("each 64 inputs", 64)):
+        lines[name] = []
         for b in bits:
-            model, error, norm = copy.deepcopy(plain), 0.0, 0.0
-            for parent, child, _ in [*linears(model)]:
-                if child != "lm_head":  # the embedding too: see the exercise
-                    weight = getattr(parent, child).weight
-                    q = rounded(weight, b, group or weight.shape[1])
-                    error, norm = error + (q - weight).pow(2).sum(), norm + weight.pow(2).sum()
-                    levels[b] = max(levels.get(b, 0), len((q[0, :64]).unique()))
-                    weight.copy_(q)
-            points.append(perplexity(model, ids))
-            errors[name].append(100 * (error / norm).sqrt().item())
-    base = perplexity(plain, ids)
-    lesson.curves("error of the weights, percent of their size", bits, errors, "bits", log=True)
-    lines["ideal"] = [base] * len(bits)
+            model = copy.deepcopy(plain)
+            levels[b] = round_linears(model, b, group)
+            lines[name].append(perplexity(model, ids))
     title = f"perplexity on {len(ids)} tokens of Hamlet ({base:.1f} unrounded)"
     lesson.curves(title, bits, lines, "bits", log=True)
     # 2) what it brings: bytes, and with them time, if the processor can read the form
-    held, times, limits = {}, {}, {}
+    held, times, limits = {}, {}, {}  # MB, and milliseconds
     for mode in ("float32", "int8", "int4"):
         for packed in (False, True):
-            model, name = lesson.random_model(), f"{mode}{', packed' * packed}"
+            model, name = lesson.random_model(), f"{mode}, packed" if packed else mode
             if mode != "float32":
                 quantize_model(model, mode, 64)
             if packed:
                 pack_linears(model)
-            held[name] = bytes_per_step(model, 0)
-            positions, layers = StaticCache(model, 1, 64).step(0, 1)
-            token = torch.zeros_like(positions)
-            forward = partial(model, token, positions, layers)
-            times[name] = 1e3 * seconds(forward, 3)
-    speed = 1e6 * read_bandwidth(model.device) if not lesson.small else 0
-    limits = {name: size / speed for name, size in held.items() if speed}
-    lesson.bars("MB read for a token", {n: size / 1e6 for n, size in held.items() if "," not in n})
+            held[name], times[name] = bytes_per_step(model, 0) / 1e6, forward_ms(model)
+            limits[name] = 1e9 * held[name] / lesson.bandwidth
+    lesson.bars("MB read for a token", held)
     lesson.bars("milliseconds for a token", times, limits)
     for mode in ("int8", "int4"):
         if times[f"{mode}, packed"] > times["float32, packed"]:

@@ -3,10 +3,6 @@
 python course/08_ranks.py
 """
 
-import json
-import os
-import sys
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tp
-from kv_cache import StaticCache
-from lesson import Lesson, ranks, run, seconds
-from model import MLP, Transformer
+from lesson import Lesson, forward_ms, run, seconds, watch_sums
+from model import MLP
 from tools.bench import SHAPES, random_model
 from tools.measure import bytes_per_step
 
@@ -34,64 +29,49 @@ def shared_mlp(mlp: MLP, x: Tensor, rank: int) -> Tensor:
     return y
 
 
-def token_ms(model: Transformer) -> float:
-    positions, layers = StaticCache(model, 1, 64).step(0, 1)
-    return 1e3 * seconds(lambda: model(torch.zeros_like(positions), positions, layers), 10)
-
-
-@torch.no_grad()
-def one_rank(small: bool) -> None:
-    """What each process does; the first prints what it has measured, as JSON."""
-    exchanged, add_up = [], tp.add_up
-    tp.add_up = lambda *args: (exchanged.append(args[2].nbytes), add_up(*args))[1]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with tp.join(torch.device("cpu")) as place:
-        config, found = Lesson.tiny if small else SHAPES["110m"], {}
-        # 1) the idea, on one feed-forward, which every rank has made whole, from one seed
-        torch.manual_seed(0)
-        mlp, x = MLP(config, config.intermediate_size), torch.randn(3, config.hidden_size)
-        found["apart"] = (shared_mlp(mlp, x, place.rank) - mlp(x)).abs().max().item()
-        # 2) a rank's share of the whole model, by tp.shard; and the whole one, in rank 0 alone
+def one_rank(lesson: Lesson, place: tp.Ranks) -> dict[str, Any]:
+    """What each process does, on one thread, and what it has found."""
+    config = lesson.pick(SHAPES["110m"], lesson.tiny)
+    # 1) the idea, on one feed-forward, which every rank has made whole, from one seed
+    torch.manual_seed(0)
+    mlp, x = MLP(config, config.intermediate_size), torch.randn(3, config.hidden_size)
+    apart = (shared_mlp(mlp, x, place.rank) - mlp(x)).abs().max().item()
+    # 2) a rank's share of the whole model, by tp.shard: what it adds up for a token, and its time
+    with watch_sums() as sizes:
         share = random_model(config, torch.float32, place)
-        token_ms(share)
-        exchanged.clear()
-        positions = torch.arange(1)[None]
-        share(positions, positions)
-        found["sums"], found["sum_bytes"] = len(exchanged), sum(exchanged)
-        found["ms"] = {f"{RANKS} processes, 1 thread each": token_ms(share)}
-        sums = partial(add_up, None, (), torch.zeros(1, 1, config.hidden_size))
-        found["sums_ms"] = 1e3 * found["sums"] * seconds(sums, 50)
-        found["mb"] = {f"each of {RANKS}": bytes_per_step(share, 0) / 1e6}
-        dist.barrier()
-        if place.rank == 0:
-            whole = random_model(config, torch.float32, tp.Ranks(place.device))
-            found["mb"]["one alone"] = bytes_per_step(whole, 0) / 1e6
-            for n in sorted({1, threads}):
-                torch.set_num_threads(n)
-                found["ms"][f"1 process, {n} thread{'s' * (n > 1)}"] = token_ms(whole)
-            print(json.dumps(found))
-        dist.barrier()  # the others have nothing to do, and do not disturb
+    token = torch.zeros(1, 1, dtype=torch.long)
+    share(token, token)  # token 0 at position 0
+    found = {"apart": apart, "sums": len(sizes), "sum_bytes": sum(sizes)}
+    one_sum = seconds(lambda: dist.all_reduce(torch.zeros(1, 1, config.hidden_size)), 50)
+    found["sums_ms"] = 1e3 * found["sums"] * one_sum
+    found["ms"] = forward_ms(share, repeat=10)
+    found["mb"] = bytes_per_step(share, 0) / 1e6
+    return found
 
 
 def chapter(lesson: Lesson) -> dict[str, Any]:
-    words = [os.path.abspath(__file__), *["--small"] * lesson.small]
-    found = json.loads(ranks(RANKS, words)[0])
+    found = lesson.ranks(RANKS, __file__)  # of the first
     lesson.say(f"The feed-forward in shares is the whole one, but for {found['apart']:.1g}.")
-    held, half = found["mb"], found["mb"]["one alone"] / RANKS
+    # 3) the same model whole, in this process, with as many threads as it may have
+    config = lesson.pick(SHAPES["110m"], lesson.tiny)
+    whole = random_model(config, torch.float32, tp.Ranks(torch.device("cpu")))
+    held = {f"each of {RANKS}": found["mb"], "one alone": bytes_per_step(whole, 0) / 1e6}
+    times = {f"{RANKS} processes, 1 thread each": found["ms"]}
+    for n in sorted({1, torch.get_num_threads()}):
+        torch.set_num_threads(n)
+        times[f"1 process, {n} thread{'s' * (n > 1)}"] = forward_ms(whole, repeat=10)
+    half = held["one alone"] / RANKS
     lesson.bars("MB of weights that a process holds and reads for a token", held, half)
-    both, alone, *_ = found["ms"].values()
-    lesson.bars("milliseconds for a token", found["ms"], alone / RANKS)
+    both, alone = found["ms"], times["1 process, 1 thread"]
+    lesson.bars("milliseconds for a token", times, alone / RANKS)
     lesson.say(f"\nA token takes {found['sums']} sums, {found['sum_bytes'] / 1e3:.0f} kB in all:")
     lesson.say(f"{found['sums_ms']:.1f} ms by themselves.")
     if both > 0.9 * alone:
         lesson.say("No effect: the exchanges, or the memory that both share, take what is saved.")
-    elif both > min(found["ms"].values()):
-        lesson.say(
-            "It pays, but threads do it better here: they share memory and exchange nothing."
-        )
-    return found
+    elif both > min(times.values()):
+        lesson.say("It pays, but threads do it better here: they share memory and need no sums.")
+    return found | {"mb": held}
 
 
 if __name__ == "__main__":
-    one_rank("--small" in sys.argv) if "RANK" in os.environ else run(chapter)
+    run(chapter, each_rank=one_rank)

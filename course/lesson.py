@@ -1,14 +1,17 @@
-"""What the chapters share: arguments, models, a stopwatch, and numbers as bars, curves and rows.
+"""What the chapters share: arguments, models, a stopwatch, other processes, and pictures.
 
-Each picture goes to the terminal as text and, with --svg FILE, into one SVG. There is nothing about
-inference in here, but for `random_model` and `Count`. Read: run, Lesson, Count.
+Each picture (bars, curves, rows) goes to the terminal as text and, with --svg FILE, into one SVG.
+There is nothing about inference in here, but for `random_model`, `forward_ms` and `Count`. Read:
+run, Lesson, and of the rest what a chapter calls.
 """
 
 import argparse
 import contextlib
 import copy
+import functools
 import io
 import itertools
+import json
 import math
 import os
 import re
@@ -24,14 +27,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
+import tp
 from generate import BUNDLED
+from kv_cache import StaticCache
 from model import Config, Transformer
 from quantize import load
-from sampling import Sequence
+from sampling import Sequence, uniform
 from scheduler import Engine, free_memory
 from tokenizer import Tokenizer
 from tools.bench import SHAPES
+from tools.measure import read_bandwidth
 
 WIDTH = 56  # columns of a bar or a curve
 
@@ -41,8 +48,18 @@ COLOURS = ("#2f7fd6", "#c4611a", "#2e8b57", "#9b5fc0", "#c74a6b", "#8a7a1f", "#2
 TEXT = 'font-family="ui-monospace, monospace" font-size="13"'
 
 
-def run(chapter: Callable[["Lesson"], dict[str, Any]], argv: list[str] | None = None) -> Any:
-    """Parse the command line, run a chapter, and write its pictures. Returns what it counted."""
+def run(
+    chapter: Callable[["Lesson"], dict[str, Any]], argv: list[str] | None = None,
+    each_rank: Callable[["Lesson", tp.Ranks], dict[str, Any]] | None = None,
+) -> Any:  # fmt: skip
+    """Parse the command line, run a chapter, and write its pictures. Returns what it counted.
+
+    Args:
+        argv: the command line, without the program; by default this process's own.
+        each_rank: what a process does that the chapter has started with `Lesson.ranks`.
+    """
+    if each_rank and "RANK" in os.environ:
+        return be_rank(each_rank)
     parser = argparse.ArgumentParser(description=chapter.__globals__["__doc__"].split("\n")[0])
     parser.add_argument("--small", action="store_true", help="a tiny model: all is counted, fast")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write the pictures there, too")
@@ -88,11 +105,17 @@ class Lesson:
         """A size, and what it is with --small."""
         return small if self.small else real
 
-    def random_model(self) -> Transformer:
+    @functools.cached_property
+    def bandwidth(self) -> float:
+        """Bytes a second that this machine reads from memory; measured at the first use."""
+        return 1e9 * read_bandwidth(torch.device("cpu"))
+
+    def random_model(self, tiny: bool = False) -> Transformer:
         """The bench's shape 110m with random weights, in float32: 440 MB to read for each token,
-        more than any cache of a processor holds. Speed does not depend on their values."""
-        config = self.pick(SHAPES["110m"], self.tiny)
-        if not self.small and free_memory(torch.device("cpu")) < 2**31:
+        more than any cache of a processor holds. Speed does not depend on their values. If asked
+        for, or with --small, a tiny one."""
+        config = self.tiny if tiny else self.pick(SHAPES["110m"], self.tiny)
+        if config != self.tiny and free_memory(torch.device("cpu")) < 2**31:
             self.say("Less than 2 GiB are free: the model is tiny, and the effects may be absent.")
             config = self.tiny
         return Transformer(config).eval().requires_grad_(False)
@@ -101,6 +124,12 @@ class Lesson:
         """A trained model of checkpoints/, in float32, and its tokenizer."""
         folder = BUNDLED.with_name(name)
         return load(folder, "cpu", torch.float32), Tokenizer(folder)
+
+    def ranks(self, count: int, script: str) -> dict[str, Any]:
+        """Start a script as so many processes, which `run` makes ranks. Returns what the first
+        one's `each_rank` has returned."""
+        words = [os.path.abspath(script), *["--small"] * self.small]
+        return json.loads(start_ranks(count, words)[0])
 
     def say(self, text: str = "") -> None:
         print(text, flush=True)
@@ -256,6 +285,15 @@ class Lesson:
             x += 34 + 8 * len(what)
         self.panels.append((y + 36, shapes))
 
+    def timeline(self, title: str, rows: dict[str, list[float]], end: float) -> None:
+        """For each row the times at which its tokens have come, in seconds from the start: a strip
+        that is dots until the first and # until the last. 70 cells are `end` seconds."""
+        strips = {}
+        for name, times in rows.items():
+            first, last = round(70 * times[0] / end), round(70 * times[-1] / end)
+            strips[name] = ("." * first + "#" * max(1, last - first)).ljust(70)
+        self.rows(title, strips, {".": "waits", "#": "gets"})
+
     def svg(self) -> str:
         """All pictures, one under the other. No background: it reads on white and on black."""
         height = sum(height for height, _ in self.panels)
@@ -297,6 +335,34 @@ def pool(engine: Engine) -> str:
     return "".join(marks)
 
 
+def memory_strip(tables: list[list[int]], size: int, used: int, slots: int, cell: int = 16) -> str:
+    """A memory of `slots` tokens as a strip, a character for each `cell` of them: the letter of who
+    holds it, A the first; * of several; - reserved and empty; . free.
+
+    Args:
+        tables: of each holder, the numbers of its blocks, in order.
+        size: tokens in a block, a multiple of `cell`.
+        used: tokens that each holder has; in the rest of its blocks there is nothing.
+    """
+    cells = ["."] * (slots // cell)
+    for name, table in zip(LETTERS[26:], tables):
+        for at in range(0, len(table) * size, cell):  # position of a token in the text
+            place = (table[at // size] * size + at % size) // cell
+            held = name if at < used else "-"
+            cells[place] = held if cells[place] == "." else "*"
+    return "".join(cells)
+
+
+def parts_strip(parts: list[float], width: int) -> str:
+    """Parts of 1 as a strip so wide: a for the first, b for the second, ...; . for what they leave.
+
+    Example: 0.5 and 0.2 of width 10 -> aaaaabb...
+    """
+    ends = [round(width * end) for end in itertools.accumulate(parts)]
+    letters = zip(LETTERS, [0, *ends], ends)
+    return "".join(a * (end - start) for a, start, end in letters).ljust(width, ".")
+
+
 # --- Stopwatch and counter ------------------------------------------------------------------------
 
 
@@ -315,6 +381,45 @@ def durations(steps: Iterable) -> list[float]:
     marks = [time.perf_counter()]
     marks += [time.perf_counter() for _ in steps]
     return [b - a for a, b in itertools.pairwise(marks)]
+
+
+def timed(act: Callable[..., Any], *args: Any) -> tuple[Any, float]:
+    """What a call returns, and how many seconds it took."""
+    start = time.perf_counter()
+    return act(*args), time.perf_counter() - start
+
+
+def forward_ms(model: Transformer, tokens: int = 1, past: int = 0, repeat: int = 5) -> float:
+    """Milliseconds of a forward of so many tokens behind `past` others, which a cache holds; the
+    least of `repeat`."""
+    positions, layers = StaticCache(model, 1, past + tokens).step(past, past + tokens)
+    ids = torch.zeros_like(positions)  # (1, T)
+    return 1e3 * seconds(lambda: model(ids, positions, layers), repeat)
+
+
+def random_ids(model: Transformer, count: int) -> list[int]:
+    """A text of so many random tokens."""
+    return torch.randint(model.config.vocab_size, (count,)).tolist()
+
+
+def oracle(text: list[int], share: float, count: int) -> Callable[[list[int]], list[int]]:
+    """The guesses, `count` tokens at once, of one who knows the text that is going to be written,
+    and errs on purpose: a share of them is right. Which ones depends on their places alone."""
+
+    def guess(ids: list[int]) -> list[int]:
+        places = range(len(ids), min(len(ids) + count, len(text)))
+        return [text[i] if uniform(1, i) < share else text[i] ^ 1 for i in places]
+
+    return guess
+
+
+def drain(engine: Engine) -> tuple[int, float]:
+    """Step an engine until it is empty: how many sequences ran at once at most, and the seconds."""
+    start, most = time.perf_counter(), 0
+    while engine.queue:
+        engine.step()
+        most = max(most, len(engine.running))
+    return most, time.perf_counter() - start
 
 
 class Count:
@@ -338,7 +443,7 @@ class Count:
 # --- Other processes ------------------------------------------------------------------------------
 
 
-def ranks(count: int, words: list[str]) -> list[str]:
+def start_ranks(count: int, words: list[str]) -> list[str]:
     """Start a script as so many processes, and return what they print. This is what torchrun does,
     on many machines: an address to meet at, and a number for each."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # any free port
@@ -356,6 +461,33 @@ def ranks(count: int, words: list[str]) -> list[str]:
     if any(child.returncode for child in children):
         raise SystemExit("a process failed: see above")
     return printed
+
+
+def be_rank(work: Callable[[Lesson, tp.Ranks], dict[str, Any]]) -> None:
+    """Be one of these processes: meet the others, work on one thread, and print what comes of it,
+    which `Lesson.ranks` reads."""
+    torch.set_num_threads(1)
+    with tp.join(torch.device("cpu")) as place, torch.no_grad():
+        print(json.dumps(work(Lesson("--small" in sys.argv), place)))
+        dist.barrier()  # who is through waits for the others
+
+
+@contextlib.contextmanager
+def watch_sums() -> Iterator[list[int]]:
+    """Of models that are shared meanwhile, watch the sums over all ranks: a list to which each of
+    them, whenever it is made, adds its size in bytes."""
+    sizes: list[int] = []
+    add_up = tp.add_up  # which tp.shard hooks in
+
+    def see(module: nn.Module, args: tuple, y: Tensor) -> Tensor:
+        sizes.append(y.nbytes)
+        return add_up(module, args, y)
+
+    tp.add_up = see
+    try:
+        yield sizes
+    finally:
+        tp.add_up = add_up
 
 
 @contextlib.contextmanager
