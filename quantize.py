@@ -12,15 +12,18 @@ QuantLinear is the stored form and the oracle: it dequantises and multiplies. Th
 the end of the file and best skipped at first, replace it and plain Linears when a model is
 compiled (compile_model); they are never stored. What it buys: int8 is 1.4 times as fast as bfloat16
 for one sequence (`tools/bench.py latency --quantize`, on two Zen 5 cores), for 0 and, with GPTQ in
-4 bits, 0.1 % more perplexity (`tools/bench.py quality`); without AVX-512 both are slower than plain
-float32. Does not know what the Linears are for. In this file N is output channels, K input
-channels, G groups, R rows. Papers: Dettmers et al. 2022 (int8, arXiv:2208.07339), Frantar et al.
-2022 (GPTQ, arXiv:2210.17323; see tools/convert.py), Lin et al. 2023 (AWQ, arXiv:2306.00978). Read:
-QuantLinear, round_to_nearest, load, compile_model. Next: speculative.py.
+4 bits, 0.1 % more perplexity (`tools/bench.py quality`); with AVX2 alone int8 is faster too, and
+int4 is not, see HalfLinear. Does not know what the Linears are for. In this file N is
+output channels, K input channels, G groups, R rows. Papers: Dettmers et al. 2022 (int8,
+arXiv:2208.07339), Frantar et al. 2022 (GPTQ, arXiv:2210.17323; see tools/convert.py), Lin et al.
+2023 (AWQ, arXiv:2306.00978). Read: QuantLinear, round_to_nearest, load, compile_model. Next:
+speculative.py.
 """
 
+import timeit
+import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,7 +34,7 @@ from torch import Tensor, nn
 
 from kv_cache import StaticCache
 from model import Files, Prepare, SparseMLP, Transformer, blame, load_model, progress, supported
-from paged import Row, Runner
+from paged import Row, Runner, library
 
 # --- The stored form ------------------------------------------------------------------------------
 
@@ -54,8 +57,7 @@ class QuantLinear(nn.Module):
         G = num_groups(K, group_size)
         self.bits, self.group_size = bits, K // G
         with linear.weight.device:
-            packed = torch.empty(N, K * bits // 8, dtype=torch.uint8)
-            self.register_buffer("qweight", packed)
+            self.register_buffer("qweight", torch.empty(N, K * bits // 8, dtype=torch.uint8))
             self.register_buffer("scales", torch.empty(N, G, dtype=torch.float32))
             self.register_buffer("zeros", torch.empty(N, G, dtype=torch.uint8))
         self.register_buffer("bias", linear.bias)
@@ -228,10 +230,7 @@ def adapt(model: Transformer, files: Files, settings: Any, orders: dict[str, Ten
         parts = [prefix + part for part in getattr(linear, "parts", {name: None})]
         if f"{parts[0]}.qweight" in files:  # unlike the lm_head of most
             quantised = QuantLinear(linear, bits, settings["group_size"])
-            found = [orders.get(part) for part in parts]
-            if len({order if order is None else (*order.tolist(),) for order in found}) > 1:
-                raise ValueError(f"{path}: its parts differ in their g_idx")
-            quantised.order = found[0]
+            quantised.order = orders.get(parts[0])
             setattr(parent, name, quantised)
 
 
@@ -281,13 +280,12 @@ def compile_model(
     torch.fx.experimental._config.use_duck_shape = False
     with torch.no_grad(), blame("--compile, for which a CPU needs a C++ compiler"):
         for length in progress([1, chunk], "compiling decode, prefill"):
-            wanted = min(length, 2)  # the logits of one token, then of two: any number
-            if batch_size:
+            if batch_size:  # the logits of one token, then of two: any number
                 positions, layers = StaticCache(model, batch_size, chunk, kv_dtype).step(0, length)
-                select = torch.arange(wanted, device=model.device)
+                select = torch.arange(min(length, 2), device=model.device)
                 model(torch.zeros_like(positions), positions, layers, select)
             else:
-                row = Row([*range(chunk)], 0, [0] * length, wanted)
+                row = Row([*range(chunk)], 0, [0] * length, min(length, 2))
                 Runner(model, chunk, 16, kv_dtype).run([row])
     return model
 
@@ -298,19 +296,38 @@ def compile_model(
 def pack_linears(model: nn.Module) -> None:
     """Replace each Linear, plain or quantised, by a packed form, in place, before compiling.
 
-    Leaves alone what has no fast form on this device, such as float16 on many processors, and int8
-    in groups or without VNNI: that is dequantised at each step. Memory peaks at one extra weight:
-    the packed copy takes the plain one's place and serves every batch size. (Inductor's freezing
-    packs too, but keeps a copy for each compiled graph.)
+    Memory peaks at one extra weight: the packed copy takes the plain one's place and serves every
+    batch size. (Inductor's freezing packs too, but keeps a copy for each compiled graph.)
     """
-    kinds, forms = (nn.Linear, QuantLinear), (PackedLinear, Int8Linear, Int4Linear)
     dtype = next((parameter.dtype for parameter in model.parameters()), torch.float32)
+    kinds = nn.Linear, QuantLinear
     # The list holds parents only: a reference to a Linear would keep its plain weight alive.
-    for module in [m for m in model.modules() if not isinstance(m, kinds)]:
+    for module in progress([m for m in model.modules() if not isinstance(m, kinds)], "packing"):
         for name, child in module.named_children():
-            if form := next((form for form in forms if form.can_pack(child)), None):
+            if isinstance(child, kinds) and (form := form_of(child)):
                 setattr(module, name, form(child, dtype))
             del child
+
+
+def form_of(linear: nn.Linear | QuantLinear) -> "type[PackedLinear] | None":
+    """What packs a Linear, for its device and its kind of weight; None: nothing does. Then it stays
+    as it is, and a QuantLinear is dequantised at each step."""
+    N, K, plain = linear.out_features, linear.in_features, isinstance(linear, nn.Linear)
+    weight, bits = (linear.weight, 0) if plain else (linear.qweight, linear.bits)
+    int4 = bits == 4 and linear.group_size in (32, 64, 128, 256)
+    int8 = bits == 8 and linear.scales.shape[1] == 1 and bool((linear.zeros == 128).all())
+    if not weight.is_cpu:
+        return Int4Linear if int4 and weight.is_cuda and N % 8 == K % 128 == 0 else None
+    if int4 and N % 64 == 0 and "AVX512" in torch.backends.cpu.get_cpu_capability():
+        return Int4Linear
+    fbgemm = "fbgemm" in torch.backends.quantized.supported_engines
+    native = {
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    }.get(weight.dtype, torch.backends.mkldnn.is_available)
+    if (plain or (int8 and fbgemm)) and native():
+        return PackedLinear if plain else Int8Linear
+    return HalfLinear if fbgemm and weight.dtype != torch.float32 else None
 
 
 class PackedLinear(nn.Module):
@@ -321,18 +338,6 @@ class PackedLinear(nn.Module):
     its `product`. The number is a tensor, so that all blocks of a model compile to one and the same
     graph.
     """
-
-    # See _packed_linear. Of AVX2 code that for one row is the fastest, 22 against 10 GB/s for five
-    # rows, where the limit was 25 (float32, two Zen 3 cores).
-    least_rows = 5 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 0
-
-    @staticmethod
-    def can_pack(linear: nn.Module) -> bool:
-        return isinstance(linear, nn.Linear) and linear.weight.is_cpu and {
-            torch.float32: torch.backends.mkldnn.is_available,
-            torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
-            torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
-        }[linear.weight.dtype]()  # fmt: skip
 
     def __init__(self, linear: nn.Module, dtype: torch.dtype) -> None:
         """Take a Linear, for inputs of that dtype."""
@@ -348,61 +353,68 @@ class PackedLinear(nn.Module):
         # 32 is a hint for how many rows x will have. With 1 other numbers of rows are slower, 2 to
         # 64 by a fifth on Zen 3 (float32), 256 by two thirds with AMX (bfloat16); one is as fast.
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), 32)
-        self.fused, self.bias = self.bias, None  # this product adds it itself, before rounding
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.flatten(0, -2) if self.order is None else x.flatten(0, -2)[:, self.order]
-        y = self.multiply(rows)  # (R, N)
-        y = y if self.bias is None else y + self.bias
-        return y.view(*x.shape[:-1], self.out_features)
+        x = x if self.order is None else x[..., self.order]
+        y = self.multiply(x.flatten(0, -2)).view(*x.shape[:-1], self.out_features)
+        return y if self.bias is None else y + self.bias
 
     def multiply(self, rows: Tensor) -> Tensor:
         """(R, K) -> (R, N), in compiled code."""
         return torch.ops.kilolm.packed_linear(rows, self.key, self.out_features)
 
     def product(self, rows: Tensor) -> Tensor:
-        """The same, inside the operator; its outputs may be followed by padding."""
-        linear = torch.ops.mkldnn._linear_pointwise
-        return linear(rows, self.packed, self.fused, "none", [], "")
+        """The same, inside the operator."""
+        return torch.ops.mkldnn._linear_pointwise(rows, self.packed, None, "none", [], "")
+
+    def few(self, rows: Tensor) -> Tensor:
+        """The same in another way, for few rows: here, with rows of zeros added, to six. On two Zen
+        5 cores oneDNN read a bfloat16 weight at 25 GB/s for one or two rows, and at 31 for five
+        (the limit was 35); on two Zen 3 cores a float32 one at 22 for one row, and at 10 for five.
+        """
+        return self.product(F.pad(rows, (0, 0, 0, max(0, 6 - len(rows)))))[: len(rows)]
 
 
 class Int8Linear(PackedLinear):
-    """int8 weights multiplied as integers, by oneDNN, with next to no loss to the activations.
+    """int8 weights multiplied as integers, with next to no loss to the activations.
 
-    The processor multiplies bytes (VNNI, AMX), so each row of x becomes two bytes: with s = the
-    row's largest value / 16256, x = s * (128 * high + low), to 15 bits below that largest value;
-    bfloat16 has 8, of each value. Both digits go through one integer product as separate rows. For
-    one token the second row is free, since reading the weights takes the time, half as much as in
-    bfloat16; for many rows, twice the products at twice the speed cost what bfloat16 costs.
+    The product is of bytes, so each row of x becomes two of them: with s = the row's largest value
+    / 16256, x = s * (128 * high + low), to 15 bits below that largest value; bfloat16 has 8, of
+    each value. Both digits go through one integer product as separate rows. For one token the
+    second row is free, since reading the weights takes the time, half as much as in bfloat16; for
+    many rows, twice the products at twice the speed cost what bfloat16 costs. Where the processor
+    cannot add up products of bytes in 32 bits (VNNI, AMX), FBGEMM adds two of them in 16: `high` is
+    then below 64, and one bit is lost.
 
     Example: x = [1.0, -0.3], s = 1 / 16256: digits 127 | 0 and -38 | -13 (128 * -38 - 13 = -4877)
     """
 
-    least_rows = 6  # digits of three
-
-    @staticmethod
-    def can_pack(linear: nn.Module) -> bool:
-        """One scale for each output channel, symmetric, and a processor that multiplies bytes."""
-        here = isinstance(linear, QuantLinear) and linear.bits == 8 and linear.qweight.is_cpu
-        here = here and linear.scales.shape[1] == 1 and bool((linear.zeros == 128).all())
-        return here and torch.cpu._is_vnni_supported()
+    most = 127 if torch.cpu._is_vnni_supported() else 63  # of the digit `high`
 
     def pack(self, linear: QuantLinear, dtype: torch.dtype) -> None:
         signed = (linear.qweight.int() - 128).to(torch.int8)
-        self.packed = torch.ops.onednn.qlinear_prepack(signed, [1, linear.in_features])
-        self.scales = linear.scales[:, 0].contiguous()  # not buffers: .to(dtype) must not round it
-        self.zeros = torch.zeros(self.out_features, dtype=torch.int64)
+        # Not buffers: .to(dtype) must not round them.
+        self.scales, self.zeros = linear.scales[:, 0].contiguous(), torch.zeros(len(signed)).long()
+        if self.most == 127:
+            self.packed = torch.ops.onednn.qlinear_prepack(signed, [1, linear.in_features])
+        else:
+            with warnings.catch_warnings(action="ignore"):  # PyTorch will drop such tensors one day
+                q = torch._make_per_channel_quantized_tensor(signed, self.scales, self.zeros, 0)
+            self.packed = torch.ops.quantized.linear_prepack(q, None)
 
     def multiply(self, rows: Tensor) -> Tensor:
         x = rows.float()
-        s = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / (127 * 128)
+        s = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / (self.most * 128)
         digits = (x / s).round()
         high = (digits / 128).round()
-        pair = torch.cat((high, digits - 128 * high)) + 128  # (2R, K), in 1..255
+        pair = torch.cat((high, digits - 128 * high)) + self.most + 1  # (2R, K), in 0..255
         high, low = super().multiply(pair.to(torch.uint8)).chunk(2)  # (R, N) each
         return ((128 * high + low) * s).to(rows.dtype)
 
     def product(self, rows: Tensor) -> Tensor:
+        if self.most == 63:
+            product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
+            return product(rows.float() - 64, 1.0, 64, self.packed)
         return torch.ops.onednn.qlinear_pointwise(
             rows, 1.0, 128, self.packed, self.scales, self.zeros, None, 1.0, 0, torch.float32,
             "none", [], "",
@@ -413,20 +425,9 @@ class Int4Linear(PackedLinear):
     """int4 weights for PyTorch's own operators, which dequantise inside the product.
 
     They compute scale * (q - 8) + zero, and ours is scale * (q - z): so their zero is scale * (8 -
-    z). On a CPU they take up to FEW rows; for more, the weight is dequantised, and multiplied as
-    any other. On CUDA in bfloat16 alone; not yet run on a GPU by us.
+    z). On a CPU, with AVX-512, they take few rows; for many, the weight is dequantised, and
+    multiplied as any other. On CUDA in bfloat16 alone; not yet run on a GPU by us.
     """
-
-    # With AMX the operator is the faster one for 8 rows and not for 32; on Zen 3 (AVX2) for none.
-    least_rows, FEW = 0, 8 if PackedLinear.least_rows else 0
-
-    @staticmethod
-    def can_pack(linear: nn.Module) -> bool:
-        here = isinstance(linear, QuantLinear) and linear.bits == 4
-        if not here or linear.group_size not in (32, 64, 128, 256):
-            return False
-        whole = linear.out_features % 8 == linear.in_features % 128 == 0
-        return whole if linear.qweight.is_cuda else linear.qweight.is_cpu and _lanes() > 0
 
     def pack(self, linear: QuantLinear, dtype: torch.dtype) -> None:
         q, self.group_size = linear.qweight, linear.group_size
@@ -436,29 +437,48 @@ class Int4Linear(PackedLinear):
             # 8: tiles of 16 input channels that one thread keeps together, the most there is
             self.packed = torch.ops.aten._convert_weight_to_int4pack(swapped, 8)
         else:
-            more = (0, -len(q) % 64)  # outputs, to whole blocks
-            q, scales = F.pad(unpack_bits(q, 4), (0, 0, *more)), F.pad(scales, (0, 0, 0, 0, *more))
-            self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q.int(), 1)
+            q = unpack_bits(q, 4).int()
+            self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q, 1)
         self.scales = scales.transpose(0, 1).to(dtype).contiguous()  # (G, N, 2)
 
     def product(self, rows: Tensor) -> Tensor:
-        x = rows.to(self.scales.dtype).contiguous()
-        if x.is_cuda:
-            y = torch.ops.aten._weight_int4pack_mm(x, self.packed, self.group_size, self.scales)
-        elif len(x) > self.FEW:
-            # By pieces: the memory of the last one is used again while it is in the cache.
-            scales = (t.contiguous().split(512, 1) for t in self.scales.unbind(-1))
-            pieces = zip(self.packed.split(512), *scales)
-            y = torch.cat([x @ _compiled(dequantize)(*piece, _lanes()) for piece in pieces], -1)
-        else:
-            few = torch.ops.aten._weight_int4pack_mm_for_cpu
-            y = few(x, self.packed, self.group_size, self.scales)
-        return y.to(rows.dtype)
+        # By pieces: the memory of the last one is used again while it is in the cache.
+        scales = (t.contiguous().split(512, 1) for t in self.scales.unbind(-1))
+        pieces = zip(self.packed.split(512), *scales)
+        return torch.cat([rows @ _compiled(dequantize)(*piece) for piece in pieces], -1)
+
+    def few(self, rows: Tensor) -> Tensor:
+        x, aten = rows.to(self.scales.dtype).contiguous(), torch.ops.aten
+        operator = aten._weight_int4pack_mm if x.is_cuda else aten._weight_int4pack_mm_for_cpu
+        return operator(x, self.packed, self.group_size, self.scales).to(rows.dtype)
 
 
-def dequantize(packed: Tensor, scale: Tensor, zero: Tensor, lanes: int) -> Tensor:
+class HalfLinear(PackedLinear):
+    """Weights of 16 bits and fewer, held as float16, which FBGEMM widens to float32 on the way into
+    a product: for processors with no arithmetic of their own for what is stored.
+
+    Each output channel is divided by a power of two, so that nothing overflows; 11 bits of a weight
+    are kept, of which bfloat16 has 8, where it is not 2**-29 of the channel's largest or less. What
+    it buys: on two Zen 3 cores (AVX2) a bfloat16 model of 1b decodes one sequence 1.4 times as fast
+    as with PyTorch's own product, eight 3.7 times, and reads a prompt 7 times as fast; int4, which
+    had taken seconds a token, takes what bfloat16 takes. What it costs: packing that takes 15 s,
+    and four times int4's memory.
+    """
+
+    def pack(self, linear: nn.Module, dtype: torch.dtype) -> None:
+        weight = linear.weight.float() if isinstance(linear, nn.Linear) else linear.dequantize()
+        self.nbytes = 2 * weight.numel()
+        self.scales = (weight.abs().amax(1).frexp().exponent - 15).exp2()  # largest: 2**14 to 2**15
+        self.packed = torch.ops.quantized.linear_prepack_fp16(weight / self.scales[:, None], None)
+
+    def product(self, rows: Tensor) -> Tensor:
+        y = torch.ops.quantized.linear_dynamic_fp16(rows.float(), self.packed)
+        return (y * self.scales).to(rows.dtype)
+
+
+def dequantize(packed: Tensor, scale: Tensor, zero: Tensor, lanes: int = 32) -> Tensor:
     """A weight from the CPU operator's order, (K, N): a byte holds, of 2 * lanes output channels,
-    the one at its place and the one `lanes` after it. scale, zero: (G, N)."""
+    the one at its place and the one `lanes` after it. scale, zero: (G, N). AVX2 has 16 lanes."""
     (G, N), dtype = scale.shape, scale.dtype
     # As int32, which the compiler turns into vectors, unlike uint8: twice as fast as with floats.
     q = packed.view(N // (2 * lanes), G, -1, lanes).permute(1, 2, 0, 3).int()
@@ -470,27 +490,24 @@ def dequantize(packed: Tensor, scale: Tensor, zero: Tensor, lanes: int) -> Tenso
     return torch.stack(halves, 3).view(-1, N)
 
 
-@cache
-def _lanes() -> int:
-    """Of this processor's int4 operator, for dequantize(): 32 or 16. 0: another order."""
-    q = torch.arange(64 * 32).view(64, 32) % 61 % 16
-    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q.int(), 1)
-    one, eight = torch.ones(1, 64), torch.full((1, 64), 8.0)
-    right = (n for n in (32, 16) if torch.equal(dequantize(packed, one, eight, n).t(), q.float()))
-    return next(right, 0)
-
-
 _compiled = cache(torch.compile)  # made when it is first called: torch.compile takes 2 s to import
 _packed: list[weakref.ref] = []  # key -> PackedLinear; weak, so that it can be freed
+_few: dict[tuple, bool] = {}  # kind of product -> whether few() is the faster way
 
 
 def _packed_linear(rows: Tensor, key: Tensor, out_features: int) -> Tensor:
-    """oneDNN's code for one or two rows reads the weights more slowly than that for a few more (25
-    against 31 GB/s, where the limit was 35, on two Zen 5 cores): rows of zeros are added."""
     form = _packed[int(key)]()
-    missing = max(0, form.least_rows - len(rows))
-    y = form.product(F.pad(rows, (0, 0, 0, missing)) if missing else rows)
-    return y[: len(rows), :out_features].contiguous()
+    # Timed once for each kind of matrix and number of rows: 1, 2 to 3, 4 to 7, 8 to 15, ... The other
+    # way must be better by a tenth, or noise would choose, and tokens could differ from run to run.
+    kind = (type(form), out_features, rows.shape[1], rows.dtype, len(rows).bit_length())
+    if kind not in _few:
+        _few[kind] = rows.is_cuda or seconds(form.few, rows) < 0.9 * seconds(form.product, rows)
+    return form.few(rows) if _few[kind] else form.product(rows)
+
+
+def seconds(way: Callable[[Tensor], Tensor], rows: Tensor) -> float:
+    """The least time of three; with the weight in no cache, as between a large model's steps."""
+    return min(timeit.repeat(lambda: way(rows), torch.zeros(2**24).sum, number=1, repeat=3))
 
 
 def _empty(rows: Tensor, key: Tensor, out_features: int) -> Tensor:
@@ -500,7 +517,6 @@ def _empty(rows: Tensor, key: Tensor, out_features: int) -> Tensor:
 
 # A plain Library: the wrapper of torch.library.custom_op costs 8 us a call, this one 3 to 5, and a
 # step makes four calls a layer.
-_library = torch.library.Library("kilolm", "FRAGMENT")
-_library.define("packed_linear(Tensor rows, Tensor key, int out_features) -> Tensor")
-_library.impl("packed_linear", _packed_linear, "CompositeExplicitAutograd")
-torch.library.register_fake("kilolm::packed_linear", _empty, lib=_library)
+library.define("packed_linear(Tensor rows, Tensor key, int out_features) -> Tensor")
+library.impl("packed_linear", _packed_linear, "CompositeExplicitAutograd")
+torch.library.register_fake("kilolm::packed_linear", _empty, lib=library)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from model import Transformer
-from quantize import PackedLinear
+from quantize import form_of
 
 
 def bytes_per_step(model: Transformer, length: int, batch: int = 1) -> int:
@@ -50,12 +50,12 @@ def read_bandwidth(device: torch.device) -> float:
 
 def gemm_peak(model: Transformer) -> Callable[[], float]:
     """Return a function that measures the fastest GEMM the library has, in TFLOP/s: 512 rows
-    against a feed-forward matrix, in oneDNN's packed order where a CPU has one for its dtype."""
+    against a feed-forward matrix, packed as the model's are."""
     c = model.config
     linear = torch.nn.Linear(c.hidden_size, 2 * c.intermediate_size, bias=False)
     linear = linear.to(model.device, model.dtype).requires_grad_(False)
-    if PackedLinear.can_pack(linear):
-        linear = PackedLinear(linear, model.dtype)
+    if form := form_of(linear):
+        linear = form(linear, model.dtype)
     x = torch.randn(512, c.hidden_size).to(model.device, model.dtype)
     flops = 2 * 512 * c.hidden_size * 2 * c.intermediate_size
 
