@@ -24,7 +24,7 @@ import timeit
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -443,8 +443,8 @@ class Int4Linear(PackedLinear):
 
     def product(self, rows: Tensor) -> Tensor:
         # By pieces: the memory of the last one is used again while it is in the cache.
-        scales = (t.contiguous().split(512, 1) for t in self.scales.unbind(-1))
-        pieces = zip(self.packed.split(512), *scales)
+        pieces = zip(self.packed.split(512), self.scales.split(512, 1))
+        pieces = ((q, *scales.movedim(2, 0).contiguous()) for q, scales in pieces)
         return torch.cat([rows @ _compiled(dequantize)(*piece) for piece in pieces], -1)
 
     def few(self, rows: Tensor) -> Tensor:
@@ -490,15 +490,17 @@ def dequantize(packed: Tensor, scale: Tensor, zero: Tensor, lanes: int = 32) -> 
     return torch.stack(halves, 3).view(-1, N)
 
 
-_compiled = cache(torch.compile)  # made when it is first called: torch.compile takes 2 s to import
+# Made when it is first called: torch.compile takes 2 s to import. Not for any size at once: that
+# returns (K, 0) the first time that K is another, in PyTorch 2.13.
+_compiled = cache(partial(torch.compile, dynamic=False))
 _packed: list[weakref.ref] = []  # key -> PackedLinear; weak, so that it can be freed
 _few: dict[tuple, bool] = {}  # kind of product -> whether few() is the faster way
 
 
 def _packed_linear(rows: Tensor, key: Tensor, out_features: int) -> Tensor:
     form = _packed[int(key)]()
-    # Timed once for each kind of matrix and number of rows: 1, 2 to 3, 4 to 7, 8 to 15, ... The other
-    # way must be better by a tenth, or noise would choose, and tokens could differ from run to run.
+    # Timed once for each kind of matrix and number of rows: 1, 2 to 3, 4 to 7, 8 to 15, ... One way
+    # must be better by a tenth, or noise would choose, and tokens could differ from run to run.
     kind = (type(form), out_features, rows.shape[1], rows.dtype, len(rows).bit_length())
     if kind not in _few:
         _few[kind] = rows.is_cuda or seconds(form.few, rows) < 0.9 * seconds(form.product, rows)

@@ -452,6 +452,16 @@ def test_packed_forms_compile():
             torch.testing.assert_close(y, linear(x), atol=3e-3, rtol=1e-3)
 
 
+@pytest.mark.slow
+def test_int4_is_dequantised_at_every_size():
+    """Code compiled for any K returned a weight without columns, the first time K was another."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for K in (2048, 5632, 2048, 768):
+            linear = quant_linear(4, 128, N=512, K=K, dtype=dtype)
+            x = torch.randn(3, K).to(dtype)
+            assert_close(linear, x, Int4Linear(linear, dtype).product(x), dtype)
+
+
 # --- Folders --------------------------------------------------------------------------------------
 
 
