@@ -171,7 +171,7 @@ class Sequence:
     @property
     def scores_prompt(self) -> bool:
         """Whether its prompt is being run, and the log-probabilities of that are wanted."""
-        return self.params.prompt_logprobs and not self.tokens
+        return self.params.prompt_logprobs and self.params.logprobs is not None and not self.tokens
 
     def ahead(self, guesses: list[int]) -> "Sequence":
         """What the sampler would read once these ids had been appended: only to be read."""
@@ -279,7 +279,7 @@ def scored(logits: Tensor, ids: list[int], counts: list[int | None]) -> list[Tok
     """
     if all(n is None for n in counts):
         return [Token(i) for i in ids]
-    logprobs = logits.float().log_softmax(-1).clamp(min=-9999)  # as vLLM: JSON has no infinity
+    logprobs = logits.float().log_softmax(-1).clamp_(min=-9999)  # as vLLM: JSON has no infinity
     best, best_ids = (t.tolist() for t in logprobs.topk(min(20, logits.shape[-1])))
     return [
         Token(i) if n is None else Token(i, row[i].item(), (*zip(top_ids[:n], top[:n]),))

@@ -295,7 +295,7 @@ class Engine:
             if end == table.length or pool.cost(table, end) > pool.num_available:
                 pool.free(table)
                 break
-            stats.prefix_cache_queries += len(sequence.ids)
+            stats.prefix_cache_queries += 0 if sequence.scores_prompt else len(sequence.ids)
             stats.prefix_cache_hits += table.length
             sequence.cached = sequence.cached if sequence.tokens else table.length
             copies += pool.grow(table, end)

@@ -202,7 +202,7 @@ class Server:
             if "stream_options" in body and not body.get("stream"):
                 raise ValueError("stream_options needs stream")
             given = {f.name: body[f.name] for f in fields(SamplingParams) if f.name in body}
-            given["prompt_logprobs"] = body.get("echo", False) and not chat
+            given["prompt_logprobs"] = body.get("echo", False) and not chat  # if there are any
             if wish := structure(body.get("response_format", {"type": "text"})):
                 given["structured_outputs"] = wish
             if chat:
@@ -263,13 +263,13 @@ class Server:
 KINDS = {"text": "text_completion", "message": "chat.completion", "delta": "chat.completion.chunk"}
 
 
-def choices(index: int, sequence: Sequence, form: str, echo: bool, words: Tokenizer) -> Iterator:
+def choices(index: int, sequence: Sequence, form: str, words: Tokenizer) -> Iterator:
     """A sequence's state as OpenAI's choice: each time what has not been shown yet, or None.
 
     Args:
         form: "text"; or of a chat "message", or "delta" where it is streamed.
     """
-    chars, count, offset, reason = 0, 0, 0, None
+    chars, count, offset, reason, echo = 0, 0, 0, None, sequence.params.prompt_logprobs
     opening, scored = {"role": "assistant", "refusal": None}, sequence.params.logprobs is not None
     while not reason:
         reason = sequence.finish_reason  # read first: once it is there, nothing else changes
@@ -477,9 +477,8 @@ class Connection:
         stream, options = body.get("stream"), body.get("stream_options") or {}
         form = ("delta" if stream else "message") if chat else "text"
         base = {"id": uid, "object": KINDS[form], "created": int(time.time()), "model": server.name}
-        echo, words = body.get("echo") and not chat, server.tokenizer
         sequences = [sequence for request in requests for sequence in request.outputs]
-        news = [choices(i, each, form, echo, words) for i, each in enumerate(sequences)]
+        news = [choices(i, each, form, server.tokenizer) for i, each in enumerate(sequences)]
         reasons = [None]
         while not all(reasons):
             await self.event.wait()
@@ -495,7 +494,8 @@ class Connection:
             if new := [choice for each in news if stream and (choice := next(each, None))]:
                 await self.stream(*(base | {"choices": [choice]} for choice in new))
         # 3) all of it; or, of a stream, what is left: the usage, if it was asked for
-        whole = base | {"choices": [next(c) for c in news if not stream], "usage": usage(requests)}
+        found = [await asyncio.to_thread(next, c) for c in news if not stream]  # may be much
+        whole = base | {"choices": found, "usage": usage(requests)}
         if stream and options.get("include_usage"):
             await self.stream(whole)
         await self.answer("[DONE]" if stream else whole)

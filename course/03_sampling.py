@@ -47,6 +47,7 @@ def chapter(lesson: Lesson) -> dict[str, int]:
     title = "what follows 'JULIET: O, my': a letter for each 60th of the chances"
     lesson.rows(title, strips, legend)
     lesson.say("  tokens left: " + ", ".join(f"{name}: {n}" for name, n in kept.items()))
+    lesson.say(f"  settings under which the engine's sampler gives something else: {wrong}")
     # 2) draws by counter: random number i of a seed is computed, and no generator is kept
     u = torch.tensor([uniform(1, i) for i in range(8)])
     drawn = draw(settle(logits, top_k=4).expand(8, -1), u).tolist()

@@ -1,8 +1,8 @@
 """What the chapters share: arguments, models, a stopwatch, other processes, and pictures.
 
 Each picture (bars, curves, rows) goes to the terminal as text and, with --svg FILE, into one SVG.
-There is nothing about inference in here, but for `random_model`, `forward_ms` and `Count`. Read:
-run, Lesson, and of the rest what a chapter calls.
+What a chapter is about stands in the chapter; in here is what would stand in its way. Read: run,
+Lesson, and of the rest what a chapter calls.
 """
 
 import argparse

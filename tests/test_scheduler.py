@@ -642,7 +642,14 @@ def test_logprobs_of_a_prompt(budget, speculate):
             assert_same(request, alone(at, ids, wish))
     plain = at.add_request(WORDS[:13], params(1))
     drain(at)
-    assert {token.logprob for token in plain.prompt} == {None}
+    queries = at.stats.prefix_cache_queries
+    at.add_request(WORDS[:13], wish)
+    drain(at)
+    assert at.stats.prefix_cache_queries == queries  # nothing was looked for
+    again = at.add_request(WORDS[:13], params(1, logprobs=None, prompt_logprobs=True))
+    drain(at)  # an echo without log-probabilities
+    assert again.outputs[0].cached == 12
+    assert {token.logprob for token in plain.prompt + again.prompt} == {None}
 
 
 def test_times_and_ids():
