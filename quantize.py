@@ -11,13 +11,13 @@ quantised; activations keep their precision, and embeddings and norms stay as th
 QuantLinear is the stored form and the oracle: it dequantises and multiplies. The packed forms, at
 the end of the file and best skipped at first, replace it and plain Linears when a model is
 compiled (compile_model); they are never stored. What it buys: int8 is 1.4 times as fast as bfloat16
-for one sequence (`tools/bench.py latency --quantize`, on two Zen 5 cores), for 0 and, with GPTQ in
-4 bits, 0.1 % more perplexity (`tools/bench.py quality`); with AVX2 alone int8 is faster too, and
-int4 is not, see HalfLinear. Does not know what the Linears are for. In this file N is
-output channels, K input channels, G groups, R rows. Papers: Dettmers et al. 2022 (int8,
-arXiv:2208.07339), Frantar et al. 2022 (GPTQ, arXiv:2210.17323; see tools/convert.py), Lin et al.
-2023 (AWQ, arXiv:2306.00978). Read: QuantLinear, round_to_nearest, load, compile_model. Next:
-speculative.py.
+for one sequence on two Zen 5 cores, and 1.6 times on two Zen 3 cores, which have AVX2 alone; there
+int4 is as fast as bfloat16, see HalfLinear (`tools/bench.py latency --quantize`). It costs 0 and,
+with GPTQ in 4 bits, 0.1 % more perplexity (`tools/bench.py quality`). Does not know what the
+Linears are for. In this file N is output channels, K input channels, G groups, R rows. Papers:
+Dettmers et al. 2022 (int8, arXiv:2208.07339), Frantar et al. 2022 (GPTQ, arXiv:2210.17323; see
+tools/convert.py), Lin et al. 2023 (AWQ, arXiv:2306.00978). Read: QuantLinear, round_to_nearest,
+load, compile_model. Next: speculative.py.
 """
 
 import timeit
