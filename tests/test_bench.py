@@ -15,7 +15,7 @@ from conftest import ROOT, SHAKESPEARE
 from test_quantize import QWEN2, TIED, tiny_folder
 
 from model import Config, Transformer, load_model, named_tensors
-from quantize import pack_linears, quantize_model
+from quantize import HalfLinear, QuantLinear, form_of, pack_linears, quantize_model
 from tools import bench, report, versus
 from tools.measure import bytes_per_step
 
@@ -394,6 +394,10 @@ def test_bytes_per_step(tmp_path, changes):
         weights = stored - (not model.tied) * model.embed_tokens.weight.nbytes
         assert bytes_per_step(model, 0) == weights
         assert bytes_per_step(model, 10) == weights + kv
+        for linear in model.modules():
+            if isinstance(linear, QuantLinear) and form_of(linear) is HalfLinear:  # of 16 bits
+                stored = sum(t.nbytes for t in (*linear.parameters(), *linear.buffers()))
+                weights += 2 * linear.in_features * linear.out_features - stored
         pack_linears(model)
         assert 0 <= bytes_per_step(model, 0) - weights < 1000  # the keys of the packed
 

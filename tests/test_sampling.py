@@ -65,6 +65,7 @@ WRONG = {
     "logit_bias": ({"1": 1}, {-1: 1}, {True: 1}, {1.0: 1}, {1: math.nan}, {1: INF}, {1: -INF},
                    {1: 100.5}, {1: -101}, {1: True}, {1: "1"}, {1: None}, [1]),
     "ignore_eos": ("no", 1),
+    "prompt_logprobs": ("no", 1, 0),
 }  # fmt: skip
 
 
