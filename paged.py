@@ -212,8 +212,8 @@ class Blocks(LayerCache):
 class Runner:
     """A model, and the keys and values of all its sequences, in one pool of small blocks per layer.
 
-    Bytes: 2 * layers * blocks * block_size * K * stored_dim * itemsize. A step copies at most as
-    much as one layer's pool holds, or one row, if that is more.
+    Bytes: 2 * layers * blocks * block_size * K * stored_dim * itemsize. A step copies at most
+    `most` blocks at a time, or one row, if that is more.
     """
 
     def __init__(
@@ -224,6 +224,11 @@ class Runner:
         self.num_blocks = num_blocks
         # One more, never written: what tables are filled up with, and dirty blocks wiped from.
         self.pools = empty_layers(model, kv_dtype, num_blocks + 1, block_size, K)
+        # Blocks that are attended together. On a CPU 2 MB of keys, which stay in its cache: for 48
+        # rows of 16 to 384 tokens a layer then takes 9 ms, and all at once 16 (1b shape, float32,
+        # two Zen 3 cores). For a GPU more, so that calls are few; not measured by us.
+        size, most = self.pools[0][0][0].nbytes, 2**21 if model.device.type == "cpu" else 2**25
+        self.most = min(num_blocks, most // size)
 
     @torch.no_grad()
     def run(self, rows: list[Row]) -> Tensor:
@@ -259,25 +264,22 @@ class Runner:
         tokens, positions, slots, tables, groups, masks = [], [], [], [], [], []
         last = [0] * len(rows)  # the index of each row's last token
 
-        def shape(i: int) -> tuple[int, int]:
-            end = rows[i].start + len(rows[i].ids)
-            return len(rows[i].ids), max(end, 256).bit_length()  # the short ones are all alike
-
-        for (T, _), group in itertools.groupby(sorted(range(len(rows)), key=shape), key=shape):
-            group = [*group]
-            width = -(-max(rows[i].start + T for i in group) // size)
-            while part := group[: max(1, self.num_blocks // width)]:
-                del group[: len(part)]
-                groups += [len(part), T, width]
-                for i in part:
-                    blocks, start, ids, _ = rows[i]
-                    tokens += ids
-                    positions += (new := range(start, start + T))
-                    slots += [blocks[p // size] * size + p % size for p in new]
-                    tables += (blocks + [self.num_blocks] * width)[:width]
-                    last[i] = len(tokens) - 1
-                at = torch.tensor(positions[-len(part) * T :]).view(-1, T)
-                masks.append(visible(config, at, torch.arange(width * size)[None]))
+        order = sorted(range(len(rows)), key=lambda i: (len(rows[i].ids), -rows[i].start))
+        while order:  # the longest of those with the fewest new tokens, and what it stands with
+            T = len(rows[order[0]].ids)
+            width = -(-(rows[order[0]].start + T) // size)
+            part = [i for i in order[: max(1, self.most // width)] if len(rows[i].ids) == T]
+            del order[: len(part)]
+            groups += [len(part), T, width]
+            for i in part:
+                blocks, start, ids, _ = rows[i]
+                tokens += ids
+                positions += (new := range(start, start + T))
+                slots += [blocks[p // size] * size + p % size for p in new]
+                tables += (blocks + [self.num_blocks] * width)[:width]
+                last[i] = len(tokens) - 1
+            at = torch.tensor(positions[-len(part) * T :]).view(-1, T)
+            masks.append(visible(config, at, torch.arange(width * size)[None]))
         select = [end - i for end, row in zip(last, rows) for i in range(row.wanted)[::-1]]
         mask = {w: torch.cat([m[w].flatten() for m in masks]).to(device) for w in masks[0]}
         tables.append(0)  # two at least: to torch.compile a size of 1 is another case

@@ -387,7 +387,7 @@ def random_rows(draw, blocks, size):
         end = draw.randint(len(shared) * size + 1, len(table) * size)
         start = end - 1 if draw.random() < 0.5 else draw.randint(len(shared) * size, end - 1)
         rows.append(Row(table, start, draw.choices(range(32), k=end - start)))
-    return sorted(rows, key=lambda row: len(row.ids))
+    return sorted(rows, key=lambda row: (len(row.ids), -row.start))
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 50])
@@ -398,6 +398,7 @@ def test_paged_attention_equals_its_slow_twin(heads, size, window):
     (N, K), blocks = heads, 24
     runner = runner_of(blocks, size, N, K, window)
     for seed in range(6):
+        runner.most = 4 ** (seed % 4)
         rows = random_rows(random.Random(seed), blocks, size)
         tokens, positions, layers, select = runner.step(rows)
         assert tokens.tolist() == [[i for row in rows for i in row.ids]]
@@ -428,13 +429,17 @@ def test_the_example_of_step():
     assert runner.step([Row([7, 2], 3, [a, b, c])])[2][0].plan[0].tolist() == [31, 8, 9]
 
 
-def test_long_rows_stand_apart_from_short_ones():
-    """One long sequence made all others as slow as itself, padded to its length."""
+def test_rows_that_stand_together():
+    """The longest first, and no more of them than `most` blocks hold: one long sequence made all
+    others as slow as itself, padded to its length, and 48 at once were copied past the cache."""
     runner = runner_of(80, 16)
-    ends = (3, 1000, 200, 600)
+    assert (runner.most, runner_of(2**14, 16).most) == (80, 2**21 // (16 * 8 * 8))
+    runner.most = 40
+    ends = (3, 1000, 200, 250, 5, 600)  # in blocks: 1, 63, 13, 16, 1, 38
     rows = [Row([*range(-(-end // 16))], end - 1, [end % 32]) for end in ends]
     tokens, _, layers, select = runner.step(rows)
-    assert layers[0].plan[2].tolist() == [2, 1, 13, 1, 1, 63, 1, 1, 63]
+    groups = layers[0].plan[2].view(-1, 3).tolist()
+    assert groups == [[1, 1, 63], [1, 1, 38], [2, 1, 16], [2, 1, 1]]
     assert [int(tokens[0, i]) for i in select] == [end % 32 for end in ends]
 
 
