@@ -224,9 +224,10 @@ class Runner:
         self.num_blocks = num_blocks
         # One more, never written: what tables are filled up with, and dirty blocks wiped from.
         self.pools = empty_layers(model, kv_dtype, num_blocks + 1, block_size, K)
-        # Blocks that are attended together. On a CPU 2 MB of keys, which stay in its cache: for 48
-        # rows of 16 to 384 tokens a layer then takes 9 ms, and all at once 16 (1b shape, float32,
-        # two Zen 3 cores). For a GPU more, so that calls are few; not measured by us.
+        # Blocks that are attended together. On a CPU 2 MB of keys: the memory of larger copies came
+        # fresh from the system in each layer, page after page; 48 rows of 12 kv heads then took 208
+        # ms a step, and take 148 (110m shape, float32, two Zen 3 cores). For a GPU more, so that
+        # calls are few; not measured by us.
         size, most = self.pools[0][0][0].nbytes, 2**21 if model.device.type == "cpu" else 2**25
         self.most = min(num_blocks, most // size)
 

@@ -431,7 +431,7 @@ def test_the_example_of_step():
 
 def test_rows_that_stand_together():
     """The longest first, and no more of them than `most` blocks hold: one long sequence made all
-    others as slow as itself, padded to its length, and 48 at once were copied past the cache."""
+    others as slow as itself, padded to its length, and 48 at once took new memory each time."""
     runner = runner_of(80, 16)
     assert (runner.most, runner_of(2**14, 16).most) == (80, 2**21 // (16 * 8 * 8))
     runner.most = 40
