@@ -1,6 +1,7 @@
 """Fixtures and builders shared by the tests: tiny random checkpoints of every family."""
 
 import os
+import signal
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing may be downloaded
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+# A shell starts what runs in the background with SIGINT ignored, and the tests press Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 pytest.register_assert_rewrite("serving")  # it is imported before pytest loads it as a plugin
 ROOT = Path(__file__).resolve().parent.parent
 SHAKESPEARE = ROOT / "checkpoints" / "shakespeare"
