@@ -228,8 +228,8 @@ class Runner:
         # fresh from the system in each layer, page after page; 48 rows of 12 kv heads then took 208
         # ms a step, and take 148 (110m shape, float32, two Zen 3 cores). For a GPU more, so that
         # calls are few; not measured by us.
-        size, most = self.pools[0][0][0].nbytes, 2**21 if model.device.type == "cpu" else 2**25
-        self.most = min(num_blocks, most // size)
+        size = block_size * K * model.config.head_dim * model.dtype.itemsize  # as it is attended
+        self.most = min(num_blocks, (2**21 if model.device.type == "cpu" else 2**25) // size)
 
     @torch.no_grad()
     def run(self, rows: list[Row]) -> Tensor:
@@ -246,10 +246,10 @@ class Runner:
     def step(self, rows: list[Row]) -> tuple[Tensor, Tensor, list[Blocks], Tensor]:
         """Prepare one forward over the new tokens of several sequences, side by side.
 
-        Rows with equally many new tokens, and about as many keys, stand together and are attended
-        together, as one batch whose keys reach to the end of the longest: the running sequences
-        with their one token each, then each chunk of a prompt. So decoding and prefill need no code
-        of their own, and a long sequence makes no short one slow.
+        Rows with equally many new tokens, the longest first and as many as `most` blocks hold, are
+        attended together, as one batch whose keys reach to the end of the longest: the running
+        sequences with their one token each, then each chunk of a prompt. So decoding and prefill
+        need no code of their own, and what a long sequence adds to short ones has a bound.
 
         Returns:
             The tokens and their positions, (1, T) int64 each, group after group; the layers'
@@ -264,7 +264,6 @@ class Runner:
         size, config, device = self.block_size, self.model.config, self.model.device
         tokens, positions, slots, tables, groups, masks = [], [], [], [], [], []
         last = [0] * len(rows)  # the index of each row's last token
-
         order = sorted(range(len(rows)), key=lambda i: (len(rows[i].ids), -rows[i].start))
         while order:  # the longest of those with the fewest new tokens, and what it stands with
             T = len(rows[order[0]].ids)

@@ -135,7 +135,7 @@ class Engine:
         if num_blocks is None:
             one = [Runner(each, 0, block_size, kv_dtype) for each in (model, draft) if each]
             size = sum(t.nbytes for each in one for pool in each.pools for t in pool)
-            c = self.config  # and a layer's keys and values, which attention copies
+            c = self.config  # and what attention copies: at most a layer's keys and values
             size += 2 * block_size * c.num_key_value_heads * c.head_dim * model.dtype.itemsize
             free = free_memory(model.device) if kv_memory < 1 else 1
             most = max_num_seqs * -(-self.max_seq_len // block_size)
