@@ -1,16 +1,15 @@
-"""Generate text: the loop over one sequence, the same made fast, and the command line.
+"""Generate text: the loop over one sequence; then LLM and the command line, which put all together.
 
     python generate.py                                   the bundled model, at once
-    python generate.py --checkpoint DIR --prompt "..."   any Hugging Face folder model.py supports
+    python generate.py --checkpoint DIR --prompt "..."   any Hugging Face folder of a known family
 
-`generate` is all that generating is: forward, sample, append. Many sequences at once, guesses and
-several processes go through scheduler.Engine, which LLM wraps. Read: generate, LLM, run. Next:
-paged.py.
+`generate` is all that generating is: forward, sample, append. Many sequences at once go through
+scheduler.Engine, which LLM wraps. The techniques are imported where an option asks for one, so
+that each of their files can be left out. Read: generate, LLM; then main. Next: paged.py.
 """
 
-import argparse
-import json
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -18,12 +17,14 @@ from typing import Any
 
 import torch
 
-import tp
+import settings
+from checkpoint import load_config, load_model, suggested
 from kv_cache import StaticCache
-from model import DTYPES, Transformer, check, pick_device, progress
-from quantize import CHUNK, MODES, compile_model, load, quantize_model
-from sampling import BROKEN, SamplingParams, Sequence, Token, sample, sampling_params
-from scheduler import Engine, Request
+from model import Transformer
+from paged import Runner
+from sampling import BROKEN, Sequence, Token, sample
+from scheduler import Engine, Proposer, Request
+from settings import CHUNK, EngineArgs, Ranks, SamplingParams
 from tokenizer import Tokenizer
 
 # --- One sequence ---------------------------------------------------------------------------------
@@ -31,7 +32,7 @@ from tokenizer import Tokenizer
 
 @torch.no_grad()
 def generate(
-    model: Transformer, sequence: Sequence, cache: StaticCache | None = None, chunk: int = CHUNK
+    model: Transformer, sequence: Sequence, cache: StaticCache, chunk: int = CHUNK
 ) -> Iterator[Token]:
     """Extend `sequence` until it ends, yielding each token as it is made.
 
@@ -41,20 +42,20 @@ def generate(
     Args:
         model: on any device.
         sequence: is appended to; read its text and finish_reason.
-        cache: for a batch of one; None recomputes everything at each step (slow, and the oracle).
+        cache: for a batch of one, long enough for `sequence.max_len`.
         chunk: prompt tokens per forward; bounds the memory of a long prompt.
 
     Raises:
         ValueError: the cache is too short for the sequence, or the logits are NaN or infinite.
     """
+    ids = sequence.ids
     end = 0  # tokens whose keys and values the cache holds
     while not sequence.finish_reason:
-        ids = sequence.ids
-        start, end = (end, min(end + chunk, len(ids))) if cache else (0, len(ids))
-        tokens = torch.tensor([ids[start:end]], device=model.device)
-        positions, layers = cache.step(start, end) if cache else (torch.arange(end)[None], None)
+        start, end = end, min(end + chunk, len(ids))
+        tokens = torch.tensor([ids[start:end]], device=model.device)  # (1, T)
+        positions, layers = cache.plan(start, end)
         last = torch.tensor([end - start - 1], device=model.device)
-        logits = model(tokens, positions.to(model.device), layers, last)  # (1, V)
+        logits = model(tokens, positions, layers, last)  # (1, V)
         if end == len(ids):
             (token,) = sample(logits, [sequence])
             sequence.append(token)
@@ -77,26 +78,20 @@ class LLM:
         """Load a checkpoint, plain or quantised.
 
         Args:
-            options: those of the command line, by the same names: device, dtype, quantize, compile,
-                draft_checkpoint, speculate, ...; and Engine's: max_num_seqs, kv_memory, ...
+            options: settings.EngineArgs: device, dtype, quantize, compile, speculate, ...
         """
-        model_arguments(parser := argparse.ArgumentParser())
-        usual = vars(parser.parse_args([]))
-        args = argparse.Namespace(**{name: options.pop(name, usual[name]) for name in usual})
-        self.checkpoint = args.checkpoint = Path(checkpoint)
-        model, draft, guesses = load_models(args, tp.Ranks(pick_device(args.device)))
-        more = {"kv_dtype": args.kv_dtype, "draft": draft, "speculate": guesses, **options}
-        self.engine = Engine(model, Tokenizer(checkpoint), max_seq_len=args.max_seq_len, **more)
+        args = EngineArgs(checkpoint=Path(checkpoint), **options)
+        ranks = Ranks(settings.pick_device(args.device))
+        self.checkpoint = args.checkpoint
+        self.engine = make_engine(args, ranks, *load_models(args, ranks))
 
     def generate(
-        self,
-        prompts: str | list[str] | list[list[int]],
-        params: SamplingParams | list[SamplingParams] | None = None,
+        self, prompts: str | list, params: SamplingParams | list[SamplingParams] | None = None
     ) -> list[Request]:
         """Complete the prompts, all at once, with a progress bar.
 
         Args:
-            prompts: texts, or lists of token ids.
+            prompts: a text, or a list of texts or of lists of token ids.
             params: for all, or one for each; None: what the checkpoint suggests.
 
         Returns:
@@ -107,177 +102,188 @@ class LLM:
             ValueError: a prompt that cannot be run; then none is.
         """
         prompts = [prompts] if isinstance(prompts, str) else prompts
-        params = sampling_params(self.checkpoint) if params is None else params
+        if params is None:
+            params = SamplingParams(**suggested(self.checkpoint))
         params = params if isinstance(params, list) else [params] * len(prompts)
         requests = [self.engine.prepare(*each) for each in zip(prompts, params, strict=True)]
         try:
             for request in requests:
                 self.engine.submit(request)
             finished = (request for request in self.engine.run() if request.finished)
-            for _ in progress(finished, "generating", len(requests)):
-                pass
+            list(settings.progress(finished, "generating", len(requests)))
         except BaseException:  # Ctrl-C, at any line
             self.engine.reset()
             raise
         return requests
 
 
-# --- The command line -----------------------------------------------------------------------------
+def load_models(
+    args: EngineArgs, ranks: Ranks, batch_size: int | None = None
+) -> tuple[Transformer, Proposer | None]:
+    """Load what the arguments ask for.
 
-BUNDLED = Path(__file__).resolve().parent / "checkpoints" / "shakespeare"
+    Args:
+        batch_size: what to compile for: a static cache of so many sequences; None: a paged one.
+
+    Returns:
+        The model, or this rank's share; and who guesses, on the first rank alone, if anybody.
+    """
+    dtype = settings.DTYPES.get(args.dtype)
+    model = load(args.checkpoint, ranks.device, dtype, ranks.shard)
+    models = [model]
+    if args.quantize:
+        from quantize import quantize_model
+
+        quantize_model(model, args.quantize, args.group_size)
+    proposer = None
+    if ranks.rank == 0 and (args.draft_checkpoint or args.speculate):
+        import speculative
+
+        if args.draft_checkpoint:
+            models.append(load(args.draft_checkpoint, ranks.device, dtype))
+            k = 4 if args.speculate is None else args.speculate
+            proposer = speculative.DraftModel(models[1], k, model.config.vocab_size)
+        else:
+            proposer = speculative.NGram(args.speculate)
+    if args.compile:
+        from packed import compile_model
+
+        for each in models:
+            compile_model(each, batch_size, args.kv_dtype)
+    return model, proposer
+
+
+def load(path: Path, *how: Any) -> Transformer:
+    """Load a checkpoint, plain or quantised. how: see checkpoint.load_model."""
+    if load_config(path).quantization:
+        from quantize import load as load_quantised
+
+        return load_quantised(path, *how)
+    return load_model(path, *how)
+
+
+def make_engine(
+    args: EngineArgs, ranks: Ranks, model: Transformer, proposer: Proposer | None
+) -> Engine:
+    """An engine around what load_models has loaded."""
+    tokenizer = Tokenizer(args.checkpoint)
+
+    def matcher(wish: dict[str, Any]) -> Any:
+        from structured import matcher
+
+        return matcher(tokenizer, model.config, wish)
+
+    limits = {f.name: getattr(args, f.name) for f in fields(settings.Limits)}
+    return Engine(model, tokenizer, proposer, matcher, ranks.runner or Runner, **limits)
+
+
+# --- The command line -----------------------------------------------------------------------------
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit status: 0, 2 for an error of use, 130 for Ctrl-C."""
-    return tp.launch("generate.py", argv, parse_args, run)
+    return settings.launch("generate.py", argv, parse_args, command, join)
 
 
-def model_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that say what to run, and on what."""
-    add = parser.add_argument
-    add("--checkpoint", type=Path, default=BUNDLED, help="Hugging Face folder (default: bundled)")
-    add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
-    add("--dtype", choices=("auto", *DTYPES), default="auto", help="auto: as stored")
-    add("--kv-dtype", choices=("auto", "int8"), default="auto", help="of the cache; auto: as dtype")
-    add("--quantize", choices=MODES, help="fewer bits for the weights, on the fly; see quantize.py")
-    add("--group-size", type=int, default=128, help="input channels per scale, for int4 (128)")
-    add("--compile", action="store_true", help="slower to start, faster to run; see the README")
-    add("--draft-checkpoint", type=Path, metavar="DIR", help="guess tokens with a small model")
-    text = "tokens to guess in a step: by the small model (4), or from what the text repeats (0)"
-    add("--speculate", "--speculate-ngram", type=int, metavar="K", help=text)
-    add("--max-seq-len", type=int, help="prompt and output (default: what the model can)")
+def join(device: torch.device) -> Any:
+    """Join the other ranks; see tp.join."""
+    import tp
+
+    return tp.join(device)
 
 
-def load_models(
-    args: argparse.Namespace, ranks: tp.Ranks, paged: bool = True
-) -> tuple[Transformer, Transformer | None, int]:
-    """Load what model_arguments asks for, and compile it for a paged or a static cache.
-
-    Returns:
-        The model, or this rank's share; the draft, on rank 0 alone and whole; tokens to guess.
-    """
-    check("--max-seq-len", args.max_seq_len, int | None, 2)
-    dtype, draft = DTYPES.get(args.dtype), None
-    model = load(args.checkpoint, ranks.device, dtype, ranks.shard)
-    if args.quantize:
-        quantize_model(model, args.quantize, args.group_size)
-    if args.draft_checkpoint and not ranks.rank:
-        draft = load(args.draft_checkpoint, ranks.device, dtype)
-    for each in filter(None, (model, draft) if args.compile else ()):
-        compile_model(each, None if paged else 1, args.kv_dtype)
-    return model, draft, (4 if draft else 0) if args.speculate is None else args.speculate
-
-
-ALIASES = {"max_tokens": ["--max-new-tokens"], "n": ["--num-samples"]}
-
-
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="generate.py", description="Generate text from a prompt.")
-    model_arguments(parser)
-    add = parser.add_argument
+def parse_args(argv: list[str] | None) -> Namespace:
+    parser = ArgumentParser(prog="generate.py", description="Generate text from a prompt.")
+    settings.add_flags(parser, EngineArgs, speculate="--speculate-ngram")
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", default="", help="text to continue")
     prompt.add_argument("--prompt-file", help="from a file; - is stdin")
     prompt.add_argument("--chat", action="store_true", help="talk, with the chat template")
-    add("--json", action="store_true", help="print one JSON object per sample instead of text")
     text = "defaults: the checkpoint's generation_config.json, else as in parentheses"
-    sampling = parser.add_argument_group("sampling", text)
-    for f in fields(SamplingParams):
-        if text := f.metadata.get("help"):
-            flags = ["--" + f.name.replace("_", "-"), *ALIASES.get(f.name, [])]
-            kind = float if f.type is float else int
-            sampling.add_argument(*flags, type=kind, help=f"{text} ({f.default})")
-    sampling.add_argument("--stop", action="append", metavar="TEXT", help="end before this text")
-    sampling.add_argument("--stop-token-ids", type=int, nargs="+", metavar="ID")
-    sampling.add_argument("--ignore-eos", action="store_true", default=None)
+    group = parser.add_argument_group("sampling", text)
+    settings.add_flags(group, SamplingParams, max_tokens="--max-new-tokens", n="--num-samples")
     return parser.parse_args(argv)
 
 
-def run(args: argparse.Namespace, ranks: tp.Ranks) -> int:
+def command(args: Namespace, ranks: Ranks) -> int:
     """Load, generate, and report: text on stdout, everything else on stderr."""
     if sys.stdin is None and (args.chat or args.prompt_file == "-"):
         raise ValueError("stdin is closed: use --prompt TEXT or --prompt-file FILE")
-    given = {f.name: getattr(args, f.name, None) for f in fields(SamplingParams)}
-    params, tokenizer = sampling_params(args.checkpoint, **given), Tokenizer(args.checkpoint)
-    text, file = args.prompt, args.prompt_file
-    if file and not ranks.rank:
+    engine_args = EngineArgs(**settings.given(EngineArgs, args))
+    path = engine_args.checkpoint
+    params = SamplingParams(**suggested(path) | settings.given(SamplingParams, args))
+    tokenizer = Tokenizer(path)
+    text = args.prompt
+    if args.prompt_file and ranks.rank == 0:
+        file = args.prompt_file
         text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
-    plain = not (args.speculate or args.draft_checkpoint) and params.n == ranks.ranks == 1
-    model, draft, guesses = load_models(args, ranks, paged=not plain)
+    guesses = engine_args.speculate or engine_args.draft_checkpoint
+    plain = not (args.chat or guesses) and params.n == ranks.ranks == 1
+    model, proposer = load_models(engine_args, ranks, 1 if plain else None)
     if ranks.rank:
+        import tp
+
         return tp.follow(model)
-    engine = None if plain else Engine(
-        model, tokenizer, 1, CHUNK + guesses, args.max_seq_len, kv_dtype=args.kv_dtype,
-        draft=draft, speculate=guesses, runner=ranks.runner,
-    )  # fmt: skip
-    done = []
-    once = ((text, tokenizer.encode(text), each) for each in params.split())
-    for prompt, ids, each in turns(tokenizer, params, done) if args.chat else once:
-        if engine:
-            (sequence,) = engine.add_request(ids, replace(each, n=1)).outputs
-            steps = engine.run()
-        else:
-            sequence = Sequence(ids, each, model.config, tokenizer, args.max_seq_len)
-            cache = StaticCache(model, 1, sequence.max_len, args.kv_dtype)
-            steps = generate(model, sequence, cache)
-        done.append(sequence)
-        stream(sequence, steps, show=not args.json)
-        report(sequence)
-        if args.json:
-            result = {"prompt": prompt, "text": sequence.text, "token_ids": sequence.output_ids,
-                      "finish_reason": sequence.finish_reason,
-                      "logprobs": [token._asdict() for token in sequence.tokens]}  # fmt: skip
-            print(json.dumps(result), flush=True)
-        if sequence.finish_reason == "interrupted":  # Ctrl-C cuts a reply short; in a chat no more
-            if not args.chat:
-                break
-            if engine:
-                engine.reset()
-    if guesses:
-        print(engine.proposer.summary(), file=sys.stderr)
-    return 130 if done and done[-1].finish_reason == "interrupted" else 0
+    if plain:
+        max_seq_len = engine_args.max_seq_len
+        sequence = Sequence(tokenizer.encode(text), params, model.config, tokenizer, max_seq_len)
+        cache = StaticCache(model, 1, sequence.max_len, engine_args.kv_dtype)
+        return stream(sequence, generate(model, sequence, cache))
+    engine = make_engine(engine_args, ranks, model, proposer)
+    status = chat(engine, params) if args.chat else complete(engine, text, params)
+    if proposer:
+        print(proposer.summary(), file=sys.stderr)
+    return status
 
 
-def turns(
-    tokenizer: Tokenizer, params: SamplingParams, done: list[Sequence]
-) -> Iterator[tuple[str, list[int], SamplingParams]]:
-    """Yield a conversation to continue, turn by turn, until the input ends.
+def complete(engine: Engine, prompt: str, params: SamplingParams) -> int:
+    """Print n continuations of a prompt, one after another."""
+    for each in params.split():
+        (sequence,) = engine.add_request(prompt, replace(each, n=1)).outputs
+        if status := stream(sequence, engine.run()):
+            return status
+    return 0
 
-    Args:
-        done: the replies so far.
-    """
-    messages, params = [], replace(params, stop=(*params.stop, *tokenizer.chat_stop)[:16])
+
+def chat(engine: Engine, params: SamplingParams) -> int:
+    """Talk until the input ends. What was said stands in the engine's prefix cache."""
+    tokenizer = engine.tokenizer
+    params = replace(params, n=1, stop=(*params.stop, *tokenizer.chat_stop)[:16])
+    messages, status = [], 0
     print("> ", end="", file=sys.stderr, flush=True)
-    while line := sys.stdin.readline():
+    for line in sys.stdin:
         messages.append({"role": "user", "content": line.strip()})
-        yield line, tokenizer.encode_chat(messages), params
-        messages.append({"role": "assistant", "content": done[-1].text})
+        (sequence,) = engine.add_request(tokenizer.encode_chat(messages), params).outputs
+        status = stream(sequence, engine.run())
+        if status:
+            engine.reset()
+        messages.append({"role": "assistant", "content": sequence.text})
         print("> ", end="", file=sys.stderr, flush=True)
+    return status
 
 
-def stream(sequence: Sequence, steps: Iterator[Any], show: bool) -> None:
-    """Generate, writing the text to stdout as it comes. Ctrl-C ends it with the text so far."""
+def stream(sequence: Sequence, steps: Iterator[Any]) -> int:
+    """Generate, writing the text to stdout as it comes, and a line of statistics to stderr.
+
+    Returns:
+        0, or 130 after Ctrl-C, which ends it with the text so far.
+    """
     shown = 0
     try:
         for _ in steps:
-            if show:
-                print(sequence.text[shown:], end="", flush=True)
-                shown = len(sequence.text)
+            print(sequence.text[shown:], end="", flush=True)
+            shown = len(sequence.text)
     except KeyboardInterrupt:
         sequence.finish("interrupted")
     if sequence.finish_reason == "error":
         raise ValueError(BROKEN)
-    if show:
-        print(sequence.text[shown:], flush=True)
-
-
-def report(sequence: Sequence) -> None:
-    """One line: tokens, time to the first, and tokens/s after it."""
-    start, *times = sequence.times
-    if times:
-        rate = (len(times) - 1) / max(times[-1] - times[0], 1e-9)
-        line = f"{sequence.prompt_len} prompt + {len(times)} new tokens, first one after "
-        print(f"{line}{times[0] - start:.3f} s, then {rate:.1f} tokens/s", file=sys.stderr)
+    print(sequence.text[shown:], flush=True)
+    if sequence.tokens:
+        start, first, *later = sequence.times
+        rate = len(later) / max(sequence.times[-1] - first, 1e-9)
+        text = f"{sequence.prompt_len} prompt + {len(sequence.tokens)} new tokens, first one after "
+        print(f"{text}{first - start:.3f} s, then {rate:.1f} tokens/s", file=sys.stderr)
+    return 130 if sequence.finish_reason == "interrupted" else 0
 
 
 if __name__ == "__main__":

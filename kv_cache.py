@@ -1,14 +1,13 @@
 """The static KV cache: keys and values of past tokens, kept in one slab of memory per sequence.
 
-Keys and values of past tokens never change, so they are computed once and kept; each step then
+Keys and values of past tokens never change, so they are computed once and kept. Each step then
 costs one token instead of the whole text (Pope et al. 2022, arXiv:2211.05102, section 3.3, counts
 the bytes). A slab suits sequences whose longest length is known; for many that come, grow and go
-see paged.py. What it buys: `tools/bench.py latency` gives the first token, which computes all of a
-prompt, beside those after it, which compute one. Does not know the model, which sees it through
-model.LayerCache. Read: StaticCache.step, Slab.attend, encode. Next: tokenizer.py.
+see paged.py. Knows the model's config and how attention is called, and nothing of text or of who
+is being served. Read: StaticCache.plan, Slab.attend, encode. Next: sampling.py.
 
     position    0    1    2    3    4    5    6    7        capacity 8
-    slab       the  cat  sat  on    .    .    .    .        a step of "on": written at 3, sees 0..3
+    slab       the  cat  sat  on    .    .    .    .        "on" runs: written at 3, sees 0..3
 """
 
 from functools import partial
@@ -16,30 +15,38 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from model import LayerCache, Transformer, attention, blame, check, supported, visible
+from model import LayerCache, Transformer, attention, visible
 
 BUCKET = 64  # positions
 
 
 class Slab(LayerCache):
-    """One layer's keys and values, as one step sees them: slot s holds position s."""
+    """One layer's keys and values, as one forward sees them: slot s holds position s."""
 
     def __init__(self, k: Tensor, v: Tensor, positions: Tensor, mask: Tensor) -> None:
-        """Take k and v, encoded, (B, K, capacity, stored_dim) each; and of the step the (B, T)
-        positions of its tokens and what they see, (B, 1, N / K * T, S)."""
-        self.k, self.v, self.positions, self.mask = k, v, positions, mask
+        """Hold on to a layer's slabs and the plan of a forward.
+
+        Args:
+            k, v: (B, K, capacity, stored_dim), encoded.
+            positions: (B, T) of the new tokens.
+            mask: (B or 1, 1, N / K * T, S), what they see.
+        """
+        self.k, self.v = k, v
+        self.positions, self.mask = positions, mask
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k and v, then attend to all that is visible. See model.LayerCache.attend."""
-        (B, K), S = k.shape[:2], self.mask.shape[3]
+        B, K = k.shape[:2]
+        S = self.mask.shape[3]
         row = torch.arange(B, device=q.device)[:, None, None]
         head = torch.arange(K, device=q.device)[:, None]
         at = (row, head, self.positions[:, None])  # (B, K, T) together: each row at its own places
         # index_put_ and not scatter_: of scatter_ the compiler makes a copy of the whole slab.
         self.k.index_put_(at, encode(k, self.k.dtype))
         self.v.index_put_(at, encode(v, self.v.dtype))
-        k, v = (decode(slab[:, :, :S], q.dtype) for slab in (self.k, self.v))  # (B, K, S, H)
-        return attention(q, k, v, self.mask)
+        keys = decode(self.k[:, :, :S], q.dtype)  # (B, K, S, H)
+        values = decode(self.v[:, :, :S], q.dtype)
+        return attention(q, keys, values, self.mask)
 
 
 class StaticCache:
@@ -60,19 +67,25 @@ class StaticCache:
             batch_size: B.
             max_seq_len: positions per sequence.
             kv_dtype: of the keys and values: "auto" is the model's own, or "int8".
+
+        Raises:
+            ValueError: there is not enough memory.
         """
         # Whole buckets, and one slot that is never used: a view of *all* slots would be contiguous,
         # another case for torch.compile, which would compile again when a sequence gets there.
         slots = -(-max_seq_len // BUCKET) * BUCKET + 1
-        self.config, self.batch_size, self.max_seq_len = model.config, batch_size, max_seq_len
+        self.config = model.config
+        self.batch_size, self.max_seq_len = batch_size, max_seq_len
         self.places = torch.arange(slots, device=model.device)
         K = model.config.num_key_value_heads
         self.slabs = empty_layers(model, kv_dtype, batch_size, K, slots)
-        for tensor in sum(self.slabs, ()) if self.places.is_cuda else ():
-            torch._dynamo.mark_static_address(tensor)  # CUDA graphs write in place
+        if model.device.type == "cuda":
+            for k, v in self.slabs:
+                torch._dynamo.mark_static_address(k)  # CUDA graphs write in place
+                torch._dynamo.mark_static_address(v)
 
-    def step(self, start: int, end: int) -> tuple[Tensor, list[Slab]]:
-        """Prepare a forward over positions start .. end - 1 of each sequence.
+    def plan(self, start: int, end: int) -> tuple[Tensor, list[Slab]]:
+        """Plan a forward over positions start .. end - 1 of each sequence.
 
         It sees the first positions only, in multiples of BUCKET, so that few shapes occur: read in
         full through a mask, the cache would cost its whole capacity at each step.
@@ -83,12 +96,15 @@ class StaticCache:
         Raises:
             ValueError: `end` is more than the capacity.
         """
-        check("positions in the cache (raise --max-seq-len)", end, int, 1, self.max_seq_len)
-        positions = self.places[start:end].expand(self.batch_size, -1)
-        seen = self.places[None, : -(-end // BUCKET) * BUCKET]  # rounded up
-        masks = visible(self.config, positions[:1], seen)
-        of_layers = zip(self.slabs, self.config.windows, strict=True)
-        return positions, [Slab(k, v, positions, masks[window]) for (k, v), window in of_layers]
+        if end > self.max_seq_len:
+            raise ValueError(
+                f"the cache has {self.max_seq_len} positions, {end} are needed: raise --max-seq-len"
+            )
+        positions = self.places[start:end].expand(self.batch_size, -1)  # (B, T)
+        seen = -(-end // BUCKET) * BUCKET  # rounded up
+        masks = visible(self.config, positions[:1], self.places[None, :seen])
+        layers = zip(self.slabs, self.config.windows, strict=True)
+        return positions, [Slab(k, v, positions, masks[window]) for (k, v), window in layers]
 
 
 # --- One key or value -----------------------------------------------------------------------------
@@ -99,14 +115,17 @@ def empty_layers(model: Transformer, kv_dtype: str, *shape: int) -> list[tuple[T
     H, and for int8 four more, for the scale.
 
     Raises:
-        ValueError: another kv_dtype, or not enough memory.
+        ValueError: there is not enough memory.
     """
-    int8 = supported("kv_dtype", kv_dtype, "auto", "int8") == "int8"
-    shape, dtype = (*shape, model.config.head_dim + 4 * int8), torch.int8 if int8 else model.dtype
+    dtype = {"auto": model.dtype, "int8": torch.int8}[kv_dtype]
+    shape = (*shape, model.config.head_dim + 4 * (kv_dtype == "int8"))
     # A memory each: of tensors that share one, torch.compile cannot tell what a write changes.
-    with blame(f"no memory for a cache of {len(model.layers)} x 2 x {shape}, lower --max-seq-len"):
-        zeros = partial(torch.zeros, shape, dtype=dtype, device=model.device)
+    zeros = partial(torch.zeros, shape, dtype=dtype, device=model.device)
+    try:
         return [(zeros(), zeros()) for _ in model.layers]
+    except RuntimeError as error:
+        size = f"{len(model.layers)} x 2 x {shape}"
+        raise ValueError(f"no memory for a cache of {size}, lower --max-seq-len") from error
 
 
 def encode(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -118,11 +137,13 @@ def encode(x: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype != torch.int8:
         return x
     scale = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127  # (..., 1)
-    return torch.cat(((x / scale).round().to(torch.int8), scale.view(torch.int8)), -1)
+    q = (x / scale).round().to(torch.int8)
+    return torch.cat((q, scale.view(torch.int8)), -1)
 
 
 def decode(stored: Tensor, dtype: torch.dtype) -> Tensor:
     """The inverse of encode, as a tensor of `dtype`: (..., H + 4) -> (..., H) where it is int8."""
     if stored.dtype != torch.int8:
         return stored
-    return (stored[..., :-4] * stored[..., -4:].contiguous().view(torch.float32)).to(dtype)
+    scale = stored[..., -4:].clone().view(torch.float32)  # cloned, so that it is aligned
+    return (stored[..., :-4] * scale).to(dtype)

@@ -1,14 +1,13 @@
 """Many sequences in one memory: fixed-size blocks, block tables, shared prefixes.
 
 A sequence's keys and values need not lie side by side. As with an operating system's pages, its
-block table maps position p to slot p % 16 of block table[p // 16], so memory is handed out 16
+block table maps position p to slot p % 16 of block table[p // 16]. So memory is handed out 16
 tokens at a time, nothing is reserved for tokens that may never come, and sequences that begin alike
 map the same blocks. The first half is integers only: who owns which block. The second is tensors:
-what a block holds, and a forward over rows of many sequences. What it buys: a prompt of 1,024
-tokens, all but 16 of them cached, gets its first token 30 times as soon (`tools/bench.py prefix`,
-on two Zen 5 cores). Knows no requests and no text. Papers: Kwon et al. 2023 (PagedAttention,
-arXiv:2309.06180), Zheng et al. 2023 (prefix sharing, arXiv:2312.07104). Read: BlockTable,
-BlockPool; then Runner.step, paged_attention. Next: scheduler.py.
+what a block holds, and a forward over rows of many sequences. Knows no requests and no text.
+Papers: Kwon et al. 2023 (PagedAttention, arXiv:2309.06180), Zheng et al. 2023 (prefix sharing,
+arXiv:2312.07104). Read: BlockTable, BlockPool; then Runner.plan, paged_attention. Next:
+scheduler.py.
 
     ids      t h e   k i n g   i s      t h e   k i n g   h a t h        block_size = 4
     tables   [   2,   5,   1   ]        [   2,   5,   7,   3    ]
@@ -24,16 +23,16 @@ import torch
 from torch import Tensor
 
 from kv_cache import decode, empty_layers, encode
-from model import LayerCache, Transformer, attention, check, visible
+from model import LayerCache, Transformer, attention, visible
 
 # --- Who owns which block -------------------------------------------------------------------------
 
 # What a cached block holds: its tokens, and what stands before them, as the serial number of the
-# block before; for a first block, the request's salt, in a tuple, so that no salt is a number. A
-# serial number is never given twice, so equal keys mean equal texts from the start. This is vLLM's
-# hash chain with Python's dict in place of sha256: a dict compares keys as well as their hashes, so
-# a collision can serve nobody another's text (CVE-2025-25183).
-Key = tuple[int | tuple[str | None], tuple[int, ...]]
+# block before; of a first block, the request's salt. A serial number is never given twice, so equal
+# keys mean equal texts from the start. This is vLLM's hash chain with Python's dict in place of
+# sha256: a dict compares keys as well as their hashes, so a collision can serve nobody another's
+# text (CVE-2025-25183).
+Key = tuple[int | str | None, tuple[int, ...]]
 
 
 @dataclass
@@ -46,7 +45,11 @@ class BlockTable:
     blocks: list[int] = field(default_factory=list)  # may reach past `length`, never short of it
     length: int = 0  # tokens whose keys and values are in the blocks
     serials: list[int] = field(default_factory=list)  # of the blocks that can be found, see Key
-    spoilt: bool = False  # its keys or values may be NaN: see BlockPool.free
+
+    def advance(self, length: int) -> None:
+        """Note that more keys and values are there than BlockPool.commit knows of."""
+        if self.blocks:
+            self.length = length
 
 
 class BlockPool:
@@ -58,12 +61,12 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int, block_size: int = 16) -> None:
-        """Raises ValueError where there is no block, or a block has no slot."""
-        self.num_blocks = check("blocks that fit into --kv-memory", num_blocks, int)
-        self.block_size = check("block_size", block_size, int)
+        """Raises ValueError where there is no block."""
+        if num_blocks < 1:
+            raise ValueError(f"{num_blocks} blocks fit into --kv-memory: raise it")
+        self.num_blocks, self.block_size = num_blocks, block_size
         self.refs = [0] * num_blocks
         self._free = list(range(num_blocks))[::-1]  # a stack, lowest block on top
-        self.dirty: set[int] = set()  # must be wiped before the next use
         self.cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._found: dict[Key, tuple[int, int]] = {}  # key -> block, serial
         self._keys: dict[int, Key] = {}  # block -> key
@@ -85,7 +88,7 @@ class BlockPool:
                 reply comes can tell one user what another has asked.
         """
         assert not table.blocks
-        before: int | tuple[str | None] = (salt,)
+        before: int | str | None = salt
         for i in range((len(ids) - 1) // self.block_size):
             found = self._found.get((before, self._tokens(ids, i)))
             if found is None:
@@ -99,15 +102,15 @@ class BlockPool:
 
     def cost(self, table: BlockTable, end: int) -> int:
         """Blocks that grow(table, end) would take: new ones, and copies of shared ones."""
-        return max(0, -(-end // self.block_size) - len(table.blocks)) + len(self._shared(table))
+        new = -(-end // self.block_size) - len(table.blocks)
+        return max(0, new) + len(self._shared(table))
 
     def grow(self, table: BlockTable, end: int) -> list[tuple[int, int]]:
         """Make positions table.length .. end - 1 writable. The caller has compared the cost.
 
         Returns:
             (from, to) blocks whose content must be copied before the write: where the sequences of
-            one prompt diverge within a block that they share (copy-on-write); and for a new block
-            that is dirty, from the empty one, which is `num_blocks`.
+            one prompt diverge within a block that they share (copy-on-write).
 
         Example: block_size 4, blocks [7, 2], length 6, block 2 in two tables, end 10:
             blocks become [7, 0, 1], and (2, 0) is returned.
@@ -115,13 +118,12 @@ class BlockPool:
         assert self.cost(table, end) <= self.num_available, "out of blocks"
         copies = []
         for i in self._shared(table):
-            old, table.blocks[i] = table.blocks[i], self._take()
+            old, new = table.blocks[i], self._take()
             self.refs[old] -= 1  # it was 2 or more
-            copies.append((old, table.blocks[i]))
+            table.blocks[i] = new
+            copies.append((old, new))
         while len(table.blocks) * self.block_size < end:
-            table.blocks.append(block := self._take())
-            copies += [(self.num_blocks, block)] * (block in self.dirty)
-        self.dirty.difference_update(table.blocks)
+            table.blocks.append(self._take())
         return copies
 
     def commit(self, table: BlockTable, ids: list[int], end: int, salt: str | None = None) -> None:
@@ -134,7 +136,8 @@ class BlockPool:
         assert table.length <= end <= len(table.blocks) * self.block_size
         table.length = end
         for i in range(len(table.serials), end // self.block_size):
-            key = (table.serials[-1] if i else (salt,), self._tokens(ids, i))
+            before = table.serials[-1] if i else salt
+            key = (before, self._tokens(ids, i))
             if key not in self._found:
                 self._found[key] = table.blocks[i], next(self._serials)
                 self._keys[table.blocks[i]] = key
@@ -147,24 +150,30 @@ class BlockPool:
         return BlockTable([*table.blocks], table.length, [*table.serials])
 
     def free(self, table: BlockTable) -> None:
-        """Empty a table; blocks that nobody else uses become cached or free.
-
-        Those of a spoilt one are found no more, and wiped before they are used again: attention
-        multiplies what is masked by 0, and 0 * NaN is NaN.
-        """
+        """Empty a table; blocks that nobody else uses become cached or free."""
         # Last block first, so that it is also given up first: a block is of no use once the one
         # before it is gone.
         for block in reversed(table.blocks):
-            if table.spoilt:
-                self.dirty.add(block)
-                self._found.pop(self._keys.pop(block, None), None)
             self.refs[block] -= 1
             if not self.refs[block]:
                 if block in self._keys:
                     self.cached[block] = None
                 else:
                     self._free.append(block)
-        table.blocks, table.length, table.serials, table.spoilt = [], 0, [], False
+        table.blocks, table.serials = [], []
+        table.length = 0
+
+    def spoil(self, table: BlockTable) -> list[tuple[int, int]]:
+        """Let the blocks that only this table uses be found no more, as they may hold NaN.
+
+        Returns:
+            (from, to) blocks to copy at once, from the empty one, which is `num_blocks`: attention
+            multiplies what is masked by 0, and 0 * NaN is NaN, whoever has the block next.
+        """
+        own = [block for block in table.blocks if self.refs[block] == 1]
+        for block in own:
+            self._found.pop(self._keys.pop(block, None), None)
+        return [(self.num_blocks, block) for block in own]
 
     def _take(self) -> int:
         if self._free:
@@ -196,13 +205,22 @@ class Row(NamedTuple):
     ids: list[int]  # the new tokens
     wanted: int = 1  # of how many of them, from the end, the logits are wanted
 
+    @property
+    def positions(self) -> range:
+        return range(self.start, self.start + len(self.ids))
+
+    def num_blocks(self, block_size: int) -> int:
+        """Blocks that hold its keys and values, the new ones included."""
+        return -(-self.positions.stop // block_size)
+
 
 class Blocks(LayerCache):
-    """One layer's pool, with the plan of one step."""
+    """One layer's pool, with the plan of one forward."""
 
     def __init__(self, k: Tensor, v: Tensor, *plan: Tensor) -> None:
         """Take k and v, (blocks, block size, K, stored_dim) each; and see paged_attention."""
-        self.k, self.v, self.plan = k, v, plan
+        self.k, self.v = k, v
+        self.plan = plan
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k and v, then attend. B is 1 here: T counts the tokens of all rows."""
@@ -212,7 +230,7 @@ class Blocks(LayerCache):
 class Runner:
     """A model, and the keys and values of all its sequences, in one pool of small blocks per layer.
 
-    Bytes: 2 * layers * blocks * block_size * K * stored_dim * itemsize. A step copies at most
+    Bytes: 2 * layers * blocks * block_size * K * stored_dim * itemsize. A forward copies at most
     `most` blocks at a time, or one row, if that is more.
     """
 
@@ -220,125 +238,150 @@ class Runner:
         self, model: Transformer, num_blocks: int, block_size: int, kv_dtype: str = "auto"
     ) -> None:
         """Allocate the pools; kv_dtype as in kv_cache.StaticCache."""
-        self.model, self.block_size, K = model, block_size, model.config.num_key_value_heads
-        self.num_blocks = num_blocks
-        # One more, never written: what tables are filled up with, and dirty blocks wiped from.
+        K, H = model.config.num_key_value_heads, model.config.head_dim
+        self.model = model
+        self.num_blocks, self.block_size = num_blocks, block_size
+        # One more, never written: tables are filled up with it, and spoilt blocks wiped from it.
         self.pools = empty_layers(model, kv_dtype, num_blocks + 1, block_size, K)
-        # Blocks that are attended together. On a CPU 2 MB of keys: the memory of larger copies came
-        # fresh from the system in each layer, page after page; 48 rows of 12 kv heads then took 208
-        # ms a step, and take 148 (110m shape, float32, two Zen 3 cores). For a GPU more, so that
-        # calls are few; not measured by us.
-        size = block_size * K * model.config.head_dim * model.dtype.itemsize  # as it is attended
-        self.most = min(num_blocks, (2**21 if model.device.type == "cpu" else 2**25) // size)
+        # Blocks that are attended together. On a CPU 2 MB of keys: the memory of larger copies
+        # comes fresh from the system in each layer, page after page, which takes a third longer.
+        # For a GPU more, so that calls are few; not measured by us.
+        together = 2**21 if model.device.type == "cpu" else 2**25
+        self.most = together // (block_size * K * H * model.dtype.itemsize)  # as it is attended
 
     @torch.no_grad()
-    def run(self, rows: list[Row]) -> Tensor:
+    def forward(self, rows: list[Row]) -> Tensor:
         """Run the rows' new tokens, side by side. Returns the wanted logits, row after row:
         (R, V)."""
-        return self.model(*self.step(rows))
+        return self.model(*self.plan(rows))
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy the content of blocks, in every layer. Each pair is (from, to)."""
         old, new = torch.tensor(pairs, device=self.model.device).unbind(1)
         for k, v in self.pools:
-            k[new], v[new] = k[old], v[old]
+            k[new] = k[old]
+            v[new] = v[old]
 
-    def step(self, rows: list[Row]) -> tuple[Tensor, Tensor, list[Blocks], Tensor]:
-        """Prepare one forward over the new tokens of several sequences, side by side.
+    def plan(self, rows: list[Row]) -> tuple[Tensor, Tensor, list[Blocks], Tensor]:
+        """Plan one forward over the new tokens of several sequences, side by side.
 
-        Rows with equally many new tokens, the longest first and as many as `most` blocks hold, are
-        attended together, as one batch whose keys reach to the end of the longest: the running
-        sequences with their one token each, then each chunk of a prompt. So decoding and prefill
-        need no code of their own, and what a long sequence adds to short ones has a bound.
+        Decoding and prefill need no code of their own: rows with equally many new tokens are
+        attended together, see groups_of.
 
         Returns:
-            The tokens and their positions, (1, T) int64 each, group after group; the layers'
-            caches, for that forward; and which of the tokens' logits the rows want, in the order
-            of the rows.
+            The tokens and their positions, (1, T) int64 each; the layers' caches, for that forward;
+            and which of the tokens' logits the rows want. All in the order of the rows.
 
-        Example: block_size 4, rows ([0, 1], 4, [c, d, e]), ([7, 2], 5, [a]), ([3], 2, [b]):
+        Example: block_size 4, rows ([7, 2], 5, [a]), ([3], 2, [b]), ([0, 1], 4, [c, d, e]):
             tokens [a, b, c, d, e], positions [5, 2, 4, 5, 6], slots [9, 14, 4, 5, 6],
-            groups [2, 1, 2, 1, 3, 2], tables [7, 2, 3, 8, 0, 1, 0] (of 8 blocks), select [4, 0, 1]
+            select [0, 1, 4], sizes [2, 1, 2], [1, 3, 2], tables [7, 2, 3, 8, 0, 1] (of 8 blocks)
         """
-        rows = [Row(*row) for row in rows]  # from another rank they come as lists
         size, config, device = self.block_size, self.model.config, self.model.device
-        tokens, positions, slots, tables, groups, masks = [], [], [], [], [], []
-        last = [0] * len(rows)  # the index of each row's last token
-        order = sorted(range(len(rows)), key=lambda i: (len(rows[i].ids), -rows[i].start))
-        while order:  # the longest of those with the fewest new tokens, and what it stands with
-            T = len(rows[order[0]].ids)
-            width = -(-(rows[order[0]].start + T) // size)
-            part = [i for i in order[: max(1, self.most // width)] if len(rows[i].ids) == T]
-            del order[: len(part)]
-            groups += [len(part), T, width]
-            for i in part:
-                blocks, start, ids, _ = rows[i]
-                tokens += ids
-                positions += (new := range(start, start + T))
-                slots += [blocks[p // size] * size + p % size for p in new]
-                tables += (blocks + [self.num_blocks] * width)[:width]
-                last[i] = len(tokens) - 1
-            at = torch.tensor(positions[-len(part) * T :]).view(-1, T)
+        # 1) what the model reads
+        ends = itertools.accumulate(len(row.ids) for row in rows)
+        tokens = [token for row in rows for token in row.ids]
+        positions = [position for row in rows for position in row.positions]
+        select = [end - n for row, end in zip(rows, ends) for n in range(row.wanted, 0, -1)]
+        # 2) what attention reads
+        slots = [row.blocks[p // size] * size + p % size for row in rows for p in row.positions]
+        sizes, tables, masks = [], [], []
+        for group in groups_of(rows, size, self.most):
+            width = max(2, *(row.num_blocks(size) for row in group))  # 1 is special to the compiler
+            empty = [self.num_blocks] * width
+            tables += [block for row in group for block in (row.blocks + empty)[:width]]
+            at = torch.tensor([row.positions for row in group])  # (B, T)
             masks.append(visible(config, at, torch.arange(width * size)[None]))
-        select = [end - i for end, row in zip(last, rows) for i in range(row.wanted)[::-1]]
-        mask = {w: torch.cat([m[w].flatten() for m in masks]).to(device) for w in masks[0]}
-        tables.append(0)  # two at least: to torch.compile a size of 1 is another case
-        tokens, positions, slots, tables, select = (
-            torch.tensor(x, device=device) for x in (tokens, positions, slots, tables, select)
+            sizes.append((*at.shape, width))
+        tokens, positions, select, slots, tables = (
+            torch.tensor(each, device=device)
+            for each in ([tokens], [positions], select, slots, tables)
         )
-        plan = slots, tables, torch.tensor(groups)  # these are read by the host: never on a device
-        pools = zip(self.pools, config.windows, strict=True)
-        layers = [Blocks(k, v, *plan, mask[window]) for (k, v), window in pools]
-        return tokens[None], positions[None], layers, select
+        sizes = torch.tensor(sizes)
+        mask = {w: torch.cat([m[w].flatten() for m in masks]).to(device) for w in masks[0]}
+        layers = [
+            Blocks(k, v, slots, sizes, tables, mask[window])
+            for (k, v), window in zip(self.pools, config.windows, strict=True)
+        ]
+        return tokens, positions, layers, select
+
+
+def groups_of(rows: list[Row], block_size: int, most: int) -> list[list[Row]]:
+    """Which rows are attended together, as one batch: neighbours with equally many new tokens, as
+    many as `most` blocks hold. Their keys are padded to the longest of them, so they best stand the
+    longest first; see Engine.schedule.
+
+    Example: block_size 4, most 4; rows of 1 new token at 5, 3 and 2, then one of 3 tokens at 4:
+        two rows, one, and one: the first has keys in two blocks, so only two rows stand with it
+    """
+    groups = []
+    for _, alike in itertools.groupby(rows, key=lambda row: len(row.ids)):
+        left = list(alike)
+        while left:
+            count = max(1, most // left[0].num_blocks(block_size))
+            groups.append(left[:count])
+            left = left[count:]
+    return groups
 
 
 def paged_attention(
     q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, *plan: Tensor
 ) -> Tensor:
-    """Store new keys and values in a pool, then attend to each row's own blocks.
+    """Store new keys and values in a pool, then attend to each row's own blocks, group by group.
 
     A group's blocks are copied side by side before the attention, which wants one tensor. The copy
-    is read back from the processor's cache and costs little: for 32 rows of 128 tokens 0.06 ms a
-    layer, where the attention takes 0.5 (1b shape, two Zen 5 cores).
+    is read back from the processor's cache, and takes a fraction of the time of the attention.
 
     Args:
         q: (1, N, T, H).
         k, v: (1, K, T, H).
-        k_pool, v_pool: (blocks, block size, K, H), encoded; written to.
-        plan: slots, tables, groups and mask, flat, the last three group after group.
+        k_pool, v_pool: (blocks, block size, K, stored_dim), encoded; written to.
+        plan: slots, sizes, tables and mask, the last two flat, group after group.
             slots: (T,) int64, where each new token goes: block * block size + offset.
-            tables: int64, each row's blocks; what lies past its length is never seen.
-            groups: int64, on the CPU: how many rows, new tokens of each, and blocks of each.
-            mask: bool, see model.visible.
+            sizes: (groups, 3) int64: B rows, T new tokens of each, and W blocks that hold the keys
+                of the longest. On the CPU, as the host reads them.
+            tables: int64, (B, W) of each group; what lies past a row's length is never seen.
+            mask: bool, (B, 1, N / K * T, W * block size) of each group; see model.visible.
 
     Returns:
         (1, N, T, H).
     """
-    slots, tables, groups, mask = plan
-    for pool, new in ((k_pool, k), (v_pool, v)):  # encoded: (T, K, H)
-        pool.flatten(0, 1).index_copy_(0, slots, encode(new[0].transpose(0, 1), pool.dtype))
-    out, size, row, block, seen = torch.empty_like(q), k_pool.shape[1], 0, 0, 0
-    heads = q.shape[1] // k.shape[1]
-    for B, T, W in groups.view(-1, 3).tolist():
-        table, block = tables[block : block + B * W], block + B * W
-        keys, values = (  # index_select: 6 times as fast as pool[table]
-            decode(pool.index_select(0, table), q.dtype).view(B, -1, *k.shape[1::2]).transpose(1, 2)
-            for pool in (k_pool, v_pool)
-        )  # (B, K, S, H) each, S = W whole blocks
-        here, row = slice(row, row + B * T), row + B * T
-        queries = q[0, :, here].unflatten(1, (B, T)).transpose(0, 1)  # (B, N, T, H)
-        count = B * heads * T * W * size
-        visible, seen = mask[seen : seen + count].view(B, 1, heads * T, -1), seen + count
-        y = attention(queries, keys, values, visible)
-        out[0, :, here] = y.transpose(0, 1).flatten(1, 2)
+    slots, sizes, tables, mask = plan
+    for pool, new in ((k_pool, k), (v_pool, v)):
+        stored = encode(new[0].transpose(0, 1), pool.dtype)  # (T, K, stored_dim)
+        pool.flatten(0, 1).index_copy_(0, slots, stored)
+    out = torch.empty_like(q)
+    groups = sizes.tolist()
+    tokens = [B * T for B, T, _ in groups]
+    seen = mask.numel() // sum(B * T * W for B, T, W in groups)  # by a token, in a block
+    parts = zip(
+        groups,
+        q[0].split(tokens, dim=1),  # (N, B * T, H) each
+        out[0].split(tokens, dim=1),
+        tables.split([B * W for B, _, W in groups]),
+        mask.split([B * T * W * seen for B, T, W in groups]),
+    )
+    for (B, T, W), queries, attended, table, visible_part in parts:
+        keys = side_by_side(k_pool, table.view(B, W), q.dtype)
+        values = side_by_side(v_pool, table.view(B, W), q.dtype)
+        queries = queries.unflatten(1, (B, T)).transpose(0, 1)  # (B, N, T, H)
+        y = attention(queries, keys, values, visible_part.view(B, 1, -1, keys.shape[2]))
+        attended.copy_(y.transpose(0, 1).flatten(1, 2))
     return out
+
+
+def side_by_side(pool: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
+    """The blocks of each row, decoded: a (blocks, block size, K, stored_dim) pool and a (B, W)
+    table -> (B, K, S, H)."""
+    blocks = pool.index_select(0, table.flatten())  # 6 times as fast as pool[table]
+    blocks = decode(blocks, dtype)  # (B * W, block size, K, H)
+    return blocks.view(len(table), -1, *blocks.shape[2:]).transpose(1, 2)
 
 
 # torch.compile need not look inside: how many groups there are, and how large, differs by the step.
 library = torch.library.Library("kilolm", "FRAGMENT")
 library.define(
     "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, "
-    "Tensor slots, Tensor tables, Tensor groups, Tensor mask) -> Tensor"
+    "Tensor slots, Tensor sizes, Tensor tables, Tensor mask) -> Tensor"
 )
 library.impl("paged_attention", paged_attention, "CompositeExplicitAutograd")
 torch.library.register_fake("kilolm::paged_attention", lambda q, *_: torch.empty_like(q))

@@ -12,59 +12,145 @@ has tokens whose keys and values are not in the cache yet, and a step runs some 
     C  prompt                       ccccc     cccccc        in the order of arrival
 
     Request       what a user asked for: a prompt, its SamplingParams, n outputs
-      Sequence    one output: the ids of prompt and text so far                  [5 9 2 7 4 8]
+      Job         one output: the ids of prompt and text so far                  [5 9 2 7 4 8]
         table     which blocks hold its keys and values, and of how many ids     [3, 0] 4
         row       its share of a step: the ids that the cache lacks, or some     [4 8]
 
 When blocks run out, the last in line gives its own back and will be computed again (what its
-prefill took; its blocks are often still in the prefix cache). What it buys: 32 requests at once
-give 7 times the tokens per second of one after another (`tools/bench.py throughput`, on two Zen 5
-cores). Knows requests and blocks; knows nothing of HTTP or of how attention reads the blocks.
+prefill took; its blocks are often still in the prefix cache). Who guesses tokens, and what a
+structure allows, is handed in. Knows nothing of HTTP, nor of how attention reads the blocks.
 Papers: Yu et al. 2022 (Orca), Agrawal et al. 2023 (Sarathi, arXiv:2308.16369), Kwon et al. 2023
-(arXiv:2309.06180, section 4.5: preemption). Read: Engine.step, Engine.schedule. Next: quantize.py.
+(arXiv:2309.06180, section 4.5: preemption). Read: Engine.step, Engine.schedule, Job. This is the
+last file of the engine; the techniques come next, each for itself: quantize.py, speculative.py, ...
 """
 
 import itertools
-import os
-import re
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from model import Transformer, check
+from model import Transformer
 from paged import BlockPool, BlockTable, Row, Runner
-from sampling import Guess, SamplingParams, Sequence, Token, finite, scored
-from speculative import DraftModel, NGram
-from structured import matcher
+from sampling import Sequence, Token, finite, sample, scored
+from settings import CHUNK, Limits, SamplingParams, SettingError, check, free_memory
 from tokenizer import Tokenizer
+
+# --- Who is served --------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
 class Request:
     """What one user asked for, and what came of it: vLLM's RequestOutput.
 
-    `outputs` holds the n sequences, each with text, output_ids, tokens (log-probabilities),
-    finish_reason, and times (queued, first token, ..., last token). The others are forked from the
-    first once its prompt has been computed, sharing the prompt's blocks. `prompt` holds a Token of
-    each prompt id, with its log-probability where params ask for that, but for the first's, which
-    nothing comes before.
+    Attributes:
+        outputs: n sequences, each with text, output_ids, tokens (log-probabilities), finish_reason,
+            and times (queued, first token, ..., last token). The others are forked from the first
+            once its prompt has been computed, sharing the prompt's blocks.
+        prompt: where prompt_logprobs are asked for, a Token of each prompt id. The first has no
+            log-probability, as nothing comes before it.
+        priority: the lowest number runs first, as in vLLM.
     """
 
     id: str | None = None
-    outputs: list[Sequence] = field(default_factory=list)
-    prompt: list[Token] = field(default_factory=list)
-    priority: int = 0  # the lowest number runs first, as in vLLM
+    priority: int = 0
     cache_salt: str | None = None
+    outputs: list["Job"] = field(default_factory=list)
+    prompt: list[Token] = field(default_factory=list)
     arrival: int = 0
 
     @property
     def finished(self) -> bool:
-        return all(sequence.finish_reason for sequence in self.outputs)
+        return all(job.finish_reason for job in self.outputs)
+
+
+@dataclass
+class Guess:
+    """Tokens that may follow a sequence, and how they were drawn; see speculative.py."""
+
+    ids: list[int] = field(default_factory=list)
+    q: list[float] = field(default_factory=list)  # the probability that each was drawn with
+    probs: list[Tensor] = field(default_factory=list)  # (V,) each; empty: each was certain
+
+
+class Job(Sequence):
+    """A sequence in the engine: what it generates, and where it stands.
+
+    Attributes:
+        table: its blocks; empty while it waits.
+        guess: what may come next, in this step.
+        end: how far it runs in this step: past its last id by as many as are guessed.
+        cached: how many of the prompt's tokens were found in the prefix cache.
+    """
+
+    def __init__(self, request: Request, *args: Any) -> None:
+        super().__init__(*args)
+        self.request = request
+        self.table = BlockTable()
+        self.guess = Guess()
+        self.end = self.cached = 0
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether its prompt is being run, and the log-probabilities of that are wanted."""
+        return self.params.prompt_logprobs and self.params.logprobs is not None and not self.tokens
+
+    @property
+    def row(self) -> Row:
+        """What it runs in this step: known tokens that the cache lacks, and guesses."""
+        start = self.table.length
+        ids = self.ids[start : self.end] + self.guess.ids
+        wanted = len(ids) if self.scores_prompt else 1 + len(self.guess.ids)
+        return Row(self.table.blocks, start, ids, wanted)
+
+
+def place_in_line(job: Job) -> tuple[int, int]:
+    return job.request.priority, job.request.arrival
+
+
+class Proposer:
+    """Guesses nothing, which is plain decoding. Those that guess are in speculative.py.
+
+    Attributes:
+        k: guesses for each sequence in a step, at most.
+        models: what guesses, for the memory of its keys and values.
+        steps, offered, accepted: times that there were guesses; and by position, how many guesses
+            were made, and how many came out.
+    """
+
+    k = 0
+    models: tuple[Transformer, ...] = ()
+    steps = 0
+    offered: list[int] = []  # noqa: RUF012
+    accepted: list[int] = []  # noqa: RUF012
+
+    def allocate(self, num_blocks: int, block_size: int, kv_dtype: str) -> None:
+        """Make room for keys and values; as Runner."""
+
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """See Runner.copy_blocks."""
+
+    def count(self, job: Job) -> int:
+        """How many tokens to guess."""
+        return 0
+
+    def propose(self, jobs: list[Job]) -> None:
+        """Note in each job's `guess` what may follow, up to its `end`. The coming forward runs all
+        of them, from what their tables hold."""
+
+    def verify(self, logits: Tensor, jobs: list[Job]) -> list[list[Token]]:
+        """Choose the next tokens of each job: guesses that are accepted, and one more.
+
+        Args:
+            logits: (R, V), for each job at its last known token and at each guess.
+        """
+        return [[token] for token in sample(logits, jobs)]
+
+
+# --- The engine -----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -83,8 +169,9 @@ class Engine:
     """Runs many requests at once, a step at a time. To be driven from one thread.
 
     Attributes:
-        queue: the sequences that have not ended, first in line first; those with blocks run, and
-            those without wait. The last in line is the first to be preempted.
+        running: the sequences that hold blocks, first in line first. The last is the first to be
+            preempted.
+        waiting: those without blocks, likewise.
         ran: the sequences of the last step, and how many tokens of each it ran.
     """
 
@@ -92,69 +179,63 @@ class Engine:
         self,
         model: Transformer,
         tokenizer: Tokenizer | None = None,
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 512,
-        max_seq_len: int | None = None,
-        kv_memory: float = 0.5,
-        num_blocks: int | None = None,
-        block_size: int = 16,
-        kv_dtype: str = "auto",
-        draft: Transformer | None = None,
-        speculate: int = 0,
+        proposer: Proposer | None = None,
+        matcher: Callable[[dict[str, Any]], Any] | None = None,
         runner: type[Runner] = Runner,
+        **limits: Any,
     ) -> None:
         """Make the block pool.
 
         Args:
-            model: finished, on its device, compiled or not; see quantize.compile_model.
+            model: finished, on its device, compiled or not; see packed.compile_model.
             tokenizer: None: prompts are ids, and there is no text.
-            max_num_seqs: sequences running at once.
-            max_num_batched_tokens: token budget of a step. Larger, prompts are done sooner;
-                smaller, the tokens of running sequences come more evenly.
-            max_seq_len: prompt and output together; None: what the model was trained for.
-            kv_memory: bytes for keys and values, or below 1 the share of the free memory. Never
-                more than max_num_seqs sequences of max_seq_len can use.
-            num_blocks: blocks in the pool, instead of kv_memory.
-            block_size: tokens in a block.
-            kv_dtype: of the keys and values: "auto" is the model's own, or "int8".
-            draft: a small model that guesses tokens, on the same device; see speculative.py.
-            speculate: tokens to guess in a step; without a draft, from what the text repeats.
+            proposer: who guesses tokens; see speculative.py. None: nobody.
+            matcher: compiles a SamplingParams.structured_outputs; see structured.matcher. None:
+                there are no structures here.
             runner: tp.Leader, where the model is one rank's share.
+            limits: see settings.Limits. The pool never has more blocks than max_num_seqs sequences
+                of max_seq_len can use. Where nothing is said, a step's budget is one token of each
+                sequence, and the guesses after it, and CHUNK of prompts: larger, prompts
+                are done sooner; smaller, the tokens of running sequences come more evenly.
 
         Raises:
-            ValueError: a budget too small for one token (and the guesses after it) of each
-                sequence, no room for a block, or a draft with another vocabulary.
+            SettingError: a limit out of range, or a budget too small for one token (and the guesses
+                after it) of each sequence.
+            ValueError: no room for a block.
         """
-        check("max_num_seqs", max_num_seqs, int)
-        check("block_size", block_size, int)
-        # Or a running sequence would have to wait.
-        check("max_num_batched_tokens", max_num_batched_tokens, int, max_num_seqs * (1 + speculate))
-        self.config, self.tokenizer = model.config, tokenizer
-        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
-        self.max_seq_len = max_seq_len or model.config.max_position_embeddings
-        if num_blocks is None:
-            one = [Runner(each, 0, block_size, kv_dtype) for each in (model, draft) if each]
-            size = sum(t.nbytes for each in one for pool in each.pools for t in pool)
-            c = self.config  # and what attention copies: at most a layer's keys and values
-            size += 2 * block_size * c.num_key_value_heads * c.head_dim * model.dtype.itemsize
-            free = free_memory(model.device) if kv_memory < 1 else 1
-            most = max_num_seqs * -(-self.max_seq_len // block_size)
-            num_blocks = min(int(kv_memory * free // size) - 1, most)
-        self.pool, shape = BlockPool(num_blocks, block_size), (num_blocks, block_size, kv_dtype)
-        self.runner, self.proposer = runner(model, *shape), NGram(speculate)
-        if draft:
-            self.proposer = DraftModel(Runner(draft, *shape), speculate, self.config.vocab_size)
-        self.queue: list[Sequence] = []
-        self.ran: dict[Sequence, int] = {}
-        self.stats, self._arrivals = Stats(), itertools.count(1)
+        limits = Limits(**limits)
+        self.model, self.config, self.tokenizer = model, model.config, tokenizer
+        self.proposer, self.matcher = proposer or Proposer(), matcher
+        self.max_seq_len = limits.max_seq_len or self.config.max_position_embeddings
+        self.max_num_seqs = limits.max_num_seqs
+        needed = self.max_num_seqs * (1 + self.proposer.k)  # or a running sequence would wait
+        chunk = CHUNK if model.device.type == "cpu" else 2048  # vLLM's figure; not measured by us
+        budget = limits.max_num_batched_tokens or needed + chunk
+        self.max_num_batched_tokens = check("max_num_batched_tokens", budget, int, needed)
+        shape = (limits.num_blocks or self._affordable(limits), limits.block_size, limits.kv_dtype)
+        self.pool = BlockPool(*shape[:2])
+        self.runner = runner(model, *shape)
+        self.proposer.allocate(*shape)
+        self.running, self.waiting = [], []
+        self.ran = {}
+        self.stats = Stats()
+        self._arrivals = itertools.count(1)
+
+    def _affordable(self, limits: Limits) -> int:
+        """How many blocks to make: what kv_memory holds, but no more than can be used."""
+        size, config, model = limits.block_size, self.config, self.model
+        models = (model, *self.proposer.models)
+        one = [Runner(each, 0, size, limits.kv_dtype).pools for each in models]  # one block, empty
+        # And what attention copies, of one layer at a time.
+        block = 2 * size * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
+        block += sum(k.nbytes + v.nbytes for k, v in itertools.chain(*one))
+        memory = limits.kv_memory * (free_memory(model.device) if limits.kv_memory < 1 else 1)
+        return min(int(memory // block) - 1, self.max_num_seqs * -(-self.max_seq_len // size))
 
     @property
-    def running(self) -> list[Sequence]:
-        return [sequence for sequence in self.queue if sequence.table.blocks]
-
-    @property
-    def waiting(self) -> list[Sequence]:
-        return [sequence for sequence in self.queue if not sequence.table.blocks]
+    def queue(self) -> list[Job]:
+        """The sequences that have not ended."""
+        return self.running + self.waiting
 
     # --- Requests come and go ---------------------------------------------------------------------
 
@@ -165,30 +246,33 @@ class Engine:
             options: Request's id, priority and cache_salt.
 
         Raises:
-            ValueError: see Sequence and structured.matcher; or it could never fit into the cache,
+            SettingError: see Sequence and structured.matcher; or it could never fit into the cache,
                 however long it waited.
         """
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        request = Request(prompt=[*map(Token, ids)], **options)
+        request = Request(**options)
         check("cache_salt", request.cache_salt, str | None)
-        wish = params.structured_outputs
-        first = None if wish is None else matcher(self.tokenizer, self.config, wish)
+        matcher = None
+        if params.structured_outputs is not None:
+            if not self.matcher:
+                raise SettingError("structured_outputs", "needs an engine that was given a matcher")
+            matcher = self.matcher(params.structured_outputs)
         for each in params.split():
-            sequence = Sequence(ids, each, self.config, self.tokenizer, self.max_seq_len)
-            sequence.matcher = first and first.deep_copy()
-            sequence.request, sequence.table = request, BlockTable()
-            request.outputs.append(sequence)
+            job = Job(request, ids, each, self.config, self.tokenizer, self.max_seq_len)
+            job.matcher = matcher and matcher.deep_copy()
+            request.outputs.append(job)
         # The last token is sampled and never run, so its keys and values need no slot.
-        need = -(-(sequence.max_len - 1) // self.pool.block_size)
-        what = "prompt and max_tokens (lower it or raise --kv-memory), in blocks of the cache,"
-        check(what, need, int, 0, self.pool.num_blocks)
+        need = -(-(job.max_len - 1) // self.pool.block_size)
+        if need > self.pool.num_blocks:
+            text = f"and the prompt need {need} blocks of the cache, of {self.pool.num_blocks}: "
+            raise SettingError("max_tokens", text + "lower it or raise --kv-memory")
         return request
 
     def submit(self, request: Request) -> None:
         """Queue a request; step() moves it on."""
         request.arrival = next(self._arrivals)
         request.id = request.id or f"request-{request.arrival}"
-        insort(self.queue, request.outputs[0], key=rank)
+        insort(self.waiting, request.outputs[0], key=place_in_line)
 
     def add_request(self, *args: Any, **options: Any) -> Request:
         """prepare() and submit()."""
@@ -197,21 +281,25 @@ class Engine:
 
     def abort(self, request: Request) -> None:
         """End a request where it stands, and free its blocks. Does nothing where it has ended."""
-        for sequence in request.outputs:
-            if sequence in self.queue:
-                self._leave(sequence)
-            sequence.finish("abort")
+        for job in request.outputs:
+            self._leave(job)
+            job.finish("abort")
 
     def reset(self) -> None:
         """Drop every request and the prefix cache: after an exception out of step(), such as Ctrl-C
         between two lines, the books need not balance."""
-        queue, self.queue = self.queue, []
+        dropped = self.queue
+        self.running, self.waiting = [], []
         self.pool = BlockPool(self.pool.num_blocks, self.pool.block_size)
-        self.pool.dirty.update(range(self.pool.num_blocks))
-        for sequence in queue:
-            self.abort(sequence.request)
+        for job in dropped:
+            self.abort(job.request)
 
     # --- A step -----------------------------------------------------------------------------------
+
+    def run(self) -> Iterator[Request]:
+        """Step until no request is left, yielding those that got a token."""
+        while self.queue:
+            yield from self.step()
 
     @torch.no_grad()
     def step(self) -> list[Request]:
@@ -230,164 +318,141 @@ class Engine:
                 4) A is at its end, so its logits give a token, 6; those of B are not used
                 5) A: ids [5 9 2 6], 3 of them in the cache. B: 3 of 6
         """
-        # 1) schedule: each sequence's `end` says how far it is to run
+        # 1) schedule: each job's `end` says how far it is to run
         batch = self.schedule()
         if not batch:
             return []
         # 2) guess, where that is past its last token
         self.proposer.propose(batch)
         # 3) run
-        rows = [self._row(sequence) for sequence in batch]
-        logits = self.runner.run(rows)
+        rows = [job.row for job in batch]
+        logits = self.runner.forward(rows)
         # 4) sample, for those whose known tokens have all run
-        drawing, parts, failed, broken = [], [], [], not finite(logits).all()
-        spans = logits.split([row.wanted for row in rows])
-        for sequence, row, part in zip(batch, rows, spans, strict=True):
-            if broken and not finite(part).all():
-                failed.append(self._fail(sequence))
+        sound = finite(logits).all()
+        drawing, parts, failed = [], [], []
+        for job, row, part in zip(batch, rows, logits.split([row.wanted for row in rows])):
+            if not sound and not finite(part).all():
+                self._fail(job)
+                failed.append(job)
                 continue
-            if sequence.scores_prompt:
-                part = self._score(sequence, row, part)
-            drawing += (new := self._computed(sequence, row))
-            parts += [part] * len(new)
+            if job.scores_prompt:
+                part = self._score(job, row, part)
+            ready = self._computed(job, row)
+            drawing += ready
+            parts += [part] * len(ready)
         sampled = self.proposer.verify(torch.cat(parts), drawing) if parts else []
         # 5) append, and retire what has ended
-        for sequence, tokens in zip(drawing, sampled, strict=True):
-            self._append(sequence, tokens)
-        self.ran = {each: len(row.ids) for each, row in zip(batch, rows, strict=True)}
+        for job, tokens in zip(drawing, sampled, strict=True):
+            self._append(job, tokens)
+        self.ran = {job: len(row.ids) for job, row in zip(batch, rows)}
         self.stats.engine_steps += 1
         self.stats.computed_tokens += sum(self.ran.values())
-        return [*dict.fromkeys(sequence.request for sequence in drawing + failed)]
+        return list(dict.fromkeys(job.request for job in drawing + failed))
 
-    def run(self) -> Iterator[Request]:
-        """Step until no request is left, yielding those that got a token."""
-        while self.queue:
-            yield from self.step()
-
-    def schedule(self) -> list[Sequence]:
-        """Choose the sequences of this step, set their `end`, and make room for their tokens.
-
-        `end` is past a sequence's last token by as many as are to be guessed.
-        """
-        budget, batch, copies, pool = self.max_num_batched_tokens, [], [], self.pool
-        running, waiting, stats = self.running, self.waiting, self.stats
-        preemptions = stats.num_preemptions
+    def schedule(self) -> list[Job]:
+        """Choose the sequences of this step, set their `end`, and make room for their tokens."""
+        budget, pool = self.max_num_batched_tokens, self.pool
+        batch, copies, preempted = [], [], False
         # 1) the running, first in line first. Each later one is sure of its share of the budget.
-        for i, sequence in enumerate(running):
-            reserved = (len(running) - i - 1) * (1 + self.proposer.k)
-            end = self._end(sequence, budget - reserved)
-            # The last in line gives its blocks back, and waits to be computed again.
-            while i < len(running) and pool.cost(sequence.table, end) > pool.num_available:
-                pool.free(running.pop().table)
-                stats.num_preemptions += 1
-            if i < len(running):  # else it was itself the last
-                copies += pool.grow(sequence.table, end)
-                budget -= end - sequence.table.length
-                sequence.end = end
-                batch.append(sequence)
+        while len(batch) < len(self.running):
+            job = self.running[len(batch)]
+            reserved = (len(self.running) - len(batch) - 1) * (1 + self.proposer.k)
+            end = self._reach(job, budget - reserved)
+            if pool.cost(job.table, end) > pool.num_available:
+                # The last in line gives its blocks back, and waits to be computed again.
+                last = self.running.pop()
+                pool.free(last.table)
+                insort(self.waiting, last, key=place_in_line)
+                self.stats.num_preemptions += 1
+                preempted = True
+                continue
+            budget -= end - job.table.length
+            job.end = end
+            copies += pool.grow(job.table, end)
+            batch.append(job)
         # 2) the waiting, while there is budget and memory; not right after taking memory away
-        room = self.max_num_seqs - len(running) if preemptions == stats.num_preemptions else 0
-        for sequence in waiting[:room]:
-            table = sequence.table
-            if not sequence.scores_prompt:  # of what is found there are no logits
-                pool.reuse(table, sequence.ids, sequence.request.cache_salt)
-            end = self._end(sequence, budget)
-            if end == table.length or pool.cost(table, end) > pool.num_available:
-                pool.free(table)
+        while self.waiting and len(self.running) < self.max_num_seqs and not preempted:
+            job = self.waiting[0]
+            if not job.scores_prompt:  # of what is found there are no logits
+                pool.reuse(job.table, job.ids, job.request.cache_salt)
+            found = job.table.length
+            end = self._reach(job, budget)
+            if end == found or pool.cost(job.table, end) > pool.num_available:
+                pool.free(job.table)
                 break
-            stats.prefix_cache_queries += 0 if sequence.scores_prompt else len(sequence.ids)
-            stats.prefix_cache_hits += table.length
-            sequence.cached = sequence.cached if sequence.tokens else table.length
-            copies += pool.grow(table, end)
-            budget -= end - table.length
-            sequence.end = end
-            batch.append(sequence)
+            if not job.scores_prompt:
+                self.stats.prefix_cache_queries += len(job.ids)
+                self.stats.prefix_cache_hits += found
+            if not job.tokens:
+                job.cached = found
+            budget -= end - found
+            job.end = end
+            copies += pool.grow(job.table, end)
+            insort(self.running, self.waiting.pop(0), key=place_in_line)
+            batch.append(job)
         if copies:
             self.runner.copy_blocks(copies)
             self.proposer.copy_blocks(copies)
-        return batch
+        # Those with as many new tokens side by side, the longest first: see paged.groups_of.
+        return sorted(batch, key=lambda job: (job.end - job.table.length, -job.end))
 
-    def _end(self, sequence: Sequence, budget: int) -> int:
-        """Where a sequence's next tokens end: within the budget, and never among its guesses, so
-        that how many these are depends on nothing but the sequence. Where the guesses do not fit,
-        the last known token waits with them, as they run in one step."""
-        known, start = len(sequence.ids), sequence.table.length
-        end = known + self.proposer.count(sequence)
+    def _reach(self, job: Job, budget: int) -> int:
+        """Where a job's next tokens end: within the budget, and never among its guesses, so that
+        how many these are depends on nothing but the job. Where the guesses do not fit, the last
+        known token waits with them, as they run in one step."""
+        known, start = len(job.ids), job.table.length
+        end = known + self.proposer.count(job)
         return end if end - start <= budget else min(known - 1, start + budget)
 
-    def _row(self, sequence: Sequence) -> Row:
-        """What a sequence runs: known tokens that the cache lacks, and guesses."""
-        table, guesses = sequence.table, sequence.guess.ids
-        ids = sequence.ids[table.length : sequence.end] + guesses
-        wanted = len(ids) if sequence.scores_prompt else 1 + len(guesses)
-        return Row(table.blocks, table.length, ids, wanted)
-
-    def _score(self, sequence: Sequence, row: Row, logits: Tensor) -> Tensor:
+    def _score(self, job: Job, row: Row, logits: Tensor) -> Tensor:
         """Note the log-probabilities of the prompt's tokens after a row's, (len(row.ids), V) logits
         each. Returns those that the next token may be drawn from."""
-        ids, at = sequence.ids[row.start + 1 :][: len(row.ids)], row.start + 1
-        tokens = scored(logits[: len(ids)], ids, [sequence.params.logprobs] * len(ids))
-        sequence.request.prompt[at : at + len(ids)] = tokens
-        return logits[-1 - len(sequence.guess.ids) :]
+        prompt = job.request.prompt
+        start = row.start + 1
+        ids = job.ids[start : start + len(row.ids)]
+        prompt[:1] = [Token(job.ids[0])]  # nothing comes before it
+        prompt[start:] = scored(logits[: len(ids)], ids, [job.params.logprobs] * len(ids))
+        return logits[-1:]
 
-    def _computed(self, sequence: Sequence, row: Row) -> list[Sequence]:
+    def _computed(self, job: Job, row: Row) -> list[Job]:
         """Take note that a row has run. Returns who draws from its logits: nobody before the end;
-        the sequence; and at the end of a prompt also the n - 1 others of its request, which go on
-        from the same blocks."""
-        end = row.start + len(row.ids) - len(sequence.guess.ids)
-        self.pool.commit(sequence.table, sequence.ids, end, sequence.request.cache_salt)
-        if end < len(sequence.ids):
+        the job; and at the end of a prompt also the n - 1 others of its request, which go on from
+        the same blocks."""
+        end = row.positions.stop - len(job.guess.ids)
+        self.pool.commit(job.table, job.ids, end, job.request.cache_salt)
+        if end < len(job.ids):
             return []
-        if sequence.tokens:
-            return [sequence]
-        for other in sequence.request.outputs[1:]:
+        if job.tokens:
+            return [job]
+        for other in job.request.outputs[1:]:
             # One over max_num_seqs still gets this first token; then it waits, without blocks.
-            if len(self.running) < self.max_num_seqs:
-                other.table = self.pool.fork(sequence.table)
-            insort(self.queue, other, key=rank)
-        return sequence.request.outputs
+            has_room = len(self.running) < self.max_num_seqs
+            if has_room:
+                other.table = self.pool.fork(job.table)
+            insort(self.running if has_room else self.waiting, other, key=place_in_line)
+        return job.request.outputs
 
-    def _fail(self, sequence: Sequence) -> Sequence:
-        """End a sequence that nothing can be drawn for; at its prompt, all that were to follow."""
-        sequence.table.spoilt = True
-        self._leave(sequence)
-        for each in [sequence] if sequence.tokens else sequence.request.outputs:
+    def _fail(self, job: Job) -> None:
+        """End a job that nothing can be drawn for; at its prompt, all that were to follow."""
+        self.runner.copy_blocks(self.pool.spoil(job.table))
+        self._leave(job)
+        for each in [job] if job.tokens else job.request.outputs:
             each.finish("error")
-        return sequence
 
-    def _append(self, sequence: Sequence, tokens: list) -> None:
+    def _append(self, job: Job, tokens: list[Token]) -> None:
         for token in tokens:
-            if not sequence.finish_reason:  # EOS or a stop string can come before the last
-                sequence.append(token)
+            if not job.finish_reason:  # EOS or a stop string can come before the last
+                job.append(token)
                 self.stats.generation_tokens += 1
-        sequence.guess = Guess()
-        if sequence.table.blocks:
-            # The cache now holds the accepted guesses too; refused ones will be overwritten.
-            # commit() comes with the next step: the draft has not run the last of them yet.
-            sequence.table.length = len(sequence.ids) - 1
-        if sequence.finish_reason:
-            self._leave(sequence)
+        job.guess = Guess()
+        # The cache now holds the accepted guesses too; refused ones will be overwritten. commit()
+        # comes with the next step: the draft has not run the last of them yet.
+        job.table.advance(len(job.ids) - 1)
+        if job.finish_reason:
+            self._leave(job)
 
-    # --- The queue --------------------------------------------------------------------------------
-
-    def _leave(self, sequence: Sequence) -> None:
-        self.queue.remove(sequence)
-        self.pool.free(sequence.table)
-
-
-def rank(sequence: Sequence) -> tuple[int, int]:
-    """A sequence's place in line."""
-    return sequence.request.priority, sequence.request.arrival
-
-
-# --- Memory ---------------------------------------------------------------------------------------
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that could still be allocated."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    meminfo = Path("/proc/meminfo")  # what the kernel could free, caches of files included
-    if meminfo.is_file():
-        return int(re.search(r"MemAvailable: *(\d+)", meminfo.read_text())[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    def _leave(self, job: Job) -> None:
+        for line in (self.running, self.waiting):
+            if job in line:
+                line.remove(job)
+        self.pool.free(job.table)

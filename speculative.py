@@ -12,113 +12,106 @@ way that the output is distributed exactly as without guessing; greedily, it is 
     output               sat  on  the       where one is refused, draw from what p has over q
 
 Nothing is undone when a guess is refused: its keys and values lie past the sequence's length, where
-nothing looks, and are overwritten. What it buys: twice the speed with prompt lookup on a text that
-repeats itself, 3 times with a draft of 2 layers out of 22 that is always right (`tools/bench.py
-latency` with `--speculate`). Knows sequences, not who schedules them. Papers: Leviathan et al. 2022
-(arXiv:2211.17192), Chen et al. 2023 (arXiv:2302.01318), prompt lookup: Saxena 2023
-(github.com/apoorvumang/prompt-lookup-decoding). Read: verify, Proposer, NGram, DraftModel. Next:
-structured.py.
+nothing looks, and are overwritten. Knows the scheduler's jobs; the scheduler does not know this
+file, and calls what it is handed. Papers: Leviathan et al. 2022 (arXiv:2211.17192), Chen et al.
+2023 (arXiv:2302.01318), prompt lookup: Saxena 2023 (github.com/apoorvumang/prompt-lookup-decoding).
+Read: accept, Guesser.verify, NGram, DraftModel.
 """
+
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from model import check, supported
+from model import Transformer
 from paged import Row, Runner
-from sampling import Guess, Sequence, Token, distribution, draw, finite, sample, scored, uniforms
+from sampling import Token, distribution, draw, finite, scored
+from scheduler import Guess, Job, Proposer
+from settings import check, supported
 
 # Where in a seed's stream of random numbers the guesses and their tests begin; the tokens have the
 # places from 0, one each, and there are at most 2**31 of them.
 GUESS, ACCEPT = 2**32, 2**33
 
 
-def verify(logits: Tensor, sequences: list[Sequence]) -> list[list[Token]]:
-    """Choose the next tokens of each sequence: its guesses that are accepted, and one more.
+def accept(p: Tensor, chances: Tensor, guess: Guess, u: Tensor) -> tuple[int, Tensor]:
+    """Decide how many guesses of one sequence stand, and what comes after them.
 
     A guess x is accepted with probability min(1, p(x) / q(x)), and where it is refused the token
     comes from max(0, p - q), normalised. So x comes out with probability
     q(x) min(1, p(x) / q(x)) + P(refused) * max(0, p(x) - q(x)) / P(refused) = p(x).
 
     Args:
-        logits: (R, V), for each sequence at its last known token and at each guess.
-        sequences: B of them, with guesses or without; read, not changed.
+        p: (k + 1, V), what the model would draw from at the last known token and at each guess.
+        chances: (k + 1,) on the CPU, p of each guess; the last is not read.
+        guess: k ids, and how they were drawn.
+        u: (k + 1,) on the CPU, uniform in [0, 1), likewise.
 
     Returns:
-        For each sequence at least one token, with log-probabilities where it asks for them.
+        How many of the guesses stand, from the first; and (V,), not yet normalised, what one more
+        token is to be drawn from.
 
     Example: p = [0.5, 0.5, 0], q = [0.8, 0, 0.2]. A guess of 0 stays with probability 0.5 / 0.8, of
         2 never; the token instead comes from [0, 0.5, 0]. So 0 comes out in 0.8 * 0.625 = 0.5.
     """
-    if not any(s.guess.ids for s in sequences):
-        return [[token] for token in sample(logits, sequences)]
-    # 1) p after each guess, as if those before it had been accepted
-    ahead = [s.ahead(s.guess.ids[:i]) for s in sequences for i in range(len(s.guess.ids) + 1)]
-    p = distribution(logits, ahead)  # (R, V)
-    # 0: after the last guess there is none to test
-    ids = torch.tensor([[i] for s in sequences for i in (*s.guess.ids, 0)])
-    p_x, u = p.gather(1, ids.to(p.device))[:, 0].tolist(), uniforms(ahead, ACCEPT).tolist()
-    # 2) accept, up to the first that is refused; there one more is drawn: from p after the last
-    # guess, or from what p has over q
-    spans: list[tuple[int, int]] = []  # of the logits that give each sequence's tokens
-    at = 0
-    for guess in (s.guess for s in sequences):
-        n = 0
-        while n < len(guess.ids) and u[at + n] * guess.q[n] < p_x[at + n]:
-            n += 1
-        if n < len(guess.ids):
-            over = p[at + n].clone()
-            over[guess.ids[n]] = 0  # here p < q, or the guess would have been accepted
+    for n, x in enumerate(guess.ids):
+        if u[n] * guess.q[n] >= chances[n]:
+            over = p[n].clone()
+            over[x] = 0  # here p < q, or the guess would have been accepted
             if guess.probs:
                 over = (over - guess.probs[n]).clamp(min=0)
-            p[at + n] = torch.where(over.sum() > 0, over, p[at + n])  # rounding can leave nothing
-        spans.append((at, at + n))
-        at += len(guess.ids) + 1
-    last = [end for _, end in spans]
-    more = draw(p[last], uniforms([ahead[i] for i in last])).tolist()
-    tokens = []
-    for s, (start, end), one in zip(sequences, spans, more, strict=True):
-        chosen = [*s.guess.ids[: end - start], one]
-        counts = [s.params.logprobs] * len(chosen)
-        tokens.append(scored(logits[start : end + 1], chosen, counts))
-    return tokens
+            return n, torch.where(over.sum() > 0, over, p[n])  # rounding can leave nothing
+    return len(guess.ids), p[-1]
 
 
-class Proposer:
-    """Guesses nothing, which is plain decoding; what guesses overrides `propose`.
+class Guesser(Proposer):
+    """What all that guess have in common: how many guesses, how they are verified, and the count.
 
-    Attributes:
-        k: guesses for each sequence in a step, at most.
-        offered, accepted: by position, how many guesses were made, and how many came out.
-        steps: verifications that had a guess to verify.
+    Attributes: see scheduler.Proposer.
     """
 
-    def __init__(self, k: int = 0) -> None:
-        """Raises ValueError where k is out of range."""
-        self.k, self.steps = check("tokens to guess", k, int, 0, 64), 0
-        self.offered, self.accepted = [0] * k, [0] * k
+    def __init__(self, k: int) -> None:
+        """Raises SettingError where k is out of range."""
+        self.k = check("speculate", k, int, 0, 64)
+        self.offered = [0] * k
+        self.accepted = [0] * k
 
-    def count(self, sequence: Sequence) -> int:
-        """How many tokens to guess. A function of the sequence alone, so that the random numbers it
+    def count(self, job: Job) -> int:
+        """How many tokens to guess. A function of the job alone, so that the random numbers it
         uses, and with them its tokens, do not depend on its neighbours."""
-        room = sequence.max_len - len(sequence.ids) - 1  # one token comes after the guesses
-        return min(self.k, room) if sequence.tokens else 0
+        room = job.max_len - len(job.ids) - 1  # one token comes after the guesses
+        return min(self.k, room) if job.tokens else 0
 
-    def propose(self, sequences: list[Sequence]) -> None:
-        """Note in each sequence's `guess` what may follow, up to its `end`. The coming step runs
-        all of them, from what their tables hold."""
-
-    def verify(self, logits: Tensor, sequences: list[Sequence]) -> list[list[Token]]:
-        """See verify(). Keeps count."""
-        results = verify(logits, sequences)
-        for sequence, tokens in zip(sequences, results, strict=True):
-            self.steps += bool(sequence.guess.ids)
-            for i in range(len(sequence.guess.ids)):
-                self.offered[i] += 1
-                self.accepted[i] += i < len(tokens) - 1
+    def verify(self, logits: Tensor, jobs: list[Job]) -> list[list[Token]]:
+        """See scheduler.Proposer.verify, and accept."""
+        if not any(job.guess.ids for job in jobs):
+            return super().verify(logits, jobs)
+        # 1) p at each guess, as if those before it had been accepted
+        sizes = [len(job.guess.ids) + 1 for job in jobs]
+        ahead = [job.ahead(job.guess.ids[:i]) for job, n in zip(jobs, sizes) for i in range(n)]
+        p = distribution(logits, ahead)  # (R, V)
+        ids = torch.tensor([x for job in jobs for x in (*job.guess.ids, 0)])  # 0: guessed no more
+        chances = p.gather(1, ids.to(p.device)[:, None])[:, 0].cpu()
+        u = torch.tensor([row.uniform(ACCEPT) for row in ahead], dtype=torch.float64)
+        # 2) accept
+        guesses = [job.guess for job in jobs]
+        parts = zip(p.split(sizes), chances.split(sizes), guesses, u.split(sizes))
+        stand, rest = zip(*(accept(*part) for part in parts))
+        # 3) draw one more token of each
+        u = torch.tensor([job.uniform(n) for job, n in zip(jobs, stand)], dtype=torch.float64)
+        more = draw(torch.stack(rest), u).tolist()
+        results = []
+        for job, part, n, one in zip(jobs, logits.split(sizes), stand, more):
+            self._note(len(job.guess.ids), n)
+            tokens = [*job.guess.ids[:n], one]
+            results.append(scored(part[: n + 1], tokens, [job.params.logprobs] * (n + 1)))
         return results
 
-    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """See Runner.copy_blocks."""
+    def _note(self, offered: int, accepted: int) -> None:
+        self.steps += offered > 0
+        for i in range(offered):
+            self.offered[i] += 1
+            self.accepted[i] += i < accepted
 
     def summary(self) -> str:
         """What became of the guesses, in a line."""
@@ -127,14 +120,19 @@ class Proposer:
         return f"{self.steps} times guessed, {mean:.2f} accepted on average ({rates})"
 
 
-class NGram(Proposer):
+class NGram(Guesser):
     """Prompt lookup: what followed the last few tokens when they last occurred. Costs next to
     nothing, and is right where a text repeats itself: code, summaries, corrections."""
 
-    def propose(self, sequences: list[Sequence]) -> None:
-        for s in sequences:
-            ids = lookup(s.ids, s.followed, max(0, s.end - len(s.ids)))
-            s.guess = Guess(ids, [1.0] * len(ids))
+    def __init__(self, k: int) -> None:
+        super().__init__(k)
+        self.followed = WeakKeyDictionary()  # Job -> see lookup
+
+    def propose(self, jobs: list[Job]) -> None:
+        for job in jobs:
+            followed = self.followed.setdefault(job, {})
+            ids = lookup(job.ids, followed, max(0, job.end - len(job.ids)))
+            job.guess = Guess(ids, [1.0] * len(ids))
 
 
 def lookup(ids: list[int], followed: dict, count: int, longest: int = 3) -> list[int]:
@@ -153,22 +151,25 @@ def lookup(ids: list[int], followed: dict, count: int, longest: int = 3) -> list
     for end in range(followed.get((), 0) + 1, len(ids)):  # (), before all, tells how far it goes
         for n in range(min(longest, end) + 1):
             followed[tuple(ids[end - n : end])] = end
-    lasts = (tuple(ids[-n:]) for n in range(longest, 0, -1))
-    at = next((followed[last] for last in lasts if last in followed), len(ids))
-    return ids[at : at + count]
+    for n in range(longest, 0, -1):
+        last = tuple(ids[-n:])
+        if last in followed:
+            return ids[followed[last] :][:count]
+    return []
 
 
-class DraftModel(Proposer):
+class DraftModel(Guesser):
     """A small model with the same vocabulary, whose cache follows the large one's row by row.
 
     Both caches are filled by the same rows: a block of the one pool holds the same tokens as that
     block of the other, so that sharing, copying and preempting need no second account.
     """
 
-    def __init__(self, runner: Runner, k: int, vocab_size: int) -> None:
-        """Take the draft, in its runner.
+    def __init__(self, draft: Transformer, k: int, vocab_size: int) -> None:
+        """Take the draft.
 
         Args:
+            draft: on the large model's device.
             k: tokens to guess in a step.
             vocab_size: the large model's.
 
@@ -176,34 +177,58 @@ class DraftModel(Proposer):
             ValueError: the draft's vocabulary is another.
         """
         super().__init__(k)
-        supported("the draft's vocab_size", runner.model.config.vocab_size, vocab_size)
-        self.runner, self.copy_blocks = runner, runner.copy_blocks
+        supported("the draft's vocab_size", draft.config.vocab_size, vocab_size)
+        self.models = (draft,)
 
-    def propose(self, sequences: list[Sequence]) -> None:
+    def allocate(self, num_blocks: int, block_size: int, kv_dtype: str) -> None:
+        self.runner = Runner(*self.models, num_blocks, block_size, kv_dtype)
+
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        self.runner.copy_blocks(pairs)
+
+    def propose(self, jobs: list[Job]) -> None:
         # 1) keep up. From one token before: where all guesses were accepted, the last one has not
         # been run here; else that token's keys and values are written a second time, unchanged.
-        live, rows = sequences, []
-        for s in live:
-            s.guess, start = Guess(), max(s.table.length - 1, 0)
-            rows.append(Row(s.table.blocks, start, s.ids[start : s.end]))
+        live = jobs
+        rows = []
+        for job in jobs:
+            job.guess = Guess()
+            start = max(job.table.length - 1, 0)
+            rows.append(Row(job.table.blocks, start, job.ids[start : job.end]))
         while live:
-            logits = self.runner.run(rows)  # (rows, V)
-            for s, sound in zip(live, finite(logits).tolist()):
-                s.table.spoilt |= not sound  # and guesses no more
-            more = [s.end > len(s.ids) + len(s.guess.ids) and not s.table.spoilt for s in live]
-            live, logits = [s for s, go_on in zip(live, more) if go_on], logits[more]
+            logits = self.runner.forward(rows)  # (rows, V)
+            sound = finite(logits).tolist()
+            for job, is_sound in zip(live, sound):
+                if not is_sound:
+                    self._wipe(job)
+            more = [job.end > end_of(job) and is_sound for job, is_sound in zip(live, sound)]
+            live = [job for job, go_on in zip(live, more) if go_on]
             if not live:
                 break
-            # 2) draw by the sequence's own settings
-            ahead = [s.ahead(s.guess.ids) for s in live]
-            q = distribution(logits, ahead)
-            ids = draw(q, uniforms(ahead, GUESS))
-            chances = q.gather(1, ids[:, None])[:, 0]
-            for s, i, chance, probs in zip(live, ids.tolist(), chances.tolist(), q, strict=True):
-                s.guess.ids.append(i)
-                s.guess.q.append(chance)
-                s.guess.probs.append(probs)
+            # 2) draw, each by its own settings
+            self._draw(live, logits[more])
             # 3) run what was drawn, but the last
-            live = [s for s in live if len(s.ids) + len(s.guess.ids) < s.end]
-            at = [len(s.ids) + len(s.guess.ids) - 1 for s in live]
-            rows = [Row(s.table.blocks, p, s.guess.ids[-1:]) for s, p in zip(live, at)]
+            live = [job for job in live if job.end > end_of(job)]
+            rows = [Row(job.table.blocks, end_of(job) - 1, job.guess.ids[-1:]) for job in live]
+
+    def _draw(self, jobs: list[Job], logits: Tensor) -> None:
+        """Add a guess to each job, from (B, V) logits."""
+        ahead = [job.ahead(job.guess.ids) for job in jobs]
+        q = distribution(logits, ahead)
+        u = torch.tensor([row.uniform(GUESS) for row in ahead], dtype=torch.float64)
+        ids = draw(q, u)
+        chances = q.gather(1, ids[:, None])[:, 0]
+        for job, i, chance, probs in zip(jobs, ids.tolist(), chances.tolist(), q, strict=True):
+            job.guess.ids.append(i)
+            job.guess.q.append(chance)
+            job.guess.probs.append(probs)
+
+    def _wipe(self, job: Job) -> None:
+        """Leave no NaN behind, for who has the blocks next; see BlockPool.spoil."""
+        written = job.table.blocks[job.table.length // self.runner.block_size :]
+        self.copy_blocks([(self.runner.num_blocks, block) for block in written])
+
+
+def end_of(job: Job) -> int:
+    """Where a job's ids and guesses end."""
+    return len(job.ids) + len(job.guess.ids)

@@ -16,7 +16,8 @@ import re
 from functools import cache, partial
 from typing import Any
 
-from model import Config, blame, check, supported
+from model import Config
+from settings import SettingError, check, supported
 from tokenizer import Tokenizer
 
 # Between the parts of JSON: indented lines at most, or a weak model writes spaces until its length.
@@ -27,7 +28,7 @@ _others = [b for b in range(256) if b not in _printable]
 BYTE_LEVEL = {chr(b): b for b in _printable} | {chr(256 + i): b for i, b in enumerate(_others)}
 
 
-def matcher(tokenizer: Tokenizer | None, config: Config, wish: dict[str, Any]) -> Any:
+def matcher(tokenizer: Tokenizer, config: Config, wish: dict[str, Any]) -> Any:
     """Compile a SamplingParams.structured_outputs to a llguidance.LLMatcher at its beginning.
 
     It is told each token that was drawn (consume_token), says which may come next
@@ -37,33 +38,39 @@ def matcher(tokenizer: Tokenizer | None, config: Config, wish: dict[str, Any]) -
         config: gives V, and the EOS ids: what may come where the text may end.
 
     Raises:
-        ValueError: it does not compile, or there is no llguidance, or no tokenizer.
+        SettingError: it does not compile, or there is no llguidance, or no tokenizer.
     """
-    with blame("structured_outputs"):
-        import llguidance  # here: the package is an extra
+    try:
+        return compiled(tokenizer, config, wish)
+    except (ValueError, ImportError) as error:
+        raise SettingError("structured_outputs", f"cannot be used: {error}") from error
 
-        if [*check("it", wish, dict)] not in (["json"], ["regex"], ["choice"], ["grammar"]):
-            raise ValueError("takes one of json, regex, choice, grammar")
-        ((kind, text),) = wish.items()
-        check(kind, text, {"json": dict | str, "choice": list}.get(kind, str))
-        text = text if isinstance(text, str) else json.dumps(text)
+
+def compiled(tokenizer: Tokenizer, config: Config, wish: dict[str, Any]) -> Any:
+    import llguidance  # here: the package is an extra
+
+    kinds = {"json": dict | str, "regex": str, "choice": list, "grammar": str}
+    if len(check("it", wish, dict)) != 1 or not kinds.keys() >= wish.keys():
+        raise ValueError("it takes one of json, regex, choice, grammar")
+    ((kind, text),) = wish.items()
+    check(kind, text, kinds[kind])
+    text = text if isinstance(text, str) else json.dumps(text)
+    if kind == "json":
+        grammar = llguidance.LLMatcher.grammar_from_json_schema(text, SPACES)
+    else:
         grammar = llguidance.grammar_from(kind, text)
-        if kind == "json":
-            grammar = llguidance.LLMatcher.grammar_from_json_schema(text, SPACES)
-        words = vocabulary(tokenizer, config.vocab_size, config.eos_ids)
-        made = llguidance.LLMatcher(words, grammar, log_level=0)
-        if made.is_error():
-            raise ValueError(made.get_error())
+    words = vocabulary(tokenizer, config.vocab_size, config.eos_ids)
+    made = llguidance.LLMatcher(words, grammar, log_level=0)
+    if made.is_error():
+        raise ValueError(made.get_error())
     return made
 
 
 @cache
-def vocabulary(tokenizer: Tokenizer | None, V: int, eos_ids: tuple[int, ...]) -> Any:
+def vocabulary(tokenizer: Tokenizer, V: int, eos_ids: tuple[int, ...]) -> Any:
     """The trie of a model's tokens. One more than V: in case it has no EOS."""
     import llguidance
 
-    if not tokenizer:
-        raise ValueError("this engine has no tokenizer")
     tokens = [*pieces(tokenizer), *[b""] * (V + 1)][: V + 1]
     special = [i for i in range(V + 1) if not tokenizer.is_text(i)]
     # How a text is spelt, with what else llguidance asks of a tokenizer.
@@ -94,11 +101,11 @@ def structure(form: Any) -> dict[str, Any]:
     """OpenAI's response_format as SamplingParams.structured_outputs, {} for none.
 
     Raises:
-        ValueError: an unknown type, or no schema where there must be one.
+        SettingError: an unknown type, or no schema where there must be one.
     """
-    with blame("response_format"):
-        kind = check("it", form, dict)["type"]
-        supported("type", kind, "text", "json_object", "json_schema")
-        if kind == "json_schema":
-            return {"json": form["json_schema"]["schema"]}
+    name = "response_format"
+    kind = check(name, form, dict).get("type")
+    supported(name, kind, "text", "json_object", "json_schema")
+    if kind == "json_schema":
+        return {"json": check(name, check(name, form.get(kind), dict).get("schema"), dict)}
     return {"json": {"type": "object"}} if kind == "json_object" else {}

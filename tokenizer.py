@@ -3,7 +3,8 @@
 `tokenizer.json` goes through the `tokenizers` package (an extra), `tokenizer.model` through
 sentencepiece; both are the reference implementations of their formats (Kudo & Richardson 2018,
 arXiv:1808.06226). Knows no model. Read: Tokenizer, then Detokenizer, which turns a stream of ids
-into a stream of text without ever showing half a character. Next: sampling.py.
+into a stream of text without ever showing half a character, and TextStream, which ends that at a
+stop string.
 """
 
 import json
@@ -17,7 +18,7 @@ import sentencepiece
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment as Sandbox
 
-from model import blame, read_json
+from checkpoint import blame, read_json
 
 # For checkpoints that bring no chat template: turns in the form of a play, which any base model
 # continues sensibly, and the bundled one is at home in.
@@ -228,3 +229,45 @@ class Detokenizer:
     def flush(self) -> str:
         """Return what was held back: the marks of a character that never got its last byte."""
         return self._decode(self._context + self._new)[self._shown :]
+
+
+class TextStream:
+    """The text of a sequence as it grows, up to the first of its stop strings.
+
+    Attributes:
+        text: what may be shown. A tail that could still turn out to be part of a stop string, or
+            half a character, is held back, so `text` only ever grows.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, prompt_ids: list[int], stops: tuple[str, ...]
+    ) -> None:
+        """Without a tokenizer there is never any text."""
+        self.text = ""
+        self._held = ""  # decoded, but perhaps the start of a stop string
+        self._stops = stops
+        self._detokenizer = Detokenizer(tokenizer, prompt_ids) if tokenizer else None
+
+    def push(self, token_id: int | None, last: bool = False) -> tuple[str, bool]:
+        """Add one id, or none, and where it is the last, what was held back.
+
+        Returns:
+            What it added, and whether a stop string was found in it.
+
+        Example: stop "ab". After "xa" the text is "x", and "a" is held. Then "c" shows "xac",
+            while "ab" shows "xa" and ends: the stop string began at the second "a".
+        """
+        new = ""
+        if self._detokenizer:
+            new = self._detokenizer.push(token_id) if token_id is not None else ""
+            new += self._detokenizer.flush() if last else ""
+        held = self._held + new
+        found = [held.find(stop) for stop in self._stops if stop in held]
+        cut = min(found, default=len(held))
+        if not found and not last:  # hold back the longest tail that begins a stop string
+            for stop in self._stops:
+                tails = (n for n in range(len(stop) - 1, 0, -1) if held.endswith(stop[:n]))
+                cut = min(cut, len(held) - next(tails, 0))
+        self.text += held[:cut]
+        self._held = held[cut:]
+        return new, bool(found)

@@ -20,7 +20,7 @@ alone schedules, samples and prints. Before each forward it broadcasts the integ
 it, and the other ranks do the same. What it buys: a rank holds and reads 1/n of the weights (and
 all of the embedding, of which a step reads a few rows). That is up to n times the speed where
 exchanges are quick; over gloo on two CPU cores the 45 of a step take longer than they save
-(`torchrun ... tools/bench.py latency`). Read: shard, Leader, follow, join. Next: server.py.
+(`torchrun ... tools/bench.py latency`). Read: shard, Leader, follow, join.
 """
 
 import contextlib
@@ -29,19 +29,21 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn
 from torch import Tensor, nn
 
-from model import CheckpointError, Files, Prepare, Stored, Transformer, blame, pick_device
+from checkpoint import CheckpointError, Files, Stored, blame, build
+from model import Transformer
 from paged import Row, Runner
+from settings import Ranks
 
 # --- A rank's share of a model --------------------------------------------------------------------
 
@@ -51,7 +53,7 @@ def shard(model: Transformer, files: Files, rank: int, ranks: int) -> tuple[Tran
 
     Args:
         model: on the meta device.
-        files: see model.locate_tensors.
+        files: see checkpoint.locate_tensors.
 
     Raises:
         CheckpointError: something cannot be shared evenly; no weight has been read yet.
@@ -60,16 +62,19 @@ def shard(model: Transformer, files: Files, rank: int, ranks: int) -> tuple[Tran
         and, as two ranks share a kv head, rows 8..15 of k and v; and columns 24..31 of o
     """
     c = model.config
-    N, K, H, F = c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.intermediate_size
+    N, K, H = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+    F = c.intermediate_size
     M = c.moe_intermediate_size or F  # an expert's; whether it can be shared, its tensors will say
     if N % ranks or F % ranks or (K % ranks and ranks % K):
         sizes = f"{N} attention heads, {K} key-value heads and {F} feed-forward channels"
         raise CheckpointError(f"{sizes} cannot all be shared evenly by {ranks} ranks")
     V = -(-c.vocab_size // ranks)
-    heads = {"num_attention_heads": N // ranks, "num_key_value_heads": max(1, K // ranks)}
-    local = replace(c, **heads, intermediate_size=F // ranks, moe_intermediate_size=M // ranks)
+    local = replace(
+        c, num_attention_heads=N // ranks, num_key_value_heads=max(1, K // ranks),
+        intermediate_size=F // ranks, moe_intermediate_size=M // ranks,
+    )  # fmt: skip
     with torch.device("meta"):
-        share = Transformer(replace(local, vocab_size=V, tie_word_embeddings=False))
+        share = build(replace(local, vocab_size=V, tie_word_embeddings=False))
         share.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)  # whole: rows are looked up
     if c.tie_word_embeddings and "lm_head.qweight" not in files:
         files = files | {"lm_head.weight": files["embed_tokens.weight"]}
@@ -93,11 +98,13 @@ def shard(model: Transformer, files: Files, rank: int, ranks: int) -> tuple[Tran
     parts = dict(files)
     for name, stored in files.items():
         *_, module, kind = ["", *name.split(".")]  # "layers.0.self_attn.o_proj.weight"
-        dim, start, size, total = cuts.get(module, (2, 0, 0, 0))
-        if dim == 1 and kind == "bias":  # added once, by rank 0: the others read past its end
-            (D,) = stored.shape
-            parts[name] = part_of(stored, 0, rank * D, D)
-        elif dim < len(stored.shape) and (dim, stored.shape[-1]) != (1, 1):  # one scale for all
+        if module not in cuts:
+            continue
+        dim, start, size, total = cuts[module]
+        if dim == 1 and kind == "bias":
+            if rank:  # added once, by rank 0: zeros on the others
+                parts[name] = stored._replace(read=partial(torch.zeros, stored.shape))
+        elif (dim, stored.shape[-1]) != (1, 1):  # one scale serves all inputs
             # Inputs are stored one by one, in bytes of two, or in groups. Of a tensor of some other
             # size the parts are of other sizes too, which load_model will refuse.
             n = stored.shape[dim]
@@ -108,7 +115,8 @@ def shard(model: Transformer, files: Files, rank: int, ranks: int) -> tuple[Tran
 
 
 def part_of(stored: Stored, dim: int, start: int, size: int) -> Stored:
-    """The part of a stored tensor that a rank reads; what is past the stored end reads as zeros."""
+    """The part of a stored tensor that a rank reads. Of a vocabulary that does not divide evenly,
+    what is past the stored end reads as zeros."""
 
     def read() -> Tensor:
         there = stored.read().movedim(dim, 0)[start : start + size]  # mapped: the rest is not read
@@ -158,9 +166,9 @@ class Leader(Runner):
         with leading("start", *shape):
             super().__init__(model, *shape)
 
-    def run(self, rows: list[Row]) -> Tensor:
-        with leading("run", rows):
-            return super().run(rows)
+    def forward(self, rows: list[Row]) -> Tensor:
+        with leading("forward", rows):
+            return super().forward(rows)
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         with leading("copy_blocks", pairs):
@@ -199,8 +207,10 @@ def follow(model: Transformer) -> int:
         method, *args = message
         if method == "start":
             runner = Runner(model, *args)
+        elif method == "forward":
+            runner.forward([Row(*row) for row in args[0]])  # JSON has lists alone
         else:
-            getattr(runner, method)(*args)
+            runner.copy_blocks(*args)
     return 0
 
 
@@ -210,19 +220,9 @@ _ended: list[bool] = []  # whether a signal has asked this rank to end
 # --- Joining --------------------------------------------------------------------------------------
 
 
-class Ranks(NamedTuple):
-    """This process's place among the ranks, and what it is to give to quantize.load and Engine."""
-
-    device: torch.device
-    rank: int = 0
-    ranks: int = 1
-    shard: Prepare | None = None
-    runner: type[Runner] = Runner
-
-
 @contextlib.contextmanager
 def join(device: torch.device) -> Iterator[Ranks]:
-    """Join the other processes that torchrun has started, if it has.
+    """Join the other processes that torchrun has started.
 
     On leaving, rank 0 stops the others; where a rank dies, the others' next exchange with it fails.
 
@@ -230,9 +230,6 @@ def join(device: torch.device) -> Iterator[Ranks]:
         ValueError: fewer GPUs than ranks on this machine; or some of torchrun's variables only.
         ConnectionError: contact with another rank was lost.
     """
-    if is_first() and os.environ.get("WORLD_SIZE", "1") == "1":
-        yield Ranks(device)
-        return
     names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
     with blame(f"unset {', '.join(names)}, or let torchrun set them"):
         rank, ranks, local, here = (int(os.environ[name]) for name in names)
@@ -252,7 +249,6 @@ def join(device: torch.device) -> Iterator[Ranks]:
     except Exception as error:
         if is_lost(error):
             raise ConnectionError(f"rank {rank} lost contact with another rank") from error
-        sys.stderr = sys.__stderr__  # a rank that fails says so, whichever it is
         raise
     finally:
         # Ranks in the middle of something could not take the end; they see the connection close.
@@ -261,41 +257,20 @@ def join(device: torch.device) -> Iterator[Ranks]:
                 broadcast()
         Leader.leads = False
         dist.destroy_process_group()
+        if rank and sys.exc_info()[0]:
+            wait_for_the_first()
+
+
+def wait_for_the_first() -> None:
+    """Let rank 0 say what went wrong, if it can: torchrun ends all ranks when one ends. After 3 s
+    this rank says it itself."""
+    for _ in range(30):
+        time.sleep(0.1)
+        if _ended:
+            sys.exit(2)
+    sys.stderr = sys.__stderr__
 
 
 def is_lost(error: Exception) -> bool:
     """Whether this says that another rank is out of reach."""
     return isinstance(error, dist.DistError) or "gloo" in str(error)
-
-
-def is_first() -> bool:
-    """Whether this process is rank 0, or alone."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def launch(program: str, argv: list[str] | None, parse: Callable, run: Callable) -> int:
-    """Parse a command line, join the other ranks, run, and return the exit status: 2 after an
-    error, which is printed in one line, by one rank if all have it; 130 after Ctrl-C.
-
-    Args:
-        parse: argv -> argparse.Namespace, with `device`.
-        run: that and Ranks -> exit status.
-    """
-    if not is_first():  # what these would print is thrown away
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    args = parse(argv)
-    try:
-        with join(pick_device(args.device)) as ranks:
-            return run(args, ranks)
-    except BrokenPipeError:  # `| head` has read enough; spare the user Python's complaint at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except KeyboardInterrupt:  # while loading; during generation it just ends the text
-        return 130
-    except (ValueError, OSError, OverflowError) as error:  # the last: a port over 65535
-        for _ in range(0 if is_first() else 30):
-            time.sleep(0.1)  # torchrun ends all ranks when one ends: let it be rank 0, if it can
-            if _ended:
-                return 2
-        print(f"{program}: error: {error}", file=sys.stderr if is_first() else sys.__stderr__)
-        return 2

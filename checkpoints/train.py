@@ -28,7 +28,8 @@ from torch import Tensor
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from model import Config, LayerCache, Transformer, load_model, named_tensors
+from checkpoint import load_model, named_tensors
+from model import Config, LayerCache, Transformer
 
 VOCAB, CONTEXT = 1024, 1024  # pieces; positions
 TARGET = Config(

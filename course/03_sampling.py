@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lesson import LETTERS, Lesson, forward_ms, parts_strip, run, seconds
-from sampling import SamplingParams, Sequence, distribution, draw, sample, uniform
+from sampling import Sequence, distribution, draw, sample, uniform
+from settings import SamplingParams
 from tokenizer import Detokenizer
 
 SETTINGS = {

@@ -1,4 +1,4 @@
-"""Chapter 4: batching. A step reads every weight, whether for one sequence or for four.
+"""Chapter 4: batching. A forward reads every weight, whether for one sequence or for four.
 
 python course/04_batching.py
 """
@@ -37,7 +37,7 @@ def serve(model: Transformer, jobs: list[Job], may_join: Callable[[int], int]) -
             running.append(waiting.pop(0))
             running[-1].slot = free.pop()
         rows = [Row([job.slot], job.done, job.ids[job.done :]) for job in running]
-        for job, logits in zip(running, runner.run(rows)):  # (V,) each
+        for job, logits in zip(running, runner.forward(rows)):  # (V,) each
             job.done, job.left = len(job.ids), job.left - 1
             job.ids.append(int(logits.argmax()))
             job.times.append(time.perf_counter() - start)
@@ -63,13 +63,13 @@ def chapter(lesson: Lesson) -> dict[str, int]:
     for name, rows in came.items():
         title = f"{name}: request (and its tokens) over {longest:.1f} s"
         lesson.timeline(title, rows, longest)
-    # 3) what it comes to; the ideal is that a step costs the same with four as with one
+    # 3) what it comes to; the ideal is that a forward costs the same with four as with one
     alone, full = took["one at a time"], took["continuous"]
     ideal = {"static batches": alone / SLOTS, "continuous": alone / SLOTS}
     lesson.bars("forwards", forwards, sum(NEW) / SLOTS)
     lesson.bars("seconds until all have ended", took, ideal)
     dear = full / forwards["continuous"] / (alone / forwards["one at a time"])
-    lesson.say(f"\nA step takes {dear:.2f} times as long as one for a single sequence, on average.")
+    lesson.say(f"\nOn average a forward takes {dear:.2f} times as long as that of one sequence.")
     if full > 0.8 * alone:
         lesson.say("Little effect: here computing takes the time, and not reading the weights.")
     return forwards | {"same": texts[0] == texts[1] == texts[2]}

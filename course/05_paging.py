@@ -4,8 +4,8 @@ python course/05_paging.py
 """
 
 from lesson import Lesson, drain, memory_strip, random_ids, run
-from sampling import SamplingParams
 from scheduler import Engine
+from settings import SamplingParams
 
 SIZE, ROOM, SLOTS = 16, 256, 1024  # tokens in a block; that a sequence may get; in the memory
 PREFIX, OWN, NEW = 96, 16, 24  # tokens of a prompt that all share, that are its own; to come
@@ -58,7 +58,7 @@ def chapter(lesson: Lesson) -> dict[str, int]:
     params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
     took, most, computed = {}, {}, {}
     for name, (size, share) in ways.items():
-        engine = Engine(model, None, block_size=size, num_blocks=SLOTS // size, max_seq_len=ROOM)
+        engine = Engine(model, block_size=size, num_blocks=SLOTS // size, max_seq_len=ROOM)
         for i, ids in enumerate(prompts[: lesson.pick(12, 8)]):
             engine.add_request(ids, params, cache_salt=None if share else f"of request {i}")
             if i == 0:
@@ -70,7 +70,7 @@ def chapter(lesson: Lesson) -> dict[str, int]:
     # 3) a tiny pool, step by step: prefix reuse, a fork, a copied block, preemption
     model = lesson.random_model(tiny=True)
     prompt = random_ids(model, 11)
-    engine = Engine(model, None, 4, 11, block_size=4, num_blocks=7, max_seq_len=28)
+    engine = Engine(model, max_num_seqs=4, max_num_batched_tokens=11, block_size=4, num_blocks=7)
     lesson.say("\nBlocks of 4 tokens, 11 tokens a step. A wants two texts; B begins as A does.")
     engine.add_request(prompt, SamplingParams(temperature=1, seed=1, max_tokens=6, n=2))
     engine.add_request([*prompt[:8], 1, 2], SamplingParams(temperature=0, max_tokens=8))

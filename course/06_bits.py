@@ -1,4 +1,4 @@
-"""Chapter 6: fewer bits. A step reads every weight, so read fewer bytes.
+"""Chapter 6: fewer bits. A forward reads every weight, so read fewer bytes.
 
 python course/06_bits.py
 """
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from lesson import Lesson, forward_ms, run
 from model import Transformer
-from quantize import linears, pack_linears, quantize_model
+from packed import pack_linears
+from quantize import linears, quantize_model
 from tools.measure import bytes_per_step
 
 TEXT = Path(__file__).resolve().parent / "hamlet.txt"  # of a play that was not trained on

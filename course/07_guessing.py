@@ -12,7 +12,7 @@ from lesson import Count, Lesson, forward_ms, oracle, random_ids, run, timed
 from model import Transformer
 from speculative import lookup
 
-K = 4  # guesses in a step
+K = 4  # guesses in a forward
 BEGINNINGS = "KING RICHARD:", "ROMEO:"  # of two texts
 Guess = Callable[[list[int]], list[int]]  # ids so far -> the next ones, perhaps
 
@@ -23,7 +23,7 @@ def speculate(model: Transformer, ids: list[int], count: int, guess: Guess) -> l
     cache = StaticCache(model, 1, end)
     while len(ids) < end:
         ahead = guess(ids)[: end - len(ids) - 1]
-        positions, layers = cache.step(done, len(ids) + len(ahead))
+        positions, layers = cache.plan(done, len(ids) + len(ahead))
         logits = model(torch.tensor([ids[done:] + ahead]), positions, layers)[0]  # (T, V)
         says = logits.argmax(-1).tolist()[-1 - len(ahead) :]  # after the last id, and each guess
         right = 0

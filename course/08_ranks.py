@@ -10,9 +10,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-import tp
 from lesson import Lesson, forward_ms, run, seconds, watch_sums
 from model import MLP
+from settings import Ranks
 from tools.bench import SHAPES, random_model
 from tools.measure import bytes_per_step
 
@@ -29,7 +29,7 @@ def shared_mlp(mlp: MLP, x: Tensor, rank: int) -> Tensor:
     return y
 
 
-def one_rank(lesson: Lesson, place: tp.Ranks) -> dict[str, Any]:
+def one_rank(lesson: Lesson, place: Ranks) -> dict[str, Any]:
     """What each process does, on one thread, and what it has found."""
     config = lesson.pick(SHAPES["110m"], lesson.tiny)
     # 1) the idea, on one feed-forward, which every rank has made whole, from one seed
@@ -54,7 +54,7 @@ def chapter(lesson: Lesson) -> dict[str, Any]:
     lesson.say(f"The feed-forward in shares is the whole one, but for {found['apart']:.1g}.")
     # 3) the same model whole, in this process, with as many threads as it may have
     config = lesson.pick(SHAPES["110m"], lesson.tiny)
-    whole = random_model(config, torch.float32, tp.Ranks(torch.device("cpu")))
+    whole = random_model(config, torch.float32, Ranks(torch.device("cpu")))
     held = {f"each of {RANKS}": found["mb"], "one alone": bytes_per_step(whole, 0) / 1e6}
     times = {f"{RANKS} processes, 1 thread each": found["ms"]}
     for n in sorted({1, torch.get_num_threads()}):

@@ -30,12 +30,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import tp
-from generate import BUNDLED
+from checkpoint import build, load_model
 from kv_cache import StaticCache
 from model import Config, Transformer
-from quantize import load
-from sampling import Sequence, uniform
-from scheduler import Engine, free_memory
+from sampling import uniform
+from scheduler import Engine, Job
+from settings import BUNDLED, Ranks, free_memory
 from tokenizer import Tokenizer
 from tools.bench import SHAPES
 from tools.measure import read_bandwidth
@@ -50,7 +50,7 @@ TEXT = 'font-family="ui-monospace, monospace" font-size="13"'
 
 def run(
     chapter: Callable[["Lesson"], dict[str, Any]], argv: list[str] | None = None,
-    each_rank: Callable[["Lesson", tp.Ranks], dict[str, Any]] | None = None,
+    each_rank: Callable[["Lesson", Ranks], dict[str, Any]] | None = None,
 ) -> Any:  # fmt: skip
     """Parse the command line, run a chapter, and write its pictures. Returns what it counted.
 
@@ -118,12 +118,12 @@ class Lesson:
         if config != self.tiny and free_memory(torch.device("cpu")) < 2**31:
             self.say("Less than 2 GiB are free: the model is tiny, and the effects may be absent.")
             config = self.tiny
-        return Transformer(config).eval().requires_grad_(False)
+        return build(config)
 
     def bundled(self, name: str = "shakespeare") -> tuple[Transformer, Tokenizer]:
         """A trained model of checkpoints/, in float32, and its tokenizer."""
         folder = BUNDLED.with_name(name)
-        return load(folder, "cpu", torch.float32), Tokenizer(folder)
+        return load_model(folder, dtype=torch.float32), Tokenizer(folder)
 
     def ranks(self, count: int, script: str) -> dict[str, Any]:
         """Start a script as so many processes, which `run` makes ranks. Returns what the first
@@ -137,23 +137,23 @@ class Lesson:
     def watch(self, engine: Engine, most: int = 40) -> list[str]:
         """Step an engine until it is empty, printing of each step who ran how many tokens, whose
         the blocks are, and what else happened. Returns the latter, by name: found, forked, ..."""
-        names: dict[Sequence, str] = {}
+        names: dict[Job, str] = {}
         events, then = [], (0, 0)
         self.say(f"\n  step  {'ran':26}{'blocks':{engine.pool.num_blocks + 2}}")
         copies, copy_blocks = [], engine.runner.copy_blocks
         engine.runner.copy_blocks = lambda pairs: (copies.extend(pairs), copy_blocks(pairs))
         while engine.queue and (most := most - 1):
-            before = [*engine.queue]
+            before = engine.queue
             engine.step()
-            for sequence in [*before, *engine.queue]:
-                index = sequence.request.outputs.index(sequence)
-                names[sequence] = LETTERS[26:][sequence.request.arrival - 1] + "'" * index
+            for job in before + engine.queue:
+                index = job.request.outputs.index(job)
+                names[job] = LETTERS[26:][job.request.arrival - 1] + "'" * index
             now = engine.stats.prefix_cache_hits, engine.stats.num_preemptions
             what = [f"found {now[0] - then[0]} tokens"] * (now[0] > then[0])
             what += ["copied a block"] * len(copies) + ["preempted"] * (now[1] - then[1])
-            what += [f"forked {names[s]}" for s in engine.queue if s not in before]
-            what += [f"ended {names[s]}" for s in before if s.finish_reason]
-            ran = " ".join(f"{names[s]}+{n}" for s, n in engine.ran.items())
+            what += [f"forked {names[job]}" for job in engine.queue if job not in before]
+            what += [f"ended {names[job]}" for job in before if job.finish_reason]
+            ran = " ".join(f"{names[job]}+{n}" for job, n in engine.ran.items())
             self.say(f"  {engine.stats.engine_steps:4}  {ran:26}{pool(engine)}  {', '.join(what)}")
             events, then = events + what, now
             copies.clear()
@@ -328,9 +328,9 @@ def pool(engine: Engine) -> str:
     """An engine's blocks in a row: whose each is, by the letter of its request; * of several; - in
     the prefix cache; . free."""
     marks = [".-"[block in engine.pool.cached] for block in range(engine.pool.num_blocks)]
-    for sequence in engine.running:
-        for block in sequence.table.blocks:
-            mine = LETTERS[26:][(sequence.request.arrival - 1) % 26]
+    for job in engine.running:
+        for block in job.table.blocks:
+            mine = LETTERS[26:][(job.request.arrival - 1) % 26]
             marks[block] = mine if engine.pool.refs[block] == 1 else "*"
     return "".join(marks)
 
@@ -392,7 +392,7 @@ def timed(act: Callable[..., Any], *args: Any) -> tuple[Any, float]:
 def forward_ms(model: Transformer, tokens: int = 1, past: int = 0, repeat: int = 5) -> float:
     """Milliseconds of a forward of so many tokens behind `past` others, which a cache holds; the
     least of `repeat`."""
-    positions, layers = StaticCache(model, 1, past + tokens).step(past, past + tokens)
+    positions, layers = StaticCache(model, 1, past + tokens).plan(past, past + tokens)
     ids = torch.zeros_like(positions)  # (1, T)
     return 1e3 * seconds(lambda: model(ids, positions, layers), repeat)
 
@@ -463,7 +463,7 @@ def start_ranks(count: int, words: list[str]) -> list[str]:
     return printed
 
 
-def be_rank(work: Callable[[Lesson, tp.Ranks], dict[str, Any]]) -> None:
+def be_rank(work: Callable[[Lesson, Ranks], dict[str, Any]]) -> None:
     """Be one of these processes: meet the others, work on one thread, and print what comes of it,
     which `Lesson.ranks` reads."""
     torch.set_num_threads(1)

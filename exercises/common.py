@@ -13,11 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from checkpoint import build, load_config, locate_tensors, named_tensors
 from generate import generate
 from kv_cache import StaticCache
-from model import Config, Transformer, load_config, locate_tensors, named_tensors
-from sampling import SamplingParams, Sequence
+from model import Config, Transformer
+from sampling import Sequence
 from scheduler import Engine, Request
+from settings import SamplingParams
 from tools.books import audit
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,7 +69,7 @@ def tiny_model(**changes: Any) -> Transformer:
         "max_position_embeddings": 128,
     }  # fmt: skip
     generator = torch.Generator().manual_seed(1)
-    model = Transformer(Config(**sizes | changes)).double().eval().requires_grad_(False)
+    model = build(Config(**sizes | changes)).double()
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.6, generator=generator)
@@ -78,8 +80,8 @@ def tiny_model(**changes: Any) -> Transformer:
 def bundled() -> Transformer:
     """The trained model in float32. Shared by the tests of a file: not to be changed."""
     # Not by load_model: PyTorch's meta device takes two seconds to import.
-    model, files = Transformer(load_config(SHAKESPEARE)), locate_tensors(SHAKESPEARE)
-    for name, tensor in named_tensors(model.eval().requires_grad_(False)):
+    model, files = build(load_config(SHAKESPEARE)), locate_tensors(SHAKESPEARE)
+    for name, tensor in named_tensors(model):
         tensor.copy_(files[name].read())
     return model
 

@@ -6,8 +6,10 @@ import pytest
 import torch
 from common import call, needs, serve, tiny_model, write
 
-from sampling import SamplingParams, Sequence, distribution
+from sampling import Sequence, distribution
 from scheduler import Engine
+from settings import SamplingParams
+from speculative import NGram
 
 MODEL = tiny_model()
 TODO = "give SamplingParams the setting top_n_sigma"
@@ -81,8 +83,8 @@ def test_generation_and_speculation_have_it() -> None:
     ids = [5, 6, 7, 5, 6, 7, 5]
     greedy = write(MODEL, ids, 12).output_ids
     hot = SamplingParams(temperature=50.0, seed=1, top_n_sigma=1e-4, max_tokens=12, ignore_eos=True)
-    for speculate in (0, 3):
-        engine = Engine(MODEL, num_blocks=8, max_num_seqs=2, speculate=speculate)
+    for proposer in (None, NGram(3)):
+        engine = Engine(MODEL, proposer=proposer, num_blocks=8, max_num_seqs=2)
         (request,) = serve(engine, (ids, hot))
         got = request.outputs[0].output_ids
         assert got == greedy, "so small an n leaves the likeliest token alone"

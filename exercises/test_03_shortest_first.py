@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from common import call, tiny_model
 
-from sampling import SamplingParams
 from scheduler import Engine, Request
+from settings import SamplingParams
 from tools.books import audit
 
 MODEL = tiny_model()
@@ -101,17 +101,17 @@ def test_ageing_bounds_how_many_may_overtake(ageing: int, overtakers: int) -> No
 
 
 def arrivals(at: Engine) -> list[int]:
-    return [sequence.request.arrival for sequence in at.queue]
+    return [job.request.arrival for job in at.queue]
 
 
 def test_who_runs_is_not_overtaken() -> None:
-    """The queue says who is preempted: the last to arrive, however short. check() wants it so."""
+    """The line says who is preempted: the last to arrive, however short. audit() wants it so."""
     at = engine(policy="shortest", ageing=0, num_blocks=11, max_num_seqs=2)
     requests = [ask(at, 37, max_tokens=8)]
     at.step()
     requests += [ask(at, n, max_tokens=8) for n in (6, 3)]
     assert arrivals(at) == [1, 2, 3], (
-        "queue stays as it is: let schedule() choose among the waiting"
+        "the lines stay as they are: let schedule() choose among the waiting"
     )
     order, _ = serve(at, requests)
     assert order == [0, 2, 1], "the long one goes on, and then the shortest of those that wait"

@@ -3,47 +3,48 @@
 import torch
 from common import serve, tiny_model
 
-from sampling import Guess, SamplingParams, Sequence, Token
-from scheduler import Engine, Request
-from speculative import NGram, Proposer
+from sampling import Token
+from scheduler import Engine, Guess, Job, Request
+from settings import SamplingParams
+from speculative import Guesser, NGram
 
 MODEL = tiny_model()
 V = MODEL.config.vocab_size
 
 
-def adaptive(k: int = 8) -> Proposer:
+def adaptive(k: int = 8) -> Guesser:
     proposer = NGram(k)
-    assert hasattr(proposer, "adaptive"), "give Proposer the attribute adaptive, False by default"
+    assert hasattr(proposer, "adaptive"), "give Guesser the attribute adaptive, False by default"
     assert proposer.adaptive is False
     proposer.adaptive = True
     return proposer
 
 
-def running(**wishes: int | float) -> Sequence:
+def running(**wishes: int | float) -> Job:
     """A sequence that has its first token, and room for many more."""
     params = SamplingParams(**{"temperature": 0, "max_tokens": 100} | wishes)
-    sequence = Sequence([1, 2, 3], params, MODEL.config)
-    sequence.append(Token(4))
-    return sequence
+    job = Job(Request(), [1, 2, 3], params, MODEL.config)
+    job.append(Token(4))
+    return job
 
 
-def outcome(proposer: Proposer, *steps: tuple[Sequence, int, int]) -> None:
+def outcome(proposer: Guesser, *each: tuple[Job, int, int]) -> None:
     """One verification: for each sequence so many guesses, of which so many are right."""
     logits = []
-    for sequence, made, right in steps:
-        sequence.guess = Guess([5] * made, [1.0] * made)
+    for job, made, right in each:
+        job.guess = Guess([5] * made, [1.0] * made)
         logits += [torch.eye(V)[5 if i < right else 6] for i in range(made + 1)]
-    results = proposer.verify(torch.stack(logits), [s for s, _, _ in steps])
-    assert [len(tokens) - 1 for tokens in results] == [right for _, _, right in steps]
+    results = proposer.verify(torch.stack(logits), [job for job, _, _ in each])
+    assert [len(tokens) - 1 for tokens in results] == [right for _, _, right in each]
 
 
-def counts(proposer: Proposer, sequence: Sequence, *rights: int | None) -> list[int]:
+def counts(proposer: Guesser, job: Job, *rights: int | None) -> list[int]:
     """The numbers of guesses while so many are right each time; None: all of them."""
-    seen = [proposer.count(sequence)]
+    seen = [proposer.count(job)]
     for right in rights:
         made = seen[-1]
-        outcome(proposer, (sequence, made, made if right is None else right))
-        seen.append(proposer.count(sequence))
+        outcome(proposer, (job, made, made if right is None else right))
+        seen.append(proposer.count(job))
     return seen
 
 
@@ -63,21 +64,21 @@ def test_it_shrinks_by_one() -> None:
 
 def test_a_step_without_guesses_teaches_nothing() -> None:
     """Prompt lookup often finds nothing: that is neither right nor wrong."""
-    proposer, sequence = adaptive(), running()
-    assert counts(proposer, sequence, None) == [1, 3]
-    outcome(proposer, (sequence, 0, 0))
-    assert proposer.count(sequence) == 3
+    proposer, job = adaptive(), running()
+    assert counts(proposer, job, None) == [1, 3]
+    outcome(proposer, (job, 0, 0))
+    assert proposer.count(job) == 3
 
 
 def test_fewer_guesses_than_asked_for_may_all_be_right() -> None:
-    proposer, sequence = adaptive(), running()
-    assert counts(proposer, sequence, None, None) == [1, 3, 5]
-    outcome(proposer, (sequence, 2, 2))
-    assert proposer.count(sequence) == 7
+    proposer, job = adaptive(), running()
+    assert counts(proposer, job, None, None) == [1, 3, 5]
+    outcome(proposer, (job, 2, 2))
+    assert proposer.count(job) == 7
 
 
 def test_each_sequence_has_its_own_number() -> None:
-    """Or its tokens would depend on its neighbours: see Proposer.count."""
+    """Or its tokens would depend on its neighbours: see Guesser.count."""
     proposer, good, bad, other = adaptive(), running(), running(), running()
     outcome(proposer, (bad, 1, 0), (good, 1, 1), (other, 0, 0))
     outcome(proposer, (good, 3, 3), (bad, 1, 0))
@@ -86,15 +87,13 @@ def test_each_sequence_has_its_own_number() -> None:
 
 def test_other_limits_stay() -> None:
     proposer = adaptive()
-    sequence = running(max_tokens=5)  # one is there: 4 are left, 3 guesses and one after them
-    assert counts(proposer, sequence, None, None) == [1, 3, 3]
-    fresh = Sequence([1, 2], SamplingParams(), MODEL.config)
+    job = running(max_tokens=5)  # one is there: 4 are left, 3 guesses and one after them
+    assert counts(proposer, job, None, None) == [1, 3, 3]
+    fresh = Job(Request(), [1, 2], SamplingParams(), MODEL.config)
     assert proposer.count(fresh) == 0, "not before the first token"
     assert adaptive(2).count(running()) == 1
     assert counts(adaptive(2), running(), None, None) == [1, 2, 2]
-    nothing = Proposer()
-    nothing.adaptive = True
-    assert nothing.count(running()) == 0, "k = 0 is plain decoding"
+    assert adaptive(0).count(running()) == 0, "k = 0 is plain decoding"
 
 
 def test_fixed_is_the_default() -> None:
@@ -103,12 +102,11 @@ def test_fixed_is_the_default() -> None:
 
 
 def speak(
-    proposer: Proposer, *asked: tuple[list[int], SamplingParams], num_blocks: int = 60
+    proposer: Guesser, *asked: tuple[list[int], SamplingParams], num_blocks: int = 60
 ) -> tuple[Engine, list[Request]]:
     """Let an engine answer, all at once, with these guesses."""
     small = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 4 * (1 + proposer.k)}
-    engine = Engine(MODEL, num_blocks=num_blocks, speculate=proposer.k, **small)
-    engine.proposer = proposer
+    engine = Engine(MODEL, proposer=proposer, num_blocks=num_blocks, **small)
     return engine, serve(engine, *asked)
 
 

@@ -8,8 +8,8 @@ import pytest
 from common import call, serve, tiny_model
 
 from paged import BlockPool, BlockTable
-from sampling import SamplingParams
 from scheduler import Engine
+from settings import SamplingParams
 from tools.books import audit_pool
 
 TODO = "give BlockPool (and Engine, which makes it) the option evict"

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from model import Transformer
 from paged import Row
-from sampling import SamplingParams
 from scheduler import Engine
+from settings import SamplingParams
 from tools.books import audit_pool
 
 MODEL = tiny_model(num_hidden_layers=3)
@@ -87,14 +87,14 @@ class Watched:
     """Notes what each forward of an engine runs, and how many blocks are in use meanwhile."""
 
     def __init__(self, at: Engine) -> None:
-        self.pool, self.run, at.runner.run = at.pool, at.runner.run, self.watch
+        self.pool, self.forward, at.runner.forward = at.pool, at.runner.forward, self.watch
         self.rows, self.tokens, self.used = [], [], []
 
     def watch(self, rows: list[Row]) -> Tensor:
         self.rows.append(len(rows))
         self.tokens.append(sum(len(row.ids) for row in rows))
         self.used.append(self.pool.num_blocks - self.pool.num_available)
-        return self.run(rows)
+        return self.forward(rows)
 
 
 def test_all_beams_run_in_one_forward() -> None:

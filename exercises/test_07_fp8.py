@@ -11,8 +11,10 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 import quantize
-from model import Transformer, load_model
+from checkpoint import load_model
+from model import Transformer
 from quantize import load, quantize_model
+from settings import EngineArgs
 from tools import convert
 
 IDS = [10, 200, 30, 400, 50, 600, 70, 800]
@@ -109,6 +111,11 @@ def test_a_folder_comes_back_as_it_was(tmp_path: Path) -> None:
     again = logits_of(load(out), IDS)
     wrong = "the folder reads as another model: does its config say that the bytes are floats?"
     assert torch.equal(again, logits_of(model, IDS)), wrong
+
+
+def test_the_command_lines_take_it() -> None:
+    fp8(tiny_model().float())
+    assert EngineArgs(quantize="fp8").quantize == "fp8"
 
 
 def test_integers_are_as_before() -> None:

@@ -8,7 +8,8 @@ import torch
 from common import SHAKESPEARE, bundled, close, logits_of, needs, tiny_model, write
 from torch import Tensor, nn
 
-from model import Transformer, load_model
+from checkpoint import load_model
+from model import Transformer
 from tokenizer import Tokenizer
 
 TEXT = "ROMEO:\nBut, soft! what light through yonder window breaks?\nIt is the east, and Juliet"

@@ -11,7 +11,8 @@ from common import close, logits_of, needs, tiny_model, write
 from safetensors.torch import save_file
 from torch import nn
 
-from model import CheckpointError, Transformer, named_tensors
+from checkpoint import CheckpointError, named_tensors
+from model import Transformer
 from quantize import QuantLinear, quantize_model
 
 IDS = [3, 14, 15, 9, 2, 6, 5]

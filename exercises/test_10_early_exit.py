@@ -9,8 +9,8 @@ from common import bundled, needs, serve, tiny_model, write
 from model import Transformer
 from paged import Row, Runner
 from quantize import quantize_model
-from sampling import SamplingParams, Sequence
-from scheduler import Engine
+from scheduler import Engine, Job
+from settings import SamplingParams
 from speculative import DraftModel
 
 IDS = [5, 6, 7, 8, 9, 10, 11]
@@ -26,7 +26,7 @@ def self_draft(runner: Runner, layers: int, k: int = 4) -> DraftModel:
 
 def speak(
     model: Transformer, ids: list[int], layers: int, count: int = 16, **wishes: Any
-) -> tuple[Sequence, DraftModel]:
+) -> tuple[Job, DraftModel]:
     """One sequence, with the first layers as the draft."""
     engine = Engine(model, num_blocks=8, max_num_seqs=1)
     engine.proposer = self_draft(engine.runner, layers)
@@ -57,7 +57,7 @@ def test_the_draft_has_no_cache_of_its_own() -> None:
         same = [a.data_ptr() == b.data_ptr() for a, b in zip(mine, theirs)]
         assert all(same), "a second cache for the same keys"
     assert runner.model is model
-    assert draft.run([Row([2], 0, IDS)]).shape == (1, 32)
+    assert draft.forward([Row([2], 0, IDS)]).shape == (1, 32)
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])

@@ -11,7 +11,8 @@ from torch import Tensor
 from generate import generate
 from kv_cache import StaticCache
 from model import LayerCache, Transformer
-from sampling import SamplingParams, Sequence
+from sampling import Sequence
+from settings import SamplingParams
 
 MODEL = tiny_model(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
 TEXT = random.Random(2).choices(range(1, 32), k=60)
@@ -28,7 +29,7 @@ def run(cache: Any, sizes: list[int], model: Transformer = MODEL, text: list[int
     logits, at = [], 0
     for size in sizes:
         chunk = text[at : at + size]
-        positions, layers = cache.step(at, at + len(chunk))
+        positions, layers = cache.plan(at, at + len(chunk))
         logits.append(model(torch.tensor([chunk]), positions, layers)[0])
         at += size
     assert at >= len(text)

@@ -14,11 +14,12 @@ import torch
 from common import SHAKESPEARE, bundled, needs, serve, tiny_model
 
 import tp
-from model import CheckpointError, Config, Transformer, locate_tensors, named_tensors
+from checkpoint import CheckpointError, build, locate_tensors, named_tensors
+from model import Config, Transformer
 from paged import Runner
 from quantize import load
-from sampling import SamplingParams
 from scheduler import Engine
+from settings import SamplingParams
 
 TODO = "make the file, with stage(model, files, rank, ranks), to be used as tp.shard is"
 PROMPTS = [[10, 20, 30], [*range(100, 140)], [7] * 9]
@@ -28,7 +29,7 @@ def cut(config: Config, rank: int, ranks: int) -> tuple[Transformer, dict[str, A
     """One rank's stage of an empty model, and its files, which are the names here."""
     stage = needs("pp", "stage", TODO)
     with torch.device("meta"):
-        model = Transformer(config)
+        model = build(config)
     return stage(model, {name: name for name, _ in named_tensors(model)}, rank, ranks)
 
 
@@ -144,7 +145,7 @@ def test_the_files_are_those_of_the_checkpoint() -> None:
     stage = needs("pp", "stage", TODO)
     files = locate_tensors(SHAKESPEARE)
     with torch.device("meta"):
-        model = Transformer(bundled().config)
+        model = build(bundled().config)
     _, parts = stage(model, files, 1, 2)
     read = {id(at) for name, at in parts.items() if name.startswith("layers.")}
     ours = [name for name in files if name.startswith("layers.") and int(name.split(".")[1]) >= 3]

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from common import bundled, needs
 
 import tp
-from sampling import SamplingParams
 from scheduler import Engine, Request
+from settings import SamplingParams
 from tools.books import audit, audit_pool
 
 TODO = "make the file, with serve_prompts, add_prefilled and stop"
@@ -33,12 +33,11 @@ PREFILL, DECODE = 0, 1  # ranks
 
 
 def make(kv_dtype: str, **changes: int) -> Engine:
-    """An engine whose blocks have all held NaN once, and are to be wiped before they are used."""
+    """An engine whose blocks have all held something else before."""
     sizes = {"num_blocks": 60, "block_size": SIZE, "max_num_seqs": 6, "max_num_batched_tokens": 32}
     engine = Engine(bundled(), kv_dtype=kv_dtype, **sizes | changes)
-    for tensor in sum(engine.runner.pools, ()) if kv_dtype == "auto" else ():
-        tensor[:-1] = torch.nan
-    engine.reset()
+    for tensor in sum(engine.runner.pools, ()):
+        tensor[:-1] = 9
     return engine
 
 
@@ -128,9 +127,9 @@ def process(rank: int, port: int, kv_dtype: str, out: Path) -> None:
                 answer(kv_dtype, report)
             else:
                 engine, chunks = make(kv_dtype), []
-                run = engine.runner.run
-                engine.runner.run = lambda rows: (
-                    chunks.append(sum(len(row[2]) for row in rows)), run(rows))[1]  # fmt: skip
+                forward = engine.runner.forward
+                engine.runner.forward = lambda rows: (
+                    chunks.append(sum(len(row.ids) for row in rows)), forward(rows))[1]  # fmt: skip
                 serve_prompts(engine, DECODE)
                 audit_pool(engine.pool, [])
                 report |= {"chunks": chunks, "sent": sent, "free": engine.pool.num_available}

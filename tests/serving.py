@@ -23,12 +23,12 @@ import torch
 from conftest import ROOT, SHAKESPEARE
 
 import server as server_module
-from generate import generate
+from checkpoint import load_model, suggested
+from generate import generate, make_engine
 from kv_cache import StaticCache
-from model import load_model
-from sampling import Sequence, sampling_params
-from scheduler import Engine
-from server import parse_args
+from sampling import Sequence
+from server import ServerArgs, parse_args
+from settings import Ranks, SamplingParams, given
 from tokenizer import Tokenizer
 from tools.books import audit
 
@@ -193,16 +193,20 @@ def model():
     return load_model(SHAKESPEARE, dtype=torch.float32)
 
 
+def make_args(*options: str, **more: Any) -> ServerArgs:
+    return ServerArgs(**given(ServerArgs, parse_args(["--port", "0", *options])) | more)
+
+
 class Local(Client):
     """The server in two threads of this process."""
 
-    def __init__(self, *options: str, **engine: Any) -> None:
+    def __init__(self, *options: str, **limits: Any) -> None:
         small = {"num_blocks": 128, "max_num_seqs": 8, "max_num_batched_tokens": 32}
-        self.engine = Engine(model(), TOKENIZER, **small | engine)
-        self.args = parse_args(["--port", "0", "--max-body", "200000", *options])
+        self.args = make_args("--max-body", "200000", *options, **small | limits)
+        self.engine = make_engine(self.args, Ranks(torch.device("cpu")), model(), None)
         self.server = server_module.Server(self.engine, self.args)
         self.listening = threading.Thread(target=lambda: asyncio.run(self.server.listen()))
-        self.running = threading.Thread(target=self.server.run)
+        self.running = threading.Thread(target=self.server.drive)
         self.listening.start()
         self.port = until(lambda: getattr(self.server, "port", None))
         self.running.start()
@@ -216,7 +220,7 @@ class Local(Client):
 
     def close(self) -> None:
         self.server.stopping = True
-        self.server.args.shutdown_timeout = 0
+        vars(self.args)["shutdown_timeout"] = 0
         self.listening.join(10)
         self.server.inbox.put(None)
         self.running.join(10)
@@ -240,8 +244,8 @@ def make_local():
     """For engines that break or are large."""
     made: list[Local] = []
 
-    def make(*options: str, **engine: Any) -> Local:
-        made.append(Local(*options, **engine))
+    def make(*options: str, **limits: Any) -> Local:
+        made.append(Local(*options, **limits))
         return made[-1]
 
     yield make
@@ -258,11 +262,11 @@ class Broken:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.runner, name)
 
-    def run(self, *args: Any) -> Any:
+    def forward(self, *args: Any) -> Any:
         self.left -= 1
         if self.left == 0:
             raise self.error("no memory at 0x7f00deadbeef in /root/secret.py")
-        return self.runner.run(*args)
+        return self.runner.forward(*args)
 
 
 # --- OpenAI's client, and the slow twin -----------------------------------------------------------
@@ -334,10 +338,10 @@ def merge(news: list, chat: bool) -> list[Choice]:
 TWINS: dict[str, list[Sequence]] = {}
 
 
-def alone(prompt=PROMPT, **given) -> list[Sequence]:
+def alone(prompt=PROMPT, **wish) -> list[Sequence]:
     """The slow twin."""
-    if (key := repr((prompt, given))) not in TWINS:
-        params = sampling_params(SHAKESPEARE, **given)
+    if (key := repr((prompt, wish))) not in TWINS:
+        params = SamplingParams(**suggested(SHAKESPEARE) | wish)
         ids = TOKENIZER.encode(prompt) if isinstance(prompt, str) else prompt
         TWINS[key] = [Sequence(ids, each, model().config, TOKENIZER) for each in params.split()]
         for sequence in TWINS[key]:

@@ -14,8 +14,10 @@ import torch
 from conftest import ROOT, SHAKESPEARE
 from test_quantize import QWEN2, TIED, tiny_folder
 
-from model import Config, Transformer, load_model, named_tensors
-from quantize import HalfLinear, QuantLinear, form_of, pack_linears, quantize_model
+from checkpoint import build, load_model, named_tensors
+from model import Config, Transformer
+from packed import HalfLinear, form_of, pack_linears
+from quantize import QuantLinear, quantize_model
 from tools import bench, report, versus
 from tools.measure import bytes_per_step
 
@@ -402,11 +404,18 @@ def test_bytes_per_step(tmp_path, changes):
         assert 0 <= bytes_per_step(model, 0) - weights < 1000  # the keys of the packed
 
 
+def test_first_layers_of_experts():
+    """A traceback, or experts of the later layers that go on adding."""
+    config = Config(64, 64, 96, 3, 4, 2, 16, num_experts=4, num_experts_per_tok=2)
+    model, tokens = build(config), torch.arange(20)[None]
+    draft = bench.first_layers(model, 2, 0.0)
+    assert len(draft.layers) == 2 and torch.equal(draft(tokens, tokens), model(tokens, tokens))
+
+
 def test_bytes_per_step_of_experts():
     """All experts counted, of which a step reads some; or k of them, however many sequences."""
     config = Config(64, 64, 96, 2, 4, 2, 16, num_experts=8, num_experts_per_tok=2)
-    model = Transformer(replace(config, moe_intermediate_size=32, mlp_only_layers=[1]))
-    model.requires_grad_(False)
+    model = build(replace(config, moe_intermediate_size=32, mlp_only_layers=[1]))
     expert, rest = 3 * 64 * 32 * 4, bytes_per_step(model, 0) - 2 * 3 * 64 * 32 * 4
     for pack in (Transformer.eval, pack_linears):
         pack(model)

@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from model import CheckpointError
+from checkpoint import CheckpointError
 from quantize import load
 
 RAW = {

@@ -3,17 +3,24 @@
 That its tokens equal the eager ones is a row of tests/test_equivalence.py.
 """
 
+import subprocess
+import sys
+
 import pytest
 import torch
-from conftest import DRAFT
+from conftest import DRAFT, ROOT
 from torch._inductor.utils import run_and_get_code
 
 import generate as command_line
-from generate import LLM, compile_model, generate
+import packed
+from checkpoint import load_model
+from generate import LLM, generate
 from kv_cache import StaticCache
-from model import Config, Transformer, load_model
+from model import Config, Transformer
+from packed import compile_model
 from paged import Row, Runner
-from sampling import SamplingParams, Sequence
+from sampling import Sequence
+from settings import SamplingParams
 
 slow = pytest.mark.slow
 WISH = SamplingParams(temperature=0.5, seed=1, max_tokens=20, ignore_eos=True)
@@ -40,7 +47,7 @@ def test_nothing_is_compiled_after_warm_up(compiled):
 @slow
 def test_fail_on_recompile_can_fail(compiled):
     """The guard used above must notice a real recompilation: here, a batch of three."""
-    positions, layers = StaticCache(compiled, 3, 64).step(0, 1)
+    positions, layers = StaticCache(compiled, 3, 64).plan(0, 1)
     with torch.compiler.set_stance("fail_on_recompile"), pytest.raises(RuntimeError):
         compiled(torch.zeros_like(positions), positions, layers)
 
@@ -74,20 +81,36 @@ def test_the_caches_are_written_in_place():
     capacity costs and not what the length does: no buffer may have the slab's 193 slots. Pools
     that shared a memory were copied too, and the writes went into the copies."""
     model = Transformer(TINY)
-    (slab,) = StaticCache(model, 1, 192).step(5, 6)[1]
+    (slab,) = StaticCache(model, 1, 192).plan(5, 6)[1]
     buffers, _, k = in_place(slab, 1)
     assert buffers and not [line for line in buffers if "193" in line]
     torch.testing.assert_close(slab.k[0, :, 5], k[0, :, 0])
-    (layer,) = Runner(model, 192, 4).step([Row([3, 190], 0, [0] * 5)])[2]
+    (layer,) = Runner(model, 192, 4).plan([Row([3, 190], 0, [0] * 5)])[2]
     buffers, code, k = in_place(layer, 5)
     assert "paged_attention" in code and not [line for line in buffers if "192" in line]
     torch.testing.assert_close(layer.k[190, 0], k[0, :, 4])
 
 
+@slow
+@pytest.mark.parametrize("more", [[], ["--quantize", "int4"]], ids=["bfloat16", "int4"])
+def test_each_process_gives_the_same_text(more):
+    """Arithmetic chosen by timing: a seed then means another text each time that the engine is
+    started. Three processes at once, so that they disturb each other; a prompt long enough for
+    what is multiplied otherwise than single rows."""
+    command = [sys.executable, "generate.py", "--device", "cpu", "--compile", *more]
+    command += ["--seed", "1", "--temperature", "1", "--max-new-tokens", "100", "--ignore-eos"]
+    command += ["--prompt", "To be, or not to be, that is the question:\n" * 12]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    started = [subprocess.Popen(command, cwd=ROOT, **pipes) for _ in range(3)]
+    texts, errors = zip(*(process.communicate(timeout=300) for process in started))
+    assert len(texts[0].split()) > 30, errors[0]
+    assert texts[0] == texts[1] == texts[2]
+
+
 def test_what_is_compiled(monkeypatch, capsys):
     """--compile forgets the draft, or warms up with another cache than the one that is used."""
     calls, one = [], ["--compile", "--checkpoint", str(DRAFT), "--max-tokens", "1"]
-    monkeypatch.setattr(command_line, "compile_model", lambda model, *more: calls.append(more))
+    monkeypatch.setattr(packed, "compile_model", lambda model, *more: calls.append(more))
     LLM(DRAFT, compile=True, draft_checkpoint=DRAFT, kv_dtype="int8", num_blocks=4)
     assert command_line.main(one) == command_line.main([*one, "--speculate", "2"]) == 0
     assert calls == [(None, "int8"), (None, "int8"), (1, "auto"), (None, "auto")]

@@ -27,13 +27,14 @@ import json
 from common import ROOT, bundled, serve, tiny_model, write
 
 from quantize import quantize_model
-from sampling import SamplingParams
 from scheduler import Engine
+from settings import SamplingParams
+from speculative import NGram
 
 
 def test_smoke() -> None:
-    small = {"num_blocks": 14, "max_num_seqs": 4, "max_num_batched_tokens": 40, "speculate": 2}
-    engine = Engine(bundled(), max_seq_len=100, **small)
+    small = {"num_blocks": 14, "max_num_seqs": 4, "max_num_batched_tokens": 40}
+    engine = Engine(bundled(), proposer=NGram(2), max_seq_len=100, **small)
     wishes = [
         SamplingParams(temperature=0, max_tokens=12),
         SamplingParams(seed=1, n=3, top_p=0.9, repetition_penalty=1.1, max_tokens=12),

@@ -15,20 +15,13 @@ from test_model import SIZES, build, copy_with, same
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-import quantize
-from generate import compile_model
-from model import (
-    CheckpointError,
-    Config,
-    SparseMLP,
-    Transformer,
-    load_config,
-    load_model,
-    locate_tensors,
-    named_tensors,
-)
+import checkpoint
+from checkpoint import CheckpointError, load_config, load_model, locate_tensors, named_tensors
+from experts import SparseMLP
+from model import MLP, Config, Transformer
+from packed import HalfLinear, Int4Linear, PackedLinear, compile_model, pack_linears
 from paged import Row, Runner
-from quantize import PackedLinear, QuantLinear, pack_linears, quantize_model
+from quantize import QuantLinear, quantize_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 D, E, K = 32, 6, 3
@@ -103,10 +96,11 @@ CHOICES = {
 def test_experts_equal_their_slow_twin(name, packed):
     """Results that return to another row or with another expert's weight; an expert that nobody
     chose and that shifts the ones after it; a batch flattened in another order."""
-    mlp, x = sparse(), torch.randn(20, D)
-    weights, chosen = routed(mlp, x)
-    if CHOICES[name] is not None:
-        chosen = CHOICES[name]
+    x, chosen = torch.randn(20, D), CHOICES[name]
+    mlp = sparse(num_experts_per_tok=K if chosen is None else chosen.shape[1])
+    if chosen is None:
+        weights, chosen = routed(mlp, x)
+    else:
         x, weights = x[: len(chosen)], torch.rand(chosen.shape)
     want = one_by_one(mlp, x, weights, chosen)
     if packed:
@@ -123,7 +117,7 @@ def test_experts_equal_their_slow_twin(name, packed):
 def test_a_step_reads_each_chosen_expert_once_and_no_other(form, monkeypatch):
     """Every expert multiplied and most of it thrown away; an expert read once for each of its rows;
     a graph with the experts of the warm-up, or their number of rows, baked in."""
-    model = Transformer(config_of()).eval().requires_grad_(False)
+    model = checkpoint.build(config_of())
     for block in model.layers:
         block.mlp.gate.weight.normal_()
     mix, chosen, runs = SparseMLP.mix, [], []
@@ -145,7 +139,7 @@ def test_a_step_reads_each_chosen_expert_once_and_no_other(form, monkeypatch):
     runner, few = Runner(model, 4, 16), 0
     with torch.compiler.set_stance("fail_on_recompile" if form == "compiled" else "default"):
         for lengths in ([1], [1, 1, 1], [12], [5, 1]):
-            runner.run([Row([i], 0, [*range(i, i + n)]) for i, n in enumerate(lengths)])
+            runner.forward([Row([i], 0, [*range(i, i + n)]) for i, n in enumerate(lengths)])
             few += len(runs[-1]) < E
             assert len(runs) == 2  # layers
             for once, want in zip(runs, chosen, strict=True):
@@ -157,7 +151,7 @@ def test_a_step_reads_each_chosen_expert_once_and_no_other(form, monkeypatch):
 
 def test_docstring_example_of_experts():
     """Pairs sorted by token, so that an expert would run once for each of them."""
-    mlp, rows = sparse(num_experts=3), {}
+    mlp, rows = sparse(num_experts=3, num_experts_per_tok=2), {}
     for e, each in enumerate(mlp.experts):
         each.register_forward_pre_hook(
             lambda _, args, e=e: rows.update({e: args[0][:, 0].tolist()})
@@ -173,13 +167,13 @@ def test_docstring_example_of_experts():
 
 def test_experts_are_quantised_and_packed_and_the_router_is_not_quantised():
     """Experts left as they were, eight times the router's error, or plain weights kept alive."""
-    model = Transformer(config_of(moe_intermediate_size=32)).eval().requires_grad_(False)
+    model = checkpoint.build(config_of(moe_intermediate_size=32))
     quantize_model(model, "int4", 32)
     kinds = [type(m) for m in model.layers[0].mlp.modules() if not [*m.children()]]
     assert kinds == [torch.nn.Linear] + 2 * E * [QuantLinear]
     pack_linears(model)
     table = {type(m) for m in model.layers[1].mlp.experts.modules() if not [*m.children()]}
-    assert table <= {quantize.Int4Linear, quantize.HalfLinear}
+    assert table <= {Int4Linear, HalfLinear}
     plain = sparse()
     pack_linears(plain)
     assert all(type(m) is PackedLinear for m in plain.modules() if not [*m.children()])
@@ -245,18 +239,11 @@ def test_config(tmp_path):
         return load_config(tmp_path)
 
     mixtral = config("Mixtral", num_attention_heads=8)
-    assert (mixtral.num_experts, mixtral.num_experts_per_tok, mixtral.norm_topk_prob) == (
-        8,
-        2,
-        True,
-    )
+    assert (mixtral.num_experts, mixtral.num_experts_per_tok) == (8, 2) and mixtral.norm_topk_prob
     assert (mixtral.rms_norm_eps, mixtral.rope_theta, mixtral.windows) == (1e-5, 1e6, (None, None))
     qwen = config("Qwen3Moe", num_experts=128)
-    assert (qwen.num_key_value_heads, qwen.num_experts_per_tok, qwen.norm_topk_prob) == (
-        4,
-        8,
-        False,
-    )
+    assert (qwen.num_key_value_heads, qwen.num_experts_per_tok) == (4, 8)
+    assert qwen.norm_topk_prob is False
     for name in ("Qwen2Moe", "DeepseekV3", "Qwen3Next"):  # shared experts, sigmoid scores, groups
         with pytest.raises(CheckpointError, match=f"{name}ForCausalLM' is not supported"):
             config(name)
@@ -265,5 +252,15 @@ def test_config(tmp_path):
 def test_layers_without_experts(tmp_path):
     """decoder_sparse_step counted from 0; mlp_only_layers taken for those with experts."""
     build("qwen3moe-some-layers", tmp_path)
-    kinds = [isinstance(block.mlp, SparseMLP) for block in load_model(tmp_path).layers]
-    assert kinds == [False, False, False, True, False]
+    kinds = [type(block.mlp) for block in load_model(tmp_path).layers]
+    assert kinds == [MLP, MLP, MLP, SparseMLP, MLP]
+
+
+def test_who_puts_the_experts_in():
+    """A dense model that gets a router; a model of random weights that is left in training mode, or
+    keeps every activation for gradients. Transformer alone knows of no experts."""
+    for num_experts, kind in ((1, MLP), (E, SparseMLP)):
+        model = checkpoint.build(config_of(num_experts=num_experts, num_experts_per_tok=1))
+        assert {type(block.mlp) for block in model.layers} == {kind}
+        assert not model.training and not any(p.requires_grad for p in model.parameters())
+    assert {type(block.mlp) for block in Transformer(config_of()).layers} == {MLP}

@@ -18,11 +18,13 @@ import transformers
 from conftest import ROOT
 from safetensors.torch import load_file, save_file
 
-import model as model_module
+import settings
+from checkpoint import load_config, load_model, named_tensors
 from generate import generate
 from kv_cache import StaticCache
-from model import apply_rope, load_config, load_model, named_tensors, progress, visible
-from sampling import SamplingParams, Sequence
+from model import apply_rope, visible
+from sampling import Sequence
+from settings import SamplingParams, progress
 
 T = 80  # tokens compared: a wrong rope layout shows only past about 32, a cache's buckets past 64
 ATOL = 1e-4  # fp32, logits of standard deviation above 1
@@ -180,10 +182,10 @@ def test_a_cache_filled_in_pieces_equals_one_forward(built):
     and keys are not the same tokens; what an earlier text (or a refused guess) left behind."""
     model = load_model(built.folder)
     cache = StaticCache(model, 2, T)
-    model(built.tokens.flip(1), *cache.step(0, T))  # another text, to the full length
+    model(built.tokens.flip(1), *cache.plan(0, T))  # another text, to the full length
     parts, ends = [], [*range(7, 64, 7), *range(64, T - 7), T - 2, T]
     for start, end in zip([0, *ends], ends):
-        parts.append(model(built.tokens[:, start:end], *cache.step(start, end)))
+        parts.append(model(built.tokens[:, start:end], *cache.plan(start, end)))
     whole = our_logits(model, built.tokens)
     torch.testing.assert_close(torch.cat(parts, 1), whole, atol=ATOL, rtol=0)
 
@@ -364,15 +366,15 @@ def test_bfloat16_is_kept_unless_another_dtype_is_asked_for(tmp_path):
 
 
 MEASURE = """
-import json, sys, model
+import json, sys, checkpoint
 
 def status(key):  # bytes
     lines = open("/proc/self/status").read().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":"))
 
-model.load_model(sys.argv[1])
+checkpoint.load_model(sys.argv[1])
 before = status("VmRSS")
-big = model.load_model(sys.argv[2])
+big = checkpoint.load_model(sys.argv[2])
 weights = sum(p.nbytes for p in big.parameters())
 print(json.dumps({"growth": status("VmHWM") - before, "weights": weights}))
 """
@@ -457,11 +459,11 @@ def test_a_step_reads_little_more_than_there_is(llama):
     overrun that shows as an index error deep inside, or is not seen at all."""
     cache = StaticCache(load_model(llama.folder), 1, 1000)
     for length in (1, 63, 64, 65, 300, 1000):
-        positions, layers = cache.step(length - 1, length)
+        positions, layers = cache.plan(length - 1, length)
         assert positions.tolist() == [[length - 1]]
         assert length <= layers[0].mask.shape[3] < length + 64
-    with pytest.raises(ValueError, match=r"--max-seq-len.*\b1000\b.*\b1001\b"):
-        cache.step(0, 1001)
+    with pytest.raises(ValueError, match=r"\b1000\b.*\b1001\b"):
+        cache.plan(0, 1001)
 
 
 # --- Progress -------------------------------------------------------------------------------------
@@ -475,7 +477,7 @@ def test_progress(monkeypatch, capsys):
         """What is written where each look at the clock finds `step` seconds more gone."""
         now = iter(range(10**6))
         clock = types.SimpleNamespace(monotonic=lambda: next(now) * step)
-        monkeypatch.setattr(model_module, "time", clock)
+        monkeypatch.setattr(settings, "time", clock)
         monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
         assert list(progress(items, "loading x", *more)) == list("abcd")
         out, err = capsys.readouterr()

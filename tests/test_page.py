@@ -304,7 +304,7 @@ def test_error_in_the_middle(page, local, slow, monkeypatch):
 
 def test_api_key(chrome, local, monkeypatch):
     """The page asked for no key, or sent it with one request and not with the next."""
-    monkeypatch.setattr(local.args, "api_key", "secret")
+    monkeypatch.setitem(vars(local.args), "api_key", "secret")
     page = Page(chrome, local)
     page.expected = "401"
     assert "key" in page.text("#state") and page.all("#key")[0].get_attribute("type") == "password"

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from model import Config, Transformer, attention, visible
-from paged import BlockPool, BlockTable, Row, Runner
+from paged import BlockPool, BlockTable, Row, Runner, groups_of
+from settings import Limits, SettingError
 from tools.books import audit_pool
 
 
@@ -80,12 +81,14 @@ def test_example_of_grow():
     audit_pool(pool, [table, other])
 
 
-@pytest.mark.parametrize(("blocks", "size"), [(0, 16), (-1, 16), (4, 0), (4, -2)])
-def test_a_pool_that_holds_nothing_is_refused(blocks, size):
+@pytest.mark.parametrize("count", [0, -1])
+def test_a_pool_that_holds_nothing_is_refused(count):
     """A cache too large for the memory became one of 0 blocks, for which every prompt waits."""
-    name, value = ("--kv-memory", blocks) if blocks < 1 else ("block_size", size)
-    with pytest.raises(ValueError, match=f"{name}.*{value}"):
-        BlockPool(blocks, size)
+    with pytest.raises(ValueError, match=f"^{count} .*--kv-memory"):
+        BlockPool(count, 16)
+    for name in ("block_size", "num_blocks"):
+        with pytest.raises(SettingError, match=f"{name}.*{count}"):
+            Limits(**{name: count})
 
 
 def test_blocks_come_lowest_first_and_once():
@@ -227,13 +230,13 @@ def test_a_collision_serves_nobody_anothers_text(one, two):
 
 def test_a_salt_separates():
     """Without one, how fast a reply comes tells a user what another has asked. And no salt is a
-    serial number: 0 stood for "behind the first block ever cached", whoever's that was."""
+    serial number: "0" is not "behind the first block ever cached", whoever's that was."""
     pool, ids = BlockPool(12, 2), [1, 2, 3, 4, 5]
     for n, salt in enumerate((None, "", "a", "b")):
         assert found(pool, ids, salt) == []
         computed(pool, ids, salt)
         assert found(pool, ids, salt) == [3 * n, 3 * n + 1]
-    assert found(pool, ids, "c") == found(pool, ids, "0") == found(pool, [3, 4, 5], salt=0) == []
+    assert found(pool, ids, "c") == found(pool, ids, "0") == found(pool, [3, 4, 5], "0") == []
 
 
 # --- Freeing --------------------------------------------------------------------------------------
@@ -274,6 +277,28 @@ def test_freeing_twice_is_harmless():
     assert (table, pool.refs) == (BlockTable(), [1, 1, 0])
     pool.free(other)
     assert pool.num_available == 3
+    audit_pool(pool, [])
+
+
+@pytest.mark.parametrize("also", [None, "fork", "prefix"])
+def test_what_is_spoilt_is_wiped_and_found_no_more(also):
+    """The keys and values of a text that broke the model were found by the next who asked for it,
+    or taken from those who still read them; or a block that was only reserved kept its NaN."""
+    pool, ids = BlockPool(8, 2), [1, 2, 3, 4, 5]
+    table, other = computed(pool, ids), BlockTable()
+    if also == "fork":
+        other = pool.fork(table)
+    elif also:
+        pool.reuse(other, [*ids[:2], 9])
+    pool.grow(table, 8)  # a fork's last block is copied: this one and the next are the table's own
+    shared = {"fork": [0, 1], "prefix": [0]}.get(also, [])
+    own = [block for block in table.blocks if block not in shared]
+    assert pool.spoil(table) == [(8, block) for block in own]
+    audit_pool(pool, [table, other])
+    pool.free(table)
+    assert found(pool, ids) == shared
+    pool.free(other)
+    assert found(pool, ids) == shared and pool.num_available == 8
     audit_pool(pool, [])
 
 
@@ -400,7 +425,7 @@ def test_paged_attention_equals_its_slow_twin(heads, size, window):
     for seed in range(6):
         runner.most = 4 ** (seed % 4)
         rows = random_rows(random.Random(seed), blocks, size)
-        tokens, positions, layers, select = runner.step(rows)
+        tokens, positions, layers, select = runner.plan(rows)
         assert tokens.tolist() == [[i for row in rows for i in row.ids]]
         assert positions.tolist() == [[row.start + i for row in rows for i in range(len(row.ids))]]
         assert [tokens[0, i] for i in select] == [row.ids[-1] for row in rows]
@@ -414,44 +439,58 @@ def test_paged_attention_equals_its_slow_twin(heads, size, window):
         assert all(torch.equal(*pair) for pair in zip(pools, twins, strict=True))
 
 
-def test_the_example_of_step():
+def test_the_example_of_plan():
     """Tokens, slots and groups of the docstring, and the slots of BlockTable's; more logits than
     one of a row."""
     runner, (a, b, c, d, e) = runner_of(8, 4), range(1, 6)
-    rows = [Row([0, 1], 4, [c, d, e], 2), Row([7, 2], 5, [a]), Row([3], 2, [b])]
-    tokens, positions, layers, select = runner.step(rows)
-    slots, tables, groups, _ = layers[1].plan
+    rows = [Row([7, 2], 5, [a]), Row([3], 2, [b]), Row([0, 1], 4, [c, d, e], 2)]
+    tokens, positions, layers, select = runner.plan(rows)
+    slots, sizes, tables, _ = layers[1].plan
     assert (tokens.tolist(), positions.tolist()) == ([[a, b, c, d, e]], [[5, 2, 4, 5, 6]])
     assert slots.tolist() == [9, 14, 4, 5, 6]
-    assert groups.tolist() == [2, 1, 2, 1, 3, 2]
-    assert tables[:6].tolist() == [7, 2, 3, 8, 0, 1]  # 8: the block that stays empty
-    assert select.tolist() == [3, 4, 0, 1]
-    assert runner.step([Row([7, 2], 3, [a, b, c])])[2][0].plan[0].tolist() == [31, 8, 9]
+    assert sizes.tolist() == [[2, 1, 2], [1, 3, 2]]
+    assert tables.tolist() == [7, 2, 3, 8, 0, 1]  # 8: the block that stays empty
+    assert select.tolist() == [0, 1, 3, 4]
+    assert runner.plan([Row([7, 2], 3, [a, b, c])])[2][0].plan[0].tolist() == [31, 8, 9]
+
+
+def test_the_example_of_groups_of():
+    """Which rows stand together, by the docstring; and what else may be asked."""
+    rows = [Row([], start, [5] * count) for count, start in ((1, 5), (1, 3), (1, 2), (3, 4))]
+    for size, most, counts in (
+        (4, 4, [2, 1, 1]), (4, 6, [3, 1]), (1, 18, [3, 1]), (4, 1, [1] * 4), (4, 0, [1] * 4),
+    ):  # fmt: skip
+        groups = groups_of(rows, size, most)
+        assert [len(group) for group in groups] == counts
+        assert [row for group in groups for row in group] == rows
+    assert groups_of([], 4, 4) == []
 
 
 def test_rows_that_stand_together():
-    """The longest first, and no more of them than `most` blocks hold: one long sequence made all
-    others as slow as itself, padded to its length, and 48 at once took new memory each time."""
+    """No more of them than `most` blocks hold, by the longest: one long sequence made all others as
+    slow as itself, padded to its length, and 48 at once took new memory each time."""
     runner = runner_of(80, 16)
     large = [Runner(runner.model, 2**14, 16, kv_dtype).most for kv_dtype in ("auto", "int8")]
     assert (runner.most, large) == (80, 2 * [2**21 // (16 * 8 * 8)])  # int8 is attended as floats
     runner.most = 40
-    ends = (3, 1000, 200, 250, 5, 600)  # in blocks: 1, 63, 13, 16, 1, 38
+    ends = (1000, 600, 250, 200, 5, 3)  # in blocks: 63, 38, 16, 13, 1, 1
     rows = [Row([*range(-(-end // 16))], end - 1, [end % 32]) for end in ends]
-    tokens, _, layers, select = runner.step(rows)
-    groups = layers[0].plan[2].view(-1, 3).tolist()
-    assert groups == [[1, 1, 63], [1, 1, 38], [2, 1, 16], [2, 1, 1]]
+    tokens, _, layers, select = runner.plan(rows)
+    sizes = layers[0].plan[1].tolist()
+    assert sizes == [[1, 1, 63], [1, 1, 38], [2, 1, 16], [2, 1, 2]]  # 2 at least
     assert [int(tokens[0, i]) for i in select] == [end % 32 for end in ends]
+    small = runner.plan([Row([i], 5, [1]) for i in range(50)])[2][0].plan[1].tolist()
+    assert small == [[20, 1, 2], [20, 1, 2], [10, 1, 2]]
 
 
 def test_what_a_step_copies():
     """63 sequences of 100 tokens and one of 16,000 cost 64 of 16,000, in time and in memory; many
     that share a long prompt, more memory than there was."""
-    mixed = [Row([*range(7)], 99, [1])] * 63 + [Row([*range(1000)], 15_999, [1])]
+    mixed = [Row([*range(1000)], 15_999, [1]), *[Row([*range(7)], 99, [1])] * 63]
     forks = [Row([*range(1000)], 15_999 - i, [1]) for i in range(64)]
     for rows, most in ((mixed, 63 * 7 + 1000), (forks, 64 * 1000)):
-        groups = runner_of(1500, 16).step(rows)[2][0].plan[2].view(-1, 3)
-        copied = groups[:, 0] * groups[:, 2]
+        sizes = runner_of(1500, 16).plan(rows)[2][0].plan[1]
+        copied = sizes[:, 0] * sizes[:, 2]
         assert copied.max() <= 1500 and copied.sum() <= 1.5 * most
 
 
@@ -557,14 +596,15 @@ class Pool(RuleBasedStateMachine):
         for block in table.blocks:
             if self.pool.refs[block] == 1:
                 self.memory[block] = ["NaN"] * self.pool.block_size
-        table.spoilt = True
+        for old, new in self.pool.spoil(table):
+            self.memory[new] = [*self.memory[old]]
         self.pool.free(table)
 
     @invariant()
     def everyone_reads_their_own_text(self):
         audit_pool(self.pool, (live.table for live in self.live))
+        assert not any("NaN" in block for block in self.memory)
         for live in self.live:
-            assert not any("NaN" in self.memory[block] for block in live.table.blocks)
             for p in range(live.table.length):
                 block, slot = self.at(live, p)
                 assert self.memory[block][slot] == self.text(live, p)

@@ -16,23 +16,20 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import packed
 import quantize
-from model import CheckpointError, FusedLinear, Transformer, load_config, load_model, named_tensors
+from checkpoint import CheckpointError, build, load_config, load_model, named_tensors
+from model import FusedLinear
+from packed import HalfLinear, Int4Linear, Int8Linear, PackedLinear, form_of, pack_linears
 from quantize import (
     MODES,
-    HalfLinear,
-    Int4Linear,
-    Int8Linear,
-    PackedLinear,
     QuantLinear,
-    form_of,
     linears,
     pack_bits,
-    pack_linears,
     quantize_model,
     round_to_nearest,
     unpack_bits,
-)
+)  # fmt: skip
 from tools import convert
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -54,7 +51,7 @@ def tiny_folder(folder, **changes):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(TINY | changes))
     config = load_config(folder)
-    model = Transformer(config).requires_grad_(False)
+    model = build(config)
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.uniform_(0.5, 1.5)
@@ -80,17 +77,17 @@ def linear_of(N=70, K=128, bias=False, dtype=torch.float32):
     return linear
 
 
-def quant_linear(bits, group_size, order=False, **options):
+def quant_linear(bits, group_size, **options):
     linear = linear_of(**options)
     quantised = QuantLinear(linear, bits, group_size)
     quantised.store(*round_to_nearest(linear.weight, bits, quantised.group_size))
-    quantised.order = torch.randperm(linear.in_features) if order else None
     return quantised
 
 
 def standing_for(q, scales, zeros, bits):
     """The QuantLinear of these numbers."""
-    linear = QuantLinear(nn.Linear(q.shape[1], len(q), bias=False), bits, -1)
+    K, G = q.shape[1], scales.shape[1]
+    linear = QuantLinear(nn.Linear(K, len(q), bias=False), bits, K // G)
     linear.store(*(torch.as_tensor(t) for t in (q, scales, zeros)))
     return linear
 
@@ -245,7 +242,7 @@ class ByOneDNN(Int8Linear):
 def lanes(monkeypatch):
     """Int4Linear's order is that of AVX-512's operator; AVX2's is the same, with half the lanes."""
     if torch.backends.cpu.get_cpu_capability() == "AVX2":
-        monkeypatch.setattr(quantize.dequantize, "__defaults__", (16,))
+        monkeypatch.setattr(packed._dequantize, "__defaults__", (16,))
 
 
 FORMS = {  # form, how its Linear is made
@@ -261,7 +258,7 @@ FORMS = {  # form, how its Linear is made
 BITS = {torch.float32: 2**-17, torch.bfloat16: 2**-7, torch.float16: 2**-9}
 
 
-def packed(name, dtype=torch.float32, **options):
+def both_of(name, dtype=torch.float32, **options):
     """A Linear and its packed form."""
     form, make = FORMS[name]
     linear = make(dtype=dtype, **options | ({"N": 64} if form is Int4Linear else {}))
@@ -277,8 +274,7 @@ def assert_close(linear, x, y, dtype, half=False):
     exact = (
         linear.weight.double() if isinstance(linear, nn.Linear) else linear.dequantize().double()
     )
-    order = getattr(linear, "order", None)
-    x = (x if order is None else x[..., order]).double()
+    x = x.double()
     bias = 0 if linear.bias is None else linear.bias.double()
     right = x @ exact.t() + bias
     widest = exact.abs().amax(1).expand_as(right) * x.abs().sum(-1, keepdim=True)
@@ -291,22 +287,20 @@ def assert_close(linear, x, y, dtype, half=False):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("options", [{"N": 64}, {"bias": True}, {"N": 33, "order": True}])
-@pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize("way", ["few", "product"])  # one is what this processor takes
-def test_packed_equals_plain(way, name, options, dtype, monkeypatch):
-    """A weight packed for one number of rows and read wrongly at another; rows of padding that come
-    back; the padding of the last block of outputs; the order of channels within a group; zero
-    points, wrong for few rows or for many only; a row that is not contiguous read as if it were;
-    0 / 0 in a row of zeros, overflow near the largest float, underflow near the least."""
-    bits = next((n for n in (4, 8) if f"int{n}" in name), 0)
-    options = options if bits else {k: v for k, v in options.items() if k != "order"}
-    linear, form = packed(name, dtype, **options)
-    if bits == 4:
+@pytest.mark.parametrize("options", [{"N": 64}, {"bias": True}, {"N": 33}])
+@pytest.mark.parametrize(  # int4 in both ways, of which a processor takes one
+    ("name", "few_rows"), [*((name, 1000) for name in FORMS), ("int4", 0), ("int4 in groups", 0)]
+)
+def test_packed_equals_plain(name, few_rows, options, dtype, monkeypatch):
+    """A weight packed for one number of rows and read wrongly at another; the padding of the last
+    block of outputs; zero points, wrong for few rows or for many only; a row that is not contiguous
+    read as if it were; 0 / 0 in a row of zeros, overflow near the largest float, underflow near the
+    least."""
+    linear, form = both_of(name, dtype, **options)
+    if "int4" in name:
         linear.zeros.random_(0, 16)  # other tools' are anywhere
         form = type(form)(linear, dtype)
-    monkeypatch.setattr(quantize, "_few", {})
-    monkeypatch.setattr(quantize, "seconds", lambda each, rows: each.__name__ != way)
+    monkeypatch.setattr(packed, "FEW_ROWS", few_rows)
     sizes = (1, 1e4, 1e-3) if dtype == torch.float16 else (1, 1e8, 1e-25)
     with torch.compiler.set_stance("force_eager"):
         for shape in [(1,), (5,), (1, 1), (1, 3), (2, 1), (2, 33)]:
@@ -320,7 +314,7 @@ def test_packed_equals_plain(way, name, options, dtype, monkeypatch):
 @pytest.mark.parametrize("name", FORMS)
 def test_packed_rows_do_not_see_each_other(name):
     """One scale for the whole batch: a loud neighbour would coarsen, or zero, a quiet row."""
-    _, form = packed(name, bias=True)
+    _, form = both_of(name, bias=True)
     x = torch.randn(7, 128) * torch.tensor([1, 1e-4, 1e4, 0, 1e9, 3, 1e-9])[:, None]
     together = form(x)
     alone = torch.cat([form(row[None]) for row in x])  # for one row sums may have another order
@@ -367,7 +361,7 @@ def test_int4_linear_on_cuda_stands_for_the_same_weight(monkeypatch):
             scale, zero = scales.transpose(0, 1).repeat_interleave(group_size, 1).unbind(-1)
             return x @ ((q.to(x.dtype) - 8) * scale + zero).T
 
-    linear = quant_linear(4, 64, N=72, bias=True, order=True, dtype=torch.bfloat16)
+    linear = quant_linear(4, 64, N=72, bias=True, dtype=torch.bfloat16)
     linear.zeros.random_(0, 16)
     x = torch.randn(6, 128, dtype=torch.bfloat16)
     with monkeypatch.context() as patch:
@@ -414,37 +408,25 @@ def test_what_is_not_native_is_held_as_float16(monkeypatch):
     assert torch.equal(form(x.half()), half.weight.t())
 
 
-def test_the_faster_way_is_taken(monkeypatch):
-    """A choice that is made anew at each step, by noise, or for another number of rows."""
-    _, form = packed("plain")
-    timed, took = [], []
-
-    def timing(way, rows):
-        timed.append((way.__name__, len(rows)))
-        return {"few": 0.5 if len(rows) == 1 else 0.95, "product": 1}[way.__name__]
-
-    monkeypatch.setattr(quantize, "_few", {})
-    monkeypatch.setattr(quantize, "seconds", timing)
-    plain = {way: getattr(PackedLinear, way) for way in ("few", "product")}
-    for way in plain:
-
-        def taken(form, rows, way=way):
-            took.append(way)
-            return plain[way](form, rows)
-
-        taken.__name__ = way
-        monkeypatch.setattr(PackedLinear, way, taken)
-    for rows in (1, 1, 2, 3):
+def test_the_way_of_int4_hangs_on_its_rows_alone(monkeypatch):
+    """A choice by timing, so that noise decides about the last bits of a run, and with them its
+    tokens; a border that is off by one."""
+    _, form = both_of("int4")
+    many = []
+    monkeypatch.setattr(packed, "FEW_ROWS", 3)
+    monkeypatch.setattr(
+        Int4Linear, "many_rows", lambda _, rows: many.append(len(rows)) or rows[:, :64]
+    )
+    for rows in (1, 3, 4, 2, 300, 3):
         form(torch.randn(rows, 128))
-    assert took == ["few", "product", "few", "product", "product", "product"]
-    assert timed == [(way, rows) for rows in (1, 2) for way in ("few", "product")]
+    assert many == [4, 300]
 
 
 @pytest.mark.slow
 def test_packed_forms_compile():
     """A packed tensor, a key or a number of rows baked into the graph; an operator without a shape
     for the compiler. One graph for all forms, since a graph costs seconds."""
-    both = [packed(name, bias=True) for name in FORMS]
+    both = [both_of(name, bias=True) for name in FORMS]
     run = torch.compile(lambda x: [form(x) for _, form in both], fullgraph=True)
     for rows in (1, 3, 40):
         x = torch.randn(1, rows, 128)
@@ -459,7 +441,7 @@ def test_int4_is_dequantised_at_every_size():
         for K in (2048, 5632, 2048, 768):
             linear = quant_linear(4, 128, N=512, K=K, dtype=dtype)
             x = torch.randn(3, K).to(dtype)
-            assert_close(linear, x, Int4Linear(linear, dtype).product(x), dtype)
+            assert_close(linear, x, Int4Linear(linear, dtype).many_rows(x), dtype)
 
 
 # --- Folders --------------------------------------------------------------------------------------

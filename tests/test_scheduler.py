@@ -15,16 +15,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import DRAFT
+from conftest import DRAFT, SHAKESPEARE
 from test_equivalence import plain
 
 import scheduler
-import speculative
+from checkpoint import build
 from generate import LLM, generate
 from kv_cache import StaticCache
 from model import Config, Transformer
-from sampling import SamplingParams, Sequence
-from scheduler import Engine, free_memory
+from sampling import Sequence
+from scheduler import Engine
+from settings import CHUNK, SamplingParams, SettingError, free_memory
+from speculative import DraftModel, NGram
 from tools.books import audit
 
 WORDS = random.Random(7).choices(range(1, 32), k=64)  # a text to cut prompts from
@@ -38,7 +40,7 @@ def random_model(**changes) -> Transformer:
         "max_position_embeddings": 64,
     }  # fmt: skip
     generator = torch.Generator().manual_seed(1)
-    model = Transformer(Config(**sizes | changes)).double().eval().requires_grad_(False)
+    model = build(Config(**sizes | changes)).double()
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.6, generator=generator)
@@ -69,9 +71,12 @@ DRAFTS = {
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def engine(model: Transformer = MODEL, **options) -> Engine:
+def engine(model: Transformer = MODEL, tokenizer=None, draft=None, speculate=0, **limits) -> Engine:
     small = {"num_blocks": 16, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 8}
-    return Engine(model, **small | options)
+    proposer = NGram(speculate) if speculate else None
+    if draft:
+        proposer = DraftModel(draft, speculate, model.config.vocab_size)
+    return Engine(model, tokenizer, proposer, **small | limits)
 
 
 def params(max_tokens=6, **given) -> SamplingParams:
@@ -257,8 +262,8 @@ def test_the_lowest_number_runs_first():
 @pytest.mark.parametrize(
     ("prompt", "tokens", "message"),
     [
-        *((n, tokens, "--kv-memory.*4.*5") for n, tokens in ((14, 4), (1, 17), (17, 1))),
-        (60, 1, "15"), (0, 1, "empty"), (64, 1, "64.* 64.*max-seq-len"),
+        *((*sizes, "max_tokens.*5.*4.*--kv-memory") for sizes in ((14, 4), (1, 17), (17, 1))),
+        (60, 1, "15"), (0, 1, "0 tokens.*some text"), (64, 1, "64.* 64.*max-seq-len"),
         ([32], 1, "32"), ([-1], 1, "-1"),
     ],
 )  # fmt: skip
@@ -266,7 +271,7 @@ def test_what_can_never_run_is_refused_at_once(prompt, tokens, message):
     """A prompt larger than the pool ended nano-vllm, and let mini-sglang wait for ever; an empty
     one killed a server (CVE-2024-8768)."""
     at, ids = engine(num_blocks=4), prompt if isinstance(prompt, list) else [1] * prompt
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(SettingError, match=message):
         at.add_request(ids, params(tokens, n=2))
     assert_empty(at)
 
@@ -277,6 +282,26 @@ def test_what_just_fits_is_run(prompt, tokens):
     block short when all of it is needed."""
     at = engine(num_blocks=4, max_num_batched_tokens=5)
     check(at, (WORDS[:prompt], params(tokens, ignore_eos=True, n=3)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"speculate": 8}, {"max_num_seqs": 1024}, {"max_num_seqs": 300, "speculate": 64},
+     {"draft_checkpoint": DRAFT}],
+    ids=str,
+)  # fmt: skip
+def test_a_budget_follows_from_what_is_to_run(options):
+    """One default for all: more sequences, or more guesses, and it was refused as too small."""
+    llm = LLM(SHAKESPEARE, device="cpu", max_seq_len=40, **options)
+    at, seqs = llm.engine, options.get("max_num_seqs", 64)
+    k = 4 if "draft_checkpoint" in options else options.get("speculate", 0)
+    assert (at.max_num_seqs, at.proposer.k) == (seqs, k)
+    assert at.max_num_batched_tokens == seqs * (1 + k) + CHUNK
+    requests = llm.generate(["ROMEO:", "JULIET:"] * 2, params(9, ignore_eos=True))
+    assert produced(*requests) == [9] * 4
+    assert_empty(at)
+    with pytest.raises(SettingError, match="max_num_batched_tokens"):
+        LLM(SHAKESPEARE, device="cpu", max_num_batched_tokens=seqs * (1 + k) - 1, **options)
 
 
 def test_max_seq_len_bounds_prompt_and_output():
@@ -422,7 +447,7 @@ def test_free_memory(monkeypatch):
 )
 def test_a_budget_below_the_number_of_sequences_is_refused(seqs, guesses, budget):
     """With fewer tokens than sequences, and guesses after each, somebody waits at each step."""
-    with pytest.raises(ValueError, match=r"max_num_|guess"):
+    with pytest.raises(ValueError, match=r"max_num_|speculate"):
         engine(max_num_seqs=seqs, speculate=guesses, max_num_batched_tokens=budget)
     check(engine(max_num_batched_tokens=4), *((WORDS[9 * i :][:5], params(3)) for i in range(4)))
 
@@ -577,6 +602,31 @@ def test_nan_in_the_block_that_came_first():
         assert_same(request, alone(engine(), *job))
 
 
+@pytest.mark.parametrize("guess", [None, "near"])
+@pytest.mark.parametrize("at_once", [True, False], ids=["prompt", "output"])
+def test_what_failed_is_wiped_at_once(guess, at_once):
+    """NaN that stayed in a block until it was used again, or for good where only a part of it was:
+    the next sequence that got the block saw it behind its own keys, and ended with an error."""
+    draft, k = (poisoned(DRAFTS[guess], math.nan), 2) if guess else (None, 0)
+    at = engine(poisoned(MODEL, math.nan), draft=draft, speculate=k, num_blocks=4, max_num_seqs=2)
+    tail, bias = ([BAD], {}) if at_once else ([], {"logit_bias": {BAD: 100}})
+    bad, used = at.add_request(GOOD[0] + tail, params(**AVOID | bias)), set()
+    while not bad.finished:
+        step(at)
+        used.update(*(job.table.blocks for job in at.running))
+    assert bad.outputs[0].finish_reason == "error" and used
+    for runner in (at.runner, at.proposer.runner) if guess else (at.runner,):
+        assert all(tensor.isfinite().all() for pool in runner.pools for tensor in pool)
+    for ids in (GOOD[1], GOOD[0], GOOD[2][:12]):
+        wish = params(3, **AVOID)
+        request = at.add_request(ids, wish)
+        step(at)
+        assert used & {*at.running[0].table.blocks}
+        drain(at)
+        want = guessed(MODEL, ids, wish, DRAFTS[guess], k) if guess else alone(engine(), ids, wish)
+        assert_same(request, want)
+
+
 def test_nan_of_the_draft_alone():
     """The target is sound: nothing is lost, and later guesses are as good as before."""
     draft = poisoned(MODEL, math.nan)
@@ -586,6 +636,20 @@ def test_nan_of_the_draft_alone():
     at.proposer.offered, at.proposer.accepted = [0, 0], [0, 0]
     check(at, *jobs[1:])
     assert at.proposer.accepted == at.proposer.offered != [0, 0]
+
+
+def test_nan_of_the_draft_does_not_depend_on_the_neighbours():
+    """Wiped while it was used, what a draft had seen before it broke, or found in the prefix cache,
+    was another each time; and so were its guesses, and a seed's tokens."""
+    ids, found = [*GOOD[0][:6], BAD, *GOOD[2]], set()
+    for budget, before in ((3, 0), (7, 0), (40, 0), (40, 2)):
+        given = {"num_blocks": 40, "max_num_seqs": 1, "max_num_batched_tokens": budget}
+        at = engine(draft=poisoned(MODEL, math.nan), speculate=2, **given)
+        for _ in range(before + 1):
+            request = at.add_request(ids, params(16, **AVOID))
+            drain(at)
+        found.add((*request.outputs[0].output_ids,))
+    assert len(found) == 1
 
 
 def test_nothing_is_left_after_a_reset():
@@ -649,7 +713,7 @@ def test_logprobs_of_a_prompt(budget, speculate):
     again = at.add_request(WORDS[:13], params(1, logprobs=None, prompt_logprobs=True))
     drain(at)  # an echo without log-probabilities
     assert again.outputs[0].cached == 12
-    assert {token.logprob for token in plain.prompt + again.prompt} == {None}
+    assert plain.prompt == again.prompt == []
 
 
 def test_times_and_ids():
@@ -745,7 +809,7 @@ def test_an_error_in_any_part_of_a_step_leaves_nothing_behind(
     """Sequences left in the queue or blocks still mapped after Ctrl-C, or out of memory in the
     sampler; or what a broken forward had not written was found as a prefix afterwards."""
     at, calls = llm.engine, []
-    owners = {"sample": speculative, "copy_blocks": at.runner, "commit": at.pool}
+    owners = {"sample": scheduler, "copy_blocks": at.runner, "commit": at.pool}
     owner = owners.get(name, at.runner.model)
     real = getattr(owner, name)
 

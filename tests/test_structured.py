@@ -18,8 +18,10 @@ from conftest import SHAKESPEARE
 from test_scheduler import assert_same, drain, noisy, random_model
 from test_tokenizer import byte_level, kinds, read  # noqa: F401 (kinds: a fixture)
 
-from sampling import SamplingParams, Sequence, distribution
+from sampling import Sequence, distribution
 from scheduler import Engine
+from settings import SamplingParams, SettingError
+from speculative import DraftModel, NGram
 from structured import matcher, pieces, structure
 from tokenizer import Tokenizer
 
@@ -30,9 +32,13 @@ DRAFT = noisy(MODEL, 0.1)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def engine(speculate=0, draft=None, **options) -> Engine:
+def engine(proposer=None, model=MODEL, **limits) -> Engine:
     small = {"num_blocks": 200, "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 32}
-    return Engine(MODEL, TOKENIZER, **small | options, speculate=speculate, draft=draft)
+
+    def compiled(wish):
+        return matcher(TOKENIZER, model.config, wish)
+
+    return Engine(model, TOKENIZER, proposer, compiled, **small | limits)
 
 
 def random_schema(draw: random.Random, depth: int = 2) -> dict:
@@ -74,8 +80,8 @@ def random_wish(draw: random.Random):
 def test_finished_answers_parse(guess, seed):
     """A mask of the row before, or of a step ago, after preemption, in a fork, behind a guess; a
     guess that breaks the grammar kept; a neighbour without a grammar masked, or drawn otherwise."""
-    draw, options = random.Random(seed), {"num_blocks": 50} if guess is None else {"speculate": 3}
-    at = engine(**options, draft=DRAFT if guess == "draft" else None)
+    draw, guessers = random.Random(seed), {"n-gram": NGram(3), "draft": DraftModel(DRAFT, 3, V)}
+    at = engine(guessers.get(guess), num_blocks=200 if guess else 50)
     jobs = {}
     for i in range(12):
         wish, check = random_wish(draw) if i % 4 else (None, lambda text: None)
@@ -147,7 +153,7 @@ def test_nothing_may_come(temperature):
     """Of a model without EOS no token is allowed after nothing: an id outside the vocabulary."""
     model = copy.copy(MODEL)
     model.config = random_model(vocab_size=V, eos_ids=()).config
-    at = Engine(model, TOKENIZER, num_blocks=50)
+    at = engine(model=model, num_blocks=50)
     wish = {"structured_outputs": {"regex": ""}, "temperature": temperature, "logprobs": 1}
     others = [at.add_request("a", SamplingParams(max_tokens=3, ignore_eos=True)) for _ in range(2)]
     request = at.add_request("a", SamplingParams(**wish))
@@ -167,7 +173,7 @@ def test_a_model_without_eos_ends_with_its_grammar():
     """A text that runs on after its last brace, until its length."""
     model = copy.copy(MODEL)
     model.config = random_model(vocab_size=V, eos_ids=()).config
-    at = Engine(model, TOKENIZER, num_blocks=50)
+    at = engine(model=model, num_blocks=50)
     for wish, text in (({"choice": ["yes"]}, "yes"), ({"regex": "ab{3}"}, "abbb")):
         request = at.add_request("ROMEO:", SamplingParams(structured_outputs=wish))
         drain(at)
@@ -217,18 +223,18 @@ def test_what_does_not_compile_is_refused(name):
     """A request that waits for a mask that never comes."""
     wish, message = BAD[name]
     at = engine()
-    with pytest.raises(ValueError, match=f"^structured_outputs: (.|\n)*{message}"):
+    with pytest.raises(SettingError, match=f"^structured_outputs (.|\n)*{message}") as caught:
         at.add_request("a", SamplingParams(structured_outputs=wish))
-    assert not at.queue
+    assert caught.value.field == "structured_outputs" and not at.queue
 
 
-def test_without_the_extra_or_a_tokenizer(monkeypatch):
+def test_without_the_extra_or_a_matcher(monkeypatch):
     """A traceback where one line names what is missing."""
     params = SamplingParams(structured_outputs={"regex": "a"})
-    with pytest.raises(ValueError, match="no tokenizer"):
+    with pytest.raises(SettingError, match=r"^structured_outputs .*matcher"):
         Engine(MODEL, num_blocks=9).add_request([1], params)
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(ValueError, match="llguidance"):
+    with pytest.raises(SettingError, match=r"^structured_outputs .*llguidance"):
         engine().add_request("a", params)
 
 
@@ -240,5 +246,5 @@ def test_response_format():
     form = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
     assert structure(form) == {"json": schema}
     for bad in ({}, {"type": "xml"}, "json", {"type": "json_schema"}, {"type": ["text"]}):
-        with pytest.raises(ValueError, match=r"^response_format"):
+        with pytest.raises(SettingError, match=r"^response_format"):
             structure(bad)

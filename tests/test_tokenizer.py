@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 
-from model import CheckpointError
+from checkpoint import CheckpointError
 from tokenizer import PLAIN_TEMPLATE, Detokenizer, Tokenizer
 
 few = settings(

@@ -29,10 +29,11 @@ import tp_worker
 from conftest import DRAFT, ROOT, SHAKESPEARE
 from safetensors.torch import load_file, save_file
 
-import model as model_module
+import checkpoint
 import quantize
+import settings
 import tp
-from model import CheckpointError, Transformer, load_config, load_model, named_tensors
+from checkpoint import CheckpointError, build, load_config, load_model, named_tensors
 from paged import Row, Runner
 from scheduler import Engine
 
@@ -76,7 +77,7 @@ def store(folder, config, model=None):
     (folder / "config.json").write_text(json.dumps(config))
     if model is None:
         torch.manual_seed(1)
-        model = Transformer(load_config(folder)).requires_grad_(False)
+        model = build(load_config(folder))
         for p in model.parameters():
             p.uniform_(0.5, 1.5) if p.dim() == 1 else p.normal_(0, 1.5 * p.shape[1] ** -0.5)
     save_file({name: t.clone() for name, t in named_tensors(model)}, folder / "model.safetensors")
@@ -108,8 +109,8 @@ def test_docstring_example_of_shard(tmp_path):
     """The kv head of a neighbour; rows for columns; a matrix that every rank has all of."""
     folder = store(tmp_path, LLAMA | {"hidden_size": 32, "head_dim": 8})
     with torch.device("meta"):
-        model = Transformer(load_config(folder))
-    share, parts = tp.shard(model, model_module.locate_tensors(folder), 3, 4)
+        model = build(load_config(folder))
+    share, parts = tp.shard(model, checkpoint.locate_tensors(folder), 3, 4)
     whole = load_file(folder / "model.safetensors")
     for name, dim, start, size in (
         ("self_attn.q_proj", 0, 24, 8), ("self_attn.k_proj", 0, 8, 8),
@@ -152,7 +153,7 @@ def logits(model, mode, kv_dtype):
         quantize.quantize_model(model, mode, 8)
     generator, runner = torch.Generator().manual_seed(3), Runner(model, 4, 4, kv_dtype)
     ids = torch.randint(model.config.vocab_size, (14,), generator=generator).tolist()
-    return torch.cat([runner.run([Row([2, 0, 3, 1], i, ids[i : i + 7], 7)]) for i in (0, 7)])
+    return torch.cat([runner.forward([Row([2, 0, 3, 1], i, ids[i : i + 7], 7)]) for i in (0, 7)])
 
 
 def distance(a, b):
@@ -216,7 +217,7 @@ def test_peak_memory_of_loading(folders, tmp_path):
         "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 8,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    model = Transformer(load_config(tmp_path)).requires_grad_(False).bfloat16()
+    model = build(load_config(tmp_path)).bfloat16()
     store(tmp_path, config | {"torch_dtype": "bfloat16"}, model)
     sizes = [tensor.nbytes for tensor in model.parameters()]
     model = share_of(folders["plain"], 3, 4)  # brings in what PyTorch needs once, 80 MB
@@ -232,10 +233,10 @@ def test_peak_memory_of_loading(folders, tmp_path):
 
 def refused(folder, ranks, message):
     """Loading fails on each rank, before any weight is read."""
-    real, unread = model_module.locate_tensors, lambda: pytest.fail("a weight was read")
+    real, unread = checkpoint.locate_tensors, lambda: pytest.fail("a weight was read")
     with pytest.MonkeyPatch.context() as m:
         files = lambda path: {name: at._replace(read=unread) for name, at in real(path).items()}  # noqa: E731
-        m.setattr(model_module, "locate_tensors", files)
+        m.setattr(checkpoint, "locate_tensors", files)
         for rank in range(ranks):
             with pytest.raises(CheckpointError, match=message):
                 share_of(folder, rank, ranks)
@@ -339,7 +340,7 @@ def test_followers_do_the_same(folders, ctrl_c, monkeypatch):
         monkeypatch.setattr(tp.dist, "broadcast", record)
         engine, pressed = None, False
         try:
-            engine = Engine(model, None, 4, num_blocks=9, block_size=4, runner=tp.Leader)
+            engine = Engine(model, runner=tp.Leader, max_num_seqs=4, num_blocks=9, block_size=4)
             engine.add_request([5, 9, 2, 7, 4, 8], params)
             while engine.queue:
                 engine.step()
@@ -366,17 +367,17 @@ def test_signals(ctrl_c, monkeypatch):
     monkeypatch.setattr(tp, "broadcast", lambda message: None)
     before = signal.getsignal(signal.SIGINT)
     for keys, kind in ((press, KeyboardInterrupt), (int, RuntimeError)):
-        with pytest.raises(kind), tp.leading("run"):
+        with pytest.raises(kind), tp.leading("forward"):
             keys()
             raise RuntimeError("gloo")
         assert signal.getsignal(signal.SIGINT) is before and not tp.Leader.leads
     monkeypatch.setattr(tp.os, "_exit", lambda status: codes.append(status))
-    with pytest.raises(KeyboardInterrupt), tp.leading("run"):  # a rank that never comes
+    with pytest.raises(KeyboardInterrupt), tp.leading("forward"):  # a rank that never comes
         codes = []
         press()
         press()
     assert codes == [130]
-    with tp.leading("run"):
+    with tp.leading("forward"):
         assert not tp.Leader.leads
     assert tp.Leader.leads
     monkeypatch.setattr(tp, "broadcast", lambda: press() or press(signal.SIGTERM))
@@ -407,6 +408,7 @@ def joining(monkeypatch):
     monkeypatch.setattr(tp, "broadcast", lambda: calls.append("end"))
     monkeypatch.setattr(tp, "_world", "")
     monkeypatch.setattr(tp.time, "sleep", calls.append)
+    monkeypatch.setattr(sys, "stderr", sys.stderr)  # which a rank takes and gives back
 
     def place(*values):
         for name, value in zip(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), values):
@@ -424,12 +426,13 @@ def joining(monkeypatch):
         (1, False, torch.distributed.DistBackendError("NCCL"), ConnectionError),
         (1, False, RuntimeError("out of memory"), RuntimeError),
         (0, True, KeyboardInterrupt(), KeyboardInterrupt),
+        (1, False, KeyboardInterrupt(), KeyboardInterrupt),
     ],
 )  # fmt: skip
 def test_join(joining, rank, leads, error, kind):
     """Followers that are never told to stop, or where they do not wait for it, or that stop each
-    other; a deadline for the next prompt; a bug reported as a lost rank; a lost rank as a
-    traceback; a group left open."""
+    other, or wait after Ctrl-C; a deadline for the next prompt; a bug reported as a lost rank; a
+    lost rank as a traceback; a group left open."""
     calls = joining(rank, 2, rank, 2)
     raises = pytest.raises(kind) if error else contextlib.nullcontext()
     with raises as raised, tp.join(CPU) as ranks:
@@ -437,7 +440,8 @@ def test_join(joining, rank, leads, error, kind):
         tp.Leader.leads = leads
         if error:
             raise error
-    assert calls == [("gloo", True), *["end"] * leads, "destroyed"]
+    waits = [0.1] * 30 if rank and isinstance(error, Exception) else []  # for the first to say it
+    assert calls == [("gloo", True), *["end"] * leads, "destroyed", *waits]
     if kind is ConnectionError:
         assert "rank 1 lost contact" in str(raised.value) and raised.value.__cause__ is error
 
@@ -445,9 +449,10 @@ def test_join(joining, rank, leads, error, kind):
 def test_join_of_one(joining, monkeypatch):
     """A group of one, which costs a port and an exchange for each forward."""
     calls = joining(0, 1, 0, 1)
+    parse = lambda argv: SimpleNamespace(device="cpu")  # noqa: E731
     for _ in range(2):
-        with tp.join(CPU) as alone:
-            assert alone == (CPU, 0, 1, None, Runner) and not calls
+        alone = settings.launch("generate.py", [], parse, lambda args, ranks: ranks, tp.join)
+        assert alone == settings.Ranks(CPU, 0, 1, None, None) and not calls
         monkeypatch.delenv("WORLD_SIZE", raising=False)
 
 
@@ -494,7 +499,9 @@ def test_an_error_of_use(joining, monkeypatch, rank, ended, waits):
         print("usage", file=sys.stderr)
         return SimpleNamespace(device="cpu")
 
-    assert tp.launch("generate.py", [], parse, run) == 2
+    with pytest.raises(SystemExit) as end:
+        sys.exit(settings.launch("generate.py", [], parse, run, tp.join))
+    assert end.value.code == 2
     error = "" if ended else "generate.py: error: no\n"
     assert err.getvalue() == ("" if rank else "usage\nnoise\n") + error
     assert calls.count(0.1) == waits
@@ -576,7 +583,7 @@ TEXT = ("--prompt", "ROMEO:\nWhat", "--seed", "3", "--ignore-eos", "--device", "
 SOME = (*TEXT, "--max-tokens", "8")
 LONG = (*TEXT, "--max-tokens", "9000", "--max-seq-len", "9999")
 COMMANDS = [(*SOME, "--temperature", "0", "--draft-checkpoint", str(DRAFT)),
-            (*SOME, "--num-samples", "2", "--json"), (*SOME, "--max-seq-len", "3")]  # fmt: skip
+            (*SOME, "--num-samples", "2"), (*SOME, "--max-seq-len", "3")]  # fmt: skip
 ALL, ONE = [*tp_worker.ROWS], ["batched"]
 FEW = ["batched", "n = 3", "preempted", "draft", "int8 cache", "interrupted"]
 

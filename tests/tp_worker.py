@@ -6,6 +6,7 @@ tp_worker.py fault RANK ...    generate.py, with an exception in the middle of t
 tp_worker.py load ...          generate.py, with a model that takes a minute to load
 """
 
+import contextlib
 import io
 import json
 import os
@@ -25,8 +26,12 @@ import generate
 import model as model_module
 import quantize
 import tp
-from sampling import SamplingParams
+from checkpoint import load_model
+from packed import compile_model
+from paged import Runner
 from scheduler import Engine
+from settings import Ranks, SamplingParams
+from speculative import DraftModel
 
 CPU = torch.device("cpu")
 PROMPTS = [5, 1, 2, 7, 4], [3], [5, 1, 2, 7, 4, 8, 6] * 3
@@ -36,7 +41,7 @@ ROWS = {  # name -> parameters, run's options
     "batched": (SAMPLED, {"max_num_seqs": 2, "max_num_batched_tokens": 24}),
     "n = 3": (SAMPLED, {"n": 3}),
     "preempted": (GREEDY, {"num_blocks": 9}),
-    "draft": (GREEDY, {"draft": True, "speculate": 3}),
+    "draft": (GREEDY, {"guesses": 3}),
     "int8 cache": (GREEDY, {"kv_dtype": "int8"}),
     # Ctrl-C between a message and what it announces; then everything once more, as in a chat.
     "interrupted": (SAMPLED, {"times": 2, "press": "copy_blocks", "n": 3}),
@@ -45,11 +50,14 @@ ROWS = {  # name -> parameters, run's options
 }
 
 
-def run(model, runner, params, n=1, times=1, press=None, draft=None, **options):
+def run(model, runner, params, n=1, times=1, press=None, guesses=0, **options):
     """Returns the tokens of the last time."""
     counts, send = Counter(), tp.broadcast
     options = {"block_size": 4, "num_blocks": 99, "max_seq_len": 64} | options
-    draft = draft and model_module.load_model(DRAFT, dtype=torch.float32)
+    proposer = None
+    if guesses:
+        draft = load_model(DRAFT, dtype=torch.float32)
+        proposer = DraftModel(draft, guesses, model.config.vocab_size)
 
     def counting(message=None):
         send(message)
@@ -58,7 +66,7 @@ def run(model, runner, params, n=1, times=1, press=None, draft=None, **options):
             os.kill(os.getpid(), signal.SIGINT)
 
     with mock.patch.object(tp, "broadcast", counting):
-        engine = Engine(model, runner=runner, draft=draft, **options)
+        engine = Engine(model, runner=runner, proposer=proposer, **options)
         for _ in range(times):
             requests = [engine.add_request(ids, replace(params, n=n)) for ids in PROMPTS]
             try:
@@ -83,21 +91,27 @@ def captured(argv):
     return [code, out.getvalue(), re.sub(r"\d+\.\d+", "", err.getvalue())]
 
 
+def join():
+    """What settings.launch does: alone, there is nobody to join."""
+    return tp.join(CPU) if "RANK" in os.environ else contextlib.nullcontext(Ranks(CPU))
+
+
 def cases(models, commands, compiled=()):
     """Yield each case's name and what came of it, on one rank or alone: each row of each model, and
     each command line."""
     for folder, mode, rows in models:
-        with tp.join(CPU) as ranks:
+        with join() as ranks:
             model = quantize.load(folder, "cpu", torch.float32, ranks.shard)
             if mode:
                 quantize.quantize_model(model, mode, 8)
             if compiled:
-                generate.compile_model(model, None, chunk=16)
+                compile_model(model, None, chunk=16)
             if ranks.rank:
                 tp.follow(model)
             for row in [] if ranks.rank else rows:
                 params, options = ROWS[row]
-                yield f"{folder}, {mode}, {row}", run(model, ranks.runner, params, **options)
+                found = run(model, ranks.runner or Runner, params, **options)
+                yield f"{folder}, {mode}, {row}", found
     for argv in commands:
         yield " ".join(argv), captured((*argv, *compiled))
 

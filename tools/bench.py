@@ -39,22 +39,17 @@ import torch
 from torch import Tensor
 
 import tp
+from checkpoint import build, load_config, named_tensors
+from experts import SparseMLP
 from kv_cache import StaticCache
-from model import (
-    DTYPES,
-    Config,
-    SparseMLP,
-    Transformer,
-    check,
-    load_config,
-    named_tensors,
-    progress,
-    rope_frequencies,
-)
+from model import Config, Transformer, rope_frequencies
+from packed import compile_model
 from paged import Row, Runner
-from quantize import CHUNK, MODES, compile_model, load, quantize_model
-from sampling import SamplingParams, Sequence
-from scheduler import Engine, Stats
+from quantize import MODES, load, quantize_model
+from sampling import Sequence
+from scheduler import Engine, Proposer, Stats
+from settings import CHUNK, DTYPES, Ranks, SamplingParams, check, launch, progress
+from speculative import DraftModel, NGram
 from tokenizer import Tokenizer
 from tools import load as load_tool
 from tools import report
@@ -80,10 +75,10 @@ PEERS = ("transformers", "transformers_compiled", "vllm", "llama_cpp")
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit status: 0, 2 for an error of use, 130 for Ctrl-C."""
-    return tp.launch("bench.py", argv, parse_args, measure)
+    return launch("bench.py", argv, parse_args, measure, tp.join)
 
 
-def measure(args: argparse.Namespace, ranks: tp.Ranks) -> int:
+def measure(args: argparse.Namespace, ranks: Ranks) -> int:
     """Run the command that the arguments name."""
     check_numbers(args)
     if ranks.ranks > 1 and args.run is not latency:
@@ -230,12 +225,12 @@ def latency(args: argparse.Namespace) -> int:
     result: dict[str, Any] = {}
     runs: dict[str, Run | None] = {}
     capacities = args.max_seq_len or [args.prompt_tokens + args.new_tokens]
-    alone = tp.Ranks(args.ranks.device)
+    alone = Ranks(args.ranks.device)
     shares = [args.ranks] if args.ranks.ranks == 1 else [alone, args.ranks]
     for mode, share in itertools.product(args.quantize, shares):
         mine = share is args.ranks or args.ranks.rank == 0
         if mine:
-            model, figures = build(args, mode, share)
+            model, figures = prepare(args, mode, share)
             start = time.perf_counter()
             if args.compile:
                 compile_model(model, args.batch[0])
@@ -294,7 +289,7 @@ class Run:
         for part in tokens.split(CHUNK, dim=1):
             B, T = part.shape
             last = torch.arange(T - 1, B * T, T, device=self.device)  # each row's last token
-            positions, layers = self.cache.step(start, start + T)
+            positions, layers = self.cache.plan(start, start + T)
             start += T
             logits = self.model(part, positions, layers, last)
         return logits.argmax(-1, keepdim=True)  # (B, 1)
@@ -330,10 +325,9 @@ class Run:
         heads = 2 * c.num_attention_heads + 2 * c.num_key_value_heads  # q, o and k, v
         weights = c.num_hidden_layers * heads * c.head_dim * c.hidden_size
         for block in self.model.layers:
-            experts = isinstance(block.mlp, SparseMLP)
-            width = (
-                c.num_experts_per_tok * c.moe_intermediate_size if experts else c.intermediate_size
-            )
+            width = c.intermediate_size
+            if isinstance(block.mlp, SparseMLP):
+                width = c.num_experts_per_tok * (c.moe_intermediate_size or width)
             weights += 3 * c.hidden_size * width
         flops = 2 * self.batch * (T * weights + c.vocab_size * c.hidden_size)
         figures = {
@@ -385,7 +379,7 @@ def speculation(args: argparse.Namespace) -> int:
     if own and args.quantize != ["none"]:
         raise ValueError("the model's first layers are a draft before they are quantised: "
                          "give --draft-checkpoint, or leave --quantize out")  # fmt: skip
-    model, result = build(args, args.quantize[0])
+    model, result = prepare(args, args.quantize[0])
     draft = None
     if own:
         check("--draft-layers", args.draft_layers, int, 1, model.config.num_hidden_layers)
@@ -406,12 +400,13 @@ def speculation(args: argparse.Namespace) -> int:
             compile_model(each, None)
         result["compile_s"] = time.perf_counter() - start
 
-    def run(**guessing: Any) -> tuple[Sequence, Engine]:
-        engine = Engine(model, None, 1, CHUNK + k, length, **guessing)
+    def run(proposer: Proposer | None = None) -> Sequence:
+        limits = {"max_seq_len": length, "max_num_seqs": 1, "max_num_batched_tokens": CHUNK + k}
+        engine = Engine(model, proposer=proposer, **limits)
         (sequence,) = engine.add_request(prompt, params).outputs
         for _ in engine.run():
             pass
-        return sequence, engine
+        return sequence
 
     def step(each: Transformer) -> float:
         """Seconds for one token, without sampling."""
@@ -419,18 +414,19 @@ def speculation(args: argparse.Namespace) -> int:
         runner = Runner(each, len(blocks), 16)
         for at in range(len(prompt), length):
             start = time.perf_counter()
-            runner.run([Row(blocks, at, prompt[:1])])[0, 0].item()
+            runner.forward([Row(blocks, at, prompt[:1])])[0, 0].item()
             times.append(time.perf_counter() - start)
         return statistics.median(times)
 
     rows: dict[str, dict[str, list[float]]] = {"plain": {}, f"{k} guesses": {}}
     for repetition in progress(range(args.repeat + 1), "measuring"):
-        (plain, _), (guessed, engine) = run(), run(draft=draft, speculate=k)
+        proposer = DraftModel(draft, k, model.config.vocab_size) if draft else NGram(k)
+        plain, guessed = run(), run(proposer)
         costs = [step(each) for each in models]
         if not repetition:  # warm up
             continue
         speeds = [(args.new_tokens - 1) / (s.times[-1] - s.times[1]) for s in (plain, guessed)]
-        proposer, ratio = engine.proposer, speeds[1] / speeds[0]
+        ratio = speeds[1] / speeds[0]
         mean = sum(proposer.accepted) / max(1, proposer.steps)
         cost = costs[1] / costs[0] if draft else 0.0
         theory = (1 + mean) / (1 + k * cost)
@@ -459,14 +455,14 @@ def first_layers(model: Transformer, layers: int, noise: float) -> Transformer:
     draft's last matrix, as a share of its own spread, makes them differ."""
     config = replace(model.config, num_hidden_layers=layers, windows=model.config.windows[:layers])
     with torch.device("meta"):
-        draft = Transformer(config).requires_grad_(False).eval()
+        draft = build(config)
     draft.embed_tokens, draft.norm, draft.inv_freq = model.embed_tokens, model.norm, model.inv_freq
     draft.layers, draft.lm_head = model.layers[:layers], copy.deepcopy(model.lm_head)
     weight = draft.lm_head.weight
     weight += torch.randn_like(weight) * weight.std() * noise
-    for block in model.layers[layers:]:
-        block.self_attn.o_proj.weight.zero_()
-        block.mlp.down_proj.weight.zero_()
+    for name, parameter in model.layers[layers:].named_parameters():
+        if name.split(".")[-2] in ("o_proj", "down_proj"):
+            parameter.zero_()
     return draft
 
 
@@ -481,13 +477,13 @@ def throughput(args: argparse.Namespace) -> int:
     these has ended; until then the others run on, and what they make is thrown away, as one call
     of `generate` in most libraries does. "one at a time" runs a few of the requests, each alone.
     """
-    model, result = build(args, args.quantize)
+    model, result = prepare(args, args.quantize)
     compile_paged(model, args, result)
     lengths = [(a[0], a[-1]) for a in (args.prompt_tokens, args.new_tokens)]
     length = lengths[0][1] + lengths[1][1] + 1
     engine = Engine(
-        model, None, args.max_num_seqs, args.max_num_batched_tokens, length, args.kv_memory,
-        runner=Timed,
+        model, runner=Timed, max_seq_len=length, max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens, kv_memory=args.kv_memory,
     )  # fmt: skip
     rng = random.Random(0)
     V = model.config.vocab_size
@@ -529,9 +525,9 @@ class Timed(Runner):
 
     seconds = 0.0
 
-    def run(self, rows: list[Row]) -> Tensor:
+    def forward(self, rows: list[Row]) -> Tensor:
         start = time.perf_counter()
-        logits = super().run(rows)
+        logits = super().forward(rows)
         self.seconds += time.perf_counter() - start
         return logits
 
@@ -555,8 +551,9 @@ def serve(engine: Engine, groups: list[Work], run_on: bool = False) -> dict[str,
             counts.
     """
     engine.reset()
-    engine.stats, engine.runner.seconds = Stats(), 0.0
-    stats, busy, waste, firsts = engine.stats, 0.0, [], []
+    engine.stats = stats = Stats()
+    engine.runner.seconds = 0.0
+    busy, waste, firsts = 0.0, [], []
     start = time.perf_counter()
     for group in groups:
         longest = max(wanted for _, wanted in group)
@@ -601,9 +598,9 @@ def prefix(args: argparse.Namespace) -> int:
             f"--new-prefix-tokens {args.new_prefix_tokens} must be less than --prompt-tokens "
             f"{args.prompt_tokens}, or nothing is cached"
         )
-    model, result = build(args, args.quantize)
+    model, result = prepare(args, args.quantize)
     compile_paged(model, args, result)
-    engine = Engine(model, None, max_seq_len=args.prompt_tokens + 2)
+    engine = Engine(model, max_seq_len=args.prompt_tokens + 2)
     params = SamplingParams(temperature=0, max_tokens=1)
     figures: dict[str, dict[str, list[float]]] = {"cold": {}, "cached": {}, "floor": {}}
     for repetition in range(args.repeat + 1):
@@ -645,7 +642,7 @@ def growth(args: argparse.Namespace) -> int:
     The caches are filled with noise in place of a text: a step's time does not depend on it, but
     memory that was never written would be read faster.
     """
-    model, result = build(args, args.quantize)
+    model, result = prepare(args, args.quantize)
     if args.compile:
         start = time.perf_counter()
         compile_model(model, 1)
@@ -691,7 +688,7 @@ def static_step(model: Transformer, B: int, room: int) -> Callable[[int], Tensor
     last = torch.arange(B, device=model.device)
 
     def step(at: int) -> Tensor:
-        positions, layers = cache.step(at, at + 1)
+        positions, layers = cache.plan(at, at + 1)
         return model(tokens, positions, layers, last).argmax(-1)
 
     return step
@@ -707,7 +704,7 @@ def paged_step(model: Transformer, B: int, room: int) -> Callable[[int], Tensor]
     tables = [blocks[i * width : (i + 1) * width] for i in range(B)]
 
     def step(at: int) -> Tensor:
-        return runner.run([Row(table, at, [0]) for table in tables]).argmax(-1)
+        return runner.forward([Row(table, at, [0]) for table in tables]).argmax(-1)
 
     return step
 
@@ -775,7 +772,7 @@ def write_random(config: Config, dtype: torch.dtype, folder: Path) -> None:
         "torch_dtype": str(dtype).removeprefix("torch."), "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(numbers, indent=1))
-    model = random_model(config, dtype, tp.Ranks(torch.device("cpu")))
+    model = random_model(config, dtype, Ranks(torch.device("cpu")))
     save_weights(model, folder)
 
 
@@ -833,7 +830,7 @@ def quality(args: argparse.Namespace) -> int:
     text, tokenizer = args.text.read_text(encoding="utf-8"), Tokenizer(args.checkpoint)
     cut = len(text) * 9 // 10
     ids, calibration = tokenizer.encode(text[cut:]), tokenizer.encode(text[:cut])
-    plain, result = build(args, "none")
+    plain, result = prepare(args, "none")
     device = plain.device
     length = min(512, plain.config.max_position_embeddings)
     count = min(args.tokens, len(ids)) // length
@@ -843,7 +840,7 @@ def quality(args: argparse.Namespace) -> int:
     positions = torch.arange(length, device=device)[None]
 
     def logprobs(model: Transformer, window: Tensor, cache: StaticCache | None = None) -> Tensor:
-        layers = cache and cache.step(0, length)[1]
+        layers = cache and cache.plan(0, length)[1]
         return model(window[None], positions, layers)[0].float().log_softmax(-1)  # (T, V)
 
     def quantised(mode: str, method: str) -> Transformer:
@@ -880,8 +877,8 @@ def quality(args: argparse.Namespace) -> int:
 # --- Helpers --------------------------------------------------------------------------------------
 
 
-def build(
-    args: argparse.Namespace, mode: str, share: tp.Ranks | None = None
+def prepare(
+    args: argparse.Namespace, mode: str, share: Ranks | None = None
 ) -> tuple[Transformer, dict[str, Any]]:
     """Make the model that the arguments ask for, or one rank's share; and the first figures."""
     start, dtype = time.perf_counter(), DTYPES[args.dtype]
@@ -912,13 +909,13 @@ def spread(figures: dict[str, list[float]]) -> dict[str, tuple[float, float, flo
     return {name: (statistics.median(v), min(v), max(v)) for name, v in figures.items()}
 
 
-def random_model(config: Config, dtype: torch.dtype, share: tp.Ranks) -> Transformer:
+def random_model(config: Config, dtype: torch.dtype, share: Ranks) -> Transformer:
     """A model of random weights, made in place: speed does not depend on their values."""
     with torch.device("meta"):
-        model = Transformer(config).to(dtype).requires_grad_(False)
+        model = build(config).to(dtype)
     if share.shard:
         model, _ = share.shard(model, {})
-    model = model.to_empty(device=share.device).eval()
+    model = model.to_empty(device=share.device)
     model.inv_freq = rope_frequencies(config).to(share.device)
     noise = (torch.randn(2**20 + 7) * 0.02).to(dtype).to(share.device)  # odd length: rows differ
     for parameter in model.parameters():

@@ -11,16 +11,20 @@ from collections import Counter
 from collections.abc import Iterable
 
 from paged import BlockPool, BlockTable
-from scheduler import Engine, rank
+from scheduler import Engine, place_in_line
 
 
 def audit(engine: Engine) -> None:
     """Assert that every block is accounted for, and every sequence is in line once."""
-    audit_pool(engine.pool, (sequence.table for sequence in engine.queue))
-    assert len({*map(id, engine.queue)}) == len(engine.queue)
-    assert not any(sequence.finish_reason for sequence in engine.queue)
+    jobs = engine.running + engine.waiting
+    audit_pool(engine.pool, (job.table for job in jobs))
+    assert len({*map(id, jobs)}) == len(jobs)
+    assert not any(job.finish_reason for job in jobs)
     assert len(engine.running) <= engine.max_num_seqs
-    assert engine.queue == sorted(engine.queue, key=rank)
+    assert all(job.table.blocks for job in engine.running)
+    assert not any(job.table.blocks for job in engine.waiting)
+    for line in (engine.running, engine.waiting):
+        assert line == sorted(line, key=place_in_line)
 
 
 def audit_pool(pool: BlockPool, tables: Iterable[BlockTable]) -> None:

@@ -28,7 +28,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from model import NoCache, Transformer, named_tensors, progress, read_json, visible
+from checkpoint import named_tensors, read_json
+from model import NoCache, Transformer, visible
 from quantize import (
     MODES,
     QuantLinear,
@@ -38,6 +39,7 @@ from quantize import (
     plain_linears,
     quantize_model,
 )  # fmt: skip
+from settings import progress
 from tokenizer import Tokenizer
 
 # --- The command line -----------------------------------------------------------------------------

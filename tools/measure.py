@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from model import Transformer
-from quantize import form_of
+from packed import form_of
 
 
 def bytes_per_step(model: Transformer, length: int, batch: int = 1) -> int:

@@ -18,9 +18,11 @@ from tools import load
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS, COURSE = ROOT / "benchmarks", ROOT / "course"
-# In reading order: the core, then the techniques, which it does not need.
-CORE = ("model", "kv_cache", "tokenizer", "sampling", "generate", "paged", "scheduler")
-MODULES = (*CORE, "quantize", "speculative", "structured", "tp", "server")
+# In reading order: the engine; the techniques, which it runs without; what is at its edges.
+ENGINE = ("model", "kv_cache", "sampling", "generate", "paged", "scheduler")
+TECHNIQUES = ("quantize", "speculative", "experts", "structured", "tp", "server")
+EDGES = ("settings", "checkpoint", "tokenizer", "packed")
+MODULES = (*ENGINE, *TECHNIQUES, *EDGES)
 
 
 def main() -> None:
@@ -51,37 +53,55 @@ PAPER = re.compile(
 
 
 def file_table() -> str:
-    """Each module: its code lines, the first line of its header, and the papers that it names."""
-    text, total = "\n| file | lines | idea | papers |\n|---|---|---|---|\n", 0
+    """Each module: its lines and nodes, the first line of its header, and the papers that it names;
+    with the sums of the engine and of all."""
+    text = "\n| file | lines | nodes | idea | papers |\n|---|---|---|---|---|\n"
+    sums = [0, 0]
     for name in MODULES:
         source = (ROOT / f"{name}.py").read_text()
-        doc, lines = ast.get_docstring(ast.parse(source)), code_lines(source)
-        total += lines
+        lines, nodes = code_lines(source), code_nodes(source)
+        sums = [a + b for a, b in zip(sums, (lines, nodes))]
+        doc = ast.get_docstring(ast.parse(source))
         idea = doc.split("\n")[0].rstrip(".")
         papers = dict.fromkeys(PAPER.findall(" ".join(doc.split())))
         links = ", ".join(f"[{who} {year}](https://arxiv.org/abs/{at})" for who, year, at in papers)
-        text += f"| [`{name}.py`]({name}.py) | {lines} | {idea} | {links} |\n"
-        if name == CORE[-1]:
-            text += f"| the core | {total} | | |\n"
-    return text + f"| all | {total} | | |\n\n"
+        text += f"| [`{name}.py`]({name}.py) | {lines} | {nodes:,} | {idea} | {links} |\n"
+        if name in (ENGINE[-1], MODULES[-1]):
+            whole = "the engine" if name == ENGINE[-1] else "all"
+            text += f"| {whole} | {sums[0]:,} | {sums[1]:,} | | |\n"
+    return text + "\n"
 
 
 def code_lines(source: str) -> int:
     """Count the lines that hold code: not blank, not only a comment, not in a docstring."""
-    lines = source.splitlines()
-    docs: set[int] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            docs |= set(range(node.lineno, node.end_lineno + 1))
     passive = {
         tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
-        tokenize.ENCODING, tokenize.ENDMARKER,
+        tokenize.ENDMARKER,
     }  # fmt: skip
     code: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in passive:
-            code |= set(range(token.start[0], token.end[0] + 1))
-    return len([n for n in code - docs if lines[n - 1].strip()])
+            code.update(range(token.start[0], token.end[0] + 1))
+    for doc in docstrings(ast.parse(source)):
+        code.difference_update(range(doc.lineno, doc.end_lineno + 1))
+    return len(code)
+
+
+def code_nodes(source: str) -> int:
+    """Count the expressions and statements of the syntax tree, less docstrings: what there is to
+    understand, however it is folded into lines.
+
+    Example: `x = f(y)` has 5: the assignment, the call, and the names x, f and y
+    """
+    tree = ast.parse(source)
+    counted = [node for node in ast.walk(tree) if isinstance(node, ast.stmt | ast.expr)]
+    return len(counted) - 2 * len(docstrings(tree))  # each is a statement of one expression
+
+
+def docstrings(tree: ast.Module) -> list[ast.stmt]:
+    owners = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+    blocks = [node for node in ast.walk(tree) if isinstance(node, owners)]
+    return [block.body[0] for block in blocks if ast.get_docstring(block) is not None]
 
 
 def line_links(text: str, page: Path = ROOT / "README.md") -> str:

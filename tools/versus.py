@@ -113,7 +113,7 @@ def compare(
         sizes: tokens of the long prompt, new tokens, sequences of the batch.
         repeat: rounds, after one that warms up.
         timeout: seconds that an engine may take for one answer.
-        watch: wraps the rounds; model.progress.
+        watch: wraps the rounds; settings.progress.
 
     Returns:
         For each row its figures in tokens per second, with `NAME_times` as a multiple of ours; each
@@ -254,23 +254,27 @@ class Kilolm(Peer):
         import torch
 
         from kv_cache import StaticCache
-        from model import DTYPES
-        from quantize import compile_model, load
+        from packed import compile_model
+        from quantize import load
         from scheduler import Engine
+        from settings import DTYPES
 
         torch.set_num_threads(setup["threads"])
         self.model = load(setup["folder"], setup["device"], DTYPES[setup["dtype"]])
         if setup["compile"]:
             compile_model(self.model, 1)
-        self.length, sequences = setup["length"], setup["sequences"]
+        self.length = setup["length"]
         self.cache = StaticCache(self.model, 1, self.length)
-        budget = max(512, sequences)
-        self.engine = Engine(self.model, None, sequences, budget, self.length)
+        self.engine = Engine(
+            self.model, max_seq_len=self.length, max_num_seqs=setup["sequences"],
+            max_num_batched_tokens=max(512, setup["sequences"]),
+        )  # fmt: skip
         self.version = f"{'compiled' if setup['compile'] else 'eager'}, torch {torch.__version__}"
 
     def complete(self, prompts: list[list[int]], new_tokens: int) -> None:
         from generate import generate
-        from sampling import SamplingParams, Sequence
+        from sampling import Sequence
+        from settings import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
         if len(prompts) == 1:

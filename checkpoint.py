@@ -1,0 +1,440 @@
+"""From a Hugging Face folder to a model: config.json, safetensors, and what may be wrong in them.
+
+What comes from outside is checked here: values of the wrong type or size, files that are missing or
+damaged, tensors that do not fit. Whatever fails gives one error that says where. Families are data:
+a table of what each config.json leaves out. Folders that GPTQ and AWQ tools wrote are presented as
+ours while they are read. Does not know what runs the model. Papers: Frantar et al. 2022 (GPTQ,
+arXiv:2210.17323), Lin et al. 2023 (AWQ, arXiv:2306.00978). Read: load_config, load_model, check.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from operator import itemgetter
+from pathlib import Path
+from typing import NamedTuple
+
+# Weights on 2 MB pages: a decode step streams all of them, and with 4 kB pages the page-table walks
+# cost a noticeable share of the bandwidth. PyTorch reads this when it first allocates.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from model import Config, Transformer, rope_frequencies
+from settings import DTYPES, JSON, check, check_fields, check_items, progress, supported
+
+# --- Values from outside --------------------------------------------------------------------------
+
+
+class CheckpointError(ValueError):
+    """A file that we cannot, or should not, load. The message is for the user."""
+
+
+@contextlib.contextmanager
+def blame(what: Path | str) -> Iterator[None]:
+    """Turn whatever goes wrong inside into one CheckpointError that says where: parsers raise
+    anything for a damaged file."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        reason = error if isinstance(error, ValueError | OSError) else repr(error)
+        raise CheckpointError(f"{what}: {reason}") from error
+
+
+def read_json(path: Path, optional: bool = False) -> JSON:
+    """Read a JSON object; {} where an optional file is not there."""
+    if optional and not path.is_file():
+        return {}
+    with blame(path):
+        return check("its content", json.loads(path.read_text(encoding="utf-8")), dict)
+
+
+# --- config.json ----------------------------------------------------------------------------------
+
+# Each family we run: what its config.json may leave out, and what it does not say. An entry here
+# means that the family has been compared with `transformers`, logit by logit (tests/test_model.py).
+FAMILIES = dict(
+    LlamaForCausalLM={},
+    MistralForCausalLM=dict(  # every layer slides, if any does
+        num_key_value_heads=8, sliding_window=4096, use_sliding_window=True, max_window_layers=0,
+        o_bias=False,
+    ),
+    Qwen2ForCausalLM=dict(num_key_value_heads=32, qkv_bias=True, o_bias=False),
+    Qwen3ForCausalLM=dict(num_key_value_heads=32, head_dim=128, qk_norm=True),
+    MixtralForCausalLM=dict(  # as Mistral, but without a window unless the file names one
+        num_key_value_heads=8, use_sliding_window=True, max_window_layers=0, rms_norm_eps=1e-5,
+        rope_theta=1e6, num_experts=8, num_experts_per_tok=2,
+    ),
+    Qwen3MoeForCausalLM=dict(
+        num_key_value_heads=4, qk_norm=True, num_experts_per_tok=8, norm_topk_prob=False
+    ),
+)  # fmt: skip
+# Settings of which we run one value. Routers with shared experts are other architectures.
+ONLY = dict(hidden_act="silu", partial_rotary_factor=1.0, scoring_func="softmax", n_group=1)
+# What a file of any family may leave out. None may not be: the check of it will say so.
+USUAL = ONLY | dict(
+    vocab_size=None, hidden_size=None, intermediate_size=None, num_hidden_layers=None,
+    num_attention_heads=None, attention_bias=False, rope_scaling={}, rope_parameters={},
+    sliding_window=None, use_sliding_window=False, max_window_layers=28, num_experts=1,
+    eos_token_id=[], torch_dtype="float32", quantization_config={},
+)  # fmt: skip
+# The numbers that each way of stretching rope needs.
+ROPES = dict(
+    default=(), linear=("factor",),
+    llama3=(
+        "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
+    ),
+)  # fmt: skip
+
+
+def load_config(path: Path | str) -> Config:
+    """Read `config.json` and, for the EOS ids, `generation_config.json` from a checkpoint folder.
+
+    Raises:
+        CheckpointError: no such file, broken JSON, or an architecture or setting we do not run.
+    """
+    file = Path(path) / "config.json"
+    raw = read_json(file)
+    generation = read_json(file.with_name("generation_config.json"), optional=True)
+    with blame(file):
+        names = check("architectures", raw.get("architectures") or ["(none named)"], list)
+        family = FAMILIES[supported("architectures", names[0], *FAMILIES)]
+        raw = USUAL | without_nulls(family | raw)
+        rope = rope_settings(raw)
+        raw |= rope
+        for name, only in ONLY.items():
+            supported(name, raw[name], only)
+        dtype = supported("dtype", raw.get("dtype", raw["torch_dtype"]), *DTYPES)
+        hidden = check("hidden_size", raw["hidden_size"], int)
+        heads = check("num_attention_heads", raw["num_attention_heads"], int)
+        bias = raw["attention_bias"]
+        # What follows from other settings, what the file says, and what it says in another form.
+        derived = dict(
+            num_key_value_heads=heads, head_dim=hidden // heads, qkv_bias=bias, o_bias=bias
+        )
+        formed = dict(
+            rope_scaling=rope,
+            windows=layer_windows(raw),
+            num_experts=raw.get("num_local_experts", raw["num_experts"]),  # newer, older
+            eos_ids=eos_ids(raw, generation),
+            dtype=DTYPES[dtype],
+            quantization=check("quantization_config", raw["quantization_config"], dict),
+        )
+        values = derived | raw | formed
+        config = Config(**{name: values[name] for name in values.keys() & Config.__annotations__})
+        check_config(config)
+    return config
+
+
+def without_nulls(raw: JSON) -> JSON:
+    """What a file says: null means the same as nothing."""
+    return {name: value for name, value in raw.items() if value is not None}
+
+
+def rope_settings(raw: JSON) -> JSON:
+    """The settings of rope, of which newer files have one dict `rope_parameters`, and older ones
+    `rope_theta` and `rope_scaling`. Where a file has both dicts, `rope_scaling` wins, as in
+    transformers."""
+    newer = check("rope_parameters", raw["rope_parameters"], dict)
+    rope = check("rope_scaling", raw["rope_scaling"], dict) or newer
+    return dict(rope_type=rope.get("type", "default")) | rope
+
+
+def layer_windows(raw: JSON) -> tuple[int | None, ...]:
+    """How many tokens a query of each layer sees, None for all of them.
+
+    Qwen2's files name a window that is switched off; where it is on, the first `max_window_layers`
+    see everything. Newer files of any family list each layer's kind in `layer_types`.
+
+    Example: 3 layers, sliding_window 5, max_window_layers 1: (None, 5, 5)
+    """
+    layers = check("num_hidden_layers", raw["num_hidden_layers"], int, 1, 1024)
+    window = raw["sliding_window"] if raw["use_sliding_window"] else None
+    check("sliding_window", window, int | None)
+    full = check("max_window_layers", raw["max_window_layers"], int, 0)
+    usual = ["full_attention" if i < full else "sliding_attention" for i in range(layers)]
+    kinds = check("layer_types", raw.get("layer_types", usual), list)
+    window_of = dict(full_attention=None, sliding_attention=window)
+    return tuple(window_of[supported("layer_types", kind, *window_of)] for kind in kinds)
+
+
+def eos_ids(raw: JSON, generation: JSON) -> tuple[int, ...]:
+    """The ids that end a text. Those of generation_config.json win: chat checkpoints list their
+    end-of-turn id there."""
+    ids = without_nulls(generation).get("eos_token_id", raw["eos_token_id"])
+    return check_items("eos_token_id", ids if isinstance(ids, list) else [ids], list, int, 0)
+
+
+def check_config(config: Config) -> None:
+    """Raise ValueError where a number is out of range, or where two of them do not fit."""
+    check_fields(config)
+    N, K, H = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    check("heads * head_dim", N * H, int)  # or a matrix has more bytes than int64 can count
+    layers = len(config.windows)
+    if N % K or H % 2 or layers != config.num_hidden_layers:
+        raise ValueError(f"{N}, {K} heads, head_dim {H}, {layers} layer_types do not fit")
+    check("num_experts", config.num_experts, int, 1, 1024)  # more take half a minute to build
+    check("num_experts_per_tok", config.num_experts_per_tok, int, 1, config.num_experts)
+    rope = config.rope_scaling
+    kind = supported("rope_type", rope.get("rope_type", "default"), *ROPES)
+    for name in ROPES[kind]:
+        check(f"rope {name}", rope.get(name), float)
+    if kind == "llama3":
+        between = rope["high_freq_factor"] - rope["low_freq_factor"]
+        check("rope high_freq_factor - low_freq_factor", between, float)
+
+
+def suggested(path: Path | str) -> JSON:
+    """The sampling settings that a checkpoint's generation_config.json suggests, by name."""
+    stored = without_nulls(read_json(Path(path) / "generation_config.json", optional=True))
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    return {name: stored[name] for name in names if name in stored}
+
+
+# --- The weights ----------------------------------------------------------------------------------
+
+
+class Stored(NamedTuple):
+    """A tensor that is still in a file: what its header says of it, and how to get it."""
+
+    shape: tuple[int, ...]
+    kind: str  # "float" for those of 16 and 32 bits, else safetensors' word, such as "U8"
+    read: Callable[[], Tensor]
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> "Stored":
+        """What `change` will make of it once it is read; of its shape, at once."""
+        shape = change(torch.empty(self.shape, dtype=torch.int32, device="meta")).shape
+        return self._replace(shape=tuple(shape), read=lambda: change(self.read()))
+
+
+Files = dict[str, Stored]  # by our parameter names
+Prepare = Callable[[Transformer, Files], tuple[Transformer, Files]]
+
+
+def build(config: Config) -> Transformer:
+    """Make a model of random weights, in eval mode and without gradients."""
+    model = Transformer(config)
+    if config.num_experts > 1:
+        from experts import add_experts  # here: a dense model needs none
+
+        add_experts(model)
+    return model.requires_grad_(False).eval()
+
+
+def load_model(
+    path: Path | str,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    prepare: Prepare | None = None,
+) -> Transformer:
+    """Build the model that a Hugging Face folder describes and fill it from its safetensors files.
+
+    The model is built on the meta device (no memory), every name, shape and dtype is checked
+    against the files' headers, and only then is one tensor after another copied out of the mapped
+    file: the peak is the weights plus one tensor. Nothing is unpickled.
+
+    Args:
+        path: folder with config.json and model.safetensors, or shards of it.
+        device: where the weights go.
+        dtype: cast them; None: what config.json says, float32 where it says nothing.
+        prepare: changes the empty model and the list of files, for one rank's share, or for a
+            quantised checkpoint; see quantize.load, which reads any folder.
+
+    Returns:
+        The model in eval mode, without gradients.
+
+    Raises:
+        CheckpointError: see load_config; or files that are missing, damaged, or hold other tensors
+            than the config asks for (the first 20 are listed, all of them counted).
+    """
+    path = Path(path)
+    config = load_config(path)
+    with torch.device("meta"):
+        model = build(config).to(dtype or config.dtype)
+    files = locate_tensors(path)
+    if config.tie_word_embeddings:
+        files.pop("lm_head.weight", None)  # some files store the tied matrix twice
+    if prepare:
+        model, files = prepare(model, files)
+    check_tensors(files, model)
+    tied = model.tied
+    model = model.to_empty(device=device)
+    if tied:
+        model.lm_head.weight = model.embed_tokens.weight  # to_empty gave them a memory each
+    for name, tensor in progress([*named_tensors(model)], f"loading {path.name}"):
+        tensor.copy_(files[name].read())
+    model.inv_freq = rope_frequencies(config).to(device)  # to_empty and .to(dtype) spoilt it
+    return model
+
+
+def named_tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:
+    """Yield each weight under its name in a checkpoint (less `model.`), as a view to read or fill.
+
+    A tied lm_head is not yielded: it is the embedding.
+    """
+    for name, tensor in model.state_dict().items():
+        *above, own, kind = name.split(".")  # "layers", "0", "mlp"; "gate_up_proj"; "weight"
+        module = model.get_submodule(".".join((*above, own)))
+        # Those of a FusedLinear, or its quantised form; of any other, one.
+        parts = getattr(module, "parts", None) or {own: len(tensor)}
+        for part, view in zip(parts, tensor.split([*parts.values()])):
+            if not (model.tied and part == "lm_head"):
+                yield ".".join((*above, part, kind)), view
+
+
+def locate_tensors(path: Path) -> Files:
+    """List a checkpoint's tensors, by our parameter names, from the headers of its files.
+
+    Raises:
+        CheckpointError: no safetensors files, or a damaged header.
+    """
+    single = path / "model.safetensors"
+    # By their names, not by the index, which says nothing that the files do not.
+    shards = [single] if single.is_file() else sorted(path.glob("model-*-of-*.safetensors"))
+    if not shards:
+        raise CheckpointError(f"{path}: no {single.name}, nor shards; convert .bin and .pth to it")
+    found: Files = {}
+    for file in shards:
+        with blame(file), safe_open(file, "pt") as reader:
+            for name in reader.keys():  # noqa: SIM118 (not a dict: it has no iterator)
+                header = reader.get_slice(name)
+                kind = header.get_dtype()
+                kind = "float" if kind in ("F32", "F16", "BF16") else kind
+                shape = tuple(header.get_shape())
+                found |= spelt_out(name, Stored(shape, kind, partial(read_tensor, file, name)))
+    return found
+
+
+def read_tensor(file: Path, name: str) -> Tensor:
+    """Map a tensor. The file is opened anew: closing it drops the mapping, and with it the pages
+    that were read through it, which would double the resident size by the end."""
+    with safe_open(file, "pt") as reader:
+        return reader.get_tensor(name)
+
+
+# Mixtral's own names; and tensors (E, rows, columns) that hold a matrix of every expert, or two.
+RENAMED = dict(block_sparse_moe="mlp", w1="gate_proj", w2="down_proj", w3="up_proj")
+STACKED = dict(gate_up_proj=("gate_proj", "up_proj"), down_proj=("down_proj",))
+
+
+def spelt_out(name: str, stored: Stored) -> Files:
+    """What a stored tensor holds: itself, under our name, or matrices of each expert.
+
+    Example: "model.layers.0.mlp.experts.down_proj", (2, 32, 24): of expert 0
+        "layers.0.mlp.experts.0.down_proj.weight", (32, 24); and the same of expert 1
+    """
+    if name.endswith("rotary_emb.inv_freq"):  # in Llama 1 and 2 files; the config gives it
+        return {}
+    *above, last = (RENAMED.get(word, word) for word in name.removeprefix("model.").split("."))
+    if last not in STACKED:
+        return {".".join((*above, last)): stored}
+    parts = STACKED[last]
+    rows = stored.shape[1] // len(parts)
+    found = {}
+    for e in range(check("experts", stored.shape[0], int, 1, 1024)):
+        for i, part in enumerate(parts):
+            place = e, slice(i * rows, (i + 1) * rows)
+            ours = ".".join((*above, str(e), part, "weight"))
+            found[ours] = stored.changed(itemgetter(place))  # stored[place]
+    return found
+
+
+def check_tensors(files: Files, model: Transformer) -> None:
+    """Raise one CheckpointError that lists the tensors which are not stored as the model, on the
+    meta device, wants them."""
+    have = {name: f"{at.kind} {at.shape}" for name, at in files.items()}
+    want = {}
+    for name, tensor in named_tensors(model):
+        kind = "float" if tensor.is_floating_point() else "U8"
+        want[name] = f"{kind} {tuple(tensor.shape)}"
+    wrong = sorted(dict(have.items() ^ want.items()))  # what is in one of them only
+    if wrong:
+        lines = [f"{n}: {have.get(n, 'missing')}, wanted: {want.get(n, 'none')}" for n in wrong]
+        lines = [f"{len(wrong)} tensors do not fit config.json:", *lines[:20]]
+        raise CheckpointError("\n  ".join(lines))
+
+
+# --- Folders of other tools -----------------------------------------------------------------------
+# GPTQ and AWQ tools store integers q with scales and zero points, as quantize.py does, but packed
+# into 32-bit words and turned around: inputs down, outputs across, (K, N) where ours is (N, K).
+# GPTQ packs along the inputs, the lowest bits first, and (but in gptq_v2) its zero points less one.
+# AWQ packs along the outputs, in the order 0 2 4 6 1 3 5 7. The same numbers come out, unrounded.
+# N is output channels, K input channels, G groups.
+#
+#     GPTQ, 4 bits    qweight[0, n] = 0x87654321      output n; inputs 0..7 are 1, 2, ... 8
+#     AWQ             qweight[k, 0] = 0x75316420      input k; outputs 0..7 are 0, 1, ... 7
+
+
+def converted(files: Files, model: Transformer, settings: JSON) -> Files:
+    """Present the files of a GPTQ or AWQ folder as those of one of our own.
+
+    Each tensor is converted for itself; what is missing, or of a wrong shape or dtype, is so in the
+    result too, and check_tensors will say it.
+
+    Args:
+        files: see locate_tensors.
+        model: what they are for, on the meta device.
+        settings: quantization_config; gets our names, bits and group_size, for whatever it has.
+
+    Returns:
+        The files, with qweight, scales and zeros as quantize.QuantLinear has them.
+
+    Raises:
+        ValueError: another tool, version or number of bits; groups that are not of neighbours
+            (desc_act).
+    """
+    method = supported("quant_method", settings.get("quant_method"), "kilolm", "gptq", "awq")
+    settings.setdefault("bits", settings.get("w_bit"))
+    settings.setdefault("group_size", settings.get("q_group_size"))
+    size = check("group_size", settings["group_size"], int, -1)
+    if method == "awq":
+        form = supported("version", str(settings.get("version", "gemm")).lower(), "gemm")
+        bits = supported("bits", settings["bits"], 4)
+        places = 0, 4, 1, 5, 2, 6, 3, 7  # at which place of a word each value stands
+    else:
+        form = settings.get("checkpoint_format") or "gptq"
+        supported("checkpoint_format", form, "gptq", "gptq_v2")
+        bits = supported("bits", settings["bits"], 4, 8)
+        places = range(32 // bits)
+    mask = 2**bits - 1
+
+    def across(words: Tensor) -> Tensor:
+        """(R, C) -> (C * 32 / bits, R): the values that stand along the outputs."""
+        values = [words >> bits * place & mask for place in places]
+        return torch.stack(values, -1).flatten(-2).t()
+
+    def zeros(words: Tensor) -> Tensor:
+        # A zero point of 0, less one, is all ones: it wraps around within its bits.
+        return across(words) + (form == "gptq") & mask
+
+    def qweight(words: Tensor) -> Tensor:
+        if method == "gptq":  # the words of an output's inputs, byte after byte, are ours
+            return words.t().contiguous().view(torch.uint8)
+        values = across(words)
+        return values[:, ::2] | values[:, 1::2] << 4
+
+    changes = dict(qweight=qweight, qzeros=zeros, scales=Tensor.t)
+    wanted = dict(named_tensors(model))
+    ours = {}
+    for name, stored in files.items():
+        part, _, kind = name.rpartition(".")
+        with blame(name):
+            if f"{part}.qweight" not in files:  # not quantised, as the lm_head of most
+                ours[name] = stored
+            elif kind == "g_idx":  # to which group each input belongs
+                groups = stored.read().tolist()
+                width = size if size > 0 else len(groups)
+                if groups != [i // width for i in range(len(groups))]:
+                    raise ValueError("groups of other than neighbours (desc_act)")
+            elif kind in changes:
+                stored = stored._replace(kind=stored.kind.replace("I32", "U8"))
+                ours[name.replace(".qzeros", ".zeros")] = stored.changed(changes[kind])
+            elif name in wanted or stored.read().any():  # some tools write biases of zero
+                ours[name] = stored
+    return ours

@@ -1,0 +1,301 @@
+"""What a user may set, how it is checked, and how a program starts.
+
+A setting is a field of a dataclass, with its default, its help and its range. From that come the
+check, which names the field in its error, and the flag of the command line. SamplingParams is what
+a request may ask for; EngineArgs is how an engine is built, for Python, the command line and the
+server alike. Does not know what the settings do. Read: SamplingParams, EngineArgs, check, launch.
+"""
+
+import contextlib
+import os
+import re
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import torch
+
+JSON = dict[str, Any]  # an object, as read
+
+# --- Values from outside --------------------------------------------------------------------------
+
+
+class SettingError(ValueError):
+    """A setting that cannot be. Its text begins with the name of the field."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field} {message}")
+        self.field = field
+
+
+# No model is near these bounds. A garbled number must not fill the memory, run for ever, or make
+# float32 overflow.
+RANGES = {int: (1, 2**24), int | None: (1, 2**24), float: (1e-15, 1e15)}
+
+
+def check(name: str, value: Any, kind: Any, *bounds: float) -> Any:
+    """Return `value` if it is of this type and within the bounds.
+
+    An int will do for a float, True is not a number, NaN is in no range, None is in any.
+
+    Args:
+        bounds: least and most. Without the second, 2**31; without both, RANGES of the type.
+
+    Raises:
+        SettingError: it is not.
+    """
+    low, high = (*bounds, 2**31)[:2] if bounds else RANGES.get(kind, (None, None))
+    right = isinstance(value, int | float if kind is float else kind)
+    right = right and isinstance(value, bool) == (kind is bool)
+    within = "" if low is None else f" in {low}..{high}"
+    if not right or (within and value is not None and not low <= value <= high):
+        kind = getattr(kind, "__name__", kind)
+        raise SettingError(name, f"must be {kind}{within}, is {value!r:.100}")
+    return value
+
+
+def supported(name: str, value: Any, *known: Any) -> Any:
+    """Return `value` if it is one of those we run; else raise SettingError with all of them."""
+    if value not in known:
+        names = ", ".join(map(str, known))
+        raise SettingError(name, f"{value!r:.100} is not supported; supported: {names}")
+    return value
+
+
+def setting(default: Any, text: str, *bounds: float, choices: tuple = ()) -> Any:
+    """A field of a dataclass of settings: its default, its help, and what it may be."""
+    return field(default=default, metadata={"help": text, "range": bounds, "choices": choices})
+
+
+def check_fields(settings: Any) -> None:
+    """Check each number, flag and list of a dataclass: by its type, and by its own range or choices
+    where it is a setting(). Raises SettingError."""
+    for f in fields(settings):
+        value = getattr(settings, f.name)
+        if f.type in (*RANGES, bool, list):
+            check(f.name, value, f.type, *f.metadata.get("range", ()))
+        if f.metadata.get("choices"):
+            supported(f.name, value, *f.metadata["choices"], f.default)
+
+
+def check_items(name: str, values: Any, kind: Any, *each: Any) -> tuple:
+    """Check a list, or the keys of a dict, and each of its values; see check."""
+    return tuple(check(name, value, *each) for value in check(name, values, kind))
+
+
+# --- What a request may set -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose each token, and when to stop. Names and meanings are those of vLLM.
+
+    Raises:
+        SettingError: a value of the wrong type, out of its range, NaN or infinite.
+    """
+
+    temperature: float = setting(1.0, "0 takes the likeliest token", 0, 1e4)
+    top_k: int = setting(0, "keep the k likeliest tokens; 0 or -1: all", -1)
+    top_p: float = setting(1.0, "keep the likeliest tokens that have this mass", 1e-6, 1)
+    min_p: float = setting(0.0, "drop tokens below this share of the likeliest one", 0, 1)
+    repetition_penalty: float = setting(1.0, "weaken tokens of the prompt and output", 1e-6, 1e4)
+    presence_penalty: float = setting(0.0, "subtract for each token of the output", -2, 2)
+    frequency_penalty: float = setting(0.0, "subtract for each time it is in the output", -2, 2)
+    seed: int | None = setting(None, "same seed, same tokens", -(2**63), 2**63 - 1)
+    n: int = setting(1, "continuations of each prompt; their seeds count up", 1, 128)
+    max_tokens: int = setting(256, "new tokens at most", 1)
+    logprobs: int | None = setting(None, "", 0, 20)  # report them, of the top N too; no flag
+    logit_bias: dict[int, float] = field(default_factory=dict)  # token id -> added to its logit
+    prompt_logprobs: bool = False  # where logprobs is given, of the prompt too; Engine only
+    stop: tuple[str, ...] = setting((), "end before any of these texts")
+    stop_token_ids: tuple[int, ...] = setting((), "end at any of these tokens, besides EOS")
+    ignore_eos: bool = setting(False, "run on past EOS, as benchmarks do")
+    # One of json (a schema), regex, choice (a list), grammar (Lark, GBNF), as vLLM; Engine only.
+    structured_outputs: JSON | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        stop = check_items("stop", stop, list | tuple, str)
+        if len(stop) > 16 or not all(0 < len(each) <= 256 for each in stop):
+            raise SettingError("stop", "takes up to 16 strings of 1 to 256 characters")
+        ids = check_items("stop_token_ids", self.stop_token_ids, list | tuple, int, 0)
+        check_items("logit_bias", self.logit_bias, dict, int, 0)
+        check_items("logit_bias", [*self.logit_bias.values()], list, float, -100, 100)
+        vars(self).update(stop=stop, stop_token_ids=ids)  # frozen: only the constructor may
+
+    @property
+    def penalises(self) -> bool:
+        """Whether the text so far makes tokens weigh less, or more, than the model says."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+    @property
+    def filters(self) -> bool:
+        """Whether unlikely tokens are left out: whether keep_likeliest has anything to do."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    def split(self) -> list["SamplingParams"]:
+        """The parameters of each of the n continuations, whose seeds count up (and wrap around)."""
+        if self.seed is None:
+            return [self] * self.n
+        return [replace(self, seed=(self.seed + i + 2**63) % 2**64 - 2**63) for i in range(self.n)]
+
+
+# --- The engine's settings ------------------------------------------------------------------------
+
+# Prompt tokens per forward. Smaller chunks skip more of the keys that causality hides, larger ones
+# read the weights less often: twice or half as many are slower by a few per cent on a CPU.
+CHUNK = 256
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+BUNDLED = Path(__file__).resolve().parent / "checkpoints" / "shakespeare"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much an engine runs at once, and in how much memory.
+
+    Raises:
+        SettingError: a value of the wrong type, or out of its range.
+    """
+
+    max_seq_len: int | None = setting(None, "prompt and output (default: what the model can)", 2)
+    max_num_seqs: int = setting(64, "sequences running at once", 1, 2**24)
+    max_num_batched_tokens: int | None = setting(None, "tokens in a step (README: Serving)", 1)
+    kv_memory: float = setting(0.5, "bytes (4e9), or below 1 a share of the free memory", 1e-15)
+    kv_dtype: str = setting("auto", "of the cache; auto: as dtype", choices=("auto", "int8"))
+    block_size: int = setting(16, "tokens in a block of the cache", 1, 2**24)
+    num_blocks: int | None = setting(None, "blocks in the cache, in place of --kv-memory", 1)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
+class EngineArgs(Limits):
+    """What to run, and on what."""
+
+    checkpoint: Path = setting(BUNDLED, "Hugging Face folder (the bundled model)")
+    device: str = setting("auto", "where to run", choices=("auto", "cpu", "cuda", "mps"))
+    dtype: str = setting("auto", "auto: as stored", choices=("auto", *DTYPES))
+    quantize: str | None = setting(None, "fewer bits, on the fly", choices=("int8", "int4"))
+    group_size: int = setting(128, "input channels per scale, for int4", -1)
+    compile: bool = setting(False, "slower to start, faster to run; see the README")
+    draft_checkpoint: Path | None = setting(None, "guess tokens with a small model")
+    speculate: int | None = setting(None, "tokens to guess in a step; see the README", 0, 64)
+
+
+def add_flags(parser: ArgumentParser, settings: type, **aliases: str) -> None:
+    """Give a command line a flag for each setting of a dataclass.
+
+    Args:
+        aliases: field -> another name of its flag.
+    """
+    for f in fields(settings):
+        if not f.metadata.get("help"):
+            continue
+        flags = ["--" + f.name.replace("_", "-"), aliases.get(f.name)]
+        text, _, choices = f.metadata.values()
+        text += f" ({f.default})" if f.default and f.type is not Path else ""
+        how = dict(action="store_true", default=None)
+        if f.type is not bool:
+            kind, *more = [*get_args(f.type), f.type]
+            how = dict(type=kind, choices=choices or None)
+            if ... in more:  # a tuple
+                how |= dict(nargs="+", action="extend")
+        parser.add_argument(*filter(None, flags), help=text, **how)
+
+
+def given(settings: type, args: Namespace) -> JSON:
+    """Of a dataclass's fields, what the command line gave."""
+    names = [f.name for f in fields(settings)]
+    return {
+        name: value for name, value in vars(args).items() if name in names and value is not None
+    }
+
+
+# --- How a program starts -------------------------------------------------------------------------
+
+
+class Ranks(NamedTuple):
+    """This process's place among those that share a model: alone, unless tp.py says otherwise."""
+
+    device: torch.device
+    rank: int = 0
+    ranks: int = 1
+    shard: Callable | None = None  # what checkpoint.load_model is to prepare
+    runner: type | None = None  # the Engine's
+
+
+def launch(
+    program: str, argv: list[str] | None, parse: Callable, command: Callable, join: Callable
+) -> int:
+    """Parse a command line, join the other ranks, run, and return the exit status: 2 after an
+    error, which is printed in one line, by one rank if all have it; 130 after Ctrl-C.
+
+    Args:
+        parse: argv -> Namespace, with `device`.
+        command: that and Ranks -> exit status.
+        join: device -> a context that gives Ranks; called where torchrun started several processes.
+    """
+    several = os.environ.get("WORLD_SIZE", "1") != "1" or os.environ.get("RANK", "0") != "0"
+    if os.environ.get("RANK", "0") != "0":  # what this one would print is said by the first
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (tp.join gives it back)
+    args = parse(argv)
+    try:
+        device = pick_device(args.device or "auto")
+        with join(device) if several else contextlib.nullcontext(Ranks(device)) as ranks:
+            return command(args, ranks)
+    except BrokenPipeError:  # `| head` has read enough; spare the user Python's complaint at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:  # while loading; during generation it just ends the text
+        return 130
+    except (ValueError, OSError, ImportError, OverflowError) as error:  # the last: a port
+        print(f"{program}: error: {error}", file=sys.stderr)
+        return 2
+
+
+def progress(items: Iterable[Any], label: str, total: int | None = None) -> Iterator[Any]:
+    """Yield from `items`, with a bar on stderr, where that is a terminal, once more than a second
+    has passed.
+
+    Args:
+        items: what to go through; needs a len() unless `total` is given.
+        label: what is going on, in a word or two.
+    """
+    total = total or len(items)
+    start = time.monotonic()
+    for done, item in enumerate(items, 1):
+        yield item
+        elapsed = time.monotonic() - start
+        if elapsed > 1 and sys.stderr.isatty():
+            bar = "#" * (24 * done // total)
+            left = elapsed / done * (total - done)
+            text = f"\r{label} [{bar:<24}] {done}/{total}  {left:.0f} s left "
+            print(text, end="\n" * (done == total), file=sys.stderr, flush=True)
+
+
+# --- This machine ---------------------------------------------------------------------------------
+
+
+def pick_device(name: str) -> torch.device:
+    """Turn --device into a device. Raises ValueError where this machine does not have it."""
+    cpu = torch.device("cpu")
+    there = torch.accelerator.current_accelerator(check_available=True) or cpu
+    if name not in ("auto", "cpu", there.type):
+        raise ValueError(f"--device {name}: there is none here: use --device cpu or auto")
+    return cpu if name == "cpu" else there
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that could still be allocated."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    meminfo = Path("/proc/meminfo")  # what the kernel could free, caches of files included
+    if meminfo.is_file():
+        return int(re.search(r"MemAvailable: *(\d+)", meminfo.read_text())[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
