@@ -4,7 +4,7 @@ What comes from outside is checked here: values of the wrong type or size, files
 damaged, tensors that do not fit. Whatever fails gives one error that says where. Families are data:
 a table of what each config.json leaves out. Folders that GPTQ and AWQ tools wrote are presented as
 ours while they are read. Does not know what runs the model. Papers: Frantar et al. 2022 (GPTQ,
-arXiv:2210.17323), Lin et al. 2023 (AWQ, arXiv:2306.00978). Read: load_config, load_model, check.
+arXiv:2210.17323), Lin et al. 2023 (AWQ, arXiv:2306.00978). Read: load_config, load_model.
 """
 
 import contextlib
@@ -12,7 +12,6 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,38 +58,36 @@ def read_json(path: Path, optional: bool = False) -> JSON:
 
 # Each family we run: what its config.json may leave out, and what it does not say. An entry here
 # means that the family has been compared with `transformers`, logit by logit (tests/test_model.py).
+# Of Mistral's layers every one slides, if any does.
+MISTRAL = dict(num_key_value_heads=8, o_bias=False, use_sliding_window=True, max_window_layers=0)
 FAMILIES = dict(
     LlamaForCausalLM={},
-    MistralForCausalLM=dict(  # every layer slides, if any does
-        num_key_value_heads=8, sliding_window=4096, use_sliding_window=True, max_window_layers=0,
-        o_bias=False,
-    ),
+    MistralForCausalLM=MISTRAL | dict(sliding_window=4096),
     Qwen2ForCausalLM=dict(num_key_value_heads=32, qkv_bias=True, o_bias=False),
     Qwen3ForCausalLM=dict(num_key_value_heads=32, head_dim=128, qk_norm=True),
-    MixtralForCausalLM=dict(  # as Mistral, but without a window unless the file names one
-        num_key_value_heads=8, use_sliding_window=True, max_window_layers=0, rms_norm_eps=1e-5,
-        rope_theta=1e6, num_experts=8, num_experts_per_tok=2,
-    ),
+    MixtralForCausalLM=MISTRAL | dict(  # without a window unless the file names one
+        num_experts=8, num_experts_per_tok=2, rms_norm_eps=1e-5, rope_theta=1e6),
     Qwen3MoeForCausalLM=dict(
-        num_key_value_heads=4, qk_norm=True, num_experts_per_tok=8, norm_topk_prob=False
-    ),
+        num_key_value_heads=4, qk_norm=True, num_experts_per_tok=8, norm_topk_prob=False),
 )  # fmt: skip
 # Settings of which we run one value. Routers with shared experts are other architectures.
 ONLY = dict(hidden_act="silu", partial_rotary_factor=1.0, scoring_func="softmax", n_group=1)
-# What a file of any family may leave out. None may not be: the check of it will say so.
+# What a file of any family may leave out, or may not: the check of a None will say so.
 USUAL = ONLY | dict(
     vocab_size=None, hidden_size=None, intermediate_size=None, num_hidden_layers=None,
     num_attention_heads=None, attention_bias=False, rope_scaling={}, rope_parameters={},
     sliding_window=None, use_sliding_window=False, max_window_layers=28, num_experts=1,
     eos_token_id=[], torch_dtype="float32", quantization_config={},
 )  # fmt: skip
-# The numbers that each way of stretching rope needs.
-ROPES = dict(
-    default=(), linear=("factor",),
-    llama3=(
-        "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
-    ),
+# The types of what we compute with; check_config checks the rest.
+TYPES = dict(
+    hidden_size=int, num_attention_heads=int, sliding_window=int | None, rope_scaling=dict,
+    rope_parameters=dict, quantization_config=dict,
 )  # fmt: skip
+# The numbers that each way of stretching rope needs.
+ROPES = dict(default=(), linear=("factor",), llama3=(
+    "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
+))  # fmt: skip
 
 
 def load_config(path: Path | str) -> Config:
@@ -105,29 +102,28 @@ def load_config(path: Path | str) -> Config:
     with blame(file):
         names = check("architectures", raw.get("architectures") or ["(none named)"], list)
         family = FAMILIES[supported("architectures", names[0], *FAMILIES)]
-        raw = USUAL | without_nulls(family | raw)
+        # Chat checkpoints list their end-of-turn id in generation_config.json: that one wins.
+        raw = USUAL | without_nulls(family | raw) | without_nulls(generation)
+        for name, kind in TYPES.items():
+            check(name, raw[name], kind)
         rope = rope_settings(raw)
         raw |= rope
         for name, only in ONLY.items():
             supported(name, raw[name], only)
-        dtype = supported("dtype", raw.get("dtype", raw["torch_dtype"]), *DTYPES)
-        hidden = check("hidden_size", raw["hidden_size"], int)
-        heads = check("num_attention_heads", raw["num_attention_heads"], int)
-        bias = raw["attention_bias"]
-        # What follows from other settings, what the file says, and what it says in another form.
-        derived = dict(
-            num_key_value_heads=heads, head_dim=hidden // heads, qkv_bias=bias, o_bias=bias
-        )
-        formed = dict(
-            rope_scaling=rope,
-            windows=layer_windows(raw),
+        # What follows from other settings where the file does not say it.
+        heads, bias = raw["num_attention_heads"], raw["attention_bias"]
+        size = raw["hidden_size"] // heads
+        raw = dict(num_key_value_heads=heads, head_dim=size, qkv_bias=bias, o_bias=bias) | raw
+        # What it says in another form.
+        ids = raw["eos_token_id"]
+        ids = ids if isinstance(ids, list) else [ids]
+        raw |= dict(
+            rope_scaling=rope, windows=layer_windows(raw), quantization=raw["quantization_config"],
+            eos_ids=check_items("eos_token_id", ids, list, int, 0),
             num_experts=raw.get("num_local_experts", raw["num_experts"]),  # newer, older
-            eos_ids=eos_ids(raw, generation),
-            dtype=DTYPES[dtype],
-            quantization=check("quantization_config", raw["quantization_config"], dict),
-        )
-        values = derived | raw | formed
-        config = Config(**{name: values[name] for name in values.keys() & Config.__annotations__})
+            dtype=DTYPES[supported("dtype", raw.get("dtype", raw["torch_dtype"]), *DTYPES)],
+        )  # fmt: skip
+        config = Config(**{name: raw[name] for name in raw.keys() & Config.__annotations__})
         check_config(config)
     return config
 
@@ -141,12 +137,17 @@ def rope_settings(raw: JSON) -> JSON:
     """The settings of rope, of which newer files have one dict `rope_parameters`, and older ones
     `rope_theta` and `rope_scaling`. Where a file has both dicts, `rope_scaling` wins, as in
     transformers."""
-    newer = check("rope_parameters", raw["rope_parameters"], dict)
-    rope = check("rope_scaling", raw["rope_scaling"], dict) or newer
-    return dict(rope_type=rope.get("type", "default")) | rope
+    rope = raw["rope_scaling"] or raw["rope_parameters"]
+    rope = dict(rope_type=rope.get("type", "default")) | rope
+    for name in ROPES[supported("rope_type", rope["rope_type"], *ROPES)]:
+        check(f"rope {name}", rope.get(name), float)
+    if rope["rope_type"] == "llama3":
+        between = rope["high_freq_factor"] - rope["low_freq_factor"]
+        check("rope high_freq_factor - low_freq_factor", between, float)
+    return rope
 
 
-def layer_windows(raw: JSON) -> tuple[int | None, ...]:
+def layer_windows(raw: JSON) -> tuple:
     """How many tokens a query of each layer sees, None for all of them.
 
     Qwen2's files name a window that is switched off; where it is on, the first `max_window_layers`
@@ -156,19 +157,11 @@ def layer_windows(raw: JSON) -> tuple[int | None, ...]:
     """
     layers = check("num_hidden_layers", raw["num_hidden_layers"], int, 1, 1024)
     window = raw["sliding_window"] if raw["use_sliding_window"] else None
-    check("sliding_window", window, int | None)
-    full = check("max_window_layers", raw["max_window_layers"], int, 0)
+    full = raw["max_window_layers"]
     usual = ["full_attention" if i < full else "sliding_attention" for i in range(layers)]
     kinds = check("layer_types", raw.get("layer_types", usual), list)
     window_of = dict(full_attention=None, sliding_attention=window)
     return tuple(window_of[supported("layer_types", kind, *window_of)] for kind in kinds)
-
-
-def eos_ids(raw: JSON, generation: JSON) -> tuple[int, ...]:
-    """The ids that end a text. Those of generation_config.json win: chat checkpoints list their
-    end-of-turn id there."""
-    ids = without_nulls(generation).get("eos_token_id", raw["eos_token_id"])
-    return check_items("eos_token_id", ids if isinstance(ids, list) else [ids], list, int, 0)
 
 
 def check_config(config: Config) -> None:
@@ -181,13 +174,6 @@ def check_config(config: Config) -> None:
         raise ValueError(f"{N}, {K} heads, head_dim {H}, {layers} layer_types do not fit")
     check("num_experts", config.num_experts, int, 1, 1024)  # more take half a minute to build
     check("num_experts_per_tok", config.num_experts_per_tok, int, 1, config.num_experts)
-    rope = config.rope_scaling
-    kind = supported("rope_type", rope.get("rope_type", "default"), *ROPES)
-    for name in ROPES[kind]:
-        check(f"rope {name}", rope.get(name), float)
-    if kind == "llama3":
-        between = rope["high_freq_factor"] - rope["low_freq_factor"]
-        check("rope high_freq_factor - low_freq_factor", between, float)
 
 
 def suggested(path: Path | str) -> JSON:
@@ -207,14 +193,14 @@ class Stored(NamedTuple):
     kind: str  # "float" for those of 16 and 32 bits, else safetensors' word, such as "U8"
     read: Callable[[], Tensor]
 
-    def changed(self, change: Callable[[Tensor], Tensor]) -> "Stored":
+    def changed(self, change: Callable) -> "Stored":
         """What `change` will make of it once it is read; of its shape, at once."""
         shape = change(torch.empty(self.shape, dtype=torch.int32, device="meta")).shape
         return self._replace(shape=tuple(shape), read=lambda: change(self.read()))
 
 
 Files = dict[str, Stored]  # by our parameter names
-Prepare = Callable[[Transformer, Files], tuple[Transformer, Files]]
+Prepare = Callable  # of an empty model and the files; returns both, changed
 
 
 def build(config: Config) -> Transformer:
@@ -279,13 +265,13 @@ def named_tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:
     A tied lm_head is not yielded: it is the embedding.
     """
     for name, tensor in model.state_dict().items():
-        *above, own, kind = name.split(".")  # "layers", "0", "mlp"; "gate_up_proj"; "weight"
-        module = model.get_submodule(".".join((*above, own)))
-        # Those of a FusedLinear, or its quantised form; of any other, one.
-        parts = getattr(module, "parts", None) or {own: len(tensor)}
+        path = name.rpartition(".")[0]  # "layers.0.mlp.gate_up_proj"
+        own = path.split(".")[-1]
+        # Those of a FusedLinear, or its quantised form; any other has one.
+        parts = getattr(model.get_submodule(path), "parts", None) or {own: len(tensor)}
         for part, view in zip(parts, tensor.split([*parts.values()])):
             if not (model.tied and part == "lm_head"):
-                yield ".".join((*above, part, kind)), view
+                yield name.replace(own, part), view
 
 
 def locate_tensors(path: Path) -> Files:
@@ -335,14 +321,17 @@ def spelt_out(name: str, stored: Stored) -> Files:
     if last not in STACKED:
         return {".".join((*above, last)): stored}
     parts = STACKED[last]
-    rows = stored.shape[1] // len(parts)
-    found = {}
-    for e in range(check("experts", stored.shape[0], int, 1, 1024)):
-        for i, part in enumerate(parts):
-            place = e, slice(i * rows, (i + 1) * rows)
-            ours = ".".join((*above, str(e), part, "weight"))
-            found[ours] = stored.changed(itemgetter(place))  # stored[place]
-    return found
+    count = check("experts", stored.shape[0], int, 1, 1024)
+    return {
+        ".".join((*above, str(e), part, "weight")): stored.changed(partial(matrix, e, i, parts))
+        for e in range(count)
+        for i, part in enumerate(parts)
+    }
+
+
+def matrix(e: int, i: int, parts: tuple, stacked: Tensor) -> Tensor:
+    """Of an expert's matrices, which stand on top of each other, the i-th."""
+    return stacked[e].chunk(len(parts))[i]
 
 
 def check_tensors(files: Files, model: Transformer) -> None:
@@ -370,6 +359,10 @@ def check_tensors(files: Files, model: Transformer) -> None:
 #     GPTQ, 4 bits    qweight[0, n] = 0x87654321      output n; inputs 0..7 are 1, 2, ... 8
 #     AWQ             qweight[k, 0] = 0x75316420      input k; outputs 0..7 are 0, 1, ... 7
 
+FORMS = dict(gptq=("gptq", "gptq_v2"), awq=("awq", "gemm"))
+# For each number of bits, at which place of a word each of its values stands.
+PLACES = dict(gptq={4: range(8), 8: range(4)}, awq={4: (0, 4, 1, 5, 2, 6, 3, 7)})
+
 
 def converted(files: Files, model: Transformer, settings: JSON) -> Files:
     """Present the files of a GPTQ or AWQ folder as those of one of our own.
@@ -392,49 +385,38 @@ def converted(files: Files, model: Transformer, settings: JSON) -> Files:
     method = supported("quant_method", settings.get("quant_method"), "kilolm", "gptq", "awq")
     settings.setdefault("bits", settings.get("w_bit"))
     settings.setdefault("group_size", settings.get("q_group_size"))
+    bits = check("bits", settings["bits"], int)
     size = check("group_size", settings["group_size"], int, -1)
-    if method == "awq":
-        form = supported("version", str(settings.get("version", "gemm")).lower(), "gemm")
-        bits = supported("bits", settings["bits"], 4)
-        places = 0, 4, 1, 5, 2, 6, 3, 7  # at which place of a word each value stands
-    else:
-        form = settings.get("checkpoint_format") or "gptq"
-        supported("checkpoint_format", form, "gptq", "gptq_v2")
-        bits = supported("bits", settings["bits"], 4, 8)
-        places = range(32 // bits)
+    form = str(settings.get("checkpoint_format") or settings.get("version", method)).lower()
+    supported("checkpoint_format or version", form, *FORMS[method])
+    places = PLACES[method][supported("bits", bits, *PLACES[method])]
     mask = 2**bits - 1
 
-    def across(words: Tensor) -> Tensor:
-        """(R, C) -> (C * 32 / bits, R): the values that stand along the outputs."""
-        values = [words >> bits * place & mask for place in places]
-        return torch.stack(values, -1).flatten(-2).t()
-
-    def zeros(words: Tensor) -> Tensor:
+    def change(kind: str, stored: Tensor) -> Tensor:
+        if kind == "scales":
+            return stored.t()
+        if kind == "qweight" and method == "gptq":  # the words of an output are, as bytes, ours
+            return stored.t().contiguous().view(torch.uint8)
+        values = [stored >> bits * place & mask for place in places]  # (R, C) each
+        values = torch.stack(values, -1).flatten(-2).t()  # (C * 32 / bits, R)
+        if kind == "qweight":
+            return values[:, ::2] | values[:, 1::2] << 4
         # A zero point of 0, less one, is all ones: it wraps around within its bits.
-        return across(words) + (form == "gptq") & mask
+        return values + (form == "gptq") & mask
 
-    def qweight(words: Tensor) -> Tensor:
-        if method == "gptq":  # the words of an output's inputs, byte after byte, are ours
-            return words.t().contiguous().view(torch.uint8)
-        values = across(words)
-        return values[:, ::2] | values[:, 1::2] << 4
-
-    changes = dict(qweight=qweight, qzeros=zeros, scales=Tensor.t)
     wanted = dict(named_tensors(model))
     ours = {}
     for name, stored in files.items():
-        part, _, kind = name.rpartition(".")
+        kind = name.split(".")[-1]
         with blame(name):
-            if f"{part}.qweight" not in files:  # not quantised, as the lm_head of most
-                ours[name] = stored
-            elif kind == "g_idx":  # to which group each input belongs
+            if kind == "g_idx":  # to which group each input belongs
                 groups = stored.read().tolist()
                 width = size if size > 0 else len(groups)
                 if groups != [i // width for i in range(len(groups))]:
                     raise ValueError("groups of other than neighbours (desc_act)")
-            elif kind in changes:
+            elif kind in ("qweight", "qzeros", "scales"):
                 stored = stored._replace(kind=stored.kind.replace("I32", "U8"))
-                ours[name.replace(".qzeros", ".zeros")] = stored.changed(changes[kind])
+                ours[name.replace(".qzeros", ".zeros")] = stored.changed(partial(change, kind))
             elif name in wanted or stored.read().any():  # some tools write biases of zero
                 ours[name] = stored
     return ours

@@ -8,8 +8,8 @@ is output channels, K input channels, G groups, R rows. Read: compile_model, Pac
 """
 
 import warnings
-import weakref
 from functools import cache
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -43,31 +43,30 @@ def compile_model(
         ValueError: there is no C++ compiler, which torch.compile needs on a CPU.
     """
     pack_linears(model)
-    # Which experts run, and on how many rows, differs by the step: that is left out of the graph.
-    dense = model.config.num_experts == 1
+    on_cpu = model.device.type == "cpu"
     for block in model.layers:
         if hasattr(block.mlp, "mix"):
+            # Which experts run, and on how many rows, differs by the step: not in the graph.
             block.mlp.mix = torch.compiler.disable(block.mlp.mix)
-    if model.device.type == "cpu":
-        for block in model.layers:
-            block.compile(fullgraph=dense, dynamic=True)
-    else:
+        if on_cpu:
+            block.compile(dynamic=True)
+    if not on_cpu:
         # Lets a product of one row become a loop that reads int8 weights once, as they are.
         torch._inductor.config.coordinate_descent_tuning = True
         # A paged step is another one each time, in numbers that only the host sees: never replayed.
-        model.compile(fullgraph=dense, mode="reduce-overhead" if batch_size else None)
+        model.compile(mode="reduce-overhead" if batch_size else None)
     # The default of 8 graphs for one piece of code is few for several models in a process.
     torch._dynamo.config.recompile_limit = 64
     # Two sizes that happen to be equal now, such as the mask's and H, need not be later.
     torch.fx.experimental._config.use_duck_shape = False
     with torch.no_grad(), blame("--compile, for which a CPU needs a C++ compiler"):
         for length in progress([1, chunk], "compiling decode, prefill"):
-            if batch_size:  # the logits of one token, then of two: any number
+            # The logits of one token, then of two: any number.
+            if batch_size:
                 positions, layers = StaticCache(model, batch_size, chunk, kv_dtype).plan(0, length)
-                select = torch.arange(min(length, 2), device=model.device)
-                model(torch.zeros_like(positions), positions, layers, select)
+                model(torch.zeros_like(positions), positions, layers, positions[0, :2].clone())
             else:
-                row = Row([*range(chunk)], 0, [0] * length, min(length, 2))
+                row = Row([0] * chunk, 0, [0] * length, min(length, 2))
                 Runner(model, chunk, 16, kv_dtype).forward([row])
     return model
 
@@ -78,36 +77,40 @@ def pack_linears(model: nn.Module) -> None:
     The packed copy takes the plain one's place and serves every batch size, so memory peaks at one
     extra weight. (Inductor's freezing packs too, but keeps a copy for each compiled graph.)
     """
-    dtype = next((parameter.dtype for parameter in model.parameters()), torch.float32)
-    kinds = nn.Linear, QuantLinear
-    # The list holds parents only: a reference to a Linear would keep its plain weight alive.
-    for module in progress([m for m in model.modules() if not isinstance(m, kinds)], "packing"):
-        for name, child in module.named_children():
-            form = form_of(child) if isinstance(child, kinds) else None
-            if form:
-                setattr(module, name, form(child, dtype))
-            del child
+    # A list of paths: a reference to a Linear would keep its plain weight alive.
+    for path in progress([path for path, _ in model.named_modules()], "packing"):
+        linear = model.get_submodule(path)
+        form = form_of(linear)
+        if form:
+            model.set_submodule(path, form(linear))
 
 
-def form_of(linear: nn.Linear | QuantLinear) -> "type[PackedLinear] | None":
+def form_of(linear: nn.Module) -> "type[PackedLinear] | None":
     """What packs a Linear, for its device and its kind of weight; None: nothing does. Then it stays
     as it is, and a QuantLinear is dequantised at each step."""
-    plain = isinstance(linear, nn.Linear)
-    weight = linear.weight if plain else linear.qweight
-    N, K = linear.out_features, linear.in_features
-    int4 = not plain and linear.bits == 4 and linear.group_size in (32, 64, 128, 256)
-    if not weight.is_cpu:
-        return Int4Linear if int4 and weight.is_cuda and N % 8 == K % 128 == 0 else None
-    if int4 and N % 64 == 0 and "AVX512" in torch.backends.cpu.get_cpu_capability():
-        return Int4Linear
     fbgemm = "fbgemm" in torch.backends.quantized.supported_engines
-    if not plain:  # one group, around zero
-        int8 = linear.bits == 8 and linear.group_size == K and bool((linear.zeros == 128).all())
-        if int8 and fbgemm and torch.backends.mkldnn.is_available():
+    match linear:
+        case QuantLinear(bits=4, group_size=32 | 64 | 128 | 256, qweight=q) if has_int4(q):
+            return Int4Linear
+        case QuantLinear(bits=8, scales=Tensor(is_cpu=True, shape=(_, 1)), zeros=zeros) if (
+            fbgemm and (zeros == 128).all()
+        ):
             return Int8Linear
-    elif has_arithmetic(weight.dtype):
-        return PackedLinear
-    return HalfLinear if fbgemm and weight.dtype != torch.float32 else None
+        case nn.Linear(weight=Tensor(is_cpu=True, dtype=dtype)) if has_arithmetic(dtype):
+            return PackedLinear
+        case nn.Linear(weight=weight) | QuantLinear(qweight=weight) if (
+            fbgemm and weight.is_cpu and weight.dtype != torch.float32
+        ):
+            return HalfLinear
+    return None
+
+
+def has_int4(q: Tensor) -> bool:
+    """Whether PyTorch has a fast product for (N, K / 2) bytes of two 4-bit values each."""
+    N, half = q.shape
+    if q.is_cpu:
+        return N % 64 == 0 and "AVX512" in torch.backends.cpu.get_cpu_capability()
+    return q.is_cuda and N % 8 == half % 64 == 0
 
 
 def has_arithmetic(dtype: torch.dtype) -> bool:
@@ -130,25 +133,24 @@ class PackedLinear(nn.Module):
     `product`. The number is a tensor, so that all blocks of a model compile to the same graph.
     """
 
-    def __init__(self, linear: nn.Module, dtype: torch.dtype) -> None:
-        """Take a Linear, for inputs of that dtype."""
+    def __init__(self, linear: nn.Module) -> None:
         super().__init__()
         self.out_features = linear.out_features
         self.bias = linear.bias
-        self.nbytes = sum(t.nbytes for t in (*linear.parameters(), *linear.buffers()))
-        self.register_buffer("key", torch.tensor(len(_packed)), persistent=False)
-        _packed.append(weakref.ref(self))
-        self.pack(linear, dtype)
+        self.nbytes = sum(tensor.nbytes for tensor in linear.state_dict().values())
+        self.register_buffer("key", torch.tensor(id(self)), persistent=False)
+        _packed[id(self)] = self
+        self.pack(linear)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.multiply(x.flatten(0, -2)).view(*x.shape[:-1], self.out_features)
+        y = self.multiply(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
         return y if self.bias is None else y + self.bias
 
     def multiply(self, rows: Tensor) -> Tensor:
         """(R, K) -> (R, N), in compiled code."""
         return torch.ops.kilolm.packed_linear(rows, self.key, self.out_features)
 
-    def pack(self, linear: nn.Module, dtype: torch.dtype) -> None:
+    def pack(self, linear: nn.Module) -> None:
         # 32 is a hint for how many rows x will have. With 1 other numbers of rows are slower, by a
         # fifth to two thirds on each kind of processor; one row is as fast.
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), 32)
@@ -174,17 +176,17 @@ class Int8Linear(PackedLinear):
 
     most = 127 if torch.cpu._is_vnni_supported() else 63  # of the digit `high`
 
-    def pack(self, linear: QuantLinear, dtype: torch.dtype) -> None:
-        signed = (linear.qweight.int() - 128).to(torch.int8)
+    def pack(self, linear: QuantLinear) -> None:
+        signed = (linear.qweight - 128).view(torch.int8)  # in a byte, which wraps around
         # Not buffers: .to(dtype) must not round them.
-        self.scales = linear.scales[:, 0].contiguous()
+        self.scales = linear.scales.flatten()
         self.zeros = torch.zeros(len(signed)).long()
         if self.most == 127:
-            self.packed = torch.ops.onednn.qlinear_prepack(signed, [1, linear.in_features])
-            return
-        with warnings.catch_warnings(action="ignore"):  # PyTorch will drop such tensors one day
-            q = torch._make_per_channel_quantized_tensor(signed, self.scales, self.zeros, 0)
-        self.packed = torch.ops.quantized.linear_prepack(q, None)
+            self.packed = torch.ops.onednn.qlinear_prepack(signed, None)
+        else:
+            with warnings.catch_warnings(action="ignore"):  # PyTorch will drop such tensors one day
+                q = torch._make_per_channel_quantized_tensor(signed, self.scales, self.zeros, 0)
+            self.packed = torch.ops.quantized.linear_prepack(q, None)
 
     def multiply(self, rows: Tensor) -> Tensor:
         x = rows.float()
@@ -215,36 +217,36 @@ class Int4Linear(PackedLinear):
     """int4 weights for PyTorch's own operators, which dequantise inside the product.
 
     They compute scale * (q - 8) + zero, and ours is scale * (q - z): so their zero is scale * (8 -
-    z). On a CPU, with AVX-512, they take few rows; for many, the weight is dequantised, and
-    multiplied as any other. On CUDA in bfloat16 alone; not yet run on a GPU by us.
+    z). They are fast in bfloat16 alone, and on a CPU, with AVX-512, for few rows; else the weight
+    is dequantised, and multiplied as any other. On CUDA not yet run by us.
     """
 
-    def pack(self, linear: QuantLinear, dtype: torch.dtype) -> None:
-        q = linear.qweight
-        self.group_size = linear.group_size
-        scales = torch.stack((linear.scales, linear.scales * (8 - linear.zeros.float())), -1)
+    def pack(self, linear: QuantLinear) -> None:
+        q, aten = linear.qweight, torch.ops.aten
         if q.is_cuda:
-            dtype, swapped = torch.bfloat16, q << 4 | q >> 4  # the first in the high half
-            # 8: tiles of 16 input channels that one thread keeps together, the most there is
-            self.packed = torch.ops.aten._convert_weight_to_int4pack(swapped, 8)
+            self.operator = aten._weight_int4pack_mm
+            # The first value in the high half. 8: tiles of 16 input channels that one thread keeps
+            # together, the most there is.
+            self.packed = aten._convert_weight_to_int4pack(q << 4 | q >> 4, 8)
         else:
-            q = unpack_bits(q, 4).int()
-            self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q, 1)
-        self.scales = scales.transpose(0, 1).to(dtype).contiguous()  # (G, N, 2)
+            self.operator = aten._weight_int4pack_mm_for_cpu
+            self.packed = aten._convert_weight_to_int4pack_for_cpu(unpack_bits(q, 4).int(), 1)
+        zeros = linear.scales * (8 - linear.zeros.float())
+        self.group_size = linear.group_size
+        self.scales = torch.stack((linear.scales.t(), zeros.t()))  # (2, G, N)
+        self.rounded = self.scales.permute(1, 2, 0).bfloat16().contiguous()  # (G, N, 2)
 
     def product(self, rows: Tensor) -> Tensor:
-        if len(rows) > FEW_ROWS and rows.is_cpu:
+        if rows.is_cpu and (len(rows) > FEW_ROWS or rows.dtype != torch.bfloat16):
             return self.many_rows(rows)
-        aten = torch.ops.aten
-        operator = aten._weight_int4pack_mm_for_cpu if rows.is_cpu else aten._weight_int4pack_mm
-        x = rows.to(self.scales.dtype).contiguous()
-        return operator(x, self.packed, self.group_size, self.scales).to(rows.dtype)
+        x = rows.bfloat16().contiguous()
+        return self.operator(x, self.packed, self.group_size, self.rounded).to(rows.dtype)
 
     def many_rows(self, rows: Tensor) -> Tensor:
         """By pieces: the memory of the last one is used again while it is in the cache."""
-        pieces = zip(self.packed.split(512), self.scales.split(512, 1))
-        columns = [dequantize(q, *scales.movedim(2, 0).contiguous()) for q, scales in pieces]
-        return torch.cat([rows @ each for each in columns], -1)
+        unpack = _compiled(dequantize, dynamic=False)
+        pieces = zip(self.packed.split(512), self.scales.split(512, 2))
+        return torch.cat([rows @ unpack(*piece).to(rows.dtype) for piece in pieces], -1)
 
 
 class HalfLinear(PackedLinear):
@@ -257,7 +259,7 @@ class HalfLinear(PackedLinear):
     packing time, and int4 four times its memory.
     """
 
-    def pack(self, linear: nn.Module, dtype: torch.dtype) -> None:
+    def pack(self, linear: nn.Module) -> None:
         weight = linear.weight.float() if isinstance(linear, nn.Linear) else linear.dequantize()
         self.nbytes = 2 * weight.numel()
         self.scales = (weight.abs().amax(1).frexp().exponent - 15).exp2()  # largest: 2**14 to 2**15
@@ -268,49 +270,39 @@ class HalfLinear(PackedLinear):
         return (y * self.scales).to(rows.dtype)
 
 
-def dequantize(packed: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """A weight from the CPU operator's order, (K, N); scale, zero: (G, N). Compiled at the first
-    call, as torch.compile takes seconds to import; and for each size anew, as one graph for any
-    size returns (K, 0) the first time that K is another, in PyTorch 2.13."""
-    return _compiled(_dequantize)(packed, scale, zero)
+def dequantize(packed: Tensor, scales: Tensor, lanes: int = 32) -> Tensor:
+    """A weight from the CPU operator's order, (K, N) float32; scales: (2, G, N), as the operator's.
+
+    A byte holds, of 2 * lanes output channels, the one at its place and the one `lanes` after it.
+    """
+    _, G, N = scales.shape
+    # As int32, which the compiler turns into vectors, unlike uint8.
+    q = packed.view(N // (2 * lanes), G, -1, lanes).int()
+    q = torch.stack((q & 15, q >> 4), 3).permute(1, 2, 0, 3, 4).flatten(2)  # (G, K / G, N)
+    scale, zero = scales[:, :, None]
+    return ((q - 8) * scale + zero).flatten(0, 1)
 
 
-def _dequantize(packed: Tensor, scale: Tensor, zero: Tensor, lanes: int = 32) -> Tensor:
-    """A byte holds, of 2 * lanes output channels, the one at its place and the one `lanes` after
-    it."""
-    G, N = scale.shape
-    # As int32, which the compiler turns into vectors, unlike uint8: twice as fast as with floats.
-    q = packed.view(N // (2 * lanes), G, -1, lanes).permute(1, 2, 0, 3).int()
-    scales = scale.float().view(G, 1, -1, 2, lanes)
-    zeros = zero.float().view(G, 1, -1, 2, lanes)
-    halves = [
-        ((half.float() - 8) * scales[..., i, :] + zeros[..., i, :]).to(scale.dtype)
-        for i, half in enumerate((q & 15, q >> 4))  # (G, K / G, blocks, lanes) each
-    ]
-    return torch.stack(halves, 3).view(-1, N)
-
-
-@cache
-def _compiled(function):  # noqa: ANN001, ANN202
-    return torch.compile(function, dynamic=False)
+# For each function once, and when it is first called, as torch.compile takes seconds to import.
+_compiled = cache(torch.compile)
 
 
 # --- The operator ---------------------------------------------------------------------------------
 
-_packed: list[weakref.ref] = []  # key -> PackedLinear; weak, so that it can be freed
-
-
-def packed_linear(rows: Tensor, key: Tensor, out_features: int) -> Tensor:
-    return _packed[int(key)]().product(rows)
-
-
-def _empty(rows: Tensor, key: Tensor, out_features: int) -> Tensor:
-    dtype = rows.dtype if rows.is_floating_point() else torch.float32
-    return rows.new_empty((rows.shape[0], out_features), dtype=dtype)  # len() would be baked in
+_packed = WeakValueDictionary()  # key -> PackedLinear; weak, so that it can be freed
 
 
 # A plain Library: the wrapper of torch.library.custom_op costs 8 us a call, this one 3 to 5, and a
 # step makes four calls a layer.
 library.define("packed_linear(Tensor rows, Tensor key, int out_features) -> Tensor")
-library.impl("packed_linear", packed_linear, "CompositeExplicitAutograd")
-torch.library.register_fake("kilolm::packed_linear", _empty, lib=library)
+
+
+@torch.library.impl(library, "packed_linear", "CompositeExplicitAutograd")
+def packed_linear(rows: Tensor, key: Tensor, out_features: int) -> Tensor:
+    return _packed[int(key)].product(rows)
+
+
+@torch.library.register_fake("kilolm::packed_linear", lib=library)
+def _empty(rows: Tensor, key: Tensor, out_features: int) -> Tensor:
+    shape = rows.shape[0], out_features  # len() would be baked in
+    return rows.new_empty(shape, dtype=torch.result_type(rows, 1.0))  # of bytes: float32

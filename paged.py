@@ -45,6 +45,7 @@ class BlockTable:
     blocks: list[int] = field(default_factory=list)  # may reach past `length`, never short of it
     length: int = 0  # tokens whose keys and values are in the blocks
     serials: list[int] = field(default_factory=list)  # of the blocks that can be found, see Key
+    spoilt: bool = False  # its keys or values may be NaN: see BlockPool.free
 
     def advance(self, length: int) -> None:
         """Note that more keys and values are there than BlockPool.commit knows of."""
@@ -68,6 +69,7 @@ class BlockPool:
         self.refs = [0] * num_blocks
         self._free = list(range(num_blocks))[::-1]  # a stack, lowest block on top
         self.cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self.wipes: list[tuple[int, int]] = []  # (from, to), to be copied before the next forward
         self._found: dict[Key, tuple[int, int]] = {}  # key -> block, serial
         self._keys: dict[int, Key] = {}  # block -> key
         self._serials = itertools.count()
@@ -150,30 +152,26 @@ class BlockPool:
         return BlockTable([*table.blocks], table.length, [*table.serials])
 
     def free(self, table: BlockTable) -> None:
-        """Empty a table; blocks that nobody else uses become cached or free."""
+        """Empty a table; blocks that nobody else uses become cached or free.
+
+        Those of a spoilt one are found no more, and are to be wiped, from the empty block:
+        attention multiplies what is masked by 0, and 0 * NaN is NaN, whoever has the block next.
+        """
         # Last block first, so that it is also given up first: a block is of no use once the one
         # before it is gone.
         for block in reversed(table.blocks):
             self.refs[block] -= 1
-            if not self.refs[block]:
-                if block in self._keys:
-                    self.cached[block] = None
-                else:
-                    self._free.append(block)
+            if self.refs[block]:
+                continue
+            if table.spoilt:
+                self._found.pop(self._keys.pop(block, None), None)
+                self.wipes.append((self.num_blocks, block))
+            if block in self._keys:
+                self.cached[block] = None
+            else:
+                self._free.append(block)
         table.blocks, table.serials = [], []
-        table.length = 0
-
-    def spoil(self, table: BlockTable) -> list[tuple[int, int]]:
-        """Let the blocks that only this table uses be found no more, as they may hold NaN.
-
-        Returns:
-            (from, to) blocks to copy at once, from the empty one, which is `num_blocks`: attention
-            multiplies what is masked by 0, and 0 * NaN is NaN, whoever has the block next.
-        """
-        own = [block for block in table.blocks if self.refs[block] == 1]
-        for block in own:
-            self._found.pop(self._keys.pop(block, None), None)
-        return [(self.num_blocks, block) for block in own]
+        table.length, table.spoilt = 0, False
 
     def _take(self) -> int:
         if self._free:
@@ -210,8 +208,9 @@ class Row(NamedTuple):
         return range(self.start, self.start + len(self.ids))
 
     def num_blocks(self, block_size: int) -> int:
-        """Blocks that hold its keys and values, the new ones included."""
-        return -(-self.positions.stop // block_size)
+        """Blocks to attend to, the new ones included: two at least, as torch.compile takes a size
+        of 1 for another case."""
+        return max(2, -(-self.positions.stop // block_size))
 
 
 class Blocks(LayerCache):
@@ -247,7 +246,8 @@ class Runner:
         # comes fresh from the system in each layer, page after page, which takes a third longer.
         # For a GPU more, so that calls are few; not measured by us.
         together = 2**21 if model.device.type == "cpu" else 2**25
-        self.most = together // (block_size * K * H * model.dtype.itemsize)  # as it is attended
+        most = together // (block_size * K * H * model.dtype.itemsize)  # as it is attended
+        self.most = min(most, num_blocks)
 
     @torch.no_grad()
     def forward(self, rows: list[Row]) -> Tensor:
@@ -274,7 +274,7 @@ class Runner:
 
         Example: block_size 4, rows ([7, 2], 5, [a]), ([3], 2, [b]), ([0, 1], 4, [c, d, e]):
             tokens [a, b, c, d, e], positions [5, 2, 4, 5, 6], slots [9, 14, 4, 5, 6],
-            select [0, 1, 4], sizes [2, 1, 2], [1, 3, 2], tables [7, 2, 3, 8, 0, 1] (of 8 blocks)
+            select [0, 1, 4], sizes [2, 1, 2, 1, 3, 2], tables [7, 2, 3, 8, 0, 1] (of 8 blocks)
         """
         size, config, device = self.block_size, self.model.config, self.model.device
         # 1) what the model reads
@@ -286,12 +286,12 @@ class Runner:
         slots = [row.blocks[p // size] * size + p % size for row in rows for p in row.positions]
         sizes, tables, masks = [], [], []
         for group in groups_of(rows, size, self.most):
-            width = max(2, *(row.num_blocks(size) for row in group))  # 1 is special to the compiler
+            width = max(row.num_blocks(size) for row in group)
             empty = [self.num_blocks] * width
             tables += [block for row in group for block in (row.blocks + empty)[:width]]
             at = torch.tensor([row.positions for row in group])  # (B, T)
             masks.append(visible(config, at, torch.arange(width * size)[None]))
-            sizes.append((*at.shape, width))
+            sizes += (*at.shape, width)
         tokens, positions, select, slots, tables = (
             torch.tensor(each, device=device)
             for each in ([tokens], [positions], select, slots, tables)
@@ -335,9 +335,10 @@ def paged_attention(
         q: (1, N, T, H).
         k, v: (1, K, T, H).
         k_pool, v_pool: (blocks, block size, K, stored_dim), encoded; written to.
-        plan: slots, sizes, tables and mask, the last two flat, group after group.
+        plan: slots, sizes, tables and mask, the last three flat, group after group: of two
+            dimensions one would be 1 at times, which to torch.compile is another case.
             slots: (T,) int64, where each new token goes: block * block size + offset.
-            sizes: (groups, 3) int64: B rows, T new tokens of each, and W blocks that hold the keys
+            sizes: int64: B rows, T new tokens of each, and W blocks that hold the keys
                 of the longest. On the CPU, as the host reads them.
             tables: int64, (B, W) of each group; what lies past a row's length is never seen.
             mask: bool, (B, 1, N / K * T, W * block size) of each group; see model.visible.
@@ -350,7 +351,7 @@ def paged_attention(
         stored = encode(new[0].transpose(0, 1), pool.dtype)  # (T, K, stored_dim)
         pool.flatten(0, 1).index_copy_(0, slots, stored)
     out = torch.empty_like(q)
-    groups = sizes.tolist()
+    groups = sizes.view(-1, 3).tolist()
     tokens = [B * T for B, T, _ in groups]
     seen = mask.numel() // sum(B * T * W for B, T, W in groups)  # by a token, in a block
     parts = zip(

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from checkpoint import Files, Prepare, blame, converted, load_model
 from model import Transformer
-from settings import progress, supported
+from settings import JSON, progress, supported
 
 # --- The stored form ------------------------------------------------------------------------------
 
@@ -199,24 +199,24 @@ def load(
                 if shard:
                     raise ValueError("ranks cannot share folders of other tools, only our own")
                 files = converted(files, model, settings)
+            insert_quantised(model, files, settings)
             if shard:
                 model, files = shard(model, files)
-            if settings:
-                insert_quantised(model, files, settings["bits"], settings["group_size"])
+                insert_quantised(model, files, settings)
         return model, files
 
     return load_model(path, device, dtype, prepare)
 
 
-def insert_quantised(model: Transformer, files: Files, bits: int, group_size: int) -> None:
+def insert_quantised(model: Transformer, files: Files, settings: JSON) -> None:
     """Put QuantLinears into an empty model where the files hold quantised weights.
 
     Raises:
         ValueError: settings that we do not run or that do not fit the model.
     """
-    supported("bits", bits, 4, 8)
-    for parent, name, path in list(linears(model)):
+    for parent, name, path in linears(model):
         linear = getattr(parent, name)
         part = next(iter(getattr(linear, "parts", [name])))  # of what is stacked, the first
         if f"{path.removesuffix(name)}{part}.qweight" in files:  # unlike the lm_head of most
-            setattr(parent, name, QuantLinear(linear, bits, group_size))
+            bits = supported("bits", settings["bits"], 4, 8)
+            setattr(parent, name, QuantLinear(linear, bits, settings["group_size"]))

@@ -264,7 +264,8 @@ def distribution(logits: Tensor, rows: list[Sequence]) -> Tensor:
     for row, scores in zip(rows, logits, strict=True):
         adjust_(scores, row)
     params = [row.params for row in rows]
-    temperature = column(params, "temperature", logits.device).clamp(min=1e-9)
+    temperature = [[max(p.temperature, 1e-9)] for p in params]
+    temperature = torch.tensor(temperature, device=logits.device)  # (B, 1)
     # The maximum is subtracted first, so a tiny temperature gives -inf, never inf - inf = NaN.
     probs = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
     filtered = [b for b, p in enumerate(params) if p.filters]
@@ -299,11 +300,6 @@ def adjust_(scores: Tensor, row: Sequence) -> None:
         scores.index_copy_(0, ids, seen)
 
 
-def column(params: list[SamplingParams], name: str, device: torch.device) -> Tensor:
-    """One setting of each row, (B, 1) float32."""
-    return torch.tensor([[float(getattr(p, name))] for p in params], device=device)
-
-
 SELECTED = 256  # tokens that are looked at before the whole vocabulary is sorted
 
 
@@ -330,16 +326,17 @@ def keep_likeliest(probs: Tensor, params: list[SamplingParams], most: int = SELE
         ranked, order = probs.gather(1, ids).sort(dim=-1, descending=True, stable=True)
         ids = ids.gather(1, order)
     least = ranked[:, -1:]
-    top_k = column(params, "top_k", probs.device)
+    wanted = torch.tensor([[p.top_k, p.top_p, p.min_p] for p in params], device=probs.device)
+    top_k, top_p, min_p = wanted.split(1, dim=1)  # (B, 1) each
     # 1) top-k. Ranks are compared, not values: of equals at the border just enough are kept.
     in_top_k = (torch.arange(ranked.shape[1], device=probs.device) < top_k) | (top_k <= 0)
     ranked = ranked * in_top_k
     # 2) top-p: a token is kept while those before it are short of the mass
     mass = ranked.cumsum(-1)
     total = mass[:, -1:].where(top_k > 0, 1.0)
-    ranked *= mass - ranked < column(params, "top_p", probs.device) * total
+    ranked *= mass - ranked < top_p * total
     # 3) min-p
-    ranked *= ranked >= column(params, "min_p", probs.device) * ranked[:, :1]
+    ranked *= ranked >= min_p * ranked[:, :1]
     kept = torch.zeros_like(probs)
     kept.scatter_(1, ids, ranked / ranked.cumsum(-1)[:, -1:])  # sum() adds in another order alone
     if most < V:

@@ -111,6 +111,11 @@ def place_in_line(job: Job) -> tuple[int, int]:
     return job.request.priority, job.request.arrival
 
 
+def run_order(job: Job) -> tuple[int, int]:
+    """Those with as many new tokens side by side, the longest first; see paged.groups_of."""
+    return len(job.row.ids), -job.table.length
+
+
 class Proposer:
     """Guesses nothing, which is plain decoding. Those that guess are in speculative.py.
 
@@ -288,9 +293,11 @@ class Engine:
     def reset(self) -> None:
         """Drop every request and the prefix cache: after an exception out of step(), such as Ctrl-C
         between two lines, the books need not balance."""
-        dropped = self.queue
+        dropped, pool = self.queue, self.pool
         self.running, self.waiting = [], []
-        self.pool = BlockPool(self.pool.num_blocks, self.pool.block_size)
+        self.pool = BlockPool(pool.num_blocks, pool.block_size)
+        self.pool.wipes = pool.wipes
+        self.pool.wipes += [(pool.num_blocks, i) for i, used in enumerate(pool.refs) if used]
         for job in dropped:
             self.abort(job.request)
 
@@ -325,6 +332,7 @@ class Engine:
         # 2) guess, where that is past its last token
         self.proposer.propose(batch)
         # 3) run
+        batch = sorted(batch, key=run_order)
         rows = [job.row for job in batch]
         logits = self.runner.forward(rows)
         # 4) sample, for those whose known tokens have all run
@@ -383,18 +391,22 @@ class Engine:
             if not job.scores_prompt:
                 self.stats.prefix_cache_queries += len(job.ids)
                 self.stats.prefix_cache_hits += found
-            if not job.tokens:
+            if not job.end:  # it has never run before
                 job.cached = found
             budget -= end - found
             job.end = end
             copies += pool.grow(job.table, end)
             insort(self.running, self.waiting.pop(0), key=place_in_line)
             batch.append(job)
-        if copies:
-            self.runner.copy_blocks(copies)
-            self.proposer.copy_blocks(copies)
-        # Those with as many new tokens side by side, the longest first: see paged.groups_of.
-        return sorted(batch, key=lambda job: (job.end - job.table.length, -job.end))
+        self._copy(pool.wipes)
+        self._copy(copies)
+        pool.wipes.clear()
+        return sorted(batch, key=run_order)
+
+    def _copy(self, pairs: list[tuple[int, int]]) -> None:
+        if pairs:
+            self.runner.copy_blocks(pairs)
+            self.proposer.copy_blocks(pairs)
 
     def _reach(self, job: Job, budget: int) -> int:
         """Where a job's next tokens end: within the budget, and never among its guesses, so that
@@ -434,7 +446,7 @@ class Engine:
 
     def _fail(self, job: Job) -> None:
         """End a job that nothing can be drawn for; at its prompt, all that were to follow."""
-        self.runner.copy_blocks(self.pool.spoil(job.table))
+        job.table.spoilt = True
         self._leave(job)
         for each in [job] if job.tokens else job.request.outputs:
             each.finish("error")
@@ -455,4 +467,4 @@ class Engine:
         for line in (self.running, self.waiting):
             if job in line:
                 line.remove(job)
-        self.pool.free(job.table)
+                self.pool.free(job.table)

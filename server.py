@@ -32,11 +32,11 @@ from argparse import ArgumentParser, Namespace
 from asyncio import StreamReader, StreamWriter
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import dataclass, fields, replace
-from itertools import accumulate
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -48,7 +48,7 @@ from sampling import BROKEN, Token
 from scheduler import Engine, Job, Request
 from settings import JSON, EngineArgs, Ranks, SamplingParams, SettingError, check, setting
 from structured import pieces, structure
-from tokenizer import Detokenizer, Tokenizer
+from tokenizer import TextStream, Tokenizer
 
 MAX_CHOICES, MAX_HEAD = 256, 2**16
 IDLE_S, BODY_S = 75, 60  # seconds that a connection may be silent, and a body may take
@@ -73,15 +73,15 @@ class Problem(Exception):
     """An answer other than success, in OpenAI's shape."""
 
     def __init__(self, status: int, message: str, param: str = "", code: str = "") -> None:
-        kind = "server_error" if status >= 500 else "invalid_request_error"
-        kind = ERRORS.get(status, kind)
+        kind = ERRORS.get(status, "invalid_request_error")
         self.status = status
         self.body = {
             "error": dict(message=message, type=kind, param=param or None, code=code or None)
         }
 
 
-ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error",
+          500: "server_error", 503: "server_error"}  # fmt: skip
 
 # --- The server -----------------------------------------------------------------------------------
 
@@ -101,17 +101,19 @@ class Server:
         self.engine = engine
         self.args = args
         self.tokenizer = engine.tokenizer
-        self.name = args.served_model_name or Path(args.checkpoint).resolve().name
-        self.model = dict(id=self.name, object="model", owned_by="kilolm", created=int(time.time()))
-        self.model["max_model_len"] = engine.max_seq_len
+        self.name = args.served_model_name or args.checkpoint.resolve().name
+        self.model = dict(
+            id=self.name, object="model", owned_by="kilolm", created=int(time.time()),
+            max_model_len=engine.max_seq_len,
+        )  # fmt: skip
         self.defaults = SamplingParams(**suggested(args.checkpoint))
         # A sequence's last token is never run, and needs no slot in the cache.
         slots = engine.pool.num_blocks * engine.pool.block_size
         self.context = min(engine.max_seq_len, slots + 1)
         self.inbox = queue.SimpleQueue()
-        self.waiters: dict[Request, Connection] = {}
+        self.waiters = {}
         self.served = defaultdict(Counter)
-        self.busy: set[Connection] = set()
+        self.busy = set()
         self.stopping = self.over = False
         self.snapshot = {}
 
@@ -185,9 +187,10 @@ class Server:
             await asyncio.sleep(0.1)
         listener.close()
         for seconds in (self.args.shutdown_timeout, 1):  # to end; then, aborted, to say so
-            deadline = time.monotonic() + seconds
-            while self.busy and time.monotonic() < deadline:
-                await asyncio.sleep(0.05)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    while self.busy:
+                        await asyncio.sleep(0.05)
             self.over = True
 
     # --- Requests in ------------------------------------------------------------------------------
@@ -198,54 +201,53 @@ class Server:
         Raises:
             Problem: 400 and what is wrong with which field; 404 for another model.
         """
-        body = {field: value for field, value in body.items() if value is not None}
-        if body.get("model", self.name) != self.name:
-            raise Problem(404, f"the model here is {self.name!r}", "model", "model_not_found")
         source = "messages" if chat else "prompt"
+        given = {field: value for field, value in body.items() if value is not None}
+        if given.get("model", self.name) != self.name:
+            raise Problem(404, f"the model here is {self.name!r}", "model", "model_not_found")
         try:
-            refuse(body)
+            body = checked(given)
             params = self.params_of(body, chat)
-            prompts = [self.chat_ids(body)] if chat else body.get("prompt", "")
+            prompts = self.chat_ids(body) if chat else body.get("prompt", "")
             if not isinstance(prompts, list) or all(type(i) is int for i in prompts):
                 prompts = [prompts]
-            if len(prompts) * params.n > MAX_CHOICES:
-                raise SettingError(
-                    "n", f"= {params.n} of {len(prompts)} prompts: over {MAX_CHOICES}"
-                )
+            check("n", len(prompts) * params.n, int, 1, MAX_CHOICES)  # for all prompts together
             requests = []
             for i, prompt in enumerate(prompts):
                 ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
                 room = self.context - len(check("prompt", ids, list))
-                # In a chat, where nothing is said, all that there is room for.
-                new = 1 if chat and not most_tokens(body) else params.max_tokens
-                if new > room:
-                    text = TOO_LONG.format(self.context, len(ids) + new, len(ids), new)
+                new = body.get("max_tokens", 1)  # where nothing is said, what there is room for
+                if new > room:  # in OpenAI's words, for which clients look
+                    text = (
+                        f"This model's maximum context length is {self.context} tokens. However, "
+                        f"you requested {new}, and {len(ids)} are in the prompt. Ask for less."
+                    )
                     raise Problem(400, text, source, "context_length_exceeded")
                 each = replace(params, max_tokens=min(params.max_tokens, room))
-                salt = body.get("cache_salt")
-                requests.append(self.engine.prepare(ids, each, id=f"{name}-{i}", cache_salt=salt))
+                options = dict(id=f"{name}-{i}", cache_salt=body.get("cache_salt"))
+                requests.append(self.engine.prepare(ids, each, **options))
             return requests
         except (ValueError, RecursionError) as error:
             field = getattr(error, "field", source)
-            names = (ALIASES.get(field, field), field)
-            param = next((each for each in names if each in body), source)
+            names = (ALIASES.get(field), field)
+            param = next((each for each in names if each in given), source)
             raise Problem(400, str(error)[:500], param) from None
 
     def params_of(self, body: JSON, chat: bool) -> SamplingParams:
         """The settings of a request, of which some have other names or forms here."""
-        given = {f.name: body[f.name] for f in fields(SamplingParams) if f.name in body}
-        given["max_tokens"] = most_tokens(body) or (self.context if chat else 16)
-        given["prompt_logprobs"] = body.get("echo", False) and not chat  # if there are any
-        wish = structure(body.get("response_format", {"type": "text"}))
-        if wish:
-            given["structured_outputs"] = wish
+        wish = dict(max_tokens=self.context if chat else 16) | body
+        wish["prompt_logprobs"] = body["echo"] and not chat  # if there are any
+        form = structure(body["response_format"])
+        wish["structured_outputs"] = form or body.get("structured_outputs")
+        wish["logit_bias"] = {
+            int(i) if re.fullmatch("[0-9]{1,9}", i) else i: bias
+            for i, bias in body["logit_bias"].items()
+        }
         if chat:
             scored = check("logprobs", body.get("logprobs", False), bool)
-            given["logprobs"] = body.get("top_logprobs", 0 if scored else None)
-        bias = check("logit_bias", body.get("logit_bias", {}), dict)
-        ids = [int(i) if i.isdecimal() and len(i) < 10 else -1 for i in bias]
-        given["logit_bias"] = dict(zip(ids, bias.values()))
-        params = replace(self.defaults, **given)
+            wish["logprobs"] = body.get("top_logprobs", 0 if scored else None)
+        names = wish.keys() & vars(self.defaults)
+        params = replace(self.defaults, **{name: wish[name] for name in names})
         if chat and not params.structured_outputs:  # the user's own stop strings come first
             params = replace(params, stop=(*params.stop, *self.tokenizer.chat_stop)[:16])
         return params
@@ -255,57 +257,58 @@ class Server:
         plain = []
         for i, message in enumerate(check("messages", body.get("messages") or None, list)):
             try:
-                role, content = check("role", message["role"], str), message.get("content")
-                if content is not None or not message["tool_calls"]:
-                    parts = content if type(content) is list else [{"text": content}]
-                    content = "\n".join(part["text"] for part in parts)
-                plain.append({**message, "role": role, "content": content})
-            except (ValueError, TypeError, KeyError, AttributeError):
-                text = f"messages[{i}] needs a role, and text or text parts"
-                raise Problem(400, text, "messages") from None
-        goes_on = check("continue_final_message", body.get("continue_final_message", False), bool)
-        wanted = check("add_generation_prompt", body.get("add_generation_prompt", True), bool)
-        options = {"add_generation_prompt": wanted and not goes_on}
-        options |= check("chat_template_kwargs", body.get("chat_template_kwargs", {}), dict)
-        return self.tokenizer.encode_chat(plain, goes_on, **options)
+                check("role", message["role"], str)
+                content = message.get("content")
+                if isinstance(content, list):
+                    content = "\n".join(part["text"] for part in content)
+                if not message.get("tool_calls"):
+                    check("content", content, str)
+                plain.append(message | {"content": content})
+            except (ValueError, TypeError, KeyError):
+                place = f"messages[{i}]"
+                text = f"{place} needs a role, and text or text parts"
+                raise Problem(400, text, place) from None
+        goes_on = body["continue_final_message"]
+        options = dict(add_generation_prompt=body["add_generation_prompt"] and not goes_on)
+        return self.tokenizer.encode_chat(plain, goes_on, **options | body["chat_template_kwargs"])
 
 
-# OpenAI's words, for which clients look.
-TOO_LONG = (
-    "This model's maximum context length is {} tokens. However, you requested {} tokens "
-    "({} in the prompt, {} to come). Ask for less."
-)
+# Of our names, those that OpenAI has another one for.
 ALIASES = {"max_tokens": "max_completion_tokens", "logprobs": "top_logprobs",
-           "structured_outputs": "response_format"}  # fmt: skip  # as OpenAI has it
-# What would change the answer, and is not done: with other values than these it is refused. What
-# would not change it, such as `user` or `store`, is ignored, as are unknown names.
+           "structured_outputs": "response_format"}  # fmt: skip
+# Where a body says nothing. With other types than these it is refused.
+DEFAULTS = dict(
+    stream=False, stream_options={}, echo=False, logit_bias={}, response_format={"type": "text"},
+    continue_final_message=False, add_generation_prompt=True, chat_template_kwargs={},
+)  # fmt: skip
+# What would change the answer, and is not done: with other values than these it is refused, and
+# with any where it is None. What would not change it, such as `user` or `store`, is ignored, as are
+# unknown names.
 UNSUPPORTED = dict(
     tools=[], functions=[], suffix="", modalities=["text"], use_beam_search=False, min_tokens=0,
-    bad_words=[], skip_special_tokens=True, include_stop_str_in_output=False,
+    bad_words=[], skip_special_tokens=True, include_stop_str_in_output=False, audio=None,
+    prompt_logprobs=None, chat_template=None, documents=None, guided_json=None, guided_regex=None,
+    guided_choice=None, guided_grammar=None, allowed_token_ids=None, truncate_prompt_tokens=None,
 )  # fmt: skip
-NEVER = (
-    "audio prompt_logprobs chat_template guided_json guided_regex guided_choice guided_grammar "
-    "allowed_token_ids truncate_prompt_tokens documents"
-)
 
 
-def refuse(body: JSON) -> None:
-    """Raise SettingError where a body asks for what is not done, or in the wrong form."""
-    for field, kind in (("stream", bool), ("stream_options", dict), ("echo", bool)):
-        check(field, body.get(field, kind()), kind)
-    if "none" in (body.get("tool_choice"), body.get("function_call")):
+def checked(given: JSON) -> JSON:
+    """A body with its defaults, max_tokens under one name. Raises SettingError where it asks for
+    what is not done, or in the wrong form."""
+    body = DEFAULTS | given
+    for field, default in DEFAULTS.items():
+        check(field, body[field], type(default))
+    if "max_completion_tokens" in body:
+        body["max_tokens"] = body["max_completion_tokens"]
+    if body.get("tool_choice", body.get("function_call")) == "none":
         body |= dict(tools=[], functions=[])
     fine = UNSUPPORTED | dict(best_of=body.get("n", 1))
+    if not body["stream"]:
+        fine["stream_options"] = {}
     for field, value in body.items():
-        if field in NEVER.split() or value != fine.get(field, value):
-            raise SettingError(field, "is not supported: leave it out")
-    if "stream_options" in body and not body.get("stream"):
-        raise SettingError("stream_options", "needs stream")
-
-
-def most_tokens(body: JSON) -> Any:
-    """How many tokens a body asks for, if it says so."""
-    return body.get("max_completion_tokens", body.get("max_tokens"))
+        if value != fine.get(field, value):
+            raise SettingError(field, "is not supported here: leave it out")
+    return body
 
 
 # --- Answers out ----------------------------------------------------------------------------------
@@ -333,7 +336,7 @@ class Choice:
 
     def new(self) -> JSON | None:
         """What has not been shown yet; None: nothing is new."""
-        job, is_text = self.job, self.form == "text"
+        job = self.job
         is_scored = job.params.logprobs is not None
         reason = job.finish_reason  # read first: once it is there, nothing else changes
         tokens, text = job.tokens[self.tokens :], job.text[self.chars :]
@@ -341,58 +344,52 @@ class Choice:
             return None
         self.tokens += len(tokens)
         self.chars += len(text)
+        before = []
         if job.params.prompt_logprobs and not self.began:  # echo
             prompt = job.request.prompt or [Token(i) for i in job.ids[: job.prompt_len]]
-            prompt = list(spelt(prompt, self.words))
-            text = "".join(token.text for token in prompt) + text
-            tokens = prompt + tokens
+            spelt = TextStream(self.words, [], ())
+            for token in prompt:  # the last also adds the marks of a character that never ends
+                added, _ = spelt.push(token.id, token is prompt[-1])
+                before.append(token._replace(text=added))
+            text = spelt.text + text
         choice = dict(index=self.index, finish_reason=reason, logprobs=None)
         if is_scored:
-            choice["logprobs"] = logprobs(tokens, self.offset if is_text else None, self.words)
-            self.offset += sum(len(token.text) for token in tokens)
+            choice["logprobs"] = self.logprobs(before + tokens)
         opening = {} if self.began else dict(role="assistant", refusal=None)
-        choice[self.form] = text if is_text else opening | {"content": text}
+        choice[self.form] = text if self.form == "text" else opening | {"content": text}
         self.began, self.ended = True, bool(reason)
         return choice
 
+    def logprobs(self, tokens: list[Token]) -> JSON:
+        """Log-probabilities as a completion has them, or a chat. The tokens' texts join to the text
+        of the choice, but for a stop string; what else was likely is shown as it stands in the
+        vocabulary."""
+        vocabulary = pieces(self.words)
 
-def spelt(tokens: list[Token], words: Tokenizer) -> Iterator[Token]:
-    """Yield the tokens of a text with what each adds to it, the last one also the marks of a
-    character that never ends."""
-    reader = Detokenizer(words, [])
-    for left, token in zip(range(len(tokens))[::-1], tokens):
-        text = reader.push(token.id)
-        yield token._replace(text=text if left else text + reader.flush())
+        def entry(token: Token, i: int, value: float) -> JSON:
+            word = b"".join(vocabulary[i : i + 1])  # some models' V is padded
+            text = token.text if i == token.id else word.decode(errors="replace")
+            return dict(token=text, logprob=value, bytes=list(word))
 
-
-def logprobs(tokens: list[Token], offset: int | None, words: Tokenizer) -> JSON:
-    """Log-probabilities as a completion has them, its first token standing at `offset` in the text;
-    None: as a chat has them. The tokens' texts join to the text of the choice, but for a stop
-    string; what else was likely is shown as it stands in the vocabulary."""
-    vocabulary = pieces(words)
-
-    def entry(token: Token, i: int, value: float) -> JSON:
-        word = b"".join(vocabulary[i : i + 1])  # some models' V is padded
-        text = token.text if i == token.id else word.decode(errors="replace")
-        return dict(token=text, logprob=value, bytes=list(word))
-
-    own = [entry(token, token.id, token.logprob) for token in tokens]
-    tops = [[entry(token, *each) for each in token.top] for token in tokens]
-    if offset is None:
-        content = [one | {"top_logprobs": top} for one, top in zip(own, tops)]
-        return dict(content=content, refusal=None)
-    # With the chosen one, wherever it stands, as in vLLM; of a prompt's first there is none.
-    likely = [
-        {each["token"]: each["logprob"] for each in (*top, one)} for one, top in zip(own, tops)
-    ]
-    texts = [token.text for token in tokens]
-    values = [token.logprob for token in tokens]
-    return dict(
-        tokens=texts,
-        token_logprobs=values,
-        text_offset=[*accumulate(map(len, texts), initial=offset)][:-1],
-        top_logprobs=[None if value is None else top for value, top in zip(values, likely)],
-    )
+        # Of each token those that were likely, and at the end the one that was chosen.
+        rows = [
+            [entry(token, *each) for each in (*token.top, (token.id, token.logprob))]
+            for token in tokens
+        ]
+        if self.form != "text":
+            content = [chosen | {"top_logprobs": top} for *top, chosen in rows]
+            return dict(content=content, refusal=None)
+        offsets = []
+        for token in tokens:
+            offsets.append(self.offset)
+            self.offset += len(token.text)
+        # With the chosen one, wherever it stands, as in vLLM; of a prompt's first there is none.
+        likely = [{one["token"]: one["logprob"] for one in row} for row in rows]
+        return dict(
+            tokens=[token.text for token in tokens], text_offset=offsets,
+            token_logprobs=[token.logprob for token in tokens],
+            top_logprobs=[None if None in each.values() else each for each in likely],
+        )  # fmt: skip
 
 
 def usage(requests: list[Request]) -> JSON:
@@ -400,31 +397,30 @@ def usage(requests: list[Request]) -> JSON:
     firsts = [request.outputs[0] for request in requests]
     old = sum(job.prompt_len for job in firsts)
     new = sum(len(job.tokens) for request in requests for job in request.outputs)
-    cached = dict(cached_tokens=sum(job.cached for job in firsts))
     return dict(
         prompt_tokens=old, completion_tokens=new, total_tokens=old + new,
-        prompt_tokens_details=cached,
+        prompt_tokens_details=dict(cached_tokens=sum(job.cached for job in firsts)),
     )  # fmt: skip
 
 
 # --- What it says of itself -----------------------------------------------------------------------
 
-HISTOGRAMS = ("time_to_first_token", "inter_token_latency", "e2e_request_latency")
-BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+HISTOGRAMS = (
+    "time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds",
+)  # fmt: skip
+BOUNDS = "0.001 0.0025 0.005 0.01 0.025 0.05 0.1 0.25 0.5 1 2.5 5 10 30 60 300 +Inf"
 
 
 def counters(engine: Engine) -> dict[str, float]:
     """What the engine counts, for /metrics and for the page."""
-    pool, proposer = engine.pool, engine.proposer
     found = {f"{name}_total": value for name, value in vars(engine.stats).items()}
     return found | dict(
-        num_requests_running=len(engine.running),
-        num_requests_waiting=len(engine.waiting),
-        kv_cache_usage_perc=1 - pool.num_available / pool.num_blocks,
-        spec_decode_num_drafts_total=proposer.steps,
-        spec_decode_num_draft_tokens_total=sum(proposer.offered),
-        spec_decode_num_accepted_tokens_total=sum(proposer.accepted),
-    )
+        num_requests_running=len(engine.running), num_requests_waiting=len(engine.waiting),
+        kv_cache_usage_perc=1 - engine.pool.num_available / engine.pool.num_blocks,
+        spec_decode_num_drafts_total=engine.proposer.steps,
+        spec_decode_num_draft_tokens_total=sum(engine.proposer.offered),
+        spec_decode_num_accepted_tokens_total=sum(engine.proposer.accepted),
+    )  # fmt: skip
 
 
 def count(served: dict[str, Counter], request: Request) -> None:
@@ -432,22 +428,25 @@ def count(served: dict[str, Counter], request: Request) -> None:
     served["prompt_tokens_total"][""] += request.outputs[0].prompt_len
     for job in request.outputs:
         served["request_success_total"][f'{{finished_reason="{job.finish_reason}"}}'] += 1
-        gaps = [after - before for before, after in zip(job.times, job.times[1:])]
+        gaps = [after - before for before, after in pairwise(job.times)]
         for name, values in zip(HISTOGRAMS, (gaps[:1], sorted(gaps[1:]), [sum(gaps)])):
-            samples = {f'_bucket{{le="{b}"}}': bisect_right(values, b) for b in BOUNDS}
-            samples |= {'_bucket{le="+Inf"}': len(values), "_count": len(values)}
-            served[f"{name}_seconds"].update(samples | {"_sum": sum(values)})
+            buckets = {
+                f'_bucket{{le="{b}"}}': bisect_right(values, float(b)) for b in BOUNDS.split()
+            }
+            served[name].update(buckets, _sum=sum(values), _count=len(values))
 
 
 def metrics(server: Server) -> str:
     """All of it, as Prometheus reads it."""
     families = {name: {"": value} for name, value in counters(server.engine).items()}
-    lines = []
+    text = ""
     for name, samples in (families | server.served).items():
-        kind = {"total": "counter", "seconds": "histogram"}.get(name.rpartition("_")[2], "gauge")
-        lines.append(f"# TYPE kilolm:{name} {kind}")
-        lines += [f"kilolm:{name}{suffix} {value}" for suffix, value in dict(samples).items()]
-    return "\n".join([*lines, ""])
+        kind = "histogram" if name in HISTOGRAMS else "gauge"
+        kind = "counter" if name.endswith("_total") else kind
+        text += f"# TYPE kilolm:{name} {kind}\n"
+        for suffix, value in dict(samples).items():
+            text += f"kilolm:{name}{suffix} {value}\n"
+    return text
 
 
 # --- HTTP -----------------------------------------------------------------------------------------
@@ -455,23 +454,24 @@ def metrics(server: Server) -> str:
 # What a proxy in front could read in another way is refused: bare line feeds, folded headers, space
 # before a colon.
 HEAD = re.compile(
-    rb"([A-Z]+) ([!->@-~]+)(?:\?[!-~]*)? HTTP/1\.1\r\n(([!-9;-~]+:[^\r\n\0]*\r\n)*\r\n)"
+    rb"([A-Z]+ [!->@-~]+)(?:\?[!-~]*)? HTTP/1\.1\r\n((?:[!-9;-~]+:[^\r\n\0]*\r\n)*\r\n)"
 )
 # The page itself says that it may load nothing from elsewhere.
-HEADERS = ["Cache-Control: no-store", "X-Content-Type-Options: nosniff", "X-Frame-Options: DENY"]
-MORE_HEADERS = {405: ["Allow: GET, POST"], 429: ["Retry-After: 1"]}
+HEADERS = (
+    "Transfer-Encoding: chunked\r\nCache-Control: no-store\r\n"
+    "X-Content-Type-Options: nosniff\r\nX-Frame-Options: DENY\r\nAllow: GET, POST\r\n"
+)
 JSON_TYPE, EVENTS = "application/json", "text/event-stream"
 
 
+@dataclass(eq=False)
 class Connection:
     """One client: reads HTTP/1.1 requests and answers them, until either side has had enough."""
 
-    def __init__(self, server: Server, reader: StreamReader, writer: StreamWriter) -> None:
-        self.server = server
-        self.reader = reader
-        self.writer = writer
-        self.event = asyncio.Event()
-        self.close = False
+    server: Server
+    reader: StreamReader
+    writer: StreamWriter
+    close: bool = False
 
     @property
     def gone(self) -> bool:
@@ -485,10 +485,10 @@ class Connection:
 
     async def respond(self) -> None:
         """Read a request and answer it, or say why not."""
-        self.line = ""
-        self.sent = False
+        self.line = self.kind = ""
         self.unread = True
-        self.headers = http.client.HTTPMessage()
+        self.headers = {}
+        self.event = asyncio.Event()
         try:
             async with asyncio.timeout(IDLE_S):
                 head = await self.reader.readuntil(b"\r\n\r\n")
@@ -515,32 +515,30 @@ class Connection:
         found = HEAD.fullmatch(head)
         if not found:
             raise Problem(400, "this is not an HTTP/1.1 request")
-        method, path = found[1].decode(), found[2].decode()
-        self.line = f"{method} {path}"
-        self.headers = http.client.parse_headers(io.BytesIO(found[3]))
+        self.line = unquote(found[1].decode())  # such as "GET /health"
+        self.headers = http.client.parse_headers(io.BytesIO(found[2]))
+        method, _, path = self.line.partition(" ")
         # What follows may be a body, and is no request: until it has been read, this is the last.
-        body = "Content-Length" in self.headers or "Transfer-Encoding" in self.headers
-        self.unread = body or method == "POST"
-        one_model = f"/v1/models/{self.server.name}"
-        paths = PATHS | {one_model: ("GET", lambda c: c.answer(c.server.model))}
-        path = one_model if unquote(path) == one_model else path
-        if path not in paths or (path == "/" and not PAGE.is_file()):
+        has_body = "Content-Length" in self.headers or "Transfer-Encoding" in self.headers
+        self.unread = has_body or method == "POST"
+        one = f"GET /v1/models/{self.server.name}"
+        acts = ACTS | {one: lambda c: c.answer(c.server.model)}
+        known = [line for line in acts if line.endswith(f" {path}")]
+        if not known or (path == "/" and not PAGE.is_file()):
             raise Problem(404, f"there is no {path[:100]}")
-        allowed, act = paths[path]
         if method == "OPTIONS" and self.server.args.cors:
             await self.answer({})
-        elif method != allowed:
-            raise Problem(405, f"{path} takes {allowed}, not {method}")
+        elif self.line not in acts:
+            raise Problem(405, f"there is {known[0]}, and no {method}")
         elif path not in ("/", "/health") and not self.may_enter():
             raise Problem(401, "the API key is missing or wrong", code="invalid_api_key")
         else:
-            await act(self)
+            await acts[self.line](self)
 
     def may_enter(self) -> bool:
-        scheme, _, key = self.headers.get("Authorization", "").partition(" ")
-        wanted = self.server.args.api_key
-        right = secrets.compare_digest(key.encode("latin-1"), (wanted or "").encode())
-        return not wanted or (right and scheme.lower() == "bearer")
+        key = self.server.args.api_key
+        given = re.sub("(?i)^bearer ", "Bearer ", self.headers.get("Authorization", ""))
+        return not key or secrets.compare_digest(given.encode("latin-1"), f"Bearer {key}".encode())
 
     async def complete(self, chat: bool) -> None:
         """Answer a completion, whole or streamed."""
@@ -555,7 +553,7 @@ class Connection:
         if waiting + len(requests) > most:
             raise Problem(429, f"{waiting} requests are waiting, --max-queue is {most}: retry")
         for request in requests:
-            server.inbox.put(lambda request=request: server.submit(request, self))
+            server.inbox.put(partial(server.submit, request, self))
         # 2) what is new, as it comes
         stream = body.get("stream")
         form = ("delta" if stream else "message") if chat else "text"
@@ -570,8 +568,10 @@ class Connection:
             for job in jobs:
                 self.check_end(job)
             if stream:
-                new = [choice for choice in (each.new() for each in choices) if choice]
-                await self.stream(*(base | {"choices": [choice]} for choice in new))
+                for each in choices:
+                    new = each.new()
+                    if new:
+                        await self.stream(base | {"choices": [new]})
         # 3) all of it; or, of a stream, what is left: the usage, if it was asked for
         whole = base | dict(choices=[], usage=usage(requests))
         if not stream:  # in another thread: it may be much
@@ -584,13 +584,15 @@ class Connection:
 
     def check_end(self, job: Job) -> None:
         """Raise Problem where a sequence came to a bad end."""
-        if job.finish_reason == "error":
-            self.unread = self.close = True  # which ends the others
-            raise Problem(500, (job.matcher and job.matcher.get_error()[:100]) or BROKEN)
-        if job.finish_reason == "abort":
-            stops = self.server.over
-            why = "is stopping" if stops else "met an error"
-            raise Problem(503 if stops else 500, f"aborted: the server {why}")
+        if job.finish_reason in ("error", "abort"):
+            self.close = True  # which ends the others
+        match job.finish_reason:
+            case "error":
+                raise Problem(500, (job.matcher and job.matcher.get_error()[:100]) or BROKEN)
+            case "abort" if self.server.over:
+                raise Problem(503, "aborted: the server is stopping")
+            case "abort":
+                raise Problem(500, "aborted: the server met an error")
 
     async def watch(self) -> None:
         """Stream the engine's state to the page, ten times a second where it changes."""
@@ -601,7 +603,7 @@ class Connection:
             if server.snapshot != last:
                 last = server.snapshot
                 await self.stream(last)
-        await self.send()
+        await self.answer("[DONE]")
 
     # --- On the wire ------------------------------------------------------------------------------
 
@@ -623,44 +625,49 @@ class Connection:
         except (ValueError, RecursionError) as error:
             raise Problem(400, f"the body must be a JSON object: {str(error)[:200]}") from None
 
-    async def stream(self, *items: JSON) -> None:
-        """Send server-sent events, if there are any."""
-        if items:
-            await self.send("".join(f"data: {json.dumps(item)}\n\n" for item in items).encode())
-
     async def answer(self, body: JSON | str, status: int = 200, kind: str = JSON_TYPE) -> None:
         """Send the only part of an answer; or, where a stream has begun, its last event."""
-        text = body if isinstance(body, str) else json.dumps(body)
-        text = f"data: {text}\n\n" if self.sent else text
-        await self.send(text.encode(), status, kind)
-        await self.send()
+        await self.stream(body, status, kind)
+        self.writer.write(b"0\r\n\r\n")
 
-    async def send(self, data: bytes = b"", status: int = 200, kind: str = EVENTS) -> None:
-        """Send a chunk of an answer, the first after its head; an empty one ends it."""
-        if not self.sent:
-            self.sent = True
-            last = self.unread or self.headers.get("Connection", "").lower() == "close"
-            self.close = last or self.server.stopping
-            lines = [f"HTTP/1.1 {status} {http.client.responses[status]}", f"Content-Type: {kind}"]
-            lines += ["Transfer-Encoding: chunked", *HEADERS, *MORE_HEADERS.get(status, [])]
-            lines.append(f"Connection: {'close' if self.close else 'keep-alive'}")
-            if self.server.args.cors:
-                lines.append(f"Access-Control-Allow-Origin: {self.server.args.cors}")
-                lines.append("Access-Control-Allow-Headers: Authorization, Content-Type")
-            self.writer.write("\r\n".join([*lines, "", ""]).encode("latin-1"))
-            print(f"{self.line!r:.200} {'gone' if self.gone else status}", file=sys.stderr)
+    async def stream(self, item: JSON | str, status: int = 200, kind: str = EVENTS) -> None:
+        """Send a part of an answer, the first after its head."""
+        if not self.kind:
+            self.kind = kind
+            self.begin(status)
+        text = item if isinstance(item, str) else json.dumps(item)
+        if self.kind == EVENTS:
+            text = f"data: {text}\n\n"
+        data = text.encode()
         self.writer.write(b"%x\r\n%s\r\n" % (len(data), data))
         await self.writer.drain()
 
+    def begin(self, status: int) -> None:
+        """Send the head of an answer."""
+        wish = self.headers.get("Connection", "").lower()
+        self.close |= self.unread or self.server.stopping or wish == "close"
+        head = f"HTTP/1.1 {status} {http.client.responses[status]}\r\n{HEADERS}"
+        head += f"Content-Type: {self.kind}\r\n"
+        if status == 429:
+            head += "Retry-After: 1\r\n"
+        if self.close:
+            head += "Connection: close\r\n"
+        if self.server.args.cors:
+            asked = self.headers.get("Access-Control-Request-Headers", "")
+            head += f"Access-Control-Allow-Origin: {self.server.args.cors}\r\n"
+            head += f"Access-Control-Allow-Headers: {asked}\r\n"
+        self.writer.write(f"{head}\r\n".encode("latin-1"))
+        print(f"{self.line!r:.200} {'gone' if self.gone else status}", file=sys.stderr)
 
-PATHS = {
-    "/": ("GET", lambda c: c.answer(PAGE.read_text("utf-8"), kind="text/html")),
-    "/health": ("GET", lambda c: c.answer({"status": "stopping" if c.server.stopping else "ok"})),
-    "/metrics": ("GET", lambda c: c.answer(metrics(c.server), kind="text/plain; version=0.0.4")),
-    "/engine": ("GET", Connection.watch),
-    "/v1/models": ("GET", lambda c: c.answer(dict(object="list", data=[c.server.model]))),
-    "/v1/completions": ("POST", lambda c: c.complete(chat=False)),
-    "/v1/chat/completions": ("POST", lambda c: c.complete(chat=True)),
+
+ACTS = {
+    "GET /": lambda c: c.answer(PAGE.read_text("utf-8"), kind="text/html"),
+    "GET /health": lambda c: c.answer({"status": "stopping" if c.server.stopping else "ok"}),
+    "GET /metrics": lambda c: c.answer(metrics(c.server), kind="text/plain; version=0.0.4"),
+    "GET /engine": Connection.watch,
+    "GET /v1/models": lambda c: c.answer(dict(object="list", data=[c.server.model])),
+    "POST /v1/completions": lambda c: c.complete(chat=False),
+    "POST /v1/chat/completions": lambda c: c.complete(chat=True),
 }
 
 

@@ -267,7 +267,7 @@ def progress(items: Iterable[Any], label: str, total: int | None = None) -> Iter
         items: what to go through; needs a len() unless `total` is given.
         label: what is going on, in a word or two.
     """
-    total = total or len(items)
+    total = len(items) if total is None else total
     start = time.monotonic()
     for done, item in enumerate(items, 1):
         yield item

@@ -197,11 +197,9 @@ class DraftModel(Guesser):
             rows.append(Row(job.table.blocks, start, job.ids[start : job.end]))
         while live:
             logits = self.runner.forward(rows)  # (rows, V)
-            sound = finite(logits).tolist()
-            for job, is_sound in zip(live, sound):
-                if not is_sound:
-                    self._wipe(job)
-            more = [job.end > end_of(job) and is_sound for job, is_sound in zip(live, sound)]
+            for job, is_sound in zip(live, finite(logits).tolist()):
+                job.table.spoilt |= not is_sound  # and guesses no more
+            more = [job.end > end_of(job) and not job.table.spoilt for job in live]
             live = [job for job, go_on in zip(live, more) if go_on]
             if not live:
                 break
@@ -222,11 +220,6 @@ class DraftModel(Guesser):
             job.guess.ids.append(i)
             job.guess.q.append(chance)
             job.guess.probs.append(probs)
-
-    def _wipe(self, job: Job) -> None:
-        """Leave no NaN behind, for who has the blocks next; see BlockPool.spoil."""
-        written = job.table.blocks[job.table.length // self.runner.block_size :]
-        self.copy_blocks([(self.runner.num_blocks, block) for block in written])
 
 
 def end_of(job: Job) -> int:

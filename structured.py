@@ -13,22 +13,21 @@ Knows the tokenizer, not who samples. Papers: Willard and Louf 2023 (arXiv:2307.
 
 import json
 import re
+from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
 from model import Config
-from settings import SettingError, check, supported
+from settings import JSON, SettingError, check, supported
 from tokenizer import Tokenizer
 
 # Between the parts of JSON: indented lines at most, or a weak model writes spaces until its length.
 SPACES = {"whitespace_pattern": "( |\n {0,20})?"}
 # GPT-2's spelling of bytes: printable ones are themselves, the others follow from U+0100.
-_printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-_others = [b for b in range(256) if b not in _printable]
-BYTE_LEVEL = {chr(b): b for b in _printable} | {chr(256 + i): b for i, b in enumerate(_others)}
+BYTE_LEVEL = dict(enumerate([*range(33), *range(127, 161), 173], 256))
 
 
-def matcher(tokenizer: Tokenizer, config: Config, wish: dict[str, Any]) -> Any:
+def matcher(tokenizer: Tokenizer, config: Config, wish: JSON) -> Any:
     """Compile a SamplingParams.structured_outputs to a llguidance.LLMatcher at its beginning.
 
     It is told each token that was drawn (consume_token), says which may come next
@@ -41,28 +40,24 @@ def matcher(tokenizer: Tokenizer, config: Config, wish: dict[str, Any]) -> Any:
         SettingError: it does not compile, or there is no llguidance, or no tokenizer.
     """
     try:
-        return compiled(tokenizer, config, wish)
+        import llguidance  # here: the package is an extra
+
+        kinds = dict(json=dict | str, regex=str, choice=list, grammar=str)
+        if [*check("it", wish, dict)] not in [[kind] for kind in kinds]:
+            raise ValueError("it takes one of json, regex, choice, grammar")
+        ((kind, text),) = wish.items()
+        check(kind, text, kinds[kind])
+        text = text if isinstance(text, str) else json.dumps(text)
+        if kind == "json":
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(text, SPACES)
+        else:
+            grammar = llguidance.grammar_from(kind, text)
+        words = vocabulary(tokenizer, config.vocab_size, config.eos_ids)
+        made = llguidance.LLMatcher(words, grammar, log_level=0)
+        if made.is_error():
+            raise ValueError(made.get_error())
     except (ValueError, ImportError) as error:
         raise SettingError("structured_outputs", f"cannot be used: {error}") from error
-
-
-def compiled(tokenizer: Tokenizer, config: Config, wish: dict[str, Any]) -> Any:
-    import llguidance  # here: the package is an extra
-
-    kinds = {"json": dict | str, "regex": str, "choice": list, "grammar": str}
-    if len(check("it", wish, dict)) != 1 or not kinds.keys() >= wish.keys():
-        raise ValueError("it takes one of json, regex, choice, grammar")
-    ((kind, text),) = wish.items()
-    check(kind, text, kinds[kind])
-    text = text if isinstance(text, str) else json.dumps(text)
-    if kind == "json":
-        grammar = llguidance.LLMatcher.grammar_from_json_schema(text, SPACES)
-    else:
-        grammar = llguidance.grammar_from(kind, text)
-    words = vocabulary(tokenizer, config.vocab_size, config.eos_ids)
-    made = llguidance.LLMatcher(words, grammar, log_level=0)
-    if made.is_error():
-        raise ValueError(made.get_error())
     return made
 
 
@@ -71,12 +66,13 @@ def vocabulary(tokenizer: Tokenizer, V: int, eos_ids: tuple[int, ...]) -> Any:
     """The trie of a model's tokens. One more than V: in case it has no EOS."""
     import llguidance
 
-    tokens = [*pieces(tokenizer), *[b""] * (V + 1)][: V + 1]
-    special = [i for i in range(V + 1) if not tokenizer.is_text(i)]
     # How a text is spelt, with what else llguidance asks of a tokenizer.
     words = partial(tokenizer.encode, add_special=False)
-    words.tokens, words.special_token_ids, words.is_tokenizer_wrapper = tokens, special, True
-    words.eos_token_id, words.bos_token_id = V, None
+    vars(words).update(
+        tokens=[*pieces(tokenizer), *[b""] * (V + 1)][: V + 1],
+        special_token_ids=[i for i in range(V + 1) if not tokenizer.is_text(i)],
+        is_tokenizer_wrapper=True, eos_token_id=V, bos_token_id=None,
+    )  # fmt: skip
     return llguidance.LLTokenizer(words, eos_token=[*eos_ids] or [V])
 
 
@@ -89,15 +85,16 @@ def pieces(tokenizer: Tokenizer) -> list[bytes]:
     """
 
     def bytes_of(piece: str) -> bytes:
-        if tokenizer.byte_level and {*piece} <= BYTE_LEVEL.keys():
-            return bytes(map(BYTE_LEVEL.get, piece))
+        if tokenizer.byte_level:
+            with suppress(UnicodeEncodeError):  # of what was added, and is spelt as it is
+                return piece.translate(BYTE_LEVEL).encode("latin-1")
         byte = re.fullmatch("<0x(..)>", piece)  # byte fallback
         return bytes.fromhex(byte[1]) if byte else piece.replace("\u2581", " ").encode()
 
     return [bytes_of(tokenizer.piece(i) or "") for i in range(tokenizer.vocab_size)]
 
 
-def structure(form: Any) -> dict[str, Any]:
+def structure(form: Any) -> JSON:
     """OpenAI's response_format as SamplingParams.structured_outputs, {} for none.
 
     Raises:

@@ -9,7 +9,8 @@ stop string.
 
 import json
 import re
-from datetime import datetime
+import time
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -46,9 +47,8 @@ class Generation(Extension):
 # What Hugging Face gives to a template, which comes with the checkpoint, so it is code from a
 # stranger: the sandbox reaches no attribute outside its inputs and changes none of them.
 CHAT = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
-CHAT.globals["raise_exception"] = refuse
-CHAT.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-CHAT.filters["tojson"] = lambda x, **kw: json.dumps(x, **{"ensure_ascii": False} | kw)
+CHAT.globals.update(raise_exception=refuse, strftime_now=time.strftime)
+CHAT.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
 
 
 class Tokenizer:
@@ -73,21 +73,30 @@ class Tokenizer:
             self.config = read_json(path / "tokenizer_config.json", optional=True)
             fast, slow = path / "tokenizer.json", path / "tokenizer.model"
             if fast.is_file() and find_spec("tokenizers"):
-                adds_bos = self._open_fast(fast)
+                added = self._open_fast(fast)
             elif slow.is_file():
-                adds_bos = self._open_sentencepiece(slow)
+                added = self._open_sentencepiece(slow)
             else:
                 raise ValueError("no tokenizer.model; tokenizer.json needs: pip install tokenizers")
             self._hidden = set(self.special.values())
-            self.bos_id, self.eos_id, *_ = map(self.special.get, self._names().values())
-            adds_bos = self.config.get("add_bos_token", adds_bos) and self.bos_id is not None
-            adds_eos = self.config.get("add_eos_token", False) and self.eos_id is not None
-            self._prefix = [self.bos_id] if adds_bos else []
-            self._suffix = [self.eos_id] if adds_eos else []
-            file, template = path / "chat_template.jinja", self.config.get("chat_template")
+            # Texts of BOS, EOS and so on, written as "<s>", as {"content": "<s>", ...}, or null.
+            self._names = {
+                name: token["content"] if isinstance(token, dict) else token
+                for name, token in self.config.items()
+                if name.endswith("_token") and token
+            }
+            self.bos_id = self.special.get(self._names.get("bos_token"))
+            self.eos_id = self.special.get(self._names.get("eos_token"))
+            adds_bos = self.config.get("add_bos_token", self.bos_id in added)
+            adds_eos = self.config.get("add_eos_token")
+            self._prefix = [self.bos_id] if adds_bos and self.bos_id is not None else []
+            self._suffix = [self.eos_id] if adds_eos and self.eos_id is not None else []
+            template = self.config.get("chat_template")
             if isinstance(template, list):  # several, by name
                 template = {entry["name"]: entry["template"] for entry in template}.get("default")
-            template = file.read_text(encoding="utf-8") if file.is_file() else template
+            file = path / "chat_template.jinja"
+            if file.is_file():
+                template = file.read_text(encoding="utf-8")
             self.template = template or PLAIN_TEMPLATE
         # A base model under the plain template would go on to write the user's turn too.
         self.chat_stop = ("\n\n",) if self.template is PLAIN_TEMPLATE else ()
@@ -100,7 +109,7 @@ class Tokenizer:
             add_special: False for text that already carries them, such as a rendered chat.
         """
         # A terminal can pass lone surrogates.
-        ids = self._encode(text.encode("utf-8", "replace").decode())
+        ids = self._encode(text.encode(errors="replace").decode())
         return self._prefix + ids + self._suffix if add_special else ids
 
     def decode(self, ids: list[int]) -> str:
@@ -111,9 +120,7 @@ class Tokenizer:
         """Whether an id stands for text: not a special token, nor padding of the vocabulary."""
         return token_id < self.vocab_size and token_id not in self._hidden
 
-    def encode_chat(
-        self, messages: list[dict[str, Any]], goes_on: bool = False, /, **options: Any
-    ) -> list[int]:
+    def encode_chat(self, messages: list, goes_on: bool = False, /, **options: Any) -> list[int]:
         """Render a conversation with the checkpoint's chat template, ready for the reply.
 
         Args:
@@ -124,10 +131,10 @@ class Tokenizer:
         Raises:
             ValueError: the template does not compile or refuses these messages.
         """
-        given = {"add_generation_prompt": not goes_on, "tools": None, "documents": None}
-        given |= self._names() | options | {"messages": messages}
+        given = dict(add_generation_prompt=not goes_on, tools=None, documents=None)
+        given |= self._names | options
         with blame("chat template"):  # it can raise anything that Python can
-            text = CHAT.from_string(self.template).render(given)
+            text = CHAT.from_string(self.template).render(given, messages=messages)
             if goes_on:
                 last = messages[-1]["content"].strip()
                 text = text[: text.rindex(last) + len(last)]
@@ -135,53 +142,49 @@ class Tokenizer:
 
     # --- How the files are read -------------------------------------------------------------------
 
-    def _open_fast(self, file: Path) -> bool:
-        """Return whether the file adds a BOS by itself."""
+    def _open_fast(self, file: Path) -> list[int]:
+        """Return the ids that the file puts around a text by itself."""
         import tokenizers  # here: the package is an extra, kilolm[hf]
 
         backend = tokenizers.Tokenizer.from_file(str(file))
         backend.no_truncation()  # a training script may have left them on: prompts would be cut
         backend.no_padding()
         self._encode = lambda text: backend.encode(text, add_special_tokens=False).ids
-        self._decode = lambda ids: backend.decode(ids, skip_special_tokens=True)
+        self._decode = backend.decode
         self.piece = backend.id_to_token
-        self.byte_level = bool(backend.decoder) and b"ByteLevel" in backend.decoder.__getstate__()
-        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        self.byte_level = "ByteLevel" in str(backend.decoder)
+        self.vocab_size = max(backend.get_vocab().values()) + 1
         added = backend.get_added_tokens_decoder()
         self.special = {token.content: i for i, token in added.items() if token.special}
-        bos = self.special.get(self._names()["bos_token"])
-        return bos in backend.encode("", add_special_tokens=True).ids[:1]  # by its post-processor
+        return backend.encode("").ids  # by its post-processor
 
-    def _open_sentencepiece(self, file: Path) -> bool:
-        """As above: this format's own encoder adds one."""
+    def _open_sentencepiece(self, file: Path) -> list[int]:
+        """As above: this format's own encoder adds a BOS, whichever that is."""
         backend = sentencepiece.SentencePieceProcessor(model_file=str(file))
-        self._decode, self.vocab_size = backend.decode, backend.vocab_size()
+        self._decode = backend.decode
         self.piece = lambda i: "" if backend.is_unknown(i) else backend.id_to_piece(i)
         self.byte_level = False
-        if not self.config:  # the file's own names, as llama2.c and llama.cpp have it
-            for name, i in (("bos_token", backend.bos_id()), ("eos_token", backend.eos_id())):
-                self.config[name] = backend.id_to_piece(i) if i >= 0 else None
-        ids = range(self.vocab_size)
-        self.special = {backend.id_to_piece(i): i for i in ids if backend.is_control(i)}
+        self.vocab_size = backend.vocab_size()
+        ids = filter(backend.is_control, range(self.vocab_size))
+        names = {i: backend.id_to_piece(i) for i in ids}
         for i, token in self.config.get("added_tokens_decoder", {}).items():
-            self.special[token["content"]] = int(i)
-        by_length = sorted(self.special, key=len, reverse=True)  # "<|im_start|>" before "<|im"
-        split = re.compile("(" + "|".join(map(re.escape, by_length)) + ")").split
+            names[int(i)] = token["content"]
+        self.special = {name: i for i, name in names.items()}
+        if not self.config:  # the file's own, as llama2.c and llama.cpp have it
+            bos, eos = names.get(backend.bos_id()), names.get(backend.eos_id())
+            self.config = dict(bos_token=bos, eos_token=eos)
+        longest_first = sorted(self.special, reverse=True)  # "<|im_start|>" before "<|im"
+        pattern = "|".join(map(re.escape, longest_first)) or "(?!)"  # which is nowhere
 
         def encode(text: str) -> list[int]:
             """sentencepiece itself would spell a written-out "<s>" as three characters."""
-            parts = split(text) if by_length else [text]
-            ids = ([self.special[p]] if p in self.special else backend.encode(p) for p in parts)
-            return [i for part in ids for i in part]
+            ids = []
+            for part in re.split(f"({pattern})", text):
+                ids += [self.special[part]] if part in self.special else backend.encode(part)
+            return ids
 
         self._encode = encode
-        return True
-
-    def _names(self) -> dict[str, str]:
-        """Texts of BOS, EOS and so on, written as "<s>", as {"content": "<s>", ...}, or null."""
-        names = (f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-        tokens = {name: self.config.get(name) or "" for name in names}
-        return {name: t["content"] if isinstance(t, dict) else t for name, t in tokens.items()}
+        return [*self.special.values()]
 
 
 # --- Ids to text, one at a time -------------------------------------------------------------------
@@ -195,40 +198,41 @@ class Detokenizer:
     few before them, and what they add is given out once it cannot be half a character.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: list[int]) -> None:
-        """Start behind a prompt, whose end says whether the next word needs its space."""
-        self._decode, self._is_text = tokenizer.decode, tokenizer.is_text
-        ids = [i for i in prompt_ids[-128:] if self._is_text(i)]
+    def __init__(self, tokenizer: Tokenizer | None, prompt_ids: list[int]) -> None:
+        """Start behind a prompt, whose end says whether the next word needs its space. Without a
+        tokenizer there is never any text."""
+        self._decode = tokenizer.decode if tokenizer else lambda ids: ""
+        self._new = []
         # Of four places side by side one is not inside a character, which has four bytes at most.
         for length in (8, 7, 6, 5, 128):
-            self._context = ids[-length:]
+            self._context = prompt_ids[-length:]
             text = self._decode(self._context)
             if text.strip() and not text.startswith("\ufffd"):
                 break
-        self._shown, self._new = len(text), []  # characters of the context; ids after it
 
     def push(self, token_id: int) -> str:
         """Add one id and return the text that is now certain, often one word, sometimes "".
 
         Example: ids of "a", 0xC3, 0xA9 (two bytes of one character) -> "a", "", "\u00e9"
         """
-        if self._is_text(token_id):  # others, as context, would hide that a word came before
-            self._new.append(token_id)
+        self._new.append(token_id)
         text = self.flush()
         # Unfinished bytes decode to U+FFFD, and may spoil finished ones beside them: wait. Bytes
         # that really are invalid are shown as marks as soon as anything else follows them.
         if text.endswith("\ufffd") and len(self._new) < 32:
             return ""
-        if text.strip():  # what was just shown is the next context; spaces alone would not do
-            self._context = self._new
-        elif len(self._context) < 8:  # unless there is nothing else yet
-            self._context = self._context + self._new
-        self._shown, self._new = len(self._decode(self._context)), []
+        # What was just shown is the next context. Spaces alone would not do, nor ids without text.
+        if text.strip():
+            self._context = []
+        if len(self._context) < 8:
+            self._context += self._new
+        self._new = []
         return text
 
     def flush(self) -> str:
         """Return what was held back: the marks of a character that never got its last byte."""
-        return self._decode(self._context + self._new)[self._shown :]
+        shown = len(self._decode(self._context))
+        return self._decode(self._context + self._new)[shown:]
 
 
 class TextStream:
@@ -239,14 +243,11 @@ class TextStream:
             half a character, is held back, so `text` only ever grows.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer | None, prompt_ids: list[int], stops: tuple[str, ...]
-    ) -> None:
-        """Without a tokenizer there is never any text."""
+    def __init__(self, tokenizer: Tokenizer | None, prompt_ids: list[int], stops: tuple) -> None:
         self.text = ""
         self._held = ""  # decoded, but perhaps the start of a stop string
         self._stops = stops
-        self._detokenizer = Detokenizer(tokenizer, prompt_ids) if tokenizer else None
+        self._detokenizer = Detokenizer(tokenizer, prompt_ids)
 
     def push(self, token_id: int | None, last: bool = False) -> tuple[str, bool]:
         """Add one id, or none, and where it is the last, what was held back.
@@ -257,17 +258,16 @@ class TextStream:
         Example: stop "ab". After "xa" the text is "x", and "a" is held. Then "c" shows "xac",
             while "ab" shows "xa" and ends: the stop string began at the second "a".
         """
-        new = ""
-        if self._detokenizer:
-            new = self._detokenizer.push(token_id) if token_id is not None else ""
-            new += self._detokenizer.flush() if last else ""
+        new = "" if token_id is None else self._detokenizer.push(token_id)
+        if last:
+            new += self._detokenizer.flush()
         held = self._held + new
         found = [held.find(stop) for stop in self._stops if stop in held]
-        cut = min(found, default=len(held))
-        if not found and not last:  # hold back the longest tail that begins a stop string
-            for stop in self._stops:
-                tails = (n for n in range(len(stop) - 1, 0, -1) if held.endswith(stop[:n]))
-                cut = min(cut, len(held) - next(tails, 0))
+        begun = [
+            i for i in range(len(held)) if any(stop.startswith(held[i:]) for stop in self._stops)
+        ]
+        places = found if found or last else begun
+        cut = min(places, default=len(held))
         self.text += held[:cut]
         self._held = held[cut:]
         return new, bool(found)

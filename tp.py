@@ -39,91 +39,86 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
-from checkpoint import CheckpointError, Files, Stored, blame, build
+from checkpoint import CheckpointError, Files, Stored, blame, build, check_tensors
 from model import Transformer
 from paged import Row, Runner
 from settings import Ranks
 
 # --- A rank's share of a model --------------------------------------------------------------------
 
+# Linear -> which dimension of its weight is cut: 0, by outputs; 1, by inputs.
+CUTS = dict(q_proj=0, k_proj=0, v_proj=0, o_proj=1, gate_proj=0, up_proj=0, down_proj=1, lm_head=0)
+
 
 def shard(model: Transformer, files: Files, rank: int, ranks: int) -> tuple[Transformer, Files]:
     """Make one rank's share of a model that is still empty, and of the files that will fill it.
 
     Args:
-        model: on the meta device.
-        files: see checkpoint.locate_tensors.
+        model: on the meta device, with QuantLinears where the files have them.
+        files: see checkpoint.locate_tensors; {}: there are none, and the weights will be random.
+
+    Returns:
+        The share, with plain Linears; and what it reads.
 
     Raises:
-        CheckpointError: something cannot be shared evenly; no weight has been read yet.
+        CheckpointError: the files do not fit, or something cannot be shared evenly; no weight has
+            been read yet.
 
     Example: 4 query heads and 2 kv heads of 8 channels on 4 ranks: rank 3 reads rows 24..31 of q
         and, as two ranks share a kv head, rows 8..15 of k and v; and columns 24..31 of o
     """
     c = model.config
-    N, K, H = c.num_attention_heads, c.num_key_value_heads, c.head_dim
-    F = c.intermediate_size
-    M = c.moe_intermediate_size or F  # an expert's; whether it can be shared, its tensors will say
-    if N % ranks or F % ranks or (K % ranks and ranks % K):
-        sizes = f"{N} attention heads, {K} key-value heads and {F} feed-forward channels"
+    N, K, F = c.num_attention_heads, c.num_key_value_heads, c.intermediate_size
+    M = c.moe_intermediate_size or F  # an expert's
+    if N % ranks or F % ranks or M % ranks or (K % ranks and ranks % K):
+        sizes = f"{N} attention heads, {K} key-value heads, {M} or {F} feed-forward channels"
         raise CheckpointError(f"{sizes} cannot all be shared evenly by {ranks} ranks")
-    V = -(-c.vocab_size // ranks)
+    if files:
+        check_tensors(files, model)
     local = replace(
         c, num_attention_heads=N // ranks, num_key_value_heads=max(1, K // ranks),
-        intermediate_size=F // ranks, moe_intermediate_size=M // ranks,
+        intermediate_size=F // ranks, moe_intermediate_size=M // ranks, tie_word_embeddings=False,
     )  # fmt: skip
     with torch.device("meta"):
-        share = build(replace(local, vocab_size=V, tie_word_embeddings=False))
-        share.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)  # whole: rows are looked up
-    if c.tie_word_embeddings and "lm_head.qweight" not in files:
-        files = files | {"lm_head.weight": files["embed_tokens.weight"]}
+        share = build(local)
+        share.lm_head = nn.Linear(c.hidden_size, -(-c.vocab_size // ranks), bias=False)
     share.requires_grad_(False).to(model.dtype)
-    share.config = local
     # Hooks, not modules around modules: names stay the checkpoint's, and the Linears inside can
     # still be replaced by quantised and packed ones.
     share.register_forward_hook(gather)
-    for name, module in share.named_modules():
-        if name.endswith(("self_attn", "mlp")):  # which o_proj and down_proj end
-            module.register_forward_hook(add_up)
-
-    def cut(dim: int, units: int, unit: int = 1) -> tuple[int, ...]:
-        return dim, rank * units // ranks * unit, max(1, units // ranks) * unit, units * unit
-
-    cuts = {  # by outputs: 0, by inputs: 1; channels: from where, how many, of how many
-        "q_proj": cut(0, N, H), "k_proj": cut(0, K, H), "v_proj": cut(0, K, H),
-        "o_proj": cut(1, N, H), "gate_proj": cut(0, F), "up_proj": cut(0, F),
-        "down_proj": cut(1, F), "lm_head": (0, rank * V, V, c.vocab_size),
-    }  # fmt: skip
+    for block in share.layers:
+        block.self_attn.register_forward_hook(add_up)  # it ends with o_proj
+        block.mlp.register_forward_hook(add_up)  # and this, or its experts, with down_proj
+    if model.tied:  # of the embedding itself each rank has all, as rows are looked up
+        files = files | {"lm_head.weight": files["embed_tokens.weight"]}
     parts = dict(files)
     for name, stored in files.items():
-        *_, module, kind = ["", *name.split(".")]  # "layers.0.self_attn.o_proj.weight"
-        if module not in cuts:
-            continue
-        dim, start, size, total = cuts[module]
+        *_, module, kind = name.split(".")  # "layers.0.self_attn.o_proj.weight"
+        dim = CUTS.get(module)
         if dim == 1 and kind == "bias":
-            if rank:  # added once, by rank 0: zeros on the others
-                parts[name] = stored._replace(read=partial(torch.zeros, stored.shape))
-        elif (dim, stored.shape[-1]) != (1, 1):  # one scale serves all inputs
-            # Inputs are stored one by one, in bytes of two, or in groups. Of a tensor of some other
-            # size the parts are of other sizes too, which load_model will refuse.
+            # Added once, by rank 0: the others read past its end, which is zeros.
+            parts[name] = part_of(stored, 0, rank * c.hidden_size, c.hidden_size)
+        elif module in CUTS:
             n = stored.shape[dim]
-            if n * size % total:
-                raise CheckpointError(f"{name}: {n} for {total} channels, uneven on {ranks} ranks")
-            parts[name] = part_of(stored, dim, n * start // total, n * size // total)
+            pieces = min(ranks, K if module in ("k_proj", "v_proj") else n)  # n is 1: all share it
+            size = -(-n // pieces)
+            parts[name] = part_of(stored, dim, rank * pieces // ranks * size, size)
     return share, parts
 
 
 def part_of(stored: Stored, dim: int, start: int, size: int) -> Stored:
-    """The part of a stored tensor that a rank reads. Of a vocabulary that does not divide evenly,
-    what is past the stored end reads as zeros."""
+    """A part of a stored tensor; what is past its end, as of a vocabulary that does not divide
+    evenly, reads as zeros."""
 
     def read() -> Tensor:
-        there = stored.read().movedim(dim, 0)[start : start + size]  # mapped: the rest is not read
-        zeros = there.new_zeros(size - len(there), *there.shape[1:])
-        return (torch.cat((there, zeros)) if len(zeros) else there).movedim(0, dim)
+        there = stored.read().movedim(dim, -1)[..., start : start + size]
+        return pad(there, (0, size - there.shape[-1])).movedim(-1, dim)
 
-    return stored._replace(shape=(*stored.shape[:dim], size, *stored.shape[dim + 1 :]), read=read)
+    shape = list(stored.shape)
+    shape[dim] = size
+    return stored._replace(shape=tuple(shape), read=read)
 
 
 def add_up(module: nn.Module, args: tuple, y: Tensor) -> Tensor:
@@ -192,6 +187,9 @@ def leading(*call: Any) -> Iterator[None]:
         broadcast(call)
         yield
         Leader.leads = True
+    except Exception as error:
+        blame_the_lost(error)
+        raise
     finally:
         signal.signal(signal.SIGINT, before)
         if pressed:
@@ -222,7 +220,24 @@ _ended: list[bool] = []  # whether a signal has asked this rank to end
 
 @contextlib.contextmanager
 def join(device: torch.device) -> Iterator[Ranks]:
-    """Join the other processes that torchrun has started.
+    """Join the other processes that torchrun has started, see group. Of an error that all ranks
+    have rank 0 speaks: torchrun ends all when one ends. After 3 s the others say it themselves."""
+    try:
+        with group(device) as ranks:
+            yield ranks
+    except Exception:
+        if os.environ.get("RANK", "0") != "0":
+            for _ in range(30):
+                time.sleep(0.1)
+                if _ended:
+                    sys.exit(2)
+            sys.stderr = sys.__stderr__
+        raise
+
+
+@contextlib.contextmanager
+def group(device: torch.device) -> Iterator[Ranks]:
+    """The group of all ranks.
 
     On leaving, rank 0 stops the others; where a rank dies, the others' next exchange with it fails.
 
@@ -247,8 +262,7 @@ def join(device: torch.device) -> Iterator[Ranks]:
     try:
         yield Ranks(device, rank, ranks, partial(shard, rank=rank, ranks=ranks), Leader)
     except Exception as error:
-        if is_lost(error):
-            raise ConnectionError(f"rank {rank} lost contact with another rank") from error
+        blame_the_lost(error)
         raise
     finally:
         # Ranks in the middle of something could not take the end; they see the connection close.
@@ -257,20 +271,10 @@ def join(device: torch.device) -> Iterator[Ranks]:
                 broadcast()
         Leader.leads = False
         dist.destroy_process_group()
-        if rank and sys.exc_info()[0]:
-            wait_for_the_first()
 
 
-def wait_for_the_first() -> None:
-    """Let rank 0 say what went wrong, if it can: torchrun ends all ranks when one ends. After 3 s
-    this rank says it itself."""
-    for _ in range(30):
-        time.sleep(0.1)
-        if _ended:
-            sys.exit(2)
-    sys.stderr = sys.__stderr__
-
-
-def is_lost(error: Exception) -> bool:
-    """Whether this says that another rank is out of reach."""
-    return isinstance(error, dist.DistError) or "gloo" in str(error)
+def blame_the_lost(error: Exception) -> None:
+    """Raise ConnectionError where this error says that another rank is out of reach."""
+    if isinstance(error, dist.DistError) or "gloo" in str(error):
+        rank = os.environ.get("RANK")
+        raise ConnectionError(f"rank {rank} lost contact with another rank") from error

@@ -250,7 +250,7 @@ def test_config(folder, group):
 def test_outside_config_json(folder):
     """generation_config.json's EOS ids; methods of quantising that we do not run."""
     for method, word in (("gptq", "bits"), ("fp8", "quant_method 'fp8'")):
-        refused(folder, word, quantization_config={"quant_method": method})
+        refused(folder, word, quantization_config={"quant_method": method, "group_size": 128})
     edit(folder)
     for value in EOS:
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))

@@ -344,7 +344,7 @@ OUT_OF_RANGE = [
     ("--temperature", "nan"), ("--temperature", "inf"), ("--temperature", "-0.1"),
     ("--top-k", "-2"), ("--top-p", "0"), ("--top-p", "1.1"), ("--min-p", "nan"),
     ("--repetition-penalty", "0"), ("--presence-penalty", "3"), ("--frequency-penalty", "-3"),
-    ("--max-tokens", "0"), ("--logprobs", "21"), ("--seed", str(2**63)), ("--n", "0"),
+    ("--max-tokens", "0"), ("--seed", str(2**63)), ("--n", "0"),
     ("--n", "-1"), ("--n", "129"), ("--max-seq-len", "0"), ("--max-seq-len", "-5"), ("--stop", ""),
     ("--stop-token-ids", "-1"), ("--speculate", "65"), ("--speculate", "-1"),
     ("--max-num-seqs", "0"), ("--max-num-batched-tokens", "0"), ("--kv-memory", "0"),

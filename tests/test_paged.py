@@ -292,13 +292,15 @@ def test_what_is_spoilt_is_wiped_and_found_no_more(also):
         pool.reuse(other, [*ids[:2], 9])
     pool.grow(table, 8)  # a fork's last block is copied: this one and the next are the table's own
     shared = {"fork": [0, 1], "prefix": [0]}.get(also, [])
-    own = [block for block in table.blocks if block not in shared]
-    assert pool.spoil(table) == [(8, block) for block in own]
-    audit_pool(pool, [table, other])
+    own = {block for block in table.blocks if block not in shared}
+    table.spoilt = True
     pool.free(table)
+    assert (sorted(pool.wipes), table) == ([(8, block) for block in sorted(own)], BlockTable())
+    audit_pool(pool, [other])
     assert found(pool, ids) == shared
     pool.free(other)
     assert found(pool, ids) == shared and pool.num_available == 8
+    assert len(pool.wipes) == len(own)
     audit_pool(pool, [])
 
 
@@ -448,7 +450,7 @@ def test_the_example_of_plan():
     slots, sizes, tables, _ = layers[1].plan
     assert (tokens.tolist(), positions.tolist()) == ([[a, b, c, d, e]], [[5, 2, 4, 5, 6]])
     assert slots.tolist() == [9, 14, 4, 5, 6]
-    assert sizes.tolist() == [[2, 1, 2], [1, 3, 2]]
+    assert sizes.tolist() == [2, 1, 2, 1, 3, 2]
     assert tables.tolist() == [7, 2, 3, 8, 0, 1]  # 8: the block that stays empty
     assert select.tolist() == [0, 1, 3, 4]
     assert runner.plan([Row([7, 2], 3, [a, b, c])])[2][0].plan[0].tolist() == [31, 8, 9]
@@ -476,11 +478,11 @@ def test_rows_that_stand_together():
     ends = (1000, 600, 250, 200, 5, 3)  # in blocks: 63, 38, 16, 13, 1, 1
     rows = [Row([*range(-(-end // 16))], end - 1, [end % 32]) for end in ends]
     tokens, _, layers, select = runner.plan(rows)
-    sizes = layers[0].plan[1].tolist()
+    sizes = layers[0].plan[1].view(-1, 3).tolist()
     assert sizes == [[1, 1, 63], [1, 1, 38], [2, 1, 16], [2, 1, 2]]  # 2 at least
     assert [int(tokens[0, i]) for i in select] == [end % 32 for end in ends]
     small = runner.plan([Row([i], 5, [1]) for i in range(50)])[2][0].plan[1].tolist()
-    assert small == [[20, 1, 2], [20, 1, 2], [10, 1, 2]]
+    assert small == [20, 1, 2, 20, 1, 2, 10, 1, 2]
 
 
 def test_what_a_step_copies():
@@ -489,7 +491,7 @@ def test_what_a_step_copies():
     mixed = [Row([*range(1000)], 15_999, [1]), *[Row([*range(7)], 99, [1])] * 63]
     forks = [Row([*range(1000)], 15_999 - i, [1]) for i in range(64)]
     for rows, most in ((mixed, 63 * 7 + 1000), (forks, 64 * 1000)):
-        sizes = runner_of(1500, 16).plan(rows)[2][0].plan[1]
+        sizes = runner_of(1500, 16).plan(rows)[2][0].plan[1].view(-1, 3)
         copied = sizes[:, 0] * sizes[:, 2]
         assert copied.max() <= 1500 and copied.sum() <= 1.5 * most
 
@@ -536,16 +538,19 @@ class Pool(RuleBasedStateMachine):
         picks=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 7)), min_size=1, max_size=4),
         tail=TOKENS,
         fails=st.sampled_from([False, False, False, True]),
+        spoilt=st.booleans(),
     )
-    def step(self, picks, tail, fails):
-        """Make room for several, copy, write, commit: the order of the engine's step."""
+    def step(self, picks, tail, fails, spoilt):
+        """Make room for several, copy, write, commit: the order of the engine's step. What is to be
+        wiped, is, unless another block is copied there."""
         batch, copies = {}, []
         for at, count in picks:
             live = self.live[at % len(self.live)]
-            if live not in batch and (end := self.admit(live, count, tail, copies)):
+            if live not in batch and (end := self.admit(live, count, tail, copies, spoilt)):
                 batch[live] = end
-        targets = {new: [*self.memory[old]] for old, new in copies}
-        assert len(targets) == len(copies), "a block is copied to twice"
+        assert len({new for _, new in copies}) == len(copies), "a block is copied to twice"
+        targets = {new: [*self.memory[old]] for old, new in self.pool.wipes + copies}
+        self.pool.wipes.clear()
         for new, content in targets.items():
             self.memory[new] = content
         for live, end in batch.items():
@@ -558,7 +563,7 @@ class Pool(RuleBasedStateMachine):
             else:
                 self.pool.commit(live.table, live.ids, end, live.salt)
 
-    def admit(self, live, count, tail, copies):
+    def admit(self, live, count, tail, copies, spoilt):
         """Reuse, compare the cost, grow: return the end, or None where it was preempted."""
         pool, table = self.pool, live.table
         if not table.blocks:
@@ -569,7 +574,7 @@ class Pool(RuleBasedStateMachine):
         end = min(len(live.ids), table.length + count)
         cost, before = pool.cost(table, end), pool.num_available
         if cost > before:
-            pool.free(table)
+            self.give_back(table, spoilt, {old for old, _ in copies})
             return None
         copies += pool.grow(table, end)
         assert before - pool.num_available == cost
@@ -584,27 +589,23 @@ class Pool(RuleBasedStateMachine):
         self.live.append(Live([*live.ids], live.salt, self.pool.fork(live.table)))
 
     @precondition(lambda self: self.live)
-    @rule(at=st.integers(0, 5))
-    def free(self, at):
-        self.pool.free(self.live.pop(at % len(self.live)).table)
+    @rule(at=st.integers(0, 5), spoilt=st.booleans())
+    def free(self, at, spoilt=False):
+        self.give_back(self.live.pop(at % len(self.live)).table, spoilt)
 
-    @precondition(lambda self: self.live)
-    @rule(at=st.integers(0, 5))
-    def spoil(self, at):
-        """It ends with NaN in what nobody else uses."""
-        table = self.live.pop(at % len(self.live)).table
-        for block in table.blocks:
-            if self.pool.refs[block] == 1:
+    def give_back(self, table, spoilt, shared=()):
+        """Where it is spoilt, with NaN in what nobody else uses, or has just used."""
+        for block in table.blocks if spoilt else ():
+            if self.pool.refs[block] == 1 and block not in shared:
                 self.memory[block] = ["NaN"] * self.pool.block_size
-        for old, new in self.pool.spoil(table):
-            self.memory[new] = [*self.memory[old]]
+        table.spoilt = spoilt
         self.pool.free(table)
 
     @invariant()
     def everyone_reads_their_own_text(self):
         audit_pool(self.pool, (live.table for live in self.live))
-        assert not any("NaN" in block for block in self.memory)
         for live in self.live:
+            assert not any("NaN" in self.memory[block] for block in live.table.blocks)
             for p in range(live.table.length):
                 block, slot = self.at(live, p)
                 assert self.memory[block][slot] == self.text(live, p)

@@ -228,8 +228,8 @@ class ByOneDNN(Int8Linear):
 
     most = 127
 
-    def pack(self, linear, dtype):
-        super().pack(linear, dtype)
+    def pack(self, linear):
+        super().pack(linear)
         self.signed = linear.qweight.double() - 128
 
     def product(self, rows):
@@ -242,7 +242,7 @@ class ByOneDNN(Int8Linear):
 def lanes(monkeypatch):
     """Int4Linear's order is that of AVX-512's operator; AVX2's is the same, with half the lanes."""
     if torch.backends.cpu.get_cpu_capability() == "AVX2":
-        monkeypatch.setattr(packed._dequantize, "__defaults__", (16,))
+        monkeypatch.setattr(packed.dequantize, "__defaults__", (16,))
 
 
 FORMS = {  # form, how its Linear is made
@@ -264,7 +264,7 @@ def both_of(name, dtype=torch.float32, **options):
     linear = make(dtype=dtype, **options | ({"N": 64} if form is Int4Linear else {}))
     if form is PackedLinear and form_of(linear) is not form:
         pytest.skip("this processor has no kernel for it")
-    return linear, form(linear, dtype)
+    return linear, form(linear)
 
 
 def assert_close(linear, x, y, dtype, half=False):
@@ -299,7 +299,7 @@ def test_packed_equals_plain(name, few_rows, options, dtype, monkeypatch):
     linear, form = both_of(name, dtype, **options)
     if "int4" in name:
         linear.zeros.random_(0, 16)  # other tools' are anywhere
-        form = type(form)(linear, dtype)
+        form = type(form)(linear)
     monkeypatch.setattr(packed, "FEW_ROWS", few_rows)
     sizes = (1, 1e4, 1e-3) if dtype == torch.float16 else (1, 1e8, 1e-25)
     with torch.compiler.set_stance("force_eager"):
@@ -326,7 +326,7 @@ def test_packed_rows_do_not_see_each_other(name):
 def test_int8_linear_docstring_example():
     """The digits of -0.3 are -38 and -13; rounding x to one digit would give -38 / 127."""
     linear = standing_for(torch.tensor([[128, 129]]), torch.ones(1, 1), torch.full((1, 1), 128), 8)
-    y = ByOneDNN(linear, torch.float32)(torch.tensor([[1.0, -0.3]]))
+    y = ByOneDNN(linear)(torch.tensor([[1.0, -0.3]]))
     torch.testing.assert_close(y, torch.tensor([[-4877 / 16256]]))
 
 
@@ -337,11 +337,11 @@ def test_int8_linear_at_the_ends_of_its_range(form):
     q = torch.tensor([255, 1, 0])[:, None].expand(3, 256)
     linear = standing_for(q, torch.ones(3, 1), torch.full((3, 1), 128), 8)
     weights = torch.tensor([[127.0, -127.0, -128.0]])
-    y = form(linear, torch.float32)(torch.ones(2, 256))
+    y = form(linear)(torch.ones(2, 256))
     torch.testing.assert_close(y, weights.expand(2, 3) * 256)
     x = torch.full((2, 256), 64 / (128 * form.most))  # `low` is 64, and for the other row -64
     x[:, 0], x[1] = 1, -x[1]
-    y = form(linear, torch.float32)(x)
+    y = form(linear)(x)
     torch.testing.assert_close(y, x.sum(1, keepdim=True) * weights, rtol=1e-5, atol=1e-4)
     linear.zeros.fill_(10)  # as GPTQ without `sym` has it: q - zero needs nine bits
     assert form_of(linear) is HalfLinear and form_of(quant_linear(8, -1)) is Int8Linear
@@ -370,7 +370,7 @@ def test_int4_linear_on_cuda_stands_for_the_same_weight(monkeypatch):
         patch.setattr(torch.Tensor, "is_cpu", False, raising=False)
         assert form_of(linear) is Int4Linear and form_of(quant_linear(4, 64, N=70)) is None
         assert form_of(quant_linear(8, -1)) is form_of(linear_of(dtype=torch.bfloat16)) is None
-        form = Int4Linear(linear, torch.bfloat16)
+        form = Int4Linear(linear)
         y = form(x)
     assert_close(linear, x, y, torch.bfloat16)
 
@@ -400,25 +400,25 @@ def test_what_is_not_native_is_held_as_float16(monkeypatch):
     linear.weight[0] *= 2.0**100
     linear.weight[1] *= 2.0**-100
     linear.weight[2] = 0
-    form = form_of(linear)(linear, torch.bfloat16)
+    form = form_of(linear)(linear)
     assert isinstance(form, HalfLinear) and form_of(linear_of()) is PackedLinear
     x = torch.eye(128, dtype=torch.bfloat16)
     assert torch.equal(form(x), linear.weight.t())  # nothing is lost
-    form = form_of(half := linear_of(dtype=torch.float16))(half, torch.float16)
+    form = form_of(half := linear_of(dtype=torch.float16))(half)
     assert torch.equal(form(x.half()), half.weight.t())
 
 
 def test_the_way_of_int4_hangs_on_its_rows_alone(monkeypatch):
     """A choice by timing, so that noise decides about the last bits of a run, and with them its
     tokens; a border that is off by one."""
-    _, form = both_of("int4")
+    _, form = both_of("int4", torch.bfloat16)
     many = []
     monkeypatch.setattr(packed, "FEW_ROWS", 3)
     monkeypatch.setattr(
         Int4Linear, "many_rows", lambda _, rows: many.append(len(rows)) or rows[:, :64]
     )
     for rows in (1, 3, 4, 2, 300, 3):
-        form(torch.randn(rows, 128))
+        form(torch.randn(rows, 128, dtype=torch.bfloat16))
     assert many == [4, 300]
 
 
@@ -441,7 +441,7 @@ def test_int4_is_dequantised_at_every_size():
         for K in (2048, 5632, 2048, 768):
             linear = quant_linear(4, 128, N=512, K=K, dtype=dtype)
             x = torch.randn(3, K).to(dtype)
-            assert_close(linear, x, Int4Linear(linear, dtype).many_rows(x), dtype)
+            assert_close(linear, x, Int4Linear(linear).many_rows(x), dtype)
 
 
 # --- Folders --------------------------------------------------------------------------------------
@@ -541,12 +541,18 @@ BAD = {
     "gptq not dividing": ({"quant_method": "gptq", "group_size": 48}, "48 does not divide 64"),
     "gptq no size": ({"quant_method": "gptq", "group_size": None}, "group_size"),
     "gptq marlin": ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "marlin"),
+    "gptq gemm": (
+        {"quant_method": "gptq", "checkpoint_format": "gemm"}, "'gemm' is not supported",
+    ),
+    "awq gptq": (
+        {"quant_method": "awq", "checkpoint_format": "gptq"}, "'gptq' is not supported",
+    ),
     "awq 8 bits": ({"quant_method": "awq", "bits": 8}, "bits 8"),
     "awq gemv": ({"quant_method": "awq", "version": "gemv"}, "gemv"),
     "awq version null": ({"quant_method": "awq", "version": None}, "version"),
     "awq version 1": ({"quant_method": "awq", "version": 1}, "version"),
     "no object": (None, "quantization_config must be dict"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -349,13 +349,18 @@ def test_nobody_is_let_in_while_memory_is_taken_away():
     """What had just been preempted came back in the same step, and was preempted in the next."""
     at = engine(num_blocks=8, block_size=2, max_num_seqs=3, max_num_batched_tokens=4)
     for i in range(3):
-        at.add_request(WORDS[9 * i : 9 * i + 3], params(13, ignore_eos=True))
+        at.add_request(WORDS[9 * i : 9 * i + 3], params(13, ignore_eos=True), priority=1)
+    while len(at.running) < 3:
+        step(at)
+    at.add_request(WORDS[40:41], params(2))  # first in line, and small
+    stood = []
     while at.queue:
         before, waiting = at.stats.num_preemptions, len(at.waiting)
         step(at)
         if preempted := at.stats.num_preemptions - before:
             assert len(at.waiting) == waiting + preempted
-    assert at.stats.num_preemptions > 0
+            stood.append(waiting)
+    assert stood[0] == 1
 
 
 def test_preempted_with_a_prefix_still_cached():
@@ -363,14 +368,16 @@ def test_preempted_with_a_prefix_still_cached():
     drew again from the start of its random numbers, or lost its output."""
     at = engine(num_blocks=8, max_num_batched_tokens=20, block_size=2, max_num_seqs=3)
     jobs = [([*WORDS[:5], i], params(9, ignore_eos=True, seed=i)) for i in range(1, 4)]
-    requests, resumed = [at.add_request(*job) for job in jobs], 0
+    requests, resumed, cached = [at.add_request(*job) for job in jobs], 0, {}
     while at.queue:
         hits, waiting = at.stats.prefix_cache_hits, [s for s in at.waiting if s.tokens]
         step(at)
         resumed += at.stats.prefix_cache_hits > hits and any(s in at.running for s in waiting)
+        cached = {s: s.cached for s in at.running} | cached
     assert at.stats.num_preemptions > 0 and resumed > 0
     for request, job in zip(requests, jobs, strict=True):
         assert_same(request, alone(at, *job))
+        assert request.outputs[0].cached == cached[request.outputs[0]]  # as when it came
 
 
 def test_equal_prompts_in_one_step_and_after():
@@ -604,7 +611,7 @@ def test_nan_in_the_block_that_came_first():
 
 @pytest.mark.parametrize("guess", [None, "near"])
 @pytest.mark.parametrize("at_once", [True, False], ids=["prompt", "output"])
-def test_what_failed_is_wiped_at_once(guess, at_once):
+def test_what_failed_is_wiped_before_the_next_step(guess, at_once):
     """NaN that stayed in a block until it was used again, or for good where only a part of it was:
     the next sequence that got the block saw it behind its own keys, and ended with an error."""
     draft, k = (poisoned(DRAFTS[guess], math.nan), 2) if guess else (None, 0)
@@ -614,6 +621,7 @@ def test_what_failed_is_wiped_at_once(guess, at_once):
     while not bad.finished:
         step(at)
         used.update(*(job.table.blocks for job in at.running))
+    step(at)  # of nothing
     assert bad.outputs[0].finish_reason == "error" and used
     for runner in (at.runner, at.proposer.runner) if guess else (at.runner,):
         assert all(tensor.isfinite().all() for pool in runner.pools for tensor in pool)
@@ -636,6 +644,11 @@ def test_nan_of_the_draft_alone():
     at.proposer.offered, at.proposer.accepted = [0, 0], [0, 0]
     check(at, *jobs[1:])
     assert at.proposer.accepted == at.proposer.offered != [0, 0]
+    wish = params(20, temperature=0, **AVOID)
+    for blocks in range(6, 10):  # the second is preempted, and the first takes its blocks at once
+        at = engine(num_blocks=blocks, draft=draft, speculate=2, max_num_batched_tokens=12)
+        check(at, *((ids, wish) for ids in (GOOD[1], [BAD, *GOOD[1]])))
+        assert at.stats.num_preemptions > 0
 
 
 def test_nan_of_the_draft_does_not_depend_on_the_neighbours():
@@ -653,14 +666,23 @@ def test_nan_of_the_draft_does_not_depend_on_the_neighbours():
 
 
 def test_nothing_is_left_after_a_reset():
-    """A step that fails may have written anything."""
-    at = engine(num_blocks=12)
-    at.add_request([*GOOD[0], BAD], params())
+    """A step that fails may have written anything to the blocks in use; and NaN that was about to
+    be wiped stayed."""
+    at = engine(poisoned(MODEL, math.nan), num_blocks=12, max_num_batched_tokens=16)
+    at.add_request([*GOOD[0][:4], BAD], params())
+    at.add_request([*GOOD[0], *GOOD[0]], params())
     step(at)
+    used = [block for block, refs in enumerate(at.pool.refs) if refs]
+    assert len(at.running) == 1 and 0 < len(used) < 5
     for tensor in (t for pool in at.runner.pools for t in pool):
-        tensor[:-1] = math.nan
+        tensor[used] = math.nan
     at.reset()
-    check(at, *((ids, params(6, **AVOID)) for ids in GOOD * 2))
+    assert_empty(at)
+    jobs = [(ids, params(6, **AVOID)) for ids in GOOD * 2]
+    requests = [at.add_request(*job) for job in jobs]
+    drain(at)
+    for request, job in zip(requests, jobs, strict=True):
+        assert_same(request, alone(engine(), *job))
 
 
 # --- What each gets -------------------------------------------------------------------------------

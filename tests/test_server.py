@@ -854,8 +854,7 @@ def test_cors(local, monkeypatch):
     wanted = {"Access-Control-Request-Headers": "authorization, content-type"}
     answer = local.send("OPTIONS", COMPLETIONS, **wanted)
     assert answer.status == 200
-    allowed = answer.headers["Access-Control-Allow-Headers"].split(", ")
-    assert allowed == ["Authorization", "Content-Type"]
+    assert answer.headers["Access-Control-Allow-Headers"] == "authorization, content-type"
     key = {"Authorization": "Bearer secret"}
     stream = local.post(COMPLETIONS, SHORT | {"stream": True}, **key)
     for each in (answer, local.get("/health"), local.get("/v1/models"), stream):

@@ -248,14 +248,14 @@ def refused(folder, ranks, message):
         ("plain", {"num_attention_heads": 8}, 3, "8 attention heads.* cannot .*3 ranks"),
         ("plain", {"num_attention_heads": 2}, 4, "2 attention heads.* cannot .*4 ranks"),
         ("plain", {"intermediate_size": 98}, 4, "98 feed-forward channels cannot .*4 ranks"),
-        ("narrow experts", {}, 4, "experts.0.*: 6 for 96 channels, uneven"),
+        ("narrow experts", {}, 4, "6 or 96 feed-forward channels cannot .*4 ranks"),
         ("plain", {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 8}, 4,
          "6 key-value heads.* cannot .*4 ranks"),
         ("plain", {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 8}, 6,
          "4 key-value heads.* cannot .*6 ranks"),
         ("plain", {"quantization_config": {"quant_method": "awq", "bits": 4}}, 2, "other tools"),
         # Integers with the scales of another group; or of a group as wide as the model, as of int8.
-        ("plain int4", {}, 2, "down_proj.*: 3 for 96 channels"),
+        ("plain int4", {}, 2, "group_size 32 does not divide 48 input channels"),
         ("square int4", {}, 2, "group_size 64 does not divide 32 input channels"),
     ],
 )  # fmt: skip

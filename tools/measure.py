@@ -55,7 +55,7 @@ def gemm_peak(model: Transformer) -> Callable[[], float]:
     linear = torch.nn.Linear(c.hidden_size, 2 * c.intermediate_size, bias=False)
     linear = linear.to(model.device, model.dtype).requires_grad_(False)
     if form := form_of(linear):
-        linear = form(linear, model.dtype)
+        linear = form(linear)
     x = torch.randn(512, c.hidden_size).to(model.device, model.dtype)
     flops = 2 * 512 * c.hidden_size * 2 * c.intermediate_size
 
