@@ -50,7 +50,7 @@ class QuantLinear(nn.Module):
         self.group_size = K // G
         with linear.weight.device:
             self.register_buffer("qweight", torch.empty(N, K * bits // 8, dtype=torch.uint8))
-            self.register_buffer("scales", torch.empty(N, G, dtype=torch.float32))
+            self.register_buffer("scales", torch.empty(N, G))
             self.register_buffer("zeros", torch.empty(N, G, dtype=torch.uint8))
         self.register_buffer("bias", linear.bias)
         self.parts = getattr(linear, "parts", {})  # of a FusedLinear: name -> its rows
@@ -63,9 +63,10 @@ class QuantLinear(nn.Module):
 
     def dequantize(self) -> Tensor:
         """Return the weight that this one stands for: (N, K) float32."""
-        q = unpack_bits(self.qweight, self.bits).float()
-        q = q.unflatten(1, (-1, self.group_size))  # (N, G, K / G)
-        return (self.scales[..., None] * (q - self.zeros[..., None])).flatten(1)
+        q = unpack_bits(self.qweight, self.bits).unflatten(
+            1, (-1, self.group_size)
+        )  # (N, G, K / G)
+        return (self.scales[..., None] * (q.float() - self.zeros[..., None])).flatten(1)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.dequantize().to(x.dtype), self.bias)
@@ -79,8 +80,10 @@ def num_groups(K: int, group_size: int) -> int:
     """
     size = K if group_size == -1 else group_size
     if size < 2 or size % 2 or K % size:
-        here = f"{K} input channels (under torchrun, of each rank)"
-        raise ValueError(f"group_size {size} does not divide {here}: try {K & -K}")
+        raise ValueError(
+            f"group_size {size} does not divide {K} input channels (under torchrun, of each rank): "
+            f"try {K & -K}"
+        )
     return K // size
 
 
@@ -142,13 +145,13 @@ def quantize_model(
         quantised = QuantLinear(linear, bits, size)
         quantised.store(*round_to_nearest(linear.weight, bits, quantised.group_size))
         setattr(parent, name, quantised)
-        del linear  # and its weight, unless the embedding is tied to it
     return model
 
 
-def plain_linears(
-    model: Transformer, group_size: int, skip: tuple[str, ...] = ()
-) -> list[tuple[nn.Module, str, str]]:
+Place = tuple[nn.Module, str, str]  # of a Linear: its parent, its name there, and its path
+
+
+def plain_linears(model: Transformer, group_size: int, skip: tuple[str, ...] = ()) -> list[Place]:
     """The Linears that are to be quantised, see linears().
 
     Raises:
@@ -156,19 +159,19 @@ def plain_linears(
     """
     if any(isinstance(module, QuantLinear) for module in model.modules()):
         raise ValueError("this model is quantised already: start from the plain one")
-    found = [each for each in linears(model) if each[2] not in skip]
+    found = [place for place in linears(model) if place[2] not in skip]
     for parent, name, _ in found:
         num_groups(getattr(parent, name).in_features, group_size)
     return found
 
 
-def linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
-    """Yield each Linear as its parent, its name there, and its path; but for routers, which are
-    small, and of which an error sends a token to another expert."""
-    for path, parent in list(model.named_modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, nn.Linear) and name != "gate":
-                yield parent, name, f"{path}.{name}".strip(".")
+def linears(model: nn.Module) -> Iterator[Place]:
+    """Yield the place of each Linear; but for routers, which are small, and of which an error sends
+    a token to another expert."""
+    for path, module in list(model.named_modules()):
+        above, _, name = path.rpartition(".")
+        if isinstance(module, nn.Linear) and name != "gate":
+            yield model.get_submodule(above), name, path
 
 
 # --- Folders --------------------------------------------------------------------------------------

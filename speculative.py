@@ -34,7 +34,7 @@ from settings import check, supported
 GUESS, ACCEPT = 2**32, 2**33
 
 
-def accept(p: Tensor, chances: Tensor, guess: Guess, u: Tensor) -> tuple[int, Tensor]:
+def accept(p: Tensor, chances: list, guess: Guess, u: list) -> tuple[int, Tensor]:
     """Decide how many guesses of one sequence stand, and what comes after them.
 
     A guess x is accepted with probability min(1, p(x) / q(x)), and where it is refused the token
@@ -43,9 +43,9 @@ def accept(p: Tensor, chances: Tensor, guess: Guess, u: Tensor) -> tuple[int, Te
 
     Args:
         p: (k + 1, V), what the model would draw from at the last known token and at each guess.
-        chances: (k + 1,) on the CPU, p of each guess; the last is not read.
+        chances: k numbers, p of each guess.
         guess: k ids, and how they were drawn.
-        u: (k + 1,) on the CPU, uniform in [0, 1), likewise.
+        u: k numbers or more, uniform in [0, 1).
 
     Returns:
         How many of the guesses stand, from the first; and (V,), not yet normalised, what one more
@@ -60,7 +60,7 @@ def accept(p: Tensor, chances: Tensor, guess: Guess, u: Tensor) -> tuple[int, Te
             over[x] = 0  # here p < q, or the guess would have been accepted
             if guess.probs:
                 over = (over - guess.probs[n]).clamp(min=0)
-            return n, torch.where(over.sum() > 0, over, p[n])  # rounding can leave nothing
+            return n, over if over.any() else p[n]  # rounding can leave nothing
     return len(guess.ids), p[-1]
 
 
@@ -83,35 +83,29 @@ class Guesser(Proposer):
         return min(self.k, room) if job.tokens else 0
 
     def verify(self, logits: Tensor, jobs: list[Job]) -> list[list[Token]]:
-        """See scheduler.Proposer.verify, and accept."""
         if not any(job.guess.ids for job in jobs):
             return super().verify(logits, jobs)
-        # 1) p at each guess, as if those before it had been accepted
-        sizes = [len(job.guess.ids) + 1 for job in jobs]
-        ahead = [job.ahead(job.guess.ids[:i]) for job, n in zip(jobs, sizes) for i in range(n)]
-        p = distribution(logits, ahead)  # (R, V)
-        ids = torch.tensor([x for job in jobs for x in (*job.guess.ids, 0)])  # 0: guessed no more
-        chances = p.gather(1, ids.to(p.device)[:, None])[:, 0].cpu()
-        u = torch.tensor([row.uniform(ACCEPT) for row in ahead], dtype=torch.float64)
-        # 2) accept
-        guesses = [job.guess for job in jobs]
-        parts = zip(p.split(sizes), chances.split(sizes), guesses, u.split(sizes))
-        stand, rest = zip(*(accept(*part) for part in parts))
-        # 3) draw one more token of each
-        u = torch.tensor([job.uniform(n) for job, n in zip(jobs, stand)], dtype=torch.float64)
-        more = draw(torch.stack(rest), u).tolist()
-        results = []
-        for job, part, n, one in zip(jobs, logits.split(sizes), stand, more):
-            self._note(len(job.guess.ids), n)
-            tokens = [*job.guess.ids[:n], one]
-            results.append(scored(part[: n + 1], tokens, [job.params.logprobs] * (n + 1)))
-        return results
+        parts = logits.split([len(job.guess.ids) + 1 for job in jobs])
+        return [self._verify(job, part) for job, part in zip(jobs, parts)]
 
-    def _note(self, offered: int, accepted: int) -> None:
-        self.steps += offered > 0
-        for i in range(offered):
+    def _verify(self, job: Job, logits: Tensor) -> list[Token]:
+        """The next tokens of one job, from logits (k + 1, V); see accept."""
+        guess = job.guess
+        k = len(guess.ids)
+        # 1) p at each guess, as if those before it had been accepted
+        ahead = [job.ahead(guess.ids[:i]) for i in range(k + 1)]
+        p = distribution(logits, ahead)  # (k + 1, V)
+        # 2) accept
+        chances = p[range(k), guess.ids].tolist()
+        n, rest = accept(p, chances, guess, [row.uniform(ACCEPT) for row in ahead])
+        self.steps += k > 0
+        for i in range(k):
             self.offered[i] += 1
-            self.accepted[i] += i < accepted
+            self.accepted[i] += i < n
+        # 3) draw one more token
+        more = draw(rest[None], torch.tensor([ahead[n].uniform()])).item()
+        tokens = [*guess.ids[:n], more]
+        return scored(logits[: n + 1], tokens, [job.params.logprobs] * (n + 1))
 
     def summary(self) -> str:
         """What became of the guesses, in a line."""
@@ -146,15 +140,13 @@ def lookup(ids: list[int], followed: dict, count: int, longest: int = 3) -> list
 
     Example: ids = 1 2 3 9 2 3, count 2: the last two, 2 3, occurred before 9 2, which is returned
     """
-    if not count:
-        return []
     for end in range(followed.get((), 0) + 1, len(ids)):  # (), before all, tells how far it goes
         for n in range(min(longest, end) + 1):
             followed[tuple(ids[end - n : end])] = end
     for n in range(longest, 0, -1):
-        last = tuple(ids[-n:])
-        if last in followed:
-            return ids[followed[last] :][:count]
+        at = followed.get(tuple(ids[-n:]))
+        if at:
+            return ids[at : at + count]
     return []
 
 
@@ -187,39 +179,35 @@ class DraftModel(Guesser):
         self.runner.copy_blocks(pairs)
 
     def propose(self, jobs: list[Job]) -> None:
-        # 1) keep up. From one token before: where all guesses were accepted, the last one has not
-        # been run here; else that token's keys and values are written a second time, unchanged.
-        live = jobs
-        rows = []
         for job in jobs:
             job.guess = Guess()
-            start = max(job.table.length - 1, 0)
-            rows.append(Row(job.table.blocks, start, job.ids[start : job.end]))
+        # 1) keep up. From one token before: where all guesses were accepted, the last one has not
+        # been run here; else that token's keys and values are written a second time, unchanged.
+        live = {job: max(job.table.length - 1, 0) for job in jobs}  # job -> where its row begins
         while live:
+            rows = [
+                Row(job.table.blocks, start, job.ids[start : job.end] + job.guess.ids[-1:])
+                for job, start in live.items()
+            ]
             logits = self.runner.forward(rows)  # (rows, V)
-            for job, is_sound in zip(live, finite(logits).tolist()):
-                job.table.spoilt |= not is_sound  # and guesses no more
-            more = [job.end > end_of(job) and not job.table.spoilt for job in live]
-            live = [job for job, go_on in zip(live, more) if go_on]
-            if not live:
-                break
             # 2) draw, each by its own settings
-            self._draw(live, logits[more])
+            ahead = [job.ahead(job.guess.ids) for job in live]
+            q = distribution(logits, ahead)
+            ids = draw(q, torch.tensor([row.uniform(GUESS) for row in ahead]))
+            chances = q.gather(1, ids[:, None]).flatten()
+            drawn = zip(live, finite(logits).tolist(), ids.tolist(), chances.tolist(), q)
+            for job, is_sound, token_id, chance, probs in drawn:
+                job.table.spoilt |= not is_sound  # and guesses no more
+                if is_sound and job.end > end_of(job):
+                    job.guess.ids.append(token_id)
+                    job.guess.q.append(chance)
+                    job.guess.probs.append(probs)
             # 3) run what was drawn, but the last
-            live = [job for job in live if job.end > end_of(job)]
-            rows = [Row(job.table.blocks, end_of(job) - 1, job.guess.ids[-1:]) for job in live]
-
-    def _draw(self, jobs: list[Job], logits: Tensor) -> None:
-        """Add a guess to each job, from (B, V) logits."""
-        ahead = [job.ahead(job.guess.ids) for job in jobs]
-        q = distribution(logits, ahead)
-        u = torch.tensor([row.uniform(GUESS) for row in ahead], dtype=torch.float64)
-        ids = draw(q, u)
-        chances = q.gather(1, ids[:, None])[:, 0]
-        for job, i, chance, probs in zip(jobs, ids.tolist(), chances.tolist(), q, strict=True):
-            job.guess.ids.append(i)
-            job.guess.q.append(chance)
-            job.guess.probs.append(probs)
+            live = {
+                job: end_of(job) - 1
+                for job in live
+                if job.end > end_of(job) and not job.table.spoilt
+            }
 
 
 def end_of(job: Job) -> int:

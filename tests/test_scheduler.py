@@ -480,7 +480,8 @@ def test_n_share_the_prompts_blocks(length, blocks):
 def test_n_without_a_seed_differ():
     """One random seed for all n."""
     at = engine(num_blocks=40)
-    request = at.add_request(WORDS[:6], params(12, seed=None, n=3, temperature=2.0))
+    wish = params(12, seed=None, n=3, temperature=2.0, ignore_eos=True)
+    request = at.add_request(WORDS[:6], wish)
     drain(at)
     assert len({tuple(sequence.output_ids) for sequence in request.outputs}) == 3
 
@@ -644,32 +645,42 @@ def test_nan_of_the_draft_alone():
     at.proposer.offered, at.proposer.accepted = [0, 0], [0, 0]
     check(at, *jobs[1:])
     assert at.proposer.accepted == at.proposer.offered != [0, 0]
+
+
+@pytest.mark.parametrize("blocks", range(6, 10))
+def test_what_the_draft_spoilt_is_wiped_for_who_takes_it_in_the_same_step(blocks):
+    """The last in line is preempted, and others take its blocks at once: wiped after that, they
+    lost what had been written or copied there."""
+    given = {"num_blocks": blocks, "max_num_batched_tokens": 12, "max_num_seqs": 3}
     wish = params(20, temperature=0, **AVOID)
-    for blocks in range(6, 10):  # the second is preempted, and the first takes its blocks at once
-        at = engine(num_blocks=blocks, draft=draft, speculate=2, max_num_batched_tokens=12)
-        check(at, *((ids, wish) for ids in (GOOD[1], [BAD, *GOOD[1]])))
-        assert at.stats.num_preemptions > 0
-
-
-def test_nan_of_the_draft_does_not_depend_on_the_neighbours():
-    """Wiped while it was used, what a draft had seen before it broke, or found in the prefix cache,
-    was another each time; and so were its guesses, and a seed's tokens."""
-    ids, found = [*GOOD[0][:6], BAD, *GOOD[2]], set()
-    for budget, before in ((3, 0), (7, 0), (40, 0), (40, 2)):
-        given = {"num_blocks": 40, "max_num_seqs": 1, "max_num_batched_tokens": budget}
+    for first in ((GOOD[1], wish), (GOOD[0][:6], replace(wish, n=2, max_tokens=12))):
         at = engine(draft=poisoned(MODEL, math.nan), speculate=2, **given)
-        for _ in range(before + 1):
-            request = at.add_request(ids, params(16, **AVOID))
-            drain(at)
-        found.add((*request.outputs[0].output_ids,))
-    assert len(found) == 1
+        bad = [BAD, *GOOD[1]], wish
+        requests = [at.add_request(*bad, priority=1)]
+        step(at)
+        requests.append(at.add_request(*first))
+        drain(at)
+        assert at.stats.num_preemptions > 0
+        for request, job in zip(requests, (bad, first), strict=True):
+            assert_same(request, alone(at, *job))
+
+
+@pytest.mark.parametrize(("budget", "times"), [(3, 1), (7, 1), (40, 1), (40, 3)])
+def test_who_breaks_the_draft_gets_no_more_guesses(budget, times):
+    """Wiped while it was used, what a draft had seen before it broke, or what was found in the
+    prefix cache, was another each time; and so were its guesses, and a seed's tokens."""
+    given = {"num_blocks": 40, "max_num_seqs": 1, "max_num_batched_tokens": budget}
+    at = engine(draft=poisoned(MODEL, math.nan), speculate=2, **given)
+    for _ in range(times):
+        check(at, ([*GOOD[0][:6], BAD, *GOOD[2]], params(16, **AVOID)))
+    assert at.proposer.steps == 0
 
 
 def test_nothing_is_left_after_a_reset():
     """A step that fails may have written anything to the blocks in use; and NaN that was about to
     be wiped stayed."""
     at = engine(poisoned(MODEL, math.nan), num_blocks=12, max_num_batched_tokens=16)
-    at.add_request([*GOOD[0][:4], BAD], params())
+    at.add_request([*GOOD[0][:7], BAD], params())
     at.add_request([*GOOD[0], *GOOD[0]], params())
     step(at)
     used = [block for block, refs in enumerate(at.pool.refs) if refs]
