@@ -138,7 +138,7 @@ class PackedLinear(nn.Module):
         self.out_features = linear.out_features
         self.bias = linear.bias
         self.nbytes = sum(tensor.nbytes for tensor in linear.state_dict().values())
-        self.register_buffer("key", torch.tensor(id(self)), persistent=False)
+        self.key = torch.tensor(id(self))
         _packed[id(self)] = self
         self.pack(linear)
 

@@ -63,9 +63,7 @@ class QuantLinear(nn.Module):
 
     def dequantize(self) -> Tensor:
         """Return the weight that this one stands for: (N, K) float32."""
-        q = unpack_bits(self.qweight, self.bits).unflatten(
-            1, (-1, self.group_size)
-        )  # (N, G, K / G)
+        q = unpack_bits(self.qweight, self.bits).unflatten(1, (-1, self.group_size))
         return (self.scales[..., None] * (q.float() - self.zeros[..., None])).flatten(1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -80,10 +78,8 @@ def num_groups(K: int, group_size: int) -> int:
     """
     size = K if group_size == -1 else group_size
     if size < 2 or size % 2 or K % size:
-        raise ValueError(
-            f"group_size {size} does not divide {K} input channels (under torchrun, of each rank): "
-            f"try {K & -K}"
-        )
+        here = f"{K} input channels (under torchrun, of each rank): try {K & -K}"
+        raise ValueError(f"group_size {size} does not divide {here}")
     return K // size
 
 
@@ -199,8 +195,6 @@ def load(
         settings = model.config.quantization
         with blame(path):
             if settings and settings.get("quant_method") != "kilolm":
-                if shard:
-                    raise ValueError("ranks cannot share folders of other tools, only our own")
                 files = converted(files, model, settings)
             insert_quantised(model, files, settings)
             if shard:

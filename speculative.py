@@ -83,29 +83,34 @@ class Guesser(Proposer):
         return min(self.k, room) if job.tokens else 0
 
     def verify(self, logits: Tensor, jobs: list[Job]) -> list[list[Token]]:
+        """See scheduler.Proposer.verify, and accept."""
         if not any(job.guess.ids for job in jobs):
             return super().verify(logits, jobs)
-        parts = logits.split([len(job.guess.ids) + 1 for job in jobs])
-        return [self._verify(job, part) for job, part in zip(jobs, parts)]
-
-    def _verify(self, job: Job, logits: Tensor) -> list[Token]:
-        """The next tokens of one job, from logits (k + 1, V); see accept."""
-        guess = job.guess
-        k = len(guess.ids)
         # 1) p at each guess, as if those before it had been accepted
-        ahead = [job.ahead(guess.ids[:i]) for i in range(k + 1)]
-        p = distribution(logits, ahead)  # (k + 1, V)
+        sizes = [len(job.guess.ids) + 1 for job in jobs]
+        ahead = [job.ahead(job.guess.ids[:i]) for job, n in zip(jobs, sizes) for i in range(n)]
+        p = distribution(logits, ahead)  # (R, V)
         # 2) accept
-        chances = p[range(k), guess.ids].tolist()
-        n, rest = accept(p, chances, guess, [row.uniform(ACCEPT) for row in ahead])
-        self.steps += k > 0
-        for i in range(k):
+        guesses = [job.guess for job in jobs]
+        ids = torch.tensor([x for guess in guesses for x in (*guess.ids, 0)], device=p.device)
+        chances = p.gather(1, ids[:, None])[:, 0].cpu().split(sizes)  # 0: after the last is none
+        u = torch.tensor([row.uniform(ACCEPT) for row in ahead], dtype=torch.float64).split(sizes)
+        stand, rest = zip(*map(accept, p.split(sizes), chances, guesses, u))
+        # 3) draw one more token of each
+        u = torch.tensor([job.uniform(n) for job, n in zip(jobs, stand)], dtype=torch.float64)
+        more = draw(torch.stack(rest), u).tolist()
+        results = []
+        for job, part, n, one in zip(jobs, logits.split(sizes), stand, more):
+            self._note(len(job.guess.ids), n)
+            tokens = [*job.guess.ids[:n], one]
+            results.append(scored(part[: n + 1], tokens, [job.params.logprobs] * (n + 1)))
+        return results
+
+    def _note(self, offered: int, accepted: int) -> None:
+        self.steps += offered > 0
+        for i in range(offered):
             self.offered[i] += 1
-            self.accepted[i] += i < n
-        # 3) draw one more token
-        more = draw(rest[None], torch.tensor([ahead[n].uniform()])).item()
-        tokens = [*guess.ids[:n], more]
-        return scored(logits[: n + 1], tokens, [job.params.logprobs] * (n + 1))
+            self.accepted[i] += i < accepted
 
     def summary(self) -> str:
         """What became of the guesses, in a line."""

@@ -147,7 +147,8 @@ _world = ""
 def broadcast(message: Any = None) -> Any:
     """Broadcast what rank 0 is about to do, as JSON, or None at the end; elsewhere, receive it."""
     data = torch.frombuffer(bytearray(json.dumps(message), "ascii"), dtype=torch.uint8).clone()
-    dist.broadcast(size := torch.tensor(len(data)), 0)
+    size = torch.tensor(len(data))
+    dist.broadcast(size, 0)
     dist.broadcast(data.resize_(int(size)), 0)
     return json.loads(bytes(data.tolist()))
 
@@ -165,7 +166,7 @@ class Leader(Runner):
         with leading("forward", rows):
             return super().forward(rows)
 
-    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+    def copy_blocks(self, pairs: list) -> None:
         with leading("copy_blocks", pairs):
             super().copy_blocks(pairs)
 
@@ -202,17 +203,17 @@ def follow(model: Transformer) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: _ended.append(True))
     while message := broadcast():
-        method, *args = message
-        if method == "start":
-            runner = Runner(model, *args)
-        elif method == "forward":
-            runner.forward([Row(*row) for row in args[0]])  # JSON has lists alone
-        else:
-            runner.copy_blocks(*args)
+        match message:
+            case "start", *shape:
+                runner = Runner(model, *shape)
+            case "forward", rows:
+                runner.forward([Row(*row) for row in rows])  # JSON has lists alone
+            case "copy_blocks", pairs:
+                runner.copy_blocks(pairs)
     return 0
 
 
-_ended: list[bool] = []  # whether a signal has asked this rank to end
+_ended = []  # not empty: a signal has asked this rank to end
 
 
 # --- Joining --------------------------------------------------------------------------------------
@@ -220,57 +221,57 @@ _ended: list[bool] = []  # whether a signal has asked this rank to end
 
 @contextlib.contextmanager
 def join(device: torch.device) -> Iterator[Ranks]:
-    """Join the other processes that torchrun has started, see group. Of an error that all ranks
-    have rank 0 speaks: torchrun ends all when one ends. After 3 s the others say it themselves."""
-    try:
-        with group(device) as ranks:
-            yield ranks
-    except Exception:
-        if os.environ.get("RANK", "0") != "0":
-            for _ in range(30):
-                time.sleep(0.1)
-                if _ended:
-                    sys.exit(2)
-            sys.stderr = sys.__stderr__
-        raise
-
-
-@contextlib.contextmanager
-def group(device: torch.device) -> Iterator[Ranks]:
-    """The group of all ranks.
+    """Join the other processes that torchrun has started.
 
     On leaving, rank 0 stops the others; where a rank dies, the others' next exchange with it fails.
+    Of an error that all ranks have rank 0 speaks.
 
     Raises:
         ValueError: fewer GPUs than ranks on this machine; or some of torchrun's variables only.
         ConnectionError: contact with another rank was lost.
     """
-    names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
-    with blame(f"unset {', '.join(names)}, or let torchrun set them"):
-        rank, ranks, local, here = (int(os.environ[name]) for name in names)
-    if device.type == "cuda":
-        if here > (n := torch.cuda.device_count()):
-            raise ValueError(f"{here} ranks, {n} GPUs: lower --nproc-per-node or use --device cpu")
-        device = torch.device("cuda", local)
-        torch.cuda.set_device(device)
-    # Integers go over gloo even between GPUs. No deadline: rank 0 may wait long for a prompt, and
-    # a rank that dies closes its connections, which the others notice at once.
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(days=365))
-    global _world
-    _world = dist.group.WORLD.group_name
     try:
-        yield Ranks(device, rank, ranks, partial(shard, rank=rank, ranks=ranks), Leader)
+        with blame("unset RANK, WORLD_SIZE and LOCAL_..., or let torchrun set them"):
+            names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+            rank, ranks, local, here = (int(os.environ[name]) for name in names)
+        # Integers go over gloo even between GPUs. No deadline: rank 0 may wait long for a prompt,
+        # and a rank that dies closes its connections, which the others notice at once.
+        backend = "gloo"
+        if device.type == "cuda":
+            n = torch.cuda.device_count()
+            if here > n:
+                way_out = "lower --nproc-per-node or use --device cpu"
+                raise ValueError(f"{here} ranks, {n} GPUs: {way_out}")
+            backend = "cpu:gloo,cuda:nccl"
+            device = torch.device("cuda", local)
+            torch.cuda.set_device(device)
+        dist.init_process_group(backend, timeout=timedelta(days=365))
+        global _world
+        _world = dist.group.WORLD.group_name
+        try:
+            yield Ranks(device, rank, ranks, partial(shard, rank=rank, ranks=ranks), Leader)
+        finally:
+            # Ranks in the middle of something could not take the end; their connection closes.
+            with contextlib.suppress(RuntimeError):  # they may be gone
+                if Leader.leads:
+                    broadcast()
+            Leader.leads = False
+            dist.destroy_process_group()
     except Exception as error:
+        if os.environ.get("RANK", "0") != "0":
+            wait_for_the_first()
         blame_the_lost(error)
         raise
-    finally:
-        # Ranks in the middle of something could not take the end; they see the connection close.
-        with contextlib.suppress(RuntimeError):  # they may be gone
-            if Leader.leads:
-                broadcast()
-        Leader.leads = False
-        dist.destroy_process_group()
+
+
+def wait_for_the_first() -> None:
+    """Let rank 0 say what went wrong, if it can: torchrun ends all ranks when one ends. After 3 s
+    this rank says it itself."""
+    for _ in range(30):
+        time.sleep(0.1)
+        if _ended:
+            sys.exit(2)
+    sys.stderr = sys.__stderr__
 
 
 def blame_the_lost(error: Exception) -> None:

@@ -647,22 +647,25 @@ def test_nan_of_the_draft_alone():
     assert at.proposer.accepted == at.proposer.offered != [0, 0]
 
 
-@pytest.mark.parametrize("blocks", range(6, 10))
-def test_what_the_draft_spoilt_is_wiped_for_who_takes_it_in_the_same_step(blocks):
+@pytest.mark.parametrize("blocks", [6, 7, 8])
+@pytest.mark.parametrize(
+    "first", [(GOOD[1], params(20, temperature=0, **AVOID)),
+              (GOOD[0][:7], params(5, temperature=0, n=3, **AVOID))], ids=["writes", "copies"],
+)  # fmt: skip
+def test_what_the_draft_spoilt_is_wiped_for_who_takes_it_in_the_same_step(first, blocks):
     """The last in line is preempted, and others take its blocks at once: wiped after that, they
     lost what had been written or copied there."""
-    given = {"num_blocks": blocks, "max_num_batched_tokens": 12, "max_num_seqs": 3}
-    wish = params(20, temperature=0, **AVOID)
-    for first in ((GOOD[1], wish), (GOOD[0][:6], replace(wish, n=2, max_tokens=12))):
-        at = engine(draft=poisoned(MODEL, math.nan), speculate=2, **given)
-        bad = [BAD, *GOOD[1]], wish
-        requests = [at.add_request(*bad, priority=1)]
+    given = {"num_blocks": blocks, "max_num_batched_tokens": 12, "speculate": 2}
+    at = engine(draft=poisoned(MODEL, math.nan), **given)
+    last = [BAD, *GOOD[1]], params(20, temperature=0, **AVOID)
+    requests = [at.add_request(*last, priority=1)]
+    for _ in range(4):
         step(at)
-        requests.append(at.add_request(*first))
-        drain(at)
-        assert at.stats.num_preemptions > 0
-        for request, job in zip(requests, (bad, first), strict=True):
-            assert_same(request, alone(at, *job))
+    requests.append(at.add_request(*first))
+    drain(at)
+    assert at.stats.num_preemptions > 0
+    for request, job in zip(requests, (last, first), strict=True):
+        assert_same(request, alone(at, *job))
 
 
 @pytest.mark.parametrize(("budget", "times"), [(3, 1), (7, 1), (40, 1), (40, 3)])
@@ -680,7 +683,7 @@ def test_nothing_is_left_after_a_reset():
     """A step that fails may have written anything to the blocks in use; and NaN that was about to
     be wiped stayed."""
     at = engine(poisoned(MODEL, math.nan), num_blocks=12, max_num_batched_tokens=16)
-    at.add_request([*GOOD[0][:7], BAD], params())
+    at.add_request([*GOOD[0][:3], BAD], params())
     at.add_request([*GOOD[0], *GOOD[0]], params())
     step(at)
     used = [block for block, refs in enumerate(at.pool.refs) if refs]
@@ -689,7 +692,7 @@ def test_nothing_is_left_after_a_reset():
         tensor[used] = math.nan
     at.reset()
     assert_empty(at)
-    jobs = [(ids, params(6, **AVOID)) for ids in GOOD * 2]
+    jobs = [(ids, params(6, **AVOID)) for ids in (GOOD[1], *GOOD)]
     requests = [at.add_request(*job) for job in jobs]
     drain(at)
     for request, job in zip(requests, jobs, strict=True):

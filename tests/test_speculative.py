@@ -560,6 +560,14 @@ def test_a_resumed_sequence_waits_for_a_share_that_holds_its_guesses(blocks, seq
     """Bug: a resumed sequence is given the end of the budget, and runs nothing or guesses less."""
     at = engine(num_blocks=blocks, max_num_seqs=seqs, max_num_batched_tokens=5 * seqs, draft=NEAR,
                 speculate=4)  # fmt: skip
+    propose = at.proposer.propose
+
+    def checked(jobs):
+        counts = [(job.end - len(job.ids), at.proposer.count(job)) for job in jobs]
+        assert all(count <= 0 or count == wanted for count, wanted in counts)
+        propose(jobs)
+
+    at.proposer.propose = checked
     jobs = [(WORDS[9 * i : 10 * i + 5], params(25, seed=i, ignore_eos=True)) for i in range(3)]
     requests = [at.add_request(*job) for job in jobs]
     drain(at)

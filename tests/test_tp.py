@@ -28,6 +28,7 @@ import torch
 import tp_worker
 from conftest import DRAFT, ROOT, SHAKESPEARE
 from safetensors.torch import load_file, save_file
+from test_gptq import other_folder
 
 import checkpoint
 import quantize
@@ -95,6 +96,9 @@ def folders(tmp_path_factory):
         config = json.loads((made[plain] / "config.json").read_text())
         model = quantize.quantize_model(load_model(made[plain]), mode, size)
         made[name] = store(root / name, config | {"quantization_config": kind}, model)
+    for method in ("gptq", "awq"):
+        (root / method).mkdir()
+        made[method] = other_folder(root / method, method, group_size=8)[0]
     return made
 
 
@@ -168,7 +172,7 @@ def distance(a, b):
         ("two kv heads int8", "", "auto"), ("two kv heads int4", "", "auto"),
         ("two kv heads", "int4", "auto"), ("two kv heads", "int8", "auto"),
         ("experts", "", "auto"), ("experts int4", "", "auto"), ("experts", "int4", "auto"),
-        ("one kv head", "", "int8"),
+        ("one kv head", "", "int8"), ("gptq", "", "auto"), ("awq", "", "auto"),
     ],
 )  # fmt: skip
 def test_same_logits(folders, ranks, name, mode, kv_dtype):
@@ -253,7 +257,6 @@ def refused(folder, ranks, message):
          "6 key-value heads.* cannot .*4 ranks"),
         ("plain", {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 8}, 6,
          "4 key-value heads.* cannot .*6 ranks"),
-        ("plain", {"quantization_config": {"quant_method": "awq", "bits": 4}}, 2, "other tools"),
         # Integers with the scales of another group; or of a group as wide as the model, as of int8.
         ("plain int4", {}, 2, "group_size 32 does not divide 48 input channels"),
         ("square int4", {}, 2, "group_size 64 does not divide 32 input channels"),
