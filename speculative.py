@@ -34,7 +34,7 @@ from settings import check, supported
 GUESS, ACCEPT = 2**32, 2**33
 
 
-def accept(p: Tensor, chances: list, guess: Guess, u: list) -> tuple[int, Tensor]:
+def accept(p: Tensor, chances: Tensor, guess: Guess, u: Tensor) -> tuple[int, Tensor]:
     """Decide how many guesses of one sequence stand, and what comes after them.
 
     A guess x is accepted with probability min(1, p(x) / q(x)), and where it is refused the token
@@ -43,9 +43,9 @@ def accept(p: Tensor, chances: list, guess: Guess, u: list) -> tuple[int, Tensor
 
     Args:
         p: (k + 1, V), what the model would draw from at the last known token and at each guess.
-        chances: k numbers, p of each guess.
+        chances: (k + 1,) on the CPU, p of each guess; the last is not read.
         guess: k ids, and how they were drawn.
-        u: k numbers or more, uniform in [0, 1).
+        u: (k + 1,) on the CPU, uniform in [0, 1), likewise.
 
     Returns:
         How many of the guesses stand, from the first; and (V,), not yet normalised, what one more
@@ -93,11 +93,11 @@ class Guesser(Proposer):
         # 2) accept
         guesses = [job.guess for job in jobs]
         ids = torch.tensor([x for guess in guesses for x in (*guess.ids, 0)], device=p.device)
-        chances = p.gather(1, ids[:, None])[:, 0].cpu().split(sizes)  # 0: after the last is none
+        chances = p.gather(1, ids[:, None]).flatten().cpu().split(sizes)  # after the last: unread
         u = torch.tensor([row.uniform(ACCEPT) for row in ahead], dtype=torch.float64).split(sizes)
         stand, rest = zip(*map(accept, p.split(sizes), chances, guesses, u))
         # 3) draw one more token of each
-        u = torch.tensor([job.uniform(n) for job, n in zip(jobs, stand)], dtype=torch.float64)
+        u = torch.tensor([job.uniform(n) for job, n in zip(jobs, stand)])
         more = draw(torch.stack(rest), u).tolist()
         results = []
         for job, part, n, one in zip(jobs, logits.split(sizes), stand, more):
