@@ -45,7 +45,6 @@ class BlockTable:
     blocks: list[int] = field(default_factory=list)  # may reach past `length`, never short of it
     length: int = 0  # tokens whose keys and values are in the blocks
     serials: list[int] = field(default_factory=list)  # of the blocks that can be found, see Key
-    spoilt: bool = False  # its keys or values may be NaN: see BlockPool.free
 
     def advance(self, length: int) -> None:
         """Note that more keys and values are there than BlockPool.commit knows of."""
@@ -57,8 +56,8 @@ class BlockPool:
     """Hands out blocks, counts who uses them, and keeps freed ones for the next equal prefix.
 
     A block is free (holds nothing of use), used (in `refs` tables) or cached (in no table, but its
-    content can be found again). Cached blocks are given up least recently used first, when no free
-    one is left.
+    content can be found again). Free blocks are handed out first, then the cached ones, least
+    recently used first.
     """
 
     def __init__(self, num_blocks: int, block_size: int = 16) -> None:
@@ -67,17 +66,14 @@ class BlockPool:
             raise ValueError(f"{num_blocks} blocks fit into --kv-memory: raise it")
         self.num_blocks, self.block_size = num_blocks, block_size
         self.refs = [0] * num_blocks
-        self._free = list(range(num_blocks))[::-1]  # a stack, lowest block on top
-        self.cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self.wipes: list[tuple[int, int]] = []  # (from, to), to be copied before the next forward
+        self.available = OrderedDict.fromkeys(range(num_blocks))  # free or cached, next one first
         self._found: dict[Key, tuple[int, int]] = {}  # key -> block, serial
         self._keys: dict[int, Key] = {}  # block -> key
         self._serials = itertools.count()
 
     @property
-    def num_available(self) -> int:
-        """Blocks that could be handed out now."""
-        return len(self._free) + len(self.cached)
+    def cached(self) -> list[int]:
+        return [block for block in self.available if block in self._keys]
 
     def reuse(self, table: BlockTable, ids: list[int], salt: str | None = None) -> None:
         """Map the longest known prefix of `ids` into an empty table.
@@ -96,7 +92,7 @@ class BlockPool:
             if found is None:
                 break
             block, before = found
-            self.cached.pop(block, None)
+            self.available.pop(block, None)
             self.refs[block] += 1
             table.blocks.append(block)
             table.serials.append(before)
@@ -117,7 +113,7 @@ class BlockPool:
         Example: block_size 4, blocks [7, 2], length 6, block 2 in two tables, end 10:
             blocks become [7, 0, 1], and (2, 0) is returned.
         """
-        assert self.cost(table, end) <= self.num_available, "out of blocks"
+        assert self.cost(table, end) <= len(self.available), "out of blocks"
         copies = []
         for i in self._shared(table):
             old, new = table.blocks[i], self._take()
@@ -152,33 +148,19 @@ class BlockPool:
         return BlockTable([*table.blocks], table.length, [*table.serials])
 
     def free(self, table: BlockTable) -> None:
-        """Empty a table; blocks that nobody else uses become cached or free.
-
-        Those of a spoilt one are found no more, and are to be wiped, from the empty block:
-        attention multiplies what is masked by 0, and 0 * NaN is NaN, whoever has the block next.
-        """
+        """Empty a table; blocks that nobody else uses become cached or free."""
         # Last block first, so that it is also given up first: a block is of no use once the one
         # before it is gone.
         for block in reversed(table.blocks):
             self.refs[block] -= 1
-            if self.refs[block]:
-                continue
-            if table.spoilt:
-                self._found.pop(self._keys.pop(block, None), None)
-                self.wipes.append((self.num_blocks, block))
-            if block in self._keys:
-                self.cached[block] = None
-            else:
-                self._free.append(block)
-        table.blocks, table.serials = [], []
-        table.length, table.spoilt = 0, False
+            if not self.refs[block]:
+                self.available[block] = None
+                self.available.move_to_end(block, last=block in self._keys)
+        table.blocks, table.serials, table.length = [], [], 0
 
     def _take(self) -> int:
-        if self._free:
-            block = self._free.pop()
-        else:
-            block, _ = self.cached.popitem(last=False)
-            # Or its old text would be served (nano-vllm#163).
+        block, _ = self.available.popitem(last=False)
+        if block in self._keys:  # or its old text would be served (nano-vllm#163)
             del self._found[self._keys.pop(block)]
         self.refs[block] = 1
         return block
@@ -240,7 +222,7 @@ class Runner:
         K, H = model.config.num_key_value_heads, model.config.head_dim
         self.model = model
         self.num_blocks, self.block_size = num_blocks, block_size
-        # One more, never written: tables are filled up with it, and spoilt blocks wiped from it.
+        # One more, never written: tables are filled up with it.
         self.pools = empty_layers(model, kv_dtype, num_blocks + 1, block_size, K)
         # Blocks that are attended together. On a CPU 2 MB of keys: the memory of larger copies
         # comes fresh from the system in each layer, page after page, which takes a third longer.
@@ -253,6 +235,13 @@ class Runner:
     def forward(self, rows: list[Row]) -> Tensor:
         """Run the rows' new tokens, side by side. Returns the wanted logits, row after row:
         (R, V)."""
+        # A block is wiped when its first slot is written. NaN that its last owner left there would
+        # be masked, which is no help: attention multiplies by 0, and 0 * NaN is NaN.
+        size = self.block_size
+        new = [row.blocks[p // size] for row in rows for p in row.positions if p % size == 0]
+        blocks = torch.tensor(new, dtype=torch.int64, device=self.model.device)
+        for pool in itertools.chain(*self.pools) if new else ():
+            pool.index_fill_(0, blocks, 0)
         return self.model(*self.plan(rows))
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
@@ -287,8 +276,9 @@ class Runner:
         sizes, tables, masks = [], [], []
         for group in groups_of(rows, size, self.most):
             width = max(row.num_blocks(size) for row in group)
-            empty = [self.num_blocks] * width
-            tables += [block for row in group for block in (row.blocks + empty)[:width]]
+            for row in group:
+                used = row.blocks[: -(-row.positions.stop // size)]  # not what waits to be wiped
+                tables += used + [self.num_blocks] * (width - len(used))
             at = torch.tensor([row.positions for row in group])  # (B, T)
             masks.append(visible(config, at, torch.arange(width * size)[None]))
             sizes += (*at.shape, width)

@@ -293,11 +293,9 @@ class Engine:
     def reset(self) -> None:
         """Drop every request and the prefix cache: after an exception out of step(), such as Ctrl-C
         between two lines, the books need not balance."""
-        dropped, pool = self.queue, self.pool
+        dropped = self.queue
         self.running, self.waiting = [], []
-        self.pool = BlockPool(pool.num_blocks, pool.block_size)
-        self.pool.wipes = pool.wipes
-        self.pool.wipes += [(pool.num_blocks, i) for i, used in enumerate(pool.refs) if used]
+        self.pool = BlockPool(self.pool.num_blocks, self.pool.block_size)
         for job in dropped:
             self.abort(job.request)
 
@@ -366,7 +364,7 @@ class Engine:
             job = self.running[len(batch)]
             reserved = (len(self.running) - len(batch) - 1) * (1 + self.proposer.k)
             end = self._reach(job, budget - reserved)
-            if pool.cost(job.table, end) > pool.num_available:
+            if pool.cost(job.table, end) > len(pool.available):
                 # The last in line gives its blocks back, and waits to be computed again.
                 last = self.running.pop()
                 pool.free(last.table)
@@ -385,7 +383,7 @@ class Engine:
                 pool.reuse(job.table, job.ids, job.request.cache_salt)
             found = job.table.length
             end = self._reach(job, budget)
-            if end == found or pool.cost(job.table, end) > pool.num_available:
+            if end == found or pool.cost(job.table, end) > len(pool.available):
                 pool.free(job.table)
                 break
             if not job.scores_prompt:
@@ -398,15 +396,10 @@ class Engine:
             copies += pool.grow(job.table, end)
             insort(self.running, self.waiting.pop(0), key=place_in_line)
             batch.append(job)
-        self._copy(pool.wipes)
-        self._copy(copies)
-        pool.wipes.clear()
+        if copies:
+            self.runner.copy_blocks(copies)
+            self.proposer.copy_blocks(copies)
         return sorted(batch, key=run_order)
-
-    def _copy(self, pairs: list[tuple[int, int]]) -> None:
-        if pairs:
-            self.runner.copy_blocks(pairs)
-            self.proposer.copy_blocks(pairs)
 
     def _reach(self, job: Job, budget: int) -> int:
         """Where a job's next tokens end: within the budget, and never among its guesses, so that
@@ -446,7 +439,6 @@ class Engine:
 
     def _fail(self, job: Job) -> None:
         """End a job that nothing can be drawn for; at its prompt, all that were to follow."""
-        job.table.spoilt = True
         self._leave(job)
         for each in [job] if job.tokens else job.request.outputs:
             each.finish("error")

@@ -201,18 +201,14 @@ class DraftModel(Guesser):
             ids = draw(q, torch.tensor([row.uniform(GUESS) for row in ahead]))
             chances = q.gather(1, ids[:, None]).flatten()
             drawn = zip(live, finite(logits).tolist(), ids.tolist(), chances.tolist(), q)
+            live = {}
             for job, is_sound, token_id, chance, probs in drawn:
-                job.table.spoilt |= not is_sound  # and guesses no more
                 if is_sound and job.end > end_of(job):
                     job.guess.ids.append(token_id)
                     job.guess.q.append(chance)
                     job.guess.probs.append(probs)
-            # 3) run what was drawn, but the last
-            live = {
-                job: end_of(job) - 1
-                for job in live
-                if job.end > end_of(job) and not job.table.spoilt
-            }
+                    if job.end > end_of(job):  # 3) run what was drawn, but the last
+                        live[job] = end_of(job) - 1
 
 
 def end_of(job: Job) -> int:

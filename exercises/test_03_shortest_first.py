@@ -116,7 +116,7 @@ def test_who_runs_is_not_overtaken() -> None:
     order, _ = serve(at, requests)
     assert order == [0, 2, 1], "the long one goes on, and then the shortest of those that wait"
     assert at.stats.num_preemptions == 1, "the short one gives its blocks to the long one"
-    assert at.pool.num_available == at.pool.num_blocks
+    assert len(at.pool.available) == at.pool.num_blocks
 
 
 def test_what_a_sequence_has_written_counts() -> None:

@@ -31,7 +31,7 @@ def search(at: Engine, ids: list[int], width: int, max_tokens: int) -> list[Any]
         assert beam.ids[: len(ids)] == ids
     assert all(a.logprob >= b.logprob for a, b in pairwise(beams)), "the likeliest comes first"
     audit_pool(at.pool, [])
-    assert at.pool.num_available == at.pool.num_blocks, "blocks are left in nobody's table"
+    assert len(at.pool.available) == at.pool.num_blocks, "blocks are left in nobody's table"
     return beams
 
 
@@ -93,7 +93,7 @@ class Watched:
     def watch(self, rows: list[Row]) -> Tensor:
         self.rows.append(len(rows))
         self.tokens.append(sum(len(row.ids) for row in rows))
-        self.used.append(self.pool.num_blocks - self.pool.num_available)
+        self.used.append(self.pool.num_blocks - len(self.pool.available))
         return self.forward(rows)
 
 
@@ -125,7 +125,7 @@ def test_it_needs_no_more_than_the_pool_has() -> None:
         with pytest.raises(ValueError, match="block"):
             search(small, PROMPT, 4, 12)
         audit_pool(small.pool, [])
-        assert small.pool.num_available == blocks, "after an error, too, free every table"
+        assert len(small.pool.available) == blocks, "after an error, too, free every table"
 
 
 def test_the_engine_goes_on_afterwards() -> None:

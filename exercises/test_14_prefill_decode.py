@@ -62,7 +62,7 @@ def talk(engine: Engine, add: Callable[..., Request]) -> dict[str, Any]:
     return {
         "ids": [sequence.output_ids for sequence in outputs],
         "logprobs": [round(token.logprob, 3) for token in requests[0].outputs[0].tokens],
-        "free": engine.pool.num_available,
+        "free": len(engine.pool.available),
     }
 
 
@@ -132,7 +132,7 @@ def process(rank: int, port: int, kv_dtype: str, out: Path) -> None:
                     chunks.append(sum(len(row.ids) for row in rows)), forward(rows))[1]  # fmt: skip
                 serve_prompts(engine, DECODE)
                 audit_pool(engine.pool, [])
-                report |= {"chunks": chunks, "sent": sent, "free": engine.pool.num_available}
+                report |= {"chunks": chunks, "sent": sent, "free": len(engine.pool.available)}
     except BaseException:
         report["error"] = traceback.format_exc()
     (out / f"{rank}.json").write_text(json.dumps(report))

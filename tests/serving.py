@@ -216,7 +216,7 @@ class Local(Client):
         server, engine = self.server, self.engine
         until(lambda: not (server.waiters or engine.queue or server.inbox.qsize()), seconds)
         audit(self.engine)
-        assert self.engine.pool.num_available == self.engine.pool.num_blocks
+        assert len(self.engine.pool.available) == self.engine.pool.num_blocks
 
     def close(self) -> None:
         self.server.stopping = True

@@ -108,7 +108,7 @@ def finish(engine, requests):
     while engine.queue:
         engine.step()
         audit(engine)
-    assert engine.pool.num_available == engine.pool.num_blocks
+    assert len(engine.pool.available) == engine.pool.num_blocks
     assert engine.proposer.steps or not engine.proposer.k
     return [request.outputs[0].output_ids for request in requests]
 

@@ -96,7 +96,7 @@ def test_blocks_come_lowest_first_and_once():
     noted as computed that have no slot, or a length that goes backwards."""
     pool = BlockPool(4, 2)
     a, b = grown(pool, 4), grown(pool, 3)
-    assert (a.blocks, b.blocks, pool.num_available) == ([0, 1], [2, 3], 0)
+    assert (a.blocks, b.blocks, len(pool.available)) == ([0, 1], [2, 3], 0)
     assert pool.grow(a, 4) == []  # it has them already
     pool.commit(a, [1, 2, 3], 3)
     for wrong in (
@@ -206,9 +206,9 @@ def test_a_duplicate_stays_its_owners():
     """mini-sglang#142: pages that another had cached first were freed while still mapped."""
     pool = BlockPool(4, 2)
     a, b = twice(pool, [1, 2, 3], 3, 3)
-    assert pool.num_available == 0
+    assert len(pool.available) == 0
     pool.free(a)
-    assert pool.num_available == 2  # and none of b's
+    assert len(pool.available) == 2  # and none of b's
     other = grown(pool, 4)
     assert not {*other.blocks} & {*b.blocks}
     pool.free(b)
@@ -260,7 +260,7 @@ def test_the_least_recently_used_is_given_up_first():
         pool.free(computed(pool, [token, token]))
     assert found(pool, [1, 1, 0]) == [0]  # used again: now 2 is the oldest
     pool.reuse(table, [3, 3, 5])
-    assert (pool.num_available, pool.cost(table, 4)) == (4, 1)
+    assert (len(pool.available), pool.cost(table, 4)) == (4, 1)
     for end, blocks in ((4, [2, 4]), (6, [2, 4, 1]), (10, [2, 4, 1, 3, 0])):
         pool.grow(table, end)
         assert table.blocks == blocks
@@ -276,31 +276,7 @@ def test_freeing_twice_is_harmless():
     pool.free(table)
     assert (table, pool.refs) == (BlockTable(), [1, 1, 0])
     pool.free(other)
-    assert pool.num_available == 3
-    audit_pool(pool, [])
-
-
-@pytest.mark.parametrize("also", [None, "fork", "prefix"])
-def test_what_is_spoilt_is_wiped_and_found_no_more(also):
-    """The keys and values of a text that broke the model were found by the next who asked for it,
-    or taken from those who still read them; or a block that was only reserved kept its NaN."""
-    pool, ids = BlockPool(8, 2), [1, 2, 3, 4, 5]
-    table, other = computed(pool, ids), BlockTable()
-    if also == "fork":
-        other = pool.fork(table)
-    elif also:
-        pool.reuse(other, [*ids[:2], 9])
-    pool.grow(table, 8)  # a fork's last block is copied: this one and the next are the table's own
-    shared = {"fork": [0, 1], "prefix": [0]}.get(also, [])
-    own = {block for block in table.blocks if block not in shared}
-    table.spoilt = True
-    pool.free(table)
-    assert (sorted(pool.wipes), table) == ([(8, block) for block in sorted(own)], BlockTable())
-    audit_pool(pool, [other])
-    assert found(pool, ids) == shared
-    pool.free(other)
-    assert found(pool, ids) == shared and pool.num_available == 8
-    assert len(pool.wipes) == len(own)
+    assert len(pool.available) == 3
     audit_pool(pool, [])
 
 
@@ -352,12 +328,10 @@ def test_a_fork_has_its_own_table():
 # --- The check itself -----------------------------------------------------------------------------
 
 DAMAGES = {
-    "a block is lost": lambda pool: pool._free.pop(),
-    "free twice": lambda pool: pool._free.append(pool._free[0]),
+    "a block is lost": lambda pool: pool.available.popitem(),
     "leaked": lambda pool: pool.refs.__setitem__(0, 2),
-    "free and used": lambda pool: pool._free.append(0),
-    "a stale key": lambda pool: pool._keys.__setitem__(pool._free[0], (None, (7, 8))),
-    "cached without a key": lambda pool: pool.cached.__setitem__(pool._free.pop(), None),
+    "free and used": lambda pool: pool.available.__setitem__(0, None),
+    "a stale key": lambda pool: pool._keys.__setitem__(next(iter(pool.available)), (None, (7, 8))),
     "a table left out": [],
     "a block that is not the table's": [BlockTable([0, 1, 2], 3, [0])],
 }
@@ -538,19 +512,16 @@ class Pool(RuleBasedStateMachine):
         picks=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 7)), min_size=1, max_size=4),
         tail=TOKENS,
         fails=st.sampled_from([False, False, False, True]),
-        spoilt=st.booleans(),
     )
-    def step(self, picks, tail, fails, spoilt):
-        """Make room for several, copy, write, commit: the order of the engine's step. What is to be
-        wiped, is, unless another block is copied there."""
+    def step(self, picks, tail, fails):
+        """Make room for several, copy, write, commit: the order of the engine's step."""
         batch, copies = {}, []
         for at, count in picks:
             live = self.live[at % len(self.live)]
-            if live not in batch and (end := self.admit(live, count, tail, copies, spoilt)):
+            if live not in batch and (end := self.admit(live, count, tail, copies)):
                 batch[live] = end
         assert len({new for _, new in copies}) == len(copies), "a block is copied to twice"
-        targets = {new: [*self.memory[old]] for old, new in self.pool.wipes + copies}
-        self.pool.wipes.clear()
+        targets = {new: [*self.memory[old]] for old, new in copies}
         for new, content in targets.items():
             self.memory[new] = content
         for live, end in batch.items():
@@ -563,7 +534,7 @@ class Pool(RuleBasedStateMachine):
             else:
                 self.pool.commit(live.table, live.ids, end, live.salt)
 
-    def admit(self, live, count, tail, copies, spoilt):
+    def admit(self, live, count, tail, copies):
         """Reuse, compare the cost, grow: return the end, or None where it was preempted."""
         pool, table = self.pool, live.table
         if not table.blocks:
@@ -572,12 +543,12 @@ class Pool(RuleBasedStateMachine):
         if table.length == len(live.ids):  # a token was sampled
             live.ids.append(tail[0])
         end = min(len(live.ids), table.length + count)
-        cost, before = pool.cost(table, end), pool.num_available
+        cost, before = pool.cost(table, end), len(pool.available)
         if cost > before:
-            self.give_back(table, spoilt, {old for old, _ in copies})
+            pool.free(table)
             return None
         copies += pool.grow(table, end)
-        assert before - pool.num_available == cost
+        assert before - len(pool.available) == cost
         written = table.blocks[table.length // pool.block_size :]
         assert all(pool.refs[block] == 1 for block in written)
         return end
@@ -589,23 +560,14 @@ class Pool(RuleBasedStateMachine):
         self.live.append(Live([*live.ids], live.salt, self.pool.fork(live.table)))
 
     @precondition(lambda self: self.live)
-    @rule(at=st.integers(0, 5), spoilt=st.booleans())
-    def free(self, at, spoilt=False):
-        self.give_back(self.live.pop(at % len(self.live)).table, spoilt)
-
-    def give_back(self, table, spoilt, shared=()):
-        """Where it is spoilt, with NaN in what nobody else uses, or has just used."""
-        for block in table.blocks if spoilt else ():
-            if self.pool.refs[block] == 1 and block not in shared:
-                self.memory[block] = ["NaN"] * self.pool.block_size
-        table.spoilt = spoilt
-        self.pool.free(table)
+    @rule(at=st.integers(0, 5))
+    def free(self, at):
+        self.pool.free(self.live.pop(at % len(self.live)).table)
 
     @invariant()
     def everyone_reads_their_own_text(self):
         audit_pool(self.pool, (live.table for live in self.live))
         for live in self.live:
-            assert not any("NaN" in self.memory[block] for block in live.table.blocks)
             for p in range(live.table.length):
                 block, slot = self.at(live, p)
                 assert self.memory[block][slot] == self.text(live, p)
@@ -615,7 +577,7 @@ class Pool(RuleBasedStateMachine):
             self.free(0)
         if hasattr(self, "pool"):
             audit_pool(self.pool, [])
-            assert self.pool.num_available == self.pool.num_blocks
+            assert len(self.pool.available) == self.pool.num_blocks
 
     def at(self, live, p):
         return live.table.blocks[p // self.pool.block_size], p % self.pool.block_size

@@ -34,7 +34,7 @@ def audit_pool(pool: BlockPool, tables: Iterable[BlockTable]) -> None:
         assert len(table.serials) * size <= table.length <= len(table.blocks) * size
         counts.update(table.blocks)
     assert pool.refs == [counts[b] for b in blocks], "reference counts differ from the tables"
-    each = [*counts, *pool._free, *pool.cached]  # used, free, cached
+    each = [*counts, *pool.available]
     assert sorted(each) == [*blocks], "a block is lost, or in two states"
     assert {b: k for k, (b, _) in pool._found.items()} == pool._keys, "a stale key"
-    assert pool.cached.keys() <= pool._keys.keys() <= {*counts, *pool.cached}
+    assert pool._keys.keys() <= {*each}
