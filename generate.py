@@ -22,7 +22,7 @@ from checkpoint import load_config, load_model, suggested
 from kv_cache import StaticCache
 from model import Transformer
 from paged import Runner
-from sampling import BROKEN, Sequence, Token, sample
+from sampling import BROKEN, Sequence, Token, finite, sample
 from scheduler import Engine, Proposer, Request
 from settings import CHUNK, EngineArgs, Ranks, SamplingParams
 from tokenizer import Tokenizer
@@ -56,6 +56,8 @@ def generate(
         positions, layers = cache.plan(start, end)
         last = torch.tensor([end - start - 1], device=model.device)
         logits = model(tokens, positions, layers, last)  # (1, V)
+        if not finite(logits).all():
+            raise ValueError(BROKEN)
         if end == len(ids):
             (token,) = sample(logits, [sequence])
             sequence.append(token)
@@ -119,36 +121,36 @@ class LLM:
 
 def load_models(
     args: EngineArgs, ranks: Ranks, batch_size: int | None = None
-) -> tuple[Transformer, Proposer | None]:
+) -> tuple[Transformer, Proposer]:
     """Load what the arguments ask for.
 
     Args:
         batch_size: what to compile for: a static cache of so many sequences; None: a paged one.
 
     Returns:
-        The model, or this rank's share; and who guesses, on the first rank alone, if anybody.
+        The model, or this rank's share; and who guesses, on the first rank alone.
     """
     dtype = settings.DTYPES.get(args.dtype)
     model = load(args.checkpoint, ranks.device, dtype, ranks.shard)
-    models = [model]
     if args.quantize:
         from quantize import quantize_model
 
         quantize_model(model, args.quantize, args.group_size)
-    proposer = None
-    if ranks.rank == 0 and (args.draft_checkpoint or args.speculate):
-        import speculative
+    proposer = Proposer()
+    if ranks.rank == 0 and args.draft_checkpoint:
+        from speculative import DraftModel
 
-        if args.draft_checkpoint:
-            models.append(load(args.draft_checkpoint, ranks.device, dtype))
-            k = 4 if args.speculate is None else args.speculate
-            proposer = speculative.DraftModel(models[1], k, model.config.vocab_size)
-        else:
-            proposer = speculative.NGram(args.speculate)
+        draft = load(args.draft_checkpoint, ranks.device, dtype)
+        k = 4 if args.speculate is None else args.speculate
+        proposer = DraftModel(draft, k, model.config.vocab_size)
+    elif ranks.rank == 0 and args.speculate:
+        from speculative import NGram
+
+        proposer = NGram(args.speculate)
     if args.compile:
         from packed import compile_model
 
-        for each in models:
+        for each in (model, *proposer.models):
             compile_model(each, batch_size, args.kv_dtype)
     return model, proposer
 
@@ -162,9 +164,7 @@ def load(path: Path, *how: Any) -> Transformer:
     return load_model(path, *how)
 
 
-def make_engine(
-    args: EngineArgs, ranks: Ranks, model: Transformer, proposer: Proposer | None
-) -> Engine:
+def make_engine(args: EngineArgs, ranks: Ranks, model: Transformer, proposer: Proposer) -> Engine:
     """An engine around what load_models has loaded."""
     tokenizer = Tokenizer(args.checkpoint)
 
@@ -221,9 +221,7 @@ def command(args: Namespace, ranks: Ranks) -> int:
     plain = not (args.chat or guesses) and params.n == ranks.ranks == 1
     model, proposer = load_models(engine_args, ranks, 1 if plain else None)
     if ranks.rank:
-        import tp
-
-        return tp.follow(model)
+        return ranks.follow(model)
     if plain:
         max_seq_len = engine_args.max_seq_len
         sequence = Sequence(tokenizer.encode(text), params, model.config, tokenizer, max_seq_len)
@@ -231,7 +229,7 @@ def command(args: Namespace, ranks: Ranks) -> int:
         return stream(sequence, generate(model, sequence, cache))
     engine = make_engine(engine_args, ranks, model, proposer)
     status = chat(engine, params) if args.chat else complete(engine, text, params)
-    if proposer:
+    if proposer.k:
         print(proposer.summary(), file=sys.stderr)
     return status
 

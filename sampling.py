@@ -80,7 +80,7 @@ class Sequence:
         self.max_len = min(context, n + params.max_tokens)
         self.params = params
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
-        self.tokens: list[Token] = []
+        self.tokens = []
         self.times = [time.perf_counter()]
         self.finish_reason: str | None = None
         self.matcher: Any = None
@@ -138,7 +138,9 @@ class Sequence:
         text, stopped = self._stream.push(token.id if is_text else None, last=bool(reason))
         self.tokens.append(token._replace(text=text))
         self.times.append(time.perf_counter())
-        self._end("stop" if stopped else reason)
+        self.finish_reason = "stop" if stopped else reason
+        if self.finish_reason:
+            self._seen = None
 
     def finish(self, reason: str) -> None:
         """End the sequence from outside, showing what was held back, but for a stop string.
@@ -147,7 +149,7 @@ class Sequence:
         """
         if not self.finish_reason:
             self._stream.push(None, last=True)
-            self._end(reason)
+            self.finish_reason = reason
 
     def _reason_to_stop(self, token_id: int) -> str | None:
         """Why the sequence ends with this token, but for a stop string; None where it goes on."""
@@ -156,11 +158,6 @@ class Sequence:
         if token_id in self._ends or (self.matcher and self.matcher.is_stopped()):
             return "stop"
         return "length" if len(self.ids) >= self.max_len else None
-
-    def _end(self, reason: str | None) -> None:
-        self.finish_reason = reason
-        if reason:
-            self._seen = None
 
 
 class Seen:
@@ -201,17 +198,12 @@ def sample(logits: Tensor, rows: list[Sequence]) -> list[Token]:
     """Choose the next token of each row by that row's own parameters and seed.
 
     Args:
-        logits: (B, V), any float dtype.
+        logits: (B, V), any float dtype, finite().
         rows: B sequences; read, not changed.
 
     Returns:
         B tokens, with log-probabilities for the rows that ask for them.
-
-    Raises:
-        ValueError: a row is not finite().
     """
-    if not finite(logits).all():
-        raise ValueError(BROKEN)
     if all(row.is_plain_argmax for row in rows):
         ids = logits.argmax(-1)
     else:

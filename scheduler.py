@@ -210,7 +210,8 @@ class Engine:
         """
         limits = Limits(**limits)
         self.model, self.config, self.tokenizer = model, model.config, tokenizer
-        self.proposer, self.matcher = proposer or Proposer(), matcher
+        self.proposer = proposer or Proposer()
+        self.matcher = matcher
         self.max_seq_len = limits.max_seq_len or self.config.max_position_embeddings
         self.max_num_seqs = limits.max_num_seqs
         needed = self.max_num_seqs * (1 + self.proposer.k)  # or a running sequence would wait

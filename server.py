@@ -693,14 +693,11 @@ def command(args: Namespace, ranks: Ranks) -> int:
         raise ValueError("--host and --api-key (or $KILOLM_API_KEY) must not be empty")
     model, proposer = load_models(args, ranks)
     if ranks.rank:
-        import tp
-
-        return tp.follow(model)
+        return ranks.follow(model)
     if args.max_num_batched_tokens is None and ranks.device.type == "cpu":
         # The more of a prompt a step takes, the longer all others wait for their next token: with
         # 32 tokens of prompts the 99th percentile is half of what it is with 512.
-        guesses = proposer.k if proposer else 0
-        budget = args.max_num_seqs * (1 + guesses) + 32
+        budget = args.max_num_seqs * (1 + proposer.k) + 32
         args = replace(args, max_num_batched_tokens=budget)
     return serve(make_engine(args, ranks, model, proposer), args)
 

@@ -228,6 +228,7 @@ class Ranks(NamedTuple):
     ranks: int = 1
     shard: Callable | None = None  # what checkpoint.load_model is to prepare
     runner: type | None = None  # the Engine's
+    follow: Callable | None = None  # what all but the first do with their share
 
 
 def launch(

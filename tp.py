@@ -249,7 +249,7 @@ def join(device: torch.device) -> Iterator[Ranks]:
         global _world
         _world = dist.group.WORLD.group_name
         try:
-            yield Ranks(device, rank, ranks, partial(shard, rank=rank, ranks=ranks), Leader)
+            yield Ranks(device, rank, ranks, partial(shard, rank=rank, ranks=ranks), Leader, follow)
         finally:
             # Ranks in the middle of something could not take the end; their connection closes.
             with contextlib.suppress(RuntimeError):  # they may be gone

@@ -357,9 +357,6 @@ def test_rows_that_cannot_be_drawn_from(bad):
     assert all(-9999 <= p <= 0 for token in sample(logits, rows) for _, p in token.top)
     logits[1] = bad
     assert sampling.finite(logits).tolist() == [True, False, True]
-    for each in (rows, [row(V=7, temperature=0)] * 3):
-        with pytest.raises(ValueError, match="NaN or infinite"):
-            sample(logits, each)
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-38, 1e-12, 1e-9, 1e-8, 1e-6, 1e-3])
