@@ -158,16 +158,9 @@ class Proposer:
 # --- The engine -----------------------------------------------------------------------------------
 
 
-@dataclass
-class Stats:
-    """Counters since the engine was made; the names are those of vLLM's metrics, if it has them."""
-
-    engine_steps: int = 0
-    num_preemptions: int = 0
-    generation_tokens: int = 0
-    computed_tokens: int = 0  # run through the model: prompts, outputs and guesses
-    prefix_cache_queries: int = 0  # tokens of sequences that began to run, looked for there
-    prefix_cache_hits: int = 0  # tokens found there
+# What is counted, under vLLM's names where it has them.
+STATS = ("engine_steps", "num_preemptions", "generation_tokens", "computed_tokens",
+         "prefix_cache_queries", "prefix_cache_hits")  # fmt: skip
 
 
 class Engine:
@@ -178,6 +171,9 @@ class Engine:
             preempted.
         waiting: those without blocks, likewise.
         ran: the sequences of the last step, and how many tokens of each it ran.
+        stats: counts since the engine was made, by name. computed_tokens have run through the
+            model: of prompts, outputs and guesses. prefix_cache_queries are tokens of sequences
+            that began to run and were looked for there, hits those that were found.
     """
 
     def __init__(
@@ -224,7 +220,7 @@ class Engine:
         self.proposer.allocate(*shape)
         self.running, self.waiting = [], []
         self.ran = {}
-        self.stats = Stats()
+        self.stats = dict.fromkeys(STATS, 0)
         self._arrivals = itertools.count(1)
 
     def _affordable(self, limits: Limits) -> int:
@@ -352,8 +348,8 @@ class Engine:
         for job, tokens in zip(drawing, sampled, strict=True):
             self._append(job, tokens)
         self.ran = {job: len(row.ids) for job, row in zip(batch, rows)}
-        self.stats.engine_steps += 1
-        self.stats.computed_tokens += sum(self.ran.values())
+        self.stats["engine_steps"] += 1
+        self.stats["computed_tokens"] += sum(self.ran.values())
         return list(dict.fromkeys(job.request for job in drawing + failed))
 
     def schedule(self) -> list[Job]:
@@ -370,7 +366,7 @@ class Engine:
                 last = self.running.pop()
                 pool.free(last.table)
                 insort(self.waiting, last, key=place_in_line)
-                self.stats.num_preemptions += 1
+                self.stats["num_preemptions"] += 1
                 preempted = True
                 continue
             budget -= end - job.table.length
@@ -388,8 +384,8 @@ class Engine:
                 pool.free(job.table)
                 break
             if not job.scores_prompt:
-                self.stats.prefix_cache_queries += len(job.ids)
-                self.stats.prefix_cache_hits += found
+                self.stats["prefix_cache_queries"] += len(job.ids)
+                self.stats["prefix_cache_hits"] += found
             if not job.end:  # it has never run before
                 job.cached = found
             budget -= end - found
@@ -448,7 +444,7 @@ class Engine:
         for token in tokens:
             if not job.finish_reason:  # EOS or a stop string can come before the last
                 job.append(token)
-                self.stats.generation_tokens += 1
+                self.stats["generation_tokens"] += 1
         job.guess = Guess()
         # The cache now holds the accepted guesses too; refused ones will be overwritten. commit()
         # comes with the next step: the draft has not run the last of them yet.

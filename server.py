@@ -413,7 +413,7 @@ BOUNDS = "0.001 0.0025 0.005 0.01 0.025 0.05 0.1 0.25 0.5 1 2.5 5 10 30 60 300 +
 
 def counters(engine: Engine) -> dict[str, float]:
     """What the engine counts, for /metrics and for the page."""
-    found = {f"{name}_total": value for name, value in vars(engine.stats).items()}
+    found = {f"{name}_total": value for name, value in engine.stats.items()}
     return found | dict(
         num_requests_running=len(engine.running), num_requests_waiting=len(engine.waiting),
         kv_cache_usage_perc=1 - len(engine.pool.available) / engine.pool.num_blocks,

@@ -64,7 +64,7 @@ def chapter(lesson: Lesson) -> dict[str, int]:
             if i == 0:
                 engine.step()  # the first has come before: what all share is known
         most[name], took[name] = drain(engine)
-        computed[name] = engine.stats.computed_tokens
+        computed[name] = engine.stats["computed_tokens"]
         lesson.say(f"the engine, {name}: {most[name]} at once, {computed[name]:,} tokens computed")
     lesson.bars("seconds until all have ended", took)
     # 3) a tiny pool, step by step: prefix reuse, a fork, a copied block, preemption

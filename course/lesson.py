@@ -148,13 +148,15 @@ class Lesson:
             for job in before + engine.queue:
                 index = job.request.outputs.index(job)
                 names[job] = LETTERS[26:][job.request.arrival - 1] + "'" * index
-            now = engine.stats.prefix_cache_hits, engine.stats.num_preemptions
+            now = engine.stats["prefix_cache_hits"], engine.stats["num_preemptions"]
             what = [f"found {now[0] - then[0]} tokens"] * (now[0] > then[0])
             what += ["copied a block"] * len(copies) + ["preempted"] * (now[1] - then[1])
             what += [f"forked {names[job]}" for job in engine.queue if job not in before]
             what += [f"ended {names[job]}" for job in before if job.finish_reason]
             ran = " ".join(f"{names[job]}+{n}" for job, n in engine.ran.items())
-            self.say(f"  {engine.stats.engine_steps:4}  {ran:26}{pool(engine)}  {', '.join(what)}")
+            self.say(
+                f"  {engine.stats['engine_steps']:4}  {ran:26}{pool(engine)}  {', '.join(what)}"
+            )
             events, then = events + what, now
             copies.clear()
         return events

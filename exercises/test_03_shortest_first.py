@@ -115,7 +115,7 @@ def test_who_runs_is_not_overtaken() -> None:
     )
     order, _ = serve(at, requests)
     assert order == [0, 2, 1], "the long one goes on, and then the shortest of those that wait"
-    assert at.stats.num_preemptions == 1, "the short one gives its blocks to the long one"
+    assert at.stats["num_preemptions"] == 1, "the short one gives its blocks to the long one"
     assert len(at.pool.available) == at.pool.num_blocks
 
 
@@ -123,7 +123,7 @@ def test_what_a_sequence_has_written_counts() -> None:
     """Preempted after some output, it must run that again too: it is longer than its prompt."""
     at = engine(policy="shortest", ageing=0, num_blocks=11, max_num_seqs=2)
     requests = [ask(at, 20, max_tokens=20), ask(at, 4, max_tokens=20)]
-    while at.queue and not at.stats.num_preemptions:
+    while at.queue and not at.stats["num_preemptions"]:
         at.step()
     assert at.waiting == requests[1].outputs, "who came last is preempted first"
     (grown,) = at.waiting

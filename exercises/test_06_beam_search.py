@@ -135,7 +135,7 @@ def test_the_engine_goes_on_afterwards() -> None:
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     (request,) = serve(at, (PROMPT, params))
     assert request.outputs[0].ids == write(MODEL, PROMPT, 5).ids
-    assert at.stats.prefix_cache_hits == 8, "two full blocks of the prompt"
+    assert at.stats["prefix_cache_hits"] == 8, "two full blocks of the prompt"
 
 
 def test_wider_finds_likelier_texts() -> None:

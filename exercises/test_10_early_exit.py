@@ -88,7 +88,7 @@ def test_in_the_engine_each_gets_what_it_gets_alone() -> None:
     params = SamplingParams(max_tokens=12, seed=5, n=2, ignore_eos=True)
     requests = serve(engine, *((ids, params) for ids in texts))
     assert engine.proposer.steps
-    assert engine.stats.num_preemptions
+    assert engine.stats["num_preemptions"]
     for ids, request in zip(texts, requests):
         for got, wish in zip(request.outputs, params.split()):
             alone, _ = speak(model, ids, 1, 12, temperature=1.0, seed=wish.seed)

@@ -1317,7 +1317,7 @@ def test_cache_salt(local):
     found = []
     body = SHORT | {"prompt": [*range(700, 740)]}
     for salt in ("a", "a", "b", None, "b"):
-        before = local.engine.stats.prefix_cache_hits
+        before = local.engine.stats["prefix_cache_hits"]
         assert local.post(COMPLETIONS, body | {"cache_salt": salt}).status == 200
-        found.append(local.engine.stats.prefix_cache_hits - before > 0)
+        found.append(local.engine.stats["prefix_cache_hits"] - before > 0)
     assert found == [False, True, False, False, True]

@@ -77,7 +77,7 @@ def run(model, runner, params, n=1, times=1, press=None, guesses=0, **options):
                 engine.reset()
     # Else the row is not what its name says.
     assert not engine.proposer.k or engine.proposer.steps
-    assert engine.pool.num_blocks == 99 or engine.stats.num_preemptions
+    assert engine.pool.num_blocks == 99 or engine.stats["num_preemptions"]
     if runner is tp.Leader:
         assert (counts["copy_blocks"] > 0) == (n > 1) and counts["interrupted"] == bool(press)
     return [[each.output_ids for each in request.outputs] for request in requests]

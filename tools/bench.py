@@ -47,7 +47,7 @@ from packed import compile_model
 from paged import Row, Runner
 from quantize import MODES, load, quantize_model
 from sampling import Sequence
-from scheduler import Engine, Proposer, Stats
+from scheduler import STATS, Engine, Proposer
 from settings import CHUNK, DTYPES, Ranks, SamplingParams, check, launch, progress
 from speculative import DraftModel, NGram
 from tokenizer import Tokenizer
@@ -551,7 +551,7 @@ def serve(engine: Engine, groups: list[Work], run_on: bool = False) -> dict[str,
             counts.
     """
     engine.reset()
-    engine.stats = stats = Stats()
+    engine.stats = stats = dict.fromkeys(STATS, 0)
     engine.runner.seconds = 0.0
     busy, waste, firsts = 0.0, [], []
     start = time.perf_counter()
@@ -577,15 +577,15 @@ def serve(engine: Engine, groups: list[Work], run_on: bool = False) -> dict[str,
     return {
         "output_tok_s": output / elapsed,
         "total_tok_s": (prompts + output) / elapsed,
-        "steps": stats.engine_steps,
-        "mean_batch": output / stats.engine_steps,
+        "steps": stats["engine_steps"],
+        "mean_batch": output / stats["engine_steps"],
         "first_token_s": statistics.median(firsts),
         "last_first_token_s": max(firsts),
-        "step_ms": 1e3 * busy / stats.engine_steps,
-        "outside_ms": 1e3 * (busy - engine.runner.seconds) / stats.engine_steps,
-        "cached_share": stats.prefix_cache_hits / prompts,
-        "computed_tokens": stats.computed_tokens,
-        "preemptions": stats.num_preemptions,
+        "step_ms": 1e3 * busy / stats["engine_steps"],
+        "outside_ms": 1e3 * (busy - engine.runner.seconds) / stats["engine_steps"],
+        "cached_share": stats["prefix_cache_hits"] / prompts,
+        "computed_tokens": stats["computed_tokens"],
+        "preemptions": stats["num_preemptions"],
         "kv_waste": statistics.mean(waste or [0.0]),
     }
 
@@ -610,7 +610,7 @@ def prefix(args: argparse.Namespace) -> int:
         for name, prompt in (
             ("cold", ids), ("cached", again), ("floor", ids[-args.new_prefix_tokens :])
         ):  # fmt: skip
-            before = engine.stats.prefix_cache_hits
+            before = engine.stats["prefix_cache_hits"]
             request = engine.add_request(prompt, params)
             for _ in engine.run():
                 pass
@@ -620,7 +620,7 @@ def prefix(args: argparse.Namespace) -> int:
                 continue
             figures[name].setdefault("first_token_s", []).append(firsts[name])
             figures[name].setdefault("of_cold", []).append(firsts[name] / firsts["cold"])
-            cached = engine.stats.prefix_cache_hits - before
+            cached = engine.stats["prefix_cache_hits"] - before
             figures[name].setdefault("cached_tokens", []).append(cached)
         if repetition:
             for name, first in firsts.items():
