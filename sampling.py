@@ -252,20 +252,22 @@ def distribution(logits: Tensor, rows: list[Sequence]) -> Tensor:
     Returns:
         (B, V) float32, each row summing to 1.
     """
-    logits = logits.float().clone()
+    logits = logits.to(torch.float32, copy=True)
     for row, scores in zip(rows, logits, strict=True):
         adjust_(scores, row)
     params = [row.params for row in rows]
+    greedy = [b for b, p in enumerate(params) if p.temperature == 0]
+    likeliest = logits[greedy].argmax(-1, keepdim=True)
     temperature = [[max(p.temperature, 1e-9)] for p in params]
-    temperature = torch.tensor(temperature, device=logits.device)  # (B, 1)
+    # In place: 32 rows of a large vocabulary are 20 MB, and fresh memory costs as much as the sum.
     # The maximum is subtracted first, so a tiny temperature gives -inf, never inf - inf = NaN.
-    probs = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
+    logits -= logits.amax(-1, keepdim=True)
+    logits /= torch.tensor(temperature, device=logits.device)  # (B, 1)
+    probs = logits.softmax(-1)
     filtered = [b for b, p in enumerate(params) if p.filters]
     if filtered:
         probs[filtered] = keep_likeliest(probs[filtered], [params[b] for b in filtered])
-    greedy = [b for b, p in enumerate(params) if p.temperature == 0]
     if greedy:
-        likeliest = logits[greedy].argmax(-1, keepdim=True)
         probs[greedy] = torch.zeros_like(probs[greedy]).scatter_(1, likeliest, 1.0)
     return probs
 
