@@ -33,7 +33,8 @@ def measure(monkeypatch, capsys, tmp_path):
 
     def run(words, *more):
         capsys.readouterr()
-        words = [*words.split(), *map(str, more), "--dtype", "float32", "--record", "r", "--json"]
+        words = [*words.split(), *map(str, more), "--record", "r", "--json"]
+        words += [] if words[0] == "sample" else ["--dtype", "float32"]
         assert bench.main(words) == 0
         result = json.loads(capsys.readouterr().out)
         assert result["command"] == "python tools/bench.py " + " ".join(words)
@@ -107,8 +108,11 @@ class TestCommands:
             assert row["total_tok_s"] > row["output_tok_s"] > 0 and 0 <= row["kv_waste"] < 1
             assert 0 < row["outside_ms"] < row["step_ms"] and row["cached_share"] == 0
         assert "outside the forward" in page and "host" not in page
-        rows, _ = measure(THROUGHPUT)
-        assert [*rows] == ["continuous batching", "one at a time"]  # all fit into one batch
+        rows, _ = measure(THROUGHPUT + "--sampling greedy llama")
+        ours, sampled, alone = rows.values()  # all fit into one batch
+        assert [*rows][1] == "continuous batching, llama"
+        assert (ours["times_greedy"], ours["steps"]) == (1, sampled["steps"])
+        assert sampled["times_greedy"] > 0 and alone["mean_batch"] == 1
 
     def test_growth(self, measure, compiled):
         """The bytes of one sequence counted for all; a point that is run twice, or of one cache."""
@@ -125,6 +129,14 @@ class TestCommands:
         assert "![A step's time over text and sequences](r.svg)" in page
         drawn = ElementTree.fromstring(report.growth_picture(report.RECORDS / "r.json"))
         assert len([*drawn.iter("{http://www.w3.org/2000/svg}polyline")]) == 6
+
+    def test_sample(self, measure, compiled):
+        """A setting that is not applied: temperature alone, or greedy, in all rows' place."""
+        rows, page = measure("sample --rows 1 8 --vocab-sizes 20000 --repeat 3 --context 50")
+        assert len(rows) == 2 * len(bench.SETTINGS) and "milliseconds" in page
+        ms = {name: row["ms"] for name, row in rows.items()}
+        assert 0 < ms["8 rows of 20000, greedy"] < ms["8 rows of 20000, qwen"]
+        assert ms["8 rows of 20000, qwen"] < ms["8 rows of 20000, flat"]  # which is sorted
 
     def test_prefix(self, measure, compiled):
         """A prefix that is not found, or one that is no longer cold."""
@@ -160,7 +172,7 @@ def test_versus(measure, fake, tmp_path, monkeypatch):
     fake("llama_cpp", "raise ModuleNotFoundError('No module', name='llama_cpp')")
     picture = tmp_path / "picture.svg"
     peers = ("--peers", "vllm", "llama_cpp", "transformers", "--plot", picture)
-    rows, page = measure(VERSUS + "--eager --repeat 2", *peers)
+    rows, page = measure(VERSUS + "--eager --repeat 2 --sampling qwen", *peers)
     assert [*rows] == ["one sequence", "prefill of 20 tokens", "3 sequences"]
     for row in rows.values():
         assert [*row] == ["kilolm", "transformers", "transformers_times"]
@@ -184,8 +196,8 @@ __version__ = "1.2"
 print("a banner, on stdout")
 
 class SamplingParams:
-    def __init__(self, temperature, max_tokens, ignore_eos, detokenize):
-        assert (temperature, ignore_eos, detokenize) == (0, True, False)
+    def __init__(self, temperature, top_p, max_tokens, ignore_eos, detokenize):
+        assert (temperature, top_p, ignore_eos, detokenize) == (0.6, 0.9, True, False)
         self.max_tokens = max_tokens
 
 class LLM:
@@ -208,7 +220,8 @@ class Llama:
     def reset(self):
         pass
 
-    def generate(self, tokens, temp, repeat_penalty):
+    def generate(self, tokens, temp, top_k, top_p, min_p, repeat_penalty):
+        assert (temp, top_k, top_p, min_p, repeat_penalty) == (0.6, 0, 0.9, 0, 1)
         import time
         time.sleep(0.3)
         while True:
@@ -216,7 +229,8 @@ class Llama:
             yield 1
 """
 SETUP = {"threads": 1, "folder": "x", "dtype": "float32", "device": "cpu", "length": 64,
-         "sequences": 2, "gguf": "model.gguf", "random": False}  # fmt: skip
+         "sequences": 2, "gguf": "model.gguf", "random": False,
+         "sampling": bench.SAMPLING["llama"]}  # fmt: skip
 ONE = {"prompts": [[5, 9, 2, 7] * 5], "new_tokens": 11}
 TWO = {"figure": "batch", "prompts": [[5], [9, 2]], "new_tokens": 20}
 

@@ -3,6 +3,7 @@
     python tools/bench.py latency --shape 1b --compile    one batch at a time: what a user waits for
     python tools/bench.py latency ... --speculate 4       the same with guessed tokens, and without
     python tools/bench.py throughput --shape 1b --compile     many requests, through the scheduler
+    python tools/bench.py sample                          the sampler alone: rows, settings, words
     python tools/bench.py prefix --shape 1b --compile     a long prompt whose beginning is known
     python tools/bench.py growth --shape 1b --compile     a step, over the text and over sequences
     python tools/bench.py versus --shape 1b               beside the other engines that are there
@@ -46,7 +47,7 @@ from model import Config, Transformer, rope_frequencies
 from packed import compile_model
 from paged import Row, Runner
 from quantize import MODES, load, quantize_model
-from sampling import Sequence
+from sampling import Sequence, sample
 from scheduler import STATS, Engine, Proposer
 from settings import CHUNK, DTYPES, Ranks, SamplingParams, check, launch, progress
 from speculative import DraftModel, NGram
@@ -59,17 +60,27 @@ from tools.measure import bytes_per_step, gemm_peak, peak_memory, read_bandwidth
 
 # Llama-like; parameters without the embedding table: 86 M, 1.03 B, 6.6 B; and 1.00 B, of which a
 # token uses 208 M: three layers with the matrices of Qwen3-30B-A3B's experts, half as many of them.
+# Qwen3-0.6B has 440 M, and its embedding, which is also its lm_head, 156 M.
 SHAPES = {
     "110m": Config(32000, 768, 2048, 12, 12, 12, 64),
     "1b": Config(32000, 2048, 5632, 22, 32, 4, 64),
     "7b": Config(32000, 4096, 11008, 32, 32, 32, 128),
+    "qwen3-0.6b": Config(
+        151936, 1024, 3072, 28, 16, 8, 128, 40960, rope_theta=1e6, qk_norm=True,
+        tie_word_embeddings=True,
+    ),
     "moe": Config(
         32000, 2048, 6144, 3, 32, 4, 64,
         num_experts=64, num_experts_per_tok=8, moe_intermediate_size=768,
     ),
 }  # fmt: skip
 
-
+# What these checkpoints' generation_config.json suggest.
+SAMPLING: dict[str, dict[str, float]] = {
+    "greedy": {"temperature": 0},
+    "qwen": {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+    "llama": {"temperature": 0.6, "top_p": 0.9},
+}
 PEERS = ("transformers", "transformers_compiled", "vllm", "llama_cpp")
 
 
@@ -115,7 +126,21 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--max-num-batched-tokens", type=int, default=512)
     add("--kv-memory", type=float, default=0.5, help="bytes, or below 1 a share of the free")
     add("--baseline-requests", type=int, default=2, help="of those, how many run one at a time")
+    add("--sampling", nargs="+", choices=SAMPLING, default=["greedy"], help="several to compare")
     add("--repeat", type=int, default=1)
+    sample_parser = commands.add_parser("sample", help="the sampler alone, on random logits")
+    sample_parser.set_defaults(run=sample_rows, checkpoint=None, shape="logits")
+    add = sample_parser.add_argument
+    add("--rows", type=int, nargs="+", default=[1, 32])
+    add("--vocab-sizes", type=int, nargs="+", default=[32000, 151936])
+    add("--settings", nargs="+", choices=SETTINGS, default=[*SETTINGS])
+    add("--spread", type=float, default=4.0, help="standard deviation of the logits")
+    add("--context", type=int, default=4000, help="tokens of each row, for penalties")
+    add("--threads", type=int, default=1)
+    add("--repeat", type=int, default=9)
+    add("--device", choices=("auto", "cpu", "cuda", "mps"), default="cpu")
+    add("--json", action="store_true", help="print the figures as one JSON object")
+    add("--record", metavar="NAME", help="keep the figures in benchmarks/NAME.json")
     add = add_command(commands, prefix, "a prompt that is mostly cached").add_argument
     add("--prompt-tokens", type=int, default=1024)
     add("--new-prefix-tokens", type=int, default=16, help="tokens at the end that are not cached")
@@ -134,6 +159,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--prompt-tokens", type=int, default=512, help="of the prompt whose prefill is measured")
     add("--new-tokens", type=int, default=32)
     add("--sequences", type=int, default=32, help="in the batch, with prompts of 16 to 64 tokens")
+    add("--sampling", choices=SAMPLING, default="greedy")
     add("--repeat", type=int, default=3)
     add("--threads", type=int, help="of each engine (default: as many as PyTorch takes)")
     add("--timeout", type=float, default=600.0, help="seconds an engine may take for an answer")
@@ -159,6 +185,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--prefixes", type=int, default=0, help="so many beginnings that prompts share")
     add("--prefix-tokens", type=int, default=128)
     add("--vocab-size", type=int, default=1000, help="prompts are random ids below it")
+    add("--sampling", choices=SAMPLING, default="greedy")
     add("--ttft-limit", type=float, default=1.0, help="seconds to the first token")
     add("--tpot-limit", type=float, default=0.1, help="seconds for each token after it")
     add("--plot", type=Path, metavar="FILE.svg")
@@ -196,6 +223,7 @@ def add_command(
 LEAST = {
     "speculate": 0, "speculate_ngram": 0, "prefixes": 0, "draft_noise": 0.0, "vocab_size": 4,
     "rate": 1e-6, "ttft_limit": 1e-6, "tpot_limit": 1e-6, "group_size": -1, "kv_memory": 1e-6,
+    "spread": 0.0,
 }  # fmt: skip
 
 
@@ -466,6 +494,42 @@ def first_layers(model: Transformer, layers: int, noise: float) -> Transformer:
     return draft
 
 
+# --- sample ---------------------------------------------------------------------------------------
+
+SETTINGS = SAMPLING | {
+    "temperature": {"temperature": 0.6},
+    "min_p": {"temperature": 0.6, "min_p": 0.05},
+    "flat": {"temperature": 2.0, "top_p": 0.99},  # so flat that all of it has to be sorted
+    "penalties": {"temperature": 0.6, "repetition_penalty": 1.1, "presence_penalty": 0.5},
+    "logprobs": {"temperature": 0.6, "logprobs": 5},
+}
+
+
+def sample_rows(args: argparse.Namespace) -> int:
+    """Milliseconds to draw a token for each of some rows of logits. Every row runs `rows` times, in
+    turn with the others, so that a disturbance meets all."""
+    torch.set_num_threads(args.threads)
+    rng, device = random.Random(0), args.ranks.device
+    works: dict[str, Callable[[], Any]] = {}
+    for V, B in itertools.product(args.vocab_sizes, args.rows):
+        config = Config(V, 2, 2, 1, 1, 1, 2, args.context + 2)
+        logits = torch.randn(B, V, generator=torch.Generator().manual_seed(0)) * args.spread
+        logits = logits.to(device)
+        prompts = [[rng.randrange(V) for _ in range(args.context)] for _ in range(B)]
+        for name in args.settings:
+            params = [SamplingParams(seed=i, **SETTINGS[name]) for i in range(B)]
+            rows = [Sequence(*each, config) for each in zip(prompts, params)]
+            works[f"{B} rows of {V}, {name}"] = partial(sample, logits, rows)
+    figures: dict[str, dict[str, list[float]]] = {name: {"ms": []} for name in works}
+    for repetition in progress(range(args.repeat + 1), "measuring"):
+        for name, work in works.items():
+            start = time.perf_counter()
+            work()
+            if repetition:  # the first warms up
+                figures[name]["ms"].append(1e3 * (time.perf_counter() - start))
+    return publish({"runs": {name: spread(row) for name, row in figures.items()}}, args, device)
+
+
 # --- throughput and prefix ------------------------------------------------------------------------
 
 
@@ -492,12 +556,15 @@ def throughput(args: argparse.Namespace) -> int:
         prompt_len, new_len = (rng.randint(*length) for length in lengths)
         work.append(([rng.randrange(V) for _ in range(prompt_len)], new_len))
     batches = [work[i : i + args.max_num_seqs] for i in range(0, len(work), args.max_num_seqs)]
-    ways = {"continuous batching": partial(serve, engine, [work])}
+    first, *others = args.sampling
+    ways = {"continuous batching": partial(serve, engine, [work], first)}
+    ways |= {
+        f"continuous batching, {name}": partial(serve, engine, [work], name) for name in others
+    }
     if len(batches) > 1:  # else all are admitted at once either way
-        ways["static batches"] = partial(serve, engine, batches, run_on=True)
-    ways["one at a time"] = partial(
-        serve, engine, [[item] for item in work[: args.baseline_requests]]
-    )
+        ways["static batches"] = partial(serve, engine, batches, first, run_on=True)
+    alone = [[item] for item in work[: args.baseline_requests]]
+    ways["one at a time"] = partial(serve, engine, alone, first)
     serve(engine, [work[:2]])  # warm up
     figures: dict[str, dict[str, list[float]]] = {name: {} for name in ways}
     for _ in progress(range(args.repeat), "measuring"):
@@ -506,10 +573,12 @@ def throughput(args: argparse.Namespace) -> int:
             for key in ("first_token_s", "last_first_token_s"):
                 del measured["one at a time"][key]
         for name, row in measured.items():
-            for of in ("one at a time", "static batches"):
+            against = {"times_one": "one at a time", "times_static": "static batches"}
+            if others:
+                against[f"times_{first}"] = "continuous batching"
+            for key, of in against.items():
                 if of in measured:
-                    ratio = row["output_tok_s"] / measured[of]["output_tok_s"]
-                    row["times_one" if of == "one at a time" else "times_static"] = ratio
+                    row[key] = row["output_tok_s"] / measured[of]["output_tok_s"]
             for key, value in row.items():
                 figures[name].setdefault(key, []).append(value)
     result["runs"] = {name: spread(each) for name, each in figures.items()}
@@ -540,13 +609,16 @@ def compile_paged(model: Transformer, args: argparse.Namespace, result: dict[str
         result["compile_s"] = time.perf_counter() - start
 
 
-def serve(engine: Engine, groups: list[Work], run_on: bool = False) -> dict[str, float]:
+def serve(
+    engine: Engine, groups: list[Work], sampling: str = "greedy", run_on: bool = False
+) -> dict[str, float]:
     """Run groups of requests, each group to its end, with an empty prefix cache.
 
     All of them are handed in at the start, so that the time to a first token counts from there,
     whenever the group's turn comes.
 
     Args:
+        sampling: a name in SAMPLING.
         run_on: every request of a group runs until the longest one ends; only what it asked for
             counts.
     """
@@ -560,7 +632,7 @@ def serve(engine: Engine, groups: list[Work], run_on: bool = False) -> dict[str,
         requests = []
         for ids, wanted in group:
             tokens = longest if run_on else wanted
-            params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+            params = SamplingParams(max_tokens=tokens, ignore_eos=True, **SAMPLING[sampling])
             requests.append(engine.add_request(ids, params))
         while engine.queue:
             began = time.perf_counter()
@@ -739,6 +811,7 @@ def versus(args: argparse.Namespace) -> int:
             "vocab_size": config.vocab_size, "compile": args.compile,
             "gguf": args.gguf and str(args.gguf), "random": not args.checkpoint,
             "llama_bench": args.llama_bench and str(args.llama_bench),
+            "sampling": SAMPLING[args.sampling],
         }  # fmt: skip
         peers = dict.fromkeys(args.peers, sys.executable)
         if args.vllm_python and "vllm" in peers:
@@ -758,7 +831,7 @@ def versus(args: argparse.Namespace) -> int:
 
 
 def write_random(config: Config, dtype: torch.dtype, folder: Path) -> None:
-    """Write a Llama of random weights as a folder that every engine loads."""
+    """Write a Llama, or a Qwen3, of random weights as a folder that every engine loads."""
     numbers = {
         name: getattr(config, name)
         for name in (
@@ -767,8 +840,9 @@ def write_random(config: Config, dtype: torch.dtype, folder: Path) -> None:
             "max_position_embeddings", "tie_word_embeddings",
         )
     }  # fmt: skip
+    kind = "Qwen3" if config.qk_norm else "Llama"
     numbers |= {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+        "architectures": [f"{kind}ForCausalLM"], "model_type": kind.lower(), "hidden_act": "silu",
         "torch_dtype": str(dtype).removeprefix("torch."), "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(numbers, indent=1))
@@ -785,7 +859,7 @@ def serve_load(args: argparse.Namespace) -> int:
     lengths = [(a[0], a[-1]) for a in (args.prompt_tokens, args.new_tokens)]
     what = load_tool.Load(
         args.url, args.model, args.api_key, args.requests, *lengths, args.prefixes,
-        args.prefix_tokens, args.vocab_size,
+        args.prefix_tokens, args.vocab_size, SAMPLING[args.sampling],
     )  # fmt: skip
     rates, figures = [*args.rate], []
     for i, rate in enumerate(rates):  # which --ramp extends
@@ -910,7 +984,8 @@ def spread(figures: dict[str, list[float]]) -> dict[str, tuple[float, float, flo
 
 
 def random_model(config: Config, dtype: torch.dtype, share: Ranks) -> Transformer:
-    """A model of random weights, made in place: speed does not depend on their values."""
+    """A model of random weights, made in place: the model's speed does not depend on their values.
+    The sampler's does, on how flat a distribution is: so logits have a trained model's spread."""
     with torch.device("meta"):
         model = build(config).to(dtype)
     if share.shard:
@@ -921,6 +996,7 @@ def random_model(config: Config, dtype: torch.dtype, share: Ranks) -> Transforme
     for parameter in model.parameters():
         for piece in parameter.view(-1).split(len(noise)):
             piece.copy_(noise[: len(piece)]) if parameter.dim() > 1 else piece.fill_(1)
+    model.norm.weight.fill_(4 / (0.02 * config.hidden_size**0.5))
     return model
 
 

@@ -28,6 +28,7 @@ class Load(NamedTuple):
     prefixes: int  # prompts begin with one of so many shared texts
     prefix_tokens: int
     vocab_size: int  # ids are drawn below this
+    sampling: dict[str, float]  # such as {"temperature": 0}
     seed: int = 0
 
 
@@ -69,8 +70,8 @@ async def run(load: Load, rate: float) -> list[Outcome]:
         prompt = ids(rng.randint(*load.prompt_tokens))
         body = {
             "prompt": (rng.choice(shared) if shared else []) + prompt,
-            "max_tokens": rng.randint(*load.new_tokens), "temperature": 0, "ignore_eos": True,
-            "stream": True, "stream_options": {"include_usage": True},
+            "max_tokens": rng.randint(*load.new_tokens), "ignore_eos": True,
+            "stream": True, "stream_options": {"include_usage": True}, **load.sampling,
         }  # fmt: skip
         if load.model:
             body["model"] = load.model

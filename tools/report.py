@@ -147,11 +147,13 @@ COLUMNS = {
     },
     "throughput": {
         "output_tok_s": "output, tok/s", "times_one": "times one at a time",
-        "times_static": "times static batches", "total_tok_s": "with prompts, tok/s",
+        "times_static": "times static batches", "times_greedy": "times greedy",
+        "total_tok_s": "with prompts, tok/s",
         "mean_batch": "mean batch", "first_token_s": "first token, s",
         "last_first_token_s": "the last first token, s", "host_ms": "host, ms a step",
         "outside_ms": "outside the forward, ms a step", "kv_waste": "KV memory wasted",
     },
+    "sample": {"ms": "milliseconds"},
     "growth": {
         "step_ms": "a step, ms", "read_ms": "reading alone, ms",
         "of_read_limit": "of the read limit", "token_ms": "a token, ms",
@@ -223,6 +225,7 @@ HEADINGS = {
     "prefix": ("A prefix that is cached", ""),
     "serve": ("Serving", "../docs/serve.svg"),
     "ranks": ("Several processes", ""),
+    "sample": ("The sampler alone", ""),
     "quality": ("What fewer bits cost", ""),
 }
 
@@ -277,6 +280,8 @@ SUMMARY = (  # what, record, row, figure, and of what that is a multiple or a pa
      "times without"),
     ("32 requests at once", "throughput-1b-32x64", "continuous batching", "times_one",
      "times one after another"),
+    ("32 requests, sampled as Qwen3 suggests, words: 151,936", "throughput-qwen3-0.6b",
+     "continuous batching, qwen", "times_greedy", "of greedy's speed"),
     ("a prompt of 1,024 tokens, 1,008 of them cached", "prefix-1b", "cached", "of_cold",
      "of the time to the first token"),
     ("int4 weights by GPTQ, in the bundled model", "quality-shakespeare", "int4 gptq, group 128",

@@ -1,7 +1,7 @@
 """This engine beside others, on the same weights; `tools/bench.py versus` is its command line.
 
 Each engine runs in a process of its own, so that memory, threads and versions of libraries are
-apart, and does one thing: complete prompts, given as ids, greedily, by so many tokens each. Every
+apart, and does one thing: complete prompts, given as ids, by so many tokens each. Every
 figure follows from the seconds that this takes, in the same way for all. The processes know nothing
 of each other: they read a JSON object a line, and answer with one.
 
@@ -226,7 +226,8 @@ class Peer:
     module, version = "", ""
 
     def complete(self, prompts: list[list[int]], new_tokens: int) -> None:
-        """Make exactly so many tokens after each prompt, greedily, all prompts at once."""
+        """Make exactly so many tokens after each prompt, all prompts at once, drawn as the setup's
+        `sampling` says, in vLLM's names."""
         raise NotImplementedError
 
     def speed(self, figure: str, prompts: list[list[int]], new_tokens: int) -> float | None:
@@ -263,7 +264,7 @@ class Kilolm(Peer):
         self.model = load(setup["folder"], setup["device"], DTYPES[setup["dtype"]])
         if setup["compile"]:
             compile_model(self.model, 1)
-        self.length = setup["length"]
+        self.length, self.sampling = setup["length"], setup["sampling"]
         self.cache = StaticCache(self.model, 1, self.length)
         self.engine = Engine(
             self.model, max_seq_len=self.length, max_num_seqs=setup["sequences"],
@@ -276,7 +277,7 @@ class Kilolm(Peer):
         from sampling import Sequence
         from settings import SamplingParams
 
-        params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+        params = SamplingParams(max_tokens=new_tokens, ignore_eos=True, **self.sampling)
         if len(prompts) == 1:
             sequence = Sequence(prompts[0], params, self.model.config, None, self.length)
             for _ in generate(self.model, sequence, self.cache):
@@ -299,7 +300,9 @@ class Transformers(Peer):
         import transformers
 
         torch.set_num_threads(setup["threads"])
-        self.torch, self.options = torch, {}
+        self.torch, self.options = torch, {"do_sample": False}
+        if setup["sampling"]["temperature"]:  # top_k: by default it would be 50
+            self.options = {"do_sample": True, "top_k": 0} | setup["sampling"]
         auto = transformers.AutoModelForCausalLM
         self.model = auto.from_pretrained(setup["folder"], dtype=getattr(torch, setup["dtype"]))
         self.model = self.model.to(setup["device"]).eval()
@@ -312,7 +315,7 @@ class Transformers(Peer):
         mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         out = self.model.generate(
             self.torch.tensor(ids, device=device),
-            attention_mask=self.torch.tensor(mask, device=device), do_sample=False,
+            attention_mask=self.torch.tensor(mask, device=device),
             max_new_tokens=new_tokens, pad_token_id=0, **self.options,
         )  # fmt: skip
         out[:, -1].tolist()  # waits for a device that runs behind
@@ -326,7 +329,7 @@ class TransformersCompiled(Transformers):
 
     def __init__(self, setup: dict[str, Any]) -> None:
         super().__init__(setup)
-        self.options = {"cache_implementation": "static"}
+        self.options["cache_implementation"] = "static"
         eager = self.model.forward
         # Sizes as symbols: else each batch and length of the cache is compiled anew, in half a
         # minute or more.
@@ -352,7 +355,7 @@ class VLLM(Peer):
             os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # OMP_NUM_THREADS holds
         import vllm
 
-        self.vllm, self.version = vllm, vllm.__version__
+        self.vllm, self.version, self.sampling = vllm, vllm.__version__, setup["sampling"]
         self.llm = vllm.LLM(
             model=setup["folder"], dtype=setup["dtype"], skip_tokenizer_init=True,
             max_model_len=setup["length"], max_num_seqs=setup["sequences"],
@@ -361,7 +364,7 @@ class VLLM(Peer):
 
     def complete(self, prompts: list[list[int]], new_tokens: int) -> None:
         params = self.vllm.SamplingParams(
-            temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False
+            max_tokens=new_tokens, ignore_eos=True, detokenize=False, **self.sampling
         )
         given = [{"prompt_token_ids": prompt} for prompt in prompts]
         self.llm.generate(given, params, use_tqdm=False)
@@ -376,6 +379,9 @@ class LlamaCpp(Peer):
         import llama_cpp
 
         self.version, threads = llama_cpp.__version__, setup["threads"]
+        settings = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0}
+        self.sampling = settings | setup["sampling"]
+        self.sampling["temp"] = self.sampling.pop("temperature")
         self.llama = llama_cpp.Llama(
             gguf_of(setup), n_ctx=setup["length"], n_threads=threads, n_threads_batch=threads,
             verbose=False,
@@ -383,7 +389,7 @@ class LlamaCpp(Peer):
 
     def complete(self, prompts: list[list[int]], new_tokens: int) -> None:
         self.llama.reset()  # or it would go on where the prompt is the same
-        tokens = self.llama.generate(prompts[0], temp=0.0, repeat_penalty=1.0)
+        tokens = self.llama.generate(prompts[0], **self.sampling)
         if sum(1 for _ in itertools.islice(tokens, new_tokens)) < new_tokens:
             raise RuntimeError("it ended early")
 
@@ -392,7 +398,8 @@ class LlamaCpp(Peer):
 
 
 class LlamaBench(Peer):
-    """llama.cpp's own program, which measures one sequence; started anew for each figure."""
+    """llama.cpp's own program, which measures one sequence, without sampling any token; started
+    anew for each figure."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
         self.words = [setup["llama_bench"], "-m", gguf_of(setup), "-t", str(setup["threads"])]
@@ -433,6 +440,8 @@ def gguf_of(setup: dict[str, Any]) -> str:
 
     folder = Path(setup["folder"])
     file, c = folder / "model.gguf", json.loads((folder / "config.json").read_text())
+    if c["model_type"] != "llama":
+        raise ValueError("give --gguf FILE: only a Llama of random weights can be converted here")
     if file.is_file():  # of the other of the two
         return str(file)
     writer = gguf.GGUFWriter(str(file), "llama")
