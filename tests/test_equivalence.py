@@ -15,6 +15,7 @@ import torch
 from conftest import DRAFT
 from torch.nn import functional as F
 
+import sampling
 from checkpoint import build, load_model
 from generate import generate
 from kv_cache import StaticCache
@@ -313,3 +314,35 @@ def test_same_tokens(case, path, kind):
     model, options = kind_of(case, kind)
     found = PATHS[path](model, [jobs_of(case)[job] for job in some], **options)
     assert found == [expected(case, kind, job) for job in some]
+
+
+@cache
+def wordy():
+    """As many words as Qwen has."""
+    torch.manual_seed(2)
+    config = Config(151936, 32, 48, 2, 4, 2, 8, tie_word_embeddings=True)
+    return build(config), [torch.randint(config.vocab_size, (n,)).tolist() for n in (1, 9)]
+
+
+LARGE = [
+    SamplingParams(temperature=0.6, top_k=20, top_p=0.95, seed=3, max_tokens=4),
+    SamplingParams(temperature=1.5, min_p=1e-4, seed=4, max_tokens=4),  # keeps more than selected
+    SamplingParams(temperature=5.0, top_p=0.9, seed=5, max_tokens=4),
+]
+
+
+@pytest.mark.parametrize("guess", [None, "draft", "n-gram"])
+def test_same_tokens_of_a_large_vocabulary(guess, monkeypatch):
+    """The few likeliest of 151,936 words are selected, and some rows sorted: alone, in a batch, or
+    for guesses, on two threads, it must be what sorting all of them gives."""
+    torch.set_num_threads(2)  # the fixture sets it back
+    model, prompts = wordy()
+    options = {"draft": {"draft": draft_of(model), "speculate": 3}, "n-gram": {"speculate": 3}}
+    options = options.get(guess, {})
+    jobs = [(ids, wish) for wish in LARGE for ids in prompts]
+    paths = ("paged, batched", "paged, batched, small budget", *["static cache"] * (not guess))
+    found = [PATHS[path](model, jobs, **options) for path in paths]
+    sort = partial(sampling.keep_likeliest, most=model.config.vocab_size)
+    monkeypatch.setattr(sampling, "keep_likeliest", sort)
+    want = [plain(model, Sequence(*job, model.config), **options).output_ids for job in jobs]
+    assert found == [want] * len(paths)
