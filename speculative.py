@@ -18,7 +18,7 @@ file, and calls what it is handed. Papers: Leviathan et al. 2022 (arXiv:2211.171
 Read: accept, Guesser.verify, NGram, DraftModel.
 """
 
-from weakref import WeakKeyDictionary
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -56,10 +56,8 @@ def accept(p: Tensor, chances: Tensor, guess: Guess, u: Tensor) -> tuple[int, Te
     """
     for n, x in enumerate(guess.ids):
         if u[n] * guess.q[n] >= chances[n]:
-            over = p[n].clone()
+            over = (p[n] - (guess.probs[n] if guess.probs else 0)).clamp(min=0)
             over[x] = 0  # here p < q, or the guess would have been accepted
-            if guess.probs:
-                over = (over - guess.probs[n]).clamp(min=0)
             return n, over if over.any() else p[n]  # rounding can leave nothing
     return len(guess.ids), p[-1]
 
@@ -92,8 +90,8 @@ class Guesser(Proposer):
         p = distribution(logits, ahead)  # (R, V)
         # 2) accept
         guesses = [job.guess for job in jobs]
-        ids = torch.tensor([x for guess in guesses for x in (*guess.ids, 0)], device=p.device)
-        chances = p.gather(1, ids[:, None]).flatten().cpu().split(sizes)  # after the last: unread
+        ids = torch.tensor([[x] for guess in guesses for x in (*guess.ids, 0)], device=p.device)
+        chances = p.gather(1, ids).flatten().cpu().split(sizes)  # after the last: unread
         u = torch.tensor([row.uniform(ACCEPT) for row in ahead], dtype=torch.float64).split(sizes)
         stand, rest = zip(*map(accept, p.split(sizes), chances, guesses, u))
         # 3) draw one more token of each
@@ -101,21 +99,18 @@ class Guesser(Proposer):
         more = draw(torch.stack(rest), u).tolist()
         results = []
         for job, part, n, one in zip(jobs, logits.split(sizes), stand, more):
-            self._note(len(job.guess.ids), n)
+            self.steps += bool(job.guess.ids)
+            for i in range(len(job.guess.ids)):
+                self.offered[i] += 1
+                self.accepted[i] += i < n
             tokens = [*job.guess.ids[:n], one]
             results.append(scored(part[: n + 1], tokens, [job.params.logprobs] * (n + 1)))
         return results
 
-    def _note(self, offered: int, accepted: int) -> None:
-        self.steps += offered > 0
-        for i in range(offered):
-            self.offered[i] += 1
-            self.accepted[i] += i < accepted
-
     def summary(self) -> str:
         """What became of the guesses, in a line."""
         rates = " ".join(f"{a / n:.0%}" for a, n in zip(self.accepted, self.offered) if n)
-        mean = sum(self.accepted) / max(1, self.steps)
+        mean = sum(self.accepted) / (self.steps or 1)
         return f"{self.steps} times guessed, {mean:.2f} accepted on average ({rates})"
 
 
@@ -123,13 +118,9 @@ class NGram(Guesser):
     """Prompt lookup: what followed the last few tokens when they last occurred. Costs next to
     nothing, and is right where a text repeats itself: code, summaries, corrections."""
 
-    def __init__(self, k: int) -> None:
-        super().__init__(k)
-        self.followed = WeakKeyDictionary()  # Job -> see lookup
-
     def propose(self, jobs: list[Job]) -> None:
         for job in jobs:
-            followed = self.followed.setdefault(job, {})
+            followed = vars(job).setdefault("followed", {})  # stays with the job; see lookup
             ids = lookup(job.ids, followed, max(0, job.end - len(job.ids)))
             job.guess = Guess(ids, [1.0] * len(ids))
 
@@ -179,9 +170,7 @@ class DraftModel(Guesser):
 
     def allocate(self, num_blocks: int, block_size: int, kv_dtype: str) -> None:
         self.runner = Runner(*self.models, num_blocks, block_size, kv_dtype)
-
-    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        self.runner.copy_blocks(pairs)
+        self.copy_blocks = self.runner.copy_blocks
 
     def propose(self, jobs: list[Job]) -> None:
         for job in jobs:
@@ -189,32 +178,24 @@ class DraftModel(Guesser):
         # 1) keep up. From one token before: where all guesses were accepted, the last one has not
         # been run here; else that token's keys and values are written a second time, unchanged.
         live = {job: max(job.table.length - 1, 0) for job in jobs}  # job -> where its row begins
-        while live:
+        for n in range(self.k):
             rows = [
                 Row(job.table.blocks, start, job.ids[start : job.end] + job.guess.ids[-1:])
                 for job, start in live.items()
             ]
             logits = self.runner.forward(rows)  # (rows, V)
-            # 2) draw, each by its own settings
+            for job, is_sound in zip(live, finite(logits).tolist()):
+                job.table.spoilt |= not is_sound  # and guesses no more
+            # 2) draw, each by its own settings, for those that guess another
+            guessing = [job.end > len(job.ids) + n and not job.table.spoilt for job in live]
+            live = {job: len(job.ids) + n for job in compress(live, guessing)}
+            if not live:
+                return
             ahead = [job.ahead(job.guess.ids) for job in live]
-            q = distribution(logits, ahead)
+            q = distribution(logits[guessing], ahead)
             ids = draw(q, torch.tensor([row.uniform(GUESS) for row in ahead]))
             chances = q.gather(1, ids[:, None]).flatten()
-            drawn = zip(live, finite(logits).tolist(), ids.tolist(), chances.tolist(), q)
-            for job, is_sound, token_id, chance, probs in drawn:
-                job.table.spoilt |= not is_sound  # and guesses no more
-                if is_sound and job.end > end_of(job):
-                    job.guess.ids.append(token_id)
-                    job.guess.q.append(chance)
-                    job.guess.probs.append(probs)
-            # 3) run what was drawn, but the last
-            live = {
-                job: end_of(job) - 1
-                for job in live
-                if job.end > end_of(job) and not job.table.spoilt
-            }
-
-
-def end_of(job: Job) -> int:
-    """Where a job's ids and guesses end."""
-    return len(job.ids) + len(job.guess.ids)
+            for job, token_id, chance, probs in zip(live, ids.tolist(), chances.tolist(), q):
+                job.guess.ids.append(token_id)
+                job.guess.q.append(chance)
+                job.guess.probs.append(probs)
