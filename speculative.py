@@ -82,14 +82,14 @@ class Guesser(Proposer):
 
     def verify(self, logits: Tensor, jobs: list[Job]) -> list[list[Token]]:
         """See scheduler.Proposer.verify, and accept."""
-        if not any(job.guess.ids for job in jobs):
+        guesses = [job.guess for job in jobs]
+        if not any(guess.ids for guess in guesses):
             return super().verify(logits, jobs)
         # 1) p at each guess, as if those before it had been accepted
-        sizes = [len(job.guess.ids) + 1 for job in jobs]
+        sizes = [len(guess.ids) + 1 for guess in guesses]
         ahead = [job.ahead(job.guess.ids[:i]) for job, n in zip(jobs, sizes) for i in range(n)]
         p = distribution(logits, ahead)  # (R, V)
         # 2) accept
-        guesses = [job.guess for job in jobs]
         ids = torch.tensor([[x] for guess in guesses for x in (*guess.ids, 0)], device=p.device)
         chances = p.gather(1, ids).flatten().cpu().split(sizes)  # after the last: unread
         u = torch.tensor([row.uniform(ACCEPT) for row in ahead], dtype=torch.float64).split(sizes)
@@ -98,12 +98,12 @@ class Guesser(Proposer):
         u = torch.tensor([job.uniform(n) for job, n in zip(jobs, stand)])
         more = draw(torch.stack(rest), u).tolist()
         results = []
-        for job, part, n, one in zip(jobs, logits.split(sizes), stand, more):
-            self.steps += bool(job.guess.ids)
-            for i in range(len(job.guess.ids)):
+        for job, guess, part, n, one in zip(jobs, guesses, logits.split(sizes), stand, more):
+            self.steps += bool(guess.ids)
+            for i in range(len(guess.ids)):
                 self.offered[i] += 1
                 self.accepted[i] += i < n
-            tokens = [*job.guess.ids[:n], one]
+            tokens = [*guess.ids[:n], one]
             results.append(scored(part[: n + 1], tokens, [job.params.logprobs] * (n + 1)))
         return results
 

@@ -60,13 +60,13 @@ class Tokenizer:
         with blame(path):
             config = without_nulls(read_json(path / "tokenizer_config.json", optional=True))
             for name, token in config.items():  # "<s>" is also written as {"content": "<s>", ...}
-                if isinstance(token, dict) and "content" in token:
-                    config[name] = token["content"]
+                if isinstance(token, dict):
+                    config[name] = token.get("content", token)
             # Without a config the names are sentencepiece's, as llama2.c and llama.cpp have it.
             self.config = config = config or dict(bos_token="<s>", eos_token="</s>")
             file = path / "tokenizer.json"
             is_fast = file.is_file() and find_spec("tokenizers")
-            added = self._open_fast(file) if is_fast else self._open_slow(path / "tokenizer.model")
+            ends = self._open_fast(file) if is_fast else self._open_slow(path / "tokenizer.model")
             self._hidden = set(self.special.values())
             self.bos_id = bos = self.special.get(config.get("bos_token"))
             self.eos_id = eos = self.special.get(config.get("eos_token"))
@@ -76,9 +76,7 @@ class Tokenizer:
                 template = {entry["name"]: entry["template"] for entry in template}.get("default")
             # {% generation %} marks replies for training: for us, a block like any other.
             template = re.sub(r"({%[-+]?\s*(?:end)?)generation\b", r"\1with", template or "")
-        self._prefix = (
-            [bos] if config.get("add_bos_token", bos in added) and bos is not None else []
-        )
+        self._prefix = [bos] if config.get("add_bos_token", bos in ends) and bos is not None else []
         self._suffix = [eos] if config.get("add_eos_token") and eos is not None else []
         self.template = template or PLAIN_TEMPLATE
         # A base model under the plain template would go on to write the user's turn too.
@@ -142,9 +140,8 @@ class Tokenizer:
 
     def _open_slow(self, file: Path) -> list[int]:
         """As above: sentencepiece's own encoder adds a BOS, whichever that is."""
-        if not file.is_file():
-            raise ValueError("no tokenizer.model; tokenizer.json needs: pip install tokenizers")
-        sp = sentencepiece.SentencePieceProcessor(model_file=str(file))
+        with blame(f"{file} (for tokenizer.json: pip install tokenizers)"):
+            sp = sentencepiece.SentencePieceProcessor(model_file=str(file))
         self._decode = sp.decode
         self.piece = lambda i: "" if sp.is_unknown(i) else sp.id_to_piece(i)
         self.byte_level = False
@@ -234,8 +231,7 @@ class TextStream:
             while "ab" shows "xa" and ends: the stop string began at the second "a".
         """
         new = "" if token_id is None else self._detokenizer.push(token_id)
-        if last:
-            new += self._detokenizer.flush()
+        new += self._detokenizer.flush() if last else ""
         held = self._held + new
         places = range(len(held))
         found = [i for i in places if held.startswith(self._stops, i)]
