@@ -512,7 +512,7 @@ def test_guesses_are_all_or_none_and_cost_no_more_than_they_must():
 
 
 def test_only_rows_that_guess_are_drawn_from(monkeypatch):
-    """Bug: a distribution over the vocabulary is made for each chunk of a prompt, and thrown away."""
+    """Bug: a draw from the whole vocabulary for each chunk of a prompt, which is thrown away."""
     at, drawn = engine(max_num_batched_tokens=21, draft=NEAR, speculate=4, num_blocks=20), []
     propose, draw = at.proposer.propose, speculative.draw
     monkeypatch.setattr(speculative, "draw", lambda p, u: drawn.append(len(p)) or draw(p, u))
