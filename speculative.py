@@ -120,7 +120,7 @@ class NGram(Guesser):
 
     def propose(self, jobs: list[Job]) -> None:
         for job in jobs:
-            followed = vars(job).setdefault("followed", {})  # stays with the job; see lookup
+            followed = vars(job).setdefault("followed", {})  # lives as long as the job; see lookup
             ids = lookup(job.ids, followed, max(0, job.end - len(job.ids)))
             job.guess = Guess(ids, [1.0] * len(ids))
 
@@ -178,7 +178,7 @@ class DraftModel(Guesser):
         # 1) keep up. From one token before: where all guesses were accepted, the last one has not
         # been run here; else that token's keys and values are written a second time, unchanged.
         live = {job: max(job.table.length - 1, 0) for job in jobs}  # job -> where its row begins
-        for n in range(self.k):
+        for n in range(self.k):  # guesses that each has by now
             rows = [
                 Row(job.table.blocks, start, job.ids[start : job.end] + job.guess.ids[-1:])
                 for job, start in live.items()
@@ -186,7 +186,7 @@ class DraftModel(Guesser):
             logits = self.runner.forward(rows)  # (rows, V)
             for job, is_sound in zip(live, finite(logits).tolist()):
                 job.table.spoilt |= not is_sound  # and guesses no more
-            # 2) draw, each by its own settings, for those that guess another
+            # 2) draw, each by its own settings, where another is wanted: the next row is that one
             guessing = [job.end > len(job.ids) + n and not job.table.spoilt for job in live]
             live = {job: len(job.ids) + n for job in compress(live, guessing)}
             if not live:

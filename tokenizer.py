@@ -151,7 +151,7 @@ class Tokenizer:
             self.special[token["content"]] = int(i)
         # sentencepiece itself would spell a written-out "<s>" as three characters.
         words = map(re.escape, sorted(self.special, reverse=True))  # "<|im_start|>" before "<|im"
-        pattern = re.compile(f"({'|'.join(words) or '(?!)'})")  # the last is nowhere
+        pattern = re.compile(f"({'|'.join(words) or '(?!)'})")  # (?!) is found nowhere
         ids_of = {name: [i] for name, i in self.special.items()}
         self._encode = lambda text: [
             i for part in pattern.split(text) for i in ids_of.get(part) or sp.encode(part)
