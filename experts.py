@@ -29,16 +29,15 @@ class SparseMLP(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.k = config.num_experts_per_tok
-        self.norm = config.norm_topk_prob
+        self.config = config
         self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)  # the router
         width = config.moe_intermediate_size or config.intermediate_size
         self.experts = nn.ModuleList(MLP(config, width) for _ in range(config.num_experts))
 
     def forward(self, x: Tensor) -> Tensor:
         scores = self.gate(x).softmax(-1, torch.float32)  # (B, T, E)
-        weights, chosen = scores.topk(self.k)  # (B, T, k) each
-        if self.norm:
+        weights, chosen = scores.topk(self.config.num_experts_per_tok)  # (B, T, k) each
+        if self.config.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True)
         return self.mix(x, weights, chosen)
 
@@ -62,9 +61,8 @@ class SparseMLP(nn.Module):
         """
         order = chosen.flatten().argsort(stable=True)  # (B * T * k,) pairs, by expert
         counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
-        rows = x.flatten(0, 1).index_select(0, order // self.k)  # (B * T * k, D)
+        rows = x.flatten(0, 1).index_select(0, order // chosen.shape[-1])  # (B * T * k, D)
         parts = zip(self.experts, rows.split(counts))
         y = torch.cat([mlp(part) for mlp, part in parts if len(part)])
-        y = y.index_select(0, order.argsort())  # (B * T * k, D), back in their places
-        y = y.view(*chosen.shape, -1)  # (B, T, k, D)
+        y = y.index_select(0, order.argsort()).view(*chosen.shape, -1)  # (B, T, k, D), in place
         return (weights[..., None] * y).sum(-2).to(x.dtype)

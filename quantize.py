@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from checkpoint import Files, Prepare, blame, converted, load_model
@@ -28,7 +27,7 @@ from settings import JSON, progress, supported
 
 # --- The stored form ------------------------------------------------------------------------------
 
-MODES = {"int8": 8, "int4": 4}
+MODES = dict(int8=8, int4=4)
 
 
 class QuantLinear(nn.Module):
@@ -43,23 +42,22 @@ class QuantLinear(nn.Module):
     def __init__(self, linear: nn.Linear, bits: int, group_size: int) -> None:
         """Make an empty one in the place of a Linear, on its device. Raises: see num_groups."""
         super().__init__()
-        N, K = linear.out_features, linear.in_features
+        N, K = self.out_features, self.in_features = linear.weight.shape
         G = num_groups(K, group_size)
-        self.out_features, self.in_features = N, K
         self.bits = bits
         self.group_size = K // G
         with linear.weight.device:
             self.register_buffer("qweight", torch.empty(N, K * bits // 8, dtype=torch.uint8))
             self.register_buffer("scales", torch.empty(N, G))
             self.register_buffer("zeros", torch.empty(N, G, dtype=torch.uint8))
-        self.register_buffer("bias", linear.bias)
+        self.bias = linear.bias
         self.parts = getattr(linear, "parts", {})  # of a FusedLinear: name -> its rows
 
     def store(self, q: Tensor, scales: Tensor, zeros: Tensor) -> None:
         """Take q (N, K), scales (N, G) and zeros (N, G)."""
         self.qweight = pack_bits(q, self.bits)
         self.scales = scales.float()
-        self.zeros = zeros.to(torch.uint8)
+        self.zeros = zeros.byte()
 
     def dequantize(self) -> Tensor:
         """Return the weight that this one stands for: (N, K) float32."""
@@ -67,7 +65,7 @@ class QuantLinear(nn.Module):
         return (self.scales[..., None] * (q.float() - self.zeros[..., None])).flatten(1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.dequantize().to(x.dtype), self.bias)
+        return nn.functional.linear(x, self.dequantize().to(x.dtype), self.bias)
 
 
 def num_groups(K: int, group_size: int) -> int:
@@ -85,7 +83,7 @@ def num_groups(K: int, group_size: int) -> int:
 
 def pack_bits(q: Tensor, bits: int) -> Tensor:
     """(N, K) integers -> (N, K * bits / 8) bytes."""
-    q = q.to(torch.uint8)
+    q = q.byte()
     return q if bits == 8 else q[:, ::2] | q[:, 1::2] << 4
 
 
@@ -114,15 +112,14 @@ def round_to_nearest(weight: Tensor, bits: int, group_size: int) -> tuple[Tensor
 
 def group_scales(w: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Scale and zero point of each group: w (..., group_size) -> (...), (...)."""
-    low = w.amin(-1).clamp(max=0)  # zero stays exact
-    high = w.amax(-1).clamp(min=0)
+    low, high = w.amin(-1).clamp(max=0), w.amax(-1).clamp(min=0)  # zero stays exact
     scales = torch.maximum(-low, high) / 127 if bits == 8 else (high - low) / 15
     scales = scales.where(scales > 0, 1)  # a group of zeros
     return scales, torch.full_like(scales, 128) if bits == 8 else (-low / scales).round()
 
 
 def quantize_model(
-    model: Transformer, mode: str, group_size: int = 128, skip: tuple[str, ...] = ()
+    model: Transformer, mode: str, group_size: int = 128, skip: tuple = ()
 ) -> Transformer:
     """Quantise a model's Linears in place, round to nearest, one after another.
 
@@ -134,12 +131,11 @@ def quantize_model(
     Raises:
         ValueError: see plain_linears; nothing is changed.
     """
-    bits = MODES[mode]
     size = -1 if mode == "int8" else group_size
     for parent, name, _ in progress(plain_linears(model, size, skip), f"quantising to {mode}"):
         linear = getattr(parent, name)
-        quantised = QuantLinear(linear, bits, size)
-        quantised.store(*round_to_nearest(linear.weight, bits, quantised.group_size))
+        quantised = QuantLinear(linear, MODES[mode], size)
+        quantised.store(*round_to_nearest(linear.weight, MODES[mode], quantised.group_size))
         setattr(parent, name, quantised)
     return model
 
@@ -147,7 +143,7 @@ def quantize_model(
 Place = tuple[nn.Module, str, str]  # of a Linear: its parent, its name there, and its path
 
 
-def plain_linears(model: Transformer, group_size: int, skip: tuple[str, ...] = ()) -> list[Place]:
+def plain_linears(model: Transformer, group_size: int, skip: tuple = ()) -> list[Place]:
     """The Linears that are to be quantised, see linears().
 
     Raises:
@@ -174,11 +170,9 @@ def linears(model: nn.Module) -> Iterator[Place]:
 
 
 def load(
-    path: Path | str,
-    device: str | torch.device = "cpu",
-    dtype: torch.dtype | None = None,
+    path: Path | str, device: str | torch.device = "cpu", dtype: torch.dtype | None = None,
     shard: Prepare | None = None,
-) -> Transformer:
+) -> Transformer:  # fmt: skip
     """checkpoint.load_model, for quantised folders too: ours, GPTQ's (4 and 8 bits) and AWQ's.
 
     Theirs are converted while they are read, exactly: the same integers, scales and zero points.
@@ -214,6 +208,6 @@ def insert_quantised(model: Transformer, files: Files, settings: JSON) -> None:
     for parent, name, path in linears(model):
         linear = getattr(parent, name)
         part = next(iter(getattr(linear, "parts", [name])))  # of what is stacked, the first
-        if f"{path.removesuffix(name)}{part}.qweight" in files:  # unlike the lm_head of most
+        if path.replace(name, part) + ".qweight" in files:  # unlike the lm_head of most
             bits = supported("bits", settings["bits"], 4, 8)
             setattr(parent, name, QuantLinear(linear, bits, settings["group_size"]))

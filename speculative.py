@@ -18,6 +18,9 @@ file, and calls what it is handed. Papers: Leviathan et al. 2022 (arXiv:2211.171
 Read: accept, Guesser.verify, NGram, DraftModel.
 """
 
+from collections import ChainMap
+from collections.abc import MutableMapping
+from itertools import compress
 from weakref import WeakKeyDictionary
 
 import torch
@@ -56,10 +59,8 @@ def accept(p: Tensor, chances: Tensor, guess: Guess, u: Tensor) -> tuple[int, Te
     """
     for n, x in enumerate(guess.ids):
         if u[n] * guess.q[n] >= chances[n]:
-            over = p[n].clone()
+            over = (p[n] - (guess.probs[n] if guess.probs else 0)).clamp(min=0)
             over[x] = 0  # here p < q, or the guess would have been accepted
-            if guess.probs:
-                over = (over - guess.probs[n]).clamp(min=0)
             return n, over if over.any() else p[n]  # rounding can leave nothing
     return len(guess.ids), p[-1]
 
@@ -84,38 +85,35 @@ class Guesser(Proposer):
 
     def verify(self, logits: Tensor, jobs: list[Job]) -> list[list[Token]]:
         """See scheduler.Proposer.verify, and accept."""
-        if not any(job.guess.ids for job in jobs):
+        guesses = [job.guess for job in jobs]
+        if not any(guess.ids for guess in guesses):
             return super().verify(logits, jobs)
         # 1) p at each guess, as if those before it had been accepted
-        sizes = [len(job.guess.ids) + 1 for job in jobs]
+        sizes = [len(guess.ids) + 1 for guess in guesses]
         ahead = [job.ahead(job.guess.ids[:i]) for job, n in zip(jobs, sizes) for i in range(n)]
         p = distribution(logits, ahead)  # (R, V)
         # 2) accept
-        guesses = [job.guess for job in jobs]
-        ids = torch.tensor([x for guess in guesses for x in (*guess.ids, 0)], device=p.device)
-        chances = p.gather(1, ids[:, None]).flatten().cpu().split(sizes)  # after the last: unread
+        ids = torch.tensor([[x] for guess in guesses for x in (*guess.ids, 0)], device=p.device)
+        chances = p.gather(1, ids).flatten().cpu().split(sizes)  # after the last: unread
         u = torch.tensor([row.uniform(ACCEPT) for row in ahead], dtype=torch.float64).split(sizes)
         stand, rest = zip(*map(accept, p.split(sizes), chances, guesses, u))
         # 3) draw one more token of each
         u = torch.tensor([job.uniform(n) for job, n in zip(jobs, stand)])
         more = draw(torch.stack(rest), u).tolist()
         results = []
-        for job, part, n, one in zip(jobs, logits.split(sizes), stand, more):
-            self._note(len(job.guess.ids), n)
-            tokens = [*job.guess.ids[:n], one]
+        for job, guess, part, n, one in zip(jobs, guesses, logits.split(sizes), stand, more):
+            self.steps += bool(guess.ids)
+            for i in range(len(guess.ids)):
+                self.offered[i] += 1
+                self.accepted[i] += i < n
+            tokens = [*guess.ids[:n], one]
             results.append(scored(part[: n + 1], tokens, [job.params.logprobs] * (n + 1)))
         return results
-
-    def _note(self, offered: int, accepted: int) -> None:
-        self.steps += offered > 0
-        for i in range(offered):
-            self.offered[i] += 1
-            self.accepted[i] += i < accepted
 
     def summary(self) -> str:
         """What became of the guesses, in a line."""
         rates = " ".join(f"{a / n:.0%}" for a, n in zip(self.accepted, self.offered) if n)
-        mean = sum(self.accepted) / max(1, self.steps)
+        mean = sum(self.accepted) / (self.steps or 1)
         return f"{self.steps} times guessed, {mean:.2f} accepted on average ({rates})"
 
 
@@ -125,16 +123,19 @@ class NGram(Guesser):
 
     def __init__(self, k: int) -> None:
         super().__init__(k)
-        self.followed = WeakKeyDictionary()  # Job -> see lookup
+        self.tables = WeakKeyDictionary()  # Request, of its prompt, or Job -> see lookup
 
     def propose(self, jobs: list[Job]) -> None:
         for job in jobs:
-            followed = self.followed.setdefault(job, {})
-            ids = lookup(job.ids, followed, max(0, job.end - len(job.ids)))
+            if job not in self.tables:  # the n outputs of a prompt share what is known of that
+                prompt = self.tables.setdefault(job.request, {})
+                lookup(job.ids[: job.prompt_len], prompt, 0)
+                self.tables[job] = ChainMap({}, prompt)
+            ids = lookup(job.ids, self.tables[job], max(0, job.end - len(job.ids)))
             job.guess = Guess(ids, [1.0] * len(ids))
 
 
-def lookup(ids: list[int], followed: dict, count: int, longest: int = 3) -> list[int]:
+def lookup(ids: list[int], followed: MutableMapping, count: int, longest: int = 3) -> list[int]:
     """What followed the latest earlier occurrence of the last n ids, for the largest n found.
 
     Args:
@@ -179,9 +180,7 @@ class DraftModel(Guesser):
 
     def allocate(self, num_blocks: int, block_size: int, kv_dtype: str) -> None:
         self.runner = Runner(*self.models, num_blocks, block_size, kv_dtype)
-
-    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        self.runner.copy_blocks(pairs)
+        self.copy_blocks = self.runner.copy_blocks
 
     def propose(self, jobs: list[Job]) -> None:
         for job in jobs:
@@ -189,28 +188,23 @@ class DraftModel(Guesser):
         # 1) keep up. From one token before: where all guesses were accepted, the last one has not
         # been run here; else that token's keys and values are written a second time, unchanged.
         live = {job: max(job.table.length - 1, 0) for job in jobs}  # job -> where its row begins
-        while live:
+        for n in range(self.k):  # guesses that each has by now
             rows = [
                 Row(job.table.blocks, start, job.ids[start : job.end] + job.guess.ids[-1:])
                 for job, start in live.items()
             ]
             logits = self.runner.forward(rows)  # (rows, V)
-            # 2) draw, each by its own settings
+            # 2) draw, each by its own settings, where another is wanted: the next row is that one
+            sound = zip(live, finite(logits).tolist())
+            guessing = [is_sound and job.end > len(job.ids) + n for job, is_sound in sound]
+            live = {job: len(job.ids) + n for job in compress(live, guessing)}
+            if not live:
+                return
             ahead = [job.ahead(job.guess.ids) for job in live]
-            q = distribution(logits, ahead)
+            q = distribution(logits[guessing], ahead)
             ids = draw(q, torch.tensor([row.uniform(GUESS) for row in ahead]))
             chances = q.gather(1, ids[:, None]).flatten()
-            drawn = zip(live, finite(logits).tolist(), ids.tolist(), chances.tolist(), q)
-            live = {}
-            for job, is_sound, token_id, chance, probs in drawn:
-                if is_sound and job.end > end_of(job):
-                    job.guess.ids.append(token_id)
-                    job.guess.q.append(chance)
-                    job.guess.probs.append(probs)
-                    if job.end > end_of(job):  # 3) run what was drawn, but the last
-                        live[job] = end_of(job) - 1
-
-
-def end_of(job: Job) -> int:
-    """Where a job's ids and guesses end."""
-    return len(job.ids) + len(job.guess.ids)
+            for job, token_id, chance, probs in zip(live, ids.tolist(), chances.tolist(), q):
+                job.guess.ids.append(token_id)
+                job.guess.q.append(chance)
+                job.guess.probs.append(probs)

@@ -13,7 +13,6 @@ Knows the tokenizer, not who samples. Papers: Willard and Louf 2023 (arXiv:2307.
 
 import json
 import re
-from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
@@ -43,20 +42,18 @@ def matcher(tokenizer: Tokenizer, config: Config, wish: JSON) -> Any:
         import llguidance  # here: the package is an extra
 
         kinds = dict(json=dict | str, regex=str, choice=list, grammar=str)
-        if [*check("it", wish, dict)] not in [[kind] for kind in kinds]:
-            raise ValueError("it takes one of json, regex, choice, grammar")
-        ((kind, text),) = wish.items()
-        check(kind, text, kinds[kind])
+        kind = supported("it", " and ".join(check("it", wish, dict)), *kinds)
+        text = check(kind, wish[kind], kinds[kind])
+        # As a text: of objects that are nested too deeply llguidance would crash.
         text = text if isinstance(text, str) else json.dumps(text)
+        grammar = llguidance.grammar_from(kind, text)
         if kind == "json":
             grammar = llguidance.LLMatcher.grammar_from_json_schema(text, SPACES)
-        else:
-            grammar = llguidance.grammar_from(kind, text)
         words = vocabulary(tokenizer, config.vocab_size, config.eos_ids)
         made = llguidance.LLMatcher(words, grammar, log_level=0)
         if made.is_error():
             raise ValueError(made.get_error())
-    except (ValueError, ImportError) as error:
+    except Exception as error:  # compilers raise anything for a bad schema
         raise SettingError("structured_outputs", f"cannot be used: {error}") from error
     return made
 
@@ -69,7 +66,7 @@ def vocabulary(tokenizer: Tokenizer, V: int, eos_ids: tuple[int, ...]) -> Any:
     # How a text is spelt, with what else llguidance asks of a tokenizer.
     words = partial(tokenizer.encode, add_special=False)
     vars(words).update(
-        tokens=[*pieces(tokenizer), *[b""] * (V + 1)][: V + 1],
+        tokens=(pieces(tokenizer) + [b""] * (V + 1))[: V + 1],
         special_token_ids=[i for i in range(V + 1) if not tokenizer.is_text(i)],
         is_tokenizer_wrapper=True, eos_token_id=V, bos_token_id=None,
     )  # fmt: skip
@@ -85,9 +82,9 @@ def pieces(tokenizer: Tokenizer) -> list[bytes]:
     """
 
     def bytes_of(piece: str) -> bytes:
-        if tokenizer.byte_level:
-            with suppress(UnicodeEncodeError):  # of what was added, and is spelt as it is
-                return piece.translate(BYTE_LEVEL).encode("latin-1")
+        letters = piece.translate(BYTE_LEVEL)
+        if tokenizer.byte_level and not re.search("[^\0-\xff]", letters):  # else it was added
+            return letters.encode("latin-1")
         byte = re.fullmatch("<0x(..)>", piece)  # byte fallback
         return bytes.fromhex(byte[1]) if byte else piece.replace("\u2581", " ").encode()
 
@@ -101,8 +98,7 @@ def structure(form: Any) -> JSON:
         SettingError: an unknown type, or no schema where there must be one.
     """
     name = "response_format"
-    kind = check(name, form, dict).get("type")
-    supported(name, kind, "text", "json_object", "json_schema")
-    if kind == "json_schema":
-        return {"json": check(name, check(name, form.get(kind), dict).get("schema"), dict)}
-    return {"json": {"type": "object"}} if kind == "json_object" else {}
+    form = {"json_object": {"schema": {"type": "object"}}} | check(name, form, dict)
+    kind = supported(name, form.get("type"), "text", "json_object", "json_schema")
+    schema = check(name, form.get(kind, {}), dict).get("schema")
+    return {} if kind == "text" else dict(json=check(name, schema, dict))

@@ -16,17 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import sentencepiece
-from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment as Sandbox
 
-from checkpoint import blame, read_json
+from checkpoint import blame, read_json, without_nulls
 
 # For checkpoints that bring no chat template: turns in the form of a play, which any base model
 # continues sensibly, and the bundled one is at home in.
 PLAIN_TEMPLATE = (
-    "{% for message in messages %}{{ message.role | upper }}:\n"
-    "{{ (message.content or '') | trim }}\n\n{% endfor %}"
-    "{% if add_generation_prompt %}ASSISTANT:\n{% endif %}"
+    "{% for message in messages %}{{ message.role | upper }}:\n{{ (message.content or '') | trim }}"
+    "\n\n{% endfor %}{% if add_generation_prompt %}ASSISTANT:\n{% endif %}"
 )
 
 
@@ -34,20 +32,10 @@ def refuse(message: str) -> None:
     raise ValueError(message)
 
 
-class Generation(Extension):
-    """{% generation %}...{% endgeneration %}, which marks replies for training: only its inside."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Any) -> list:
-        next(parser.stream)
-        return parser.parse_statements(["name:endgeneration"], drop_needle=True)
-
-
 # What Hugging Face gives to a template, which comes with the checkpoint, so it is code from a
 # stranger: the sandbox reaches no attribute outside its inputs and changes none of them.
-CHAT = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
-CHAT.globals.update(raise_exception=refuse, strftime_now=time.strftime)
+CHAT = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+CHAT.globals.update(raise_exception=refuse, strftime_now=time.strftime, tools=None, documents=None)
 CHAT.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
 
 
@@ -70,36 +58,29 @@ class Tokenizer:
         """
         path = Path(path)
         with blame(path):
-            self.config = read_json(path / "tokenizer_config.json", optional=True)
-            fast, slow = path / "tokenizer.json", path / "tokenizer.model"
-            if fast.is_file() and find_spec("tokenizers"):
-                added = self._open_fast(fast)
-            elif slow.is_file():
-                added = self._open_sentencepiece(slow)
-            else:
-                raise ValueError("no tokenizer.model; tokenizer.json needs: pip install tokenizers")
+            config = without_nulls(read_json(path / "tokenizer_config.json", optional=True))
+            for name, token in config.items():  # "<s>" is also written as {"content": "<s>", ...}
+                if isinstance(token, dict):
+                    config[name] = token.get("content", token)
+            # Without a config the names are sentencepiece's, as llama2.c and llama.cpp have it.
+            self.config = config = config or dict(bos_token="<s>", eos_token="</s>")
+            file = path / "tokenizer.json"
+            is_fast = file.is_file() and find_spec("tokenizers")
+            ends = self._open_fast(file) if is_fast else self._open_slow(path / "tokenizer.model")
             self._hidden = set(self.special.values())
-            # Texts of BOS, EOS and so on, written as "<s>", as {"content": "<s>", ...}, or null.
-            self._names = {
-                name: token["content"] if isinstance(token, dict) else token
-                for name, token in self.config.items()
-                if name.endswith("_token") and token
-            }
-            self.bos_id = self.special.get(self._names.get("bos_token"))
-            self.eos_id = self.special.get(self._names.get("eos_token"))
-            adds_bos = self.config.get("add_bos_token", self.bos_id in added)
-            adds_eos = self.config.get("add_eos_token")
-            self._prefix = [self.bos_id] if adds_bos and self.bos_id is not None else []
-            self._suffix = [self.eos_id] if adds_eos and self.eos_id is not None else []
-            template = self.config.get("chat_template")
+            self.bos_id = bos = self.special.get(config.get("bos_token"))
+            self.eos_id = eos = self.special.get(config.get("eos_token"))
+            file = path / "chat_template.jinja"
+            template = file.read_bytes().decode() if file.is_file() else config.get("chat_template")
             if isinstance(template, list):  # several, by name
                 template = {entry["name"]: entry["template"] for entry in template}.get("default")
-            file = path / "chat_template.jinja"
-            if file.is_file():
-                template = file.read_text(encoding="utf-8")
-            self.template = template or PLAIN_TEMPLATE
+            # {% generation %} marks replies for training: for us, a block like any other.
+            template = re.sub(r"({%[-+]?\s*(?:end)?)generation\b", r"\1with", template or "")
+        self._prefix = [bos] if config.get("add_bos_token", bos in ends) and bos is not None else []
+        self._suffix = [eos] if config.get("add_eos_token") and eos is not None else []
+        self.template = template or PLAIN_TEMPLATE
         # A base model under the plain template would go on to write the user's turn too.
-        self.chat_stop = ("\n\n",) if self.template is PLAIN_TEMPLATE else ()
+        self.chat_stop = () if template else ("\n\n",)
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Turn text into ids, with the BOS (and EOS) that the checkpoint asks for.
@@ -131,13 +112,12 @@ class Tokenizer:
         Raises:
             ValueError: the template does not compile or refuses these messages.
         """
-        given = dict(add_generation_prompt=not goes_on, tools=None, documents=None)
-        given |= self._names | options
+        given = dict(add_generation_prompt=not goes_on) | self.config | options
         with blame("chat template"):  # it can raise anything that Python can
             text = CHAT.from_string(self.template).render(given, messages=messages)
             if goes_on:
                 last = messages[-1]["content"].strip()
-                text = text[: text.rindex(last) + len(last)]
+                text = text[: text.rindex(last)] + last
         return self.encode(text, add_special=self.template is PLAIN_TEMPLATE)
 
     # --- How the files are read -------------------------------------------------------------------
@@ -158,32 +138,24 @@ class Tokenizer:
         self.special = {token.content: i for i, token in added.items() if token.special}
         return backend.encode("").ids  # by its post-processor
 
-    def _open_sentencepiece(self, file: Path) -> list[int]:
-        """As above: this format's own encoder adds a BOS, whichever that is."""
-        backend = sentencepiece.SentencePieceProcessor(model_file=str(file))
-        self._decode = backend.decode
-        self.piece = lambda i: "" if backend.is_unknown(i) else backend.id_to_piece(i)
+    def _open_slow(self, file: Path) -> list[int]:
+        """As above: sentencepiece's own encoder adds a BOS, whichever that is."""
+        with blame(f"{file} (for tokenizer.json: pip install tokenizers)"):
+            sp = sentencepiece.SentencePieceProcessor(model_file=str(file))
+        self._decode = sp.decode
+        self.piece = lambda i: "" if sp.is_unknown(i) else sp.id_to_piece(i)
         self.byte_level = False
-        self.vocab_size = backend.vocab_size()
-        ids = filter(backend.is_control, range(self.vocab_size))
-        names = {i: backend.id_to_piece(i) for i in ids}
+        self.vocab_size = sp.vocab_size()
+        self.special = {sp.id_to_piece(i): i for i in range(self.vocab_size) if sp.is_control(i)}
         for i, token in self.config.get("added_tokens_decoder", {}).items():
-            names[int(i)] = token["content"]
-        self.special = {name: i for i, name in names.items()}
-        if not self.config:  # the file's own, as llama2.c and llama.cpp have it
-            bos, eos = names.get(backend.bos_id()), names.get(backend.eos_id())
-            self.config = dict(bos_token=bos, eos_token=eos)
-        longest_first = sorted(self.special, reverse=True)  # "<|im_start|>" before "<|im"
-        pattern = "|".join(map(re.escape, longest_first)) or "(?!)"  # which is nowhere
-
-        def encode(text: str) -> list[int]:
-            """sentencepiece itself would spell a written-out "<s>" as three characters."""
-            ids = []
-            for part in re.split(f"({pattern})", text):
-                ids += [self.special[part]] if part in self.special else backend.encode(part)
-            return ids
-
-        self._encode = encode
+            self.special[token["content"]] = int(i)
+        # sentencepiece itself would spell a written-out "<s>" as three characters.
+        words = map(re.escape, sorted(self.special, reverse=True))  # "<|im_start|>" before "<|im"
+        pattern = re.compile(f"({'|'.join(words) or '(?!)'})")  # (?!) is found nowhere
+        ids_of = {name: [i] for name, i in self.special.items()}
+        self._encode = lambda text: [
+            i for part in pattern.split(text) for i in ids_of.get(part) or sp.encode(part)
+        ]
         return [*self.special.values()]
 
 
@@ -259,15 +231,12 @@ class TextStream:
             while "ab" shows "xa" and ends: the stop string began at the second "a".
         """
         new = "" if token_id is None else self._detokenizer.push(token_id)
-        if last:
-            new += self._detokenizer.flush()
+        new += self._detokenizer.flush() if last else ""
         held = self._held + new
-        found = [held.find(stop) for stop in self._stops if stop in held]
-        begun = [
-            i for i in range(len(held)) if any(stop.startswith(held[i:]) for stop in self._stops)
-        ]
-        places = found if found or last else begun
-        cut = min(places, default=len(held))
+        places = range(len(held))
+        found = [i for i in places if held.startswith(self._stops, i)]
+        begun = [i for i in places if any(stop.startswith(held[i:]) for stop in self._stops)]
+        cut = min(found if found or last else begun, default=len(held))
         self.text += held[:cut]
         self._held = held[cut:]
         return new, bool(found)

@@ -511,6 +511,25 @@ def test_guesses_are_all_or_none_and_cost_no_more_than_they_must():
     assert any(count == 0 and size > 1 for count, size in seen)
 
 
+def test_only_rows_that_guess_are_drawn_from(monkeypatch):
+    """Bug: a draw from the whole vocabulary for each chunk of a prompt, which is thrown away."""
+    at, drawn = engine(max_num_batched_tokens=21, draft=NEAR, speculate=4, num_blocks=20), []
+    propose, draw = at.proposer.propose, speculative.draw
+    monkeypatch.setattr(speculative, "draw", lambda p, u: drawn.append(len(p)) or draw(p, u))
+
+    def checked(jobs):
+        drawn.clear()
+        propose(jobs)
+        assert sum(drawn) == sum(len(job.guess.ids) for job in jobs)
+
+    at.proposer.propose = checked
+    for i in range(4):
+        at.add_request(WORDS[5 * i : 5 * i + 17], params(9 + i, ignore_eos=True))
+        step(at)
+    drain(at)
+    assert sum(at.proposer.offered) > 0
+
+
 @pytest.mark.parametrize("most", [6, 10**6])
 @pytest.mark.parametrize("guess", ["n-gram", "near"])
 def test_rows_stand_together_whatever_is_guessed(guess, most):

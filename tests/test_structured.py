@@ -5,6 +5,7 @@ request alone, without guesses.
 """
 
 import copy
+import functools
 import json
 import random
 import re
@@ -203,6 +204,7 @@ def test_byte_level_tokenizers(tmp_path):
         assert each.is_stopped()
 
 
+NESTED = functools.reduce(lambda inner, _: {"not": inner}, range(9999), {})
 BAD = {
     "unknown type": ({"json": {"type": "nonsense"}}, "nonsense"),
     "not JSON": ({"json": "{"}, "EOF"),
@@ -210,11 +212,14 @@ BAD = {
     "not a regex": ({"regex": 5}, "regex must be str"),
     "not a choice": ({"choice": 5}, "."),
     "grammar": ({"grammar": "rubbish !!"}, "rubbish"),
-    "two": ({"json": {}, "regex": "a"}, "takes one of json"),
-    "another": ({"xml": ""}, "takes one of json"),
-    "none": ({}, "takes one of json"),
+    "two": ({"json": {}, "regex": "a"}, "supported: json"),
+    "another": ({"xml": ""}, "supported: json"),
+    "none": ({}, "supported: json"),
     "text": ("a", "it must be dict"),
     "list": (["json"], "it must be dict"),
+    "no JSON in Python": ({"json": {"enum": [{1}]}}, "."),
+    "no text for a name": ({5: "a"}, "."),
+    "nested too deeply": ({"json": NESTED}, "."),
 }
 
 
