@@ -61,12 +61,13 @@ def read_json(path: Path, optional: bool = False) -> JSON:
 MISTRAL = dict(num_key_value_heads=8, o_bias=False, use_sliding_window=True, max_window_layers=0)
 FAMILIES = dict(
     LlamaForCausalLM={}, MistralForCausalLM=MISTRAL | dict(sliding_window=4096),
+    # Without a window unless the file names one.
+    MixtralForCausalLM=MISTRAL | dict(num_experts=8, num_experts_per_tok=2, rms_norm_eps=1e-5,
+        rope_theta=1e6),
     Qwen2ForCausalLM=dict(num_key_value_heads=32, qkv_bias=True, o_bias=False),
     Qwen3ForCausalLM=dict(num_key_value_heads=32, head_dim=128, qk_norm=True),
-    Qwen3MoeForCausalLM=dict(
-        num_key_value_heads=4, qk_norm=True, num_experts_per_tok=8, norm_topk_prob=False),
-    MixtralForCausalLM=MISTRAL | dict(  # without a window unless the file names one
-        num_experts=8, num_experts_per_tok=2, rms_norm_eps=1e-5, rope_theta=1e6))  # fmt: skip
+    Qwen3MoeForCausalLM=dict(num_key_value_heads=4, qk_norm=True, num_experts_per_tok=8,
+        norm_topk_prob=False))  # fmt: skip
 # Settings of which we run one value. Routers with shared experts are other architectures.
 ONLY = dict(hidden_act="silu", partial_rotary_factor=1.0, scoring_func="softmax", n_group=1)
 # What a file of any family may leave out, or may not: the check of a None will say so.
@@ -311,8 +312,7 @@ def check_tensors(files: Files, model: Transformer) -> None:
     have = {name: f"{FLOATS.get(at.kind, at.kind)} {at.shape}" for name, at in files.items()}
     want = {}
     for name, tensor in named_tensors(model):
-        kind = "float" if tensor.is_floating_point() else "U8"
-        want[name] = f"{kind} {tuple(tensor.shape)}"
+        want[name] = f"{'float' if tensor.is_floating_point() else 'U8'} {tuple(tensor.shape)}"
     wrong = sorted(dict(have.items() ^ want.items()))  # what is in one of them only
     lines = [f"{n}: {have.get(n, 'missing')}, wanted: {want.get(n, 'none')}" for n in wrong[:20]]
     if lines:
@@ -334,7 +334,7 @@ FORMS = dict(gptq=("gptq", "gptq_v2"), awq=("awq", "gemm"))
 PLACES = dict(gptq={4: range(8), 8: range(4)}, awq={4: (0, 4, 1, 5, 2, 6, 3, 7)})
 
 
-def converted(files: Files, model: Transformer, settings: JSON) -> Files:
+def converted(files: Files, model: Transformer, config: JSON) -> Files:
     """Present the files of a GPTQ or AWQ folder as those of one of our own.
 
     Each tensor is converted for itself; what is missing, or of a wrong shape or dtype, is so in the
@@ -343,7 +343,7 @@ def converted(files: Files, model: Transformer, settings: JSON) -> Files:
     Args:
         files: see locate_tensors.
         model: what they are for, on the meta device.
-        settings: quantization_config; gets our names, bits and group_size, for whatever it has.
+        config: quantization_config; gets our names, bits and group_size, for whatever it has.
 
     Returns:
         The files, with qweight, scales and zeros as quantize.QuantLinear has them.
@@ -352,11 +352,10 @@ def converted(files: Files, model: Transformer, settings: JSON) -> Files:
         ValueError: another tool, version or number of bits; groups that are not of neighbours
             (desc_act).
     """
-    method = supported("quant_method", settings.get("quant_method"), *FORMS)
-    bits = check("bits", settings.setdefault("bits", settings.get("w_bit")), int)
-    size = settings.setdefault("group_size", settings.get("q_group_size"))
-    check("group_size", size, int, -1)
-    form = str(settings.get("checkpoint_format", settings.get("version", method))).lower()
+    method = supported("quant_method", config.get("quant_method"), *FORMS)
+    bits = check("bits", config.setdefault("bits", config.get("w_bit")), int)
+    size = check("group_size", config.setdefault("group_size", config.get("q_group_size")), int, -1)
+    form = str(config.get("checkpoint_format", config.get("version", method))).lower()
     supported("checkpoint_format or version", form, *FORMS[method])
     places = PLACES[method][supported("bits", bits, *PLACES[method])]
     mask = 2**bits - 1

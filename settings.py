@@ -71,8 +71,8 @@ def setting(default: Any, text: str, *bounds: float, **flag: Any) -> Any:
         bounds: its range; see check.
         flag: what else argparse is to know, such as choices.
     """
-    text += f" ({default})" if default else ""
-    flag |= dict(help=text, default=SUPPRESS)  # only what is given comes out of the parser
+    # SUPPRESS: only what is given comes out of the parser.
+    flag |= dict(help=f"{text} ({default})" if default else text, default=SUPPRESS)
     return field(default=default, metadata=dict(range=bounds, flag=flag))
 
 
@@ -125,13 +125,13 @@ class SamplingParams:
     def __post_init__(self) -> None:
         check_fields(self)
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        stop = check_items("stop", stop, list | tuple, str)
+        # Frozen: only the constructor may.
+        vars(self).update(stop=check_items("stop", stop, list | tuple, str))
         if len(stop) > 16 or not all(0 < len(each) <= 256 for each in stop):
             raise SettingError("stop", "takes up to 16 strings of 1 to 256 characters")
         check_items("stop_token_ids", self.stop_token_ids, list | tuple, int, 0)
         check_items("logit_bias", self.logit_bias, dict, int, 0)
         check_items("logit_bias", self.logit_bias.values(), Iterable, float, -100, 100)
-        vars(self).update(stop=stop)  # frozen: only the constructor may
 
     @property
     def penalises(self) -> bool:
@@ -243,11 +243,11 @@ def launch(program: str, argv: list | None, parse: Callable, run: Callable, join
         with contextlib.nullcontext(Ranks(device)) if alone else join(device) as ranks:
             return run(args, ranks)
     except BrokenPipeError:  # `| head` has read enough; spare the user Python's complaint at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.stdout = None
         return 0
     except KeyboardInterrupt:  # while loading; during generation it just ends the text
         return 130
-    except (ValueError, OSError, ImportError, OverflowError) as error:  # the last: a port
+    except (ValueError, OSError, ImportError) as error:
         print(f"{program}: error: {error}", file=sys.stderr)
         return 2
 
