@@ -83,8 +83,8 @@ def check_fields(settings: Any) -> None:
         value = getattr(settings, f.name)
         if f.type in (*RANGES, bool, list):
             check(f.name, value, f.type, *f.metadata.get("range", ()))
-        if "choices" in f.metadata.get("flag", ()):
-            supported(f.name, value, *f.metadata["flag"]["choices"], f.default)
+        # Without choices, any value is one.
+        supported(f.name, value, *f.metadata.get("flag", {}).get("choices", [value]), f.default)
 
 
 def check_items(name: str, values: Any, kind: Any, *each: Any) -> tuple:
