@@ -329,7 +329,7 @@ def check_tensors(files: Files, model: Transformer) -> None:
 #     GPTQ, 4 bits    qweight[0, n] = 0x87654321      output n; inputs 0..7 are 1, 2, ... 8
 #     AWQ             qweight[k, 0] = 0x75316420      input k; outputs 0..7 are 0, 1, ... 7
 
-FORMS = dict(gptq=("gptq", "gptq_v2"), awq=("awq", "gemm"))
+FORMS = dict(gptq=("gptq", "gptq_v2"), awq=("awq", "gemm", "GEMM"))
 # For each number of bits, at which place of a word each of its values stands.
 PLACES = dict(gptq={4: range(8), 8: range(4)}, awq={4: (0, 4, 1, 5, 2, 6, 3, 7)})
 
@@ -355,7 +355,7 @@ def converted(files: Files, model: Transformer, config: JSON) -> Files:
     method = supported("quant_method", config.get("quant_method"), *FORMS)
     bits = check("bits", config.setdefault("bits", config.get("w_bit")), int)
     size = check("group_size", config.setdefault("group_size", config.get("q_group_size")), int, -1)
-    form = str(config.get("checkpoint_format", config.get("version", method))).lower()
+    form = config.get("checkpoint_format") or config.get("version", method)
     supported("checkpoint_format or version", form, *FORMS[method])
     places = PLACES[method][supported("bits", bits, *PLACES[method])]
     mask = 2**bits - 1
