@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,8 +40,6 @@ def blame(what: Path | str) -> Iterator[None]:
     anything for a damaged file."""
     try:
         yield
-    except CheckpointError:
-        raise
     except Exception as error:
         reason = error if isinstance(error, ValueError | OSError) else repr(error)
         raise CheckpointError(f"{what}: {reason}") from error
@@ -61,33 +60,23 @@ def read_json(path: Path, optional: bool = False) -> JSON:
 # Of Mistral's layers every one slides, if any does.
 MISTRAL = dict(num_key_value_heads=8, o_bias=False, use_sliding_window=True, max_window_layers=0)
 FAMILIES = dict(
-    LlamaForCausalLM={},
-    MistralForCausalLM=MISTRAL | dict(sliding_window=4096),
+    LlamaForCausalLM={}, MistralForCausalLM=MISTRAL | dict(sliding_window=4096),
+    # Without a window unless the file names one.
+    MixtralForCausalLM=MISTRAL | dict(num_experts=8, num_experts_per_tok=2, rms_norm_eps=1e-5,
+        rope_theta=1e6),
     Qwen2ForCausalLM=dict(num_key_value_heads=32, qkv_bias=True, o_bias=False),
     Qwen3ForCausalLM=dict(num_key_value_heads=32, head_dim=128, qk_norm=True),
-    MixtralForCausalLM=MISTRAL | dict(  # without a window unless the file names one
-        num_experts=8, num_experts_per_tok=2, rms_norm_eps=1e-5, rope_theta=1e6),
-    Qwen3MoeForCausalLM=dict(
-        num_key_value_heads=4, qk_norm=True, num_experts_per_tok=8, norm_topk_prob=False),
-)  # fmt: skip
+    Qwen3MoeForCausalLM=dict(num_key_value_heads=4, qk_norm=True, num_experts_per_tok=8,
+        norm_topk_prob=False))  # fmt: skip
 # Settings of which we run one value. Routers with shared experts are other architectures.
 ONLY = dict(hidden_act="silu", partial_rotary_factor=1.0, scoring_func="softmax", n_group=1)
 # What a file of any family may leave out, or may not: the check of a None will say so.
-USUAL = ONLY | dict(
-    vocab_size=None, hidden_size=None, intermediate_size=None, num_hidden_layers=None,
-    num_attention_heads=None, attention_bias=False, rope_scaling={}, rope_parameters={},
-    sliding_window=None, use_sliding_window=False, max_window_layers=28, num_experts=1,
-    eos_token_id=[], torch_dtype="float32", quantization_config={},
-)  # fmt: skip
-# The types of what we compute with; check_config checks the rest.
-TYPES = dict(
-    hidden_size=int, num_attention_heads=int, sliding_window=int | None, rope_scaling=dict,
-    rope_parameters=dict, quantization_config=dict,
-)  # fmt: skip
+USUAL = ONLY | dict(vocab_size=None, intermediate_size=None, attention_bias=False, num_experts=1,
+    sliding_window=None, use_sliding_window=False, max_window_layers=28, eos_token_id=[],
+    torch_dtype="float32")  # fmt: skip
 # The numbers that each way of stretching rope needs.
-ROPES = dict(default=(), linear=("factor",), llama3=(
-    "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
-))  # fmt: skip
+ROPES = dict(default=(), linear=("factor",), llama3=("factor", "low_freq_factor",
+    "high_freq_factor", "original_max_position_embeddings"))  # fmt: skip
 
 
 def load_config(path: Path | str) -> Config:
@@ -100,31 +89,34 @@ def load_config(path: Path | str) -> Config:
     raw = read_json(file)
     generation = read_json(file.with_name("generation_config.json"), optional=True)
     with blame(file):
-        names = check("architectures", raw.get("architectures") or ["(none named)"], list)
+        names = check("architectures", raw.get("architectures") or None, list)
         family = FAMILIES[supported("architectures", names[0], *FAMILIES)]
         # Chat checkpoints list their end-of-turn id in generation_config.json: that one wins.
         raw = USUAL | without_nulls(family | raw) | without_nulls(generation)
-        for name, kind in TYPES.items():
-            check(name, raw[name], kind)
-        rope = rope_settings(raw)
-        raw |= rope
+        raw |= rope_settings(raw)
         for name, only in ONLY.items():
             supported(name, raw[name], only)
         # What follows from other settings where the file does not say it.
-        heads, bias = raw["num_attention_heads"], raw["attention_bias"]
-        size = raw["hidden_size"] // heads
+        heads = check("num_attention_heads", raw.get("num_attention_heads"), int)
+        size = check("hidden_size", raw.get("hidden_size"), int) // heads
+        bias = raw["attention_bias"]
         raw = dict(num_key_value_heads=heads, head_dim=size, qkv_bias=bias, o_bias=bias) | raw
         # What it says in another form.
-        ids = raw["eos_token_id"]
-        ids = ids if isinstance(ids, list) else [ids]
+        eos = raw["eos_token_id"]
+        eos = eos if isinstance(eos, list) else [eos]
         raw |= dict(
-            rope_scaling=rope, windows=layer_windows(raw), quantization=raw["quantization_config"],
-            eos_ids=check_items("eos_token_id", ids, list, int, 0),
-            num_experts=raw.get("num_local_experts", raw["num_experts"]),  # newer, older
+            windows=layer_windows(raw), eos_ids=check_items("eos_token_id", eos, list, int, 0),
+            quantization=check("quantization_config", raw.get("quantization_config", {}), dict),
             dtype=DTYPES[supported("dtype", raw.get("dtype", raw["torch_dtype"]), *DTYPES)],
-        )  # fmt: skip
+            num_experts=raw.get("num_local_experts", raw["num_experts"]))  # fmt: skip
         config = Config(**{name: raw[name] for name in raw.keys() & Config.__annotations__})
-        check_config(config)
+        check_fields(config)
+        check("num_experts", config.num_experts, int, 1, 1024)  # more take half a minute to build
+        check("num_experts_per_tok", config.num_experts_per_tok, int, 1, config.num_experts)
+        K, H = config.num_key_value_heads, config.head_dim
+        check("heads * head_dim", heads * H, int)  # or a matrix has more bytes than int64 can count
+        if heads % K or H % 2 or len(config.windows) != config.num_hidden_layers:
+            raise ValueError(f"{heads}, {K} heads, head_dim {H}, number of layer_types do not fit")
     return config
 
 
@@ -134,17 +126,16 @@ def without_nulls(raw: JSON) -> JSON:
 
 
 def rope_settings(raw: JSON) -> JSON:
-    """The settings of rope, of which newer files have one dict `rope_parameters`, and older ones
-    `rope_theta` and `rope_scaling`. Where a file has both dicts, `rope_scaling` wins, as in
-    transformers."""
-    rope = raw["rope_scaling"] or raw["rope_parameters"]
+    """The settings of rope, one by one, and all together as `rope_scaling`. Newer files have one
+    dict `rope_parameters`, older ones `rope_theta` and `rope_scaling`. Where a file has both dicts,
+    `rope_scaling` wins, as in transformers."""
+    rope = check("rope", raw.get("rope_scaling", raw.get("rope_parameters", {})), dict)
     rope = dict(rope_type=rope.get("type", "default")) | rope
     for name in ROPES[supported("rope_type", rope["rope_type"], *ROPES)]:
         check(f"rope {name}", rope.get(name), float)
     if rope["rope_type"] == "llama3":
-        between = rope["high_freq_factor"] - rope["low_freq_factor"]
-        check("rope high_freq_factor - low_freq_factor", between, float)
-    return rope
+        check("high_freq_factor - low", rope["high_freq_factor"] - rope["low_freq_factor"], float)
+    return rope | dict(rope_scaling=rope)
 
 
 def layer_windows(raw: JSON) -> tuple:
@@ -155,32 +146,20 @@ def layer_windows(raw: JSON) -> tuple:
 
     Example: 3 layers, sliding_window 5, max_window_layers 1: (None, 5, 5)
     """
-    layers = check("num_hidden_layers", raw["num_hidden_layers"], int, 1, 1024)
+    layers = check("num_hidden_layers", raw.get("num_hidden_layers"), int, 1, 1024)
     window = raw["sliding_window"] if raw["use_sliding_window"] else None
     full = raw["max_window_layers"]
     usual = ["full_attention" if i < full else "sliding_attention" for i in range(layers)]
     kinds = check("layer_types", raw.get("layer_types", usual), list)
-    window_of = dict(full_attention=None, sliding_attention=window)
-    return tuple(window_of[supported("layer_types", kind, *window_of)] for kind in kinds)
-
-
-def check_config(config: Config) -> None:
-    """Raise ValueError where a number is out of range, or where two of them do not fit."""
-    check_fields(config)
-    N, K, H = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    check("heads * head_dim", N * H, int)  # or a matrix has more bytes than int64 can count
-    layers = len(config.windows)
-    if N % K or H % 2 or layers != config.num_hidden_layers:
-        raise ValueError(f"{N}, {K} heads, head_dim {H}, {layers} layer_types do not fit")
-    check("num_experts", config.num_experts, int, 1, 1024)  # more take half a minute to build
-    check("num_experts_per_tok", config.num_experts_per_tok, int, 1, config.num_experts)
+    seen = dict(full_attention=None, sliding_attention=check("sliding_window", window, int | None))
+    return tuple(seen[supported("layer_types", kind, *seen)] for kind in kinds)
 
 
 def suggested(path: Path | str) -> JSON:
     """The sampling settings that a checkpoint's generation_config.json suggests, by name."""
-    stored = without_nulls(read_json(Path(path) / "generation_config.json", optional=True))
+    stored = read_json(Path(path) / "generation_config.json", optional=True)
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    return {name: stored[name] for name in names if name in stored}
+    return {name: stored[name] for name in names if stored.get(name) is not None}
 
 
 # --- The weights ----------------------------------------------------------------------------------
@@ -190,7 +169,7 @@ class Stored(NamedTuple):
     """A tensor that is still in a file: what its header says of it, and how to get it."""
 
     shape: tuple[int, ...]
-    kind: str  # "float" for those of 16 and 32 bits, else safetensors' word, such as "U8"
+    kind: str  # safetensors' word, such as "BF16" or "U8"
     read: Callable[[], Tensor]
 
     def changed(self, change: Callable) -> "Stored":
@@ -214,11 +193,9 @@ def build(config: Config) -> Transformer:
 
 
 def load_model(
-    path: Path | str,
-    device: str | torch.device = "cpu",
-    dtype: torch.dtype | None = None,
+    path: Path | str, device: str | torch.device = "cpu", dtype: torch.dtype | None = None,
     prepare: Prepare | None = None,
-) -> Transformer:
+) -> Transformer:  # fmt: skip
     """Build the model that a Hugging Face folder describes and fill it from its safetensors files.
 
     The model is built on the meta device (no memory), every name, shape and dtype is checked
@@ -250,7 +227,7 @@ def load_model(
         model, files = prepare(model, files)
     check_tensors(files, model)
     tied = model.tied
-    model = model.to_empty(device=device)
+    model.to_empty(device=device)
     if tied:
         model.lm_head.weight = model.embed_tokens.weight  # to_empty gave them a memory each
     for name, tensor in progress([*named_tensors(model)], f"loading {path.name}"):
@@ -285,15 +262,13 @@ def locate_tensors(path: Path) -> Files:
     shards = [single] if single.is_file() else sorted(path.glob("model-*-of-*.safetensors"))
     if not shards:
         raise CheckpointError(f"{path}: no {single.name}, nor shards; convert .bin and .pth to it")
-    found: Files = {}
+    found = {}
     for file in shards:
         with blame(file), safe_open(file, "pt") as reader:
             for name in reader.keys():  # noqa: SIM118 (not a dict: it has no iterator)
-                header = reader.get_slice(name)
-                kind = header.get_dtype()
-                kind = "float" if kind in ("F32", "F16", "BF16") else kind
-                shape = tuple(header.get_shape())
-                found |= spelt_out(name, Stored(shape, kind, partial(read_tensor, file, name)))
+                head = reader.get_slice(name)
+                read = partial(read_tensor, file, name)
+                found |= spelt_out(name, Stored(tuple(head.get_shape()), head.get_dtype(), read))
     return found
 
 
@@ -304,8 +279,8 @@ def read_tensor(file: Path, name: str) -> Tensor:
         return reader.get_tensor(name)
 
 
-# Mixtral's own names; and tensors (E, rows, columns) that hold a matrix of every expert, or two.
-RENAMED = dict(block_sparse_moe="mlp", w1="gate_proj", w2="down_proj", w3="up_proj")
+# Mixtral's and GPTQ's names; and tensors (E, rows, columns) of a matrix of every expert, or two.
+RENAMED = dict(block_sparse_moe="mlp", w1="gate_proj", w2="down_proj", w3="up_proj", qzeros="zeros")
 STACKED = dict(gate_up_proj=("gate_proj", "up_proj"), down_proj=("down_proj",))
 
 
@@ -317,36 +292,31 @@ def spelt_out(name: str, stored: Stored) -> Files:
     """
     if name.endswith("rotary_emb.inv_freq"):  # in Llama 1 and 2 files; the config gives it
         return {}
-    *above, last = (RENAMED.get(word, word) for word in name.removeprefix("model.").split("."))
+    name = ".".join(RENAMED.get(word, word) for word in name.removeprefix("model.").split("."))
+    above, _, last = name.rpartition(".")
     if last not in STACKED:
-        return {".".join((*above, last)): stored}
-    parts = STACKED[last]
-    count = check("experts", stored.shape[0], int, 1, 1024)
-    return {
-        ".".join((*above, str(e), part, "weight")): stored.changed(partial(matrix, e, i, parts))
-        for e in range(count)
-        for i, part in enumerate(parts)
-    }
+        return {name: stored}
+    experts = range(check("experts", stored.shape[0], int, 1, 1024))
+    names = [f"{above}.{e}.{part}.weight" for e in experts for part in STACKED[last]]
+    split = stored.changed(lambda stack: stack.flatten(0, 1).unflatten(0, (len(names), -1)))
+    return {each: split.changed(itemgetter(i)) for i, each in enumerate(names)}
 
 
-def matrix(e: int, i: int, parts: tuple, stacked: Tensor) -> Tensor:
-    """Of an expert's matrices, which stand on top of each other, the i-th."""
-    return stacked[e].chunk(len(parts))[i]
+# Those that a weight of 16 or 32 bits may have: it is cast.
+FLOATS = dict(F32="float", F16="float", BF16="float")
 
 
 def check_tensors(files: Files, model: Transformer) -> None:
     """Raise one CheckpointError that lists the tensors which are not stored as the model, on the
     meta device, wants them."""
-    have = {name: f"{at.kind} {at.shape}" for name, at in files.items()}
+    have = {name: f"{FLOATS.get(at.kind, at.kind)} {at.shape}" for name, at in files.items()}
     want = {}
     for name, tensor in named_tensors(model):
-        kind = "float" if tensor.is_floating_point() else "U8"
-        want[name] = f"{kind} {tuple(tensor.shape)}"
+        want[name] = f"{'float' if tensor.is_floating_point() else 'U8'} {tuple(tensor.shape)}"
     wrong = sorted(dict(have.items() ^ want.items()))  # what is in one of them only
-    if wrong:
-        lines = [f"{n}: {have.get(n, 'missing')}, wanted: {want.get(n, 'none')}" for n in wrong]
-        lines = [f"{len(wrong)} tensors do not fit config.json:", *lines[:20]]
-        raise CheckpointError("\n  ".join(lines))
+    lines = [f"{n}: {have.get(n, 'missing')}, wanted: {want.get(n, 'none')}" for n in wrong[:20]]
+    if lines:
+        raise CheckpointError("\n  ".join([f"{len(wrong)} tensors do not fit config.json", *lines]))
 
 
 # --- Folders of other tools -----------------------------------------------------------------------
@@ -359,12 +329,12 @@ def check_tensors(files: Files, model: Transformer) -> None:
 #     GPTQ, 4 bits    qweight[0, n] = 0x87654321      output n; inputs 0..7 are 1, 2, ... 8
 #     AWQ             qweight[k, 0] = 0x75316420      input k; outputs 0..7 are 0, 1, ... 7
 
-FORMS = dict(gptq=("gptq", "gptq_v2"), awq=("awq", "gemm"))
+FORMS = dict(gptq=("gptq", "gptq_v2"), awq=("awq", "gemm", "GEMM"))
 # For each number of bits, at which place of a word each of its values stands.
 PLACES = dict(gptq={4: range(8), 8: range(4)}, awq={4: (0, 4, 1, 5, 2, 6, 3, 7)})
 
 
-def converted(files: Files, model: Transformer, settings: JSON) -> Files:
+def converted(files: Files, model: Transformer, config: JSON) -> Files:
     """Present the files of a GPTQ or AWQ folder as those of one of our own.
 
     Each tensor is converted for itself; what is missing, or of a wrong shape or dtype, is so in the
@@ -373,7 +343,7 @@ def converted(files: Files, model: Transformer, settings: JSON) -> Files:
     Args:
         files: see locate_tensors.
         model: what they are for, on the meta device.
-        settings: quantization_config; gets our names, bits and group_size, for whatever it has.
+        config: quantization_config; gets our names, bits and group_size, for whatever it has.
 
     Returns:
         The files, with qweight, scales and zeros as quantize.QuantLinear has them.
@@ -382,23 +352,22 @@ def converted(files: Files, model: Transformer, settings: JSON) -> Files:
         ValueError: another tool, version or number of bits; groups that are not of neighbours
             (desc_act).
     """
-    method = supported("quant_method", settings.get("quant_method"), "kilolm", "gptq", "awq")
-    settings.setdefault("bits", settings.get("w_bit"))
-    settings.setdefault("group_size", settings.get("q_group_size"))
-    bits = check("bits", settings["bits"], int)
-    size = check("group_size", settings["group_size"], int, -1)
-    form = str(settings.get("checkpoint_format") or settings.get("version", method)).lower()
+    method = supported("quant_method", config.get("quant_method"), *FORMS)
+    bits = check("bits", config.setdefault("bits", config.get("w_bit")), int)
+    size = check("group_size", config.setdefault("group_size", config.get("q_group_size")), int, -1)
+    form = config.get("checkpoint_format") or config.get("version", method)
     supported("checkpoint_format or version", form, *FORMS[method])
     places = PLACES[method][supported("bits", bits, *PLACES[method])]
     mask = 2**bits - 1
 
     def change(kind: str, stored: Tensor) -> Tensor:
+        stored = stored.t()
         if kind == "scales":
-            return stored.t()
+            return stored
         if kind == "qweight" and method == "gptq":  # the words of an output are, as bytes, ours
-            return stored.t().contiguous().view(torch.uint8)
-        values = [stored >> bits * place & mask for place in places]  # (R, C) each
-        values = torch.stack(values, -1).flatten(-2).t()  # (C * 32 / bits, R)
+            return stored.contiguous().view(torch.uint8)
+        # Words (N * bits / 32, G or K) -> values (N, G or K).
+        values = torch.stack([stored >> bits * place & mask for place in places], 1).flatten(0, 1)
         if kind == "qweight":
             return values[:, ::2] | values[:, 1::2] << 4
         # A zero point of 0, less one, is all ones: it wraps around within its bits.
@@ -409,14 +378,12 @@ def converted(files: Files, model: Transformer, settings: JSON) -> Files:
     for name, stored in files.items():
         kind = name.split(".")[-1]
         with blame(name):
-            if kind == "g_idx":  # to which group each input belongs
-                groups = stored.read().tolist()
-                width = size if size > 0 else len(groups)
-                if groups != [i // width for i in range(len(groups))]:
+            if kind == "g_idx":  # to which group each input belongs; of size -1 there is one
+                if stored.read().tolist() != [max(i // size, 0) for i in range(stored.shape[0])]:
                     raise ValueError("groups of other than neighbours (desc_act)")
-            elif kind in ("qweight", "qzeros", "scales"):
+            elif kind in ("qweight", "zeros", "scales"):
                 stored = stored._replace(kind=stored.kind.replace("I32", "U8"))
-                ours[name.replace(".qzeros", ".zeros")] = stored.changed(partial(change, kind))
+                ours[name] = stored.changed(partial(change, kind))
             elif name in wanted or stored.read().any():  # some tools write biases of zero
                 ours[name] = stored
     return ours

@@ -8,10 +8,9 @@ server alike. Does not know what the settings do. Read: SamplingParams, EngineAr
 
 import contextlib
 import os
-import re
 import sys
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -48,14 +47,13 @@ def check(name: str, value: Any, kind: Any, *bounds: float) -> Any:
     Raises:
         SettingError: it is not.
     """
-    low, high = (*bounds, 2**31)[:2] if bounds else RANGES.get(kind, (None, None))
+    bounds = (*bounds, 2**31)[:2] if bounds else RANGES.get(kind)
     right = isinstance(value, int | float if kind is float else kind)
     right = right and isinstance(value, bool) == (kind is bool)
-    within = "" if low is None else f" in {low}..{high}"
-    if not right or (within and value is not None and not low <= value <= high):
-        kind = getattr(kind, "__name__", kind)
-        raise SettingError(name, f"must be {kind}{within}, is {value!r:.100}")
-    return value
+    if right and (value is None or not bounds or bounds[0] <= value <= bounds[1]):
+        return value
+    span = " in {}..{}".format(*bounds) if bounds else ""
+    raise SettingError(name, f"must be {getattr(kind, '__name__', kind)}{span}, is {value!r:.100}")
 
 
 def supported(name: str, value: Any, *known: Any) -> Any:
@@ -66,9 +64,17 @@ def supported(name: str, value: Any, *known: Any) -> Any:
     return value
 
 
-def setting(default: Any, text: str, *bounds: float, choices: tuple = ()) -> Any:
-    """A field of a dataclass of settings: its default, its help, and what it may be."""
-    return field(default=default, metadata={"help": text, "range": bounds, "choices": choices})
+def setting(default: Any, text: str, *bounds: float, **flag: Any) -> Any:
+    """A field of a dataclass of settings.
+
+    Args:
+        text: its help.
+        bounds: its range; see check.
+        flag: what else argparse is to know, such as choices.
+    """
+    # SUPPRESS: only what is given comes out of the parser.
+    flag |= dict(help=f"{text} ({default})" if default else text, default=SUPPRESS)
+    return field(default=default, metadata=dict(range=bounds, flag=flag))
 
 
 def check_fields(settings: Any) -> None:
@@ -78,8 +84,8 @@ def check_fields(settings: Any) -> None:
         value = getattr(settings, f.name)
         if f.type in (*RANGES, bool, list):
             check(f.name, value, f.type, *f.metadata.get("range", ()))
-        if f.metadata.get("choices"):
-            supported(f.name, value, *f.metadata["choices"], f.default)
+        # Without choices, any value is one.
+        supported(f.name, value, *f.metadata.get("flag", {}).get("choices", [value]), f.default)
 
 
 def check_items(name: str, values: Any, kind: Any, *each: Any) -> tuple:
@@ -108,25 +114,25 @@ class SamplingParams:
     seed: int | None = setting(None, "same seed, same tokens", -(2**63), 2**63 - 1)
     n: int = setting(1, "continuations of each prompt; their seeds count up", 1, 128)
     max_tokens: int = setting(256, "new tokens at most", 1)
-    logprobs: int | None = setting(None, "", 0, 20)  # report them, of the top N too; no flag
+    logprobs: int | None = field(default=None, metadata=dict(range=(0, 20)))  # of the top N, too
     logit_bias: dict[int, float] = field(default_factory=dict)  # token id -> added to its logit
     prompt_logprobs: bool = False  # where logprobs is given, of the prompt too; Engine only
-    stop: tuple[str, ...] = setting((), "end before any of these texts")
-    stop_token_ids: tuple[int, ...] = setting((), "end at any of these tokens, besides EOS")
-    ignore_eos: bool = setting(False, "run on past EOS, as benchmarks do")
+    stop: tuple[str, ...] = setting((), "end before any of these texts", nargs="+", action="extend")
+    stop_token_ids: tuple[int, ...] = setting((), "end at any of these", nargs="+", action="extend")
+    ignore_eos: bool = setting(False, "run on past EOS, as benchmarks do", action="store_true")
     # One of json (a schema), regex, choice (a list), grammar (Lark, GBNF), as vLLM; Engine only.
     structured_outputs: JSON | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        stop = check_items("stop", stop, list | tuple, str)
+        # Frozen: only the constructor may.
+        vars(self).update(stop=check_items("stop", stop, list | tuple, str))
         if len(stop) > 16 or not all(0 < len(each) <= 256 for each in stop):
             raise SettingError("stop", "takes up to 16 strings of 1 to 256 characters")
-        ids = check_items("stop_token_ids", self.stop_token_ids, list | tuple, int, 0)
+        check_items("stop_token_ids", self.stop_token_ids, list | tuple, int, 0)
         check_items("logit_bias", self.logit_bias, dict, int, 0)
-        check_items("logit_bias", [*self.logit_bias.values()], list, float, -100, 100)
-        vars(self).update(stop=stop, stop_token_ids=ids)  # frozen: only the constructor may
+        check_items("logit_bias", self.logit_bias.values(), Iterable, float, -100, 100)
 
     @property
     def penalises(self) -> bool:
@@ -150,8 +156,8 @@ class SamplingParams:
 # Prompt tokens per forward. Smaller chunks skip more of the keys that causality hides, larger ones
 # read the weights less often: twice or half as many are slower by a few per cent on a CPU.
 CHUNK = 256
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-BUNDLED = Path(__file__).resolve().parent / "checkpoints" / "shakespeare"
+DTYPES = dict(float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16)
+BUNDLED = Path(__file__).resolve().parent / "checkpoints/shakespeare"
 
 
 @dataclass(frozen=True)
@@ -163,12 +169,12 @@ class Limits:
     """
 
     max_seq_len: int | None = setting(None, "prompt and output (default: what the model can)", 2)
-    max_num_seqs: int = setting(64, "sequences running at once", 1, 2**24)
-    max_num_batched_tokens: int | None = setting(None, "tokens in a step (README: Serving)", 1)
-    kv_memory: float = setting(0.5, "bytes (4e9), or below 1 a share of the free memory", 1e-15)
+    max_num_seqs: int = setting(64, "sequences running at once")
+    max_num_batched_tokens: int | None = setting(None, "tokens in a step (README: Serving)")
+    kv_memory: float = setting(0.5, "bytes (4e9), or below 1 a share of the free memory")
     kv_dtype: str = setting("auto", "of the cache; auto: as dtype", choices=("auto", "int8"))
-    block_size: int = setting(16, "tokens in a block of the cache", 1, 2**24)
-    num_blocks: int | None = setting(None, "blocks in the cache, in place of --kv-memory", 1)
+    block_size: int = setting(16, "tokens in a block of the cache")
+    num_blocks: int | None = setting(None, "blocks in the cache, in place of --kv-memory")
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -178,43 +184,32 @@ class Limits:
 class EngineArgs(Limits):
     """What to run, and on what."""
 
-    checkpoint: Path = setting(BUNDLED, "Hugging Face folder (the bundled model)")
+    checkpoint: Path = setting(BUNDLED, "Hugging Face folder")
     device: str = setting("auto", "where to run", choices=("auto", "cpu", "cuda", "mps"))
     dtype: str = setting("auto", "auto: as stored", choices=("auto", *DTYPES))
     quantize: str | None = setting(None, "fewer bits, on the fly", choices=("int8", "int4"))
     group_size: int = setting(128, "input channels per scale, for int4", -1)
-    compile: bool = setting(False, "slower to start, faster to run; see the README")
+    compile: bool = setting(False, "start slower, run faster (see README)", action="store_true")
     draft_checkpoint: Path | None = setting(None, "guess tokens with a small model")
     speculate: int | None = setting(None, "tokens to guess in a step; see the README", 0, 64)
 
 
 def add_flags(parser: ArgumentParser, settings: type, **aliases: str) -> None:
-    """Give a command line a flag for each setting of a dataclass.
+    """Give a command line a flag for each setting() of a dataclass.
 
     Args:
         aliases: field -> another name of its flag.
     """
     for f in fields(settings):
-        if not f.metadata.get("help"):
-            continue
-        flags = ["--" + f.name.replace("_", "-"), aliases.get(f.name)]
-        text, _, choices = f.metadata.values()
-        text += f" ({f.default})" if f.default and f.type is not Path else ""
-        how = dict(action="store_true", default=None)
-        if f.type is not bool:
-            kind, *more = [*get_args(f.type), f.type]
-            how = dict(type=kind, choices=choices or None)
-            if ... in more:  # a tuple
-                how |= dict(nargs="+", action="extend")
-        parser.add_argument(*filter(None, flags), help=text, **how)
+        if "flag" in f.metadata:
+            names = ["--" + f.name.replace("_", "-"), aliases.get(f.name)]
+            kind = {} if f.type is bool else dict(type=(get_args(f.type) or [f.type])[0])
+            parser.add_argument(*filter(None, names), **f.metadata["flag"], **kind)
 
 
 def given(settings: type, args: Namespace) -> JSON:
     """Of a dataclass's fields, what the command line gave."""
-    names = [f.name for f in fields(settings)]
-    return {
-        name: value for name, value in vars(args).items() if name in names and value is not None
-    }
+    return {f.name: getattr(args, f.name) for f in fields(settings) if f.name in args}
 
 
 # --- How a program starts -------------------------------------------------------------------------
@@ -231,31 +226,30 @@ class Ranks(NamedTuple):
     follow: Callable | None = None  # what all but the first do with their share
 
 
-def launch(
-    program: str, argv: list[str] | None, parse: Callable, command: Callable, join: Callable
-) -> int:
+def launch(program: str, argv: list | None, parse: Callable, run: Callable, join: Callable) -> int:
     """Parse a command line, join the other ranks, run, and return the exit status: 2 after an
     error, which is printed in one line, by one rank if all have it; 130 after Ctrl-C.
 
     Args:
-        parse: argv -> Namespace, with `device`.
-        command: that and Ranks -> exit status.
+        parse: argv -> Namespace, with `device`, or without: "auto".
+        run: that and Ranks -> exit status.
         join: device -> a context that gives Ranks; called where torchrun started several processes.
     """
-    several = os.environ.get("WORLD_SIZE", "1") != "1" or os.environ.get("RANK", "0") != "0"
-    if os.environ.get("RANK", "0") != "0":  # what this one would print is said by the first
+    first = os.environ.get("RANK", "0") == "0"
+    alone = first and os.environ.get("WORLD_SIZE", "1") == "1"
+    if not first:  # what this one would print is said by the first
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (tp.join gives it back)
     args = parse(argv)
     try:
-        device = pick_device(args.device or "auto")
-        with join(device) if several else contextlib.nullcontext(Ranks(device)) as ranks:
-            return command(args, ranks)
+        device = pick_device(getattr(args, "device", "auto"))
+        with contextlib.nullcontext(Ranks(device)) if alone else join(device) as ranks:
+            return run(args, ranks)
     except BrokenPipeError:  # `| head` has read enough; spare the user Python's complaint at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.stdout = None
         return 0
     except KeyboardInterrupt:  # while loading; during generation it just ends the text
         return 130
-    except (ValueError, OSError, ImportError, OverflowError) as error:  # the last: a port
+    except (ValueError, OSError, ImportError) as error:
         print(f"{program}: error: {error}", file=sys.stderr)
         return 2
 
@@ -272,11 +266,10 @@ def progress(items: Iterable[Any], label: str, total: int | None = None) -> Iter
     start = time.monotonic()
     for done, item in enumerate(items, 1):
         yield item
-        elapsed = time.monotonic() - start
-        if elapsed > 1 and sys.stderr.isatty():
+        spent = time.monotonic() - start
+        if spent > 1 and sys.stderr.isatty():
             bar = "#" * (24 * done // total)
-            left = elapsed / done * (total - done)
-            text = f"\r{label} [{bar:<24}] {done}/{total}  {left:.0f} s left "
+            text = f"\r{label} [{bar:<24}] {done}/{total}  {spent * (total / done - 1):.0f} s left "
             print(text, end="\n" * (done == total), file=sys.stderr, flush=True)
 
 
@@ -285,11 +278,10 @@ def progress(items: Iterable[Any], label: str, total: int | None = None) -> Iter
 
 def pick_device(name: str) -> torch.device:
     """Turn --device into a device. Raises ValueError where this machine does not have it."""
-    cpu = torch.device("cpu")
-    there = torch.accelerator.current_accelerator(check_available=True) or cpu
+    there = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if name not in ("auto", "cpu", there.type):
         raise ValueError(f"--device {name}: there is none here: use --device cpu or auto")
-    return cpu if name == "cpu" else there
+    return there if name == "auto" else torch.device(name)
 
 
 def free_memory(device: torch.device) -> int:
@@ -298,5 +290,5 @@ def free_memory(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0]
     meminfo = Path("/proc/meminfo")  # what the kernel could free, caches of files included
     if meminfo.is_file():
-        return int(re.search(r"MemAvailable: *(\d+)", meminfo.read_text())[1]) * 1024
+        return int(meminfo.read_text().partition("MemAvailable:")[2].split()[0]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

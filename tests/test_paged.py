@@ -89,6 +89,7 @@ def test_a_pool_that_holds_nothing_is_refused(count):
     for name in ("block_size", "num_blocks"):
         with pytest.raises(SettingError, match=f"{name}.*{count}"):
             Limits(**{name: count})
+    assert Limits(kv_memory=4e9).kv_memory == 4e9  # bytes: more than 2**31, which is no bound here
 
 
 def test_blocks_come_lowest_first_and_once():

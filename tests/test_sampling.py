@@ -110,7 +110,7 @@ def test_good_values(tmp_path):
     stored = {"temperature": 5.0, "top_k": 1, "top_p": None, "do_sample": True, "max_length": 3}
     (tmp_path / "generation_config.json").write_text(json.dumps(stored))
     assert SamplingParams(**suggested(tmp_path)) == SamplingParams(5.0, 1)
-    flags = Namespace(temperature=0.0, top_k=0, top_p=None, seed=0, ignore_eos=None, prompt="a")
+    flags = Namespace(temperature=0.0, top_k=0, seed=0, prompt="a")
     ours = given_by_flags(SamplingParams, flags)
     assert SamplingParams(**suggested(tmp_path) | ours) == SamplingParams(0.0, 0, seed=0)
     assert suggested(tmp_path / "none") == {}
