@@ -34,7 +34,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from pathlib import Path
 from urllib.parse import unquote
 
 import settings
@@ -46,9 +45,8 @@ from settings import CHUNK, JSON, EngineArgs, Ranks, SamplingParams, SettingErro
 from structured import pieces, structure
 from tokenizer import TextStream
 
-IDLE_S, BODY_S = 75, 60  # seconds that a connection may be silent, and a body may take
-MAX_CHOICES = 256
-PAGE = Path(__file__).with_name("page.html")
+IDLE_S = 75  # seconds that a connection may be silent, and that a body may take
+PAGE = settings.BUNDLED.parents[1] / "page.html"
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,11 @@ class Problem(Exception):
     """An answer other than success: see Connection.refuse."""
 
 
-ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+def demand(condition: object, *problem: int | str) -> None:
+    """Raise a Problem unless this holds."""
+    if not condition:
+        raise Problem(*problem)
+
 
 # --- The server -----------------------------------------------------------------------------------
 
@@ -144,10 +146,10 @@ class Server:
         engine, pool = self.engine, self.engine.pool
         running = []
         for job in engine.running:
-            name, table = f"{job.request.id}.{job.request.outputs.index(job)}", job.table
+            name = f"{job.request.id}.{job.request.outputs.index(job)}"
             running.append(dict(
-                name=name, text=job.text[-40:], prompt=job.prompt_len, length=table.length,
-                max=job.max_len, blocks=table.blocks[:], ran=engine.ran.get(job, 0)))  # fmt: skip
+                name=name, text=job.text[-40:], prompt=job.prompt_len, blocks=job.table.blocks[:],
+                max=job.max_len, length=job.table.length, ran=engine.ran.get(job, 0)))  # fmt: skip
         self.snapshot = counters(engine) | dict(
             blocks=pool.num_blocks, block_size=pool.block_size, cached=list(pool.cached),
             running=running, waiting=[job.prompt_len for job in engine.waiting[:100]])  # fmt: skip
@@ -161,7 +163,7 @@ class Server:
         listener = await asyncio.start_server(
             lambda *ends: Connection(self, *ends).serve(), host, port, backlog=1024)  # fmt: skip
         self.port = listener.sockets[0].getsockname()[1]
-        print(f"serving {self.name} on http://{host}:{self.port}", file=sys.stderr, flush=True)
+        print(f"serving {self.name} on http://{host}:{self.port}", file=sys.stderr)
         while not self.stopping:
             await asyncio.sleep(0.1)
         listener.close()
@@ -192,15 +194,16 @@ class Server:
             prompts = self.chat_ids(body) if chat else body.get("prompt", "")
             if not isinstance(prompts, list) or all(type(i) is int for i in prompts):
                 prompts = [prompts]
-            check("n", len(prompts) * params.n, int, 1, MAX_CHOICES)  # for all prompts together
-            requests, salt = [], body.get("cache_salt")
+            check("n", len(prompts) * params.n, int, 1, 256)  # for all prompts together
+            salt = body.get("cache_salt")
+            requests = []
             for i, prompt in enumerate(prompts):
                 ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-                if len(check("prompt", ids, list)) + body.get("max_tokens", 1) > self.context:
-                    # In OpenAI's words, for which clients look.
-                    text = f"This model's maximum context length is {self.context} tokens. "
-                    text += f"{len(ids)} are in the prompt: ask for less."
-                    raise Problem(400, text, source, "context_length_exceeded")
+                fits = len(check("prompt", ids, list)) + body.get("max_tokens", 1) <= self.context
+                # In OpenAI's words, for which clients look.
+                text = f"This model's maximum context length is {self.context} tokens. "
+                text += f"{len(ids)} are in the prompt: ask for less."
+                demand(fits, 400, text, source, "context_length_exceeded")
                 requests.append(self.engine.prepare(ids, params, id=f"{name}-{i}", cache_salt=salt))
             return requests
         except (ValueError, RecursionError) as error:
@@ -261,8 +264,9 @@ def checked(given: JSON, chat: bool) -> JSON:
     if chat:
         scored = check("logprobs", body.get("logprobs", False), bool)
         body["logprobs"] = body.get("top_logprobs", 0 if scored else None)
-    form, bias = structure(body["response_format"]), body["logit_bias"].items()
+    form = structure(body["response_format"])
     body["structured_outputs"] = form or body.get("structured_outputs")
+    bias = body["logit_bias"].items()
     body["logit_bias"] = {int(i) if re.fullmatch(r"\d{1,9}", i) else i: value for i, value in bias}
     return body | dict(prompt_logprobs=body["echo"] and not chat)  # if there are any
 
@@ -297,8 +301,8 @@ class Choice:
         reason = job.finish_reason  # read first: once it is there, nothing else changes
         if reason == "error":
             raise Problem(500, (job.matcher and job.matcher.get_error()[:100]) or BROKEN)
-        if reason == "abort":
-            raise Problem(503 if self.server.over else 500, "aborted: stopping, or after an error")
+        status = 503 if self.server.over else 500
+        demand(reason != "abort", status, "aborted: the server is stopping, or met an error")
         tokens = job.tokens[self.tokens :] if is_scored else []
         text = job.text[self.chars :]
         if self.reason or not (reason or text or tokens):
@@ -315,9 +319,8 @@ class Choice:
             text = self.server.tokenizer.decode(job.ids[: job.prompt_len]) + text
         logprobs = self.logprobs(tokens) if is_scored else None
         opening = dict(role="assistant", refusal=None) if is_first else {}
-        shown = text if self.form == "text" else opening | {"content": text}
-        return {"index": self.index, self.form: shown, "logprobs": logprobs,
-                "finish_reason": reason}  # fmt: skip
+        said = text if self.form == "text" else opening | {"content": text}
+        return {"index": self.index, self.form: said, "logprobs": logprobs, "finish_reason": reason}
 
     def logprobs(self, tokens: list[Token]) -> JSON:
         """Log-probabilities as a completion has them, or a chat. The tokens' texts join to the text
@@ -350,8 +353,7 @@ BOUNDS = "0.001 0.0025 0.005 0.01 0.025 0.05 0.1 0.25 0.5 1 2.5 5 10 30 60 300 +
 
 def counters(engine: Engine) -> dict[str, float]:
     """What the engine counts, for /metrics and for the page."""
-    found = {f"{name}_total": value for name, value in vars(engine.stats).items()}
-    return found | dict(
+    return {f"{name}_total": value for name, value in vars(engine.stats).items()} | dict(
         num_requests_running=len(engine.running), num_requests_waiting=len(engine.waiting),
         kv_cache_usage_perc=1 - engine.pool.num_available / engine.pool.num_blocks,
         spec_decode_num_drafts_total=engine.proposer.steps,
@@ -365,18 +367,18 @@ def count(served: dict[str, Counter], request: Request) -> None:
     for job in request.outputs:
         served["request_success_total"][f'{{finished_reason="{job.finish_reason}"}}'] += 1
         gaps = [after - before for before, after in pairwise(job.times)]
-        histograms = dict(
-            time_to_first_token_seconds=gaps[:1], inter_token_latency_seconds=sorted(gaps[1:]),
-            e2e_request_latency_seconds=[sum(gaps)])  # fmt: skip
-        for name, values in histograms.items():
+        times = dict(time_to_first_token_seconds=gaps[:1], e2e_request_latency_seconds=[sum(gaps)],
+                     inter_token_latency_seconds=sorted(gaps[1:]))  # fmt: skip
+        for name, values in times.items():
             le = {f'_bucket{{le="{b}"}}': bisect_right(values, float(b)) for b in BOUNDS.split()}
             served[name].update(le, _sum=sum(values), _count=len(values))
 
 
 def metrics(server: Server) -> str:
     """All of it, as Prometheus reads it."""
-    kinds, text = dict(total="counter", seconds="histogram"), ""
+    kinds = dict(total="counter", seconds="histogram")
     families = {name: {"": value} for name, value in counters(server.engine).items()}
+    text = ""
     for name, samples in (families | server.served).items():
         text += f"# TYPE kilolm:{name} {kinds.get(name.rpartition('_')[2], 'gauge')}\n"
         for suffix, value in dict(samples).items():
@@ -388,7 +390,7 @@ def metrics(server: Server) -> str:
 
 # What a proxy in front could read in another way is refused: bare line feeds, folded headers, space
 # before a colon.
-HEAD = rb"([A-Z]+ [!->@-~]+)(?:\?[!-~]*)? HTTP/1\.1\r\n((?:[!-9;-~]+:[^\r\n\0]*\r\n){,100}\r\n)"
+HEAD = r"([A-Z]+ [!->@-~]+)(?:\?[!-~]*)? HTTP/1\.1\r\n((?:[!-9;-~]+:[^\r\n\0]*\r\n){,100}\r\n)"
 # The page itself says that it may load nothing from elsewhere.
 HEADERS = ("Transfer-Encoding: chunked\r\nCache-Control: no-store\r\nAllow: GET, POST\r\n"
            "X-Content-Type-Options: nosniff\r\nX-Frame-Options: DENY\r\n")  # fmt: skip
@@ -409,84 +411,74 @@ class Connection:
         return self.reader.at_eof() or self.writer.is_closing()
 
     async def serve(self) -> None:
-        # It may go, or fall silent, or the server end.
+        """Read requests and answer them, or say why not; until it goes, or falls silent, or the
+        server ends."""
         with suppress(OSError, EOFError, asyncio.CancelledError), closing(self.writer):
             while not self.close:
-                await self.respond()
-
-    async def respond(self) -> None:
-        """Read a request and answer it, or say why not."""
-        self.line = self.kind = ""
-        self.headers, self.event = {}, asyncio.Event()
-        self.close = True  # unless all of the request is read
-        try:
-            head = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), IDLE_S)
-            self.server.busy.add(self)
-            await self.route(head)
-        except (OSError, EOFError):
-            raise
-        except asyncio.LimitOverrunError:
-            await self.refuse(431, "the headers are over 64 KiB")
-        except Problem as problem:
-            await self.refuse(*problem.args)
-        except Exception:  # ours: the client is told no more than that
-            traceback.print_exc()
-            await self.refuse(500, "internal error")
-        finally:
-            self.server.busy.discard(self)
+                self.line = self.kind = ""
+                self.headers, self.event = {}, asyncio.Event()
+                self.close = True  # unless all of the request is read
+                try:
+                    head = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), IDLE_S)
+                    self.server.busy.add(self)
+                    await self.route(head.decode("latin-1"))
+                except (OSError, EOFError):
+                    raise
+                except asyncio.LimitOverrunError:
+                    await self.refuse(431, "the headers are over 64 KiB")
+                except Problem as problem:
+                    await self.refuse(*problem.args)
+                except Exception:  # ours: the client is told no more than that
+                    traceback.print_exc()
+                    await self.refuse(500, "internal error")
+                finally:
+                    self.server.busy.discard(self)
 
     async def refuse(self, status: int, message: str, param: str = "", code: str = "") -> None:
         """Answer anything but a success, in OpenAI's shape."""
         self.close |= self.kind == EVENTS  # a stream ends there, and with it what it waits for
-        kind = "server_error" if status >= 500 else ERRORS.get(status, "invalid_request_error")
+        kind = "server_error" if status >= 500 else "invalid_request_error"
         error = dict(message=message, type=kind, param=param or None, code=code or None)
         await self.answer({"error": error}, status)
 
-    async def route(self, head: bytes) -> None:
+    async def route(self, head: str) -> None:
         """Find out what is asked for, and whether it may be.
 
         Raises:
             Problem: any answer that is not a success.
         """
         found = re.fullmatch(HEAD, head)
-        if not found:
-            raise Problem(400, "this is not an HTTP/1.1 request with 100 headers at most")
-        self.line = unquote(found[1].decode())  # such as "GET /health"
-        self.headers = email.message_from_string(found[2].decode("latin-1"))
+        demand(found, 400, "this is not an HTTP/1.1 request with 100 headers at most")
+        self.line = unquote(found[1])  # such as "GET /health"
+        self.headers = email.message_from_string(found[2])
         method, _, path = self.line.partition(" ")
         # What follows may be a body, and is no request: until it has been read, this is the last.
         has_body = "Content-Length" in self.headers or "Transfer-Encoding" in self.headers
         self.close = has_body or method == "POST"
         acts = ACTS | {f"/v1/models/{self.server.name}": lambda c: c.answer(c.server.model)}
-        right = "POST" if "/completions" in path else "GET"
-        if path not in acts or (path == "/" and not PAGE.is_file()):
-            raise Problem(404, f"there is no {path[:100]}")
+        is_there = path in acts and (path != "/" or PAGE.is_file())
+        demand(is_there, 404, f"there is no {path[:100]}")
         if method == "OPTIONS" and self.server.args.cors:
-            await self.answer({})
-        elif method != right:
-            raise Problem(405, f"there is {right} {path}, and no {method}")
-        elif path not in ("/", "/health") and not self.may_enter():
-            raise Problem(401, "the API key is missing or wrong", "", "invalid_api_key")
-        else:
-            await acts[path](self)
-
-    def may_enter(self) -> bool:
-        key = self.server.args.api_key
-        given = re.sub("(?i)^bearer ", "Bearer ", self.headers.get("Authorization", ""))
-        return not key or secrets.compare_digest(given.encode("latin-1"), f"Bearer {key}".encode())
+            method, path = "GET", "/health"  # a browser asks without a key: any success will do
+        right = "POST" if "/completions" in path else "GET"
+        demand(method == right, 405, f"there is {right} {path}, and no {method}")
+        key = (self.server.args.api_key or "").encode()
+        given = self.headers.get("Authorization", "")[len("Bearer ") :].encode("latin-1")
+        may_enter = path in ("/", "/health") or not key or secrets.compare_digest(given, key)
+        demand(may_enter, 401, "the API key is missing or wrong", "", "invalid_api_key")
+        await acts[path](self)
 
     async def complete(self, chat: bool) -> None:
         """Answer a completion, whole or streamed."""
         # 1) what is asked for, and whether there is room for it
         server, body = self.server, await self.read_json()
-        if server.stopping:
-            raise Problem(503, "the server is stopping")
+        demand(not server.stopping, 503, "the server is stopping")
         uid = ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12)
         # In another thread: a long text takes a while to encode, and others are being served.
         requests = await asyncio.to_thread(server.prepare, body, chat, uid)
         waiting, most = len(server.engine.waiting) + server.inbox.qsize(), server.args.max_queue
-        if waiting + len(requests) > most:
-            raise Problem(429, f"{waiting} requests are waiting, --max-queue is {most}: retry")
+        text = f"{waiting} requests are waiting, --max-queue is {most}: retry"
+        demand(waiting + len(requests) <= most, 429, text)
         server.inbox.put(lambda: server.submit(requests, self))
         # 2) what is new, as it comes
         stream = body.get("stream")
@@ -494,11 +486,11 @@ class Connection:
         base = dict(id=uid, object=KINDS[form], created=int(time.time()), model=server.name)
         jobs = [job for request in requests for job in request.outputs]
         choices = [Choice(i, job, form, server) for i, job in enumerate(jobs)]
-        reasons = [None]
-        while not all(reasons):
+        ended = False
+        while not ended:
             await self.event.wait()
             self.event.clear()
-            reasons = [job.finish_reason for job in jobs]
+            ended = all(request.finished for request in requests)
             for new in filter(None, (each.new() for each in choices if stream)):
                 await self.stream(base | {"choices": [new]})
         # 3) all of it; or, of a stream, what is left: the usage, if it was asked for
@@ -528,15 +520,13 @@ class Connection:
 
     async def read_json(self) -> JSON:
         """Read the body, a JSON object."""
+        is_json = self.headers.get_content_type() == JSON_TYPE
+        demand(is_json, 415, "the body must be JSON: send Content-Type: application/json")
         length = ",".join(self.headers.get_all("Content-Length", []))
-        most = self.server.args.max_body
-        if self.headers.get_content_type() != JSON_TYPE:
-            raise Problem(415, "the body must be JSON: send Content-Type: application/json")
-        if not re.fullmatch("[0-9]{1,18}", length) or "Transfer-Encoding" in self.headers:
-            raise Problem(411, "send the body with a Content-Length")
-        if int(length) > most:
-            raise Problem(413, f"the body has {length} bytes, --max-body is {most}")
-        data = await asyncio.wait_for(self.reader.readexactly(int(length)), BODY_S)
+        plain = re.fullmatch("[0-9]{1,18}", length) and "Transfer-Encoding" not in self.headers
+        demand(plain, 411, "send the body with a Content-Length")
+        demand(int(length) <= self.server.args.max_body, 413, "the body is longer than --max-body")
+        data = await asyncio.wait_for(self.reader.readexactly(int(length)), IDLE_S)
         self.close = False
         try:  # int() refuses NaN and Infinity, which Python would take for numbers
             return check("body", json.loads(data, parse_constant=int), dict)
@@ -552,28 +542,21 @@ class Connection:
         """Send a part of an answer, the first after its head."""
         if not self.kind:
             self.kind = kind
-            self.begin(status)
+            wish = self.headers.get("Connection", "").lower()
+            self.close |= self.server.stopping or wish == "close"
+            head = f"HTTP/1.1 {status} \r\n{HEADERS}Content-Type: {kind}\r\n"
+            head += f"Connection: {'close' if self.close else 'keep-alive'}\r\n"
+            if status == 429:
+                head += "Retry-After: 1\r\n"
+            if self.server.args.cors:
+                head += "Access-Control-Allow-Headers: Authorization, *\r\n"
+                head += f"Access-Control-Allow-Origin: {self.server.args.cors}\r\n"
+            self.writer.write(f"{head}\r\n".encode("latin-1"))
+            print(f"{self.line!r:.200} {'gone' if self.gone else status}", file=sys.stderr)
         text = item if isinstance(item, str) else json.dumps(item)
-        if self.kind == EVENTS:
-            text = f"data: {text}\n\n"
-        data = text.encode()
+        data = (f"data: {text}\n\n" if self.kind == EVENTS else text).encode()
         self.writer.write(b"%x\r\n%s\r\n" % (len(data), data))
         await self.writer.drain()
-
-    def begin(self, status: int) -> None:
-        """Send the head of an answer."""
-        wish = self.headers.get("Connection", "").lower()
-        self.close |= self.server.stopping or wish == "close"
-        head = f"HTTP/1.1 {status} \r\n{HEADERS}Content-Type: {self.kind}\r\n"
-        if status == 429:
-            head += "Retry-After: 1\r\n"
-        if self.close:
-            head += "Connection: close\r\n"
-        if self.server.args.cors:
-            head += f"Access-Control-Allow-Origin: {self.server.args.cors}\r\n"
-            head += "Access-Control-Allow-Headers: Authorization, *\r\n"
-        self.writer.write(f"{head}\r\n".encode("latin-1"))
-        print(f"{self.line!r:.200} {'gone' if self.gone else status}", file=sys.stderr)
 
 
 ACTS = {
@@ -603,8 +586,7 @@ def parse_args(argv: list[str] | None) -> Namespace:
 
 def command(args: Namespace, ranks: Ranks) -> int:
     """Load, and serve."""
-    key = os.environ.get("KILOLM_API_KEY")
-    args = ServerArgs(**{"api_key": key} | settings.given(ServerArgs, args))
+    args = ServerArgs(**{"api_key": os.getenv("KILOLM_API_KEY")} | settings.given(ServerArgs, args))
     if "" in (args.host, args.api_key):
         raise ValueError("--host and --api-key (or $KILOLM_API_KEY) must not be empty")
     model, proposer = load_models(args, ranks)

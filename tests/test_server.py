@@ -736,7 +736,6 @@ def test_slow_clients(local, monkeypatch, capfd):
         assert parse(receive(slow))[0].status == 200
     capfd.readouterr()
     monkeypatch.setattr(server_module, "IDLE_S", 0.2)
-    monkeypatch.setattr(server_module, "BODY_S", 0.2)
     assert local.raw(b"", 5) == local.raw(b"GET / HTTP/1.1\r\n", 5) == []
     assert local.raw(request_bytes()[:-1], 5) == []
     assert len(local.raw(FIRST, 5)) == 1
@@ -1029,7 +1028,7 @@ def test_the_command_line_and_a_signal(tmp_path):
         server.post(COMPLETIONS, {"prompt": ["a"] * 2}, **key).fails(429)
         idle, busy = server.open(), server.open()
         assert server.send("GET", "/health", on=idle).json == {"status": "ok"}
-        body = json.dumps({**LONG, "max_tokens": 100, "stream": True})
+        body = json.dumps({**LONG, "max_tokens": 200, "stream": True})
         busy.request("POST", COMPLETIONS, body, key | {"Content-Type": "application/json"})
         response = busy.getresponse()
         assert response.headers["Access-Control-Allow-Origin"] == "http://a"
