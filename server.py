@@ -17,8 +17,7 @@ engine_steps_total. Read: Server.drive, Server.prepare, Choice, Connection.compl
 """
 
 import asyncio
-import http.client
-import io
+import email
 import json
 import os
 import queue
@@ -29,16 +28,12 @@ import sys
 import time
 import traceback
 from argparse import ArgumentParser, Namespace
-from asyncio import StreamReader, StreamWriter
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import pairwise
-from pathlib import Path
-from typing import Any
+from itertools import accumulate, pairwise
 from urllib.parse import unquote
 
 import settings
@@ -46,13 +41,12 @@ from checkpoint import suggested
 from generate import join, load_models, make_engine
 from sampling import BROKEN, Token
 from scheduler import Engine, Job, Request
-from settings import JSON, EngineArgs, Ranks, SamplingParams, SettingError, check, setting
+from settings import CHUNK, JSON, EngineArgs, Ranks, SamplingParams, SettingError, check, setting
 from structured import pieces, structure
-from tokenizer import TextStream, Tokenizer
+from tokenizer import TextStream
 
-MAX_CHOICES, MAX_HEAD = 256, 2**16
-IDLE_S, BODY_S = 75, 60  # seconds that a connection may be silent, and a body may take
-PAGE = Path(__file__).resolve().parent / "page.html"
+IDLE_S = 75  # seconds that a connection may be silent, and that a body may take
+PAGE = settings.BUNDLED.parents[1] / "page.html"
 
 
 @dataclass(frozen=True)
@@ -70,18 +64,14 @@ class ServerArgs(EngineArgs):
 
 
 class Problem(Exception):
-    """An answer other than success, in OpenAI's shape."""
-
-    def __init__(self, status: int, message: str, param: str = "", code: str = "") -> None:
-        kind = ERRORS.get(status, "invalid_request_error")
-        self.status = status
-        self.body = {
-            "error": dict(message=message, type=kind, param=param or None, code=code or None)
-        }
+    """An answer other than success: see Connection.refuse."""
 
 
-ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error",
-          500: "server_error", 503: "server_error"}  # fmt: skip
+def demand(condition: object, *problem: int | str) -> None:
+    """Raise a Problem unless this holds."""
+    if not condition:
+        raise Problem(*problem)
+
 
 # --- The server -----------------------------------------------------------------------------------
 
@@ -98,24 +88,18 @@ class Server:
     """
 
     def __init__(self, engine: Engine, args: ServerArgs) -> None:
-        self.engine = engine
-        self.args = args
-        self.tokenizer = engine.tokenizer
-        self.name = args.served_model_name or args.checkpoint.resolve().name
-        self.model = dict(
-            id=self.name, object="model", owned_by="kilolm", created=int(time.time()),
-            max_model_len=engine.max_seq_len,
-        )  # fmt: skip
-        self.defaults = SamplingParams(**suggested(args.checkpoint))
         # A sequence's last token is never run, and needs no slot in the cache.
         slots = engine.pool.num_blocks * engine.pool.block_size
-        self.context = min(engine.max_seq_len, slots + 1)
+        self.context = engine.max_seq_len = min(engine.max_seq_len, slots + 1)
+        self.engine, self.args, self.tokenizer = engine, args, engine.tokenizer
+        self.name = args.served_model_name or args.checkpoint.resolve().name
+        self.model = dict(id=self.name, object="model", owned_by="kilolm",
+                          created=int(time.time()), max_model_len=self.context)  # fmt: skip
+        self.defaults = SamplingParams(**suggested(args.checkpoint))
         self.inbox = queue.SimpleQueue()
-        self.waiters = {}
-        self.served = defaultdict(Counter)
-        self.busy = set()
+        self.waiters, self.busy = {}, set()
+        self.served, self.snapshot = defaultdict(Counter), {}
         self.stopping = self.over = False
-        self.snapshot = {}
 
     # --- The engine's thread ----------------------------------------------------------------------
 
@@ -141,9 +125,10 @@ class Server:
                     raise
                 traceback.print_exc()
 
-    def submit(self, request: Request, connection: "Connection") -> None:
-        self.waiters[request] = connection
-        self.engine.submit(request)
+    def submit(self, requests: list[Request], connection: "Connection") -> None:
+        for request in requests:
+            self.waiters[request] = connection
+            self.engine.submit(request)
 
     def wake(self, requests: list[Request]) -> None:
         """Tell the event loop whose requests have moved on, and count those that have ended."""
@@ -159,18 +144,15 @@ class Server:
         """Take a snapshot for the page: each block's owners, who runs and who waits. Some
         microseconds a row."""
         engine, pool = self.engine, self.engine.pool
-        running = [
-            dict(
-                name=f"{job.request.id}.{job.request.outputs.index(job)}", text=job.text[-40:],
-                prompt=job.prompt_len, length=job.table.length, max=job.max_len,
-                blocks=job.table.blocks[:], ran=engine.ran.get(job, 0),
-            )
-            for job in engine.running
-        ]  # fmt: skip
+        running = []
+        for job in engine.running:
+            name = f"{job.request.id}.{job.request.outputs.index(job)}"
+            running.append(dict(
+                name=name, text=job.text[-40:], prompt=job.prompt_len, blocks=job.table.blocks[:],
+                max=job.max_len, length=job.table.length, ran=engine.ran.get(job, 0)))  # fmt: skip
         self.snapshot = counters(engine) | dict(
             blocks=pool.num_blocks, block_size=pool.block_size, cached=list(pool.cached),
-            waiting=[job.prompt_len for job in engine.waiting[:100]], running=running,
-        )  # fmt: skip
+            running=running, waiting=[job.prompt_len for job in engine.waiting[:100]])  # fmt: skip
 
     # --- The event loop's thread ------------------------------------------------------------------
 
@@ -179,19 +161,16 @@ class Server:
         self.loop = asyncio.get_running_loop()
         host, port = self.args.host, self.args.port
         listener = await asyncio.start_server(
-            lambda *ends: Connection(self, *ends).serve(), host, port, limit=MAX_HEAD, backlog=1024
-        )
+            lambda *ends: Connection(self, *ends).serve(), host, port, backlog=1024)  # fmt: skip
         self.port = listener.sockets[0].getsockname()[1]
-        print(f"serving {self.name} on http://{host}:{self.port}", file=sys.stderr, flush=True)
+        print(f"serving {self.name} on http://{host}:{self.port}", file=sys.stderr)
         while not self.stopping:
             await asyncio.sleep(0.1)
         listener.close()
-        for seconds in (self.args.shutdown_timeout, 1):  # to end; then, aborted, to say so
-            with suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    while self.busy:
-                        await asyncio.sleep(0.05)
-            self.over = True
+        end = time.monotonic() + self.args.shutdown_timeout
+        while self.busy and time.monotonic() < end + 1:  # that second: to say that they are aborted
+            self.over = time.monotonic() > end
+            await asyncio.sleep(0.05)
 
     # --- Requests in ------------------------------------------------------------------------------
 
@@ -206,51 +185,31 @@ class Server:
         if given.get("model", self.name) != self.name:
             raise Problem(404, f"the model here is {self.name!r}", "model", "model_not_found")
         try:
-            body = checked(given)
-            params = self.params_of(body, chat)
+            body = checked(given, chat)
+            wish = dict(max_tokens=self.context if chat else 16) | body
+            names = wish.keys() & vars(self.defaults)
+            params = replace(self.defaults, **{name: wish[name] for name in names})
+            if chat and not params.structured_outputs:  # the user's own stop strings come first
+                params = replace(params, stop=(*params.stop, *self.tokenizer.chat_stop)[:16])
             prompts = self.chat_ids(body) if chat else body.get("prompt", "")
             if not isinstance(prompts, list) or all(type(i) is int for i in prompts):
                 prompts = [prompts]
-            check("n", len(prompts) * params.n, int, 1, MAX_CHOICES)  # for all prompts together
+            check("n", len(prompts) * params.n, int, 1, 256)  # for all prompts together
+            salt = body.get("cache_salt")
             requests = []
             for i, prompt in enumerate(prompts):
                 ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-                room = self.context - len(check("prompt", ids, list))
-                new = body.get("max_tokens", 1)  # where nothing is said, what there is room for
-                if new > room:  # in OpenAI's words, for which clients look
-                    text = (
-                        f"This model's maximum context length is {self.context} tokens. However, "
-                        f"you requested {new}, and {len(ids)} are in the prompt. Ask for less."
-                    )
-                    raise Problem(400, text, source, "context_length_exceeded")
-                each = replace(params, max_tokens=min(params.max_tokens, room))
-                options = dict(id=f"{name}-{i}", cache_salt=body.get("cache_salt"))
-                requests.append(self.engine.prepare(ids, each, **options))
+                fits = len(check("prompt", ids, list)) + body.get("max_tokens", 1) <= self.context
+                # In OpenAI's words, for which clients look.
+                text = f"This model's maximum context length is {self.context} tokens. "
+                text += f"{len(ids)} are in the prompt: ask for less."
+                demand(fits, 400, text, source, "context_length_exceeded")
+                requests.append(self.engine.prepare(ids, params, id=f"{name}-{i}", cache_salt=salt))
             return requests
         except (ValueError, RecursionError) as error:
             field = getattr(error, "field", source)
-            names = (ALIASES.get(field), field)
-            param = next((each for each in names if each in given), source)
+            param = next((each for each in (ALIASES.get(field), field) if each in given), source)
             raise Problem(400, str(error)[:500], param) from None
-
-    def params_of(self, body: JSON, chat: bool) -> SamplingParams:
-        """The settings of a request, of which some have other names or forms here."""
-        wish = dict(max_tokens=self.context if chat else 16) | body
-        wish["prompt_logprobs"] = body["echo"] and not chat  # if there are any
-        form = structure(body["response_format"])
-        wish["structured_outputs"] = form or body.get("structured_outputs")
-        wish["logit_bias"] = {
-            int(i) if re.fullmatch("[0-9]{1,9}", i) else i: bias
-            for i, bias in body["logit_bias"].items()
-        }
-        if chat:
-            scored = check("logprobs", body.get("logprobs", False), bool)
-            wish["logprobs"] = body.get("top_logprobs", 0 if scored else None)
-        names = wish.keys() & vars(self.defaults)
-        params = replace(self.defaults, **{name: wish[name] for name in names})
-        if chat and not params.structured_outputs:  # the user's own stop strings come first
-            params = replace(params, stop=(*params.stop, *self.tokenizer.chat_stop)[:16])
-        return params
 
     def chat_ids(self, body: JSON) -> list[int]:
         """The ids of a chat, whose contents may come in parts."""
@@ -258,57 +217,58 @@ class Server:
         for i, message in enumerate(check("messages", body.get("messages") or None, list)):
             try:
                 check("role", message["role"], str)
-                content = message.get("content")
-                if isinstance(content, list):
-                    content = "\n".join(part["text"] for part in content)
-                if not message.get("tool_calls"):
-                    check("content", content, str)
-                plain.append(message | {"content": content})
+                text = message.get("content")
+                text = "\n".join(part["text"] for part in text) if isinstance(text, list) else text
+                check("content", text, str | None if message.get("tool_calls") else str)
+                plain.append(message | {"content": text})
             except (ValueError, TypeError, KeyError):
                 place = f"messages[{i}]"
-                text = f"{place} needs a role, and text or text parts"
-                raise Problem(400, text, place) from None
+                raise Problem(400, f"{place} needs a role, and text or text parts", place) from None
         goes_on = body["continue_final_message"]
         options = dict(add_generation_prompt=body["add_generation_prompt"] and not goes_on)
         return self.tokenizer.encode_chat(plain, goes_on, **options | body["chat_template_kwargs"])
 
 
 # Of our names, those that OpenAI has another one for.
-ALIASES = {"max_tokens": "max_completion_tokens", "logprobs": "top_logprobs",
-           "structured_outputs": "response_format"}  # fmt: skip
+ALIASES = dict(max_tokens="max_completion_tokens", logprobs="top_logprobs",
+               structured_outputs="response_format")  # fmt: skip
 # Where a body says nothing. With other types than these it is refused.
-DEFAULTS = dict(
-    stream=False, stream_options={}, echo=False, logit_bias={}, response_format={"type": "text"},
-    continue_final_message=False, add_generation_prompt=True, chat_template_kwargs={},
-)  # fmt: skip
+DEFAULTS = dict(n=1, stream=False, stream_options={}, echo=False, logit_bias={},
+                response_format={"type": "text"}, chat_template_kwargs={},
+                continue_final_message=False, add_generation_prompt=True)  # fmt: skip
 # What would change the answer, and is not done: with other values than these it is refused, and
 # with any where it is None. What would not change it, such as `user` or `store`, is ignored, as are
 # unknown names.
 UNSUPPORTED = dict(
     tools=[], functions=[], suffix="", modalities=["text"], use_beam_search=False, min_tokens=0,
     bad_words=[], skip_special_tokens=True, include_stop_str_in_output=False, audio=None,
-    prompt_logprobs=None, chat_template=None, documents=None, guided_json=None, guided_regex=None,
-    guided_choice=None, guided_grammar=None, allowed_token_ids=None, truncate_prompt_tokens=None,
-)  # fmt: skip
+    prompt_logprobs=None, chat_template=None, documents=None, allowed_token_ids=None,
+    guided_json=None, guided_regex=None, guided_choice=None, guided_grammar=None)  # fmt: skip
 
 
-def checked(given: JSON) -> JSON:
-    """A body with its defaults, max_tokens under one name. Raises SettingError where it asks for
-    what is not done, or in the wrong form."""
+def checked(given: JSON, chat: bool) -> JSON:
+    """A body with its defaults, and with our names and forms of settings. Raises SettingError where
+    it asks for what is not done, or in the wrong form."""
     body = DEFAULTS | given
     for field, default in DEFAULTS.items():
         check(field, body[field], type(default))
-    if "max_completion_tokens" in body:
-        body["max_tokens"] = body["max_completion_tokens"]
     if body.get("tool_choice", body.get("function_call")) == "none":
         body |= dict(tools=[], functions=[])
-    fine = UNSUPPORTED | dict(best_of=body.get("n", 1))
-    if not body["stream"]:
-        fine["stream_options"] = {}
+    options = body["stream_options"] if body["stream"] else {}
+    fine = UNSUPPORTED | dict(best_of=body["n"], stream_options=options)
     for field, value in body.items():
         if value != fine.get(field, value):
             raise SettingError(field, "is not supported here: leave it out")
-    return body
+    if "max_completion_tokens" in body:
+        body["max_tokens"] = body["max_completion_tokens"]
+    if chat:
+        scored = check("logprobs", body.get("logprobs", False), bool)
+        body["logprobs"] = body.get("top_logprobs", 0 if scored else None)
+    form = structure(body["response_format"])
+    body["structured_outputs"] = form or body.get("structured_outputs")
+    bias = body["logit_bias"].items()
+    body["logit_bias"] = {int(i) if re.fullmatch(r"\d{1,9}", i) else i: value for i, value in bias}
+    return body | dict(prompt_logprobs=body["echo"] and not chat)  # if there are any
 
 
 # --- Answers out ----------------------------------------------------------------------------------
@@ -326,45 +286,47 @@ class Choice:
     index: int
     job: Job
     form: str
-    words: Tokenizer
-    # What has been shown: characters and tokens of the output, and characters in all.
+    server: Server
+    # What has been shown: characters and tokens of the output, characters in all, and the last
+    # finish_reason, which is "" before there was any.
     chars: int = 0
     tokens: int = 0
     offset: int = 0
-    began: bool = False
-    ended: bool = False
+    reason: str | None = ""
 
     def new(self) -> JSON | None:
-        """What has not been shown yet; None: nothing is new."""
-        job = self.job
+        """What has not been shown yet; None: nothing is new. Raises Problem at a bad end."""
+        job, is_first = self.job, self.reason == ""
         is_scored = job.params.logprobs is not None
         reason = job.finish_reason  # read first: once it is there, nothing else changes
-        tokens, text = job.tokens[self.tokens :], job.text[self.chars :]
-        if self.ended or not (reason or text or (tokens and is_scored)):
+        if reason == "error":
+            raise Problem(500, (job.matcher and job.matcher.get_error()[:100]) or BROKEN)
+        status = 503 if self.server.over else 500
+        demand(reason != "abort", status, "aborted: the server is stopping, or met an error")
+        tokens = job.tokens[self.tokens :] if is_scored else []
+        text = job.text[self.chars :]
+        if self.reason or not (reason or text or tokens):
             return None
+        self.reason = reason
         self.tokens += len(tokens)
         self.chars += len(text)
-        before = []
-        if job.params.prompt_logprobs and not self.began:  # echo
-            prompt = job.request.prompt or [Token(i) for i in job.ids[: job.prompt_len]]
-            spelt = TextStream(self.words, [], ())
-            for token in prompt:  # the last also adds the marks of a character that never ends
-                added, _ = spelt.push(token.id, token is prompt[-1])
+        if is_first and job.params.prompt_logprobs:  # echo
+            spelt, before = TextStream(self.server.tokenizer, [], ()), []
+            for token in job.request.prompt:  # the last also adds the marks of half a character
+                added, _ = spelt.push(token.id, token is job.request.prompt[-1])
                 before.append(token._replace(text=added))
-            text = spelt.text + text
-        choice = dict(index=self.index, finish_reason=reason, logprobs=None)
-        if is_scored:
-            choice["logprobs"] = self.logprobs(before + tokens)
-        opening = {} if self.began else dict(role="assistant", refusal=None)
-        choice[self.form] = text if self.form == "text" else opening | {"content": text}
-        self.began, self.ended = True, bool(reason)
-        return choice
+            tokens = before + tokens
+            text = self.server.tokenizer.decode(job.ids[: job.prompt_len]) + text
+        logprobs = self.logprobs(tokens) if is_scored else None
+        opening = dict(role="assistant", refusal=None) if is_first else {}
+        said = text if self.form == "text" else opening | {"content": text}
+        return {"index": self.index, self.form: said, "logprobs": logprobs, "finish_reason": reason}
 
     def logprobs(self, tokens: list[Token]) -> JSON:
         """Log-probabilities as a completion has them, or a chat. The tokens' texts join to the text
         of the choice, but for a stop string; what else was likely is shown as it stands in the
         vocabulary."""
-        vocabulary = pieces(self.words)
+        vocabulary = pieces(self.server.tokenizer)
 
         def entry(token: Token, i: int, value: float) -> JSON:
             word = b"".join(vocabulary[i : i + 1])  # some models' V is padded
@@ -372,55 +334,31 @@ class Choice:
             return dict(token=text, logprob=value, bytes=list(word))
 
         # Of each token those that were likely, and at the end the one that was chosen.
-        rows = [
-            [entry(token, *each) for each in (*token.top, (token.id, token.logprob))]
-            for token in tokens
-        ]
+        rows = [[entry(token, *each) for each in (*token.top, token[:2])] for token in tokens]
         if self.form != "text":
-            content = [chosen | {"top_logprobs": top} for *top, chosen in rows]
-            return dict(content=content, refusal=None)
-        offsets = []
-        for token in tokens:
-            offsets.append(self.offset)
-            self.offset += len(token.text)
+            return {"content": [chosen | {"top_logprobs": top} for *top, chosen in rows]}
+        texts = [token.text for token in tokens]
+        *offsets, self.offset = accumulate(map(len, texts), initial=self.offset)
         # With the chosen one, wherever it stands, as in vLLM; of a prompt's first there is none.
         likely = [{one["token"]: one["logprob"] for one in row} for row in rows]
         return dict(
-            tokens=[token.text for token in tokens], text_offset=offsets,
-            token_logprobs=[token.logprob for token in tokens],
-            top_logprobs=[None if None in each.values() else each for each in likely],
-        )  # fmt: skip
-
-
-def usage(requests: list[Request]) -> JSON:
-    """The tokens of a request's prompts and of all its outputs."""
-    firsts = [request.outputs[0] for request in requests]
-    old = sum(job.prompt_len for job in firsts)
-    new = sum(len(job.tokens) for request in requests for job in request.outputs)
-    return dict(
-        prompt_tokens=old, completion_tokens=new, total_tokens=old + new,
-        prompt_tokens_details=dict(cached_tokens=sum(job.cached for job in firsts)),
-    )  # fmt: skip
+            tokens=texts, text_offset=offsets, token_logprobs=[token.logprob for token in tokens],
+            top_logprobs=[None if None in each.values() else each for each in likely])  # fmt: skip
 
 
 # --- What it says of itself -----------------------------------------------------------------------
 
-HISTOGRAMS = (
-    "time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds",
-)  # fmt: skip
 BOUNDS = "0.001 0.0025 0.005 0.01 0.025 0.05 0.1 0.25 0.5 1 2.5 5 10 30 60 300 +Inf"
 
 
 def counters(engine: Engine) -> dict[str, float]:
     """What the engine counts, for /metrics and for the page."""
-    found = {f"{name}_total": value for name, value in engine.stats.items()}
-    return found | dict(
+    return {f"{name}_total": value for name, value in engine.stats.items()} | dict(
         num_requests_running=len(engine.running), num_requests_waiting=len(engine.waiting),
         kv_cache_usage_perc=1 - len(engine.pool.available) / engine.pool.num_blocks,
         spec_decode_num_drafts_total=engine.proposer.steps,
         spec_decode_num_draft_tokens_total=sum(engine.proposer.offered),
-        spec_decode_num_accepted_tokens_total=sum(engine.proposer.accepted),
-    )  # fmt: skip
+        spec_decode_num_accepted_tokens_total=sum(engine.proposer.accepted))  # fmt: skip
 
 
 def count(served: dict[str, Counter], request: Request) -> None:
@@ -429,21 +367,20 @@ def count(served: dict[str, Counter], request: Request) -> None:
     for job in request.outputs:
         served["request_success_total"][f'{{finished_reason="{job.finish_reason}"}}'] += 1
         gaps = [after - before for before, after in pairwise(job.times)]
-        for name, values in zip(HISTOGRAMS, (gaps[:1], sorted(gaps[1:]), [sum(gaps)])):
-            buckets = {
-                f'_bucket{{le="{b}"}}': bisect_right(values, float(b)) for b in BOUNDS.split()
-            }
-            served[name].update(buckets, _sum=sum(values), _count=len(values))
+        times = dict(time_to_first_token_seconds=gaps[:1], e2e_request_latency_seconds=[sum(gaps)],
+                     inter_token_latency_seconds=sorted(gaps[1:]))  # fmt: skip
+        for name, values in times.items():
+            le = {f'_bucket{{le="{b}"}}': bisect_right(values, float(b)) for b in BOUNDS.split()}
+            served[name].update(le, _sum=sum(values), _count=len(values))
 
 
 def metrics(server: Server) -> str:
     """All of it, as Prometheus reads it."""
+    kinds = dict(total="counter", seconds="histogram")
     families = {name: {"": value} for name, value in counters(server.engine).items()}
     text = ""
     for name, samples in (families | server.served).items():
-        kind = "histogram" if name in HISTOGRAMS else "gauge"
-        kind = "counter" if name.endswith("_total") else kind
-        text += f"# TYPE kilolm:{name} {kind}\n"
+        text += f"# TYPE kilolm:{name} {kinds.get(name.rpartition('_')[2], 'gauge')}\n"
         for suffix, value in dict(samples).items():
             text += f"kilolm:{name}{suffix} {value}\n"
     return text
@@ -453,14 +390,10 @@ def metrics(server: Server) -> str:
 
 # What a proxy in front could read in another way is refused: bare line feeds, folded headers, space
 # before a colon.
-HEAD = re.compile(
-    rb"([A-Z]+ [!->@-~]+)(?:\?[!-~]*)? HTTP/1\.1\r\n((?:[!-9;-~]+:[^\r\n\0]*\r\n)*\r\n)"
-)
+HEAD = r"([A-Z]+ [!->@-~]+)(?:\?[!-~]*)? HTTP/1\.1\r\n((?:[!-9;-~]+:[^\r\n\0]*\r\n){,100}\r\n)"
 # The page itself says that it may load nothing from elsewhere.
-HEADERS = (
-    "Transfer-Encoding: chunked\r\nCache-Control: no-store\r\n"
-    "X-Content-Type-Options: nosniff\r\nX-Frame-Options: DENY\r\nAllow: GET, POST\r\n"
-)
+HEADERS = ("Transfer-Encoding: chunked\r\nCache-Control: no-store\r\nAllow: GET, POST\r\n"
+           "X-Content-Type-Options: nosniff\r\nX-Frame-Options: DENY\r\n")  # fmt: skip
 JSON_TYPE, EVENTS = "application/json", "text/event-stream"
 
 
@@ -469,8 +402,8 @@ class Connection:
     """One client: reads HTTP/1.1 requests and answers them, until either side has had enough."""
 
     server: Server
-    reader: StreamReader
-    writer: StreamWriter
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
     close: bool = False
 
     @property
@@ -478,121 +411,99 @@ class Connection:
         return self.reader.at_eof() or self.writer.is_closing()
 
     async def serve(self) -> None:
-        # It may go, or fall silent, or the server end.
+        """Read requests and answer them, or say why not; until it goes, or falls silent, or the
+        server ends."""
         with suppress(OSError, EOFError, asyncio.CancelledError), closing(self.writer):
             while not self.close:
-                await self.respond()
+                self.line = self.kind = ""
+                self.headers, self.event = {}, asyncio.Event()
+                self.close = True  # unless all of the request is read
+                try:
+                    head = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), IDLE_S)
+                    self.server.busy.add(self)
+                    await self.route(head.decode("latin-1"))
+                except (OSError, EOFError):
+                    raise
+                except asyncio.LimitOverrunError:
+                    await self.refuse(431, "the headers are over 64 KiB")
+                except Problem as problem:
+                    await self.refuse(*problem.args)
+                except Exception:  # ours: the client is told no more than that
+                    traceback.print_exc()
+                    await self.refuse(500, "internal error")
+                finally:
+                    self.server.busy.discard(self)
 
-    async def respond(self) -> None:
-        """Read a request and answer it, or say why not."""
-        self.line = self.kind = ""
-        self.unread = True
-        self.headers = {}
-        self.event = asyncio.Event()
-        try:
-            async with asyncio.timeout(IDLE_S):
-                head = await self.reader.readuntil(b"\r\n\r\n")
-            self.server.busy.add(self)
-            await self.route(head)
-        except (OSError, EOFError):
-            raise
-        except Exception as error:
-            if isinstance(error, asyncio.LimitOverrunError | http.client.HTTPException):
-                error = Problem(431, f"the headers are too many, or over {MAX_HEAD} bytes")
-            elif not isinstance(error, Problem):  # ours: the client is told no more than that
-                traceback.print_exc()
-                error = Problem(500, "internal error")
-            await self.answer(error.body, error.status)
-        finally:
-            self.server.busy.discard(self)
+    async def refuse(self, status: int, message: str, param: str = "", code: str = "") -> None:
+        """Answer anything but a success, in OpenAI's shape."""
+        self.close |= self.kind == EVENTS  # a stream ends there, and with it what it waits for
+        kind = "server_error" if status >= 500 else "invalid_request_error"
+        error = dict(message=message, type=kind, param=param or None, code=code or None)
+        await self.answer({"error": error}, status)
 
-    async def route(self, head: bytes) -> None:
+    async def route(self, head: str) -> None:
         """Find out what is asked for, and whether it may be.
 
         Raises:
             Problem: any answer that is not a success.
         """
-        found = HEAD.fullmatch(head)
-        if not found:
-            raise Problem(400, "this is not an HTTP/1.1 request")
-        self.line = unquote(found[1].decode())  # such as "GET /health"
-        self.headers = http.client.parse_headers(io.BytesIO(found[2]))
+        found = re.fullmatch(HEAD, head)
+        demand(found, 400, "this is not an HTTP/1.1 request with 100 headers at most")
+        self.line = unquote(found[1])  # such as "GET /health"
+        self.headers = email.message_from_string(found[2])
         method, _, path = self.line.partition(" ")
         # What follows may be a body, and is no request: until it has been read, this is the last.
         has_body = "Content-Length" in self.headers or "Transfer-Encoding" in self.headers
-        self.unread = has_body or method == "POST"
-        one = f"GET /v1/models/{self.server.name}"
-        acts = ACTS | {one: lambda c: c.answer(c.server.model)}
-        known = [line for line in acts if line.endswith(f" {path}")]
-        if not known or (path == "/" and not PAGE.is_file()):
-            raise Problem(404, f"there is no {path[:100]}")
+        self.close = has_body or method == "POST"
+        acts = ACTS | {f"/v1/models/{self.server.name}": lambda c: c.answer(c.server.model)}
+        is_there = path in acts and (path != "/" or PAGE.is_file())
+        demand(is_there, 404, f"there is no {path[:100]}")
         if method == "OPTIONS" and self.server.args.cors:
-            await self.answer({})
-        elif self.line not in acts:
-            raise Problem(405, f"there is {known[0]}, and no {method}")
-        elif path not in ("/", "/health") and not self.may_enter():
-            raise Problem(401, "the API key is missing or wrong", code="invalid_api_key")
-        else:
-            await acts[self.line](self)
-
-    def may_enter(self) -> bool:
-        key = self.server.args.api_key
-        given = re.sub("(?i)^bearer ", "Bearer ", self.headers.get("Authorization", ""))
-        return not key or secrets.compare_digest(given.encode("latin-1"), f"Bearer {key}".encode())
+            method, path = "GET", "/health"  # a browser asks without a key: any success will do
+        right = "POST" if "/completions" in path else "GET"
+        demand(method == right, 405, f"there is {right} {path}, and no {method}")
+        key = (self.server.args.api_key or "").encode()
+        given = self.headers.get("Authorization", "")[len("Bearer ") :].encode("latin-1")
+        may_enter = path in ("/", "/health") or not key or secrets.compare_digest(given, key)
+        demand(may_enter, 401, "the API key is missing or wrong", "", "invalid_api_key")
+        await acts[path](self)
 
     async def complete(self, chat: bool) -> None:
         """Answer a completion, whole or streamed."""
         # 1) what is asked for, and whether there is room for it
         server, body = self.server, await self.read_json()
-        if server.stopping:
-            raise Problem(503, "the server is stopping")
+        demand(not server.stopping, 503, "the server is stopping")
         uid = ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12)
         # In another thread: a long text takes a while to encode, and others are being served.
         requests = await asyncio.to_thread(server.prepare, body, chat, uid)
         waiting, most = len(server.engine.waiting) + server.inbox.qsize(), server.args.max_queue
-        if waiting + len(requests) > most:
-            raise Problem(429, f"{waiting} requests are waiting, --max-queue is {most}: retry")
-        for request in requests:
-            server.inbox.put(partial(server.submit, request, self))
+        text = f"{waiting} requests are waiting, --max-queue is {most}: retry"
+        demand(waiting + len(requests) <= most, 429, text)
+        server.inbox.put(lambda: server.submit(requests, self))
         # 2) what is new, as it comes
         stream = body.get("stream")
         form = ("delta" if stream else "message") if chat else "text"
         base = dict(id=uid, object=KINDS[form], created=int(time.time()), model=server.name)
         jobs = [job for request in requests for job in request.outputs]
-        choices = [Choice(i, job, form, server.tokenizer) for i, job in enumerate(jobs)]
-        reasons = [None]
-        while not all(reasons):
+        choices = [Choice(i, job, form, server) for i, job in enumerate(jobs)]
+        ended = False
+        while not ended:
             await self.event.wait()
             self.event.clear()
-            reasons = [job.finish_reason for job in jobs]
-            for job in jobs:
-                self.check_end(job)
-            if stream:
-                for each in choices:
-                    new = each.new()
-                    if new:
-                        await self.stream(base | {"choices": [new]})
+            ended = all(request.finished for request in requests)
+            for new in filter(None, (each.new() for each in choices if stream)):
+                await self.stream(base | {"choices": [new]})
         # 3) all of it; or, of a stream, what is left: the usage, if it was asked for
-        whole = base | dict(choices=[], usage=usage(requests))
+        firsts = [request.outputs[0] for request in requests]
+        old, new = sum(job.prompt_len for job in firsts), sum(len(job.tokens) for job in jobs)
+        whole = base | dict(choices=[], usage=dict(
+            prompt_tokens_details=dict(cached_tokens=sum(job.cached for job in firsts)),
+            prompt_tokens=old, completion_tokens=new, total_tokens=old + new))  # fmt: skip
         if not stream:  # in another thread: it may be much
             whole["choices"] = [await asyncio.to_thread(each.new) for each in choices]
-            await self.answer(whole)
-            return
-        if (body.get("stream_options") or {}).get("include_usage"):
+        elif (body.get("stream_options") or {}).get("include_usage"):
             await self.stream(whole)
-        await self.answer("[DONE]")
-
-    def check_end(self, job: Job) -> None:
-        """Raise Problem where a sequence came to a bad end."""
-        if job.finish_reason in ("error", "abort"):
-            self.close = True  # which ends the others
-        match job.finish_reason:
-            case "error":
-                raise Problem(500, (job.matcher and job.matcher.get_error()[:100]) or BROKEN)
-            case "abort" if self.server.over:
-                raise Problem(503, "aborted: the server is stopping")
-            case "abort":
-                raise Problem(500, "aborted: the server met an error")
+        await self.answer("[DONE]" if stream else whole)
 
     async def watch(self) -> None:
         """Stream the engine's state to the page, ten times a second where it changes."""
@@ -609,17 +520,14 @@ class Connection:
 
     async def read_json(self) -> JSON:
         """Read the body, a JSON object."""
+        is_json = self.headers.get_content_type() == JSON_TYPE
+        demand(is_json, 415, "the body must be JSON: send Content-Type: application/json")
         length = ",".join(self.headers.get_all("Content-Length", []))
-        most = self.server.args.max_body
-        if self.headers.get_content_type() != JSON_TYPE:
-            raise Problem(415, "the body must be JSON: send Content-Type: application/json")
-        if not re.fullmatch("[0-9]{1,18}", length) or "Transfer-Encoding" in self.headers:
-            raise Problem(411, "send the body with a Content-Length")
-        if int(length) > most:
-            raise Problem(413, f"the body has {length} bytes, --max-body is {most}")
-        async with asyncio.timeout(BODY_S):
-            data = await self.reader.readexactly(int(length))
-        self.unread = False
+        plain = re.fullmatch("[0-9]{1,18}", length) and "Transfer-Encoding" not in self.headers
+        demand(plain, 411, "send the body with a Content-Length")
+        demand(int(length) <= self.server.args.max_body, 413, "the body is longer than --max-body")
+        data = await asyncio.wait_for(self.reader.readexactly(int(length)), IDLE_S)
+        self.close = False
         try:  # int() refuses NaN and Infinity, which Python would take for numbers
             return check("body", json.loads(data, parse_constant=int), dict)
         except (ValueError, RecursionError) as error:
@@ -634,40 +542,31 @@ class Connection:
         """Send a part of an answer, the first after its head."""
         if not self.kind:
             self.kind = kind
-            self.begin(status)
+            wish = self.headers.get("Connection", "").lower()
+            self.close |= self.server.stopping or wish == "close"
+            head = f"HTTP/1.1 {status} \r\n{HEADERS}Content-Type: {kind}\r\n"
+            head += f"Connection: {'close' if self.close else 'keep-alive'}\r\n"
+            if status == 429:
+                head += "Retry-After: 1\r\n"
+            if self.server.args.cors:
+                head += "Access-Control-Allow-Headers: Authorization, *\r\n"
+                head += f"Access-Control-Allow-Origin: {self.server.args.cors}\r\n"
+            self.writer.write(f"{head}\r\n".encode("latin-1"))
+            print(f"{self.line!r:.200} {'gone' if self.gone else status}", file=sys.stderr)
         text = item if isinstance(item, str) else json.dumps(item)
-        if self.kind == EVENTS:
-            text = f"data: {text}\n\n"
-        data = text.encode()
+        data = (f"data: {text}\n\n" if self.kind == EVENTS else text).encode()
         self.writer.write(b"%x\r\n%s\r\n" % (len(data), data))
         await self.writer.drain()
 
-    def begin(self, status: int) -> None:
-        """Send the head of an answer."""
-        wish = self.headers.get("Connection", "").lower()
-        self.close |= self.unread or self.server.stopping or wish == "close"
-        head = f"HTTP/1.1 {status} {http.client.responses[status]}\r\n{HEADERS}"
-        head += f"Content-Type: {self.kind}\r\n"
-        if status == 429:
-            head += "Retry-After: 1\r\n"
-        if self.close:
-            head += "Connection: close\r\n"
-        if self.server.args.cors:
-            asked = self.headers.get("Access-Control-Request-Headers", "")
-            head += f"Access-Control-Allow-Origin: {self.server.args.cors}\r\n"
-            head += f"Access-Control-Allow-Headers: {asked}\r\n"
-        self.writer.write(f"{head}\r\n".encode("latin-1"))
-        print(f"{self.line!r:.200} {'gone' if self.gone else status}", file=sys.stderr)
-
 
 ACTS = {
-    "GET /": lambda c: c.answer(PAGE.read_text("utf-8"), kind="text/html"),
-    "GET /health": lambda c: c.answer({"status": "stopping" if c.server.stopping else "ok"}),
-    "GET /metrics": lambda c: c.answer(metrics(c.server), kind="text/plain; version=0.0.4"),
-    "GET /engine": Connection.watch,
-    "GET /v1/models": lambda c: c.answer(dict(object="list", data=[c.server.model])),
-    "POST /v1/completions": lambda c: c.complete(chat=False),
-    "POST /v1/chat/completions": lambda c: c.complete(chat=True),
+    "/": lambda c: c.answer(PAGE.read_text("utf-8"), kind="text/html"),
+    "/health": lambda c: c.answer({"status": "stopping" if c.server.stopping else "ok"}),
+    "/metrics": lambda c: c.answer(metrics(c.server), kind="text/plain; version=0.0.4"),
+    "/engine": Connection.watch,
+    "/v1/models": lambda c: c.answer(dict(object="list", data=[c.server.model])),
+    "/v1/completions": lambda c: c.complete(chat=False),
+    "/v1/chat/completions": lambda c: c.complete(chat=True),
 }
 
 
@@ -687,19 +586,18 @@ def parse_args(argv: list[str] | None) -> Namespace:
 
 def command(args: Namespace, ranks: Ranks) -> int:
     """Load, and serve."""
-    key = os.environ.get("KILOLM_API_KEY")
-    args = ServerArgs(**{"api_key": key} | settings.given(ServerArgs, args))
+    args = ServerArgs(**{"api_key": os.getenv("KILOLM_API_KEY")} | settings.given(ServerArgs, args))
     if "" in (args.host, args.api_key):
         raise ValueError("--host and --api-key (or $KILOLM_API_KEY) must not be empty")
     model, proposer = load_models(args, ranks)
     if ranks.rank:
         return ranks.follow(model)
+    engine = make_engine(args, ranks, model, proposer)
     if args.max_num_batched_tokens is None and ranks.device.type == "cpu":
         # The more of a prompt a step takes, the longer all others wait for their next token: with
         # 32 tokens of prompts the 99th percentile is half of what it is with 512.
-        budget = args.max_num_seqs * (1 + proposer.k) + 32
-        args = replace(args, max_num_batched_tokens=budget)
-    return serve(make_engine(args, ranks, model, proposer), args)
+        engine.max_num_batched_tokens += 32 - CHUNK
+    return serve(engine, args)
 
 
 def serve(engine: Engine, args: ServerArgs) -> int:
@@ -712,7 +610,7 @@ def serve(engine: Engine, args: ServerArgs) -> int:
     """
     server = Server(engine, args)
 
-    def signalled(*_: Any) -> None:
+    def signalled(*_: object) -> None:
         if server.stopping:
             os._exit(1)  # the second time: at once
         server.stopping = True

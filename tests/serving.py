@@ -69,9 +69,7 @@ class Answer(NamedTuple):
         assert set(error) == {"message", "type", "param", "code"}
         assert (error["param"], error["code"]) == (param, code), error
         assert self.events or self.status == status
-        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-        kind = "server_error" if status >= 500 else kinds.get(status, "invalid_request_error")
-        assert error["type"] == kind
+        assert error["type"] == ("server_error" if status >= 500 else "invalid_request_error")
         assert error["message"] and not re.search(LEAK, error["message"]), error
         return error["message"]
 

@@ -21,6 +21,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import openai
 import pytest
@@ -655,7 +656,7 @@ MALFORMED = {
     "a byte above ASCII": (b"GET /health?\xff HTTP/1.1\r\n\r\n", 400),
     "a bare carriage return": (b"GET / HTTP/1.1\r\na: b\rc\r\n\r\n", 400),
     "NUL in a header": (b"GET / HTTP/1.1\r\na: b\0\r\n\r\n", 400),
-    "200 headers": (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n", 431),
+    "200 headers": (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n", 400),
     "one huge header": (b"GET / HTTP/1.1\r\na: " + b"b" * 70_000 + b"\r\n\r\n", 431),
     "length missing": (request_bytes(b"").replace(b"Content-Length: 0\r\n", b""), 411),
     "length negative": (request_bytes(head="Content-Length: -5\r\n"), 411),
@@ -735,7 +736,6 @@ def test_slow_clients(local, monkeypatch, capfd):
         assert parse(receive(slow))[0].status == 200
     capfd.readouterr()
     monkeypatch.setattr(server_module, "IDLE_S", 0.2)
-    monkeypatch.setattr(server_module, "BODY_S", 0.2)
     assert local.raw(b"", 5) == local.raw(b"GET / HTTP/1.1\r\n", 5) == []
     assert local.raw(request_bytes()[:-1], 5) == []
     assert len(local.raw(FIRST, 5)) == 1
@@ -850,11 +850,9 @@ def test_cors(local, monkeypatch):
     local.send("OPTIONS", COMPLETIONS).fails(405)
     monkeypatch.setitem(vars(local.args), "cors", "http://a.test")
     monkeypatch.setitem(vars(local.args), "api_key", "secret")
-    # A browser sends no key with it, but says which headers it would send.
-    wanted = {"Access-Control-Request-Headers": "authorization, content-type"}
-    answer = local.send("OPTIONS", COMPLETIONS, **wanted)
+    answer = local.send("OPTIONS", COMPLETIONS)  # a browser sends no key with it
     assert answer.status == 200
-    assert answer.headers["Access-Control-Allow-Headers"] == "authorization, content-type"
+    assert answer.headers["Access-Control-Allow-Headers"] == "Authorization, *"
     key = {"Authorization": "Bearer secret"}
     stream = local.post(COMPLETIONS, SHORT | {"stream": True}, **key)
     for each in (answer, local.get("/health"), local.get("/v1/models"), stream):
@@ -877,7 +875,7 @@ def test_errors_at_the_start(capfd, tmp_path, monkeypatch):
         parse_args(["--kv-memory", "much"])
     assert stop.value.code == 2
     served: list[server_module.ServerArgs] = []
-    for name, fake in (("load_models", lambda *_: (None, None)), ("make_engine", lambda *_: None),
+    for name, fake in (("load_models", lambda *_: (None, None)), ("make_engine", MagicMock()),
                        ("serve", lambda _, args: served.append(args) or 0)):  # fmt: skip
         monkeypatch.setattr(server_module, name, fake)
     for key, options, status in (("a", [], 0), ("a", ["--api-key", "b"], 0), ("", [], 2)):
@@ -1030,7 +1028,7 @@ def test_the_command_line_and_a_signal(tmp_path):
         server.post(COMPLETIONS, {"prompt": ["a"] * 2}, **key).fails(429)
         idle, busy = server.open(), server.open()
         assert server.send("GET", "/health", on=idle).json == {"status": "ok"}
-        body = json.dumps({**LONG, "max_tokens": 100, "stream": True})
+        body = json.dumps({**LONG, "max_tokens": 200, "stream": True})
         busy.request("POST", COMPLETIONS, body, key | {"Content-Type": "application/json"})
         response = busy.getresponse()
         assert response.headers["Access-Control-Allow-Origin"] == "http://a"
