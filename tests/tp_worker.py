@@ -108,7 +108,7 @@ def cases(models, commands, compiled=()):
             if mode:
                 quantize.quantize_model(model, mode, 8)
             if compiled:
-                compile_model(model, None, chunk=16)
+                compile_model(model, None)
             if ranks.rank:
                 tp.follow(model)
             for row in [] if ranks.rank else rows:
