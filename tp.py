@@ -20,7 +20,7 @@ alone schedules, samples and prints. Before each forward it broadcasts the integ
 it, and the other ranks do the same. What it buys: a rank holds and reads 1/n of the weights (and
 all of the embedding, of which a step reads a few rows). That is up to n times the speed where
 exchanges are quick; over gloo on two CPU cores the 45 of a step take longer than they save
-(`torchrun ... tools/bench.py latency`). Read: shard, Leader, follow, join.
+(`torchrun ... tools/bench.py latency`). Read: shard, Leader, lead, follow, join.
 """
 
 import contextlib
