@@ -8,7 +8,6 @@ is output channels, K input channels, G groups, R rows. Read: compile_model, Pac
 """
 
 import warnings
-from functools import cache
 from weakref import WeakValueDictionary
 
 import torch
@@ -24,9 +23,7 @@ from settings import CHUNK, progress
 # --- Compiled -------------------------------------------------------------------------------------
 
 
-def compile_model(
-    model: Transformer, batch_size: int | None = 1, kv_dtype: str = "auto", chunk: int = CHUNK
-) -> Transformer:
+def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str = "auto") -> None:
     """Make a finished model fast: pack its weights for the CPU and compile it, in place.
 
     On a CPU one block is compiled and serves all layers, which differ only in their tensors: that
@@ -37,7 +34,6 @@ def compile_model(
     Args:
         batch_size: of the static cache that it will run against; None: that is paged.
         kv_dtype: of that cache.
-        chunk: prompt tokens per forward, to warm up with.
 
     Raises:
         ValueError: there is no C++ compiler, which torch.compile needs on a CPU.
@@ -60,15 +56,14 @@ def compile_model(
     # Two sizes that happen to be equal now, such as the mask's and H, need not be later.
     torch.fx.experimental._config.use_duck_shape = False
     with torch.no_grad(), blame("--compile, for which a CPU needs a C++ compiler"):
-        for length in progress([1, chunk], "compiling decode, prefill"):
+        for length in progress([1, CHUNK], "compiling decode, prefill"):
             # The logits of one token, then of two: any number.
             if batch_size:
-                positions, layers = StaticCache(model, batch_size, chunk, kv_dtype).plan(0, length)
+                positions, layers = StaticCache(model, batch_size, CHUNK, kv_dtype).plan(0, length)
                 model(torch.zeros_like(positions), positions, layers, positions[0, :2].clone())
             else:
-                row = Row([0] * chunk, 0, [0] * length, min(length, 2))
-                Runner(model, chunk, 16, kv_dtype).forward([row])
-    return model
+                row = Row([0] * CHUNK, 0, [0] * length, min(length, 2))
+                Runner(model, CHUNK, 16, kv_dtype).forward([row])
 
 
 def pack_linears(model: nn.Module) -> None:
@@ -78,7 +73,7 @@ def pack_linears(model: nn.Module) -> None:
     extra weight. (Inductor's freezing packs too, but keeps a copy for each compiled graph.)
     """
     # A list of paths: a reference to a Linear would keep its plain weight alive.
-    for path in progress([path for path, _ in model.named_modules()], "packing"):
+    for path in progress([*dict(model.named_modules())], "packing"):
         linear = model.get_submodule(path)
         form = form_of(linear)
         if form:
@@ -88,38 +83,32 @@ def pack_linears(model: nn.Module) -> None:
 def form_of(linear: nn.Module) -> "type[PackedLinear] | None":
     """What packs a Linear, for its device and its kind of weight; None: nothing does. Then it stays
     as it is, and a QuantLinear is dequantised at each step."""
-    fbgemm = "fbgemm" in torch.backends.quantized.supported_engines
     match linear:
         case QuantLinear(bits=4, group_size=32 | 64 | 128 | 256, qweight=q) if has_int4(q):
             return Int4Linear
-        case QuantLinear(bits=8, scales=Tensor(is_cpu=True, shape=(_, 1)), zeros=zeros) if (
-            fbgemm and (zeros == 128).all()
-        ):
-            return Int8Linear
         case nn.Linear(weight=Tensor(is_cpu=True, dtype=dtype)) if has_arithmetic(dtype):
             return PackedLinear
-        case nn.Linear(weight=weight) | QuantLinear(qweight=weight) if (
-            fbgemm and weight.is_cpu and weight.dtype != torch.float32
-        ):
-            return HalfLinear
+        case _ if "fbgemm" not in torch.backends.quantized.supported_engines:
+            return None
+        case nn.Linear(weight=Tensor(is_cpu=True)) | QuantLinear(qweight=Tensor(is_cpu=True)):
+            by_channel = isinstance(linear, QuantLinear) and linear.scales.shape[1] == 1
+            return Int8Linear if by_channel and (linear.zeros == 128).all() else HalfLinear
     return None
 
 
 def has_int4(q: Tensor) -> bool:
     """Whether PyTorch has a fast product for (N, K / 2) bytes of two 4-bit values each."""
     N, half = q.shape
-    if q.is_cpu:
-        return N % 64 == 0 and "AVX512" in torch.backends.cpu.get_cpu_capability()
-    return q.is_cuda and N % 8 == half % 64 == 0
+    on_cpu = N % 64 == 0 and "AVX512" in torch.backends.cpu.get_cpu_capability()
+    return on_cpu if q.is_cpu else q.is_cuda and N % 8 == half % 64 == 0
 
 
 def has_arithmetic(dtype: torch.dtype) -> bool:
     """Whether oneDNN multiplies this dtype without emulating it."""
-    if dtype == torch.bfloat16:
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    if dtype == torch.float16:
-        return torch.ops.mkldnn._is_mkldnn_fp16_supported()
-    return torch.backends.mkldnn.is_available()
+    if dtype == torch.float32:
+        return torch.backends.mkldnn.is_available()
+    short = "bf16" if dtype == torch.bfloat16 else "fp16"
+    return getattr(torch.ops.mkldnn, f"_is_mkldnn_{short}_supported")()
 
 
 # --- The forms ------------------------------------------------------------------------------------
@@ -179,13 +168,13 @@ class Int8Linear(PackedLinear):
     def pack(self, linear: QuantLinear) -> None:
         signed = (linear.qweight - 128).view(torch.int8)  # in a byte, which wraps around
         # Not buffers: .to(dtype) must not round them.
-        self.scales = linear.scales.flatten()
-        self.zeros = torch.zeros(len(signed)).long()
+        scales, zeros = linear.scales.flatten(), torch.zeros(len(signed)).long()
         if self.most == 127:
             self.packed = torch.ops.onednn.qlinear_prepack(signed, None)
+            self.more = scales, zeros, None, 1.0, 0, torch.float32, "none", [], ""
         else:
             with warnings.catch_warnings(action="ignore"):  # PyTorch will drop such tensors one day
-                q = torch._make_per_channel_quantized_tensor(signed, self.scales, self.zeros, 0)
+                q = torch._make_per_channel_quantized_tensor(signed, scales, zeros, 0)
             self.packed = torch.ops.quantized.linear_prepack(q, None)
 
     def multiply(self, rows: Tensor) -> Tensor:
@@ -201,10 +190,7 @@ class Int8Linear(PackedLinear):
         if self.most == 63:
             product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
             return product(rows.float() - 64, 1.0, 64, self.packed)
-        return torch.ops.onednn.qlinear_pointwise(
-            rows, 1.0, 128, self.packed, self.scales, self.zeros, None, 1.0, 0, torch.float32,
-            "none", [], "",
-        )  # fmt: skip
+        return torch.ops.onednn.qlinear_pointwise(rows, 1.0, 128, self.packed, *self.more)
 
 
 # Rows up to which PyTorch's int4 operator is faster than dequantising a weight of 2048 x 11264 and
@@ -231,9 +217,11 @@ class Int4Linear(PackedLinear):
         else:
             self.operator = aten._weight_int4pack_mm_for_cpu
             self.packed = aten._convert_weight_to_int4pack_for_cpu(unpack_bits(q, 4).int(), 1)
+            # Not at the top of the file: torch.compile takes seconds to import.
+            self.unpack = torch.compile(dequantize, dynamic=False)
         zeros = linear.scales * (8 - linear.zeros.float())
         self.group_size = linear.group_size
-        self.scales = torch.stack((linear.scales.t(), zeros.t()))  # (2, G, N)
+        self.scales = torch.stack((linear.scales, zeros)).mT.contiguous()  # (2, G, N)
         self.rounded = self.scales.permute(1, 2, 0).bfloat16().contiguous()  # (G, N, 2)
 
     def product(self, rows: Tensor) -> Tensor:
@@ -244,9 +232,8 @@ class Int4Linear(PackedLinear):
 
     def many_rows(self, rows: Tensor) -> Tensor:
         """By pieces: the memory of the last one is used again while it is in the cache."""
-        unpack = _compiled(dequantize, dynamic=False)
         pieces = zip(self.packed.split(512), self.scales.split(512, 2))
-        return torch.cat([rows @ unpack(*piece).to(rows.dtype) for piece in pieces], -1)
+        return torch.cat([rows @ self.unpack(*piece).to(rows.dtype) for piece in pieces], -1)
 
 
 class HalfLinear(PackedLinear):
@@ -283,10 +270,6 @@ def dequantize(packed: Tensor, scales: Tensor, lanes: int = 32) -> Tensor:
     return ((q - 8) * scale + zero).flatten(0, 1)
 
 
-# For each function once, and when it is first called, as torch.compile takes seconds to import.
-_compiled = cache(torch.compile)
-
-
 # --- The operator ---------------------------------------------------------------------------------
 
 _packed = WeakValueDictionary()  # key -> PackedLinear; weak, so that it can be freed
@@ -304,5 +287,5 @@ def packed_linear(rows: Tensor, key: Tensor, out_features: int) -> Tensor:
 
 @torch.library.register_fake("kilolm::packed_linear", lib=library)
 def _empty(rows: Tensor, key: Tensor, out_features: int) -> Tensor:
-    shape = rows.shape[0], out_features  # len() would be baked in
-    return rows.new_empty(shape, dtype=torch.result_type(rows, 1.0))  # of bytes: float32
+    # len(rows) would be baked in. The product of bytes is float32.
+    return rows.new_empty((rows.shape[0], out_features), dtype=torch.result_type(rows, 1.0))

@@ -29,7 +29,9 @@ WISH = SamplingParams(temperature=0.5, seed=1, max_tokens=20, ignore_eos=True)
 @pytest.fixture(scope="module")
 def compiled(one_thread):
     torch._dynamo.reset()
-    return compile_model(load_model(DRAFT, dtype=torch.float32), chunk=32)
+    model = load_model(DRAFT, dtype=torch.float32)
+    compile_model(model)
+    return model
 
 
 @slow

@@ -95,7 +95,9 @@ def run_compiled(model, jobs, kv_dtype="auto"):
 @cache
 def compiled_twin(model, *kind):
     """A compiled copy: compile_model changes a model in place."""
-    return compile_model(copy.deepcopy(model), *kind, chunk=16)
+    model = copy.deepcopy(model)
+    compile_model(model, *kind)
+    return model
 
 
 def make(model, draft=None, speculate=0, **limits):

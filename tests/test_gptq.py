@@ -535,7 +535,7 @@ def test_a_loaded_folder_compiles(tmp_path):
     for compiled in (False, True):
         model = quantize.load(folder)
         if compiled:
-            compile_model(model, chunk=16)
+            compile_model(model)
         params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
         sequence = Sequence([1, 2, 3, 4, 5, 6, 7], params, model.config)
         cache = StaticCache(model, 1, sequence.max_len)

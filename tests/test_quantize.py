@@ -231,6 +231,7 @@ class ByOneDNN(Int8Linear):
     def pack(self, linear):
         super().pack(linear)
         self.signed = linear.qweight.double() - 128
+        self.scales = linear.scales.flatten()
 
     def product(self, rows):
         if torch.cpu._is_vnni_supported():

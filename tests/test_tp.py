@@ -18,6 +18,9 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -249,14 +252,14 @@ def refused(folder, ranks, message):
 @pytest.mark.parametrize(
     ("name", "changes", "ranks", "message"),
     [
-        ("plain", {"num_attention_heads": 8}, 3, "8 attention heads.* cannot .*3 ranks"),
-        ("plain", {"num_attention_heads": 2}, 4, "2 attention heads.* cannot .*4 ranks"),
-        ("plain", {"intermediate_size": 98}, 4, "98 feed-forward channels cannot .*4 ranks"),
-        ("narrow experts", {}, 4, "6 or 96 feed-forward channels cannot .*4 ranks"),
+        ("plain", {"num_attention_heads": 8}, 3, "num_attention_heads': 8.* cannot .*3 ranks"),
+        ("plain", {"num_attention_heads": 2}, 4, "num_attention_heads': 2.* cannot .*4 ranks"),
+        ("plain", {"intermediate_size": 98}, 4, "'intermediate_size': 98.* cannot .*4 ranks"),
+        ("narrow experts", {}, 4, "moe_intermediate_size': 6.* cannot .*4 ranks"),
         ("plain", {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 8}, 4,
-         "6 key-value heads.* cannot .*4 ranks"),
+         "num_key_value_heads': 6.* cannot .*4 ranks"),
         ("plain", {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 8}, 6,
-         "4 key-value heads.* cannot .*6 ranks"),
+         "num_key_value_heads': 4.* cannot .*6 ranks"),
         # Integers with the scales of another group; or of a group as wide as the model, as of int8.
         ("plain int4", {}, 2, "group_size 32 does not divide 48 input channels"),
         ("square int4", {}, 2, "group_size 64 does not divide 32 input channels"),
@@ -313,7 +316,6 @@ def ctrl_c():
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
-    tp._ended.clear()
 
 
 def test_followers_do_the_same(folders, ctrl_c, monkeypatch):
@@ -339,6 +341,7 @@ def test_followers_do_the_same(folders, ctrl_c, monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(tp, "Runner", follower)
+    monkeypatch.setattr(tp.dist, "get_rank", lambda: 1)
     for when in itertools.count(1):
         monkeypatch.setattr(tp.dist, "broadcast", record)
         engine, pressed = None, False
@@ -349,7 +352,7 @@ def test_followers_do_the_same(folders, ctrl_c, monkeypatch):
                 engine.step()
         except KeyboardInterrupt:
             pressed = True
-        assert tp.Leader.leads and pressed == (len(sent) >= when)
+        assert pressed == (len(sent) >= when)
         monkeypatch.setattr(tp.dist, "broadcast", lambda tensor, _: sent.append(tensor.clone()))
         tp.broadcast()
         monkeypatch.setattr(tp.dist, "broadcast", play)
@@ -364,28 +367,31 @@ def test_followers_do_the_same(folders, ctrl_c, monkeypatch):
 
 
 def test_signals(ctrl_c, monkeypatch):
-    """Ctrl-C lost, or taken for a lost rank where that rank has got it too, or the program deaf to
-    it from then on; an end sent to ranks that are in the middle of something. And a follower that
-    ends before rank 0 has printed, or while a server finishes its answers."""
+    """Ctrl-C lost, the second one too, or taken for a failure, or the program deaf to it from then
+    on; a failure that a server takes for one request's. And a follower that ends before rank 0 has
+    printed, or while a server finishes its answers."""
     monkeypatch.setattr(tp, "broadcast", lambda message: None)
     before = signal.getsignal(signal.SIGINT)
-    for keys, kind in ((press, KeyboardInterrupt), (int, ConnectionError)):
-        with pytest.raises(kind), tp.leading("forward"):
-            keys()
-            raise RuntimeError("gloo")
-        assert signal.getsignal(signal.SIGINT) is before and not tp.Leader.leads
-    monkeypatch.setattr(tp.os, "_exit", lambda status: codes.append(status))
-    with pytest.raises(KeyboardInterrupt), tp.leading("forward"):  # a rank that never comes
-        codes = []
-        press()
-        press()
-    assert codes == [130]
-    with tp.leading("forward"):
-        assert not tp.Leader.leads
-    assert tp.Leader.leads
+    for act, kind in ((press, KeyboardInterrupt), (fail, ConnectionError)):
+        with pytest.raises(kind, match=None if act is press else "fault for the test"):
+            tp.lead("forward", act)
+        assert signal.getsignal(signal.SIGINT) is before
+    assert tp.lead("forward", str, 3) == "3"
+    counts = Counter()
+    signal.signal(signal.SIGINT, lambda number, _: counts.update([number]))
+    with pytest.raises(ConnectionError):
+        tp.lead("forward", lambda: press() or press() or fail())
+    assert counts[signal.SIGINT] == 2
     monkeypatch.setattr(tp, "broadcast", lambda: press() or press(signal.SIGTERM))
-    tp.follow(None)
-    assert tp._ended == [True, True]
+    monkeypatch.setattr(tp.dist, "get_rank", lambda: 1)
+    assert tp.follow(None) == 0
+    monkeypatch.setattr(tp, "broadcast", fail)
+    with pytest.raises(CheckpointError, match=r"rank 1: .*a fault for the test"):
+        tp.follow(None)
+
+
+def fail():
+    raise MemoryError("a fault for the test")
 
 
 def test_no_pickle_and_no_fixed_port():
@@ -400,58 +406,56 @@ def test_no_pickle_and_no_fixed_port():
 @pytest.fixture
 def joining(monkeypatch):
     """Make this process take itself for a rank. Returns what it does to the group."""
-    calls = []
+    calls, place = [], []
     fakes = {
         "init_process_group": lambda backend, timeout: calls.append((backend, timeout.days > 99)),
         "destroy_process_group": lambda: calls.append("destroyed"),
-        "group": SimpleNamespace(WORLD=SimpleNamespace(group_name="everybody")),
-    }
+        "is_initialized": lambda: True, "get_rank": lambda: place[0],
+        "get_world_size": lambda: place[1],
+    }  # fmt: skip
     for name, fake in fakes.items():
         monkeypatch.setattr(tp.dist, name, fake)
     monkeypatch.setattr(tp, "broadcast", lambda: calls.append("end"))
-    monkeypatch.setattr(tp, "_world", "")
     monkeypatch.setattr(tp.time, "sleep", calls.append)
     monkeypatch.setattr(sys, "stderr", sys.stderr)  # which a rank takes and gives back
 
-    def place(*values):
-        for name, value in zip(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), values):
+    def join(*values):
+        place[:] = values
+        for name, value in zip(("RANK", "WORLD_SIZE", "LOCAL_RANK"), values):
             monkeypatch.setenv(name, str(value))
         return calls
 
-    return place
+    return join
+
+
+CLOSED = RuntimeError("[/gloo/pair.cc:553] Connection closed by peer")
 
 
 @pytest.mark.parametrize(
-    ("rank", "leads", "error", "kind"),
+    ("rank", "error", "does"),
     [
-        (0, True, None, None), (0, False, None, None), (1, False, None, None),
-        (1, False, RuntimeError("[/gloo/pair.cc:553] Connection closed by peer"), ConnectionError),
-        (1, False, torch.distributed.DistBackendError("NCCL"), ConnectionError),
-        (1, False, RuntimeError("out of memory"), RuntimeError),
-        (0, True, KeyboardInterrupt(), KeyboardInterrupt),
-        (1, False, KeyboardInterrupt(), KeyboardInterrupt),
+        (0, None, ["end"]), (1, None, []), (0, ConnectionError(), []), (1, CLOSED, []),
+        (0, RuntimeError("out of memory"), []), (1, RuntimeError("out of memory"), [3]),
+        (0, KeyboardInterrupt(), []), (1, KeyboardInterrupt(), []),
     ],
 )  # fmt: skip
-def test_join(joining, rank, leads, error, kind):
+def test_join(joining, rank, error, does):
     """Followers that are never told to stop, or where they do not wait for it, or that stop each
-    other, or wait after Ctrl-C; a deadline for the next prompt; a bug reported as a lost rank; a
-    lost rank as a traceback; a group left open."""
-    calls = joining(rank, 2, rank, 2)
-    raises = pytest.raises(kind) if error else contextlib.nullcontext()
+    other, or wait after Ctrl-C, or close their connections before they have told their error, or
+    after others have told that one is lost; a deadline for the next prompt; a group left open."""
+    calls = joining(rank, 2, rank)
+    raises = pytest.raises(type(error)) if error else contextlib.nullcontext()
     with raises as raised, tp.join(CPU) as ranks:
         assert ranks[:3] == (CPU, rank, 2) and ranks.runner is tp.Leader and ranks.shard
-        tp.Leader.leads = leads
         if error:
             raise error
-    waits = [0.1] * 30 if rank and isinstance(error, Exception) else []  # for the first to say it
-    assert calls == [("gloo", True), *["end"] * leads, "destroyed", *waits]
-    if kind is ConnectionError:
-        assert "rank 1 lost contact" in str(raised.value) and raised.value.__cause__ is error
+    assert calls == [("gloo", True), *does, "destroyed"]
+    assert not error or raised.value is error
 
 
 def test_join_of_one(joining, monkeypatch):
     """A group of one, which costs a port and an exchange for each forward."""
-    calls = joining(0, 1, 0, 1)
+    calls = joining(0, 1, 0)
     parse = lambda argv: SimpleNamespace(device="cpu")  # noqa: E731
     for _ in range(2):
         alone = settings.launch("generate.py", [], parse, lambda args, ranks: ranks, tp.join)
@@ -462,52 +466,54 @@ def test_join_of_one(joining, monkeypatch):
 @pytest.mark.parametrize(
     "env", [{"WORLD_SIZE": "2"}, {"RANK": "x"}, {"RANK": "1"}, {"WORLD_SIZE": "2", "RANK": "0"}]
 )
-def test_variables_of_torchrun_are_missing(joining, monkeypatch, env):
+def test_variables_of_torchrun_are_missing(monkeypatch, env):
     """A traceback; an error that nobody sees, as by its RANK the process is not the first."""
     for name, value in env.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(tp.time, "sleep", lambda seconds: None)
     code, out, err = tp_worker.captured(["--device", "cpu"])
     assert re.fullmatch(r"generate.py: error: .*WORLD_SIZE.*torchrun.*\n", err)
     assert (code, out) == (2, "")
 
 
 def test_gpus(joining, monkeypatch):
-    """Two ranks on one GPU, which NCCL refuses with an internal error; GPUs counted over all
-    machines, or numbered by the rank over all machines."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(str(device)))
-    calls = joining(3, 4, 1, 2)
+    """Two ranks on one GPU, which NCCL refuses with an internal error; GPUs numbered by the rank
+    over all machines."""
+    monkeypatch.setattr(torch.cuda, "set_device", lambda i: calls.append(range(2)[i]))
+    calls = joining(3, 4, 1)
     with tp.join(GPU) as ranks:
-        assert ranks[:3] == (torch.device("cuda:1"), 3, 4)
-    assert calls == ["cuda:1", ("cpu:gloo,cuda:nccl", True), "destroyed"]
-    joining(0, 4, 0, 4)
-    with pytest.raises(ValueError, match="4 ranks, 2 GPUs: lower"), tp.join(GPU):
-        pass
-    assert len(calls) == 3
+        assert ranks[:3] == (GPU, 3, 4)
+    assert calls == [1, ("cpu:gloo,cuda:nccl", True), "destroyed"]
+    joining(0, 4, 2)
+    with pytest.raises(ValueError, match=r"a GPU each or --device cpu: .*out of range"):
+        tp.join(GPU).__enter__()
+    assert ("cpu:gloo,cuda:nccl", True) not in calls[3:]
 
 
-@pytest.mark.parametrize(("rank", "ended", "waits"), [(0, False, 0), (1, False, 30), (1, True, 1)])
-def test_an_error_of_use(joining, monkeypatch, rank, ended, waits):
-    """The same error once from each rank; one that only rank 1 has, from none; its other noise."""
-    calls, err = joining(rank, 2, rank, 2), io.StringIO()
-    monkeypatch.setattr(tp, "_ended", [True] * ended)
+@pytest.mark.parametrize(
+    ("rank", "error", "text"),
+    [(0, CheckpointError("no"), "generate.py: error: no\n"),
+     (1, CheckpointError("no"), "generate.py: error: no\n"),
+     (1, CheckpointError(f"rank 1: {CLOSED}"), "")],
+)  # fmt: skip
+def test_an_error_of_use(joining, monkeypatch, rank, error, text):
+    """The same error once from each rank; one that only rank 1 has, from none; its other noise;
+    lost contact, from each of many."""
+    calls, err = joining(rank, 2, rank), io.StringIO()
     monkeypatch.setattr(sys, "stderr", err)
     monkeypatch.setattr(sys, "__stderr__", err)
 
     def run(args, ranks):
         print("noise", file=sys.stderr)
-        raise CheckpointError("no")
+        raise error
 
     def parse(argv):
         print("usage", file=sys.stderr)
         return SimpleNamespace(device="cpu")
 
-    with pytest.raises(SystemExit) as end:
-        sys.exit(settings.launch("generate.py", [], parse, run, tp.join))
-    assert end.value.code == 2
-    error = "" if ended else "generate.py: error: no\n"
-    assert err.getvalue() == ("" if rank else "usage\nnoise\n") + error
-    assert calls.count(0.1) == waits
+    assert settings.launch("generate.py", [], parse, run, tp.join) == 2
+    assert err.getvalue() == ("" if rank else "usage\nnoise\n") + text
+    assert calls.count(3) == (rank and bool(text))
 
 
 # --- Processes ------------------------------------------------------------------------------------
@@ -586,7 +592,7 @@ TEXT = ("--prompt", "ROMEO:\nWhat", "--seed", "3", "--ignore-eos", "--device", "
 SOME = (*TEXT, "--max-tokens", "8")
 LONG = (*TEXT, "--max-tokens", "9000", "--max-seq-len", "9999")
 COMMANDS = [(*SOME, "--temperature", "0", "--draft-checkpoint", str(DRAFT)),
-            (*SOME, "--num-samples", "2"), (*SOME, "--max-seq-len", "3")]  # fmt: skip
+            (*SOME, "--num-samples", "2")]  # fmt: skip
 ALL, ONE = [*tp_worker.ROWS], ["batched"]
 FEW = ["batched", "n = 3", "preempted", "draft", "int8 cache", "interrupted"]
 
@@ -594,8 +600,8 @@ FEW = ["batched", "n = 3", "preempted", "draft", "int8 cache", "interrupted"]
 @pytest.mark.parametrize(
     ("ranks", "compiled", "models", "commands"),
     [
-        (2, [], [("bundled", "", FEW), ("bundled int4", "", ONE)], COMMANDS[:2]),
-        pytest.param(2, [], [("one kv head", "", ONE)], COMMANDS[2:], marks=pytest.mark.slow),
+        (2, [], [("bundled", "", FEW), ("bundled int4", "", ONE)], COMMANDS),
+        pytest.param(2, [], [("one kv head", "", ONE)], [], marks=pytest.mark.slow),
         pytest.param(2, ["--compile"], [("bundled int4", "", FEW), ("experts", "", ONE)], [SOME],
                      marks=pytest.mark.slow),
         pytest.param(4, [], [("bundled", "", ALL), ("nine words", "", ONE),
@@ -627,9 +633,9 @@ def test_same_tokens(folders, start, tmp_path, ranks, compiled, models, commands
 
 @pytest.mark.slow
 def test_torchrun(start, tmp_path):
-    """A command line proper; and an error that each rank has: the same line from each, or from
-    none; success; ranks that wait for those who failed."""
-    for argv in (SOME, (*SOME, "--checkpoint", "/nowhere")):
+    """A command line proper; and an error that each rank has, or rank 0 alone, once it has loaded:
+    the same line from each, or from none; success; ranks that wait for those who failed."""
+    for argv in (SOME, (*SOME, "--checkpoint", "/nowhere"), (*SOME, "--max-seq-len", "3")):
         ranks, want = start("torchrun", 2, PROGRAM, *argv), tp_worker.captured(argv)
         assert bool(ranks.end(90)[0]) == bool(want[0])
         ((out, err),) = ranks.said
@@ -640,24 +646,53 @@ def test_torchrun(start, tmp_path):
         )
 
 
+def check_faults(ranks, who):
+    """Each has ended, whoever failed has said why, and the first rank has, in one line."""
+    assert all(ranks.end()), ranks.said
+    for rank, (_, err) in enumerate(ranks.said):
+        told = re.findall(".*(?:error: |Error).*", err)
+        want = "a fault for the test" if rank == who else "Connection closed"
+        assert len(told) == (rank in (0, who)) and all(want in line for line in told), err
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "who", "fault"),
-    [("torchrun", 1, ""), ("by hand", 0, ""), ("by hand", 0, "a fault for the test"),
-     ("by hand", 1, "a fault for the test")],
-)  # fmt: skip
-def test_a_rank_dies(start, how, who, fault):
-    """The others wait for it for ever, or for a sum that never comes: out of memory on one of them,
-    say. Or a follower's traceback is thrown away: what is left is that contact was lost."""
-    ranks = start(how, 2, *((WORKER, "fault", who) if fault else (PROGRAM,)), *LONG)
+@pytest.mark.parametrize("fault", ["MLP", "start"])
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_fails(start, who, fault):
+    """The others wait for a sum that never comes: out of memory on one of them, say. Or a
+    follower's error is thrown away: what is left is that contact was lost."""
+    ranks = start("by hand", 2, WORKER, "fault", who, fault, "generate", *LONG, "--num-samples", 2)
+    check_faults(ranks, who)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["MLP", "copy_blocks"])
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_of_a_server_fails(start, who, fault):
+    """Its requests get no answer, for ever, and it still says that it is well."""
+    ranks = start("by hand", 2, WORKER, "fault", who, fault, "server", "--port", 0)
+    end = time.monotonic() + 60
+    while not (found := re.search(r"http://\S+", ranks.said[0][1])):
+        assert ranks.started[0].poll() is None and time.monotonic() < end, ranks.said
+        time.sleep(0.1)
+    body = json.dumps({"prompt": "ROMEO:", "n": 2, "max_tokens": 99, "ignore_eos": True}).encode()
+    head = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{found[0]}/v1/completions", body, head)
+    with pytest.raises(urllib.error.HTTPError, match="500"):
+        urllib.request.urlopen(request, timeout=20)
+    check_faults(ranks, who)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "who"), [("torchrun", 1), ("by hand", 0), ("by hand", 1)])
+def test_a_rank_dies(start, how, who):
+    """The others wait for it for ever."""
+    ranks = start(how, 2, PROGRAM, *LONG)
     ranks.speak()
-    if not fault:
-        os.kill(ranks.pids[who], signal.SIGKILL)
+    os.kill(ranks.pids[who], signal.SIGKILL)
     assert all(ranks.end())
     if how == "by hand":
-        errors = [err for _, err in ranks.said]
-        assert errors[1 - who].count(f"error: rank {1 - who} lost contact") == 1
-        assert fault in errors[who] and "Traceback" not in errors[1 - who]
+        assert [err.count("error: ") for _, err in ranks.said] == [who, 0]
 
 
 @pytest.mark.slow

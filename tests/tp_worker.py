@@ -2,11 +2,14 @@
 
 tp_worker.py cases FOLDER      what FOLDER/cases asks for; each rank writes to FOLDER/found.RANK
                                after each case, for whoever must find where it hung
-tp_worker.py fault RANK ...    generate.py, with an exception in the middle of that rank's forward
+tp_worker.py fault RANK WHERE PROGRAM ...
+                               generate or server, with an exception of that rank's in the middle
+                               of a forward (MLP), of copy_blocks or of start
 tp_worker.py load ...          generate.py, with a model that takes a minute to load
 """
 
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -105,7 +108,7 @@ def cases(models, commands, compiled=()):
             if mode:
                 quantize.quantize_model(model, mode, 8)
             if compiled:
-                compile_model(model, None, chunk=16)
+                compile_model(model, None)
             if ranks.rank:
                 tp.follow(model)
             for row in [] if ranks.rank else rows:
@@ -132,17 +135,27 @@ def write_cases(folder):
     note("threads", " ".join(task.read_text().strip() for task in tasks))
 
 
-def fault(rank, *argv):
-    real, calls = model_module.MLP.forward, Counter()
+def fault(rank, where, program, *argv):
+    def failing(real, when):
+        calls = Counter()
 
-    def forward(self, x):
-        calls["all"] += 1
-        if calls["all"] == 60 and os.environ["RANK"] == rank:
-            raise IndexError("a fault for the test")
-        return real(self, x)
+        def call(*args):
+            calls["all"] += 1
+            if calls["all"] == when:
+                raise MemoryError("a fault for the test")
+            return real(*args)
 
-    model_module.MLP.forward = forward
-    return generate.main([*argv])
+        return call
+
+    if os.environ["RANK"] == rank:
+        match where:
+            case "MLP":  # of the second of six layers
+                model_module.MLP.forward = failing(model_module.MLP.forward, 56)
+            case "copy_blocks":
+                Runner.copy_blocks = failing(Runner.copy_blocks, 1)
+            case "start":  # rank 0 has measured blocks with one before
+                Runner.__init__ = failing(Runner.__init__, 1 if int(rank) else 2)
+    return importlib.import_module(program).main([*argv])
 
 
 def load(*argv):
