@@ -179,7 +179,6 @@ class Stored(NamedTuple):
 
 
 Files = dict[str, Stored]  # by our parameter names
-Prepare = Callable  # of an empty model and the files; returns both, changed
 
 
 def build(config: Config) -> Transformer:
@@ -194,7 +193,7 @@ def build(config: Config) -> Transformer:
 
 def load_model(
     path: Path | str, device: str | torch.device = "cpu", dtype: torch.dtype | None = None,
-    prepare: Prepare | None = None,
+    shard: Callable | None = None,
 ) -> Transformer:  # fmt: skip
     """Build the model that a Hugging Face folder describes and fill it from its safetensors files.
 
@@ -202,19 +201,22 @@ def load_model(
     against the files' headers, and only then is one tensor after another copied out of the mapped
     file: the peak is the weights plus one tensor. Nothing is unpickled.
 
+    Quantised folders, ours, GPTQ's (4 and 8 bits) and AWQ's, keep their integers, scales and zero
+    points, exactly.
+
     Args:
         path: folder with config.json and model.safetensors, or shards of it.
         device: where the weights go.
         dtype: cast them; None: what config.json says, float32 where it says nothing.
-        prepare: changes the empty model and the list of files, for one rank's share, or for a
-            quantised checkpoint; see quantize.load, which reads any folder.
+        shard: cuts the empty model and the files down to one rank's share; see tp.shard.
 
     Returns:
         The model in eval mode, without gradients.
 
     Raises:
-        CheckpointError: see load_config; or files that are missing, damaged, or hold other tensors
-            than the config asks for (the first 20 are listed, all of them counted).
+        CheckpointError: see load_config; files that are missing, damaged, or hold other tensors
+            than the config asks for (the first 20 are listed, all of them counted); or a
+            quantization_config that is unknown or contradicts the files.
     """
     path = Path(path)
     config = load_config(path)
@@ -223,10 +225,14 @@ def load_model(
     files = locate_tensors(path)
     if config.tie_word_embeddings:
         files.pop("lm_head.weight", None)  # some files store the tied matrix twice
-    if prepare:
-        model, files = prepare(model, files)
+    with blame(path):
+        files = converted(files, model)
+        insert_quantised(model, files)
+        if shard:
+            model, files = shard(model, files)
+            insert_quantised(model, files)
     check_tensors(files, model)
-    tied = model.tied
+    tied = is_tied(model)
     model.to_empty(device=device)
     if tied:
         model.lm_head.weight = model.embed_tokens.weight  # to_empty gave them a memory each
@@ -234,6 +240,29 @@ def load_model(
         tensor.copy_(files[name].read())
     model.inv_freq = rope_frequencies(config).to(device)  # to_empty and .to(dtype) spoilt it
     return model
+
+
+def insert_quantised(model: Transformer, files: Files) -> None:
+    """Put QuantLinears into an empty model where the files hold quantised weights.
+
+    Raises:
+        ValueError: a quantization_config that we do not run or that does not fit the model.
+    """
+    config = model.config.quantization
+    if config:
+        from quantize import QuantLinear, linears  # here: a plain model needs none
+
+        for parent, name, path in linears(model):
+            linear = getattr(parent, name)
+            part = next(iter(getattr(linear, "parts", [name])))  # of what is stacked, the first
+            if path.replace(name, part) + ".qweight" in files:  # unlike the lm_head of most
+                bits = supported("bits", config["bits"], 4, 8)
+                setattr(parent, name, QuantLinear(linear, bits, config["group_size"]))
+
+
+def is_tied(model: Transformer) -> bool:
+    """Whether lm_head is the embedding; once it is quantised, it is not."""
+    return getattr(model.lm_head, "weight", None) is model.embed_tokens.weight
 
 
 def named_tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:
@@ -247,7 +276,7 @@ def named_tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:
         # Those of a FusedLinear, or its quantised form; any other has one.
         parts = getattr(model.get_submodule(path), "parts", None) or {own: len(tensor)}
         for part, view in zip(parts, tensor.split([*parts.values()])):
-            if not (model.tied and part == "lm_head"):
+            if not (is_tied(model) and part == "lm_head"):
                 yield name.replace(own, part), view
 
 
@@ -334,16 +363,16 @@ FORMS = dict(gptq=("gptq", "gptq_v2"), awq=("awq", "gemm", "GEMM"))
 PLACES = dict(gptq={4: range(8), 8: range(4)}, awq={4: (0, 4, 1, 5, 2, 6, 3, 7)})
 
 
-def converted(files: Files, model: Transformer, config: JSON) -> Files:
-    """Present the files of a GPTQ or AWQ folder as those of one of our own.
+def converted(files: Files, model: Transformer) -> Files:
+    """Present the files of a GPTQ or AWQ folder as those of one of our own; others as they are.
 
     Each tensor is converted for itself; what is missing, or of a wrong shape or dtype, is so in the
     result too, and check_tensors will say it.
 
     Args:
         files: see locate_tensors.
-        model: what they are for, on the meta device.
-        config: quantization_config; gets our names, bits and group_size, for whatever it has.
+        model: what they are for, on the meta device. Its config's `quantization` gets our names,
+            bits and group_size, for whatever it has.
 
     Returns:
         The files, with qweight, scales and zeros as quantize.QuantLinear has them.
@@ -352,6 +381,9 @@ def converted(files: Files, model: Transformer, config: JSON) -> Files:
         ValueError: another tool, version or number of bits; groups that are not of neighbours
             (desc_act).
     """
+    config = model.config.quantization
+    if config.get("quant_method") == "kilolm" or not config:
+        return files
     method = supported("quant_method", config.get("quant_method"), *FORMS)
     bits = check("bits", config.setdefault("bits", config.get("w_bit")), int)
     size = check("group_size", config.setdefault("group_size", config.get("q_group_size")), int, -1)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import settings
-from checkpoint import load_config, load_model, suggested
+from checkpoint import load_model, suggested
 from kv_cache import StaticCache
 from model import Transformer
 from paged import Runner
@@ -131,7 +131,7 @@ def load_models(
         The model, or this rank's share; and who guesses, on the first rank alone.
     """
     dtype = settings.DTYPES.get(args.dtype)
-    model = load(args.checkpoint, ranks.device, dtype, ranks.shard)
+    model = load_model(args.checkpoint, ranks.device, dtype, ranks.shard)
     if args.quantize:
         from quantize import quantize_model
 
@@ -140,7 +140,7 @@ def load_models(
     if ranks.rank == 0 and args.draft_checkpoint:
         from speculative import DraftModel
 
-        draft = load(args.draft_checkpoint, ranks.device, dtype)
+        draft = load_model(args.draft_checkpoint, ranks.device, dtype)
         k = 4 if args.speculate is None else args.speculate
         proposer = DraftModel(draft, k, model.config.vocab_size)
     elif ranks.rank == 0 and args.speculate:
@@ -153,15 +153,6 @@ def load_models(
         for each in (model, *proposer.models):
             compile_model(each, batch_size, args.kv_dtype)
     return model, proposer
-
-
-def load(path: Path, *how: Any) -> Transformer:
-    """Load a checkpoint, plain or quantised. how: see checkpoint.load_model."""
-    if load_config(path).quantization:
-        from quantize import load as load_quantised
-
-        return load_quantised(path, *how)
-    return load_model(path, *how)
 
 
 def make_engine(args: EngineArgs, ranks: Ranks, model: Transformer, proposer: Proposer) -> Engine:

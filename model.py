@@ -77,11 +77,6 @@ class Transformer(nn.Module):
         self.register_buffer("inv_freq", rope_frequencies(config), persistent=False)
 
     @property
-    def tied(self) -> bool:
-        """Whether lm_head is the embedding; once it is quantised, it is not."""
-        return getattr(self.lm_head, "weight", None) is self.embed_tokens.weight
-
-    @property
     def dtype(self) -> torch.dtype:
         """Of the activations; quantised weights have others."""
         return self.embed_tokens.weight.dtype

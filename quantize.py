@@ -1,4 +1,4 @@
-"""Fewer bits for a model's weights: how they are stored, rounded, and read from a folder.
+"""Fewer bits for a model's weights: how they are rounded, and how they are stored.
 
 Decoding reads every weight once per token, so its speed is the speed of reading them: int8 halves
 the bytes of bfloat16, int4 takes a little over a quarter. A weight becomes an integer q with a
@@ -12,18 +12,17 @@ QuantLinear is the stored form and the oracle: it dequantises and multiplies. pa
 so that a processor multiplies it fast, when a model is compiled. Does not know what the Linears are
 for. In this file N is output channels, K input channels, G groups. Papers: Dettmers et al. 2022
 (int8, arXiv:2208.07339), Frantar et al. 2022 (GPTQ, arXiv:2210.17323; see tools/convert.py), Lin et
-al. 2023 (AWQ, arXiv:2306.00978). Read: QuantLinear, round_to_nearest, quantize_model, load.
+al. 2023 (AWQ, arXiv:2306.00978). checkpoint.py reads them from a
+folder. Read: QuantLinear, round_to_nearest, quantize_model.
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from checkpoint import Files, Prepare, blame, converted, load_model
 from model import Transformer
-from settings import JSON, progress, supported
+from settings import progress
 
 # --- The stored form ------------------------------------------------------------------------------
 
@@ -164,50 +163,3 @@ def linears(model: nn.Module) -> Iterator[Place]:
         above, _, name = path.rpartition(".")
         if isinstance(module, nn.Linear) and name != "gate":
             yield model.get_submodule(above), name, path
-
-
-# --- Folders --------------------------------------------------------------------------------------
-
-
-def load(
-    path: Path | str, device: str | torch.device = "cpu", dtype: torch.dtype | None = None,
-    shard: Prepare | None = None,
-) -> Transformer:  # fmt: skip
-    """checkpoint.load_model, for quantised folders too: ours, GPTQ's (4 and 8 bits) and AWQ's.
-
-    Theirs are converted while they are read, exactly: the same integers, scales and zero points.
-
-    Args:
-        shard: cuts the empty model and the files down to one rank's share; see tp.shard.
-
-    Raises:
-        CheckpointError: see load_model; or a quantization_config that is unknown or contradicts the
-            files.
-    """
-
-    def prepare(model: Transformer, files: Files) -> tuple[Transformer, Files]:
-        settings = model.config.quantization
-        with blame(path):
-            if settings and settings.get("quant_method") != "kilolm":
-                files = converted(files, model, settings)
-            insert_quantised(model, files, settings)
-            if shard:
-                model, files = shard(model, files)
-                insert_quantised(model, files, settings)
-        return model, files
-
-    return load_model(path, device, dtype, prepare)
-
-
-def insert_quantised(model: Transformer, files: Files, settings: JSON) -> None:
-    """Put QuantLinears into an empty model where the files hold quantised weights.
-
-    Raises:
-        ValueError: settings that we do not run or that do not fit the model.
-    """
-    for parent, name, path in linears(model):
-        linear = getattr(parent, name)
-        part = next(iter(getattr(linear, "parts", [name])))  # of what is stacked, the first
-        if path.replace(name, part) + ".qweight" in files:  # unlike the lm_head of most
-            bits = supported("bits", settings["bits"], 4, 8)
-            setattr(parent, name, QuantLinear(linear, bits, settings["group_size"]))

@@ -40,7 +40,7 @@ import torch.distributed as dist
 import torch.distributed.nn
 from torch import Tensor, nn
 
-from checkpoint import CheckpointError, Files, blame, build, check_tensors
+from checkpoint import CheckpointError, Files, blame, build, check_tensors, is_tied
 from model import Transformer
 from paged import Row, Runner
 from settings import Ranks
@@ -87,7 +87,7 @@ def shard(model: Transformer, files: Files, rank: int, ranks: int) -> tuple[Tran
     for block in share.layers:
         block.self_attn.register_forward_hook(add_up)  # it ends with o_proj
         block.mlp.register_forward_hook(add_up)  # and this, or its experts, with down_proj
-    if model.tied:  # of the embedding itself each rank has all, as rows are looked up
+    if is_tied(model):  # of the embedding itself each rank has all, as rows are looked up
         files["lm_head.weight"] = files["embed_tokens.weight"]
     for name, stored in files.items():
         *_, module, kind = name.split(".")  # "layers.0.self_attn.o_proj.weight"

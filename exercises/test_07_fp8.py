@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import quantize
 from checkpoint import load_model
 from model import Transformer
-from quantize import load, quantize_model
+from quantize import quantize_model
 from settings import EngineArgs
 from tools import convert
 
@@ -108,7 +108,7 @@ def test_a_folder_comes_back_as_it_was(tmp_path: Path) -> None:
     with safe_open(out / "model.safetensors", "pt") as file:
         bytes_a_weight = file.get_tensor("model.layers.0.mlp.down_proj.qweight").itemsize
     assert bytes_a_weight == 1
-    again = logits_of(load(out), IDS)
+    again = logits_of(load_model(out), IDS)
     wrong = "the folder reads as another model: does its config say that the bytes are floats?"
     assert torch.equal(again, logits_of(model, IDS)), wrong
 

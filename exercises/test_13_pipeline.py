@@ -14,10 +14,9 @@ import torch
 from common import SHAKESPEARE, bundled, needs, serve, tiny_model
 
 import tp
-from checkpoint import CheckpointError, build, locate_tensors, named_tensors
+from checkpoint import CheckpointError, build, load_model, locate_tensors, named_tensors
 from model import Config, Transformer
 from paged import Runner
-from quantize import load
 from scheduler import Engine
 from settings import SamplingParams
 
@@ -101,7 +100,7 @@ def process(rank: int, ranks: int, port: int, out: Path) -> None:
         from pp import stage
 
         with tp.join(torch.device("cpu")):
-            model = load(
+            model = load_model(
                 SHAKESPEARE, "cpu", torch.float32, lambda m, files: stage(m, files, rank, ranks)
             )
             report["layers"] = len(model.layers)

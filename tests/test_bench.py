@@ -14,7 +14,7 @@ import torch
 from conftest import ROOT, SHAKESPEARE
 from test_quantize import QWEN2, TIED, tiny_folder
 
-from checkpoint import build, load_model, named_tensors
+from checkpoint import build, is_tied, load_model, named_tensors
 from model import Config, Transformer
 from packed import HalfLinear, form_of, pack_linears
 from quantize import QuantLinear, quantize_model
@@ -407,7 +407,7 @@ def test_bytes_per_step(tmp_path, changes):
         model = load_model(tmp_path)
         model = quantize_model(model, mode, 32) if mode else model
         stored = sum(tensor.nbytes for _, tensor in named_tensors(model)) + model.inv_freq.nbytes
-        weights = stored - (not model.tied) * model.embed_tokens.weight.nbytes
+        weights = stored - (not is_tied(model)) * model.embed_tokens.weight.nbytes
         assert bytes_per_step(model, 0) == weights
         assert bytes_per_step(model, 10) == weights + kv
         for linear in model.modules():

@@ -22,8 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from checkpoint import CheckpointError
-from quantize import load
+from checkpoint import CheckpointError, load_model
 
 RAW = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64,
@@ -108,7 +107,7 @@ def refused(folder, *words, **changes):
 def load_in_time(folder):
     signal.alarm(SECONDS)
     try:
-        return load(folder)
+        return load_model(folder)
     finally:
         signal.alarm(0)
 
@@ -394,7 +393,7 @@ def test_shards(folder):
         save_file(dict(sorted(content.items())[half]), folder / file)
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../../etc"}, ')
     (folder / WEIGHTS).unlink()
-    runs(load(folder))
+    runs(load_model(folder))
     second = folder / SHARDS[1]
     content = second.read_bytes()
     for damaged in (b"", content[:-10], b"{}"):
@@ -419,19 +418,19 @@ def test_no_weights(folder):
 
 def test_harmless(folder):
     """Checks so eager that they refuse what every real checkpoint has."""
-    runs(load(folder))  # were the valid one refused, all of the above would pass for nothing
+    runs(load_model(folder))  # were the valid one refused, all of the above would pass for nothing
     for changes in (
         {"pretraining_tp": 1, "auto_map": {"a": "b.C"}}, {"rope_scaling": {"rope_type": "default"}},
         {"rope_theta": 10000, "rope_scaling": {"type": "linear", "factor": 2}},
         {"sliding_window": 8, "use_sliding_window": False},
     ):  # fmt: skip
         edit(folder, **changes)
-        runs(load(folder))
+        runs(load_model(folder))
     (folder / "generation_config.json").write_text("{}")
     (folder / "pytorch_model.bin").write_bytes(b"not even a pickle")
     change_tensors(folder, cast(NORM, torch.float16))
     change_tensors(folder, lambda t: t[NORM].fill_(math.nan))
-    runs(load(folder))
+    runs(load_model(folder))
 
 
 # --- At random ------------------------------------------------------------------------------------

@@ -14,8 +14,7 @@ from test_quantize import TIED, logits_of, standing_for, tiny_folder
 from torch import nn
 from torch.nn.functional import kl_div, log_softmax
 
-import quantize
-from checkpoint import CheckpointError, load_model, named_tensors
+from checkpoint import CheckpointError, is_tied, load_model, named_tensors
 from generate import generate
 from kv_cache import StaticCache
 from packed import compile_model
@@ -187,7 +186,7 @@ def test_calibrated_model(tmp_path, changes, skip, mode):
     size = 32 if mode == "int4" else -1
     settings = {"quant_method": "kilolm", "bits": MODES[mode], "group_size": size}
     convert.write(model, source, out, settings)
-    assert torch.equal(logits_of(quantize.load(out)), logits_of(model))
+    assert torch.equal(logits_of(load_model(out)), logits_of(model))
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -427,7 +426,7 @@ def test_folders_of_other_tools(tmp_path, name):
     """Bits in another order, zero points less one or not, outputs interleaved or not, channels in
     the wrong group: all of it loads without an error, and then rambles."""
     folder, weights, source = other_folder(tmp_path, **FOLDERS[name])
-    model = quantize.load(folder, dtype=torch.float32)
+    model = load_model(folder, dtype=torch.float32)
     plain = load_model(source, dtype=torch.float32)
     kept = 0 if "lm_head" in FOLDERS[name] else 1
     assert len(weights) == 7 * 2 + 1 - kept
@@ -439,7 +438,7 @@ def test_folders_of_other_tools(tmp_path, name):
     theirs = logits_of(plain)
     assert theirs.std() > 0.3
     torch.testing.assert_close(logits_of(model), theirs, atol=1e-4, rtol=1e-4)
-    assert model.tied == ("tie_word_embeddings" in FOLDERS[name])
+    assert is_tied(model) == ("tie_word_embeddings" in FOLDERS[name])
     names = {name for name, _ in named_tensors(model)}  # those of a folder of our own
     assert {"layers.0.self_attn.v_proj.zeros", "layers.1.mlp.up_proj.qweight"} <= names
 
@@ -502,7 +501,7 @@ def test_damaged_folders(tmp_path, name):
     damage(tensors)
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=message):
-        quantize.load(folder)
+        load_model(folder)
 
 
 @pytest.mark.parametrize("options", [{}, {"v2": True, "group_size": 16}, {"bits": 8}])
@@ -511,7 +510,7 @@ def test_groups_of_other_than_neighbours_are_refused(tmp_path, options):
     were of neighbours, the model rambles."""
     folder, _, _ = other_folder(tmp_path, desc_act=True, **options)
     with pytest.raises(CheckpointError, match=ORDER):
-        quantize.load(folder)
+        load_model(folder)
 
 
 def test_what_some_tools_write(tmp_path):
@@ -523,7 +522,7 @@ def test_what_some_tools_write(tmp_path):
         tensors[name.replace(".weight", ".bias")] = torch.zeros(len(weights[name]))
     del tensors[f"{Q}.g_idx"]
     save_file(tensors, folder / "model.safetensors")
-    found = dict(weights_of(quantize.load(folder)))
+    found = dict(weights_of(load_model(folder)))
     assert all(torch.equal(found[name], weight) for name, weight in weights.items())
 
 
@@ -533,7 +532,7 @@ def test_a_loaded_folder_compiles(tmp_path):
     folder, _, _ = other_folder(tmp_path, lm_head=True)
     chosen = []
     for compiled in (False, True):
-        model = quantize.load(folder)
+        model = load_model(folder)
         if compiled:
             compile_model(model)
         params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)

@@ -18,7 +18,7 @@ from torch import nn
 
 import packed
 import quantize
-from checkpoint import CheckpointError, build, load_config, load_model, named_tensors
+from checkpoint import CheckpointError, build, is_tied, load_config, load_model, named_tensors
 from model import FusedLinear
 from packed import HalfLinear, Int4Linear, Int8Linear, PackedLinear, form_of, pack_linears
 from quantize import (
@@ -160,7 +160,7 @@ def test_quantize_model(tmp_path, skip, changes, mode):
     assert len(paths) == 4 * 2 + 1
     assert quantize_model(model, mode, 32, skip) is model
     assert {path for *_, path in linears(model)} == {*skip}
-    assert model.tied == (changes is TIED and bool(skip))
+    assert is_tied(model) == (changes is TIED and bool(skip))
     for linear in (model.get_submodule(path) for path in paths if path not in skip):
         assert type(linear) is QuantLinear and linear.bits == MODES[mode]
         groups = 1 if mode == "int8" else linear.in_features // 32
@@ -471,10 +471,10 @@ def test_written_and_loaded_again(tmp_path, mode, keep, changes):
     options = ("--mode", mode, "--group-size", "32", *keep)
     assert cli("--checkpoint", source, *options, "--out", out) == 0
     model = quantize_model(load_model(source), mode, 32, ("lm_head",) if keep else ())
-    loaded = quantize.load(out)
+    loaded = load_model(out)
     assert torch.equal(logits_of(loaded), logits_of(model))
     assert isinstance(loaded.lm_head, nn.Linear) == bool(keep)
-    assert loaded.tied == (bool(keep) and "tie_word_embeddings" in changes)
+    assert is_tied(loaded) == (bool(keep) and "tie_word_embeddings" in changes)
     assert not loaded.training and not any(p.requires_grad for p in loaded.parameters())
     names = load_file(out / "model.safetensors")
     assert "model.layers.1.self_attn.k_proj.qweight" in names
@@ -484,7 +484,7 @@ def test_written_and_loaded_again(tmp_path, mode, keep, changes):
         parts = (f"{e}.{part}_proj" for e in range(3) for part in ("gate", "up", "down"))
         kinds = [f"experts.{part}.{t}" for part in parts for t in ("qweight", "scales", "zeros")]
         assert found == {"gate.weight", *kinds}
-    assert ("lm_head.weight" in names) == (bool(keep) and not loaded.tied)
+    assert ("lm_head.weight" in names) == (bool(keep) and not is_tied(loaded))
     config = json.loads((out / "config.json").read_text())
     assert config.pop("quantization_config") == {
         "quant_method": "kilolm", "bits": MODES[mode], "group_size": 32 if mode == "int4" else -1
@@ -501,7 +501,7 @@ def test_many_tensors_are_written_as_shards(tmp_path, monkeypatch):
         monkeypatch.setattr(convert, "SHARD", size)
         assert cli("--checkpoint", source, "--mode", "int8", "--out", out) == 0
         assert len([*out.glob("*.safetensors")]) == files
-        assert torch.equal(logits_of(quantize.load(out)),
+        assert torch.equal(logits_of(load_model(out)),
                            logits_of(quantize_model(load_model(source), "int8")))  # fmt: skip
         shutil.rmtree(out)
 
@@ -512,13 +512,13 @@ def test_load_casts_everything_but_the_scales(tmp_path):
     source, out = tiny_folder(tmp_path / "plain", **QWEN2), tmp_path / "out"
     assert cli("--checkpoint", source, "--mode", "int8", "--out", out) == 0
     stored = load_file(out / "model.safetensors")["model.layers.1.mlp.down_proj.scales"]
-    loaded = quantize.load(out, dtype=torch.bfloat16)
+    loaded = load_model(out, dtype=torch.bfloat16)
     linear = loaded.layers[1].mlp.down_proj
     assert linear.scales.dtype == torch.float32 and torch.equal(linear.scales, stored)
     assert linear.qweight.dtype == linear.zeros.dtype == torch.uint8
     assert loaded.layers[1].self_attn.qkv_proj.bias.dtype == loaded.norm.weight.dtype
     assert logits_of(loaded).dtype == torch.bfloat16
-    assert torch.equal(logits_of(quantize.load(source)), logits_of(load_model(source)))
+    assert torch.equal(logits_of(load_model(source)), logits_of(load_model(source)))
 
 
 BAD = {
@@ -564,7 +564,7 @@ def test_bad_quantization_config(quantised, tmp_path, name):
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
     (tmp_path / "model.safetensors").symlink_to(quantised / "model.safetensors")
     with pytest.raises(CheckpointError, match=message):
-        quantize.load(tmp_path)
+        load_model(tmp_path)
 
 
 def test_mixed_up_tensors_are_listed(quantised, tmp_path):
@@ -578,7 +578,7 @@ def test_mixed_up_tensors_are_listed(quantised, tmp_path):
     tensors[f"{prefix}.o_proj.zeros"] = torch.zeros(64, 2)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError) as error:
-        quantize.load(tmp_path)
+        load_model(tmp_path)
     for part in ("k_proj.qweight: missing", "k_proj.weight: ", "o_proj.scales: ", "o_proj.zeros: "):
         assert part in str(error.value)
 
@@ -613,7 +613,7 @@ def test_what_is_copied(tmp_path):
     assert modes == {file.name: 0o644 for file in SHAKESPEARE.iterdir()}
     assert out.stat().st_mode & 0o777 == 0o755
     assert {file.name for file in tmp_path.iterdir()} == {"source", "out"}
-    assert math.isfinite(logits_of(quantize.load(out)).sum())
+    assert math.isfinite(logits_of(load_model(out)).sum())
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "link"])
@@ -634,7 +634,7 @@ def test_out_that_exists_is_left_alone(tmp_path, capsys, kind):
         ("convert.save_file", OSError("disk full")),
         ("convert.save_file", SafetensorError("disk full")),
         ("convert.save_file", KeyboardInterrupt()),
-        ("convert.load", KeyboardInterrupt()),
+        ("convert.load_model", KeyboardInterrupt()),
         ("shutil.copyfile", PermissionError("disk full")),  # before the work, as is the next
         ("pathlib.Path.mkdir", PermissionError("disk full")),
     ],
@@ -650,7 +650,7 @@ def test_failing_midway_leaves_nothing_behind(tmp_path, capsys, monkeypatch, whe
     source = tiny_folder(tmp_path / "plain")
     monkeypatch.setattr("tools." * where.startswith("convert") + where, failing)
     if not where.startswith("convert"):
-        monkeypatch.setattr(convert, "load", lambda path: pytest.fail("it has begun to work"))
+        monkeypatch.setattr(convert, "load_model", lambda path: pytest.fail("it has begun to work"))
     argv = ("--checkpoint", source, "--mode", "int8", "--out", tmp_path / "out")
     if isinstance(error, KeyboardInterrupt):
         assert cli(*argv) == 130

@@ -784,9 +784,11 @@ def test_guesses_on_the_command_line(cli, flags, most):
 def test_errors_on_the_command_line(cli, flags, pattern, monkeypatch):
     """Bug: a traceback, or text without the guesses that were asked for; or ids of another
     vocabulary, which index past the end of p, or mean other words."""
-    models, load = [random_model(vocab_size=40)], command_line.load
+    models, load = [random_model(vocab_size=40)], command_line.load_model
     if flags == DRAFTED:
-        monkeypatch.setattr(command_line, "load", lambda *a: models.pop() if models else load(*a))
+        monkeypatch.setattr(
+            command_line, "load_model", lambda *a: models.pop() if models else load(*a)
+        )
     code, out, err = cli(*CLI, *flags)
     assert (code, out) == (2, "")
     assert re.fullmatch(rf"generate\.py: error: .*{pattern}.*\n", err)

@@ -106,7 +106,7 @@ def folders(tmp_path_factory):
 
 
 def share_of(folder, rank, ranks, dtype=torch.float32):
-    return quantize.load(folder, "cpu", dtype, functools.partial(tp.shard, rank=rank, ranks=ranks))
+    return load_model(folder, "cpu", dtype, functools.partial(tp.shard, rank=rank, ranks=ranks))
 
 
 # --- A rank's share -------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def test_same_logits(folders, ranks, name, mode, kv_dtype):
     lost, a bias that each rank adds, words in the order of another rank, scales of other channels
     than the integers. An int8 cache may round to the other side; and on the fly int8 has scales of
     its own for each rank's inputs: no worse."""
-    load = functools.partial(quantize.load, folders[name], "cpu", torch.float32)
+    load = functools.partial(load_model, folders[name], "cpu", torch.float32)
     exact, want = logits(load(), "", "auto"), logits(load(), mode, kv_dtype)
     share = functools.partial(share_of, folders[name], ranks=ranks)
     for found in at_once(ranks, lambda rank: logits(share(rank), mode, kv_dtype)):

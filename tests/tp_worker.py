@@ -104,7 +104,7 @@ def cases(models, commands, compiled=()):
     each command line."""
     for folder, mode, rows in models:
         with join() as ranks:
-            model = quantize.load(folder, "cpu", torch.float32, ranks.shard)
+            model = load_model(folder, "cpu", torch.float32, ranks.shard)
             if mode:
                 quantize.quantize_model(model, mode, 8)
             if compiled:

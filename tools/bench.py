@@ -40,13 +40,13 @@ import torch
 from torch import Tensor
 
 import tp
-from checkpoint import build, load_config, named_tensors
+from checkpoint import build, load_config, load_model, named_tensors
 from experts import SparseMLP
 from kv_cache import StaticCache
 from model import Config, Transformer, rope_frequencies
 from packed import compile_model
 from paged import Row, Runner
-from quantize import MODES, load, quantize_model
+from quantize import MODES, quantize_model
 from sampling import Sequence, sample
 from scheduler import STATS, Engine, Proposer
 from settings import CHUNK, DTYPES, Ranks, SamplingParams, check, launch, progress
@@ -413,7 +413,7 @@ def speculation(args: argparse.Namespace) -> int:
         check("--draft-layers", args.draft_layers, int, 1, model.config.num_hidden_layers)
         draft = first_layers(model, args.draft_layers, args.draft_noise)
     elif args.speculate:
-        draft = load(args.draft_checkpoint, model.device, DTYPES[args.dtype])
+        draft = load_model(args.draft_checkpoint, model.device, DTYPES[args.dtype])
     prompt = torch.randint(model.config.vocab_size, (args.prompt_tokens,)).tolist()
     if args.prompt_file:
         if not args.checkpoint:
@@ -958,7 +958,7 @@ def prepare(
     start, dtype = time.perf_counter(), DTYPES[args.dtype]
     share = share or args.ranks
     if args.checkpoint:
-        model = load(args.checkpoint, share.device, dtype, share.shard)
+        model = load_model(args.checkpoint, share.device, dtype, share.shard)
     else:
         model = random_model(SHAPES[args.shape], dtype, share)
     if mode != "none":

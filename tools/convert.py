@@ -28,17 +28,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from checkpoint import named_tensors, read_json
+from checkpoint import load_model, named_tensors, read_json
 from model import NoCache, Transformer, visible
-from quantize import (
-    MODES,
-    QuantLinear,
-    group_scales,
-    linears,
-    load,
-    plain_linears,
-    quantize_model,
-)  # fmt: skip
+from quantize import MODES, QuantLinear, group_scales, linears, plain_linears, quantize_model
 from settings import progress
 from tokenizer import Tokenizer
 
@@ -78,7 +70,7 @@ def convert(args: argparse.Namespace) -> None:
         if args.calibrate:
             text = args.calibrate.read_text(encoding="utf-8")
             ids = Tokenizer(args.checkpoint).encode(text)
-        model = load(args.checkpoint)
+        model = load_model(args.checkpoint)
         if args.calibrate:
             calibrate(model, ids, args.mode, size, skip)
         else:

@@ -254,14 +254,14 @@ class Kilolm(Peer):
         sys.path.insert(0, str(ROOT))
         import torch
 
+        from checkpoint import load_model
         from kv_cache import StaticCache
         from packed import compile_model
-        from quantize import load
         from scheduler import Engine
         from settings import DTYPES
 
         torch.set_num_threads(setup["threads"])
-        self.model = load(setup["folder"], setup["device"], DTYPES[setup["dtype"]])
+        self.model = load_model(setup["folder"], setup["device"], DTYPES[setup["dtype"]])
         if setup["compile"]:
             compile_model(self.model, 1)
         self.length, self.sampling = setup["length"], setup["sampling"]
