@@ -453,7 +453,7 @@ class Engine:
             self._leave(job)
 
     def _leave(self, job: Job) -> None:
-        for line in (self.running, self.waiting):
-            if job in line:
-                line.remove(job)
-                self.pool.free(job.table)
+        line = self.running if job.table.blocks else self.waiting  # which may be long
+        if job in line:
+            line.remove(job)
+            self.pool.free(job.table)
