@@ -122,13 +122,11 @@ class Proposer:
     Attributes:
         k: guesses for each sequence in a step, at most.
         models: what guesses, for the memory of its keys and values.
-        steps, offered, accepted: times that there were guesses; and by position, how many guesses
-            were made, and how many came out.
+        offered, accepted: by position, how many guesses were made, and how many came out.
     """
 
     k = 0
     models: tuple[Transformer, ...] = ()
-    steps = 0
     offered: list[int] = []  # noqa: RUF012
     accepted: list[int] = []  # noqa: RUF012
 

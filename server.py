@@ -357,7 +357,7 @@ def counters(engine: Engine) -> dict[str, float]:
     return {f"{name}_total": value for name, value in engine.stats.items()} | dict(
         num_requests_running=len(engine.running), num_requests_waiting=len(engine.waiting),
         kv_cache_usage_perc=1 - len(engine.pool.available) / engine.pool.num_blocks,
-        spec_decode_num_drafts_total=engine.proposer.steps,
+        spec_decode_num_drafts_total=sum(engine.proposer.offered[:1]),
         spec_decode_num_draft_tokens_total=sum(engine.proposer.offered),
         spec_decode_num_accepted_tokens_total=sum(engine.proposer.accepted))  # fmt: skip
 

@@ -643,7 +643,7 @@ def test_what_became_of_the_guesses():
     assert (at.stats["generation_tokens"], at.stats["computed_tokens"]) == (11, 5 + 4 + 4 + 4 + 3)
     assert sequence.output_ids == TEXT[:11]
     # 0; 1 2 and 3 refused; 4 refused; 5 6 7 and 8; 9 refused, and 10 is the last
-    assert proposer.steps == 4
+    assert proposer.offered[0] == 4
     assert proposer.offered == [4, 3, 3] and proposer.accepted == [2, 2, 1]
     assert proposer.summary() == "4 times guessed, 1.25 accepted on average (50% 67% 33%)"
     assert NGram(4).summary().startswith("0 times guessed")
