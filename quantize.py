@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from model import Transformer
-from settings import progress
+from settings import progress, supported
 
 # --- The stored form ------------------------------------------------------------------------------
 
@@ -43,7 +43,7 @@ class QuantLinear(nn.Module):
         super().__init__()
         N, K = self.out_features, self.in_features = linear.weight.shape
         G = num_groups(K, group_size)
-        self.bits = bits
+        self.bits = supported("bits", bits, *MODES.values())
         self.group_size = K // G
         with linear.weight.device:
             self.register_buffer("qweight", torch.empty(N, K * bits // 8, dtype=torch.uint8))

@@ -175,9 +175,7 @@ class Limits:
     kv_dtype: str = setting("auto", "of the cache; auto: as dtype", choices=("auto", "int8"))
     block_size: int = setting(16, "tokens in a block of the cache")
     num_blocks: int | None = setting(None, "blocks in the cache, in place of --kv-memory")
-
-    def __post_init__(self) -> None:
-        check_fields(self)
+    __post_init__ = check_fields
 
 
 @dataclass(frozen=True)
