@@ -56,7 +56,7 @@ def read_json(path: Path, optional: bool = False) -> JSON:
 # Each family we run: what its config.json may leave out, and what it does not say. An entry here
 # means that the family has been compared with `transformers`, logit by logit (tests/test_model.py).
 # Of Mistral's layers every one slides, if any does.
-MISTRAL = dict(num_key_value_heads=8, o_bias=False, use_sliding_window=True, max_window_layers=0)
+MISTRAL = dict(num_key_value_heads=8, use_sliding_window=True, max_window_layers=0)
 FAMILIES = dict(
     LlamaForCausalLM={}, MistralForCausalLM=MISTRAL | dict(sliding_window=4096),
     # Without a window unless the file names one.

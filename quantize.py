@@ -75,8 +75,8 @@ def num_groups(K: int, group_size: int) -> int:
     """
     size = K if group_size == -1 else group_size
     if size < 2 or size % 2 or K % size:
-        here = f"{K} input channels (under torchrun, of each rank): try {K & -K}"
-        raise ValueError(f"group_size {size} does not divide {here}")
+        # Under torchrun K is that of a rank.
+        raise ValueError(f"group_size {size} does not divide {K} input channels here: try {K & -K}")
     return K // size
 
 

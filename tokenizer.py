@@ -13,7 +13,6 @@ import time
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import sentencepiece
 from jinja2.sandbox import ImmutableSandboxedEnvironment as Sandbox
@@ -99,7 +98,7 @@ class Tokenizer:
         """Whether an id stands for text: not a special token, nor padding of the vocabulary."""
         return token_id < self.vocab_size and token_id not in self._hidden
 
-    def encode_chat(self, messages: list, goes_on: bool = False, /, **options: Any) -> list[int]:
+    def encode_chat(self, messages: list, goes_on: bool = False, /, **options: object) -> list[int]:
         """Render a conversation with the checkpoint's chat template, ready for the reply.
 
         Args:
