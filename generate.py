@@ -104,8 +104,7 @@ class LLM:
             ValueError: a prompt that cannot be run; then none is.
         """
         prompts = [prompts] if isinstance(prompts, str) else prompts
-        if params is None:
-            params = SamplingParams(**suggested(self.checkpoint))
+        params = SamplingParams(**suggested(self.checkpoint)) if params is None else params
         params = params if isinstance(params, list) else [params] * len(prompts)
         requests = [self.engine.prepare(*each) for each in zip(prompts, params, strict=True)]
         try:
@@ -201,9 +200,9 @@ def command(args: Namespace, ranks: Ranks) -> int:
     if sys.stdin is None and (args.chat or args.prompt_file == "-"):
         raise ValueError("stdin is closed: use --prompt TEXT or --prompt-file FILE")
     engine_args = EngineArgs(**settings.given(EngineArgs, args))
-    path = engine_args.checkpoint
-    params = SamplingParams(**suggested(path) | settings.given(SamplingParams, args))
-    tokenizer = Tokenizer(path)
+    params = suggested(engine_args.checkpoint) | settings.given(SamplingParams, args)
+    params = SamplingParams(**params)
+    tokenizer = Tokenizer(engine_args.checkpoint)
     text = args.prompt
     if args.prompt_file and ranks.rank == 0:
         file = args.prompt_file

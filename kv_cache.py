@@ -97,9 +97,7 @@ class StaticCache:
             ValueError: `end` is more than the capacity.
         """
         if end > self.max_seq_len:
-            raise ValueError(
-                f"the cache has {self.max_seq_len} positions, {end} are needed: raise --max-seq-len"
-            )
+            raise ValueError(f"the cache has room for {self.max_seq_len} tokens, {end} are needed")
         positions = self.places[start:end].expand(self.batch_size, -1)  # (B, T)
         seen = -(-end // BUCKET) * BUCKET  # rounded up
         masks = visible(self.config, positions[:1], self.places[None, :seen])

@@ -228,8 +228,8 @@ class Runner:
         # comes fresh from the system in each layer, page after page, which takes a third longer.
         # For a GPU more, so that calls are few; not measured by us.
         together = 2**21 if model.device.type == "cpu" else 2**25
-        most = together // (block_size * K * H * model.dtype.itemsize)  # as it is attended
-        self.most = min(most, num_blocks)
+        # In the bytes of what is attended, also where less is stored.
+        self.most = min(num_blocks, together // (block_size * K * H * model.dtype.itemsize))
 
     @torch.no_grad()
     def forward(self, rows: list[Row]) -> Tensor:
@@ -247,9 +247,8 @@ class Runner:
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy the content of blocks, in every layer. Each pair is (from, to)."""
         old, new = torch.tensor(pairs, device=self.model.device).unbind(1)
-        for k, v in self.pools:
-            k[new] = k[old]
-            v[new] = v[old]
+        for pool in itertools.chain(*self.pools):
+            pool[new] = pool[old]
 
     def plan(self, rows: list[Row]) -> tuple[Tensor, Tensor, list[Blocks], Tensor]:
         """Plan one forward over the new tokens of several sequences, side by side.

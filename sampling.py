@@ -281,8 +281,8 @@ def adjust_(scores: Tensor, row: Sequence) -> None:
         may = torch.frombuffer(bytearray(row.matcher.compute_logit_bias()), dtype=torch.uint8)
         scores.masked_fill_(may[: len(scores)].to(device) == 0, -torch.inf)
     if p.logit_bias:
-        ids = torch.tensor(list(p.logit_bias), device=device)
-        scores[ids] += torch.tensor(list(p.logit_bias.values()), device=device)
+        ids, bias = (each.to(device) for each in p.bias)
+        scores[ids] += bias
     if row.seen:
         # These share the arrays' memory, and must be gone before the next token is added.
         ids = torch.frombuffer(row.seen.ids, dtype=torch.int64).to(device)

@@ -122,13 +122,11 @@ class Proposer:
     Attributes:
         k: guesses for each sequence in a step, at most.
         models: what guesses, for the memory of its keys and values.
-        steps, offered, accepted: times that there were guesses; and by position, how many guesses
-            were made, and how many came out.
+        offered, accepted: by position, how many guesses were made, and how many came out.
     """
 
     k = 0
     models: tuple[Transformer, ...] = ()
-    steps = 0
     offered: list[int] = []  # noqa: RUF012
     accepted: list[int] = []  # noqa: RUF012
 
@@ -453,7 +451,7 @@ class Engine:
             self._leave(job)
 
     def _leave(self, job: Job) -> None:
-        for line in (self.running, self.waiting):
-            if job in line:
-                line.remove(job)
-                self.pool.free(job.table)
+        line = self.running if job.table.blocks else self.waiting  # which may be long
+        if job in line:
+            line.remove(job)
+            self.pool.free(job.table)

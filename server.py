@@ -299,8 +299,9 @@ class Choice:
         job, is_first = self.job, self.reason == ""
         is_scored = job.params.logprobs is not None
         reason = job.finish_reason  # read first: once it is there, nothing else changes
-        if reason == "error":
-            raise Problem(500, (job.matcher and job.matcher.get_error()[:100]) or BROKEN)
+        if reason == "error":  # of its structure, which became too complex, or of the model
+            complaint = job.matcher and job.matcher.get_error()
+            raise Problem(400 if complaint else 500, (complaint or BROKEN)[:100])
         status = 503 if self.server.over else 500
         demand(reason != "abort", status, "aborted: the server is stopping, or met an error")
         tokens = job.tokens[self.tokens :] if is_scored else []
@@ -356,7 +357,7 @@ def counters(engine: Engine) -> dict[str, float]:
     return {f"{name}_total": value for name, value in engine.stats.items()} | dict(
         num_requests_running=len(engine.running), num_requests_waiting=len(engine.waiting),
         kv_cache_usage_perc=1 - len(engine.pool.available) / engine.pool.num_blocks,
-        spec_decode_num_drafts_total=engine.proposer.steps,
+        spec_decode_num_drafts_total=sum(engine.proposer.offered[:1]),
         spec_decode_num_draft_tokens_total=sum(engine.proposer.offered),
         spec_decode_num_accepted_tokens_total=sum(engine.proposer.accepted))  # fmt: skip
 

@@ -12,7 +12,9 @@ import sys
 import time
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from copy import copy
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -132,7 +134,14 @@ class SamplingParams:
             raise SettingError("stop", "takes up to 16 strings of 1 to 256 characters")
         check_items("stop_token_ids", self.stop_token_ids, list | tuple, int, 0)
         check_items("logit_bias", self.logit_bias, dict, int, 0)
+        if len(self.logit_bias) > 1024:
+            raise SettingError("logit_bias", f"has {len(self.logit_bias)} entries, of 1024 at most")
         check_items("logit_bias", self.logit_bias.values(), Iterable, float, -100, 100)
+
+    @cached_property
+    def bias(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """logit_bias as ids and values."""
+        return torch.tensor([*self.logit_bias]), torch.tensor([*self.logit_bias.values()])
 
     @property
     def penalises(self) -> bool:
@@ -143,7 +152,10 @@ class SamplingParams:
         """The parameters of each of the n continuations, whose seeds count up (and wrap around)."""
         if self.seed is None:
             return [self] * self.n
-        return [replace(self, seed=(self.seed + i + 2**63) % 2**64 - 2**63) for i in range(self.n)]
+        parts = [copy(self) for _ in range(self.n)]  # unlike replace(), this checks nothing again
+        for i, part in enumerate(parts):
+            vars(part)["seed"] = (self.seed + i + 2**63) % 2**64 - 2**63
+        return parts
 
 
 # --- The engine's settings ------------------------------------------------------------------------

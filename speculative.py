@@ -102,7 +102,6 @@ class Guesser(Proposer):
         more = draw(torch.stack(rest), u).tolist()
         results = []
         for job, guess, part, n, one in zip(jobs, guesses, logits.split(sizes), stand, more):
-            self.steps += bool(guess.ids)
             for i in range(len(guess.ids)):
                 self.offered[i] += 1
                 self.accepted[i] += i < n
@@ -113,8 +112,9 @@ class Guesser(Proposer):
     def summary(self) -> str:
         """What became of the guesses, in a line."""
         rates = " ".join(f"{a / n:.0%}" for a, n in zip(self.accepted, self.offered) if n)
-        mean = sum(self.accepted) / (self.steps or 1)
-        return f"{self.steps} times guessed, {mean:.2f} accepted on average ({rates})"
+        times = self.offered[0]
+        mean = sum(self.accepted) / (times or 1)
+        return f"{times} times guessed, {mean:.2f} accepted on average ({rates})"
 
 
 class NGram(Guesser):

@@ -13,7 +13,7 @@ Knows the tokenizer, not who samples. Papers: Willard and Louf 2023 (arXiv:2307.
 
 import json
 import re
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 from model import Config
@@ -22,6 +22,11 @@ from tokenizer import Tokenizer
 
 # Between the parts of JSON: indented lines at most, or a weak model writes spaces until its length.
 SPACES = {"whitespace_pattern": "( |\n {0,20})?"}
+# Characters of a schema, a regex, ...: 10,000 words, which compile in a tenth of a second.
+MAX_LENGTH = 2**18
+# All at once they must hold: whether any text can do that takes a second for 16 of them, and three
+# times as long for each one more.
+MAX_PATTERNS = 14
 # GPT-2's spelling of bytes: printable ones are themselves, the others follow from U+0100.
 BYTE_LEVEL = dict(enumerate([*range(33), *range(127, 161), 173], 256))
 
@@ -45,12 +50,19 @@ def matcher(tokenizer: Tokenizer, config: Config, wish: JSON) -> Any:
         kind = supported("it", " and ".join(check("it", wish, dict)), *kinds)
         text = check(kind, wish[kind], kinds[kind])
         # As a text: of objects that are nested too deeply llguidance would crash.
-        text = text if isinstance(text, str) else json.dumps(text)
+        text = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
+        check("its length", len(text), int, 0, MAX_LENGTH)
+        patterns = text.count('"pattern"') if "allOf" in text else 0
+        check("the number of patterns beside an allOf", patterns, int, 0, MAX_PATTERNS)
         grammar = llguidance.grammar_from(kind, text)
         if kind == "json":
             grammar = llguidance.LLMatcher.grammar_from_json_schema(text, SPACES)
         words = vocabulary(tokenizer, config.vocab_size, config.eos_ids)
-        made = llguidance.LLMatcher(words, grammar, log_level=0)
+        if words.decode_bytes(words.tokenize_str(text)) != text.encode():
+            raise ValueError("the tokenizer has not all of its characters, and cannot spell it")
+        limits = llguidance.LLParserLimits(max_items_in_row=MAX_LENGTH)  # a choice of 2,000 words
+        made = llguidance.LLMatcher(words, grammar, log_level=0, limits=limits)
+        made.compute_logit_bias()  # what cannot even begin is known here
         if made.is_error():
             raise ValueError(made.get_error())
     except Exception as error:  # compilers raise anything for a bad schema
@@ -63,14 +75,25 @@ def vocabulary(tokenizer: Tokenizer, V: int, eos_ids: tuple[int, ...]) -> Any:
     """The trie of a model's tokens. One more than V: in case it has no EOS."""
     import llguidance
 
-    # How a text is spelt, with what else llguidance asks of a tokenizer.
-    words = partial(tokenizer.encode, add_special=False)
-    vars(words).update(
-        tokens=(pieces(tokenizer) + [b""] * (V + 1))[: V + 1],
+    spelt = pieces(tokenizer)
+
+    def spell(text: str) -> list[int]:
+        """The ids of a text that must come next. Many tokenizers put a space in front of what they
+        take for a beginning, so something stands before it. Some drop spaces, or have a special
+        token of this name: then it is spelt by the longest pieces."""
+        first, ids = (tokenizer.encode(each, add_special=False) for each in ("\2", f"\2{text}"))
+        ids = ids[len(first) :]
+        plain = b"".join(spelt[i] for i in ids if tokenizer.is_text(i))
+        return ids if plain == text.encode() else trie.greedy_tokenize(text)
+
+    # With what else llguidance asks of a tokenizer.
+    vars(spell).update(
+        tokens=(spelt + [b""] * (V + 1))[: V + 1],
         special_token_ids=[i for i in range(V + 1) if not tokenizer.is_text(i)],
         is_tokenizer_wrapper=True, eos_token_id=V, bos_token_id=None,
     )  # fmt: skip
-    return llguidance.LLTokenizer(words, eos_token=[*eos_ids] or [V])
+    trie = llguidance.LLTokenizer(spell, eos_token=[*eos_ids] or [V])
+    return trie
 
 
 @cache

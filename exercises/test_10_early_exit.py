@@ -64,7 +64,7 @@ def test_the_draft_has_no_cache_of_its_own() -> None:
 def test_the_text_is_that_of_the_model(layers: int) -> None:
     model = tiny_model(num_hidden_layers=4)
     sequence, draft = speak(model, IDS, layers)
-    assert draft.steps, "nothing was guessed"
+    assert draft.offered[0], "nothing was guessed"
     assert sequence.output_ids == write(model, IDS, 16).output_ids
 
 
@@ -87,7 +87,7 @@ def test_in_the_engine_each_gets_what_it_gets_alone() -> None:
     texts = [[*range(2, 2 + n)] for n in (3, 10, 6)]
     params = SamplingParams(max_tokens=12, seed=5, n=2, ignore_eos=True)
     requests = serve(engine, *((ids, params) for ids in texts))
-    assert engine.proposer.steps
+    assert engine.proposer.offered[0]
     assert engine.stats["num_preemptions"]
     for ids, request in zip(texts, requests):
         for got, wish in zip(request.outputs, params.split()):

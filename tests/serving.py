@@ -198,7 +198,7 @@ def make_args(*options: str, **more: Any) -> ServerArgs:
 class Local(Client):
     """The server in two threads of this process."""
 
-    def __init__(self, *options: str, **limits: Any) -> None:
+    def __init__(self, *options: str, model: Any = model, **limits: Any) -> None:
         small = {"num_blocks": 128, "max_num_seqs": 8, "max_num_batched_tokens": 32}
         self.args = make_args("--max-body", "200000", *options, **small | limits)
         self.engine = make_engine(self.args, Ranks(torch.device("cpu")), model(), None)

@@ -78,7 +78,7 @@ def cli(capsys, monkeypatch):
             pytest.fail("Ctrl-C came out of main()")
         return Result(code, *capsys.readouterr(), (*sequences,))
 
-    monkeypatch.setattr(generate, "load", load_once)
+    monkeypatch.setattr(generate, "load_model", load_once)
     monkeypatch.setattr(generate, "stream", streaming)
     return run
 
@@ -321,7 +321,7 @@ def test_bad_checkpoints(cli, folder, tmp_path):
     for name in ("tokenizer_config.json", "tokenizer.model", "model.safetensors", "config.json"):
         content = (folder / name).read_bytes()
         (folder / name).unlink()
-        generate.load = load_model  # not what was loaded before
+        generate.load_model = load_model  # not what was loaded before
         result = cli("--checkpoint", folder, "--prompt", "a", "--max-tokens", 1)
         if name == "tokenizer_config.json":
             assert result.code == 0
@@ -335,7 +335,7 @@ def test_weights_that_give_nan(cli, folder):
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"].fill_(math.nan)
     save_file(weights, folder / "model.safetensors")
-    generate.load = load_model  # not what was loaded before
+    generate.load_model = load_model  # not what was loaded before
     for path in PATHS.values():
         fails(cli("--checkpoint", folder, "--prompt", "a", *path), "NaN")
 
@@ -427,7 +427,7 @@ def test_interrupt(cli, interrupt, monkeypatch):
     (got,) = result.sequences
     assert (got.finish_reason, got.output_ids) == ("interrupted", ids_of(want))
     assert cli(*SEEDED, *interrupt(1))[:3] == (130, "\n", "")  # statistics of no tokens
-    monkeypatch.setattr(generate, "load", lambda *_: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(generate, "load_model", lambda *_: signal.raise_signal(signal.SIGINT))
     assert cli(*SEEDED)[:3] == (130, "", "")
 
 

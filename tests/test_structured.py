@@ -6,10 +6,13 @@ request alone, without guesses.
 
 import copy
 import functools
+import itertools
 import json
 import random
 import re
 import sys
+import threading
+import time
 
 import jsonschema
 import llguidance
@@ -136,7 +139,7 @@ def test_a_structure_that_becomes_too_complex(monkeypatch):
 
     class Limited:
         def __new__(cls, *args, **options):
-            return made(*args, **options, limits=limits)
+            return made(*args, **options | {"limits": limits})
 
         grammar_from_json_schema = made.grammar_from_json_schema
 
@@ -220,17 +223,63 @@ BAD = {
     "no JSON in Python": ({"json": {"enum": [{1}]}}, "."),
     "no text for a name": ({5: "a"}, "."),
     "nested too deeply": ({"json": NESTED}, "."),
-}
+    "too many words": ({"choice": [f"word {i}" for i in range(100_000)]}, "length must be int in"),
+    "too many at once": ({"json": {"allOf": [{"pattern": f".*{i}.*"} for i in range(99)]}},
+                         "number of patterns .* is 99"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["enum", "choice", "grammar"])
+def test_large_structures_work(kind):
+    """2,000 words were too many as a choice, where 5,000 worked as an enum."""
+    draw = random.Random(kind)
+    words = ["".join(draw.choices("abcdefgh \u00e9", k=draw.randint(4, 30))) for _ in range(5000)]
+    wish = {"choice": words}
+    if kind == "enum":
+        wish = {"json": {"enum": words}}
+    elif kind == "grammar":
+        wish = {"grammar": "start: " + " | ".join(map(json.dumps, words))}
+    at = engine()
+    request = at.add_request("a", SamplingParams(structured_outputs=wish, max_tokens=99, seed=1))
+    drain(at)
+    text = request.outputs[0].text
+    assert (json.loads(text) if kind == "enum" else text) in words
+
+
+def test_what_cannot_begin_is_refused(monkeypatch):
+    """A request whose first mask fails ran, and ended with a 500."""
+    few = llguidance.LLParserLimits(max_lexer_states=3)
+    monkeypatch.setattr(llguidance, "LLParserLimits", lambda **_: few)
+    with pytest.raises(SettingError, match="too many states"):
+        matcher(TOKENIZER, MODEL.config, {"choice": [f"{i} words" for i in range(20)]})
+
+
+def test_others_go_on_while_a_structure_is_compiled():
+    """A schema of half a second that stopped the event loop, and with it every stream."""
+    words = [f"word {i * 7919} of many" for i in range(10_000)]
+    ticks, done = [], threading.Event()
+
+    def tick():
+        while not done.wait(0.002):
+            ticks.append(time.perf_counter())
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    matcher(TOKENIZER, MODEL.config, {"choice": words})
+    done.set()
+    thread.join()
+    assert max(b - a for a, b in itertools.pairwise(ticks)) < 0.3
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_does_not_compile_is_refused(name):
+def test_what_does_not_compile_is_refused(name, capfd):
     """A request that waits for a mask that never comes."""
     wish, message = BAD[name]
     at = engine()
     with pytest.raises(SettingError, match=f"^structured_outputs (.|\n)*{message}") as caught:
         at.add_request("a", SamplingParams(structured_outputs=wish))
     assert caught.value.field == "structured_outputs" and not at.queue
+    assert capfd.readouterr() == ("", "")  # no backtrace
 
 
 def test_without_the_extra_or_a_matcher(monkeypatch):

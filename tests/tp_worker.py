@@ -79,7 +79,7 @@ def run(model, runner, params, n=1, times=1, press=None, guesses=0, **options):
                 counts["interrupted"] += 1
                 engine.reset()
     # Else the row is not what its name says.
-    assert not engine.proposer.k or engine.proposer.steps
+    assert not engine.proposer.k or engine.proposer.offered[0]
     assert engine.pool.num_blocks == 99 or engine.stats["num_preemptions"]
     if runner is tp.Leader:
         assert (counts["copy_blocks"] > 0) == (n > 1) and counts["interrupted"] == bool(press)
@@ -159,7 +159,7 @@ def fault(rank, where, program, *argv):
 
 
 def load(*argv):
-    generate.load = lambda *args: print("loading", flush=True) or time.sleep(60)
+    generate.load_model = lambda *args: print("loading", flush=True) or time.sleep(60)
     return generate.main([*argv])
 
 

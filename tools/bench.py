@@ -455,7 +455,7 @@ def speculation(args: argparse.Namespace) -> int:
             continue
         speeds = [(args.new_tokens - 1) / (s.times[-1] - s.times[1]) for s in (plain, guessed)]
         ratio = speeds[1] / speeds[0]
-        mean = sum(proposer.accepted) / max(1, proposer.steps)
+        mean = sum(proposer.accepted) / max(1, proposer.offered[0])
         cost = costs[1] / costs[0] if draft else 0.0
         theory = (1 + mean) / (1 + k * cost)
         same = sum(a == b for a, b in zip(plain.output_ids, guessed.output_ids, strict=True))
