@@ -12,7 +12,6 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,10 +46,9 @@ def blame(what: Path | str) -> Iterator[None]:
 
 def read_json(path: Path, optional: bool = False) -> JSON:
     """Read a JSON object; {} where an optional file is not there."""
-    if optional and not path.is_file():
-        return {}
     with blame(path):
-        return check("its content", json.loads(path.read_text(encoding="utf-8")), dict)
+        text = "{}" if optional and not path.is_file() else path.read_text(encoding="utf-8")
+        return check("its content", json.loads(text), dict)
 
 
 # --- config.json ----------------------------------------------------------------------------------
@@ -58,13 +56,12 @@ def read_json(path: Path, optional: bool = False) -> JSON:
 # Each family we run: what its config.json may leave out, and what it does not say. An entry here
 # means that the family has been compared with `transformers`, logit by logit (tests/test_model.py).
 # Of Mistral's layers every one slides, if any does.
-MISTRAL = dict(num_key_value_heads=8, o_bias=False, use_sliding_window=True, max_window_layers=0)
+MISTRAL = dict(num_key_value_heads=8, use_sliding_window=True, max_window_layers=0)
 FAMILIES = dict(
     LlamaForCausalLM={}, MistralForCausalLM=MISTRAL | dict(sliding_window=4096),
     # Without a window unless the file names one.
     MixtralForCausalLM=MISTRAL | dict(num_experts=8, num_experts_per_tok=2, rms_norm_eps=1e-5,
-        rope_theta=1e6),
-    Qwen2ForCausalLM=dict(num_key_value_heads=32, qkv_bias=True, o_bias=False),
+        rope_theta=1e6), Qwen2ForCausalLM=dict(num_key_value_heads=32, qkv_bias=True, o_bias=False),
     Qwen3ForCausalLM=dict(num_key_value_heads=32, head_dim=128, qk_norm=True),
     Qwen3MoeForCausalLM=dict(num_key_value_heads=4, qk_norm=True, num_experts_per_tok=8,
         norm_topk_prob=False))  # fmt: skip
@@ -72,8 +69,7 @@ FAMILIES = dict(
 ONLY = dict(hidden_act="silu", partial_rotary_factor=1.0, scoring_func="softmax", n_group=1)
 # What a file of any family may leave out, or may not: the check of a None will say so.
 USUAL = ONLY | dict(vocab_size=None, intermediate_size=None, attention_bias=False, num_experts=1,
-    sliding_window=None, use_sliding_window=False, max_window_layers=28, eos_token_id=[],
-    torch_dtype="float32")  # fmt: skip
+    use_sliding_window=False, eos_token_id=[], torch_dtype="float32")  # fmt: skip
 # The numbers that each way of stretching rope needs.
 ROPES = dict(default=(), linear=("factor",), llama3=("factor", "low_freq_factor",
     "high_freq_factor", "original_max_position_embeddings"))  # fmt: skip
@@ -147,12 +143,11 @@ def layer_windows(raw: JSON) -> tuple:
     Example: 3 layers, sliding_window 5, max_window_layers 1: (None, 5, 5)
     """
     layers = check("num_hidden_layers", raw.get("num_hidden_layers"), int, 1, 1024)
-    window = raw["sliding_window"] if raw["use_sliding_window"] else None
-    full = raw["max_window_layers"]
-    usual = ["full_attention" if i < full else "sliding_attention" for i in range(layers)]
-    kinds = check("layer_types", raw.get("layer_types", usual), list)
-    seen = dict(full_attention=None, sliding_attention=check("sliding_window", window, int | None))
-    return tuple(seen[supported("layer_types", kind, *seen)] for kind in kinds)
+    window = raw.get("sliding_window") if raw["use_sliding_window"] else None
+    full = raw.get("max_window_layers", 28)
+    auto = ["full_attention" if i < full else "sliding_attention" for i in range(layers)]
+    far = dict(full_attention=None, sliding_attention=check("sliding_window", window, int | None))
+    return tuple(far[supported("layer_types", kind, *far)] for kind in raw.get("layer_types", auto))
 
 
 def suggested(path: Path | str) -> JSON:
@@ -218,11 +213,10 @@ def load_model(
             than the config asks for (the first 20 are listed, all of them counted); or a
             quantization_config that is unknown or contradicts the files.
     """
-    path = Path(path)
     config = load_config(path)
     with torch.device("meta"):
         model = build(config).to(dtype or config.dtype)
-    files = locate_tensors(path)
+    files = locate_tensors(Path(path))
     if config.tie_word_embeddings:
         files.pop("lm_head.weight", None)  # some files store the tied matrix twice
     with blame(path):
@@ -232,11 +226,10 @@ def load_model(
             model, files = shard(model, files)
             insert_quantised(model, files)
     check_tensors(files, model)
-    tied = is_tied(model)
     model.to_empty(device=device)
-    if tied:
+    if model.config.tie_word_embeddings and hasattr(model.lm_head, "weight"):  # not quantised
         model.lm_head.weight = model.embed_tokens.weight  # to_empty gave them a memory each
-    for name, tensor in progress([*named_tensors(model)], f"loading {path.name}"):
+    for name, tensor in progress([*named_tensors(model)], f"loading {Path(path).name}"):
         tensor.copy_(files[name].read())
     model.inv_freq = rope_frequencies(config).to(device)  # to_empty and .to(dtype) spoilt it
     return model
@@ -256,8 +249,7 @@ def insert_quantised(model: Transformer, files: Files) -> None:
             linear = getattr(parent, name)
             part = next(iter(getattr(linear, "parts", [name])))  # of what is stacked, the first
             if path.replace(name, part) + ".qweight" in files:  # unlike the lm_head of most
-                bits = supported("bits", config["bits"], 4, 8)
-                setattr(parent, name, QuantLinear(linear, bits, config["group_size"]))
+                setattr(parent, name, QuantLinear(linear, config["bits"], config["group_size"]))
 
 
 def is_tied(model: Transformer) -> bool:
@@ -326,22 +318,20 @@ def spelt_out(name: str, stored: Stored) -> Files:
     if last not in STACKED:
         return {name: stored}
     experts = range(check("experts", stored.shape[0], int, 1, 1024))
-    names = [f"{above}.{e}.{part}.weight" for e in experts for part in STACKED[last]]
-    split = stored.changed(lambda stack: stack.flatten(0, 1).unflatten(0, (len(names), -1)))
-    return {each: split.changed(itemgetter(i)) for i, each in enumerate(names)}
+    ours = [f"{above}.{e}.{part}.weight" for e in experts for part in STACKED[last]]
+    cut = stored.changed(lambda stack: stack.flatten(0, 1).unflatten(0, (len(ours), -1)))
+    return {each: cut.changed(partial(torch.select, dim=0, index=i)) for i, each in enumerate(ours)}
 
 
-# Those that a weight of 16 or 32 bits may have: it is cast.
-FLOATS = dict(F32="float", F16="float", BF16="float")
+# A float, in the words of files and of torch: it is cast. What else is stored must be as it is.
+FLOATS = dict.fromkeys(("F32", "F16", "BF16", torch.float64, *DTYPES.values()), "float")
 
 
 def check_tensors(files: Files, model: Transformer) -> None:
     """Raise one CheckpointError that lists the tensors which are not stored as the model, on the
     meta device, wants them."""
     have = {name: f"{FLOATS.get(at.kind, at.kind)} {at.shape}" for name, at in files.items()}
-    want = {}
-    for name, tensor in named_tensors(model):
-        want[name] = f"{'float' if tensor.is_floating_point() else 'U8'} {tuple(tensor.shape)}"
+    want = {n: f"{FLOATS.get(t.dtype, 'U8')} {tuple(t.shape)}" for n, t in named_tensors(model)}
     wrong = sorted(dict(have.items() ^ want.items()))  # what is in one of them only
     lines = [f"{n}: {have.get(n, 'missing')}, wanted: {want.get(n, 'none')}" for n in wrong[:20]]
     if lines:
@@ -393,7 +383,6 @@ def converted(files: Files, model: Transformer) -> Files:
     mask = 2**bits - 1
 
     def change(kind: str, stored: Tensor) -> Tensor:
-        stored = stored.t()
         if kind == "scales":
             return stored
         if kind == "qweight" and method == "gptq":  # the words of an output are, as bytes, ours
@@ -415,7 +404,7 @@ def converted(files: Files, model: Transformer) -> Files:
                     raise ValueError("groups of other than neighbours (desc_act)")
             elif kind in ("qweight", "zeros", "scales"):
                 stored = stored._replace(kind=stored.kind.replace("I32", "U8"))
-                ours[name] = stored.changed(partial(change, kind))
+                ours[name] = stored.changed(Tensor.t).changed(partial(change, kind))
             elif name in wanted or stored.read().any():  # some tools write biases of zero
                 ours[name] = stored
     return ours

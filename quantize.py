@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from model import Transformer
-from settings import progress
+from settings import progress, supported
 
 # --- The stored form ------------------------------------------------------------------------------
 
@@ -43,7 +43,7 @@ class QuantLinear(nn.Module):
         super().__init__()
         N, K = self.out_features, self.in_features = linear.weight.shape
         G = num_groups(K, group_size)
-        self.bits = bits
+        self.bits = supported("bits", bits, *MODES.values())
         self.group_size = K // G
         with linear.weight.device:
             self.register_buffer("qweight", torch.empty(N, K * bits // 8, dtype=torch.uint8))
@@ -75,8 +75,8 @@ def num_groups(K: int, group_size: int) -> int:
     """
     size = K if group_size == -1 else group_size
     if size < 2 or size % 2 or K % size:
-        here = f"{K} input channels (under torchrun, of each rank): try {K & -K}"
-        raise ValueError(f"group_size {size} does not divide {here}")
+        # Under torchrun K is that of a rank.
+        raise ValueError(f"group_size {size} does not divide {K} input channels here: try {K & -K}")
     return K // size
 
 

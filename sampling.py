@@ -268,7 +268,7 @@ def distribution(logits: Tensor, rows: list[Sequence]) -> Tensor:
     logits -= logits.amax(-1, keepdim=True)
     logits /= torch.tensor(temperature, device=logits.device)  # (B, 1)
     probs = logits.softmax(-1)
-    filtered = [b for b, p in enumerate(params) if p.filters]
+    filtered = [b for b, p in enumerate(params) if p.top_k > 0 or p.top_p < 1 or p.min_p > 0]
     if filtered:
         probs[filtered] = keep_likeliest(probs[filtered], [params[b] for b in filtered])
     if greedy:

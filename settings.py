@@ -148,11 +148,6 @@ class SamplingParams:
         """Whether the text so far makes tokens weigh less, or more, than the model says."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
-    @property
-    def filters(self) -> bool:
-        """Whether unlikely tokens are left out: whether keep_likeliest has anything to do."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-
     def split(self) -> list["SamplingParams"]:
         """The parameters of each of the n continuations, whose seeds count up (and wrap around)."""
         if self.seed is None:
@@ -187,9 +182,7 @@ class Limits:
     kv_dtype: str = setting("auto", "of the cache; auto: as dtype", choices=("auto", "int8"))
     block_size: int = setting(16, "tokens in a block of the cache")
     num_blocks: int | None = setting(None, "blocks in the cache, in place of --kv-memory")
-
-    def __post_init__(self) -> None:
-        check_fields(self)
+    __post_init__ = check_fields
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ import time
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import sentencepiece
 from jinja2.sandbox import ImmutableSandboxedEnvironment as Sandbox
@@ -22,10 +21,9 @@ from checkpoint import blame, read_json, without_nulls
 
 # For checkpoints that bring no chat template: turns in the form of a play, which any base model
 # continues sensibly, and the bundled one is at home in.
-PLAIN_TEMPLATE = (
-    "{% for message in messages %}{{ message.role | upper }}:\n{{ (message.content or '') | trim }}"
-    "\n\n{% endfor %}{% if add_generation_prompt %}ASSISTANT:\n{% endif %}"
-)
+TURN = "{{ turn.role | upper }}:\n{{ (turn.content or '') | trim }}\n\n"
+REPLY = "{% if add_generation_prompt %}ASSISTANT:\n{% endif %}"
+PLAIN_TEMPLATE = "{% for turn in messages %}" + TURN + "{% endfor %}" + REPLY
 
 
 def refuse(message: str) -> None:
@@ -57,16 +55,15 @@ class Tokenizer:
             CheckpointError: no tokenizer file, a damaged one, or the extra it needs is missing.
         """
         path = Path(path)
+        config = without_nulls(read_json(path / "tokenizer_config.json", optional=True))
         with blame(path):
-            config = without_nulls(read_json(path / "tokenizer_config.json", optional=True))
             for name, token in config.items():  # "<s>" is also written as {"content": "<s>", ...}
                 if isinstance(token, dict):
                     config[name] = token.get("content", token)
             # Without a config the names are sentencepiece's, as llama2.c and llama.cpp have it.
             self.config = config = config or dict(bos_token="<s>", eos_token="</s>")
-            file = path / "tokenizer.json"
-            is_fast = file.is_file() and find_spec("tokenizers")
-            ends = self._open_fast(file) if is_fast else self._open_slow(path / "tokenizer.model")
+            is_fast = (path / "tokenizer.json").is_file() and find_spec("tokenizers")
+            ends = self._open_fast(path) if is_fast else self._open_slow(path)
             self._hidden = set(self.special.values())
             self.bos_id = bos = self.special.get(config.get("bos_token"))
             self.eos_id = eos = self.special.get(config.get("eos_token"))
@@ -101,7 +98,7 @@ class Tokenizer:
         """Whether an id stands for text: not a special token, nor padding of the vocabulary."""
         return token_id < self.vocab_size and token_id not in self._hidden
 
-    def encode_chat(self, messages: list, goes_on: bool = False, /, **options: Any) -> list[int]:
+    def encode_chat(self, messages: list, goes_on: bool = False, /, **options: object) -> list[int]:
         """Render a conversation with the checkpoint's chat template, ready for the reply.
 
         Args:
@@ -122,11 +119,11 @@ class Tokenizer:
 
     # --- How the files are read -------------------------------------------------------------------
 
-    def _open_fast(self, file: Path) -> list[int]:
+    def _open_fast(self, path: Path) -> list[int]:
         """Return the ids that the file puts around a text by itself."""
         import tokenizers  # here: the package is an extra, kilolm[hf]
 
-        backend = tokenizers.Tokenizer.from_file(str(file))
+        backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
         backend.no_truncation()  # a training script may have left them on: prompts would be cut
         backend.no_padding()
         self._encode = lambda text: backend.encode(text, add_special_tokens=False).ids
@@ -138,10 +135,10 @@ class Tokenizer:
         self.special = {token.content: i for i, token in added.items() if token.special}
         return backend.encode("").ids  # by its post-processor
 
-    def _open_slow(self, file: Path) -> list[int]:
+    def _open_slow(self, path: Path) -> list[int]:
         """As above: sentencepiece's own encoder adds a BOS, whichever that is."""
-        with blame(f"{file} (for tokenizer.json: pip install tokenizers)"):
-            sp = sentencepiece.SentencePieceProcessor(model_file=str(file))
+        with blame("tokenizer.model (for tokenizer.json: pip install tokenizers)"):
+            sp = sentencepiece.SentencePieceProcessor(model_file=str(path / "tokenizer.model"))
         self._decode = sp.decode
         self.piece = lambda i: "" if sp.is_unknown(i) else sp.id_to_piece(i)
         self.byte_level = False
@@ -150,11 +147,11 @@ class Tokenizer:
         for i, token in self.config.get("added_tokens_decoder", {}).items():
             self.special[token["content"]] = int(i)
         # sentencepiece itself would spell a written-out "<s>" as three characters.
-        words = map(re.escape, sorted(self.special, reverse=True))  # "<|im_start|>" before "<|im"
-        pattern = re.compile(f"({'|'.join(words) or '(?!)'})")  # (?!) is found nowhere
+        # "<|im_start|>" comes before "<|im"; and (?!) is found nowhere.
+        pattern = f"({'|'.join(map(re.escape, sorted(self.special, reverse=True))) or '(?!)'})"
         ids_of = {name: [i] for name, i in self.special.items()}
         self._encode = lambda text: [
-            i for part in pattern.split(text) for i in ids_of.get(part) or sp.encode(part)
+            i for part in re.split(pattern, text) for i in ids_of.get(part) or sp.encode(part)
         ]
         return [*self.special.values()]
 
