@@ -83,14 +83,13 @@ def pack_linears(model: nn.Module) -> None:
 def form_of(linear: nn.Module) -> "type[PackedLinear] | None":
     """What packs a Linear, for its device and its kind of weight; None: nothing does. Then it stays
     as it is, and a QuantLinear is dequantised at each step."""
+    engines = torch.backends.quantized.supported_engines
     match linear:
         case QuantLinear(bits=4, group_size=32 | 64 | 128 | 256, qweight=q) if has_int4(q):
             return Int4Linear
         case nn.Linear(weight=Tensor(is_cpu=True, dtype=dtype)) if has_arithmetic(dtype):
             return PackedLinear
-        case _ if "fbgemm" not in torch.backends.quantized.supported_engines:
-            return None
-        case nn.Linear(weight=Tensor(is_cpu=True)) | QuantLinear(qweight=Tensor(is_cpu=True)):
+        case nn.Linear(weight=w) | QuantLinear(qweight=w) if w.is_cpu and "fbgemm" in engines:
             by_channel = isinstance(linear, QuantLinear) and linear.scales.shape[1] == 1
             return Int8Linear if by_channel and (linear.zeros == 128).all() else HalfLinear
     return None

@@ -41,7 +41,7 @@ from checkpoint import suggested
 from generate import join, load_models, make_engine
 from sampling import BROKEN, Token
 from scheduler import Engine, Job, Request
-from settings import CHUNK, JSON, EngineArgs, Ranks, SamplingParams, SettingError, check, setting
+from settings import CHUNK, JSON, EngineArgs, Ranks, SamplingParams, check, setting, supported
 from structured import pieces, structure
 from tokenizer import TextStream
 
@@ -104,19 +104,13 @@ class Server:
     # --- The engine's thread ----------------------------------------------------------------------
 
     def drive(self) -> None:
-        """Do what comes in and run steps, until told to end. Where a step fails all requests end,
-        and the next ones start anew; not so where another rank is lost."""
-        while True:
+        """Do what comes in, and in between run steps, until told to end. Where a step fails all
+        requests end, and the next ones start anew; not so where another rank is lost."""
+        for act in iter(self.inbox.get, None):
             try:
-                while not (self.engine.queue and self.inbox.empty()):
-                    act = self.inbox.get()
-                    if not act:
-                        return
-                    act()
-                lost = [request for request, c in self.waiters.items() if c.gone or self.over]
-                for request in lost:
-                    self.engine.abort(request)
-                self.wake(lost + self.engine.step())
+                act()
+                if self.engine.queue and self.inbox.empty():
+                    self.inbox.put(self.step)
             except Exception as error:
                 self.engine.reset()
                 self.wake([*self.waiters])
@@ -124,6 +118,13 @@ class Server:
                     self.stopping = True
                     raise
                 traceback.print_exc()
+
+    def step(self) -> None:
+        """Run a step, without those whose clients have gone."""
+        lost = [request for request, c in self.waiters.items() if c.gone or self.over]
+        for request in lost:
+            self.engine.abort(request)
+        self.wake(lost + self.engine.step())
 
     def submit(self, requests: list[Request], connection: "Connection") -> None:
         for request in requests:
@@ -144,12 +145,10 @@ class Server:
         """Take a snapshot for the page: each block's owners, who runs and who waits. Some
         microseconds a row."""
         engine, pool = self.engine, self.engine.pool
-        running = []
-        for job in engine.running:
-            name = f"{job.request.id}.{job.request.outputs.index(job)}"
-            running.append(dict(
-                name=name, text=job.text[-40:], prompt=job.prompt_len, blocks=job.table.blocks[:],
-                max=job.max_len, length=job.table.length, ran=engine.ran.get(job, 0)))  # fmt: skip
+        running = [dict(
+            name=f"{job.request.id}.{job.request.outputs.index(job)}", text=job.text[-40:],
+            prompt=job.prompt_len, blocks=job.table.blocks[:], length=job.table.length,
+            max=job.max_len, ran=engine.ran.get(job, 0)) for job in engine.running]  # fmt: skip
         self.snapshot = counters(engine) | dict(
             blocks=pool.num_blocks, block_size=pool.block_size, cached=list(pool.cached),
             running=running, waiting=[job.prompt_len for job in engine.waiting[:100]])  # fmt: skip
@@ -159,10 +158,9 @@ class Server:
     async def listen(self) -> None:
         """Answer until a signal comes, and then those that are being answered."""
         self.loop = asyncio.get_running_loop()
-        host, port = self.args.host, self.args.port
-        listener = await asyncio.start_server(
-            lambda *ends: Connection(self, *ends).serve(), host, port, backlog=1024)  # fmt: skip
-        self.port = listener.sockets[0].getsockname()[1]
+        listener = await asyncio.start_server(lambda *ends: Connection(self, *ends).serve(),
+            self.args.host, self.args.port, backlog=1024)  # fmt: skip
+        host, self.port = listener.sockets[0].getsockname()[:2]
         print(f"serving {self.name} on http://{host}:{self.port}", file=sys.stderr)
         while not self.stopping:
             await asyncio.sleep(0.1)
@@ -186,9 +184,8 @@ class Server:
             raise Problem(404, f"the model here is {self.name!r}", "model", "model_not_found")
         try:
             body = checked(given, chat)
-            wish = dict(max_tokens=self.context if chat else 16) | body
-            names = wish.keys() & vars(self.defaults)
-            params = replace(self.defaults, **{name: wish[name] for name in names})
+            wish = vars(self.defaults) | dict(max_tokens=self.context if chat else 16) | body
+            params = SamplingParams(**{field: wish[field] for field in vars(self.defaults)})
             if chat and not params.structured_outputs:  # the user's own stop strings come first
                 params = replace(params, stop=(*params.stop, *self.tokenizer.chat_stop)[:16])
             prompts = self.chat_ids(body) if chat else body.get("prompt", "")
@@ -222,8 +219,7 @@ class Server:
                 check("content", text, str | None if message.get("tool_calls") else str)
                 plain.append(message | {"content": text})
             except (ValueError, TypeError, KeyError):
-                place = f"messages[{i}]"
-                raise Problem(400, f"{place} needs a role, and text or text parts", place) from None
+                raise Problem(400, "a message needs a role and text", f"messages[{i}]") from None
         goes_on = body["continue_final_message"]
         options = dict(add_generation_prompt=body["add_generation_prompt"] and not goes_on)
         return self.tokenizer.encode_chat(plain, goes_on, **options | body["chat_template_kwargs"])
@@ -239,10 +235,9 @@ DEFAULTS = dict(n=1, stream=False, stream_options={}, echo=False, logit_bias={},
 # What would change the answer, and is not done: with other values than these it is refused, and
 # with any where it is None. What would not change it, such as `user` or `store`, is ignored, as are
 # unknown names.
-UNSUPPORTED = dict(
-    tools=[], functions=[], suffix="", modalities=["text"], use_beam_search=False, min_tokens=0,
-    bad_words=[], skip_special_tokens=True, include_stop_str_in_output=False, audio=None,
-    prompt_logprobs=None, chat_template=None, documents=None, allowed_token_ids=None,
+UNSUPPORTED = dict(tools=[], functions=[], suffix="", modalities=["text"], use_beam_search=False,
+    min_tokens=0, bad_words=[], skip_special_tokens=True, include_stop_str_in_output=False,
+    audio=None, prompt_logprobs=None, chat_template=None, documents=None, allowed_token_ids=None,
     guided_json=None, guided_regex=None, guided_choice=None, guided_grammar=None)  # fmt: skip
 
 
@@ -257,18 +252,17 @@ def checked(given: JSON, chat: bool) -> JSON:
     options = body["stream_options"] if body["stream"] else {}
     fine = UNSUPPORTED | dict(best_of=body["n"], stream_options=options)
     for field, value in body.items():
-        if value != fine.get(field, value):
-            raise SettingError(field, "is not supported here: leave it out")
+        supported(field, value, fine.get(field, value))
     if "max_completion_tokens" in body:
         body["max_tokens"] = body["max_completion_tokens"]
     if chat:
         scored = check("logprobs", body.get("logprobs", False), bool)
         body["logprobs"] = body.get("top_logprobs", 0 if scored else None)
-    form = structure(body["response_format"])
-    body["structured_outputs"] = form or body.get("structured_outputs")
     bias = body["logit_bias"].items()
-    body["logit_bias"] = {int(i) if re.fullmatch(r"\d{1,9}", i) else i: value for i, value in bias}
-    return body | dict(prompt_logprobs=body["echo"] and not chat)  # if there are any
+    body["logit_bias"] = {int(i) if re.fullmatch("[0-9]{1,9}", i) else i: add for i, add in bias}
+    form = structure(body["response_format"]) or body.get("structured_outputs")
+    # Those of the prompt are noted where there are any.
+    return body | dict(structured_outputs=form, prompt_logprobs=body["echo"] and not chat)
 
 
 # --- Answers out ----------------------------------------------------------------------------------
@@ -312,11 +306,10 @@ class Choice:
         self.tokens += len(tokens)
         self.chars += len(text)
         if is_first and job.params.prompt_logprobs:  # echo
-            spelt, before = TextStream(self.server.tokenizer, [], ()), []
-            for token in job.request.prompt:  # the last also adds the marks of half a character
-                added, _ = spelt.push(token.id, token is job.request.prompt[-1])
-                before.append(token._replace(text=added))
-            tokens = before + tokens
+            spelt, prompt = TextStream(self.server.tokenizer, [], ()), job.request.prompt
+            # The last also adds the marks of half a character.
+            added = [spelt.push(token.id, token is prompt[-1])[0] for token in prompt]
+            tokens = [token._replace(text=each) for token, each in zip(prompt, added)] + tokens
             text = self.server.tokenizer.decode(job.ids[: job.prompt_len]) + text
         logprobs = self.logprobs(tokens) if is_scored else None
         opening = dict(role="assistant", refusal=None) if is_first else {}
@@ -327,10 +320,9 @@ class Choice:
         """Log-probabilities as a completion has them, or a chat. The tokens' texts join to the text
         of the choice, but for a stop string; what else was likely is shown as it stands in the
         vocabulary."""
-        vocabulary = pieces(self.server.tokenizer)
 
         def entry(token: Token, i: int, value: float) -> JSON:
-            word = b"".join(vocabulary[i : i + 1])  # some models' V is padded
+            word = b"".join(pieces(self.server.tokenizer)[i : i + 1])  # some models' V is padded
             text = token.text if i == token.id else word.decode(errors="replace")
             return dict(token=text, logprob=value, bytes=list(word))
 
@@ -382,8 +374,7 @@ def metrics(server: Server) -> str:
     text = ""
     for name, samples in (families | server.served).items():
         text += f"# TYPE kilolm:{name} {kinds.get(name.rpartition('_')[2], 'gauge')}\n"
-        for suffix, value in dict(samples).items():
-            text += f"kilolm:{name}{suffix} {value}\n"
+        text += "".join(f"kilolm:{name}{key} {value}\n" for key, value in dict(samples).items())
     return text
 
 
@@ -395,6 +386,7 @@ HEAD = r"([A-Z]+ [!->@-~]+)(?:\?[!-~]*)? HTTP/1\.1\r\n((?:[!-9;-~]+:[^\r\n\0]*\r
 # The page itself says that it may load nothing from elsewhere.
 HEADERS = ("Transfer-Encoding: chunked\r\nCache-Control: no-store\r\nAllow: GET, POST\r\n"
            "X-Content-Type-Options: nosniff\r\nX-Frame-Options: DENY\r\n")  # fmt: skip
+CORS = "Access-Control-Allow-Headers: Authorization, *\r\nAccess-Control-Allow-Origin: {}\r\n"
 JSON_TYPE, EVENTS = "application/json", "text/event-stream"
 
 
@@ -454,11 +446,10 @@ class Connection:
         self.headers = email.message_from_string(found[2])
         method, _, path = self.line.partition(" ")
         # What follows may be a body, and is no request: until it has been read, this is the last.
-        has_body = "Content-Length" in self.headers or "Transfer-Encoding" in self.headers
-        self.close = has_body or method == "POST"
+        demand("Transfer-Encoding" not in self.headers, 411, "send it with a Content-Length")
+        self.close = method == "POST" or "Content-Length" in self.headers
         acts = ACTS | {f"/v1/models/{self.server.name}": lambda c: c.answer(c.server.model)}
-        is_there = path in acts and (path != "/" or PAGE.is_file())
-        demand(is_there, 404, f"there is no {path[:100]}")
+        demand(path in acts and (path != "/" or PAGE.is_file()), 404, f"there is no {path[:100]}")
         if method == "OPTIONS" and self.server.args.cors:
             method, path = "GET", "/health"  # a browser asks without a key: any success will do
         right = "POST" if "/completions" in path else "GET"
@@ -478,8 +469,7 @@ class Connection:
         # In another thread: a long text takes a while to encode, and others are being served.
         requests = await asyncio.to_thread(server.prepare, body, chat, uid)
         waiting, most = len(server.engine.waiting) + server.inbox.qsize(), server.args.max_queue
-        text = f"{waiting} requests are waiting, --max-queue is {most}: retry"
-        demand(waiting + len(requests) <= most, 429, text)
+        demand(waiting + len(requests) <= most, 429, f"{waiting} wait, --max-queue is {most}")
         server.inbox.put(lambda: server.submit(requests, self))
         # 2) what is new, as it comes
         stream = body.get("stream")
@@ -521,13 +511,12 @@ class Connection:
 
     async def read_json(self) -> JSON:
         """Read the body, a JSON object."""
-        is_json = self.headers.get_content_type() == JSON_TYPE
-        demand(is_json, 415, "the body must be JSON: send Content-Type: application/json")
+        demand(self.headers.get_content_type() == JSON_TYPE, 415, f"the body must be {JSON_TYPE}")
         length = ",".join(self.headers.get_all("Content-Length", []))
-        plain = re.fullmatch("[0-9]{1,18}", length) and "Transfer-Encoding" not in self.headers
-        demand(plain, 411, "send the body with a Content-Length")
-        demand(int(length) <= self.server.args.max_body, 413, "the body is longer than --max-body")
-        data = await asyncio.wait_for(self.reader.readexactly(int(length)), IDLE_S)
+        demand(re.fullmatch("[0-9]{1,18}", length), 411, "send the body with a Content-Length")
+        size, most = int(length), self.server.args.max_body
+        demand(size <= most, 413, f"the body has {size} bytes, --max-body is {most}")
+        data = await asyncio.wait_for(self.reader.readexactly(size), IDLE_S)
         self.close = False
         try:  # int() refuses NaN and Infinity, which Python would take for numbers
             return check("body", json.loads(data, parse_constant=int), dict)
@@ -547,11 +536,8 @@ class Connection:
             self.close |= self.server.stopping or wish == "close"
             head = f"HTTP/1.1 {status} \r\n{HEADERS}Content-Type: {kind}\r\n"
             head += f"Connection: {'close' if self.close else 'keep-alive'}\r\n"
-            if status == 429:
-                head += "Retry-After: 1\r\n"
-            if self.server.args.cors:
-                head += "Access-Control-Allow-Headers: Authorization, *\r\n"
-                head += f"Access-Control-Allow-Origin: {self.server.args.cors}\r\n"
+            head += "Retry-After: 1\r\n" if status == 429 else ""
+            head += CORS.format(self.server.args.cors) if self.server.args.cors else ""
             self.writer.write(f"{head}\r\n".encode("latin-1"))
             print(f"{self.line!r:.200} {'gone' if self.gone else status}", file=sys.stderr)
         text = item if isinstance(item, str) else json.dumps(item)
@@ -560,15 +546,13 @@ class Connection:
         await self.writer.drain()
 
 
-ACTS = {
-    "/": lambda c: c.answer(PAGE.read_text("utf-8"), kind="text/html"),
-    "/health": lambda c: c.answer({"status": "stopping" if c.server.stopping else "ok"}),
-    "/metrics": lambda c: c.answer(metrics(c.server), kind="text/plain; version=0.0.4"),
-    "/engine": Connection.watch,
-    "/v1/models": lambda c: c.answer(dict(object="list", data=[c.server.model])),
-    "/v1/completions": lambda c: c.complete(chat=False),
-    "/v1/chat/completions": lambda c: c.complete(chat=True),
-}
+ACTS = {"/": lambda c: c.answer(PAGE.read_text("utf-8"), kind="text/html"),
+        "/health": lambda c: c.answer({"status": "stopping" if c.server.stopping else "ok"}),
+        "/metrics": lambda c: c.answer(metrics(c.server), kind="text/plain; version=0.0.4"),
+        "/engine": Connection.watch,
+        "/v1/models": lambda c: c.answer(dict(object="list", data=[c.server.model])),
+        "/v1/completions": lambda c: c.complete(chat=False),
+        "/v1/chat/completions": lambda c: c.complete(chat=True)}  # fmt: skip
 
 
 # --- The command line -----------------------------------------------------------------------------

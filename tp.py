@@ -35,7 +35,6 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.nn
 from torch import Tensor, nn
