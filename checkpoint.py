@@ -58,16 +58,17 @@ def read_json(path: Path, optional: bool = False) -> JSON:
 # Of Mistral's layers every one slides, if any does.
 MISTRAL = dict(num_key_value_heads=8, use_sliding_window=True, max_window_layers=0)
 FAMILIES = dict(
-    LlamaForCausalLM={}, MistralForCausalLM=MISTRAL | dict(sliding_window=4096),
-    # Without a window unless the file names one.
-    MixtralForCausalLM=MISTRAL | dict(num_experts=8, num_experts_per_tok=2, rms_norm_eps=1e-5,
-        rope_theta=1e6), Qwen2ForCausalLM=dict(num_key_value_heads=32, qkv_bias=True, o_bias=False),
+    LlamaForCausalLM={},
+    MistralForCausalLM=MISTRAL | dict(sliding_window=4096),
+    MixtralForCausalLM=MISTRAL | dict(  # without a window unless the file names one
+        num_experts=8, num_experts_per_tok=2, rms_norm_eps=1e-5, rope_theta=1e6),
+    Qwen2ForCausalLM=dict(num_key_value_heads=32, qkv_bias=True, o_bias=False),
     Qwen3ForCausalLM=dict(num_key_value_heads=32, head_dim=128, qk_norm=True),
     Qwen3MoeForCausalLM=dict(num_key_value_heads=4, qk_norm=True, num_experts_per_tok=8,
         norm_topk_prob=False))  # fmt: skip
 # Settings of which we run one value. Routers with shared experts are other architectures.
 ONLY = dict(hidden_act="silu", partial_rotary_factor=1.0, scoring_func="softmax", n_group=1)
-# What a file of any family may leave out, or may not: the check of a None will say so.
+# What a file of any family may leave out. None: it may not, and a later check says so.
 USUAL = ONLY | dict(vocab_size=None, intermediate_size=None, attention_bias=False, num_experts=1,
     use_sliding_window=False, eos_token_id=[], torch_dtype="float32")  # fmt: skip
 # The numbers that each way of stretching rope needs.
@@ -82,6 +83,8 @@ def load_config(path: Path | str) -> Config:
         CheckpointError: no such file, broken JSON, or an architecture or setting we do not run.
     """
     file = Path(path) / "config.json"
+    if not file.parent.is_dir():
+        raise CheckpointError(f"{path}: there is no such folder")
     raw = read_json(file)
     generation = read_json(file.with_name("generation_config.json"), optional=True)
     with blame(file):
@@ -300,7 +303,7 @@ def read_tensor(file: Path, name: str) -> Tensor:
         return reader.get_tensor(name)
 
 
-# Mixtral's and GPTQ's names; and tensors (E, rows, columns) of a matrix of every expert, or two.
+# Mixtral's and GPTQ's names; and tensors that stack one or two matrices of every expert.
 RENAMED = dict(block_sparse_moe="mlp", w1="gate_proj", w2="down_proj", w3="up_proj", qzeros="zeros")
 STACKED = dict(gate_up_proj=("gate_proj", "up_proj"), down_proj=("down_proj",))
 

@@ -4,7 +4,7 @@
     python generate.py --checkpoint DIR --prompt "..."   any Hugging Face folder of a known family
 
 `generate` is all that generating is: forward, sample, append. Many sequences at once go through
-scheduler.Engine, which LLM wraps. The techniques are imported where an option asks for one, so
+scheduler.Engine, which LLM wraps. The techniques are imported where something asks for one, so
 that each of their files can be left out. Read: generate, LLM; then main. Next: paged.py.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import settings
-from checkpoint import load_model, suggested
+from checkpoint import blame, load_model, suggested
 from kv_cache import StaticCache
 from model import Transformer
 from paged import Runner
@@ -202,18 +202,17 @@ def command(args: Namespace, ranks: Ranks) -> int:
     engine_args = EngineArgs(**settings.given(EngineArgs, args))
     params = suggested(engine_args.checkpoint) | settings.given(SamplingParams, args)
     params = SamplingParams(**params)
-    tokenizer = Tokenizer(engine_args.checkpoint)
-    text = args.prompt
-    if args.prompt_file and ranks.rank == 0:
-        file = args.prompt_file
-        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    text, file = args.prompt, args.prompt_file
+    if file and ranks.rank == 0:
+        with blame(file):
+            text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
     guesses = engine_args.speculate or engine_args.draft_checkpoint
     plain = not (args.chat or guesses) and params.n == ranks.ranks == 1
     model, proposer = load_models(engine_args, ranks, 1 if plain else None)
     if ranks.rank:
         return ranks.follow(model)
     if plain:
-        max_seq_len = engine_args.max_seq_len
+        tokenizer, max_seq_len = Tokenizer(engine_args.checkpoint), engine_args.max_seq_len
         sequence = Sequence(tokenizer.encode(text), params, model.config, tokenizer, max_seq_len)
         cache = StaticCache(model, 1, sequence.max_len, engine_args.kv_dtype)
         return stream(sequence, generate(model, sequence, cache))

@@ -54,6 +54,7 @@ class StaticCache:
 
     Bytes: 2 * layers * B * K * max_seq_len * stored_dim * itemsize. Nothing is ever cleared: a
     position is written before it can be seen, because a query sees only positions up to its own.
+    (What it does not see must be finite all the same; generate stops at the first NaN.)
     That is also what makes rolling back free: generation just continues from an earlier position.
     """
 
@@ -87,8 +88,8 @@ class StaticCache:
     def plan(self, start: int, end: int) -> tuple[Tensor, list[Slab]]:
         """Plan a forward over positions start .. end - 1 of each sequence.
 
-        It sees the first positions only, in multiples of BUCKET, so that few shapes occur: read in
-        full through a mask, the cache would cost its whole capacity at each step.
+        It reads the first positions only, up to a multiple of BUCKET, so that few shapes occur.
+        With a mask alone, each step would cost the whole capacity.
 
         Returns:
             The positions, (B, T), and each layer's slab, for that forward.
@@ -97,7 +98,8 @@ class StaticCache:
             ValueError: `end` is more than the capacity.
         """
         if end > self.max_seq_len:
-            raise ValueError(f"the cache has room for {self.max_seq_len} tokens, {end} are needed")
+            text = f"the cache has {self.max_seq_len} positions, {end} are needed: "
+            raise ValueError(text + "raise --max-seq-len")
         positions = self.places[start:end].expand(self.batch_size, -1)  # (B, T)
         seen = -(-end // BUCKET) * BUCKET  # rounded up
         masks = visible(self.config, positions[:1], self.places[None, :seen])
@@ -123,7 +125,8 @@ def empty_layers(model: Transformer, kv_dtype: str, *shape: int) -> list[tuple[T
         return [(zeros(), zeros()) for _ in model.layers]
     except RuntimeError as error:
         size = f"{len(model.layers)} x 2 x {shape}"
-        raise ValueError(f"no memory for a cache of {size}, lower --max-seq-len") from error
+        way_out = "lower --max-seq-len or --kv-memory"
+        raise ValueError(f"no memory for a cache of {size}, {way_out}") from error
 
 
 def encode(x: Tensor, dtype: torch.dtype) -> Tensor:

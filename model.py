@@ -1,10 +1,10 @@
 """The transformer: tokens and positions in, logits out.
 
-One decoder covers Llama 2 and 3, Mistral, Mixtral, Qwen2, Qwen3 and Qwen3-MoE: they differ only in
-biases, a norm on q and k, a sliding window, how rope is stretched, and experts in the place of one
-feed-forward (experts.py puts those in). This file knows nothing of files, text or batching, nor of
-how a cache lays out memory: attention hands q, k and v to its layer of a cache and gets the
-attended values back, so every cache runs under the same forward.
+One decoder covers Llama 2 and 3, Mistral, Mixtral, Qwen2, Qwen3 and Qwen3-MoE. They differ only in
+what Config says: sizes, tied embeddings, biases, a norm on q and k, a sliding window, how rope is
+stretched, and experts in the place of one feed-forward (experts.py puts those in). This file knows
+nothing of files, text or scheduling, nor of how a cache lays out memory: attention hands q, k and v
+to its layer of a cache and gets the attended values back, so every cache runs under one forward.
 
 Papers: Vaswani et al. 2017 (arXiv:1706.03762), Touvron et al. 2023 (Llama, arXiv:2302.13971),
 Su et al. 2021 (rope, arXiv:2104.09864), Ainslie et al. 2023 (grouped-query, arXiv:2305.13245).
@@ -53,7 +53,7 @@ class Config:
     num_experts_per_tok: int = 1
     moe_intermediate_size: int | None = None  # an expert's F; None: intermediate_size
     norm_topk_prob: bool = True  # whether the weights of a token's experts add up to 1
-    decoder_sparse_step: int = 1  # every so many layers have experts, the others a plain MLP
+    decoder_sparse_step: int = 1  # n: every n-th layer has experts, the others a plain MLP
     mlp_only_layers: list = field(default_factory=list)  # these have a plain MLP, too
 
     def __post_init__(self) -> None:
@@ -62,7 +62,8 @@ class Config:
 
 
 class Transformer(nn.Module):
-    """A decoder-only language model. Parameter names are the checkpoint's, less `model.`."""
+    """A decoder-only language model. Parameter names are the checkpoint's, less `model.`, but for
+    those of a FusedLinear."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -224,7 +225,7 @@ def rope_frequencies(config: Config) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Masked softmax attention, in which every cache ends.
+    """Masked softmax attention, which every cache calls last.
 
     The N / K query heads that share a kv head become more queries of that head, so that each key is
     read once; `enable_gqa` reads it N / K times, 2 to 3 times slower at T = 1 on a CPU.

@@ -1,4 +1,4 @@
-"""How a processor reads a matrix fast: private operators of PyTorch, all in this one place.
+"""How a processor reads a matrix fast: PyTorch's private operators that multiply, in one place.
 
 compile_model replaces each Linear of a finished model, plain or quantised, by a form that its
 device multiplies fast, and hands the rest to torch.compile. These forms are never stored. Which one
@@ -49,7 +49,7 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
     if not on_cpu:
         # Lets a product of one row become a loop that reads int8 weights once, as they are.
         torch._inductor.config.coordinate_descent_tuning = True
-        # A paged step is another one each time, in numbers that only the host sees: never replayed.
+        # A paged step differs each time in numbers that only the host sees: it is never replayed.
         model.compile(mode="reduce-overhead" if batch_size else None)
     # The default of 8 graphs for one piece of code is few for several models in a process.
     torch._dynamo.config.recompile_limit = 64
@@ -239,8 +239,8 @@ class HalfLinear(PackedLinear):
     """Weights of 16 bits and fewer, held as float16, which FBGEMM widens to float32 on the way into
     a product: for processors with no arithmetic of their own for what is stored.
 
-    Each output channel is divided by a power of two, so that nothing overflows; 11 bits of a weight
-    are kept, of which bfloat16 has 8, where it is not 2**-28 of the channel's largest or less. With
+    Each output channel is divided by a power of two, so that nothing overflows; a weight
+    keeps 11 bits, where bfloat16 has 8, unless it is 2**-28 of the channel's largest or less. With
     AVX2 alone that is twice to eight times as fast as PyTorch's own product in bfloat16. It costs
     packing time, and int4 four times its memory.
     """

@@ -44,10 +44,10 @@ class BlockTable:
 
     blocks: list[int] = field(default_factory=list)  # may reach past `length`, never short of it
     length: int = 0  # tokens whose keys and values are in the blocks
-    serials: list[int] = field(default_factory=list)  # of the blocks that can be found, see Key
+    serials: list[int] = field(default_factory=list)  # of its full blocks' contents, see Key
 
     def advance(self, length: int) -> None:
-        """Note that more keys and values are there than BlockPool.commit knows of."""
+        """Note keys and values that BlockPool.commit does not know of yet: accepted guesses."""
         if self.blocks:
             self.length = length
 
@@ -183,15 +183,15 @@ class Row(NamedTuple):
     blocks: list[int]  # its block table's
     start: int  # the position of the first new token
     ids: list[int]  # the new tokens
-    wanted: int = 1  # of how many of them, from the end, the logits are wanted
+    wanted: int = 1  # how many of them, from the end, need logits
 
     @property
     def positions(self) -> range:
         return range(self.start, self.start + len(self.ids))
 
     def num_blocks(self, block_size: int) -> int:
-        """Blocks to attend to, the new ones included: two at least, as torch.compile takes a size
-        of 1 for another case."""
+        """Blocks to attend to, the new ones included: at least two, as torch.compile treats a
+        size of 1 as another case."""
         return max(2, -(-self.positions.stop // block_size))
 
 
@@ -300,7 +300,7 @@ def groups_of(rows: list[Row], block_size: int, most: int) -> list[list[Row]]:
     longest first; see Engine.schedule.
 
     Example: block_size 4, most 4; rows of 1 new token at 5, 3 and 2, then one of 3 tokens at 4:
-        two rows, one, and one: the first has keys in two blocks, so only two rows stand with it
+        groups of 2, 1 and 1 rows: the first row needs two blocks, so four blocks hold two rows
     """
     groups = []
     for _, alike in itertools.groupby(rows, key=lambda row: len(row.ids)):
@@ -324,8 +324,8 @@ def paged_attention(
         q: (1, N, T, H).
         k, v: (1, K, T, H).
         k_pool, v_pool: (blocks, block size, K, stored_dim), encoded; written to.
-        plan: slots, sizes, tables and mask, the last three flat, group after group: of two
-            dimensions one would be 1 at times, which to torch.compile is another case.
+        plan: slots, sizes, tables and mask, the last three flat, group after group: with two
+            dimensions one would be 1 at times, which torch.compile treats as another case.
             slots: (T,) int64, where each new token goes: block * block size + offset.
             sizes: int64: B rows, T new tokens of each, and W blocks that hold the keys
                 of the longest. On the CPU, as the host reads them.
@@ -342,7 +342,8 @@ def paged_attention(
     out = torch.empty_like(q)
     groups = sizes.view(-1, 3).tolist()
     tokens = [B * T for B, T, _ in groups]
-    seen = mask.numel() // sum(B * T * W for B, T, W in groups)  # by a token, in a block
+    # Entries of the mask for one token and one block: N / K * block size.
+    seen = mask.numel() // sum(B * T * W for B, T, W in groups)
     parts = zip(
         groups,
         q[0].split(tokens, dim=1),  # (N, B * T, H) each
@@ -367,7 +368,7 @@ def side_by_side(pool: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
     return blocks.view(len(table), -1, *blocks.shape[2:]).transpose(1, 2)
 
 
-# torch.compile need not look inside: how many groups there are, and how large, differs by the step.
+# Opaque to torch.compile: how many groups there are, and how large, differs from step to step.
 library = torch.library.Library("kilolm", "FRAGMENT")
 library.define(
     "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, "

@@ -2,8 +2,8 @@
 
 Decoding reads every weight once per token, so its speed is the speed of reading them: int8 halves
 the bytes of bfloat16, int4 takes a little over a quarter. A weight becomes an integer q with a
-scale and a zero point for each group of input channels: w = scale * (q - zero). Only weights are
-quantised; activations keep their precision, and embeddings and norms stay as they are.
+scale and a zero point for each group of input channels: w = scale * (q - zero). Only weights of
+Linears are quantised; embeddings, norms and activations stay as they are.
 
     python generate.py --checkpoint DIR --quantize int8                     on the fly
     python tools/convert.py --checkpoint DIR --mode int4 --out DIR2         or once, as a folder
@@ -146,7 +146,7 @@ def plain_linears(model: Transformer, group_size: int, skip: tuple = ()) -> list
     """The Linears that are to be quantised, see linears().
 
     Raises:
-        ValueError: some are quantised already, or the group size fits one of them not.
+        ValueError: some are quantised already, or the group size does not fit one of them.
     """
     if any(isinstance(module, QuantLinear) for module in model.modules()):
         raise ValueError("this model is quantised already: start from the plain one")
@@ -157,8 +157,8 @@ def plain_linears(model: Transformer, group_size: int, skip: tuple = ()) -> list
 
 
 def linears(model: nn.Module) -> Iterator[Place]:
-    """Yield the place of each Linear; but for routers, which are small, and of which an error sends
-    a token to another expert."""
+    """Yield the place of each Linear, except routers: they are small, and an error in one sends a
+    token to another expert."""
     for path, module in list(model.named_modules()):
         above, _, name = path.rpartition(".")
         if isinstance(module, nn.Linear) and name != "gate":

@@ -1,8 +1,8 @@
 """A sequence that is being generated, and the sampler that picks each of its tokens.
 
 `sample` is the one sampler of the engine: the plain loop and the scheduler call it. Speculation
-draws from the same `distribution`, so a seed means the same everywhere. What a request may ask for
-is settings.SamplingParams. Does not know the model or who is being served. Papers: Holtzman et al.
+draws from the same `distribution`, with other random numbers where it samples. What a request may
+ask for is settings.SamplingParams. Of the model it knows only the config. Papers: Holtzman et al.
 2019 (top-p, arXiv:1904.09751), Nguyen et al. 2024 (min-p, arXiv:2407.01082), Keskar et al. 2019
 (repetition penalty, arXiv:1909.05858). Read: Sequence, sample, distribution, draw, uniform. Next:
 generate.py.
@@ -45,7 +45,7 @@ class Sequence:
             or "interrupted" (Ctrl-C).
         times: seconds on time.perf_counter's clock: when it was made, then at each token.
         matcher: which tokens may come next, where that is restricted; see structured.py.
-        num_ahead: guesses that are taken as appended; see ahead.
+        num_ahead: how many guesses count as appended already; see ahead.
     """
 
     def __init__(
@@ -113,11 +113,11 @@ class Sequence:
         return not (p.temperature or p.logit_bias or p.penalises or self.matcher)
 
     def uniform(self, stream: int = 0) -> float:
-        """The random number of its next token; `stream` is where in the seed's numbers to begin."""
+        """The random number of its next token; `stream` is an offset into the seed's numbers."""
         return uniform(self.seed, stream + len(self.ids) - self.prompt_len + self.num_ahead)
 
     def ahead(self, guesses: list[int]) -> "Sequence":
-        """What the sampler would read once these ids had been appended: only to be read."""
+        """A read-only copy: this sequence as the sampler would see it with these ids appended."""
         if not guesses:
             return self
         other = copy.copy(self)
@@ -220,7 +220,7 @@ BROKEN = "the model's logits are NaN or infinite: the weights are damaged, or ne
 
 
 def finite(logits: Tensor) -> Tensor:
-    """Whether a token can be drawn from each row: (B, V) -> (B,) bool. One of -inf may be there."""
+    """Whether a token can be drawn from each row: (B, V) -> (B,) bool. Some may be -inf."""
     return logits.amax(-1).isfinite()
 
 
@@ -336,7 +336,7 @@ def keep_likeliest(probs: Tensor, params: list[SamplingParams], most: int = SELE
     # 3) min-p
     ranked *= ranked >= min_p * ranked[:, :1]
     kept = torch.zeros_like(probs)
-    kept.scatter_(1, ids, ranked / ranked.cumsum(-1)[:, -1:])  # sum() adds in another order alone
+    kept.scatter_(1, ids, ranked / ranked.cumsum(-1)[:, -1:])  # sum()'s order depends on B
     if most < V:
         # A token as unlikely as the last one selected: there may be more like it.
         short = ((ranked > 0) & (ranked <= least)).any(-1, keepdim=True) | (top_k > most)
@@ -363,7 +363,7 @@ def draw(probs: Tensor, u: Tensor) -> Tensor:
     # Rounded up, u * total could equal the total; then no id would pass it.
     below = torch.nextafter(total, torch.zeros_like(total))
     target = torch.minimum(u[:, None].to(mass) * total, below)
-    # A row of NaN, as where a grammar allows nothing that the model can say, passes nowhere.
+    # In a row of NaN no id passes: a grammar may allow nothing that the model can say.
     return torch.searchsorted(mass, target, right=True)[:, 0].clamp(max=probs.shape[-1] - 1)
 
 

@@ -16,9 +16,9 @@ has tokens whose keys and values are not in the cache yet, and a step runs some 
         table     which blocks hold its keys and values, and of how many ids     [3, 0] 4
         row       its share of a step: the ids that the cache lacks, or some     [4 8]
 
-When blocks run out, the last in line gives its own back and will be computed again (what its
-prefill took; its blocks are often still in the prefix cache). Who guesses tokens, and what a
-structure allows, is handed in. Knows nothing of HTTP, nor of how attention reads the blocks.
+When blocks run out, the last in line gives its own back and is computed again later, which
+costs another prefill, less what the prefix cache still holds. Who guesses tokens, and what a
+structure allows, is handed in. Knows nothing of HTTP, and of attention only what it costs.
 Papers: Yu et al. 2022 (Orca), Agrawal et al. 2023 (Sarathi, arXiv:2308.16369), Kwon et al. 2023
 (arXiv:2309.06180, section 4.5: preemption). Read: Engine.step, Engine.schedule, Job. This is the
 last file of the engine; the techniques come next, each for itself: quantize.py, speculative.py, ...
@@ -82,7 +82,7 @@ class Job(Sequence):
     Attributes:
         table: its blocks; empty while it waits.
         guess: what may come next, in this step.
-        end: how far it runs in this step: past its last id by as many as are guessed.
+        end: how far it may run in this step: past its last id by as many as may be guessed.
         cached: how many of the prompt's tokens were found in the prefix cache.
     """
 
@@ -112,7 +112,7 @@ def place_in_line(job: Job) -> tuple[int, int]:
 
 
 def run_order(job: Job) -> tuple[int, int]:
-    """Those with as many new tokens side by side, the longest first; see paged.groups_of."""
+    """Equally many new tokens side by side, the longest context first; see paged.groups_of."""
     return len(job.row.ids), -job.table.length
 
 
@@ -141,8 +141,8 @@ class Proposer:
         return 0
 
     def propose(self, jobs: list[Job]) -> None:
-        """Note in each job's `guess` what may follow, up to its `end`. The coming forward runs all
-        of them, from what their tables hold."""
+        """Put into each job's `guess` what may follow, up to its `end`. The next forward runs the
+        jobs' rows: the known tokens that the cache lacks, then these guesses."""
 
     def verify(self, logits: Tensor, jobs: list[Job]) -> list[list[Token]]:
         """Choose the next tokens of each job: guesses that are accepted, and one more.
@@ -194,8 +194,8 @@ class Engine:
             runner: tp.Leader, where the model is one rank's share.
             limits: see settings.Limits. The pool never has more blocks than max_num_seqs sequences
                 of max_seq_len can use. Where nothing is said, a step's budget is one token of each
-                sequence, and the guesses after it, and CHUNK of prompts: larger, prompts
-                are done sooner; smaller, the tokens of running sequences come more evenly.
+                sequence, and the guesses after it, and CHUNK of prompts (on a GPU 2,048): with a
+                larger one prompts are done sooner, with a smaller one tokens come more evenly.
 
         Raises:
             SettingError: a limit out of range, or a budget too small for one token (and the guesses
@@ -314,6 +314,7 @@ class Engine:
         Example: a budget of 4 tokens. A has ids [5 9 2], of which the cache holds 5 9; B has the
             new prompt [5 9 2 7 4 8], and nothing is guessed:
                 1) A may run up to its end, 3; B takes the three tokens that are left, up to 3
+                2) nobody guesses
                 3) rows [2] at 2, [5 9 2] at 0: their last tokens' logits, one (V,) each
                 4) A is at its end, so its logits give a token, 6; those of B are not used
                 5) A: ids [5 9 2 6], 3 of them in the cache. B: 3 of 6
@@ -322,9 +323,9 @@ class Engine:
         batch = self.schedule()
         if not batch:
             return []
-        # 2) guess, where that is past its last token
+        # 2) guess, where that is past its last token (n-grams may find fewer than they may)
         self.proposer.propose(batch)
-        # 3) run
+        # 3) run. In order again, as guesses have made rows longer
         batch = sorted(batch, key=run_order)
         rows = [job.row for job in batch]
         logits = self.runner.forward(rows)
@@ -355,6 +356,7 @@ class Engine:
         budget, pool = self.max_num_batched_tokens, self.pool
         batch, copies, preempted = [], [], False
         # 1) the running, first in line first. Each later one is sure of its share of the budget.
+        # Where memory is short, `running` shrinks from its end while `batch` grows.
         while len(batch) < len(self.running):
             job = self.running[len(batch)]
             reserved = (len(self.running) - len(batch) - 1) * (1 + self.proposer.k)
@@ -397,16 +399,16 @@ class Engine:
         return sorted(batch, key=run_order)
 
     def _reach(self, job: Job, budget: int) -> int:
-        """Where a job's next tokens end: within the budget, and never among its guesses, so that
-        how many these are depends on nothing but the job. Where the guesses do not fit, the last
-        known token waits with them, as they run in one step."""
+        """Where a job's next tokens end: within the budget, and with all of its guesses or none, so
+        that their number depends on the job alone. Where they do not fit, the last known token
+        waits with them: guesses run in one forward with the token before them."""
         known, start = len(job.ids), job.table.length
         end = known + self.proposer.count(job)
         return end if end - start <= budget else min(known - 1, start + budget)
 
     def _score(self, job: Job, row: Row, logits: Tensor) -> Tensor:
-        """Note the log-probabilities of the prompt's tokens after a row's, (len(row.ids), V) logits
-        each. Returns those that the next token may be drawn from."""
+        """Note the log-probabilities of the prompt's tokens that follow each of a row's, from the
+        row's logits, (len(row.ids), V). Returns the last of these, to draw the next token from."""
         prompt = job.request.prompt
         start = row.start + 1
         ids = job.ids[start : start + len(row.ids)]
@@ -415,9 +417,9 @@ class Engine:
         return logits[-1:]
 
     def _computed(self, job: Job, row: Row) -> list[Job]:
-        """Take note that a row has run. Returns who draws from its logits: nobody before the end;
-        the job; and at the end of a prompt also the n - 1 others of its request, which go on from
-        the same blocks."""
+        """Note that a row has run. Returns who draws from its logits: nobody while known tokens are
+        left; then the job, and at the end of its prompt also the n - 1 other outputs of its
+        request, which go on from the same blocks."""
         end = row.positions.stop - len(job.guess.ids)
         self.pool.commit(job.table, job.ids, end, job.request.cache_salt)
         if end < len(job.ids):
@@ -433,7 +435,7 @@ class Engine:
         return job.request.outputs
 
     def _fail(self, job: Job) -> None:
-        """End a job that nothing can be drawn for; at its prompt, all that were to follow."""
+        """End a job that no token can be drawn for; at its prompt, all outputs of its request."""
         self._leave(job)
         for each in [job] if job.tokens else job.request.outputs:
             each.finish("error")
@@ -451,7 +453,7 @@ class Engine:
             self._leave(job)
 
     def _leave(self, job: Job) -> None:
-        line = self.running if job.table.blocks else self.waiting  # which may be long
+        line = self.running if job.table.blocks else self.waiting  # not both: it may be long
         if job in line:
             line.remove(job)
             self.pool.free(job.table)

@@ -13,7 +13,8 @@ state when it comes to it, so tokens wait there and not in a queue.
 
 Everything binds to loopback unless told otherwise, and nothing but the standard library is used.
 References: platform.openai.com/docs/api-reference; the names in /metrics are vLLM's, but for
-engine_steps_total. Read: Server.drive, Server.prepare, Choice, Connection.complete, serve.
+engine_steps_total and computed_tokens_total. Read: Server.drive, Server.prepare, Choice,
+Connection.complete, serve.
 """
 
 import asyncio
@@ -77,12 +78,12 @@ def demand(condition: object, *problem: int | str) -> None:
 
 
 class Server:
-    """The engine, and who waits for it. Whatever touches the engine's state happens in drive().
+    """The engine, and who waits for it. Whatever changes the engine's state happens in drive().
 
     Attributes:
         inbox: what to do before the next step; None: end.
         waiters: the connection that is to answer each request in the engine.
-        served: what has been counted; see count(). It and `waiters` are the engine's thread's.
+        served: what has been counted; see count(). As `waiters`, changed by drive() alone.
         busy: connections that are being answered.
         stopping: a signal has come; over: and what runs has had its time to end.
     """
@@ -156,7 +157,7 @@ class Server:
     # --- The event loop's thread ------------------------------------------------------------------
 
     async def listen(self) -> None:
-        """Answer until a signal comes, and then those that are being answered."""
+        """Answer until a signal comes; then let the answers that have begun end."""
         self.loop = asyncio.get_running_loop()
         listener = await asyncio.start_server(lambda *ends: Connection(self, *ends).serve(),
             self.args.host, self.args.port, backlog=1024)  # fmt: skip
@@ -355,7 +356,7 @@ def counters(engine: Engine) -> dict[str, float]:
 
 
 def count(served: dict[str, Counter], request: Request) -> None:
-    """Count a request that has ended: by metric, and by what a sample has after that name."""
+    """Count a request that has ended: served[metric][what follows its name in a sample]."""
     served["prompt_tokens_total"][""] += request.outputs[0].prompt_len
     for job in request.outputs:
         served["request_success_total"][f'{{finished_reason="{job.finish_reason}"}}'] += 1

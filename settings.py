@@ -3,7 +3,7 @@
 A setting is a field of a dataclass, with its default, its help and its range. From that come the
 check, which names the field in its error, and the flag of the command line. SamplingParams is what
 a request may ask for; EngineArgs is how an engine is built, for Python, the command line and the
-server alike. Does not know what the settings do. Read: SamplingParams, EngineArgs, check, launch.
+server alike. What the settings do is elsewhere. Read: SamplingParams, EngineArgs, check, launch.
 """
 
 import contextlib

@@ -60,13 +60,13 @@ def accept(p: Tensor, chances: Tensor, guess: Guess, u: Tensor) -> tuple[int, Te
     for n, x in enumerate(guess.ids):
         if u[n] * guess.q[n] >= chances[n]:
             over = (p[n] - (guess.probs[n] if guess.probs else 0)).clamp(min=0)
-            over[x] = 0  # here p < q, or the guess would have been accepted
+            over[x] = 0  # here p < q; where the guess was certain, that is all there is to do
             return n, over if over.any() else p[n]  # rounding can leave nothing
     return len(guess.ids), p[-1]
 
 
 class Guesser(Proposer):
-    """What all that guess have in common: how many guesses, how they are verified, and the count.
+    """What all guessers share: how many tokens to guess, how guesses are verified, and the count.
 
     Attributes: see scheduler.Proposer.
     """
@@ -98,6 +98,7 @@ class Guesser(Proposer):
         u = torch.tensor([row.uniform(ACCEPT) for row in ahead], dtype=torch.float64).split(sizes)
         stand, rest = zip(*map(accept, p.split(sizes), chances, guesses, u))
         # 3) draw one more token of each
+        # Its place comes n later: so the number is the one that plain decoding would use there.
         u = torch.tensor([job.uniform(n) for job, n in zip(jobs, stand)])
         more = draw(torch.stack(rest), u).tolist()
         results = []
@@ -127,7 +128,7 @@ class NGram(Guesser):
 
     def propose(self, jobs: list[Job]) -> None:
         for job in jobs:
-            if job not in self.tables:  # the n outputs of a prompt share what is known of that
+            if job not in self.tables:  # the n outputs of a prompt share its table
                 prompt = self.tables.setdefault(job.request, {})
                 lookup(job.ids[: job.prompt_len], prompt, 0)
                 self.tables[job] = ChainMap({}, prompt)
@@ -139,14 +140,14 @@ def lookup(ids: list[int], followed: MutableMapping, count: int, longest: int = 
     """What followed the latest earlier occurrence of the last n ids, for the largest n found.
 
     Args:
-        followed: where each n ids, as a tuple, were last followed by others; brought up to date
+        followed: n ids, as a tuple -> the index after their latest occurrence; brought up to date
             here, so that a step's cost does not grow with the text. Begins as {}.
         count: ids to return, at most.
         longest: n to begin with; longer ones only repeat what these find.
 
     Example: ids = 1 2 3 9 2 3, count 2: the last two, 2 3, occurred before 9 2, which is returned
     """
-    for end in range(followed.get((), 0) + 1, len(ids)):  # (), before all, tells how far it goes
+    for end in range(followed.get((), 0) + 1, len(ids)):  # the key () says how far it goes
         for n in range(min(longest, end) + 1):
             followed[tuple(ids[end - n : end])] = end
     for n in range(longest, 0, -1):
@@ -194,7 +195,7 @@ class DraftModel(Guesser):
                 for job, start in live.items()
             ]
             logits = self.runner.forward(rows)  # (rows, V)
-            # 2) draw, each by its own settings, where another is wanted: the next row is that one
+            # 2) draw one more where it is wanted, by the job's own settings: that is its next row
             sound = zip(live, finite(logits).tolist())
             guessing = [is_sound and job.end > len(job.ids) + n for job, is_sound in sound]
             live = {job: len(job.ids) + n for job in compress(live, guessing)}

@@ -24,8 +24,8 @@ from tokenizer import Tokenizer
 SPACES = {"whitespace_pattern": "( |\n {0,20})?"}
 # Characters of a schema, a regex, ...: 10,000 words, which compile in a tenth of a second.
 MAX_LENGTH = 2**18
-# All at once they must hold: whether any text can do that takes a second for 16 of them, and three
-# times as long for each one more.
+# They must hold together. To find whether any text can takes a second for 16 of them, and three
+# times as long for each further one.
 MAX_PATTERNS = 14
 # GPT-2's spelling of bytes: printable ones are themselves, the others follow from U+0100.
 BYTE_LEVEL = dict(enumerate([*range(33), *range(127, 161), 173], 256))

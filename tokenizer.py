@@ -62,8 +62,14 @@ class Tokenizer:
                     config[name] = token.get("content", token)
             # Without a config the names are sentencepiece's, as llama2.c and llama.cpp have it.
             self.config = config = config or dict(bos_token="<s>", eos_token="</s>")
-            is_fast = (path / "tokenizer.json").is_file() and find_spec("tokenizers")
-            ends = self._open_fast(path) if is_fast else self._open_slow(path)
+            is_fast = (path / "tokenizer.json").is_file()
+            if is_fast and find_spec("tokenizers"):
+                ends = self._open_fast(path)
+            elif (path / "tokenizer.model").is_file():
+                ends = self._open_slow(path)
+            else:
+                way_out = "needs: pip install tokenizers" if is_fast else "is missing"
+                raise ValueError(f"tokenizer.json {way_out}, and there is no tokenizer.model")
             self._hidden = set(self.special.values())
             self.bos_id = bos = self.special.get(config.get("bos_token"))
             self.eos_id = eos = self.special.get(config.get("eos_token"))
@@ -137,8 +143,7 @@ class Tokenizer:
 
     def _open_slow(self, path: Path) -> list[int]:
         """As above: sentencepiece's own encoder adds a BOS, whichever that is."""
-        with blame("tokenizer.model (for tokenizer.json: pip install tokenizers)"):
-            sp = sentencepiece.SentencePieceProcessor(model_file=str(path / "tokenizer.model"))
+        sp = sentencepiece.SentencePieceProcessor(model_file=str(path / "tokenizer.model"))
         self._decode = sp.decode
         self.piece = lambda i: "" if sp.is_unknown(i) else sp.id_to_piece(i)
         self.byte_level = False

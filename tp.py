@@ -19,8 +19,9 @@ config of that share, says which slice of each stored tensor it reads, and hooks
 alone schedules, samples and prints. Before each forward it broadcasts the integers that describe
 it, and the other ranks do the same. What it buys: a rank holds and reads 1/n of the weights (and
 all of the embedding, of which a step reads a few rows). That is up to n times the speed where
-exchanges are quick; over gloo on two CPU cores the 45 of a step take longer than they save
-(`torchrun ... tools/bench.py latency`). Read: shard, Leader, lead, follow, join.
+exchanges are quick; over gloo on two CPU cores those of a step, 45 for 22 layers, take
+longer than they save (`torchrun ... tools/bench.py latency`). Read: shard, Leader, lead, follow,
+join.
 """
 
 import contextlib
@@ -201,9 +202,8 @@ def join(device: torch.device) -> Iterator[Ranks]:
 
     When rank 0 is done, it tells the others. A rank that fails, or is killed, closes its
     connections: so the others' next exchange with it fails, and they end too, rank 0 with a line
-    that says so, the others silently. An error of its own a rank tells itself, but only after 3 s,
-    as it may be one that all ranks have: then rank 0 says it, and torchrun ends all ranks when one
-    ends.
+    that says so, the others silently. A rank prints an error of its own, but only after 3 s: if
+    all ranks have the same one, rank 0 prints it first, and torchrun ends all ranks when one ends.
 
     Raises:
         ValueError: some of torchrun's variables only; or fewer GPUs than ranks on this machine.

@@ -36,7 +36,7 @@ def chapter(lesson: Lesson) -> dict[str, int]:
 
 def measure(lesson: Lesson, urls: dict[int, str]) -> dict[str, int]:
     requests, new = lesson.pick((30, 16), (6, 4))
-    what = load.Load("", None, None, requests, (32, 32), (new, new), 0, 0, 1000)
+    what = load.Load("", None, None, requests, (32, 32), (new, new), 0, 0, 1000, {"temperature": 0})
     counts, lines, speed = {}, {}, {}
 
     def send(most: int, rate: float, requests: int = requests) -> dict[str, float]:

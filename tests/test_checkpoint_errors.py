@@ -137,8 +137,8 @@ def test_unreadable_json(folder, file):
 
 def test_no_config(folder):
     """A mistyped --checkpoint, the weights' own path, a file that is missing or a directory."""
-    refused(folder / "typo", CONFIG)
-    refused(folder / WEIGHTS, CONFIG)
+    refused(folder / "typo", "no such folder")
+    refused(folder / WEIGHTS, "no such folder")
     (folder / CONFIG).unlink()
     refused(folder, CONFIG)
     (folder / CONFIG).mkdir()

@@ -313,6 +313,27 @@ def test_chat_template(cli, draw, folder):
 # --- Errors of use --------------------------------------------------------------------------------
 
 
+def test_the_first_typo_gets_a_true_answer(cli, folder, tmp_path, monkeypatch):
+    """All of these said "pip install tokenizers", installed or not; and a file that is no text was
+    not named."""
+    empty, other, latin = tmp_path / "empty", tmp_path / "other", tmp_path / "latin"
+    empty.mkdir()
+    other.mkdir()
+    (other / "config.json").write_text('{"architectures": ["BertModel"]}')
+    latin.write_bytes(b"caf\xe9")
+    (folder / "tokenizer.model").rename(tmp_path / "tokenizer.model")
+    generate.load_model = load_model  # not what was loaded before
+    fails(cli("--checkpoint", tmp_path / "typo"), r"typo: there is no such folder")
+    fails(cli("--checkpoint", empty), r"empty/config\.json: .*No such file")
+    fails(cli("--checkpoint", other), r"BertModel.*supported: Llama")
+    fails(cli("--checkpoint", folder), r"tokenizer\.json is missing, .*no tokenizer\.model")
+    (folder / "tokenizer.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    fails(cli("--checkpoint", folder), r"needs: pip install tokenizers")
+    fails(cli("--prompt-file", latin), r"latin: .*utf-8")
+    fails(cli("--kv-memory", "nan"), r"kv_memory must be float.*nan")
+
+
 def test_bad_checkpoints(cli, folder, tmp_path):
     """Bug: a wrong path, or a folder that lacks a file, ends in a traceback. (Only one may.)"""
     for path in (tmp_path / "nowhere", folder / "config.json", tmp_path):
