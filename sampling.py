@@ -70,7 +70,7 @@ class Sequence:
         context = max_seq_len or config.max_position_embeddings
         n, V = len(prompt_ids), config.vocab_size
         if not 0 < n < context:
-            way_out = "shorten it or raise --max-seq-len" if n else "give it some text"
+            way_out = "shorten it or raise --max-seq-len, --kv-memory" if n else "give it some text"
             raise SettingError("prompt", f"has {n} tokens, context is {context}: {way_out}")
         for name, ids in (("prompt", prompt_ids), ("logit_bias", params.logit_bias)):
             bad = [i for i in ids if type(i) is not int or not 0 <= i < V]

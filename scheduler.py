@@ -165,6 +165,7 @@ class Engine:
     """Runs many requests at once, a step at a time. To be driven from one thread.
 
     Attributes:
+        max_seq_len: prompt and output together, also by what the pool holds.
         running: the sequences that hold blocks, first in line first. The last is the first to be
             preempted.
         waiting: those without blocks, likewise.
@@ -214,6 +215,9 @@ class Engine:
         self.max_num_batched_tokens = check("max_num_batched_tokens", budget, int, needed)
         shape = (limits.num_blocks or self._affordable(limits), limits.block_size, limits.kv_dtype)
         self.pool = BlockPool(*shape[:2])
+        # A sequence's last token is sampled and never run, so it needs no slot in the pool.
+        slots = self.pool.num_blocks * self.pool.block_size
+        self.max_seq_len = min(self.max_seq_len, slots + 1)
         self.runner = runner(model, *shape)
         self.proposer.allocate(*shape)
         self.running, self.waiting = [], []
@@ -246,8 +250,7 @@ class Engine:
             options: Request's id, priority and cache_salt.
 
         Raises:
-            SettingError: see Sequence and structured.matcher; or it could never fit into the cache,
-                however long it waited.
+            SettingError: see Sequence and structured.matcher.
         """
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         request = Request(**options)
@@ -261,11 +264,6 @@ class Engine:
             job = Job(request, ids, each, self.config, self.tokenizer, self.max_seq_len)
             job.matcher = matcher and matcher.deep_copy()
             request.outputs.append(job)
-        # The last token is sampled and never run, so its keys and values need no slot.
-        need = -(-(job.max_len - 1) // self.pool.block_size)
-        if need > self.pool.num_blocks:
-            text = f"and the prompt need {need} blocks of the cache, of {self.pool.num_blocks}: "
-            raise SettingError("max_tokens", text + "lower it or raise --kv-memory")
         return request
 
     def submit(self, request: Request) -> None:

@@ -89,9 +89,7 @@ class Server:
     """
 
     def __init__(self, engine: Engine, args: ServerArgs) -> None:
-        # A sequence's last token is never run, and needs no slot in the cache.
-        slots = engine.pool.num_blocks * engine.pool.block_size
-        self.context = engine.max_seq_len = min(engine.max_seq_len, slots + 1)
+        self.context = engine.max_seq_len
         self.engine, self.args, self.tokenizer = engine, args, engine.tokenizer
         self.name = args.served_model_name or args.checkpoint.resolve().name
         self.model = dict(id=self.name, object="model", owned_by="kilolm",

@@ -262,8 +262,8 @@ def test_the_lowest_number_runs_first():
 @pytest.mark.parametrize(
     ("prompt", "tokens", "message"),
     [
-        *((*sizes, "max_tokens.*5.*4.*--kv-memory") for sizes in ((14, 4), (1, 17), (17, 1))),
-        (60, 1, "15"), (0, 1, "0 tokens.*some text"), (64, 1, "64.* 64.*max-seq-len"),
+        (17, 1, "17 tokens.* 17.*--kv-memory"), (60, 1, "60 tokens.* 17"),
+        (0, 1, "0 tokens.*some text"), (64, 1, "64.* 17.*max-seq-len"),
         ([32], 1, "32"), ([-1], 1, "-1"),
     ],
 )  # fmt: skip
@@ -426,6 +426,15 @@ def test_kv_memory_in_bytes(blocks, most):
     at = engine(num_blocks=None, kv_memory=(blocks + 1) * 1.5 * block, max_seq_len=22)
     held = sum(t.nbytes for pools in at.runner.pools for t in pools)
     assert (at.pool.num_blocks, held) == (most, (most + 1) * block)
+
+
+def test_no_sequence_outgrows_the_pool():
+    """It was preempted by nobody, and waited for a block that never came."""
+    at = engine(num_blocks=4)
+    request = at.add_request([1] * 14, params(9, ignore_eos=True))
+    drain(at)
+    (job,) = request.outputs  # 16 slots, and the last token needs none
+    assert (job.finish_reason, len(job.ids)) == ("length", 17)
 
 
 def test_kv_memory_as_a_share(monkeypatch):
