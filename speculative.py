@@ -20,7 +20,7 @@ Read: accept, Guesser.verify, NGram, DraftModel.
 
 from collections import ChainMap
 from collections.abc import MutableMapping
-from itertools import compress
+from itertools import islice
 from weakref import WeakKeyDictionary
 
 import torch
@@ -61,7 +61,7 @@ def accept(p: Tensor, chances: Tensor, guess: Guess, u: Tensor) -> tuple[int, Te
         if u[n] * guess.q[n] >= chances[n]:
             over = (p[n] - (guess.probs[n] if guess.probs else 0)).clamp(min=0)
             over[x] = 0  # here p < q, or the guess would have been accepted
-            return n, over if over.any() else p[n]  # rounding can leave nothing
+            return n, torch.where(over.any(), over, p[n])  # rounding can leave nothing
     return len(guess.ids), p[-1]
 
 
@@ -100,14 +100,14 @@ class Guesser(Proposer):
         # 3) draw one more token of each
         u = torch.tensor([job.uniform(n) for job, n in zip(jobs, stand)])
         more = draw(torch.stack(rest), u).tolist()
-        results = []
-        for job, guess, part, n, one in zip(jobs, guesses, logits.split(sizes), stand, more):
+        ids = []
+        for guess, n, one in zip(guesses, stand, more):
             for i in range(len(guess.ids)):
                 self.offered[i] += 1
                 self.accepted[i] += i < n
-            tokens = [*guess.ids[:n], one]
-            results.append(scored(part[: n + 1], tokens, [job.params.logprobs] * (n + 1)))
-        return results
+            ids += [*guess.ids[:n], one, *guess.ids[n:]]  # a row each; the last do not come out
+        tokens = iter(scored(logits, ids, [row.params.logprobs for row in ahead]))
+        return [list(islice(tokens, size))[: n + 1] for size, n in zip(sizes, stand)]
 
     def summary(self) -> str:
         """What became of the guesses, in a line."""
@@ -195,16 +195,22 @@ class DraftModel(Guesser):
             ]
             logits = self.runner.forward(rows)  # (rows, V)
             # 2) draw, each by its own settings, where another is wanted: the next row is that one
-            sound = zip(live, finite(logits).tolist())
-            guessing = [is_sound and job.end > len(job.ids) + n for job, is_sound in sound]
-            live = {job: len(job.ids) + n for job in compress(live, guessing)}
-            if not live:
+            guessing = [i for i, job in enumerate(live) if job.end > len(job.ids) + n]
+            if not guessing:
                 return
-            ahead = [job.ahead(job.guess.ids) for job in live]
-            q = distribution(logits[guessing], ahead)
+            drawing, logits = [[*live][i] for i in guessing], logits[guessing]
+            ahead = [job.ahead(job.guess.ids) for job in drawing]
+            q = distribution(logits, ahead)
             ids = draw(q, torch.tensor([row.uniform(GUESS) for row in ahead]))
             chances = q.gather(1, ids[:, None]).flatten()
-            for job, token_id, chance, probs in zip(live, ids.tolist(), chances.tolist(), q):
-                job.guess.ids.append(token_id)
-                job.guess.q.append(chance)
-                job.guess.probs.append(probs)
+            # All at once, exactly: a GPU waits whenever the host reads.
+            drawn = torch.stack((ids.double(), chances, finite(logits)), 1).tolist()
+            live = {}
+            for job, (token_id, chance, is_sound), probs in zip(drawing, drawn, q):
+                if is_sound:
+                    live[job] = len(job.ids) + n
+                    job.guess.ids.append(int(token_id))
+                    job.guess.q.append(chance)
+                    job.guess.probs.append(probs)
+            if not live:
+                return
