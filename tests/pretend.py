@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _device
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -27,6 +26,7 @@ CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS = ("flash", "efficient", "cudnn")  # of attention
 INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
+NAMING = (torch.device, torch._C._nn._parse_to)  # a device is all that they make
 COPYING = (aten._to_copy.default, aten.copy_.default)
 
 
@@ -121,9 +121,7 @@ class Functions(TorchFunctionMode):
             at = args[1]
             at = tuple(map(indices, at)) if isinstance(at, tuple) else indices(at)
             args = (args[0], at, *args[2:])
-        if func in _device._device_constructors() and on_gpu(_device.CURRENT_DEVICE):
-            kwargs = {"device": CUDA} | kwargs  # within `with device:`
-        to_gpu = any(map(on_gpu, (*args, *kwargs.values())))
+        to_gpu = func not in NAMING and any(map(on_gpu, (*args, *kwargs.values())))
         if to_gpu:
             here = None if ours else CPU
             args = [here if on_gpu(each) else each for each in args]
@@ -147,10 +145,10 @@ class Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func.namespace == "kilolm":
+        if func is torch.ops.kilolm.paged_attention.default:
             self.gpu.pretending = False  # its function calls others, each for itself
             with self.gpu:
-                return getattr(paged, func.overloadpacket.__name__)(*args, **kwargs)
+                return paged.paged_attention(*args, **kwargs)
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         ours = {id(each.inner): each for each in tensors if isinstance(each, Pretended)}
         device = kwargs.get("device")
