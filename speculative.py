@@ -92,6 +92,7 @@ class Guesser(Proposer):
         sizes = [len(guess.ids) + 1 for guess in guesses]
         ahead = [job.ahead(job.guess.ids[:i]) for job, n in zip(jobs, sizes) for i in range(n)]
         p = distribution(logits, ahead)  # (R, V)
+        places = torch.arange(len(p)).split(sizes)  # of each job's rows
         # 2) accept
         ids = torch.tensor([[x] for guess in guesses for x in (*guess.ids, 0)], device=p.device)
         chances = p.gather(1, ids).flatten().cpu().split(sizes)  # after the last: unread
@@ -100,14 +101,17 @@ class Guesser(Proposer):
         # 3) draw one more token of each
         u = torch.tensor([job.uniform(n) for job, n in zip(jobs, stand)])
         more = draw(torch.stack(rest), u).tolist()
-        ids = []
-        for guess, n, one in zip(guesses, stand, more):
+        ids, kept, counts = [], [], []
+        for job, guess, rows, n, one in zip(jobs, guesses, places, stand, more):
             for i in range(len(guess.ids)):
                 self.offered[i] += 1
                 self.accepted[i] += i < n
-            ids += [*guess.ids[:n], one, *guess.ids[n:]]  # a row each; the last do not come out
-        tokens = iter(scored(logits, ids, [row.params.logprobs for row in ahead]))
-        return [list(islice(tokens, size))[: n + 1] for size, n in zip(sizes, stand)]
+            ids += [*guess.ids[:n], one]
+            kept += rows[: n + 1].tolist()
+            counts += [job.params.logprobs] * (n + 1)
+        wanted = logits[kept] if any(count is not None for count in counts) else logits
+        tokens = iter(scored(wanted, ids, counts))
+        return [list(islice(tokens, n + 1)) for n in stand]
 
     def summary(self) -> str:
         """What became of the guesses, in a line."""

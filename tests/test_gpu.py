@@ -19,7 +19,6 @@ from test_quantize import tiny_folder
 
 import experts
 import generate
-import kv_cache
 import model
 import paged
 import quantize
@@ -50,9 +49,9 @@ GUESSES = 3  # of a draft, in a step
 # For each way to run: the folder's form, what is wished for, what the engine is given, and how
 # often the host reads in a step, at most. Two are the tokens, and whether all logits are finite.
 # One more: where only the likeliest are kept, whether more of them are to be looked at; where
-# log-probabilities are wanted, these, and once for each prompt of several tokens; with guesses, their
-# chances, and what each forward of a draft gives; in each layer, how many tokens an expert gets.
-# A step in which logits are not finite looks at each sequence once.
+# log-probabilities are wanted, these, and once for each prompt of several tokens; with guesses,
+# their chances, and what each forward of a draft gives; in each layer with experts, how many tokens
+# each of them gets. A step in which logits are not finite looks at each sequence once.
 WAYS = {
     "greedy": ({}, {}, {}, 2),
     "windows": (dict(sliding_window=5), {}, {}, 2),
@@ -131,7 +130,7 @@ def engine_run(path, device, wish, prompts=PROMPTS, guess=None, quantize=None, b
     limits = dict(num_blocks=60, max_num_seqs=8, block_size=8) | limits
     at = Engine(made, tokenizer, proposer, matcher, **limits)
     wishes = wish if isinstance(wish, list) else [wish] * len(prompts)
-    common = dict(max_tokens=9, seed=1, ignore_eos=True, temperature=0)
+    common = dict(max_tokens=7, seed=1, ignore_eos=True, temperature=0)
     requests = [
         at.add_request(prompt, SamplingParams(**common | each))
         for prompt, each in zip(prompts, wishes, strict=True)
@@ -255,6 +254,7 @@ def test_command_line(cuda, capsys, flags):
 ])  # fmt: skip
 def test_bench(cuda, folder, monkeypatch, capsys, command):
     """Measurements that run on a CPU alone, as where a buffer of theirs stays there."""
+    change(monkeypatch, bench, "read_bandwidth", "2**26", "2**20")  # of memory
     argv = [*command, "--checkpoint", str(folder({})), "--new-tokens", "3", "--repeat", "1",
             "--device", "cuda", "--json"]  # fmt: skip
     with Gpu() as gpu:
@@ -269,6 +269,7 @@ def test_bench(cuda, folder, monkeypatch, capsys, command):
 # What must fail: a line of the engine, another in its place, the way that finds it, and how.
 MIXED = RuntimeError, "is on the (cpu|meta)"
 VIEW = RuntimeError, "view size is not compatible"
+LAYOUT = (paged, "attention", "return y", "y.transpose(1, 2).view(-1)\n    return y", "greedy")
 READS = AssertionError, "assert .* =="
 FAULTS = [
     # tensors that stay on the CPU
@@ -298,6 +299,8 @@ FAULTS = [
     (paged, "attention", "y.reshape(q.shape)", "y.view(q.shape)", "greedy", VIEW),
     (model.Attention, "forward", "y.transpose(1, 2).flatten(2)",
      "y.transpose(1, 2).view(*x.shape[:2], -1)", "greedy", VIEW),
+    (*LAYOUT, (*VIEW, "flash")),
+    (*LAYOUT, (*VIEW, "cudnn")),
     # more reads
     (scheduler.Engine, "step", ".all().item()", ".all()", "greedy", READS),
     (scheduler.Engine, "step", "not sound and", "", "greedy", READS),
@@ -306,8 +309,10 @@ FAULTS = [
     (sampling, "sample", "ids.tolist()", "ids.cpu()[ids.cpu() >= 0].tolist()", "greedy", READS),
     (sampling, "keep_likeliest", "short.tolist()", "short.nonzero().tolist()", "every setting",
      READS),
-    (sampling, "distribution", "if greedy:", "if logits.isnan().any() or greedy:", "greedy and sampled",
-     READS),
+    (sampling, "distribution", "if greedy:", "if greedy and not logits.isnan().any():",
+     "greedy and sampled", READS),
+    (speculative.DraftModel, "propose", "logits[guessing]",
+     "logits[[i in guessing for i in range(len(logits))]]", "draft", READS),
     (speculative, "accept", "torch.where(over.any(), over, p[n])", "over if over.any() else p[n]",
      "n-grams", READS),
     (speculative.DraftModel, "propose", "if is_sound:", "if chance and ids.max() >= 0:", "draft",
@@ -317,9 +322,8 @@ FAULTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("owner", "name", "old", "new", "way", "failure"), FAULTS)
-def test_faults_are_found(folder, monkeypatch, owner, name, old, new, way, failure):
-    """A rehearsal at which everything passes."""
+def change(monkeypatch, owner, name, old, new):
+    """Change the source of a function, or of a method."""
     before = getattr(owner, name)
     function = inspect.unwrap(before)
     home = sys.modules[function.__module__]
@@ -333,9 +337,15 @@ def test_faults_are_found(folder, monkeypatch, owner, name, old, new, way, failu
     for each in (owner, *sys.modules.values()):  # all that have imported it
         if vars(each).get(name) is before:
             monkeypatch.setattr(each, name, made)
-    error, text = failure
+
+
+@pytest.mark.parametrize(("owner", "name", "old", "new", "way", "failure"), FAULTS)
+def test_faults_are_found(folder, monkeypatch, owner, name, old, new, way, failure):
+    """A rehearsal at which everything passes."""
+    change(monkeypatch, owner, name, old, new)
+    error, text, *kernel = failure
     with pytest.raises(error, match=text):
-        rehearse(folder, way)
+        rehearse(folder, way, *kernel)
 
 
 def test_operators_as_on_a_gpu():
