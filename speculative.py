@@ -20,7 +20,7 @@ Read: accept, Guesser.verify, NGram, DraftModel.
 
 from collections import ChainMap
 from collections.abc import MutableMapping
-from itertools import islice
+from itertools import compress
 from weakref import WeakKeyDictionary
 
 import torch
@@ -106,12 +106,13 @@ class Guesser(Proposer):
             for i in range(len(guess.ids)):
                 self.offered[i] += 1
                 self.accepted[i] += i < n
-            ids += [*guess.ids[:n], one]
+            tokens = [*guess.ids[:n], one]
+            ids += tokens
             kept += rows[: n + 1].tolist()
             counts += [job.params.logprobs] * (n + 1)
         wanted = logits[kept] if any(count is not None for count in counts) else logits
-        tokens = iter(scored(wanted, ids, counts))
-        return [list(islice(tokens, n + 1)) for n in stand]
+        made = iter(scored(wanted, ids, counts))
+        return [[next(made) for _ in range(n + 1)] for n in stand]
 
     def summary(self) -> str:
         """What became of the guesses, in a line."""
@@ -193,16 +194,19 @@ class DraftModel(Guesser):
         # been run here; else that token's keys and values are written a second time, unchanged.
         live = {job: max(job.table.length - 1, 0) for job in jobs}  # job -> where its row begins
         for n in range(self.k):  # guesses that each has by now
+            if not live:
+                return
             rows = [
                 Row(job.table.blocks, start, job.ids[start : job.end] + job.guess.ids[-1:])
                 for job, start in live.items()
             ]
             logits = self.runner.forward(rows)  # (rows, V)
             # 2) draw, each by its own settings, where another is wanted: the next row is that one
-            guessing = [i for i, job in enumerate(live) if job.end > len(job.ids) + n]
-            if not guessing:
+            guessing = [job.end > len(job.ids) + n for job in live]
+            drawing = [*compress(live, guessing)]
+            if not drawing:
                 return
-            drawing, logits = [[*live][i] for i in guessing], logits[guessing]
+            logits = logits[[*compress(range(len(live)), guessing)]]
             ahead = [job.ahead(job.guess.ids) for job in drawing]
             q = distribution(logits, ahead)
             ids = draw(q, torch.tensor([row.uniform(GUESS) for row in ahead]))
@@ -211,10 +215,9 @@ class DraftModel(Guesser):
             drawn = torch.stack((ids.double(), chances, finite(logits)), 1).tolist()
             live = {}
             for job, (token_id, chance, is_sound), probs in zip(drawing, drawn, q):
-                if is_sound:
-                    live[job] = len(job.ids) + n
-                    job.guess.ids.append(int(token_id))
-                    job.guess.q.append(chance)
-                    job.guess.probs.append(probs)
-            if not live:
-                return
+                if not is_sound:
+                    continue
+                live[job] = len(job.ids) + n
+                job.guess.ids.append(int(token_id))
+                job.guess.q.append(chance)
+                job.guess.probs.append(probs)
