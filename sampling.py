@@ -234,11 +234,14 @@ def scored(logits: Tensor, ids: list[int], counts: list[int | None]) -> list[Tok
         return [Token(i) for i in ids]
     logprobs = logits.float().log_softmax(-1).clamp_(min=-9999)  # as vLLM: JSON has no infinity
     own = logprobs.gather(1, torch.tensor([ids], device=logits.device).t())  # (B, 1)
-    best = logprobs.topk(min(20, logits.shape[-1]))
-    rows = zip(ids, own.tolist(), best.indices.tolist(), best.values.tolist(), counts, strict=True)
+    k = min(20, logits.shape[-1])
+    best = logprobs.topk(k)
+    read = torch.cat(
+        (own, best.values, best.indices), 1
+    ).tolist()  # all at once; ids are exact, too
     return [
-        Token(i) if n is None else Token(i, logprob, tuple(zip(top_ids[:n], top[:n])))
-        for i, (logprob,), top_ids, top, n in rows
+        Token(i) if n is None else Token(i, logprob, tuple(zip(map(int, top[k:]), top[:n])))
+        for i, (logprob, *top), n in zip(ids, read, counts, strict=True)
     ]
 
 
@@ -339,8 +342,8 @@ def keep_likeliest(probs: Tensor, params: list[SamplingParams], most: int = SELE
     kept.scatter_(1, ids, ranked / ranked.cumsum(-1)[:, -1:])  # sum()'s order depends on B
     if most < V:
         # A token as unlikely as the last one selected: there may be more like it.
-        short = ((ranked > 0) & (ranked <= least)).any(-1, keepdim=True) | (top_k > most)
-        again = short[:, 0].nonzero()[:, 0].tolist()
+        short = ((ranked > 0) & (ranked <= least)).any(-1) | (top_k[:, 0] > most)
+        again = [b for b, is_short in enumerate(short.tolist()) if is_short]
         if again:
             kept[again] = keep_likeliest(probs[again], [params[b] for b in again], V)
     return kept

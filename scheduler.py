@@ -328,7 +328,7 @@ class Engine:
         rows = [job.row for job in batch]
         logits = self.runner.forward(rows)
         # 4) sample, for those whose known tokens have all run
-        sound = finite(logits).all()
+        sound = finite(logits).all().item()  # once: the host reads little, as a GPU waits for it
         drawing, parts, failed = [], [], []
         for job, row, part in zip(batch, rows, logits.split([row.wanted for row in rows])):
             if not sound and not finite(part).all():

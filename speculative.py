@@ -61,7 +61,7 @@ def accept(p: Tensor, chances: Tensor, guess: Guess, u: Tensor) -> tuple[int, Te
         if u[n] * guess.q[n] >= chances[n]:
             over = (p[n] - (guess.probs[n] if guess.probs else 0)).clamp(min=0)
             over[x] = 0  # here p < q; where the guess was certain, that is all there is to do
-            return n, over if over.any() else p[n]  # rounding can leave nothing
+            return n, torch.where(over.any(), over, p[n])  # rounding can leave nothing
     return len(guess.ids), p[-1]
 
 
@@ -92,6 +92,7 @@ class Guesser(Proposer):
         sizes = [len(guess.ids) + 1 for guess in guesses]
         ahead = [job.ahead(job.guess.ids[:i]) for job, n in zip(jobs, sizes) for i in range(n)]
         p = distribution(logits, ahead)  # (R, V)
+        places = torch.arange(len(p)).split(sizes)  # of each job's rows
         # 2) accept
         ids = torch.tensor([[x] for guess in guesses for x in (*guess.ids, 0)], device=p.device)
         chances = p.gather(1, ids).flatten().cpu().split(sizes)  # after the last: unread
@@ -101,14 +102,18 @@ class Guesser(Proposer):
         # Its place comes n later: so the number is the one that plain decoding would use there.
         u = torch.tensor([job.uniform(n) for job, n in zip(jobs, stand)])
         more = draw(torch.stack(rest), u).tolist()
-        results = []
-        for job, guess, part, n, one in zip(jobs, guesses, logits.split(sizes), stand, more):
+        ids, kept, counts = [], [], []
+        for job, guess, rows, n, one in zip(jobs, guesses, places, stand, more):
             for i in range(len(guess.ids)):
                 self.offered[i] += 1
                 self.accepted[i] += i < n
             tokens = [*guess.ids[:n], one]
-            results.append(scored(part[: n + 1], tokens, [job.params.logprobs] * (n + 1)))
-        return results
+            ids += tokens
+            kept += rows[: n + 1].tolist()
+            counts += [job.params.logprobs] * (n + 1)
+        wanted = logits[kept] if any(count is not None for count in counts) else logits
+        made = iter(scored(wanted, ids, counts))
+        return [[next(made) for _ in range(n + 1)] for n in stand]
 
     def summary(self) -> str:
         """What became of the guesses, in a line."""
@@ -190,22 +195,30 @@ class DraftModel(Guesser):
         # been run here; else that token's keys and values are written a second time, unchanged.
         live = {job: max(job.table.length - 1, 0) for job in jobs}  # job -> where its row begins
         for n in range(self.k):  # guesses that each has by now
+            if not live:
+                return
             rows = [
                 Row(job.table.blocks, start, job.ids[start : job.end] + job.guess.ids[-1:])
                 for job, start in live.items()
             ]
             logits = self.runner.forward(rows)  # (rows, V)
             # 2) draw one more where it is wanted, by the job's own settings: that is its next row
-            sound = zip(live, finite(logits).tolist())
-            guessing = [is_sound and job.end > len(job.ids) + n for job, is_sound in sound]
-            live = {job: len(job.ids) + n for job in compress(live, guessing)}
-            if not live:
+            guessing = [job.end > len(job.ids) + n for job in live]
+            drawing = [*compress(live, guessing)]
+            if not drawing:
                 return
-            ahead = [job.ahead(job.guess.ids) for job in live]
-            q = distribution(logits[guessing], ahead)
+            logits = logits[[*compress(range(len(live)), guessing)]]
+            ahead = [job.ahead(job.guess.ids) for job in drawing]
+            q = distribution(logits, ahead)
             ids = draw(q, torch.tensor([row.uniform(GUESS) for row in ahead]))
             chances = q.gather(1, ids[:, None]).flatten()
-            for job, token_id, chance, probs in zip(live, ids.tolist(), chances.tolist(), q):
-                job.guess.ids.append(token_id)
+            # All at once, exactly: a GPU waits whenever the host reads.
+            drawn = torch.stack((ids.float(), chances, finite(logits)), 1).tolist()
+            live = {}
+            for job, (token_id, chance, is_sound), probs in zip(drawing, drawn, q):
+                if not is_sound:
+                    continue
+                live[job] = len(job.ids) + n
+                job.guess.ids.append(int(token_id))
                 job.guess.q.append(chance)
                 job.guess.probs.append(probs)

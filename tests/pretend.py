@@ -1,0 +1,224 @@
+"""A GPU that is not there: its tensors say they are on it, and hold their values on the CPU.
+
+What fails on a GPU alone fails here: tensors of two devices in one operator, and views that hang on
+how a kernel lays out its result. What a GPU would wait for, the reads by the host, is noted with
+its line. All of it is Python: nothing is registered with PyTorch, and nothing is left behind.
+
+Two modes see each call while a Gpu is entered: of functions as Python names them, where devices are
+still "cuda", and of the operators that these come down to. To PyTorch's own code the tensors are
+of the meta device, so that no kernel of its own runs by mistake.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import paged
+
+aten = torch.ops.aten
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+ROOT = Path(__file__).resolve().parent.parent
+KERNELS = ("flash", "efficient", "cudnn")  # of attention
+INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
+NAMING = (torch.device, torch._C._nn._parse_to)  # a device is all that they make
+COPYING = (aten._to_copy.default, aten.copy_.default)
+
+
+class Pretended(Tensor):
+    """A tensor of the GPU; `inner` is what it holds, with the same strides."""
+
+    device, is_cuda, is_meta = CUDA, True, False
+
+    @staticmethod
+    def __new__(cls, inner):
+        options = dict(strides=inner.stride(), storage_offset=inner.storage_offset())
+        make = torch.Tensor._make_wrapper_subclass
+        return make(cls, inner.shape, dtype=inner.dtype, device="meta", **options)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __repr__(self):
+        return f"Pretended({self.inner})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise RuntimeError(f"{func} outside of the Gpu")
+
+
+class Gpu:
+    """The device while it is entered.
+
+    Attributes:
+        kernel: whose layout attention's results have.
+        reads: the line of each read by the host since they were last taken.
+    """
+
+    def __init__(self, kernel="efficient"):
+        self.kernel, self.reads = kernel, []
+        self.functions, self.operators = [], []  # one each for every time that it is entered
+        self.pretending = False  # whether the function that runs now was given a Pretended
+
+    def __enter__(self):
+        self.operators.append(Operators(self).__enter__())
+        self.functions.append(Functions(self).__enter__())
+        return self
+
+    def __exit__(self, *error):
+        self.functions.pop().__exit__(*error)
+        self.operators.pop().__exit__(*error)
+
+    def taken(self):
+        """The reads so far, which are forgotten."""
+        reads, self.reads = self.reads, []
+        return reads
+
+    def read(self):
+        """Note a read: the line of the project that asked for it."""
+        frame = sys._getframe()
+        while Path(frame.f_code.co_filename).parent not in (ROOT, ROOT / "tools"):
+            frame = frame.f_back
+            if not frame:
+                return  # of a test
+        self.reads.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+
+    def attention(self, q, k, v, mask=None):
+        """The CPU's values in the kernel's layout, as its meta function says it."""
+        together(F.scaled_dot_product_attention, [q, k, v, mask])
+        y = F.scaled_dot_product_attention(q.inner, k.inner, v.inner, mask.inner)
+        like = [
+            torch.empty_strided(t.shape, t.stride(), dtype=torch.float16, device="meta")
+            for t in (q.inner, k.inner, v.inner)
+        ]
+        function = getattr(aten, f"_scaled_dot_product_{self.kernel}_attention")
+        laid_out = function(*like, *(() if self.kernel == "flash" else (None, False)))[0]
+        return Pretended(torch.empty_strided(y.shape, laid_out.stride(), dtype=y.dtype).copy_(y))
+
+
+class Functions(TorchFunctionMode):
+    """Calls as Python writes them: here "cuda" is taken out of the arguments."""
+
+    def __init__(self, gpu):
+        super().__init__()
+        self.gpu = gpu
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        gpu, before = self.gpu, self.gpu.pretending
+        ours = bool(args) and isinstance(args[0], Pretended)
+        if ours and func is Tensor.tolist:
+            gpu.read()
+            return args[0].inner.tolist()
+        if ours and func is F.scaled_dot_product_attention:
+            return gpu.attention(*args, **kwargs)
+        if ours and func in (Tensor.__getitem__, Tensor.__setitem__):
+            at = args[1]
+            at = tuple(map(indices, at)) if isinstance(at, tuple) else indices(at)
+            args = (args[0], at, *args[2:])
+        to_gpu = func not in NAMING and any(map(on_gpu, (*args, *kwargs.values())))
+        if to_gpu:
+            here = None if ours else CPU
+            args = [here if on_gpu(each) else each for each in args]
+            kwargs = {name: here if on_gpu(each) else each for name, each in kwargs.items()}
+        gpu.pretending = any(isinstance(each, Pretended) for each in leaves((args, kwargs)))
+        try:
+            made = func(*args, **kwargs)
+        finally:
+            gpu.pretending = before
+        if to_gpu and not isinstance(made, Pretended):
+            return Pretended(made.clone() if args and made is args[0] else made)
+        return made
+
+
+class Operators(TorchDispatchMode):
+    """What the calls come down to, with Pretended tensors among the arguments."""
+
+    def __init__(self, gpu):
+        super().__init__()
+        self.gpu = gpu
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.kilolm.paged_attention.default:
+            self.gpu.pretending = False  # its function calls others, each for itself
+            with self.gpu:
+                return paged.paged_attention(*args, **kwargs)
+        tensors = [each for each in leaves((args, kwargs)) if isinstance(each, Tensor)]
+        ours = {id(each.inner): each for each in tensors if isinstance(each, Pretended)}
+        device = kwargs.get("device")
+        # What PyTorch makes by itself for a tensor of ours, it makes where it believes that to be.
+        is_made_there = device is not None and device.type == "meta" and self.gpu.pretending
+        if is_made_there:
+            kwargs = kwargs | dict(device=CPU)
+        there = is_made_there or (device is None and bool(ours))
+        if ours and func not in COPYING:
+            kept = func in INDEXING and isinstance(args[0], Pretended)
+            together(func, [args[0], *args[2:]] if kept else tensors)
+        if ours and is_read(func, args, there):
+            self.gpu.read()
+        args, kwargs = changed(
+            lambda each: each.inner if isinstance(each, Pretended) else each, (args, kwargs)
+        )
+        if func is aten.copy_.default:
+            there = id(args[0]) in ours
+
+        def wrapped(made):
+            if not isinstance(made, Tensor) or not there:
+                return made
+            return ours[id(made)] if id(made) in ours else Pretended(made)
+
+        return changed(wrapped, func(*args, **kwargs))
+
+
+def leaves(value):
+    """What is in lists, tuples and dicts; PyTorch's own function for it takes half of the time."""
+    if isinstance(value, list | tuple | dict):
+        parts = value.values() if isinstance(value, dict) else value
+        return [leaf for part in parts for leaf in leaves(part)]
+    return [value]
+
+
+def changed(change, value):
+    """The same with each leaf changed."""
+    if isinstance(value, dict):
+        return {name: changed(change, part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(changed(change, part) for part in value)
+    return change(value)
+
+
+def together(func, tensors):
+    """Raise RuntimeError where not all are on the GPU; numbers on the CPU may be there too."""
+    for each in tensors:
+        elsewhere = isinstance(each, Tensor) and not isinstance(each, Pretended)
+        if elsewhere and (each.dim() or each.is_meta):
+            raise RuntimeError(f"{func}: {tuple(each.shape)} is on the {each.device}")
+
+
+def is_read(func, args, there):
+    """Whether the host waits for values, or for a shape that hangs on values."""
+    if func in COPYING:
+        return not there if func is COPYING[0] else not isinstance(args[0], Pretended)
+    if func in INDEXING:
+        masks = [each for each in args[1] if each is not None and each.dtype == torch.bool]
+        masks = [each for each in masks if isinstance(each, Pretended)]
+        return bool(masks) and not (len(args) > 2 and args[2].numel() == 1)  # that is masked_fill
+    tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+    return any(tag in func.tags for tag in tags)
+
+
+def indices(at):
+    """A list within an index: on a GPU it is put there, also where it is a mask."""
+    if not isinstance(at, list):
+        return at
+    return Pretended(torch.tensor(at, dtype=None if at else torch.int64))
+
+
+def on_gpu(value):
+    """Whether an argument is the device, or its name."""
+    return getattr(value, "type", value) == "cuda" if isinstance(value, torch.device | str) else 0
