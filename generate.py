@@ -24,7 +24,7 @@ from model import Transformer
 from paged import Runner
 from sampling import BROKEN, Sequence, Token, finite, sample
 from scheduler import Engine, Proposer, Request
-from settings import CHUNK, EngineArgs, Ranks, SamplingParams
+from settings import CHUNK, EngineArgs, Ranks, SamplingParams, progress
 from tokenizer import Tokenizer
 
 # --- One sequence ---------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ class LLM:
 
     Example:
         llm = LLM("checkpoints/shakespeare")
-        for request in llm.generate(["ROMEO:", "JULIET:"], SamplingParams(max_tokens=20)):
+        for request in llm.generate(["ROMEO:", "JULIET:"], max_tokens=20):
             print(request.outputs[0].text)
     """
 
@@ -88,13 +88,15 @@ class LLM:
         self.engine = make_engine(args, ranks, *load_models(args, ranks))
 
     def generate(
-        self, prompts: str | list, params: SamplingParams | list[SamplingParams] | None = None
+        self, prompts: str | list, params: SamplingParams | list | None = None, **given: Any
     ) -> list[Request]:
         """Complete the prompts, all at once, with a progress bar.
 
         Args:
             prompts: a text, or a list of texts or of lists of token ids.
-            params: for all, or one for each; None: what the checkpoint suggests.
+            params: for all, or one for each: just these.
+            given: or else some of SamplingParams' fields, over what the checkpoint suggests: as
+                the command line and the server have it.
 
         Returns:
             One finished request for each prompt, in order. An output whose finish_reason is "error"
@@ -104,14 +106,15 @@ class LLM:
             ValueError: a prompt that cannot be run; then none is.
         """
         prompts = [prompts] if isinstance(prompts, str) else prompts
-        params = SamplingParams(**suggested(self.checkpoint)) if params is None else params
+        if params is None:
+            params = SamplingParams(**suggested(self.checkpoint) | given)
         params = params if isinstance(params, list) else [params] * len(prompts)
         requests = [self.engine.prepare(*each) for each in zip(prompts, params, strict=True)]
         try:
             for request in requests:
                 self.engine.submit(request)
             finished = (request for request in self.engine.run() if request.finished)
-            list(settings.progress(finished, "generating", len(requests)))
+            list(progress(finished, "generating", len(requests)))
         except BaseException:  # Ctrl-C, at any line
             self.engine.reset()
             raise

@@ -150,6 +150,7 @@ class Sequence:
         if not self.finish_reason:
             self._stream.push(None, last=True)
             self.finish_reason = reason
+            self._seen = None
 
     def _reason_to_stop(self, token_id: int) -> str | None:
         """Why the sequence ends with this token, but for a stop string; None where it goes on."""

@@ -21,6 +21,7 @@ import pytest
 import torch
 from conftest import DRAFT, ROOT, SHAKESPEARE
 from safetensors.torch import load_file, save_file
+from serving import COMPLETIONS, shared  # noqa: F401 (a fixture)
 from test_equivalence import plain
 
 import generate
@@ -311,6 +312,19 @@ def test_chat_template(cli, draw, folder):
 
 
 # --- Errors of use --------------------------------------------------------------------------------
+
+
+def test_the_same_settings_give_the_same_text(cli, shared):  # noqa: F811
+    """Python sampled by SamplingParams' defaults, the others as the checkpoint suggests."""
+    llm = generate.LLM(SHAKESPEARE, device="cpu", dtype="float32", num_blocks=32)
+    (request,) = llm.generate("ROMEO:\n", seed=3, max_tokens=24)
+    text = request.outputs[0].text
+    words = ("--prompt", "ROMEO:\n", "--seed", 3, "--max-tokens", 24, "--dtype", "float32")
+    assert cli(*words, "--device", "cpu").out == text + "\n"
+    body = {"prompt": "ROMEO:\n", "seed": 3, "max_tokens": 24}
+    assert shared.post(COMPLETIONS, body).json["choices"][0]["text"] == text
+    (plain,) = llm.generate("ROMEO:\n", generate.SamplingParams(seed=3, max_tokens=24))
+    assert plain.outputs[0].text != text  # just these
 
 
 def test_the_first_typo_gets_a_true_answer(cli, folder, tmp_path, monkeypatch):
