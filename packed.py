@@ -36,7 +36,7 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
         kv_dtype: of that cache.
 
     Raises:
-        ValueError: there is no C++ compiler, which torch.compile needs on a CPU.
+        CheckpointError: compiling failed, as without a C++ compiler, which a CPU needs.
     """
     pack_linears(model)
     on_cpu = model.device.type == "cpu"
@@ -55,7 +55,7 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
     torch._dynamo.config.recompile_limit = 64
     # Two sizes that happen to be equal now, such as the mask's and H, need not be later.
     torch.fx.experimental._config.use_duck_shape = False
-    with torch.no_grad(), blame("--compile, for which a CPU needs a C++ compiler"):
+    with torch.no_grad(), blame("--compile"):  # where there is no compiler, PyTorch says so
         for length in progress([1, CHUNK], "compiling decode, prefill"):
             # The logits of one token, then of two: any number.
             if batch_size:

@@ -273,7 +273,9 @@ def distribution(logits: Tensor, rows: list[Sequence]) -> Tensor:
     logits /= torch.tensor(temperature, device=logits.device)  # (B, 1)
     probs = logits.softmax(-1)
     filtered = [b for b, p in enumerate(params) if p.top_k > 0 or p.top_p < 1 or p.min_p > 0]
-    if filtered:
+    if len(filtered) == len(rows):
+        probs = keep_likeliest(probs, params)  # spares two copies
+    elif filtered:
         probs[filtered] = keep_likeliest(probs[filtered], [params[b] for b in filtered])
     if greedy:
         probs[greedy] = torch.zeros_like(probs[greedy]).scatter_(1, likeliest, 1.0)

@@ -946,9 +946,10 @@ def traffic(draw: random.Random, model: Transformer, guess: str | None) -> Engin
     for _ in range(20):
         ids, wish = some_job(draw)
         more = {"priority": draw.randint(-1, 1), "cache_salt": draw.choice([None, None, "s"])}
-        fits = len(ids) + wish.max_tokens - 1 <= at.pool.num_blocks * size
+        fits, room = len(ids) < at.max_seq_len, at.max_seq_len - len(ids)  # what the pool holds
         try:
-            jobs[at.add_request(ids, wish, **more)] = ids, wish
+            request = at.add_request(ids, wish, **more)
+            jobs[request] = ids, replace(wish, max_tokens=max(1, min(wish.max_tokens, room)))
             assert fits
         except ValueError:
             assert not fits
