@@ -230,8 +230,9 @@ class Engine:
         size, config, model = limits.block_size, self.config, self.model
         models = (model, *self.proposer.models)
         one = [Runner(each, 0, size, limits.kv_dtype).pools for each in models]  # one block, empty
-        # And what attention copies, of one layer at a time.
-        block = 2 * size * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
+        # And what attention copies, of one layer at a time; int8 as it is, and in float32, too.
+        copied = 2 * model.dtype.itemsize + (6 if limits.kv_dtype == "int8" else 0)
+        block = size * config.num_key_value_heads * config.head_dim * copied
         block += sum(k.nbytes + v.nbytes for k, v in itertools.chain(*one))
         memory = limits.kv_memory * (free_memory(model.device) if limits.kv_memory < 1 else 1)
         return min(int(memory // block) - 1, self.max_num_seqs * -(-self.max_seq_len // size))

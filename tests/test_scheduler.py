@@ -9,6 +9,7 @@ import copy
 import math
 import random
 import sys
+import timeit
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,9 @@ import pytest
 import torch
 from conftest import DRAFT, SHAKESPEARE
 from test_equivalence import plain
+from torch.profiler import profile
 
+import paged
 import scheduler
 from checkpoint import build
 from generate import LLM, generate
@@ -426,6 +429,35 @@ def test_kv_memory_in_bytes(blocks, most):
     at = engine(num_blocks=None, kv_memory=(blocks + 1) * 1.5 * block, max_seq_len=22)
     held = sum(t.nbytes for pools in at.runner.pools for t in pools)
     assert (at.pool.num_blocks, held) == (most, (most + 1) * block)
+
+
+def test_a_step_costs_no_more_where_many_wait():
+    """All of them were gone through at each step: 16,000 that wait made it five times as long."""
+    seconds = []
+    for waiting in (0, 10_000):
+        at = engine(num_blocks=200, max_num_seqs=4, max_num_batched_tokens=64)
+        for _ in range(4 + waiting):
+            at.add_request([1, 2], params(60, temperature=0, ignore_eos=True))
+        seconds.append(min(timeit.repeat(at.step, number=5, repeat=9)))
+        assert len(at.running) == 4
+    assert seconds[1] < 2 * seconds[0]
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_attention_stays_within_kv_memory(kv_dtype):
+    """int8 keys are copied as they are, and then as floats: that came on top of the memory."""
+    wide = {"max_num_seqs": 999, "max_num_batched_tokens": 2000}
+    at = engine(num_blocks=None, kv_memory=2e5, kv_dtype=kv_dtype, **wide)
+    pools = [tensor for pool in at.runner.pools for tensor in pool]
+    table = torch.arange(at.pool.num_blocks)[None]
+    with profile(profile_memory=True) as profiler:
+        kept = [paged.side_by_side(pool, table, at.model.dtype) for pool in pools[:2]]
+    held, most = 0, 0
+    for event in sorted(profiler.events(), key=lambda event: event.time_range.end):
+        held += event.self_cpu_memory_usage
+        most = max(most, held)
+    assert len(kept) == 2 and most > sum(each.nbytes for each in kept) / 2
+    assert sum(tensor.nbytes for tensor in pools) + most <= 2e5
 
 
 def test_no_sequence_outgrows_the_pool():
