@@ -54,8 +54,8 @@ class StaticCache:
 
     Bytes: 2 * layers * B * K * max_seq_len * stored_dim * itemsize. Nothing is ever cleared: a
     position is written before it can be seen, because a query sees only positions up to its own.
-    (What it does not see must be finite all the same; generate stops at the first NaN.)
     That is also what makes rolling back free: generation just continues from an earlier position.
+    What is not seen must be finite all the same: generate() stops at the first NaN.
     """
 
     def __init__(

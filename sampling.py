@@ -237,9 +237,8 @@ def scored(logits: Tensor, ids: list[int], counts: list[int | None]) -> list[Tok
     own = logprobs.gather(1, torch.tensor([ids], device=logits.device).t())  # (B, 1)
     k = min(20, logits.shape[-1])
     best = logprobs.topk(k)
-    read = torch.cat(
-        (own, best.values, best.indices), 1
-    ).tolist()  # all at once; ids are exact, too
+    # One read for all; float32 holds ids up to 2**24.
+    read = torch.cat((own, best.values, best.indices), 1).tolist()
     return [
         Token(i) if n is None else Token(i, logprob, tuple(zip(map(int, top[k:]), top[:n])))
         for i, (logprob, *top), n in zip(ids, read, counts, strict=True)

@@ -230,7 +230,8 @@ class Engine:
         size, config, model = limits.block_size, self.config, self.model
         models = (model, *self.proposer.models)
         one = [Runner(each, 0, size, limits.kv_dtype).pools for each in models]  # one block, empty
-        # And what attention copies, of one layer at a time; int8 as it is, and in float32, too.
+        # And what attention copies, of one layer at a time: keys and values, and of int8 ones first
+        # the bytes with their scales, then one of both in float32: 1 + 1 + 4.
         copied = 2 * model.dtype.itemsize + (6 if limits.kv_dtype == "int8" else 0)
         block = size * config.num_key_value_heads * config.head_dim * copied
         block += sum(k.nbytes + v.nbytes for k, v in itertools.chain(*one))

@@ -20,7 +20,7 @@ Read: accept, Guesser.verify, NGram, DraftModel.
 
 from collections import ChainMap
 from collections.abc import MutableMapping
-from itertools import compress
+from itertools import islice
 from weakref import WeakKeyDictionary
 
 import torch
@@ -92,28 +92,22 @@ class Guesser(Proposer):
         sizes = [len(guess.ids) + 1 for guess in guesses]
         ahead = [job.ahead(job.guess.ids[:i]) for job, n in zip(jobs, sizes) for i in range(n)]
         p = distribution(logits, ahead)  # (R, V)
-        places = torch.arange(len(p)).split(sizes)  # of each job's rows
         # 2) accept
         ids = torch.tensor([[x] for guess in guesses for x in (*guess.ids, 0)], device=p.device)
         chances = p.gather(1, ids).flatten().cpu().split(sizes)  # after the last: unread
         u = torch.tensor([row.uniform(ACCEPT) for row in ahead], dtype=torch.float64).split(sizes)
         stand, rest = zip(*map(accept, p.split(sizes), chances, guesses, u))
-        # 3) draw one more token of each
-        # Its place comes n later: so the number is the one that plain decoding would use there.
+        # 3) draw one more token of each, by the number that plain decoding would use at its place
         u = torch.tensor([job.uniform(n) for job, n in zip(jobs, stand)])
         more = draw(torch.stack(rest), u).tolist()
-        ids, kept, counts = [], [], []
-        for job, guess, rows, n, one in zip(jobs, guesses, places, stand, more):
+        ids = []
+        for guess, n, one in zip(guesses, stand, more):
             for i in range(len(guess.ids)):
                 self.offered[i] += 1
                 self.accepted[i] += i < n
-            tokens = [*guess.ids[:n], one]
-            ids += tokens
-            kept += rows[: n + 1].tolist()
-            counts += [job.params.logprobs] * (n + 1)
-        wanted = logits[kept] if any(count is not None for count in counts) else logits
-        made = iter(scored(wanted, ids, counts))
-        return [[next(made) for _ in range(n + 1)] for n in stand]
+            ids += [*guess.ids[:n], one, *guess.ids[n:]]  # one for each row; the last are refused
+        tokens = iter(scored(logits, ids, [row.params.logprobs for row in ahead]))
+        return [[*islice(tokens, size)][: n + 1] for size, n in zip(sizes, stand)]
 
     def summary(self) -> str:
         """What became of the guesses, in a line."""
@@ -194,31 +188,33 @@ class DraftModel(Guesser):
         # 1) keep up. From one token before: where all guesses were accepted, the last one has not
         # been run here; else that token's keys and values are written a second time, unchanged.
         live = {job: max(job.table.length - 1, 0) for job in jobs}  # job -> where its row begins
-        for n in range(self.k):  # guesses that each has by now
-            if not live:
-                return
+        while live:
             rows = [
                 Row(job.table.blocks, start, job.ids[start : job.end] + job.guess.ids[-1:])
                 for job, start in live.items()
             ]
             logits = self.runner.forward(rows)  # (rows, V)
             # 2) draw one more where it is wanted, by the job's own settings: that is its next row
-            guessing = [job.end > len(job.ids) + n for job in live]
-            drawing = [*compress(live, guessing)]
-            if not drawing:
+            wanted = {job: i for i, job in enumerate(live) if wants_more(job)}
+            if not wanted:
                 return
-            logits = logits[[*compress(range(len(live)), guessing)]]
-            ahead = [job.ahead(job.guess.ids) for job in drawing]
+            logits = logits[[*wanted.values()]]
+            ahead = [job.ahead(job.guess.ids) for job in wanted]
             q = distribution(logits, ahead)
             ids = draw(q, torch.tensor([row.uniform(GUESS) for row in ahead]))
             chances = q.gather(1, ids[:, None]).flatten()
-            # All at once, exactly: a GPU waits whenever the host reads.
+            # One read for all, as a GPU waits for each; float32 holds ids up to 2**24.
             drawn = torch.stack((ids.float(), chances, finite(logits)), 1).tolist()
             live = {}
-            for job, (token_id, chance, is_sound), probs in zip(drawing, drawn, q):
-                if not is_sound:
-                    continue
-                live[job] = len(job.ids) + n
-                job.guess.ids.append(int(token_id))
-                job.guess.q.append(chance)
-                job.guess.probs.append(probs)
+            for job, (token_id, chance, is_sound), probs in zip(wanted, drawn, q):
+                if is_sound:  # else it guesses no more
+                    job.guess.ids.append(int(token_id))
+                    job.guess.q.append(chance)
+                    job.guess.probs.append(probs)
+                    if wants_more(job):
+                        live[job] = len(job.ids) + len(job.guess.ids) - 1
+
+
+def wants_more(job: Job) -> bool:
+    """Whether a job may have another guess in this step."""
+    return job.end > len(job.ids) + len(job.guess.ids)

@@ -24,8 +24,8 @@ from tokenizer import Tokenizer
 SPACES = {"whitespace_pattern": "( |\n {0,20})?"}
 # Characters of a schema, a regex, ...: 10,000 words, which compile in a tenth of a second.
 MAX_LENGTH = 2**18
-# They must hold together. To find whether any text can takes a second for 16 of them, and three
-# times as long for each further one.
+# Patterns beside an allOf must hold together. Whether any text can fulfil 16 of them takes a second
+# to find out, and three times as long for each further one.
 MAX_PATTERNS = 14
 # GPT-2's spelling of bytes: printable ones are themselves, the others follow from U+0100.
 BYTE_LEVEL = dict(enumerate([*range(33), *range(127, 161), 173], 256))
@@ -59,8 +59,8 @@ def matcher(tokenizer: Tokenizer, config: Config, wish: JSON) -> Any:
             grammar = llguidance.LLMatcher.grammar_from_json_schema(text, SPACES)
         words = vocabulary(tokenizer, config.vocab_size, config.eos_ids)
         if words.decode_bytes(words.tokenize_str(text)) != text.encode():
-            raise ValueError("the tokenizer has not all of its characters, and cannot spell it")
-        limits = llguidance.LLParserLimits(max_items_in_row=MAX_LENGTH)  # a choice of 2,000 words
+            raise ValueError("the tokenizer lacks some of its characters, and cannot spell it")
+        limits = llguidance.LLParserLimits(max_items_in_row=MAX_LENGTH)  # else 2,000 words at most
         made = llguidance.LLMatcher(words, grammar, log_level=0, limits=limits)
         made.compute_logit_bias()  # what cannot even begin is known here
         if made.is_error():

@@ -127,7 +127,7 @@ _ops = torch.ops._c10d_functional  # collectives that torch.compile can have ins
 # threads outlive Python, and now and then one of them aborts the process. Compiled code that asked
 # the group for its name would; and torch.distributed.nn would, in its functions' defaults, if it
 # were first loaded when there is a group: hence the import above.
-_world = "0"
+_world = ""  # until join sets it
 
 
 # --- One schedules, the others follow -------------------------------------------------------------
@@ -209,6 +209,7 @@ def join(device: torch.device) -> Iterator[Ranks]:
         ValueError: some of torchrun's variables only; or fewer GPUs than ranks on this machine.
         ConnectionError: see lead.
     """
+    global _world
     try:
         with blame("unset RANK and WORLD_SIZE, or use torchrun, with a GPU each or --device cpu"):
             # Integers go over gloo even between GPUs.
@@ -217,6 +218,7 @@ def join(device: torch.device) -> Iterator[Ranks]:
                 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
             # No deadline: rank 0 may wait long for a prompt.
             dist.init_process_group(backend, timeout=timedelta(days=365))
+            _world = dist.group.WORLD.group_name
         rank, ranks = dist.get_rank(), dist.get_world_size()
         yield Ranks(device, rank, ranks, partial(shard, rank=rank, ranks=ranks), Leader, follow)
         if rank == 0:

@@ -434,13 +434,13 @@ def test_kv_memory_in_bytes(blocks, most):
 def test_a_step_costs_no_more_where_many_wait():
     """All of them were gone through at each step: 16,000 that wait made it five times as long."""
     seconds = []
-    for waiting in (0, 10_000):
+    for waiting in (0, 20_000):
         at = engine(num_blocks=200, max_num_seqs=4, max_num_batched_tokens=64)
         for _ in range(4 + waiting):
             at.add_request([1, 2], params(60, temperature=0, ignore_eos=True))
         seconds.append(min(timeit.repeat(at.step, number=5, repeat=9)))
         assert len(at.running) == 4
-    assert seconds[1] < 2 * seconds[0]
+    assert seconds[1] < 1.5 * seconds[0]
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])

@@ -371,6 +371,23 @@ NOTHING = [
 ]  # fmt: skip
 
 
+def test_others_go_on_while_a_structure_is_compiled(local):
+    """The event loop compiled it, and with that every stream stood still."""
+    words = [f"word {i * 7919} of many" for i in range(7_000)]
+    body = SHORT | {"structured_outputs": {"choice": words}}
+    pings, connection = [], local.open()
+    local.send("GET", "/health", on=connection)
+    with ThreadPoolExecutor(1) as pool:
+        start = time.perf_counter()
+        answer = pool.submit(local.post, COMPLETIONS, body)
+        while not answer.done():
+            before = time.perf_counter()
+            local.send("GET", "/health", on=connection)
+            pings.append(time.perf_counter() - before)
+    assert answer.result().status == 200
+    assert max(pings) < (time.perf_counter() - start) / 2
+
+
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_what_is_not_supported_says_so(local, path):
     """A field that would have changed the answer was passed over in silence; one that would not

@@ -6,13 +6,10 @@ request alone, without guesses.
 
 import copy
 import functools
-import itertools
 import json
 import random
 import re
 import sys
-import threading
-import time
 
 import jsonschema
 import llguidance
@@ -252,23 +249,6 @@ def test_what_cannot_begin_is_refused(monkeypatch):
     monkeypatch.setattr(llguidance, "LLParserLimits", lambda **_: few)
     with pytest.raises(SettingError, match="too many states"):
         matcher(TOKENIZER, MODEL.config, {"choice": [f"{i} words" for i in range(20)]})
-
-
-def test_others_go_on_while_a_structure_is_compiled():
-    """A schema of half a second that stopped the event loop, and with it every stream."""
-    words = [f"word {i * 7919} of many" for i in range(10_000)]
-    ticks, done = [], threading.Event()
-
-    def tick():
-        while not done.wait(0.002):
-            ticks.append(time.perf_counter())
-
-    thread = threading.Thread(target=tick)
-    thread.start()
-    matcher(TOKENIZER, MODEL.config, {"choice": words})
-    done.set()
-    thread.join()
-    assert max(b - a for a, b in itertools.pairwise(ticks)) < 0.3
 
 
 @pytest.mark.parametrize("name", BAD)

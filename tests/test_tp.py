@@ -412,9 +412,11 @@ def joining(monkeypatch):
         "destroy_process_group": lambda: calls.append("destroyed"),
         "is_initialized": lambda: True, "get_rank": lambda: place[0],
         "get_world_size": lambda: place[1],
+        "group": SimpleNamespace(WORLD=SimpleNamespace(group_name="a name")),
     }  # fmt: skip
     for name, fake in fakes.items():
         monkeypatch.setattr(tp.dist, name, fake)
+    monkeypatch.setattr(tp, "_world", "")  # what it was comes back
     monkeypatch.setattr(tp, "broadcast", lambda: calls.append("end"))
     monkeypatch.setattr(tp.time, "sleep", calls.append)
     monkeypatch.setattr(sys, "stderr", sys.stderr)  # which a rank takes and gives back
