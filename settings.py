@@ -14,7 +14,6 @@ from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass, field, fields
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -137,11 +136,6 @@ class SamplingParams:
         if len(self.logit_bias) > 1024:
             raise SettingError("logit_bias", f"has {len(self.logit_bias)} entries, of 1024 at most")
         check_items("logit_bias", self.logit_bias.values(), Iterable, float, -100, 100)
-
-    @cached_property
-    def bias(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """logit_bias as ids and values."""
-        return torch.tensor([*self.logit_bias]), torch.tensor([*self.logit_bias.values()])
 
     @property
     def penalises(self) -> bool:

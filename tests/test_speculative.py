@@ -266,8 +266,7 @@ def verify(logits, sequences) -> list[list[Token]]:
 
 
 def state_of(sequence) -> str:
-    seen = sequence.seen and (sequence.seen.ids, sequence.seen.counts)
-    return str({**vars(sequence), "_seen": seen})
+    return str(vars(sequence))
 
 
 def drawn_guess(probs: list[torch.Tensor], ids: list[int]) -> Guess:
