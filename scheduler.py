@@ -235,8 +235,20 @@ class Engine:
         copied = 2 * model.dtype.itemsize + (6 if limits.kv_dtype == "int8" else 0)
         block = size * config.num_key_value_heads * config.head_dim * copied
         block += sum(k.nbytes + v.nbytes for k, v in itertools.chain(*one))
-        memory = limits.kv_memory * (free_memory(model.device) if limits.kv_memory < 1 else 1)
+        memory = limits.kv_memory
+        if memory < 1:
+            memory *= free_memory(model.device) - self._activations()
         return min(int(memory // block) - 1, self.max_num_seqs * -(-self.max_seq_len // size))
+
+    def _activations(self) -> int:
+        """Bytes of the largest step's tensors: of its tokens within a layer, and of its logits, of
+        which the sampler has some in float32."""
+        c = self.config
+        heads = c.num_attention_heads + 2 * c.num_key_value_heads
+        feed_forward = c.intermediate_size * c.num_experts_per_tok
+        token = 4 * (c.hidden_size + heads * c.head_dim + feed_forward) * self.model.dtype.itemsize
+        row = 6 * 4 * c.vocab_size
+        return self.max_num_batched_tokens * token + self.max_num_seqs * (1 + self.proposer.k) * row
 
     @property
     def queue(self) -> list[Job]:

@@ -8,6 +8,7 @@ server alike. What the settings do is elsewhere. Read: SamplingParams, EngineArg
 
 import contextlib
 import os
+import re
 import sys
 import time
 from argparse import SUPPRESS, ArgumentParser, Namespace
@@ -283,11 +284,32 @@ def pick_device(name: str) -> torch.device:
     return there if name == "auto" else torch.device(name)
 
 
-def free_memory(device: torch.device) -> int:
-    """Bytes that could still be allocated."""
+# Where control groups (a container's, a service's) keep their numbers, version 2 and 1: the limit,
+# and what is used of it.
+CGROUPS = (
+    ("0::", "sys/fs/cgroup", "memory.max", "memory.current"),
+    (":memory:", "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
+
+
+def free_memory(device: torch.device, root: Path = Path("/")) -> int:
+    """Bytes that this process could still allocate: on CUDA of its GPU's memory, else its share,
+    among the ranks that run here, of what the machine and the container have left."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    meminfo = Path("/proc/meminfo")  # what the kernel could free, caches of files included
-    if meminfo.is_file():
-        return int(meminfo.read_text().partition("MemAvailable:")[2].split()[0]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    # Where nothing says more: half of what is there.
+    free = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2]
+    # What is cached of files can be given back, so it counts as free.
+    with contextlib.suppress(OSError):
+        meminfo = (root / "proc/meminfo").read_text()
+        free = [int(meminfo.partition("MemAvailable:")[2].split()[0]) * 1024]
+    for mark, folder, limit, used in CGROUPS:
+        with contextlib.suppress(OSError, ValueError):  # not there; "max", which is no limit
+            groups = (root / "proc/self/cgroup").read_text()
+            own = groups.partition(mark)[2].partition("\n")[0]
+            at = root / f"{folder}{own}"
+            at = at if at.is_dir() else root / folder  # a container sees its own group as the root
+            cached = re.findall(r"active_file (\d+)", (at / "memory.stat").read_text())[-2:]
+            taken = int((at / used).read_text()) - sum(map(int, cached))
+            free.append(max(0, int((at / limit).read_text()) - taken))
+    return min(free) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -327,8 +327,8 @@ def test_settings_by_example():
 @few
 @given(logits=some_logits, p=any_params, text=texts, guesses=st.lists(ids, max_size=4))
 def test_what_was_seen_is_kept_up_to_date(logits, p, text, guesses):
-    """Bug: a token that comes after the sampler has looked is not counted, or twice; a look ahead is
-    short of a guess; or its guesses stay."""
+    """Bug: a token that comes after the sampler has looked is not counted, or twice; a look ahead
+    is short of a guess; or its guesses stay."""
     (prompt, output), logits = text, torch.tensor([logits])
     kept = row(prompt, V=V, p=replace(p, max_tokens=len(output) + 1))
     for n, token_id in enumerate([*output, 0]):

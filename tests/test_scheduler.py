@@ -472,22 +472,90 @@ def test_no_sequence_outgrows_the_pool():
 def test_kv_memory_as_a_share(monkeypatch):
     """Half of the free memory taken for half a byte."""
     monkeypatch.setattr(scheduler, "free_memory", lambda device: 21 * 3 * 1024)
+    monkeypatch.setattr(Engine, "_activations", lambda self: 0)
     assert engine(num_blocks=None, kv_memory=0.5).pool.num_blocks == 20
     for too_little in (0.001, 1):  # 1 is a byte
         with pytest.raises(ValueError, match="--kv-memory"):
             engine(num_blocks=None, kv_memory=too_little)
 
 
-def test_free_memory(monkeypatch):
-    """kB read as bytes; a system without /proc."""
+WIDE = dict(hidden_size=64, intermediate_size=192, vocab_size=3000)
+
+
+@pytest.mark.parametrize(
+    ("changes", "guesses", "prompt"),
+    [(WIDE, 0, 300), (WIDE, 3, 2), (WIDE | dict(vocab_size=40), 0, 300),
+     (WIDE | dict(num_experts=4, num_experts_per_tok=3), 0, 300)],
+)  # fmt: skip
+def test_a_step_stays_within_what_is_free(monkeypatch, changes, guesses, prompt):
+    """All that was free went to the cache: the first long prompt, or the first step of many
+    sequences, had none for its activations or its logits."""
+    free = 60_000_000
+    monkeypatch.setattr(scheduler, "free_memory", lambda device: free)
+    model = random_model(**changes, max_position_embeddings=400)
+    limits = dict(num_blocks=None, kv_memory=0.999, max_num_seqs=64, max_num_batched_tokens=1024)
+    at = Engine(model, None, NGram(guesses), **limits)
+    for i in range(64):
+        wish = params(9, top_k=5, temperature=1.0, frequency_penalty=1.0, ignore_eos=True)
+        at.add_request([i % 30 + 1, *[7, 8] * (prompt // 2)], wish)
+    most = 0
+    for _ in range(4):
+        with profile(profile_memory=True) as profiler:
+            at.step()
+        used = 0
+        for event in sorted(profiler.events(), key=lambda event: event.time_range.end):
+            used += event.self_cpu_memory_usage
+            most = max(most, used)
+    assert most < at._activations() < 5 * most
+
+
+V1, V2 = "sys/fs/cgroup/memory/", "sys/fs/cgroup/"
+OURS = "3:cpu:/a\n7:memory:/a\n0::/a\n"
+STAT = "cache 9\ninactive_file 20\nactive_file 30\n"
+TOTAL = "total_inactive_file 300\ntotal_active_file 100\n"
+MACHINE = {
+    "proc/meminfo": "MemTotal:  9 kB\nMemFree:  1 kB\nMemAvailable:    5 kB\nSwapFree:  7 kB\n"
+}
+SYSTEMS = {
+    "no groups": (MACHINE, 5120),
+    "version 2": (MACHINE | {
+        "proc/self/cgroup": "0::/\n", f"{V2}memory.max": "4000\n",
+        f"{V2}memory.current": "1050\n", f"{V2}memory.stat": STAT}, 3000),
+    "no limit": (MACHINE | {
+        "proc/self/cgroup": "0::/\n", f"{V2}memory.max": "max\n",
+        f"{V2}memory.current": "1050\n", f"{V2}memory.stat": STAT}, 5120),
+    "a service's": (MACHINE | {
+        "proc/self/cgroup": "0::/a/b\n", f"{V2}a/b/memory.max": "4000\n",
+        f"{V2}a/b/memory.current": "50\n", f"{V2}a/b/memory.stat": STAT}, 4000),
+    "version 1, seen from outside": (MACHINE | {
+        "proc/self/cgroup": OURS, f"{V1}memory.limit_in_bytes": "2000\n",
+        f"{V1}memory.usage_in_bytes": "1400\n", f"{V1}memory.stat": STAT + TOTAL}, 1000),
+    "version 1": (MACHINE | {
+        "proc/self/cgroup": OURS, f"{V1}a/memory.limit_in_bytes": "2000\n",
+        f"{V1}a/memory.usage_in_bytes": "2600\n", f"{V1}a/memory.stat": STAT + TOTAL}, 0),
+    "more than the machine": (MACHINE | {
+        "proc/self/cgroup": OURS, f"{V1}a/memory.limit_in_bytes": f"{2**63}\n",
+        f"{V1}a/memory.usage_in_bytes": "2600\n", f"{V1}a/memory.stat": STAT}, 5120),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("ranks", [None, "2"])
+def test_free_memory(monkeypatch, tmp_path, system, ranks):
+    """kB read as bytes; a container's limit overlooked, and a cache the size of the machine's
+    memory asked for in it; two ranks that take half each, of the same memory; a file that has been
+    read taken for memory that is lost."""
+    files, free = SYSTEMS[system]
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if ranks:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     cpu = torch.device("cpu")
+    assert free_memory(cpu, tmp_path) == free // int(ranks or 1)
     assert 2**20 < free_memory(cpu) < 2**50
-    lines = "MemTotal:  9 kB\nMemFree:  1 kB\nMemAvailable:    5 kB\nSwapFree:  7 kB\n"
-    monkeypatch.setattr(Path, "is_file", lambda self: True)
-    monkeypatch.setattr(Path, "read_text", lambda self: lines)
-    assert free_memory(cpu) == 5 * 1024
-    monkeypatch.setattr(Path, "is_file", lambda self: False)
-    assert 2**20 < free_memory(cpu) < 2**50
+    assert 2**20 < free_memory(cpu, tmp_path / "a system without /proc") < 2**50
 
 
 @pytest.mark.parametrize(
