@@ -235,10 +235,9 @@ class Engine:
         copied = 2 * model.dtype.itemsize + (6 if limits.kv_dtype == "int8" else 0)
         block = size * config.num_key_value_heads * config.head_dim * copied
         block += sum(k.nbytes + v.nbytes for k, v in itertools.chain(*one))
-        memory = limits.kv_memory
-        if memory < 1:
-            memory *= free_memory(model.device) - self._activations()
-        return min(int(memory // block) - 1, self.max_num_seqs * -(-self.max_seq_len // size))
+        free = free_memory(model.device) - self._activations() if limits.kv_memory < 1 else 1
+        most = int(limits.kv_memory * free // block) - 1
+        return min(most, self.max_num_seqs * -(-self.max_seq_len // size))
 
     def _activations(self) -> int:
         """Bytes of the largest step's tensors: of its tokens within a layer, and of its logits, of
@@ -346,8 +345,7 @@ class Engine:
         drawing, parts, failed = [], [], []
         for job, row, part in zip(batch, rows, logits.split([row.wanted for row in rows])):
             if not sound and not finite(part).all():
-                self._fail(job)
-                failed.append(job)
+                failed += self._fail(job)
                 continue
             if job.scores_prompt:
                 part = self._score(job, row, part)
@@ -446,11 +444,14 @@ class Engine:
             insort(self.running if has_room else self.waiting, other, key=place_in_line)
         return job.request.outputs
 
-    def _fail(self, job: Job) -> None:
-        """End a job that no token can be drawn for; at its prompt, all outputs of its request."""
+    def _fail(self, job: Job) -> list[Job]:
+        """End a job that no token can be drawn for; at its prompt, all outputs of its request.
+        Returns them."""
         self._leave(job)
-        for each in [job] if job.tokens else job.request.outputs:
+        ended = [job] if job.tokens else job.request.outputs
+        for each in ended:
             each.finish("error")
+        return ended
 
     def _append(self, job: Job, tokens: list[Token]) -> None:
         for token in tokens:

@@ -189,6 +189,7 @@ class EngineArgs(Limits):
     dtype: str = setting("auto", "auto: as stored", choices=("auto", *DTYPES))
     quantize: str | None = setting(None, "fewer bits, on the fly", choices=("int8", "int4"))
     group_size: int = setting(128, "input channels per scale, for int4", -1)
+    attention: str = setting("copy", "of blocks: copy, or flex (GPU)", choices=("copy", "flex"))
     compile: bool = setting(False, "start slower, run faster (see README)", action="store_true")
     draft_checkpoint: Path | None = setting(None, "guess tokens with a small model")
     speculate: int | None = setting(None, "tokens to guess in a step; see the README", 0, 64)
@@ -284,12 +285,8 @@ def pick_device(name: str) -> torch.device:
     return there if name == "auto" else torch.device(name)
 
 
-# Where control groups (a container's, a service's) keep their numbers, version 2 and 1: the limit,
-# and what is used of it.
-CGROUPS = (
-    ("0::", "sys/fs/cgroup", "memory.max", "memory.current"),
-    (":memory:", "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-)
+# Where a container's control group, version 2 or 1, has its limit, and what is used of it.
+CGROUPS = {"memory.max": "memory.current", "memory/memory.limit_in_bytes": "memory.usage_in_bytes"}
 
 
 def free_memory(device: torch.device, root: Path = Path("/")) -> int:
@@ -303,13 +300,10 @@ def free_memory(device: torch.device, root: Path = Path("/")) -> int:
     with contextlib.suppress(OSError):
         meminfo = (root / "proc/meminfo").read_text()
         free = [int(meminfo.partition("MemAvailable:")[2].split()[0]) * 1024]
-    for mark, folder, limit, used in CGROUPS:
+    for limit, used in CGROUPS.items():
+        file = root / "sys/fs/cgroup" / limit
         with contextlib.suppress(OSError, ValueError):  # not there; "max", which is no limit
-            groups = (root / "proc/self/cgroup").read_text()
-            own = groups.partition(mark)[2].partition("\n")[0]
-            at = root / f"{folder}{own}"
-            at = at if at.is_dir() else root / folder  # a container sees its own group as the root
-            cached = re.findall(r"active_file (\d+)", (at / "memory.stat").read_text())[-2:]
-            taken = int((at / used).read_text()) - sum(map(int, cached))
-            free.append(max(0, int((at / limit).read_text()) - taken))
+            cached = re.findall(r"active_file (\d+)", file.with_name("memory.stat").read_text())
+            taken = int(file.with_name(used).read_text()) - sum(map(int, cached[-2:]))
+            free.append(max(0, int(file.read_text()) - taken))
     return min(free) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import sampling
 from checkpoint import build, load_model
+from flex import FlexRunner
 from generate import generate
 from kv_cache import StaticCache
 from model import Config
@@ -60,7 +61,8 @@ def plain(model, sequence, draft=None, speculate=0):
     guesser = Guesser(speculate)
     while not sequence.finish_reason:
         count = guesser.count(sequence)
-        ids = [] if draft else lookup(sequence.ids, {}, count)
+        text = "".join(map(chr, sequence.ids))
+        ids = [] if draft else [*map(ord, lookup(text, count))]
         guess = sequence.guess = Guess(ids, [1.0] * len(ids))
         for _ in range(count if draft else 0):
             ahead = sequence.ahead(guess.ids)
@@ -195,6 +197,7 @@ ENGINES = {
     "n = 3": run_forked,
     "beside aborted neighbours": run_beside_aborted,
     "paged, compiled": run_compiled_engine,
+    "paged, followed": partial(run_engine, runner=FlexRunner),
 }
 PATHS |= ENGINES
 
@@ -295,18 +298,18 @@ ROWS = [
     *((path, "plain") for path in PATHS),
     *((path, guess) for path in ENGINES for guess in ("draft", "n-gram")),
     *((path, "itself, quantised") for path in ("paged, alone", "paged, batched")),
-    *((path, "int8 cache") for path in (*WAYS, "preempted", "n = 3", "paged, chunks of 5")),
+    *((path, "int8 cache") for path in (*WAYS, "preempted", "n = 3", "paged, followed")),
     *((path, weights) for path in WAYS for weights in ("int8 weights", "int4 weights")),
 ]
 FEW = (0, 4, 8, 11, 12)  # each prompt and each setting: one after another, all of them take long
 WHOLE = ("paged, batched", "paged, batched, small budget", "prefix cached", "paged, compiled")
-COMPILING = [pytest.mark.slow]
+COMPILED = ("compiled", "paged, compiled")
 
 
 @pytest.mark.parametrize(
     ("case", "path", "kind"),
-    [pytest.param(case, *row, marks=COMPILING * ("compiled" in row[0])) for case in CASES
-     for row in ROWS if case == "trained" or "compiled" not in row[0] or row[1] == "plain"],
+    [pytest.param(case, *row, marks=[pytest.mark.slow] * (row[0] in COMPILED)) for case in CASES
+     for row in ROWS if case == "trained" or row[0] not in COMPILED or row[1] == "plain"],
 )  # fmt: skip
 def test_same_tokens(case, path, kind):
     """A cache read at the wrong place, a mask off by one, a seed that depends on the path. A guess

@@ -265,7 +265,7 @@ def test_mps_is_not_compiled_for(folder):
     """An error of the compiler, ten seconds later."""
     with Gpu(device=MPS):
         made = loaded(folder({}), MPS)
-        with pytest.raises(SettingError, match="--compile on 'mps' .*cpu, cuda"):
+        with pytest.raises(SettingError, match=r"--compile on 'mps' .*cpu, cuda"):
             compile_model(made)
 
 

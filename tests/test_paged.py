@@ -14,6 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+import flex
 from model import Config, Transformer, attention, visible
 from paged import BlockPool, BlockTable, Row, Runner, groups_of
 from settings import Limits, SettingError
@@ -392,13 +393,16 @@ def random_rows(draw, blocks, size):
     return sorted(rows, key=lambda row: (len(row.ids), -row.start))
 
 
+@pytest.mark.parametrize("way", ["copied", "followed"])
 @pytest.mark.parametrize("window", [None, 1, 3, 50])
 @pytest.mark.parametrize(("heads", "size"), [((4, 2), 4), ((3, 3), 1), ((4, 1), 16)])
-def test_paged_attention_equals_its_slow_twin(heads, size, window):
+def test_paged_attention_equals_its_slow_twin(heads, size, window, way):
     """A key of another's block, a row attended with its neighbour's table, a slot written that is
     nobody's: the pools must be equal in every slot afterwards."""
     (N, K), blocks = heads, 24
     runner = runner_of(blocks, size, N, K, window)
+    if way == "followed":
+        runner.layer = flex.Followed
     for seed in range(6):
         runner.most = 4 ** (seed % 4)
         rows = random_rows(random.Random(seed), blocks, size)

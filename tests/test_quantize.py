@@ -156,10 +156,10 @@ def test_quantize_model(tmp_path, skip, changes, mode):
     quantised along with lm_head; a model that is quantised twice."""
     model = load_model(tiny_folder(tmp_path, **changes))
     before, plain = model.embed_tokens.weight.clone(), logits_of(model)
-    paths = [path for *_, path in linears(model)]
+    paths = linears(model)
     assert len(paths) == 4 * 2 + 1
     assert quantize_model(model, mode, 32, skip) is model
-    assert {path for *_, path in linears(model)} == {*skip}
+    assert {*linears(model)} == {*skip}
     assert is_tied(model) == (changes is TIED and bool(skip))
     for linear in (model.get_submodule(path) for path in paths if path not in skip):
         assert type(linear) is QuantLinear and linear.bits == MODES[mode]
@@ -184,7 +184,7 @@ def test_quantize_model_refuses_a_group_size(tmp_path, group_size, channels):
     plain = logits_of(model)
     with pytest.raises(ValueError, match=rf"{group_size} does not divide {channels} input"):
         quantize_model(model, "int4", group_size)
-    assert len([*linears(model)]) == 9 and torch.equal(logits_of(model), plain)
+    assert len(linears(model)) == 9 and torch.equal(logits_of(model), plain)
     quantize_model(model, "int8", group_size)  # has no groups
 
 
@@ -200,7 +200,7 @@ def test_plain_weights_are_freed_one_by_one(tmp_path, monkeypatch):
         return count
 
     def weights(model):
-        return [weakref.ref(getattr(parent, name).weight) for parent, name, _ in linears(model)]
+        return [weakref.ref(model.get_submodule(path).weight) for path in linears(model)]
 
     monkeypatch.setattr(quantize, "round_to_nearest", counting(round_to_nearest))
     plain = weights(model)

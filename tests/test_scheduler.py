@@ -510,32 +510,27 @@ def test_a_step_stays_within_what_is_free(monkeypatch, changes, guesses, prompt)
 
 
 V1, V2 = "sys/fs/cgroup/memory/", "sys/fs/cgroup/"
-OURS = "3:cpu:/a\n7:memory:/a\n0::/a\n"
 STAT = "cache 9\ninactive_file 20\nactive_file 30\n"
 TOTAL = "total_inactive_file 300\ntotal_active_file 100\n"
-MACHINE = {
-    "proc/meminfo": "MemTotal:  9 kB\nMemFree:  1 kB\nMemAvailable:    5 kB\nSwapFree:  7 kB\n"
-}
+MEMINFO = "MemTotal:  9 kB\nMemFree:  1 kB\nMemAvailable:    5 kB\nSwapFree:  7 kB\n"
+MACHINE = {"proc/meminfo": MEMINFO}
 SYSTEMS = {
     "no groups": (MACHINE, 5120),
     "version 2": (MACHINE | {
-        "proc/self/cgroup": "0::/\n", f"{V2}memory.max": "4000\n",
-        f"{V2}memory.current": "1050\n", f"{V2}memory.stat": STAT}, 3000),
+        f"{V2}memory.max": "4000\n", f"{V2}memory.current": "1050\n",
+        f"{V2}memory.stat": STAT}, 3000),
     "no limit": (MACHINE | {
-        "proc/self/cgroup": "0::/\n", f"{V2}memory.max": "max\n",
-        f"{V2}memory.current": "1050\n", f"{V2}memory.stat": STAT}, 5120),
-    "a service's": (MACHINE | {
-        "proc/self/cgroup": "0::/a/b\n", f"{V2}a/b/memory.max": "4000\n",
-        f"{V2}a/b/memory.current": "50\n", f"{V2}a/b/memory.stat": STAT}, 4000),
-    "version 1, seen from outside": (MACHINE | {
-        "proc/self/cgroup": OURS, f"{V1}memory.limit_in_bytes": "2000\n",
-        f"{V1}memory.usage_in_bytes": "1400\n", f"{V1}memory.stat": STAT + TOTAL}, 1000),
+        f"{V2}memory.max": "max\n", f"{V2}memory.current": "1050\n",
+        f"{V2}memory.stat": STAT}, 5120),
     "version 1": (MACHINE | {
-        "proc/self/cgroup": OURS, f"{V1}a/memory.limit_in_bytes": "2000\n",
-        f"{V1}a/memory.usage_in_bytes": "2600\n", f"{V1}a/memory.stat": STAT + TOTAL}, 0),
+        f"{V1}memory.limit_in_bytes": "2000\n", f"{V1}memory.usage_in_bytes": "1400\n",
+        f"{V1}memory.stat": STAT + TOTAL}, 1000),
+    "nothing left": (MACHINE | {
+        f"{V1}memory.limit_in_bytes": "2000\n", f"{V1}memory.usage_in_bytes": "2600\n",
+        f"{V1}memory.stat": STAT + TOTAL}, 0),
     "more than the machine": (MACHINE | {
-        "proc/self/cgroup": OURS, f"{V1}a/memory.limit_in_bytes": f"{2**63}\n",
-        f"{V1}a/memory.usage_in_bytes": "2600\n", f"{V1}a/memory.stat": STAT}, 5120),
+        f"{V1}memory.limit_in_bytes": f"{2**63}\n", f"{V1}memory.usage_in_bytes": "2600\n",
+        f"{V1}memory.stat": STAT}, 5120),
 }  # fmt: skip
 
 

@@ -56,6 +56,7 @@ from tools import load as load_tool
 from tools import report
 from tools import versus as versus_tool
 from tools.convert import calibrate, save_weights
+from tools.cuda_graphs import runner_for
 from tools.measure import bytes_per_step, gemm_peak, peak_memory, read_bandwidth
 
 # Llama-like; parameters without the embedding table: 86 M, 1.03 B, 6.6 B; and 1.00 B, of which a
@@ -125,6 +126,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--max-num-seqs", type=int, default=64)
     add("--max-num-batched-tokens", type=int, default=512)
     add("--kv-memory", type=float, default=0.5, help="bytes, or below 1 a share of the free")
+    add("--block-size", type=int, default=16, help="tokens in a block of the cache")
+    add("--attention", choices=("copy", "flex"), default="copy", help="of blocks; see flex.py")
+    add("--cuda-graphs", action="store_true", help="replay decoding; see tools/cuda_graphs.py")
     add("--baseline-requests", type=int, default=2, help="of those, how many run one at a time")
     add("--sampling", nargs="+", choices=SAMPLING, default=["greedy"], help="several to compare")
     add("--repeat", type=int, default=1)
@@ -545,9 +549,11 @@ def throughput(args: argparse.Namespace) -> int:
     compile_paged(model, args, result)
     lengths = [(a[0], a[-1]) for a in (args.prompt_tokens, args.new_tokens)]
     length = lengths[0][1] + lengths[1][1] + 1
+    kind = type("Timed", (Timed, runner_for(args.attention, args.cuda_graphs)), {})
     engine = Engine(
-        model, runner=Timed, max_seq_len=length, max_num_seqs=args.max_num_seqs,
+        model, runner=kind, max_seq_len=length, max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens, kv_memory=args.kv_memory,
+        block_size=args.block_size,
     )  # fmt: skip
     rng = random.Random(0)
     V = model.config.vocab_size

@@ -163,7 +163,7 @@ def calibrate(
     found = plain_linears(model, size, skip)
     config, device = model.config, model.device
     length = min(LENGTH, config.max_position_embeddings)
-    widest = max((getattr(parent, name).in_features for parent, name, _ in found), default=0)
+    widest = max((model.get_submodule(path).in_features for path in found), default=0)
     count = min(SAMPLES, len(ids) // length)
     if count * length < widest:
         raise ValueError(
@@ -181,9 +181,9 @@ def calibrate(
 
     for i, block in enumerate(progress(model.layers, f"GPTQ to {mode}")):
         cache = NoCache(masks[config.windows[i]])
-        for parent, name, path in [*linears(block)]:
+        for path in linears(block):
             if f"layers.{i}.{path}" not in skip:
-                quantize_linear(parent, name, partial(run, block, cache), bits, size)
+                quantize_linear(block, path, partial(run, block, cache), bits, size)
         xs = run(block, cache)
     if "lm_head" not in skip:
         quantize_linear(
@@ -192,10 +192,11 @@ def calibrate(
 
 
 def quantize_linear(
-    parent: nn.Module, name: str, run: Callable[[], Any], bits: int, group_size: int
+    module: nn.Module, path: str, run: Callable[[], Any], bits: int, group_size: int
 ) -> None:
-    """Replace one Linear by a QuantLinear, calibrated on the inputs that `run` gives it."""
-    linear = getattr(parent, name)
+    """Replace the Linear at `path` by a QuantLinear, calibrated on the inputs that `run` gives
+    it."""
+    linear = module.get_submodule(path)
     quantised, K = QuantLinear(linear, bits, group_size), linear.in_features
     H = torch.zeros(K, K, dtype=torch.float32, device=linear.weight.device)
 
@@ -207,7 +208,7 @@ def quantize_linear(
     run()
     handle.remove()
     quantised.store(*gptq(linear.weight, H, bits, quantised.group_size))
-    setattr(parent, name, quantised)
+    module.set_submodule(path, quantised)
 
 
 def gptq(weight: Tensor, H: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor, Tensor]:

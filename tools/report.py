@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORDS, COURSE = ROOT / "benchmarks", ROOT / "course"
 # In reading order: the engine; the techniques, which it runs without; what is at its edges.
 ENGINE = ("model", "kv_cache", "sampling", "generate", "paged", "scheduler")
-TECHNIQUES = ("quantize", "speculative", "experts", "structured", "tp", "server")
+TECHNIQUES = ("quantize", "speculative", "experts", "structured", "tp", "flex", "server")
 EDGES = ("settings", "checkpoint", "tokenizer", "packed")
 MODULES = (*ENGINE, *TECHNIQUES, *EDGES)
 
