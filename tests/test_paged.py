@@ -430,7 +430,7 @@ def test_int8_keys_are_read_back(shape):
 @pytest.mark.parametrize("K", [1, 3])
 @pytest.mark.parametrize("H", [2, 10, 12])
 def test_int8_blocks_equal_the_int8_slab(H, K):
-    """Blocks or heads that are not a multiple of four bytes: a neighbour's bytes read as a scale."""
+    """Blocks or heads that are no multiple of four bytes: another's bytes read as a scale."""
     model, ids = Transformer(Config(32, 16, 16, 2, K, K, H)).double(), [*range(20)]
     slab, want = StaticCache(model, 1, 20, "int8"), []
     parts = ((0, 1), (1, 2), (2, 9), (9, 20))
