@@ -252,10 +252,8 @@ def check_numbers(args: argparse.Namespace) -> None:
 
 
 def check_outputs(args: argparse.Namespace) -> None:
-    """Raise ValueError where a file for the results cannot be written: before the work, not after.
-
-    Each is opened for this, and removed again where it was not there.
-    """
+    """Raise ValueError or OSError where a file for the results cannot be written: before the work,
+    not after."""
     files = {f"--{name}": vars(args).get(name) for name in ("profile", "plot")}
     name = vars(args).get("record")
     if name is not None:
@@ -264,15 +262,19 @@ def check_outputs(args: argparse.Namespace) -> None:
         report.RECORDS.mkdir(exist_ok=True)
         files["--record"] = report.RECORDS / f"{name}.json"
     for flag, file in files.items():
-        if file is None:
-            continue
-        there = os.path.lexists(file)
-        try:
-            file.open("a").close()
-        except OSError as error:
-            raise ValueError(f"{flag}: {file} cannot be written: {error.strerror}") from error
-        if not there:
-            file.unlink()
+        if file is not None:
+            try_to_write(flag, file)
+
+
+def try_to_write(flag: str, file: Path) -> None:
+    """Open a file as if to write, and remove it again where it was not there. Raises OSError."""
+    there = os.path.lexists(file)
+    try:
+        file.open("a").close()
+    except OSError as error:
+        raise OSError(f"{flag}: {file} cannot be written: {error.strerror}") from error
+    if not there:
+        file.unlink()
 
 
 # --- latency --------------------------------------------------------------------------------------
