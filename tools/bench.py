@@ -100,7 +100,7 @@ def measure(args: argparse.Namespace, ranks: Ranks) -> int:
     if ranks.ranks > 1 and args.run is not latency:
         raise ValueError(f"{args.command} is of one process: only latency compares ranks")
     args.ranks = ranks
-    if ranks.rank == 0:
+    if ranks.rank == 0:  # which is the one that writes
         check_outputs(args)
     return args.run(args) or 0
 
