@@ -68,9 +68,11 @@ class TestCommands:
         assert len(rows) == 4 * len(modes)
         assert next(iter(rows)) == "batch 3, capacity 28"
         assert ("int8, batch 1, capacity 200" in rows) == bool(compiled)
-        assert all(row["decode_tok_s"] > 0 and row["prefill_mfu"] > 0 for row in rows.values())
+        assert all(row["decode_tok_s"] > 0 and row["of_gemm_peak"] > 0 for row in rows.values())
         assert rows["batch 3, capacity 28"]["times_first_row"] == 1
-        assert "decode, tok/s | of the read limit" in page and "prefill MFU" in page
+        assert "decode, tok/s | of the read limit" in page and "| prefill MFU |" in page
+        result = json.loads((report.RECORDS / "r.json").read_text())
+        assert "of_gemm_peak (prefill MFU)" in bench.table(result)
 
     @pytest.mark.parametrize("noise", [0, 3])
     def test_speculation_with_a_draft(self, measure, compiled, noise):

@@ -398,7 +398,7 @@ class Run:
             "first_token_s": first, "decode_tok_s": self.batch / step, "decode_gb_s": speed,
             "read_limit_gb_s": limit, "of_read_limit": speed / limit,
             "prefill_tok_s": self.batch * T / first, "gemm_peak_tflop_s": peak,
-            "prefill_mfu": flops / first / 1e12 / peak,  # model FLOPs, as a share of the peak
+            "of_gemm_peak": flops / first / 1e12 / peak,  # the prefill's MFU
         }  # fmt: skip
         if self.ranks > 1:
             figures |= {"gb_per_rank": self.bytes / 1e9, "collectives_ms": 1e3 * self.collectives()}
@@ -1089,6 +1089,7 @@ def table(result: dict) -> str:
     for run, figures in result["runs"].items():
         lines += ["", run]
         for name, (median, low, high) in figures.items():
+            name += " (prefill MFU)" * (name == "of_gemm_peak")
             lines.append(f"  {name:30}{number(median):>10}   ({number(low)} .. {number(high)})")
     return "\n".join(lines)
 

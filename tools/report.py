@@ -133,9 +133,7 @@ COLUMNS = {
     "latency": {
         "decode_tok_s": "decode, tok/s", "of_read_limit": "of the read limit",
         "times_first_row": "times row 1", "prefill_tok_s": "prefill, tok/s",
-        "prefill_mfu": "prefill MFU",
-        "of_gemm_peak": "prefill MFU",  # its name in the older records
-        "first_token_s": "first token, s",
+        "of_gemm_peak": "prefill MFU", "first_token_s": "first token, s",
     },
     "ranks": {
         "decode_tok_s": "decode, tok/s", "times_first_row": "times row 1",
