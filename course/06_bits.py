@@ -6,10 +6,11 @@ python course/06_bits.py
 import copy
 from pathlib import Path
 
+from lesson import Lesson, forward_ms, run
+
 import torch
 from torch import Tensor
 
-from lesson import Lesson, forward_ms, run
 from model import Transformer
 from packed import pack_linears
 from quantize import linears, quantize_model

@@ -5,10 +5,11 @@ python course/07_guessing.py
 
 from collections.abc import Callable
 
+from lesson import Count, Lesson, forward_ms, oracle, random_ids, run, timed
+
 import torch
 
 from kv_cache import StaticCache
-from lesson import Count, Lesson, forward_ms, oracle, random_ids, run, timed
 from model import Transformer
 from speculative import lookup
 

@@ -5,12 +5,13 @@ python course/08_ranks.py
 
 from typing import Any
 
+from lesson import Lesson, forward_ms, run, seconds, watch_sums
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lesson import Lesson, forward_ms, run, seconds, watch_sums
 from model import MLP
 from settings import Ranks
 from tools.bench import SHAPES, random_model

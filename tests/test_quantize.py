@@ -7,11 +7,15 @@ import json
 import math
 import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 import weakref
 
 import pytest
 import torch
-from conftest import SHAKESPEARE
+from conftest import ROOT, SHAKESPEARE
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -681,3 +685,20 @@ def test_errors_of_use(quantised, tmp_path, capsys, options, message):
     argv = ("--checkpoint", SHAKESPEARE, "--mode", "int4", "--out", tmp_path / "out", *options)
     assert message in fails(capsys, *argv)
     assert len([*tmp_path.iterdir()]) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_nothing_behind(tmp_path, number):
+    """A hidden folder that nobody finds, after SIGTERM, or a second Ctrl-C while it is removed."""
+    (tmp_path / "text").write_text("To be, or not to be, that is the question:\n" * 10_000)
+    words = ["--checkpoint", SHAKESPEARE, "--mode", "int4", "--out", tmp_path / "out"]
+    words += ["--method", "gptq", "--calibrate", tmp_path / "text"]
+    words = [sys.executable, ROOT / "tools" / "convert.py", *words]
+    child = subprocess.Popen([*map(str, words)], stderr=subprocess.PIPE, text=True)
+    while not [*tmp_path.glob(".out-*")]:
+        assert child.poll() is None, child.communicate()[1]
+        time.sleep(0.01)
+    while child.poll() is None:
+        child.send_signal(number)
+    assert child.returncode == 128 + number and child.communicate()[1] == ""
+    assert [file.name for file in tmp_path.iterdir()] == ["text"]

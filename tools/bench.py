@@ -25,6 +25,7 @@ import math
 import os
 import platform
 import random
+import re
 import signal
 import statistics
 import sys
@@ -35,6 +36,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+
+if __name__ == "__main__":  # a script uses its own checkout, whichever is installed
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from torch import Tensor
@@ -96,6 +101,8 @@ def measure(args: argparse.Namespace, ranks: Ranks) -> int:
     if ranks.ranks > 1 and args.run is not latency:
         raise ValueError(f"{args.command} is of one process: only latency compares ranks")
     args.ranks = ranks
+    if ranks.rank == 0:  # which is the one that writes
+        check_outputs(args)
     return args.run(args) or 0
 
 
@@ -131,6 +138,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--cuda-graphs", action="store_true", help="replay decoding; see tools/cuda_graphs.py")
     add("--baseline-requests", type=int, default=2, help="of those, how many run one at a time")
     add("--sampling", nargs="+", choices=SAMPLING, default=["greedy"], help="several to compare")
+    text = "dollars that the machine costs; gives those of a million tokens"
+    add("--price-per-hour", type=float, metavar="DOLLARS", help=text)
     add("--repeat", type=int, default=1)
     sample_parser = commands.add_parser("sample", help="the sampler alone, on random logits")
     sample_parser.set_defaults(run=sample_rows, checkpoint=None, shape="logits")
@@ -227,7 +236,7 @@ def add_command(
 LEAST = {
     "speculate": 0, "speculate_ngram": 0, "prefixes": 0, "draft_noise": 0.0, "vocab_size": 4,
     "rate": 1e-6, "ttft_limit": 1e-6, "tpot_limit": 1e-6, "group_size": -1, "kv_memory": 1e-6,
-    "spread": 0.0,
+    "spread": 0.0, "price_per_hour": 1e-6,
 }  # fmt: skip
 
 
@@ -244,6 +253,32 @@ def check_numbers(args: argparse.Namespace) -> None:
         if isinstance(value, list) and (len(value) > 2 or value[0] > value[-1]):
             flag, numbers = "--" + name.replace("_", "-"), " ".join(map(str, value))
             raise ValueError(f"{flag} takes one length, or the least and the most, is {numbers}")
+
+
+def check_outputs(args: argparse.Namespace) -> None:
+    """Raise ValueError or OSError where a file for the results cannot be written: before the work,
+    not after."""
+    files = {f"--{name}": vars(args).get(name) for name in ("profile", "plot")}
+    name = vars(args).get("record")
+    if name is not None:
+        if not re.fullmatch(r"\w[\w.-]*", name):
+            raise ValueError(f"--record {name!r} is no plain name: use letters, digits, . _ and -")
+        report.RECORDS.mkdir(exist_ok=True)
+        files["--record"] = report.RECORDS / f"{name}.json"
+    for flag, file in files.items():
+        if file is not None:
+            try_to_write(flag, file)
+
+
+def try_to_write(flag: str, file: Path) -> None:
+    """Open a file as if to write, and remove it again where it was not there. Raises OSError."""
+    there = os.path.lexists(file)
+    try:
+        file.open("a").close()
+    except OSError as error:
+        raise OSError(f"{flag}: {file} cannot be written: {error.strerror}") from error
+    if not there:
+        file.unlink()
 
 
 # --- latency --------------------------------------------------------------------------------------
@@ -290,11 +325,12 @@ def latency(args: argparse.Namespace) -> int:
     if args.ranks.rank:
         return 0
     result["runs"] = {name: run.summary() for name, run in runs.items()}
+    status = publish(result, args, device)
     if args.profile:
         with torch.profiler.profile() as profiler:
             next(iter(runs.values())).generate()
         profiler.export_chrome_trace(str(args.profile))
-    return publish(result, args, device)
+    return status
 
 
 class Run:
@@ -366,7 +402,7 @@ class Run:
             "first_token_s": first, "decode_tok_s": self.batch / step, "decode_gb_s": speed,
             "read_limit_gb_s": limit, "of_read_limit": speed / limit,
             "prefill_tok_s": self.batch * T / first, "gemm_peak_tflop_s": peak,
-            "of_gemm_peak": flops / first / 1e12 / peak,
+            "of_gemm_peak": flops / first / 1e12 / peak,  # the prefill's MFU
         }  # fmt: skip
         if self.ranks > 1:
             figures |= {"gb_per_rank": self.bytes / 1e9, "collectives_ms": 1e3 * self.collectives()}
@@ -579,6 +615,8 @@ def throughput(args: argparse.Namespace) -> int:
             for key in ("first_token_s", "last_first_token_s"):
                 del measured["one at a time"][key]
         for name, row in measured.items():
+            if args.price_per_hour:
+                row |= dollars(args.price_per_hour, row)
             against = {"times_one": "one at a time", "times_static": "static batches"}
             if others:
                 against[f"times_{first}"] = "continuous batching"
@@ -665,6 +703,19 @@ def serve(
         "computed_tokens": stats["computed_tokens"],
         "preemptions": stats["num_preemptions"],
         "kv_waste": statistics.mean(waste or [0.0]),
+    }
+
+
+def dollars(per_hour: float, speeds: dict[str, float]) -> dict[str, float]:
+    """What a million tokens cost on a machine of this price: of prompts and output together; and of
+    output, where the prompts are free.
+
+    Example: 3.6 dollars an hour, 1,000 tokens a second in and out, of which 100 out: 1 and 10
+    """
+    million = 1e6 * per_hour / 3600
+    return {
+        "usd_per_million_in_and_out": million / speeds["total_tok_s"],
+        "usd_per_million_out": million / speeds["output_tok_s"],
     }
 
 
@@ -861,6 +912,9 @@ def write_random(config: Config, dtype: torch.dtype, folder: Path) -> None:
 
 def serve_load(args: argparse.Namespace) -> int:
     """Load a server at each rate; with --ramp, find the highest whose requests keep the limits."""
+    url = urlsplit(args.url)
+    if url.scheme not in ("http", "https") or not url.hostname:
+        raise ValueError(f"--url {args.url} must be like http://127.0.0.1:8000")
     limits = load_tool.Limits(args.ttft_limit, args.tpot_limit)
     lengths = [(a[0], a[-1]) for a in (args.prompt_tokens, args.new_tokens)]
     what = load_tool.Load(
@@ -886,14 +940,15 @@ def serve_load(args: argparse.Namespace) -> int:
     if args.ramp:
         good = [r for r, f in zip(rates, figures) if f.get("within_limits", 0) >= 0.99]
         result["highest_rate"] = max(good, default=0.0)
+    args.checkpoint, args.shape = None, args.model or "served"
+    failed = all(f["errors"] == f["requests"] for f in figures)
+    args.record = None if failed else args.record
+    status = publish(result, args, torch.device("cpu"))
     # A rate at which nothing was answered has no place in the picture, and "at once" is no rate.
     drawn = [(r, f) for r, f in zip(rates, figures) if "ttft_p50_ms" in f and r < float("inf")]
     if args.plot and drawn:
         args.plot.write_text(load_tool.plot(*zip(*drawn), f"kilolm bench: {args.url}"))
-    args.checkpoint, args.shape = None, args.model or "served"
-    failed = all(f["errors"] == f["requests"] for f in figures)
-    args.record = None if failed else args.record
-    return publish(result, args, torch.device("cpu")) or 2 * failed
+    return status or 2 * failed
 
 
 # --- quality --------------------------------------------------------------------------------------
@@ -975,12 +1030,15 @@ def prepare(
 
 
 def publish(result: dict[str, Any], args: argparse.Namespace, device: torch.device) -> int:
-    """Add the provenance, print, and record where that is asked for."""
+    """Add the provenance, print, and record where that is asked for: where one of the two fails,
+    the other has been done."""
     result |= provenance(device, args)
-    if args.record:
-        report.RECORDS.mkdir(exist_ok=True)
-        (report.RECORDS / f"{args.record}.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result) if args.json else table(result))
+    try:
+        print(json.dumps(result) if args.json else table(result), flush=True)
+    finally:
+        if args.record:
+            file = report.RECORDS / f"{args.record}.json"
+            file.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 
@@ -1037,6 +1095,7 @@ def table(result: dict) -> str:
     for run, figures in result["runs"].items():
         lines += ["", run]
         for name, (median, low, high) in figures.items():
+            name += " (prefill MFU)" * (name == "of_gemm_peak")
             lines.append(f"  {name:30}{number(median):>10}   ({number(low)} .. {number(high)})")
     return "\n".join(lines)
 

@@ -16,12 +16,17 @@ import argparse
 import contextlib
 import json
 import os
+import secrets
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":  # a script uses its own checkout, whichever is installed
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from safetensors import SafetensorError
@@ -92,9 +97,10 @@ def appearing(out: Path) -> Iterator[Path]:
         raise ValueError(f"{out} exists: choose another --out, or remove it")
     if not out.absolute().parent.is_dir():
         raise ValueError(f"{out.parent} is no folder to write {out.name} into")
-    work = out.with_name(f".{out.name}-{os.getpid()}")
-    work.mkdir()  # with the user's own modes, unlike tempfile's
+    # A name that nobody else takes: what is removed at the end is never another process's.
+    work = out.with_name(f".{out.name}-{secrets.token_hex(4)}")
     try:
+        work.mkdir()  # with the user's own modes, unlike tempfile's
         yield work
         work.rename(out)
     finally:
@@ -275,5 +281,14 @@ def best_scales(
     return best
 
 
+def stop(number: int, _: Any) -> None:
+    """End, at Ctrl-C or SIGTERM, and clean up undisturbed by a second one."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
     sys.exit(main())

@@ -133,7 +133,7 @@ COLUMNS = {
     "latency": {
         "decode_tok_s": "decode, tok/s", "of_read_limit": "of the read limit",
         "times_first_row": "times row 1", "prefill_tok_s": "prefill, tok/s",
-        "of_gemm_peak": "of the GEMM peak", "first_token_s": "first token, s",
+        "of_gemm_peak": "prefill MFU", "first_token_s": "first token, s",
     },
     "ranks": {
         "decode_tok_s": "decode, tok/s", "times_first_row": "times row 1",
@@ -152,6 +152,8 @@ COLUMNS = {
         "mean_batch": "mean batch", "first_token_s": "first token, s",
         "last_first_token_s": "the last first token, s", "host_ms": "host, ms a step",
         "outside_ms": "outside the forward, ms a step", "kv_waste": "KV memory wasted",
+        "usd_per_million_in_and_out": "dollars a million tokens, in and out",
+        "usd_per_million_out": "... out, in for free",
     },
     "sample": {"ms": "milliseconds"},
     "growth": {
@@ -204,6 +206,8 @@ Llama-like, of 22 layers, D = 2048 and V = 32,000, with random weights.
   sequence" is what comes after a prompt of 16 tokens, without the time of the first token; "N
   sequences" have prompts of 16 to 64 tokens, which arrive together and whose time counts. In
   `transformers` they are one batch of `generate`, padded on the left.
+- "Prefill MFU" is the prompt's model FLOPs, those of the weights' products without attention's own,
+  as a share of the GEMM peak. That peak is measured: a share of a data sheet's would be smaller.
 - Of int4 the older `latency` records show an earlier packed form, read by compiled code.
 - `growth` fills the caches with noise and times single steps; "reading alone" is what the weights,
   keys and values of such a step take at the read limit.
