@@ -252,8 +252,7 @@ def insert_quantised(model: Transformer, files: Files) -> None:
             linear, name = model.get_submodule(path), path.split(".")[-1]
             part = next(iter(getattr(linear, "parts", [name])))  # of what is stacked, the first
             if path.replace(name, part) + ".qweight" in files:  # unlike the lm_head of most
-                linear = QuantLinear(linear, config["bits"], config["group_size"])
-                model.set_submodule(path, linear)
+                model.set_submodule(path, QuantLinear(linear, config["bits"], config["group_size"]))
 
 
 def is_tied(model: Transformer) -> bool:

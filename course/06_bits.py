@@ -31,9 +31,9 @@ def round_linears(model: Transformer, bits: int, group: int | None) -> int:
     """Round a model's weights in place, with a scale for each group or, without one, for each row.
     Returns how many values the weights of a group take, at most."""
     levels = 0
-    for parent, child, _ in [*linears(model)]:
-        if child != "lm_head":  # the embedding too: see the exercise
-            weight = getattr(parent, child).weight
+    for path in linears(model):
+        if path != "lm_head":  # the embedding too: see the exercise
+            weight = model.get_submodule(path).weight
             weight.copy_(rounded(weight, bits, group or weight.shape[1]))
             levels = max(levels, len(weight[0, :64].unique()))
     return levels
