@@ -1,0 +1,439 @@
+"""Is the engine right and fast on this GPU? For whoever has one: one command, ten minutes.
+
+    python tools/gpu_check.py                       all parts, on CUDA; nothing is downloaded
+    python tools/gpu_check.py --list                what the parts are
+    python tools/gpu_check.py --only packed ranks   some of them
+    python tools/gpu_check.py --device cpu --tiny   a rehearsal, without a GPU
+
+Each part runs in a process of its own, as an error of CUDA poisons the process that has it. The
+checks print a JSON line for each way that they have tried, so that what came before a crash is
+kept; the measurements are bench.py's. Every part leaves a record, benchmarks/DEVICE/PART.json: to
+put a measurement into the tables, move it up into benchmarks/, and run `tools/bench.py report`.
+
+Right means, for each way in tools/ways.py: in float32 the very tokens of the slow twin, which has
+no cache and runs on the CPU; in bfloat16, log-probabilities as near to the twin's as ways.NEAR
+says. Slow means less than half of what the device's memory, or its products of matrices, can do.
+Read: main, parts, run; then the checks.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from checkpoint import build
+from model import Config
+from packed import form_of
+from quantize import QuantLinear, quantize_model
+from settings import DTYPES, pick_device
+from tools import bench, report, ways
+
+ROOT, RECORDS = report.ROOT, report.RECORDS
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+Row = dict[str, Any]  # "row", its name; "fault", "" where it is as it should be; and figures
+
+
+class Part(NamedTuple):
+    """What to run, and for how many seconds at most; or why it cannot be run here."""
+
+    words: list[str]  # a module of tools/, and its arguments
+    limit: int
+    absent: str = ""
+
+
+def parts(args: argparse.Namespace, machine: Row) -> dict[str, Part]:
+    """All parts by name, in order: what is right comes before what is fast.
+
+    Args:
+        machine: what the part of this name has found; {}: nothing yet.
+    """
+    device, tiny = args.device, args.tiny
+    seconds = {"machine": 60, "ranks": 90, "packed": 60, "compiled": 150}
+    made = {}
+    for name in CHECKS:
+        words = ["tools.gpu_check", "--part", name, "--device", device, *["--tiny"] * tiny]
+        made[name] = Part(words, seconds.get(name, 90))
+    if device == "cuda" and machine.get("gpus", 2) < 2:
+        made["ranks"] = made["ranks"]._replace(absent="there is one GPU")
+
+    def measured(name: str, limit: int, command: str, *words: Any, dtype: str = "bfloat16") -> None:
+        common = ["--device", device, "--dtype", dtype, "--json"]
+        made[name] = Part(["tools.bench", command, *map(str, words), *common], limit)
+
+    compiled = [] if tiny else ["--compile"]
+    models = {"tiny": ["--checkpoint", ways.DRAFT]} if tiny else {}
+    for shape in ("tiny",) if tiny else ("1b", "7b"):
+        for mode in ("none", "int8", "int4"):
+            batches = [1, 2] if tiny else that_fit(bench.SHAPES[shape], machine.get("free_gb"))
+            name = f"latency-{shape}-{'bfloat16' if mode == 'none' else mode}"
+            measured(
+                name, 150, "latency", *models.get(shape, ["--shape", shape]), *compiled,
+                "--quantize", mode, "--batch", *batches, "--prompt-tokens", 16 if tiny else PROMPT,
+                "--new-tokens", 4 if tiny else NEW, "--repeat", 1 if tiny else 3,
+            )  # fmt: skip
+            if not batches:
+                made[name] = made[name]._replace(absent="it does not fit into the memory")
+    # 256 prompts and answers of 100 to 1,024 tokens, as in nano-vllm's bench.
+    few = ["--requests", 4, "--prompt-tokens", 8, 32, "--new-tokens", 4, 8]
+    many = ["--requests", 256, "--prompt-tokens", 100, 1024, "--new-tokens", 100, 1024,
+            "--max-num-seqs", 256, "--max-num-batched-tokens", 256 + 2048]  # fmt: skip
+    measured(
+        "throughput", 150, "throughput", *models.get("tiny", ["--shape", "qwen3-0.6b"]), *compiled,
+        *few if tiny else many, "--sampling", "greedy", "qwen", "--baseline-requests", 1,
+    )  # fmt: skip
+    peers = ["transformers", *["vllm"] * bool(args.vllm_python)]
+    flags = {"--vllm-python": args.vllm_python, "--gpt-fast": args.gpt_fast}
+    paths = [word for flag, path in flags.items() if path for word in (flag, path)]
+    sizes = ["--prompt-tokens", 16, "--new-tokens", 4, "--sequences", 2] if tiny else []
+    measured(
+        "versus", 240, "versus", *models.get("tiny", ["--shape", "1b"]), *["--eager"] * tiny,
+        "--peers", *peers, *paths, *sizes, "--repeat", 1 if tiny else 3, "--timeout", 120,
+    )  # fmt: skip
+    return made
+
+
+PROMPT, NEW = 128, 32  # tokens in the parts called latency
+
+
+def that_fit(config: Config, free_gb: float | None) -> list[int]:
+    """How many sequences to run at once: as many of these as have room for their keys and values,
+    and leave some for the rest."""
+    with torch.device("meta"):
+        used = 2 * sum(parameter.numel() for parameter in build(config).parameters())
+    token = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    batches = []
+    for batch in (1, 8, 32, 256):  # each has a cache of its own at the same time
+        used += batch * (PROMPT + NEW + 64) * token
+        if free_gb is None or used < 0.7e9 * free_gb:
+            batches.append(batch)
+    return batches
+
+
+# --- The checks -----------------------------------------------------------------------------------
+
+
+def machine(device: str, tiny: bool) -> Iterator[Row]:
+    """What there is."""
+    where = torch.device(device)
+    about = bench.provenance(where, argparse.Namespace(words=[], checkpoint=None, shape=""))
+    found: Row = {"row": about["hardware"], "versions": about["versions"], "gpus": 0}
+    if device == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        major, minor = torch.cuda.get_device_capability()
+        found |= {
+            "row": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count(),
+            "free_gb": free / 1e9, "total_gb": total / 1e9, "capability": f"{major}.{minor}",
+            "cuda": torch.version.cuda,
+        }  # fmt: skip
+    yield found
+
+
+def try_way(case: str, dtype: str, path: str, kind: str, device: str, tiny: bool) -> Row:
+    """Run one way, and compare it with the slow twin."""
+    some = (4, 11) if tiny else ways.FEW  # a short and a long prompt, with guesses in both
+    # PyTorch's product of int4 weights is in bfloat16 on a GPU.
+    rough = "int4" in kind and "compiled" in path and device != "cpu"
+    exact = dtype == "float32" and not rough
+    near = ways.NEAR["float32" if exact and kind != "int8 cache" else "bfloat16"]
+    row: Row = {"row": f"{case}, {dtype}: {path}, {kind}", "near": near, "fault": ""}
+    start = time.perf_counter()
+    try:
+        model, options = ways.placed(case, kind, device, DTYPES[dtype])
+        jobs = ways.jobs_of(case, kind)
+        found = ways.PATHS[path](model, [jobs[job] for job in some], **options)
+        row["off"], faults = ways.compare(case, kind, some, found, exact)
+        if not row["off"] < near:  # or it is NaN
+            faults.append(f"log-probabilities are off by {row['off']:.1e}, more than {near}")
+        row["fault"] = "; ".join(faults)
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        at = [f"{Path(f.filename).name}:{f.lineno}" for f in frames if str(ROOT) in f.filename]
+        text = " ".join(str(error).split())[:300]
+        row["fault"] = f"{type(error).__name__} at {at[-1]}: {text}"
+        if "CUDA error" in str(error):  # all that follows in this process would fail, too
+            row["fatal"] = True
+    return row | {"seconds": time.perf_counter() - start}
+
+
+def has_all(kind: str) -> bool:
+    """Whether what this needs is installed."""
+    with contextlib.suppress(ImportError):
+        import llguidance  # noqa: F401
+
+        return True
+    return kind != "structure"
+
+
+def tokens(case: str, device: str, tiny: bool) -> Iterator[Row]:
+    """All ways that run eagerly. In bfloat16 not those that guess: their texts are the same."""
+    for dtype in ("float32", "bfloat16"):
+        for path, kind in ways.rows_of(case):
+            guesses = "speculate" in ways.KINDS.get(kind, {})
+            if "compiled" in path or not has_all(kind) or (guesses and dtype == "bfloat16"):
+                continue
+            yield try_way(case, dtype, path, kind, device, tiny)
+
+
+# What is compiled, and on a GPU, with a static cache, replayed. The first ones matter most.
+COMPILED = [
+    ("trained", "float32", "paged, compiled", "plain"),
+    ("trained", "float32", "compiled", "plain"),
+    ("trained", "bfloat16", "compiled", "int8 weights"),
+    ("trained", "bfloat16", "compiled", "int4 weights"),
+    ("experts", "float32", "paged, compiled", "plain"),
+    ("trained", "bfloat16", "paged, compiled", "int8 weights"),
+    ("trained", "bfloat16", "paged, compiled", "int4 weights"),
+    ("sliding", "float32", "compiled", "plain"),
+    ("trained", "float32", "compiled", "int8 cache"),
+    ("trained", "float32", "paged, compiled", "draft"),
+]
+
+
+def compiled(device: str, tiny: bool) -> Iterator[Row]:
+    """Compiled ways, one after another: each takes some seconds to compile."""
+    for row in COMPILED[:1] if tiny else COMPILED:
+        yield try_way(*row, device, tiny)
+
+
+@torch.no_grad()
+def packed(device: str, tiny: bool) -> Iterator[Row]:
+    """Each packed form of a matrix beside its eager twin, for one row and for several."""
+    torch.manual_seed(0)
+    N, K = (256, 128) if tiny else (4096, 2048)
+    for dtype in ("float32", "bfloat16"):
+        for bits in (None, 8, 4):
+            parent = torch.nn.Sequential(torch.nn.Linear(K, N)).to(device, DTYPES[dtype])
+            if bits:
+                quantize_model(parent, f"int{bits}")
+            linear = parent[0]
+            form = form_of(linear)
+            name = form.__name__ if form else "none, as eager"
+            row: Row = {"row": f"{dtype}, {bits or 'plain'}: {name}", "fault": "", "off": 0.0}
+            # PyTorch's product of int4 weights rounds to bfloat16 on a GPU.
+            row["near"] = 0.001 if dtype == "float32" and bits != 4 else 0.02
+            weight = linear.dequantize() if isinstance(linear, QuantLinear) else linear.weight
+            fast = form(linear) if form else linear
+            for rows in (1, 3, 32, 300):
+                x = torch.randn(rows, K).to(device, DTYPES[dtype])
+                y = torch.nn.functional.linear(x.double(), weight.double(), linear.bias.double())
+                off = (fast(x) - y).square().mean().sqrt() / y.std()
+                row["off"] = max(row["off"], off.item())
+            if not row["off"] < row["near"]:
+                row["fault"] = f"off by {row['off']:.1e}, more than {row['near']}"
+            yield row
+
+
+def ranks(device: str, tiny: bool) -> Iterator[Row]:
+    """Two processes beside one: the same text."""
+    for words in ("--temperature 0", "--seed 1 --num-samples 2")[: 1 if tiny else 2]:
+        script = [str(ROOT / "generate.py"), "--device", device, "--dtype", "float32"]
+        script += ["--max-new-tokens", "40", *words.split()]
+        found = []
+        for launcher in ([sys.executable], TORCHRUN):
+            done = subprocess.run([*launcher, *script], capture_output=True, text=True)
+            sys.stderr.write(done.stderr)
+            found.append((done.returncode, done.stdout))
+        one, two = found
+        same = one == two and one[0] == 0 and len(one[1]) > 20
+        yield {"row": words, "fault": "" if same else f"one gives {one}, two give {two}"}
+
+
+CHECKS: dict[str, Callable[[str, bool], Iterator[Row]]] = {
+    "machine": machine,
+    "packed": packed,
+    **{f"tokens-{case}": partial(tokens, case) for case in ways.CASES},
+    "compiled": compiled,
+    "ranks": ranks,
+}
+
+
+# --- Running them ---------------------------------------------------------------------------------
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; return the exit status: 0 where nothing failed, 1 where something did,
+    2 for an error of use, 130 for Ctrl-C."""
+    args = parse_args(argv)
+    if args.part:
+        torch.set_float32_matmul_precision("highest")  # no TF32
+        for row in CHECKS[args.part](args.device, args.tiny):
+            print(json.dumps(row), flush=True)
+            if "fatal" in row:
+                return 1
+        return 0
+    found = parts(args, {})
+    if args.list:
+        print("\n".join(f"{name:18} at most {part.limit} s" for name, part in found.items()))
+        return 0
+    try:
+        pick_device(args.device)
+        why = ""
+    except ValueError:
+        why = f"there is no {args.device} device here; --device cpu --tiny rehearses without one"
+    unknown = [name for name in args.only if name not in found]
+    if unknown:
+        why = f"--only {' '.join(unknown)}: there is no such part; --list names them"
+    if why:
+        print(f"gpu_check.py: error: {why}", file=sys.stderr)
+        return 2
+    return check(args)
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="gpu_check.py", description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("--device", choices=("cuda", "cpu", "mps"), default="cuda")
+    add("--tiny", action="store_true", help="a rehearsal: few ways, and tiny models")
+    add("--list", action="store_true", help="name the parts, and end")
+    add("--only", nargs="+", default=[], metavar="NAME", help="these parts")
+    add("--minutes", type=float, default=10.0, help="what no longer fits is left out")
+    add("--out", type=Path, help="folder of the records (default: benchmarks/DEVICE)")
+    add("--vllm-python", type=Path, metavar="PATH", help="of the environment that has vLLM")
+    add("--gpt-fast", type=Path, metavar="PATH", help="a clone of gpt-fast")
+    add("--part", choices=CHECKS, help="run one check in this process: a JSON line for each way")
+    return parser.parse_args(argv)
+
+
+class Outcome(NamedTuple):
+    """What came of a part."""
+
+    status: str  # "passed", "failed" or "skipped"
+    text: str  # in a line
+    rows: list[Row]  # what it printed
+    lines: tuple[str, ...] = ()  # what else is to be read: faults, or its last words
+
+
+def check(args: argparse.Namespace) -> int:
+    """Run the parts, print what comes of them, and return the exit status."""
+    end, found, folder = time.monotonic() + 60 * args.minutes, {}, args.out
+    outcomes: dict[str, Outcome] = {}
+    slow: list[str] = []
+    status = 0
+    try:
+        for name in parts(args, {}):
+            if args.only and name not in (*args.only, "machine"):
+                continue
+            part = parts(args, found)[name]
+            print(f"{name:18} ", end="", flush=True)
+            start = time.monotonic()
+            outcomes[name] = outcome = run(part, end - start)
+            seconds = time.monotonic() - start
+            if name == "machine":
+                found = outcome.rows[0] if outcome.rows else {"row": "unknown"}
+                folder = folder or RECORDS / re.sub(r"\W+", "-", found["row"].lower())
+                folder.mkdir(parents=True, exist_ok=True)
+            print(f"{outcome.status}, {seconds:.0f} s: {outcome.text}")
+            for line in (*outcome.lines, *table(part, outcome)):
+                print(f"    {line}")
+            slow += [f"{name}: {line}" for line in slow_rows(outcome)]
+            about = {"part": name, "status": outcome.status, "seconds": round(seconds, 1)}
+            about |= {"text": outcome.text, "lines": outcome.lines}
+            measured = outcome.rows[0] if is_measured(outcome) else {"runs": outcome.rows}
+            record = {"hardware": found["row"]} | about | measured
+            (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    except KeyboardInterrupt:
+        print("interrupted")
+        status = 130
+    print()
+    for kind in ("passed", "failed", "skipped"):
+        names = [name for name, outcome in outcomes.items() if outcome.status == kind]
+        print(f"{kind}: {', '.join(names) or 'nothing'}")
+    print("slow:", "".join(f"\n    {line}" for line in slow) or "nothing")
+    print(f"records: {folder}")
+    return status or any(outcome.status == "failed" for outcome in outcomes.values())
+
+
+def run(part: Part, left: float) -> Outcome:
+    """Run a part in a process of its own, for as long as it may, or as is left."""
+    if part.absent:
+        return Outcome("skipped", part.absent, [])
+    if left < 10:
+        return Outcome("skipped", "no time is left; --minutes gives more", [])
+    limit = min(part.limit, left)
+    env = os.environ | {"HF_HUB_OFFLINE": "1"}
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *part.words], cwd=ROOT, env=env, stdout=out, stderr=log,
+            start_new_session=True,
+        )  # fmt: skip
+        status = None
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = process.wait(limit)
+        finally:
+            close(process)
+        out.seek(0)
+        log.seek(0)
+        rows = [json.loads(line) for line in out if line.startswith("{") and line.endswith("}\n")]
+        said = [line.rstrip()[:300] for line in log if line.strip()]
+    faults = [f"{row['row']}: {row['fault']}" for row in rows if row.get("fault")]
+    text = f"{len(rows) - len(faults)} of {len(rows)} as they should be"
+    for near in sorted({row["near"] for row in rows if "near" in row}):
+        most = max(row.get("off", float("inf")) for row in rows if row.get("near") == near)
+        text += f"; off by {most:.1e} at most, may be {near:g}"
+    if rows and "runs" in rows[0]:
+        text = "; ".join(rows[0].get("notes", [])) or "measured"
+    if status is None and limit < part.limit and not faults:
+        return Outcome("skipped", f"the time was up, after {len(rows)} ways", rows)
+    if status is None or status or not rows:
+        how = f"no end within {limit:.0f} s" if status is None else f"exit status {status}"
+        return Outcome("failed", f"{how}; {text}", rows, (*faults, *said[-5:]))
+    return Outcome("failed" if faults else "passed", text, rows, (*faults,))
+
+
+def close(process: subprocess.Popen) -> None:
+    """End a part and all that it has started: gently at first, as it may have files to remove."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def is_measured(outcome: Outcome) -> bool:
+    """Whether its only row is a record of bench.py's."""
+    return bool(outcome.rows) and "runs" in outcome.rows[0]
+
+
+def table(part: Part, outcome: Outcome) -> Iterator[str]:
+    """The figures of a measurement, with the titles that they have in benchmarks/README.md."""
+    if not is_measured(outcome):
+        return
+    for label, row in outcome.rows[0]["runs"].items():
+        titles = report.COLUMNS[part.words[1]].items()
+        cells = [f"{title} {report.number(row[key][0])}" for key, title in titles if key in row]
+        yield f"{label}: {', '.join(cells)}"
+
+
+def slow_rows(outcome: Outcome) -> Iterator[str]:
+    """Where less than half was reached of what memory or products of matrices allow, or of what
+    another engine does. A prompt that is short reads more than it multiplies."""
+    if not is_measured(outcome):
+        return
+    for label, row in outcome.rows[0]["runs"].items():
+        few = "prefill_tok_s" in row and row["prefill_tok_s"][0] * row["first_token_s"][0] < 1000
+        for key, (median, *_) in row.items():
+            of_limit = key == "of_read_limit" or (key == "of_gemm_peak" and not few)
+            if of_limit and median < 0.5:
+                yield f"{label}: {median:.2f} {key.replace('_', ' ')}"
+            if key.endswith("_times") and median > 2:
+                yield f"{label}: {key.removesuffix('_times')} is {median:.1f} times as fast"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
