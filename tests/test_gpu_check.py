@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 from conftest import ROOT
+from pretend import Gpu
 
 import model
 import paged
@@ -61,6 +62,7 @@ BROKEN = {  # a part, and what is said of it
     "other tokens": (fake([GOOD, BAD]), "failed", "1 of 2 as they should be", "two: other tokens"),
     "an error": (fake([GOOD], 3), "failed", "exit status 3; 1 of 1", "a last word"),
     "a crash": (fake([GOOD], "crash"), "failed", "exit status -9; 1 of 1", "a last word"),
+    "late": (fake([BAD, {"row": "four", "late": True}]), "failed", "0 of 2", "two: other tokens"),
     "no row": (fake([]), "failed", "exit status 0; 0 of 0", "a last word"),
     "no end": (fake([GOOD], "sleep", 4), "failed", "no end within 4 s; 1 of 1", "a last word"),
     "absent": (Part(["none"], 9, "there is one GPU"), "skipped", "there is one GPU", ""),
@@ -70,7 +72,8 @@ BROKEN = {  # a part, and what is said of it
 def test_a_broken_part_stops_nothing(table, capsys):
     """A check that ends with the first part that fails, forgets what came before a crash, or says
     that all is well."""
-    made = {name: part for name, (part, *_) in BROKEN.items()} | {"last": fake([ALMOST])}
+    made = {name: part for name, (part, *_) in BROKEN.items()}
+    made["last"] = fake([ALMOST, {"row": "four", "late": True}])
     status, records = table(made)
     out = capsys.readouterr().out
     assert status == 1
@@ -80,16 +83,18 @@ def test_a_broken_part_stops_nothing(table, capsys):
         assert line in "\n".join(records[name]["lines"]) and f"    {line}" in out
     assert records["a crash"]["runs"] == [GOOD]
     assert records["last"]["status"] == "passed"
-    assert "off by 5.0e-02 at most, may be 0.1" in records["last"]["text"]
+    text = "1 of 2 as they should be, 1 had no time; off by 5.0e-02 at most, may be 0.1"
+    assert records["last"]["text"] == text
     *_, passed, failed, skipped, slow, _ = out.splitlines()
     assert passed == "passed: machine, last" and skipped == "skipped: absent"
     assert failed == f"failed: {', '.join([*BROKEN][:-1])}" and slow == "slow: nothing"
 
 
-def test_what_no_longer_fits_is_skipped(table, capsys):
+def test_what_no_longer_fits_is_skipped(table, capsys, monkeypatch):
     """A part that begins with no time left, or one that is blamed for the others' time."""
     made = {"long": fake([GOOD], "sleep", 100), "late": fake([GOOD])}
-    status, records = table(made, "--minutes", "0.25")
+    monkeypatch.setattr(gpu_check, "TOO_SHORT", 1)
+    status, records = table(made, "--minutes", "0.05")
     assert status == 0
     assert records["long"]["text"] == "the time was up, after 1 ways"
     assert records["late"]["text"].startswith("no time is left")
@@ -168,8 +173,39 @@ def test_faults_are_found(monkeypatch, dtype, owner, name, broken):
     assert gpu_check.try_way(*row)["fault"] == ""
     monkeypatch.setattr(owner, name, broken)
     fault = gpu_check.try_way(*row)["fault"]
-    assert "log-probabilities are off by" in fault
+    assert "off by" in fault
     assert ("is not that of" in fault) == (dtype == "float32")
+
+
+@pytest.mark.parametrize(("path", "kind"), [
+    ("no cache", "plain"), ("static cache", "int8 weights"), ("paged, batched", "draft"),
+    ("prompts scored", "n-gram"), ("preempted", "plain"), ("n = 3", "int8 cache"),
+])  # fmt: skip
+def test_on_a_gpu(path, kind):
+    """A way, or its comparison, that has tensors of the CPU beside those of the GPU."""
+    with Gpu() as gpu:
+        row = gpu_check.try_way("trained", "float32", path, kind, "cuda", True)
+    assert row["fault"] == "" and gpu.reads
+
+
+def test_forms_on_a_gpu():
+    """An operator that is not there, and takes the other forms with it."""
+    with Gpu():
+        rows = [*gpu_check.packed("cuda", True)]
+    assert len(rows) == 6
+    for row in rows:
+        is_there = "int4" not in row["row"]
+        start = "" if is_there else "NotImplementedError at "
+        assert row["fault"].startswith(start) and bool(row["fault"]) != is_there
+
+
+def test_compiling_has_an_end(monkeypatch):
+    """Ways that begin when their part is about to be ended, and make it fail."""
+    times = iter([0, 1, 99, *[101] * 99])
+    monkeypatch.setattr(gpu_check.time, "monotonic", lambda: next(times))
+    monkeypatch.setattr(gpu_check, "try_way", lambda *row: {"row": row, "fault": ""})
+    rows = [*gpu_check.compiled("cpu", False)]
+    assert [row.get("late") for row in rows] == [None] * 2 + [True] * (len(gpu_check.COMPILED) - 2)
 
 
 @pytest.mark.parametrize("error", ["CUDA error: an illegal address", "no such thing"])
@@ -183,7 +219,7 @@ def test_errors_of_a_way(monkeypatch, capsys, error):
     monkeypatch.setattr(ways, "rows_of", lambda case: [("no cache", "plain"), ("n = 3", "plain")])
     status = gpu_check.main(["--part", "tokens-trained", *TINY])
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert re.fullmatch(rf"RuntimeError at gpu_check.py:\d+: {error}", rows[0]["fault"])
+    assert re.fullmatch(rf"RuntimeError at test_gpu_check.py:\d+: {error}", rows[0]["fault"])
     assert (status, len(rows)) == ((1, 1) if "CUDA" in error else (0, 4))
 
 

@@ -19,6 +19,7 @@ Read: main, parts, run; then the checks.
 import argparse
 import contextlib
 import json
+import math
 import os
 import re
 import signal
@@ -61,7 +62,7 @@ def parts(args: argparse.Namespace, machine: Row) -> dict[str, Part]:
         machine: what the part of this name has found; {}: nothing yet.
     """
     device, tiny = args.device, args.tiny
-    seconds = {"machine": 60, "ranks": 90, "packed": 60, "compiled": 150}
+    seconds = {"machine": 60, "ranks": 90, "packed": 60, "compiled": 240}
     made = {}
     for name in CHECKS:
         words = ["tools.gpu_check", "--part", name, "--device", device, *["--tiny"] * tiny]
@@ -73,35 +74,43 @@ def parts(args: argparse.Namespace, machine: Row) -> dict[str, Part]:
         common = ["--device", device, "--dtype", dtype, "--json"]
         made[name] = Part(["tools.bench", command, *map(str, words), *common], limit)
 
-    compiled = [] if tiny else ["--compile"]
-    models = {"tiny": ["--checkpoint", ways.DRAFT]} if tiny else {}
-    for shape in ("tiny",) if tiny else ("1b", "7b"):
-        for mode in ("none", "int8", "int4"):
-            batches = [1, 2] if tiny else that_fit(bench.SHAPES[shape], machine.get("free_gb"))
+    graphs = [] if tiny else ["--compile"]
+    shapes = {"tiny": None} if tiny else {name: bench.SHAPES[name] for name in ("1b", "7b")}
+
+    def model(shape: str) -> list[Any]:
+        return ["--checkpoint", ways.DRAFT] if tiny else ["--shape", shape]
+
+    def latency(mode: str) -> None:
+        sizes = ["--prompt-tokens", 16 if tiny else PROMPT, "--new-tokens", 4 if tiny else NEW]
+        for shape, config in shapes.items():
+            batches = [1, 2] if tiny else that_fit(config, machine.get("free_gb"))
             name = f"latency-{shape}-{'bfloat16' if mode == 'none' else mode}"
             measured(
-                name, 150, "latency", *models.get(shape, ["--shape", shape]), *compiled,
-                "--quantize", mode, "--batch", *batches, "--prompt-tokens", 16 if tiny else PROMPT,
-                "--new-tokens", 4 if tiny else NEW, "--repeat", 1 if tiny else 3,
+                name, 150, "latency", *model(shape), *graphs, "--quantize", mode, *sizes,
+                "--batch", *batches, "--repeat", 1 if tiny else 3,
             )  # fmt: skip
             if not batches:
                 made[name] = made[name]._replace(absent="it does not fit into the memory")
-    # 256 prompts and answers of 100 to 1,024 tokens, as in nano-vllm's bench.
+
+    latency("none")
+    # Prompts and answers of 100 to 1,024 tokens, as in nano-vllm's bench.
     few = ["--requests", 4, "--prompt-tokens", 8, 32, "--new-tokens", 4, 8]
     many = ["--requests", 256, "--prompt-tokens", 100, 1024, "--new-tokens", 100, 1024,
             "--max-num-seqs", 256, "--max-num-batched-tokens", 256 + 2048]  # fmt: skip
     measured(
-        "throughput", 150, "throughput", *models.get("tiny", ["--shape", "qwen3-0.6b"]), *compiled,
-        *few if tiny else many, "--sampling", "greedy", "qwen", "--baseline-requests", 1,
+        "throughput", 150, "throughput", *model("qwen3-0.6b"), *graphs, *few if tiny else many,
+        "--sampling", "greedy", "qwen", "--baseline-requests", 1,
     )  # fmt: skip
     peers = ["transformers", *["vllm"] * bool(args.vllm_python)]
     flags = {"--vllm-python": args.vllm_python, "--gpt-fast": args.gpt_fast}
-    paths = [word for flag, path in flags.items() if path for word in (flag, path)]
+    paths = [word for flag, path in flags.items() if path for word in (flag, path.absolute())]
     sizes = ["--prompt-tokens", 16, "--new-tokens", 4, "--sequences", 2] if tiny else []
     measured(
-        "versus", 240, "versus", *models.get("tiny", ["--shape", "1b"]), *["--eager"] * tiny,
-        "--peers", *peers, *paths, *sizes, "--repeat", 1 if tiny else 3, "--timeout", 120,
+        "versus", 240, "versus", *model("1b"), *["--eager"] * tiny, "--peers", *peers, *paths,
+        *sizes, "--repeat", 1 if tiny else 3, "--timeout", 120,
     )  # fmt: skip
+    latency("int8")
+    latency("int4")
     return made
 
 
@@ -141,31 +150,43 @@ def machine(device: str, tiny: bool) -> Iterator[Row]:
     yield found
 
 
+def attempt(row: Row, measure: Callable[[], tuple[float, list[str]]]) -> Row:
+    """Add to a row how far off it is, what is at fault, and how long that took.
+
+    Args:
+        row: with `near`, how far off it may be.
+        measure: gives how far off it is, and faults.
+    """
+    start, faults = time.perf_counter(), []
+    try:
+        row["off"], faults = measure()
+        if not row["off"] < row["near"]:  # or it is NaN
+            faults = [*faults, f"off by {row['off']:.1e}, more than {row['near']:g}"]
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        at = [f"{Path(f.filename).name}:{f.lineno}" for f in frames if str(ROOT) in f.filename]
+        text = " ".join(str(error).split())[:300]
+        faults = [f"{type(error).__name__} at {at[-1]}: {text}"]
+        if "CUDA error" in text:  # all that follows in this process would fail, too
+            row["fatal"] = True
+    return row | {"fault": "; ".join(faults), "seconds": time.perf_counter() - start}
+
+
 def try_way(case: str, dtype: str, path: str, kind: str, device: str, tiny: bool) -> Row:
     """Run one way, and compare it with the slow twin."""
     some = (4, 11) if tiny else ways.FEW  # a short and a long prompt, with guesses in both
     # PyTorch's product of int4 weights is in bfloat16 on a GPU.
     rough = "int4" in kind and "compiled" in path and device != "cpu"
     exact = dtype == "float32" and not rough
-    near = ways.NEAR["float32" if exact and kind != "int8 cache" else "bfloat16"]
-    row: Row = {"row": f"{case}, {dtype}: {path}, {kind}", "near": near, "fault": ""}
-    start = time.perf_counter()
-    try:
+
+    def measure() -> tuple[float, list[str]]:
         model, options = ways.placed(case, kind, device, DTYPES[dtype])
         jobs = ways.jobs_of(case, kind)
         found = ways.PATHS[path](model, [jobs[job] for job in some], **options)
-        row["off"], faults = ways.compare(case, kind, some, found, exact)
-        if not row["off"] < near:  # or it is NaN
-            faults.append(f"log-probabilities are off by {row['off']:.1e}, more than {near}")
-        row["fault"] = "; ".join(faults)
-    except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        at = [f"{Path(f.filename).name}:{f.lineno}" for f in frames if str(ROOT) in f.filename]
-        text = " ".join(str(error).split())[:300]
-        row["fault"] = f"{type(error).__name__} at {at[-1]}: {text}"
-        if "CUDA error" in str(error):  # all that follows in this process would fail, too
-            row["fatal"] = True
-    return row | {"seconds": time.perf_counter() - start}
+        return ways.compare(case, kind, some, found, exact)
+
+    near = ways.NEAR["float32" if exact and kind != "int8 cache" else "bfloat16"]
+    return attempt({"row": f"{case}, {dtype}: {path}, {kind}", "near": near}, measure)
 
 
 def has_all(kind: str) -> bool:
@@ -203,9 +224,13 @@ COMPILED = [
 
 
 def compiled(device: str, tiny: bool) -> Iterator[Row]:
-    """Compiled ways, one after another: each takes some seconds to compile."""
+    """Compiled ways, one after another, as long as there is time: each is compiled first."""
+    end = time.monotonic() + 100
     for row in COMPILED[:1] if tiny else COMPILED:
-        yield try_way(*row, device, tiny)
+        if time.monotonic() < end:
+            yield try_way(*row, device, tiny)
+        else:
+            yield {"row": ", ".join(row), "late": True}
 
 
 @torch.no_grad()
@@ -214,26 +239,26 @@ def packed(device: str, tiny: bool) -> Iterator[Row]:
     torch.manual_seed(0)
     N, K = (256, 128) if tiny else (4096, 2048)
     for dtype in ("float32", "bfloat16"):
-        for bits in (None, 8, 4):
+        for mode in (None, "int8", "int4"):
             parent = torch.nn.Sequential(torch.nn.Linear(K, N)).to(device, DTYPES[dtype])
-            if bits:
-                quantize_model(parent, f"int{bits}")
-            linear = parent[0]
+            linear = quantize_model(parent, mode)[0] if mode else parent[0]
             form = form_of(linear)
-            name = form.__name__ if form else "none, as eager"
-            row: Row = {"row": f"{dtype}, {bits or 'plain'}: {name}", "fault": "", "off": 0.0}
             # PyTorch's product of int4 weights rounds to bfloat16 on a GPU.
-            row["near"] = 0.001 if dtype == "float32" and bits != 4 else 0.02
-            weight = linear.dequantize() if isinstance(linear, QuantLinear) else linear.weight
-            fast = form(linear) if form else linear
-            for rows in (1, 3, 32, 300):
-                x = torch.randn(rows, K).to(device, DTYPES[dtype])
-                y = torch.nn.functional.linear(x.double(), weight.double(), linear.bias.double())
-                off = (fast(x) - y).square().mean().sqrt() / y.std()
-                row["off"] = max(row["off"], off.item())
-            if not row["off"] < row["near"]:
-                row["fault"] = f"off by {row['off']:.1e}, more than {row['near']}"
-            yield row
+            near = 0.001 if dtype == "float32" and mode != "int4" else 0.02
+            name = f"{dtype}, {mode or 'plain'}: {form.__name__ if form else 'none, as eager'}"
+            yield attempt({"row": name, "near": near}, partial(form_error, linear, form))
+
+
+@torch.no_grad()
+def form_error(linear: torch.nn.Module, form: type | None) -> tuple[float, list[str]]:
+    """How far a form's products are from those in float64, as a share of their spread."""
+    weight = linear.dequantize() if isinstance(linear, QuantLinear) else linear.weight
+    bias, fast, off = linear.bias, form(linear) if form else linear, []
+    for rows in (1, 3, 32, 300):
+        x = torch.randn(rows, weight.shape[1]).to(bias)
+        y = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+        off.append(((fast(x) - y).square().mean().sqrt() / y.std()).item())
+    return max(off, key=lambda each: math.inf if math.isnan(each) else each), []
 
 
 def ranks(device: str, tiny: bool) -> Iterator[Row]:
@@ -307,6 +332,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+TOO_SHORT = 10  # seconds that are left: too few to begin another part
+
+
 class Outcome(NamedTuple):
     """What came of a part."""
 
@@ -360,7 +388,7 @@ def run(part: Part, left: float) -> Outcome:
     """Run a part in a process of its own, for as long as it may, or as is left."""
     if part.absent:
         return Outcome("skipped", part.absent, [])
-    if left < 10:
+    if left < TOO_SHORT:
         return Outcome("skipped", "no time is left; --minutes gives more", [])
     limit = min(part.limit, left)
     env = os.environ | {"HF_HUB_OFFLINE": "1"}
@@ -380,9 +408,12 @@ def run(part: Part, left: float) -> Outcome:
         rows = [json.loads(line) for line in out if line.startswith("{") and line.endswith("}\n")]
         said = [line.rstrip()[:300] for line in log if line.strip()]
     faults = [f"{row['row']}: {row['fault']}" for row in rows if row.get("fault")]
-    text = f"{len(rows) - len(faults)} of {len(rows)} as they should be"
-    for near in sorted({row["near"] for row in rows if "near" in row}):
-        most = max(row.get("off", float("inf")) for row in rows if row.get("near") == near)
+    late = sum("late" in row for row in rows)
+    text = f"{len(rows) - len(faults) - late} of {len(rows)} as they should be"
+    text += f", {late} had no time" if late else ""
+    compared = [row for row in rows if "off" in row]
+    for near in sorted({row["near"] for row in compared}):
+        most = max(row["off"] for row in compared if row["near"] == near)
         text += f"; off by {most:.1e} at most, may be {near:g}"
     if rows and "runs" in rows[0]:
         text = "; ".join(rows[0].get("notes", [])) or "measured"
