@@ -30,6 +30,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,6 +48,41 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 Row = dict[str, Any]  # "row", its name; "fault", "" where it is as it should be; and figures
 
 
+PROMPT, NEW = 128, 32  # tokens in the parts called latency
+# The options of bench.py's commands, in a rehearsal, and else; and how many seconds they may take.
+# The lengths of throughput are those of nano-vllm's bench.
+OPTIONS = {
+    "latency": (
+        "--prompt-tokens 16 --new-tokens 4 --repeat 1",
+        f"--compile --prompt-tokens {PROMPT} --new-tokens {NEW} --repeat 3",
+        200,
+    ),
+    "throughput": (
+        "--requests 4 --prompt-tokens 8 32 --new-tokens 4 8 --baseline-requests 1",
+        "--compile --requests 256 --prompt-tokens 100 1024 --new-tokens 100 1024 "
+        "--max-num-seqs 256 --max-num-batched-tokens 2304 --baseline-requests 1",
+        200,
+    ),
+    "versus": (
+        "--eager --prompt-tokens 16 --new-tokens 4 --sequences 2 --repeat 1",
+        "--repeat 3 --timeout 120",
+        240,
+    ),
+}
+# What is measured, the most important first: a name, bench.py's command, a shape, more options.
+MEASURED = [
+    ("latency-1b-bfloat16", "latency", "1b", ""),
+    ("throughput", "throughput", "qwen3-0.6b", "--sampling greedy qwen"),
+    ("versus", "versus", "1b", "--peers transformers vllm"),
+    ("latency-7b-bfloat16", "latency", "7b", ""),
+    ("latency-1b-int8", "latency", "1b", "--quantize int8"),
+    ("latency-1b-int4", "latency", "1b", "--quantize int4"),
+    ("latency-7b-int8", "latency", "7b", "--quantize int8"),
+    ("latency-7b-int4", "latency", "7b", "--quantize int4"),
+]
+SECONDS = {"compiled": 240, "machine": 60}  # that a check may take, if not 90
+
+
 class Part(NamedTuple):
     """What to run, and for how many seconds at most; or why it cannot be run here."""
 
@@ -55,66 +91,33 @@ class Part(NamedTuple):
     absent: str = ""
 
 
-def parts(args: argparse.Namespace, machine: Row) -> dict[str, Part]:
+def parts(args: argparse.Namespace, found: Row) -> dict[str, Part]:
     """All parts by name, in order: what is right comes before what is fast.
 
     Args:
-        machine: what the part of this name has found; {}: nothing yet.
+        found: what the part `machine` says; {}: nothing yet.
     """
-    device, tiny = args.device, args.tiny
-    seconds = {"machine": 60, "ranks": 90, "packed": 60, "compiled": 240}
-    made = {}
+    common, made = ["--device", args.device], {}
     for name in CHECKS:
-        words = ["tools.gpu_check", "--part", name, "--device", device, *["--tiny"] * tiny]
-        made[name] = Part(words, seconds.get(name, 90))
-    if device == "cuda" and machine.get("gpus", 2) < 2:
-        made["ranks"] = made["ranks"]._replace(absent="there is one GPU")
-
-    def measured(name: str, limit: int, command: str, *words: Any, dtype: str = "bfloat16") -> None:
-        common = ["--device", device, "--dtype", dtype, "--json"]
-        made[name] = Part(["tools.bench", command, *map(str, words), *common], limit)
-
-    graphs = [] if tiny else ["--compile"]
-    shapes = {"tiny": None} if tiny else {name: bench.SHAPES[name] for name in ("1b", "7b")}
-
-    def model(shape: str) -> list[Any]:
-        return ["--checkpoint", ways.DRAFT] if tiny else ["--shape", shape]
-
-    def latency(mode: str) -> None:
-        sizes = ["--prompt-tokens", 16 if tiny else PROMPT, "--new-tokens", 4 if tiny else NEW]
-        for shape, config in shapes.items():
-            batches = [1, 2] if tiny else that_fit(config, machine.get("free_gb"))
-            name = f"latency-{shape}-{'bfloat16' if mode == 'none' else mode}"
-            measured(
-                name, 150, "latency", *model(shape), *graphs, "--quantize", mode, *sizes,
-                "--batch", *batches, "--repeat", 1 if tiny else 3,
-            )  # fmt: skip
-            if not batches:
-                made[name] = made[name]._replace(absent="it does not fit into the memory")
-
-    latency("none")
-    # Prompts and answers of 100 to 1,024 tokens, as in nano-vllm's bench.
-    few = ["--requests", 4, "--prompt-tokens", 8, 32, "--new-tokens", 4, 8]
-    many = ["--requests", 256, "--prompt-tokens", 100, 1024, "--new-tokens", 100, 1024,
-            "--max-num-seqs", 256, "--max-num-batched-tokens", 256 + 2048]  # fmt: skip
-    measured(
-        "throughput", 150, "throughput", *model("qwen3-0.6b"), *graphs, *few if tiny else many,
-        "--sampling", "greedy", "qwen", "--baseline-requests", 1,
-    )  # fmt: skip
-    peers = ["transformers", *["vllm"] * bool(args.vllm_python)]
-    flags = {"--vllm-python": args.vllm_python, "--gpt-fast": args.gpt_fast}
-    paths = [word for flag, path in flags.items() if path for word in (flag, path.absolute())]
-    sizes = ["--prompt-tokens", 16, "--new-tokens", 4, "--sequences", 2] if tiny else []
-    measured(
-        "versus", 240, "versus", *model("1b"), *["--eager"] * tiny, "--peers", *peers, *paths,
-        *sizes, "--repeat", 1 if tiny else 3, "--timeout", 120,
-    )  # fmt: skip
-    latency("int8")
-    latency("int4")
+        words = ["tools.gpu_check", "--part", name, *common, *["--tiny"] * args.tiny]
+        alone = name == "ranks" and args.device == "cuda" and found.get("gpus", 2) < 2
+        made[name] = Part(words, SECONDS.get(name, 90), "there is one GPU" if alone else "")
+    for name, command, shape, more in MEASURED:
+        few, many, limit = OPTIONS[command]
+        words = f"tools.bench {command} {few if args.tiny else many} {more}".split()
+        words += ["--checkpoint", str(ways.DRAFT)] if args.tiny else ["--shape", shape]
+        batches = [1, 2] if args.tiny else that_fit(bench.SHAPES[shape], found.get("free_gb"))
+        if command == "latency":
+            words += ["--batch", *map(str, batches)]
+        if command == "versus" and args.vllm_python:
+            words += ["--vllm-python", str(args.vllm_python.absolute())]
+        if command == "versus" and args.gpt_fast:
+            words += ["--gpt-fast", str(args.gpt_fast.absolute())]
+        words += ["--dtype", "bfloat16", "--json", *common]
+        absent = "" if batches else "its weights do not fit into the free memory"
+        if not args.tiny or shape != "7b":
+            made[name] = Part(words, limit, absent)
     return made
-
-
-PROMPT, NEW = 128, 32  # tokens in the parts called latency
 
 
 def that_fit(config: Config, free_gb: float | None) -> list[int]:
@@ -189,23 +192,14 @@ def try_way(case: str, dtype: str, path: str, kind: str, device: str, tiny: bool
     return attempt({"row": f"{case}, {dtype}: {path}, {kind}", "near": near}, measure)
 
 
-def has_all(kind: str) -> bool:
-    """Whether what this needs is installed."""
-    with contextlib.suppress(ImportError):
-        import llguidance  # noqa: F401
-
-        return True
-    return kind != "structure"
-
-
 def tokens(case: str, device: str, tiny: bool) -> Iterator[Row]:
     """All ways that run eagerly. In bfloat16 not those that guess: their texts are the same."""
     for dtype in ("float32", "bfloat16"):
         for path, kind in ways.rows_of(case):
             guesses = "speculate" in ways.KINDS.get(kind, {})
-            if "compiled" in path or not has_all(kind) or (guesses and dtype == "bfloat16"):
-                continue
-            yield try_way(case, dtype, path, kind, device, tiny)
+            missing = kind == "structure" and not find_spec("llguidance")
+            if not (missing or "compiled" in path or (guesses and dtype == "bfloat16")):
+                yield try_way(case, dtype, path, kind, device, tiny)
 
 
 # What is compiled, and on a GPU, with a static cache, replayed. The first ones matter most.
@@ -301,7 +295,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     found = parts(args, {})
     if args.list:
-        print("\n".join(f"{name:18} at most {part.limit} s" for name, part in found.items()))
+        print("\n".join(f"{name:20} at most {part.limit} s" for name, part in found.items()))
         return 0
     try:
         pick_device(args.device)
@@ -355,7 +349,7 @@ def check(args: argparse.Namespace) -> int:
             if args.only and name not in (*args.only, "machine"):
                 continue
             part = parts(args, found)[name]
-            print(f"{name:18} ", end="", flush=True)
+            print(f"{name:20} ", end="", flush=True)
             start = time.monotonic()
             outcomes[name] = outcome = run(part, end - start)
             seconds = time.monotonic() - start
