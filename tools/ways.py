@@ -393,8 +393,8 @@ def expected(case: str, kind: str, job: int) -> Sequence:
 # --- The comparison -------------------------------------------------------------------------------
 
 
-# How far log-probabilities may be off, see compare. A CPU's are up to 1e-6, and 0.015; where one key
-# is not seen that should be, 0.14.
+# How far log-probabilities may be off, see compare. A CPU's are up to 1e-6, and 0.015; where one
+# key is not seen that should be, 0.14.
 NEAR = {"float32": 1e-4, "bfloat16": 0.05}
 
 
