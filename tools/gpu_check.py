@@ -247,11 +247,13 @@ def packed(device: str, tiny: bool) -> Iterator[Row]:
 def form_error(linear: torch.nn.Module, form: type | None) -> tuple[float, list[str]]:
     """How far a form's products are from those in float64, as a share of their spread."""
     weight = linear.dequantize() if isinstance(linear, QuantLinear) else linear.weight
-    bias, fast, off = linear.bias, form(linear) if form else linear, []
+    fast, off = form(linear) if form else linear, []
     for rows in (1, 3, 32, 300):
-        x = torch.randn(rows, weight.shape[1]).to(bias)
-        y = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
-        off.append(((fast(x) - y).square().mean().sqrt() / y.std()).item())
+        x = torch.randn(rows, weight.shape[1]).to(linear.bias)
+        # On the CPU, as not all devices have float64.
+        exact = [each.cpu().double() for each in (x, weight, linear.bias)]
+        y = torch.nn.functional.linear(*exact)
+        off.append(((fast(x).cpu() - y).square().mean().sqrt() / y.std()).item())
     return max(off, key=lambda each: math.inf if math.isnan(each) else each), []
 
 
