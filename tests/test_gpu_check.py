@@ -33,7 +33,7 @@ os.kill(os.getpid(), 9) if end == "crash" else sys.exit(int(end))
 GOOD, BAD = {"row": "one", "fault": ""}, {"row": "two", "fault": "other tokens"}
 ALMOST = {"row": "three", "fault": "", "near": 0.1, "off": 0.05}
 FIGURES = dict(of_read_limit=[0.4] * 3, of_gemm_peak=[0.3] * 3, first_token_s=[1.0] * 3,
-    vllm_times=[2.5] * 3)  # fmt: skip
+    vllm_times=[2.5] * 3, read_limit_gb_s=[4000.0] * 3)  # fmt: skip
 LONG, SHORT = dict(prefill_tok_s=[2000.0] * 3), dict(prefill_tok_s=[10.0] * 3)
 MEASURED = {"hardware": "H", "runs": {"long": FIGURES | LONG, "short": FIGURES | SHORT}}
 
@@ -106,6 +106,8 @@ def test_slow_is_said(table, capsys):
     status, records = table({"speed": fake([MEASURED])}, "--only", "speed")
     out = capsys.readouterr().out
     assert status == 0 and records["speed"]["runs"] == MEASURED["runs"]
+    assert "    long: of the read limit 0.4, prefill, tok/s 2,000, of the GEMM peak 0.3, " in out
+    assert "read limit, GB/s 4,000" in out
     slow = [line for line in out.splitlines() if line.startswith("    speed: ")]
     assert slow == [
         "    speed: long: 0.40 of read limit", "    speed: long: 0.30 of gemm peak",

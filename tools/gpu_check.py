@@ -403,6 +403,19 @@ def run(part: Part, left: float) -> Outcome:
         log.seek(0)
         rows = [json.loads(line) for line in out if line.startswith("{") and line.endswith("}\n")]
         said = [line.rstrip()[:300] for line in log if line.strip()]
+    return verdict(rows, said[-5:], status, f"within {limit:.0f} s", limit < part.limit)
+
+
+def verdict(
+    rows: list[Row], said: list[str], status: int | None, time_given: str, is_short: bool
+) -> Outcome:
+    """Say what came of a part.
+
+    Args:
+        said: the last lines of its stderr.
+        status: its exit status; None: it did not end in time.
+        is_short: whether that time was less than it may have, as others had taken the rest.
+    """
     faults = [f"{row['row']}: {row['fault']}" for row in rows if row.get("fault")]
     late = sum("late" in row for row in rows)
     text = f"{len(rows) - len(faults) - late} of {len(rows)} as they should be"
@@ -413,22 +426,24 @@ def run(part: Part, left: float) -> Outcome:
         text += f"; off by {most:.1e} at most, may be {near:g}"
     if rows and "runs" in rows[0]:
         text = "; ".join(rows[0].get("notes", [])) or "measured"
-    if status is None and limit < part.limit and not faults:
+    if status is None and is_short and not faults:
         return Outcome("skipped", f"the time was up, after {len(rows)} ways", rows)
     if status is None or status or not rows:
-        how = f"no end within {limit:.0f} s" if status is None else f"exit status {status}"
-        return Outcome("failed", f"{how}; {text}", rows, (*faults, *said[-5:]))
+        how = f"no end {time_given}" if status is None else f"exit status {status}"
+        return Outcome("failed", f"{how}; {text}", rows, (*faults, *said))
     return Outcome("failed" if faults else "passed", text, rows, (*faults,))
 
 
 def close(process: subprocess.Popen) -> None:
-    """End a part and all that it has started: gently at first, as it may have files to remove."""
-    if process.poll() is None:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(10)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    """End a part and all that it has started: gently at first, as it may have files to remove, or
+    ranks to end."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):  # nobody is left
+            os.killpg(process.pid, number)
+            for _ in range(100):
+                process.poll()
+                os.killpg(process.pid, 0)
+                time.sleep(0.1)
     process.wait()
 
 
@@ -437,12 +452,15 @@ def is_measured(outcome: Outcome) -> bool:
     return bool(outcome.rows) and "runs" in outcome.rows[0]
 
 
+LIMITS = {"read_limit_gb_s": "read limit, GB/s", "gemm_peak_tflop_s": "GEMM peak, TFLOP/s"}
+
+
 def table(part: Part, outcome: Outcome) -> Iterator[str]:
     """The figures of a measurement, with the titles that they have in benchmarks/README.md."""
     if not is_measured(outcome):
         return
     for label, row in outcome.rows[0]["runs"].items():
-        titles = report.COLUMNS[part.words[1]].items()
+        titles = (report.COLUMNS[part.words[1]] | LIMITS).items()
         cells = [f"{title} {report.number(row[key][0])}" for key, title in titles if key in row]
         yield f"{label}: {', '.join(cells)}"
 
