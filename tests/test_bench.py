@@ -280,6 +280,80 @@ def test_llama_bench(tmp_path):
         child.close()
 
 
+GPT_FAST = {
+    "model": """
+from dataclasses import dataclass
+from torch import nn
+
+@dataclass
+class ModelArgs:
+    block_size: int; vocab_size: int; n_layer: int; n_head: int; dim: int; intermediate_size: int
+    n_local_heads: int; rope_base: float; norm_eps: float
+
+class Transformer(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        D, kv = c.dim, c.dim // c.n_head * c.n_local_heads
+        shapes = {"attention.wq": (D, D), "attention.wk": (D, kv), "attention.wv": (D, kv),
+                  "attention.wo": (D, D), "feed_forward.w1": (D, c.intermediate_size),
+                  "feed_forward.w3": (D, c.intermediate_size),
+                  "feed_forward.w2": (c.intermediate_size, D)}
+        norms = ["attention_norm", "ffn_norm"]
+        for name, (k, n) in [("output", (D, c.vocab_size))] + [
+                (f"layers.{i}.{name}", shape) for i in range(c.n_layer)
+                for name, shape in shapes.items()]:
+            self.put(name, nn.Linear(k, n, bias=False))
+        for name in ["norm"] + [f"layers.{i}.{name}" for i in range(c.n_layer) for name in norms]:
+            self.put(name, nn.RMSNorm(D))
+        self.tok_embeddings = nn.Embedding(c.vocab_size, D)
+
+    def put(self, path, module):
+        *above, name = path.split(".")
+        parent = self
+        for part in above:
+            if not hasattr(parent, part):
+                parent.add_module(part, nn.Module())
+            parent = getattr(parent, part)
+        parent.add_module(name, module)
+
+    def setup_caches(self, max_batch_size, max_seq_length):
+        self.longest = max_seq_length
+""",
+    "generate": """
+import time
+import torch
+
+def generate(model, prompt, max_new_tokens, batch_size, *, interactive, draft_model, **sampling):
+    assert max_new_tokens > 1 and len(prompt) + max_new_tokens <= model.longest
+    assert (batch_size, interactive, draft_model, sampling) == (1, False, None, {"temperature": 0})
+    time.sleep(0.3 + 0.01 * max_new_tokens)
+    return torch.zeros(1, 3), {}
+""",
+}
+
+
+def test_gpt_fast(tmp_path):
+    """Our own `model` loaded in its place, tensors under other names, the prompt's time counted."""
+    for name, source in GPT_FAST.items():
+        (tmp_path / f"{name}.py").write_text(source)
+    config = Config(64, 64, 96, 2, 4, 2, 16)
+    bench.write_random(config, torch.float32, tmp_path)
+    more = {"gpt_fast": str(tmp_path), "folder": str(tmp_path), "compile": False}
+    more["sampling"] = {"temperature": 0}
+    child = versus.Child("gpt_fast", SETUP | more, sys.executable, 60)
+    try:
+        speeds = [child.ask(ONE | {"figure": f})["tok_s"] for f in versus.FIGURES]
+        assert 30 < speeds[0] < 130 and speeds[1:] == [None, None]
+    finally:
+        child.close()
+
+
+def test_turned():
+    """Two channels that rope does not turn together: i goes with i + H / 2, and 2i with 2i + 1."""
+    rows = torch.arange(8)[:, None]  # two heads of four
+    assert versus.turned(rows, 2).flatten().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+
+
 @pytest.mark.parametrize(
     "source, message",
     [

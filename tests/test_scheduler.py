@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import DRAFT, SHAKESPEARE
-from test_equivalence import plain
 from torch.profiler import profile
 
 import paged
@@ -31,6 +30,7 @@ from scheduler import Engine
 from settings import CHUNK, SamplingParams, SettingError, free_memory
 from speculative import DraftModel, NGram
 from tools.books import audit
+from tools.ways import plain
 
 WORDS = random.Random(7).choices(range(1, 32), k=64)  # a text to cut prompts from
 

@@ -179,6 +179,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--gguf", type=Path, metavar="FILE", help="the checkpoint for llama.cpp")
     add("--llama-bench", type=Path, metavar="PATH", help="llama.cpp's program")
     add("--vllm-python", type=Path, metavar="PATH", help="of the environment that has vLLM")
+    add("--gpt-fast", type=Path, metavar="PATH", help="a clone of gpt-fast")
     add("--plot", type=Path, metavar="FILE.svg")
     add = add_command(commands, quality, "what quantisation costs in perplexity").add_argument
     add("--text", type=Path, required=True, help="its last tenth is scored, the rest calibrates")
@@ -849,6 +850,7 @@ def versus(args: argparse.Namespace) -> int:
     for flag, path in (
         ("--gguf", args.gguf), ("--llama-bench", args.llama_bench),
         ("--vllm-python", args.vllm_python),
+        ("--gpt-fast", args.gpt_fast and args.gpt_fast / "generate.py"),
     ):  # fmt: skip
         if path and not path.is_file():
             raise ValueError(f"{flag} {path}: there is no such file")
@@ -869,12 +871,15 @@ def versus(args: argparse.Namespace) -> int:
             "gguf": args.gguf and str(args.gguf), "random": not args.checkpoint,
             "llama_bench": args.llama_bench and str(args.llama_bench),
             "sampling": SAMPLING[args.sampling],
+            "gpt_fast": args.gpt_fast and str(args.gpt_fast.resolve()),
         }  # fmt: skip
         peers = dict.fromkeys(args.peers, sys.executable)
         if args.vllm_python and "vllm" in peers:
             peers["vllm"] = str(args.vllm_python)
         if args.llama_bench:
             peers["llama_bench"] = sys.executable
+        if args.gpt_fast:
+            peers["gpt_fast"] = sys.executable
         figures, engines, notes = versus_tool.compare(
             setup, peers, (args.prompt_tokens, args.new_tokens, args.sequences), args.repeat,
             args.timeout, progress,

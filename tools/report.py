@@ -166,7 +166,8 @@ COLUMNS = {
         "transformers_compiled_times": "times ours", "vllm": "vLLM, tok/s",
         "vllm_times": "times ours", "llama_cpp": "llama.cpp (Python), tok/s",
         "llama_cpp_times": "times ours", "llama_bench": "llama.cpp (llama-bench), tok/s",
-        "llama_bench_times": "times ours",
+        "llama_bench_times": "times ours", "gpt_fast": "gpt-fast, tok/s",
+        "gpt_fast_times": "times ours",
     },
     "quality": {
         "weights_mb": "weights, MB", "perplexity": "perplexity", "more": "more than plain",
@@ -347,6 +348,7 @@ BLUE, GREY = "#2456c9", "#9aa0a8"
 NAMES = {
     "kilolm": "kilolm", "transformers": "transformers", "vllm": "vLLM", "llama_cpp": "llama.cpp",
     "transformers_compiled": "transformers, compiled", "llama_bench": "llama.cpp, llama-bench",
+    "gpt_fast": "gpt-fast",
 }  # fmt: skip
 
 
