@@ -131,7 +131,7 @@ def test_equals_are_served_as_they_come() -> None:
     requests = [ask(at, 3, i) for i in range(4)]
     ended = [requests.index(request) for request in at.run() if request.finished]
     assert ended == [0, 1, 2, 3]
-    assert at.stats["num_preemptions"] == 0
+    assert at.stats["num_preemptions"] == 0, "of equals, who came first is done first"
     at = engine(quantum=2)
     first, second = ask(at, LONGEST), ask(at, LONGEST, 1)
     for _ in range(12):
@@ -150,7 +150,7 @@ def test_who_has_a_seat_keeps_it_where_there_is_another() -> None:
             step(at)
         requests.append(ask(at, LONGEST, i))
     finish(at)
-    assert at.stats["num_preemptions"] == 0
+    assert at.stats["num_preemptions"] == 0, "there were seats and blocks for all"
     assert at.stats["engine_steps"] == LONGEST + 18
 
 
@@ -170,12 +170,18 @@ def test_memory_is_room_too() -> None:
 
 def test_priority_comes_before_the_queue() -> None:
     at = engine()
-    urgent = ask(at, LONGEST, 0, priority=-1)
-    for _ in range(6):
+    plain = ask(at, 5, 1)
+    for _ in range(2):
         step(at)
-    plain, least = ask(at, 5, 1), ask(at, 3, 2, priority=1)
+    urgent = ask(at, LONGEST, 0, priority=-1)
+    step(at)
+    assert (made(plain), made(urgent)) == (2, 1), "a better priority takes the seat, too"
+    for _ in range(9):
+        step(at)
+    least = ask(at, 3, 2, priority=1)
     order = [request for request in at.run() if request.finished]
     assert order == [urgent, plain, least], "a lower priority number still comes first"
+    assert at.stats["num_preemptions"] == 1, "and keeps its seat, in whichever queue"
 
 
 # --- Nobody starves -------------------------------------------------------------------------------

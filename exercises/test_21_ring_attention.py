@@ -128,7 +128,7 @@ def test_the_ranks_compute_what_one_computes(ranks: int, tmp_path: Path) -> None
     for each in started:
         each.start()
     for each in started:
-        each.join(60)
+        each.join(40)
     if hung := [each for each in started if each.is_alive()]:
         for each in hung:
             each.kill()
@@ -136,6 +136,9 @@ def test_the_ranks_compute_what_one_computes(ranks: int, tmp_path: Path) -> None
     whole = model()
     share = -(-len(TEXT) // ranks)
     for rank in range(ranks):
+        if not (tmp_path / f"{rank}.pt").is_file():
+            text = f"rank {rank} broke off: does each recv expect the size of what is sent?"
+            pytest.fail(text, pytrace=False)
         report = torch.load(tmp_path / f"{rank}.pt")
         if "error" in report:
             pytest.fail(f"rank {rank}: {report['error']}", pytrace=False)
