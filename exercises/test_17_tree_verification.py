@@ -22,9 +22,7 @@ TODO = "make the file, with Tree, plan, accept, verify and write"
 MODEL = tiny_model(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
 SLIDING = tiny_model(num_hidden_layers=3, windows=(5, None, 3), qk_norm=True)
 TEXT = random.Random(2).choices(range(1, 32), k=60)
-#            0
-#       1    2    4            of the page; then a chain, the root alone, and a bush
-#       3         5  6
+# Trees, by the parents of their nodes: a small one, a chain, the root alone, a bush.
 SHAPES = [[-1, 0, 0, 1, 0, 4, 4], [-1, 0, 1, 2, 3], [-1], [-1, 0, 0, 1, 1, 2, 2, 3, 3, 6, 6, 6]]
 
 
