@@ -24,7 +24,7 @@ def make(count: int = 2, **changes: int) -> list[Engine]:
 
 def route(engines: list[Engine], **options: int) -> Any:
     router = needs("replicas", "Router", TODO)(engines, **options)
-    for name in ("add_request", "abort", "queue", "step", "run"):
+    for name in ("engines", "add_request", "abort", "queue", "step", "run"):
         assert hasattr(router, name), f"a Router is used as an Engine is: it has no {name} yet"
     return router
 
