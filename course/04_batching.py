@@ -30,12 +30,14 @@ class Job:
 
 def serve(model: Transformer, jobs: list[Job], may_join: Callable[[int], int]) -> None:
     """The loop of chapter 1 for many: who has not ended runs what the cache lacks."""
+    # The engine's cache, in so few and large blocks that each is a slab: a place for one sequence.
     runner, free = Runner(model, SLOTS, CAPACITY), [*range(SLOTS)]
     waiting, running, start = [*jobs], [], time.perf_counter()
     while waiting or running:
         for _ in range(min(may_join(len(running)), len(waiting))):
             running.append(waiting.pop(0))
             running[-1].slot = free.pop()
+        # A row: where its keys and values are kept, the position of its first new token, and these.
         rows = [Row([job.slot], job.done, job.ids[job.done :]) for job in running]
         for job, logits in zip(running, runner.forward(rows)):  # (V,) each
             job.done, job.left = len(job.ids), job.left - 1

@@ -64,7 +64,7 @@ def chapter(lesson: Lesson) -> dict[str, int]:
     held, times, limits = {}, {}, {}  # MB, and milliseconds
     for mode in ("float32", "int8", "int4"):
         for packed in (False, True):
-            model, name = lesson.random_model(), f"{mode}, packed" if packed else mode
+            model, name = lesson.random_model(packed=False), f"{mode}{', packed' * packed}"
             if mode != "float32":
                 quantize_model(model, mode, 64)
             if packed:
