@@ -65,8 +65,9 @@ def measure(lesson: Lesson, urls: dict[int, str]) -> dict[str, int]:
     queues = [load.percentile(waits(alone, rate, requests), 90) for rate in rates]
     lines["queue of one, p90"] = [1e3 * wait for wait in queues]
     if rates:
-        title = "milliseconds to the first token"
-        lesson.curves(title, rates, lines, "requests a second", log=True)
+        tails = {name.removesuffix(", p90"): lines[name] for name in lines if "p90" in name}
+        title = "p90 of milliseconds to the first token"
+        lesson.curves(title, rates, tails, "requests a second", log=True)
         for name, line in lines.items():
             lesson.say(f"  {name:18} " + " ".join(f"{value:9.0f}" for value in line) + " ms")
         lesson.say(f"  {'requests a second':18} " + " ".join(f"{rate:9.1f}" for rate in rates))
