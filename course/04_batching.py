@@ -3,6 +3,7 @@
 python course/04_batching.py
 """
 
+import math
 import time
 from collections.abc import Callable
 
@@ -53,13 +54,15 @@ def chapter(lesson: Lesson) -> dict[str, int]:
     serve(model, [Job(prompts[0][:], 2)], POLICIES["continuous"])  # the first forward allocates
     count, forwards, took, texts, came = Count(model), {}, {}, [], {}
     # 1) the same eight requests, which come all at once, under each policy
-    for name, may_join in POLICIES.items():
+    for name, may_join in [*POLICIES.items()] * 2:  # twice: the better time of each
         jobs = [Job(ids[:], new) for ids, new in zip(prompts, NEW)]
         serve(model, jobs, may_join)
-        took[name] = max(job.times[-1] for job in jobs)
         forwards[name] = count.take().forwards
         texts.append([job.ids for job in jobs])
-        came[name] = {f"{i} ({NEW[i]})": job.times for i, job in enumerate(jobs)}
+        end = max(job.times[-1] for job in jobs)
+        if end < took.get(name, math.inf):
+            took[name] = end
+            came[name] = {f"{i} ({NEW[i]})": job.times for i, job in enumerate(jobs)}
     # 2) who waits, on one scale for all
     longest = max(took.values())
     for name, rows in came.items():
@@ -67,14 +70,13 @@ def chapter(lesson: Lesson) -> dict[str, int]:
         lesson.timeline(title, rows, longest)
     # 3) what it comes to; the ideal is that a forward costs the same with four as with one
     alone, full = took["one at a time"], took["continuous"]
-    ideal = {"static batches": alone / SLOTS, "continuous": alone / SLOTS}
     lesson.bars("forwards", forwards, sum(NEW) / SLOTS)
-    lesson.bars("seconds until all have ended", took, ideal)
+    lesson.bars("seconds until all have ended", took, alone / SLOTS)
     dear = full / forwards["continuous"] / (alone / forwards["one at a time"])
     lesson.say(f"\nOn average a forward takes {dear:.2f} times as long as that of one sequence.")
     if full > 0.8 * alone:
         lesson.say("Little effect: here computing takes the time, and not reading the weights.")
-    return forwards | {"same": texts[0] == texts[1] == texts[2]}
+    return forwards | {"same": all(text == texts[0] for text in texts)}
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def chapter(lesson: Lesson) -> dict[str, int]:
 
 
 def measure(lesson: Lesson, urls: dict[int, str]) -> dict[str, int]:
-    requests, new = lesson.pick((30, 16), (6, 4))
+    requests, new = lesson.pick((24, 16), (6, 4))
     what = load.Load("", None, None, requests, (32, 32), (new, new), 0, 0, 1000, {"temperature": 0})
     counts, lines, speed = {}, {}, {}
 
@@ -56,7 +56,7 @@ def measure(lesson: Lesson, urls: dict[int, str]) -> dict[str, int]:
     lesson.say(f"A request of 32 tokens in and {new} out takes {1e3 * alone:.0f} ms of the first.")
     if speed[32] < 1.5 * speed[1]:
         lesson.say("Little effect of batching here: the model is small, and so is what it reads.")
-    rates = [round(part / alone, 1) for part in lesson.pick((0.4, 0.7, 0.9, 1.2, 2.0), ())]
+    rates = [round(part / alone, 1) for part in lesson.pick((0.4, 0.8, 1.2, 2.0), ())]
     for most in urls:
         runs = [send(most, rate) for rate in rates]
         for p in (50, 90):
