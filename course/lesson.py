@@ -112,7 +112,7 @@ class Lesson:
     def bandwidth(self) -> float:
         """Bytes a second that this machine reads from memory; measured at the first use. The best
         of some times, as of what is compared with it: what disturbs it only takes away."""
-        return 1e9 * max(read_bandwidth(torch.device("cpu")) for _ in range(4))
+        return 1e9 * max(read_bandwidth(torch.device("cpu")) for _ in range(8))
 
     def random_model(self, tiny: bool = False, packed: bool = True) -> Transformer:
         """The bench's shape 110m with random weights, in float32: 440 MB to read for each token,
