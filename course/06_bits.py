@@ -70,7 +70,7 @@ def chapter(lesson: Lesson) -> dict[str, int]:
             quantize_model(model, mode, 64)
         if packed:
             pack_linears(model)
-        held[name], times[name] = bytes_per_step(model, 0) / 1e6, forward_ms(model)
+        held[name], times[name] = bytes_per_step(model, 0) / 1e6, forward_ms(model, repeat=15)
         limits[name] = 1e9 * held[name] / lesson.bandwidth
     lesson.bars("MB read for a token", held)
     lesson.bars("milliseconds for a token", times, limits)
