@@ -248,11 +248,11 @@ def insert_quantised(model: Transformer, files: Files) -> None:
     if config:
         from quantize import QuantLinear, linears  # here: a plain model needs none
 
-        for parent, name, path in linears(model):
-            linear = getattr(parent, name)
+        for path in linears(model):
+            linear, name = model.get_submodule(path), path.split(".")[-1]
             part = next(iter(getattr(linear, "parts", [name])))  # of what is stacked, the first
             if path.replace(name, part) + ".qweight" in files:  # unlike the lm_head of most
-                setattr(parent, name, QuantLinear(linear, config["bits"], config["group_size"]))
+                model.set_submodule(path, QuantLinear(linear, config["bits"], config["group_size"]))
 
 
 def is_tied(model: Transformer) -> bool:

@@ -166,8 +166,13 @@ def make_engine(args: EngineArgs, ranks: Ranks, model: Transformer, proposer: Pr
 
         return matcher(tokenizer, model.config, wish)
 
+    runner = ranks.runner or Runner
+    if args.attention == "flex":
+        from flex import FlexRunner
+
+        runner = settings.supported("--attention flex with ranks", ranks.runner, None) or FlexRunner
     limits = {f.name: getattr(args, f.name) for f in fields(settings.Limits)}
-    return Engine(model, tokenizer, proposer, matcher, ranks.runner or Runner, **limits)
+    return Engine(model, tokenizer, proposer, matcher, runner, **limits)
 
 
 # --- The command line -----------------------------------------------------------------------------

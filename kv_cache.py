@@ -146,5 +146,6 @@ def decode(stored: Tensor, dtype: torch.dtype) -> Tensor:
     """The inverse of encode, as a tensor of `dtype`: (..., H + 4) -> (..., H) where it is int8."""
     if stored.dtype != torch.int8:
         return stored
-    scale = stored[..., -4:].clone().view(torch.float32)  # cloned, so that it is aligned
+    # A copy, so that it is aligned. Of a single key a plain clone() keeps strides of H + 4 bytes.
+    scale = stored[..., -4:].clone(memory_format=torch.contiguous_format).view(torch.float32)
     return (stored[..., :-4] * scale).to(dtype)

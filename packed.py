@@ -18,7 +18,7 @@ from kv_cache import StaticCache
 from model import Transformer
 from paged import Row, Runner, library
 from quantize import QuantLinear, unpack_bits
-from settings import CHUNK, progress
+from settings import CHUNK, progress, supported
 
 # --- Compiled -------------------------------------------------------------------------------------
 
@@ -36,8 +36,10 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
         kv_dtype: of that cache.
 
     Raises:
+        SettingError: on MPS, which lacks what this needs; there the plain paths run.
         CheckpointError: compiling failed, as without a C++ compiler, which a CPU needs.
     """
+    supported("--compile on", model.device.type, "cpu", "cuda")
     pack_linears(model)
     on_cpu = model.device.type == "cpu"
     for block in model.layers:

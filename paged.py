@@ -16,7 +16,9 @@ scheduler.py.
 
 import itertools
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -190,9 +192,8 @@ class Row(NamedTuple):
         return range(self.start, self.start + len(self.ids))
 
     def num_blocks(self, block_size: int) -> int:
-        """Blocks to attend to, the new ones included: at least two, as torch.compile treats a
-        size of 1 as another case."""
-        return max(2, -(-self.positions.stop // block_size))
+        """Blocks to attend to, the new ones included."""
+        return -(-self.positions.stop // block_size)
 
 
 class Blocks(LayerCache):
@@ -214,6 +215,8 @@ class Runner:
     Bytes: 2 * layers * blocks * block_size * K * stored_dim * itemsize. A forward copies at most
     `most` blocks at a time, or one row, if that is more.
     """
+
+    layer = Blocks
 
     def __init__(
         self, model: Transformer, num_blocks: int, block_size: int, kv_dtype: str = "auto"
@@ -250,11 +253,15 @@ class Runner:
         for pool in itertools.chain(*self.pools):
             pool[new] = pool[old]
 
-    def plan(self, rows: list[Row]) -> tuple[Tensor, Tensor, list[Blocks], Tensor]:
+    def plan(self, rows: list[Row], width: int = 2) -> tuple[Tensor, Tensor, list[Blocks], Tensor]:
         """Plan one forward over the new tokens of several sequences, side by side.
 
         Decoding and prefill need no code of their own: rows with equally many new tokens are
         attended together, see groups_of.
+
+        Args:
+            width: how many blocks each row attends to, at least. Two, as torch.compile treats a
+                size of 1 as another case.
 
         Returns:
             The tokens and their positions, (1, T) int64 each; the layers' caches, for that forward;
@@ -273,14 +280,14 @@ class Runner:
         # 2) what attention reads
         slots = [row.blocks[p // size] * size + p % size for row in rows for p in row.positions]
         sizes, tables, masks = [], [], []
-        for group in groups_of(rows, size, self.most):
-            width = max(row.num_blocks(size) for row in group)
+        for group in groups_of(rows, size, self.most, width):
+            W = max(width, *(row.num_blocks(size) for row in group))
             for row in group:
-                used = row.blocks[: -(-row.positions.stop // size)]  # not what waits to be wiped
-                tables += used + [self.num_blocks] * (width - len(used))
+                used = row.blocks[: row.num_blocks(size)]  # not what waits to be wiped
+                tables += used + [self.num_blocks] * (W - len(used))
             at = torch.tensor([row.positions for row in group])  # (B, T)
-            masks.append(visible(config, at, torch.arange(width * size)[None]))
-            sizes += (*at.shape, width)
+            masks.append(visible(config, at, torch.arange(W * size)[None]))
+            sizes += (*at.shape, W)
         tokens, positions, select, slots, tables = (
             torch.tensor(each, device=device)
             for each in ([tokens], [positions], select, slots, tables)
@@ -288,16 +295,16 @@ class Runner:
         sizes = torch.tensor(sizes)
         mask = {w: torch.cat([m[w].flatten() for m in masks]).to(device) for w in masks[0]}
         layers = [
-            Blocks(k, v, slots, sizes, tables, mask[window])
+            self.layer(k, v, slots, sizes, tables, mask[window])
             for (k, v), window in zip(self.pools, config.windows, strict=True)
         ]
         return tokens, positions, layers, select
 
 
-def groups_of(rows: list[Row], block_size: int, most: int) -> list[list[Row]]:
+def groups_of(rows: list[Row], block_size: int, most: int, width: int = 2) -> list[list[Row]]:
     """Which rows are attended together, as one batch: neighbours with equally many new tokens, as
-    many as `most` blocks hold. Their keys are padded to the longest of them, so they best stand the
-    longest first; see Engine.schedule.
+    many as `most` blocks hold, where each row takes `width` or more. Their keys are padded to the
+    longest of them, so they best stand the longest first; see Engine.schedule.
 
     Example: block_size 4, most 4; rows of 1 new token at 5, 3 and 2, then one of 3 tokens at 4:
         groups of 2, 1 and 1 rows: the first row needs two blocks, so four blocks hold two rows
@@ -306,21 +313,36 @@ def groups_of(rows: list[Row], block_size: int, most: int) -> list[list[Row]]:
     for _, alike in itertools.groupby(rows, key=lambda row: len(row.ids)):
         left = list(alike)
         while left:
-            count = max(1, most // left[0].num_blocks(block_size))
+            count = max(1, most // max(width, left[0].num_blocks(block_size)))
             groups.append(left[:count])
             left = left[count:]
     return groups
 
 
+def copied(q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, mask: Tensor) -> Tensor:
+    """Attend to each row's blocks by copying them side by side, as attention() wants one tensor.
+    The copy is read back from the processor's cache, and takes a fraction of the attention's time.
+
+    Args:
+        q: (B, N, T, H).
+        k_pool, v_pool: (blocks, block size, K, stored_dim), encoded.
+        table: (B, W) int64.
+        mask: (B, 1, N / K * T, W * block size) bool; see model.visible.
+
+    Returns:
+        (B, N, T, H).
+    """
+    keys = side_by_side(k_pool, table, q.dtype)
+    return attention(q, keys, side_by_side(v_pool, table, q.dtype), mask)
+
+
 def paged_attention(
-    q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, *plan: Tensor
+    way: Callable, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, *plan: Tensor
 ) -> Tensor:
     """Store new keys and values in a pool, then attend to each row's own blocks, group by group.
 
-    A group's blocks are copied side by side before the attention, which wants one tensor. The copy
-    is read back from the processor's cache, and takes a fraction of the time of the attention.
-
     Args:
+        way: what attends to a group; see copied.
         q: (1, N, T, H).
         k, v: (1, K, T, H).
         k_pool, v_pool: (blocks, block size, K, stored_dim), encoded; written to.
@@ -352,10 +374,9 @@ def paged_attention(
         mask.split([B * T * W * seen for B, T, W in groups]),
     )
     for (B, T, W), queries, attended, table, visible_part in parts:
-        keys = side_by_side(k_pool, table.view(B, W), q.dtype)
-        values = side_by_side(v_pool, table.view(B, W), q.dtype)
         queries = queries.unflatten(1, (B, T)).transpose(0, 1)  # (B, N, T, H)
-        y = attention(queries, keys, values, visible_part.view(B, 1, -1, keys.shape[2]))
+        part = visible_part.view(B, 1, -1, W * k_pool.shape[1])
+        y = way(queries, k_pool, v_pool, table.view(B, W), part)
         attended.copy_(y.transpose(0, 1).flatten(1, 2))
     return out
 
@@ -370,9 +391,10 @@ def side_by_side(pool: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
 
 # Opaque to torch.compile: how many groups there are, and how large, differs from step to step.
 library = torch.library.Library("kilolm", "FRAGMENT")
-library.define(
-    "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, "
+SCHEMA = (
+    "(Tensor q, Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, "
     "Tensor slots, Tensor sizes, Tensor tables, Tensor mask) -> Tensor"
 )
-library.impl("paged_attention", paged_attention, "CompositeExplicitAutograd")
+library.define("paged_attention" + SCHEMA)
+library.impl("paged_attention", partial(paged_attention, copied), "CompositeExplicitAutograd")
 torch.library.register_fake("kilolm::paged_attention", lambda q, *_: torch.empty_like(q))

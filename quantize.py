@@ -16,8 +16,6 @@ al. 2023 (AWQ, arXiv:2306.00978). checkpoint.py reads them from a
 folder. Read: QuantLinear, round_to_nearest, quantize_model.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
 
@@ -131,35 +129,30 @@ def quantize_model(
         ValueError: see plain_linears; nothing is changed.
     """
     size = -1 if mode == "int8" else group_size
-    for parent, name, _ in progress(plain_linears(model, size, skip), f"quantising to {mode}"):
-        linear = getattr(parent, name)
+    for path in progress(plain_linears(model, size, skip), f"quantising to {mode}"):
+        linear = model.get_submodule(path)
         quantised = QuantLinear(linear, MODES[mode], size)
         quantised.store(*round_to_nearest(linear.weight, MODES[mode], quantised.group_size))
-        setattr(parent, name, quantised)
+        model.set_submodule(path, quantised)
     return model
 
 
-Place = tuple[nn.Module, str, str]  # of a Linear: its parent, its name there, and its path
-
-
-def plain_linears(model: Transformer, group_size: int, skip: tuple = ()) -> list[Place]:
-    """The Linears that are to be quantised, see linears().
+def plain_linears(model: Transformer, group_size: int, skip: tuple = ()) -> list[str]:
+    """The paths of the Linears that are to be quantised, see linears().
 
     Raises:
         ValueError: some are quantised already, or the group size does not fit one of them.
     """
     if any(isinstance(module, QuantLinear) for module in model.modules()):
         raise ValueError("this model is quantised already: start from the plain one")
-    found = [place for place in linears(model) if place[2] not in skip]
-    for parent, name, _ in found:
-        num_groups(getattr(parent, name).in_features, group_size)
+    found = [path for path in linears(model) if path not in skip]
+    for path in found:
+        num_groups(model.get_submodule(path).in_features, group_size)
     return found
 
 
-def linears(model: nn.Module) -> Iterator[Place]:
-    """Yield the place of each Linear, except routers: they are small, and an error in one sends a
-    token to another expert."""
-    for path, module in list(model.named_modules()):
-        above, _, name = path.rpartition(".")
-        if isinstance(module, nn.Linear) and name != "gate":
-            yield model.get_submodule(above), name, path
+def linears(model: nn.Module) -> list[str]:
+    """The path of each Linear, except routers: they are small, and an error in one sends a token to
+    another expert. Paths, as a list of the Linears would keep every plain weight alive."""
+    paths = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return [path for path in paths if path.split(".")[-1] != "gate"]

@@ -235,8 +235,19 @@ class Engine:
         copied = 2 * model.dtype.itemsize + (6 if limits.kv_dtype == "int8" else 0)
         block = size * config.num_key_value_heads * config.head_dim * copied
         block += sum(k.nbytes + v.nbytes for k, v in itertools.chain(*one))
-        memory = limits.kv_memory * (free_memory(model.device) if limits.kv_memory < 1 else 1)
-        return min(int(memory // block) - 1, self.max_num_seqs * -(-self.max_seq_len // size))
+        free = free_memory(model.device) - self._activations() if limits.kv_memory < 1 else 1
+        most = int(limits.kv_memory * free // block) - 1
+        return min(most, self.max_num_seqs * -(-self.max_seq_len // size))
+
+    def _activations(self) -> int:
+        """Bytes of the largest step's tensors: of its tokens within a layer, and of its logits, of
+        which the sampler has some in float32."""
+        c = self.config
+        heads = c.num_attention_heads + 2 * c.num_key_value_heads
+        feed_forward = c.intermediate_size * c.num_experts_per_tok
+        token = 4 * (c.hidden_size + heads * c.head_dim + feed_forward) * self.model.dtype.itemsize
+        row = 6 * 4 * c.vocab_size
+        return self.max_num_batched_tokens * token + self.max_num_seqs * (1 + self.proposer.k) * row
 
     @property
     def queue(self) -> list[Job]:
@@ -334,8 +345,7 @@ class Engine:
         drawing, parts, failed = [], [], []
         for job, row, part in zip(batch, rows, logits.split([row.wanted for row in rows])):
             if not sound and not finite(part).all():
-                self._fail(job)
-                failed.append(job)
+                failed += self._fail(job)
                 continue
             if job.scores_prompt:
                 part = self._score(job, row, part)
@@ -434,11 +444,14 @@ class Engine:
             insort(self.running if has_room else self.waiting, other, key=place_in_line)
         return job.request.outputs
 
-    def _fail(self, job: Job) -> None:
-        """End a job that no token can be drawn for; at its prompt, all outputs of its request."""
+    def _fail(self, job: Job) -> list[Job]:
+        """End a job that no token can be drawn for; at its prompt, all outputs of its request.
+        Returns them."""
         self._leave(job)
-        for each in [job] if job.tokens else job.request.outputs:
+        ended = [job] if job.tokens else job.request.outputs
+        for each in ended:
             each.finish("error")
+        return ended
 
     def _append(self, job: Job, tokens: list[Token]) -> None:
         for token in tokens:

@@ -8,13 +8,13 @@ server alike. What the settings do is elsewhere. Read: SamplingParams, EngineArg
 
 import contextlib
 import os
+import re
 import sys
 import time
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass, field, fields
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -138,11 +138,6 @@ class SamplingParams:
             raise SettingError("logit_bias", f"has {len(self.logit_bias)} entries, of 1024 at most")
         check_items("logit_bias", self.logit_bias.values(), Iterable, float, -100, 100)
 
-    @cached_property
-    def bias(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """logit_bias as ids and values."""
-        return torch.tensor([*self.logit_bias]), torch.tensor([*self.logit_bias.values()])
-
     @property
     def penalises(self) -> bool:
         """Whether the text so far makes tokens weigh less, or more, than the model says."""
@@ -194,6 +189,7 @@ class EngineArgs(Limits):
     dtype: str = setting("auto", "auto: as stored", choices=("auto", *DTYPES))
     quantize: str | None = setting(None, "fewer bits, on the fly", choices=("int8", "int4"))
     group_size: int = setting(128, "input channels per scale, for int4", -1)
+    attention: str = setting("copy", "of blocks: copy, or flex (GPU)", choices=("copy", "flex"))
     compile: bool = setting(False, "start slower, run faster (see README)", action="store_true")
     draft_checkpoint: Path | None = setting(None, "guess tokens with a small model")
     speculate: int | None = setting(None, "tokens to guess in a step; see the README", 0, 64)
@@ -289,11 +285,25 @@ def pick_device(name: str) -> torch.device:
     return there if name == "auto" else torch.device(name)
 
 
-def free_memory(device: torch.device) -> int:
-    """Bytes that could still be allocated."""
+# Where a container's control group, version 2 or 1, has its limit, and what is used of it.
+CGROUPS = {"memory.max": "memory.current", "memory/memory.limit_in_bytes": "memory.usage_in_bytes"}
+
+
+def free_memory(device: torch.device, root: Path = Path("/")) -> int:
+    """Bytes that this process could still allocate: on CUDA of its GPU's memory, else its share,
+    among the ranks that run here, of what the machine and the container have left."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    meminfo = Path("/proc/meminfo")  # what the kernel could free, caches of files included
-    if meminfo.is_file():
-        return int(meminfo.read_text().partition("MemAvailable:")[2].split()[0]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    # Where nothing says more: half of what is there.
+    free = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2]
+    # What is cached of files can be given back, so it counts as free.
+    with contextlib.suppress(OSError):
+        meminfo = (root / "proc/meminfo").read_text()
+        free = [int(meminfo.partition("MemAvailable:")[2].split()[0]) * 1024]
+    for limit, used in CGROUPS.items():
+        file = root / "sys/fs/cgroup" / limit
+        with contextlib.suppress(OSError, ValueError):  # not there; "max", which is no limit
+            cached = re.findall(r"active_file (\d+)", file.with_name("memory.stat").read_text())
+            taken = int(file.with_name(used).read_text()) - sum(map(int, cached[-2:]))
+            free.append(max(0, int(file.read_text()) - taken))
+    return min(free) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

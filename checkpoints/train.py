@@ -12,11 +12,16 @@ keeping the weights of the best held-out loss. A second, short run without BPE d
 """
 
 import argparse
+import contextlib
 import json
 import math
 import platform
+import shutil
+import signal
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +37,7 @@ from checkpoint import load_model, named_tensors
 from model import Config, LayerCache, Transformer
 
 VOCAB, CONTEXT = 1024, 1024  # pieces; positions
+SHORT = 256  # tokens in most of the windows
 TARGET = Config(
     vocab_size=VOCAB, hidden_size=256, intermediate_size=512, num_hidden_layers=6,
     num_attention_heads=8, num_key_value_heads=4, head_dim=32, max_position_embeddings=CONTEXT,
@@ -45,7 +51,8 @@ HELD_OUT = 0.1  # the last tenth of the text is never trained on
 BOS, EOS = 1, 2
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; return the exit status: 0, 2 for an error of use, 130 for Ctrl-C."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--text", type=Path, required=True, help="the tiny-shakespeare corpus")
     parser.add_argument("--out", type=Path, default=HERE)
@@ -57,30 +64,39 @@ def main() -> None:
     parser.add_argument("--peak-lr", type=float, default=2e-3, help="twice that for the draft")
     parser.add_argument("--only", choices=("target", "draft"), help="train just one of the two")
     parser.add_argument("--resume", action="store_true", help="go on from the weights in --out")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     torch.manual_seed(0)
+    try:
+        train_both(args)
+    except (ValueError, OSError) as error:
+        print(f"train.py: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
 
-    text = args.text.read_text(encoding="utf-8")
-    cut = text.index("\n\n", int(len(text) * (1 - HELD_OUT))) + 2  # at the start of a speech
+
+def train_both(args: argparse.Namespace) -> None:
+    """Train the target, then the draft on it, and write the record of both."""
+    text, held_out = read(args.text)
+    args.out.mkdir(parents=True, exist_ok=True)
     target_dir, draft_dir = args.out / "shakespeare", args.out / "shakespeare-draft"
     record = args.out / "train.json"
     runs = json.loads(record.read_text()) if record.is_file() else {}
     if args.only != "draft":
-        target_dir.mkdir(parents=True, exist_ok=True)
-        if not args.resume:
-            train_tokenizer(text[:cut], target_dir)
-            runs["shakespeare"] = []
-        runs["shakespeare"] += [train(TARGET, text[:cut], text[cut:], target_dir, args, None)]
+        with replacing(target_dir, args.resume) as work:
+            if not args.resume:
+                train_tokenizer(text, work)
+                runs["shakespeare"] = []
+            runs["shakespeare"] += [train(TARGET, text, held_out, work, args, None)]
     if args.only != "target":
-        draft_dir.mkdir(parents=True, exist_ok=True)
-        for name in ("tokenizer.model", "tokenizer_config.json"):
-            (draft_dir / name).write_bytes((target_dir / name).read_bytes())
-        teacher = load_model(target_dir, dtype=torch.float32)
-        if not args.resume:
-            runs["shakespeare-draft"] = []
-        runs["shakespeare-draft"] += [
-            train(DRAFT, text[:cut], text[cut:], draft_dir, args, teacher)
-        ]
+        with replacing(draft_dir, args.resume) as work:
+            for name in ("tokenizer.model", "tokenizer_config.json"):
+                shutil.copyfile(target_dir / name, work / name)
+            teacher = load_model(target_dir, dtype=torch.float32)
+            if not args.resume:
+                runs["shakespeare-draft"] = []
+            runs["shakespeare-draft"] += [train(DRAFT, text, held_out, work, args, teacher)]
     record.write_text(json.dumps(runs, indent=1) + "\n")
     write_record(args.out / "README.md", runs)
 
@@ -88,16 +104,43 @@ def main() -> None:
 # --- Text -----------------------------------------------------------------------------------------
 
 
+def read(file: Path) -> tuple[str, str]:
+    """Read a text, and cut it into what is trained on and what is held out, at the start of a
+    speech.
+
+    Raises:
+        ValueError: it is no UTF-8, or too short to be cut.
+        OSError: it cannot be read.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--text {file} is no UTF-8: {error}") from error
+    gap = text.find("\n\n", int(len(text) * (1 - HELD_OUT)))
+    cut = gap + 2
+    if gap < 0 or not text[cut:].strip():
+        raise ValueError(
+            f"--text {file} has {len(text)} characters and no empty line in its last tenth, where "
+            "a speech could begin: give a longer text, of speeches with empty lines between them"
+        )
+    return text[:cut], text[cut:]
+
+
 def train_tokenizer(text: str, out: Path) -> None:
-    """Fit a byte-fallback BPE of VOCAB pieces, Llama's kind, on the training part only."""
+    """Fit a byte-fallback BPE of VOCAB pieces, Llama's kind, on the training part only. Raises
+    ValueError where the text has not as many."""
     lines = (line for line in text.split("\n") if line)
     with open(out / "tokenizer.model", "wb") as file:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=lines, model_writer=file, model_type="bpe", vocab_size=VOCAB,
-            byte_fallback=True, character_coverage=1.0, normalization_rule_name="identity",
-            remove_extra_whitespaces=False, add_dummy_prefix=False, split_digits=True,
-            minloglevel=2,
-        )  # fmt: skip
+        try:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=lines, model_writer=file, model_type="bpe", vocab_size=VOCAB,
+                byte_fallback=True, character_coverage=1.0, normalization_rule_name="identity",
+                remove_extra_whitespaces=False, add_dummy_prefix=False, split_digits=True,
+                minloglevel=2,
+            )  # fmt: skip
+        except RuntimeError as error:
+            what = f"--text is too short for {VOCAB} pieces: {len(text)} characters to train on"
+            raise ValueError(what) from error
     config = {
         "tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "add_eos_token": False,
         "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>",
@@ -114,6 +157,20 @@ def encode(sp: sentencepiece.SentencePieceProcessor, text: str, bpe_dropout: flo
             speech + "\n\n", enable_sampling=bpe_dropout > 0, alpha=bpe_dropout, nbest_size=-1
         )
     return torch.tensor(ids)
+
+
+def check_length(ids: Tensor, batch_tokens: int) -> None:
+    """Raise ValueError where a text has fewer tokens than a batch, wherever its windows begin; or a
+    batch fewer than a window."""
+    if batch_tokens < CONTEXT:
+        raise ValueError(f"--batch-tokens {batch_tokens} is less than a window of {CONTEXT}")
+    for length in (SHORT, CONTEXT):
+        needed = batch_tokens // length * (length + 1) + length
+        if len(ids) < needed:
+            raise ValueError(
+                f"--text has {len(ids)} tokens to train on, and batches need {needed}: give a "
+                "longer text, or lower --batch-tokens"
+            )
 
 
 # --- Training -------------------------------------------------------------------------------------
@@ -152,6 +209,7 @@ def train(
     steps = args.steps if teacher is None else args.draft_steps
     peak = args.peak_lr if teacher is None else 2 * args.peak_lr
     valid = encode(sp, held_out)
+    check_length(encode(sp, text), args.batch_tokens)
     best, best_step, start = (
         evaluate(model, valid) if args.resume else math.inf,
         0,
@@ -163,7 +221,7 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = peak * warm * (0.05 + 0.95 * decay)
         # Short windows are cheap and teach most of it; the last third learns the long positions.
-        length = 256 if step < steps * 2 // 3 else CONTEXT
+        length = SHORT if step < steps * 2 // 3 else CONTEXT
         rows = args.batch_tokens // length
         epoch = [e for e in epoch if e.shape[1] == length + 1]
         if len(epoch) < rows:  # a new epoch: tokenise anew, cut at a random offset, shuffle
@@ -238,6 +296,23 @@ def evaluate(model: Transformer, ids: Tensor, length: int = 512) -> float:
 # --- Files ----------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def replacing(folder: Path, resume: bool) -> Iterator[Path]:
+    """Make a folder to work in, which begins as a copy to resume from. Its files replace those of
+    `folder` at the end, together: weights are of no use with another tokenizer. Where anything goes
+    wrong it is gone, and `folder` is as it was."""
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".") as temporary:
+        work = Path(temporary) / folder.name
+        if resume:
+            shutil.copytree(folder, work)
+        else:
+            work.mkdir()
+        yield work
+        folder.mkdir(exist_ok=True)
+        for file in work.iterdir():
+            file.replace(folder / file.name)
+
+
 def save(model: Transformer, config: Config, out: Path) -> None:
     """Write the standard Llama layout: bfloat16 safetensors and config.json."""
     tensors = {
@@ -282,4 +357,5 @@ def write_record(path: Path, runs: dict) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no folder is left behind
+    sys.exit(main())

@@ -5,9 +5,10 @@ python course/01_loop.py
 
 from collections.abc import Iterator
 
+from lesson import Count, Lesson, durations, run
+
 import torch
 
-from lesson import Count, Lesson, durations, run
 from model import Transformer
 from tools.measure import bytes_per_step
 

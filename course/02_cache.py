@@ -6,10 +6,11 @@ python course/02_cache.py
 from collections.abc import Iterator
 from dataclasses import replace
 
+from lesson import Count, Lesson, durations, random_ids, run
+
 import torch
 from torch import Tensor
 
-from lesson import Count, Lesson, durations, random_ids, run
 from model import Config, LayerCache, Transformer, attention
 from tools.bench import SHAPES
 from tools.measure import bytes_per_step

@@ -5,10 +5,11 @@ python course/03_sampling.py
 
 from functools import partial
 
+from lesson import LETTERS, Lesson, forward_ms, parts_strip, run, seconds
+
 import torch
 from torch import Tensor
 
-from lesson import LETTERS, Lesson, forward_ms, parts_strip, run, seconds
 from sampling import Sequence, distribution, draw, sample, uniform
 from settings import SamplingParams
 from tokenizer import Detokenizer

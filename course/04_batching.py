@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from lesson import Count, Lesson, random_ids, run
+
 from model import Transformer
 from paged import Row, Runner
 

@@ -4,6 +4,7 @@ python course/05_paging.py
 """
 
 from lesson import Lesson, drain, memory_strip, random_ids, run
+
 from scheduler import Engine
 from settings import SamplingParams
 

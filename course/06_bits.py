@@ -6,13 +6,14 @@ python course/06_bits.py
 import copy
 from pathlib import Path
 
-import torch
-from torch import Tensor, nn
-
 from lesson import Lesson, forward_ms, run
+
+import torch
+from torch import Tensor
+
 from model import Transformer
 from packed import has_arithmetic, pack_linears
-from quantize import quantize_model
+from quantize import linears, quantize_model
 from tools.measure import bytes_per_step
 
 TEXT = Path(__file__).resolve().parent / "hamlet.txt"  # of a play that was not trained on
@@ -30,9 +31,9 @@ def round_linears(model: Transformer, bits: int, group: int | None) -> int:
     """Round a model's weights in place, with a scale for each group or, without one, for each row.
     Returns how many values the weights of a group take, at most."""
     levels = 0
-    for path, module in model.named_modules():
-        if isinstance(module, nn.Linear) and path != "lm_head":  # tied to the embedding: exercise
-            weight = module.weight
+    for path in linears(model):
+        if path != "lm_head":  # the embedding too: see the exercise
+            weight = model.get_submodule(path).weight
             weight.copy_(rounded(weight, bits, group or weight.shape[1]))
             levels = max(levels, len(weight[0, :64].unique()))
     return levels

@@ -5,13 +5,14 @@ python course/08_ranks.py
 
 from typing import Any
 
+from lesson import Lesson, forward_ms, run, seconds, watch_sums
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from checkpoint import build
-from lesson import Lesson, forward_ms, run, seconds, watch_sums
 from model import MLP
 from packed import pack_linears
 from settings import Ranks

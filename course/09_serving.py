@@ -9,6 +9,7 @@ import re
 import urllib.request
 
 from lesson import Lesson, run, servers
+
 from tools import load
 
 

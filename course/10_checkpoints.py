@@ -6,12 +6,13 @@ python course/10_checkpoints.py
 import json
 from pathlib import Path
 
+from lesson import LETTERS, Lesson, parts_strip, run
+
 import torch
 from safetensors.torch import load_file
 
 import folders
 from checkpoint import CheckpointError, build, load_config, load_model, suggested
-from lesson import LETTERS, Lesson, parts_strip, run
 from model import Transformer
 from sampling import Sequence, distribution
 from settings import BUNDLED, SamplingParams

@@ -25,6 +25,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout comes first
+# Ctrl-C ends a chapter without a traceback, also while it imports. `run` puts back what was there.
+CTRL_C = signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -38,7 +42,7 @@ from sampling import uniform
 from scheduler import Engine, Job
 from settings import BUNDLED, Ranks, free_memory
 from tokenizer import Tokenizer
-from tools.bench import SHAPES
+from tools.bench import SHAPES, try_to_write
 from tools.measure import read_bandwidth
 
 WIDTH = 56  # columns of a bar or a curve
@@ -65,8 +69,6 @@ def run(
     parser.add_argument("--small", action="store_true", help="a tiny model: all is counted, fast")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write the pictures there, too")
     args = parser.parse_args(argv)
-    if args.svg and not args.svg.parent.is_dir():
-        parser.error(f"--svg {args.svg}: there is no folder {args.svg.parent}")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without bars gets question marks
     torch.manual_seed(0)
@@ -75,18 +77,24 @@ def run(
     # machine threads wait for each other.
     torch.set_num_threads(1)
     try:
+        signal.signal(signal.SIGINT, CTRL_C)
+        if args.svg:
+            try_to_write("--svg", args.svg)
         with torch.no_grad(), clock():
             counts = chapter(lesson)
-    except BrokenPipeError:  # `| head` has read enough; spare the user a complaint at the end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(0) from None
+        if args.svg:
+            args.svg.write_text(lesson.svg(), encoding="utf-8")
+        return counts
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+    except OSError as error:  # no such folder, no room
+        sys.stdout = None  # nothing is left to be flushed at the end
+        if isinstance(error, BrokenPipeError):  # `| head` has read enough
+            raise SystemExit(0) from None
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
     finally:
         torch.set_num_threads(threads)
-    if args.svg:
-        args.svg.write_text(lesson.svg(), encoding="utf-8")
-    return counts
 
 
 class Lesson:
@@ -500,6 +508,7 @@ def start_ranks(count: int, words: list[str]) -> list[str]:
     finally:
         for child in children:  # after Ctrl-C; else they have ended
             child.kill()
+            child.wait()
     if any(child.returncode for child in children):
         raise SystemExit("a process failed: see above")
     return printed

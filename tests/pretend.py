@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import paged
 
 aten = torch.ops.aten
-CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+CUDA, MPS, CPU = torch.device("cuda", 0), torch.device("mps", 0), torch.device("cpu")
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS = ("flash", "efficient", "cudnn")  # of attention
 INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
@@ -30,7 +30,8 @@ COPYING = (aten._to_copy.default, aten.copy_.default)
 
 
 class Pretended(Tensor):
-    """A tensor of the GPU; `inner` is what it holds, with the same strides."""
+    """A tensor of the GPU; `inner` is what it holds, with the same strides. Which GPU that is,
+    is the same for all while a Gpu is entered."""
 
     device, is_cuda, is_meta = CUDA, True, False
 
@@ -56,15 +57,19 @@ class Gpu:
 
     Attributes:
         kernel: whose layout attention's results have.
+        device: as what its tensors pass: CUDA's or MPS'.
         reads: the line of each read by the host since they were last taken.
+        used: the names of the operators that ran on it.
     """
 
-    def __init__(self, kernel="efficient"):
-        self.kernel, self.reads = kernel, []
+    def __init__(self, kernel="efficient", device=CUDA):
+        self.kernel, self.device = kernel, device
+        self.reads, self.used = [], set()
         self.functions, self.operators = [], []  # one each for every time that it is entered
         self.pretending = False  # whether the function that runs now was given a Pretended
 
     def __enter__(self):
+        Pretended.device, Pretended.is_cuda = self.device, self.device == CUDA
         self.operators.append(Operators(self).__enter__())
         self.functions.append(Functions(self).__enter__())
         return self
@@ -147,7 +152,7 @@ class Operators(TorchDispatchMode):
         if func is torch.ops.kilolm.paged_attention.default:
             self.gpu.pretending = False  # its function calls others, each for itself
             with self.gpu:
-                return paged.paged_attention(*args, **kwargs)
+                return paged.paged_attention(paged.copied, *args, **kwargs)
         tensors = [each for each in leaves((args, kwargs)) if isinstance(each, Tensor)]
         ours = {id(each.inner): each for each in tensors if isinstance(each, Pretended)}
         device = kwargs.get("device")
@@ -167,9 +172,14 @@ class Operators(TorchDispatchMode):
         if func is aten.copy_.default:
             there = id(args[0]) in ours
 
+        if there:
+            self.gpu.used.add(func.name().removeprefix("aten::"))
+
         def wrapped(made):
             if not isinstance(made, Tensor) or not there:
                 return made
+            if made.dtype == torch.float64 and Pretended.device == MPS:
+                raise RuntimeError(f"{func}: MPS has no float64")
             return ours[id(made)] if id(made) in ours else Pretended(made)
 
         return changed(wrapped, func(*args, **kwargs))
@@ -221,4 +231,6 @@ def indices(at):
 
 def on_gpu(value):
     """Whether an argument is the device, or its name."""
-    return getattr(value, "type", value) == "cuda" if isinstance(value, torch.device | str) else 0
+    if not isinstance(value, torch.device | str):
+        return False
+    return getattr(value, "type", value) == Pretended.device.type

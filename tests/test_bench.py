@@ -70,7 +70,9 @@ class TestCommands:
         assert ("int8, batch 1, capacity 200" in rows) == bool(compiled)
         assert all(row["decode_tok_s"] > 0 and row["of_gemm_peak"] > 0 for row in rows.values())
         assert rows["batch 3, capacity 28"]["times_first_row"] == 1
-        assert "decode, tok/s | of the read limit" in page
+        assert "decode, tok/s | of the read limit" in page and "| prefill MFU |" in page
+        result = json.loads((report.RECORDS / "r.json").read_text())
+        assert "of_gemm_peak (prefill MFU)" in bench.table(result)
 
     @pytest.mark.parametrize("noise", [0, 3])
     def test_speculation_with_a_draft(self, measure, compiled, noise):
@@ -108,11 +110,15 @@ class TestCommands:
             assert row["total_tok_s"] > row["output_tok_s"] > 0 and 0 <= row["kv_waste"] < 1
             assert 0 < row["outside_ms"] < row["step_ms"] and row["cached_share"] == 0
         assert "outside the forward" in page and "host" not in page
-        rows, _ = measure(THROUGHPUT + "--sampling greedy llama")
+        rows, page = measure(THROUGHPUT + "--sampling greedy llama --price-per-hour 7.2")
         ours, sampled, alone = rows.values()  # all fit into one batch
         assert [*rows][1] == "continuous batching, llama"
         assert (ours["times_greedy"], ours["steps"]) == (1, sampled["steps"])
         assert sampled["times_greedy"] > 0 and alone["mean_batch"] == 1
+        for row in rows.values():  # 0.2 cents a second, a million times
+            assert row["usd_per_million_in_and_out"] == pytest.approx(2000 / row["total_tok_s"])
+            assert row["usd_per_million_out"] == pytest.approx(2000 / row["output_tok_s"])
+        assert "dollars a million tokens, in and out | ... out, in for free" in page
 
     def test_growth(self, measure, compiled):
         """The bytes of one sequence counted for all; a point that is run twice, or of one cache."""
@@ -274,6 +280,80 @@ def test_llama_bench(tmp_path):
         child.close()
 
 
+GPT_FAST = {
+    "model": """
+from dataclasses import dataclass
+from torch import nn
+
+@dataclass
+class ModelArgs:
+    block_size: int; vocab_size: int; n_layer: int; n_head: int; dim: int; intermediate_size: int
+    n_local_heads: int; rope_base: float; norm_eps: float
+
+class Transformer(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        D, kv = c.dim, c.dim // c.n_head * c.n_local_heads
+        shapes = {"attention.wq": (D, D), "attention.wk": (D, kv), "attention.wv": (D, kv),
+                  "attention.wo": (D, D), "feed_forward.w1": (D, c.intermediate_size),
+                  "feed_forward.w3": (D, c.intermediate_size),
+                  "feed_forward.w2": (c.intermediate_size, D)}
+        norms = ["attention_norm", "ffn_norm"]
+        for name, (k, n) in [("output", (D, c.vocab_size))] + [
+                (f"layers.{i}.{name}", shape) for i in range(c.n_layer)
+                for name, shape in shapes.items()]:
+            self.put(name, nn.Linear(k, n, bias=False))
+        for name in ["norm"] + [f"layers.{i}.{name}" for i in range(c.n_layer) for name in norms]:
+            self.put(name, nn.RMSNorm(D))
+        self.tok_embeddings = nn.Embedding(c.vocab_size, D)
+
+    def put(self, path, module):
+        *above, name = path.split(".")
+        parent = self
+        for part in above:
+            if not hasattr(parent, part):
+                parent.add_module(part, nn.Module())
+            parent = getattr(parent, part)
+        parent.add_module(name, module)
+
+    def setup_caches(self, max_batch_size, max_seq_length):
+        self.longest = max_seq_length
+""",
+    "generate": """
+import time
+import torch
+
+def generate(model, prompt, max_new_tokens, batch_size, *, interactive, draft_model, **sampling):
+    assert max_new_tokens > 1 and len(prompt) + max_new_tokens <= model.longest
+    assert (batch_size, interactive, draft_model, sampling) == (1, False, None, {"temperature": 0})
+    time.sleep(0.3 + 0.01 * max_new_tokens)
+    return torch.zeros(1, 3), {}
+""",
+}
+
+
+def test_gpt_fast(tmp_path):
+    """Our own `model` loaded in its place, tensors under other names, the prompt's time counted."""
+    for name, source in GPT_FAST.items():
+        (tmp_path / f"{name}.py").write_text(source)
+    config = Config(64, 64, 96, 2, 4, 2, 16)
+    bench.write_random(config, torch.float32, tmp_path)
+    more = {"gpt_fast": str(tmp_path), "folder": str(tmp_path), "compile": False}
+    more["sampling"] = {"temperature": 0}
+    child = versus.Child("gpt_fast", SETUP | more, sys.executable, 60)
+    try:
+        speeds = [child.ask(ONE | {"figure": f})["tok_s"] for f in versus.FIGURES]
+        assert 30 < speeds[0] < 130 and speeds[1:] == [None, None]
+    finally:
+        child.close()
+
+
+def test_turned():
+    """Two channels that rope does not turn together: i goes with i + H / 2, and 2i with 2i + 1."""
+    rows = torch.arange(8)[:, None]  # two heads of four
+    assert versus.turned(rows, 2).flatten().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+
+
 @pytest.mark.parametrize(
     "source, message",
     [
@@ -348,6 +428,7 @@ REFUSED = {
     "throughput --kv-memory nan": "--kv-memory",
     "throughput --max-num-seqs 64 --max-num-batched-tokens 8": "max_num_batched_tokens",
     "throughput --repeat 0": "--repeat",
+    "throughput --price-per-hour 0": "--price-per-hour",
     "throughput --baseline-requests 0": "--baseline-requests",
     "growth --lengths 0 20": "--lengths",
     "growth --sequences -1": "--sequences",
@@ -369,6 +450,8 @@ REFUSED = {
     "serve --requests 0": "--requests",
     "serve --ttft-limit 0": "--ttft-limit",
     "serve --vocab-size 3": "--vocab-size",
+    "serve --url 127.0.0.1:8000": "--url",
+    "serve --url http:///v1": "--url",
 }
 
 
@@ -381,6 +464,54 @@ def test_refused(measure, capsys, monkeypatch, words):
     out, err = capsys.readouterr()
     assert err.startswith("bench.py: error: ") and REFUSED[words] in err
     assert out == "" and err.count("\n") == 1
+
+
+UNWRITABLE = {
+    "latency --shape tiny --record {}": "--record ''",
+    "latency --shape tiny --record a/b": "--record 'a/b'",
+    "latency --shape tiny --record ..": "--record '..'",
+    "latency --shape tiny --record taken": "--record: ",
+    "latency --shape tiny --profile no/x.json": "--profile: no/x.json",
+    "serve --rate inf --url http://127.0.0.1:1 --plot no/x.svg": "--plot: no/x.svg",
+}
+
+
+@pytest.mark.parametrize("words", UNWRITABLE)
+def test_unwritable(measure, capsys, monkeypatch, tmp_path, words):
+    """Minutes of measuring, whose figures are then lost; a record outside of its folder."""
+    monkeypatch.setattr(bench, "prepare", lambda *_: pytest.fail("it has begun to work"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken.json").mkdir()
+    assert bench.main([word.replace("{}", "") for word in words.split()]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert err.startswith(f"bench.py: error: {UNWRITABLE[words]}")
+    assert [file.name for file in tmp_path.iterdir()] == ["taken.json"]
+
+
+def test_outputs_are_tried_and_left(measure, capsys, monkeypatch, tmp_path):
+    """A record emptied by the trial, or one that the trial leaves behind; figures that were lost
+    with the record, as the disk was full by then."""
+    (tmp_path / "old.json").write_text("kept")
+    monkeypatch.setattr(bench, "prepare", lambda *_: 1 / 0)
+    for name in ("old", "new"):
+        with pytest.raises(ZeroDivisionError):
+            bench.main(["latency", "--shape", "tiny", "--record", name])
+    assert [file.name for file in tmp_path.iterdir()] == ["old.json"]
+    assert (tmp_path / "old.json").read_text() == "kept"
+    monkeypatch.undo()
+    monkeypatch.setattr(report, "RECORDS", tmp_path)
+    (tmp_path / "full.json").symlink_to("/dev/full")
+    words = ["sample", "--rows", "1", "--vocab-sizes", "9", "--repeat", "1", "--record", "full"]
+    assert bench.main(words) == 2
+    out, err = capsys.readouterr()
+    assert "1 rows of 9, greedy" in out and "No space left" in err and err.count("\n") == 1
+
+
+def test_profile(measure, tmp_path):
+    """A trace that is not written, or is no JSON."""
+    measure(LATENCY + "--profile", tmp_path / "trace")
+    assert json.loads((tmp_path / "trace").read_text())["traceEvents"]
 
 
 @pytest.mark.slow

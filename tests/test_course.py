@@ -3,8 +3,11 @@ links and excerpts are those of the files."""
 
 import io
 import math
+import os
 import re
 import runpy
+import signal
+import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
@@ -227,10 +230,56 @@ def test_one_thread_and_a_clock(terminal, monkeypatch):
     assert ("working,   1 s" in stderr.getvalue()) == terminal == bool(stderr.getvalue())
 
 
-def test_says_what_is_wrong(monkeypatch, capsys, tmp_path):
-    """A traceback, or a minute of measuring, before the folder is missed."""
+# --- What can go wrong ----------------------------------------------------------------------------
+
+
+def started(script, *words, **options):
+    words = [sys.executable, str(script), *words]
+    return subprocess.Popen(words, stderr=subprocess.PIPE, text=True, **options)
+
+
+def test_svg_into_no_folder(monkeypatch, capsys):
+    """A minute of measuring before the folder is missed."""
     monkeypatch.syspath_prepend(COURSE)
     module = runpy.run_path(str(SCRIPTS[0]))
     with pytest.raises(SystemExit, match="2"):
-        module["run"](module["chapter"], ["--svg", str(tmp_path / "none" / "x.svg")])
-    assert "there is no folder" in capsys.readouterr().err
+        module["run"](lambda lesson: pytest.fail("it has begun"), ["--svg", "none/x.svg"])
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and "error: --svg: none/x.svg cannot be" in err
+
+
+@pytest.mark.parametrize("full", ["--svg", "stdout"])
+def test_full_disk(full):
+    """A traceback, for what the user has to mend."""
+    words = ["--svg", "/dev/full"] if full == "--svg" else []
+    with open("/dev/full" if full == "stdout" else os.devnull, "w") as out:
+        child = started(SCRIPTS[0], "--small", *words, stdout=out)
+        err = child.communicate(timeout=60)[1]
+    assert child.returncode == 2, err
+    assert err == "01_loop.py: error: [Errno 28] No space left on device\n"
+
+
+def test_nobody_reads():
+    """A complaint where `| head` has read enough."""
+    child = started(SCRIPTS[0], "--small", stdout=subprocess.PIPE)
+    child.stdout.close()
+    child.stdout = None  # or communicate() would read it
+    assert child.communicate(timeout=60)[1] == "" and child.returncode == 0
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_ctrl_c_while_importing(script, tmp_path):
+    """A traceback through PyTorch's imports, which take seconds. Here, one that never ends."""
+    (tmp_path / "torch.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
+    )
+    child = started(script, env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert child.communicate(timeout=30)[1] == "" and child.returncode == 130
+
+
+def test_ctrl_c_while_running():
+    """A traceback through the model."""
+    child = started(SCRIPTS[0], stdout=subprocess.PIPE)
+    assert child.stdout.readline() == "ROMEO:\n"
+    child.send_signal(signal.SIGINT)
+    assert child.communicate(timeout=30)[1] == "" and child.returncode == 130

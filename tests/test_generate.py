@@ -22,7 +22,6 @@ import torch
 from conftest import DRAFT, ROOT, SHAKESPEARE
 from safetensors.torch import load_file, save_file
 from serving import COMPLETIONS, shared  # noqa: F401 (a fixture)
-from test_equivalence import plain
 
 import generate
 import scheduler
@@ -30,6 +29,7 @@ from checkpoint import load_model, suggested
 from sampling import Sequence
 from settings import DTYPES, SamplingParams
 from tokenizer import Tokenizer
+from tools.ways import plain
 
 CONFIG = json.loads((SHAKESPEARE / "config.json").read_text())
 TRAINED, EOS = CONFIG["max_position_embeddings"], CONFIG["eos_token_id"]
@@ -492,7 +492,7 @@ def test_program():
     where it is not asked for."""
     code = (
         "import sys, generate; code = generate.main(['--checkpoint', '/nowhere']); "
-        "optional = 'torch._dynamo experts quantize packed speculative structured tp server'; "
+        "optional = 'torch._dynamo experts flex quantize packed speculative structured tp server'; "
         "assert not {*optional.split()} & {*sys.modules}; sys.exit(code)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

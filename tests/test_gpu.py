@@ -9,11 +9,15 @@ import json
 import math
 import sys
 import textwrap
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
+import torchgen
+import yaml
 from conftest import DRAFT, SHAKESPEARE
-from pretend import CUDA, KERNELS, Gpu
+from pretend import CUDA, KERNELS, MPS, Gpu
 from test_gptq import other_folder
 from test_quantize import tiny_folder
 
@@ -27,9 +31,10 @@ import scheduler
 import speculative
 from checkpoint import load_model
 from kv_cache import StaticCache
+from packed import compile_model
 from sampling import Sequence
 from scheduler import Engine
-from settings import SamplingParams
+from settings import SamplingParams, SettingError
 from speculative import DraftModel, NGram
 from tools import bench
 
@@ -159,16 +164,17 @@ def assert_same(ours, theirs):
 ON_CPU = {}  # what ran there, by its name in WAYS
 
 
-def rehearse(folder, name, kernel="efficient"):
+def rehearse(folder, name, kernel="efficient", device=CUDA):
     form, wish, options, most = WAYS[name]
     if name not in ON_CPU:
         ON_CPU[name] = engine_run(folder(form), "cpu", wish, **options)
     theirs, reasons, _ = ON_CPU[name]
-    with Gpu(kernel) as gpu:
-        ours, ends, reads = engine_run(folder(form), CUDA, wish, gpu=gpu, **options)
+    with Gpu(kernel, device) as gpu:
+        ours, ends, reads = engine_run(folder(form), device, wish, gpu=gpu, **options)
     assert_same(ours, theirs)
     assert ends == reasons and ("error" in ends) == name.startswith("not finite")
     assert len(reads) == most, reads
+    return gpu.used
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -201,14 +207,15 @@ PLAIN = {
 }
 
 
-def rehearse_plain(folder, name, kernel="efficient"):
+def rehearse_plain(folder, name, kernel="efficient", device=CUDA):
     wish, kv_dtype, most = PLAIN[name]
     theirs, scores, _ = plain_run(folder({}), "cpu", wish, kv_dtype)
-    with Gpu(kernel) as gpu:
-        ours, found, reads = plain_run(folder({}), CUDA, wish, kv_dtype, gpu)
+    with Gpu(kernel, device) as gpu:
+        ours, found, reads = plain_run(folder({}), device, wish, kv_dtype, gpu)
     assert_same(ours, theirs)
     torch.testing.assert_close(found, scores, atol=1e-4, rtol=1e-4)
     assert len(reads) == most, reads
+    return gpu.used
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -222,6 +229,44 @@ def test_layouts_of_attention(folder, kernel):
     """A view that fits the result of the CPU's attention, and no other kernel's."""
     rehearse_plain(folder, "greedy", kernel)
     rehearse(folder, "greedy", kernel)
+
+
+@cache
+def runs_on_mps(operator):
+    """Whether PyTorch's own table has it for MPS, or makes it of others."""
+    function = declared()[operator]
+    kernels = {key for keys in function.get("dispatch", {}) for key in keys.split(", ")}
+    below = function.get("structured_delegate", f"{operator}_out")  # what it is made of
+    if "MPS" in kernels or below not in declared():
+        return "MPS" in kernels or not kernels or any("Composite" in key for key in kernels)
+    return runs_on_mps(below)
+
+
+@cache
+def declared():
+    """PyTorch's operators, as it declares them: name -> what it says of them."""
+    path = Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml"
+    functions = yaml.load(path.read_text(), yaml.CSafeLoader)
+    return {function["func"].partition("(")[0]: function for function in functions}
+
+
+@pytest.mark.parametrize("name", [*WAYS, *(f"plain: {name}" for name in PLAIN)])
+def test_mps(folder, name):
+    """float64, which MPS does not have; an operator that it lacks."""
+    if "structure" in name:
+        pytest.importorskip("llguidance")
+    rehearsal = rehearse if name in WAYS else rehearse_plain
+    used = rehearsal(folder, name.removeprefix("plain: "), device=MPS)
+    assert len(used) > 20 and [operator for operator in used if not runs_on_mps(operator)] == []
+    assert not runs_on_mps("segment_reduce")
+
+
+def test_mps_is_not_compiled_for(folder):
+    """An error of the compiler, ten seconds later."""
+    with Gpu(device=MPS):
+        made = loaded(folder({}), MPS)
+        with pytest.raises(SettingError, match=r"--compile on 'mps' .*cpu, cuda"):
+            compile_model(made)
 
 
 @pytest.fixture
@@ -288,13 +333,16 @@ FAULTS = [
      "every setting", MIXED),
     (sampling, "distribution", "(temperature, device=logits.device)", "(temperature)",
      "greedy and sampled", MIXED),
-    (sampling, "adjust_", "int64).to(device)", "int64)", "every setting", MIXED),
+    (sampling, "columns", "return ids.to(device)", "return ids", "every setting", MIXED),
     (sampling, "scored", "[ids], device=logits.device", "[ids]", "log-probabilities", MIXED),
     (sampling, "draw", "u[:, None].to(mass)", "u[:, None]", "several outputs", MIXED),
     (speculative.Guesser, "verify", "(*guess.ids, 0)], device=p.device)", "(*guess.ids, 0)])",
      "n-grams", MIXED),
     (quantize.QuantLinear, "dequantize", "self.zeros[..., None]", "self.zeros[..., None].cpu()",
      "int4", MIXED),
+    # a number that MPS does not have
+    (sampling, "draw", "u[:, None].to(mass)", "u[:, None].to(mass.device)", "several outputs",
+     (RuntimeError, "no float64", "efficient", MPS)),
     # views that hang on a layout
     (paged, "attention", "y.reshape(q.shape)", "y.view(q.shape)", "greedy", VIEW),
     (model.Attention, "forward", "y.transpose(1, 2).flatten(2)",

@@ -22,11 +22,13 @@ def bench_serve(monkeypatch, capsys, *arguments):
     return runs, err
 
 
-def test_bench_serve(local, tmp_path, monkeypatch, capsys):
-    """Figures of another number of tokens than were streamed; a picture that no browser reads."""
+@pytest.mark.parametrize("path", ["", "/v1", "/v1/"])
+def test_bench_serve(local, tmp_path, monkeypatch, capsys, path):
+    """Figures of another number of tokens than were streamed; a picture that no browser reads; an
+    address as clients have it, /v1 and all, at which nothing was found."""
     plot = tmp_path / "plot.svg"
     runs, _ = bench_serve(
-        monkeypatch, capsys, "--url", f"http://127.0.0.1:{local.port}", "--rate", 100, "inf",
+        monkeypatch, capsys, "--url", f"http://127.0.0.1:{local.port}{path}", "--rate", 100, "inf",
         "--requests", 6, "--prompt-tokens", 4, 16, "--new-tokens", 3, 3, "--prefixes", 2,
         "--prefix-tokens", 4, "--plot", plot,
     )  # fmt: skip

@@ -14,6 +14,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+import flex
+from kv_cache import StaticCache, decode, encode
 from model import Config, Transformer, attention, visible
 from paged import BlockPool, BlockTable, Row, Runner, groups_of
 from settings import Limits, SettingError
@@ -392,13 +394,16 @@ def random_rows(draw, blocks, size):
     return sorted(rows, key=lambda row: (len(row.ids), -row.start))
 
 
+@pytest.mark.parametrize("way", ["copied", "followed"])
 @pytest.mark.parametrize("window", [None, 1, 3, 50])
 @pytest.mark.parametrize(("heads", "size"), [((4, 2), 4), ((3, 3), 1), ((4, 1), 16)])
-def test_paged_attention_equals_its_slow_twin(heads, size, window):
+def test_paged_attention_equals_its_slow_twin(heads, size, window, way):
     """A key of another's block, a row attended with its neighbour's table, a slot written that is
     nobody's: the pools must be equal in every slot afterwards."""
     (N, K), blocks = heads, 24
     runner = runner_of(blocks, size, N, K, window)
+    if way == "followed":
+        runner.layer = flex.Followed
     for seed in range(6):
         runner.most = 4 ** (seed % 4)
         rows = random_rows(random.Random(seed), blocks, size)
@@ -414,6 +419,34 @@ def test_paged_attention_equals_its_slow_twin(heads, size, window):
         expected = slow_paged_attention(q, k, v, *twins, rows, runner.model.config)
         torch.testing.assert_close(layers[1].attend(q, k, v), expected)
         assert all(torch.equal(*pair) for pair in zip(pools, twins, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(10,), (1, 10), (1, 1, 1, 2), (1, 1, 1, 10), (2, 1, 3, 6)])
+def test_int8_keys_are_read_back(shape):
+    """A single key whose H + 4 bytes are no multiple of four: its scale could not be read."""
+    x, pool = torch.randn(shape), torch.zeros(5, *shape[:-1], shape[-1] + 4, dtype=torch.int8)
+    pool[3] = encode(x, torch.int8)
+    half = x.abs().amax(-1, keepdim=True) / 127 / 2
+    for stored in (pool[3], pool.index_select(0, torch.tensor([3]))[0]):
+        assert ((decode(stored, torch.float32) - x).abs() <= 1.001 * half).all()
+
+
+@pytest.mark.parametrize("K", [1, 3])
+@pytest.mark.parametrize("H", [2, 10, 12])
+def test_int8_blocks_equal_the_int8_slab(H, K):
+    """Blocks or heads that are no multiple of four bytes: another's bytes read as a scale."""
+    model, ids = Transformer(Config(32, 16, 16, 2, K, K, H)).double(), [*range(20)]
+    slab, want = StaticCache(model, 1, 20, "int8"), []
+    parts = ((0, 1), (1, 2), (2, 9), (9, 20))
+    with torch.no_grad():
+        for start, end in parts:
+            tokens, last = torch.tensor([ids[start:end]]), torch.tensor([end - start - 1])
+            want.append(model(tokens, *slab.plan(start, end), last))
+    for size in (1, 3, 16):
+        runner, blocks = Runner(model, 20, size, "int8"), [*range(19, -1, -1)]
+        for (start, end), logits in zip(parts, want):
+            row = Row(blocks[: -(-end // size)], start, ids[start:end])
+            torch.testing.assert_close(runner.forward([row]), logits)
 
 
 def test_the_example_of_plan():

@@ -7,11 +7,15 @@ import json
 import math
 import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 import weakref
 
 import pytest
 import torch
-from conftest import SHAKESPEARE
+from conftest import ROOT, SHAKESPEARE
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -156,10 +160,10 @@ def test_quantize_model(tmp_path, skip, changes, mode):
     quantised along with lm_head; a model that is quantised twice."""
     model = load_model(tiny_folder(tmp_path, **changes))
     before, plain = model.embed_tokens.weight.clone(), logits_of(model)
-    paths = [path for *_, path in linears(model)]
+    paths = linears(model)
     assert len(paths) == 4 * 2 + 1
     assert quantize_model(model, mode, 32, skip) is model
-    assert {path for *_, path in linears(model)} == {*skip}
+    assert {*linears(model)} == {*skip}
     assert is_tied(model) == (changes is TIED and bool(skip))
     for linear in (model.get_submodule(path) for path in paths if path not in skip):
         assert type(linear) is QuantLinear and linear.bits == MODES[mode]
@@ -184,7 +188,7 @@ def test_quantize_model_refuses_a_group_size(tmp_path, group_size, channels):
     plain = logits_of(model)
     with pytest.raises(ValueError, match=rf"{group_size} does not divide {channels} input"):
         quantize_model(model, "int4", group_size)
-    assert len([*linears(model)]) == 9 and torch.equal(logits_of(model), plain)
+    assert len(linears(model)) == 9 and torch.equal(logits_of(model), plain)
     quantize_model(model, "int8", group_size)  # has no groups
 
 
@@ -200,7 +204,7 @@ def test_plain_weights_are_freed_one_by_one(tmp_path, monkeypatch):
         return count
 
     def weights(model):
-        return [weakref.ref(getattr(parent, name).weight) for parent, name, _ in linears(model)]
+        return [weakref.ref(model.get_submodule(path).weight) for path in linears(model)]
 
     monkeypatch.setattr(quantize, "round_to_nearest", counting(round_to_nearest))
     plain = weights(model)
@@ -681,3 +685,20 @@ def test_errors_of_use(quantised, tmp_path, capsys, options, message):
     argv = ("--checkpoint", SHAKESPEARE, "--mode", "int4", "--out", tmp_path / "out", *options)
     assert message in fails(capsys, *argv)
     assert len([*tmp_path.iterdir()]) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_nothing_behind(tmp_path, number):
+    """A hidden folder that nobody finds, after SIGTERM, or a second Ctrl-C while it is removed."""
+    (tmp_path / "text").write_text("To be, or not to be, that is the question:\n" * 10_000)
+    words = ["--checkpoint", SHAKESPEARE, "--mode", "int4", "--out", tmp_path / "out"]
+    words += ["--method", "gptq", "--calibrate", tmp_path / "text"]
+    words = [sys.executable, ROOT / "tools" / "convert.py", *words]
+    child = subprocess.Popen([*map(str, words)], stderr=subprocess.PIPE, text=True)
+    while not [*tmp_path.glob(".out-*")]:
+        assert child.poll() is None, child.communicate()[1]
+        time.sleep(0.01)
+    while child.poll() is None:
+        child.send_signal(number)
+    assert child.returncode == 128 + number and child.communicate()[1] == ""
+    assert [file.name for file in tmp_path.iterdir()] == ["text"]

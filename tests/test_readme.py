@@ -1,8 +1,10 @@
 """The README is run: every command in its shell blocks, and its tables against their records."""
 
 import contextlib
+import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -87,12 +89,41 @@ def test_python_runs(code):
         assert succeeds([sys.executable, "-c", code])
 
 
-@pytest.mark.slow
-def test_tools_run_as_installed(tmp_path):
-    """Scripts that find the engine only from the root of the tree."""
-    for tool, words in {"bench": ["serve", "--help"], "convert": ["--help"]}.items():
-        script = [sys.executable, ROOT / "tools" / f"{tool}.py", *words]
-        assert "usage" in succeeds(script, cwd=tmp_path)
+# Arguments: scripts, which are started in turn with --help.
+START = """
+import os, runpy, sys
+# Once, as they take seconds: the scripts run in forks of this process.
+import safetensors.torch, sentencepiece, torch._dynamo, torch.distributed.nn
+
+for script in sys.argv[1:]:
+    if not os.fork():
+        sys.path[0], sys.argv = os.path.dirname(script), [script, "--help"]
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as end:
+            sys.stdout.flush()
+            os._exit(bool(end.code))  # the usual end takes a second
+    if os.wait()[1]:
+        sys.exit(f"this one failed: {script}")
+"""
+
+
+def test_scripts_act_on_their_own_checkout(tmp_path):
+    """A script of one checkout that measures the engine of another, which is installed; an error
+    where none is."""
+    copy, other = tmp_path / "copy", tmp_path / "other"
+    for folder in ("tools", "course", "checkpoints"):
+        shutil.copytree(ROOT / folder, copy / folder)
+    (other / "tools").mkdir(parents=True)
+    for name in (*report.MODULES, "tools/__init__"):
+        if name in report.MODULES:
+            shutil.copy(ROOT / f"{name}.py", copy)
+        (other / f"{name}.py").write_text(f"raise ImportError('{name} of another checkout')")
+    scripts = [copy / "tools/bench.py", copy / "tools/convert.py", copy / "checkpoints/train.py"]
+    scripts += sorted(copy.glob("course/[0-9]*.py"))
+    words = [sys.executable, "-c", START, *scripts]
+    said = succeeds(words, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(other)})
+    assert said.count("usage: ") == len(scripts) == 12
 
 
 def test_only_an_editable_install():

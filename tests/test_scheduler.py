@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import DRAFT, SHAKESPEARE
-from test_equivalence import plain
 from torch.profiler import profile
 
 import paged
@@ -31,6 +30,7 @@ from scheduler import Engine
 from settings import CHUNK, SamplingParams, SettingError, free_memory
 from speculative import DraftModel, NGram
 from tools.books import audit
+from tools.ways import plain
 
 WORDS = random.Random(7).choices(range(1, 32), k=64)  # a text to cut prompts from
 
@@ -472,22 +472,85 @@ def test_no_sequence_outgrows_the_pool():
 def test_kv_memory_as_a_share(monkeypatch):
     """Half of the free memory taken for half a byte."""
     monkeypatch.setattr(scheduler, "free_memory", lambda device: 21 * 3 * 1024)
+    monkeypatch.setattr(Engine, "_activations", lambda self: 0)
     assert engine(num_blocks=None, kv_memory=0.5).pool.num_blocks == 20
     for too_little in (0.001, 1):  # 1 is a byte
         with pytest.raises(ValueError, match="--kv-memory"):
             engine(num_blocks=None, kv_memory=too_little)
 
 
-def test_free_memory(monkeypatch):
-    """kB read as bytes; a system without /proc."""
+WIDE = dict(hidden_size=64, intermediate_size=192, vocab_size=3000)
+
+
+@pytest.mark.parametrize(
+    ("changes", "guesses", "prompt"),
+    [(WIDE, 0, 300), (WIDE, 3, 2), (WIDE | dict(vocab_size=40), 0, 300),
+     (WIDE | dict(num_experts=4, num_experts_per_tok=3), 0, 300)],
+)  # fmt: skip
+def test_a_step_stays_within_what_is_free(monkeypatch, changes, guesses, prompt):
+    """All that was free went to the cache: the first long prompt, or the first step of many
+    sequences, had none for its activations or its logits."""
+    free = 60_000_000
+    monkeypatch.setattr(scheduler, "free_memory", lambda device: free)
+    model = random_model(**changes, max_position_embeddings=400)
+    limits = dict(num_blocks=None, kv_memory=0.999, max_num_seqs=64, max_num_batched_tokens=1024)
+    at = Engine(model, None, NGram(guesses), **limits)
+    for i in range(64):
+        wish = params(9, top_k=5, temperature=1.0, frequency_penalty=1.0, ignore_eos=True)
+        at.add_request([i % 30 + 1, *[7, 8] * (prompt // 2)], wish)
+    most = 0
+    for _ in range(4):
+        with profile(profile_memory=True) as profiler:
+            at.step()
+        used = 0
+        for event in sorted(profiler.events(), key=lambda event: event.time_range.end):
+            used += event.self_cpu_memory_usage
+            most = max(most, used)
+    assert most < at._activations() < 5 * most
+
+
+V1, V2 = "sys/fs/cgroup/memory/", "sys/fs/cgroup/"
+STAT = "cache 9\ninactive_file 20\nactive_file 30\n"
+TOTAL = "total_inactive_file 300\ntotal_active_file 100\n"
+MEMINFO = "MemTotal:  9 kB\nMemFree:  1 kB\nMemAvailable:    5 kB\nSwapFree:  7 kB\n"
+MACHINE = {"proc/meminfo": MEMINFO}
+SYSTEMS = {
+    "no groups": (MACHINE, 5120),
+    "version 2": (MACHINE | {
+        f"{V2}memory.max": "4000\n", f"{V2}memory.current": "1050\n",
+        f"{V2}memory.stat": STAT}, 3000),
+    "no limit": (MACHINE | {
+        f"{V2}memory.max": "max\n", f"{V2}memory.current": "1050\n",
+        f"{V2}memory.stat": STAT}, 5120),
+    "version 1": (MACHINE | {
+        f"{V1}memory.limit_in_bytes": "2000\n", f"{V1}memory.usage_in_bytes": "1400\n",
+        f"{V1}memory.stat": STAT + TOTAL}, 1000),
+    "nothing left": (MACHINE | {
+        f"{V1}memory.limit_in_bytes": "2000\n", f"{V1}memory.usage_in_bytes": "2600\n",
+        f"{V1}memory.stat": STAT + TOTAL}, 0),
+    "more than the machine": (MACHINE | {
+        f"{V1}memory.limit_in_bytes": f"{2**63}\n", f"{V1}memory.usage_in_bytes": "2600\n",
+        f"{V1}memory.stat": STAT}, 5120),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("ranks", [None, "2"])
+def test_free_memory(monkeypatch, tmp_path, system, ranks):
+    """kB read as bytes; a container's limit overlooked, and a cache the size of the machine's
+    memory asked for in it; two ranks that take half each, of the same memory; a file that has been
+    read taken for memory that is lost."""
+    files, free = SYSTEMS[system]
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if ranks:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     cpu = torch.device("cpu")
+    assert free_memory(cpu, tmp_path) == free // int(ranks or 1)
     assert 2**20 < free_memory(cpu) < 2**50
-    lines = "MemTotal:  9 kB\nMemFree:  1 kB\nMemAvailable:    5 kB\nSwapFree:  7 kB\n"
-    monkeypatch.setattr(Path, "is_file", lambda self: True)
-    monkeypatch.setattr(Path, "read_text", lambda self: lines)
-    assert free_memory(cpu) == 5 * 1024
-    monkeypatch.setattr(Path, "is_file", lambda self: False)
-    assert 2**20 < free_memory(cpu) < 2**50
+    assert 2**20 < free_memory(cpu, tmp_path / "a system without /proc") < 2**50
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,7 @@ def test_doors():
 OPTIONAL = (*TECHNIQUES, "packed")
 NEEDED_BY = {  # a command line -> what it needs, and says so where that is not there
     "--quantize int8": {"quantize"}, "--compile": {"packed", "quantize"},
+    "--attention flex --n 2": {"flex"},
     "--speculate 2": {"speculative"}, f"--draft-checkpoint {DRAFT}": {"speculative"},
 }  # fmt: skip
 # Argument: a JSON list of trees, each with command lines. Prints what came of each, a line each.

@@ -25,6 +25,7 @@ import math
 import os
 import platform
 import random
+import re
 import signal
 import statistics
 import sys
@@ -35,6 +36,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+
+if __name__ == "__main__":  # a script uses its own checkout, whichever is installed
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from torch import Tensor
@@ -56,6 +61,7 @@ from tools import load as load_tool
 from tools import report
 from tools import versus as versus_tool
 from tools.convert import calibrate, save_weights
+from tools.cuda_graphs import runner_for
 from tools.measure import bytes_per_step, gemm_peak, peak_memory, read_bandwidth
 
 # Llama-like; parameters without the embedding table: 86 M, 1.03 B, 6.6 B; and 1.00 B, of which a
@@ -95,6 +101,8 @@ def measure(args: argparse.Namespace, ranks: Ranks) -> int:
     if ranks.ranks > 1 and args.run is not latency:
         raise ValueError(f"{args.command} is of one process: only latency compares ranks")
     args.ranks = ranks
+    if ranks.rank == 0:  # which is the one that writes
+        check_outputs(args)
     return args.run(args) or 0
 
 
@@ -125,8 +133,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--max-num-seqs", type=int, default=64)
     add("--max-num-batched-tokens", type=int, default=512)
     add("--kv-memory", type=float, default=0.5, help="bytes, or below 1 a share of the free")
+    add("--block-size", type=int, default=16, help="tokens in a block of the cache")
+    add("--attention", choices=("copy", "flex"), default="copy", help="of blocks; see flex.py")
+    add("--cuda-graphs", action="store_true", help="replay decoding; see tools/cuda_graphs.py")
     add("--baseline-requests", type=int, default=2, help="of those, how many run one at a time")
     add("--sampling", nargs="+", choices=SAMPLING, default=["greedy"], help="several to compare")
+    text = "dollars that the machine costs; gives those of a million tokens"
+    add("--price-per-hour", type=float, metavar="DOLLARS", help=text)
     add("--repeat", type=int, default=1)
     sample_parser = commands.add_parser("sample", help="the sampler alone, on random logits")
     sample_parser.set_defaults(run=sample_rows, checkpoint=None, shape="logits")
@@ -166,6 +179,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--gguf", type=Path, metavar="FILE", help="the checkpoint for llama.cpp")
     add("--llama-bench", type=Path, metavar="PATH", help="llama.cpp's program")
     add("--vllm-python", type=Path, metavar="PATH", help="of the environment that has vLLM")
+    add("--gpt-fast", type=Path, metavar="PATH", help="a clone of gpt-fast")
     add("--plot", type=Path, metavar="FILE.svg")
     add = add_command(commands, quality, "what quantisation costs in perplexity").add_argument
     add("--text", type=Path, required=True, help="its last tenth is scored, the rest calibrates")
@@ -223,7 +237,7 @@ def add_command(
 LEAST = {
     "speculate": 0, "speculate_ngram": 0, "prefixes": 0, "draft_noise": 0.0, "vocab_size": 4,
     "rate": 1e-6, "ttft_limit": 1e-6, "tpot_limit": 1e-6, "group_size": -1, "kv_memory": 1e-6,
-    "spread": 0.0,
+    "spread": 0.0, "price_per_hour": 1e-6,
 }  # fmt: skip
 
 
@@ -240,6 +254,32 @@ def check_numbers(args: argparse.Namespace) -> None:
         if isinstance(value, list) and (len(value) > 2 or value[0] > value[-1]):
             flag, numbers = "--" + name.replace("_", "-"), " ".join(map(str, value))
             raise ValueError(f"{flag} takes one length, or the least and the most, is {numbers}")
+
+
+def check_outputs(args: argparse.Namespace) -> None:
+    """Raise ValueError or OSError where a file for the results cannot be written: before the work,
+    not after."""
+    files = {f"--{name}": vars(args).get(name) for name in ("profile", "plot")}
+    name = vars(args).get("record")
+    if name is not None:
+        if not re.fullmatch(r"\w[\w.-]*", name):
+            raise ValueError(f"--record {name!r} is no plain name: use letters, digits, . _ and -")
+        report.RECORDS.mkdir(exist_ok=True)
+        files["--record"] = report.RECORDS / f"{name}.json"
+    for flag, file in files.items():
+        if file is not None:
+            try_to_write(flag, file)
+
+
+def try_to_write(flag: str, file: Path) -> None:
+    """Open a file as if to write, and remove it again where it was not there. Raises OSError."""
+    there = os.path.lexists(file)
+    try:
+        file.open("a").close()
+    except OSError as error:
+        raise OSError(f"{flag}: {file} cannot be written: {error.strerror}") from error
+    if not there:
+        file.unlink()
 
 
 # --- latency --------------------------------------------------------------------------------------
@@ -286,11 +326,12 @@ def latency(args: argparse.Namespace) -> int:
     if args.ranks.rank:
         return 0
     result["runs"] = {name: run.summary() for name, run in runs.items()}
+    status = publish(result, args, device)
     if args.profile:
         with torch.profiler.profile() as profiler:
             next(iter(runs.values())).generate()
         profiler.export_chrome_trace(str(args.profile))
-    return publish(result, args, device)
+    return status
 
 
 class Run:
@@ -362,7 +403,7 @@ class Run:
             "first_token_s": first, "decode_tok_s": self.batch / step, "decode_gb_s": speed,
             "read_limit_gb_s": limit, "of_read_limit": speed / limit,
             "prefill_tok_s": self.batch * T / first, "gemm_peak_tflop_s": peak,
-            "of_gemm_peak": flops / first / 1e12 / peak,
+            "of_gemm_peak": flops / first / 1e12 / peak,  # the prefill's MFU
         }  # fmt: skip
         if self.ranks > 1:
             figures |= {"gb_per_rank": self.bytes / 1e9, "collectives_ms": 1e3 * self.collectives()}
@@ -545,9 +586,11 @@ def throughput(args: argparse.Namespace) -> int:
     compile_paged(model, args, result)
     lengths = [(a[0], a[-1]) for a in (args.prompt_tokens, args.new_tokens)]
     length = lengths[0][1] + lengths[1][1] + 1
+    kind = type("Timed", (Timed, runner_for(args.attention, args.cuda_graphs)), {})
     engine = Engine(
-        model, runner=Timed, max_seq_len=length, max_num_seqs=args.max_num_seqs,
+        model, runner=kind, max_seq_len=length, max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens, kv_memory=args.kv_memory,
+        block_size=args.block_size,
     )  # fmt: skip
     rng = random.Random(0)
     V = model.config.vocab_size
@@ -573,6 +616,8 @@ def throughput(args: argparse.Namespace) -> int:
             for key in ("first_token_s", "last_first_token_s"):
                 del measured["one at a time"][key]
         for name, row in measured.items():
+            if args.price_per_hour:
+                row |= dollars(args.price_per_hour, row)
             against = {"times_one": "one at a time", "times_static": "static batches"}
             if others:
                 against[f"times_{first}"] = "continuous batching"
@@ -659,6 +704,19 @@ def serve(
         "computed_tokens": stats["computed_tokens"],
         "preemptions": stats["num_preemptions"],
         "kv_waste": statistics.mean(waste or [0.0]),
+    }
+
+
+def dollars(per_hour: float, speeds: dict[str, float]) -> dict[str, float]:
+    """What a million tokens cost on a machine of this price: of prompts and output together; and of
+    output, where the prompts are free.
+
+    Example: 3.6 dollars an hour, 1,000 tokens a second in and out, of which 100 out: 1 and 10
+    """
+    million = 1e6 * per_hour / 3600
+    return {
+        "usd_per_million_in_and_out": million / speeds["total_tok_s"],
+        "usd_per_million_out": million / speeds["output_tok_s"],
     }
 
 
@@ -792,6 +850,7 @@ def versus(args: argparse.Namespace) -> int:
     for flag, path in (
         ("--gguf", args.gguf), ("--llama-bench", args.llama_bench),
         ("--vllm-python", args.vllm_python),
+        ("--gpt-fast", args.gpt_fast and args.gpt_fast / "generate.py"),
     ):  # fmt: skip
         if path and not path.is_file():
             raise ValueError(f"{flag} {path}: there is no such file")
@@ -812,12 +871,15 @@ def versus(args: argparse.Namespace) -> int:
             "gguf": args.gguf and str(args.gguf), "random": not args.checkpoint,
             "llama_bench": args.llama_bench and str(args.llama_bench),
             "sampling": SAMPLING[args.sampling],
+            "gpt_fast": args.gpt_fast and str(args.gpt_fast.resolve()),
         }  # fmt: skip
         peers = dict.fromkeys(args.peers, sys.executable)
         if args.vllm_python and "vllm" in peers:
             peers["vllm"] = str(args.vllm_python)
         if args.llama_bench:
             peers["llama_bench"] = sys.executable
+        if args.gpt_fast:
+            peers["gpt_fast"] = sys.executable
         figures, engines, notes = versus_tool.compare(
             setup, peers, (args.prompt_tokens, args.new_tokens, args.sequences), args.repeat,
             args.timeout, progress,
@@ -855,6 +917,9 @@ def write_random(config: Config, dtype: torch.dtype, folder: Path) -> None:
 
 def serve_load(args: argparse.Namespace) -> int:
     """Load a server at each rate; with --ramp, find the highest whose requests keep the limits."""
+    url = urlsplit(args.url)
+    if url.scheme not in ("http", "https") or not url.hostname:
+        raise ValueError(f"--url {args.url} must be like http://127.0.0.1:8000")
     limits = load_tool.Limits(args.ttft_limit, args.tpot_limit)
     lengths = [(a[0], a[-1]) for a in (args.prompt_tokens, args.new_tokens)]
     what = load_tool.Load(
@@ -880,14 +945,15 @@ def serve_load(args: argparse.Namespace) -> int:
     if args.ramp:
         good = [r for r, f in zip(rates, figures) if f.get("within_limits", 0) >= 0.99]
         result["highest_rate"] = max(good, default=0.0)
+    args.checkpoint, args.shape = None, args.model or "served"
+    failed = all(f["errors"] == f["requests"] for f in figures)
+    args.record = None if failed else args.record
+    status = publish(result, args, torch.device("cpu"))
     # A rate at which nothing was answered has no place in the picture, and "at once" is no rate.
     drawn = [(r, f) for r, f in zip(rates, figures) if "ttft_p50_ms" in f and r < float("inf")]
     if args.plot and drawn:
         args.plot.write_text(load_tool.plot(*zip(*drawn), f"kilolm bench: {args.url}"))
-    args.checkpoint, args.shape = None, args.model or "served"
-    failed = all(f["errors"] == f["requests"] for f in figures)
-    args.record = None if failed else args.record
-    return publish(result, args, torch.device("cpu")) or 2 * failed
+    return status or 2 * failed
 
 
 # --- quality --------------------------------------------------------------------------------------
@@ -969,12 +1035,15 @@ def prepare(
 
 
 def publish(result: dict[str, Any], args: argparse.Namespace, device: torch.device) -> int:
-    """Add the provenance, print, and record where that is asked for."""
+    """Add the provenance, print, and record where that is asked for: where one of the two fails,
+    the other has been done."""
     result |= provenance(device, args)
-    if args.record:
-        report.RECORDS.mkdir(exist_ok=True)
-        (report.RECORDS / f"{args.record}.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result) if args.json else table(result))
+    try:
+        print(json.dumps(result) if args.json else table(result), flush=True)
+    finally:
+        if args.record:
+            file = report.RECORDS / f"{args.record}.json"
+            file.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 
@@ -1031,6 +1100,7 @@ def table(result: dict) -> str:
     for run, figures in result["runs"].items():
         lines += ["", run]
         for name, (median, low, high) in figures.items():
+            name += " (prefill MFU)" * (name == "of_gemm_peak")
             lines.append(f"  {name:30}{number(median):>10}   ({number(low)} .. {number(high)})")
     return "\n".join(lines)
 

@@ -16,12 +16,17 @@ import argparse
 import contextlib
 import json
 import os
+import secrets
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":  # a script uses its own checkout, whichever is installed
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from safetensors import SafetensorError
@@ -92,9 +97,10 @@ def appearing(out: Path) -> Iterator[Path]:
         raise ValueError(f"{out} exists: choose another --out, or remove it")
     if not out.absolute().parent.is_dir():
         raise ValueError(f"{out.parent} is no folder to write {out.name} into")
-    work = out.with_name(f".{out.name}-{os.getpid()}")
-    work.mkdir()  # with the user's own modes, unlike tempfile's
+    # A name that nobody else takes: what is removed at the end is never another process's.
+    work = out.with_name(f".{out.name}-{secrets.token_hex(4)}")
     try:
+        work.mkdir()  # with the user's own modes, unlike tempfile's
         yield work
         work.rename(out)
     finally:
@@ -163,7 +169,7 @@ def calibrate(
     found = plain_linears(model, size, skip)
     config, device = model.config, model.device
     length = min(LENGTH, config.max_position_embeddings)
-    widest = max((getattr(parent, name).in_features for parent, name, _ in found), default=0)
+    widest = max((model.get_submodule(path).in_features for path in found), default=0)
     count = min(SAMPLES, len(ids) // length)
     if count * length < widest:
         raise ValueError(
@@ -181,9 +187,9 @@ def calibrate(
 
     for i, block in enumerate(progress(model.layers, f"GPTQ to {mode}")):
         cache = NoCache(masks[config.windows[i]])
-        for parent, name, path in [*linears(block)]:
+        for path in linears(block):
             if f"layers.{i}.{path}" not in skip:
-                quantize_linear(parent, name, partial(run, block, cache), bits, size)
+                quantize_linear(block, path, partial(run, block, cache), bits, size)
         xs = run(block, cache)
     if "lm_head" not in skip:
         quantize_linear(
@@ -192,10 +198,11 @@ def calibrate(
 
 
 def quantize_linear(
-    parent: nn.Module, name: str, run: Callable[[], Any], bits: int, group_size: int
+    module: nn.Module, path: str, run: Callable[[], Any], bits: int, group_size: int
 ) -> None:
-    """Replace one Linear by a QuantLinear, calibrated on the inputs that `run` gives it."""
-    linear = getattr(parent, name)
+    """Replace the Linear at `path` by a QuantLinear, calibrated on the inputs that `run` gives
+    it."""
+    linear = module.get_submodule(path)
     quantised, K = QuantLinear(linear, bits, group_size), linear.in_features
     H = torch.zeros(K, K, dtype=torch.float32, device=linear.weight.device)
 
@@ -207,7 +214,7 @@ def quantize_linear(
     run()
     handle.remove()
     quantised.store(*gptq(linear.weight, H, bits, quantised.group_size))
-    setattr(parent, name, quantised)
+    module.set_submodule(path, quantised)
 
 
 def gptq(weight: Tensor, H: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -274,5 +281,14 @@ def best_scales(
     return best
 
 
+def stop(number: int, _: Any) -> None:
+    """End, at Ctrl-C or SIGTERM, and clean up undisturbed by a second one."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
     sys.exit(main())

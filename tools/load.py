@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 class Load(NamedTuple):
     """What to send."""
 
-    url: str
+    url: str  # with /v1, as clients have it, or without
     model: str | None
     key: str | None
     requests: int
@@ -91,8 +91,9 @@ async def one(load: Load, body: dict[str, Any], start: float, arrived: float) ->
         reader, writer = await asyncio.open_connection(url.hostname, port, ssl=secure)
         data = json.dumps(body).encode()
         key = f"Authorization: Bearer {load.key}\r\n" if load.key else ""
+        path = url.path.rstrip("/").removesuffix("/v1")
         head = (
-            f"POST {url.path.rstrip('/')}/v1/completions HTTP/1.1\r\nHost: {url.netloc}\r\n{key}"
+            f"POST {path}/v1/completions HTTP/1.1\r\nHost: {url.netloc}\r\n{key}"
             f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n"
             "Connection: close\r\n\r\n"
         )

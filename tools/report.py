@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORDS, COURSE = ROOT / "benchmarks", ROOT / "course"
 # In reading order: the engine; the techniques, which it runs without; what is at its edges.
 ENGINE = ("model", "kv_cache", "sampling", "generate", "paged", "scheduler")
-TECHNIQUES = ("quantize", "speculative", "experts", "structured", "tp", "server")
+TECHNIQUES = ("quantize", "speculative", "experts", "structured", "tp", "flex", "server")
 EDGES = ("settings", "checkpoint", "tokenizer", "packed")
 MODULES = (*ENGINE, *TECHNIQUES, *EDGES)
 
@@ -133,7 +133,7 @@ COLUMNS = {
     "latency": {
         "decode_tok_s": "decode, tok/s", "of_read_limit": "of the read limit",
         "times_first_row": "times row 1", "prefill_tok_s": "prefill, tok/s",
-        "of_gemm_peak": "of the GEMM peak", "first_token_s": "first token, s",
+        "of_gemm_peak": "prefill MFU", "first_token_s": "first token, s",
     },
     "ranks": {
         "decode_tok_s": "decode, tok/s", "times_first_row": "times row 1",
@@ -152,6 +152,8 @@ COLUMNS = {
         "mean_batch": "mean batch", "first_token_s": "first token, s",
         "last_first_token_s": "the last first token, s", "host_ms": "host, ms a step",
         "outside_ms": "outside the forward, ms a step", "kv_waste": "KV memory wasted",
+        "usd_per_million_in_and_out": "dollars a million tokens, in and out",
+        "usd_per_million_out": "... out, in for free",
     },
     "sample": {"ms": "milliseconds"},
     "growth": {
@@ -164,7 +166,8 @@ COLUMNS = {
         "transformers_compiled_times": "times ours", "vllm": "vLLM, tok/s",
         "vllm_times": "times ours", "llama_cpp": "llama.cpp (Python), tok/s",
         "llama_cpp_times": "times ours", "llama_bench": "llama.cpp (llama-bench), tok/s",
-        "llama_bench_times": "times ours",
+        "llama_bench_times": "times ours", "gpt_fast": "gpt-fast, tok/s",
+        "gpt_fast_times": "times ours",
     },
     "quality": {
         "weights_mb": "weights, MB", "perplexity": "perplexity", "more": "more than plain",
@@ -204,6 +207,8 @@ Llama-like, of 22 layers, D = 2048 and V = 32,000, with random weights.
   sequence" is what comes after a prompt of 16 tokens, without the time of the first token; "N
   sequences" have prompts of 16 to 64 tokens, which arrive together and whose time counts. In
   `transformers` they are one batch of `generate`, padded on the left.
+- "Prefill MFU" is the prompt's model FLOPs, those of the weights' products without attention's own,
+  as a share of the GEMM peak. That peak is measured: a share of a data sheet's would be smaller.
 - Of int4 the older `latency` records show an earlier packed form, read by compiled code.
 - `growth` fills the caches with noise and times single steps; "reading alone" is what the weights,
   keys and values of such a step take at the read limit.
@@ -343,6 +348,7 @@ BLUE, GREY = "#2456c9", "#9aa0a8"
 NAMES = {
     "kilolm": "kilolm", "transformers": "transformers", "vllm": "vLLM", "llama_cpp": "llama.cpp",
     "transformers_compiled": "transformers, compiled", "llama_bench": "llama.cpp, llama-bench",
+    "gpt_fast": "gpt-fast",
 }  # fmt: skip
 
 

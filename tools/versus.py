@@ -17,6 +17,8 @@ engine may live in another virtual environment, which has nothing of ours.
 
 import contextlib
 import functools
+import importlib
+import inspect
 import itertools
 import json
 import os
@@ -421,6 +423,86 @@ class LlamaBench(Peer):
         return self.run(*words)["avg_ts"]
 
 
+class GptFast(Peer):
+    """gpt-fast's loop for one sequence, compiled as its generate.py does it; of a clone, as there
+    is no package. Its `model` and `generate` are found before ours."""
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        sys.path.insert(0, setup["gpt_fast"])
+        import torch
+        from safetensors.torch import load_file
+
+        theirs, loop = map(importlib.import_module, ("model", "generate"))
+        folder = Path(setup["folder"])
+        c = json.loads((folder / "config.json").read_text())
+        if c["model_type"] != "llama":
+            raise ValueError("gpt-fast runs Llama alone, of the families that are here")
+        sizes = theirs.ModelArgs(
+            block_size=setup["length"] + 8, vocab_size=c["vocab_size"],
+            n_layer=c["num_hidden_layers"], n_head=c["num_attention_heads"], dim=c["hidden_size"],
+            intermediate_size=c["intermediate_size"], n_local_heads=c["num_key_value_heads"],
+            rope_base=c["rope_theta"], norm_eps=c["rms_norm_eps"],
+        )  # fmt: skip
+        with torch.device("meta"):
+            self.model = theirs.Transformer(sizes)
+        stored = gpt_fast_names(load_file(folder / "model.safetensors"), c)
+        self.model.load_state_dict(stored, assign=True)
+        dtype, device = getattr(torch, setup["dtype"]), setup["device"]
+        self.model = self.model.to(device=device, dtype=dtype).eval()
+        with torch.device(device):  # for the longest, or it would be compiled again
+            self.model.setup_caches(max_batch_size=1, max_seq_length=setup["length"] + 8)
+        if setup["compile"]:
+            step = torch.compile(loop.decode_one_token, mode="reduce-overhead", fullgraph=True)
+            loop.decode_one_token = step
+        self.generate = loop.generate
+        self.tensor = functools.partial(torch.tensor, dtype=torch.int, device=device)
+        self.options = {"interactive": False, "draft_model": None}
+        self.options |= {"temperature": setup["sampling"]["temperature"]}
+        if "batch_size" in inspect.signature(loop.generate).parameters:  # newer ones
+            self.options["batch_size"] = 1
+        self.version = f"torch {torch.__version__}"
+
+    def complete(self, prompts: list[list[int]], new_tokens: int) -> None:
+        out, _ = self.generate(self.model, self.tensor(prompts[0]), new_tokens, **self.options)
+        out.tolist()  # waits for a device that runs behind
+
+    def speed(self, figure: str, prompts: list[list[int]], new_tokens: int) -> float | None:
+        """It makes two tokens or more, so that what is subtracted are two."""
+        if figure != "decode":
+            return None
+        times = []
+        for count in (2, new_tokens + 1):
+            start = time.perf_counter()
+            self.complete(prompts, count)
+            times.append(time.perf_counter() - start)
+        return (new_tokens - 1) / max(times[1] - times[0], 1e-9)
+
+
+def gpt_fast_names(stored: dict[str, Any], c: dict[str, Any]) -> dict[str, Any]:
+    """A Llama's tensors by the names of gpt-fast, with q and k in its order."""
+    changes = {
+        "model.": "", "embed_tokens": "tok_embeddings", "lm_head": "output",
+        "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
+        "self_attn.": "attention.", "q_proj": "wq", "k_proj": "wk", "v_proj": "wv", "o_proj": "wo",
+        "mlp.": "feed_forward.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2",
+    }  # fmt: skip
+    found = {}
+    for name, tensor in stored.items():
+        if "q_proj" in name or "k_proj" in name:
+            heads = c["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
+            tensor = turned(tensor, heads)
+        for old, new in changes.items():
+            name = name.replace(old, new)
+        found[name] = tensor
+    found.setdefault("output.weight", found["tok_embeddings.weight"])  # they are tied
+    return found
+
+
+def turned(tensor: Any, heads: int) -> Any:
+    """A matrix of q or k for engines whose rope turns channels 2i and 2i + 1, not i and i + H/2."""
+    return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
 def gguf_of(setup: dict[str, Any]) -> str:
     """The file that llama.cpp reads: the one that was given, or else random weights converted, for
     which llama.cpp's own converter has no way, as there is no tokenizer.
@@ -465,9 +547,9 @@ def gguf_of(setup: dict[str, Any]) -> str:
     names = gguf.TensorNameMap(gguf.MODEL_ARCH.LLAMA, c["num_hidden_layers"])
     for name, tensor in load_file(folder / "model.safetensors").items():
         part = name.rpartition("_proj.")[0][-1:]
-        if part in ("q", "k") and "self_attn" in name:  # rope turns 2i with 2i + 1 there
+        if part in ("q", "k") and "self_attn" in name:
             heads = c["num_attention_heads" if part == "q" else "num_key_value_heads"]
-            tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+            tensor = turned(tensor, heads)
         data, its = tensor.float().numpy(), kind if tensor.dim() > 1 else None
         data = data if its is None else gguf.quants.quantize(data, its)
         writer.add_tensor(names.get_name(name, (".weight",)), data, raw_dtype=its)
@@ -481,6 +563,7 @@ def gguf_of(setup: dict[str, Any]) -> str:
 ENGINES: dict[str, type[Peer]] = {
     "kilolm": Kilolm, "transformers": Transformers, "transformers_compiled": TransformersCompiled,
     "vllm": VLLM, "llama_cpp": LlamaCpp, "llama_bench": LlamaBench,
+    "gpt_fast": GptFast,
 }  # fmt: skip
 
 if __name__ == "__main__":

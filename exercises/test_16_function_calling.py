@@ -1,0 +1,437 @@
+"""Exercise 16: tools in, calls out, through OpenAI's own client. See 16-function-calling.md."""
+
+import asyncio
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from typing import Any, NamedTuple
+
+import openai
+import pytest
+import torch
+from common import bundled
+
+from generate import make_engine
+from scheduler import Proposer
+from server import Server, ServerArgs
+from settings import Ranks
+from tools.books import audit
+
+os.environ["NO_PROXY"] = "127.0.0.1"  # openai's client would ask a proxy of the environment
+TODO = "take `tools` off the list of what is not supported, and hand them to the chat template"
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Verona"]}, "days": {"enum": [1, 2, 3]}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+# As pydantic writes it: what is used twice stands under $defs, and "#" is the schema itself.
+PLACE = {"$ref": "#/$defs/Place"}
+TRAVEL = {
+    "$defs": {"Place": {"enum": ["Mantua", "Padua"]}},
+    "type": "object",
+    "properties": {"start": PLACE, "goal": PLACE},
+    "required": ["start", "goal"],
+    "additionalProperties": False,
+}
+# Another $defs under the same name.
+FIGHT = {
+    "$defs": {"Place": {"enum": ["here", "there"]}},
+    "type": "object",
+    "properties": {"where": PLACE},
+    "required": ["where"],
+    "additionalProperties": False,
+}
+
+
+def tool(name: str, parameters: dict | None = None) -> dict[str, Any]:
+    more = {} if parameters is None else {"parameters": parameters}
+    return {"type": "function", "function": {"name": name, "description": f"for {name}"} | more}
+
+
+TOOLS = [tool("weather", WEATHER), tool("travel", TRAVEL), tool("fight", FIGHT)]
+HI = [{"role": "user", "content": "How is the weather?"}]
+# What each function takes.
+RIGHT = {
+    "weather": lambda city, days: city in ("Rome", "Verona") and days in (1, 2, 3),
+    "travel": lambda start, goal: {start, goal} <= {"Mantua", "Padua"},
+    "fight": lambda where: where in ("here", "there"),
+}
+
+
+class Local:
+    """The server, in two threads of this process."""
+
+    def __init__(self) -> None:
+        args = ServerArgs(port=0, num_blocks=400, max_num_seqs=16, device="cpu", dtype="float32")
+        self.engine = make_engine(args, Ranks(torch.device("cpu")), bundled(), Proposer())
+        self.server = Server(self.engine, args)
+        self.threads = [
+            threading.Thread(target=lambda: asyncio.run(self.server.listen()), daemon=True),
+            threading.Thread(target=self.server.drive, daemon=True),
+        ]
+        for thread in self.threads:
+            thread.start()
+        deadline = time.monotonic() + 20
+        while not hasattr(self.server, "port"):
+            assert time.monotonic() < deadline, "the server does not start"
+            time.sleep(0.01)
+        url = f"http://127.0.0.1:{self.server.port}/v1"
+        self.client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60)
+
+    def close(self) -> None:
+        self.client.close()
+        self.server.stopping = True
+        self.threads[0].join(10)
+        self.server.inbox.put(None)
+        self.threads[1].join(10)
+
+
+@pytest.fixture(scope="module")
+def local() -> Iterator[Local]:
+    started = Local()
+    yield started
+    started.close()
+
+
+class Call(NamedTuple):
+    name: str
+    arguments: str
+    id: str = ""
+
+
+class Reply(NamedTuple):
+    text: str | None
+    calls: list[Call]
+    reason: str
+    parts: list[str]  # pieces of the text that came one after the other, if it was streamed
+
+
+def ask(local: Local, stream: bool = False, messages: Any = HI, **body: Any) -> list[Reply]:
+    """Ask through openai's client: the choices, put together from their pieces."""
+    body = {"tools": TOOLS, "max_tokens": 700, "seed": 1} | body
+    body = {name: value for name, value in body.items() if value is not None}
+    ours = {name: body.pop(name) for name in ("structured_outputs",) if name in body}
+    try:
+        answer = local.client.chat.completions.create(
+            model="shakespeare", messages=messages, stream=stream, extra_body=ours, **body
+        )
+        return streamed(answer) if stream else [whole(choice) for choice in answer.choices]
+    except openai.BadRequestError as error:
+        todo = TODO if error.param == "tools" else f"this is refused, for its {error.param}"
+        return pytest.fail(f"{todo}: {error.body['message']}", pytrace=False)
+
+
+def whole(choice: Any) -> Reply:
+    message, calls = choice.message, choice.message.tool_calls or []
+    assert message.role == "assistant"
+    assert all(each.type == "function" for each in calls)
+    made = [Call(each.function.name, text_of(each), each.id) for each in calls]
+    return Reply(message.content, made, choice.finish_reason, [])
+
+
+def text_of(call: Any) -> str:
+    arguments = call.function.arguments
+    assert isinstance(arguments, str), f"the arguments are JSON in a string, not {arguments!r}"
+    return arguments
+
+
+def streamed(chunks: Any) -> list[Reply]:
+    """Put together what comes, as a client would: a call's id and name come once, and its arguments
+    may come in pieces."""
+    parts: dict[int, list[str]] = {}
+    calls: dict[int, list[Call]] = {}
+    reasons: dict[int, str] = {}
+    for choice in (choice for chunk in chunks for choice in chunk.choices):
+        i, delta = choice.index, choice.delta
+        assert i not in reasons, "something came after the finish_reason"
+        assert (delta.role is not None) == (i not in parts), "the role comes once, at first"
+        mine = calls.setdefault(i, [])
+        parts.setdefault(i, []).extend([delta.content] if delta.content else [])
+        for each in delta.tool_calls or []:
+            assert each.index is not None, "in a delta, a call has its index"
+            if each.id:
+                assert each.index == len(mine), f"call {len(mine)} has the index {each.index}"
+                assert each.type == "function"
+                mine.append(Call(each.function.name, "", each.id))
+            old = mine[each.index]
+            mine[each.index] = old._replace(arguments=old.arguments + text_of(each))
+        if choice.finish_reason:
+            reasons[i] = choice.finish_reason
+    assert reasons.keys() == parts.keys(), "a choice has no finish_reason"
+    return [
+        Reply("".join(parts[i]) or None, calls[i], reasons[i], parts[i]) for i in sorted(reasons)
+    ]
+
+
+def refused(local: Local, **body: Any) -> str | None:
+    """Which field a request is refused for."""
+    body = {"messages": HI, "tools": TOOLS, "max_tokens": 2} | body
+    try:
+        local.client.post("/chat/completions", body=body, cast_to=object)
+    except openai.BadRequestError as error:
+        return error.param
+    return pytest.fail(f"this should have been refused: {body}", pytrace=False)
+
+
+def check_call(reply: Reply, *names: str) -> Call:
+    """A reply that is one right call of one of these functions."""
+    assert reply.text is None, f"a call and no text: the content is null, not {reply.text!r}"
+    assert len(reply.calls) == 1, f"there should be one call: {reply}"
+    (call,) = reply.calls
+    assert call.name in names, f"{call.name} is called, of {names}"
+    arguments = json.loads(call.arguments)
+    wrong = f"{call.arguments} is not what the parameters of {call.name} say"
+    try:
+        assert RIGHT[call.name](**arguments), wrong
+    except TypeError:
+        pytest.fail(wrong, pytrace=False)
+    assert reply.reason == "tool_calls", f"the finish_reason is {reply.reason!r}, not 'tool_calls'"
+    return call
+
+
+# --- Where there must be a call -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_required(local: Local, stream: bool) -> None:
+    """The bundled model has never seen JSON: without a grammar, it would not write any."""
+    replies = ask(local, stream, tool_choice="required", n=8, temperature=100)
+    calls = [check_call(reply, *RIGHT) for reply in replies]
+    assert len({call.name for call in calls}) > 1, "any of the functions may be called"
+    assert len({call.id for call in calls}) == 8, "each call has an id of its own"
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_by_name(local: Local, name: str) -> None:
+    choice = {"type": "function", "function": {"name": name}}
+    for reply in ask(local, tool_choice=choice, n=2) + ask(local, True, tool_choice=choice):
+        check_call(reply, name)
+
+
+def test_a_function_without_parameters(local: Local) -> None:
+    """Its arguments are an object nonetheless."""
+    for name in ("f", 'say "hi"'):
+        body = {"tools": [tool(name)], "tool_choice": "required"}
+        for reply in ask(local, max_tokens=30, n=2, **body):
+            if reply.reason == "tool_calls":  # it may go on and on
+                assert [call.name for call in reply.calls] == [name], reply
+                assert isinstance(json.loads(reply.calls[0].arguments), dict)
+        none = {"type": "object", "properties": {}, "additionalProperties": False}
+        (reply,) = ask(local, tools=[tool(name, none)], tool_choice="required")
+        assert [call[:2] for call in reply.calls] == [(name, "{}")], reply
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_cut_off_is_no_call(local: Local, stream: bool) -> None:
+    """Half of a call's JSON would be parsed by the client, and break it."""
+    (reply,) = ask(local, stream, tool_choice="required", max_tokens=12)
+    assert reply.reason == "length", "the reply reached max_tokens, and did not end by itself"
+    assert not reply.calls, "a call that is not complete must not be shown as one"
+    assert reply.text, "what came is shown as text, once there is no more to come"
+
+
+# --- Where there may be one -----------------------------------------------------------------------
+
+
+def tagged(name: str, arguments: Any, space: str = "") -> str:
+    call = json.dumps({"name": name, "arguments": arguments})
+    return f"<tool_call>{space}{call}{space}</tool_call>"
+
+
+ROME = {"city": "Rome", "days": 1}
+ODD = {"city": 'a </tool_call> <tool_call>{"}', "days": [{"é": None}]}
+A_CALL = tagged("weather", ROME)
+REPLIES = {  # what the model says -> the text and the calls in it
+    "text": ("Good morrow, cousin.", "Good morrow, cousin.", []),
+    "a call": (A_CALL, None, [("weather", ROME)]),
+    "on lines of its own": (tagged("travel", {}, "\n"), None, [("travel", {})]),
+    "text before it": (f"Let me see. {A_CALL}", "Let me see.", [("weather", ROME)]),
+    "two": (f"{A_CALL}\n{tagged('weather', {})}", None, [("weather", ROME), ("weather", {})]),
+    "tags in a string": (tagged("fight", ODD), None, [("fight", ODD)]),
+    "not JSON": ("<tool_call>{weather: Rome}</tool_call>", ..., []),
+    "NaN": ('<tool_call>{"name": "weather", "arguments": {"days": NaN}}</tool_call>', ..., []),
+    "nobody's name": (tagged("murder", ROME), ..., []),
+    "no name": ('<tool_call>{"arguments": {}}</tool_call>', ..., []),
+    "no object": ("<tool_call>[1]</tool_call>", ..., []),
+    "arguments that are none": (tagged("weather", "Rome"), ..., []),
+    "never closed": (A_CALL.removesuffix("</tool_call>"), ..., []),
+    "more before the end": (A_CALL.replace("</", "x</"), ..., []),
+    "half a tag": ("a <b> <tool <tool_ca", ..., []),
+    "both": (f"<tool_call>O</tool_call>{A_CALL}", "<tool_call>O</tool_call>", [("weather", ROME)]),
+}  # fmt: skip
+
+
+@cache
+def hear(local: Local, stream: bool) -> dict[str, Future]:
+    """What comes of all of them, asked at once, as that is quicker."""
+
+    def one(text: str) -> Reply:
+        (reply,) = ask(local, stream, structured_outputs={"choice": [text]}, max_tokens=400)
+        return reply
+
+    with ThreadPoolExecutor(len(REPLIES)) as pool:
+        return {said: pool.submit(one, text) for said, (text, *_) in REPLIES.items()}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("said", REPLIES)
+def test_calls_are_found_in_the_text(local: Local, said: str, stream: bool) -> None:
+    """The model has to say what it is told: the one choice that it has."""
+    text, content, calls = REPLIES[said]
+    content = text if content is ... else content
+    reply = hear(local, stream)[said].result()
+    got = [(name, json.loads(arguments)) for name, arguments, _ in reply.calls]
+    assert got == calls, f"{text!r} makes these calls"
+    assert reply.text == content, f"{text!r}: what is outside of calls is the content"
+    assert reply.reason == ("tool_calls" if calls else "stop")
+
+
+def test_text_does_not_wait(local: Local) -> None:
+    """Only what may become a tag is held back; each token's text comes as it is made."""
+    text = "Good morrow, cousin. Is the day so young? 1 < 2, and <b> is no tag, nor <tools>."
+    (reply,) = ask(local, True, structured_outputs={"choice": [text]})
+    assert reply.text == text
+    assert len(reply.parts) > 12, f"the text came in {len(reply.parts)} parts"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_none(local: Local, stream: bool) -> None:
+    """Then a tag is a text like any other, and the model is not told of any tool."""
+    said = {"structured_outputs": {"choice": [A_CALL]}}
+    (reply,) = ask(local, stream, **said)
+    assert reply.calls, f"by default the model may call: {A_CALL!r} is a call"
+    for more in ({"tool_choice": "none"}, {"tools": None}):
+        (reply,) = ask(local, stream, **said, **more)
+        got = reply.text, reply.calls, reply.reason
+        assert got == (A_CALL, [], "stop"), f"with {more} a tag is a text like any other"
+
+
+def test_each_choice_has_its_own(local: Local) -> None:
+    texts = [A_CALL, "Nay."]
+    replies = ask(local, True, n=8, structured_outputs={"choice": texts}, temperature=100)
+    calls = [reply.calls for reply in replies]
+    assert {*map(bool, calls)} == {True, False}, "the test is of no use"
+    for reply in replies:
+        assert (reply.text is None) == bool(reply.calls) == (reply.reason == "tool_calls")
+
+
+# --- The conversation -----------------------------------------------------------------------------
+
+TEMPLATE = """{% for m in messages %}{{ m.role }}:{{ m.content or '' }};
+{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }};
+{% endfor %}{% endfor %}
+{% if tools %}TOOLS{{ tools | tojson }}{% endif %}{{ tools is none }}"""
+
+
+@pytest.fixture
+def rendered(local: Local, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the chat template has made, last of all of the last request."""
+    texts, tokenizer = [], local.engine.tokenizer
+    encode = tokenizer.encode
+
+    def spy(text: str, *args: Any, **options: Any) -> list[int]:
+        texts.append(text)
+        return encode(text, *args, **options)
+
+    monkeypatch.setattr(tokenizer, "template", TEMPLATE)
+    monkeypatch.setattr(tokenizer, "encode", spy)
+    return texts
+
+
+def test_the_template_is_given_the_tools(local: Local, rendered: list[str]) -> None:
+    ask(local, max_tokens=1)
+    assert f"TOOLS{json.dumps(TOOLS)}" in rendered[0], "hand them to the template, as they came"
+    rendered.clear()
+    for more in ({"tool_choice": "none"}, {"tools": None}, {"tools": []}):
+        ask(local, max_tokens=1, **more)
+    assert len(rendered) == 3
+    assert all(text.endswith("True") for text in rendered), "without tools, the template gets None"
+
+
+def test_the_template_is_given_the_calls(local: Local, rendered: list[str]) -> None:
+    """As objects: a template writes them as JSON itself."""
+    call = {"name": "weather", "arguments": json.dumps(ROME)}
+    messages = [
+        *HI,
+        {"role": "assistant", "tool_calls": [{"id": "x", "type": "function", "function": call}]},
+        {"role": "tool", "tool_call_id": "x", "content": "sunny"},
+    ]
+    ask(local, messages=messages, max_tokens=1)
+    wrong = "the arguments are a JSON string in OpenAI's form, and an object for a template"
+    assert f"weather{json.dumps(ROME)};" in rendered[0], wrong
+    assert "tool:sunny;" in rendered[0]
+    call["arguments"] = "{weather"
+    assert refused(local, messages=messages) == "messages[1]", "these arguments are no JSON"
+
+
+def test_the_loop(local: Local) -> None:
+    """What every agent does: ask, call, tell what came of it, until there is a text."""
+    messages: list[Any] = [*HI]
+    said = ({"structured_outputs": {"choice": [text]}} for text in (A_CALL, "It is sunny."))
+    seen = []
+    ask(local, max_tokens=1)  # says what is to do
+    for turn in ({"tool_choice": "required"}, *said):
+        answer = local.client.chat.completions.create(
+            model="shakespeare", messages=messages, tools=TOOLS, max_tokens=700, extra_body=turn
+        )
+        message = answer.choices[0].message
+        messages.append(message)  # the client's own object
+        for call in message.tool_calls or []:
+            arguments = json.loads(call.function.arguments)
+            seen.append((call.function.name, arguments))
+            result = json.dumps({"done": arguments})
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    assert len(seen) == 2 and seen[1] == ("weather", ROME), f"these were called: {seen}"
+    assert message.content == "It is sunny." and not message.tool_calls, message
+    assert answer.choices[0].finish_reason == "stop"
+    assert [each.role if hasattr(each, "role") else each["role"] for each in messages] == [
+        "user", "assistant", "tool", "assistant", "tool", "assistant"
+    ]  # fmt: skip
+
+
+# --- What is refused ------------------------------------------------------------------------------
+
+NAMED = {"type": "function", "function": {"name": "murder"}}
+WRONG = {
+    "a function that is not there": ({"tool_choice": NAMED}, "tool_choice"),
+    "another choice": ({"tool_choice": "sometimes"}, "tool_choice"),
+    "no function": ({"tool_choice": {"type": "function"}}, "tool_choice"),
+    "no tool": ({"tool_choice": "required", "tools": []}, "tool_choice"),
+    "two structures": (
+        {"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+    "not a list": ({"tools": TOOLS[0]}, "tools"),
+    "not a tool": ({"tools": ["weather"]}, "tools"),
+    "not a function": ({"tools": [{"type": "function"}]}, "tools"),
+    "not a name": ({"tools": [tool(5)]}, "tools"),
+    "no schema": ({"tools": [tool("f", [1])]}, "tools"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_cannot_be_is_refused(local: Local, what: str) -> None:
+    ask(local, max_tokens=1)
+    body, param = WRONG[what]
+    assert refused(local, **body) == param, f"the error should name {param}, what is wrong"
+
+
+def test_a_completion_has_no_tools(local: Local) -> None:
+    ask(local, max_tokens=1)
+    with pytest.raises(openai.BadRequestError, match="tools"):
+        local.client.completions.create(
+            model="shakespeare", prompt="a", extra_body={"tools": TOOLS}
+        )
+
+
+def test_nothing_is_left_behind(local: Local) -> None:
+    ask(local, tool_choice="required")
+    deadline = time.monotonic() + 10
+    while local.server.waiters or local.engine.queue:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    audit(local.engine)
+    assert len(local.engine.pool.available) == local.engine.pool.num_blocks

@@ -1,0 +1,71 @@
+"""Attention that reads a pool's blocks where they are, without copying them: for a GPU.
+
+    python server.py --device cuda --attention flex --block-size 128
+
+On a CPU paged.copied puts the blocks of each row side by side, which costs little next to the
+attention, and a library's kernel does the rest. On a GPU that copy is waste. FlexAttention compiles
+a kernel that is told, for each row, which blocks to read, and which of their slots count. Stands
+behind paged.Runner, whose plan it shares; the scheduler and the model do not know. Must be asked
+for: not yet run on a GPU by us. Paper: Dong et al. 2024 (arXiv:2412.05496). Read: followed.
+"""
+
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.functional import pad
+
+from paged import SCHEMA, Blocks, Runner, library, paged_attention
+
+QUERIES = 128  # that the kernel takes together
+compiled = cache(lambda: torch.compile(flex_attention, dynamic=True))
+
+
+def followed(q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, mask: Tensor) -> Tensor:
+    """paged.copied without a copy. To FlexAttention a pool is one long text, of which each row sees
+    the slots of its blocks.
+
+    Example: block_size 4, table [7, 2]: slot 9 is in block 2, whose place is 1, so it holds
+        position 1 * 4 + 1 = 5
+    """
+    (B, W), (num_blocks, size, K) = table.shape, k_pool.shape[:3]
+    queries = q.reshape(B, K, -1, q.shape[3])  # as in model.attention
+    places = torch.arange(W, device=q.device).expand(B, W)
+    # What is no block of a row's has the place after the last, where nothing is seen.
+    place = torch.full((B, num_blocks), W, device=q.device).scatter_(1, table, places)
+    seen = pad(mask, (0, size))
+
+    def visible(row: Tensor, head: Tensor, query: Tensor, slot: Tensor) -> Tensor:
+        return seen[row, 0, query, place[row, slot // size] * size + slot % size]
+
+    parts = -(-queries.shape[2] // QUERIES)
+    counts = torch.full((B, 1, parts), W, dtype=torch.int32, device=q.device)
+    # As wide as there are blocks, which PyTorch asks for; the first W of them count.
+    blocks = pad(table, (0, num_blocks - W))[:, None, None].expand(-1, 1, parts, -1).int()
+    shape = dict(BLOCK_SIZE=(QUERIES, size), seq_lengths=(queries.shape[2], num_blocks * size))
+    plan = BlockMask.from_kv_blocks(counts, blocks, mask_mod=visible, **shape)
+    k, v = (pool.flatten(0, 1).transpose(0, 1)[None] for pool in (k_pool, v_pool))
+    attend = compiled() if q.is_cuda else flex_attention  # for tests: it looks at the whole pool
+    return attend(queries, k, v, block_mask=plan).reshape(q.shape)
+
+
+# Opaque to torch.compile, as the operator that it stands for.
+library.define("followed_attention" + SCHEMA)
+library.impl("followed_attention", partial(paged_attention, followed), "CompositeExplicitAutograd")
+torch.library.register_fake("kilolm::followed_attention", lambda q, *_: torch.empty_like(q))
+
+
+class Followed(Blocks):
+    """One layer's pool, attended to where it is."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.k.dtype != q.dtype:  # int8 keys must be decoded first
+            return super().attend(q, k, v)
+        return torch.ops.kilolm.followed_attention(q, k, v, self.k, self.v, *self.plan)
+
+
+class FlexRunner(Runner):
+    """A Runner that follows the block tables."""
+
+    layer = Followed

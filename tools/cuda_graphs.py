@@ -1,0 +1,101 @@
+"""Paged decoding as CUDA graphs: a step of one token for each row is recorded once, and replayed.
+
+A GPU has often done a step's work before Python has named all of it. A CUDA graph names it once,
+and then the whole step is one call, on the same memory each time. vLLM and nano-vllm decode so. The
+static cache's decoding is replayed by torch.compile already (see packed.compile_model); this is for
+the paged one, whose plan differs at each step: here the plan is made as always, and copied to where
+the graph reads it. No GPU has proved it yet, so it stands here and not among the engine's files:
+
+    python tools/bench.py throughput --device cuda --cuda-graphs
+
+Read: GraphRunner, then Replayed.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flex import FlexRunner
+from model import Transformer
+from paged import Row, Runner
+from settings import supported
+
+
+class Replayed:
+    """A model whose forwards are recorded and replayed while `size` says of which kind they are.
+
+    Attributes:
+        size: (rows, blocks that each attends to); None: run as it is.
+        graphs: size -> the graph, the tensors that it reads, and the logits that it writes.
+    """
+
+    def __init__(self, model: Transformer) -> None:
+        self.model = model
+        self.size: tuple[int, int] | None = None
+        self.graphs = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def __call__(self, *plan: Any) -> Tensor:
+        """As Transformer.forward, of what Runner.plan gives."""
+        if self.size is None:
+            return self.model(*plan)
+        if self.size not in self.graphs:
+            self.model(*plan)  # once before: what is made at a first run is no part of the step
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                logits = self.model(*plan)
+            self.graphs[self.size] = graph, tensors_of(*plan), logits
+        graph, recorded, logits = self.graphs[self.size]
+        for old, new in zip(recorded, tensors_of(*plan), strict=True):
+            old.copy_(new)
+        graph.replay()
+        return logits
+
+
+def tensors_of(tokens: Tensor, positions: Tensor, layers: list, select: Tensor) -> list[Tensor]:
+    """All that a forward reads of its plan. Layers share most of it."""
+    shared = {id(tensor): tensor for layer in layers for tensor in layer.plan}
+    return [tokens, positions, select, *shared.values()]
+
+
+class GraphRunner(Runner):
+    """A Runner that replays steps of one token for each row.
+
+    There are few graphs: the rows are made up to a power of two by repeating the first, which
+    writes the same values to the same slot; so are the blocks of the longest row.
+    """
+
+    def __init__(self, model: Transformer, *shape: Any) -> None:
+        """Allocate the pools; see Runner.
+
+        Raises:
+            SettingError: no CUDA; or experts, whose sizes the host reads in the middle of a step.
+        """
+        supported("--cuda-graphs on", model.device.type, "cuda")
+        supported("--cuda-graphs with num_experts", model.config.num_experts, 1)
+        super().__init__(Replayed(model), *shape)
+
+    def forward(self, rows: list[Row]) -> Tensor:
+        self.model.size = None
+        if max(len(row.ids) for row in rows) > 1:
+            return super().forward(rows)
+        longest = max(row.num_blocks(self.block_size) for row in rows)
+        count = 1 << (len(rows) - 1).bit_length()
+        self.model.size = count, max(2, 1 << (longest - 1).bit_length())
+        return super().forward(rows + rows[:1] * (count - len(rows)))[: len(rows)]
+
+    def plan(self, rows: list[Row], width: int = 2) -> tuple:
+        return super().plan(rows, self.model.size[1] if self.model.size else width)
+
+
+class FlexGraphRunner(GraphRunner, FlexRunner):
+    """The same over blocks that are read where they are."""
+
+
+def runner_for(attention: str, cuda_graphs: bool) -> type[Runner]:
+    """The Runner of two settings: attention "copy" or "flex", and whether steps are replayed."""
+    kinds = {"copy": (Runner, GraphRunner), "flex": (FlexRunner, FlexGraphRunner)}
+    return kinds[attention][cuda_graphs]

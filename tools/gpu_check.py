@@ -1,0 +1,499 @@
+"""Is the engine right and fast on this GPU? For whoever has one: one command, ten minutes.
+
+    python tools/gpu_check.py                       all parts, on CUDA; nothing is downloaded
+    python tools/gpu_check.py --list                what the parts are
+    python tools/gpu_check.py --only packed ranks   some of them
+    python tools/gpu_check.py --device cpu --tiny   a rehearsal, without a GPU
+
+Each part runs in a process of its own, as an error of CUDA poisons the process that has it. The
+checks print a JSON line for each way that they have tried, so that what came before a crash is
+kept; the measurements are bench.py's. Every part leaves a record, benchmarks/DEVICE/PART.json: to
+put a measurement into the tables, move it up into benchmarks/, and run `tools/bench.py report`.
+
+Right means, for each way in tools/ways.py: in float32 the very tokens of the slow twin, which has
+no cache and runs on the CPU; in bfloat16, log-probabilities as near to the twin's as ways.NEAR
+says. Slow means less than half of what the device's memory, or its products of matrices, can do.
+Read: main, parts, run; then the checks.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+if __name__ == "__main__":  # a script uses its own checkout, whichever is installed
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from checkpoint import build
+from model import Config
+from packed import form_of
+from quantize import QuantLinear, quantize_model
+from settings import DTYPES, pick_device
+from tools import bench, report, ways
+
+ROOT, RECORDS = report.ROOT, report.RECORDS
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+Row = dict[str, Any]  # "row", its name; "fault", "" where it is as it should be; and figures
+
+
+PROMPT, NEW = 128, 32  # tokens in the parts called latency
+# The options of bench.py's commands, in a rehearsal, and else; and how many seconds they may take.
+# The lengths of throughput are those of nano-vllm's bench.
+OPTIONS = {
+    "latency": (
+        "--prompt-tokens 16 --new-tokens 4 --repeat 1",
+        f"--compile --prompt-tokens {PROMPT} --new-tokens {NEW} --repeat 3",
+        200,
+    ),
+    "throughput": (
+        "--requests 4 --prompt-tokens 8 32 --new-tokens 4 8 --baseline-requests 1",
+        "--compile --requests 256 --prompt-tokens 100 1024 --new-tokens 100 1024 "
+        "--max-num-seqs 256 --max-num-batched-tokens 2304 --baseline-requests 1",
+        200,
+    ),
+    "versus": (
+        "--eager --prompt-tokens 16 --new-tokens 4 --sequences 2 --repeat 1",
+        "--repeat 3 --timeout 120",
+        240,
+    ),
+}
+# What is measured, the most important first: a name, bench.py's command, a shape, more options.
+MEASURED = [
+    ("latency-1b-bfloat16", "latency", "1b", ""),
+    ("throughput", "throughput", "qwen3-0.6b", "--sampling greedy qwen"),
+    ("throughput-flex", "throughput", "qwen3-0.6b", "--attention flex --block-size 128"),
+    (
+        "throughput-graphs",
+        "throughput",
+        "qwen3-0.6b",
+        "--attention flex --block-size 128 --cuda-graphs",
+    ),
+    ("versus", "versus", "1b", "--peers transformers vllm"),
+    ("latency-7b-bfloat16", "latency", "7b", ""),
+    ("latency-1b-int8", "latency", "1b", "--quantize int8"),
+    ("latency-1b-int4", "latency", "1b", "--quantize int4"),
+    ("latency-7b-int8", "latency", "7b", "--quantize int8"),
+    ("latency-7b-int4", "latency", "7b", "--quantize int4"),
+]
+SECONDS = {"compiled": 240, "machine": 60}  # that a check may take, if not 90
+
+
+class Part(NamedTuple):
+    """What to run, and for how many seconds at most; or why it cannot be run here."""
+
+    words: list[str]  # a module of tools/, and its arguments
+    limit: int
+    absent: str = ""
+
+
+def parts(args: argparse.Namespace, found: Row) -> dict[str, Part]:
+    """All parts by name, in order: what is right comes before what is fast.
+
+    Args:
+        found: what the part `machine` says; {}: nothing yet.
+    """
+    common, made = ["--device", args.device], {}
+    for name in CHECKS:
+        words = ["tools.gpu_check", "--part", name, *common, *["--tiny"] * args.tiny]
+        alone = name == "ranks" and args.device == "cuda" and found.get("gpus", 2) < 2
+        made[name] = Part(words, SECONDS.get(name, 90), "there is one GPU" if alone else "")
+    for name, command, shape, more in MEASURED:
+        few, many, limit = OPTIONS[command]
+        words = f"tools.bench {command} {few if args.tiny else many} {more}".split()
+        words += ["--checkpoint", str(ways.DRAFT)] if args.tiny else ["--shape", shape]
+        batches = [1, 2] if args.tiny else that_fit(bench.SHAPES[shape], found.get("free_gb"))
+        if command == "latency":
+            words += ["--batch", *map(str, batches)]
+        if command == "versus" and args.vllm_python:
+            words += ["--vllm-python", str(args.vllm_python.absolute())]
+        if command == "versus" and args.gpt_fast:
+            words += ["--gpt-fast", str(args.gpt_fast.absolute())]
+        words += ["--dtype", "bfloat16", "--json", *common]
+        absent = "" if batches else "its weights do not fit into the free memory"
+        if "--cuda-graphs" in words and args.device != "cuda":
+            absent = "it needs CUDA"
+        if not args.tiny or shape != "7b":
+            made[name] = Part(words, limit, absent)
+    return made
+
+
+def that_fit(config: Config, free_gb: float | None) -> list[int]:
+    """How many sequences to run at once: as many of these as have room for their keys and values,
+    and leave some for the rest."""
+    with torch.device("meta"):
+        used = 2 * sum(parameter.numel() for parameter in build(config).parameters())
+    token = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    batches = []
+    for batch in (1, 8, 32, 256):  # each has a cache of its own at the same time
+        used += batch * (PROMPT + NEW + 64) * token
+        if free_gb is None or used < 0.7e9 * free_gb:
+            batches.append(batch)
+    return batches
+
+
+# --- The checks -----------------------------------------------------------------------------------
+
+
+def machine(device: str, tiny: bool) -> Iterator[Row]:
+    """What there is."""
+    where = torch.device(device)
+    about = bench.provenance(where, argparse.Namespace(words=[], checkpoint=None, shape=""))
+    found: Row = {"row": about["hardware"], "versions": about["versions"], "gpus": 0}
+    if device == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        major, minor = torch.cuda.get_device_capability()
+        found |= {
+            "row": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count(),
+            "free_gb": free / 1e9, "total_gb": total / 1e9, "capability": f"{major}.{minor}",
+            "cuda": torch.version.cuda,
+        }  # fmt: skip
+    yield found
+
+
+def attempt(row: Row, measure: Callable[[], tuple[float, list[str]]]) -> Row:
+    """Add to a row how far off it is, what is at fault, and how long that took.
+
+    Args:
+        row: with `near`, how far off it may be.
+        measure: gives how far off it is, and faults.
+    """
+    start, faults = time.perf_counter(), []
+    try:
+        row["off"], faults = measure()
+        if not row["off"] < row["near"]:  # or it is NaN
+            faults = [*faults, f"off by {row['off']:.1e}, more than {row['near']:g}"]
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        at = [f"{Path(f.filename).name}:{f.lineno}" for f in frames if str(ROOT) in f.filename]
+        text = " ".join(str(error).split())[:300]
+        faults = [f"{type(error).__name__} at {at[-1]}: {text}"]
+        if "CUDA error" in text:  # all that follows in this process would fail, too
+            row["fatal"] = True
+    return row | {"fault": "; ".join(faults), "seconds": time.perf_counter() - start}
+
+
+def try_way(case: str, dtype: str, path: str, kind: str, device: str, tiny: bool) -> Row:
+    """Run one way, and compare it with the slow twin."""
+    some = (4, 11) if tiny else ways.FEW  # a short and a long prompt, with guesses in both
+    # PyTorch's product of int4 weights is in bfloat16 on a GPU.
+    rough = "int4" in kind and "compiled" in path and device != "cpu"
+    exact = dtype == "float32" and not rough
+
+    def measure() -> tuple[float, list[str]]:
+        model, options = ways.placed(case, kind, device, DTYPES[dtype])
+        jobs = ways.jobs_of(case, kind)
+        found = (ways.PATHS | ways.REPLAYED)[path](model, [jobs[job] for job in some], **options)
+        return ways.compare(case, kind, some, found, exact)
+
+    near = ways.NEAR["float32" if exact and kind != "int8 cache" else "bfloat16"]
+    return attempt({"row": f"{case}, {dtype}: {path}, {kind}", "near": near}, measure)
+
+
+def tokens(case: str, device: str, tiny: bool) -> Iterator[Row]:
+    """All ways that run eagerly. In bfloat16 not those that guess: their texts are the same."""
+    for dtype in ("float32", "bfloat16"):
+        for path, kind in ways.rows_of(case):
+            guesses = "speculate" in ways.KINDS.get(kind, {})
+            missing = kind == "structure" and not find_spec("llguidance")
+            if not (missing or "compiled" in path or (guesses and dtype == "bfloat16")):
+                yield try_way(case, dtype, path, kind, device, tiny)
+
+
+# What is compiled, and on a GPU, with a static cache, replayed. The first ones matter most.
+COMPILED = [
+    ("trained", "float32", "paged, compiled", "plain"),
+    ("trained", "float32", "compiled", "plain"),
+    *(("trained", "float32", path, "plain") for path in ways.REPLAYED),
+    ("trained", "bfloat16", "compiled", "int8 weights"),
+    ("trained", "bfloat16", "compiled", "int4 weights"),
+    ("experts", "float32", "paged, compiled", "plain"),
+    ("trained", "bfloat16", "paged, compiled", "int8 weights"),
+    ("trained", "bfloat16", "paged, compiled", "int4 weights"),
+    ("sliding", "float32", "compiled", "plain"),
+    ("trained", "float32", "compiled", "int8 cache"),
+    ("trained", "float32", "paged, compiled", "draft"),
+]
+
+
+def compiled(device: str, tiny: bool) -> Iterator[Row]:
+    """Compiled ways, one after another, as long as there is time: each is compiled first."""
+    end = time.monotonic() + 100
+    for row in COMPILED[:1] if tiny else COMPILED:
+        if row[2] in ways.REPLAYED and device != "cuda":
+            continue
+        if time.monotonic() < end:
+            yield try_way(*row, device, tiny)
+        else:
+            yield {"row": ", ".join(row), "late": True}
+
+
+@torch.no_grad()
+def packed(device: str, tiny: bool) -> Iterator[Row]:
+    """Each packed form of a matrix beside its eager twin, for one row and for several."""
+    torch.manual_seed(0)
+    N, K = (256, 128) if tiny else (4096, 2048)
+    for dtype in ("float32", "bfloat16"):
+        for mode in (None, "int8", "int4"):
+            parent = torch.nn.Sequential(torch.nn.Linear(K, N)).to(device, DTYPES[dtype])
+            linear = quantize_model(parent, mode)[0] if mode else parent[0]
+            form = form_of(linear)
+            # PyTorch's product of int4 weights rounds to bfloat16 on a GPU.
+            near = 0.001 if dtype == "float32" and mode != "int4" else 0.02
+            name = f"{dtype}, {mode or 'plain'}: {form.__name__ if form else 'none, as eager'}"
+            yield attempt({"row": name, "near": near}, partial(form_error, linear, form))
+
+
+@torch.no_grad()
+def form_error(linear: torch.nn.Module, form: type | None) -> tuple[float, list[str]]:
+    """How far a form's products are from those in float64, as a share of their spread."""
+    weight = linear.dequantize() if isinstance(linear, QuantLinear) else linear.weight
+    fast, off = form(linear) if form else linear, []
+    for rows in (1, 3, 32, 300):
+        x = torch.randn(rows, weight.shape[1]).to(linear.bias)
+        # On the CPU, as not all devices have float64.
+        exact = [each.cpu().double() for each in (x, weight, linear.bias)]
+        y = torch.nn.functional.linear(*exact)
+        off.append(((fast(x).cpu() - y).square().mean().sqrt() / y.std()).item())
+    return max(off, key=lambda each: math.inf if math.isnan(each) else each), []
+
+
+def ranks(device: str, tiny: bool) -> Iterator[Row]:
+    """Two processes beside one: the same text."""
+    for words in ("--temperature 0", "--seed 1 --num-samples 2")[: 1 if tiny else 2]:
+        script = [str(ROOT / "generate.py"), "--device", device, "--dtype", "float32"]
+        script += ["--max-new-tokens", "40", *words.split()]
+        found = []
+        for launcher in ([sys.executable], TORCHRUN):
+            done = subprocess.run([*launcher, *script], capture_output=True, text=True)
+            sys.stderr.write(done.stderr)
+            found.append((done.returncode, done.stdout))
+        one, two = found
+        same = one == two and one[0] == 0 and len(one[1]) > 20
+        yield {"row": words, "fault": "" if same else f"one gives {one}, two give {two}"}
+
+
+CHECKS: dict[str, Callable[[str, bool], Iterator[Row]]] = {
+    "machine": machine,
+    "packed": packed,
+    **{f"tokens-{case}": partial(tokens, case) for case in ways.CASES},
+    "compiled": compiled,
+    "ranks": ranks,
+}
+
+
+# --- Running them ---------------------------------------------------------------------------------
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; return the exit status: 0 where nothing failed, 1 where something did,
+    2 for an error of use, 130 for Ctrl-C."""
+    args = parse_args(argv)
+    if args.part:
+        torch.set_float32_matmul_precision("highest")  # no TF32
+        for row in CHECKS[args.part](args.device, args.tiny):
+            print(json.dumps(row), flush=True)
+            if "fatal" in row:
+                return 1
+        return 0
+    found = parts(args, {})
+    if args.list:
+        print("\n".join(f"{name:20} at most {part.limit} s" for name, part in found.items()))
+        return 0
+    try:
+        pick_device(args.device)
+        why = ""
+    except ValueError:
+        why = f"there is no {args.device} device here; --device cpu --tiny rehearses without one"
+    unknown = [name for name in args.only if name not in found]
+    if unknown:
+        why = f"--only {' '.join(unknown)}: there is no such part; --list names them"
+    if why:
+        print(f"gpu_check.py: error: {why}", file=sys.stderr)
+        return 2
+    return check(args)
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="gpu_check.py", description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("--device", choices=("cuda", "cpu", "mps"), default="cuda")
+    add("--tiny", action="store_true", help="a rehearsal: few ways, and tiny models")
+    add("--list", action="store_true", help="name the parts, and end")
+    add("--only", nargs="+", default=[], metavar="NAME", help="these parts")
+    add("--minutes", type=float, default=10.0, help="what no longer fits is left out")
+    add("--out", type=Path, help="folder of the records (default: benchmarks/DEVICE)")
+    add("--vllm-python", type=Path, metavar="PATH", help="of the environment that has vLLM")
+    add("--gpt-fast", type=Path, metavar="PATH", help="a clone of gpt-fast")
+    add("--part", choices=CHECKS, help="run one check in this process: a JSON line for each way")
+    return parser.parse_args(argv)
+
+
+TOO_SHORT = 10  # seconds that are left: too few to begin another part
+
+
+class Outcome(NamedTuple):
+    """What came of a part."""
+
+    status: str  # "passed", "failed" or "skipped"
+    text: str  # in a line
+    rows: list[Row]  # what it printed
+    lines: tuple[str, ...] = ()  # what else is to be read: faults, or its last words
+
+
+def check(args: argparse.Namespace) -> int:
+    """Run the parts, print what comes of them, and return the exit status."""
+    end, found, folder = time.monotonic() + 60 * args.minutes, {}, args.out
+    outcomes: dict[str, Outcome] = {}
+    slow: list[str] = []
+    status = 0
+    try:
+        for name in parts(args, {}):
+            if args.only and name not in (*args.only, "machine"):
+                continue
+            part = parts(args, found)[name]
+            print(f"{name:20} ", end="", flush=True)
+            start = time.monotonic()
+            outcomes[name] = outcome = run(part, end - start)
+            seconds = time.monotonic() - start
+            if name == "machine":
+                found = outcome.rows[0] if outcome.rows else {"row": "unknown"}
+                folder = folder or RECORDS / re.sub(r"\W+", "-", found["row"].lower())
+                folder.mkdir(parents=True, exist_ok=True)
+            print(f"{outcome.status}, {seconds:.0f} s: {outcome.text}")
+            for line in (*outcome.lines, *table(part, outcome)):
+                print(f"    {line}")
+            slow += [f"{name}: {line}" for line in slow_rows(outcome)]
+            about = {"part": name, "status": outcome.status, "seconds": round(seconds, 1)}
+            about |= {"text": outcome.text, "lines": outcome.lines}
+            measured = outcome.rows[0] if is_measured(outcome) else {"runs": outcome.rows}
+            record = {"hardware": found["row"]} | about | measured
+            (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    except KeyboardInterrupt:
+        print("interrupted")
+        status = 130
+    print()
+    for kind in ("passed", "failed", "skipped"):
+        names = [name for name, outcome in outcomes.items() if outcome.status == kind]
+        print(f"{kind}: {', '.join(names) or 'nothing'}")
+    print("slow:", "".join(f"\n    {line}" for line in slow) or "nothing")
+    print(f"records: {folder}")
+    return status or any(outcome.status == "failed" for outcome in outcomes.values())
+
+
+def run(part: Part, left: float) -> Outcome:
+    """Run a part in a process of its own, for as long as it may, or as is left."""
+    if part.absent:
+        return Outcome("skipped", part.absent, [])
+    if left < TOO_SHORT:
+        return Outcome("skipped", "no time is left; --minutes gives more", [])
+    limit = min(part.limit, left)
+    env = os.environ | {"HF_HUB_OFFLINE": "1"}
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *part.words], cwd=ROOT, env=env, stdout=out, stderr=log,
+            start_new_session=True,
+        )  # fmt: skip
+        status = None
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = process.wait(limit)
+        finally:
+            close(process)
+        out.seek(0)
+        log.seek(0)
+        rows = [json.loads(line) for line in out if line.startswith("{") and line.endswith("}\n")]
+        said = [line.rstrip()[:300] for line in log if line.strip()]
+    return verdict(rows, said[-5:], status, f"within {limit:.0f} s", limit < part.limit)
+
+
+def verdict(
+    rows: list[Row], said: list[str], status: int | None, time_given: str, is_short: bool
+) -> Outcome:
+    """Say what came of a part.
+
+    Args:
+        said: the last lines of its stderr.
+        status: its exit status; None: it did not end in time.
+        is_short: whether that time was less than it may have, as others had taken the rest.
+    """
+    faults = [f"{row['row']}: {row['fault']}" for row in rows if row.get("fault")]
+    late = sum("late" in row for row in rows)
+    text = f"{len(rows) - len(faults) - late} of {len(rows)} as they should be"
+    text += f", {late} had no time" if late else ""
+    compared = [row for row in rows if "off" in row]
+    for near in sorted({row["near"] for row in compared}):
+        most = max(row["off"] for row in compared if row["near"] == near)
+        text += f"; off by {most:.1e} at most, may be {near:g}"
+    if rows and "runs" in rows[0]:
+        text = "; ".join(rows[0].get("notes", [])) or "measured"
+    if status is None and is_short and not faults:
+        return Outcome("skipped", f"the time was up, after {len(rows)} ways", rows)
+    if status is None or status or not rows:
+        how = f"no end {time_given}" if status is None else f"exit status {status}"
+        return Outcome("failed", f"{how}; {text}", rows, (*faults, *said))
+    return Outcome("failed" if faults else "passed", text, rows, (*faults,))
+
+
+def close(process: subprocess.Popen) -> None:
+    """End a part and all that it has started: gently at first, as it may have files to remove, or
+    ranks to end."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):  # nobody is left
+            os.killpg(process.pid, number)
+            for _ in range(100):
+                process.poll()
+                os.killpg(process.pid, 0)
+                time.sleep(0.1)
+    process.wait()
+
+
+def is_measured(outcome: Outcome) -> bool:
+    """Whether its only row is a record of bench.py's."""
+    return bool(outcome.rows) and "runs" in outcome.rows[0]
+
+
+LIMITS = {"read_limit_gb_s": "read limit, GB/s", "gemm_peak_tflop_s": "GEMM peak, TFLOP/s"}
+
+
+def table(part: Part, outcome: Outcome) -> Iterator[str]:
+    """The figures of a measurement, with the titles that they have in benchmarks/README.md."""
+    if not is_measured(outcome):
+        return
+    for label, row in outcome.rows[0]["runs"].items():
+        titles = (report.COLUMNS[part.words[1]] | LIMITS).items()
+        cells = [f"{title} {report.number(row[key][0])}" for key, title in titles if key in row]
+        yield f"{label}: {', '.join(cells)}"
+
+
+def slow_rows(outcome: Outcome) -> Iterator[str]:
+    """Where less than half was reached of what memory or products of matrices allow, or of what
+    another engine does. A prompt that is short reads more than it multiplies."""
+    if not is_measured(outcome):
+        return
+    for label, row in outcome.rows[0]["runs"].items():
+        few = "prefill_tok_s" in row and row["prefill_tok_s"][0] * row["first_token_s"][0] < 1000
+        for key, (median, *_) in row.items():
+            of_limit = key == "of_read_limit" or (key == "of_gemm_peak" and not few)
+            if of_limit and median < 0.5:
+                yield f"{label}: {median:.2f} {key.replace('_', ' ')}"
+            if key.endswith("_times") and median > 2:
+                yield f"{label}: {key.removesuffix('_times')} is {median:.1f} times as fast"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,465 @@
+"""Every way to run a model, and the slow twin that says what must come out.
+
+tests/test_equivalence.py compares them on a CPU, gpu_check.py on a GPU. A way takes a model and
+jobs, a prompt's ids and its SamplingParams each, and returns each job's tokens. A new fast path
+adds one entry to PATHS, or to ENGINES where the scheduler runs it: the options of its Engine. ROWS
+says which of them run with what else. Where guesses are sampled they use other random numbers;
+there the slow twin guesses too, see plain. Read: plain, PATHS, ENGINES, ROWS, kind_of.
+"""
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from checkpoint import build, load_model
+from flex import FlexRunner
+from generate import generate
+from kv_cache import StaticCache
+from model import Config, Transformer
+from packed import compile_model
+from quantize import QuantLinear, quantize_model
+from sampling import SamplingParams, Sequence, Token, distribution, draw
+from scheduler import Engine, Guess, Request
+from speculative import GUESS, DraftModel, Guesser, NGram, lookup
+from tokenizer import Tokenizer
+from tools.books import audit
+from tools.cuda_graphs import FlexGraphRunner, GraphRunner
+
+DRAFT = Path(__file__).resolve().parent.parent / "checkpoints" / "shakespeare-draft"
+PROMPTS = ("", "ROMEO:\n", "To be, or not to be, that is the question:\n" * 2)
+EVERYTHING = SamplingParams(
+    temperature=1.2, top_k=40, top_p=0.9, min_p=0.02, repetition_penalty=1.1, presence_penalty=0.3,
+    frequency_penalty=0.2, logit_bias={20: 2.0}, seed=-5, max_tokens=13, ignore_eos=True,
+    logprobs=0,
+)  # fmt: skip
+PLAIN = SamplingParams(temperature=0, max_tokens=13, logprobs=0)
+SETTINGS = [
+    PLAIN,
+    # Below zero, so that the text repeats itself: there n-grams are right now and then.
+    replace(PLAIN, temperature=0.9, top_p=0.95, frequency_penalty=-1.0, seed=7),
+    EVERYTHING,
+    replace(EVERYTHING, temperature=0, frequency_penalty=-2.0),
+    # What Qwen suggests: no penalties, so all is up to the filters.
+    replace(PLAIN, temperature=0.6, top_k=20, top_p=0.95, seed=3),
+]
+STRUCTURE = {"regex": "[A-Za-z ,]{9,}"}
+BLOCK = 4
+Job = tuple[list[int], SamplingParams]
+Tokens = list[list[Token]]  # of each job
+
+
+# --- The slow twin --------------------------------------------------------------------------------
+
+
+def logits_of(model: Transformer, ids: list[int]) -> Tensor:
+    """Without a cache: (T, V)."""
+    tokens = torch.tensor([ids], device=model.device)
+    return model(tokens, torch.arange(len(ids), device=model.device)[None])[0]
+
+
+@torch.no_grad()
+def plain(
+    model: Transformer, sequence: Sequence, draft: Transformer | None = None, speculate: int = 0
+) -> Sequence:
+    """No cache, one sequence: guess, run all there is, verify. Without guesses that is forward,
+    sample, append. Returns the sequence."""
+
+    guesser = Guesser(speculate)
+    while not sequence.finish_reason:
+        count = guesser.count(sequence)
+        text = "".join(map(chr, sequence.ids))
+        ids = [] if draft else [*map(ord, lookup(text, count))]
+        guess = sequence.guess = Guess(ids, [1.0] * len(ids))
+        for _ in range(count if draft else 0):
+            ahead = sequence.ahead(guess.ids)
+            q = distribution(logits_of(draft, sequence.ids + guess.ids)[-1:], [ahead])
+            i = draw(q, torch.tensor([ahead.uniform(GUESS)], dtype=torch.float64)).item()
+            guess.ids.append(i)
+            guess.q.append(q[0, i].item())
+            guess.probs.append(q[0])
+        logits = logits_of(model, sequence.ids + guess.ids)[-1 - len(guess.ids) :]
+        for token in guesser.verify(logits, [sequence])[0]:
+            if not sequence.finish_reason:
+                sequence.append(token)
+    return sequence
+
+
+# --- The ways -------------------------------------------------------------------------------------
+
+
+def run_plain(model: Transformer, jobs: list[Job]) -> Tokens:
+    """The slow twin itself, which is a way to run wherever the twin is on another device."""
+    return [plain(model, Sequence(*job, model.config)).tokens for job in jobs]
+
+
+def run_alone(
+    model: Transformer, jobs: list[Job], chunk: int = 512, kv_dtype: str = "auto"
+) -> Tokens:
+    results = []
+    for ids, wish in jobs:
+        sequence = Sequence(ids, wish, model.config)
+        slabs = StaticCache(model, 1, sequence.max_len, kv_dtype)
+        results.append(list(generate(model, sequence, slabs, chunk)))
+    return results
+
+
+def run_compiled(model: Transformer, jobs: list[Job], kv_dtype: str = "auto") -> Tokens:
+    return run_alone(compiled_twin(model, 1, kv_dtype), jobs, kv_dtype=kv_dtype)
+
+
+@cache
+def compiled_twin(model: Transformer, *kind: Any) -> Transformer:
+    """A compiled copy: compile_model changes a model in place."""
+    model = copy.deepcopy(model)
+    compile_model(model, *kind)
+    return model
+
+
+def make(
+    model: Transformer, draft: Transformer | None = None, speculate: int = 0, **limits: Any
+) -> Engine:
+    guesser = NGram(speculate) if speculate else None
+    if draft:
+        guesser = DraftModel(draft, speculate, model.config.vocab_size)
+    return Engine(model, proposer=guesser, **{"block_size": BLOCK, "num_blocks": 640} | limits)
+
+
+def finish(engine: Engine, requests: list[Request]) -> Tokens:
+    while engine.queue:
+        engine.step()
+        audit(engine)
+    assert len(engine.pool.available) == engine.pool.num_blocks
+    assert sum(engine.proposer.offered) or not engine.proposer.k
+    return [request.outputs[0].tokens for request in requests]
+
+
+def run_engine(model: Transformer, jobs: list[Job], **options: Any) -> Tokens:
+    """All prompts at once through the scheduler."""
+    engine = make(model, **options)
+    return finish(engine, [engine.add_request(*job) for job in jobs])
+
+
+def run_compiled_engine(
+    model: Transformer, jobs: list[Job], draft: Transformer | None = None,
+    kv_dtype: str = "auto", **options: Any,
+) -> Tokens:  # fmt: skip
+    model, draft = (each and compiled_twin(each, None, kv_dtype) for each in (model, draft))
+    return run_engine(model, jobs, draft=draft, kv_dtype=kv_dtype, **options)
+
+
+def run_small(
+    model: Transformer, jobs: list[Job], seqs: int = 3, size: int = 2, speculate: int = 0,
+    **options: Any,
+) -> Tokens:  # fmt: skip
+    """A budget that `size` tokens of prompts share. One at a time, these are their chunks."""
+    budget = max(seqs * (1 + speculate) + size * (seqs > 1), size)
+    options |= {"max_num_seqs": seqs, "max_num_batched_tokens": budget, "speculate": speculate}
+    return run_engine(model, jobs, **options)
+
+
+def run_prefix_cached(model: Transformer, jobs: list[Job], **options: Any) -> Tokens:
+    """The second time, all but the ends of the prompts is found in the cache."""
+    engine = make(model, **options)
+    for _ in range(2):
+        cached = engine.stats["prefix_cache_hits"]
+        results = finish(engine, [engine.add_request(*job) for job in jobs])
+    whole = sum((len(ids) - 1) // BLOCK for ids, _ in jobs)
+    assert engine.stats["prefix_cache_hits"] - cached == whole * BLOCK > 0
+    return results
+
+
+def run_preempted(model: Transformer, jobs: list[Job], **options: Any) -> Tokens:
+    """A pool that holds the longest sequence and little more, with what is cached thrown away."""
+    longest = max(len(ids) + wish.max_tokens for ids, wish in jobs)
+    engine = make(model, num_blocks=-(-longest // BLOCK) + 1, **options)
+    results = finish(engine, [engine.add_request(*job) for job in jobs])
+    assert engine.stats["num_preemptions"] > 0
+    return results
+
+
+def run_forked(model: Transformer, jobs: list[Job], **options: Any) -> Tokens:
+    """n > 1: the continuations share the prompt's blocks, the last of them partly filled. The
+    continuation i of the seed - i has the seed that was asked for."""
+    engine, requests = make(model, **options), []
+    for i, (ids, wish) in enumerate(jobs):
+        seed = None if wish.seed is None else wish.seed - i % 3
+        requests.append(engine.add_request(ids, replace(wish, n=3, seed=seed)))
+    finish(engine, requests)
+    return [request.outputs[i % 3].tokens for i, request in enumerate(requests)]
+
+
+def run_scored(model: Transformer, jobs: list[Job], **options: Any) -> Tokens:
+    """With the log-probabilities of the prompts, whose tokens come first."""
+    engine = make(model, **options)
+    jobs = [(ids, replace(wish, prompt_logprobs=True)) for ids, wish in jobs]
+    requests = [engine.add_request(*job) for job in jobs]
+    outputs = finish(engine, requests)
+    return [request.prompt + tokens for request, tokens in zip(requests, outputs)]
+
+
+def run_beside_aborted(model: Transformer, jobs: list[Job], **options: Any) -> Tokens:
+    """Neighbours that begin alike, and are aborted at different points."""
+    engine = make(model, max_num_seqs=8, max_num_batched_tokens=64, **options)
+    doomed = [engine.add_request([*ids, 5], wish) for ids, wish in jobs]
+    requests = [engine.add_request(*job) for job in jobs]
+    doomed += [engine.add_request(ids[:-1] or [7], wish) for ids, wish in jobs]
+    for request in doomed:
+        engine.step()
+        engine.abort(request)
+        audit(engine)
+    return finish(engine, requests)
+
+
+Way = Callable[..., Tokens]
+PATHS: dict[str, Way] = {
+    "no cache": run_plain,
+    "static cache": run_alone,
+    "prompt in chunks of 1": partial(run_alone, chunk=1),
+    "prompt in chunks of 7": partial(run_alone, chunk=7),
+    "compiled": run_compiled,
+    **{f"paged, chunks of {n}": partial(run_small, seqs=1, size=n) for n in (1, 3, BLOCK, 7)},
+}
+ENGINES: dict[str, Way] = {
+    "paged, alone": partial(run_small, seqs=1, size=512),
+    "paged, batched": run_engine,
+    "paged, batched, small budget": run_small,
+    "paged, chunks of 5": partial(run_small, seqs=1, size=BLOCK + 1),
+    "prefix cached": run_prefix_cached,
+    "preempted": run_preempted,
+    "n = 3": run_forked,
+    "beside aborted neighbours": run_beside_aborted,
+    "prompts scored": run_scored,
+    "paged, compiled": run_compiled_engine,
+    # A GPU's kernel wants large blocks.
+    "paged, followed": partial(run_engine, runner=FlexRunner, block_size=128, num_blocks=40),
+}
+PATHS |= ENGINES
+# These need CUDA.
+REPLAYED: dict[str, Way] = {
+    "paged, replayed": partial(run_engine, runner=GraphRunner),
+    "paged, followed, replayed": partial(
+        run_engine, runner=FlexGraphRunner, block_size=128, num_blocks=40
+    ),
+}
+
+
+# --- What runs on them ----------------------------------------------------------------------------
+
+
+Case = tuple[Transformer, list[list[int]]]  # a model, and prompts
+
+
+@cache
+def trained() -> Case:
+    """The smaller bundled model: its confident predictions make ties of rounding unlikely."""
+    tokenizer = Tokenizer(DRAFT)
+    return load_model(DRAFT, dtype=torch.float32), [tokenizer.encode(p) for p in PROMPTS]
+
+
+@cache
+def sliding() -> Case:
+    """Random weights with what the bundled model has not: windows, q/k norm, biases, untied."""
+    torch.manual_seed(0)
+    config = Config(
+        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=1, head_dim=32, windows=(5, None, 5),
+        qkv_bias=True, qk_norm=True,
+    )  # fmt: skip
+    return rounded(build(config)), [torch.randint(128, (n,)).tolist() for n in (1, 9, 40)]
+
+
+@cache
+def experts() -> Case:
+    """A layer with one MLP, and two with six of which a token passes through two."""
+    torch.manual_seed(1)
+    config = Config(
+        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=6,
+        num_experts_per_tok=2, moe_intermediate_size=64, mlp_only_layers=[0],
+    )  # fmt: skip
+    return rounded(build(config)), [torch.randint(128, (n,)).tolist() for n in (1, 9, 40)]
+
+
+@cache
+def draft_of(model: Transformer) -> Transformer:
+    """All layers but the last: right now and then."""
+    layers = model.config.num_hidden_layers - 1
+    config = replace(model.config, num_hidden_layers=layers, windows=model.config.windows[:layers])
+    draft = build(config)
+    draft.load_state_dict(model.state_dict(), strict=False)
+    return draft
+
+
+@cache
+def quantised(model: Transformer, mode: str) -> Transformer:
+    return quantize_model(copy.deepcopy(model), mode, group_size=32)
+
+
+@cache
+def dequantised(model: Transformer) -> Transformer:
+    """The plain twin of a quantised model."""
+    twin = copy.deepcopy(model)
+    for module in twin.modules():
+        if isinstance(module, QuantLinear):
+            module.forward = partial(F.linear, weight=module.dequantize(), bias=module.bias)
+    return twin
+
+
+def rounded(model: Transformer) -> Transformer:
+    """With weights that bfloat16 holds as they are, so that one twin serves both dtypes."""
+    for parameter in model.requires_grad_(False).parameters():
+        parameter.copy_(parameter.bfloat16())
+    return model
+
+
+CASES: dict[str, Callable[[], Case]] = {"trained": trained, "sliding": sliding, "experts": experts}
+KINDS: dict[str, dict[str, Any]] = {
+    "n-gram": {"speculate": 4}, "draft": {"speculate": 4}, "itself, quantised": {"speculate": 3},
+    "int8 cache": {"kv_dtype": "int8"},
+}  # fmt: skip
+WAYS = ("static cache", "compiled", "paged, batched", "paged, compiled")
+ROWS = [  # the way, and what else is asked of it
+    *((path, "plain") for path in PATHS),
+    *((path, guess) for path in ENGINES for guess in ("draft", "n-gram")),
+    *((path, "itself, quantised") for path in ("paged, alone", "paged, batched")),
+    *((path, "int8 cache") for path in (*WAYS, "preempted", "n = 3", "paged, followed")),
+    *((path, weights) for path in WAYS for weights in ("int8 weights", "int4 weights")),
+    *((path, "structure") for path in ("paged, batched", "preempted", "n = 3")),
+]
+FEW = (0, 4, 8, 11, 12)  # each prompt and each setting: one after another, all of them take long
+
+
+def rows_of(case: str) -> list[tuple[str, str]]:
+    """The rows of a case: structures need a tokenizer, and compiling takes long."""
+    if case == "trained":
+        return ROWS
+    return [(path, kind) for path, kind in ROWS
+            if kind == "plain" or not (kind == "structure" or "compiled" in path)]  # fmt: skip
+
+
+@cache
+def kind_of(case: str, kind: str) -> tuple[Transformer, dict[str, Any]]:
+    """The model, and the options of its ways, on the CPU in float32."""
+    model, _ = CASES[case]()
+    options = dict(KINDS.get(kind, {}))
+    if kind == "draft":
+        options["draft"] = draft_of(model)
+    if kind == "itself, quantised":
+        options["draft"] = quantised(model, "int8")
+    if kind == "structure":
+        options["matcher"] = matcher_of(model)
+    return quantised(model, kind.split()[0]) if "weights" in kind else model, options
+
+
+def matcher_of(model: Transformer) -> Callable[[dict[str, Any]], Any]:
+    """What an Engine compiles structures with."""
+    from structured import matcher
+
+    return partial(matcher, Tokenizer(DRAFT), model.config)
+
+
+@cache
+def placed(case: str, kind: str, device: str, dtype: torch.dtype) -> tuple[Transformer, dict]:
+    """The same on another device, and in another dtype."""
+
+    def move(model: Transformer) -> Transformer:
+        model = copy.deepcopy(model).to(device)
+        for parameter in model.parameters():  # not buffers: scales stay float32
+            parameter.data = parameter.data.to(dtype)
+        return model
+
+    model, options = kind_of(case, kind)
+    draft = {"draft": move(options["draft"])} if "draft" in options else {}
+    return move(model), options | draft
+
+
+@cache
+def jobs_of(case: str, kind: str = "plain") -> list[Job]:
+    """Every prompt with every setting."""
+    more = {"structured_outputs": STRUCTURE} if kind == "structure" else {}
+    return [(ids, replace(wish, **more)) for wish in SETTINGS for ids in CASES[case]()[1]]
+
+
+@cache
+def expected(case: str, kind: str, job: int) -> Sequence:
+    """What the slow twin makes of a job: of guesses greedily the same as without them."""
+    (model, options), (ids, wish) = kind_of(case, kind), jobs_of(case, kind)[job]
+    options = dict(options)
+    sequence = Sequence(ids, wish, model.config)
+    if kind == "int8 cache":
+        cache = StaticCache(model, 1, sequence.max_len, "int8")
+        list(generate(model, sequence, cache))
+        return sequence
+    if kind == "structure":
+        sequence.matcher = options.pop("matcher")(STRUCTURE)
+    return plain(twin_of(case, kind), sequence, **options if wish.temperature > 0 else {})
+
+
+# --- The comparison -------------------------------------------------------------------------------
+
+
+# How far log-probabilities may be off, see compare. A CPU's are up to 1e-6, and 0.015; where one
+# key is not seen that should be, 0.14.
+NEAR = {"float32": 1e-4, "bfloat16": 0.05}
+
+
+def compare(
+    case: str, kind: str, some: Iterable[int], found: Tokens, exact: bool = True
+) -> tuple[float, list[str]]:
+    """Compare the tokens of some jobs with the slow twin's, and their log-probabilities with what
+    the twin gives to the same text.
+
+    Args:
+        exact: whether the tokens must be the twin's; in bfloat16 they need not be.
+
+    Returns:
+        How far the log-probabilities are off: the root mean square of the differences, as a share
+        of the standard deviation of the twin's. And a line for each job with other tokens.
+    """
+    ours, theirs, faults = [], [], []
+    for job, tokens in zip(some, found, strict=True):
+        want = expected(case, kind, job)
+        text = [token.id for token in tokens]
+        if tokens[0].logprob is not None:  # else it begins with the prompt
+            text = want.ids[: want.prompt_len] + text
+        if exact and text != want.ids:
+            faults.append(first_difference(case, kind, want, text, job))
+        logprobs = [token.logprob for token in tokens if token.logprob is not None]
+        ours += logprobs
+        theirs += score(case, kind, tuple(text))[-len(logprobs) :]
+    ours, theirs = torch.tensor(ours), torch.tensor(theirs)
+    return ((ours - theirs).square().mean().sqrt() / theirs.std()).item(), faults
+
+
+def first_difference(case: str, kind: str, want: Sequence, text: list[int], job: int) -> str:
+    """Say where a text leaves the slow twin's; and how near to a tie that was where the likeliest
+    token was wanted: what is as near as rounding need not be a fault."""
+    ids = want.ids
+    place = next((i for i, (a, b) in enumerate(zip(ids, text)) if a != b), min(len(ids), len(text)))
+    line = f"job {job}: token {place} of {len(text)} is not that of {len(ids)}"
+    if want.params.temperature == 0 and want.prompt_len <= place < min(len(ids), len(text)):
+        theirs = score(case, kind, (*ids[: place + 1],))[-1]
+        ours = score(case, kind, (*ids[:place], text[place]))[-1]
+        line += f", which is {theirs - ours:.1e} likelier (of log-probability, before any setting)"
+    return line
+
+
+def twin_of(case: str, kind: str) -> Transformer:
+    """The slow twin's model."""
+    model, _ = kind_of(case, kind)
+    return dequantised(model) if "weights" in kind else model
+
+
+@cache
+@torch.no_grad()
+def score(case: str, kind: str, ids: tuple[int, ...]) -> list[float]:
+    """The slow twin's log-probability of each token but the first."""
+    logprobs = logits_of(twin_of(case, kind), [*ids]).log_softmax(-1)
+    return logprobs[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
