@@ -10,7 +10,7 @@ from lesson import Count, Lesson, durations, run
 import torch
 
 from model import Transformer
-from tools.measure import bytes_per_step, read_bandwidth
+from tools.measure import bytes_per_step
 
 
 def write(model: Transformer, ids: list[int], count: int) -> Iterator[int]:
@@ -52,7 +52,7 @@ def chapter(lesson: Lesson) -> dict[str, int]:
         {"recompute": whole, "each as if alone": least},
     )
     if not lesson.small:
-        read, speed = bytes_per_step(model, 0), read_bandwidth(model.device)
+        read, speed = bytes_per_step(model, 0), lesson.bandwidth / 1e9
         lesson.say(
             f"\nOne token alone takes {alone:.0f} ms. It reads {read / 1e6:.0f} MB of weights."
         )

@@ -27,7 +27,8 @@ def settle(
     """What every setting makes of the logits of one token: (V,) -> (V,) probabilities."""
     probs, ids = (logits / temperature).softmax(-1).sort(descending=True)  # likeliest first
     probs[top_k or len(probs) :] = 0
-    probs[probs.cumsum(0) - probs >= top_p * probs.sum()] = 0  # where those before are enough
+    if top_p < 1:  # at 1 all stay, whatever their sum is rounded to
+        probs[probs.cumsum(0) - probs >= top_p * probs.sum()] = 0  # those before are enough
     probs[probs < min_p * probs[0]] = 0
     return torch.zeros_like(probs).scatter(0, ids, probs / probs.sum())
 
@@ -46,8 +47,7 @@ def chapter(lesson: Lesson) -> dict[str, int]:
         strips[name] = parts_strip(probs[likeliest].tolist(), 60)
         kept[name] = int((probs > 0).sum())
     legend = {a: tokenizer.piece(i) for a, i in zip(LETTERS, likeliest)} | {".": "others"}
-    title = "what follows 'JULIET: O, my': a letter for each 60th of the chances"
-    lesson.rows(title, strips, legend)
+    lesson.rows("what follows 'JULIET: O, my': a letter is a 60th of the chances", strips, legend)
     lesson.say("  tokens left: " + ", ".join(f"{name}: {n}" for name, n in kept.items()))
     lesson.say(f"  settings under which the engine's sampler gives something else: {wrong}")
     # 2) draws by counter: random number i of a seed is computed, and no generator is kept

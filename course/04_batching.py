@@ -3,6 +3,7 @@
 python course/04_batching.py
 """
 
+import math
 import time
 from collections.abc import Callable
 
@@ -31,12 +32,14 @@ class Job:
 
 def serve(model: Transformer, jobs: list[Job], may_join: Callable[[int], int]) -> None:
     """The loop of chapter 1 for many: who has not ended runs what the cache lacks."""
+    # The engine's cache, in so few and large blocks that each is a slab: a place for one sequence.
     runner, free = Runner(model, SLOTS, CAPACITY), [*range(SLOTS)]
     waiting, running, start = [*jobs], [], time.perf_counter()
     while waiting or running:
         for _ in range(min(may_join(len(running)), len(waiting))):
             running.append(waiting.pop(0))
             running[-1].slot = free.pop()
+        # A row: where its keys and values are kept, the position of its first new token, and these.
         rows = [Row([job.slot], job.done, job.ids[job.done :]) for job in running]
         for job, logits in zip(running, runner.forward(rows)):  # (V,) each
             job.done, job.left = len(job.ids), job.left - 1
@@ -52,13 +55,15 @@ def chapter(lesson: Lesson) -> dict[str, int]:
     serve(model, [Job(prompts[0][:], 2)], POLICIES["continuous"])  # the first forward allocates
     count, forwards, took, texts, came = Count(model), {}, {}, [], {}
     # 1) the same eight requests, which come all at once, under each policy
-    for name, may_join in POLICIES.items():
+    for name, may_join in [*POLICIES.items()] * 2:  # twice: the better time of each
         jobs = [Job(ids[:], new) for ids, new in zip(prompts, NEW)]
         serve(model, jobs, may_join)
-        took[name] = max(job.times[-1] for job in jobs)
         forwards[name] = count.take().forwards
         texts.append([job.ids for job in jobs])
-        came[name] = {f"{i} ({NEW[i]})": job.times for i, job in enumerate(jobs)}
+        end = max(job.times[-1] for job in jobs)
+        if end < took.get(name, math.inf):
+            took[name] = end
+            came[name] = {f"{i} ({NEW[i]})": job.times for i, job in enumerate(jobs)}
     # 2) who waits, on one scale for all
     longest = max(took.values())
     for name, rows in came.items():
@@ -66,14 +71,13 @@ def chapter(lesson: Lesson) -> dict[str, int]:
         lesson.timeline(title, rows, longest)
     # 3) what it comes to; the ideal is that a forward costs the same with four as with one
     alone, full = took["one at a time"], took["continuous"]
-    ideal = {"static batches": alone / SLOTS, "continuous": alone / SLOTS}
     lesson.bars("forwards", forwards, sum(NEW) / SLOTS)
-    lesson.bars("seconds until all have ended", took, ideal)
+    lesson.bars("seconds until all have ended", took, alone / SLOTS)
     dear = full / forwards["continuous"] / (alone / forwards["one at a time"])
     lesson.say(f"\nOn average a forward takes {dear:.2f} times as long as that of one sequence.")
     if full > 0.8 * alone:
         lesson.say("Little effect: here computing takes the time, and not reading the weights.")
-    return forwards | {"same": texts[0] == texts[1] == texts[2]}
+    return forwards | {"same": all(text == texts[0] for text in texts)}
 
 
 if __name__ == "__main__":

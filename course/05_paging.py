@@ -47,7 +47,7 @@ def chapter(lesson: Lesson) -> dict[str, int]:
     prefix = random_ids(model, PREFIX)
     prompts = [prefix + random_ids(model, OWN) for _ in range(24)]
     ways = {"slabs": (ROOM, False), "blocks": (SIZE, False), "shared": (SIZE, True)}
-    fits, strips = {}, {}
+    fits, strips, most, took, computed = {}, {}, {}, {}, {}
     for name, (size, share) in ways.items():
         tables = admit(prompts, size, share)
         fits[name] = len(tables)
@@ -57,16 +57,17 @@ def chapter(lesson: Lesson) -> dict[str, int]:
     lesson.bars("requests that fit at once", fits, SLOTS / (PREFIX + OWN + NEW), digits=2)
     # 2) the engine with each: a block as large as a slab is a slab; salts keep prefixes apart
     params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
-    took, most, computed = {}, {}, {}
-    for name, (size, share) in ways.items():
+    for name, (size, share) in [*ways.items()] * 2:  # twice: the better time of each
         engine = Engine(model, block_size=size, num_blocks=SLOTS // size, max_seq_len=ROOM)
         for i, ids in enumerate(prompts[: lesson.pick(12, 8)]):
             engine.add_request(ids, params, cache_salt=None if share else f"of request {i}")
             if i == 0:
                 engine.step()  # the first has come before: what all share is known
-        most[name], took[name] = drain(engine)
+        most[name], seconds = drain(engine)
+        took[name] = min(seconds, took.get(name, seconds))
         computed[name] = engine.stats["computed_tokens"]
-        lesson.say(f"the engine, {name}: {most[name]} at once, {computed[name]:,} tokens computed")
+    for name, n in computed.items():
+        lesson.say(f"the engine, {name}: {most[name]} at once, {n:,} tokens computed")
     lesson.bars("seconds until all have ended", took)
     # 3) a tiny pool, step by step: prefix reuse, a fork, a copied block, preemption
     model = lesson.random_model(tiny=True)
@@ -75,8 +76,7 @@ def chapter(lesson: Lesson) -> dict[str, int]:
     lesson.say("\nBlocks of 4 tokens, 11 tokens a step. A wants two texts; B begins as A does.")
     engine.add_request(prompt, SamplingParams(temperature=1, seed=1, max_tokens=6, n=2))
     engine.add_request([*prompt[:8], 1, 2], SamplingParams(temperature=0, max_tokens=8))
-    events = lesson.watch(engine)
-    return {"fits": fits, "most": most, "computed": computed, "events": events}
+    return {"fits": fits, "most": most, "computed": computed, "events": lesson.watch(engine)}
 
 
 if __name__ == "__main__":

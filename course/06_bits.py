@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from model import Transformer
-from packed import pack_linears
+from packed import has_arithmetic, pack_linears
 from quantize import linears, quantize_model
 from tools.measure import bytes_per_step
 
@@ -54,30 +54,30 @@ def chapter(lesson: Lesson) -> dict[str, int]:
     base, levels = perplexity(plain, ids), {}
     lines: dict[str, list[float]] = {"ideal": [base] * len(bits)}
     for name, group in (("one scale a row", None), ("each 64 inputs", 64)):
-        lines[name] = []
         for b in bits:
             model = copy.deepcopy(plain)
             levels[b] = round_linears(model, b, group)
-            lines[name].append(perplexity(model, ids))
+            lines.setdefault(name, []).append(perplexity(model, ids))
     title = f"perplexity on {len(ids)} tokens of Hamlet ({base:.1f} unrounded)"
     lesson.curves(title, bits, lines, "bits", log=True)
     # 2) what it brings: bytes, and with them time, if the processor can read the form
     held, times, limits = {}, {}, {}  # MB, and milliseconds
-    for mode in ("float32", "int8", "int4"):
-        for packed in (False, True):
-            model, name = lesson.random_model(), f"{mode}, packed" if packed else mode
-            if mode != "float32":
-                quantize_model(model, mode, 64)
-            if packed:
-                pack_linears(model)
-            held[name], times[name] = bytes_per_step(model, 0) / 1e6, forward_ms(model)
-            limits[name] = 1e9 * held[name] / lesson.bandwidth
+    whole = lesson.random_model(packed=False)
+    for name in ("float32", "float32, packed", "int8", "int8, packed", "int4", "int4, packed"):
+        mode, _, packed = name.partition(", ")
+        half = name == "int4, packed" and has_arithmetic(torch.bfloat16)  # its fast product's dtype
+        model = copy.deepcopy(whole).to(torch.bfloat16 if half else torch.float32)
+        if mode != "float32":
+            quantize_model(model, mode, 64)
+        if packed:
+            pack_linears(model)
+        held[name], times[name] = bytes_per_step(model, 0) / 1e6, forward_ms(model, repeat=15)
+        limits[name] = 1e9 * held[name] / lesson.bandwidth
     lesson.bars("MB read for a token", held)
     lesson.bars("milliseconds for a token", times, limits)
     for mode in ("int8", "int4"):
         if times[f"{mode}, packed"] > times["float32, packed"]:
-            lesson.say(f"{mode} is no faster here: PyTorch has no fast product for it on this")
-            lesson.say("processor. It saves memory, not time.")
+            lesson.say(f"{mode} is no faster here, as nothing fast multiplies it: it saves memory.")
     return {"levels": levels, "bytes": held, "perplexity": lines["each 64 inputs"], "plain": base}
 
 

@@ -42,25 +42,25 @@ def no_guess(ids: list[int]) -> list[int]:
 def chapter(lesson: Lesson) -> dict[str, int]:
     # 1) what it costs to check: tokens in one forward, behind 64 others
     model, widths = lesson.random_model(), [1, 2, 3, 5, 9, 17, 33]
-    costs = [forward_ms(model, width, past=64) for width in widths]
+    costs = [forward_ms(model, width, 64, repeat=15) for width in widths]
     lines = {"forward": costs, "ideal": costs[:1] * len(widths)}
     lesson.curves("milliseconds of a forward", widths, lines, "tokens checked at once")
     # 2) when it pays: an oracle that knows the text, and errs as often as we want
-    prompt, new, count = random_ids(model, 16), lesson.pick(32, 12), Count(model)
-    truth, without = timed(speculate, model, prompt, new, no_guess)
-    forwards, same = {"no guesses": count.take().forwards}, True
-    shares, speed, ideal = [0.0, 0.25, 0.5, 0.75, 1.0], [], []
-    for share in shares:
-        text, took = timed(speculate, model, prompt, new, oracle(truth, share, K))
-        runs = count.take().forwards
+    prompt, new = random_ids(model, 16), lesson.pick(32, 12)
+    truth, shares = speculate(model, prompt, new, no_guess), [0.0, 0.25, 0.5, 0.75, 1.0]
+    oracles = {f"{share:.0%} right": oracle(truth, share, K) for share in shares}
+    forwards, took, same, count = {}, {}, True, Count(model)
+    for name, guess in [*({"no guesses": no_guess} | oracles).items()] * 3:  # the best of three
+        text, seconds = timed(speculate, model, prompt, new, guess)
+        forwards[name] = count.take().forwards
+        took[name] = min(seconds, took.get(name, seconds))
         same &= text == truth
-        forwards[f"{share:.0%} right"] = runs
-        speed.append(without / took)
-        ideal.append(new / runs)
-    lines = {"measured": speed, "ideal": ideal, "without": [1.0] * len(shares)}
+    speed = {name: took["no guesses"] / took[name] for name in oracles}
+    ideal = [new / forwards[name] for name in oracles]
+    lines = {"measured": [*speed.values()], "ideal": ideal, "without": [1.0] * len(shares)}
     lesson.curves("times as fast as without", shares, lines, "share of guesses that are right")
-    pays = [f"{share:.0%}" for share, times in zip(shares, speed) if times > 1.05]
-    lesson.say(f"With free guesses it pays where these are right: {', '.join(pays) or 'nowhere'}.")
+    pays = ", ".join(name for name, times in speed.items() if times > 1.05) or "nowhere"
+    lesson.say(f"With free guesses it pays at: {pays}.")
     # 3) how often real guesses are right: tokens a forward, of 1 without and 5 at most
     model, tokenizer = lesson.bundled()
     draft, _ = lesson.bundled("shakespeare-draft")

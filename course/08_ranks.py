@@ -12,12 +12,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from checkpoint import build
 from model import MLP
+from packed import pack_linears
 from settings import Ranks
 from tools.bench import SHAPES, random_model
 from tools.measure import bytes_per_step
 
-RANKS = 2
+RANKS, PAST = 2, 2048  # tokens whose keys and values are held, too
+GPU_READS, GPU_SUM = 2e12, 0.01  # assumed: bytes a second of a GPU; ms of a sum between two
 
 
 def shared_mlp(mlp: MLP, x: Tensor, rank: int) -> Tensor:
@@ -40,38 +43,43 @@ def one_rank(lesson: Lesson, place: Ranks) -> dict[str, Any]:
     # 2) a rank's share of the whole model, by tp.shard: what it adds up for a token, and its time
     with watch_sums() as sizes:
         share = random_model(config, torch.float32, place)
+    pack_linears(share)
     token = torch.zeros(1, 1, dtype=torch.long)
     share(token, token)  # token 0 at position 0
-    found = {"apart": apart, "sums": len(sizes), "sum_bytes": sum(sizes)}
+    held = bytes_per_step(share, PAST)
+    found = {"apart": apart, "sums": len(sizes), "sum_bytes": sum(sizes), "mb": held / 1e6}
     one_sum = seconds(lambda: dist.all_reduce(torch.zeros(1, 1, config.hidden_size)), 50)
-    found["sums_ms"] = 1e3 * found["sums"] * one_sum
-    found["ms"] = forward_ms(share, repeat=10)
-    found["mb"] = bytes_per_step(share, 0) / 1e6
-    return found
+    return found | {"sums_ms": 1e3 * found["sums"] * one_sum, "ms": forward_ms(share, repeat=10)}
+
+
+def on_gpus(shape: str) -> dict[str, float]:
+    """Milliseconds for a token that one GPU and several would take, computed from the bytes."""
+    with torch.device("meta"):  # a model without memory
+        model = build(SHAPES[shape]).to(torch.bfloat16)
+    alone = 1e3 * bytes_per_step(model, 0) / GPU_READS
+    sums = 2 * len(model.layers) * GPU_SUM
+    return {f"{shape}, 1 GPU": alone, f"{shape}, {RANKS} GPUs": alone / RANKS + sums}
 
 
 def chapter(lesson: Lesson) -> dict[str, Any]:
     found = lesson.ranks(RANKS, __file__)  # of the first
     lesson.say(f"The feed-forward in shares is the whole one, but for {found['apart']:.1g}.")
-    # 3) the same model whole, in this process, with as many threads as it may have
-    config = lesson.pick(SHAPES["110m"], lesson.tiny)
-    whole = random_model(config, torch.float32, Ranks(torch.device("cpu")))
-    held = {f"each of {RANKS}": found["mb"], "one alone": bytes_per_step(whole, 0) / 1e6}
+    # 3) the same model whole, in this process: what it holds, and its time on as many threads
+    whole = lesson.random_model()
     times = {f"{RANKS} processes, 1 thread each": found["ms"]}
-    for n in sorted({1, torch.get_num_threads()}):
+    for n in (1, RANKS):
         torch.set_num_threads(n)
         times[f"1 process, {n} thread{'s' * (n > 1)}"] = forward_ms(whole, repeat=10)
-    half = held["one alone"] / RANKS
-    lesson.bars("MB of weights that a process holds and reads for a token", held, half)
-    both, alone = found["ms"], times["1 process, 1 thread"]
-    lesson.bars("milliseconds for a token", times, alone / RANKS)
-    lesson.say(f"\nA token takes {found['sums']} sums, {found['sum_bytes'] / 1e3:.0f} kB in all:")
-    lesson.say(f"{found['sums_ms']:.1f} ms by themselves.")
-    if both > 0.9 * alone:
-        lesson.say("No effect: the exchanges, or the memory that both share, take what is saved.")
-    elif both > min(times.values()):
-        lesson.say("It pays, but threads do it better here: they share memory and need no sums.")
-    return found | {"mb": held}
+    mb = {f"each of {RANKS}": found["mb"], "one alone": bytes_per_step(whole, PAST) / 1e6}
+    lesson.bars(f"MB held: weights, and a cache of {PAST:,} tokens", mb, mb["one alone"] / RANKS)
+    lesson.bars("milliseconds for a token, here", times, times["1 process, 1 thread"] / RANKS)
+    each, kb, ms = found["sums"], found["sum_bytes"] / 1e3, found["sums_ms"]
+    lesson.say(f"\nA token takes {each} sums, {kb:.0f} kB in all: {ms:.1f} ms by themselves.")
+    if found["ms"] > min(times.values()):
+        lesson.say("No gain in time here: two threads share one memory, and need no sums.")
+    # 4) what the bytes say of two devices that have a memory each
+    lesson.bars("computed, not measured: ms for a token, bfloat16", on_gpus("110m") | on_gpus("7b"))
+    return found | {"mb": mb}
 
 
 if __name__ == "__main__":

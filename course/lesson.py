@@ -37,6 +37,7 @@ import tp
 from checkpoint import build, load_model
 from kv_cache import StaticCache
 from model import Config, Transformer
+from packed import pack_linears
 from sampling import uniform
 from scheduler import Engine, Job
 from settings import BUNDLED, Ranks, free_memory
@@ -72,12 +73,14 @@ def run(
         sys.stdout.reconfigure(errors="replace")  # a terminal without bars gets question marks
     torch.manual_seed(0)
     lesson, threads = Lesson(args.small), torch.get_num_threads()
-    torch.set_num_threads(1 if args.small else threads)  # so small a model only waits for them
+    # One, as for the pages: how many there are changes sums in the last digit, and on a busy
+    # machine threads wait for each other.
+    torch.set_num_threads(1)
     try:
         signal.signal(signal.SIGINT, CTRL_C)
         if args.svg:
             try_to_write("--svg", args.svg)
-        with torch.no_grad():
+        with torch.no_grad(), clock():
             counts = chapter(lesson)
         if args.svg:
             args.svg.write_text(lesson.svg(), encoding="utf-8")
@@ -115,18 +118,26 @@ class Lesson:
 
     @functools.cached_property
     def bandwidth(self) -> float:
-        """Bytes a second that this machine reads from memory; measured at the first use."""
-        return 1e9 * read_bandwidth(torch.device("cpu"))
+        """Bytes a second that this machine reads from memory; measured at the first use. The best
+        of some times, as of what is compared with it: what disturbs it only takes away."""
+        return 1e9 * max(read_bandwidth(torch.device("cpu")) for _ in range(8))
 
-    def random_model(self, tiny: bool = False) -> Transformer:
+    def random_model(self, tiny: bool = False, packed: bool = True) -> Transformer:
         """The bench's shape 110m with random weights, in float32: 440 MB to read for each token,
         more than any cache of a processor holds. Speed does not depend on their values. If asked
-        for, or with --small, a tiny one."""
+        for, or with --small, a tiny one.
+
+        Packed, as --compile does it (chapter 6), a few rows take as long as the weights take to be
+        read. A library's plain product can take twice as long for three rows as for one.
+        """
         config = self.tiny if tiny else self.pick(SHAPES["110m"], self.tiny)
         if config != self.tiny and free_memory(torch.device("cpu")) < 2**31:
             self.say("Less than 2 GiB are free: the model is tiny, and the effects may be absent.")
             config = self.tiny
-        return build(config)
+        model = build(config)
+        if packed:
+            pack_linears(model)
+        return model
 
     def bundled(self, name: str = "shakespeare") -> tuple[Transformer, Tokenizer]:
         """A trained model of checkpoints/, in float32, and its tokenizer."""
@@ -140,6 +151,7 @@ class Lesson:
         return json.loads(start_ranks(count, words)[0])
 
     def say(self, text: str = "") -> None:
+        on_terminal(" " * len(CLOCK.format(0)))
         print(text, flush=True)
 
     def watch(self, engine: Engine, most: int = 40) -> list[str]:
@@ -430,6 +442,34 @@ def drain(engine: Engine) -> tuple[int, float]:
         engine.step()
         most = max(most, len(engine.running))
     return most, time.perf_counter() - start
+
+
+CLOCK = "working, {:3.0f} s "
+
+
+def on_terminal(text: str) -> None:
+    """Write over the line that stderr is on, and go back to its start; only on a terminal."""
+    if sys.stderr.isatty():
+        print(f"\r{text}\r", end="", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def clock() -> Iterator[None]:
+    """Show each second how long it has been going on, so that silence is no reason to worry."""
+    start, over = time.monotonic(), threading.Event()
+
+    def tick() -> None:
+        while not over.wait(1):
+            on_terminal(CLOCK.format(time.monotonic() - start))
+
+    thread = threading.Thread(target=tick, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        on_terminal(" " * len(CLOCK.format(0)))
 
 
 class Count:

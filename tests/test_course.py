@@ -1,6 +1,7 @@
 """The course runs: each chapter's script, small, shows what it says as a count; and its page's
 links and excerpts are those of the files."""
 
+import io
 import math
 import os
 import re
@@ -8,11 +9,20 @@ import runpy
 import signal
 import subprocess
 import sys
+import time
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 
 import pytest
+import torch
 from conftest import ROOT
+from safetensors.torch import load_file
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from checkpoint import build, load_config, load_model, suggested
+from course import folders
+from tokenizer import Tokenizer
 from tools import report
 
 COURSE = ROOT / "course"
@@ -49,9 +59,17 @@ def test_cache(counts):
 def test_sampling(counts):
     """The ten lines are the engine's sampler; a character is shown when its last byte has come."""
     assert counts["wrong"] == 0 and counts["whole"]
+    assert counts["as it is"] == counts["temperature 0.5"] == counts["temperature 1.5"] == 1024
     assert counts["top_k 4"] == 4 and counts["top_p 0.7"] < counts["as it is"]
-    assert counts["min_p 0.1"] < counts["as it is"] <= counts["temperature 1.5"]
+    assert counts["min_p 0.1"] < counts["as it is"]
     assert (counts["characters"], counts["tokens"], counts["broken"]) == (6, 9, 5)
+
+
+def test_a_cut_that_is_off_cuts_nothing(monkeypatch):
+    """With two threads 467 tokens were left out under top_p 1: a rounded sum passed it early."""
+    monkeypatch.syspath_prepend(COURSE)
+    settle = runpy.run_path(str(COURSE / "03_sampling.py"))["settle"]
+    assert (settle(torch.tensor([0.0, -30, -31])) > 0).tolist() == [True] * 3
 
 
 def test_batching(counts):
@@ -103,10 +121,55 @@ def test_serving(counts):
     assert counts["steps, 32"] < counts["steps, 1"] / 2
 
 
+def test_checkpoints(counts):
+    """The ten lines fill a model as the engine's loader does, all that is stored; what no check
+    finds changes what is said."""
+    assert counts["same"] == 2
+    assert {*counts["refused"]} == {
+        "tie_word_embeddings",
+        "head_dim",
+        "architectures",
+        "hidden_act",
+    }
+    assert counts["differ"]["rope_theta"] > 128 < counts["differ"]["rope_scaling"]
+
+
+def test_what_is_stored_and_has_no_place(monkeypatch, tmp_path):
+    """A tensor that is left out in silence."""
+    monkeypatch.syspath_prepend(COURSE)
+    fill = runpy.run_path(str(COURSE / "10_checkpoints.py"))["fill"]
+    path = folders.write(tmp_path / "folder", folders.FAMILIES["Qwen3"])
+    stored, llama = load_file(path / "model.safetensors"), replace(load_config(path), qk_norm=False)
+    norms = {name for name in stored if "q_norm" in name or "k_norm" in name}
+    assert fill(build(llama), stored) == norms and len(norms) == 4
+
+
+@pytest.mark.parametrize("name", folders.FAMILIES)
+def test_folders_are_as_others_read_them(name, tmp_path):
+    """A tiny folder that only this engine reads as meant: transformers makes the same logits, ids
+    and chat of it."""
+    path = folders.write(tmp_path / "folder", folders.FAMILIES[name])
+    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    ids = torch.arange(100)[None]
+    with torch.no_grad():
+        logits = load_model(path, dtype=torch.float32)(ids, ids)
+        torch.testing.assert_close(logits, theirs(ids).logits, atol=1e-4, rtol=1e-4)
+    ours, text = Tokenizer(path), "The king,\ncafé <|eot_id|><|im_end|>"
+    their = PreTrainedTokenizerFast.from_pretrained(path)
+    messages = [{"role": "user", "content": "The king"}]
+    assert ours.encode(text) == their(text).input_ids
+    rendered = their.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert ours.encode_chat(messages) == their(rendered, add_special_tokens=False).input_ids
+    assert {*folders.byte_letters()} == {*ByteLevel.alphabet()}
+    for ids in (ours.encode(text), ours.encode_chat(messages)):
+        assert ids.count(ours.bos_id) == (ours.bos_id is not None)
+    assert len(load_config(path).eos_ids) == 2 and {"temperature", "top_p"} <= {*suggested(path)}
+
+
 def test_a_page_for_each_script():
     """A chapter that nobody finds; one that grew out of its page; a picture of an older script."""
     names = [script.stem.replace("_", "-") + ".md" for script in SCRIPTS]
-    assert len(names) == 9 and {*names, "README.md"} == {*PAGES}
+    assert len(names) == 10 and {*names, "README.md"} == {*PAGES}
     for script, name in zip(SCRIPTS, names):
         page, source = PAGES[name], script.read_text()
         assert f"python course/{script.name}" in page and f"]({script.name})" in page
@@ -145,6 +208,26 @@ def test_glossary():
     assert len({*GLOSSARY}) == len(GLOSSARY) > 20
     linked = {a for text in PAGES.values() for a in re.findall(r"\(README\.md#([\w-]+)\)", text)}
     assert linked == {*GLOSSARY}, linked ^ {*GLOSSARY}
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_one_thread_and_a_clock(terminal, monkeypatch):
+    """Another text, and twice the time, on a machine of more cores; silence of half a minute; a
+    clock in a file."""
+    monkeypatch.syspath_prepend(COURSE)
+    import lesson
+
+    stderr = io.StringIO()
+    stderr.isatty = lambda: terminal
+    monkeypatch.setattr(sys, "stderr", stderr)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert lesson.run(lambda _: time.sleep(1.3) or torch.get_num_threads(), []) == 1
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert ("working,   1 s" in stderr.getvalue()) == terminal == bool(stderr.getvalue())
 
 
 # --- What can go wrong ----------------------------------------------------------------------------

@@ -1,0 +1,83 @@
+"""Chapter 10: real checkpoints. A folder of files becomes text; not every mistake in it is seen.
+
+python course/10_checkpoints.py
+"""
+
+import json
+from pathlib import Path
+
+from lesson import LETTERS, Lesson, parts_strip, run
+
+import torch
+from safetensors.torch import load_file
+
+import folders
+from checkpoint import CheckpointError, build, load_config, load_model, suggested
+from model import Transformer
+from sampling import Sequence, distribution
+from settings import BUNDLED, SamplingParams
+from tokenizer import Tokenizer
+
+STACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+IDS = torch.arange(256)[None]  # a text of 256 tokens, and their positions
+# What is done to Llama 3's config.json, one at a time. None: the line is left out.
+CHANGES = dict.fromkeys(("rms_norm_eps", "rope_scaling", "rope_theta", "tie_word_embeddings"))
+CHANGES |= {"head_dim": 8, "architectures": ["Qwen3ForCausalLM"], "hidden_act": "gelu"}
+
+
+def fill(model: Transformer, stored: dict[str, torch.Tensor]) -> set[str]:
+    """Copy stored tensors into a model. Returns the names for which it has no place."""
+    left = {*stored}
+    for name, parameter in model.named_parameters():  # "layers.0.mlp.gate_up_proj.weight"
+        own = name.split(".")[-2]
+        parts = [name.replace(own, part) for part in STACKED.get(own, [own])]
+        names = [part if own == "lm_head" else f"model.{part}" for part in parts]
+        parameter.copy_(torch.cat([stored[each] for each in names]))
+        left -= {*names}
+    return left
+
+
+def logits_of(path: Path) -> torch.Tensor:
+    """What the engine makes of a folder: (1, 256, V) logits, in float32."""
+    return load_model(path, dtype=torch.float32)(IDS, IDS)
+
+
+def chapter(lesson: Lesson) -> dict[str, object]:
+    same, strips, differ = 0, {}, {}
+    trained, words = lesson.bundled()
+    prompt = words.encode("JULIET:\nO, my")
+    logits = trained(torch.tensor([prompt]), torch.arange(len(prompt))[None])[0, -1:]  # (1, V)
+    likeliest = logits[0].topk(8).indices.tolist()
+    with folders.written() as paths:
+        # 1) weights: the ten lines, and what the engine's loader makes of the same folder
+        for name, path in paths.items():
+            stored, model = load_file(path / "model.safetensors"), build(load_config(path))
+            lesson.say(f"{name}: {len(stored)} tensors, {len(fill(model, stored))} without a place")
+            same += torch.equal(model(IDS, IDS), logits_of(path))
+        # 2) text: how it is cut up; a chat; what ends it; and what is sampled if nobody says
+        for name, path in ({"bundled": BUNDLED} | paths).items():
+            tokenizer, setting = Tokenizer(path), suggested(path)
+            lesson.say(f"\n{name}: {setting}")
+            chat = tokenizer.encode_chat([{"role": "user", "content": "The king"}])
+            for each in (tokenizer.encode("The king,\ncafé"), chat, load_config(path).eos_ids):
+                lesson.say("  " + " ".join(map(tokenizer.piece, each)))
+            row = Sequence(prompt, SamplingParams(**setting), trained.config)
+            strips[name] = parts_strip(distribution(logits, [row])[0, likeliest].tolist(), 60)
+        legend = {a: words.piece(i) for a, i in zip(LETTERS, likeliest)} | {".": "others"}
+        lesson.rows("what follows 'JULIET: O, my', as each folder suggests", strips, legend)
+        # 3) a config.json with one thing wrong
+        file = paths["Llama 3"] / "config.json"
+        raw, right = json.loads(file.read_text()), logits_of(file.parent).argmax(-1)
+        lesson.say()
+        for key, value in CHANGES.items():
+            file.write_text(json.dumps(raw | {key: value}))
+            try:
+                differ[key] = int((logits_of(file.parent).argmax(-1) != right).sum())
+            except CheckpointError as error:
+                lesson.say(f"{key}, refused: {error}".replace(f"{file}: ", "").split("\n")[0])
+        lesson.bars("loaded without a word: next tokens that are others, of 256", differ)
+    return {"same": same, "refused": [*CHANGES.keys() - differ], "differ": differ}
+
+
+if __name__ == "__main__":
+    run(chapter)
