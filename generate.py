@@ -233,8 +233,9 @@ def command(args: Namespace, ranks: Ranks) -> int:
 
 def complete(engine: Engine, prompt: str, params: SamplingParams) -> int:
     """Print n continuations of a prompt, one after another."""
-    for each in params.split():
-        (sequence,) = engine.add_request(prompt, replace(each, n=1)).outputs
+    for i in range(params.n):
+        (sequence,) = engine.add_request(prompt, replace(params, n=1)).outputs
+        sequence.seed += i
         if status := stream(sequence, engine.run()):
             return status
     return 0

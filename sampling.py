@@ -22,6 +22,9 @@ from model import Config
 from settings import SamplingParams, SettingError
 from tokenizer import TextStream, Tokenizer
 
+FILTERS = {"top_k", "top_p", "min_p"}  # which never leave out the likeliest
+PENALTIES = {"repetition_penalty", "presence_penalty", "frequency_penalty"}
+
 
 class Token(NamedTuple):
     """A sampled token. Log-probabilities are the model's, before any setting."""
@@ -89,7 +92,8 @@ class Sequence:
         self.num_ahead = 0
         self._ends = {*params.stop_token_ids, *(() if params.ignore_eos else config.eos_ids)}
         self._stream = TextStream(tokenizer, prompt_ids, params.stop)
-        self.seen = Counter(dict.fromkeys(prompt_ids, 0)) if params.penalises else None
+        self.shaping = params.shaping
+        self.seen = Counter(dict.fromkeys(prompt_ids, 0)) if self.shaping & PENALTIES else None
 
     @property
     def text(self) -> str:
@@ -103,8 +107,7 @@ class Sequence:
     @property
     def is_plain_argmax(self) -> bool:
         """Whether its next token is the likeliest, as the model gives it."""
-        p = self.params
-        return not (p.temperature or p.logit_bias or p.penalises or self.matcher)
+        return not (self.params.temperature or self.matcher or self.shaping - FILTERS)
 
     def uniform(self, stream: int = 0) -> float:
         """The random number of its next token; `stream` is an offset into the seed's numbers."""
@@ -233,7 +236,7 @@ def distribution(logits: Tensor, rows: list[Sequence]) -> Tensor:
     logits -= logits.amax(-1, keepdim=True)
     logits /= torch.tensor(temperature, device=logits.device)  # (B, 1)
     probs = logits.softmax(-1)
-    filtered = [b for b, p in enumerate(params) if p.top_k > 0 or p.top_p < 1 or p.min_p > 0]
+    filtered = [b for b, row in enumerate(rows) if row.shaping - PENALTIES - {"logit_bias"}]
     if len(filtered) == len(rows):
         probs = keep_likeliest(probs, params)  # spares two copies
     elif filtered:

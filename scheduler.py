@@ -273,8 +273,9 @@ class Engine:
             if not self.matcher:
                 raise SettingError("structured_outputs", "needs an engine that was given a matcher")
             matcher = self.matcher(params.structured_outputs)
-        for each in params.split():
-            job = Job(request, ids, each, self.config, self.tokenizer, self.max_seq_len)
+        for i in range(params.n):
+            job = Job(request, ids, params, self.config, self.tokenizer, self.max_seq_len)
+            job.seed += i
             job.matcher = matcher and matcher.deep_copy()
             request.outputs.append(job)
         return request

@@ -13,7 +13,6 @@ import sys
 import time
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Iterator
-from copy import copy
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -98,6 +97,12 @@ def check_items(name: str, values: Any, kind: Any, *each: Any) -> tuple:
 # --- What a request may set -----------------------------------------------------------------------
 
 
+# Settings that neither change logits nor leave tokens out. The sampler takes no short cut past any
+# other: a new one has its effect wherever it is read.
+ASIDE = {"temperature", "seed", "n", "max_tokens", "logprobs", "prompt_logprobs", "stop",
+         "stop_token_ids", "ignore_eos", "structured_outputs"}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How to choose each token, and when to stop. Names and meanings are those of vLLM.
@@ -139,18 +144,11 @@ class SamplingParams:
         check_items("logit_bias", self.logit_bias.values(), Iterable, float, -100, 100)
 
     @property
-    def penalises(self) -> bool:
-        """Whether the text so far makes tokens weigh less, or more, than the model says."""
-        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
-
-    def split(self) -> list["SamplingParams"]:
-        """The parameters of each of the n continuations, whose seeds count up (and wrap around)."""
-        if self.seed is None:
-            return [self] * self.n
-        parts = [copy(self) for _ in range(self.n)]  # unlike replace(), this checks nothing again
-        for i, part in enumerate(parts):
-            vars(part)["seed"] = (self.seed + i + 2**63) % 2**64 - 2**63
-        return parts
+    def shaping(self) -> set[str]:
+        """The names of the settings that are not as by default, of those that shape what is drawn
+        from."""
+        plain = vars(type(self)())
+        return {name for name, value in vars(self).items() if value != plain[name]} - ASIDE
 
 
 # --- The engine's settings ------------------------------------------------------------------------

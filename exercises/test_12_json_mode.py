@@ -106,7 +106,7 @@ def test_greedy_sampling_obeys_too() -> None:
         return scores
 
     probs = distribution(logits, [row((), ban, temperature=0)])
-    assert probs[0, banned] == 0, "see is_plain_argmax: the short cut for greedy rows"
+    assert probs[0, banned] == 0, "a greedy row must see it too"
     assert probs[0].max() == 1
     engine = Engine(MODEL, num_blocks=16, block_size=4, max_num_seqs=2)
     params = row((), only(7), temperature=0, max_tokens=4).params

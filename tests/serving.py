@@ -31,6 +31,7 @@ from server import ServerArgs, parse_args
 from settings import Ranks, SamplingParams, given
 from tokenizer import Tokenizer
 from tools.books import audit
+from tools.ways import split
 
 os.environ["NO_PROXY"] = "127.0.0.1"  # openai's client would ask a proxy of the environment
 TOKENIZER = Tokenizer(SHAKESPEARE)
@@ -341,7 +342,7 @@ def alone(prompt=PROMPT, **wish) -> list[Sequence]:
     if (key := repr((prompt, wish))) not in TWINS:
         params = SamplingParams(**suggested(SHAKESPEARE) | wish)
         ids = TOKENIZER.encode(prompt) if isinstance(prompt, str) else prompt
-        TWINS[key] = [Sequence(ids, each, model().config, TOKENIZER) for each in params.split()]
+        TWINS[key] = [Sequence(ids, each, model().config, TOKENIZER) for each in split(params)]
         for sequence in TWINS[key]:
             slabs = StaticCache(model(), 1, sequence.max_len)
             for _ in generate(model(), sequence, slabs):

@@ -119,11 +119,11 @@ def test_scripts_act_on_their_own_checkout(tmp_path):
         if name in report.MODULES:
             shutil.copy(ROOT / f"{name}.py", copy)
         (other / f"{name}.py").write_text(f"raise ImportError('{name} of another checkout')")
-    scripts = [copy / "tools/bench.py", copy / "tools/convert.py", copy / "checkpoints/train.py"]
-    scripts += sorted(copy.glob("course/[0-9]*.py"))
+    scripts = [copy / f"tools/{name}.py" for name in ("bench", "convert", "gpu_check")]
+    scripts += [copy / "checkpoints/train.py", *sorted(copy.glob("course/[0-9]*.py"))]
     words = [sys.executable, "-c", START, *scripts]
     said = succeeds(words, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(other)})
-    assert said.count("usage: ") == len(scripts) == 12
+    assert said.count("usage: ") == len(scripts) == 14
 
 
 def test_only_an_editable_install():

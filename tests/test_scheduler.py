@@ -30,7 +30,7 @@ from scheduler import Engine
 from settings import CHUNK, SamplingParams, SettingError, free_memory
 from speculative import DraftModel, NGram
 from tools.books import audit
-from tools.ways import plain
+from tools.ways import plain, split
 
 WORDS = random.Random(7).choices(range(1, 32), k=64)  # a text to cut prompts from
 
@@ -93,7 +93,7 @@ def alone(at: Engine, ids, wish: SamplingParams) -> list[Sequence]:
     """The slow twin: each of the n sequences by itself, with a cache of its own."""
     key = (at.runner.model, tuple(ids), repr(wish), at.tokenizer, at.max_seq_len)
     if key not in TWINS:
-        splits = wish.split()
+        splits = split(wish)
         TWINS[key] = [Sequence(ids, p, at.config, at.tokenizer, at.max_seq_len) for p in splits]
         for sequence in TWINS[key]:
             slabs = StaticCache(at.runner.model, 1, sequence.max_len)
@@ -103,7 +103,7 @@ def alone(at: Engine, ids, wish: SamplingParams) -> list[Sequence]:
 
 def guessed(model, ids, wish: SamplingParams, draft, speculate: int) -> list[Sequence]:
     """The slow twin with guesses: each of the n sequences by itself, without any cache."""
-    sequences = [Sequence(ids, each, model.config) for each in wish.split()]
+    sequences = [Sequence(ids, each, model.config) for each in split(wish)]
     return [plain(model, sequence, draft, speculate) for sequence in sequences]
 
 

@@ -55,6 +55,15 @@ Job = tuple[list[int], SamplingParams]
 Tokens = list[list[Token]]  # of each job
 
 
+def split(params: SamplingParams) -> list[SamplingParams]:
+    """What each of the n outputs of a prompt would be asked for by itself: their seeds count up,
+    and wrap around."""
+    if params.seed is None:
+        return [replace(params, n=1)] * params.n
+    seeds = [(params.seed + i + 2**63) % 2**64 - 2**63 for i in range(params.n)]
+    return [replace(params, n=1, seed=seed) for seed in seeds]
+
+
 # --- The slow twin --------------------------------------------------------------------------------
 
 
