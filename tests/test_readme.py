@@ -16,23 +16,35 @@ import generate
 from tools import bench, report
 
 README = (ROOT / "README.md").read_text()
-COMMANDS = [
-    line
-    for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
+LINES = [
+    line for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
     for line in block.splitlines()
-    if line and not line.startswith("#")
-]
-INSTALL, TEST = 'pip install -e ".[test]" && python generate.py', "python -m pytest"
+]  # fmt: skip
+INSTALL = "pip install -e . && python generate.py --seed 1"
+TEST = 'pip install -e ".[test]" && python -m pytest'
+COMMANDS = [line for line in LINES if line.startswith(("python ", "torchrun "))]
+SLOW = "python -m pytest -m slow"
 
 
-def test_the_first_two_commands_are_what_ci_runs():
+def test_the_first_commands_are_what_ci_runs():
     """A missing install step shows only on a new machine, so CI starts from one."""
-    assert COMMANDS[:2] == [INSTALL, TEST]
+    others = [line for line in LINES if line not in COMMANDS]
+    assert others[0].startswith("git clone ") and others[1].startswith('pip install "torch')
+    assert others[2:] == [INSTALL, TEST]
+    (needed,) = re.findall(r'"(torch[^"]*)"', (ROOT / "pyproject.toml").read_text())[:1]
+    assert f'"{needed}"' in others[1]
     ci = (ROOT / ".ci" / "run").read_text().splitlines()
-    assert INSTALL in ci and TEST in ci and f"{TEST} -m slow" in ci and f"{TEST} -m slow" in README
+    assert {INSTALL, TEST, SLOW} <= {*ci} and SLOW in README
 
 
-@pytest.mark.parametrize("command", COMMANDS[2:])
+def test_the_text_is_that_of_the_command(capfd):
+    """A text that another command gave, or an older sampler."""
+    assert generate.main(["--seed", "1", "--device", "cpu"]) == 0
+    shown = README.partition("```\nSICINIUS")[2].partition("\n...")[0]
+    assert shown and capfd.readouterr().out.startswith("SICINIUS" + shown + "\n")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_command_is_understood(command):
     """An option that is gone, or a file that has moved; the slow tests also run them."""
     launcher, *words = shlex.split(command)
@@ -65,7 +77,7 @@ def succeeds(words, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["python generate.py", *COMMANDS[2:]])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_command_runs(command, tmp_path):
     """Every other command works as it stands, with the bundled model for the reader's own."""
     command = re.sub(r"path/to/new-\S+", str(tmp_path / "new"), command)
