@@ -236,6 +236,7 @@ DEFAULTS = dict(n=1, stream=False, stream_options={}, echo=False, logit_bias={},
 # unknown names.
 UNSUPPORTED = dict(tools=[], functions=[], suffix="", modalities=["text"], use_beam_search=False,
     min_tokens=0, bad_words=[], skip_special_tokens=True, include_stop_str_in_output=False,
+    tool_choice="auto", add_special_tokens=True, grammar=None, json_schema=None, n_predict=None,
     audio=None, prompt_logprobs=None, chat_template=None, documents=None, allowed_token_ids=None,
     guided_json=None, guided_regex=None, guided_choice=None, guided_grammar=None)  # fmt: skip
 
@@ -247,7 +248,7 @@ def checked(given: JSON, chat: bool) -> JSON:
     for field, default in DEFAULTS.items():
         check(field, body[field], type(default))
     if body.get("tool_choice", body.get("function_call")) == "none":
-        body |= dict(tools=[], functions=[])
+        body |= dict(tools=[], functions=[], tool_choice="auto")
     options = body["stream_options"] if body["stream"] else {}
     fine = UNSUPPORTED | dict(best_of=body["n"], stream_options=options)
     for field, value in body.items():
@@ -538,7 +539,8 @@ class Connection:
             head += "Retry-After: 1\r\n" if status == 429 else ""
             head += CORS.format(self.server.args.cors) if self.server.args.cors else ""
             self.writer.write(f"{head}\r\n".encode("latin-1"))
-            print(f"{self.line!r:.200} {'gone' if self.gone else status}", file=sys.stderr)
+            with suppress(OSError):  # where nobody reads the log, no answer is lost with it
+                print(f"{self.line!r:.200} {'gone' if self.gone else status}", file=sys.stderr)
         text = item if isinstance(item, str) else json.dumps(item)
         data = (f"data: {text}\n\n" if self.kind == EVENTS else text).encode()
         self.writer.write(b"%x\r\n%s\r\n" % (len(data), data))

@@ -236,7 +236,7 @@ def launch(program: str, argv: list | None, parse: Callable, run: Callable, join
     """
     first = os.environ.get("RANK", "0") == "0"
     alone = first and os.environ.get("WORLD_SIZE", "1") == "1"
-    if not first:  # what this one would print is said by the first
+    if not first or not sys.stderr:  # closed; or what this one would print is said by the first
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (tp.join gives it back)
     args = parse(argv)
     try:

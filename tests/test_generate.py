@@ -499,6 +499,16 @@ def test_program():
     fails(Result(done.returncode, done.stdout, done.stderr), "/nowhere")
 
 
+def test_stderr_is_closed():
+    """The line of statistics, in the text."""
+    line = f'"{sys.executable}" generate.py --max-tokens 3 --temperature 0 --device cpu'
+    texts = [
+        subprocess.run(line + more, shell=True, cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout
+        for more in (" 2>/dev/null", " 2>&-")
+    ]
+    assert texts[0] == texts[1] and len(texts[0]) > 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["plain", "speculate"])
 def test_real_ctrl_c_and_pipes(path):

@@ -361,7 +361,8 @@ UNSUPPORTED = {
     "tools": [TOOL], "functions": [TOOL["function"]], "suffix": "x", "modalities": ["audio"],
     "audio": {"voice": "x"}, "best_of": 2, "prompt_logprobs": 1, "use_beam_search": True,
     "guided_json": {}, "guided_regex": "a", "min_tokens": 3, "chat_template": "x",
-    "stream_options": {"include_usage": True},
+    "stream_options": {"include_usage": True}, "tool_choice": "required", "n_predict": 5,
+    "grammar": "root ::= x", "json_schema": {}, "add_special_tokens": False,
 }  # fmt: skip
 NOTHING = [
     {"tools": [TOOL], "tool_choice": "none"}, {"tools": []}, {"skip_special_tokens": True},
@@ -950,6 +951,18 @@ def test_log(local, capfd):
     local.raw(b"\r\n\r\n")
     expected = [f"'POST {COMPLETIONS}' 200", f"'POST {COMPLETIONS}' 400", "'' 400"]
     assert capfd.readouterr().err.splitlines() == expected
+
+
+def test_a_log_that_nobody_reads(local, monkeypatch):
+    """`server.py 2>&1 | head`: every answer was empty."""
+
+    class Closed:
+        def write(self, text):
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stderr", Closed())
+    local.works()
+    assert local.get("/health").json == {"status": "ok"}
 
 
 # --- An engine that breaks ------------------------------------------------------------------------
