@@ -47,10 +47,11 @@ def measure(lesson: Lesson, urls: dict[int, str]) -> dict[str, int]:
     # 1) all at once: what each server can do at most
     for most, url in urls.items():
         send(most, float("inf"), 4)  # warm up
-        before, flood = steps(url), send(most, float("inf"))
+        before, first = steps(url), send(most, float("inf"))
         counts[f"steps, {most}"] = steps(url) - before
-        counts["answered"] = counts.get("answered", 0) + requests - flood["errors"]
-        speed[most] = flood["request_s"]
+        counts["answered"] = counts.get("answered", 0) + requests - first["errors"]
+        second = send(most, float("inf"))  # as a machine has bad moments, the better of two
+        speed[most] = max(first["request_s"], second["request_s"])
     lesson.bars("requests a second", {f"{n} at once": v for n, v in speed.items()})
     # 2) at a rate, as users come: a part of what the first can do, and more
     alone = 1 / speed[1]  # seconds that a request takes
