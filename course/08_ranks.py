@@ -77,8 +77,6 @@ def chapter(lesson: Lesson) -> dict[str, Any]:
     lesson.say(f"\nA token takes {each} sums, {kb:.0f} kB in all: {ms:.1f} ms by themselves.")
     if found["ms"] > times[f"1 process, {RANKS} threads"]:
         lesson.say("No gain in time here: two threads share one memory, and need no sums.")
-    elif found["ms"] > times["1 process, 1 thread"]:
-        lesson.say("No gain in time here, for processes or threads: the second core is busy.")
     # 4) what the bytes say of two devices that have a memory each
     lesson.bars("computed, not measured: ms for a token, bfloat16", on_gpus("110m") | on_gpus("7b"))
     return found | {"mb": mb}
