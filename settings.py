@@ -60,7 +60,7 @@ def check(name: str, value: Any, kind: Any, *bounds: float) -> Any:
 def supported(name: str, value: Any, *known: Any) -> Any:
     """Return `value` if it is one of those we run; else raise SettingError with all of them."""
     if value not in known:
-        names = ", ".join(map(str, known))
+        names = ", ".join(map(str, known)) or "nothing"
         raise SettingError(name, f"{value!r:.100} is not supported; supported: {names}")
     return value
 

@@ -46,6 +46,16 @@ def test_each_is_what_a_shorter_model_says() -> None:
         close(seen[layers], logits_of(short, IDS), wrong)
 
 
+def test_texts_of_a_batch_are_apart_and_have_no_gradients() -> None:
+    model, texts = tiny_model().requires_grad_(True), (IDS, IDS[::-1])
+    logit_lens = needs("lens", "logit_lens", "make the file, with logit_lens(model, tokens)")
+    both = logit_lens(model, torch.tensor(texts))
+    assert both.shape[1] == 2, "B texts in, B texts out"
+    assert not both.requires_grad, "nothing is trained here: see torch.no_grad"
+    for i, ids in enumerate(texts):
+        close(both[:, i], lens(model, ids)[:, 0], f"text {i} of a batch is what it is alone")
+
+
 def test_nothing_is_left_in_the_model() -> None:
     """A hook that stays slows every later step down, and keeps its tensors alive."""
     model = tiny_model()

@@ -64,6 +64,13 @@ def test_it_shrinks_by_one() -> None:
     ], wrong  # fmt: skip
 
 
+def test_the_number_itself_stays_within_its_bounds() -> None:
+    """One that is only cut when it is asked for takes many steps to come back."""
+    wrong = "the number that is kept, too, is at most k and at least 1"
+    assert counts(adaptive(4), running(), *[None] * 5, 2) == [1, 3, 4, 4, 4, 4, 3], wrong
+    assert counts(adaptive(4), running(), 0, 0, 0, None) == [1, 1, 1, 1, 3], wrong
+
+
 def test_a_step_without_guesses_teaches_nothing() -> None:
     """Prompt lookup often finds nothing: that is neither right nor wrong."""
     proposer, job = adaptive(), running()

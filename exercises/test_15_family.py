@@ -257,10 +257,10 @@ def test_gptq_calibrates_on_the_scaled_stream(gemma: Saved) -> None:
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"architectures": ["Gemma2ForCausalLM"]}, "Gemma2ForCausalLM"),
         ({"architectures": ["LlamaForCausalLM"], "hidden_act": "gelu_pytorch_tanh"}, "hidden_act"),
-        ({"architectures": ["LlamaForCausalLM"], "hidden_act": "gelu"}, "hidden_act"),
+        *(({"architectures": [f"{kind}ForCausalLM"], "hidden_act": "gelu"}, "hidden_act")
+          for kind in ("Llama", "Mistral", "Qwen2", "Qwen3")),
     ],
-    ids=["another activation", "not causal", "Gemma 2", "Llama, tanh", "Llama, gelu"],
-)
+)  # fmt: skip
 def test_what_is_not_supported_is_refused(
     gemma: Saved, tmp_path: Path, wrong: dict[str, Any], named: str
 ) -> None:

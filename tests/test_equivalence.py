@@ -40,7 +40,9 @@ def test_same_tokens(case, path, kind):
     found = PATHS[path](model, [ways.jobs_of(case, kind)[job] for job in some], **options)
     error, faults = ways.compare(case, kind, some, found)
     assert not faults
-    assert error < ways.NEAR["bfloat16" if kind == "int8 cache" else "float32"]
+    # int8 keys are rounded by position, and int8 weights multiplied by activations of 15 bits.
+    rounds = kind == "int8 cache" or ("weights" in kind and "compiled" in path)
+    assert error < ways.NEAR["bfloat16" if rounds else "float32"]
 
 
 @cache
