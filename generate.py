@@ -170,7 +170,8 @@ def make_engine(args: EngineArgs, ranks: Ranks, model: Transformer, proposer: Pr
     if args.attention == "flex":
         from flex import FlexRunner
 
-        runner = settings.supported("--attention flex with ranks", ranks.runner, None) or FlexRunner
+        place = f"{ranks.device.type} x {ranks.ranks}"
+        runner = settings.supported("--attention flex on", place, "cuda x 1") and FlexRunner
     limits = {f.name: getattr(args, f.name) for f in fields(settings.Limits)}
     return Engine(model, tokenizer, proposer, matcher, runner, **limits)
 

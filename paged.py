@@ -213,7 +213,7 @@ class Runner:
     """A model, and the keys and values of all its sequences, in one pool of small blocks per layer.
 
     Bytes: 2 * layers * blocks * block_size * K * stored_dim * itemsize. A forward copies at most
-    `most` blocks at a time, or one row, if that is more.
+    `most` blocks at a time, or one row, if that is more. `layer` attends; see also flex.py.
     """
 
     layer = Blocks

@@ -12,7 +12,6 @@ import copy
 import secrets
 import time
 from array import array
-from collections import Counter
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +48,7 @@ class Sequence:
             or "interrupted" (Ctrl-C).
         times: seconds on time.perf_counter's clock: when it was made, then at each token.
         matcher: which tokens may come next, where that is restricted; see structured.py.
-        seen: where there are penalties, each id so far, and how often it is in the output.
+        seen: where there are penalties, `ids` as an array, which a tensor can be made of at once.
         num_ahead: how many guesses count as appended already; see ahead.
     """
 
@@ -93,7 +92,7 @@ class Sequence:
         self._ends = {*params.stop_token_ids, *(() if params.ignore_eos else config.eos_ids)}
         self._stream = TextStream(tokenizer, prompt_ids, params.stop)
         self.shaping = params.shaping
-        self.seen = Counter(dict.fromkeys(prompt_ids, 0)) if self.shaping & PENALTIES else None
+        self.seen = array("q", prompt_ids) if self.shaping & PENALTIES else None
 
     @property
     def text(self) -> str:
@@ -120,8 +119,7 @@ class Sequence:
         other = copy.copy(self)
         other.num_ahead = len(guesses)
         if self.seen:
-            other.seen = Counter(self.seen)
-            other.seen.update(guesses)
+            other.seen = self.seen + array("q", guesses)
         if self.matcher:
             other.matcher = self.matcher.deep_copy()
             other.matcher.try_consume_tokens(guesses)  # a guess that breaks off has no chance
@@ -131,7 +129,7 @@ class Sequence:
         """Take a sampled token: extend ids and text, and decide whether the sequence ends here."""
         self.ids.append(token.id)
         if self.seen:
-            self.seen.update([token.id])
+            self.seen.append(token.id)
         reason = self._reason_to_stop(token.id)
         is_text = token.id not in self._ends and reason != "error"
         text, stopped = self._stream.push(token.id if is_text else None, last=bool(reason))
@@ -255,22 +253,18 @@ def adjust_(scores: Tensor, row: Sequence) -> None:
         may = torch.frombuffer(bytearray(row.matcher.compute_logit_bias()), dtype=torch.uint8)
         scores.masked_fill_(may[: len(scores)].to(device) == 0, -torch.inf)
     if p.logit_bias:
-        ids, bias = columns(p.logit_bias, device)
+        ids, bias = (each.to(device) for each in p.bias)
         scores[ids] += bias
     if row.seen:
-        ids, counts = columns(row.seen, device)
-        seen = scores.index_select(0, ids)  # 6 times as fast as scores[ids]
+        # This shares the array's memory, and must be gone before the next token is added. To an id
+        # that stands there twice the same score is copied twice.
+        ids = torch.frombuffer(row.seen, dtype=torch.int64).to(device)
+        output = ids[row.prompt_len :]
         factor = p.repetition_penalty
-        seen = torch.where(seen > 0, seen / factor, seen * factor)
-        seen -= p.presence_penalty * (counts > 0) + p.frequency_penalty * counts
-        scores.index_copy_(0, ids, seen)
-
-
-def columns(numbers: dict[int, float], device: torch.device) -> tuple[Tensor, Tensor]:
-    """A dict's keys and values, int64 and float32. A list in place of an array takes longer."""
-    ids = torch.frombuffer(array("q", numbers), dtype=torch.int64)
-    values = torch.frombuffer(array("f", numbers.values()), dtype=torch.float32)
-    return ids.to(device), values.to(device)
+        seen = scores.index_select(0, ids)  # 6 times as fast as scores[ids]
+        scores.index_copy_(0, ids, torch.where(seen > 0, seen / factor, seen * factor))
+        scores.index_copy_(0, output, scores.index_select(0, output) - p.presence_penalty)
+        scores.index_add_(0, output, scores.new_full(output.shape, -p.frequency_penalty))
 
 
 SELECTED = 256  # tokens that are looked at before the whole vocabulary is sorted

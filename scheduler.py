@@ -192,7 +192,7 @@ class Engine:
             proposer: who guesses tokens; see speculative.py. None: nobody.
             matcher: compiles a SamplingParams.structured_outputs; see structured.matcher. None:
                 there are no structures here.
-            runner: tp.Leader, where the model is one rank's share.
+            runner: tp.Leader, where the model is one rank's share; or flex.FlexRunner.
             limits: see settings.Limits. The pool never has more blocks than max_num_seqs sequences
                 of max_seq_len can use. Where nothing is said, a step's budget is one token of each
                 sequence, and the guesses after it, and CHUNK of prompts (on a GPU 2,048): with a

@@ -14,6 +14,7 @@ import time
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -143,12 +144,17 @@ class SamplingParams:
             raise SettingError("logit_bias", f"has {len(self.logit_bias)} entries, of 1024 at most")
         check_items("logit_bias", self.logit_bias.values(), Iterable, float, -100, 100)
 
+    @cached_property
+    def bias(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """logit_bias as ids and values."""
+        return torch.tensor([*self.logit_bias]), torch.tensor([*self.logit_bias.values()])
+
     @property
     def shaping(self) -> set[str]:
         """The names of the settings that are not as by default, of those that shape what is drawn
         from."""
         plain = vars(type(self)())
-        return {name for name, value in vars(self).items() if value != plain[name]} - ASIDE
+        return {name for name, value in plain.items() if getattr(self, name) != value} - ASIDE
 
 
 # --- The engine's settings ------------------------------------------------------------------------
@@ -296,8 +302,8 @@ def free_memory(device: torch.device, root: Path = Path("/")) -> int:
     free = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2]
     # What is cached of files can be given back, so it counts as free.
     with contextlib.suppress(OSError):
-        meminfo = (root / "proc/meminfo").read_text()
-        free = [int(meminfo.partition("MemAvailable:")[2].split()[0]) * 1024]
+        kilobytes = (root / "proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0]
+        free = [int(kilobytes) * 1024]
     for limit, used in CGROUPS.items():
         file = root / "sys/fs/cgroup" / limit
         with contextlib.suppress(OSError, ValueError):  # not there; "max", which is no limit

@@ -183,7 +183,7 @@ class DraftModel(Guesser):
         # 1) keep up. From one token before: where all guesses were accepted, the last one has not
         # been run here; else that token's keys and values are written a second time, unchanged.
         live = {job: max(job.table.length - 1, 0) for job in jobs}  # job -> where its row begins
-        while live:
+        while live and self.k:
             rows = [
                 Row(job.table.blocks, start, job.ids[start : job.end] + job.guess.ids[-1:])
                 for job, start in live.items()

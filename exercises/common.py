@@ -4,7 +4,10 @@ Every test uses the bundled model or a tiny random one, so that a run takes a se
 """
 
 import importlib
-from collections.abc import Iterable
+import multiprocessing
+import socket
+import sys
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -49,6 +52,24 @@ def call(function: Any, *args: Any, todo: str, **options: Any) -> Any:
         if "unexpected keyword argument" not in (problem := str(error)):
             raise
     return pytest.fail(f"{problem}: {todo}", pytrace=False)
+
+
+def run_ranks(process: Callable, ranks: int, out: Path, seconds: float) -> None:
+    """Run process(rank, ranks, port, out) in a process for each rank, or fail where one hangs."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # A fork starts with everything imported.
+    start = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn").Process
+    started = [start(target=process, args=(r, ranks, port, out)) for r in range(ranks)]
+    for each in started:
+        each.start()
+    for each in started:
+        each.join(seconds)
+    if hung := [each for each in started if each.is_alive()]:
+        for each in hung:
+            each.kill()
+        pytest.fail("a rank waits for ever: does every send meet its recv?", pytrace=False)
 
 
 def close(got: Tensor, want: Tensor, wrong: str) -> None:

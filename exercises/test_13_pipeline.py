@@ -1,17 +1,14 @@
 """Exercise 13: the layers of a model, spread over several processes. See 13-pipeline.md."""
 
 import json
-import multiprocessing
 import os
-import socket
-import sys
 import traceback
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from common import SHAKESPEARE, bundled, needs, serve, tiny_model
+from common import SHAKESPEARE, bundled, needs, run_ranks, serve, tiny_model
 
 import tp
 from checkpoint import CheckpointError, build, load_model, locate_tensors, named_tensors
@@ -117,20 +114,7 @@ def process(rank: int, ranks: int, port: int, out: Path) -> None:
 def test_the_processes_say_what_one_says(ranks: int, tmp_path: Path) -> None:
     needs("pp", "stage", TODO)
     want = talk(bundled(), Runner)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    # A fork starts with everything imported.
-    start = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn").Process
-    started = [start(target=process, args=(r, ranks, port, tmp_path)) for r in range(ranks)]
-    for each in started:
-        each.start()
-    for each in started:
-        each.join(60)
-    if hung := [each for each in started if each.is_alive()]:
-        for each in hung:
-            each.kill()
-        pytest.fail("a rank waits for ever: does every send meet its recv?", pytrace=False)
+    run_ranks(process, ranks, tmp_path, 60)
     reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
     for rank, report in enumerate(reports):
         assert "error" not in report, f"rank {rank}: {report['error']}"

@@ -1,10 +1,7 @@
 """Exercise 21: a prompt cut over several processes. See 21-ring-attention.md."""
 
-import multiprocessing
 import os
 import random
-import socket
-import sys
 import traceback
 from pathlib import Path
 from typing import Any
@@ -12,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from common import close, logits_of, needs, tiny_model
+from common import close, logits_of, needs, run_ranks, tiny_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -119,20 +116,7 @@ def process(rank: int, ranks: int, port: int, out: Path) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_the_ranks_compute_what_one_computes(ranks: int, tmp_path: Path) -> None:
     needs("ring", "prefill", TODO)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    # A fork starts with everything imported.
-    start = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn").Process
-    started = [start(target=process, args=(r, ranks, port, tmp_path)) for r in range(ranks)]
-    for each in started:
-        each.start()
-    for each in started:
-        each.join(40)
-    if hung := [each for each in started if each.is_alive()]:
-        for each in hung:
-            each.kill()
-        pytest.fail("a rank waits for ever: does every send meet its recv?", pytrace=False)
+    run_ranks(process, ranks, tmp_path, 40)
     whole = model()
     share = -(-len(TEXT) // ranks)
     for rank in range(ranks):

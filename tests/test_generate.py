@@ -499,6 +499,13 @@ def test_program():
     fails(Result(done.returncode, done.stdout, done.stderr), "/nowhere")
 
 
+def test_flex_is_for_a_gpu(capsys):
+    """On a CPU it would look at the whole pool for each row, without a word."""
+    words = ["--device", "cpu", "--attention", "flex", "--n", "2", "--max-tokens", "2"]
+    assert generate.main(words) == 2
+    assert "--attention flex on 'cpu x 1' is not supported" in capsys.readouterr().err
+
+
 def test_stderr_is_closed():
     """The line of statistics, in the text."""
     line = f'"{sys.executable}" generate.py --max-tokens 3 --temperature 0 --device cpu'

@@ -333,7 +333,7 @@ FAULTS = [
      "every setting", MIXED),
     (sampling, "distribution", "(temperature, device=logits.device)", "(temperature)",
      "greedy and sampled", MIXED),
-    (sampling, "columns", "return ids.to(device)", "return ids", "every setting", MIXED),
+    (sampling, "adjust_", "int64).to(device)", "int64)", "every setting", MIXED),
     (sampling, "scored", "[ids], device=logits.device", "[ids]", "log-probabilities", MIXED),
     (sampling, "draw", "u[:, None].to(mass)", "u[:, None]", "several outputs", MIXED),
     (speculative.Guesser, "verify", "(*guess.ids, 0)], device=p.device)", "(*guess.ids, 0)])",

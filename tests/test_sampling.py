@@ -47,7 +47,7 @@ def row(prompt=(0,), output=(), V=2000, p=None, **params):
     sequence = Sequence(list(prompt), p or SamplingParams(**params), config(V))
     sequence.ids += output
     if sequence.seen:
-        sequence.seen.update(output)
+        sequence.seen.extend(output)
     return sequence
 
 
@@ -109,6 +109,9 @@ def test_good_values(tmp_path):
     with pytest.raises(SettingError, match="logit_bias has 1025 entries, of 1024") as caught:
         SamplingParams(logit_bias=dict.fromkeys(range(1025), 1.0))
     assert caught.value.field == "logit_bias"
+    many = SamplingParams(n=3, seed=1, logit_bias=dict.fromkeys(range(1024), 1.0))
+    assert many.bias[0].tolist() == [*range(1024)] and many.bias is many.bias  # made once
+    assert many.shaping == {"logit_bias"}
     assert sampling.uniform(2**63, 5) == sampling.uniform(-(2**63), 5)  # outputs' seeds count up
     stored = {"temperature": 5.0, "top_k": 1, "top_p": None, "do_sample": True, "max_length": 3}
     (tmp_path / "generation_config.json").write_text(json.dumps(stored))

@@ -695,6 +695,17 @@ def test_lookup_equals_its_slow_twin(text, count, longest):
     assert lookup(text, count, longest) == best
 
 
+def test_no_guesses_cost_nothing(monkeypatch):
+    """Bug: a draft that is to guess no token runs at each step."""
+    proposer = DraftModel(NEAR, 0, NEAR.config.vocab_size)
+    proposer.allocate(9, 4, "auto")
+    monkeypatch.setattr(proposer.runner, "forward", lambda rows: pytest.fail("it ran"))
+    job = started(9)
+    job.end = len(job.ids)
+    proposer.propose([job])
+    assert not job.guess.ids
+
+
 def test_guesses_cost_little_in_a_long_text():
     """Bug: the whole text is gone through at each step, an id at a time."""
     (job,) = jobs = [started(9)]

@@ -283,6 +283,7 @@ def best_scales(
 
 def stop(number: int, _: Any) -> None:
     """End, at Ctrl-C or SIGTERM, and clean up undisturbed by a second one."""
+    sys.unraisablehook = lambda _: None  # Python shows one that comes between these lines
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
     sys.exit(128 + number)
