@@ -314,7 +314,8 @@ def spelt_out(name: str, stored: Stored) -> Files:
     Example: "model.layers.0.mlp.experts.down_proj", (2, 32, 24): of expert 0
         "layers.0.mlp.experts.0.down_proj.weight", (32, 24); and the same of expert 1
     """
-    if name.endswith("rotary_emb.inv_freq"):  # in Llama 1 and 2 files; the config gives it
+    # The config says what these do: rope's speeds (Llama 1 and 2), an input's group (GPTQ).
+    if name.endswith(("rotary_emb.inv_freq", ".g_idx")):
         return {}
     name = ".".join(RENAMED.get(word, word) for word in name.removeprefix("model.").split("."))
     above, _, last = name.rpartition(".")
@@ -371,18 +372,19 @@ def converted(files: Files, model: Transformer) -> Files:
         The files, with qweight, scales and zeros as quantize.QuantLinear has them.
 
     Raises:
-        ValueError: another tool, version or number of bits; groups that are not of neighbours
-            (desc_act).
+        ValueError: another tool, version or number of bits; or desc_act, which sorts the inputs
+            before they are grouped, so that the groups are not of neighbours.
     """
     config = model.config.quantization
     if config.get("quant_method") == "kilolm" or not config:
         return files
     method = supported("quant_method", config.get("quant_method"), *FORMS)
     bits = check("bits", config.setdefault("bits", config.get("w_bit")), int)
-    size = check("group_size", config.setdefault("group_size", config.get("q_group_size")), int, -1)
+    check("group_size", config.setdefault("group_size", config.get("q_group_size")), int, -1)
     form = config.get("checkpoint_format") or config.get("version", method)
     supported("checkpoint_format or version", form, *FORMS[method])
     places = PLACES[method][supported("bits", bits, *PLACES[method])]
+    supported("desc_act", config.get("desc_act", method == "gptq"), False)
     mask = 2**bits - 1
 
     def change(kind: str, stored: Tensor) -> Tensor:
@@ -402,10 +404,7 @@ def converted(files: Files, model: Transformer) -> Files:
     for name, stored in files.items():
         kind = name.split(".")[-1]
         with blame(name):
-            if kind == "g_idx":  # to which group each input belongs; of size -1 there is one
-                if stored.read().tolist() != [max(i // size, 0) for i in range(stored.shape[0])]:
-                    raise ValueError("groups of other than neighbours (desc_act)")
-            elif kind in ("qweight", "zeros", "scales"):
+            if kind in ("qweight", "zeros", "scales"):
                 stored = stored._replace(kind=stored.kind.replace("I32", "U8"))
                 ours[name] = stored.changed(Tensor.t).changed(partial(change, kind))
             elif name in wanted or stored.read().any():  # some tools write biases of zero

@@ -543,7 +543,10 @@ BAD = {
     "other bits than stored": ({"bits": 8}, "qweight"),
     "gptq 4.0 bits": ({"quant_method": "gptq", "bits": 4.0}, "bits must be int"),
     "gptq 3 bits": ({"quant_method": "gptq", "bits": 3}, "bits 3"),
-    "gptq not dividing": ({"quant_method": "gptq", "group_size": 48}, "48 does not divide 64"),
+    "gptq desc_act": ({"quant_method": "gptq", "desc_act": True}, "desc_act True"),
+    "gptq not dividing": (
+        {"quant_method": "gptq", "desc_act": False, "group_size": 48}, "48 does not divide 64",
+    ),
     "gptq no size": ({"quant_method": "gptq", "group_size": None}, "group_size"),
     "gptq marlin": ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "marlin"),
     "gptq gemm": (
