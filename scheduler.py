@@ -117,7 +117,7 @@ def run_order(job: Job) -> tuple[int, int]:
 
 
 class Proposer:
-    """Guesses nothing, which is plain decoding. Those that guess are in speculative.py.
+    """Guesses nothing, which is plain decoding: k is 0. Those that guess are in speculative.py.
 
     Attributes:
         k: guesses for each sequence in a step, at most.
@@ -125,10 +125,13 @@ class Proposer:
         offered, accepted: by position, how many guesses were made, and how many came out.
     """
 
-    k = 0
     models: tuple[Transformer, ...] = ()
-    offered: list[int] = []  # noqa: RUF012
-    accepted: list[int] = []  # noqa: RUF012
+
+    def __init__(self, k: int = 0) -> None:
+        """Raises SettingError where k is out of range."""
+        self.k = check("speculate", k, int, 0, 64)
+        self.offered = [0] * k
+        self.accepted = [0] * k
 
     def allocate(self, num_blocks: int, block_size: int, kv_dtype: str) -> None:
         """Make room for keys and values; as Runner."""
@@ -137,8 +140,10 @@ class Proposer:
         """See Runner.copy_blocks."""
 
     def count(self, job: Job) -> int:
-        """How many tokens to guess."""
-        return 0
+        """How many tokens to guess. A function of the job alone, so that the random numbers it
+        uses, and with them its tokens, do not depend on its neighbours."""
+        room = job.max_len - len(job.ids) - 1  # one token comes after the guesses
+        return min(self.k, room) if job.tokens else 0
 
     def propose(self, jobs: list[Job]) -> None:
         """Put into each job's `guess` what may follow, up to its `end`. The next forward runs the

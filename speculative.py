@@ -28,7 +28,7 @@ from model import Transformer
 from paged import Row, Runner
 from sampling import Token, distribution, draw, finite, scored
 from scheduler import Guess, Job, Proposer
-from settings import check, supported
+from settings import supported
 
 # Where in a seed's stream of random numbers the guesses and their tests begin; the tokens have the
 # places from 0, one each, and there are at most 2**31 of them.
@@ -64,22 +64,7 @@ def accept(p: Tensor, chances: Tensor, guess: Guess, u: Tensor) -> tuple[int, Te
 
 
 class Guesser(Proposer):
-    """What all guessers share: how many tokens to guess, how guesses are verified, and the count.
-
-    Attributes: see scheduler.Proposer.
-    """
-
-    def __init__(self, k: int) -> None:
-        """Raises SettingError where k is out of range."""
-        self.k = check("speculate", k, int, 0, 64)
-        self.offered = [0] * k
-        self.accepted = [0] * k
-
-    def count(self, job: Job) -> int:
-        """How many tokens to guess. A function of the job alone, so that the random numbers it
-        uses, and with them its tokens, do not depend on its neighbours."""
-        room = job.max_len - len(job.ids) - 1  # one token comes after the guesses
-        return min(self.k, room) if job.tokens else 0
+    """What all guessers share: how guesses are verified, and what became of them."""
 
     def verify(self, logits: Tensor, jobs: list[Job]) -> list[list[Token]]:
         """See scheduler.Proposer.verify, and accept."""
