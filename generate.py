@@ -100,7 +100,7 @@ class LLM:
 
         Returns:
             One finished request for each prompt, in order. An output whose finish_reason is "error"
-            met logits that are no numbers, or a structure that became too complex.
+            met a structure that became too complex, or its request logits that are no numbers.
 
         Raises:
             ValueError: a prompt that cannot be run; then none is.

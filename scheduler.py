@@ -296,11 +296,11 @@ class Engine:
         self.submit(request := self.prepare(*args, **options))
         return request
 
-    def abort(self, request: Request) -> None:
+    def abort(self, request: Request, reason: str = "abort") -> None:
         """End a request where it stands, and free its blocks. Does nothing where it has ended."""
         for job in request.outputs:
             self._leave(job)
-            job.finish("abort")
+            job.finish(reason)
 
     def reset(self) -> None:
         """Drop every request and the prefix cache: after an exception out of step(), such as Ctrl-C
@@ -323,7 +323,7 @@ class Engine:
         """Run one forward over the tokens that schedule() picks.
 
         Returns:
-            The requests that got a token, or whose logits no token can be drawn from: these end,
+            The requests that got a token, or had logits that no token can be drawn from: these end,
             with "error". A long prompt's chunks give none until the last.
 
         After an exception, such as running out of memory, only reset() makes it usable again.
@@ -351,7 +351,7 @@ class Engine:
         drawing, parts, failed = [], [], []
         for job, row, part in zip(batch, rows, logits.split([row.wanted for row in rows])):
             if not sound and not finite(part).all():
-                failed += self._fail(job)
+                failed.append(job.request)
                 continue
             if job.scores_prompt:
                 part = self._score(job, row, part)
@@ -362,10 +362,12 @@ class Engine:
         # 5) append, and retire what has ended
         for job, tokens in zip(drawing, sampled, strict=True):
             self._append(job, tokens)
+        for request in failed:
+            self.abort(request, "error")
         self.ran = {job: len(row.ids) for job, row in zip(batch, rows)}
         self.stats["engine_steps"] += 1
         self.stats["computed_tokens"] += sum(self.ran.values())
-        return list(dict.fromkeys(job.request for job in drawing + failed))
+        return list(dict.fromkeys([job.request for job in drawing] + failed))
 
     def schedule(self) -> list[Job]:
         """Choose the sequences of this step, set their `end`, and make room for their tokens."""
@@ -449,15 +451,6 @@ class Engine:
                 other.table = self.pool.fork(job.table)
             insort(self.running if has_room else self.waiting, other, key=place_in_line)
         return job.request.outputs
-
-    def _fail(self, job: Job) -> list[Job]:
-        """End a job that no token can be drawn for; at its prompt, all outputs of its request.
-        Returns them."""
-        self._leave(job)
-        ended = [job] if job.tokens else job.request.outputs
-        for each in ended:
-            each.finish("error")
-        return ended
 
     def _append(self, job: Job, tokens: list[Token]) -> None:
         for token in tokens:
