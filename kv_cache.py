@@ -23,27 +23,23 @@ BUCKET = 64  # positions
 class Slab(LayerCache):
     """One layer's keys and values, as one forward sees them: slot s holds position s."""
 
-    def __init__(self, k: Tensor, v: Tensor, positions: Tensor, mask: Tensor) -> None:
+    def __init__(self, k: Tensor, v: Tensor, places: Tensor, mask: Tensor) -> None:
         """Hold on to a layer's slabs and the plan of a forward.
 
         Args:
             k, v: (B, K, capacity, stored_dim), encoded.
-            positions: (B, T) of the new tokens.
+            places: (T,), the slots of each sequence's new tokens.
             mask: (B or 1, 1, N / K * T, S), what they see.
         """
         self.k, self.v = k, v
-        self.positions, self.mask = positions, mask
+        self.places, self.mask = places, mask
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k and v, then attend to all that is visible. See model.LayerCache.attend."""
-        B, K = k.shape[:2]
         S = self.mask.shape[3]
-        row = torch.arange(B, device=q.device)[:, None, None]
-        head = torch.arange(K, device=q.device)[:, None]
-        at = (row, head, self.positions[:, None])  # (B, K, T) together: each row at its own places
-        # index_put_ and not scatter_: of scatter_ the compiler makes a copy of the whole slab.
-        self.k.index_put_(at, encode(k, self.k.dtype))
-        self.v.index_put_(at, encode(v, self.v.dtype))
+        # Not scatter_: of that the compiler makes a copy of the whole slab.
+        self.k.index_copy_(2, self.places, encode(k, self.k.dtype))
+        self.v.index_copy_(2, self.places, encode(v, self.v.dtype))
         keys = decode(self.k[:, :, :S], q.dtype)  # (B, K, S, H)
         values = decode(self.v[:, :, :S], q.dtype)
         return attention(q, keys, values, self.mask)
@@ -100,11 +96,12 @@ class StaticCache:
         if end > self.max_seq_len:
             text = f"the cache has {self.max_seq_len} positions, {end} are needed: "
             raise ValueError(text + "raise --max-seq-len")
-        positions = self.places[start:end].expand(self.batch_size, -1)  # (B, T)
+        new = self.places[start:end]  # (T,)
         seen = -(-end // BUCKET) * BUCKET  # rounded up
-        masks = visible(self.config, positions[:1], self.places[None, :seen])
+        masks = visible(self.config, new[None], self.places[None, :seen])
         layers = zip(self.slabs, self.config.windows, strict=True)
-        return positions, [Slab(k, v, positions, masks[window]) for (k, v), window in layers]
+        slabs = [Slab(k, v, new, masks[window]) for (k, v), window in layers]
+        return new.expand(self.batch_size, -1), slabs
 
 
 # --- One key or value -----------------------------------------------------------------------------
