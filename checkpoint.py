@@ -225,10 +225,10 @@ def load_model(
     with blame(path):
         files = converted(files, model)
         insert_quantised(model, files)
+        check_tensors(files, model)
         if shard:
             model, files = shard(model, files)
             insert_quantised(model, files)
-    check_tensors(files, model)
     model.to_empty(device=device)
     if model.config.tie_word_embeddings and hasattr(model.lm_head, "weight"):  # not quantised
         model.lm_head.weight = model.embed_tokens.weight  # to_empty gave them a memory each

@@ -11,7 +11,7 @@ that each of their files can be left out. Read: generate, LLM; then main. Next: 
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +172,7 @@ def make_engine(args: EngineArgs, ranks: Ranks, model: Transformer, proposer: Pr
 
         place = f"{ranks.device.type} x {ranks.ranks}"
         runner = settings.supported("--attention flex on", place, "cuda x 1") and FlexRunner
-    limits = {f.name: getattr(args, f.name) for f in fields(settings.Limits)}
+    limits = settings.given(settings.Limits, args)
     return Engine(model, tokenizer, proposer, matcher, runner, **limits)
 
 

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import time
-from argparse import SUPPRESS, ArgumentParser, Namespace
+from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -212,9 +212,9 @@ def add_flags(parser: ArgumentParser, settings: type, **aliases: str) -> None:
             parser.add_argument(*filter(None, names), **f.metadata["flag"], **kind)
 
 
-def given(settings: type, args: Namespace) -> JSON:
-    """Of a dataclass's fields, what the command line gave."""
-    return {f.name: getattr(args, f.name) for f in fields(settings) if f.name in args}
+def given(settings: type, args: Any) -> JSON:
+    """Of a dataclass's fields, those that `args` has: what the command line gave, or all."""
+    return {f.name: getattr(args, f.name) for f in fields(settings) if hasattr(args, f.name)}
 
 
 # --- How a program starts -------------------------------------------------------------------------

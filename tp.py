@@ -40,7 +40,7 @@ import torch.distributed as dist
 import torch.distributed.nn
 from torch import Tensor, nn
 
-from checkpoint import CheckpointError, Files, blame, build, check_tensors, is_tied
+from checkpoint import CheckpointError, Files, blame, build, is_tied
 from model import Transformer
 from paged import Row, Runner
 from settings import Ranks
@@ -56,14 +56,14 @@ def shard(model: Transformer, files: Files, rank: int, ranks: int) -> tuple[Tran
 
     Args:
         model: on the meta device, with QuantLinears where the files have them.
-        files: see checkpoint.locate_tensors; {}: there are none, and the weights will be random.
+        files: see checkpoint.locate_tensors; they fit. {}: there are none, and the weights will be
+            random.
 
     Returns:
         The share, with plain Linears; and what it reads.
 
     Raises:
-        CheckpointError: the files do not fit, or something cannot be shared evenly; no weight has
-            been read yet.
+        CheckpointError: something cannot be shared evenly; no weight has been read yet.
 
     Example: 4 query heads and 2 kv heads of 8 channels on 4 ranks: rank 3 reads rows 24..31 of q
         and, as two ranks share a kv head, rows 8..15 of k and v; and columns 24..31 of o
@@ -74,8 +74,6 @@ def shard(model: Transformer, files: Files, rank: int, ranks: int) -> tuple[Tran
     sizes["num_key_value_heads"] = K if ranks % K else ranks  # several ranks may have the same one
     if any(size % ranks for size in sizes.values()):
         raise CheckpointError(f"{sizes} cannot all be shared evenly by {ranks} ranks")
-    if files:
-        check_tensors(files, model)
     sizes = {name: size // ranks for name, size in sizes.items()}
     with torch.device("meta"):
         share = build(replace(c, tie_word_embeddings=False, **sizes))

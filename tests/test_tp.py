@@ -267,10 +267,8 @@ def refused(folder, ranks, message):
 )  # fmt: skip
 def test_what_cannot_be_shared(folders, tmp_path, name, changes, ranks, message):
     """A head cut in two, after minutes of reading; or what is packed along other dimensions."""
-    config = json.loads((folders[name] / "config.json").read_text()) | changes
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "model.safetensors").symlink_to(folders[name] / "model.safetensors")
-    refused(tmp_path, ranks, message)
+    folder = store(tmp_path, LLAMA | changes) if changes else folders[name]
+    refused(folder, ranks, message)
 
 
 MISFITS = {
