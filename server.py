@@ -32,9 +32,10 @@ from argparse import ArgumentParser, Namespace
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import Any
 from urllib.parse import unquote
 
 import settings
@@ -89,11 +90,10 @@ class Server:
     """
 
     def __init__(self, engine: Engine, args: ServerArgs) -> None:
-        self.context = engine.max_seq_len
         self.engine, self.args, self.tokenizer = engine, args, engine.tokenizer
         self.name = args.served_model_name or args.checkpoint.resolve().name
         self.model = dict(id=self.name, object="model", owned_by="kilolm",
-                          created=int(time.time()), max_model_len=self.context)  # fmt: skip
+                          created=int(time.time()), max_model_len=engine.max_seq_len)  # fmt: skip
         self.defaults = SamplingParams(**suggested(args.checkpoint))
         self.inbox = queue.SimpleQueue()
         self.waiters, self.busy = {}, set()
@@ -160,6 +160,7 @@ class Server:
         listener = await asyncio.start_server(lambda *ends: Connection(self, *ends).serve(),
             self.args.host, self.args.port, backlog=1024)  # fmt: skip
         host, self.port = listener.sockets[0].getsockname()[:2]
+        host = f"[{host}]" if ":" in host else host
         print(f"serving {self.name} on http://{host}:{self.port}", file=sys.stderr)
         while not self.stopping:
             await asyncio.sleep(0.1)
@@ -178,12 +179,13 @@ class Server:
             Problem: 400 and what is wrong with which field; 404 for another model.
         """
         source = "messages" if chat else "prompt"
+        context = self.engine.max_seq_len
         given = {field: value for field, value in body.items() if value is not None}
         if given.get("model", self.name) != self.name:
             raise Problem(404, f"the model here is {self.name!r}", "model", "model_not_found")
         try:
             body = checked(given, chat)
-            wish = vars(self.defaults) | dict(max_tokens=self.context if chat else 16) | body
+            wish = vars(self.defaults) | dict(max_tokens=context if chat else 16) | body
             params = SamplingParams(**{field: wish[field] for field in vars(self.defaults)})
             if chat and not params.structured_outputs:  # the user's own stop strings come first
                 params = replace(params, stop=(*params.stop, *self.tokenizer.chat_stop)[:16])
@@ -191,16 +193,17 @@ class Server:
             if not isinstance(prompts, list) or all(type(i) is int for i in prompts):
                 prompts = [prompts]
             check("n", len(prompts) * params.n, int, 1, 256)  # for all prompts together
-            salt = body.get("cache_salt")
+            priority = check("priority", body.get("priority", 0), int, -(2**31))
+            options = dict(priority=priority, cache_salt=body.get("cache_salt"))
             requests = []
             for i, prompt in enumerate(prompts):
                 ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-                fits = len(check("prompt", ids, list)) + body.get("max_tokens", 1) <= self.context
+                fits = len(check("prompt", ids, list)) + body.get("max_tokens", 1) <= context
                 # In OpenAI's words, for which clients look.
-                text = f"This model's maximum context length is {self.context} tokens. "
+                text = f"This model's maximum context length is {context} tokens. "
                 text += f"{len(ids)} are in the prompt: ask for less."
                 demand(fits, 400, text, source, "context_length_exceeded")
-                requests.append(self.engine.prepare(ids, params, id=f"{name}-{i}", cache_salt=salt))
+                requests.append(self.engine.prepare(ids, params, id=f"{name}-{i}", **options))
             return requests
         except (ValueError, RecursionError) as error:
             field = getattr(error, "field", source)
@@ -215,10 +218,16 @@ class Server:
                 check("role", message["role"], str)
                 text = message.get("content")
                 text = "\n".join(part["text"] for part in text) if isinstance(text, list) else text
-                check("content", text, str | None if message.get("tool_calls") else str)
+                calls = message.get("tool_calls") or []
+                check("content", text, str | None if calls else str)
+                for function in (call["function"] for call in calls):
+                    if isinstance(function["arguments"], str):  # templates write it as JSON again
+                        function["arguments"] = json.loads(function["arguments"])
                 plain.append(message | {"content": text})
             except (ValueError, TypeError, KeyError):
-                raise Problem(400, "a message needs a role and text", f"messages[{i}]") from None
+                raise Problem(
+                    400, "a message needs a role, text or calls", f"messages[{i}]"
+                ) from None
         goes_on = body["continue_final_message"]
         options = dict(add_generation_prompt=body["add_generation_prompt"] and not goes_on)
         return self.tokenizer.encode_chat(plain, goes_on, **options | body["chat_template_kwargs"])
@@ -236,9 +245,10 @@ DEFAULTS = dict(n=1, stream=False, stream_options={}, echo=False, logit_bias={},
 # unknown names.
 UNSUPPORTED = dict(tools=[], functions=[], suffix="", modalities=["text"], use_beam_search=False,
     min_tokens=0, bad_words=[], skip_special_tokens=True, include_stop_str_in_output=False,
-    tool_choice="auto", add_special_tokens=True, grammar=None, json_schema=None, n_predict=None,
-    audio=None, prompt_logprobs=None, chat_template=None, documents=None, allowed_token_ids=None,
-    guided_json=None, guided_regex=None, guided_choice=None, guided_grammar=None)  # fmt: skip
+    tool_choice="auto", add_special_tokens=True, continuous_usage_stats=False, audio=None,
+    return_token_ids=False, grammar=None, json_schema=None, n_predict=None, prompt_logprobs=None,
+    chat_template=None, documents=None, allowed_token_ids=None, guided_json=None, guided_regex=None,
+    guided_choice=None, guided_grammar=None)  # fmt: skip
 
 
 def checked(given: JSON, chat: bool) -> JSON:
@@ -250,8 +260,9 @@ def checked(given: JSON, chat: bool) -> JSON:
     if body.get("tool_choice", body.get("function_call")) == "none":
         body |= dict(tools=[], functions=[], tool_choice="auto")
     options = body["stream_options"] if body["stream"] else {}
-    fine = UNSUPPORTED | dict(best_of=body["n"], stream_options=options)
-    for field, value in body.items():
+    echo = body["echo"] and not chat
+    fine = UNSUPPORTED | dict(best_of=body["n"], stream_options=options, echo=echo)
+    for field, value in (body | options).items():
         supported(field, value, fine.get(field, value))
     if "max_completion_tokens" in body:
         body["max_tokens"] = body["max_completion_tokens"]
@@ -259,10 +270,12 @@ def checked(given: JSON, chat: bool) -> JSON:
         scored = check("logprobs", body.get("logprobs", False), bool)
         body["logprobs"] = body.get("top_logprobs", 0 if scored else None)
     bias = body["logit_bias"].items()
-    body["logit_bias"] = {int(i) if re.fullmatch("[0-9]{1,9}", i) else i: add for i, add in bias}
-    form = structure(body["response_format"]) or body.get("structured_outputs")
-    # Those of the prompt are noted where there are any.
-    return body | dict(structured_outputs=form, prompt_logprobs=body["echo"] and not chat)
+    body["logit_bias"] = {int(i) if re.fullmatch("0|[1-9][0-9]{,8}", i) else i: b for i, b in bias}
+    form = structure(body["response_format"])
+    if form:
+        supported("structured_outputs", body.get("structured_outputs"), None)
+        body["structured_outputs"] = form
+    return body | dict(prompt_logprobs=echo)  # noted where there are any
 
 
 # --- Answers out ----------------------------------------------------------------------------------
@@ -274,7 +287,8 @@ KINDS = {"text": "text_completion", "message": "chat.completion", "delta": "chat
 class Choice:
     """A sequence's state as OpenAI's choice.
 
-    form: "text"; or of a chat "message", or "delta" where it is streamed.
+    Attributes:
+        form: "text"; or of a chat "message", or "delta" where it is streamed.
     """
 
     index: int
@@ -349,7 +363,6 @@ def counters(engine: Engine) -> dict[str, float]:
     return {f"{name}_total": value for name, value in engine.stats.items()} | dict(
         num_requests_running=len(engine.running), num_requests_waiting=len(engine.waiting),
         kv_cache_usage_perc=1 - len(engine.pool.available) / engine.pool.num_blocks,
-        spec_decode_num_drafts_total=sum(engine.proposer.offered[:1]),
         spec_decode_num_draft_tokens_total=sum(engine.proposer.offered),
         spec_decode_num_accepted_tokens_total=sum(engine.proposer.accepted))  # fmt: skip
 
@@ -382,57 +395,69 @@ def metrics(server: Server) -> str:
 
 # What a proxy in front could read in another way is refused: bare line feeds, folded headers, space
 # before a colon.
-HEAD = r"([A-Z]+ [!->@-~]+)(?:\?[!-~]*)? HTTP/1\.1\r\n((?:[!-9;-~]+:[^\r\n\0]*\r\n){,100}\r\n)"
+REQUEST = (r"([A-Z]+ [!->@-~]+)(?:\?[!-~]*)? HTTP/1\.[01]\r\n"
+           r"((?:[!-9;-~]+:[^\r\n\0]*\r\n){,100}\r\n)")  # fmt: skip
 # The page itself says that it may load nothing from elsewhere.
-HEADERS = ("Transfer-Encoding: chunked\r\nCache-Control: no-store\r\nAllow: GET, POST\r\n"
+HEADERS = ("Connection: close\r\nCache-Control: no-store\r\nAllow: GET, HEAD, POST\r\n"
            "X-Content-Type-Options: nosniff\r\nX-Frame-Options: DENY\r\n")  # fmt: skip
 CORS = "Access-Control-Allow-Headers: Authorization, *\r\nAccess-Control-Allow-Origin: {}\r\n"
 JSON_TYPE, EVENTS = "application/json", "text/event-stream"
+LOOPBACK = r"(localhost|127[.0-9]+|::1|\[::1\])(:[0-9]+)?"
 
 
-@dataclass(eq=False)
 class Connection:
-    """One client: reads HTTP/1.1 requests and answers them, until either side has had enough."""
+    """One client: reads its request and answers it.
 
-    server: Server
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-    close: bool = False
+    It serves one request. To open the next connection costs a client a tenth of a millisecond
+    here, and spares us all doubt about where a request ends, or an answer, or a body that was
+    refused. So HTTP/1.0, which proxies speak, is like 1.1.
+
+    Attributes:
+        line: of the request, such as "GET /health".
+        kind: the answer's type, once it has begun.
+        event: its sequences have moved on.
+    """
+
+    def __init__(self, server: Server, *ends: Any) -> None:
+        self.server = server
+        self.reader, self.writer = ends
+        self.line = self.kind = ""
+        self.headers = {}
+        self.event = asyncio.Event()
+        self.writer.transport.set_write_buffer_limits(0)  # what is drained has been sent
 
     @property
     def gone(self) -> bool:
         return self.reader.at_eof() or self.writer.is_closing()
 
     async def serve(self) -> None:
-        """Read requests and answer them, or say why not; until it goes, or falls silent, or the
-        server ends."""
-        with suppress(OSError, EOFError, asyncio.CancelledError), closing(self.writer):
-            while not self.close:
-                self.line = self.kind = ""
-                self.headers, self.event = {}, asyncio.Event()
-                self.close = True  # unless all of the request is read
-                try:
-                    head = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), IDLE_S)
-                    self.server.busy.add(self)
-                    await self.route(head.decode("latin-1"))
-                except (OSError, EOFError):
-                    raise
-                except asyncio.LimitOverrunError:
-                    await self.refuse(431, "the headers are over 64 KiB")
-                except Problem as problem:
-                    await self.refuse(*problem.args)
-                except Exception:  # ours: the client is told no more than that
-                    traceback.print_exc()
-                    await self.refuse(500, "internal error")
-                finally:
-                    self.server.busy.discard(self)
+        """Read the request, and answer it or say why not, unless the client goes or falls silent.
+        Then read on until it closes: to close while it sends would take the answer from it."""
+        with suppress(OSError, EOFError, asyncio.CancelledError):
+            try:
+                head = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), IDLE_S)
+                self.server.busy.add(self)
+                await self.route(head.decode("latin-1"))
+            except (OSError, EOFError):
+                raise
+            except asyncio.LimitOverrunError:
+                await self.refuse(431, "the headers are over 64 KiB")
+            except Problem as problem:
+                await self.refuse(*problem.args)
+            except Exception:  # ours: the client is told no more than that
+                traceback.print_exc()
+                await self.refuse(500, "internal error")
+            finally:
+                self.server.busy.discard(self)
+            self.writer.write_eof()
+            await asyncio.wait_for(self.forget(), IDLE_S)
+        self.writer.transport.abort()
 
     async def refuse(self, status: int, message: str, param: str = "", code: str = "") -> None:
         """Answer anything but a success, in OpenAI's shape."""
-        self.close |= self.kind == EVENTS  # a stream ends there, and with it what it waits for
         kind = "server_error" if status >= 500 else "invalid_request_error"
         error = dict(message=message, type=kind, param=param or None, code=code or None)
-        await self.answer({"error": error}, status)
+        await self.send({"error": error}, status)
 
     async def route(self, head: str) -> None:
         """Find out what is asked for, and whether it may be.
@@ -440,22 +465,23 @@ class Connection:
         Raises:
             Problem: any answer that is not a success.
         """
-        found = re.fullmatch(HEAD, head)
-        demand(found, 400, "this is not an HTTP/1.1 request with 100 headers at most")
-        self.line = unquote(found[1])  # such as "GET /health"
-        self.headers = email.message_from_string(found[2])
+        found = re.fullmatch(REQUEST, head)
+        demand(found, 400, "this is not an HTTP/1 request with 100 headers at most")
+        self.line = unquote(found[1])
+        self.headers = headers = email.message_from_string(found[2])
         method, _, path = self.line.partition(" ")
-        # What follows may be a body, and is no request: until it has been read, this is the last.
-        demand("Transfer-Encoding" not in self.headers, 411, "send it with a Content-Length")
-        self.close = method == "POST" or "Content-Length" in self.headers
-        acts = ACTS | {f"/v1/models/{self.server.name}": lambda c: c.answer(c.server.model)}
+        # Another site's page may reach this address by that site's own name (DNS rebinding).
+        host = headers.get("Host", "localhost").lower()
+        is_local = re.fullmatch(LOOPBACK, self.server.args.host)
+        demand(not is_local or re.fullmatch(LOOPBACK, host), 403, f"{host[:100]} is not served")
+        acts = ACTS | {f"/v1/models/{self.server.name}": lambda c: c.send(c.server.model)}
         demand(path in acts and (path != "/" or PAGE.is_file()), 404, f"there is no {path[:100]}")
         if method == "OPTIONS" and self.server.args.cors:
             method, path = "GET", "/health"  # a browser asks without a key: any success will do
-        right = "POST" if "/completions" in path else "GET"
-        demand(method == right, 405, f"there is {right} {path}, and no {method}")
+        right = ("POST",) if "/completions" in path else ("GET", "HEAD")
+        demand(method in right, 405, f"there is {right[0]} {path}, and no {method}")
         key = (self.server.args.api_key or "").encode()
-        given = self.headers.get("Authorization", "")[len("Bearer ") :].encode("latin-1")
+        given = headers.get("Authorization", "")[len("Bearer ") :].encode("latin-1")
         may_enter = path in ("/", "/health") or not key or secrets.compare_digest(given, key)
         demand(may_enter, 401, "the API key is missing or wrong", "", "invalid_api_key")
         await acts[path](self)
@@ -483,7 +509,7 @@ class Connection:
             self.event.clear()
             ended = all(request.finished for request in requests)
             for new in filter(None, (each.new() for each in choices if stream)):
-                await self.stream(base | {"choices": [new]})
+                await self.send(base | {"choices": [new]}, kind=EVENTS)
         # 3) all of it; or, of a stream, what is left: the usage, if it was asked for
         firsts = [request.outputs[0] for request in requests]
         old, new = sum(job.prompt_len for job in firsts), sum(len(job.tokens) for job in jobs)
@@ -493,19 +519,19 @@ class Connection:
         if not stream:  # in another thread: it may be much
             whole["choices"] = [await asyncio.to_thread(each.new) for each in choices]
         elif (body.get("stream_options") or {}).get("include_usage"):
-            await self.stream(whole)
-        await self.answer("[DONE]" if stream else whole)
+            await self.send(whole, kind=EVENTS)
+        await self.send("[DONE]" if stream else whole)
 
     async def watch(self) -> None:
         """Stream the engine's state to the page, ten times a second where it changes."""
         server, last = self.server, {}
-        while not (self.gone or server.stopping):
+        while not (self.gone or self.line == "HEAD /engine" or server.stopping):
             server.inbox.put(server.look)
             await asyncio.sleep(0.1)
             if server.snapshot != last:
                 last = server.snapshot
-                await self.stream(last)
-        await self.answer("[DONE]")
+                await self.send(last, kind=EVENTS)
+        await self.send("[DONE]")
 
     # --- On the wire ------------------------------------------------------------------------------
 
@@ -517,41 +543,40 @@ class Connection:
         size, most = int(length), self.server.args.max_body
         demand(size <= most, 413, f"the body has {size} bytes, --max-body is {most}")
         data = await asyncio.wait_for(self.reader.readexactly(size), IDLE_S)
-        self.close = False
         try:  # int() refuses NaN and Infinity, which Python would take for numbers
             return check("body", json.loads(data, parse_constant=int), dict)
         except (ValueError, RecursionError) as error:
             raise Problem(400, f"the body must be a JSON object: {str(error)[:200]}") from None
 
-    async def answer(self, body: JSON | str, status: int = 200, kind: str = JSON_TYPE) -> None:
-        """Send the only part of an answer; or, where a stream has begun, its last event."""
-        await self.stream(body, status, kind)
-        self.writer.write(b"0\r\n\r\n")
+    async def forget(self) -> None:
+        """Read what follows the request, and forget it."""
+        while await self.reader.read(2**16):
+            pass
 
-    async def stream(self, item: JSON | str, status: int = 200, kind: str = EVENTS) -> None:
-        """Send a part of an answer, the first after its head."""
+    async def send(self, item: JSON | str, status: int = 200, kind: str = JSON_TYPE) -> None:
+        """Send an answer; or of a stream (of the kind EVENTS) an event. The first is the head's."""
+        text = item if isinstance(item, str) else json.dumps(item)
+        data = (f"data: {text}\n\n" if (self.kind or kind) == EVENTS else text).encode()
         if not self.kind:
             self.kind = kind
-            wish = self.headers.get("Connection", "").lower()
-            self.close |= self.server.stopping or wish == "close"
             head = f"HTTP/1.1 {status} \r\n{HEADERS}Content-Type: {kind}\r\n"
-            head += f"Connection: {'close' if self.close else 'keep-alive'}\r\n"
+            head += "" if kind == EVENTS else f"Content-Length: {len(data)}\r\n"
             head += "Retry-After: 1\r\n" if status == 429 else ""
             head += CORS.format(self.server.args.cors) if self.server.args.cors else ""
             self.writer.write(f"{head}\r\n".encode("latin-1"))
             with suppress(OSError):  # where nobody reads the log, no answer is lost with it
                 print(f"{self.line!r:.200} {'gone' if self.gone else status}", file=sys.stderr)
-        text = item if isinstance(item, str) else json.dumps(item)
-        data = (f"data: {text}\n\n" if self.kind == EVENTS else text).encode()
-        self.writer.write(b"%x\r\n%s\r\n" % (len(data), data))
-        await self.writer.drain()
+        if not self.line.startswith("HEAD "):
+            self.writer.write(data)
+        # Who never reads does not keep its seat.
+        await asyncio.wait_for(self.writer.drain(), IDLE_S)
 
 
-ACTS = {"/": lambda c: c.answer(PAGE.read_text("utf-8"), kind="text/html"),
-        "/health": lambda c: c.answer({"status": "stopping" if c.server.stopping else "ok"}),
-        "/metrics": lambda c: c.answer(metrics(c.server), kind="text/plain; version=0.0.4"),
+ACTS = {"/": lambda c: c.send(PAGE.read_text("utf-8"), kind="text/html"),
+        "/health": lambda c: c.send({"status": "stopping" if c.server.stopping else "ok"}),
+        "/metrics": lambda c: c.send(metrics(c.server), kind="text/plain; version=0.0.4"),
         "/engine": Connection.watch,
-        "/v1/models": lambda c: c.answer(dict(object="list", data=[c.server.model])),
+        "/v1/models": lambda c: c.send(dict(object="list", data=[c.server.model])),
         "/v1/completions": lambda c: c.complete(chat=False),
         "/v1/chat/completions": lambda c: c.complete(chat=True)}  # fmt: skip
 

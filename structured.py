@@ -121,7 +121,8 @@ def structure(form: Any) -> JSON:
         SettingError: an unknown type, or no schema where there must be one.
     """
     name = "response_format"
-    form = {"json_object": {"schema": {"type": "object"}}} | check(name, form, dict)
+    check(name, form, dict)
+    form = {"json_object": {"schema": form.get("schema", {"type": "object"})}} | form
     kind = supported(name, form.get("type"), "text", "json_object", "json_schema")
     schema = check(name, form.get(kind, {}), dict).get("schema")
     return {} if kind == "text" else dict(json=check(name, schema, dict))

@@ -153,13 +153,10 @@ def parse(data: bytes) -> list[Answer]:
     while data:
         head, _, data = data.partition(b"\r\n\r\n")
         line, *rest = head.decode().split("\r\n")
-        body = b""
-        while size := int(data[: data.index(b"\r\n")], 16):
-            start = data.index(b"\r\n") + 2
-            body, data = body + data[start : start + size], data[start + size + 2 :]
         headers = dict(each.split(": ", 1) for each in rest)
-        answers.append(Answer(int(line.split(" ")[1]), headers, body))
-        data = data[5:]
+        size = int(headers.get("Content-Length", len(data)))  # of a stream, all that comes
+        answers.append(Answer(int(line.split(" ")[1]), headers, data[:size]))
+        data = data[size:]
     return answers
 
 

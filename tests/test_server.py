@@ -38,6 +38,7 @@ from serving import (
     Answer,
     Broken,
     Client,
+    Local,
     Process,
     alone,
     assert_same,
@@ -335,6 +336,8 @@ def test_response_format(ask):
     assert ask(chat=True, response_format=form, max_tokens=2).choices[0].reason == "length"
     reply = ask(chat=True, response_format={"type": "json_object"}, max_tokens=9)
     assert reply.choices[0].text.lstrip().startswith("{")
+    form = {"type": "json_object", "schema": {"enum": ["yes"]}}  # llama.cpp's
+    assert ask(chat=True, response_format=form).choices[0].text == '"yes"'
 
 
 def test_structured_outputs(local, monkeypatch):
@@ -363,6 +366,7 @@ UNSUPPORTED = {
     "guided_json": {}, "guided_regex": "a", "min_tokens": 3, "chat_template": "x",
     "stream_options": {"include_usage": True}, "tool_choice": "required", "n_predict": 5,
     "grammar": "root ::= x", "json_schema": {}, "add_special_tokens": False,
+    "return_token_ids": True,
 }  # fmt: skip
 NOTHING = [
     {"tools": [TOOL], "tool_choice": "none"}, {"tools": []}, {"skip_special_tokens": True},
@@ -397,6 +401,13 @@ def test_what_is_not_supported_says_so(local, path):
     body |= {"max_tokens": 2, "temperature": 0}
     for field, value in UNSUPPORTED.items():
         assert field in local.post(path, {**body, field: value}).fails(400, field)
+    source = "messages" if path == CHAT else "prompt"
+    more = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
+    assert "continuous_usage_stats" in local.post(path, body | more).fails(400, source)
+    more = {"response_format": {"type": "json_object"}, "structured_outputs": {"choice": ["a"]}}
+    assert "structured_outputs" in local.post(path, body | more).fails(400, "response_format")
+    if path == CHAT:
+        local.post(path, body | {"echo": True}).fails(400, "echo")
     plain = local.post(path, body).json["choices"]
     for more in NOTHING:
         assert local.post(path, body | more).json["choices"] == plain
@@ -426,8 +437,10 @@ def test_options_of_the_template(local, monkeypatch):
     assert text(add_generation_prompt=False) == "user:hi;"
     begun = {"role": "assistant", "content": "Well "}
     assert text(begun, continue_final_message=True) == "user:hi;assistant:Well"
-    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
-    assert "f" in text({"role": "assistant", "content": None, "tool_calls": calls})
+    for arguments in ('{"a": "b"}', {"a": "b"}):  # a string, as OpenAI has it, was encoded again
+        calls = [{"id": "1", "type": "function", "function": {"arguments": arguments}}]
+        shown = text({"role": "assistant", "content": None, "tool_calls": calls})
+        assert "{'arguments': {'a': 'b'}}" in shown
     assert text(chat_template_kwargs={"messages": [], "goes_on": 1, "self": 0}) == "user:hi;say"
     both = {"continue_final_message": True, "add_generation_prompt": True}
     assert text(begun, **both) == "user:hi;assistant:Well"
@@ -495,6 +508,7 @@ WRONG = {
     "echo": (1, 0, "true", []),
     "stream_options": (1, "x", [], True),
     "cache_salt": (1, True, [], {}),
+    "priority": ("1", 1.5, True, 2**40),
     "prompt": (5, {}, [], [[]], [None], [1, "a"], [1.5], [True], [[True]], [["a"]], [[1], 2], [-1],
                [1024], [[1], [1024]], [10**30], ["a"] * 257, True),
 }  # fmt: skip
@@ -508,7 +522,11 @@ WRONG_CHAT = {
         [{"role": "user", "content": [{"type": "text", "text": 5}]}],
         [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
     ),
-    "messages[1]": ([*HI, {"role": "user", "content": 5}],),
+    "messages[1]": (
+        [*HI, {"role": "user", "content": 5}],
+        *([*HI, {"role": "assistant", "tool_calls": calls}]
+          for calls in (5, ["f"], [{}], [{"function": {"arguments": "{"}}])),
+    ),
     "logprobs": (1, 0, "true", []),
     "top_logprobs": (21, False, "1"),
     "max_completion_tokens": (0, -1, "1"),
@@ -630,33 +648,19 @@ def test_stop_strings_cost_little(local):
     assert seconds[1] < 0.3 + 2 * seconds[0]
 
 
-def test_errors_do_not_end_the_connection(local):
-    """After an error the next request on the same connection was lost."""
-    with contextlib.closing(local.open()) as connection:
-        for _ in range(2):
-            local.post(COMPLETIONS, {"n": 0}, connection).fails(400, "n")
-            before = connection.sock
-            assert local.post(COMPLETIONS, SHORT | {"stream": True}, connection).status == 200
-            local.post(COMPLETIONS, b"{", connection).fails(400)
-            local.send("GET", "/nothing", on=connection).fails(404)
-            local.send("GET", COMPLETIONS, on=connection).fails(405)
-            assert local.send("GET", "/health", on=connection).status == 200
-            assert connection.sock is before
-
-
 # --- HTTP -----------------------------------------------------------------------------------------
 
 
 def request_bytes(body: Any = SHORT, head: str = "") -> bytes:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     length = "" if "Content-Length" in head else f"Content-Length: {len(data)}\r\n"
-    start = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    start = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return f"{start}{length}{head}\r\n".encode() + data
 
 
-FIRST = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
-LAST = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
-CHUNKED = {"head": "Transfer-Encoding: chunked\r\n"}
+FIRST = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+LAST = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+CHUNKED = request_bytes(b"5\r\nhello\r\n0\r\n\r\n", "Transfer-Encoding: chunked\r\n")
 MALFORMED = {
     "garbage": (b"\x00\xff\x16\x03\x01\r\n\r\n", 400),
     "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400),
@@ -664,7 +668,8 @@ MALFORMED = {
     "two words": (b"GET /\r\n\r\n", 400),
     "four words": (b"GET / HTTP/1.1 x\r\n\r\n", 400),
     "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
-    "HTTP/1.0": (b"GET / HTTP/1.0\r\n\r\n", 400),
+    "HTTP/0.9": (b"GET /\r\n\r\n", 400),
+    "HTTP/1.2": (b"GET / HTTP/1.2\r\n\r\n", 400),
     "no colon": (b"GET / HTTP/1.1\r\nHost\r\n\r\n", 400),
     "no name": (b"GET / HTTP/1.1\r\n: x\r\n\r\n", 400),
     "space before the colon": (b"GET / HTTP/1.1\r\nContent-Length : 5\r\n\r\n", 400),
@@ -685,7 +690,8 @@ MALFORMED = {
     "length in Arabic": (request_bytes(head="Content-Length: \xb2\r\n"), 411),
     "length huge": (request_bytes(head="Content-Length: 99999999999\r\n"), 413),
     "length astronomic": (request_bytes(head=f"Content-Length: {'9' * 5000}\r\n"), 411),
-    "chunked": (request_bytes(b"5\r\nhello\r\n0\r\n\r\n", "Transfer-Encoding: chunked\r\n"), 411),
+    "chunked": (CHUNKED.replace(b"Content-Length: 15\r\n", b""), 411),
+    "two forms": (CHUNKED, 400),
     "no type": (request_bytes().replace(b"Content-Type: application/json\r\n", b""), 415),
     "a form": (request_bytes().replace(b"application/json", b"text/plain"), 415),
 }  # fmt: skip
@@ -728,6 +734,60 @@ def test_clients_that_are_not_usual(local):
     too_long = request_bytes(b"", "Expect: 100-continue\r\nContent-Length: 999999999\r\n")
     message = local.raw(too_long)[0].fails(413)
     assert message == "the body has 999999999 bytes, --max-body is 200000"
+
+
+def test_http_1_0(local):
+    """nginx, which speaks it unless told otherwise, got a 400, or chunks that it cannot read."""
+    old = request_bytes().replace(b"HTTP/1.1", b"HTTP/1.0")
+    stream = request_bytes(SHORT | {"stream": True}).replace(b"HTTP/1.1", b"HTTP/1.0")
+    text = alone(**SHORT)[0].text
+    whole, streamed = (local.raw(data + FIRST)[0] for data in (old, stream))
+    for each in (whole, streamed):
+        assert each.headers["Connection"] == "close" and "Transfer-Encoding" not in each.headers
+    assert whole.json["choices"][0]["text"] == text
+    *events, last = (json.loads(each) for each in streamed.events[:-1])
+    assert "".join(each["choices"][0]["text"] for each in (*events, last)) == text
+    assert streamed.events[-1] == "[DONE]"
+
+
+def test_head(local):
+    """An answer's body was taken for the next answer; a HEAD of what never ends did not end."""
+    with contextlib.closing(local.open()) as connection:
+        for path in ("/health", "/", "/metrics", "/v1/models", "/engine", "/nothing", COMPLETIONS):
+            head = local.send("HEAD", path, on=connection)
+            assert head.status == {"/nothing": 404, COMPLETIONS: 405}.get(path, 200)
+            assert not head.data
+            assert local.send("GET", "/health", on=connection).json == {"status": "ok"}
+
+
+def test_an_answer_before_the_body_has_come(local):
+    """The connection was reset, and the 413 in it was lost."""
+    head = request_bytes(b"", "Content-Length: 50000000\r\n")
+    with socket.create_connection(("127.0.0.1", local.port), 10) as connection:
+        connection.sendall(head)
+        for _ in range(40):
+            connection.sendall(b" " * 2**18)
+        time.sleep(0.2)
+        connection.shutdown(socket.SHUT_WR)
+        parse(receive(connection))[0].fails(413)
+
+
+def test_nobody_reads_for_ever(make_local, monkeypatch):
+    """64 clients that asked for streams and read nothing held all seats."""
+    monkeypatch.setattr(server_module, "IDLE_S", 0.5)
+    local, lazy = make_local(), []
+    wish = {**LONG, "prompt": "a", "logprobs": 20, "n": 8, "stream": True}
+    for _ in range(2):
+        lazy.append(socket.socket())
+        lazy[-1].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        lazy[-1].connect(("127.0.0.1", local.port))
+        lazy[-1].sendall(request_bytes(wish))
+    until(lambda: local.engine.running)
+    until(lambda: not local.server.busy, 60)
+    local.settle()
+    assert local.server.served["request_success_total"]['{finished_reason="abort"}'] == 16
+    for each in lazy:
+        each.close()
 
 
 @pytest.mark.parametrize(
@@ -825,6 +885,18 @@ def test_the_page_may_load_nothing_else(local, monkeypatch, tmp_path):
 # --- Keys, queues, origins ------------------------------------------------------------------------
 
 
+def test_names_of_this_host(local, monkeypatch):
+    """Another site's page could use the model, by a name that points here (DNS rebinding)."""
+    mine = ("localhost", "LOCALHOST:8000", "127.0.0.1:1", "127.1.2.3", "[::1]:8000", "[::1]")
+    others = ("evil.test", "127.0.0.1.evil.test", "localhost.evil.test:80", "", "1.2.3.4", "::2")
+    for names, status in ((mine, 200), (others, 403)):
+        for name in names:
+            assert local.get("/health", Host=name).status == status, name
+    assert local.raw(LAST.replace(b"Host: localhost\r\n", b""))[0].status == 200
+    monkeypatch.setitem(vars(local.args), "host", "0.0.0.0")  # who opens it may give it any name
+    assert local.get("/health", Host="a.test").status == 200
+
+
 def test_api_key(local, monkeypatch):
     """A path that was forgotten; a key that is the start of the right one."""
     monkeypatch.setitem(vars(local.args), "api_key", "secrét")
@@ -878,6 +950,24 @@ def test_cors(local, monkeypatch):
         assert each.headers["Access-Control-Allow-Origin"] == "http://a.test"
 
 
+def test_addresses(capfd):
+    """An address that no browser reads; a name of which one of two addresses was heard."""
+    if not socket.has_ipv6:
+        pytest.skip("needs IPv6")
+    for host, shown in (("::1", r"\[::1\]"), ("localhost", r"(127.0.0.1|\[::1\])")):
+        local = Local("--host", host)
+        assert re.search(rf"http://{shown}:{local.port}\n", capfd.readouterr().err)
+        local.close()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    local = Local("--host", "localhost", "--port", str(port))
+    known = {info[4][0] for info in socket.getaddrinfo("localhost", port, type=socket.SOCK_STREAM)}
+    for address in known:
+        socket.create_connection((address, port), 5).close()
+    local.close()
+
+
 def test_errors_at_the_start(capfd, tmp_path, monkeypatch):
     """A traceback for a port that is taken or does not exist, or a file that is not there; a key
     that was empty, as a variable that is not set, let everybody in."""
@@ -886,7 +976,8 @@ def test_errors_at_the_start(capfd, tmp_path, monkeypatch):
         taken.listen()
         port = str(taken.getsockname()[1])
         for options in (["--port", port], ["--checkpoint", str(tmp_path)], ["--kv-memory", "9"],
-                        ["--port", "99999"], ["--api-key", ""], ["--host", ""]):  # fmt: skip
+                        ["--port", "99999"], ["--api-key", ""], ["--host", ""],
+                        ["--max-queue", "-1"], ["--max-body", "-1"]):  # fmt: skip
             assert server_module.main(["--device", "cpu", "--kv-memory", "16e6", *options]) == 2
             error = capfd.readouterr().err
             assert error.count("server.py: error: ") == 1 and "Traceback" not in error
@@ -932,7 +1023,7 @@ def test_clients_vanish(make_local):
 
 def test_one_goes_and_the_others_stay(local):
     """A client's end aborted its neighbours."""
-    wish = {"prompt": PROMPT, "seed": 3, "max_tokens": 80, "ignore_eos": True}
+    wish = {"prompt": PROMPT, "seed": 3, "max_tokens": 600, "ignore_eos": True}
     stays = local.begin(wish)
     until(lambda: local.engine.running)
     for body in ({**wish, "stream": True}, wish, {**wish, "prompt": ["a", "b"], "n": 2}):
@@ -1058,7 +1149,8 @@ def test_the_command_line_and_a_signal(tmp_path):
         server.post(COMPLETIONS, {"prompt": "a" * 1000}, **key).fails(413)
         server.post(COMPLETIONS, {"prompt": ["a"] * 2}, **key).fails(429)
         idle, busy = server.open(), server.open()
-        assert server.send("GET", "/health", on=idle).json == {"status": "ok"}
+        assert server.get("/health").json == {"status": "ok"}
+        idle.connect()
         body = json.dumps({**LONG, "max_tokens": 200, "stream": True})
         busy.request("POST", COMPLETIONS, body, key | {"Content-Type": "application/json"})
         response = busy.getresponse()
@@ -1225,7 +1317,7 @@ def test_metrics_are_prometheus_text(local):
     names = """num_requests_running num_requests_waiting kv_cache_usage_perc num_preemptions_total
         prompt_tokens_total generation_tokens_total prefix_cache_queries_total
         prefix_cache_hits_total request_success_total time_to_first_token_seconds
-        inter_token_latency_seconds e2e_request_latency_seconds spec_decode_num_drafts_total
+        inter_token_latency_seconds e2e_request_latency_seconds
         spec_decode_num_draft_tokens_total spec_decode_num_accepted_tokens_total"""
     assert {f"kilolm:{name}" for name in names.split()} <= {*kinds}
     for name in (name for name, kind in kinds.items() if kind == "histogram"):
@@ -1323,6 +1415,17 @@ def test_snapshots(local):
         assert len({name for name, _, _ in names}) == 1
         assert len({row["blocks"][0] for row in now["running"]}) == 1
         doomed.close()
+
+
+def test_priority(local):
+    """What was urgent waited for what was not."""
+    doomed = [local.begin({**LONG, "priority": -1}) for _ in range(8)]
+    until(lambda: len(local.engine.running) == 8)
+    later = [local.begin({**SHORT, "priority": p}) for p in (5, -5)]
+    until(lambda: len(local.engine.waiting) == 2)
+    assert [job.request.priority for job in local.engine.waiting] == [-5, 5]
+    for each in doomed + later:
+        each.close()
 
 
 def consistent(now: dict) -> None:
