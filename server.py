@@ -568,8 +568,8 @@ class Connection:
                 print(f"{self.line!r:.200} {'gone' if self.gone else status}", file=sys.stderr)
         if not self.line.startswith("HEAD "):
             self.writer.write(data)
-        # Who never reads does not keep its seat.
-        await asyncio.wait_for(self.writer.drain(), IDLE_S)
+        async with asyncio.timeout(IDLE_S):  # who never reads does not keep its seat
+            await self.writer.drain()
 
 
 ACTS = {"/": lambda c: c.send(PAGE.read_text("utf-8"), kind="text/html"),
