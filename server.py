@@ -450,7 +450,9 @@ class Connection:
             finally:
                 self.server.busy.discard(self)
             self.writer.write_eof()
-            await asyncio.wait_for(self.forget(), IDLE_S)
+            async with asyncio.timeout(IDLE_S):
+                while await self.reader.read(2**16):
+                    pass
         self.writer.transport.abort()
 
     async def refuse(self, status: int, message: str, param: str = "", code: str = "") -> None:
@@ -473,7 +475,7 @@ class Connection:
         # Another site's page may reach this address by that site's own name (DNS rebinding).
         host = headers.get("Host", "localhost").lower()
         is_local = re.fullmatch(LOOPBACK, self.server.args.host)
-        demand(not is_local or re.fullmatch(LOOPBACK, host), 403, f"{host[:100]} is not served")
+        demand(not is_local or re.fullmatch(LOOPBACK, host), 403, f"--host is not {host[:100]}")
         acts = ACTS | {f"/v1/models/{self.server.name}": lambda c: c.send(c.server.model)}
         demand(path in acts and (path != "/" or PAGE.is_file()), 404, f"there is no {path[:100]}")
         if method == "OPTIONS" and self.server.args.cors:
@@ -548,11 +550,6 @@ class Connection:
         except (ValueError, RecursionError) as error:
             raise Problem(400, f"the body must be a JSON object: {str(error)[:200]}") from None
 
-    async def forget(self) -> None:
-        """Read what follows the request, and forget it."""
-        while await self.reader.read(2**16):
-            pass
-
     async def send(self, item: JSON | str, status: int = 200, kind: str = JSON_TYPE) -> None:
         """Send an answer; or of a stream (of the kind EVENTS) an event. The first is the head's."""
         text = item if isinstance(item, str) else json.dumps(item)
@@ -560,6 +557,7 @@ class Connection:
         if not self.kind:
             self.kind = kind
             head = f"HTTP/1.1 {status} \r\n{HEADERS}Content-Type: {kind}\r\n"
+            head += f"X-Request-Id: {self.headers.get('X-Request-Id') or secrets.token_hex(12)}\r\n"
             head += "" if kind == EVENTS else f"Content-Length: {len(data)}\r\n"
             head += "Retry-After: 1\r\n" if status == 429 else ""
             head += CORS.format(self.server.args.cors) if self.server.args.cors else ""

@@ -440,7 +440,7 @@ def test_a_step_costs_no_more_where_many_wait():
             at.add_request([1, 2], params(60, temperature=0, ignore_eos=True))
         seconds.append(min(timeit.repeat(at.step, number=5, repeat=9)))
         assert len(at.running) == 4
-    assert seconds[1] < 1.5 * seconds[0]
+    assert seconds[1] < 3 * seconds[0]
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])

@@ -261,7 +261,7 @@ def test_what_else_a_client_sees(local):
     """A chunk without choices where no usage was asked for; a name that was nowhere to be found;
     a text that came whole, at its end."""
     with local.openai() as client:
-        wish = {"model": "shakespeare", "prompt": PROMPT, "max_tokens": 100, "stream": True}
+        wish = {"model": "shakespeare", "prompt": PROMPT, "max_tokens": 300, "stream": True}
         began, times = time.monotonic(), []
         for chunk in client.completions.create(**wish, extra_body={"ignore_eos": True}):
             times.append(time.monotonic() - began)
@@ -472,6 +472,8 @@ def test_more_of_openais_http(local, monkeypatch):
         usage = local.post(COMPLETIONS, {"prompt": PROMPT * 9, "max_tokens": 1}).json["usage"]
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     assert 0 < cached < usage["prompt_tokens"]
+    assert local.get("/health", **{"X-Request-ID": "mine"}).headers["X-Request-Id"] == "mine"
+    assert len({local.get("/health").headers["X-Request-Id"] for _ in range(9)}) == 9
     message = local.post(COMPLETIONS, {"temperature": "x" * 100_000}).fails(400, "temperature")
     assert len(message) < 250
     message = local.post(COMPLETIONS, {"max_tokens": 5000}).fails(

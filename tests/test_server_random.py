@@ -36,7 +36,11 @@ part = st.fixed_dictionaries(
 )
 roles = st.sampled_from(["user", "system", "assistant"])
 content = mostly(text | st.lists(part, max_size=2), absurd)
-message = st.fixed_dictionaries({"role": mostly(roles, absurd), "content": content})
+arguments = mostly(st.sampled_from(['{"a": 1}', "{", "[" * 9999, "NaN"]) | st.just({}), absurd)
+call = st.fixed_dictionaries({"function": st.fixed_dictionaries({"arguments": arguments})})
+calls = mostly(st.lists(mostly(call, absurd), max_size=2), absurd)
+message = st.fixed_dictionaries({"role": mostly(roles, absurd), "content": content},
+                                optional={"tool_calls": calls})  # fmt: skip
 token_ids = mostly(st.integers(0, 1023).map(str), short_text)
 fields = {
     "temperature": st.floats(0, 2), "top_p": st.floats(0.01, 1), "top_k": st.integers(-1, 2000),
@@ -49,6 +53,7 @@ fields = {
     "stream": st.booleans(), "max_tokens": st.integers(1, 4), "model": st.just("shakespeare"),
     "stream_options": st.fixed_dictionaries({"include_usage": mostly(st.booleans(), absurd)}),
     "user": absurd, "best_of": st.integers(1, 2), "echo": st.booleans(),
+    "priority": st.integers(-3, 3), "cache_salt": short_text,
 }  # fmt: skip
 completion = {"prompt": text | ids | st.lists(text | ids, max_size=3),
               "logprobs": st.integers(0, 20)}  # fmt: skip
