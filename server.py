@@ -9,7 +9,7 @@ token. A handler that is slow, or whose client has gone, holds nobody up: it rea
 state when it comes to it, so tokens wait there and not in a queue.
 
     client --> Connection.complete --> Server.prepare --> inbox --> Server.drive: submit, step, step
-    client <-- Connection.stream <---- Choice.new <------ event <--- Server.wake <------+
+    client <-- Connection.send <------ Choice.new <------ event <--- Server.wake <------+
 
 Everything binds to loopback unless told otherwise, and nothing but the standard library is used.
 References: platform.openai.com/docs/api-reference; the names in /metrics are vLLM's, but for
@@ -47,7 +47,7 @@ from settings import CHUNK, JSON, EngineArgs, Ranks, SamplingParams, check, sett
 from structured import pieces, structure
 from tokenizer import TextStream
 
-IDLE_S = 75  # seconds that a connection may be silent, and that a body may take
+IDLE_S = 75  # seconds that a head, a body, or a client that does not read on may take
 PAGE = settings.BUNDLED.parents[1] / "page.html"
 
 
@@ -221,13 +221,11 @@ class Server:
                 calls = message.get("tool_calls") or []
                 check("content", text, str | None if calls else str)
                 for function in (call["function"] for call in calls):
-                    if isinstance(function["arguments"], str):  # templates write it as JSON again
-                        function["arguments"] = json.loads(function["arguments"])
+                    if isinstance(function["arguments"], str):  # most templates make it JSON again
+                        function["arguments"] = json.loads(function["arguments"] or "{}")
                 plain.append(message | {"content": text})
             except (ValueError, TypeError, KeyError):
-                raise Problem(
-                    400, "a message needs a role, text or calls", f"messages[{i}]"
-                ) from None
+                raise Problem(400, "it needs a role, text or calls", f"messages[{i}]") from None
         goes_on = body["continue_final_message"]
         options = dict(add_generation_prompt=body["add_generation_prompt"] and not goes_on)
         return self.tokenizer.encode_chat(plain, goes_on, **options | body["chat_template_kwargs"])
@@ -262,7 +260,7 @@ def checked(given: JSON, chat: bool) -> JSON:
     options = body["stream_options"] if body["stream"] else {}
     echo = body["echo"] and not chat
     fine = UNSUPPORTED | dict(best_of=body["n"], stream_options=options, echo=echo)
-    for field, value in (body | options).items():
+    for field, value in (options | body).items():
         supported(field, value, fine.get(field, value))
     if "max_completion_tokens" in body:
         body["max_tokens"] = body["max_completion_tokens"]
@@ -275,7 +273,8 @@ def checked(given: JSON, chat: bool) -> JSON:
     if form:
         supported("structured_outputs", body.get("structured_outputs"), None)
         body["structured_outputs"] = form
-    return body | dict(prompt_logprobs=echo)  # noted where there are any
+    # Of the prompt only, where log-probabilities are asked for at all.
+    return body | dict(prompt_logprobs=echo)
 
 
 # --- Answers out ----------------------------------------------------------------------------------
@@ -402,15 +401,15 @@ HEADERS = ("Connection: close\r\nCache-Control: no-store\r\nAllow: GET, HEAD, PO
            "X-Content-Type-Options: nosniff\r\nX-Frame-Options: DENY\r\n")  # fmt: skip
 CORS = "Access-Control-Allow-Headers: Authorization, *\r\nAccess-Control-Allow-Origin: {}\r\n"
 JSON_TYPE, EVENTS = "application/json", "text/event-stream"
-LOOPBACK = r"(localhost|127[.0-9]+|::1|\[::1\])(:[0-9]+)?"
+LOOPBACK = r"(?i)(localhost|127[.0-9]+|::1|\[::1\])(:[0-9]+)?"
 
 
 class Connection:
     """One client: reads its request and answers it.
 
-    It serves one request. To open the next connection costs a client a tenth of a millisecond
-    here, and spares us all doubt about where a request ends, or an answer, or a body that was
-    refused. So HTTP/1.0, which proxies speak, is like 1.1.
+    It serves one request. For the next one a client has to connect again, which takes a tenth of a
+    millisecond on one machine. In return nobody can be in doubt where a request, an answer or a
+    refused body ends, and HTTP/1.0, which proxies speak, is like 1.1.
 
     Attributes:
         line: of the request, such as "GET /health".
@@ -428,6 +427,7 @@ class Connection:
 
     @property
     def gone(self) -> bool:
+        """Whether the client has left, or says no more; not where it sent more than its request."""
         return self.reader.at_eof() or self.writer.is_closing()
 
     async def serve(self) -> None:
@@ -473,7 +473,7 @@ class Connection:
         self.headers = headers = email.message_from_string(found[2])
         method, _, path = self.line.partition(" ")
         # Another site's page may reach this address by that site's own name (DNS rebinding).
-        host = headers.get("Host", "localhost").lower()
+        host = headers.get("Host", "localhost").strip()
         is_local = re.fullmatch(LOOPBACK, self.server.args.host)
         demand(not is_local or re.fullmatch(LOOPBACK, host), 403, f"--host is not {host[:100]}")
         acts = ACTS | {f"/v1/models/{self.server.name}": lambda c: c.send(c.server.model)}
@@ -509,6 +509,7 @@ class Connection:
         while not ended:
             await self.event.wait()
             self.event.clear()
+            demand(not self.gone, 400, "aborted: the client has closed its side")
             ended = all(request.finished for request in requests)
             for new in filter(None, (each.new() for each in choices if stream)):
                 await self.send(base | {"choices": [new]}, kind=EVENTS)
@@ -533,7 +534,7 @@ class Connection:
             if server.snapshot != last:
                 last = server.snapshot
                 await self.send(last, kind=EVENTS)
-        await self.send("[DONE]")
+        await self.send("[DONE]", kind=EVENTS)
 
     # --- On the wire ------------------------------------------------------------------------------
 
@@ -544,6 +545,7 @@ class Connection:
         demand(re.fullmatch("[0-9]{1,18}", length), 411, "send the body with a Content-Length")
         size, most = int(length), self.server.args.max_body
         demand(size <= most, 413, f"the body has {size} bytes, --max-body is {most}")
+        self.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n" if "Expect" in self.headers else b"")
         data = await asyncio.wait_for(self.reader.readexactly(size), IDLE_S)
         try:  # int() refuses NaN and Infinity, which Python would take for numbers
             return check("body", json.loads(data, parse_constant=int), dict)
@@ -566,7 +568,7 @@ class Connection:
                 print(f"{self.line!r:.200} {'gone' if self.gone else status}", file=sys.stderr)
         if not self.line.startswith("HEAD "):
             self.writer.write(data)
-        async with asyncio.timeout(IDLE_S):  # who never reads does not keep its seat
+        async with asyncio.timeout(IDLE_S):  # who does not read on does not keep a seat
             await self.writer.drain()
 
 
