@@ -177,7 +177,7 @@ def plot(rates: list[float], figures: list[dict[str, float]], title: str) -> str
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         'font-family="system-ui, sans-serif" font-size="12">',
         f'<rect width="{width}" height="{height}" fill="#fff"/>'
-        f'<text x="{left}" y="16" font-size="14">{title}</text>',
+        f'<text x="{left}" y="16">{title}</text>',
         f'<path d="M{left} 30V{height - bottom}H{width - 20}" fill="none" stroke="#888"/>',
         f'<text x="{width - 20}" y="{height - 8}" text-anchor="end">requests per second</text>',
     ]
@@ -194,9 +194,11 @@ def plot(rates: list[float], figures: list[dict[str, float]], title: str) -> str
     most = max(each["request_s"] for each in figures)
     if most < 0.9 * max(rates):  # more were sent than answered: the queue only grows
         text = f"saturated: {most:.3g} answered"
+        anchor, gap = ("end", -6) if x(most) > width / 2 else ("start", 6)  # where there is room
         parts.append(
             f'<path d="M{x(most):.1f} 44V{height - bottom}" stroke="#888" stroke-dasharray="4"/>'
-            f'<text x="{x(most) + 6:.1f}" y="{height - bottom - 8}" fill="#666">{text}</text>'
+            f'<text x="{x(most) + gap:.1f}" y="{height - bottom - 8}" fill="#666" '
+            f'text-anchor="{anchor}">{text}</text>'
         )
     for i, (name, colour, label) in enumerate(lines):
         points = " ".join(f"{x(r):.1f},{y(f[name]):.1f}" for r, f in zip(rates, figures))
