@@ -225,7 +225,7 @@ class Server:
                         function["arguments"] = json.loads(function["arguments"] or "{}")
                 plain.append(message | {"content": text})
             except (ValueError, TypeError, KeyError):
-                raise Problem(400, "it needs a role, text or calls", f"messages[{i}]") from None
+                raise Problem(400, "role, text or calls are wrong", f"messages[{i}]") from None
         goes_on = body["continue_final_message"]
         options = dict(add_generation_prompt=body["add_generation_prompt"] and not goes_on)
         return self.tokenizer.encode_chat(plain, goes_on, **options | body["chat_template_kwargs"])
@@ -418,6 +418,7 @@ class Connection:
     """
 
     def __init__(self, server: Server, *ends: Any) -> None:
+        """Take the two ends of a connection: an asyncio.StreamReader and a StreamWriter."""
         self.server = server
         self.reader, self.writer = ends
         self.line = self.kind = ""
@@ -427,7 +428,8 @@ class Connection:
 
     @property
     def gone(self) -> bool:
-        """Whether the client has left, or says no more; not where it sent more than its request."""
+        """Whether the client has left, or says no more. Where it sent more than its request, this
+        is not seen."""
         return self.reader.at_eof() or self.writer.is_closing()
 
     async def serve(self) -> None:
@@ -553,7 +555,8 @@ class Connection:
             raise Problem(400, f"the body must be a JSON object: {str(error)[:200]}") from None
 
     async def send(self, item: JSON | str, status: int = 200, kind: str = JSON_TYPE) -> None:
-        """Send an answer; or of a stream (of the kind EVENTS) an event. The first is the head's."""
+        """Send an answer, or an event of a stream, whose kind is EVENTS. Before the first goes the
+        head, which alone has a status; so an error in a stream is one more event."""
         text = item if isinstance(item, str) else json.dumps(item)
         data = (f"data: {text}\n\n" if (self.kind or kind) == EVENTS else text).encode()
         if not self.kind:

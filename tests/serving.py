@@ -95,7 +95,7 @@ class Client:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
 
     def send(self, method: str, path: str, body: Any = None, on=None, **headers: str) -> Answer:
-        """Args: body: JSON, or bytes as they are. on: a connection that is open already."""
+        """Args: body: JSON, or bytes as they are. on: a connection, which opens anew each time."""
         connection = on or self.open()
         if body is not None:
             headers = {"Content-Type": "application/json"} | headers

@@ -475,6 +475,8 @@ def test_more_of_openais_http(local, monkeypatch):
         usage = local.post(COMPLETIONS, {"prompt": PROMPT * 9, "max_tokens": 1}).json["usage"]
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     assert 0 < cached < usage["prompt_tokens"]
+    for key in ("x1", "01024", "1024"):  # 01024 was said to be 1024
+        assert key in local.post(COMPLETIONS, {"logit_bias": {key: 1}}).fails(400, "logit_bias")
     assert local.get("/health", **{"X-Request-ID": "mine"}).headers["X-Request-Id"] == "mine"
     assert len({local.get("/health").headers["X-Request-Id"] for _ in range(9)}) == 9
     message = local.post(COMPLETIONS, {"temperature": "x" * 100_000}).fails(400, "temperature")
