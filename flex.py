@@ -2,28 +2,28 @@
 
     python server.py --device cuda --attention flex --block-size 128
 
-On a CPU paged.copied puts the blocks of each row side by side, which costs little next to the
+On a CPU paged.Blocks puts the blocks of each row side by side, which costs little next to the
 attention, and a library's kernel does the rest. On a GPU that copy is waste. FlexAttention compiles
 a kernel that is told, for each row, which blocks to read, and which of their slots count. Stands
 behind paged.Runner, whose plan it shares; the scheduler and the model do not know. Must be asked
 for: not yet run on a GPU by us. Paper: Dong et al. 2024 (arXiv:2412.05496). Read: followed.
 """
 
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad
 
-from paged import SCHEMA, Blocks, Runner, library, paged_attention
+from paged import Blocks, Runner
 
 QUERIES = 128  # that the kernel takes together
 compiled = cache(lambda: torch.compile(flex_attention, dynamic=True))
 
 
 def followed(q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, mask: Tensor) -> Tensor:
-    """paged.copied without a copy. To FlexAttention a pool is one long text, of which each row sees
+    """Blocks.read without a copy. To FlexAttention a pool is one long text, of which each row sees
     the slots of its blocks.
 
     Example: block_size 4, table [7, 2]: slot 9 is in block 2, whose place is 1, so it holds
@@ -50,19 +50,13 @@ def followed(q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, mask: Ten
     return attend(queries, k, v, block_mask=plan).reshape(q.shape)
 
 
-# Opaque to torch.compile, as the operator that it stands for.
-library.define("followed_attention" + SCHEMA)
-library.impl("followed_attention", partial(paged_attention, followed), "CompositeExplicitAutograd")
-torch.library.register_fake("kilolm::followed_attention", lambda q, *_: torch.empty_like(q))
-
-
 class Followed(Blocks):
     """One layer's pool, attended to where it is."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def read(self, q: Tensor, table: Tensor, mask: Tensor) -> Tensor:
         if self.k.dtype != q.dtype:  # int8 keys must be decoded first
-            return super().attend(q, k, v)
-        return torch.ops.kilolm.followed_attention(q, k, v, self.k, self.v, *self.plan)
+            return super().read(q, table, mask)
+        return followed(q, self.k, self.v, table, mask)
 
 
 class FlexRunner(Runner):

@@ -8,7 +8,6 @@ is output channels, K input channels, G groups, R rows. Read: compile_model, Pac
 """
 
 import warnings
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from checkpoint import blame
 from kv_cache import StaticCache
 from model import Transformer
-from paged import Row, Runner, library
+from paged import Row, Runner, library, number_of, numbered
 from quantize import QuantLinear, unpack_bits
 from settings import CHUNK, progress, supported
 
@@ -119,8 +118,8 @@ class PackedLinear(nn.Module):
     """A Linear with its weight in oneDNN's blocked order; x (..., K) -> (..., N), same dtype.
 
     A packed tensor has no strides, so torch.compile cannot take it as an input. The compiled code
-    calls an operator with a number, `key`, under which the operator finds this module and its
-    `product`. The number is a tensor, so that all blocks of a model compile to the same graph.
+    calls an operator with a number, under which the operator finds this module and its `product`;
+    see paged.number_of.
     """
 
     def __init__(self, linear: nn.Module) -> None:
@@ -128,8 +127,7 @@ class PackedLinear(nn.Module):
         self.out_features = linear.out_features
         self.bias = linear.bias
         self.nbytes = sum(tensor.nbytes for tensor in linear.state_dict().values())
-        self.key = torch.tensor(id(self))
-        _packed[id(self)] = self
+        self.key = number_of(self)
         self.pack(linear)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -273,9 +271,6 @@ def dequantize(packed: Tensor, scales: Tensor, lanes: int = 32) -> Tensor:
 
 # --- The operator ---------------------------------------------------------------------------------
 
-_packed = WeakValueDictionary()  # key -> PackedLinear; weak, so that it can be freed
-
-
 # A plain Library: the wrapper of torch.library.custom_op costs 8 us a call, this one 3 to 5, and a
 # step makes four calls a layer.
 library.define("packed_linear(Tensor rows, Tensor key, int out_features) -> Tensor")
@@ -283,7 +278,7 @@ library.define("packed_linear(Tensor rows, Tensor key, int out_features) -> Tens
 
 @torch.library.impl(library, "packed_linear", "CompositeExplicitAutograd")
 def packed_linear(rows: Tensor, key: Tensor, out_features: int) -> Tensor:
-    return _packed[int(key)].product(rows)
+    return numbered[int(key)].product(rows)
 
 
 @torch.library.register_fake("kilolm::packed_linear", lib=library)

@@ -6,7 +6,7 @@ tokens at a time, nothing is reserved for tokens that may never come, and sequen
 map the same blocks. The first half is integers only: who owns which block. The second is tensors:
 what a block holds, and a forward over rows of many sequences. Knows no requests and no text.
 Papers: Kwon et al. 2023 (PagedAttention, arXiv:2309.06180), Zheng et al. 2023 (prefix sharing,
-arXiv:2312.07104). Read: BlockTable, BlockPool; then Runner.plan, paged_attention. Next:
+arXiv:2312.07104). Read: BlockTable, BlockPool; then Runner.plan, Blocks. Next:
 scheduler.py.
 
     ids      t h e   k i n g   i s      t h e   k i n g   h a t h        block_size = 4
@@ -16,10 +16,9 @@ scheduler.py.
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -196,17 +195,71 @@ class Row(NamedTuple):
         return -(-self.positions.stop // block_size)
 
 
-class Blocks(LayerCache):
-    """One layer's pool, with the plan of one forward."""
+class Group(NamedTuple):
+    """Rows that are attended together, as one batch: B of them."""
 
-    def __init__(self, k: Tensor, v: Tensor, *plan: Tensor) -> None:
-        """Take k and v, (blocks, block size, K, stored_dim) each; and see paged_attention."""
+    T: int  # new tokens of each
+    table: Tensor  # (B, W) int64: the blocks of each. What lies past a row's length is never seen
+    masks: dict[int | None, Tensor]  # window -> (B, 1, N / K * T, W * block size); see visible
+
+
+class Blocks(LayerCache):
+    """One layer's pool, with the plan of one forward.
+
+    How many groups there are, and how large, differs from step to step. Compiled code must not see
+    that, or it would be compiled again. So it calls an operator with a number, under which the
+    operator finds this layer; see number_of.
+    """
+
+    def __init__(
+        self, k: Tensor, v: Tensor, slots: Tensor, groups: list[Group], window: int | None
+    ) -> None:
+        """Hold on to a layer's pool and the plan of a forward.
+
+        Args:
+            k, v: (blocks, block size, K, stored_dim), encoded; written to.
+            slots: (T,) int64, where each new token goes: block * block size + offset.
+            groups: in the order of the tokens.
+            window: this layer's, whose masks count.
+        """
         self.k, self.v = k, v
-        self.plan = plan
+        self.slots, self.groups = slots, groups
+        self.window = window
+        self.key = number_of(self)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k and v, then attend. B is 1 here: T counts the tokens of all rows."""
-        return torch.ops.kilolm.paged_attention(q, k, v, self.k, self.v, *self.plan)
+        return torch.ops.kilolm.paged_attention(q, k, v, self.key)
+
+    def attend_groups(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The same, inside the operator, group by group."""
+        for pool, new in ((self.k, k), (self.v, v)):
+            stored = encode(new[0].transpose(0, 1), pool.dtype)  # (T, K, stored_dim)
+            pool.flatten(0, 1).index_copy_(0, self.slots, stored)
+        out = torch.empty_like(q)
+        start = 0
+        for T, table, masks in self.groups:
+            end = start + len(table) * T
+            queries = q[0, :, start:end].unflatten(1, (-1, T)).transpose(0, 1)  # (B, N, T, H)
+            y = self.read(queries, table, masks[self.window])
+            out[0, :, start:end] = y.transpose(0, 1).flatten(1, 2)
+            start = end
+        return out
+
+    def read(self, q: Tensor, table: Tensor, mask: Tensor) -> Tensor:
+        """Attend to each row's blocks by copying them side by side, as attention() wants one
+        tensor. The copy is read back from the processor's cache, and takes a fraction of the
+        attention's time.
+
+        Args:
+            q: (B, N, T, H).
+            table, mask: see Group.
+
+        Returns:
+            (B, N, T, H).
+        """
+        keys = side_by_side(self.k, table, q.dtype)
+        return attention(q, keys, side_by_side(self.v, table, q.dtype), mask)
 
 
 class Runner:
@@ -269,7 +322,7 @@ class Runner:
 
         Example: block_size 4, rows ([7, 2], 5, [a]), ([3], 2, [b]), ([0, 1], 4, [c, d, e]):
             tokens [a, b, c, d, e], positions [5, 2, 4, 5, 6], slots [9, 14, 4, 5, 6],
-            select [0, 1, 4], sizes [2, 1, 2, 1, 3, 2], tables [7, 2, 3, 8, 0, 1] (of 8 blocks)
+            select [0, 1, 4]; groups with the tables [[7, 2], [3, 8]] (of 8 blocks) and [[0, 1]]
         """
         size, config, device = self.block_size, self.model.config, self.model.device
         # 1) what the model reads
@@ -279,25 +332,20 @@ class Runner:
         select = [end - n for row, end in zip(rows, ends) for n in range(row.wanted, 0, -1)]
         # 2) what attention reads
         slots = [row.blocks[p // size] * size + p % size for row in rows for p in row.positions]
-        sizes, tables, masks = [], [], []
+        groups = []
         for group in groups_of(rows, size, self.most, width):
             W = max(width, *(row.num_blocks(size) for row in group))
-            for row in group:
-                used = row.blocks[: row.num_blocks(size)]  # not what waits to be wiped
-                tables += used + [self.num_blocks] * (W - len(used))
-            at = torch.tensor([row.positions for row in group])  # (B, T)
-            masks.append(visible(config, at, torch.arange(W * size)[None]))
-            sizes += (*at.shape, W)
-        tokens, positions, select, slots, tables = (
-            torch.tensor(each, device=device)
-            for each in ([tokens], [positions], select, slots, tables)
+            # Not what waits to be wiped; filled up with the block that is never written.
+            used = [row.blocks[: row.num_blocks(size)] for row in group]
+            table = [blocks + [self.num_blocks] * (W - len(blocks)) for blocks in used]
+            at = torch.tensor([row.positions for row in group], device=device)  # (B, T)
+            masks = visible(config, at, torch.arange(W * size, device=device)[None])
+            groups.append(Group(at.shape[1], torch.tensor(table, device=device), masks))
+        tokens, positions, select, slots = (
+            torch.tensor(each, device=device) for each in ([tokens], [positions], select, slots)
         )
-        sizes = torch.tensor(sizes)
-        mask = {w: torch.cat([m[w].flatten() for m in masks]).to(device) for w in masks[0]}
-        layers = [
-            self.layer(k, v, slots, sizes, tables, mask[window])
-            for (k, v), window in zip(self.pools, config.windows, strict=True)
-        ]
+        pools = zip(self.pools, config.windows, strict=True)
+        layers = [self.layer(k, v, slots, groups, window) for (k, v), window in pools]
         return tokens, positions, layers, select
 
 
@@ -319,68 +367,6 @@ def groups_of(rows: list[Row], block_size: int, most: int, width: int = 2) -> li
     return groups
 
 
-def copied(q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, mask: Tensor) -> Tensor:
-    """Attend to each row's blocks by copying them side by side, as attention() wants one tensor.
-    The copy is read back from the processor's cache, and takes a fraction of the attention's time.
-
-    Args:
-        q: (B, N, T, H).
-        k_pool, v_pool: (blocks, block size, K, stored_dim), encoded.
-        table: (B, W) int64.
-        mask: (B, 1, N / K * T, W * block size) bool; see model.visible.
-
-    Returns:
-        (B, N, T, H).
-    """
-    keys = side_by_side(k_pool, table, q.dtype)
-    return attention(q, keys, side_by_side(v_pool, table, q.dtype), mask)
-
-
-def paged_attention(
-    way: Callable, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, *plan: Tensor
-) -> Tensor:
-    """Store new keys and values in a pool, then attend to each row's own blocks, group by group.
-
-    Args:
-        way: what attends to a group; see copied.
-        q: (1, N, T, H).
-        k, v: (1, K, T, H).
-        k_pool, v_pool: (blocks, block size, K, stored_dim), encoded; written to.
-        plan: slots, sizes, tables and mask, the last three flat, group after group: with two
-            dimensions one would be 1 at times, which torch.compile treats as another case.
-            slots: (T,) int64, where each new token goes: block * block size + offset.
-            sizes: int64: B rows, T new tokens of each, and W blocks that hold the keys
-                of the longest. On the CPU, as the host reads them.
-            tables: int64, (B, W) of each group; what lies past a row's length is never seen.
-            mask: bool, (B, 1, N / K * T, W * block size) of each group; see model.visible.
-
-    Returns:
-        (1, N, T, H).
-    """
-    slots, sizes, tables, mask = plan
-    for pool, new in ((k_pool, k), (v_pool, v)):
-        stored = encode(new[0].transpose(0, 1), pool.dtype)  # (T, K, stored_dim)
-        pool.flatten(0, 1).index_copy_(0, slots, stored)
-    out = torch.empty_like(q)
-    groups = sizes.view(-1, 3).tolist()
-    tokens = [B * T for B, T, _ in groups]
-    # Entries of the mask for one token and one block: N / K * block size.
-    seen = mask.numel() // sum(B * T * W for B, T, W in groups)
-    parts = zip(
-        groups,
-        q[0].split(tokens, dim=1),  # (N, B * T, H) each
-        out[0].split(tokens, dim=1),
-        tables.split([B * W for B, _, W in groups]),
-        mask.split([B * T * W * seen for B, T, W in groups]),
-    )
-    for (B, T, W), queries, attended, table, visible_part in parts:
-        queries = queries.unflatten(1, (B, T)).transpose(0, 1)  # (B, N, T, H)
-        part = visible_part.view(B, 1, -1, W * k_pool.shape[1])
-        y = way(queries, k_pool, v_pool, table.view(B, W), part)
-        attended.copy_(y.transpose(0, 1).flatten(1, 2))
-    return out
-
-
 def side_by_side(pool: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
     """The blocks of each row, decoded: a (blocks, block size, K, stored_dim) pool and a (B, W)
     table -> (B, K, S, H)."""
@@ -389,12 +375,26 @@ def side_by_side(pool: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
     return blocks.view(len(table), -1, *blocks.shape[2:]).transpose(1, 2)
 
 
-# Opaque to torch.compile: how many groups there are, and how large, differs from step to step.
+# --- What compiled code does not see --------------------------------------------------------------
+
 library = torch.library.Library("kilolm", "FRAGMENT")
-SCHEMA = (
-    "(Tensor q, Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, "
-    "Tensor slots, Tensor sizes, Tensor tables, Tensor mask) -> Tensor"
-)
-library.define("paged_attention" + SCHEMA)
-library.impl("paged_attention", partial(paged_attention, copied), "CompositeExplicitAutograd")
+numbered = WeakValueDictionary()  # number -> object; weak, so that it can be freed
+
+
+def number_of(thing: object) -> Tensor:
+    """A number for compiled code to hand to an operator, which finds the object in `numbered`. It
+    is a tensor, so that all layers compile to the same graph."""
+    numbered[id(thing)] = thing
+    return torch.tensor(id(thing))
+
+
+library.define("paged_attention(Tensor q, Tensor k, Tensor v, Tensor key) -> Tensor")
+
+
+@torch.library.impl(library, "paged_attention", "CompositeExplicitAutograd")
+def paged_attention(q: Tensor, k: Tensor, v: Tensor, key: Tensor) -> Tensor:
+    """Blocks.attend_groups of the layer with this number."""
+    return numbered[int(key)].attend_groups(q, k, v)
+
+
 torch.library.register_fake("kilolm::paged_attention", lambda q, *_: torch.empty_like(q))

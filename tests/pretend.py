@@ -152,7 +152,7 @@ class Operators(TorchDispatchMode):
         if func is torch.ops.kilolm.paged_attention.default:
             self.gpu.pretending = False  # its function calls others, each for itself
             with self.gpu:
-                return paged.paged_attention(paged.copied, *args, **kwargs)
+                return paged.paged_attention(*args, **kwargs)
         tensors = [each for each in leaves((args, kwargs)) if isinstance(each, Tensor)]
         ours = {id(each.inner): each for each in tensors if isinstance(each, Pretended)}
         device = kwargs.get("device")

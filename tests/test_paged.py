@@ -362,8 +362,13 @@ def runner_of(blocks, size, N=2, K=1, window=None):
     return Runner(Transformer(config).double(), blocks, size)
 
 
+def shapes(layer):
+    """Of each group: rows, new tokens of each, and blocks."""
+    return [(len(table), T, table.shape[1]) for T, table, _ in layer.groups]
+
+
 def slow_paged_attention(q, k, v, k_pool, v_pool, rows, config):
-    """Row after row, position after position: what paged_attention does for all at once. Takes the
+    """Row after row, position after position: what Blocks does for all at once. Takes the
     rows in the order of their tokens, writes to the pools, and returns (1, N, T, H)."""
     size, at, out = k_pool.shape[1], 0, []
     for blocks, start, ids, _ in rows:
@@ -455,13 +460,14 @@ def test_the_example_of_plan():
     runner, (a, b, c, d, e) = runner_of(8, 4), range(1, 6)
     rows = [Row([7, 2], 5, [a]), Row([3], 2, [b]), Row([0, 1], 4, [c, d, e], 2)]
     tokens, positions, layers, select = runner.plan(rows)
-    slots, sizes, tables, _ = layers[1].plan
+    layer = layers[1]
     assert (tokens.tolist(), positions.tolist()) == ([[a, b, c, d, e]], [[5, 2, 4, 5, 6]])
-    assert slots.tolist() == [9, 14, 4, 5, 6]
-    assert sizes.tolist() == [2, 1, 2, 1, 3, 2]
-    assert tables.tolist() == [7, 2, 3, 8, 0, 1]  # 8: the block that stays empty
+    assert layer.slots.tolist() == [9, 14, 4, 5, 6]
+    assert shapes(layer) == [(2, 1, 2), (1, 3, 2)]
+    tables = [group.table.tolist() for group in layer.groups]
+    assert tables == [[[7, 2], [3, 8]], [[0, 1]]]  # 8: the block that stays empty
     assert select.tolist() == [0, 1, 3, 4]
-    assert runner.plan([Row([7, 2], 3, [a, b, c])])[2][0].plan[0].tolist() == [31, 8, 9]
+    assert runner.plan([Row([7, 2], 3, [a, b, c])])[2][0].slots.tolist() == [31, 8, 9]
 
 
 def test_the_example_of_groups_of():
@@ -486,11 +492,10 @@ def test_rows_that_stand_together():
     ends = (1000, 600, 250, 200, 5, 3)  # in blocks: 63, 38, 16, 13, 1, 1
     rows = [Row([*range(-(-end // 16))], end - 1, [end % 32]) for end in ends]
     tokens, _, layers, select = runner.plan(rows)
-    sizes = layers[0].plan[1].view(-1, 3).tolist()
-    assert sizes == [[1, 1, 63], [1, 1, 38], [2, 1, 16], [2, 1, 2]]  # 2 at least
+    assert shapes(layers[0]) == [(1, 1, 63), (1, 1, 38), (2, 1, 16), (2, 1, 2)]  # 2 at least
     assert [int(tokens[0, i]) for i in select] == [end % 32 for end in ends]
-    small = runner.plan([Row([i], 5, [1]) for i in range(50)])[2][0].plan[1].tolist()
-    assert small == [20, 1, 2, 20, 1, 2, 10, 1, 2]
+    (small, _) = runner.plan([Row([i], 5, [1]) for i in range(50)])[2]
+    assert shapes(small) == [(20, 1, 2), (20, 1, 2), (10, 1, 2)]
 
 
 def test_what_a_step_copies():
@@ -499,9 +504,8 @@ def test_what_a_step_copies():
     mixed = [Row([*range(1000)], 15_999, [1]), *[Row([*range(7)], 99, [1])] * 63]
     forks = [Row([*range(1000)], 15_999 - i, [1]) for i in range(64)]
     for rows, most in ((mixed, 63 * 7 + 1000), (forks, 64 * 1000)):
-        sizes = runner_of(1500, 16).plan(rows)[2][0].plan[1].view(-1, 3)
-        copied = sizes[:, 0] * sizes[:, 2]
-        assert copied.max() <= 1500 and copied.sum() <= 1.5 * most
+        copied = [B * W for B, _, W in shapes(runner_of(1500, 16).plan(rows)[2][0])]
+        assert max(copied) <= 1500 and sum(copied) <= 1.5 * most
 
 
 def test_copies_of_one_step_are_made_at_once():

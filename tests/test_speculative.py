@@ -541,9 +541,9 @@ def test_rows_stand_together_whatever_is_guessed(guess, most):
 
         def planned(rows, plan=runner.plan):
             result = plan(rows)
-            sizes = result[2][0].plan[1].view(-1, 3).tolist()
-            assert all(count == 1 or count * width <= most for count, _, width in sizes)
-            counts.append((len({len(row.ids) for row in rows}), len(sizes), len(rows)))
+            tables = [group.table for group in result[2][0].groups]
+            assert all(len(table) == 1 or table.numel() <= most for table in tables)
+            counts.append((len({len(row.ids) for row in rows}), len(tables), len(rows)))
             return result
 
         runner.most, runner.plan = most, planned

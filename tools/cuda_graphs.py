@@ -27,7 +27,7 @@ class Replayed:
 
     Attributes:
         size: (rows, blocks that each attends to); None: run as it is.
-        graphs: size -> the graph, the tensors that it reads, and the logits that it writes.
+        graphs: size -> the graph, the plan that it reads, and the logits that it writes.
     """
 
     def __init__(self, model: Transformer) -> None:
@@ -47,9 +47,9 @@ class Replayed:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 logits = self.model(*plan)
-            self.graphs[self.size] = graph, tensors_of(*plan), logits
+            self.graphs[self.size] = graph, plan, logits
         graph, recorded, logits = self.graphs[self.size]
-        for old, new in zip(recorded, tensors_of(*plan), strict=True):
+        for old, new in zip(tensors_of(*recorded), tensors_of(*plan), strict=True):
             old.copy_(new)
         graph.replay()
         return logits
@@ -57,8 +57,9 @@ class Replayed:
 
 def tensors_of(tokens: Tensor, positions: Tensor, layers: list, select: Tensor) -> list[Tensor]:
     """All that a forward reads of its plan. Layers share most of it."""
-    shared = {id(tensor): tensor for layer in layers for tensor in layer.plan}
-    return [tokens, positions, select, *shared.values()]
+    slots, groups = layers[0].slots, layers[0].groups
+    masks = [mask for group in groups for mask in group.masks.values()]
+    return [tokens, positions, select, slots, *(group.table for group in groups), *masks]
 
 
 class GraphRunner(Runner):
