@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad
 
-from paged import Blocks, Runner
+from paged import Blocks, Group, Runner
 
 QUERIES = 128  # that the kernel takes together
 compiled = cache(lambda: torch.compile(flex_attention, dynamic=True))
@@ -29,7 +29,7 @@ def followed(q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, mask: Ten
     Example: block_size 4, table [7, 2]: slot 9 is in block 2, whose place is 1, so it holds
         position 1 * 4 + 1 = 5
     """
-    (B, W), (num_blocks, size, K) = table.shape, k_pool.shape[:3]
+    (B, W), (K, num_blocks, size) = table.shape, k_pool.shape[:3]
     queries = q.reshape(B, K, -1, q.shape[3])  # as in model.attention
     places = torch.arange(W, device=q.device).expand(B, W)
     # What is no block of a row's has the place after the last, where nothing is seen.
@@ -45,7 +45,7 @@ def followed(q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, mask: Ten
     blocks = pad(table, (0, num_blocks - W))[:, None, None].expand(-1, 1, parts, -1).int()
     shape = dict(BLOCK_SIZE=(QUERIES, size), seq_lengths=(queries.shape[2], num_blocks * size))
     plan = BlockMask.from_kv_blocks(counts, blocks, mask_mod=visible, **shape)
-    k, v = (pool.flatten(0, 1).transpose(0, 1)[None] for pool in (k_pool, v_pool))
+    k, v = (pool.flatten(1, 2)[None] for pool in (k_pool, v_pool))
     attend = compiled() if q.is_cuda else flex_attention  # for tests: it looks at the whole pool
     return attend(queries, k, v, block_mask=plan).reshape(q.shape)
 
@@ -53,10 +53,10 @@ def followed(q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, mask: Ten
 class Followed(Blocks):
     """One layer's pool, attended to where it is."""
 
-    def read(self, q: Tensor, table: Tensor, mask: Tensor) -> Tensor:
+    def read(self, q: Tensor, group: Group) -> Tensor:
         if self.k.dtype != q.dtype:  # int8 keys must be decoded first
-            return super().read(q, table, mask)
-        return followed(q, self.k, self.v, table, mask)
+            return super().read(q, group)
+        return followed(q, self.k, self.v, group.table, group.masks[self.window])
 
 
 class FlexRunner(Runner):

@@ -58,7 +58,8 @@ class BlockPool:
 
     A block is free (holds nothing of use), used (in `refs` tables) or cached (in no table, but its
     content can be found again). Free blocks are handed out first, then the cached ones, least
-    recently used first.
+    recently used first. Of the free ones, a table gets the one after its highest, if it can: then
+    attention need not copy; see Blocks.read.
     """
 
     def __init__(self, num_blocks: int, block_size: int = 16) -> None:
@@ -112,17 +113,18 @@ class BlockPool:
             one prompt diverge within a block that they share (copy-on-write).
 
         Example: block_size 4, blocks [7, 2], length 6, block 2 in two tables, end 10:
-            blocks become [7, 0, 1], and (2, 0) is returned.
+            blocks become [7, 0, 1], and (2, 0) is returned. Were block 8 free, it would be taken
+            before 0.
         """
         assert self.cost(table, end) <= len(self.available), "out of blocks"
         copies = []
         for i in self._shared(table):
-            old, new = table.blocks[i], self._take()
+            old, new = table.blocks[i], self._take(table)
             self.refs[old] -= 1  # it was 2 or more
             table.blocks[i] = new
             copies.append((old, new))
         while len(table.blocks) * self.block_size < end:
-            table.blocks.append(self._take())
+            table.blocks.append(self._take(table))
         return copies
 
     def commit(self, table: BlockTable, ids: list[int], end: int, salt: str | None = None) -> None:
@@ -159,8 +161,12 @@ class BlockPool:
                 self.available.move_to_end(block, last=block in self._keys)
         table.blocks, table.serials, table.length = [], [], 0
 
-    def _take(self) -> int:
-        block, _ = self.available.popitem(last=False)
+    def _take(self, table: BlockTable) -> int:
+        """Take the block after the table's highest, if it is free; else the next in order."""
+        block = max(table.blocks, default=-2) + 1
+        if block not in self.available or block in self._keys:
+            block = next(iter(self.available))
+        del self.available[block]
         if block in self._keys:  # or its old text would be served (nano-vllm#163)
             del self._found[self._keys.pop(block)]
         self.refs[block] = 1
@@ -199,7 +205,8 @@ class Group(NamedTuple):
     """Rows that are attended together, as one batch: B of them."""
 
     T: int  # new tokens of each
-    table: Tensor  # (B, W) int64: the blocks of each. What lies past a row's length is never seen
+    table: Tensor  # (B, W) int64: the blocks of each, by number
+    run: slice | None  # the same blocks, where they follow each other
     masks: dict[int | None, Tensor]  # window -> (B, 1, N / K * T, W * block size); see visible
 
 
@@ -217,7 +224,7 @@ class Blocks(LayerCache):
         """Hold on to a layer's pool and the plan of a forward.
 
         Args:
-            k, v: (blocks, block size, K, stored_dim), encoded; written to.
+            k, v: (K, blocks, block size, stored_dim), encoded; written to.
             slots: (T,) int64, where each new token goes: block * block size + offset.
             groups: in the order of the tokens.
             window: this layer's, whose masks count.
@@ -234,32 +241,32 @@ class Blocks(LayerCache):
     def attend_groups(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The same, inside the operator, group by group."""
         for pool, new in ((self.k, k), (self.v, v)):
-            stored = encode(new[0].transpose(0, 1), pool.dtype)  # (T, K, stored_dim)
-            pool.flatten(0, 1).index_copy_(0, self.slots, stored)
+            stored = encode(new[0], pool.dtype)  # (K, T, stored_dim)
+            pool.flatten(1, 2).index_copy_(1, self.slots, stored)
         out = torch.empty_like(q)
         start = 0
-        for T, table, masks in self.groups:
-            end = start + len(table) * T
-            queries = q[0, :, start:end].unflatten(1, (-1, T)).transpose(0, 1)  # (B, N, T, H)
-            y = self.read(queries, table, masks[self.window])
+        for group in self.groups:
+            end = start + len(group.table) * group.T
+            queries = q[0, :, start:end].unflatten(1, (-1, group.T)).transpose(0, 1)  # (B, N, T, H)
+            y = self.read(queries, group)
             out[0, :, start:end] = y.transpose(0, 1).flatten(1, 2)
             start = end
         return out
 
-    def read(self, q: Tensor, table: Tensor, mask: Tensor) -> Tensor:
-        """Attend to each row's blocks by copying them side by side, as attention() wants one
-        tensor. The copy is read back from the processor's cache, and takes a fraction of the
-        attention's time.
+    def read(self, q: Tensor, group: Group) -> Tensor:
+        """Attend to each row's blocks, copied side by side, as attention() wants one tensor. The
+        copy is read back from the processor's cache, and takes a fraction of the attention's time.
+        That of a long row would not fit there: so where blocks follow each other they are read
+        where they are.
 
         Args:
             q: (B, N, T, H).
-            table, mask: see Group.
 
         Returns:
             (B, N, T, H).
         """
-        keys = side_by_side(self.k, table, q.dtype)
-        return attention(q, keys, side_by_side(self.v, table, q.dtype), mask)
+        keys = side_by_side(self.k, group, q.dtype)
+        return attention(q, keys, side_by_side(self.v, group, q.dtype), group.masks[self.window])
 
 
 class Runner:
@@ -278,8 +285,9 @@ class Runner:
         K, H = model.config.num_key_value_heads, model.config.head_dim
         self.model = model
         self.num_blocks, self.block_size = num_blocks, block_size
-        # One more, never written: tables are filled up with it.
-        self.pools = empty_layers(model, kv_dtype, num_blocks + 1, block_size, K)
+        # One more, never written: tables are filled up with it. The heads stand outside: attention
+        # takes them one by one, and reads up to twice as fast where a head's keys are one piece.
+        self.pools = empty_layers(model, kv_dtype, K, num_blocks + 1, block_size)
         # Blocks that are attended together. On a CPU 2 MB of keys: the memory of larger copies
         # comes fresh from the system in each layer, page after page, which takes a third longer.
         # For a GPU more, so that calls are few; not measured by us.
@@ -297,14 +305,14 @@ class Runner:
         new = [row.blocks[p // size] for row in rows for p in row.positions if p % size == 0]
         blocks = torch.tensor(new, dtype=torch.int64, device=self.model.device)
         for pool in itertools.chain(*self.pools) if new else ():
-            pool.index_fill_(0, blocks, 0)
+            pool.index_fill_(1, blocks, 0)
         return self.model(*self.plan(rows))
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy the content of blocks, in every layer. Each pair is (from, to)."""
         old, new = torch.tensor(pairs, device=self.model.device).unbind(1)
         for pool in itertools.chain(*self.pools):
-            pool[new] = pool[old]
+            pool[:, new] = pool[:, old]
 
     def plan(self, rows: list[Row], width: int = 2) -> tuple[Tensor, Tensor, list[Blocks], Tensor]:
         """Plan one forward over the new tokens of several sequences, side by side.
@@ -322,7 +330,7 @@ class Runner:
 
         Example: block_size 4, rows ([7, 2], 5, [a]), ([3], 2, [b]), ([0, 1], 4, [c, d, e]):
             tokens [a, b, c, d, e], positions [5, 2, 4, 5, 6], slots [9, 14, 4, 5, 6],
-            select [0, 1, 4]; groups with the tables [[7, 2], [3, 8]] (of 8 blocks) and [[0, 1]]
+            select [0, 1, 4]; groups with the tables [[2, 7], [3, 8]] (of 8 blocks) and [[0, 1]]
         """
         size, config, device = self.block_size, self.model.config, self.model.device
         # 1) what the model reads
@@ -334,13 +342,18 @@ class Runner:
         slots = [row.blocks[p // size] * size + p % size for row in rows for p in row.positions]
         groups = []
         for group in groups_of(rows, size, self.most, width):
-            W = max(width, *(row.num_blocks(size) for row in group))
-            # Not what waits to be wiped; filled up with the block that is never written.
-            used = [row.blocks[: row.num_blocks(size)] for row in group]
-            table = [blocks + [self.num_blocks] * (W - len(blocks)) for blocks in used]
+            used = [row.blocks[: row.num_blocks(size)] for row in group]  # no block yet to be wiped
+            W = max(width, *map(len, used))
+            padded = [blocks + [self.num_blocks] * (W - len(blocks)) for blocks in used]
+            # By number, as attention asks for no order: cached blocks come last one first, and
+            # would follow each other backwards.
+            table, places = torch.tensor(padded).sort()  # (B, W)
+            follow = (table.flatten().diff() == 1).all()
+            run = slice(int(table[0, 0]), int(table[-1, -1]) + 1) if follow else None
+            held = places[..., None] * size + torch.arange(size)  # (B, W, block size)
             at = torch.tensor([row.positions for row in group], device=device)  # (B, T)
-            masks = visible(config, at, torch.arange(W * size, device=device)[None])
-            groups.append(Group(at.shape[1], torch.tensor(table, device=device), masks))
+            masks = visible(config, at, held.flatten(1).to(device))
+            groups.append(Group(at.shape[1], table.to(device), run, masks))
         tokens, positions, select, slots = (
             torch.tensor(each, device=device) for each in ([tokens], [positions], select, slots)
         )
@@ -367,12 +380,17 @@ def groups_of(rows: list[Row], block_size: int, most: int, width: int = 2) -> li
     return groups
 
 
-def side_by_side(pool: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
-    """The blocks of each row, decoded: a (blocks, block size, K, stored_dim) pool and a (B, W)
-    table -> (B, K, S, H)."""
-    blocks = pool.index_select(0, table.flatten())  # 6 times as fast as pool[table]
-    blocks = decode(blocks, dtype)  # (B * W, block size, K, H)
-    return blocks.view(len(table), -1, *blocks.shape[2:]).transpose(1, 2)
+def side_by_side(pool: Tensor, group: Group, dtype: torch.dtype) -> Tensor:
+    """The blocks of each of a group's rows, decoded: of a (K, blocks, block size, stored_dim) pool
+    (B, K, S, H)."""
+    if group.run:
+        blocks = pool[:, group.run].unflatten(1, group.table.shape).transpose(0, 1)
+    else:
+        heads = torch.arange(len(pool), device=pool.device) * pool.shape[1]
+        places = heads[:, None] + group.table[:, None]  # (B, K, W), with the heads in one line
+        # index_select(1, ...) of the pool as it is takes twice as long.
+        blocks = pool.flatten(0, 1).index_select(0, places.flatten()).unflatten(0, places.shape)
+    return decode(blocks, dtype).flatten(2, 3)
 
 
 # --- What compiled code does not see --------------------------------------------------------------

@@ -7,6 +7,7 @@ server alike. What the settings do is elsewhere. Read: SamplingParams, EngineArg
 """
 
 import contextlib
+import ctypes
 import os
 import re
 import sys
@@ -287,6 +288,16 @@ def pick_device(name: str) -> torch.device:
     if name not in ("auto", "cpu", there.type):
         raise ValueError(f"--device {name}: there is none here: use --device cpu or auto")
     return there if name == "auto" else torch.device(name)
+
+
+def keep_freed_memory() -> None:
+    """Keep what a step frees for the next one. glibc would give it back to the system at once, and
+    fresh memory comes in pages, one fault each: half of a step of many short sequences. Called
+    where a cache is made: by then weights are where they stay, on large pages of their own."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
+        libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, the highest there is
 
 
 # Where a container's control group, version 2 or 1, has its limit, and what is used of it.

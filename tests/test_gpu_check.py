@@ -158,9 +158,9 @@ def own_key_hidden(config, q_pos, k_pos):
     return model.visible(config, (q_pos - 1).clamp(min=0), k_pos)
 
 
-def last_block_of_another(pool, table, dtype):
-    table = torch.cat((table[:, :-1], table[:, -1:].roll(1, 0)), 1)
-    return side_by_side(pool, table, dtype)
+def last_block_of_another(pool, group, dtype):
+    table = torch.cat((group.table[:, :-1], group.table[:, -1:].roll(1, 0)), 1)
+    return side_by_side(pool, group._replace(table=table, run=None), dtype)
 
 
 side_by_side = paged.side_by_side

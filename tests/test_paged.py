@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import flex
 from kv_cache import StaticCache, decode, encode
 from model import Config, Transformer, attention, visible
-from paged import BlockPool, BlockTable, Row, Runner, groups_of
+from paged import BlockPool, BlockTable, Row, Runner, groups_of, side_by_side
 from settings import Limits, SettingError
 from tools.books import audit_pool
 
@@ -49,9 +49,11 @@ def found(pool, ids, salt=None):
 
 
 def arrange(pool, *blocks):
-    """Let the next blocks that are taken be these, in order; the pool is empty before."""
+    """Let the next blocks that are taken be these, in order; the pool is empty before. They are
+    cached: of free ones, a table gets those that follow its own."""
     by_block = {table.blocks[0]: table for table in [grown(pool, 1) for _ in pool.refs]}
-    for block in [*(by_block.keys() - {*blocks}), *reversed(blocks)]:
+    for block in [*blocks, *(by_block.keys() - {*blocks})]:
+        computed(pool, [f"old {block}"] * pool.block_size, table=by_block[block])
         pool.free(by_block[block])
 
 
@@ -109,6 +111,36 @@ def test_blocks_come_lowest_first_and_once():
         with pytest.raises(AssertionError):
             wrong()
     audit_pool(pool, [a, b])
+
+
+def test_blocks_follow_each_other():
+    """What others left behind, taken in any order, so that a long text lies in pieces, and is
+    copied in each layer of each step; or a cached prefix given up for order's sake."""
+    pool = BlockPool(9, 2)
+    a, b, c = grown(pool, 2), computed(pool, [1, 2]), grown(pool, 5)
+    assert (a.blocks, b.blocks, c.blocks) == ([0], [1], [2, 3, 4])
+    others = [grown(pool, 1) for _ in range(4)]  # 5, 6, 7, 8
+    for table in (*others, b):
+        pool.free(table)  # 8 comes first, and 1 is cached
+    d = grown(pool, 2)
+    assert d.blocks == [8]
+    for table, end, blocks in ((c, 8, [2, 3, 4, 5]), (a, 4, [0, 7]), (d, 4, [8, 6])):
+        pool.grow(table, end)
+        assert (table.blocks, found(pool, [1, 2, 3])) == (blocks, [1])
+    pool.grow(a, 6)
+    assert a.blocks == [0, 7, 1] and found(pool, [1, 2, 3]) == []
+    audit_pool(pool, [a, c, d])
+
+
+def test_long_texts_follow_each_other():
+    """A pool that holds old texts alone gives up the last block first: their blocks, backwards,
+    were a text in pieces."""
+    pool = BlockPool(12, 2)
+    for turn in range(8):
+        table = computed(pool, [turn] * 16)
+        low = min(table.blocks)
+        assert sorted(table.blocks) == [*range(low, low + 8)]
+        pool.free(table)
 
 
 # --- Prefixes -------------------------------------------------------------------------------------
@@ -364,21 +396,21 @@ def runner_of(blocks, size, N=2, K=1, window=None):
 
 def shapes(layer):
     """Of each group: rows, new tokens of each, and blocks."""
-    return [(len(table), T, table.shape[1]) for T, table, _ in layer.groups]
+    return [(len(table), T, table.shape[1]) for T, table, *_ in layer.groups]
 
 
 def slow_paged_attention(q, k, v, k_pool, v_pool, rows, config):
     """Row after row, position after position: what Blocks does for all at once. Takes the
     rows in the order of their tokens, writes to the pools, and returns (1, N, T, H)."""
-    size, at, out = k_pool.shape[1], 0, []
+    size, at, out = k_pool.shape[2], 0, []
     for blocks, start, ids, _ in rows:
         end = start + len(ids)
         for t, p in enumerate(range(start, end), at):
-            k_pool[blocks[p // size], p % size] = k[0, :, t]
-            v_pool[blocks[p // size], p % size] = v[0, :, t]
+            k_pool[:, blocks[p // size], p % size] = k[0, :, t]
+            v_pool[:, blocks[p // size], p % size] = v[0, :, t]
         here, at = slice(at, at + end - start), at + end - start
-        keys = [k_pool[blocks[p // size], p % size] for p in range(end)]  # (K, H) each
-        values = [v_pool[blocks[p // size], p % size] for p in range(end)]
+        keys = [k_pool[:, blocks[p // size], p % size] for p in range(end)]  # (K, H) each
+        values = [v_pool[:, blocks[p // size], p % size] for p in range(end)]
         keys, values = (torch.stack(x, dim=1)[None] for x in (keys, values))  # (1, K, S, H)
         mask = visible(config, torch.arange(start, end)[None], torch.arange(end)[None])
         out.append(attention(q[:, :, here], keys, values, mask[config.windows[-1]]))
@@ -426,6 +458,47 @@ def test_paged_attention_equals_its_slow_twin(heads, size, window, way):
         assert all(torch.equal(*pair) for pair in zip(pools, twins, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("tables", "is_view"),
+    [
+        ([[3, 4, 5]], True),
+        ([[5, 4, 3]], True),
+        ([[4, 5, 3]], True),
+        ([[3, 4, 6]], False),
+        ([[3, 5]], False),
+        ([[6, 3, 4]], False),
+        ([[7]], True),  # and the one after the last, which is filled up with
+        ([[6]], False),
+        ([[2, 1], [3, 4]], True),
+        ([[2, 1], [4, 5]], False),
+        ([[3, 4], [1, 2]], False),
+        ([[3, 4], [3, 4]], False),
+    ],
+)
+def test_blocks_that_follow_each_other_are_not_copied(tables, is_view):
+    """A copy of a long text in each layer; or, in its place, one block too many, blocks in another
+    order than the mask says, or those of another row."""
+    runner = runner_of(8, 4, N=4, K=2)
+    rows = [Row(blocks, 4 * len(blocks) - 2, [1, 2][: len(tables[0])]) for blocks in tables]
+    rows = [row._replace(start=row.start + 1 - (len(row.ids) > 1)) for row in rows]
+    tokens, _, layers, _ = runner.plan(rows)
+    q, k, v = (torch.randn(1, n, tokens.shape[1], 8).double() for n in (4, 2, 2))
+    if tables == [[3, 4], [3, 4]]:  # forks, which write the same
+        k, v = (x[:, :, [0, 1, 0, 1]] for x in (k, v))
+    pools = [tensor.normal_() for tensor in runner.pools[1]]
+    expected = slow_paged_attention(q, k, v, *(t.clone() for t in pools), rows, runner.model.config)
+    torch.testing.assert_close(layers[1].attend(q, k, v), expected)
+    (group,) = layers[1].groups
+    assert is_view == bool(group.run)
+    for pool in pools:
+        keys, kept = side_by_side(pool, group, pool.dtype), pool[:, group.table]  # (K, B, W, 4, H)
+        assert torch.equal(keys, kept.flatten(2, 3).transpose(0, 1))
+        assert is_view == (keys.untyped_storage().data_ptr() == pool.untyped_storage().data_ptr())
+        int8 = encode(pool, torch.int8)  # is decoded, either way
+        both = [side_by_side(int8, each, pool.dtype) for each in (group, group._replace(run=None))]
+        assert torch.equal(*both)
+
+
 @pytest.mark.parametrize("shape", [(10,), (1, 10), (1, 1, 1, 2), (1, 1, 1, 10), (2, 1, 3, 6)])
 def test_int8_keys_are_read_back(shape):
     """A single key whose H + 4 bytes are no multiple of four: its scale could not be read."""
@@ -465,7 +538,7 @@ def test_the_example_of_plan():
     assert layer.slots.tolist() == [9, 14, 4, 5, 6]
     assert shapes(layer) == [(2, 1, 2), (1, 3, 2)]
     tables = [group.table.tolist() for group in layer.groups]
-    assert tables == [[[7, 2], [3, 8]], [[0, 1]]]  # 8: the block that stays empty
+    assert tables == [[[2, 7], [3, 8]], [[0, 1]]]  # by number; 8: the block that stays empty
     assert select.tolist() == [0, 1, 3, 4]
     assert runner.plan([Row([7, 2], 3, [a, b, c])])[2][0].slots.tolist() == [31, 8, 9]
 
@@ -515,7 +588,7 @@ def test_copies_of_one_step_are_made_at_once():
     before = [tensor.clone() for tensor in tensors]
     runner.copy_blocks([(0, 1), (1, 2), (0, 4)])
     for tensor, old in zip(tensors, before, strict=True):
-        assert torch.equal(tensor, old[[0, 0, 1, 3, 0, 5]])
+        assert torch.equal(tensor, old[:, [0, 0, 1, 3, 0, 5]])
 
 
 # --- Any order of events --------------------------------------------------------------------------

@@ -50,7 +50,7 @@ from experts import SparseMLP
 from kv_cache import StaticCache
 from model import Config, Transformer, rope_frequencies
 from packed import compile_model
-from paged import Row, Runner
+from paged import BlockPool, BlockTable, Row, Runner
 from quantize import MODES, quantize_model
 from sampling import Sequence, sample
 from scheduler import STATS, Engine, Proposer
@@ -825,16 +825,17 @@ def static_step(model: Transformer, B: int, room: int) -> Callable[[int], Tensor
 
 
 def paged_step(model: Transformer, B: int, room: int) -> Callable[[int], Tensor]:
-    """The same over a paged cache, in which the sequences' blocks lie in any order."""
-    width = -(-room // 16)
-    runner, blocks = Runner(model, B * width, 16), [*range(B * width)]
+    """The same over a paged cache, with the blocks that a pool gives to one sequence after the
+    other. (Blocks without any order would be copied in each step; see paged.side_by_side.)"""
+    pool = BlockPool(B * -(-room // 16))
+    runner, tables = Runner(model, pool.num_blocks, 16), [BlockTable() for _ in range(B)]
     for tensor in sum(runner.pools, ()):
         tensor.uniform_(-1, 1)
-    random.Random(0).shuffle(blocks)
-    tables = [blocks[i * width : (i + 1) * width] for i in range(B)]
+    for table in tables:
+        pool.grow(table, room)
 
     def step(at: int) -> Tensor:
-        return runner.forward([Row(table, at, [0]) for table in tables]).argmax(-1)
+        return runner.forward([Row(table.blocks, at, [0]) for table in tables]).argmax(-1)
 
     return step
 

@@ -89,7 +89,12 @@ class GraphRunner(Runner):
         return super().forward(rows + rows[:1] * (count - len(rows)))[: len(rows)]
 
     def plan(self, rows: list[Row], width: int = 2) -> tuple:
-        return super().plan(rows, self.model.size[1] if self.model.size else width)
+        if self.model.size is None:
+            return super().plan(rows, width)
+        plan = super().plan(rows, self.model.size[1])
+        groups = plan[2][0].groups  # all layers have these
+        groups[:] = [group._replace(run=None) for group in groups]  # a graph reads by the table
+        return plan
 
 
 class FlexGraphRunner(GraphRunner, FlexRunner):
