@@ -16,7 +16,7 @@ from test_quantize import QWEN2, TIED, tiny_folder
 
 from checkpoint import build, is_tied, load_model, named_tensors
 from model import Config, Transformer
-from packed import HalfLinear, form_of, pack_linears
+from packed import Int8Linear, form_of, pack_linears
 from quantize import QuantLinear, quantize_model
 from tools import bench, report, versus
 from tools.measure import bytes_per_step
@@ -542,9 +542,9 @@ def test_bytes_per_step(tmp_path, changes):
         assert bytes_per_step(model, 0) == weights
         assert bytes_per_step(model, 10) == weights + kv
         for linear in model.modules():
-            if isinstance(linear, QuantLinear) and form_of(linear) is HalfLinear:  # of 16 bits
+            if isinstance(linear, QuantLinear) and form_of(linear) is Int8Linear:  # of 8 bits
                 stored = sum(t.nbytes for t in (*linear.parameters(), *linear.buffers()))
-                weights += 2 * linear.in_features * linear.out_features - stored
+                weights += linear.out_features * (linear.in_features + 4) - stored
         pack_linears(model)
         assert 0 <= bytes_per_step(model, 0) - weights < 1000  # the keys of the packed
 

@@ -19,7 +19,7 @@ import checkpoint
 from checkpoint import CheckpointError, load_config, load_model, locate_tensors, named_tensors
 from experts import SparseMLP
 from model import MLP, Config, Transformer
-from packed import HalfLinear, Int4Linear, PackedLinear, compile_model, pack_linears
+from packed import Int4Linear, Int8Linear, PackedLinear, compile_model, pack_linears
 from paged import Row, Runner
 from quantize import QuantLinear, quantize_model
 
@@ -173,7 +173,7 @@ def test_experts_are_quantised_and_packed_and_the_router_is_not_quantised():
     assert kinds == [torch.nn.Linear] + 2 * E * [QuantLinear]
     pack_linears(model)
     table = {type(m) for m in model.layers[1].mlp.experts.modules() if not [*m.children()]}
-    assert table <= {Int4Linear, HalfLinear}
+    assert table <= {Int4Linear, Int8Linear}
     plain = sparse()
     pack_linears(plain)
     assert all(type(m) is PackedLinear for m in plain.modules() if not [*m.children()])
