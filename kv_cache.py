@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from model import LayerCache, Transformer, attention, visible
-from settings import keep_freed_memory
 
 BUCKET = 64  # positions
 
@@ -115,7 +114,6 @@ def empty_layers(model: Transformer, kv_dtype: str, *shape: int) -> list[tuple[T
     Raises:
         ValueError: there is not enough memory.
     """
-    keep_freed_memory()
     dtype = {"auto": model.dtype, "int8": torch.int8}[kv_dtype]
     shape = (*shape, model.config.head_dim + 4 * (kv_dtype == "int8"))
     # A memory each: of tensors that share one, torch.compile cannot tell what a write changes.

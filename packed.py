@@ -90,10 +90,8 @@ def form_of(linear: nn.Module) -> "type[PackedLinear] | None":
             return Int4Linear
         case nn.Linear(weight=Tensor(is_cpu=True, dtype=dtype)) if has_arithmetic(dtype):
             return PackedLinear
-        case nn.Linear(weight=w) if w.is_cpu and "fbgemm" in engines:
-            return HalfLinear
-        case QuantLinear(qweight=q) if q.is_cpu and "fbgemm" in engines:
-            return Int8Linear
+        case nn.Linear(weight=w) | QuantLinear(qweight=w) if w.is_cpu and "fbgemm" in engines:
+            return Int8Linear if isinstance(linear, QuantLinear) else HalfLinear
     return None
 
 

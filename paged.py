@@ -354,9 +354,8 @@ class Runner:
             at = torch.tensor([row.positions for row in group], device=device)  # (B, T)
             masks = visible(config, at, held.flatten(1).to(device))
             groups.append(Group(at.shape[1], table.to(device), run, masks))
-        tokens, positions, select, slots = (
-            torch.tensor(each, device=device) for each in ([tokens], [positions], select, slots)
-        )
+        lists = ([tokens], [positions], select, slots)
+        tokens, positions, select, slots = (torch.tensor(each, device=device) for each in lists)
         pools = zip(self.pools, config.windows, strict=True)
         layers = [self.layer(k, v, slots, groups, window) for (k, v), window in pools]
         return tokens, positions, layers, select

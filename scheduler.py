@@ -273,11 +273,10 @@ class Engine:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         request = Request(**options)
         check("cache_salt", request.cache_salt, str | None)
-        matcher = None
-        if params.structured_outputs is not None:
-            if not self.matcher:
-                raise SettingError("structured_outputs", "needs an engine that was given a matcher")
-            matcher = self.matcher(params.structured_outputs)
+        wish = params.structured_outputs
+        if wish is not None and not self.matcher:
+            raise SettingError("structured_outputs", "needs an engine that was given a matcher")
+        matcher = None if wish is None else self.matcher(wish)
         for i in range(params.n):
             job = Job(request, ids, params, self.config, self.tokenizer, self.max_seq_len)
             job.seed += i

@@ -7,7 +7,6 @@ server alike. What the settings do is elsewhere. Read: SamplingParams, EngineArg
 """
 
 import contextlib
-import ctypes
 import os
 import re
 import sys
@@ -31,7 +30,7 @@ class SettingError(ValueError):
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field} {message}")
-        self.field = field
+        self.field = field.partition("[")[0]  # of "logit_bias[7]", all of it
 
 
 # No model is near these bounds. A garbled number must not fill the memory, run for ever, or make
@@ -143,7 +142,8 @@ class SamplingParams:
         check_items("logit_bias", self.logit_bias, dict, int, 0)
         if len(self.logit_bias) > 1024:
             raise SettingError("logit_bias", f"has {len(self.logit_bias)} entries, of 1024 at most")
-        check_items("logit_bias", self.logit_bias.values(), Iterable, float, -100, 100)
+        for i, bias in self.logit_bias.items():
+            check(f"logit_bias[{i}]", bias, float, -100, 100)
 
     @cached_property
     def bias(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -288,16 +288,6 @@ def pick_device(name: str) -> torch.device:
     if name not in ("auto", "cpu", there.type):
         raise ValueError(f"--device {name}: there is none here: use --device cpu or auto")
     return there if name == "auto" else torch.device(name)
-
-
-def keep_freed_memory() -> None:
-    """Keep what a step frees for the next one. glibc would give it back to the system at once, and
-    fresh memory comes in pages, one fault each: half of a step of many short sequences. Called
-    where a cache is made: by then weights are where they stay, on large pages of their own."""
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        libc = ctypes.CDLL(None)
-        libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
-        libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, the highest there is
 
 
 # Where a container's control group, version 2 or 1, has its limit, and what is used of it.

@@ -477,6 +477,8 @@ def test_more_of_openais_http(local, monkeypatch):
     assert 0 < cached < usage["prompt_tokens"]
     for key in ("x1", "01024", "1024"):  # 01024 was said to be 1024
         assert key in local.post(COMPLETIONS, {"logit_bias": {key: 1}}).fails(400, "logit_bias")
+    message = local.post(COMPLETIONS, {"logit_bias": {"20": 1, "7": 101}}).fails(400, "logit_bias")
+    assert message.startswith("logit_bias[7] must be ")  # which of them was not said
     assert local.get("/health", **{"X-Request-ID": "mine"}).headers["X-Request-Id"] == "mine"
     assert len({local.get("/health").headers["X-Request-Id"] for _ in range(9)}) == 9
     message = local.post(COMPLETIONS, {"temperature": "x" * 100_000}).fails(400, "temperature")

@@ -10,7 +10,7 @@ import json
 import math
 import re
 import tokenize
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import partial
 from pathlib import Path
 
@@ -209,6 +209,8 @@ Llama-like, of 22 layers, D = 2048 and V = 32,000, with random weights.
   `transformers` they are one batch of `generate`, padded on the left.
 - "Prefill MFU" is the prompt's model FLOPs, those of the weights' products without attention's own,
   as a share of the GEMM peak. That peak is measured: a share of a data sheet's would be smaller.
+- A ratio is the median of the rounds'. Where it is not within 3 % of the ratio of the medians that
+  stand beside it, the machine has changed between rounds, and no ratio is shown.
 - Of int4 the older `latency` records show an earlier packed form, read by compiled code.
 - `growth` fills the caches with noise and times single steps; "reading alone" is what the weights,
   keys and values of such a step take at the read limit.
@@ -219,6 +221,53 @@ Llama-like, of 22 layers, D = 2048 and V = 32,000, with random weights.
   one within 0.1 s on average; "the floor" is a prompt as long as what is not cached.
 """
 
+
+# What to see in each table: its first sentence.
+LEADS = {
+    "capacity-1b-epyc": "A static cache with room for 4,096 tokens costs what one for 128 does, as "
+    "a step reads only what is filled.",
+    "growth-110m-epyc": "How far blocks cost more than a slab as a text gets longer.",
+    "growth-110m-zen5": "In blocks a long text costs about what it costs in a slab, and many "
+    "sequences share the reading of the weights.",
+    "latency-1b-bits-zen3": "What fewer bits bring to one sequence and to 8, without AVX-512.",
+    "latency-1b-bits-zen5": "What fewer bits bring to one sequence, to 8 and to 32.",
+    "latency-1b-eager-epyc": "The same model without `--compile`.",
+    "latency-1b-prompt512-epyc": "A prompt of 512 tokens, and one sequence after it, by bits.",
+    "latency-1b-zen3": "float32, where a processor has no bfloat16: one sequence and 32.",
+    "latency-moe-zen3": "Experts: a step of 32 sequences reads nearly all of them.",
+    "latency-moe-zen5": "Experts: a step of 32 sequences reads nearly all of them.",
+    "prefix-1b-epyc": "A cached prefix takes away nearly all of the time to the first token.",
+    "quality-shakespeare": "int8 costs nothing that can be seen; GPTQ halves what int4 costs.",
+    "ranks-1b-2-epyc": "Two processes on two cores share the memory's speed, so they win nothing.",
+    "sample-epyc": "Sampling costs little beside a forward, at every vocabulary.",
+    "serve-64-streams-epyc": "64 streams at once: all of them flow, and none waits for another.",
+    "serve-shakespeare-epyc": "Latencies stay low until requests come faster than they are served.",
+    "speculate-1b-epyc": "The most that guessing can bring: a draft that is always right.",
+    "speculate-1b-noise-epyc": "The same with a draft that errs.",
+    "speculate-draft-shakespeare": "A real draft on a small model, which fits into the caches.",
+    "speculate-ngram-shakespeare": "Guesses that are looked up in a text that repeats itself.",
+    "throughput-110m-20mixed-epyc": "Lengths that differ: a batch that is formed anew at each step "
+    "beside one that waits for its longest.",
+    "throughput-1b-32x64-epyc": "32 requests together read the weights once for all.",
+    "throughput-qwen3-0.6b-epyc": "Sampling from 151,936 words costs little beside greedy.",
+    "throughput-shakespeare-64-epyc": "The bundled model, 64 requests at once.",
+    "versus-110m-epyc": "Beside other engines in float32, without AVX-512.",
+    "versus-1b-epyc": "Beside other engines, in bfloat16.",
+}
+# Measured by older code, on machines that were not met again; the commit after which.
+OLDER = {
+    "growth-110m-epyc": "e7dd2f3", "latency-1b-bits-zen3": "ddada5e", "latency-1b-zen3": "e7dd2f3",
+    "latency-moe-zen3": "e7dd2f3", "versus-110m-epyc": "e7dd2f3",
+}  # fmt: skip
+# Ratios of rounds, and the figure that they compare: that of which row, where not of the first.
+RATIOS = {
+    "times_first_row": ("decode_tok_s", ""), "times_plain": ("decode_tok_s", ""),
+    "times_one": ("output_tok_s", "one at a time"),
+    "times_static": ("output_tok_s", "static batches"),
+    "times_greedy": ("output_tok_s", "continuous batching"), "of_cold": ("first_token_s", ""),
+    "times_floor": ("first_token_s", "floor"),
+}  # fmt: skip
+OLD_CODE = "Of older code"
 
 # In the order of the page: the kind of a record, and what is drawn of it.
 HEADINGS = {
@@ -232,6 +281,7 @@ HEADINGS = {
     "ranks": ("Several processes", ""),
     "sample": ("The sampler alone", ""),
     "quality": ("What fewer bits cost", ""),
+    OLD_CODE: (OLD_CODE, ""),
 }
 
 
@@ -245,13 +295,18 @@ def speed_tables() -> str:
         words = command.split()
         kind = words[words.index("tools/bench.py") + 1]
         kind = "speculation" if "--specul" in command else kind
-        runs.append(("ranks" if words[0] == "torchrun" else kind, command, file, run))
+        kind = "ranks" if words[0] == "torchrun" else kind
+        heading = OLD_CODE if file.stem in OLDER else kind
+        runs.append((heading, kind, command, file, run))
     before = None
-    for kind, command, file, run in sorted(runs, key=lambda each: [*HEADINGS].index(each[0])):
-        if kind != before:
-            title, drawn = HEADINGS[kind]
+    for heading, kind, command, file, run in sorted(runs, key=lambda r: [*HEADINGS].index(r[0])):
+        if heading != before:
+            title, drawn = HEADINGS[heading]
             text += f"\n## {title}\n" + f"\n![{title}]({drawn})\n" * bool(drawn)
-        columns, before = COLUMNS[kind], kind
+        columns, before = COLUMNS[kind], heading
+        lead = LEADS.get(file.stem, "")
+        lead += f" By the code of {OLDER.get(file.stem)} or before." * (file.stem in OLDER)
+        text += f"\n{lead.strip()}\n" * bool(lead)
         columns = {  # what was measured once may not be any more
             name: title
             for name, title in columns.items()
@@ -271,35 +326,58 @@ def speed_tables() -> str:
         text += "\n\n| run | " + " | ".join(columns.values()) + " |\n"
         text += "|---" * (1 + len(columns)) + "|\n"
         for label, row in run["runs"].items():
-            cells = [cell(*row[name]) if name in row else "" for name in columns]
+            cells = [
+                cell(*row[name]) if name in row and agrees(run["runs"], row, name) else ""
+                for name in columns
+            ]
             text += f"| {label} | " + " | ".join(cells) + " |\n"
     return text
 
 
-SUMMARY = (  # what, record, row, figure, and of what that is a multiple or a part
-    ("one sequence, compiled", "latency-1b-prompt512", "batch 1", "of_read_limit",
-     "of the speed at which this machine reads memory"),
-    ("with int8 weights", "latency-1b-prompt512", "int8, batch 1", "times_first_row",
-     "times bfloat16"),
-    ("with 4 guesses of a draft that is always right", "speculate-1b", "4 guesses", "times_plain",
-     "times without"),
-    ("32 requests at once", "throughput-1b-32x64", "continuous batching", "times_one",
-     "times one after another"),
+def agrees(rows: dict[str, dict], row: dict, name: str) -> bool:
+    """Whether the median ratio of the rounds is within 3 % of the ratio of the medians beside it;
+    of other figures, True. Where it is not, the machine was not the same in all rounds."""
+    first = next(iter(rows.values()))
+    if name.endswith("_times"):
+        other, base = row[name.removesuffix("_times")], row["kilolm"]
+    elif name in RATIOS and RATIOS[name][0] in row:
+        figure, label = RATIOS[name]
+        other, base = row[figure], rows.get(label, first).get(figure, (math.nan,))
+    else:
+        return True
+    return abs(other[0] / base[0] / row[name][0] - 1) <= 0.03
+
+
+# What, record, row; its own figure, with the unit; and one of what that is a multiple or a part.
+SUMMARY = (
+    ("one sequence, compiled", "latency-1b-prompt512", "batch 1", "decode_tok_s", "tok/s",
+     "of_read_limit", "of the speed at which this machine reads memory"),
+    ("with int8 weights", "latency-1b-prompt512", "int8, batch 1", "decode_tok_s", "tok/s",
+     "times_first_row", "times bfloat16"),
+    ("with int4 weights", "latency-1b-prompt512", "int4, batch 1", "decode_tok_s", "tok/s",
+     "times_first_row", "times bfloat16"),
+    ("with 4 guesses of a draft that is always right", "speculate-1b", "4 guesses",
+     "decode_tok_s", "tok/s", "times_plain", "times without"),
+    ("32 requests at once", "throughput-1b-32x64", "continuous batching", "output_tok_s", "tok/s",
+     "times_one", "times one after another"),
     ("32 requests, sampled as Qwen3 suggests, words: 151,936", "throughput-qwen3-0.6b",
-     "continuous batching, qwen", "times_greedy", "of greedy's speed"),
-    ("a prompt of 1,024 tokens, 1,008 of them cached", "prefix-1b", "cached", "of_cold",
-     "of the time to the first token"),
+     "continuous batching, qwen", "output_tok_s", "tok/s", "times_greedy", "of greedy's speed"),
+    ("a prompt of 1,024 tokens, 1,008 of them cached", "prefix-1b", "cached", "first_token_s",
+     "s to the first token", "of_cold", "of what it takes where nothing is cached"),
     ("int4 weights by GPTQ, in the bundled model", "quality-shakespeare", "int4 gptq, group 128",
-     "more", "more perplexity, as a share"),
+     "perplexity", "perplexity", "more", "more than plain, as a share"),
 )  # fmt: skip
 
 
 def summary() -> str:
     """What each technique brings, in a line each, from the records of its name."""
-    text = "\n| what | figure | |\n|---|---|---|\n"
-    for what, name, row, figure, of in SUMMARY:
+    text = "\n| what | measured | beside it | |\n|---|---|---|---|\n"
+    for what, name, row, own, unit, figure, of in SUMMARY:
         if found := latest(name):
-            text += f"| {what} | {cell(*found['runs'][row][figure])} | {of} |\n"
+            values = found["runs"][row]
+            beside = agrees(found["runs"], values, figure)
+            ratio = f"{cell(*values[figure])} | {of}" if beside else " | "
+            text += f"| {what} | {cell(*values[own])} {unit} | {ratio} |\n"
     return text + "\n"
 
 
@@ -329,6 +407,24 @@ def number(value: float) -> str:
 
 
 # --- The pictures ---------------------------------------------------------------------------------
+
+# What this engine is for: title, figure, label -> record and row; in what the bars are not ours.
+PURPOSE = (
+    ("32 requests, sampled as Qwen3 suggests: tokens per second (0.6b)", "output_tok_s",
+     {"one at a time": ("throughput-qwen3-0.6b", "one at a time"),
+      "together, greedy": ("throughput-qwen3-0.6b", "continuous batching"),
+      "together, sampled": ("throughput-qwen3-0.6b", "continuous batching, qwen")}),
+    ("A prompt of 1,024 tokens: seconds to the first, less is better (1b)", "first_token_s",
+     {"nothing cached": ("prefix-1b", "cold"), "1,008 tokens cached": ("prefix-1b", "cached")}),
+    ("Fewer bits, one sequence: tokens per second (1b)", "decode_tok_s",
+     {"bfloat16": ("latency-1b-prompt512", "batch 1"),
+      "int8": ("latency-1b-prompt512", "int8, batch 1"),
+      "int4": ("latency-1b-prompt512", "int4, batch 1")}),
+    ("A long text, one sequence of 8,192 tokens: ms a step, less is better (110m)", "step_ms",
+     {"static cache": ("growth-110m-zen5", "1 x 8,192 tokens, static cache"),
+      "paged cache": ("growth-110m-zen5", "1 x 8,192 tokens, paged cache")}),
+)  # fmt: skip
+
 
 BARS = {  # label -> record, row, figure
     "One sequence, tokens per second": {
@@ -365,6 +461,30 @@ def picture() -> str:
     return bars(groups, [hardware])
 
 
+def purpose_picture() -> str:
+    """What this engine is for, and each row of each record of `versus` beside it, as bars."""
+    groups: dict[str, dict[str, float]] = {}
+    machines = {}
+    for title, figure, rows in PURPOSE:
+        found = {label: (latest(name), row) for label, (name, row) in rows.items()}
+        if all(record for record, _ in found.values()):
+            values = {label: record["runs"][row] for label, (record, row) in found.items()}
+            groups[title] = {label: row[figure][0] for label, row in values.items()}
+            machines[title] = next(iter(found.values()))[0]["hardware"]
+    for file in sorted(RECORDS.glob("versus-*.json")):
+        run = json.loads(file.read_text())
+        for row, figures in run["runs"].items():
+            title = f"Beside others, {row}: tokens per second ({run['model']}, {run['dtype']})"
+            groups[title] = {NAMES[name]: v[0] for name, v in figures.items() if name in NAMES}
+            commit = OLDER.get(file.stem)
+            machines[title] = run["hardware"] + f"; older code, {commit}" * bool(commit)
+    notes = [
+        "Medians. An engine that has no bar was not measured there: no figure here is a guess.",
+        "Commands, versions and spreads: benchmarks/README.md.",
+    ]
+    return bars(groups, notes, others={*NAMES.values()} - {"kilolm"}, below=machines)
+
+
 def versus_picture(run: dict) -> str:
     """This engine beside the others, as bars, from one record of `versus`."""
     groups = {
@@ -379,24 +499,32 @@ def versus_picture(run: dict) -> str:
     for name, version in run["engines"].items():  # both of transformers have one
         engines.setdefault(version, f"{NAMES[name]} {version}")
     lines += [*engines.values()]
-    return bars(groups, lines, ours="kilolm")
+    return bars(groups, lines, others={*NAMES.values()} - {"kilolm"})
 
 
-def bars(groups: dict[str, dict[str, float]], footnotes: list[str], ours: str = "") -> str:
+def bars(
+    groups: dict[str, dict[str, float]], footnotes: list[str], others: Set[str] = frozenset(),
+    below: dict[str, str] | None = None,
+) -> str:  # fmt: skip
     """Groups of horizontal bars, each group on its own scale.
 
     Args:
         groups: title -> label -> value.
-        ours: the label that stands out; empty: all are alike.
+        others: labels whose bars stand back.
+        below: title -> what stands under it, in small letters.
     """
     shapes: list[str] = []
     y = 0
     for title, values in groups.items():
         shapes.append(f'<text x="16" y="{y + 28}" font-weight="600">{title}</text>')
+        if below:
+            small = f'<text x="16" y="{y + 45}" font-size="12" fill="#666">{below[title]}</text>'
+            shapes.append(small)
+            y += 16
         y += 40
         for label, value in values.items():
             width = 380 * value / max(values.values())
-            colour = BLUE if label == (ours or label) else GREY
+            colour = GREY if label in others else BLUE
             shapes.append(
                 f'<text x="190" y="{y + 16}" text-anchor="end">{label}</text>'
                 f'<rect x="200" y="{y}" width="{width:.0f}" height="22" rx="3" fill="{colour}"/>'
@@ -522,6 +650,7 @@ def serve_picture() -> str:
 
 PARTS = {"files": file_table, "speed": summary}  # of README.md, between marks
 PAGES: dict[str, Callable[[], str]] = {
+    "docs/purpose.svg": purpose_picture,
     "docs/speed.svg": picture,
     "docs/serve.svg": serve_picture,
     "benchmarks/README.md": speed_tables,
