@@ -233,10 +233,8 @@ def command(args: Namespace, ranks: Ranks) -> int:
 
 
 def complete(engine: Engine, prompt: str, params: SamplingParams) -> int:
-    """Print n continuations of a prompt, one after another."""
-    for i in range(params.n):
-        (sequence,) = engine.add_request(prompt, replace(params, n=1)).outputs
-        sequence.seed += i
+    """Print n continuations of a prompt. They are made together, and shown one after another."""
+    for sequence in engine.add_request(prompt, params).outputs:
         if status := stream(sequence, engine.run()):
             return status
     return 0

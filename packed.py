@@ -123,9 +123,8 @@ class PackedLinear(nn.Module):
 
     def __init__(self, linear: nn.Module) -> None:
         super().__init__()
-        self.out_features = linear.out_features
+        self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
-        self.nbytes = sum(tensor.nbytes for tensor in linear.state_dict().values())
         self.key = number_of(self)
         self.pack(linear)
 
@@ -173,7 +172,6 @@ class Int8Linear(PackedLinear):
             # Rounded once more, to 8 bits and one scale for each output channel.
             q, scales, _ = round_to_nearest(linear.dequantize(), 8, linear.in_features)
         signed = (q.byte() - 128).view(torch.int8)  # in a byte, which wraps around
-        self.nbytes = signed.nbytes + scales.nbytes
         # Not buffers: .to(dtype) must not round them.
         scales, zeros = scales.flatten(), torch.zeros(len(signed)).long()
         if self.most == 127:
@@ -254,7 +252,6 @@ class HalfLinear(PackedLinear):
 
     def pack(self, linear: nn.Module) -> None:
         weight = linear.weight.float()
-        self.nbytes = 2 * weight.numel()
         self.scales = (weight.abs().amax(1).frexp().exponent - 15).exp2()  # largest: 2**14 to 2**15
         self.packed = torch.ops.quantized.linear_prepack_fp16(weight / self.scales[:, None], None)
 

@@ -230,8 +230,7 @@ class Blocks(LayerCache):
             window: this layer's, whose masks count.
         """
         self.k, self.v = k, v
-        self.slots, self.groups = slots, groups
-        self.window = window
+        self.slots, self.groups, self.window = slots, groups, window
         self.key = number_of(self)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

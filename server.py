@@ -87,6 +87,7 @@ class Server:
         served: what has been counted; see count(). As `waiters`, changed by drive() alone.
         busy: connections that are being answered.
         stopping: a signal has come; over: and what runs has had its time to end.
+        snapshot: what the page shows, as JSON; looked: when it was last asked for.
     """
 
     def __init__(self, engine: Engine, args: ServerArgs) -> None:
@@ -97,7 +98,8 @@ class Server:
         self.defaults = SamplingParams(**suggested(args.checkpoint))
         self.inbox = queue.SimpleQueue()
         self.waiters, self.busy = {}, set()
-        self.served, self.snapshot = defaultdict(Counter), {}
+        self.served = defaultdict(Counter)
+        self.snapshot, self.looked = "", 0.0
         self.stopping = self.over = False
 
     # --- The engine's thread ----------------------------------------------------------------------
@@ -148,9 +150,9 @@ class Server:
             name=f"{job.request.id}.{job.request.outputs.index(job)}", text=job.text[-40:],
             prompt=job.prompt_len, blocks=job.table.blocks[:], length=job.table.length,
             max=job.max_len, ran=engine.ran.get(job, 0)) for job in engine.running]  # fmt: skip
-        self.snapshot = counters(engine) | dict(
+        self.snapshot = json.dumps(counters(engine) | dict(
             blocks=pool.num_blocks, block_size=pool.block_size, cached=list(pool.cached),
-            running=running, waiting=[job.prompt_len for job in engine.waiting[:100]])  # fmt: skip
+            running=running, waiting=[job.prompt_len for job in engine.waiting[:100]]))  # fmt: skip
 
     # --- The event loop's thread ------------------------------------------------------------------
 
@@ -479,7 +481,8 @@ class Connection:
         is_local = re.fullmatch(LOOPBACK, self.server.args.host)
         demand(not is_local or re.fullmatch(LOOPBACK, host), 403, f"--host is not {host[:100]}")
         acts = ACTS | {f"/v1/models/{self.server.name}": lambda c: c.send(c.server.model)}
-        demand(path in acts and (path != "/" or PAGE.is_file()), 404, f"there is no {path[:100]}")
+        is_there = path in acts and (path != "/" or PAGE.is_file())
+        demand(is_there, 404, f"there is no {path[:100]}: try /v1/chat/completions, /v1/models")
         if method == "OPTIONS" and self.server.args.cors:
             method, path = "GET", "/health"  # a browser asks without a key: any success will do
         right = ("POST",) if "/completions" in path else ("GET", "HEAD")
@@ -529,9 +532,11 @@ class Connection:
 
     async def watch(self) -> None:
         """Stream the engine's state to the page, ten times a second where it changes."""
-        server, last = self.server, {}
+        server, last = self.server, ""
         while not (self.gone or self.line == "HEAD /engine" or server.stopping):
-            server.inbox.put(server.look)
+            if time.monotonic() > server.looked + 0.09:  # one look serves all who watch
+                server.looked = time.monotonic()
+                server.inbox.put(server.look)
             await asyncio.sleep(0.1)
             if server.snapshot != last:
                 last = server.snapshot
@@ -603,6 +608,8 @@ def command(args: Namespace, ranks: Ranks) -> int:
     args = ServerArgs(**{"api_key": os.getenv("KILOLM_API_KEY")} | settings.given(ServerArgs, args))
     if "" in (args.host, args.api_key):
         raise ValueError("--host and --api-key (or $KILOLM_API_KEY) must not be empty")
+    if not re.fullmatch(r"\*|https?://[\w.:\[\]-]+", args.cors or "*"):
+        raise ValueError(f"--cors {args.cors}: must be like http://localhost:3000, or *")
     model, proposer = load_models(args, ranks)
     if ranks.rank:
         return ranks.follow(model)

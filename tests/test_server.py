@@ -55,6 +55,7 @@ import sampling
 import server as server_module
 from scheduler import Engine
 from server import parse_args, serve
+from settings import Ranks
 from structured import pieces
 
 pytest_plugins = ["serving"]
@@ -477,6 +478,10 @@ def test_more_of_openais_http(local, monkeypatch):
     assert 0 < cached < usage["prompt_tokens"]
     for key in ("x1", "01024", "1024"):  # 01024 was said to be 1024
         assert key in local.post(COMPLETIONS, {"logit_bias": {key: 1}}).fails(400, "logit_bias")
+    with pytest.raises(ValueError, match=r"--cors example.com: must be like http://"):
+        server_module.command(parse_args(["--cors", "example.com"]), Ranks(torch.device("cpu")))
+    message = local.post("/chat/completions", {"messages": HI}).fails(404)
+    assert "/v1/chat/completions" in message  # a base URL without /v1
     message = local.post(COMPLETIONS, {"logit_bias": {"20": 1, "7": 101}}).fails(400, "logit_bias")
     assert message.startswith("logit_bias[7] must be ")  # which of them was not said
     assert local.get("/health", **{"X-Request-ID": "mine"}).headers["X-Request-Id"] == "mine"
@@ -1409,6 +1414,18 @@ class Snapshots:
     def close(self) -> None:
         self.connection.close()
         self.response.close()
+
+
+def test_all_watchers_share_a_snapshot(local, monkeypatch):
+    """A hundred pages that were left open cost a hundred snapshots, ten times a second."""
+    looks, look = [], local.server.look
+    monkeypatch.setattr(local.server, "look", lambda: looks.append(look()))
+    with contextlib.ExitStack() as stack:
+        pages = [stack.enter_context(contextlib.closing(Snapshots(local))) for _ in range(30)]
+        assert all(next(page)["blocks"] == 128 for page in pages)
+        before, began = len(looks), time.monotonic()
+        time.sleep(1)
+        assert 2 < len(looks) - before < 15 * (time.monotonic() - began)
 
 
 def test_snapshots(local):

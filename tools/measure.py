@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from model import Transformer
-from packed import form_of
+from packed import HalfLinear, Int4Linear, Int8Linear, PackedLinear, form_of
 
 
 def bytes_per_step(model: Transformer, length: int, batch: int = 1) -> int:
@@ -28,12 +28,27 @@ def bytes_per_step(model: Transformer, length: int, batch: int = 1) -> int:
     c = model.config
     chosen = 1 - (1 - c.num_experts_per_tok / c.num_experts) ** batch
     weights = -model.embed_tokens.weight.nbytes  # tied, it is counted again as lm_head
-    for name, module in model.named_modules():  # packed forms say what they hold
+    for name, module in model.named_modules():
         own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        size = getattr(module, "nbytes", None) or sum(tensor.nbytes for tensor in own)
+        size = sum(tensor.nbytes for tensor in own)
+        if isinstance(module, PackedLinear):  # whose weight is no parameter
+            size += packed_bytes(module, model.dtype.itemsize)
         weights += size * (chosen if ".experts." in name else 1)
     kv = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * length
     return round(weights) + batch * kv * model.dtype.itemsize
+
+
+def packed_bytes(linear: PackedLinear, itemsize: int) -> int:
+    """Bytes of a packed weight, with its scales. itemsize: of a plain one's numbers."""
+    N, K = linear.out_features, linear.in_features
+    match linear:
+        case Int4Linear(group_size=size):
+            return N * K // 2 + 5 * N * K // size
+        case Int8Linear():
+            return N * K + 4 * N
+        case HalfLinear():
+            return 2 * N * K
+    return N * K * itemsize
 
 
 def read_bandwidth(device: torch.device) -> float:
