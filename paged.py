@@ -206,6 +206,7 @@ class Group(NamedTuple):
 
     T: int  # new tokens of each
     table: Tensor  # (B, W) int64: the blocks of each, by number
+    places: Tensor  # (B, K, W) int64: the same in each head, of a pool whose heads stand in a line
     run: slice | None  # the same blocks, where they follow each other
     masks: dict[int | None, Tensor]  # window -> (B, 1, N / K * T, W * block size); see visible
 
@@ -243,13 +244,11 @@ class Blocks(LayerCache):
             stored = encode(new[0], pool.dtype)  # (K, T, stored_dim)
             pool.flatten(1, 2).index_copy_(1, self.slots, stored)
         out = torch.empty_like(q)
-        start = 0
-        for group in self.groups:
-            end = start + len(group.table) * group.T
-            queries = q[0, :, start:end].unflatten(1, (-1, group.T)).transpose(0, 1)  # (B, N, T, H)
-            y = self.read(queries, group)
-            out[0, :, start:end] = y.transpose(0, 1).flatten(1, 2)
-            start = end
+        sizes = [len(group.table) * group.T for group in self.groups]
+        parts = zip(self.groups, q[0].split(sizes, dim=1), out[0].split(sizes, dim=1))
+        for group, asked, attended in parts:  # (N, B * T, H) each
+            queries = asked.unflatten(1, (-1, group.T)).transpose(0, 1)  # (B, N, T, H)
+            attended.copy_(self.read(queries, group).transpose(0, 1).flatten(1, 2))
         return out
 
     def read(self, q: Tensor, group: Group) -> Tensor:
@@ -339,6 +338,7 @@ class Runner:
         select = [end - n for row, end in zip(rows, ends) for n in range(row.wanted, 0, -1)]
         # 2) what attention reads
         slots = [row.blocks[p // size] * size + p % size for row in rows for p in row.positions]
+        heads = torch.arange(config.num_key_value_heads)[:, None] * (self.num_blocks + 1)  # (K, 1)
         groups = []
         for group in groups_of(rows, size, self.most, width):
             used = [row.blocks[: row.num_blocks(size)] for row in group]  # no block yet to be wiped
@@ -346,13 +346,14 @@ class Runner:
             padded = [blocks + [self.num_blocks] * (W - len(blocks)) for blocks in used]
             # By number, as attention asks for no order: cached blocks come last one first, and
             # would follow each other backwards.
-            table, places = torch.tensor(padded).sort()  # (B, W)
+            table, order = torch.tensor(padded).sort()  # (B, W)
             follow = (table.flatten().diff() == 1).all()
             run = slice(int(table[0, 0]), int(table[-1, -1]) + 1) if follow else None
-            held = places[..., None] * size + torch.arange(size)  # (B, W, block size)
+            held = order[..., None] * size + torch.arange(size)  # (B, W, block size)
             at = torch.tensor([row.positions for row in group], device=device)  # (B, T)
             masks = visible(config, at, held.flatten(1).to(device))
-            groups.append(Group(at.shape[1], table.to(device), run, masks))
+            places = (table[:, None] + heads).to(device)
+            groups.append(Group(at.shape[1], table.to(device), places, run, masks))
         lists = ([tokens], [positions], select, slots)
         tokens, positions, select, slots = (torch.tensor(each, device=device) for each in lists)
         pools = zip(self.pools, config.windows, strict=True)
@@ -384,10 +385,9 @@ def side_by_side(pool: Tensor, group: Group, dtype: torch.dtype) -> Tensor:
     if group.run:
         blocks = pool[:, group.run].unflatten(1, group.table.shape).transpose(0, 1)
     else:
-        heads = torch.arange(len(pool), device=pool.device) * pool.shape[1]
-        places = heads[:, None] + group.table[:, None]  # (B, K, W), with the heads in one line
         # index_select(1, ...) of the pool as it is takes twice as long.
-        blocks = pool.flatten(0, 1).index_select(0, places.flatten()).unflatten(0, places.shape)
+        blocks = pool.flatten(0, 1).index_select(0, group.places.flatten())
+        blocks = blocks.unflatten(0, group.places.shape)
     return decode(blocks, dtype).flatten(2, 3)
 
 

@@ -449,7 +449,8 @@ def test_attention_stays_within_kv_memory(kv_dtype):
     wide = {"max_num_seqs": 999, "max_num_batched_tokens": 2000}
     at = engine(num_blocks=None, kv_memory=2e5, kv_dtype=kv_dtype, **wide)
     pools = [tensor for pool in at.runner.pools for tensor in pool]
-    group = paged.Group(1, torch.arange(at.pool.num_blocks)[None], None, {})  # no run: a copy
+    places = torch.arange(at.pool.num_blocks).expand(1, at.config.num_key_value_heads, -1)
+    group = paged.Group(1, places[:, 0], places, None, {})  # no run: a copy
     with profile(profile_memory=True) as profiler:
         kept = [paged.side_by_side(pool, group, at.model.dtype) for pool in pools[:2]]
     held, most = 0, 0

@@ -59,7 +59,8 @@ def tensors_of(tokens: Tensor, positions: Tensor, layers: list, select: Tensor) 
     """All that a forward reads of its plan. Layers share most of it."""
     slots, groups = layers[0].slots, layers[0].groups
     masks = [mask for group in groups for mask in group.masks.values()]
-    return [tokens, positions, select, slots, *(group.table for group in groups), *masks]
+    tables = [tensor for group in groups for tensor in (group.table, group.places)]
+    return [tokens, positions, select, slots, *tables, *masks]
 
 
 class GraphRunner(Runner):
