@@ -474,7 +474,8 @@ def purpose_picture() -> str:
     for file in sorted(RECORDS.glob("versus-*.json")):
         run = json.loads(file.read_text())
         for row, figures in run["runs"].items():
-            title = f"Beside others, {row}: tokens per second ({run['model']}, {run['dtype']})"
+            kind = re.search(r"\((\w+)\)", run["hardware"])[1]  # of processor
+            title = f"{kind}, {row}: tokens per second ({run['model']}, {run['dtype']})"
             groups[title] = {NAMES[name]: v[0] for name, v in figures.items() if name in NAMES}
             commit = OLDER.get(file.stem)
             machines[title] = run["hardware"] + f"; older code, {commit}" * bool(commit)
