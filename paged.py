@@ -202,13 +202,23 @@ class Row(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Rows that are attended together, as one batch: B of them."""
+    """Rows that are attended together, as one batch: B of them.
 
-    T: int  # new tokens of each
-    table: Tensor  # (B, W) int64: the blocks of each, by number
-    places: Tensor  # (B, K, W) int64: the same in each head, of a pool whose heads stand in a line
-    run: slice | None  # the same blocks, where they follow each other
-    masks: dict[int | None, Tensor]  # window -> (B, 1, N / K * T, W * block size); see visible
+    Attributes:
+        T: new tokens of each row.
+        table: (B, W) int64, the blocks of each row, the lowest number first. The last may be the
+            block that is never written.
+        places: (B, K, W) int64, the same blocks in a pool of (K * blocks, ...), where all blocks of
+            a kv head stand behind those of the one before.
+        run: the blocks of all rows, where they follow each other in the pool; else None.
+        masks: for each window (B, 1, N / K * T, W * block size) bool; see model.visible.
+    """
+
+    T: int
+    table: Tensor
+    places: Tensor
+    run: slice | None
+    masks: dict[int | None, Tensor]
 
 
 class Blocks(LayerCache):
@@ -216,7 +226,8 @@ class Blocks(LayerCache):
 
     How many groups there are, and how large, differs from step to step. Compiled code must not see
     that, or it would be compiled again. So it calls an operator with a number, under which the
-    operator finds this layer; see number_of.
+    operator finds this layer; see number_of. The operator also writes to the pool. Its schema does
+    not say so, and need not: compiled code has no other way to the pool.
     """
 
     def __init__(
@@ -341,15 +352,16 @@ class Runner:
         heads = torch.arange(config.num_key_value_heads)[:, None] * (self.num_blocks + 1)  # (K, 1)
         groups = []
         for group in groups_of(rows, size, self.most, width):
-            used = [row.blocks[: row.num_blocks(size)] for row in group]  # no block yet to be wiped
+            # Without the blocks that nothing is in yet: they have not been wiped.
+            used = [row.blocks[: row.num_blocks(size)] for row in group]
             W = max(width, *map(len, used))
             padded = [blocks + [self.num_blocks] * (W - len(blocks)) for blocks in used]
-            # By number, as attention asks for no order: cached blocks come last one first, and
-            # would follow each other backwards.
+            # Sorted, since attention needs no order, and the blocks of an old text are handed out
+            # again from its last to its first: so they follow each other all the same.
             table, order = torch.tensor(padded).sort()  # (B, W)
             follow = (table.flatten().diff() == 1).all()
             run = slice(int(table[0, 0]), int(table[-1, -1]) + 1) if follow else None
-            held = order[..., None] * size + torch.arange(size)  # (B, W, block size)
+            held = order[..., None] * size + torch.arange(size)  # positions: (B, W, block size)
             at = torch.tensor([row.positions for row in group], device=device)  # (B, T)
             masks = visible(config, at, held.flatten(1).to(device))
             places = (table[:, None] + heads).to(device)
@@ -380,12 +392,21 @@ def groups_of(rows: list[Row], block_size: int, most: int, width: int = 2) -> li
 
 
 def side_by_side(pool: Tensor, group: Group, dtype: torch.dtype) -> Tensor:
-    """The blocks of each of a group's rows, decoded: of a (K, blocks, block size, stored_dim) pool
-    (B, K, S, H)."""
+    """The keys, or values, of each row of a group, decoded and in one tensor.
+
+    Args:
+        pool: (K, blocks, block size, stored_dim).
+
+    Returns:
+        (B, K, S, H) of `dtype`; a view of the pool where the blocks follow each other and are
+        stored as they are, else a copy.
+
+    Example: the table [[2, 3], [4, 5]] is read as pool[:, 2:6]; [[2, 3], [5, 6]] is copied
+    """
     if group.run:
         blocks = pool[:, group.run].unflatten(1, group.table.shape).transpose(0, 1)
     else:
-        # index_select(1, ...) of the pool as it is takes twice as long.
+        # Not index_select(1, table): that takes twice as long.
         blocks = pool.flatten(0, 1).index_select(0, group.places.flatten())
         blocks = blocks.unflatten(0, group.places.shape)
     return decode(blocks, dtype).flatten(2, 3)

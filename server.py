@@ -151,7 +151,7 @@ class Server:
             prompt=job.prompt_len, blocks=job.table.blocks[:], length=job.table.length,
             max=job.max_len, ran=engine.ran.get(job, 0)) for job in engine.running]  # fmt: skip
         self.snapshot = json.dumps(counters(engine) | dict(
-            blocks=pool.num_blocks, block_size=pool.block_size, cached=list(pool.cached),
+            blocks=pool.num_blocks, block_size=pool.block_size, cached=pool.cached,
             running=running, waiting=[job.prompt_len for job in engine.waiting[:100]]))  # fmt: skip
 
     # --- The event loop's thread ------------------------------------------------------------------

@@ -213,7 +213,9 @@ Llama-like, of 22 layers, D = 2048 and V = 32,000, with random weights.
   stand beside it, the machine has changed between rounds, and no ratio is shown.
 - Of int4 the older `latency` records show an earlier packed form, read by compiled code.
 - `growth` fills the caches with noise and times single steps; "reading alone" is what the weights,
-  keys and values of such a step take at the read limit.
+  keys and values of such a step take at the read limit. The paged cache's blocks are those that an
+  empty pool hands out to one sequence after another, so that they follow each other and are read
+  where they are. Where other sequences' blocks lie in between they are copied in each step.
 - Of `throughput`, all requests are handed in at the start, from which a first token counts (in the
   older records, that of one at a time counts from its own start). In "static batches" the next
   batch starts when the longest of the one before has ended, and until then its other rows run on.
@@ -237,9 +239,10 @@ LEADS = {
     "latency-moe-zen3": "Experts: a step of 32 sequences reads nearly all of them.",
     "prefix-1b-epyc": "A cached prefix takes away nearly all of the time to the first token.",
     "quality-shakespeare": "int8 costs nothing that can be seen; GPTQ halves what int4 costs.",
-    "ranks-1b-2-epyc": "Two processes on two cores share the memory's speed, so they win nothing.",
-    "sample-epyc": "Sampling costs little beside a forward, at every vocabulary.",
-    "serve-64-streams-epyc": "64 streams at once: all of them flow, and none waits for another.",
+    "ranks-1b-2-epyc": "Two processes on two cores lose: their exchanges cost more than is saved.",
+    "sample-epyc": "Any usual setting costs little beside a forward. Only a flat distribution, of "
+    "which the whole vocabulary has to be sorted, does not.",
+    "serve-64-streams-epyc": "64 streams at once: how soon they begin, and how evenly they go on.",
     "serve-shakespeare-epyc": "Latencies stay low until requests come faster than they are served.",
     "speculate-1b-epyc": "The most that guessing can bring: a draft that is always right.",
     "speculate-1b-noise-epyc": "The same with a draft that errs.",
@@ -254,12 +257,12 @@ LEADS = {
     "versus-1b-zen5": "Beside vLLM, in bfloat16, on a processor that has it.",
     "versus-110m-zen5": "Beside other engines in float32, with AVX-512.",
 }
-# Measured by older code, on machines that were not met again; the commit after which.
+# Records of older code, on machines that were not met again -> the commit that brought them.
 OLDER = {
     "growth-110m-epyc": "e7dd2f3", "latency-1b-bits-zen3": "ddada5e", "latency-1b-zen3": "e7dd2f3",
     "latency-moe-zen3": "e7dd2f3", "versus-110m-epyc": "e7dd2f3",
 }  # fmt: skip
-# Ratios of rounds, and the figure that they compare: that of which row, where not of the first.
+# A ratio -> the figure that it compares, and with which row: "" is the first.
 RATIOS = {
     "times_first_row": ("decode_tok_s", ""), "times_plain": ("decode_tok_s", ""),
     "times_one": ("output_tok_s", "one at a time"),
@@ -271,8 +274,8 @@ OLD_CODE = "Of older code"
 
 # In the order of the page: the kind of a record, and what is drawn of it.
 HEADINGS = {
-    "versus": ("Beside other engines", "../docs/versus.svg"),
-    "latency": ("One sequence, and batches of equal ones", "../docs/speed.svg"),
+    "versus": ("Beside other engines", "../docs/purpose.svg"),
+    "latency": ("One sequence, and batches of equal ones", ""),
     "growth": ("How a step grows", ""),
     "speculation": ("Guessing ahead", ""),
     "throughput": ("Many requests", ""),
@@ -408,7 +411,8 @@ def number(value: float) -> str:
 
 # --- The pictures ---------------------------------------------------------------------------------
 
-# What this engine is for: title, figure, label -> record and row; in what the bars are not ours.
+# What this engine is for: the title of a group of bars, the figure that they show, and for each
+# label the record and its row.
 PURPOSE = (
     ("32 requests, sampled as Qwen3 suggests: tokens per second (0.6b)", "output_tok_s",
      {"one at a time": ("throughput-qwen3-0.6b", "one at a time"),
@@ -426,20 +430,6 @@ PURPOSE = (
 )  # fmt: skip
 
 
-BARS = {  # label -> record, row, figure
-    "One sequence, tokens per second": {
-        "eager": ("latency-1b-eager", "batch 1", "decode_tok_s"),
-        "compiled": ("latency-1b-prompt512", "batch 1", "decode_tok_s"),
-        "int8": ("latency-1b-prompt512", "int8, batch 1", "decode_tok_s"),
-        "bf16, 4 right guesses": ("speculate-1b", "4 guesses", "decode_tok_s"),
-    },
-    "32 requests, output tokens per second": {
-        "one at a time": ("throughput-1b-32x64", "one at a time", "output_tok_s"),
-        "continuous batching": ("throughput-1b-32x64", "continuous batching", "output_tok_s"),
-    },
-}
-
-
 BLUE, GREY = "#2456c9", "#9aa0a8"
 NAMES = {
     "kilolm": "kilolm", "transformers": "transformers", "vllm": "vLLM", "llama_cpp": "llama.cpp",
@@ -448,21 +438,11 @@ NAMES = {
 }  # fmt: skip
 
 
-def picture() -> str:
-    """What each technique brings, as bars, from the last record of each name."""
-    groups: dict[str, dict[str, float]] = {}
-    hardware = ""
-    for title, rows in BARS.items():
-        groups[title] = {}
-        for label, (name, row, figure) in rows.items():
-            if record := latest(name):
-                groups[title][label] = record["runs"][row][figure][0]
-                hardware = f"1b shape, bfloat16; {record['hardware']}; {record['versions']}"
-    return bars(groups, [hardware])
+OTHERS = {*NAMES.values()} - {"kilolm"}
 
 
 def purpose_picture() -> str:
-    """What this engine is for, and each row of each record of `versus` beside it, as bars."""
+    """What this engine is for, then each row of each record of `versus`, as bars."""
     groups: dict[str, dict[str, float]] = {}
     machines = {}
     for title, figure, rows in PURPOSE:
@@ -473,34 +453,39 @@ def purpose_picture() -> str:
             machines[title] = next(iter(found.values()))[0]["hardware"]
     for file in sorted(RECORDS.glob("versus-*.json")):
         run = json.loads(file.read_text())
-        for row, figures in run["runs"].items():
-            kind = re.search(r"\((\w+)\)", run["hardware"])[1]  # of processor
-            title = f"{kind}, {row}: tokens per second ({run['model']}, {run['dtype']})"
-            groups[title] = {NAMES[name]: v[0] for name, v in figures.items() if name in NAMES}
-            commit = OLDER.get(file.stem)
-            machines[title] = run["hardware"] + f"; older code, {commit}" * bool(commit)
+        machine = run["hardware"]
+        if file.stem in OLDER:
+            machine += f"; older code, {OLDER[file.stem]}"
+        found = versus_bars(run)
+        groups |= found
+        machines |= dict.fromkeys(found, machine)
     notes = [
         "Medians. An engine that has no bar was not measured there: no figure here is a guess.",
         "Commands, versions and spreads: benchmarks/README.md.",
     ]
-    return bars(groups, notes, others={*NAMES.values()} - {"kilolm"}, below=machines)
+    return bars(groups, notes, OTHERS, machines)
+
+
+def versus_bars(run: dict) -> dict[str, dict[str, float]]:
+    """The groups of bars of one record of `versus`."""
+    kind = re.search(r"\((\w+)\)", run["hardware"])
+    before = f"{kind[1]}, " if kind else ""  # the kind of processor
+    what = f"tokens per second ({run['model']}, {run['dtype']})"
+    return {
+        f"{before}{label}: {what}": {NAMES[name]: v[0] for name, v in row.items() if name in NAMES}
+        for label, row in run["runs"].items()
+    }
 
 
 def versus_picture(run: dict) -> str:
     """This engine beside the others, as bars, from one record of `versus`."""
-    groups = {
-        f"{row[0].upper()}{row[1:]}, {'output ' * ('sequences' in row)}tokens per second": {
-            NAMES[name]: values[0] for name, values in figures.items() if name in NAMES
-        }
-        for row, figures in run["runs"].items()
-    }
     what = f"{run['model']} {'shape' if run['model'] in SHAPE_NAMES else ''}".strip()
     lines = [f"{what}, {run['dtype']}; {run['hardware']}; medians"]
     engines: dict[str, str] = {}
     for name, version in run["engines"].items():  # both of transformers have one
         engines.setdefault(version, f"{NAMES[name]} {version}")
     lines += [*engines.values()]
-    return bars(groups, lines, others={*NAMES.values()} - {"kilolm"})
+    return bars(versus_bars(run), lines, OTHERS)
 
 
 def bars(
@@ -652,7 +637,6 @@ def serve_picture() -> str:
 PARTS = {"files": file_table, "speed": summary}  # of README.md, between marks
 PAGES: dict[str, Callable[[], str]] = {
     "docs/purpose.svg": purpose_picture,
-    "docs/speed.svg": picture,
     "docs/serve.svg": serve_picture,
     "benchmarks/README.md": speed_tables,
     **{
@@ -660,5 +644,3 @@ PAGES: dict[str, Callable[[], str]] = {
         for file in sorted(RECORDS.glob("growth-*.json"))
     },
 }
-if headline := latest("versus-1b") or latest("versus-110m"):
-    PAGES["docs/versus.svg"] = partial(versus_picture, headline)
