@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from checkpoint import blame
 from kv_cache import StaticCache
 from model import Transformer
-from paged import Row, Runner, library, number_of, numbered
+from paged import Row, Runner, number_of
 from quantize import QuantLinear, round_to_nearest, unpack_bits
 from settings import CHUNK, progress, supported
 
@@ -117,7 +117,7 @@ class PackedLinear(nn.Module):
     """A Linear with its weight in oneDNN's blocked order; x (..., K) -> (..., N), same dtype.
 
     A packed tensor has no strides, so torch.compile cannot take it as an input. The compiled code
-    calls an operator with a number, under which the operator finds this module and its `product`;
+    calls an operator with a number, under which the operator finds this module and its `compute`;
     see paged.number_of.
     """
 
@@ -134,14 +134,14 @@ class PackedLinear(nn.Module):
 
     def multiply(self, rows: Tensor) -> Tensor:
         """(R, K) -> (R, N), in compiled code."""
-        return torch.ops.kilolm.packed_linear(rows, self.key, self.out_features)
+        return torch.ops.kilolm.opaque(rows, [], self.key, self.out_features)
 
     def pack(self, linear: nn.Module) -> None:
         # 32 is a hint for how many rows x will have. With 1 other numbers of rows are slower, by a
         # fifth to two thirds on each kind of processor; one row is as fast.
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), 32)
 
-    def product(self, rows: Tensor) -> Tensor:
+    def compute(self, rows: Tensor) -> Tensor:
         """(R, K) -> (R, N), inside the operator."""
         return torch.ops.mkldnn._linear_pointwise(rows, self.packed, None, "none", [], "")
 
@@ -191,7 +191,7 @@ class Int8Linear(PackedLinear):
         high, low = super().multiply(pair.to(torch.uint8)).chunk(2)  # (R, N) each
         return ((128 * high + low) * s).to(rows.dtype)
 
-    def product(self, rows: Tensor) -> Tensor:
+    def compute(self, rows: Tensor) -> Tensor:
         if self.most == 63:
             product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
             return product(rows.float() - 64, 1.0, 64, self.packed)
@@ -229,7 +229,7 @@ class Int4Linear(PackedLinear):
         self.scales = torch.stack((linear.scales, zeros)).mT.contiguous()  # (2, G, N)
         self.rounded = self.scales.permute(1, 2, 0).bfloat16().contiguous()  # (G, N, 2)
 
-    def product(self, rows: Tensor) -> Tensor:
+    def compute(self, rows: Tensor) -> Tensor:
         if rows.is_cpu and (len(rows) > FEW_ROWS or rows.dtype != torch.bfloat16):
             return self.many_rows(rows)
         x = rows.bfloat16().contiguous()
@@ -255,7 +255,7 @@ class HalfLinear(PackedLinear):
         self.scales = (weight.abs().amax(1).frexp().exponent - 15).exp2()  # largest: 2**14 to 2**15
         self.packed = torch.ops.quantized.linear_prepack_fp16(weight / self.scales[:, None], None)
 
-    def product(self, rows: Tensor) -> Tensor:
+    def compute(self, rows: Tensor) -> Tensor:
         y = torch.ops.quantized.linear_dynamic_fp16(rows.float(), self.packed)
         return (y * self.scales).to(rows.dtype)
 
@@ -271,21 +271,3 @@ def dequantize(packed: Tensor, scales: Tensor, lanes: int = 32) -> Tensor:
     q = torch.stack((q & 15, q >> 4), 3).permute(1, 2, 0, 3, 4).flatten(2)  # (G, K / G, N)
     scale, zero = scales[:, :, None]
     return ((q - 8) * scale + zero).flatten(0, 1)
-
-
-# --- The operator ---------------------------------------------------------------------------------
-
-# A plain Library: the wrapper of torch.library.custom_op costs 8 us a call, this one 3 to 5, and a
-# step makes four calls a layer.
-library.define("packed_linear(Tensor rows, Tensor key, int out_features) -> Tensor")
-
-
-@torch.library.impl(library, "packed_linear", "CompositeExplicitAutograd")
-def packed_linear(rows: Tensor, key: Tensor, out_features: int) -> Tensor:
-    return numbered[int(key)].product(rows)
-
-
-@torch.library.register_fake("kilolm::packed_linear", lib=library)
-def _empty(rows: Tensor, key: Tensor, out_features: int) -> Tensor:
-    # len(rows) would be baked in. The product of bytes is float32.
-    return rows.new_empty((rows.shape[0], out_features), dtype=torch.result_type(rows, 1.0))

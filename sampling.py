@@ -48,6 +48,7 @@ class Sequence:
             or "interrupted" (Ctrl-C).
         times: seconds on time.perf_counter's clock: when it was made, then at each token.
         matcher: which tokens may come next, where that is restricted; see structured.py.
+        ends: ids that end it.
         seen: where there are penalties, `ids` as an array, which a tensor can be made of at once.
         num_ahead: how many guesses count as appended already; see ahead.
     """
@@ -89,7 +90,7 @@ class Sequence:
         self.finish_reason: str | None = None
         self.matcher: Any = None
         self.num_ahead = 0
-        self._ends = {*params.stop_token_ids, *(() if params.ignore_eos else config.eos_ids)}
+        self.ends = {*params.stop_token_ids, *(() if params.ignore_eos else config.eos_ids)}
         self._stream = TextStream(tokenizer, prompt_ids, params.stop)
         self.shaping = params.shaping
         self.seen = array("q", prompt_ids) if self.shaping & PENALTIES else None
@@ -131,7 +132,7 @@ class Sequence:
         if self.seen:
             self.seen.append(token.id)
         reason = self._reason_to_stop(token.id)
-        is_text = token.id not in self._ends and reason != "error"
+        is_text = token.id not in self.ends and reason != "error"
         text, stopped = self._stream.push(token.id if is_text else None, last=bool(reason))
         self.tokens.append(token._replace(text=text))
         self.times.append(time.perf_counter())
@@ -150,7 +151,7 @@ class Sequence:
         """Why the sequence ends with this token, but for a stop string; None where it goes on."""
         if self.matcher and (not self.matcher.consume_token(token_id) or self.matcher.is_error()):
             return "error"
-        if token_id in self._ends or (self.matcher and self.matcher.is_stopped()):
+        if token_id in self.ends or (self.matcher and self.matcher.is_stopped()):
             return "stop"
         return "length" if len(self.ids) >= self.max_len else None
 
@@ -234,7 +235,9 @@ def distribution(logits: Tensor, rows: list[Sequence]) -> Tensor:
     logits -= logits.amax(-1, keepdim=True)
     logits /= torch.tensor(temperature, device=logits.device)  # (B, 1)
     probs = logits.softmax(-1)
-    filtered = [b for b, row in enumerate(rows) if row.shaping - PENALTIES - {"logit_bias"}]
+    filtered = [
+        b for b, row in enumerate(rows) if row.shaping - PENALTIES - {"logit_bias", "min_tokens"}
+    ]
     if len(filtered) == len(rows):
         probs = keep_likeliest(probs, params)  # spares two copies
     elif filtered:
@@ -245,13 +248,15 @@ def distribution(logits: Tensor, rows: list[Sequence]) -> Tensor:
 
 
 def adjust_(scores: Tensor, row: Sequence) -> None:
-    """Change one row's logits, (V,), in place: by what its structure allows, its bias, and its
-    penalties."""
+    """Change one row's logits, (V,), in place: by what its structure allows, or whether it may end
+    yet, its bias, and its penalties."""
     p = row.params
     device = scores.device
     if row.matcher:  # 0 or 200 for each id
         may = torch.frombuffer(bytearray(row.matcher.compute_logit_bias()), dtype=torch.uint8)
         scores.masked_fill_(may[: len(scores)].to(device) == 0, -torch.inf)
+    elif len(row.ids) + row.num_ahead < row.prompt_len + p.min_tokens:
+        scores[[i for i in row.ends if i < len(scores)]] = -torch.inf
     if p.logit_bias:
         ids, bias = (each.to(device) for each in p.bias)
         scores[ids] += bias

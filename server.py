@@ -34,6 +34,7 @@ from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from itertools import accumulate, pairwise
 from typing import Any
 from urllib.parse import unquote
@@ -45,7 +46,7 @@ from sampling import BROKEN, Token
 from scheduler import Engine, Job, Request
 from settings import CHUNK, JSON, EngineArgs, Ranks, SamplingParams, check, setting, supported
 from structured import pieces, structure
-from tokenizer import TextStream
+from tokenizer import TextStream, Tokenizer
 
 IDLE_S = 75  # seconds that a head, a body, or a client that does not read on may take
 PAGE = settings.BUNDLED.parents[1] / "page.html"
@@ -99,8 +100,9 @@ class Server:
         self.inbox = queue.SimpleQueue()
         self.waiters, self.busy = {}, set()
         self.served = defaultdict(Counter)
-        self.snapshot, self.looked = "", 0.0
         self.stopping = self.over = False
+        self.looked = 0.0
+        self.look()
 
     # --- The engine's thread ----------------------------------------------------------------------
 
@@ -122,7 +124,8 @@ class Server:
 
     def step(self) -> None:
         """Run a step, without those whose clients have gone."""
-        lost = [request for request, c in self.waiters.items() if c.gone or self.over]
+        waiters = self.waiters.items()
+        lost = [request for request, c in waiters if c.writer.is_closing() or self.over]
         for request in lost:
             self.engine.abort(request)
         self.wake(lost + self.engine.step())
@@ -238,13 +241,13 @@ ALIASES = dict(max_tokens="max_completion_tokens", logprobs="top_logprobs",
                structured_outputs="response_format")  # fmt: skip
 # Where a body says nothing. With other types than these it is refused.
 DEFAULTS = dict(n=1, stream=False, stream_options={}, echo=False, logit_bias={},
-                response_format={"type": "text"}, chat_template_kwargs={},
+                reasoning_format="auto", response_format={"type": "text"}, chat_template_kwargs={},
                 continue_final_message=False, add_generation_prompt=True)  # fmt: skip
 # What would change the answer, and is not done: with other values than these it is refused, and
 # with any where it is None. What would not change it, such as `user` or `store`, is ignored, as are
 # unknown names.
 UNSUPPORTED = dict(tools=[], functions=[], suffix="", modalities=["text"], use_beam_search=False,
-    min_tokens=0, bad_words=[], skip_special_tokens=True, include_stop_str_in_output=False,
+    bad_words=[], skip_special_tokens=True, include_stop_str_in_output=False,
     tool_choice="auto", add_special_tokens=True, continuous_usage_stats=False, audio=None,
     return_token_ids=False, grammar=None, json_schema=None, n_predict=None, prompt_logprobs=None,
     chat_template=None, documents=None, allowed_token_ids=None, guided_json=None, guided_regex=None,
@@ -264,8 +267,11 @@ def checked(given: JSON, chat: bool) -> JSON:
     fine = UNSUPPORTED | dict(best_of=body["n"], stream_options=options, echo=echo)
     for field, value in (options | body).items():
         supported(field, value, fine.get(field, value))
+    supported("reasoning_format", body["reasoning_format"], "auto", "deepseek", "none")
     if "max_completion_tokens" in body:
         body["max_tokens"] = body["max_completion_tokens"]
+    if echo and body.get("max_tokens") == 0:
+        body["max_tokens"] = 1  # which is not shown
     if chat:
         scored = check("logprobs", body.get("logprobs", False), bool)
         body["logprobs"] = body.get("top_logprobs", 0 if scored else None)
@@ -281,6 +287,8 @@ def checked(given: JSON, chat: bool) -> JSON:
 
 # --- Answers out ----------------------------------------------------------------------------------
 
+VERSION = version("kilolm")
+THINK, THOUGHT = "<think>", "</think>"
 KINDS = {"text": "text_completion", "message": "chat.completion", "delta": "chat.completion.chunk"}
 
 
@@ -290,16 +298,21 @@ class Choice:
 
     Attributes:
         form: "text"; or of a chat "message", or "delta" where it is streamed.
+        begun: how the reply begins as far as thoughts go: "<think>", where the prompt ends so.
+        chars, tokens, thought: how much of the output has been shown: of what is said, in
+            characters and in tokens, and of what is thought.
+        offset: characters shown in all.
+        reason: the last finish_reason; "" before there was any.
     """
 
     index: int
     job: Job
     form: str
     server: Server
-    # What has been shown: characters and tokens of the output, characters in all, and the last
-    # finish_reason, which is "" before there was any.
-    chars: int = 0
-    tokens: int = 0
+    begun: str
+    chars: int
+    tokens: int
+    thought: int = 0
     offset: int = 0
     reason: str | None = ""
 
@@ -314,11 +327,13 @@ class Choice:
         status = 503 if self.server.over else 500
         demand(reason != "abort", status, "aborted: the server is stopping, or met an error")
         tokens = job.tokens[self.tokens :] if is_scored else []
-        text = job.text[self.chars :]
-        if self.reason or not (reason or text or tokens):
+        thought, text = parted(self.begun + job.text, bool(reason))
+        thought, text = thought[self.thought :], text[self.chars :]
+        if self.reason or not (reason or thought or text or tokens):
             return None
         self.reason = reason
         self.tokens += len(tokens)
+        self.thought += len(thought)
         self.chars += len(text)
         if is_first and job.params.prompt_logprobs:  # echo
             spelt, prompt = TextStream(self.server.tokenizer, [], ()), job.request.prompt
@@ -328,6 +343,7 @@ class Choice:
             text = self.server.tokenizer.decode(job.ids[: job.prompt_len]) + text
         logprobs = self.logprobs(tokens) if is_scored else None
         opening = dict(role="assistant", refusal=None) if is_first else {}
+        opening |= {"reasoning_content": thought} if thought else {}
         said = text if self.form == "text" else opening | {"content": text}
         return {"index": self.index, self.form: said, "logprobs": logprobs, "finish_reason": reason}
 
@@ -354,9 +370,32 @@ class Choice:
             top_logprobs=[None if None in each.values() else each for each in likely])  # fmt: skip
 
 
+def opening(tokenizer: Tokenizer, job: Job) -> str:
+    """How a chat's reply begins, as far as thoughts go. Some templates begin the thought."""
+    if THOUGHT not in tokenizer.template or job.params.structured_outputs:
+        return THINK + THOUGHT
+    return THINK if tokenizer.decode(job.ids[-16:]).rstrip().endswith(THINK) else ""
+
+
+def parted(text: str, has_ended: bool) -> tuple[str, str]:
+    """Part a reply into what is thought and what is said, as far as both are certain.
+
+    Example: "<think>Hm, </thi" -> "Hm, ", "". "<think>Hm, </think>Yes" -> "Hm, ", "Yes".
+        "Yes" -> "", "Yes". "<th" -> "", "", unless it has ended.
+    """
+    start = text.lstrip()
+    if not start.startswith(THINK):
+        return "", "" if THINK.startswith(start) and not has_ended else text
+    thought, mark, said = start.removeprefix(THINK).partition(THOUGHT)
+    if not (mark or has_ended):  # its end may be the mark's beginning
+        held = max(n for n in range(len(THOUGHT)) if thought.endswith(THOUGHT[:n]))
+        thought = thought[: len(thought) - held]
+    return thought, said
+
+
 # --- What it says of itself -----------------------------------------------------------------------
 
-BOUNDS = "0.001 0.0025 0.005 0.01 0.025 0.05 0.1 0.25 0.5 1 2.5 5 10 30 60 300 +Inf"
+BOUNDS = "0.001 0.0025 0.005 0.01 0.025 0.05 0.1 0.25 0.5 1 2.5 5 10 30 60 300 1000 3000 10000 +Inf"
 
 
 def counters(engine: Engine) -> dict[str, float]:
@@ -372,23 +411,28 @@ def count(served: dict[str, Counter], request: Request) -> None:
     """Count a request that has ended: served[metric][what follows its name in a sample]."""
     served["prompt_tokens_total"][""] += request.outputs[0].prompt_len
     for job in request.outputs:
-        served["request_success_total"][f'{{finished_reason="{job.finish_reason}"}}'] += 1
+        served["request_success_total"][f',finished_reason="{job.finish_reason}"'] += 1
         gaps = [after - before for before, after in pairwise(job.times)]
         times = dict(time_to_first_token_seconds=gaps[:1], e2e_request_latency_seconds=[sum(gaps)],
-                     inter_token_latency_seconds=sorted(gaps[1:]))  # fmt: skip
+                     inter_token_latency_seconds=sorted(gaps[1:]),
+                     request_prompt_tokens=[job.prompt_len],
+                     request_generation_tokens=[len(job.tokens)])  # fmt: skip
         for name, values in times.items():
-            le = {f'_bucket{{le="{b}"}}': bisect_right(values, float(b)) for b in BOUNDS.split()}
+            le = {f'_bucket,le="{b}"': bisect_right(values, float(b)) for b in BOUNDS.split()}
             served[name].update(le, _sum=sum(values), _count=len(values))
 
 
 def metrics(server: Server) -> str:
     """All of it, as Prometheus reads it."""
-    kinds = dict(total="counter", seconds="histogram")
+    kinds = dict(total="counter", seconds="histogram", tokens="histogram")
     families = {name: {"": value} for name, value in counters(server.engine).items()}
+    model = json.dumps(server.name, ensure_ascii=False)
     text = ""
     for name, samples in (families | server.served).items():
-        text += f"# TYPE kilolm:{name} {kinds.get(name.rpartition('_')[2], 'gauge')}\n"
-        text += "".join(f"kilolm:{name}{key} {value}\n" for key, value in dict(samples).items())
+        text += f"# TYPE vllm:{name} {kinds.get(name.rpartition('_')[2], 'gauge')}\n"
+        for key, value in dict(samples).items():
+            part, _, label = key.partition(",")  # such as "_bucket", 'le="0.5"'
+            text += f"vllm:{name}{part}{{model_name={model},{label}}} {value}\n"
     return text
 
 
@@ -402,6 +446,7 @@ REQUEST = (r"([A-Z]+ [!->@-~]+)(?:\?[!-~]*)? HTTP/1\.[01]\r\n"
 HEADERS = ("Connection: close\r\nCache-Control: no-store\r\nAllow: GET, HEAD, POST\r\n"
            "X-Content-Type-Options: nosniff\r\nX-Frame-Options: DENY\r\n")  # fmt: skip
 CORS = "Access-Control-Allow-Headers: Authorization, *\r\nAccess-Control-Allow-Origin: {}\r\n"
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 JSON_TYPE, EVENTS = "application/json", "text/event-stream"
 LOOPBACK = r"(?i)(localhost|127[.0-9]+|::1|\[::1\])(:[0-9]+)?"
 
@@ -417,6 +462,7 @@ class Connection:
         line: of the request, such as "GET /health".
         kind: the answer's type, once it has begun.
         event: its sequences have moved on.
+        rest: what reads on behind the request; see forget.
     """
 
     def __init__(self, server: Server, *ends: Any) -> None:
@@ -426,17 +472,12 @@ class Connection:
         self.line = self.kind = ""
         self.headers = {}
         self.event = asyncio.Event()
+        self.rest = None
         self.writer.transport.set_write_buffer_limits(0)  # what is drained has been sent
-
-    @property
-    def gone(self) -> bool:
-        """Whether the client has left, or says no more. Where it sent more than its request, this
-        is not seen."""
-        return self.reader.at_eof() or self.writer.is_closing()
 
     async def serve(self) -> None:
         """Read the request, and answer it or say why not, unless the client goes or falls silent.
-        Then read on until it closes: to close while it sends would take the answer from it."""
+        Then wait until it closes: to close while it sends would take the answer from it."""
         with suppress(OSError, EOFError, asyncio.CancelledError):
             try:
                 head = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), IDLE_S)
@@ -454,9 +495,7 @@ class Connection:
             finally:
                 self.server.busy.discard(self)
             self.writer.write_eof()
-            async with asyncio.timeout(IDLE_S):
-                while await self.reader.read(2**16):
-                    pass
+            await asyncio.wait_for(self.rest or self.forget(), IDLE_S)
         self.writer.transport.abort()
 
     async def refuse(self, status: int, message: str, param: str = "", code: str = "") -> None:
@@ -497,30 +536,38 @@ class Connection:
         """Answer a completion, whole or streamed."""
         # 1) what is asked for, and whether there is room for it
         server, body = self.server, await self.read_json()
+        self.rest = asyncio.create_task(self.forget())
         demand(not server.stopping, 503, "the server is stopping")
         uid = ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12)
         # In another thread: a long text takes a while to encode, and others are being served.
         requests = await asyncio.to_thread(server.prepare, body, chat, uid)
         waiting, most = len(server.engine.waiting) + server.inbox.qsize(), server.args.max_queue
         demand(waiting + len(requests) <= most, 429, f"{waiting} wait, --max-queue is {most}")
+        begun = THINK + THOUGHT  # no thoughts: all of it is said
+        if chat and body.get("reasoning_format") != "none":
+            begun = opening(server.tokenizer, requests[0].outputs[0])
         server.inbox.put(lambda: server.submit(requests, self))
         # 2) what is new, as it comes
         stream = body.get("stream")
         form = ("delta" if stream else "message") if chat else "text"
-        base = dict(id=uid, object=KINDS[form], created=int(time.time()), model=server.name)
+        base = dict(id=uid, object=KINDS[form], created=int(time.time()), model=server.name,
+                    system_fingerprint=f"kilolm-{VERSION}")  # fmt: skip
         jobs = [job for request in requests for job in request.outputs]
-        choices = [Choice(i, job, form, server) for i, job in enumerate(jobs)]
+        hidden = 2**31 if body.get("max_tokens") == 0 else 0  # only the prompt is to be scored
+        choices = [
+            Choice(i, job, form, server, begun, hidden, hidden) for i, job in enumerate(jobs)
+        ]
         ended = False
         while not ended:
             await self.event.wait()
             self.event.clear()
-            demand(not self.gone, 400, "aborted: the client has closed its side")
             ended = all(request.finished for request in requests)
             for new in filter(None, (each.new() for each in choices if stream)):
                 await self.send(base | {"choices": [new]}, kind=EVENTS)
         # 3) all of it; or, of a stream, what is left: the usage, if it was asked for
         firsts = [request.outputs[0] for request in requests]
-        old, new = sum(job.prompt_len for job in firsts), sum(len(job.tokens) for job in jobs)
+        old = sum(job.prompt_len for job in firsts)
+        new = sum(len(job.tokens[hidden:]) for job in jobs)
         whole = base | dict(choices=[], usage=dict(
             prompt_tokens_details=dict(cached_tokens=sum(job.cached for job in firsts)),
             prompt_tokens=old, completion_tokens=new, total_tokens=old + new))  # fmt: skip
@@ -530,34 +577,62 @@ class Connection:
             await self.send(whole, kind=EVENTS)
         await self.send("[DONE]" if stream else whole)
 
-    async def watch(self) -> None:
-        """Stream the engine's state to the page, ten times a second where it changes."""
-        server, last = self.server, ""
-        while not (self.gone or self.line == "HEAD /engine" or server.stopping):
-            if time.monotonic() > server.looked + 0.09:  # one look serves all who watch
-                server.looked = time.monotonic()
-                server.inbox.put(server.look)
-            await asyncio.sleep(0.1)
-            if server.snapshot != last:
-                last = server.snapshot
-                await self.send(last, kind=EVENTS)
-        await self.send("[DONE]", kind=EVENTS)
+    async def show(self) -> None:
+        """Answer with the engine's state; the page asks for it again and again. One look serves all
+        who ask within a tenth of a second."""
+        server = self.server
+        if time.monotonic() > server.looked + 0.09:
+            server.looked = time.monotonic()
+            server.inbox.put(server.look)
+        await asyncio.sleep(0.1)
+        await self.send(server.snapshot)
 
     # --- On the wire ------------------------------------------------------------------------------
 
     async def read_json(self) -> JSON:
         """Read the body, a JSON object."""
         demand(self.headers.get_content_type() == JSON_TYPE, 415, f"the body must be {JSON_TYPE}")
-        length = ",".join(self.headers.get_all("Content-Length", []))
-        demand(re.fullmatch("[0-9]{1,18}", length), 411, "send the body with a Content-Length")
-        size, most = int(length), self.server.args.max_body
-        demand(size <= most, 413, f"the body has {size} bytes, --max-body is {most}")
-        self.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n" if "Expect" in self.headers else b"")
-        data = await asyncio.wait_for(self.reader.readexactly(size), IDLE_S)
+        async with asyncio.timeout(IDLE_S):
+            data = await self.read_body()
         try:  # int() refuses NaN and Infinity, which Python would take for numbers
             return check("body", json.loads(data, parse_constant=int), dict)
         except (ValueError, RecursionError) as error:
             raise Problem(400, f"the body must be a JSON object: {str(error)[:200]}") from None
+
+    async def read_body(self) -> bytes:
+        """Read what Content-Length says; or chunk after chunk: each is its size, a line's end, as
+        many bytes, and a line's end; the last is empty."""
+        names = "Content-Length", "Transfer-Encoding"
+        form = ",".join(value for name in names for value in self.headers.get_all(name, []))
+        is_known = re.fullmatch("[0-9]{1,18}|(?i:chunked)", form)
+        demand(is_known, 411, "send the body with one Content-Length, or in chunks")
+        self.writer.write(CONTINUE if "Expect" in self.headers else b"")
+        if form.isdigit():
+            return await self.read_exactly(int(form))
+        data, size = b"", 1
+        while size:
+            line = await self.reader.readuntil(b"\r\n")
+            demand(re.fullmatch(b"[0-9A-Fa-f]{1,8}\r\n", line), 400, "a chunk without its size")
+            size = int(line, 16)
+            data += await self.read_exactly(size, len(data))
+            await self.reader.readexactly(2)
+        return data
+
+    async def read_exactly(self, size: int, before: int = 0) -> bytes:
+        """Read a body, or a part of it, if --max-body allows for that with what came before."""
+        total, most = before + size, self.server.args.max_body
+        demand(total <= most, 413, f"the body has {total} bytes, --max-body is {most}")
+        return await self.reader.readexactly(size)
+
+    async def forget(self) -> None:
+        """Read what follows the request, and forget it. A client that says no more may have left,
+        or wait for its answer: what is sent to one that has left fails, from the second time."""
+        with suppress(OSError):
+            while await self.reader.read(2**16):
+                pass
+        while not (self.kind or self.writer.is_closing()):
+            self.writer.write(CONTINUE)
+            await asyncio.sleep(0.1)
 
     async def send(self, item: JSON | str, status: int = 200, kind: str = JSON_TYPE) -> None:
         """Send an answer, or an event of a stream, whose kind is EVENTS. Before the first goes the
@@ -573,7 +648,8 @@ class Connection:
             head += CORS.format(self.server.args.cors) if self.server.args.cors else ""
             self.writer.write(f"{head}\r\n".encode("latin-1"))
             with suppress(OSError):  # where nobody reads the log, no answer is lost with it
-                print(f"{self.line!r:.200} {'gone' if self.gone else status}", file=sys.stderr)
+                if self.line != "GET /engine":  # or the page would fill it
+                    print(f"{self.line!r:.200} {status}", file=sys.stderr)
         if not self.line.startswith("HEAD "):
             self.writer.write(data)
         async with asyncio.timeout(IDLE_S):  # who does not read on does not keep a seat
@@ -581,9 +657,10 @@ class Connection:
 
 
 ACTS = {"/": lambda c: c.send(PAGE.read_text("utf-8"), kind="text/html"),
+        "/version": lambda c: c.send({"version": VERSION}),
         "/health": lambda c: c.send({"status": "stopping" if c.server.stopping else "ok"}),
         "/metrics": lambda c: c.send(metrics(c.server), kind="text/plain; version=0.0.4"),
-        "/engine": Connection.watch,
+        "/engine": Connection.show,
         "/v1/models": lambda c: c.send(dict(object="list", data=[c.server.model])),
         "/v1/completions": lambda c: c.complete(chat=False),
         "/v1/chat/completions": lambda c: c.complete(chat=True)}  # fmt: skip

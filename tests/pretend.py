@@ -149,10 +149,10 @@ class Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is torch.ops.kilolm.paged_attention.default:
+        if func is torch.ops.kilolm.opaque.default:
             self.gpu.pretending = False  # its function calls others, each for itself
             with self.gpu:
-                return paged.paged_attention(*args, **kwargs)
+                return paged.opaque(*args, **kwargs)
         tensors = [each for each in leaves((args, kwargs)) if isinstance(each, Tensor)]
         ours = {id(each.inner): each for each in tensors if isinstance(each, Pretended)}
         device = kwargs.get("device")

@@ -137,7 +137,8 @@ class Client:
     def metrics(self) -> Counter[str]:
         lines = self.get("/metrics").data.decode().splitlines()
         samples = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-        return Counter({name.removeprefix("kilolm:"): float(value) for name, value in samples})
+        names = r'vllm:|\{model_name="\w+",\}|(?<=\{)model_name="\w+",'
+        return Counter({re.sub(names, "", name): float(value) for name, value in samples})
 
     def openai(self, kind=openai.OpenAI, key="none") -> openai.OpenAI:
         url = f"http://127.0.0.1:{self.port}/v1"
@@ -153,6 +154,8 @@ def parse(data: bytes) -> list[Answer]:
     while data:
         head, _, data = data.partition(b"\r\n\r\n")
         line, *rest = head.decode().split("\r\n")
+        if "100 Continue" in line:
+            continue
         headers = dict(each.split(": ", 1) for each in rest)
         size = int(headers.get("Content-Length", len(data)))  # of a stream, all that comes
         answers.append(Answer(int(line.split(" ")[1]), headers, data[:size]))
@@ -279,7 +282,14 @@ class Reply(NamedTuple):
     usage: dict[str, int]
 
 
-EXTRA = ("ignore_eos", "min_p", "top_k", "repetition_penalty", "stop_token_ids")  # vLLM's
+EXTRA = (
+    "ignore_eos",
+    "min_p",
+    "top_k",
+    "repetition_penalty",
+    "stop_token_ids",
+    "min_tokens",
+)  # vLLM's
 
 
 def call(local: Client, streamed: bool, chat: bool = False, **body: Any) -> Reply:

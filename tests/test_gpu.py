@@ -328,7 +328,7 @@ FAULTS = [
     (paged.Runner, "plan", "+ heads).to(device)", "+ heads)", "greedy", MIXED),
     (paged.Runner, "plan", "torch.tensor(each, device=device)", "torch.tensor(each)", "greedy",
      MIXED),
-    (paged.Blocks, "attend_groups", "torch.empty_like(q)", "torch.empty(q.shape)", "greedy", MIXED),
+    (paged.Blocks, "compute", "q.new_empty(q.shape)", "torch.empty(q.shape)", "greedy", MIXED),
     (paged, "decode", "scale).to(dtype)", "torch.ones(scale.shape)).to(dtype)", "int8 keys", MIXED),
     (sampling, "keep_likeliest", "params], device=probs.device)", "params])", "every setting",
      MIXED),

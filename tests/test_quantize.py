@@ -239,7 +239,7 @@ class ByOneDNN(Int8Linear):
 
     def product(self, rows):
         if torch.cpu._is_vnni_supported():
-            return super().product(rows)
+            return super().compute(rows)
         return ((rows.double() - 128) @ self.signed.t() * self.scales).float()
 
 

@@ -17,6 +17,7 @@ import struct
 import sys
 import threading
 import time
+import tomllib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -81,6 +82,7 @@ SETTINGS = {
     "stop": {"temperature": 0, "stop": ["\n\nROMEO", "never"]},
     "one stop": {"temperature": 0, "stop": " it"},
     "a token stops": {"temperature": 0, "stop_token_ids": [13]},
+    "not yet": {"temperature": 0, "stop_token_ids": [13], "min_tokens": 19},
     "vLLM's": {"top_k": 40, "min_p": 0.02, "repetition_penalty": 1.1, "seed": 3,
                "ignore_eos": True},
 }  # fmt: skip
@@ -144,6 +146,12 @@ def test_echo(ask):
         assert reply.usage["completion_tokens"] == 16
     reply = ask(prompt=["a", "b"], echo=True, max_tokens=1, logit_bias={"13": 100}, stop="\n")
     assert [choice.text for choice in reply.choices] == ["a", "b"]  # nothing new to show
+    reply = ask(prompt=["a", "b"], echo=True, max_tokens=0, logprobs=0)  # to score a text
+    assert [choice.text for choice in reply.choices] == ["a", "b"]
+    assert {choice.reason for choice in reply.choices} == {"length"}
+    assert reply.usage["completion_tokens"] == 0
+    for choice, prompt in zip(reply.choices, "ab"):
+        assert len(choice.logprobs["tokens"]) == len(TOKENIZER.encode(prompt))
 
 
 def test_logprobs(ask):
@@ -363,7 +371,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 UNSUPPORTED = {
     "tools": [TOOL], "functions": [TOOL["function"]], "suffix": "x", "modalities": ["audio"],
     "audio": {"voice": "x"}, "best_of": 2, "prompt_logprobs": 1, "use_beam_search": True,
-    "guided_json": {}, "guided_regex": "a", "min_tokens": 3, "chat_template": "x",
+    "guided_json": {}, "guided_regex": "a", "chat_template": "x",
     "stream_options": {"include_usage": True}, "tool_choice": "required", "n_predict": 5,
     "grammar": "root ::= x", "json_schema": {}, "add_special_tokens": False,
     "return_token_ids": True,
@@ -467,6 +475,54 @@ def test_texts_of_tokens(ask):
         assert choice.text[offset:].startswith(token)
 
 
+THOUGHTS = [  # before the reply, the reply, what of it was thought, what is said
+    ("", "<think>\nHm, so.\n</think>\n\nYes. <b>", "\nHm, so.\n", "\n\nYes. <b>"),
+    ("<think>\n", "Hm < 5</think>Yes.", "Hm < 5", "Yes."),
+    ("<think>\n", "Hm ...</thi", "Hm ...</thi", ""),
+    ("<think>\n\n</think>\n\n", "Yes.", "", "Yes."),
+    ("", "  Yes <think>no</think>", "", "  Yes <think>no</think>"),
+    ("", "<th", "", "<th"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("before", "made", "thought", "said"), THOUGHTS)
+def test_thoughts(local, monkeypatch, before, made, thought, said):
+    """A thinking model's thoughts stood in its answer; a stream showed half of a mark."""
+    template = "{% if no %}</think>{% endif %}{{ messages[0].content }}" + before
+    # What follows keeps the line break at its end.
+    monkeypatch.setattr(local.engine.tokenizer, "template", template + "{{ '' }}")
+    monkeypatch.setattr(local.engine.tokenizer, "chat_stop", ())
+    text = property(lambda self: made[: len(self.tokens)])
+    monkeypatch.setattr(sampling.Sequence, "text", text)
+    wish = {"messages": HI, "max_tokens": len(made), "ignore_eos": True, "n": 2}
+    for choice in local.post(CHAT, wish).json["choices"]:
+        message = choice["message"]
+        assert (message.get("reasoning_content", ""), message["content"]) == (thought, said)
+    events = local.post(CHAT, wish | {"stream": True}).events[:-1]
+    news = [json.loads(event)["choices"][0] for event in events]
+    for i in range(2):
+        deltas = [new["delta"] for new in news if new["index"] == i]
+        assert "".join(delta.get("reasoning_content", "") for delta in deltas) == thought
+        assert "".join(delta["content"] for delta in deltas) == said
+        assert [delta.get("role") for delta in deltas].count("assistant") == 1
+    plain = local.post(CHAT, wish | {"reasoning_format": "none"}).json["choices"][0]["message"]
+    assert plain["content"] == made and "reasoning_content" not in plain
+
+
+def test_what_is_no_thought(local, monkeypatch):
+    """What a grammar demands was taken for a thought, as the template had begun one; so was a plain
+    model's answer that speaks of the mark."""
+    tokenizer = local.engine.tokenizer
+    template = "{{ messages[0].content }}<think>"
+    monkeypatch.setattr(tokenizer, "template", template + "{# </think> #}")
+    wish = {"messages": HI, "structured_outputs": {"choice": ["yes", "no"]}}
+    message = local.post(CHAT, wish).json["choices"][0]["message"]
+    assert message["content"] in ("yes", "no") and "reasoning_content" not in message
+    monkeypatch.setattr(tokenizer, "template", template)
+    message = local.post(CHAT, {"messages": HI, "max_tokens": 9}).json["choices"][0]["message"]
+    assert message["content"] and "reasoning_content" not in message
+
+
 def test_more_of_openais_http(local, monkeypatch):
     """The model by its name, a key after `bearer`, what the cache held, and short errors."""
     assert local.get("/v1/models/shakespeare").json == local.get("/v1/models").json["data"][0]
@@ -478,8 +534,13 @@ def test_more_of_openais_http(local, monkeypatch):
     assert 0 < cached < usage["prompt_tokens"]
     for key in ("x1", "01024", "1024"):  # 01024 was said to be 1024
         assert key in local.post(COMPLETIONS, {"logit_bias": {key: 1}}).fails(400, "logit_bias")
+    monkeypatch.setattr(server_module, "load_models", None)  # or it would begin to serve
     with pytest.raises(ValueError, match=r"--cors example.com: must be like http://"):
         server_module.command(parse_args(["--cors", "example.com"]), Ranks(torch.device("cpu")))
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert local.get("/version").json == {"version": version}
+    reply = local.post(CHAT, {"messages": HI, "max_tokens": 1})
+    assert reply.json["system_fingerprint"] == f"kilolm-{version}"
     message = local.post("/chat/completions", {"messages": HI}).fails(404)
     assert "/v1/chat/completions" in message  # a base URL without /v1
     message = local.post(COMPLETIONS, {"logit_bias": {"20": 1, "7": 101}}).fails(400, "logit_bias")
@@ -512,6 +573,7 @@ WRONG = {
     "seed": ("1", 1.5, 1e3, True, [], 2**63, -(2**63) - 1, 10**30),
     "n": (*INTS, 0, 129, 10**9),
     "max_tokens": (*INTS, 0),
+    "min_tokens": INTS,
     "logprobs": (*INTS, 21),
     "stop": (["a"] * 17, [""], "", 5, [5], [None], {"a": 1}, True),
     "stop_token_ids": ([-1], ["a"], 5, [1.5], [True], {"a": 1}, "a"),
@@ -667,14 +729,14 @@ def test_stop_strings_cost_little(local):
 
 def request_bytes(body: Any = SHORT, head: str = "") -> bytes:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    length = "" if "Content-Length" in head else f"Content-Length: {len(data)}\r\n"
+    length = "" if "gth:" in head or "ing:" in head else f"Content-Length: {len(data)}\r\n"
     start = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return f"{start}{length}{head}\r\n".encode() + data
 
 
 FIRST = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 LAST = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
-CHUNKED = request_bytes(b"5\r\nhello\r\n0\r\n\r\n", "Transfer-Encoding: chunked\r\n")
+CHUNKED = "Transfer-Encoding: chunked\r\n"
 MALFORMED = {
     "garbage": (b"\x00\xff\x16\x03\x01\r\n\r\n", 400),
     "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400),
@@ -703,8 +765,18 @@ MALFORMED = {
     "length in Arabic": (request_bytes(head="Content-Length: \xb2\r\n"), 411),
     "length huge": (request_bytes(head="Content-Length: 99999999999\r\n"), 413),
     "length astronomic": (request_bytes(head=f"Content-Length: {'9' * 5000}\r\n"), 411),
-    "chunked": (CHUNKED.replace(b"Content-Length: 15\r\n", b""), 411),
-    "two forms": (CHUNKED, 400),
+    "two forms": (request_bytes(b"0\r\n\r\n", f"Content-Length: 5\r\n{CHUNKED}"), 411),
+    "twice in chunks": (request_bytes(b"0\r\n\r\n", CHUNKED * 2), 411),
+    "coded": (request_bytes(b"", "Transfer-Encoding: gzip, chunked\r\n"), 411),
+    **{f"chunks, {name}": (request_bytes(data, CHUNKED), status) for name, data, status in (
+        ("no size", b"\r\n\r\n", 400), ("a sign", b"+2\r\n{}\r\n0\r\n\r\n", 400),
+        ("an underscore", b"0_2\r\n{}\r\n0\r\n\r\n", 400),
+        ("of another size", b"1\r\n{}\r\n0\r\n\r\n", 400),
+        ("a bare line feed", b"2\n{}\r\n0\r\n\r\n", 400),
+        ("nothing", b"0\r\n\r\n", 400),
+        ("too large", b"%x\r\n" % 2**31, 413),
+        ("too large together", b"1ffff\r\n" + b" " * 0x1ffff + b"\r\n1ffff\r\n", 413),
+    )},
     "no type": (request_bytes().replace(b"Content-Type: application/json\r\n", b""), 415),
     "a form": (request_bytes().replace(b"application/json", b"text/plain"), 415),
 }  # fmt: skip
@@ -783,12 +855,41 @@ def test_an_answer_before_the_body_has_come(local):
         parse(receive(connection))[0].fails(413)
 
 
+def test_bodies_in_chunks(local):
+    """A client that does not know a body's length beforehand got a 411."""
+    data = json.dumps(SHORT).encode()
+    pieces = [data[:1], data[1:20], data[20:]]
+    body = b"".join(b"%X\r\n%s\r\n" % (len(each), each) for each in (*pieces, b""))
+    for head in (CHUNKED, CHUNKED.lower()):
+        (answer,) = local.raw(request_bytes(body, head))
+        assert answer.json["choices"][0]["text"] == alone(**SHORT)[0].text
+    with contextlib.closing(local.open()) as connection:
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", COMPLETIONS, iter(pieces), headers)
+        assert read(connection).status == 200
+
+
 def test_a_client_that_says_no_more(local):
-    """Its request ended with a 500, and the word that the server was stopping."""
+    """A client that closes its sending half, as `nc -N` does, got a 500."""
+    wish = {**SHORT, "max_tokens": 100}
+    for body in (wish, wish | {"stream": True}):
+        with socket.create_connection(("127.0.0.1", local.port), 20) as connection:
+            connection.sendall(request_bytes(body))
+            connection.shutdown(socket.SHUT_WR)
+            (answer,) = parse(receive(connection))
+            assert answer.status == 200 and (answer.events or answer.json)
+
+
+@pytest.mark.parametrize("more", [b"", b"G", LAST])
+@pytest.mark.parametrize("wish", [LONG, LONG | {"stream": True}])
+def test_a_client_leaves_with_bytes_unread(local, wish, more):
+    """What it had sent after its request hid that it had left: the engine ran to the end."""
     with socket.create_connection(("127.0.0.1", local.port), 20) as connection:
-        connection.sendall(request_bytes(LONG))
-        connection.shutdown(socket.SHUT_WR)
-        assert "client" in parse(receive(connection))[0].fails(400)
+        connection.sendall(request_bytes(wish) + more)
+        until(lambda: local.engine.running)
+    left = time.monotonic()
+    until(lambda: not local.engine.queue)
+    assert time.monotonic() - left < 1.5
 
 
 def test_who_waits_to_be_told_to_go_on(local):
@@ -815,7 +916,7 @@ def test_nobody_reads_for_ever(make_local, monkeypatch):
     until(lambda: local.engine.running)
     until(lambda: not local.server.busy, 60)
     local.settle()
-    assert local.server.served["request_success_total"]['{finished_reason="abort"}'] == 16
+    assert local.server.served["request_success_total"][',finished_reason="abort"'] == 16
     for each in lazy:
         each.close()
 
@@ -1118,7 +1219,7 @@ def test_step_fails(make_local, printed):
     local.settle()
     local.works()
     counts = local.server.served["request_success_total"]
-    assert {key[18:-2]: n for key, n in counts.items()} == {"length": 1, "abort": 5}
+    assert {key[18:-1]: n for key, n in counts.items()} == {"length": 1, "abort": 5}
     assert printed == ["RuntimeError"]
 
 
@@ -1136,7 +1237,7 @@ def test_nan_is_the_fault_of_one(make_local):
         assert read(other).json["usage"]["completion_tokens"] == 100
         other.close()
         local.settle()
-        assert local.server.served["request_success_total"]['{finished_reason="error"}'] == 4
+        assert local.server.served["request_success_total"][',finished_reason="error"'] == 4
         assert local.post(COMPLETIONS, wish).status == 200
 
 
@@ -1342,7 +1443,7 @@ def test_metrics_are_prometheus_text(local):
             assert name not in kinds and kind in ("counter", "gauge", "histogram")
             kinds[name] = kind
         else:
-            pattern = r'([a-z_:][a-z0-9_:]*)((?:\{[a-z_]+="[^"\\]*"\})?) (\S+)'
+            pattern = r'([a-z_:][a-z0-9_:]*)\{model_name="shakespeare",([a-z_]+="[^"\\]*"|)\} (\S+)'
             name, labels, value = re.fullmatch(pattern, line).groups()
             of = re.sub("_(bucket|sum|count)$", "", name)
             of = of if kinds.get(of) == "histogram" else name
@@ -1354,12 +1455,13 @@ def test_metrics_are_prometheus_text(local):
         prompt_tokens_total generation_tokens_total prefix_cache_queries_total
         prefix_cache_hits_total request_success_total time_to_first_token_seconds
         inter_token_latency_seconds e2e_request_latency_seconds
+        request_prompt_tokens request_generation_tokens
         spec_decode_num_draft_tokens_total spec_decode_num_accepted_tokens_total"""
-    assert {f"kilolm:{name}" for name in names.split()} <= {*kinds}
+    assert {f"vllm:{name}" for name in names.split()} <= {*kinds}
     for name in (name for name, kind in kinds.items() if kind == "histogram"):
         buckets = [(labels, v) for (n, labels), v in samples.items() if n == f"{name}_bucket"]
         bounds = [float(re.search('le="(.*)"', labels)[1]) for labels, _ in buckets]
-        assert bounds == sorted(bounds) and buckets[-1][0] == '{le="+Inf"}'
+        assert bounds == sorted(bounds) and buckets[-1][0] == 'le="+Inf"'
         assert [v for _, v in buckets] == sorted(v for _, v in buckets)
         assert buckets[-1][1] == samples[f"{name}_count", ""]
 
@@ -1397,72 +1499,55 @@ def test_metrics_after_a_known_load(local):
     assert first + rest == pytest.approx(after["e2e_request_latency_seconds_sum"])
 
 
-class Snapshots:
-    """Reads what the page reads."""
-
-    def __init__(self, client: Client) -> None:
-        self.connection = client.open()
-        self.connection.request("GET", "/engine")
-        self.response = self.connection.getresponse()
-        assert self.response.headers["Content-Type"] == "text/event-stream"
-
-    def __next__(self) -> dict:
-        line = self.response.readline()
-        assert self.response.readline() == b"\n"
-        return json.loads(line.removeprefix(b"data: "))
-
-    def close(self) -> None:
-        self.connection.close()
-        self.response.close()
+def watched(client: Client) -> dict:
+    """What the page reads."""
+    return client.get("/engine").json
 
 
-def test_all_watchers_share_a_snapshot(local, monkeypatch):
-    """A hundred pages that were left open cost a hundred snapshots, ten times a second."""
+def test_all_watchers_share_a_snapshot(local, monkeypatch, capfd):
+    """A hundred pages that were left open cost a hundred snapshots, ten times a second; and as many
+    lines of the log."""
     looks, look = [], local.server.look
     monkeypatch.setattr(local.server, "look", lambda: looks.append(look()))
-    with contextlib.ExitStack() as stack:
-        pages = [stack.enter_context(contextlib.closing(Snapshots(local))) for _ in range(30)]
-        assert all(next(page)["blocks"] == 128 for page in pages)
-        before, began = len(looks), time.monotonic()
-        time.sleep(1)
-        assert 2 < len(looks) - before < 15 * (time.monotonic() - began)
+    with ThreadPoolExecutor(30) as pages:
+        began = time.monotonic()
+        shown = [pages.submit(watched, local) for _ in range(150)]
+        assert all(each.result()["blocks"] == 128 for each in shown)
+        assert 2 < len(looks) < 2 + 12 * (time.monotonic() - began)
+    assert "/engine" not in capfd.readouterr().err
 
 
 def test_snapshots(local):
     """Blocks of one sequence shown as another's; a row of what had ended; numbers that fall."""
-    with contextlib.closing(Snapshots(local)) as snapshots:
-        first = next(snapshots)
-        assert first["running"] == first["waiting"] == []
-        assert (first["blocks"], first["block_size"]) == (128, 16)
-        wish = {"prompt": [PROMPT * 8] * 2 + ["a"] * 8, "max_tokens": 150, "ignore_eos": True}
-        doomed = local.begin(wish)
-        before, most, shared = first, 0, False
-        for _ in range(60):
-            now = next(snapshots)
-            consistent(now)
-            for name in (name for name in now if name.endswith("_total")):
-                assert now[name] >= before[name]
-            before, most = now, max(most, len(now["running"]))
-            blocks = [block for row in now["running"] for block in row["blocks"]]
-            shared |= len(blocks) > len(set(blocks))
-            if (
-                most == 8
-                and now["generation_tokens_total"] > 100 + first["generation_tokens_total"]
-            ):
-                break
-        assert most == 8 and shared and now["waiting"]
-        ids = {row["name"].rpartition("-")[0] for row in now["running"]}
-        assert len(ids) == 1 and ids.pop().startswith("cmpl-")
-        doomed.close()
-        local.settle()
-        until(lambda: (now := next(snapshots))["running"] == [] and now["waiting"] == [])
-        doomed = local.begin({"prompt": "a" * 60, "n": 3, "max_tokens": 150, "ignore_eos": True})
-        now = until(lambda: len((now := next(snapshots))["running"]) == 3 and now)
-        names = {row["name"].rpartition(".") for row in now["running"]}
-        assert {index for _, _, index in names} == {"0", "1", "2"}
-        assert len({name for name, _, _ in names}) == 1
-        assert len({row["blocks"][0] for row in now["running"]}) == 1
-        doomed.close()
+    first = watched(local)
+    assert first["running"] == first["waiting"] == []
+    assert (first["blocks"], first["block_size"]) == (128, 16)
+    wish = {"prompt": [PROMPT * 8] * 2 + ["a"] * 8, "max_tokens": 150, "ignore_eos": True}
+    doomed = local.begin(wish)
+    before, most, shared = first, 0, False
+    for _ in range(60):
+        now = watched(local)
+        consistent(now)
+        for name in (name for name in now if name.endswith("_total")):
+            assert now[name] >= before[name]
+        before, most = now, max(most, len(now["running"]))
+        blocks = [block for row in now["running"] for block in row["blocks"]]
+        shared |= len(blocks) > len(set(blocks))
+        if most == 8 and now["generation_tokens_total"] > 100 + first["generation_tokens_total"]:
+            break
+    assert most == 8 and shared and now["waiting"]
+    ids = {row["name"].rpartition("-")[0] for row in now["running"]}
+    assert len(ids) == 1 and ids.pop().startswith("cmpl-")
+    doomed.close()
+    local.settle()
+    until(lambda: (now := watched(local))["running"] == [] and now["waiting"] == [])
+    doomed = local.begin({"prompt": "a" * 60, "n": 3, "max_tokens": 150, "ignore_eos": True})
+    now = until(lambda: len((now := watched(local))["running"]) == 3 and now)
+    names = {row["name"].rpartition(".") for row in now["running"]}
+    assert {index for _, _, index in names} == {"0", "1", "2"}
+    assert len({name for name, _, _ in names}) == 1
+    assert len({row["blocks"][0] for row in now["running"]}) == 1
+    doomed.close()
 
 
 def test_priority(local):
