@@ -170,15 +170,16 @@ def sample(logits: Tensor, rows: list[Sequence]) -> list[Token]:
         B tokens, with log-probabilities for the rows that ask for them.
     """
     if all(row.is_plain_argmax for row in rows):
-        ids = logits.float().argmax(-1)  # of bfloat16 it takes three times as long
+        ids = logits.float().argmax(-1).tolist()  # of bfloat16 it takes three times as long
     else:
         # On a CPU a few rows at a time, so that what is made of them stays in its cache.
         few = 8 if logits.is_cpu else len(rows)
-        parts = [rows[i : i + few] for i in range(0, len(rows), few)]
-        u = torch.tensor([row.uniform() for row in rows], dtype=torch.float64).split(few)
-        probs = map(distribution, logits.split(few), parts)
-        ids = torch.cat([draw(*each) for each in zip(probs, u)])
-    return scored(logits, ids.tolist(), [row.params.logprobs for row in rows])
+        ids = []
+        for i in range(0, len(rows), few):
+            some = rows[i : i + few]
+            u = torch.tensor([row.uniform() for row in some])
+            ids += draw(distribution(logits[i : i + few], some), u).tolist()
+    return scored(logits, ids, [row.params.logprobs for row in rows])
 
 
 BROKEN = "the model's logits are NaN or infinite: the weights are damaged, or need another --dtype"

@@ -344,8 +344,8 @@ FAULTS = [
     (quantize.QuantLinear, "dequantize", "self.zeros[..., None]", "self.zeros[..., None].cpu()",
      "int4", MIXED),
     # a number that MPS does not have
-    (sampling, "draw", "u[:, None].to(mass)", "u[:, None].to(mass.device)", "several outputs",
-     (RuntimeError, "no float64", "efficient", MPS)),
+    (sampling, "draw", "u[:, None].to(mass)", "u[:, None].double().to(mass.device)",
+     "several outputs", (RuntimeError, "no float64", "efficient", MPS)),
     # views that hang on a layout
     (paged, "attention", "y.reshape(q.shape)", "y.view(q.shape)", "greedy", VIEW),
     (model.Attention, "forward", "y.transpose(1, 2).flatten(2)",
@@ -355,9 +355,12 @@ FAULTS = [
     # more reads
     (scheduler.Engine, "step", ".all().item()", ".all()", "greedy", READS),
     (scheduler.Engine, "step", "not sound and", "", "greedy", READS),
-    (sampling, "sample", "ids.tolist()", "[int(i) for i in ids]", "greedy", READS),
-    (sampling, "sample", "ids.tolist()", "ids[ids >= 0].tolist()", "greedy", READS),
-    (sampling, "sample", "ids.tolist()", "ids.cpu()[ids.cpu() >= 0].tolist()", "greedy", READS),
+    (sampling, "sample", "logits.float().argmax(-1).tolist()",
+     "[int(i) for i in logits.float().argmax(-1)]", "greedy", READS),
+    (sampling, "sample", "logits.float().argmax(-1).tolist()",
+     "(ids := logits.float().argmax(-1))[ids >= 0].tolist()", "greedy", READS),
+    (sampling, "sample", "logits.float().argmax(-1).tolist()",
+     "(ids := logits.float().argmax(-1)).cpu()[ids.cpu() >= 0].tolist()", "greedy", READS),
     (sampling, "keep_likeliest", "short.tolist()", "short.nonzero().tolist()", "every setting",
      READS),
     (sampling, "distribution", "if greedy:", "if greedy and not logits.isnan().any():",
