@@ -254,13 +254,12 @@ class Blocks(LayerCache):
         for pool, new in ((self.k, k), (self.v, v)):
             stored = encode(new[0], pool.dtype)  # (K, T, stored_dim)
             pool.flatten(1, 2).index_copy_(1, self.slots, stored)
-        out = q.new_empty(q.shape)  # contiguous, as `opaque` says
         sizes = [len(group.table) * group.T for group in self.groups]
-        parts = zip(self.groups, q[0].split(sizes, dim=1), out[0].split(sizes, dim=1))
-        for group, asked, attended in parts:  # (N, B * T, H) each
+        out = []
+        for group, asked in zip(self.groups, q[0].split(sizes, dim=1)):  # (N, B * T, H)
             queries = asked.unflatten(1, (-1, group.T)).transpose(0, 1)  # (B, N, T, H)
-            attended.copy_(self.read(queries, group).transpose(0, 1).flatten(1, 2))
-        return out
+            out.append(self.read(queries, group).transpose(0, 1).flatten(1, 2))
+        return torch.cat(out, 1)[None]  # contiguous, as `opaque` says
 
     def read(self, q: Tensor, group: Group) -> Tensor:
         """Attend to each row's blocks, copied side by side, as attention() wants one tensor. The
