@@ -229,7 +229,9 @@ def distribution(logits: Tensor, rows: list[Sequence]) -> Tensor:
         adjust_(scores, row)
     params = [row.params for row in rows]
     greedy = [b for b, p in enumerate(params) if p.temperature == 0]
-    likeliest = logits[greedy].argmax(-1, keepdim=True)
+    likeliest = logits[greedy].argmax(-1)  # of equals the first
+    logits[greedy] = -torch.inf
+    logits[greedy, likeliest] = 0
     temperature = [[max(p.temperature, 1e-9)] for p in params]
     # In place: 32 rows of a large vocabulary are 20 MB, and fresh memory costs as much as the sum.
     # The maximum is subtracted first, so a tiny temperature gives -inf, never inf - inf = NaN.
@@ -243,8 +245,6 @@ def distribution(logits: Tensor, rows: list[Sequence]) -> Tensor:
         probs = keep_likeliest(probs, params)  # spares two copies
     elif filtered:
         probs[filtered] = keep_likeliest(probs[filtered], [params[b] for b in filtered])
-    if greedy:
-        probs[greedy] = torch.zeros_like(probs[greedy]).scatter_(1, likeliest, 1.0)
     return probs
 
 
