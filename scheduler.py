@@ -121,23 +121,19 @@ class Proposer:
 
     Attributes:
         k: guesses for each sequence in a step, at most.
-        models: what guesses, for the memory of its keys and values.
+        models: what guesses.
+        runners: their Runners, which the engine makes: their pools follow its own block by block.
         offered, accepted: by position, how many guesses were made, and how many came out.
     """
 
     models: tuple[Transformer, ...] = ()
+    runners: tuple[Runner, ...] = ()
 
     def __init__(self, k: int = 0) -> None:
         """Raises SettingError where k is out of range."""
         self.k = check("speculate", k, int, 0, 64)
         self.offered = [0] * k
         self.accepted = [0] * k
-
-    def allocate(self, num_blocks: int, block_size: int, kv_dtype: str) -> None:
-        """Make room for keys and values; as Runner."""
-
-    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """See Runner.copy_blocks."""
 
     def count(self, job: Job) -> int:
         """How many tokens to guess. A function of the job alone, so that the random numbers it
@@ -224,7 +220,7 @@ class Engine:
         slots = self.pool.num_blocks * self.pool.block_size
         self.max_seq_len = min(self.max_seq_len, slots + 1)
         self.runner = runner(model, *shape)
-        self.proposer.allocate(*shape)
+        self.proposer.runners = tuple(Runner(each, *shape) for each in self.proposer.models)
         self.running, self.waiting = [], []
         self.ran = {}
         self.stats = dict.fromkeys(STATS, 0)
@@ -411,8 +407,8 @@ class Engine:
             insort(self.running, self.waiting.pop(0), key=place_in_line)
             batch.append(job)
         if copies:
-            self.runner.copy_blocks(copies)
-            self.proposer.copy_blocks(copies)
+            for each in (self.runner, *self.proposer.runners):
+                each.copy_blocks(copies)
         return sorted(batch, key=run_order)
 
     def _reach(self, job: Job, budget: int) -> int:

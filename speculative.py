@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from model import Transformer
-from paged import Row, Runner
+from paged import Row
 from sampling import Token, distribution, draw, finite, scored
 from scheduler import Guess, Job, Proposer
 from settings import supported
@@ -158,10 +158,6 @@ class DraftModel(Guesser):
         supported("the draft's vocab_size", draft.config.vocab_size, vocab_size)
         self.models = (draft,)
 
-    def allocate(self, num_blocks: int, block_size: int, kv_dtype: str) -> None:
-        self.runner = Runner(*self.models, num_blocks, block_size, kv_dtype)
-        self.copy_blocks = self.runner.copy_blocks
-
     def propose(self, jobs: list[Job]) -> None:
         for job in jobs:
             job.guess = Guess()
@@ -173,7 +169,7 @@ class DraftModel(Guesser):
                 Row(job.table.blocks, start, job.ids[start : job.end] + job.guess.ids[-1:])
                 for job, start in live.items()
             ]
-            logits = self.runner.forward(rows)  # (rows, V)
+            logits = self.runners[0].forward(rows)  # (rows, V)
             # 2) draw one more where it is wanted, by the job's own settings: that is its next row
             wanted = {job: i for i, job in enumerate(live) if wants_more(job)}
             if not wanted:

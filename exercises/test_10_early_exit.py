@@ -50,7 +50,7 @@ def test_the_draft_has_no_cache_of_its_own() -> None:
     """Its layers are the model's, so their keys and values are the model's: the same memory."""
     model = tiny_model(num_hidden_layers=3)
     runner = Runner(model, 4, 8)
-    draft = self_draft(runner, 2).runner
+    (draft,) = self_draft(runner, 2).runners
     assert len(draft.pools) == 2, "the pools of the first layers only"
     assert len(runner.pools) == 3, "and leave the model's Runner whole"
     for mine, theirs in zip(draft.pools, runner.pools):

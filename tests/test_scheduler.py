@@ -727,7 +727,7 @@ def test_what_failed_harms_nobody_who_gets_its_blocks(guess, at_once):
     drain(at)
     assert bad.outputs[0].finish_reason == "error"
     left = [block for block in range(4) if block not in at.pool.cached]
-    for runner in (at.runner, at.proposer.runner) if guess else (at.runner,):
+    for runner in (at.runner, *at.proposer.runners):
         for tensor in (t for pool in runner.pools for t in pool):
             tensor[:, left] = math.nan
     for ids in (GOOD[1], GOOD[0], GOOD[2][:12]):

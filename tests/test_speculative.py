@@ -94,7 +94,8 @@ TABLES = {
 def table_draft(logits) -> DraftModel:
     """A draft whose logits are the row of the last token."""
     draft = DraftModel(SimpleNamespace(config=config(V)), K, V)
-    draft.runner = SimpleNamespace(forward=lambda rows: logits[[row.ids[-1] for row in rows]])
+    forward = lambda rows: logits[[row.ids[-1] for row in rows]]  # noqa: E731
+    draft.runners = (SimpleNamespace(forward=forward),)
     return draft
 
 
@@ -485,7 +486,7 @@ def test_guesses_are_all_or_none_and_cost_no_more_than_they_must():
     token shows: only the time."""
     at = engine(max_num_batched_tokens=21, draft=NEAR, speculate=4, num_blocks=20)
     seen, spent = [], []
-    propose, forward = at.proposer.propose, at.proposer.runner.forward
+    propose, forward = at.proposer.propose, at.proposer.runners[0].forward
 
     def listening(sequences):
         spent.append(0)
@@ -500,7 +501,7 @@ def test_guesses_are_all_or_none_and_cost_no_more_than_they_must():
         spent[-1] += sum(len(row.ids) for row in rows)
         return forward(rows)
 
-    at.proposer.propose, at.proposer.runner.forward = listening, counting
+    at.proposer.propose, at.proposer.runners[0].forward = listening, counting
     for i in range(6):
         at.add_request(WORDS[5 * i : 5 * i + 13], params(9 + i, ignore_eos=True))
         step(at)
@@ -537,7 +538,7 @@ def test_rows_stand_together_whatever_is_guessed(guess, most):
     length, past all that may be copied at once."""
     counts, given = [], {"draft": DRAFTS[guess], "speculate": 3, "num_blocks": 99}
     at = engine(max_num_seqs=8, max_num_batched_tokens=70, **given)
-    for runner in {at.runner, getattr(at.proposer, "runner", at.runner)}:
+    for runner in (at.runner, *at.proposer.runners):
 
         def planned(rows, plan=runner.plan):
             result = plan(rows)
@@ -601,7 +602,7 @@ def test_the_memory_is_that_of_both_caches():
     for budget in (each * 8, each * 9 - 1):
         at = engine(num_blocks=None, kv_memory=budget, draft=DRAFTS["small"], speculate=1)
         assert at.pool.num_blocks == 7
-        for runner, size in zip((at.runner, at.proposer.runner), blocks, strict=True):
+        for runner, size in zip((at.runner, *at.proposer.runners), blocks, strict=True):
             assert sum(t.nbytes for pools in runner.pools for t in pools) == 8 * size
 
 
@@ -698,8 +699,7 @@ def test_lookup_equals_its_slow_twin(text, count, longest):
 def test_no_guesses_cost_nothing(monkeypatch):
     """Bug: a draft that is to guess no token runs at each step."""
     proposer = DraftModel(NEAR, 0, NEAR.config.vocab_size)
-    proposer.allocate(9, 4, "auto")
-    monkeypatch.setattr(proposer.runner, "forward", lambda rows: pytest.fail("it ran"))
+    proposer.runners = (SimpleNamespace(forward=lambda rows: pytest.fail("it ran")),)
     job = started(9)
     job.end = len(job.ids)
     proposer.propose([job])
