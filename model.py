@@ -219,9 +219,9 @@ def rope_frequencies(config: Config) -> Tensor:
     if kind == "linear":
         return slow
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    turns = rope["original_max_position_embeddings"] * inv_freq / (2 * math.pi)
+    turns = rope["original_max_position_embeddings"] * inv_freq / math.tau
     keep = ((turns - low) / (high - low)).clamp(0, 1)
-    return keep * inv_freq + (1 - keep) * slow
+    return slow.lerp(inv_freq, keep)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
