@@ -16,6 +16,7 @@ scheduler.py.
 
 import itertools
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import WeakValueDictionary
@@ -372,7 +373,7 @@ class Runner:
         return tokens, positions, layers, select
 
 
-def groups_of(rows: list[Row], block_size: int, most: int, width: int = 2) -> list[list[Row]]:
+def groups_of(rows: list[Row], block_size: int, most: int, width: int = 2) -> Iterator[list[Row]]:
     """Which rows are attended together, as one batch: neighbours with equally many new tokens, as
     many as `most` blocks hold, where each row takes `width` or more. Their keys are padded to the
     longest of them, so they best stand the longest first; see Engine.schedule.
@@ -380,14 +381,12 @@ def groups_of(rows: list[Row], block_size: int, most: int, width: int = 2) -> li
     Example: block_size 4, most 4; rows of 1 new token at 5, 3 and 2, then one of 3 tokens at 4:
         groups of 2, 1 and 1 rows: the first row needs two blocks, so four blocks hold two rows
     """
-    groups = []
     for _, alike in itertools.groupby(rows, key=lambda row: len(row.ids)):
         left = list(alike)
         while left:
             count = max(1, most // max(width, left[0].num_blocks(block_size)))
-            groups.append(left[:count])
+            yield left[:count]
             left = left[count:]
-    return groups
 
 
 def side_by_side(pool: Tensor, group: Group, dtype: torch.dtype) -> Tensor:
