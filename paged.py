@@ -48,10 +48,9 @@ class BlockTable:
     length: int = 0  # tokens whose keys and values are in the blocks
     serials: list[int] = field(default_factory=list)  # of its full blocks' contents, see Key
 
-    def advance(self, length: int) -> None:
+    def advance(self, count: int) -> None:
         """Note keys and values that BlockPool.commit does not know of yet: accepted guesses."""
-        if self.blocks:
-            self.length = length
+        self.length += count
 
 
 class BlockPool:

@@ -455,7 +455,7 @@ class Engine:
         job.guess = Guess()
         # The cache now holds the accepted guesses too; refused ones will be overwritten. commit()
         # comes with the next step: the draft has not run the last of them yet.
-        job.table.advance(len(job.ids) - 1)
+        job.table.advance(len(tokens) - 1)
         if job.finish_reason:
             self._leave(job)
 
