@@ -244,9 +244,9 @@ class Engine:
         """Bytes of the largest step's tensors: of its tokens within a layer, and of its logits, of
         which the sampler has some in float32."""
         c = self.config
-        heads = c.num_attention_heads + 2 * c.num_key_value_heads
-        feed_forward = c.intermediate_size * c.num_experts_per_tok
-        token = 4 * (c.hidden_size + heads * c.head_dim + feed_forward) * self.model.dtype.itemsize
+        # Twice for x and attention's tensors: where heads are wide, the factor 4 makes up for it.
+        widths = 2 * c.hidden_size + c.intermediate_size * c.num_experts_per_tok
+        token = 4 * widths * self.model.dtype.itemsize
         row = 6 * 4 * c.vocab_size
         return self.max_num_batched_tokens * token + self.max_num_seqs * (1 + self.proposer.k) * row
 
