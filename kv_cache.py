@@ -36,13 +36,13 @@ class Slab(LayerCache):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k and v, then attend to all that is visible. See model.LayerCache.attend."""
-        S = self.mask.shape[3]
+        return attention(q, self.store(self.k, k), self.store(self.v, v), self.mask)
+
+    def store(self, slab: Tensor, new: Tensor) -> Tensor:
+        """Store new keys, or values, and return all that the mask is about: (B, K, S, H)."""
         # Not scatter_: of that the compiler makes a copy of the whole slab.
-        self.k.index_copy_(2, self.places, encode(k, self.k.dtype))
-        self.v.index_copy_(2, self.places, encode(v, self.v.dtype))
-        keys = decode(self.k[:, :, :S], q.dtype)  # (B, K, S, H)
-        values = decode(self.v[:, :, :S], q.dtype)
-        return attention(q, keys, values, self.mask)
+        slab.index_copy_(2, self.places, encode(new, slab.dtype))
+        return decode(slab[:, :, : self.mask.shape[3]], new.dtype)
 
 
 class StaticCache:
