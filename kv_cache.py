@@ -77,9 +77,9 @@ class StaticCache:
         K = model.config.num_key_value_heads
         self.slabs = empty_layers(model, kv_dtype, batch_size, K, slots)
         if model.device.type == "cuda":
-            for k, v in self.slabs:
-                torch._dynamo.mark_static_address(k)  # CUDA graphs write in place
-                torch._dynamo.mark_static_address(v)
+            for pair in self.slabs:
+                for slab in pair:
+                    torch._dynamo.mark_static_address(slab)  # CUDA graphs write in place
 
     def plan(self, start: int, end: int) -> tuple[Tensor, list[Slab]]:
         """Plan a forward over positions start .. end - 1 of each sequence.
