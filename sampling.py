@@ -50,7 +50,6 @@ class Sequence:
         matcher: which tokens may come next, where that is restricted; see structured.py.
         ends: ids that end it.
         seen: where there are penalties, `ids` as an array, which a tensor can be made of at once.
-        num_ahead: how many guesses count as appended already; see ahead.
     """
 
     def __init__(
@@ -89,7 +88,6 @@ class Sequence:
         self.times = [time.perf_counter()]
         self.finish_reason: str | None = None
         self.matcher: Any = None
-        self.num_ahead = 0
         self.ends = {*params.stop_token_ids, *(() if params.ignore_eos else config.eos_ids)}
         self._stream = TextStream(tokenizer, prompt_ids, params.stop)
         self.shaping = params.shaping
@@ -106,14 +104,14 @@ class Sequence:
 
     def uniform(self, stream: int = 0) -> float:
         """The random number of its next token; `stream` is an offset into the seed's numbers."""
-        return uniform(self.seed, stream + len(self.ids) - self.prompt_len + self.num_ahead)
+        return uniform(self.seed, stream + len(self.ids) - self.prompt_len)
 
     def ahead(self, guesses: list[int]) -> "Sequence":
         """A read-only copy: this sequence as the sampler would see it with these ids appended."""
         if not guesses:
             return self
         other = copy.copy(self)
-        other.num_ahead = len(guesses)
+        other.ids = self.ids + guesses
         if self.seen:
             other.seen = self.seen + array("q", guesses)
         if self.matcher:
@@ -252,7 +250,7 @@ def adjust_(scores: Tensor, row: Sequence) -> None:
     if row.matcher:  # 0 or 200 for each id
         may = torch.frombuffer(bytearray(row.matcher.compute_logit_bias()), dtype=torch.uint8)
         scores.masked_fill_(may[: len(scores)].to(device) == 0, -torch.inf)
-    elif len(row.ids) + row.num_ahead < row.prompt_len + p.min_tokens:
+    elif len(row.ids) < row.prompt_len + p.min_tokens:
         scores[[i for i in row.ends if i < len(scores)]] = -torch.inf
     if p.logit_bias:
         ids, bias = (each.to(device) for each in p.bias)
