@@ -173,7 +173,7 @@ def sample(logits: Tensor, rows: list[Sequence]) -> list[Token]:
             some = rows[i : i + few]
             u = torch.tensor([row.uniform() for row in some])
             ids += draw(distribution(logits[i : i + few], some), u).tolist()
-    return scored(logits, ids, [row.params.logprobs for row in rows])
+    return scored(logits, ids, rows)
 
 
 BROKEN = "the model's logits are NaN or infinite: the weights are damaged, or need another --dtype"
@@ -184,12 +184,14 @@ def finite(logits: Tensor) -> Tensor:
     return logits.amax(-1).isfinite()
 
 
-def scored(logits: Tensor, ids: list[int], counts: list[int | None]) -> list[Token]:
+def scored(logits: Tensor, ids: list[int], rows: list[Sequence]) -> list[Token]:
     """Return B tokens with their log-probabilities under `logits`, (B, V).
 
     Args:
-        counts: for each, how many of the likeliest tokens to add; None: no log-probabilities.
+        rows: whose tokens they are: each one's params.logprobs says how many of the likeliest to
+            add; None: no log-probabilities.
     """
+    counts = [row.params.logprobs for row in rows]
     if all(n is None for n in counts):
         return [Token(i) for i in ids]
     logprobs = logits.float().log_softmax(-1).clamp_(min=-9999)  # as vLLM: JSON has no infinity

@@ -426,7 +426,7 @@ class Engine:
         start = row.start + 1
         ids = job.ids[start : start + len(row.ids)]
         prompt[:1] = [Token(job.ids[0])]  # nothing comes before it
-        prompt[start:] = scored(logits[: len(ids)], ids, [job.params.logprobs] * len(ids))
+        prompt[start:] = scored(logits[: len(ids)], ids, [job] * len(ids))
         return logits[-1:]
 
     def _computed(self, job: Job, row: Row) -> list[Job]:

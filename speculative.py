@@ -89,7 +89,7 @@ class Guesser(Proposer):
                 self.offered[i] += 1
                 self.accepted[i] += i < n
             ids += [*guess.ids[:n], one, *guess.ids[n:]]  # one for each row; the last are refused
-        tokens = iter(scored(logits, ids, [row.params.logprobs for row in ahead]))
+        tokens = iter(scored(logits, ids, ahead))
         return [[*islice(tokens, size)][: n + 1] for size, n in zip(sizes, stand)]
 
     def summary(self) -> str:
