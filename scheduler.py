@@ -280,16 +280,16 @@ class Engine:
             request.outputs.append(job)
         return request
 
-    def submit(self, request: Request) -> None:
-        """Queue a request; step() moves it on."""
+    def submit(self, request: Request) -> Request:
+        """Queue a request, and return it; step() moves it on."""
         request.arrival = next(self._arrivals)
         request.id = request.id or f"request-{request.arrival}"
         insort(self.waiting, request.outputs[0], key=place_in_line)
+        return request
 
     def add_request(self, *args: Any, **options: Any) -> Request:
         """prepare() and submit()."""
-        self.submit(request := self.prepare(*args, **options))
-        return request
+        return self.submit(self.prepare(*args, **options))
 
     def abort(self, request: Request, reason: str = "abort") -> None:
         """End a request where it stands, and free its blocks. Does nothing where it has ended."""
