@@ -142,8 +142,8 @@ class Proposer:
         return min(self.k, room) if job.tokens else 0
 
     def propose(self, jobs: list[Job]) -> None:
-        """Put into each job's `guess` what may follow, up to its `end`. The next forward runs the
-        jobs' rows: the known tokens that the cache lacks, then these guesses."""
+        """Put into each job's `guess`, which is empty, what may follow, up to its `end`. The next
+        forward runs the jobs' rows: the known tokens that the cache lacks, then these guesses."""
 
     def verify(self, logits: Tensor, jobs: list[Job]) -> list[list[Token]]:
         """Choose the next tokens of each job: guesses that are accepted, and one more.

@@ -159,8 +159,6 @@ class DraftModel(Guesser):
         self.models = (draft,)
 
     def propose(self, jobs: list[Job]) -> None:
-        for job in jobs:
-            job.guess = Guess()
         # 1) keep up. From one token before: where all guesses were accepted, the last one has not
         # been run here; else that token's keys and values are written a second time, unchanged.
         live = {job: max(job.table.length - 1, 0) for job in jobs}  # job -> where its row begins

@@ -117,6 +117,7 @@ def play(guess: str, n: int = 3, **wish) -> list[tuple[int, ...]]:
         for s, tokens in zip(live, proposer.verify(table[ids], live), strict=True):
             for token in tokens:
                 s.append(token)
+            s.guess = Guess()
     assert guesses > 0
     return [tuple(s.output_ids[1 : n + 1]) for s in sequences]
 
