@@ -50,11 +50,11 @@ def generate(
     """
     ids = sequence.ids
     end = 0  # tokens whose keys and values the cache holds
+    last = torch.tensor([-1], device=model.device)  # of a forward's tokens
     while not sequence.finish_reason:
         start, end = end, min(end + chunk, len(ids))
         tokens = torch.tensor([ids[start:end]], device=model.device)  # (1, T)
         positions, layers = cache.plan(start, end)
-        last = torch.tensor([end - start - 1], device=model.device)
         logits = model(tokens, positions, layers, last)  # (1, V)
         if not finite(logits).all():
             raise ValueError(BROKEN)
