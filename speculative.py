@@ -100,20 +100,19 @@ class Guesser(Proposer):
         return f"{times} times guessed, {mean:.2f} accepted on average ({rates})"
 
 
+texts = WeakKeyDictionary()  # Job -> its ids, each as a character; gone with the job
+
+
 class NGram(Guesser):
     """Prompt lookup: what followed the last few tokens when they last occurred. Costs next to
     nothing, and is right where a text repeats itself: code, summaries, corrections."""
 
-    def __init__(self, k: int) -> None:
-        super().__init__(k)
-        self.texts = WeakKeyDictionary()  # Job -> its ids, each as a character
-
     def propose(self, jobs: list[Job]) -> None:
         for job in jobs:
-            text = self.texts.get(job, "")
+            text = texts.get(job, "")
             # Python has no larger characters; a larger id would only make a bad guess.
             text += "".join(chr(i % 2**20) for i in job.ids[len(text) :])
-            self.texts[job] = text
+            texts[job] = text
             found = lookup(text, max(0, job.end - len(job.ids)))
             job.guess = Guess([*map(ord, found)], [1.0] * len(found))
 
