@@ -26,7 +26,7 @@ from torch import Tensor
 
 from model import Transformer
 from paged import Row
-from sampling import Token, distribution, draw, finite, scored
+from sampling import Token, distribution, draw, scored
 from scheduler import Guess, Job, Proposer
 from settings import supported
 
@@ -171,16 +171,15 @@ class DraftModel(Guesser):
             wanted = {job: i for i, job in enumerate(live) if wants_more(job)}
             if not wanted:
                 return
-            logits = logits[[*wanted.values()]]
             ahead = [job.ahead(job.guess.ids) for job in wanted]
-            q = distribution(logits, ahead)
+            q = distribution(logits[[*wanted.values()]], ahead)
             ids = draw(q, torch.tensor([row.uniform(GUESS) for row in ahead]))
             chances = q.gather(1, ids[:, None]).flatten()
             # One read for all, as a GPU waits for each; float32 holds ids up to 2**24.
-            drawn = torch.stack((ids.float(), chances, finite(logits)), 1).tolist()
+            drawn = torch.stack((ids.float(), chances), 1).tolist()
             live = {}
-            for job, (token_id, chance, is_sound), probs in zip(wanted, drawn, q):
-                if is_sound:  # else it guesses no more
+            for job, (token_id, chance), probs in zip(wanted, drawn, q):
+                if chance > 0:  # else its logits are no numbers, and it guesses no more
                     job.guess.ids.append(int(token_id))
                     job.guess.q.append(chance)
                     job.guess.probs.append(probs)

@@ -369,7 +369,7 @@ FAULTS = [
      "logits[[job in wanted for job in live]]", "draft", READS),
     (speculative, "accept", "torch.where(over.any(), over, p[n])", "over if over.any() else p[n]",
      "n-grams", READS),
-    (speculative.DraftModel, "propose", "if is_sound:", "if is_sound and ids.max() >= 0:",
+    (speculative.DraftModel, "propose", "if chance > 0:", "if chance > 0 and ids.max() >= 0:",
      "draft", READS),
     (experts.SparseMLP, "mix", "if len(part)", "if len(part) and order.max() > 0", "experts",
      READS),
