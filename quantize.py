@@ -155,4 +155,4 @@ def linears(model: nn.Module) -> list[str]:
     """The path of each Linear, except routers: they are small, and an error in one sends a token to
     another expert. Paths, as a list of the Linears would keep every plain weight alive."""
     paths = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
-    return [path for path in paths if path.split(".")[-1] != "gate"]
+    return [path for path in paths if not path.endswith(".gate")]
