@@ -81,8 +81,8 @@ def vocabulary(tokenizer: Tokenizer, V: int, eos_ids: tuple[int, ...]) -> Any:
         """The ids of a text that must come next. Many tokenizers put a space in front of what they
         take for a beginning, so something stands before it. Some drop spaces, or have a special
         token of this name: then it is spelt by the longest pieces."""
-        first, ids = (tokenizer.encode(each, add_special=False) for each in ("\2", f"\2{text}"))
-        ids = ids[len(first) :]
+        first = tokenizer.encode("\2", add_special=False)
+        ids = tokenizer.encode(f"\2{text}", add_special=False)[len(first) :]
         plain = b"".join(spelt[i] for i in ids if tokenizer.is_text(i))
         return ids if plain == text.encode() else trie.greedy_tokenize(text)
 
