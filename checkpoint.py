@@ -327,15 +327,15 @@ def spelt_out(name: str, stored: Stored) -> Files:
     return {each: cut.changed(partial(torch.select, dim=0, index=i)) for i, each in enumerate(ours)}
 
 
-# A float, in the words of files and of torch: it is cast. What else is stored must be as it is.
-FLOATS = dict.fromkeys(("F32", "F16", "BF16", torch.float64, *DTYPES.values()), "float")
+# In the words of files and of torch. Any float is cast; what else is stored must be as it is.
+KINDS = {"F32": "float", "F16": "float", "BF16": "float", torch.uint8: "U8"}
 
 
 def check_tensors(files: Files, model: Transformer) -> None:
     """Raise one CheckpointError that lists the tensors which are not stored as the model, on the
     meta device, wants them."""
-    have = {name: f"{FLOATS.get(at.kind, at.kind)} {at.shape}" for name, at in files.items()}
-    want = {n: f"{FLOATS.get(t.dtype, 'U8')} {tuple(t.shape)}" for n, t in named_tensors(model)}
+    have = {name: f"{KINDS.get(at.kind, at.kind)} {at.shape}" for name, at in files.items()}
+    want = {n: f"{KINDS.get(t.dtype, 'float')} {tuple(t.shape)}" for n, t in named_tensors(model)}
     wrong = sorted(dict(have.items() ^ want.items()))  # what is in one of them only
     lines = [f"{n}: {have.get(n, 'missing')}, wanted: {want.get(n, 'none')}" for n in wrong[:20]]
     if lines:
