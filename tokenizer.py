@@ -184,16 +184,20 @@ class Detokenizer:
             if text.strip() and not text.startswith("\ufffd"):
                 break
 
-    def push(self, token_id: int) -> str:
-        """Add one id and return the text that is now certain, often one word, sometimes "".
+    def push(self, token_id: int | None, last: bool = False) -> str:
+        """Add one id, or none, and return the text that is now certain, often one word, sometimes
+        "". With the last one comes what was held back: the marks of a character that never got its
+        last byte.
 
         Example: ids of "a", 0xC3, 0xA9 (two bytes of one character) -> "a", "", "\u00e9"
         """
-        self._new.append(token_id)
-        text = self.flush()
+        if token_id is not None:
+            self._new.append(token_id)
+        shown = len(self._decode(self._context))
+        text = self._decode(self._context + self._new)[shown:]
         # Unfinished bytes decode to U+FFFD, and may spoil finished ones beside them: wait. Bytes
         # that really are invalid are shown as marks as soon as anything else follows them.
-        if text.endswith("\ufffd") and len(self._new) < 32:
+        if text.endswith("\ufffd") and len(self._new) < 32 and not last:
             return ""
         # What was just shown is the next context. Spaces alone would not do, nor ids without text.
         if text.strip():
@@ -202,11 +206,6 @@ class Detokenizer:
             self._context += self._new
         self._new = []
         return text
-
-    def flush(self) -> str:
-        """Return what was held back: the marks of a character that never got its last byte."""
-        shown = len(self._decode(self._context))
-        return self._decode(self._context + self._new)[shown:]
 
 
 class TextStream:
@@ -232,8 +231,7 @@ class TextStream:
         Example: stop "ab". After "xa" the text is "x", and "a" is held. Then "c" shows "xac",
             while "ab" shows "xa" and ends: the stop string began at the second "a".
         """
-        new = "" if token_id is None else self._detokenizer.push(token_id)
-        new += self._detokenizer.flush() if last else ""
+        new = self._detokenizer.push(token_id, last)
         held = self._held + new
         places = range(len(held))
         found = [i for i in places if held.startswith(self._stops, i)]

@@ -354,7 +354,7 @@ def test_damaged_files(file, tmp_path):
 def stream(tokenizer, prompt, ids):
     """What each push gives out, and at the end the flush."""
     detokenizer = Detokenizer(tokenizer, prompt)
-    return [*map(detokenizer.push, ids), detokenizer.flush()]
+    return [*map(detokenizer.push, ids), detokenizer.push(None, last=True)]
 
 
 def check_stream(tokenizer, prompt, ids, marks=False):

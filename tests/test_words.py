@@ -155,7 +155,7 @@ def test_streamed_text_is_decoded_text(served, text):
     for prompt in ("", "the cat", "   "):
         ids, before = words.encode(text, add_special=False), words.encode(prompt)
         stream = Detokenizer(words, before)
-        shown = "".join(map(stream.push, ids)) + stream.flush()
+        shown = "".join(map(stream.push, ids)) + stream.push(None, last=True)
         assert shown == words.decode(before + ids)[len(words.decode(before)) :]
 
 
@@ -170,7 +170,7 @@ def test_spaces_alone(served):
         before = words.encode(prompt)
         for ids in ([space, the], [space, space, the, space, the], [the, space, space, the]):
             stream = Detokenizer(words, before)
-            shown = "".join(map(stream.push, ids)) + stream.flush()
+            shown = "".join(map(stream.push, ids)) + stream.push(None, last=True)
             assert shown == words.decode(before + ids)[len(words.decode(before)) :]
 
 
