@@ -386,6 +386,7 @@ def converted(files: Files, model: Transformer) -> Files:
     places = PLACES[method][supported("bits", bits, *PLACES[method])]
     supported("desc_act", config.get("desc_act", method == "gptq"), False)
     mask = 2**bits - 1
+    from quantize import pack_bits  # here: a plain model needs none
 
     def change(kind: str, stored: Tensor) -> Tensor:
         if kind == "scales":
@@ -395,7 +396,7 @@ def converted(files: Files, model: Transformer) -> Files:
         # Words (N * bits / 32, G or K) -> values (N, G or K).
         values = torch.stack([stored >> bits * place & mask for place in places], 1).flatten(0, 1)
         if kind == "qweight":
-            return values[:, ::2] | values[:, 1::2] << 4
+            return pack_bits(values, bits)
         # A zero point of 0, less one, is all ones: it wraps around within its bits.
         return values + (form == "gptq") & mask
 
