@@ -91,8 +91,7 @@ def shard(model: Transformer, files: Files, rank: int, ranks: int) -> tuple[Tran
         *_, module, kind = name.split(".")  # "layers.0.self_attn.o_proj.weight"
         dim = CUTS.get(module)
         if dim == 1 and kind == "bias":
-            # Added once, by rank 0: the others read past its end, which is zeros.
-            files[name] = stored.changed(partial(cut, 0, rank, c.hidden_size))
+            files[name] = stored.changed(lambda bias: bias * (rank == 0))  # added by rank 0 alone
         elif module in CUTS:
             n = stored.shape[dim]
             pieces = min(ranks, K if module in ("k_proj", "v_proj") else n)  # n is 1: all share it
