@@ -69,9 +69,10 @@ def shard(model: Transformer, files: Files, rank: int, ranks: int) -> tuple[Tran
         and, as two ranks share a kv head, rows 8..15 of k and v; and columns 24..31 of o
     """
     c, K = model.config, model.config.num_key_value_heads
-    names = "num_attention_heads", "intermediate_size", "moe_intermediate_size"
-    sizes = {name: getattr(c, name) or 0 for name in names}
-    sizes["num_key_value_heads"] = K if ranks % K else ranks  # several ranks may have the same one
+    # Several ranks may have the same kv head.
+    sizes = dict(num_attention_heads=c.num_attention_heads, intermediate_size=c.intermediate_size,
+        moe_intermediate_size=c.moe_intermediate_size or 0,
+        num_key_value_heads=K if ranks % K else ranks)  # fmt: skip
     if any(size % ranks for size in sizes.values()):
         raise CheckpointError(f"{sizes} cannot all be shared evenly by {ranks} ranks")
     sizes = {name: size // ranks for name, size in sizes.items()}
