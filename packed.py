@@ -38,16 +38,15 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
         SettingError: on MPS, which lacks what this needs; there the plain paths run.
         CheckpointError: compiling failed, as without a C++ compiler, which a CPU needs.
     """
-    supported("--compile on", model.device.type, "cpu", "cuda")
+    device = supported("--compile on", model.device.type, "cpu", "cuda")
     pack_linears(model)
-    on_cpu = model.device.type == "cpu"
     for block in model.layers:
         if hasattr(block.mlp, "mix"):
             # Which experts run, and on how many rows, differs by the step: not in the graph.
             block.mlp.mix = torch.compiler.disable(block.mlp.mix)
-        if on_cpu:
+        if device == "cpu":
             block.compile(dynamic=True)
-    if not on_cpu:
+    if device == "cuda":
         # Lets a product of one row become a loop that reads int8 weights once, as they are.
         torch._inductor.config.coordinate_descent_tuning = True
         # A paged step differs each time in numbers that only the host sees: it is never replayed.
