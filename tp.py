@@ -121,11 +121,11 @@ def gather(module: Transformer, args: tuple, logits: Tensor) -> Tensor:
 
 
 _ops = torch.ops._c10d_functional  # collectives that torch.compile can have inside a graph
-# The name of the group of all ranks. Nothing may keep that group alive when join ends, or its
-# threads outlive Python, and now and then one of them aborts the process. Compiled code that asked
-# the group for its name would; and torch.distributed.nn would, in its functions' defaults, if it
-# were first loaded when there is a group: hence the import above.
-_world = ""  # until join sets it
+# The name that PyTorch gives the group of all ranks. Nothing may keep that group alive when join
+# ends, or its threads outlive Python, and now and then one of them aborts the process. Compiled
+# code that asked the group for its name would; and torch.distributed.nn would, in its functions'
+# defaults, if it were first loaded when there is a group: hence the import above.
+_world = "0"
 
 
 # --- One schedules, the others follow -------------------------------------------------------------
@@ -207,7 +207,6 @@ def join(device: torch.device) -> Iterator[Ranks]:
         ValueError: some of torchrun's variables only; or fewer GPUs than ranks on this machine.
         ConnectionError: see lead.
     """
-    global _world
     try:
         with blame("unset RANK and WORLD_SIZE, or use torchrun, with a GPU each or --device cpu"):
             # Integers go over gloo even between GPUs.
@@ -216,7 +215,6 @@ def join(device: torch.device) -> Iterator[Ranks]:
                 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
             # No deadline: rank 0 may wait long for a prompt.
             dist.init_process_group(backend, timeout=timedelta(days=365))
-            _world = dist.group.WORLD.group_name
         rank, ranks = dist.get_rank(), dist.get_world_size()
         yield Ranks(device, rank, ranks, partial(shard, rank=rank, ranks=ranks), Leader, follow)
         if rank == 0:
