@@ -327,7 +327,7 @@ class Choice:
         status = 503 if self.server.over else 500
         demand(reason != "abort", status, "aborted: the server is stopping, or met an error")
         tokens = job.tokens[self.tokens :] if is_scored else []
-        thought, text = parted(self.begun + job.text, bool(reason))
+        thought, text = parted(self.begun + job.text)
         thought, text = thought[self.thought :], text[self.chars :]
         if self.reason or not (reason or thought or text or tokens):
             return None
@@ -372,24 +372,21 @@ class Choice:
 
 def opening(tokenizer: Tokenizer, job: Job) -> str:
     """How a chat's reply begins, as far as thoughts go. Some templates begin the thought."""
-    if THOUGHT not in tokenizer.template or job.params.structured_outputs:
-        return THINK + THOUGHT
+    if job.params.structured_outputs or len(tokenizer.encode(THINK, add_special=False)) > 1:
+        return THINK + THOUGHT  # none: all of it is said
     return THINK if tokenizer.decode(job.ids[-16:]).rstrip().endswith(THINK) else ""
 
 
-def parted(text: str, has_ended: bool) -> tuple[str, str]:
-    """Part a reply into what is thought and what is said, as far as both are certain.
+def parted(text: str) -> tuple[str, str]:
+    """What of a reply is thought, and what is said. In models that think each mark is one token, so
+    it is there as a whole or not at all.
 
-    Example: "<think>Hm, </thi" -> "Hm, ", "". "<think>Hm, </think>Yes" -> "Hm, ", "Yes".
-        "Yes" -> "", "Yes". "<th" -> "", "", unless it has ended.
+    Example: "<think>Hm, </think>Yes" -> "Hm, ", "Yes"; and "Yes" -> "", "Yes"
     """
-    start = text.lstrip()
-    if not start.startswith(THINK):
-        return "", "" if THINK.startswith(start) and not has_ended else text
-    thought, mark, said = start.removeprefix(THINK).partition(THOUGHT)
-    if not (mark or has_ended):  # its end may be the mark's beginning
-        held = max(n for n in range(len(THOUGHT)) if thought.endswith(THOUGHT[:n]))
-        thought = thought[: len(thought) - held]
+    before, mark, rest = text.partition(THINK)
+    if not mark or before.strip():
+        return "", text
+    thought, _, said = rest.partition(THOUGHT)
     return thought, said
 
 
@@ -604,10 +601,10 @@ class Connection:
         many bytes, and a line's end; the last is empty."""
         names = "Content-Length", "Transfer-Encoding"
         form = ",".join(value for name in names for value in self.headers.get_all(name, []))
-        is_known = re.fullmatch("[0-9]{1,18}|(?i:chunked)", form)
-        demand(is_known, 411, "send the body with one Content-Length, or in chunks")
+        known = re.fullmatch("([0-9]{1,18})|(?i:chunked)", form)
+        demand(known, 411, "send the body with one Content-Length, or in chunks")
         self.writer.write(CONTINUE if "Expect" in self.headers else b"")
-        if form.isdigit():
+        if known[1]:
             return await self.read_exactly(int(form))
         data, size = b"", 1
         while size:

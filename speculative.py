@@ -100,19 +100,22 @@ class Guesser(Proposer):
         return f"{times} times guessed, {mean:.2f} accepted on average ({rates})"
 
 
-texts = WeakKeyDictionary()  # Job -> its ids, each as a character; gone with the job
-
-
 class NGram(Guesser):
     """Prompt lookup: what followed the last few tokens when they last occurred. Costs next to
-    nothing, and is right where a text repeats itself: code, summaries, corrections."""
+    nothing, and is right where a text repeats itself: code, summaries, corrections.
+
+    Attributes:
+        texts: of each job its ids, each as a character. Gone with the job.
+    """
+
+    texts = WeakKeyDictionary()
 
     def propose(self, jobs: list[Job]) -> None:
         for job in jobs:
-            text = texts.get(job, "")
+            text = self.texts.get(job, "")
             # Python has no larger characters; a larger id would only make a bad guess.
             text += "".join(chr(i % 2**20) for i in job.ids[len(text) :])
-            texts[job] = text
+            self.texts[job] = text
             found = lookup(text, max(0, job.end - len(job.ids)))
             job.guess = Guess([*map(ord, found)], [1.0] * len(found))
 

@@ -478,48 +478,60 @@ def test_texts_of_tokens(ask):
 THOUGHTS = [  # before the reply, the reply, what of it was thought, what is said
     ("", "<think>\nHm, so.\n</think>\n\nYes. <b>", "\nHm, so.\n", "\n\nYes. <b>"),
     ("<think>\n", "Hm < 5</think>Yes.", "Hm < 5", "Yes."),
-    ("<think>\n", "Hm ...</thi", "Hm ...</thi", ""),
+    ("<think>\n", "Hm ...", "Hm ...", ""),
     ("<think>\n\n</think>\n\n", "Yes.", "", "Yes."),
     ("", "  Yes <think>no</think>", "", "  Yes <think>no</think>"),
-    ("", "<th", "", "<th"),
 ]  # fmt: skip
 
 
+@pytest.fixture
+def thinker(local, monkeypatch):
+    """A server whose tokenizer has a token for the mark, as those of models that think."""
+    tokenizer = local.engine.tokenizer
+    encode = tokenizer.encode
+    one = lambda text, add_special=True: [5] if text == "<think>" else encode(text, add_special)  # noqa: E731
+    monkeypatch.setattr(tokenizer, "encode", one)
+    monkeypatch.setattr(tokenizer, "chat_stop", ())
+    return local
+
+
 @pytest.mark.parametrize(("before", "made", "thought", "said"), THOUGHTS)
-def test_thoughts(local, monkeypatch, before, made, thought, said):
-    """A thinking model's thoughts stood in its answer; a stream showed half of a mark."""
-    template = "{% if no %}</think>{% endif %}{{ messages[0].content }}" + before
+def test_thoughts(thinker, monkeypatch, before, made, thought, said):
+    """A thinking model's thoughts stood in its answer."""
     # What follows keeps the line break at its end.
-    monkeypatch.setattr(local.engine.tokenizer, "template", template + "{{ '' }}")
-    monkeypatch.setattr(local.engine.tokenizer, "chat_stop", ())
-    text = property(lambda self: made[: len(self.tokens)])
+    template = "{{ messages[0].content }}" + before + "{{ '' }}"
+    monkeypatch.setattr(thinker.engine.tokenizer, "template", template)
+    words = re.findall("</?think>|.", made, re.DOTALL)
+    text = property(lambda self: "".join(words[: len(self.tokens)]))
     monkeypatch.setattr(sampling.Sequence, "text", text)
-    wish = {"messages": HI, "max_tokens": len(made), "ignore_eos": True, "n": 2}
-    for choice in local.post(CHAT, wish).json["choices"]:
+    wish = {"messages": HI, "max_tokens": len(words), "ignore_eos": True, "n": 2}
+    for choice in thinker.post(CHAT, wish).json["choices"]:
         message = choice["message"]
         assert (message.get("reasoning_content", ""), message["content"]) == (thought, said)
-    events = local.post(CHAT, wish | {"stream": True}).events[:-1]
+    events = thinker.post(CHAT, wish | {"stream": True}).events[:-1]
     news = [json.loads(event)["choices"][0] for event in events]
     for i in range(2):
         deltas = [new["delta"] for new in news if new["index"] == i]
         assert "".join(delta.get("reasoning_content", "") for delta in deltas) == thought
         assert "".join(delta["content"] for delta in deltas) == said
         assert [delta.get("role") for delta in deltas].count("assistant") == 1
-    plain = local.post(CHAT, wish | {"reasoning_format": "none"}).json["choices"][0]["message"]
+    plain = thinker.post(CHAT, wish | {"reasoning_format": "none"}).json["choices"][0]["message"]
     assert plain["content"] == made and "reasoning_content" not in plain
 
 
-def test_what_is_no_thought(local, monkeypatch):
+def test_what_is_no_thought(thinker, monkeypatch):
     """What a grammar demands was taken for a thought, as the template had begun one; so was a plain
     model's answer that speaks of the mark."""
-    tokenizer = local.engine.tokenizer
     template = "{{ messages[0].content }}<think>"
-    monkeypatch.setattr(tokenizer, "template", template + "{# </think> #}")
+    monkeypatch.setattr(thinker.engine.tokenizer, "template", template)
     wish = {"messages": HI, "structured_outputs": {"choice": ["yes", "no"]}}
-    message = local.post(CHAT, wish).json["choices"][0]["message"]
+    message = thinker.post(CHAT, wish).json["choices"][0]["message"]
     assert message["content"] in ("yes", "no") and "reasoning_content" not in message
-    monkeypatch.setattr(tokenizer, "template", template)
-    message = local.post(CHAT, {"messages": HI, "max_tokens": 9}).json["choices"][0]["message"]
+    wish = {"messages": HI, "max_tokens": 9}
+    assert thinker.post(CHAT, wish).json["choices"][0]["message"]["reasoning_content"]
+    monkeypatch.undo()  # the mark is several tokens
+    monkeypatch.setattr(thinker.engine.tokenizer, "template", template)
+    message = thinker.post(CHAT, wish).json["choices"][0]["message"]
     assert message["content"] and "reasoning_content" not in message
 
 
