@@ -9,8 +9,6 @@ behind paged.Runner, whose plan it shares; the scheduler and the model do not kn
 for: not yet run on a GPU by us. Paper: Dong et al. 2024 (arXiv:2412.05496). Read: Followed.
 """
 
-from functools import cache
-
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
@@ -19,7 +17,7 @@ from torch.nn.functional import pad
 from paged import Blocks, Group, Runner
 
 QUERIES = 128  # that the kernel takes together
-compiled = cache(lambda: torch.compile(flex_attention, dynamic=True))
+compiled = torch.compile(flex_attention, dynamic=True)
 
 
 class Followed(Blocks):
@@ -52,7 +50,7 @@ class Followed(Blocks):
         shape = dict(BLOCK_SIZE=(QUERIES, size), seq_lengths=(queries.shape[2], num_blocks * size))
         plan = BlockMask.from_kv_blocks(counts, blocks, mask_mod=visible, **shape)
         k, v = (pool.flatten(1, 2)[None] for pool in (self.k, self.v))
-        attend = compiled() if q.is_cuda else flex_attention  # for tests: it looks at all blocks
+        attend = compiled if q.is_cuda else flex_attention  # for tests: it looks at all blocks
         return attend(queries, k, v, block_mask=plan).reshape(q.shape)
 
 

@@ -209,8 +209,8 @@ def command(args: Namespace, ranks: Ranks) -> int:
     if sys.stdin is None and (args.chat or args.prompt_file == "-"):
         raise ValueError("stdin is closed: use --prompt TEXT or --prompt-file FILE")
     engine_args = EngineArgs(**settings.given(EngineArgs, args))
-    params = suggested(engine_args.checkpoint) | settings.given(SamplingParams, args)
-    params = SamplingParams(**params)
+    given = settings.given(SamplingParams, args)
+    params = SamplingParams(**suggested(engine_args.checkpoint) | given)
     text, file = args.prompt, args.prompt_file
     if file and ranks.rank == 0:
         with blame(file):

@@ -10,8 +10,6 @@ is being served. Read: StaticCache.plan, Slab.attend, encode. Next: sampling.py.
     slab       the  cat  sat  on    .    .    .    .        "on" runs: written at 3, sees 0..3
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -107,7 +105,7 @@ class StaticCache:
 # --- One key or value -----------------------------------------------------------------------------
 
 
-def empty_layers(model: Transformer, kv_dtype: str, *shape: int) -> list[tuple[Tensor, Tensor]]:
+def empty_layers(model: Transformer, kv_dtype: str, *shape: int) -> list[list[Tensor]]:
     """Memory for the keys and the values of each layer: (*shape, stored_dim), where stored_dim is
     H, and for int8 four more, for the scale.
 
@@ -116,10 +114,9 @@ def empty_layers(model: Transformer, kv_dtype: str, *shape: int) -> list[tuple[T
     """
     dtype = {"auto": model.dtype, "int8": torch.int8}[kv_dtype]
     shape = (*shape, model.config.head_dim + 4 * (kv_dtype == "int8"))
-    # A memory each: of tensors that share one, torch.compile cannot tell what a write changes.
-    zeros = partial(torch.zeros, shape, dtype=dtype, device=model.device)
     try:
-        return [(zeros(), zeros()) for _ in model.layers]
+        # A memory each: of tensors that share one, torch.compile cannot tell what a write changes.
+        return [[model.inv_freq.new_zeros(shape, dtype=dtype) for _ in "kv"] for _ in model.layers]
     except RuntimeError as error:
         size = f"{len(model.layers)} x 2 x {shape}"
         way_out = "lower --max-seq-len or --kv-memory"
@@ -135,8 +132,7 @@ def encode(x: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype != torch.int8:
         return x
     scale = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127  # (..., 1)
-    q = (x / scale).round().to(torch.int8)
-    return torch.cat((q, scale.view(torch.int8)), -1)
+    return torch.cat(((x / scale).round().to(torch.int8), scale.view(torch.int8)), -1)
 
 
 def decode(stored: Tensor, dtype: torch.dtype) -> Tensor:

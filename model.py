@@ -15,7 +15,6 @@ The alphabet of shape comments, where a file does not say otherwise:
     N query heads   K kv heads   H head dim   D model dim   F feed-forward dim
 """
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -219,7 +218,7 @@ def rope_frequencies(config: Config) -> Tensor:
     if kind == "linear":
         return slow
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    turns = rope["original_max_position_embeddings"] * inv_freq / math.tau
+    turns = rope["original_max_position_embeddings"] * inv_freq / (2 * torch.pi)
     keep = ((turns - low) / (high - low)).clamp(0, 1)
     return slow.lerp(inv_freq, keep)
 

@@ -29,13 +29,6 @@ from model import LayerCache, Transformer, attention, visible
 
 # --- Who owns which block -------------------------------------------------------------------------
 
-# What a cached block holds: its tokens, and what stands before them, as the serial number of the
-# block before; of a first block, the request's salt. A serial number is never given twice, so equal
-# keys mean equal texts from the start. This is vLLM's hash chain with Python's dict in place of
-# sha256: a dict compares keys as well as their hashes, so a collision can serve nobody another's
-# text (CVE-2025-25183).
-Key = tuple[int | str | None, tuple[int, ...]]
-
 
 @dataclass
 class BlockTable:
@@ -46,7 +39,8 @@ class BlockTable:
 
     blocks: list[int] = field(default_factory=list)  # may reach past `length`, never short of it
     length: int = 0  # tokens whose keys and values are in the blocks
-    serials: list[int] = field(default_factory=list)  # of its full blocks' contents, see Key
+    # The salt, then the serial number of each full block's content; see BlockPool._key_of.
+    chain: list[int | str | None] = field(default_factory=lambda: [None])
 
     def advance(self, count: int) -> None:
         """Note keys and values that BlockPool.commit does not know of yet: accepted guesses."""
@@ -69,35 +63,31 @@ class BlockPool:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.refs = [0] * num_blocks
         self.available = OrderedDict.fromkeys(range(num_blocks))  # free or cached, next one first
-        self._found: dict[Key, tuple[int, int]] = {}  # key -> block, serial
-        self._keys: dict[int, Key] = {}  # block -> key
+        self._found = {}  # key -> block, serial; see _key_of
+        self._keys = {}  # block -> key
         self._serials = itertools.count()
 
     @property
     def cached(self) -> list[int]:
         return [block for block in self.available if block in self._keys]
 
-    def reuse(self, table: BlockTable, ids: list[int], salt: str | None = None) -> None:
+    def reuse(self, table: BlockTable, ids: list[int]) -> None:
         """Map the longest known prefix of `ids` into an empty table.
 
         At least one token is left to compute: without its logits there would be nothing to sample
-        from (nano-vllm#144).
-
-        Args:
-            salt: only prefixes of requests with the same salt are found. Without it, how fast a
-                reply comes can tell one user what another has asked.
+        from (nano-vllm#144). Only prefixes with the same salt are found. Without it, how fast a
+        reply comes can tell one user what another has asked.
         """
         assert not table.blocks
-        before: int | str | None = salt
         for i in range((len(ids) - 1) // self.block_size):
-            found = self._found.get((before, self._tokens(ids, i)))
+            found = self._found.get(self._key_of(table, ids, i))
             if found is None:
                 break
-            block, before = found
+            block, serial = found
             self.available.pop(block, None)
             self.refs[block] += 1
             table.blocks.append(block)
-            table.serials.append(before)
+            table.chain.append(serial)
         table.length = len(table.blocks) * self.block_size
 
     def cost(self, table: BlockTable, end: int) -> int:
@@ -127,7 +117,7 @@ class BlockPool:
             table.blocks.append(self._take(table))
         return copies
 
-    def commit(self, table: BlockTable, ids: list[int], end: int, salt: str | None = None) -> None:
+    def commit(self, table: BlockTable, ids: list[int], end: int) -> None:
         """Note that positions up to `end` have been computed, and let full blocks be found.
 
         Only now: a block that is announced before its forward has run would be read by another
@@ -136,19 +126,18 @@ class BlockPool:
         """
         assert table.length <= end <= len(table.blocks) * self.block_size
         table.length = end
-        for i in range(len(table.serials), end // self.block_size):
-            before = table.serials[-1] if i else salt
-            key = (before, self._tokens(ids, i))
+        for i in range(len(table.chain) - 1, end // self.block_size):
+            key = self._key_of(table, ids, i)
             if key not in self._found:
                 self._found[key] = table.blocks[i], next(self._serials)
                 self._keys[table.blocks[i]] = key
-            table.serials.append(self._found[key][1])
+            table.chain.append(self._found[key][1])
 
     def fork(self, table: BlockTable) -> BlockTable:
         """Return a second table over the same blocks."""
         for block in table.blocks:
             self.refs[block] += 1
-        return BlockTable([*table.blocks], table.length, [*table.serials])
+        return BlockTable([*table.blocks], table.length, [*table.chain])
 
     def free(self, table: BlockTable) -> None:
         """Empty a table; blocks that nobody else uses become cached or free."""
@@ -159,7 +148,7 @@ class BlockPool:
             if not self.refs[block]:
                 self.available[block] = None
                 self.available.move_to_end(block, last=block in self._keys)
-        table.blocks, table.serials, table.length = [], [], 0
+        table.blocks, table.chain, table.length = [], table.chain[:1], 0
 
     def _take(self, table: BlockTable) -> int:
         """Take the block after the table's highest, if it is free; else the next in order."""
@@ -177,8 +166,15 @@ class BlockPool:
         first = table.length // self.block_size
         return [i for i in range(first, len(table.blocks)) if self.refs[table.blocks[i]] > 1]
 
-    def _tokens(self, ids: list[int], i: int) -> tuple[int, ...]:
-        return tuple(ids[i * self.block_size : (i + 1) * self.block_size])
+    def _key_of(self, table: BlockTable, ids: list[int], i: int) -> tuple:
+        """What block i of a table will hold: its tokens, and what stands before them, as the serial
+        number of the block before; of a first block, the request's salt.
+
+        A serial number is never given twice, so equal keys mean equal texts from the start. This is
+        vLLM's hash chain with Python's dict in place of sha256: a dict compares keys as well as
+        their hashes, so a collision can serve nobody another's text (CVE-2025-25183).
+        """
+        return table.chain[-1], tuple(ids[i * self.block_size : (i + 1) * self.block_size])
 
 
 # --- What the blocks hold -------------------------------------------------------------------------
@@ -252,8 +248,7 @@ class Blocks(LayerCache):
     def compute(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The same, inside the operator, group by group."""
         for pool, new in ((self.k, k), (self.v, v)):
-            stored = encode(new[0], pool.dtype)  # (K, T, stored_dim)
-            pool.flatten(1, 2).index_copy_(1, self.slots, stored)
+            pool.flatten(1, 2).index_copy_(1, self.slots, encode(new[0], pool.dtype))
         sizes = [len(group.table) * group.T for group in self.groups]
         out = []
         for group, asked in zip(self.groups, q[0].split(sizes, dim=1)):  # (N, B * T, H)

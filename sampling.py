@@ -12,17 +12,18 @@ import copy
 import secrets
 import time
 from array import array
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from model import Config
 from settings import SamplingParams, SettingError
-from tokenizer import TextStream, Tokenizer
+from tokenizer import Ids, TextStream, Tokenizer
 
 FILTERS = {"top_k", "top_p", "min_p"}  # which never leave out the likeliest
 PENALTIES = {"repetition_penalty", "presence_penalty", "frequency_penalty"}
+ADJUSTED = PENALTIES | {"logit_bias", "min_tokens"}  # of these adjust_ takes care
 
 
 class Token(NamedTuple):
@@ -53,13 +54,9 @@ class Sequence:
     """
 
     def __init__(
-        self,
-        prompt_ids: list[int],
-        params: SamplingParams,
-        config: Config,
-        tokenizer: Tokenizer | None = None,
-        max_seq_len: int | None = None,
-    ) -> None:
+        self, prompt_ids: Ids, params: SamplingParams, config: Config,
+        tokenizer: Tokenizer | None = None, max_seq_len: int | None = None,
+    ) -> None:  # fmt: skip
         """Start a sequence.
 
         Args:
@@ -86,8 +83,8 @@ class Sequence:
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
         self.tokens = []
         self.times = [time.perf_counter()]
-        self.finish_reason: str | None = None
-        self.matcher: Any = None
+        self.finish_reason = None
+        self.matcher = None
         self.ends = {*params.stop_token_ids, *(() if params.ignore_eos else config.eos_ids)}
         self._stream = TextStream(tokenizer, prompt_ids, params.stop)
         self.shaping = params.shaping
@@ -99,14 +96,14 @@ class Sequence:
         return self._stream.text
 
     @property
-    def output_ids(self) -> list[int]:
+    def output_ids(self) -> Ids:
         return self.ids[self.prompt_len :]
 
     def uniform(self, stream: int = 0) -> float:
         """The random number of its next token; `stream` is an offset into the seed's numbers."""
         return uniform(self.seed, stream + len(self.ids) - self.prompt_len)
 
-    def ahead(self, guesses: list[int]) -> "Sequence":
+    def ahead(self, guesses: Ids) -> "Sequence":
         """A read-only copy: this sequence as the sampler would see it with these ids appended."""
         if not guesses:
             return self
@@ -184,7 +181,7 @@ def finite(logits: Tensor) -> Tensor:
     return logits.amax(-1).isfinite()
 
 
-def scored(logits: Tensor, ids: list[int], rows: list[Sequence]) -> list[Token]:
+def scored(logits: Tensor, ids: Ids, rows: list[Sequence]) -> list[Token]:
     """Return B tokens with their log-probabilities under `logits`, (B, V).
 
     Args:
@@ -234,9 +231,7 @@ def distribution(logits: Tensor, rows: list[Sequence]) -> Tensor:
     logits -= logits.amax(-1, keepdim=True)
     logits /= torch.tensor(temperature, device=logits.device)  # (B, 1)
     probs = logits.softmax(-1)
-    filtered = [
-        b for b, row in enumerate(rows) if row.shaping - PENALTIES - {"logit_bias", "min_tokens"}
-    ]
+    filtered = [b for b, row in enumerate(rows) if row.shaping - ADJUSTED]
     if len(filtered) == len(rows):
         probs = keep_likeliest(probs, params)  # spares two copies
     elif filtered:
@@ -255,8 +250,7 @@ def adjust_(scores: Tensor, row: Sequence) -> None:
     elif len(row.ids) < row.prompt_len + p.min_tokens:
         scores[[i for i in row.ends if i < len(scores)]] = -torch.inf
     if p.logit_bias:
-        ids, bias = (each.to(device) for each in p.bias)
-        scores[ids] += bias
+        scores[[*p.logit_bias]] += torch.tensor([*p.logit_bias.values()], device=device)
     if row.seen:
         # This shares the array's memory, and must be gone before the next token is added. To an id
         # that stands there twice the same score is copied twice.

@@ -37,7 +37,7 @@ from model import Transformer
 from paged import BlockPool, BlockTable, Row, Runner
 from sampling import Sequence, Token, finite, sample, scored
 from settings import CHUNK, Limits, SamplingParams, SettingError, check, free_memory
-from tokenizer import Tokenizer
+from tokenizer import Ids, Tokenizer
 
 # --- Who is served --------------------------------------------------------------------------------
 
@@ -71,7 +71,7 @@ class Request:
 class Guess:
     """Tokens that may follow a sequence, and how they were drawn; see speculative.py."""
 
-    ids: list[int] = field(default_factory=list)
+    ids: Ids = field(default_factory=list)
     q: list[float] = field(default_factory=list)  # the probability that each was drawn with
     probs: list[Tensor] = field(default_factory=list)  # (V,) each; empty: each was certain
 
@@ -89,7 +89,7 @@ class Job(Sequence):
     def __init__(self, request: Request, *args: Any) -> None:
         super().__init__(*args)
         self.request = request
-        self.table = BlockTable()
+        self.table = BlockTable(chain=[request.cache_salt])
         self.guess = Guess()
         self.end = self.cached = 0
 
@@ -177,14 +177,10 @@ class Engine:
     """
 
     def __init__(
-        self,
-        model: Transformer,
-        tokenizer: Tokenizer | None = None,
-        proposer: Proposer | None = None,
-        matcher: Callable[[dict[str, Any]], Any] | None = None,
-        runner: type[Runner] = Runner,
-        **limits: Any,
-    ) -> None:
+        self, model: Transformer, tokenizer: Tokenizer | None = None,
+        proposer: Proposer | None = None, matcher: Callable | None = None,
+        runner: type[Runner] = Runner, **limits: Any,
+    ) -> None:  # fmt: skip
         """Make the block pool.
 
         Args:
@@ -217,8 +213,7 @@ class Engine:
         shape = (limits.num_blocks or self._affordable(limits), limits.block_size, limits.kv_dtype)
         self.pool = BlockPool(*shape[:2])
         # A sequence's last token is sampled and never run, so it needs no slot in the pool.
-        slots = self.pool.num_blocks * self.pool.block_size
-        self.max_seq_len = min(self.max_seq_len, slots + 1)
+        self.max_seq_len = min(self.max_seq_len, self.pool.num_blocks * self.pool.block_size + 1)
         self.runner = runner(model, *shape)
         self.proposer.runners = tuple(Runner(each, *shape) for each in self.proposer.models)
         self.running, self.waiting = [], []
@@ -257,7 +252,7 @@ class Engine:
 
     # --- Requests come and go ---------------------------------------------------------------------
 
-    def prepare(self, prompt: str | list[int], params: SamplingParams, **options: Any) -> Request:
+    def prepare(self, prompt: str | Ids, params: SamplingParams, **options: Any) -> Request:
         """Make a request, which submit() queues. Changes nothing, so any thread may call it.
 
         Args:
@@ -390,7 +385,7 @@ class Engine:
         while self.waiting and len(self.running) < self.max_num_seqs and not preempted:
             job = self.waiting[0]
             if not job.scores_prompt:  # of what is found there are no logits
-                pool.reuse(job.table, job.ids, job.request.cache_salt)
+                pool.reuse(job.table, job.ids)
             found = job.table.length
             end = self._reach(job, budget)
             if end == found or pool.cost(job.table, end) > len(pool.available):
@@ -434,7 +429,7 @@ class Engine:
         left; then the job, and at the end of its prompt also the n - 1 other outputs of its
         request, which go on from the same blocks."""
         end = row.positions.stop - len(job.guess.ids)
-        self.pool.commit(job.table, job.ids, end, job.request.cache_salt)
+        self.pool.commit(job.table, job.ids, end)
         if end < len(job.ids):
             return []
         if job.tokens:

@@ -46,7 +46,7 @@ from sampling import BROKEN, Token
 from scheduler import Engine, Job, Request
 from settings import CHUNK, JSON, EngineArgs, Ranks, SamplingParams, check, setting, supported
 from structured import pieces, structure
-from tokenizer import TextStream, Tokenizer
+from tokenizer import Ids, TextStream, Tokenizer
 
 IDLE_S = 75  # seconds that a head, a body, or a client that does not read on may take
 PAGE = settings.BUNDLED.parents[1] / "page.html"
@@ -124,8 +124,7 @@ class Server:
 
     def step(self) -> None:
         """Run a step, without those whose clients have gone."""
-        waiters = self.waiters.items()
-        lost = [request for request, c in waiters if c.writer.is_closing() or self.over]
+        lost = [each for each, c in self.waiters.items() if c.writer.is_closing() or self.over]
         for request in lost:
             self.engine.abort(request)
         self.wake(lost + self.engine.step())
@@ -215,7 +214,7 @@ class Server:
             param = next((each for each in (ALIASES.get(field), field) if each in given), source)
             raise Problem(400, str(error)[:500], param) from None
 
-    def chat_ids(self, body: JSON) -> list[int]:
+    def chat_ids(self, body: JSON) -> Ids:
         """The ids of a chat, whose contents may come in parts."""
         plain = []
         for i, message in enumerate(check("messages", body.get("messages") or None, list)):
@@ -540,20 +539,17 @@ class Connection:
         requests = await asyncio.to_thread(server.prepare, body, chat, uid)
         waiting, most = len(server.engine.waiting) + server.inbox.qsize(), server.args.max_queue
         demand(waiting + len(requests) <= most, 429, f"{waiting} wait, --max-queue is {most}")
-        begun = THINK + THOUGHT  # no thoughts: all of it is said
-        if chat and body.get("reasoning_format") != "none":
-            begun = opening(server.tokenizer, requests[0].outputs[0])
+        may_think = chat and body.get("reasoning_format") != "none"
+        begun = opening(server.tokenizer, requests[0].outputs[0]) if may_think else THINK + THOUGHT
         server.inbox.put(lambda: server.submit(requests, self))
         # 2) what is new, as it comes
         stream = body.get("stream")
         form = ("delta" if stream else "message") if chat else "text"
         base = dict(id=uid, object=KINDS[form], created=int(time.time()), model=server.name,
-                    system_fingerprint=f"kilolm-{VERSION}")  # fmt: skip
+                    system_fingerprint=VERSION)  # fmt: skip
         jobs = [job for request in requests for job in request.outputs]
-        hidden = 2**31 if body.get("max_tokens") == 0 else 0  # only the prompt is to be scored
-        choices = [
-            Choice(i, job, form, server, begun, hidden, hidden) for i, job in enumerate(jobs)
-        ]
+        skip = 2**31 if body.get("max_tokens") == 0 else 0  # only the prompt is to be scored
+        choices = [Choice(i, job, form, server, begun, skip, skip) for i, job in enumerate(jobs)]
         ended = False
         while not ended:
             await self.event.wait()
@@ -564,7 +560,7 @@ class Connection:
         # 3) all of it; or, of a stream, what is left: the usage, if it was asked for
         firsts = [request.outputs[0] for request in requests]
         old = sum(job.prompt_len for job in firsts)
-        new = sum(len(job.tokens[hidden:]) for job in jobs)
+        new = sum(len(job.tokens[skip:]) for job in jobs)
         whole = base | dict(choices=[], usage=dict(
             prompt_tokens_details=dict(cached_tokens=sum(job.cached for job in firsts)),
             prompt_tokens=old, completion_tokens=new, total_tokens=old + new))  # fmt: skip
@@ -577,12 +573,11 @@ class Connection:
     async def show(self) -> None:
         """Answer with the engine's state; the page asks for it again and again. One look serves all
         who ask within a tenth of a second."""
-        server = self.server
-        if time.monotonic() > server.looked + 0.09:
-            server.looked = time.monotonic()
-            server.inbox.put(server.look)
+        if time.monotonic() > self.server.looked + 0.09:
+            self.server.looked = time.monotonic()
+            self.server.inbox.put(self.server.look)
         await asyncio.sleep(0.1)
-        await self.send(server.snapshot)
+        await self.send(self.server.snapshot)
 
     # --- On the wire ------------------------------------------------------------------------------
 

@@ -14,7 +14,6 @@ import time
 from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -145,11 +144,6 @@ class SamplingParams:
             raise SettingError("logit_bias", f"has {len(self.logit_bias)} entries, of 1024 at most")
         for i, bias in self.logit_bias.items():
             check(f"logit_bias[{i}]", bias, float, -100, 100)
-
-    @cached_property
-    def bias(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """logit_bias as ids and values."""
-        return torch.tensor([*self.logit_bias]), torch.tensor([*self.logit_bias.values()])
 
     @property
     def shaping(self) -> set[str]:

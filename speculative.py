@@ -95,9 +95,8 @@ class Guesser(Proposer):
     def summary(self) -> str:
         """What became of the guesses, in a line."""
         rates = " ".join(f"{a / n:.0%}" for a, n in zip(self.accepted, self.offered) if n)
-        times = self.offered[0]
-        mean = sum(self.accepted) / (times or 1)
-        return f"{times} times guessed, {mean:.2f} accepted on average ({rates})"
+        mean = sum(self.accepted) / (self.offered[0] or 1)
+        return f"{self.offered[0]} times guessed, {mean:.2f} accepted on average ({rates})"
 
 
 class NGram(Guesser):
@@ -108,7 +107,7 @@ class NGram(Guesser):
         texts: of each job its ids, each as a character. Gone with the job.
     """
 
-    texts = WeakKeyDictionary()
+    texts = WeakKeyDictionary()  # noqa: RUF012 (meant for all)
 
     def propose(self, jobs: list[Job]) -> None:
         for job in jobs:
@@ -177,9 +176,8 @@ class DraftModel(Guesser):
             ahead = [job.ahead(job.guess.ids) for job in wanted]
             q = distribution(logits[[*wanted.values()]], ahead)
             ids = draw(q, torch.tensor([row.uniform(GUESS) for row in ahead]))
-            chances = q.gather(1, ids[:, None]).flatten()
             # One read for all, as a GPU waits for each; float32 holds ids up to 2**24.
-            drawn = torch.stack((ids.float(), chances), 1).tolist()
+            drawn = torch.stack((ids.float(), q.gather(1, ids[:, None]).flatten()), 1).tolist()
             live = {}
             for job, (token_id, chance), probs in zip(wanted, drawn, q):
                 if chance > 0:  # else its logits are no numbers, and it guesses no more

@@ -18,7 +18,7 @@ from typing import Any
 
 from model import Config
 from settings import JSON, SettingError, check, supported
-from tokenizer import Tokenizer
+from tokenizer import Ids, Tokenizer
 
 # Between the parts of JSON: indented lines at most, or a weak model writes spaces until its length.
 SPACES = {"whitespace_pattern": "( |\n {0,20})?"}
@@ -77,7 +77,7 @@ def vocabulary(tokenizer: Tokenizer, V: int, eos_ids: tuple[int, ...]) -> Any:
 
     spelt = pieces(tokenizer)
 
-    def spell(text: str) -> list[int]:
+    def spell(text: str) -> Ids:
         """The ids of a text that must come next. Many tokenizers put a space in front of what they
         take for a beginning, so something stands before it. Some drop spaces, or have a special
         token of this name: then it is spelt by the longest pieces."""

@@ -26,6 +26,9 @@ REPLY = "{% if add_generation_prompt %}ASSISTANT:\n{% endif %}"
 PLAIN_TEMPLATE = "{% for turn in messages %}" + TURN + "{% endfor %}" + REPLY
 
 
+Ids = list[int]  # of tokens
+
+
 def refuse(message: str) -> None:
     raise ValueError(message)
 
@@ -85,7 +88,7 @@ class Tokenizer:
         # A base model under the plain template would go on to write the user's turn too.
         self.chat_stop = () if template else ("\n\n",)
 
-    def encode(self, text: str, add_special: bool = True) -> list[int]:
+    def encode(self, text: str, add_special: bool = True) -> Ids:
         """Turn text into ids, with the BOS (and EOS) that the checkpoint asks for.
 
         Args:
@@ -96,7 +99,7 @@ class Tokenizer:
         ids = self._encode(text.encode(errors="replace").decode())
         return self._prefix + ids + self._suffix if add_special else ids
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: Ids) -> str:
         """Turn ids into text, leaving out those that are not text."""
         return self._decode([i for i in ids if self.is_text(i)])
 
@@ -104,7 +107,7 @@ class Tokenizer:
         """Whether an id stands for text: not a special token, nor padding of the vocabulary."""
         return token_id < self.vocab_size and token_id not in self._hidden
 
-    def encode_chat(self, messages: list, goes_on: bool = False, /, **options: object) -> list[int]:
+    def encode_chat(self, messages: list, goes_on: bool = False, /, **options: object) -> Ids:
         """Render a conversation with the checkpoint's chat template, ready for the reply.
 
         Args:
@@ -125,7 +128,7 @@ class Tokenizer:
 
     # --- How the files are read -------------------------------------------------------------------
 
-    def _open_fast(self, path: Path) -> list[int]:
+    def _open_fast(self, path: Path) -> Ids:
         """Return the ids that the file puts around a text by itself."""
         import tokenizers  # here: the package is an extra, kilolm[hf]
 
@@ -141,7 +144,7 @@ class Tokenizer:
         self.special = {token.content: i for i, token in added.items() if token.special}
         return backend.encode("").ids  # by its post-processor
 
-    def _open_slow(self, path: Path) -> list[int]:
+    def _open_slow(self, path: Path) -> Ids:
         """As above: sentencepiece's own encoder adds a BOS, whichever that is."""
         sp = sentencepiece.SentencePieceProcessor(model_file=str(path / "tokenizer.model"))
         self._decode = sp.decode
@@ -172,7 +175,7 @@ class Detokenizer:
     few before them, and what they add is given out once it cannot be half a character.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, prompt_ids: list[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, prompt_ids: Ids) -> None:
         """Start behind a prompt, whose end says whether the next word needs its space. Without a
         tokenizer there is never any text."""
         self._decode = tokenizer.decode if tokenizer else lambda ids: ""
@@ -193,8 +196,7 @@ class Detokenizer:
         """
         if token_id is not None:
             self._new.append(token_id)
-        shown = len(self._decode(self._context))
-        text = self._decode(self._context + self._new)[shown:]
+        text = self._decode(self._context + self._new)[len(self._decode(self._context)) :]
         # Unfinished bytes decode to U+FFFD, and may spoil finished ones beside them: wait. Bytes
         # that really are invalid are shown as marks as soon as anything else follows them.
         if text.endswith("\ufffd") and len(self._new) < 32 and not last:
@@ -216,7 +218,7 @@ class TextStream:
             half a character, is held back, so `text` only ever grows.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, prompt_ids: list[int], stops: tuple) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, prompt_ids: Ids, stops: tuple) -> None:
         self.text = ""
         self._held = ""  # decoded, but perhaps the start of a stop string
         self._stops = stops

@@ -26,7 +26,7 @@ def waits(service: float, rate: float, count: int) -> list[float]:
 def steps(url: str) -> int:
     """How many steps a server's engine has run."""
     with urllib.request.urlopen(f"{url}/metrics") as answer:
-        return int(re.search(r"\nkilolm:engine_steps_total (\d+)", answer.read().decode())[1])
+        return int(re.search(r"\nvllm:engine_steps_total\{.*\} (\d+)", answer.read().decode())[1])
 
 
 def chapter(lesson: Lesson) -> dict[str, int]:

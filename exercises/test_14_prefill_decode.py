@@ -1,5 +1,6 @@
 """Exercise 14: one process runs prompts, another goes on. See 14-prefill-decode.md."""
 
+import itertools
 import json
 import math
 import multiprocessing
@@ -36,7 +37,7 @@ def make(kv_dtype: str, **changes: int) -> Engine:
     """An engine whose blocks have all held something else before."""
     sizes = {"num_blocks": 60, "block_size": SIZE, "max_num_seqs": 6, "max_num_batched_tokens": 32}
     engine = Engine(bundled(), kv_dtype=kv_dtype, **sizes | changes)
-    for tensor in sum(engine.runner.pools, ()):
+    for tensor in itertools.chain(*engine.runner.pools):
         tensor[:, :-1] = 9
     return engine
 

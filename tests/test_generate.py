@@ -379,7 +379,7 @@ OUT_OF_RANGE = [
     ("--temperature", "nan"), ("--temperature", "inf"), ("--temperature", "-0.1"),
     ("--top-k", "-2"), ("--top-p", "0"), ("--top-p", "1.1"), ("--min-p", "nan"),
     ("--repetition-penalty", "0"), ("--presence-penalty", "3"), ("--frequency-penalty", "-3"),
-    ("--max-tokens", "0"), ("--seed", str(2**63)), ("--n", "0"),
+    ("--max-tokens", "0"), ("--min-tokens", "-1"), ("--seed", str(2**63)), ("--n", "0"),
     ("--n", "-1"), ("--n", "129"), ("--max-seq-len", "0"), ("--max-seq-len", "-5"), ("--stop", ""),
     ("--stop-token-ids", "-1"), ("--speculate", "65"), ("--speculate", "-1"),
     ("--max-num-seqs", "0"), ("--max-num-batched-tokens", "0"), ("--kv-memory", "0"),
@@ -412,7 +412,7 @@ def test_wrong_values(cli, tmp_path, monkeypatch):
         fails(cli(*words, stdin=None), "stdin is closed")
     fails(cli("--quantize", "int4", "--group-size", 24), "group_size 24 .* try")
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "zeros", out_of_memory)
+        patch.setattr(torch.Tensor, "new_zeros", out_of_memory)
         for path in PATHS.values():
             fails(cli("--prompt", "a", "--max-seq-len", 500, *path), "no memory for a cache")
     prompt = "what " * TRAINED  # is not cut without a word

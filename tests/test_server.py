@@ -552,7 +552,7 @@ def test_more_of_openais_http(local, monkeypatch):
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert local.get("/version").json == {"version": version}
     reply = local.post(CHAT, {"messages": HI, "max_tokens": 1})
-    assert reply.json["system_fingerprint"] == f"kilolm-{version}"
+    assert reply.json["system_fingerprint"] == version
     message = local.post("/chat/completions", {"messages": HI}).fails(404)
     assert "/v1/chat/completions" in message  # a base URL without /v1
     message = local.post(COMPLETIONS, {"logit_bias": {"20": 1, "7": 101}}).fails(400, "logit_bias")

@@ -31,7 +31,7 @@ def audit_pool(pool: BlockPool, tables: Iterable[BlockTable]) -> None:
     """Assert the pool's invariant, given every table in use: each block is free, used or cached."""
     size, blocks, counts = pool.block_size, range(pool.num_blocks), Counter()
     for table in tables:
-        assert len(table.serials) * size <= table.length <= len(table.blocks) * size
+        assert (len(table.chain) - 1) * size <= table.length <= len(table.blocks) * size
         counts.update(table.blocks)
     assert pool.refs == [counts[b] for b in blocks], "reference counts differ from the tables"
     each = [*counts, *pool.available]
