@@ -327,7 +327,7 @@ def spelt_out(name: str, stored: Stored) -> Files:
     return {each: cut.changed(partial(torch.select, dim=0, index=i)) for i, each in enumerate(ours)}
 
 
-# In the words of files and of torch. Any float is cast; what else is stored must be as it is.
+# Files' and torch's names. Any float is cast; anything else must be stored exactly as wanted.
 KINDS = {"F32": "float", "F16": "float", "BF16": "float", torch.uint8: "U8"}
 
 

@@ -117,7 +117,7 @@ class PackedLinear(nn.Module):
 
     A packed tensor has no strides, so torch.compile cannot take it as an input. The compiled code
     calls an operator with a number, under which the operator finds this module and its `compute`;
-    see paged.number_of.
+    see paged.opaque.
     """
 
     def __init__(self, linear: nn.Module) -> None:

@@ -6,8 +6,7 @@ tokens at a time, nothing is reserved for tokens that may never come, and sequen
 map the same blocks. The first half is integers only: who owns which block. The second is tensors:
 what a block holds, and a forward over rows of many sequences. Knows no requests and no text.
 Papers: Kwon et al. 2023 (PagedAttention, arXiv:2309.06180), Zheng et al. 2023 (prefix sharing,
-arXiv:2312.07104). Read: BlockTable, BlockPool; then Runner.plan, Blocks. Next:
-scheduler.py.
+arXiv:2312.07104). Read: BlockTable, BlockPool; then Runner.plan, Blocks. Next: scheduler.py.
 
     ids      t h e   k i n g   i s      t h e   k i n g   h a t h        block_size = 4
     tables   [   2,   5,   1   ]        [   2,   5,   7,   3    ]
@@ -75,8 +74,8 @@ class BlockPool:
         """Map the longest known prefix of `ids` into an empty table.
 
         At least one token is left to compute: without its logits there would be nothing to sample
-        from (nano-vllm#144). Only prefixes with the same salt are found. Without it, how fast a
-        reply comes can tell one user what another has asked.
+        from (nano-vllm#144). Only prefixes with the same salt are found. Without a salt, how
+        fast a reply comes can tell one user what another has asked.
         """
         assert not table.blocks
         for i in range((len(ids) - 1) // self.block_size):
@@ -167,8 +166,8 @@ class BlockPool:
         return [i for i in range(first, len(table.blocks)) if self.refs[table.blocks[i]] > 1]
 
     def _key_of(self, table: BlockTable, ids: list[int], i: int) -> tuple:
-        """What block i of a table will hold: its tokens, and what stands before them, as the serial
-        number of the block before; of a first block, the request's salt.
+        """What a table's next full block, its i-th, holds: its tokens, and what stands before them,
+        as the serial number of the block before; of a first block, the request's salt.
 
         A serial number is never given twice, so equal keys mean equal texts from the start. This is
         vLLM's hash chain with Python's dict in place of sha256: a dict compares keys as well as
@@ -222,7 +221,7 @@ class Blocks(LayerCache):
 
     How many groups there are, and how large, differs from step to step. Compiled code must not see
     that, or it would be compiled again. So it calls an operator with a number, under which the
-    operator finds this layer; see number_of. The operator also writes to the pool. Its schema does
+    operator finds this layer; see opaque. The operator also writes to the pool. Its schema does
     not say so, and need not: compiled code has no other way to the pool.
     """
 
@@ -412,9 +411,8 @@ numbered = WeakValueDictionary()  # number -> object; weak, so that it can be fr
 
 
 def number_of(thing: object) -> Tensor:
-    """A number for compiled code to hand to the operator `opaque`, which finds the object in
-    `numbered`, and calls its `compute`. It is a tensor, so that all layers compile to the same
-    graph."""
+    """A number for compiled code to hand to the operator `opaque`, which finds the object by it. It
+    is a tensor, so that all layers compile to the same graph."""
     numbered[id(thing)] = thing
     return torch.tensor(id(thing))
 
@@ -423,9 +421,12 @@ def number_of(thing: object) -> Tensor:
 # step makes five calls a layer.
 @torch.library.impl(library, "opaque", "CompositeExplicitAutograd")
 def opaque(x: Tensor, more: list[Tensor], key: Tensor, width: int) -> Tensor:
+    """What the `compute` of the object with this number makes of x and more: a tensor of x's shape,
+    but for the last size, which is `width`."""
     return numbered[int(key)].compute(x, *more)
 
 
 @torch.library.register_fake("kilolm::opaque", lib=library)
 def _empty(x: Tensor, more: list[Tensor], key: Tensor, width: int) -> Tensor:
-    return x.new_empty((*x.shape[:-1], width), dtype=torch.result_type(x, 1.0))  # bytes: float32
+    # As the compiler is told it. The product of bytes is float32.
+    return x.new_empty((*x.shape[:-1], width), dtype=torch.result_type(x, 1.0))

@@ -23,7 +23,7 @@ from tokenizer import Ids, TextStream, Tokenizer
 
 FILTERS = {"top_k", "top_p", "min_p"}  # which never leave out the likeliest
 PENALTIES = {"repetition_penalty", "presence_penalty", "frequency_penalty"}
-ADJUSTED = PENALTIES | {"logit_bias", "min_tokens"}  # of these adjust_ takes care
+ADJUSTED = PENALTIES | {"logit_bias", "min_tokens"}  # which adjust_ applies
 
 
 class Token(NamedTuple):
@@ -222,7 +222,7 @@ def distribution(logits: Tensor, rows: list[Sequence]) -> Tensor:
         adjust_(scores, row)
     params = [row.params for row in rows]
     greedy = [b for b, p in enumerate(params) if p.temperature == 0]
-    likeliest = logits[greedy].argmax(-1)  # of equals the first
+    likeliest = logits[greedy].argmax(-1)  # the first, where several tie
     logits[greedy] = -torch.inf
     logits[greedy, likeliest] = 0
     temperature = [[max(p.temperature, 1e-9)] for p in params]

@@ -239,7 +239,7 @@ class Engine:
         """Bytes of the largest step's tensors: of its tokens within a layer, and of its logits, of
         which the sampler has some in float32."""
         c = self.config
-        # Twice for x and attention's tensors: where heads are wide, the factor 4 makes up for it.
+        # hidden_size twice: for x, and for attention's tensors; the factor 4 covers wider heads.
         widths = 2 * c.hidden_size + c.intermediate_size * c.num_experts_per_tok
         token = 4 * widths * self.model.dtype.itemsize
         row = 6 * 4 * c.vocab_size

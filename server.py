@@ -34,7 +34,6 @@ from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from itertools import accumulate, pairwise
 from typing import Any
 from urllib.parse import unquote
@@ -267,10 +266,10 @@ def checked(given: JSON, chat: bool) -> JSON:
     for field, value in (options | body).items():
         supported(field, value, fine.get(field, value))
     supported("reasoning_format", body["reasoning_format"], "auto", "deepseek", "none")
-    if "max_completion_tokens" in body:
-        body["max_tokens"] = body["max_completion_tokens"]
     if echo and body.get("max_tokens") == 0:
         body["max_tokens"] = 1  # which is not shown
+    if "max_completion_tokens" in body:
+        body["max_tokens"] = body["max_completion_tokens"]
     if chat:
         scored = check("logprobs", body.get("logprobs", False), bool)
         body["logprobs"] = body.get("top_logprobs", 0 if scored else None)
@@ -286,7 +285,7 @@ def checked(given: JSON, chat: bool) -> JSON:
 
 # --- Answers out ----------------------------------------------------------------------------------
 
-VERSION = version("kilolm")
+VERSION = "0.1.0"  # pyproject.toml reads it here
 THINK, THOUGHT = "<think>", "</think>"
 KINDS = {"text": "text_completion", "message": "chat.completion", "delta": "chat.completion.chunk"}
 
@@ -297,7 +296,8 @@ class Choice:
 
     Attributes:
         form: "text"; or of a chat "message", or "delta" where it is streamed.
-        begun: how the reply begins as far as thoughts go: "<think>", where the prompt ends so.
+        begun: the marks before the reply, for parted(): "<think>" where the prompt has begun a
+            thought, "<think></think>" where nothing counts as one, or "".
         chars, tokens, thought: how much of the output has been shown: of what is said, in
             characters and in tokens, and of what is thought.
         offset: characters shown in all.
@@ -341,15 +341,15 @@ class Choice:
             tokens = [token._replace(text=each) for token, each in zip(prompt, added)] + tokens
             text = self.server.tokenizer.decode(job.ids[: job.prompt_len]) + text
         logprobs = self.logprobs(tokens) if is_scored else None
-        opening = dict(role="assistant", refusal=None) if is_first else {}
-        opening |= {"reasoning_content": thought} if thought else {}
-        said = text if self.form == "text" else opening | {"content": text}
+        delta = dict(role="assistant", refusal=None) if is_first else {}
+        delta |= {"reasoning_content": thought} if thought else {}
+        said = text if self.form == "text" else delta | {"content": text}
         return {"index": self.index, self.form: said, "logprobs": logprobs, "finish_reason": reason}
 
     def logprobs(self, tokens: list[Token]) -> JSON:
         """Log-probabilities as a completion has them, or a chat. The tokens' texts join to the text
-        of the choice, but for a stop string; what else was likely is shown as it stands in the
-        vocabulary."""
+        of the choice, with its thoughts and their marks, but without a stop string; what else was
+        likely is shown as it stands in the vocabulary."""
 
         def entry(token: Token, i: int, value: float) -> JSON:
             word = b"".join(pieces(self.server.tokenizer)[i : i + 1])  # some models' V is padded
@@ -370,15 +370,15 @@ class Choice:
 
 
 def opening(tokenizer: Tokenizer, job: Job) -> str:
-    """How a chat's reply begins, as far as thoughts go. Some templates begin the thought."""
+    """The marks to put before a chat's reply, for parted(). Some templates begin the thought."""
     if job.params.structured_outputs or len(tokenizer.encode(THINK, add_special=False)) > 1:
         return THINK + THOUGHT  # none: all of it is said
     return THINK if tokenizer.decode(job.ids[-16:]).rstrip().endswith(THINK) else ""
 
 
 def parted(text: str) -> tuple[str, str]:
-    """What of a reply is thought, and what is said. In models that think each mark is one token, so
-    it is there as a whole or not at all.
+    """What of a reply is thought, and what is said. In models that think each mark is one token: it
+    is there as a whole or not at all, unless a stop string begins with its end.
 
     Example: "<think>Hm, </think>Yes" -> "Hm, ", "Yes"; and "Yes" -> "", "Yes"
     """
@@ -386,7 +386,7 @@ def parted(text: str) -> tuple[str, str]:
     if not mark or before.strip():
         return "", text
     thought, _, said = rest.partition(THOUGHT)
-    return thought, said
+    return thought, before + said  # what a stream has shown already must stay in front
 
 
 # --- What it says of itself -----------------------------------------------------------------------
@@ -404,7 +404,7 @@ def counters(engine: Engine) -> dict[str, float]:
 
 
 def count(served: dict[str, Counter], request: Request) -> None:
-    """Count a request that has ended: served[metric][what follows its name in a sample]."""
+    """Count a request that has ended: served[metric][suffix and label, such as ',le="5"']."""
     served["prompt_tokens_total"][""] += request.outputs[0].prompt_len
     for job in request.outputs:
         served["request_success_total"][f',finished_reason="{job.finish_reason}"'] += 1
@@ -548,7 +548,8 @@ class Connection:
         base = dict(id=uid, object=KINDS[form], created=int(time.time()), model=server.name,
                     system_fingerprint=VERSION)  # fmt: skip
         jobs = [job for request in requests for job in request.outputs]
-        skip = 2**31 if body.get("max_tokens") == 0 else 0  # only the prompt is to be scored
+        # Of max_tokens 0 nothing is shown but the prompt.
+        skip = 2**31 if (body.get("max_completion_tokens") or body.get("max_tokens")) == 0 else 0
         choices = [Choice(i, job, form, server, begun, skip, skip) for i, job in enumerate(jobs)]
         ended = False
         while not ended:
@@ -592,8 +593,8 @@ class Connection:
             raise Problem(400, f"the body must be a JSON object: {str(error)[:200]}") from None
 
     async def read_body(self) -> bytes:
-        """Read what Content-Length says; or chunk after chunk: each is its size, a line's end, as
-        many bytes, and a line's end; the last is empty."""
+        """Read as many bytes as Content-Length says; or chunks: each is its size in hex, CRLF, that
+        many bytes, CRLF. The last has size 0."""
         names = "Content-Length", "Transfer-Encoding"
         form = ",".join(value for name in names for value in self.headers.get_all(name, []))
         known = re.fullmatch("([0-9]{1,18})|(?i:chunked)", form)
@@ -601,7 +602,7 @@ class Connection:
         self.writer.write(CONTINUE if "Expect" in self.headers else b"")
         if known[1]:
             return await self.read_exactly(int(form))
-        data, size = b"", 1
+        data, size = bytearray(), 1  # to bytes each += would copy all of it
         while size:
             line = await self.reader.readuntil(b"\r\n")
             demand(re.fullmatch(b"[0-9A-Fa-f]{1,8}\r\n", line), 400, "a chunk without its size")
@@ -618,7 +619,7 @@ class Connection:
 
     async def forget(self) -> None:
         """Read what follows the request, and forget it. A client that says no more may have left,
-        or wait for its answer: what is sent to one that has left fails, from the second time."""
+        or may wait. So it is sent 100 Continue, which a waiting one skips, until that fails."""
         with suppress(OSError):
             while await self.reader.read(2**16):
                 pass
@@ -640,8 +641,9 @@ class Connection:
             head += CORS.format(self.server.args.cors) if self.server.args.cors else ""
             self.writer.write(f"{head}\r\n".encode("latin-1"))
             with suppress(OSError):  # where nobody reads the log, no answer is lost with it
-                if self.line != "GET /engine":  # or the page would fill it
-                    print(f"{self.line!r:.200} {status}", file=sys.stderr)
+                if self.line != "GET /engine" or status != 200:  # or the page would fill it
+                    seen = "gone" if self.writer.is_closing() else status
+                    print(f"{self.line!r:.200} {seen}", file=sys.stderr)
         if not self.line.startswith("HEAD "):
             self.writer.write(data)
         async with asyncio.timeout(IDLE_S):  # who does not read on does not keep a seat

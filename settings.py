@@ -121,7 +121,7 @@ class SamplingParams:
     seed: int | None = setting(None, "same seed, same tokens", -(2**63), 2**63 - 1)
     n: int = setting(1, "continuations of each prompt; their seeds count up", 1, 128)
     max_tokens: int = setting(256, "new tokens at most", 1)
-    min_tokens: int = setting(0, "before these no EOS or stop token; a structure may end", 0)
+    min_tokens: int = setting(0, "no EOS or stop token before so many; a structure may end", 0)
     logprobs: int | None = field(default=None, metadata=dict(range=(0, 20)))  # of the top N, too
     logit_bias: dict[int, float] = field(default_factory=dict)  # token id -> added to its logit
     prompt_logprobs: bool = False  # where logprobs is given, of the prompt too; Engine only

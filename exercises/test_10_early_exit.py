@@ -37,7 +37,7 @@ def speak(
 
 def test_the_draft_has_no_weights_of_its_own() -> None:
     model = tiny_model(num_hidden_layers=4, windows=(None, 5, None, 3), qk_norm=True)
-    draft = self_draft(Runner(model, 4, 8), 2).runner.model
+    draft = self_draft(Runner(model, 4, 8), 2).runners[0].model
     assert len(draft.layers) == draft.config.num_hidden_layers == 2
     assert draft.config.windows == (None, 5)
     assert len(model.layers) == 4, "the model itself stays whole"
@@ -120,7 +120,7 @@ def test_some_layers_must_be_left(layers: int) -> None:
 
 
 def test_no_gradients_and_in_eval_mode() -> None:
-    draft = self_draft(Runner(tiny_model(), 4, 8), 1).runner.model
+    draft = self_draft(Runner(tiny_model(), 4, 8), 1).runners[0].model
     assert not draft.training
     logits = draft(torch.tensor([IDS]), torch.arange(len(IDS))[None])
     assert not logits.requires_grad

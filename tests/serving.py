@@ -289,6 +289,7 @@ EXTRA = (
     "repetition_penalty",
     "stop_token_ids",
     "min_tokens",
+    "max_completion_tokens",
 )  # vLLM's
 
 

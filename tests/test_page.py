@@ -378,7 +378,6 @@ def test_the_server_goes_and_comes(page, local, monkeypatch):
     async def away(*_: object) -> None:
         raise Problem(503, "away")
 
-    monkeypatch.setattr(server_module.Connection, "gone", True)  # ends the stream of snapshots
     monkeypatch.setattr(server_module.Connection, "route", away)
     until(lambda: "away" in page.text("#state"))
     monkeypatch.undo()

@@ -5,6 +5,7 @@ The slow twin is generate(), alone.
 
 import asyncio
 import contextlib
+import importlib.metadata
 import itertools
 import json
 import math
@@ -150,6 +151,10 @@ def test_echo(ask):
     assert [choice.text for choice in reply.choices] == ["a", "b"]
     assert {choice.reason for choice in reply.choices} == {"length"}
     assert reply.usage["completion_tokens"] == 0
+    more = {"max_tokens": 0, "max_completion_tokens": 5, "ignore_eos": True}  # the latter counts
+    reply = ask(prompt="a", echo=True, **more)
+    assert reply.usage["completion_tokens"] == 5 and len(reply.choices[0].text) > 1
+    reply = ask(prompt=["a", "b"], echo=True, max_tokens=0, logprobs=0)
     for choice, prompt in zip(reply.choices, "ab"):
         assert len(choice.logprobs["tokens"]) == len(TOKENIZER.encode(prompt))
 
@@ -481,6 +486,7 @@ THOUGHTS = [  # before the reply, the reply, what of it was thought, what is sai
     ("<think>\n", "Hm ...", "Hm ...", ""),
     ("<think>\n\n</think>\n\n", "Yes.", "", "Yes."),
     ("", "  Yes <think>no</think>", "", "  Yes <think>no</think>"),
+    ("", "\n<think>Hm</think>Yes", "Hm", "\nYes"),
 ]  # fmt: skip
 
 
@@ -549,7 +555,10 @@ def test_more_of_openais_http(local, monkeypatch):
     monkeypatch.setattr(server_module, "load_models", None)  # or it would begin to serve
     with pytest.raises(ValueError, match=r"--cors example.com: must be like http://"):
         server_module.command(parse_args(["--cors", "example.com"]), Ranks(torch.device("cpu")))
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "server.VERSION"}
+    version = server_module.VERSION
+    assert importlib.metadata.version("kilolm") == version
     assert local.get("/version").json == {"version": version}
     reply = local.post(CHAT, {"messages": HI, "max_tokens": 1})
     assert reply.json["system_fingerprint"] == version
@@ -1189,8 +1198,10 @@ def test_log(local, capfd):
     local.works()
     local.post(COMPLETIONS + "?key=x", {"n": 0})
     local.raw(b"\r\n\r\n")
+    local.get("/engine")  # which a page asks for ten times a second
+    local.get("/engine", Host="a.test")
     expected = [f"'POST {COMPLETIONS}' 200", f"'POST {COMPLETIONS}' 400", "'' 400"]
-    assert capfd.readouterr().err.splitlines() == expected
+    assert capfd.readouterr().err.splitlines() == [*expected, "'GET /engine' 403"]
 
 
 def test_a_log_that_nobody_reads(local, monkeypatch):
