@@ -161,7 +161,7 @@ class Server:
         """Answer until a signal comes; then let the answers that have begun end."""
         self.loop = asyncio.get_running_loop()
         listener = await asyncio.start_server(lambda *ends: Connection(self, *ends).serve(),
-            self.args.host, self.args.port, backlog=1024)  # fmt: skip
+            self.args.host, self.args.port, backlog=128)  # fmt: skip
         host, self.port = listener.sockets[0].getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
         print(f"serving {self.name} on http://{host}:{self.port}", file=sys.stderr)
@@ -596,7 +596,7 @@ class Connection:
         """Read as many bytes as Content-Length says; or chunks: each is its size in hex, CRLF, that
         many bytes, CRLF. The last has size 0."""
         names = "Content-Length", "Transfer-Encoding"
-        form = ",".join(value for name in names for value in self.headers.get_all(name, []))
+        form = ",".join(value.strip() for name in names for value in self.headers.get_all(name, []))
         known = re.fullmatch("([0-9]{1,18})|(?i:chunked)", form)
         demand(known, 411, "send the body with one Content-Length, or in chunks")
         self.writer.write(CONTINUE if "Expect" in self.headers else b"")

@@ -881,7 +881,7 @@ def test_bodies_in_chunks(local):
     data = json.dumps(SHORT).encode()
     pieces = [data[:1], data[1:20], data[20:]]
     body = b"".join(b"%X\r\n%s\r\n" % (len(each), each) for each in (*pieces, b""))
-    for head in (CHUNKED, CHUNKED.lower()):
+    for head in (CHUNKED, CHUNKED.lower(), CHUNKED.replace("\r", " \r")):
         (answer,) = local.raw(request_bytes(body, head))
         assert answer.json["choices"][0]["text"] == alone(**SHORT)[0].text
     with contextlib.closing(local.open()) as connection:
