@@ -30,11 +30,11 @@ class Followed(Blocks):
         Example: block_size 4, table [7, 2]: slot 9 is in block 2, whose place is 1, so it holds
             position 1 * 4 + 1 = 5
         """
-        if self.k.dtype != q.dtype:  # int8 keys must be decoded first
+        if self.kv.dtype != q.dtype:  # int8 keys must be decoded first
             return super().read(q, group)
-        K, num_blocks, size, _ = self.k.shape
+        heads, num_blocks, size, _ = self.kv.shape
         B, W = group.table.shape
-        queries = q.reshape(B, K, -1, q.shape[3])  # as in model.attention
+        queries = q.reshape(B, heads // 2, -1, q.shape[3])  # as in model.attention
         places = torch.arange(W, device=q.device).expand(B, W)
         # What is no block of a row's has the place after the last, where nothing is seen.
         place = torch.full((B, num_blocks), W, device=q.device).scatter_(1, group.table, places)
@@ -49,7 +49,7 @@ class Followed(Blocks):
         blocks = pad(group.table, (0, num_blocks - W))[:, None, None].expand(-1, 1, parts, -1).int()
         shape = dict(BLOCK_SIZE=(QUERIES, size), seq_lengths=(queries.shape[2], num_blocks * size))
         plan = BlockMask.from_kv_blocks(counts, blocks, mask_mod=visible, **shape)
-        k, v = (pool.flatten(1, 2)[None] for pool in (self.k, self.v))
+        k, v = self.kv.flatten(1, 2)[None].chunk(2, 1)
         attend = compiled if q.is_cuda else flex_attention  # for tests: it looks at all blocks
         return attend(queries, k, v, block_mask=plan).reshape(q.shape)
 

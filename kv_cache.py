@@ -21,26 +21,23 @@ BUCKET = 64  # positions
 class Slab(LayerCache):
     """One layer's keys and values, as one forward sees them: slot s holds position s."""
 
-    def __init__(self, k: Tensor, v: Tensor, places: Tensor, mask: Tensor) -> None:
+    def __init__(self, kv: Tensor, places: Tensor, mask: Tensor) -> None:
         """Hold on to a layer's slabs and the plan of a forward.
 
         Args:
-            k, v: (B, K, capacity, stored_dim), encoded.
+            kv: (B, 2 * K, capacity, stored_dim), encoded: the heads' keys, then their values.
             places: (T,), the slots of each sequence's new tokens.
             mask: (B or 1, 1, N / K * T, S), what they see.
         """
-        self.k, self.v = k, v
-        self.places, self.mask = places, mask
+        self.kv, self.places, self.mask = kv, places, mask
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k and v, then attend to all that is visible. See model.LayerCache.attend."""
-        return attention(q, self.store(self.k, k), self.store(self.v, v), self.mask)
-
-    def store(self, slab: Tensor, new: Tensor) -> Tensor:
-        """Store new keys, or values, and return all that the mask is about: (B, K, S, H)."""
+        new = encode(torch.cat((k, v), 1), self.kv.dtype)
         # Not scatter_: of that the compiler makes a copy of the whole slab.
-        slab.index_copy_(2, self.places, encode(new, slab.dtype))
-        return decode(slab[:, :, : self.mask.shape[3]], new.dtype)
+        self.kv.index_copy_(2, self.places, new)
+        seen = decode(self.kv[:, :, : self.mask.shape[3]], q.dtype)
+        return attention(q, *seen.chunk(2, 1), self.mask)
 
 
 class StaticCache:
@@ -73,11 +70,10 @@ class StaticCache:
         self.batch_size, self.max_seq_len = batch_size, max_seq_len
         self.places = torch.arange(slots, device=model.device)
         K = model.config.num_key_value_heads
-        self.slabs = empty_layers(model, kv_dtype, batch_size, K, slots)
+        self.slabs = empty_layers(model, kv_dtype, batch_size, 2 * K, slots)
         if model.device.type == "cuda":
-            for pair in self.slabs:
-                for slab in pair:
-                    torch._dynamo.mark_static_address(slab)  # CUDA graphs write in place
+            for slab in self.slabs:
+                torch._dynamo.mark_static_address(slab)  # CUDA graphs write in place
 
     def plan(self, start: int, end: int) -> tuple[Tensor, list[Slab]]:
         """Plan a forward over positions start .. end - 1 of each sequence.
@@ -98,16 +94,16 @@ class StaticCache:
         seen = -(-end // BUCKET) * BUCKET  # rounded up
         masks = visible(self.config, new[None], self.places[None, :seen])
         layers = zip(self.slabs, self.config.windows, strict=True)
-        slabs = [Slab(k, v, new, masks[window]) for (k, v), window in layers]
+        slabs = [Slab(kv, new, masks[window]) for kv, window in layers]
         return new.expand(self.batch_size, -1), slabs
 
 
 # --- One key or value -----------------------------------------------------------------------------
 
 
-def empty_layers(model: Transformer, kv_dtype: str, *shape: int) -> list[list[Tensor]]:
-    """Memory for the keys and the values of each layer: (*shape, stored_dim), where stored_dim is
-    H, and for int8 four more, for the scale.
+def empty_layers(model: Transformer, kv_dtype: str, *shape: int) -> list[Tensor]:
+    """Memory for the keys and values of each layer: (*shape, stored_dim), where stored_dim is H,
+    and for int8 four more, for the scale.
 
     Raises:
         ValueError: there is not enough memory.
@@ -115,10 +111,9 @@ def empty_layers(model: Transformer, kv_dtype: str, *shape: int) -> list[list[Te
     dtype = {"auto": model.dtype, "int8": torch.int8}[kv_dtype]
     shape = (*shape, model.config.head_dim + 4 * (kv_dtype == "int8"))
     try:
-        # A memory each: of tensors that share one, torch.compile cannot tell what a write changes.
-        return [[model.inv_freq.new_zeros(shape, dtype=dtype) for _ in "kv"] for _ in model.layers]
+        return [model.inv_freq.new_zeros(shape, dtype=dtype) for _ in model.layers]
     except RuntimeError as error:
-        size = f"{len(model.layers)} x 2 x {shape}"
+        size = f"{len(model.layers)} x {shape}"
         way_out = "lower --max-seq-len or --kv-memory"
         raise ValueError(f"no memory for a cache of {size}, {way_out}") from error
 

@@ -203,8 +203,8 @@ class Group(NamedTuple):
         T: new tokens of each row.
         table: (B, W) int64, the blocks of each row, the lowest number first. The last may be the
             block that is never written.
-        places: (B, K, W) int64, the same blocks in a pool of (K * blocks, ...), where all blocks of
-            a kv head stand behind those of the one before.
+        places: (B, 2 * K, W) int64, the same blocks in a pool of (2 * K * blocks, ...), where all
+            blocks of a kv head's keys, or values, stand behind those of the one before.
         run: the blocks of all rows, where they follow each other in the pool; else None.
         masks: for each window (B, 1, N / K * T, W * block size) bool; see model.visible.
     """
@@ -225,19 +225,17 @@ class Blocks(LayerCache):
     not say so, and need not: compiled code has no other way to the pool.
     """
 
-    def __init__(
-        self, k: Tensor, v: Tensor, slots: Tensor, groups: list[Group], window: int | None
-    ) -> None:
+    def __init__(self, kv: Tensor, slots: Tensor, groups: list[Group], window: int | None) -> None:
         """Hold on to a layer's pool and the plan of a forward.
 
         Args:
-            k, v: (K, blocks, block size, stored_dim), encoded; written to.
+            kv: (2 * K, blocks, block size, stored_dim), encoded: the heads' keys, then their
+                values; written to.
             slots: (T,) int64, where each new token goes: block * block size + offset.
             groups: in the order of the tokens.
             window: this layer's, whose masks count.
         """
-        self.k, self.v = k, v
-        self.slots, self.groups, self.window = slots, groups, window
+        self.kv, self.slots, self.groups, self.window = kv, slots, groups, window
         self.key = number_of(self)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -246,8 +244,8 @@ class Blocks(LayerCache):
 
     def compute(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The same, inside the operator, group by group."""
-        for pool, new in ((self.k, k), (self.v, v)):
-            pool.flatten(1, 2).index_copy_(1, self.slots, encode(new[0], pool.dtype))
+        new = encode(torch.cat((k, v), 1)[0], self.kv.dtype)
+        self.kv.flatten(1, 2).index_copy_(1, self.slots, new)
         sizes = [len(group.table) * group.T for group in self.groups]
         out = []
         for group, asked in zip(self.groups, q[0].split(sizes, dim=1)):  # (N, B * T, H)
@@ -267,8 +265,8 @@ class Blocks(LayerCache):
         Returns:
             (B, N, T, H).
         """
-        keys = side_by_side(self.k, group, q.dtype)
-        return attention(q, keys, side_by_side(self.v, group, q.dtype), group.masks[self.window])
+        kv = side_by_side(self.kv, group, q.dtype)
+        return attention(q, *kv.chunk(2, 1), group.masks[self.window])
 
 
 class Runner:
@@ -289,7 +287,7 @@ class Runner:
         self.num_blocks, self.block_size = num_blocks, block_size
         # One more, never written: tables are filled up with it. The heads stand outside: attention
         # takes them one by one, and reads up to twice as fast where a head's keys are one piece.
-        self.pools = empty_layers(model, kv_dtype, K, num_blocks + 1, block_size)
+        self.pools = empty_layers(model, kv_dtype, 2 * K, num_blocks + 1, block_size)
         # Blocks that are attended together. On a CPU 2 MB of keys: the memory of larger copies
         # comes fresh from the system in each layer, page after page, which takes a third longer.
         # For a GPU more, so that calls are few; not measured by us.
@@ -306,14 +304,14 @@ class Runner:
         size = self.block_size
         new = [row.blocks[p // size] for row in rows for p in row.positions if p % size == 0]
         blocks = torch.tensor(new, dtype=torch.int64, device=self.model.device)
-        for pool in itertools.chain(*self.pools) if new else ():
+        for pool in self.pools if new else ():
             pool.index_fill_(1, blocks, 0)
         return self.model(*self.plan(rows))
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy the content of blocks, in every layer. Each pair is (from, to)."""
         old, new = torch.tensor(pairs, device=self.model.device).unbind(1)
-        for pool in itertools.chain(*self.pools):
+        for pool in self.pools:
             pool[:, new] = pool[:, old]
 
     def plan(self, rows: list[Row], width: int = 2) -> tuple[Tensor, Tensor, list[Blocks], Tensor]:
@@ -342,7 +340,7 @@ class Runner:
         select = [end - n for row, end in zip(rows, ends) for n in range(row.wanted, 0, -1)]
         # 2) what attention reads
         slots = [row.blocks[p // size] * size + p % size for row in rows for p in row.positions]
-        heads = torch.arange(config.num_key_value_heads)[:, None] * (self.num_blocks + 1)  # (K, 1)
+        heads = torch.arange(2 * config.num_key_value_heads)[:, None] * (self.num_blocks + 1)
         groups = []
         for group in groups_of(rows, size, self.most, width):
             # Without the blocks that nothing is in yet: they have not been wiped.
@@ -362,7 +360,7 @@ class Runner:
         lists = ([tokens], [positions], select, slots)
         tokens, positions, select, slots = (torch.tensor(each, device=device) for each in lists)
         pools = zip(self.pools, config.windows, strict=True)
-        layers = [self.layer(k, v, slots, groups, window) for (k, v), window in pools]
+        layers = [self.layer(kv, slots, groups, window) for kv, window in pools]
         return tokens, positions, layers, select
 
 
@@ -383,13 +381,13 @@ def groups_of(rows: list[Row], block_size: int, most: int, width: int = 2) -> It
 
 
 def side_by_side(pool: Tensor, group: Group, dtype: torch.dtype) -> Tensor:
-    """The keys, or values, of each row of a group, decoded and in one tensor.
+    """The keys and values of each row of a group, decoded and in one tensor.
 
     Args:
-        pool: (K, blocks, block size, stored_dim).
+        pool: (2 * K, blocks, block size, stored_dim).
 
     Returns:
-        (B, K, S, H) of `dtype`; a view of the pool where the blocks follow each other and are
+        (B, 2 * K, S, H) of `dtype`; a view of the pool where the blocks follow each other and are
         stored as they are, else a copy.
 
     Example: the table [[2, 3], [4, 5]] is read as pool[:, 2:6]; [[2, 3], [5, 6]] is copied

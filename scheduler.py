@@ -224,13 +224,13 @@ class Engine:
     def _affordable(self, limits: Limits) -> int:
         """How many blocks to make: what kv_memory holds, but no more than can be used."""
         size, config, model = limits.block_size, self.config, self.model
-        # What attention copies, of one layer at a time: keys and values, and of int8 ones first
-        # the bytes with their scales, then one of both in float32: 1 + 1 + 4.
-        copied = 2 * model.dtype.itemsize + (6 if limits.kv_dtype == "int8" else 0)
+        # What attention copies, of one layer at a time: keys and values. Of int8 ones first the
+        # bytes, then both in float32; and the scales, little: (1 + 4 + 1) * 2 where H is 8.
+        copied = 2 * model.dtype.itemsize + (12 if limits.kv_dtype == "int8" else 0)
         block = size * config.num_key_value_heads * config.head_dim * copied
         for each in (model, *self.proposer.models):
             pools = Runner(each, 0, size, limits.kv_dtype).pools  # of one block, never written
-            block += sum(pool.nbytes for pool in itertools.chain(*pools))
+            block += sum(pool.nbytes for pool in pools)
         free = free_memory(model.device) - self._activations() if limits.kv_memory < 1 else 1
         most = int(limits.kv_memory * free // block) - 1
         return min(most, self.max_num_seqs * -(-self.max_seq_len // size))

@@ -328,8 +328,8 @@ def test_what_is_kept_stands_in_its_place() -> None:
         assert sequence.ids == TEXT[:9], "verify() appends nothing: write() does"
         fresh = StaticCache(MODEL, 1, 60, kv_dtype)
         run(MODEL, fresh, best[:11])
-        for got, want in zip(itertools.chain(*slabs.slabs), itertools.chain(*fresh.slabs)):
-            a, b = (decode(slab[:, :, :11], MODEL.dtype) for slab in (got, want))
+        for pair in zip(slabs.slabs, fresh.slabs):
+            a, b = (decode(slab[:, :, :11], MODEL.dtype) for slab in pair)
             text = "the keys and values of the accepted path must stand side by side"
             assert torch.allclose(a, b, atol=1e-5 if kv_dtype == "auto" else 0.1), text
 

@@ -67,11 +67,12 @@ def test_nothing_is_compiled_after_warm_up_by_the_scheduler(guess, one_thread):
 
 
 def in_place(layer, T):
-    """Run attend compiled, on T random tokens; return the code, and the keys."""
+    """Run attend compiled, on T random tokens; return the code, and the new keys and values."""
     q, k, v = torch.randn(3, 1, 2, T, 4)
     with torch.no_grad():
         _, (code,) = run_and_get_code(torch.compile(layer.attend), q, k, v)
-    return [line for line in code.splitlines() if "empty_strided" in line], code, k
+    buffers = [line for line in code.splitlines() if "empty_strided" in line]
+    return buffers, code, torch.cat((k, v), 1)[0]
 
 
 TINY = Config(8, 8, 8, 1, 2, 2, 4)
@@ -80,17 +81,17 @@ TINY = Config(8, 8, 8, 1, 2, 2, 4)
 @slow
 def test_the_caches_are_written_in_place():
     """scatter_ compiled to a copy of the whole slab at each step, so that a step cost what the
-    capacity costs and not what the length does: no buffer may have the slab's 193 slots. Pools
-    that shared a memory were copied too, and the writes went into the copies."""
+    capacity costs and not what the length does: no buffer may have the slab's 193 slots. Views of
+    one memory were copied too, and the writes went into the copies."""
     model = Transformer(TINY)
     (slab,) = StaticCache(model, 1, 192).plan(5, 6)[1]
-    buffers, _, k = in_place(slab, 1)
+    buffers, _, kv = in_place(slab, 1)
     assert buffers and not [line for line in buffers if "193" in line]
-    torch.testing.assert_close(slab.k[0, :, 5], k[0, :, 0])
+    torch.testing.assert_close(slab.kv[0, :, 5], kv[:, 0])
     (layer,) = Runner(model, 192, 4).plan([Row([3, 190], 0, [0] * 5)])[2]
-    buffers, code, k = in_place(layer, 5)
+    buffers, code, kv = in_place(layer, 5)
     assert "opaque" in code and not [line for line in buffers if "192" in line]
-    torch.testing.assert_close(layer.k[:, 190, 0], k[0, :, 4])
+    torch.testing.assert_close(layer.kv[:, 190, 0], kv[:, 4])
 
 
 @slow

@@ -95,8 +95,8 @@ def test_blocks_that_follow_each_other(graphs, kind, monkeypatch):
     did one whose tables stayed as they were."""
 
     def by_table(self, q, group):  # the stand-in cannot replay FlexAttention's own
-        k, v = (pool[:, group.table].transpose(0, 1).flatten(2, 3) for pool in (self.k, self.v))
-        return attention(q, k, v, group.masks[self.window])
+        kv = self.kv[:, group.table].transpose(0, 1).flatten(2, 3)
+        return attention(q, *kv.chunk(2, 1), group.masks[self.window])
 
     monkeypatch.setattr(Followed, "read", by_table)
     model = Transformer(Config(32, 16, 16, 1, 2, 1, 8)).eval()

@@ -399,10 +399,11 @@ def shapes(layer):
     return [(len(table), T, table.shape[1]) for T, table, *_ in layer.groups]
 
 
-def slow_paged_attention(q, k, v, k_pool, v_pool, rows, config):
+def slow_paged_attention(q, k, v, pool, rows, config):
     """Row after row, position after position: what Blocks does for all at once. Takes the
-    rows in the order of their tokens, writes to the pools, and returns (1, N, T, H)."""
-    size, at, out = k_pool.shape[2], 0, []
+    rows in the order of their tokens, writes to the pool, and returns (1, N, T, H)."""
+    k_pool, v_pool = pool.chunk(2)
+    size, at, out = pool.shape[2], 0, []
     for blocks, start, ids, _ in rows:
         end = start + len(ids)
         for t, p in enumerate(range(start, end), at):
@@ -436,7 +437,7 @@ def random_rows(draw, blocks, size):
 @pytest.mark.parametrize(("heads", "size"), [((4, 2), 4), ((3, 3), 1), ((4, 1), 16)])
 def test_paged_attention_equals_its_slow_twin(heads, size, window, way):
     """A key of another's block, a row attended with its neighbour's table, a slot written that is
-    nobody's: the pools must be equal in every slot afterwards."""
+    nobody's: the pool must be equal in every slot afterwards."""
     (N, K), blocks = heads, 24
     runner = runner_of(blocks, size, N, K, window)
     if way == "followed":
@@ -449,13 +450,11 @@ def test_paged_attention_equals_its_slow_twin(heads, size, window, way):
         assert positions.tolist() == [[row.start + i for row in rows for i in range(len(row.ids))]]
         assert [tokens[0, i] for i in select] == [row.ids[-1] for row in rows]
         q, k, v = (torch.randn(1, n, tokens.shape[1], 8).double() for n in (N, K, K))
-        pools = runner.pools[1]
-        for tensor in pools:
-            tensor.normal_()  # whatever has been left behind
-        twins = [tensor.clone() for tensor in pools]
-        expected = slow_paged_attention(q, k, v, *twins, rows, runner.model.config)
+        pool = runner.pools[1].normal_()  # whatever has been left behind
+        twin = pool.clone()
+        expected = slow_paged_attention(q, k, v, twin, rows, runner.model.config)
         torch.testing.assert_close(layers[1].attend(q, k, v), expected)
-        assert all(torch.equal(*pair) for pair in zip(pools, twins, strict=True))
+        assert torch.equal(pool, twin)
 
 
 @pytest.mark.parametrize(
@@ -485,18 +484,17 @@ def test_blocks_that_follow_each_other_are_not_copied(tables, is_view):
     q, k, v = (torch.randn(1, n, tokens.shape[1], 8).double() for n in (4, 2, 2))
     if tables == [[3, 4], [3, 4]]:  # forks, which write the same
         k, v = (x[:, :, [0, 1, 0, 1]] for x in (k, v))
-    pools = [tensor.normal_() for tensor in runner.pools[1]]
-    expected = slow_paged_attention(q, k, v, *(t.clone() for t in pools), rows, runner.model.config)
+    pool = runner.pools[1].normal_()
+    expected = slow_paged_attention(q, k, v, pool.clone(), rows, runner.model.config)
     torch.testing.assert_close(layers[1].attend(q, k, v), expected)
     (group,) = layers[1].groups
     assert is_view == bool(group.run)
-    for pool in pools:
-        keys, kept = side_by_side(pool, group, pool.dtype), pool[:, group.table]  # (K, B, W, 4, H)
-        assert torch.equal(keys, kept.flatten(2, 3).transpose(0, 1))
-        assert is_view == (keys.untyped_storage().data_ptr() == pool.untyped_storage().data_ptr())
-        int8 = encode(pool, torch.int8)  # is decoded, either way
-        both = [side_by_side(int8, each, pool.dtype) for each in (group, group._replace(run=None))]
-        assert torch.equal(*both)
+    kv, kept = side_by_side(pool, group, pool.dtype), pool[:, group.table]  # (2K, B, W, 4, H)
+    assert torch.equal(kv, kept.flatten(2, 3).transpose(0, 1))
+    assert is_view == (kv.untyped_storage().data_ptr() == pool.untyped_storage().data_ptr())
+    int8 = encode(pool, torch.int8)  # is decoded, either way
+    both = [side_by_side(int8, each, pool.dtype) for each in (group, group._replace(run=None))]
+    assert torch.equal(*both)
 
 
 @pytest.mark.parametrize("shape", [(10,), (1, 10), (1, 1, 1, 2), (1, 1, 1, 10), (2, 1, 3, 6)])
@@ -584,7 +582,7 @@ def test_what_a_step_copies():
 def test_copies_of_one_step_are_made_at_once():
     """A block copied from after it had been copied to; or a layer, or the values, left out."""
     runner = runner_of(5, 2)
-    tensors = [tensor.normal_() for pools in runner.pools for tensor in pools]
+    tensors = [pool.normal_() for pool in runner.pools]
     before = [tensor.clone() for tensor in tensors]
     runner.copy_blocks([(0, 1), (1, 2), (0, 4)])
     for tensor, old in zip(tensors, before, strict=True):

@@ -812,8 +812,8 @@ def growth(args: argparse.Namespace) -> int:
 def static_step(model: Transformer, B: int, room: int) -> Callable[[int], Tensor]:
     """A decode step of B sequences at a position, over a static cache full of noise."""
     cache = StaticCache(model, B, room)
-    for tensor in itertools.chain(*cache.slabs):
-        tensor.uniform_(-1, 1)
+    for slab in cache.slabs:
+        slab.uniform_(-1, 1)
     tokens = torch.zeros(B, 1, dtype=torch.int64, device=model.device)
     last = torch.arange(B, device=model.device)
 
@@ -829,8 +829,8 @@ def paged_step(model: Transformer, B: int, room: int) -> Callable[[int], Tensor]
     other. (Blocks without any order would be copied in each step; see paged.side_by_side.)"""
     pool = BlockPool(B * -(-room // 16))
     runner, tables = Runner(model, pool.num_blocks, 16), [BlockTable() for _ in range(B)]
-    for tensor in itertools.chain(*runner.pools):
-        tensor.uniform_(-1, 1)
+    for each in runner.pools:
+        each.uniform_(-1, 1)
     for table in tables:
         pool.grow(table, room)
 
