@@ -22,7 +22,7 @@ class Slab(LayerCache):
     """One layer's keys and values, as one forward sees them: slot s holds position s."""
 
     def __init__(self, kv: Tensor, places: Tensor, mask: Tensor) -> None:
-        """Hold on to a layer's slabs and the plan of a forward.
+        """Hold on to a layer's slab and the plan of a forward.
 
         Args:
             kv: (B, 2 * K, capacity, stored_dim), encoded: the heads' keys, then their values.

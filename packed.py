@@ -265,10 +265,10 @@ def dequantize(packed: Tensor, scales: Tensor, lanes: int = 32) -> Tensor:
     A byte holds, of 2 * lanes output channels, the one at its place and the one `lanes` after it.
     """
     _, G, N = scales.shape
-    # As int32, which the compiler turns into vectors, unlike uint8. Both halves by one expression,
-    # and float32: a stack is a second pass, and bfloat16 is rounded three times as slowly.
+    # As int32, which the compiler turns into vectors, unlike uint8. Both halves by one shift, as a
+    # stack would be a second pass. In float32: compiled code takes long to round to bfloat16.
     q = packed.view(N // (2 * lanes), G, -1, 1, lanes).int()
-    shifts = torch.arange(0, 8, 4, dtype=torch.int32)[:, None]
+    shifts = torch.arange(0, 8, 4, dtype=torch.int32)[:, None]  # the low half, then the high one
     q = (q >> shifts & 15).permute(1, 2, 0, 3, 4).flatten(2)  # (G, K / G, N)
     scale, zero = scales[:, :, None]
     return ((q - 8) * scale + zero).flatten(0, 1)
