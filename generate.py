@@ -134,6 +134,7 @@ def load_models(
     """
     dtype = settings.DTYPES.get(args.dtype)
     model = load_model(args.checkpoint, ranks.device, dtype, ranks.shard)
+    settings.use_threads(args.threads, sum(each.nbytes for each in model.state_dict().values()))
     if args.quantize:
         from quantize import quantize_model
 

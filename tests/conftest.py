@@ -5,6 +5,8 @@ import signal
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing may be downloaded
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Threads do not help so small models, and where several processes test they wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from pathlib import Path
 
