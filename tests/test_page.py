@@ -237,6 +237,39 @@ def test_the_engine_is_shown(page, local, slow):
     assert page.canvas() not in (free, used)  # what is cached is drawn in another way
 
 
+def test_the_rate_is_never_0_while_tokens_come(page, local, monkeypatch):
+    """0 tokens/s while twelve ran: no step had ended since the last snapshot, a tenth of a second
+    before."""
+    step = local.engine.step
+    monkeypatch.setattr(local.engine, "step", lambda: time.sleep(0.3) or step())
+    page.set(max_tokens=900, seed=1, n=8)
+    page.click("#run")
+    until(lambda: page.numbers().get("tokens/s", "0") != "0")
+    rates = []
+    end = time.monotonic() + 1.2
+    while time.monotonic() < end:
+        rates.append(int(page.numbers()["tokens/s"]))
+    assert len(rates) > 5 and 0 < min(rates) and rates[-1] < 40, rates  # 8 in 0.3 s are 27
+    page.click("#stop")
+    until(lambda: page.numbers()["running"] == page.numbers()["tokens/s"] == "0")
+
+
+def test_the_rate_forgets(page):
+    """A rate that averages over a pause, or over all that was before; a new server, which counts
+    from 0 again, had a rate below 0."""
+    script = """const rates = []; looks = [];
+        for (const [at, tokens, busy] of arguments[0]) rates.push(rate(at, tokens, busy));
+        looks = []; return rates.map(Math.round)"""
+    looks = [[0, 0, False], [90_000, 0, False], [90_100, 10, True], [90_200, 10, True],
+             [93_300, 330, True], [93_400, 330, False], [99_000, 330, False],
+             [99_100, 340, True], [99_200, 5, True], [99_300, 15, True], [109_300, 15, True],
+             [109_400, 1015, True], [113_000, 1195, True], [116_100, 1350, True]]  # fmt: skip
+    rates = page.js(script, looks)
+    assert rates[:4] == [0, 0, 100, 50] and rates[4] == 103, rates  # 320 in 3.1 s
+    assert rates[6:10] == [0, 100, 0, 100], rates
+    assert rates[-1] == 50, rates  # 155 in 3.1 s: what was before is forgotten
+
+
 @pytest.mark.parametrize("how", [pytest.param("button", marks=pytest.mark.slow), "Escape"])
 def test_stop(page, local, slow, how):
     """The text stood still, and the server went on."""
