@@ -4,22 +4,23 @@ python course/09_serving.py
 """
 
 import asyncio
-import random
 import re
 import urllib.request
+from itertools import pairwise
+from typing import Any
 
 from lesson import Lesson, run, servers
 
 from tools import load
 
 
-def waits(service: float, rate: float, count: int) -> list[float]:
-    """A queue before one server, in one line (Lindley 1952): who comes waits for what was left
-    when the one before came, and its service, less the time in between."""
-    rng, wait, found = random.Random(0), 0.0, []
-    for _ in range(count):
+def waits(service: float, arrivals: list[float]) -> list[float]:
+    """How long each of these has to wait for a server of one at a time (Lindley 1952): as long as
+    the one before it had to, and that one's service, less the time between the two."""
+    wait, found = 0.0, [0.0]
+    for before, at in pairwise(arrivals):
+        wait = max(0.0, wait + service - (at - before))
         found.append(wait)
-        wait = max(0.0, wait + service - rng.expovariate(rate))
     return found
 
 
@@ -40,9 +41,10 @@ def measure(lesson: Lesson, urls: dict[int, str]) -> dict[str, int]:
     what = load.Load("", None, None, requests, (32, 32), (new, new), 0, 0, 1000, {"temperature": 0})
     counts, lines, speed = {}, {}, {}
 
-    def send(most: int, rate: float, requests: int = requests) -> dict[str, float]:
+    def send(most: int, rate: float, requests: int = requests) -> dict[str, Any]:
         outcomes = asyncio.run(load.run(what._replace(url=urls[most], requests=requests), rate))
-        return load.summary(outcomes, load.Limits(1.0, 0.1))
+        arrivals = {"arrivals": [outcome.arrived for outcome in outcomes]}
+        return load.summary(outcomes, load.Limits(1.0, 0.1)) | arrivals
 
     # 1) all at once: what each server can do at most
     for most, url in urls.items():
@@ -63,9 +65,10 @@ def measure(lesson: Lesson, urls: dict[int, str]) -> dict[str, int]:
         runs = [send(most, rate) for rate in rates]
         for p in (50, 90):
             lines[f"{most} at once, p{p}"] = [run[f"ttft_p{p}_ms"] for run in runs]
-    # 3) and what a queue of one would do, to which the first prompt's own time comes
-    queues = [load.percentile(waits(alone, rate, requests), 90) for rate in rates]
-    lines["queue of one, p90"] = [1e3 * wait for wait in queues]
+    # 3) and what the queue in one line says of the same arrivals: waits, and a prompt's own time
+    first = send(1, float("inf"), 1)["ttft_p50_ms"]
+    queues = [load.percentile(waits(alone, run["arrivals"]), 90) for run in runs]
+    lines["predicted, p90"] = [first + 1e3 * wait for wait in queues]
     if rates:
         tails = {name.removesuffix(", p90"): lines[name] for name in lines if "p90" in name}
         title = "p90 of milliseconds to the first token"
@@ -73,6 +76,8 @@ def measure(lesson: Lesson, urls: dict[int, str]) -> dict[str, int]:
         for name, line in lines.items():
             lesson.say(f"  {name:18} " + " ".join(f"{value:9.0f}" for value in line) + " ms")
         lesson.say(f"  {'requests a second':18} " + " ".join(f"{rate:9.1f}" for rate in rates))
+        longer = send(1, rates[-1], 2 * requests)["ttft_p90_ms"]
+        lesson.say(f"\nTwice as many requests at {rates[-1]} a second: p90 {longer:.0f} ms.")
     return counts
 
 

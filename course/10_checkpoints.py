@@ -74,7 +74,8 @@ def chapter(lesson: Lesson) -> dict[str, object]:
             try:
                 differ[key] = int((logits_of(file.parent).argmax(-1) != right).sum())
             except CheckpointError as error:
-                lesson.say(f"{key}, refused: {error}".replace(f"{file}: ", "").split("\n")[0])
+                # The message begins with a path, that of a temporary folder.
+                lesson.say(f"{key}, refused: {str(error).partition(': ')[2].splitlines()[0]}")
         lesson.bars("loaded without a word: next tokens that are others, of 256", differ)
     return {"same": same, "refused": [*CHANGES.keys() - differ], "differ": differ}
 
