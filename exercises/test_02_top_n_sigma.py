@@ -44,7 +44,7 @@ def test_logits_below_the_largest_less_n_sigma_are_dropped(n: float, expected: l
     assert sum(LOGITS) == 0
     sigma = math.sqrt(sum(x * x for x in LOGITS) / len(LOGITS))
     assert expected == [i for i, x in enumerate(LOGITS) if x >= 8 - n * sigma]
-    wrong = "keep what is at least max - n * sigma, sigma being std(correction=0) over V"
+    wrong = "keep what is at least max - n * sigma, sigma being std(correction=0)"
     assert kept(LOGITS, top_n_sigma=n) == expected, wrong
 
 
@@ -59,6 +59,20 @@ def test_the_temperature_does_not_change_what_is_kept() -> None:
 def test_it_comes_after_the_bias_and_the_penalties() -> None:
     wrong = "the largest logit, and sigma, are those after logit_bias and the penalties"
     assert kept(LOGITS, top_n_sigma=0.5, logit_bias={9: 30.0}) == [9], wrong
+
+
+def test_tokens_that_are_ruled_out_do_not_count() -> None:
+    """min_tokens gives EOS a logit of -inf: sigma over all V is NaN then, and nothing is below it."""
+    wrong = "sigma and the largest logit are those of the finite logits: -inf does not count"
+    ruled_out = [0, 8]  # EOS, and the likeliest as a stop token; of the others the largest is 3
+    rest = [x for i, x in enumerate(LOGITS) if i not in ruled_out]
+    mean = sum(rest) / len(rest)
+    sigma = math.sqrt(sum((x - mean) ** 2 for x in rest) / len(rest))  # 4.444
+    wishes = {"min_tokens": 1, "stop_token_ids": (8,)}
+    for n, expected in ((0.3, [1]), (0.5, [1, 2]), (1.0, [1, 2, 3, 4, 5, 6])):
+        left = {i for i, x in enumerate(LOGITS) if x >= 3 - n * sigma} - {*ruled_out}
+        assert left == {*expected}
+        assert kept(LOGITS, top_n_sigma=n, **wishes) == expected, wrong
 
 
 def test_it_goes_with_the_others() -> None:
