@@ -62,7 +62,7 @@ def test_it_comes_after_the_bias_and_the_penalties() -> None:
 
 
 def test_tokens_that_are_ruled_out_do_not_count() -> None:
-    """min_tokens gives EOS a logit of -inf: sigma over all V is NaN then, and nothing is below it."""
+    """min_tokens gives EOS a logit of -inf: sigma over all V is NaN, and nothing is below that."""
     wrong = "sigma and the largest logit are those of the finite logits: -inf does not count"
     ruled_out = [0, 8]  # EOS, and the likeliest as a stop token; of the others the largest is 3
     rest = [x for i, x in enumerate(LOGITS) if i not in ruled_out]

@@ -1,6 +1,7 @@
 """The README is run: every command in its shell blocks, and its tables against their records."""
 
 import contextlib
+import json
 import os
 import re
 import shlex
@@ -155,6 +156,41 @@ def test_generated_pages_are_up_to_date():
     for name, write in report.PAGES.items():
         assert (ROOT / name).read_text() == write(), name
     assert report.speed_tables().count("| run |") == len([*report.RECORDS.glob("*.json")]) > 10
+
+
+def test_each_figure_has_one_value():
+    """Rows that did not say of which model they are; 20.2 and 14.2 tokens/s of one sequence, and no
+    word why; a share of vLLM's lead that was taken from two kinds of ratio."""
+    speed = README.partition("## Speed")[2].partition("\n## ")[0]
+    for line, (_, name, row, *_) in zip(report.summary().splitlines()[3:], report.SUMMARY):
+        run = report.latest(name)
+        assert run["hardware"] == "AMD EPYC (AVX512), 2 threads"
+        assert line.startswith(f"| {run['model'].replace('shakespeare', 'bundled')}, "), line
+        form = row[:4] if row.startswith("int") else "bfloat16"
+        assert line.split(" |")[0].endswith(f", {form}") and "--dtype" not in run["command"]
+    records = [json.loads(file.read_text()) for file in report.RECORDS.glob("versus-*.json")]
+    rows = [(label, row) for run in records for label, row in run["runs"].items()]
+
+    def ahead(engine: str, part: str) -> list[float]:
+        """Of all such rows the least and the most of its speed by ours, as the bars show them."""
+        found = [row[engine][0] / row["kilolm"][0] for label, row in rows
+                 if part in label and engine in row]  # fmt: skip
+        return [min(found), max(found)]
+
+    low, high = (f"{100 * (ratio - 1):.0f}" for ratio in ahead("vllm", ""))
+    assert f"vLLM, with both cores, is ahead of this engine by {low} to {high} %" in speed
+    low, high = (f"{100 * (ratio - 1):.0f}" for ratio in ahead("llama_cpp", "one sequence"))
+    assert f"for one sequence, by {low} to {high} %" in speed
+    high, low = (f"{1 / ratio:.1f}" for ratio in ahead("llama_cpp", "prefill"))
+    assert f"it takes {low} to {high} times as long" in speed
+    (beside,) = (run for run in records if run["model"] == "1b")
+    figures = (
+        report.latest("latency-1b-prompt512")["runs"]["batch 1"]["decode_tok_s"],
+        beside["runs"]["one sequence"]["kilolm"],
+    )
+    here, there = (report.number(figure[0]) for figure in figures)
+    assert f"is at {here} tok/s there, and at {there} in the picture" in speed
+    assert figures[0][1] < figures[1][2], "their spreads overlap"
 
 
 def test_two_screens():

@@ -353,35 +353,46 @@ def agrees(rows: dict[str, dict], row: dict, name: str) -> bool:
 
 # What, record, row; its own figure, with the unit; and one of what that is a multiple or a part.
 SUMMARY = (
-    ("one sequence, compiled", "latency-1b-prompt512", "batch 1", "decode_tok_s", "tok/s",
+    ("one sequence", "latency-1b-prompt512", "batch 1", "decode_tok_s", "tok/s",
      "of_read_limit", "of the speed at which this machine reads memory"),
-    ("with int8 weights", "latency-1b-prompt512", "int8, batch 1", "decode_tok_s", "tok/s",
+    ("one sequence", "latency-1b-prompt512", "int8, batch 1", "decode_tok_s", "tok/s",
      "times_first_row", "times bfloat16"),
-    ("with int4 weights", "latency-1b-prompt512", "int4, batch 1", "decode_tok_s", "tok/s",
+    ("one sequence", "latency-1b-prompt512", "int4, batch 1", "decode_tok_s", "tok/s",
      "times_first_row", "times bfloat16"),
-    ("with 4 guesses of a draft that is always right", "speculate-1b", "4 guesses",
+    ("one sequence, with 4 guesses of a draft that is always right", "speculate-1b", "4 guesses",
      "decode_tok_s", "tok/s", "times_plain", "times without"),
     ("32 requests at once", "throughput-1b-32x64", "continuous batching", "output_tok_s", "tok/s",
      "times_one", "times one after another"),
-    ("32 requests, sampled as Qwen3 suggests, words: 151,936", "throughput-qwen3-0.6b",
+    ("32 requests at once, sampled as Qwen3 suggests from 151,936 words", "throughput-qwen3-0.6b",
      "continuous batching, qwen", "output_tok_s", "tok/s", "times_greedy", "of greedy's speed"),
     ("a prompt of 1,024 tokens, 1,008 of them cached", "prefix-1b", "cached", "first_token_s",
      "s to the first token", "of_cold", "of what it takes where nothing is cached"),
-    ("int4 weights by GPTQ, in the bundled model", "quality-shakespeare", "int4 gptq, group 128",
+    ("weights rounded by GPTQ", "quality-shakespeare", "int4 gptq, group 128",
      "perplexity", "perplexity", "more", "more than plain, as a share"),
 )  # fmt: skip
 
 
 def summary() -> str:
     """What each technique brings, in a line each, from the records of its name."""
-    text = "\n| what | measured | beside it | |\n|---|---|---|---|\n"
+    text = "\n| model | what | measured | beside it | |\n|---|---|---|---|---|\n"
     for what, name, row, own, unit, figure, of in SUMMARY:
         if found := latest(name):
             values = found["runs"][row]
             beside = agrees(found["runs"], values, figure)
             ratio = f"{cell(*values[figure])} | {of}" if beside else " | "
-            text += f"| {what} | {cell(*values[own])} {unit} | {ratio} |\n"
+            model = model_name(found, row)
+            text += f"| {model} | {what} | {cell(*values[own])} {unit} | {ratio} |\n"
     return text + "\n"
+
+
+def model_name(run: dict, row: str) -> str:
+    """The model of a record's row, and the form of its weights, such as "1b, bfloat16"."""
+    name = "bundled" if run["model"] == "shakespeare" else run["model"]
+    rounded = re.match("int[48]", row)
+    dtype = re.search(r"--dtype (\w+)", run["command"])
+    # bench.py's default is bfloat16.
+    form = rounded[0] if rounded else dtype[1] if dtype else "bfloat16"
+    return f"{name}, {form}"
 
 
 def latest(name: str) -> dict | None:
@@ -414,7 +425,7 @@ def number(value: float) -> str:
 # What this engine is for: the title of a group of bars, the figure that they show, and for each
 # label the record and its row.
 PURPOSE = (
-    ("32 requests, sampled as Qwen3 suggests: tokens per second (0.6b)", "output_tok_s",
+    ("32 requests, sampled as Qwen3 suggests: tokens per second (qwen3-0.6b)", "output_tok_s",
      {"one at a time": ("throughput-qwen3-0.6b", "one at a time"),
       "together, greedy": ("throughput-qwen3-0.6b", "continuous batching"),
       "together, sampled": ("throughput-qwen3-0.6b", "continuous batching, qwen")}),
@@ -461,6 +472,7 @@ def purpose_picture() -> str:
         machines |= dict.fromkeys(found, machine)
     notes = [
         "Medians. An engine that has no bar was not measured there: no figure here is a guess.",
+        "Compare bars within a group: the groups come from runs at different hours.",
         "Commands, versions and spreads: benchmarks/README.md.",
     ]
     return bars(groups, notes, OTHERS, machines)
