@@ -145,6 +145,10 @@ class Proposer:
         """Put into each job's `guess`, which is empty, what may follow, up to its `end`. The next
         forward runs the jobs' rows: the known tokens that the cache lacks, then these guesses."""
 
+    def take_back(self, job: Job, runner: Runner) -> Tensor:
+        """Run a job again without its guesses, and empty its `guess`. Returns its logits, (1, V):
+        those of its last token."""
+
     def verify(self, logits: Tensor, jobs: list[Job]) -> list[list[Token]]:
         """Choose the next tokens of each job: guesses that are accepted, and one more.
 
@@ -156,6 +160,11 @@ class Proposer:
 
 # --- The engine -----------------------------------------------------------------------------------
 
+
+# Tokens of a prompt that run in a step where its log-probabilities are wanted. These take the
+# logits of each: of 256 tokens, and a vocabulary of 150,000, those are 154 MB, and some are made of
+# them.
+SCORED = 64
 
 # What is counted, under vLLM's names where it has them.
 STATS = ("engine_steps", "num_preemptions", "generation_tokens", "computed_tokens",
@@ -232,18 +241,20 @@ class Engine:
             pools = Runner(each, 0, size, limits.kv_dtype).pools  # of one block, never written
             block += sum(pool.nbytes for pool in pools)
         free = free_memory(model.device) - self._activations() if limits.kv_memory < 1 else 1
-        most = int(limits.kv_memory * free // block) - 1
+        most = max(0, int(limits.kv_memory * free // block) - 1)
         return min(most, self.max_num_seqs * -(-self.max_seq_len // size))
 
     def _activations(self) -> int:
-        """Bytes of the largest step's tensors: of its tokens within a layer, and of its logits, of
-        which the sampler has some in float32."""
-        c = self.config
+        """Bytes of the largest step's tensors: of its tokens within a layer; of its logits, of
+        which the sampler has some in float32; and of the masks of attention."""
+        c, itemsize = self.config, self.model.dtype.itemsize
         # hidden_size twice: for x, and for attention's tensors; the factor 4 covers wider heads.
         widths = 2 * c.hidden_size + c.intermediate_size * c.num_experts_per_tok
-        token = 4 * widths * self.model.dtype.itemsize
-        row = 6 * 4 * c.vocab_size
-        return self.max_num_batched_tokens * token + self.max_num_seqs * (1 + self.proposer.k) * row
+        tokens = self.max_num_batched_tokens * 4 * widths * itemsize
+        logits = (self.max_num_seqs * (1 + self.proposer.k) + SCORED) * 6 * 4 * c.vocab_size
+        # A piece's mask as wide as the queries, and some of one byte.
+        pair = c.num_attention_heads // c.num_key_value_heads * (itemsize + 4)
+        return tokens + logits + Runner.pairs * pair
 
     @property
     def queue(self) -> list[Job]:
@@ -263,6 +274,7 @@ class Engine:
         """
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         request = Request(**options)
+        check("priority", request.priority, int, -(2**31))
         check("cache_salt", request.cache_salt, str | None)
         wish = params.structured_outputs
         if wish is not None and not self.matcher:
@@ -341,8 +353,12 @@ class Engine:
         drawing, parts, failed = [], [], []
         for job, row, part in zip(batch, rows, logits.split([row.wanted for row in rows])):
             if not sound and not finite(part).all():
-                failed.append(job.request)
-                continue
+                if job.guess.ids:  # of which one may be at fault
+                    part = self.proposer.take_back(job, self.runner)
+                    row = job.row
+                if not finite(part).all():
+                    failed.append(job.request)
+                    continue
             if job.scores_prompt:
                 part = self._score(job, row, part)
             ready = self._computed(job, row)
@@ -368,7 +384,7 @@ class Engine:
         while len(batch) < len(self.running):
             job = self.running[len(batch)]
             reserved = (len(self.running) - len(batch) - 1) * (1 + self.proposer.k)
-            end = self._reach(job, budget - reserved)
+            end = self._reach(job, budget - reserved, batch)
             if pool.cost(job.table, end) > len(pool.available):
                 # The last in line gives its blocks back, and waits to be computed again.
                 last = self.running.pop()
@@ -387,7 +403,7 @@ class Engine:
             if not job.scores_prompt:  # of what is found there are no logits
                 pool.reuse(job.table, job.ids)
             found = job.table.length
-            end = self._reach(job, budget)
+            end = self._reach(job, budget, batch)
             if end == found or pool.cost(job.table, end) > len(pool.available):
                 pool.free(job.table)
                 break
@@ -406,11 +422,15 @@ class Engine:
                 each.copy_blocks(copies)
         return sorted(batch, key=run_order)
 
-    def _reach(self, job: Job, budget: int) -> int:
+    def _reach(self, job: Job, budget: int, batch: list[Job]) -> int:
         """Where a job's next tokens end: within the budget, and with all of its guesses or none, so
         that their number depends on the job alone. Where they do not fit, the last known token
-        waits with them: guesses run in one forward with the token before them."""
+        waits with them: guesses run in one forward with the token before them. Of a prompt that
+        is scored, SCORED tokens run in a step, and of each further one a single token."""
         known, start = len(job.ids), job.table.length
+        if job.scores_prompt:
+            is_second = any(each.scores_prompt for each in batch)
+            budget = min(budget, 1 if is_second else SCORED)
         end = known + self.proposer.count(job)
         return end if end - start <= budget else min(known - 1, start + budget)
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from model import Transformer
-from paged import Row
+from paged import Row, Runner
 from sampling import Token, distribution, draw, scored
 from scheduler import Guess, Job, Proposer
 from settings import supported
@@ -92,11 +92,23 @@ class Guesser(Proposer):
         tokens = iter(scored(logits, ids, ahead))
         return [[*islice(tokens, size)][: n + 1] for size, n in zip(sizes, stand)]
 
+    def take_back(self, job: Job, runner: Runner) -> Tensor:
+        """See scheduler.Proposer.take_back. A guess whose keys or values are NaN spoils also what
+        stands before it, as attention multiplies what is masked by 0, and 0 * NaN is NaN. So the
+        job's last token takes the guesses' places in the cache."""
+        job.guess.ids[:] = job.ids[-1:] * len(job.guess.ids)
+        logits = runner.forward([job.row])
+        job.guess = Guess()
+        return logits[:1]
+
     def summary(self) -> str:
         """What became of the guesses, in a line."""
+        times = self.offered[0]
+        if not times:
+            return "0 times guessed"
         rates = " ".join(f"{a / n:.0%}" for a, n in zip(self.accepted, self.offered) if n)
-        mean = sum(self.accepted) / (self.offered[0] or 1)
-        return f"{self.offered[0]} times guessed, {mean:.2f} accepted on average ({rates})"
+        mean = sum(self.accepted) / times
+        return f"{times} times guessed, {mean:.2f} accepted on average (by position: {rates})"
 
 
 class NGram(Guesser):

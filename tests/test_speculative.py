@@ -646,8 +646,10 @@ def test_what_became_of_the_guesses():
     # 0; 1 2 and 3 refused; 4 refused; 5 6 7 and 8; 9 refused, and 10 is the last
     assert proposer.offered[0] == 4
     assert proposer.offered == [4, 3, 3] and proposer.accepted == [2, 2, 1]
-    assert proposer.summary() == "4 times guessed, 1.25 accepted on average (50% 67% 33%)"
-    assert NGram(4).summary().startswith("0 times guessed")
+    assert (
+        proposer.summary() == "4 times guessed, 1.25 accepted on average (by position: 50% 67% 33%)"
+    )
+    assert NGram(4).summary() == "0 times guessed"  # where max_tokens leaves no room for one
 
 
 @pytest.mark.parametrize(("k", "room", "count"), [(4, 9, 4), (4, 4, 3), (4, 1, 0), (1, 2, 1)])
@@ -775,7 +777,9 @@ def test_guesses_on_the_command_line(cli, flags, most):
     want = cli(*CLI, *same)
     code, out, err = cli(*CLI, *flags)
     assert (code, out) == want[:2] and len(out) > 20
-    found = re.search(r"(\d+) times guessed, (\d\.\d\d) accepted on average \(([0-9% ]+)\)$", err)
+    found = re.search(
+        r"(\d+) times guessed, (\d\.\d\d) accepted on average \(by position: ([0-9% ]+)\)$", err
+    )
     assert bool(found) == bool(most), err
     if most:
         rates = [int(rate) for rate in re.findall(r"\d+", found[3])]

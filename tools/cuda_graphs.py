@@ -58,7 +58,7 @@ class Replayed:
 def tensors_of(tokens: Tensor, positions: Tensor, layers: list, select: Tensor) -> list[Tensor]:
     """All that a forward reads of its plan. Layers share most of it."""
     slots, groups = layers[0].slots, layers[0].groups
-    masks = [mask for group in groups for mask in group.masks.values()]
+    masks = [mask for group in groups for mask in group.masks(group.at[0]).values()]
     tables = [tensor for group in groups for tensor in (group.table, group.places)]
     return [tokens, positions, select, slots, *tables, *masks]
 
