@@ -8,6 +8,7 @@ is output channels, K input channels, G groups, R rows. Read: compile_model, Pac
 """
 
 import warnings
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -130,6 +131,11 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.multiply(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
         return y if self.bias is None else y + self.bias
+
+    def __reduce_ex__(self, protocol: int) -> NoReturn:
+        """Refuse to be copied or pickled: some packed tensors cannot be, and in a copy the number
+        would still be that of the original."""
+        raise TypeError("a packed model cannot be copied: copy it before compile_model")
 
     def multiply(self, rows: Tensor) -> Tensor:
         """(R, K) -> (R, N), in compiled code."""

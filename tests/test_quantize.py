@@ -3,9 +3,11 @@
 The oracle of every packed form is the plain product in float64 with QuantLinear's own weight.
 """
 
+import copy
 import json
 import math
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -270,6 +272,16 @@ def both_of(name, dtype=torch.float32, **options):
     if form is PackedLinear and form_of(linear) is not form:
         pytest.skip("this processor has no kernel for it")
     return linear, form(linear)
+
+
+@pytest.mark.parametrize("act", [copy.deepcopy, copy.copy, pickle.dumps])
+@pytest.mark.parametrize("name", FORMS)
+def test_a_packed_form_is_not_copied(name, act):
+    """A copy in int4 had the number of the original, and multiplied by its matrix, until the
+    original was gone; other forms raised what PyTorch says of their tensors."""
+    form = both_of(name)[1]
+    with pytest.raises(TypeError, match="copied: copy it before compile_model"):
+        act(form)
 
 
 def assert_close(linear, form, x, y):
