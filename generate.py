@@ -15,6 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":  # Ctrl-C may come while PyTorch is imported
+    import program
+
 import torch
 
 import settings
@@ -24,7 +27,7 @@ from model import Transformer
 from paged import Runner
 from sampling import BROKEN, Sequence, Token, finite, sample
 from scheduler import Engine, Proposer, Request
-from settings import CHUNK, EngineArgs, Ranks, SamplingParams, progress
+from settings import CHUNK, EngineArgs, Ranks, SamplingParams, SettingError, progress
 from tokenizer import Tokenizer
 
 # --- One sequence ---------------------------------------------------------------------------------
@@ -248,12 +251,19 @@ def chat(engine: Engine, params: SamplingParams) -> int:
     messages, status = [], 0
     print("> ", end="", file=sys.stderr, flush=True)
     for line in sys.stdin:
-        messages.append({"role": "user", "content": line.strip()})
-        (sequence,) = engine.add_request(tokenizer.encode_chat(messages), params).outputs
-        status = stream(sequence, engine.run())
-        if status:
-            engine.reset()
-        messages.append({"role": "assistant", "content": sequence.text})
+        said = [*messages, {"role": "user", "content": line.strip()}]
+        ids = tokenizer.encode_end(said, engine.max_seq_len * 3 // 4)  # the rest is for the reply
+        try:
+            (sequence,) = engine.add_request(ids, params).outputs
+        except SettingError as error:  # this message alone is too long
+            print(f"error: {error}", file=sys.stderr)
+        else:
+            if len(said) <= len(messages):
+                print("the context is full: the oldest turns are forgotten", file=sys.stderr)
+            status = stream(sequence, engine.run())
+            if status:
+                engine.reset()
+            messages = [*said, {"role": "assistant", "content": sequence.text}]
         print("> ", end="", file=sys.stderr, flush=True)
     return status
 
@@ -277,10 +287,11 @@ def stream(sequence: Sequence, steps: Iterator[Any]) -> int:
     if sequence.tokens:
         start, first, *later = sequence.times
         rate = len(later) / max(sequence.times[-1] - first, 1e-9)
-        text = f"{sequence.prompt_len} prompt + {len(sequence.tokens)} new tokens, first one after "
-        print(f"{text}{first - start:.3f} s, then {rate:.1f} tokens/s", file=sys.stderr)
+        text = f"{len(sequence.tokens)} new tokens after {sequence.prompt_len} of the prompt, "
+        text += f"the first in {first - start:.3f} s, then {rate:.1f} tokens/s"
+        print(text, file=sys.stderr)
     return 130 if sequence.finish_reason == "interrupted" else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

@@ -38,6 +38,9 @@ from itertools import accumulate, pairwise
 from typing import Any
 from urllib.parse import unquote
 
+if __name__ == "__main__":  # Ctrl-C may come while PyTorch is imported
+    import program
+
 import settings
 from checkpoint import suggested
 from generate import join, load_models, make_engine
@@ -196,8 +199,7 @@ class Server:
             if not isinstance(prompts, list) or all(type(i) is int for i in prompts):
                 prompts = [prompts]
             check("n", len(prompts) * params.n, int, 1, 256)  # for all prompts together
-            priority = check("priority", body.get("priority", 0), int, -(2**31))
-            options = dict(priority=priority, cache_salt=body.get("cache_salt"))
+            options = dict(priority=body.get("priority", 0), cache_salt=body.get("cache_salt"))
             requests = []
             for i, prompt in enumerate(prompts):
                 ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
@@ -718,4 +720,4 @@ def serve(engine: Engine, args: ServerArgs) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

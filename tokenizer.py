@@ -126,6 +126,15 @@ class Tokenizer:
                 text = text[: text.rindex(last)] + last
         return self.encode(text, add_special=self.template is PLAIN_TEMPLATE)
 
+    def encode_end(self, messages: list, most: int) -> Ids:
+        """encode_chat of the last turns alone, of as many as `most` tokens hold, but for the last
+        message at least. Drops the others from the list."""
+        ids = self.encode_chat(messages)
+        while len(ids) > most and len(messages) > 1:
+            del messages[:2]  # a question and its reply
+            ids = self.encode_chat(messages)
+        return ids
+
     # --- How the files are read -------------------------------------------------------------------
 
     def _open_fast(self, path: Path) -> Ids:

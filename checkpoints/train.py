@@ -25,14 +25,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+if __name__ == "__main__":  # Ctrl-C may come while PyTorch is imported
+    import program
+
 import sentencepiece
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
 from checkpoint import load_model, named_tensors
 from model import Config, LayerCache, Transformer
 
@@ -359,4 +362,4 @@ def write_record(path: Path, runs: dict) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no folder is left behind
-    sys.exit(main())
+    program.run(main)

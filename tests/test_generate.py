@@ -36,7 +36,7 @@ TRAINED, EOS = CONFIG["max_position_embeddings"], CONFIG["eos_token_id"]
 TEXT = "ROMEO:\nWhat"
 SHORT = ("--prompt", TEXT, "--max-tokens", 12, "--ignore-eos", "--dtype", "float32")
 SEEDED, GREEDY = (*SHORT, "--seed", 3), (*SHORT, "--temperature", 0)
-STATISTICS = r"\d+ prompt \+ \d+ new tokens, first one after .* s, then .* tokens/s\n"
+STATISTICS = r"\d+ new tokens after \d+ of the prompt, the first in .* s, then .* tokens/s\n"
 # The plain loop, and what goes through the engine: the same tokens, greedily.
 PATHS = {
     "plain": (), "speculate": ("--speculate", 3), "draft": ("--draft-checkpoint", DRAFT),
@@ -296,6 +296,24 @@ def test_chat(path, cli, heard):
     assert cli(*asked)[:2] == (0, "")  # nothing said: statistics of nothing divide by zero
 
 
+def test_chat_at_a_full_context(cli, heard):
+    """Bug: the conversation ends with an error once its turns have filled the context; or what is
+    too long by itself takes the others with it."""
+    turns = ["Hello there"] * 12 + ["what " * 200, "And you?"]
+    asked = ("--chat", "--max-tokens", 20, "--ignore-eos", "--seed", 1, "--max-seq-len", 150)
+    result = cli(*asked, stdin="\n".join(turns) + "\n")
+    assert result.code == 0 and len(result.sequences) == 13  # all but the long one
+    room = [len(each.tokens) == 20 or each.finish_reason == "stop" for each in result.sequences]
+    assert all(room)
+    assert "> the context is full: the oldest turns are forgotten\n" in result.err
+    (error,) = re.findall(r"> error: .*\n", result.err)
+    assert re.search(r"has \d+ tokens, context is 150", error)
+    last = [message["content"] for message in heard[-1]]
+    assert last[-1] == "And you?" and "Hello there" in last  # what was said before is there
+    assert [m["role"] for m in heard[-1]] == ["user", "assistant"] * (len(last) // 2) + ["user"]
+    assert result.err.count("> ") == 15
+
+
 def test_chat_template(cli, draw, folder):
     """Bug: a base model goes on and writes the user's next turn as well; the plain template's stop
     string cuts the replies of models that have their own."""
@@ -303,7 +321,7 @@ def test_chat_template(cli, draw, folder):
     chat = ("--chat", "--max-tokens", 5, "--checkpoint", folder)
     result = cli(*chat, stdin="Hello\n")
     assert result.out == "\n"
-    assert " 2 new tokens" in result.err
+    assert "> 2 new tokens" in result.err
     (folder / "chat_template.jinja").write_text("{{ messages[-1].content }}")
     assert cli(*chat, stdin="Hello\n").out == "\n" * 6
     (folder / "chat_template.jinja").write_text("{{ raise_exception('no, thanks') }}")

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from xml.etree import ElementTree
 
 import pytest
@@ -41,13 +42,22 @@ def test_bench_serve(local, tmp_path, monkeypatch, capsys, path):
 
 
 def test_bench_serve_says_what_failed(local, monkeypatch, capsys):
-    """A server that refuses everything looked like a fast one; a port where nobody is, a crash."""
+    """A server that refuses everything looked like a fast one."""
     few = ("--rate", 100, "--requests", 3, "--new-tokens", 5000)
     url = f"http://127.0.0.1:{local.port}"
     runs, err = bench_serve(monkeypatch, capsys, "--url", url, *few)
     assert runs["100 requests/s"]["errors"][0] == 3 and "400" in err and "context" in err
-    runs, _ = bench_serve(monkeypatch, capsys, "--url", "http://127.0.0.1:1", *few)
-    assert runs["100 requests/s"]["errors"][0] == 3
+
+
+def test_bench_serve_says_that_nobody_listens(capsys):
+    """It said so only when all requests would have come: at one a second, after a minute."""
+    words = ["serve", "--url", "http://127.0.0.1:1", "--rate", "1", "--requests", "60"]
+    start = time.monotonic()
+    assert bench.main(words) == 2
+    assert time.monotonic() - start < 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert err.startswith("bench.py: error: nobody listens at --url http://127.0.0.1:1: ")
 
 
 def test_summary_of_a_load():

@@ -108,7 +108,7 @@ def test_text_is_that_of_the_command_line(local, capsys):
     printed = capsys.readouterr()
     reply = call(local, False, seed=5, max_tokens=24)
     assert printed.out == reply.choices[0].text + "\n"
-    assert f" {reply.usage['completion_tokens']} new tokens" in printed.err
+    assert f"{reply.usage['completion_tokens']} new tokens" in printed.err
 
 
 def test_forms_of_a_prompt(ask):

@@ -27,6 +27,7 @@ import platform
 import random
 import re
 import signal
+import socket
 import statistics
 import sys
 import tempfile
@@ -40,6 +41,7 @@ from urllib.parse import urlsplit
 
 if __name__ == "__main__":  # a script uses its own checkout, whichever is installed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    import program  # first: Ctrl-C may come while PyTorch is imported
 
 import torch
 from torch import Tensor
@@ -921,6 +923,10 @@ def serve_load(args: argparse.Namespace) -> int:
     url = urlsplit(args.url)
     if url.scheme not in ("http", "https") or not url.hostname:
         raise ValueError(f"--url {args.url} must be like http://127.0.0.1:8000")
+    try:  # now, and not after the minute in which the requests would come
+        socket.create_connection((url.hostname, load_tool.port(url)), timeout=2).close()
+    except OSError as error:
+        raise OSError(f"nobody listens at --url {args.url}: {error}") from error
     limits = load_tool.Limits(args.ttft_limit, args.tpot_limit)
     lengths = [(a[0], a[-1]) for a in (args.prompt_tokens, args.new_tokens)]
     what = load_tool.Load(
@@ -1109,4 +1115,4 @@ def table(result: dict) -> str:
 if __name__ == "__main__":
     # Ended by a signal, versus leaves neither engines nor a folder of weights behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    sys.exit(main())
+    program.run(main)

@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 
 if __name__ == "__main__":  # a script uses its own checkout, whichever is installed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    import program  # first: Ctrl-C may come while PyTorch is imported
 
 import torch
 
@@ -496,4 +497,4 @@ def slow_rows(outcome: Outcome) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

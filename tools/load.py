@@ -13,7 +13,7 @@ import statistics
 import time
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 
 class Load(NamedTuple):
@@ -81,14 +81,18 @@ async def run(load: Load, rate: float) -> list[Outcome]:
     return await asyncio.gather(*tasks)
 
 
+def port(url: SplitResult) -> int:
+    """The port that an address names, or the one of its scheme."""
+    return url.port or (443 if url.scheme == "https" else 80)
+
+
 async def one(load: Load, body: dict[str, Any], start: float, arrived: float) -> Outcome:
     """Send one request and stamp what comes back."""
     outcome, url = Outcome(arrived), urlsplit(load.url)
     secure = True if url.scheme == "https" else None
     writer = None
     try:
-        port = url.port or (443 if secure else 80)
-        reader, writer = await asyncio.open_connection(url.hostname, port, ssl=secure)
+        reader, writer = await asyncio.open_connection(url.hostname, port(url), ssl=secure)
         data = json.dumps(body).encode()
         key = f"Authorization: Bearer {load.key}\r\n" if load.key else ""
         path = url.path.rstrip("/").removesuffix("/v1")

@@ -21,7 +21,7 @@ RECORDS, COURSE = ROOT / "benchmarks", ROOT / "course"
 # In reading order: the engine; the techniques, which it runs without; what is at its edges.
 ENGINE = ("model", "kv_cache", "sampling", "generate", "paged", "scheduler")
 TECHNIQUES = ("quantize", "speculative", "experts", "structured", "tp", "flex", "server")
-EDGES = ("settings", "checkpoint", "tokenizer", "packed")
+EDGES = ("settings", "checkpoint", "tokenizer", "packed", "program")
 MODULES = (*ENGINE, *TECHNIQUES, *EDGES)
 
 
