@@ -155,9 +155,10 @@ class SamplingParams:
 
 # --- The engine's settings ------------------------------------------------------------------------
 
-# Prompt tokens per forward. Smaller chunks skip more of the keys that causality hides, larger ones
-# read the weights less often: twice or half as many are slower by a few per cent on a CPU.
-CHUNK = 256
+# Prompt tokens per forward. Larger chunks read the weights less often: on a Sapphire Rapids 512 are
+# faster than 256 by 3 to 9 % for one long prompt, and by 1 to 17 % for 8 or 32 prompts of 64. More
+# than 512 gain little.
+CHUNK = 512
 DTYPES = dict(float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16)
 BUNDLED = Path(__file__).resolve().parent / "checkpoints/shakespeare"
 
