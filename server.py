@@ -287,7 +287,6 @@ def checked(given: JSON, chat: bool) -> JSON:
 
 # --- Answers out ----------------------------------------------------------------------------------
 
-VERSION = "0.1.0"  # pyproject.toml reads it here
 THINK, THOUGHT = "<think>", "</think>"
 KINDS = {"text": "text_completion", "message": "chat.completion", "delta": "chat.completion.chunk"}
 
@@ -548,7 +547,7 @@ class Connection:
         stream = body.get("stream")
         form = ("delta" if stream else "message") if chat else "text"
         base = dict(id=uid, object=KINDS[form], created=int(time.time()), model=server.name,
-                    system_fingerprint=VERSION)  # fmt: skip
+                    system_fingerprint=settings.VERSION)  # fmt: skip
         jobs = [job for request in requests for job in request.outputs]
         # Of max_tokens 0 nothing is shown but the prompt.
         skip = 2**31 if (body.get("max_completion_tokens") or body.get("max_tokens")) == 0 else 0
@@ -653,7 +652,7 @@ class Connection:
 
 
 ACTS = {"/": lambda c: c.send(PAGE.read_text("utf-8"), kind="text/html"),
-        "/version": lambda c: c.send({"version": VERSION}),
+        "/version": lambda c: c.send({"version": settings.VERSION}),
         "/health": lambda c: c.send({"status": "stopping" if c.server.stopping else "ok"}),
         "/metrics": lambda c: c.send(metrics(c.server), kind="text/plain; version=0.0.4"),
         "/engine": Connection.show,

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 
+VERSION = "0.1.0"  # pyproject.toml reads it here
 JSON = dict[str, Any]  # an object, as read
 
 # --- Values from outside --------------------------------------------------------------------------
@@ -230,25 +231,29 @@ class Ranks(NamedTuple):
     shard: Callable | None = None  # what checkpoint.load_model is to prepare
     runner: type | None = None  # the Engine's
     follow: Callable | None = None  # what all but the first do with their share
+    agree: Callable | None = None  # checks that all have been given the same; see tp.agree
 
 
 def launch(program: str, argv: list | None, parse: Callable, run: Callable, join: Callable) -> int:
     """Parse a command line, join the other ranks, run, and return the exit status: 2 after an
-    error, which is printed in one line, by one rank if all have it; 130 after Ctrl-C.
+    error, which is printed in one line, by one rank of each machine if all have it; 130 after
+    Ctrl-C.
 
     Args:
         parse: argv -> Namespace, with `device`, or without: "auto".
         run: that and Ranks -> exit status.
         join: device -> a context that gives Ranks; called where torchrun started several processes.
     """
-    first = os.environ.get("RANK", "0") == "0"
-    alone = first and os.environ.get("WORLD_SIZE", "1") == "1"
-    if not first or not sys.stderr:  # closed; or what this one would print is said by the first
+    alone = os.environ.get("RANK", "0") == "0" and os.environ.get("WORLD_SIZE", "1") == "1"
+    speaks = os.environ.get("LOCAL_RANK", "0") == "0"
+    if not speaks or not sys.stderr:  # closed; or what this one would print is said by another
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (tp.join gives it back)
     args = parse(argv)
     try:
         device = pick_device(getattr(args, "device", "auto"))
         with contextlib.nullcontext(Ranks(device)) if alone else join(device) as ranks:
+            if ranks.agree:
+                ranks.agree(args)
             return run(args, ranks)
     except BrokenPipeError:  # `| head` has read enough; spare the user Python's complaint at exit
         sys.stdout = None

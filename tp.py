@@ -3,6 +3,13 @@
     torchrun --nproc-per-node 2 generate.py              two ranks on this machine
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:PORT generate.py
 
+The second is started on each of two machines, of which HOST is one, with the same versions, options
+and checkpoint. Rank 0 is on the machine whose name, or --local-addr, sorts first. Where a machine's
+name leads nowhere, or to itself alone, torchrun needs --local-addr ADDRESS there, and on HOST also
+--rdzv-conf is_host=1; gloo needs the name of the network interface in GLOO_SOCKET_IFNAME, and NCCL
+in NCCL_SOCKET_IFNAME. How many seconds a machine waits for the other is bounded by --rdzv-conf
+join_timeout=600, and how many it looks for HOST by read_timeout=60.
+
 A matrix is cut so that two in a row need one sum over the ranks, not two (Megatron-LM, Shoeybi et
 al. 2019, arXiv:1909.08053). The first is cut by outputs, the second by the same numbers as inputs:
 
@@ -30,6 +37,7 @@ import os
 import signal
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -43,7 +51,7 @@ from torch import Tensor, nn
 from checkpoint import CheckpointError, Files, blame, build, is_tied
 from model import Transformer
 from paged import Row, Runner
-from settings import Ranks
+from settings import BUNDLED, VERSION, EngineArgs, Ranks, given
 
 # --- A rank's share of a model --------------------------------------------------------------------
 
@@ -131,12 +139,13 @@ _world = "0"
 # --- One schedules, the others follow -------------------------------------------------------------
 
 
-def broadcast(message: Any = None) -> Any:
-    """Broadcast what rank 0 is about to do, as JSON, or None at the end; elsewhere, receive it."""
+def broadcast(message: Any = None, source: int = 0) -> Any:
+    """Broadcast what rank 0 is about to do, as JSON, or None at the end; elsewhere, receive it. Or
+    the same from another rank."""
     data = torch.frombuffer(bytearray(json.dumps(message), "ascii"), dtype=torch.uint8).clone()
     size = torch.tensor(len(data))
-    dist.broadcast(size, 0)
-    dist.broadcast(data.resize_(int(size)), 0)
+    dist.broadcast(size, source)
+    dist.broadcast(data.resize_(int(size)), source)
     return json.loads(bytes(data.tolist()))
 
 
@@ -194,37 +203,69 @@ def follow(model: Transformer) -> int:
 # --- Joining --------------------------------------------------------------------------------------
 
 
+MEET = """unset RANK and WORLD_SIZE, or use torchrun, with a GPU each or --device cpu, and with \
+GLOO_SOCKET_IFNAME where several machines do not find each other"""
+
+
 @contextlib.contextmanager
 def join(device: torch.device) -> Iterator[Ranks]:
     """Join the other processes that torchrun has started.
 
     When rank 0 is done, it tells the others. A rank that fails, or is killed, closes its
     connections: so the others' next exchange with it fails, and they end too, rank 0 with a line
-    that says so, the others silently. A rank prints an error of its own, but only after 3 s: if
-    all ranks have the same one, rank 0 prints it first, and torchrun ends all ranks when one ends.
+    that says so, and so does the first rank of each other machine; the rest are silent. An error
+    of its own any rank prints, but the rest only after 3 s: if all ranks have the same one, the
+    first prints it before, and torchrun ends all ranks of a machine when one ends.
 
     Raises:
-        ValueError: some of torchrun's variables only; or fewer GPUs than ranks on this machine.
+        ValueError: some of torchrun's variables only; fewer GPUs than ranks on this machine; or the
+            ranks cannot reach each other.
         ConnectionError: see lead.
     """
     try:
-        with blame("unset RANK and WORLD_SIZE, or use torchrun, with a GPU each or --device cpu"):
+        with blame(MEET):
             # Integers go over gloo even between GPUs.
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             if device.type == "cuda":
                 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-            # No deadline: rank 0 may wait long for a prompt.
-            dist.init_process_group(backend, timeout=timedelta(days=365))
+            # All start at once, but one may read PyTorch from a slow disk. Who cannot be reached is
+            # waited for as long. From then on there is no deadline: a prompt may come late.
+            dist.init_process_group(backend, timeout=timedelta(minutes=5))
+            dist.distributed_c10d._set_pg_timeout(timedelta(days=365))
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        yield Ranks(device, rank, ranks, partial(shard, rank=rank, ranks=ranks), Leader, follow)
+        cut = partial(shard, rank=rank, ranks=ranks)
+        yield Ranks(device, rank, ranks, cut, Leader, follow, agree)
         if rank == 0:
             with contextlib.suppress(RuntimeError):  # they may be gone
                 broadcast()
     except Exception as error:
-        if os.environ.get("RANK", "0") != "0" and "gloo" not in str(error):
+        if os.environ.get("LOCAL_RANK", "0") != "0" and "gloo" not in str(error):
             time.sleep(3)
             sys.stderr = sys.__stderr__
         raise
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+# --- The same on every machine --------------------------------------------------------------------
+
+
+def agree(args: Any) -> None:
+    """Check that all ranks have the same versions, the same options, and a folder of the same
+    content, wherever each machine keeps it. Of each file 64 MB count: to read all of it would take
+    as long as to load it. A prompt, sampling settings and a draft model are rank 0's alone.
+
+    Raises:
+        ValueError: they do not. Every rank has the same error, with all that differs.
+    """
+    facts = given(EngineArgs, args) | dict(kilolm=VERSION, torch=torch.__version__)
+    facts.pop("draft_checkpoint", None)
+    folder = facts.pop("checkpoint", None) or BUNDLED
+    for file in folder.glob("*.[js]*"):  # .json and .safetensors
+        facts[file.name] = zlib.crc32(file.open("rb").read(2**26))
+    first, *others = [broadcast(facts, rank).items() for rank in range(dist.get_world_size())]
+    for rank, theirs in enumerate(others, 1):
+        if theirs != first:
+            theirs, ours = dict(theirs - first), dict(first - theirs)
+            raise ValueError(f"all ranks must be alike: rank {rank} has {theirs}, rank 0 {ours}")

@@ -57,7 +57,7 @@ import sampling
 import server as server_module
 from scheduler import Engine
 from server import parse_args, serve
-from settings import Ranks
+from settings import VERSION, Ranks
 from structured import pieces
 
 pytest_plugins = ["serving"]
@@ -556,8 +556,8 @@ def test_more_of_openais_http(local, monkeypatch):
     with pytest.raises(ValueError, match=r"--cors example.com: must be like http://"):
         server_module.command(parse_args(["--cors", "example.com"]), Ranks(torch.device("cpu")))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "server.VERSION"}
-    version = server_module.VERSION
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "settings.VERSION"}
+    version = VERSION
     assert importlib.metadata.version("kilolm") == version
     assert local.get("/version").json == {"version": version}
     reply = local.post(CHAT, {"messages": HI, "max_tokens": 1})
