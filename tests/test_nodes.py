@@ -68,7 +68,7 @@ DIFFERENCES = {
 
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_what_must_be_the_same(folder, monkeypatch, name):
-    """Two machines with weights of two models, or in two dtypes, made up a text together. And a path
+    """Two machines with weights of two models, or in two dtypes, made up a text. And a path
     or a prompt, which may differ, was held against them."""
     act, message = DIFFERENCES[name]
     sent = []
@@ -263,8 +263,8 @@ def test_ranks_that_cannot_reach_each_other(machines):
         machines.start(i, WORKER, "impatient", *SOME, link="lo")
     assert all(machines.end())
     for i in range(2):
-        (line,) = machines.errors(i)
-        assert "GLOO_SOCKET_IFNAME" in line
+        assert len(machines.errors(i)) == 1, machines.said(i)
+        assert "GLOO_SOCKET_IFNAME" in machines.errors(i)[0]
 
 
 @pytest.mark.slow
