@@ -239,7 +239,7 @@ def add_command(
 LEAST = {
     "speculate": 0, "speculate_ngram": 0, "prefixes": 0, "draft_noise": 0.0, "vocab_size": 4,
     "rate": 1e-6, "ttft_limit": 1e-6, "tpot_limit": 1e-6, "group_size": -1, "kv_memory": 1e-6,
-    "spread": 0.0, "price_per_hour": 1e-6,
+    "spread": 0.0, "price_per_hour": 1e-6, "shares": 1e-6,
 }  # fmt: skip
 
 

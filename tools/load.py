@@ -11,6 +11,7 @@ import math
 import random
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import SplitResult, urlsplit
@@ -30,6 +31,14 @@ class Load(NamedTuple):
     vocab_size: int  # ids are drawn below this
     sampling: dict[str, float]  # such as {"temperature": 0}
     seed: int = 0
+
+
+class Arrival(NamedTuple):
+    """A request: when it comes, in seconds since the load began, and what it asks for."""
+
+    at: float
+    prompt: list[int]
+    new_tokens: int
 
 
 class Limits(NamedTuple):
@@ -57,25 +66,37 @@ class Outcome:
         return (self.times[-1] - self.times[0]) / max(1, self.tokens - 1)
 
 
-async def run(load: Load, rate: float) -> list[Outcome]:
-    """Send the load at so many requests a second; infinite: all at once."""
+def arrivals(load: Load, rate: float) -> Iterator[Arrival]:
+    """The load's requests at so many a second, as its seed draws them; plan.py simulates the same.
+
+    Args:
+        rate: infinite: all at once.
+    """
     rng = random.Random(load.seed)
 
     def ids(count: int) -> list[int]:
         return [rng.randrange(3, load.vocab_size) for _ in range(count)]
 
     shared = [ids(load.prefix_tokens) for _ in range(load.prefixes)]
-    start, at, tasks = time.perf_counter(), 0.0, []
+    at = 0.0
     for _ in range(load.requests):
         prompt = ids(rng.randint(*load.prompt_tokens))
+        prompt = (rng.choice(shared) if shared else []) + prompt
+        new_tokens = rng.randint(*load.new_tokens)
+        at += rng.expovariate(rate) if rate < float("inf") else 0
+        yield Arrival(at, prompt, new_tokens)
+
+
+async def run(load: Load, rate: float) -> list[Outcome]:
+    """Send the load at so many requests a second; infinite: all at once."""
+    start, tasks = time.perf_counter(), []
+    for at, prompt, new_tokens in arrivals(load, rate):
         body = {
-            "prompt": (rng.choice(shared) if shared else []) + prompt,
-            "max_tokens": rng.randint(*load.new_tokens), "ignore_eos": True,
+            "prompt": prompt, "max_tokens": new_tokens, "ignore_eos": True,
             "stream": True, "stream_options": {"include_usage": True}, **load.sampling,
         }  # fmt: skip
         if load.model:
             body["model"] = load.model
-        at += rng.expovariate(rate) if rate < float("inf") else 0
         await asyncio.sleep(max(0, start + at - time.perf_counter()))
         tasks.append(asyncio.create_task(one(load, body, start, at)))
     return await asyncio.gather(*tasks)

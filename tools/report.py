@@ -183,6 +183,20 @@ COLUMNS = {
         "first_token_s": "first token, s", "of_cold": "of cold", "times_floor": "times the floor",
         "cached_tokens": "tokens cached",
     },
+    "fit": {"us": "microseconds", "steps": "steps", "median_error": "median error"},
+    "run": {
+        "ttft_p50_ms": "first token p50, ms", "ttft_p90_ms": "p90", "ttft_p99_ms": "p99",
+        "tpot_p50_ms": "each token p50", "tpot_p90_ms": "p90", "tpot_p99_ms": "p99",
+        "goodput_s": "goodput, requests/s", "hits": "found in the cache",
+        "preemptions": "preemptions", "utilisation": "utilisation",
+    },
+    "check": {
+        "ttft_p50_ms": "first token p50, ms", "ttft_p50_ms_off": "predicted, off by",
+        "ttft_p90_ms": "p90", "ttft_p90_ms_off": "off by",
+        "tpot_p50_ms": "each token p50", "tpot_p50_ms_off": "off by",
+        "tpot_p90_ms": "p90", "tpot_p90_ms_off": "off by",
+        "output_tok_s": "output, tok/s", "output_tok_s_off": "off by",
+    },
 }  # fmt: skip
 
 
@@ -219,6 +233,8 @@ Llama-like, of 22 layers, D = 2048 and V = 32,000, with random weights.
 - Of `throughput`, all requests are handed in at the start, from which a first token counts (in the
   older records, that of one at a time counts from its own start). In "static batches" the next
   batch starts when the longest of the one before has ended, and until then its other rows run on.
+- `plan.py fit` times a server's steps; `check` sends it other loads, and simulates the very same
+  ones with these times. "Off by" compares the medians of the rounds: 0.05 is 5 % too much.
 - "Within the limits" is the share of requests with their first token within 1 s, and each further
   one within 0.1 s on average; "the floor" is a prompt as long as what is not cached.
 """
@@ -244,6 +260,9 @@ LEADS = {
     "which the whole vocabulary has to be sorted, does not.",
     "serve-64-streams-epyc": "64 streams at once: how soon they begin, and how evenly they go on.",
     "serve-shakespeare-epyc": "Latencies stay low until requests come faster than they are served.",
+    "fit-shakespeare-spr": "A server's step, from its start to that of the next one, by what it "
+    "has to do; the overhead is a request's way to the engine and back.",
+    "plan-shakespeare-spr": "The bundled model under four loads, and what plan.py says of them.",
     "speculate-1b-epyc": "The most that guessing can bring: a draft that is always right.",
     "speculate-1b-noise-epyc": "The same with a draft that errs.",
     "speculate-draft-shakespeare": "A real draft on a small model, which fits into the caches.",
@@ -281,6 +300,9 @@ HEADINGS = {
     "throughput": ("Many requests", ""),
     "prefix": ("A prefix that is cached", ""),
     "serve": ("Serving", "../docs/serve.svg"),
+    "fit": ("What a step takes", ""),
+    "check": ("What plan.py predicts", ""),
+    "run": ("How many machines", ""),
     "ranks": ("Several processes", ""),
     "sample": ("The sampler alone", ""),
     "quality": ("What fewer bits cost", ""),
@@ -296,7 +318,7 @@ def speed_tables() -> str:
         # It has moved since the first records.
         command = re.sub(r" (tools/)?bench\.py ", " tools/bench.py ", run["command"])
         words = command.split()
-        kind = words[words.index("tools/bench.py") + 1]
+        kind = re.search(r"tools/(?:bench|plan)\.py (\w+)", command)[1]
         kind = "speculation" if "--specul" in command else kind
         kind = "ranks" if words[0] == "torchrun" else kind
         heading = OLD_CODE if file.stem in OLDER else kind
