@@ -105,7 +105,8 @@ def test_times_are_found_again():
     stalled = [*times[:-1], 10 * times[-1]]
     found = plan.fitted(works, stalled)
     assert sum(sum(a * b for a, b in zip(w, found)) for w in works) == pytest.approx(sum(stalled))
-    assert found[0] == pytest.approx(true[0] * sum(stalled) / sum(times), rel=0.05)
+    # A step has one group in all of these, so its time may be split between the two.
+    assert sum(found[:2]) == pytest.approx(true[0] * sum(stalled) / sum(times), rel=0.05)
     with pytest.raises(ValueError, match="too few"):
         plan.fitted(works[:9], times[:9])
 

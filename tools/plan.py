@@ -410,9 +410,7 @@ def read_trace(file: Path, times: Times) -> list[Arrival]:
         try:
             arrival = parse_line(line, number, times)
             if arrival.at < before:
-                raise ValueError(
-                    f"arrival {arrival.at:g} comes before {before:g}, of the line before"
-                )
+                raise ValueError(f"arrival {arrival.at:g} is before that of the last, {before:g}")
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{file}, line {number}: {error}") from None
         before = arrival.at
@@ -549,6 +547,7 @@ def read_fit(name: str) -> tuple[Times, dict[str, Any]]:
 def run(args: argparse.Namespace) -> int:
     """Simulate, for each number of replicas and each policy."""
     times, record = read_fit(args.fit)
+    promise = args.promise and parse_promise(args.promise)
     torch.set_num_threads(1)
     limits = load.Limits(args.ttft_limit, args.tpot_limit)
     trace = args.trace and read_trace(args.trace, times)
@@ -556,7 +555,6 @@ def run(args: argparse.Namespace) -> int:
     longest = what.prompt_tokens[1] + what.new_tokens[1] + what.prefix_tokens * bool(what.prefixes)
     if not trace and longest > times.max_seq_len:
         raise ValueError(f"{longest} tokens in a request, context is {times.max_seq_len}")
-    promise = args.promise and parse_promise(args.promise)
     rows: dict[str, dict[str, float]] = {}
 
     def figures_for(count: int, policy: str) -> dict[str, float]:
@@ -680,7 +678,7 @@ def fit(args: argparse.Namespace) -> int:
         file = Path(temporary) / "steps.json"
         with served(__file__, "timed", str(file), "--", *args.server) as url:
             what = load_of(args, url)._replace(seed=1000)
-            send(what._replace(requests=min(what.requests, 16)), math.inf)  # warm up
+            send(what._replace(requests=min(what.requests, 16), seed=999), math.inf)  # warm up
             began, start = time.perf_counter(), time.perf_counter()
             send(what, math.inf)
             capacity = what.requests / (time.perf_counter() - start)
@@ -733,10 +731,13 @@ def compare(args: argparse.Namespace) -> int:
     rows: dict[str, dict[str, list[float]]] = {}
     here = Path(__file__).resolve().parent.parent / "server.py"
     with served(str(here), *record["server"]) as url:
-        send(what._replace(url=url, requests=16), math.inf)  # warm up
-        for i in progress(range(args.repeat), "measuring"):
+        send(what._replace(url=url, requests=16, seed=999), math.inf)  # warm up
+        # Each with a seed of its own, or prompts would be found in the cache from the second rate
+        # on: they do not depend on it.
+        seeds = iter(range(args.repeat * len(rates)))
+        for _ in progress(range(args.repeat), "measuring"):
             for share, rate in rates.items():
-                each = what._replace(url=url, seed=i)
+                each = what._replace(url=url, seed=next(seeds))
                 real = load.summary(send(each, rate), limits)
                 ours = load.summary(simulate(times, load.arrivals(each, rate)).outcomes, limits)
                 row = rows.setdefault(f"{share:.0%} of capacity, {rate:.3g} requests/s", {})
