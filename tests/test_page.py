@@ -1,7 +1,7 @@
 """The page, in a real browser: what a user types, presses and sees.
 
 The server runs in this process (see test_server), so that a test can slow its engine down enough to
-watch it. Without chromium the tests skip; where KILOLM_NEEDS_BROWSER is set, as in CI, they fail.
+watch it. Without chromium the tests skip; where KILOLM_NEEDS_ALL is set, as in CI, they fail.
 """
 
 import json
@@ -20,8 +20,8 @@ from server import Problem
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 if not (BROWSER and DRIVER):
     reason = "needs chromium and chromedriver"
-    if os.environ.get("KILOLM_NEEDS_BROWSER"):
-        raise RuntimeError(f"KILOLM_NEEDS_BROWSER is set, and this {reason}")
+    if os.environ.get("KILOLM_NEEDS_ALL"):
+        raise RuntimeError(f"KILOLM_NEEDS_ALL is set, and this {reason}")
     pytest.skip(reason, allow_module_level=True)
 os.environ["SE_OFFLINE"] = "true"  # nothing may be downloaded
 

@@ -1320,7 +1320,9 @@ def test_the_command_line_and_a_signal(tmp_path):
         with pytest.raises(ConnectionError):
             server.get("/health")
         health = server.send("GET", "/health", on=idle)
-        assert (health.json, health.headers["Connection"]) == ({"status": "stopping"}, "close")
+        # It was 200, so that a proxy would have had to read the body to take the replica out.
+        assert (health.status, health.json) == (503, {"status": "stopping"})
+        assert health.headers["Connection"] == "close"
         events = Answer(200, {}, response.read()).events
         assert events[-1] == "[DONE]" and '"length"' in events[-2]
         assert server.process.wait(20) == 0

@@ -179,6 +179,11 @@ COLUMNS = {
         "tpot_p99_ms": "p99", "itl_p50_ms": "between tokens p50", "itl_p99_ms": "p99",
         "e2e_p50_ms": "whole p50", "e2e_p99_ms": "p99",
     },
+    "many": {
+        "hits": "prompts' tokens found", "times_round_robin": "times round robin",
+        "busiest": "the busiest replica's share", "request_s": "requests/s",
+        "ttft_p50_ms": "first token p50, ms", "ttft_p90_ms": "p90",
+    },
     "prefix": {
         "first_token_s": "first token, s", "of_cold": "of cold", "times_floor": "times the floor",
         "cached_tokens": "tokens cached",
@@ -253,6 +258,8 @@ LEADS = {
     "latency-1b-prompt512-epyc": "A prompt of 512 tokens, and one sequence after it, by bits.",
     "latency-1b-zen3": "float32, where a processor has no bfloat16: one sequence and 32.",
     "latency-moe-zen3": "Experts: a step of 32 sequences reads nearly all of them.",
+    "many-machines-xeon": "Three replicas behind a proxy: who gets a request decides how much of "
+    "its prompt is found.",
     "prefix-1b-epyc": "A cached prefix takes away nearly all of the time to the first token.",
     "quality-shakespeare": "int8 costs nothing that can be seen; GPTQ halves what int4 costs.",
     "ranks-1b-2-epyc": "Two processes on two cores lose: their exchanges cost more than is saved.",
@@ -303,6 +310,7 @@ HEADINGS = {
     "fit": ("What a step takes", ""),
     "check": ("What plan.py predicts", ""),
     "run": ("How many machines", ""),
+    "many": ("Many machines", ""),
     "ranks": ("Several processes", ""),
     "sample": ("The sampler alone", ""),
     "quality": ("What fewer bits cost", ""),
@@ -318,7 +326,12 @@ def speed_tables() -> str:
         # It has moved since the first records.
         command = re.sub(r" (tools/)?bench\.py ", " tools/bench.py ", run["command"])
         words = command.split()
+<<<<<<< HEAD
         kind = re.search(r"tools/(?:bench|plan)\.py (\w+)", command)[1]
+=======
+        bench = "tools/bench.py" in words
+        kind = words[words.index("tools/bench.py") + 1] if bench else "many"
+>>>>>>> f0753e2 (Three replicas behind HAProxy and nginx: configurations that the tests run, and /health says 503 while it stops)
         kind = "speculation" if "--specul" in command else kind
         kind = "ranks" if words[0] == "torchrun" else kind
         heading = OLD_CODE if file.stem in OLDER else kind
