@@ -136,7 +136,7 @@ def test_scripts_act_on_their_own_checkout(tmp_path):
     scripts += [copy / "checkpoints/train.py", *sorted(copy.glob("course/[0-9]*.py"))]
     words = [sys.executable, "-c", START, *scripts]
     said = succeeds(words, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(other)})
-    assert said.count("usage: ") == len(scripts) == 14
+    assert said.count("usage: ") == len(scripts) == 15
 
 
 def test_only_an_editable_install():
