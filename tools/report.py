@@ -326,12 +326,8 @@ def speed_tables() -> str:
         # It has moved since the first records.
         command = re.sub(r" (tools/)?bench\.py ", " tools/bench.py ", run["command"])
         words = command.split()
-<<<<<<< HEAD
-        kind = re.search(r"tools/(?:bench|plan)\.py (\w+)", command)[1]
-=======
-        bench = "tools/bench.py" in words
-        kind = words[words.index("tools/bench.py") + 1] if bench else "many"
->>>>>>> f0753e2 (Three replicas behind HAProxy and nginx: configurations that the tests run, and /health says 503 while it stops)
+        found = re.search(r"tools/(?:bench|plan)\.py (\w+)", command)
+        kind = found[1] if found else "many"
         kind = "speculation" if "--specul" in command else kind
         kind = "ranks" if words[0] == "torchrun" else kind
         heading = OLD_CODE if file.stem in OLDER else kind
