@@ -654,8 +654,8 @@ class Connection:
 ACTS = {"/": lambda c: c.send(PAGE.read_text("utf-8"), kind="text/html"),
         "/version": lambda c: c.send({"version": settings.VERSION}),
         # A proxy's check looks at the status alone.
-        "/health": lambda c: c.send(
-            {"status": "stopping" if c.server.stopping else "ok"}, 503 if c.server.stopping else 200),
+        "/health": lambda c: c.send({"status": "stopping"}, 503) if c.server.stopping
+                             else c.send({"status": "ok"}),
         "/metrics": lambda c: c.send(metrics(c.server), kind="text/plain; version=0.0.4"),
         "/engine": Connection.show,
         "/v1/models": lambda c: c.send(dict(object="list", data=[c.server.model])),
