@@ -35,6 +35,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from socket import SO_ERROR, SOL_SOCKET
+from threading import Thread
 from typing import Any
 from urllib.parse import unquote
 
@@ -437,7 +439,7 @@ def metrics(server: Server) -> str:
 
 # What a proxy in front could read in another way is refused: bare line feeds, folded headers, space
 # before a colon.
-REQUEST = (r"([A-Z]+ [!->@-~]+)(?:\?[!-~]*)? HTTP/1\.[01]\r\n"
+REQUEST = (r"([A-Z]+ [!->@-~]+)(?:\?[!-~]*)? HTTP/1\.([01])\r\n"
            r"((?:[!-9;-~]+:[^\r\n\0]*\r\n){,100}\r\n)")  # fmt: skip
 # The page itself says that it may load nothing from elsewhere.
 HEADERS = ("Connection: close\r\nCache-Control: no-store\r\nAllow: GET, HEAD, POST\r\n"
@@ -445,7 +447,9 @@ HEADERS = ("Connection: close\r\nCache-Control: no-store\r\nAllow: GET, HEAD, PO
 CORS = "Access-Control-Allow-Headers: Authorization, *\r\nAccess-Control-Allow-Origin: {}\r\n"
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 JSON_TYPE, EVENTS = "application/json", "text/event-stream"
-LOOPBACK = r"(?i)(localhost|127[.0-9]+|::1|\[::1\])(:[0-9]+)?"
+UNBUFFERED = "X-Accel-Buffering: no\r\n"
+# Every name that ends in .localhost is this host (RFC 6761), with or without a dot at its end.
+LOOPBACK = r"(?i)(([\w-]+\.)*localhost\.?|127[.0-9]+|::1|\[::1\])(:[0-9]+)?"
 
 
 class Connection:
@@ -458,6 +462,7 @@ class Connection:
     Attributes:
         line: of the request, such as "GET /health".
         kind: the answer's type, once it has begun.
+        start: what every answer begins with; empty once it has been sent.
         event: its sequences have moved on.
         rest: what reads on behind the request; see forget.
     """
@@ -468,6 +473,7 @@ class Connection:
         self.reader, self.writer = ends
         self.line = self.kind = ""
         self.headers = {}
+        self.start = b"HTTP/1.1 "
         self.event = asyncio.Event()
         self.rest = None
         self.writer.transport.set_write_buffer_limits(0)  # what is drained has been sent
@@ -510,12 +516,16 @@ class Connection:
         found = re.fullmatch(REQUEST, head)
         demand(found, 400, "this is not an HTTP/1 request with 100 headers at most")
         self.line = unquote(found[1])
-        self.headers = headers = email.message_from_string(found[2])
+        self.headers = headers = email.message_from_string(found[3])
+        if found[2] == "0":
+            del headers["Expect"]  # HTTP/1.0 knows no interim answers
         method, _, path = self.line.partition(" ")
         # Another site's page may reach this address by that site's own name (DNS rebinding).
         host = headers.get("Host", "localhost").strip()
         is_local = re.fullmatch(LOOPBACK, self.server.args.host)
-        demand(not is_local or re.fullmatch(LOOPBACK, host), 403, f"--host is not {host[:100]}")
+        is_mine = not is_local or re.fullmatch(LOOPBACK, host)
+        demand(is_mine, 403, f"the Host is {host!r:.100}, and this server answers to localhost: "
+               "let the proxy in front send `Host: localhost`, or start with --host 0.0.0.0")
         acts = ACTS | {f"/v1/models/{self.server.name}": lambda c: c.send(c.server.model)}
         is_there = path in acts and (path != "/" or PAGE.is_file())
         demand(is_there, 404, f"there is no {path[:100]}: try /v1/chat/completions, /v1/models")
@@ -586,8 +596,10 @@ class Connection:
     async def read_json(self) -> JSON:
         """Read the body, a JSON object."""
         demand(self.headers.get_content_type() == JSON_TYPE, 415, f"the body must be {JSON_TYPE}")
+        self.server.busy.discard(self)  # a body that never ends does not delay the server's end
         async with asyncio.timeout(IDLE_S):
             data = await self.read_body()
+        self.server.busy.add(self)
         try:  # int() refuses NaN and Infinity, which Python would take for numbers
             return check("body", json.loads(data, parse_constant=int), dict)
         except (ValueError, RecursionError) as error:
@@ -600,32 +612,42 @@ class Connection:
         form = ",".join(value.strip() for name in names for value in self.headers.get_all(name, []))
         known = re.fullmatch("([0-9]{1,18})|(?i:chunked)", form)
         demand(known, 411, "send the body with one Content-Length, or in chunks")
+        if known[1]:
+            self.check_size(int(form))
         self.writer.write(CONTINUE if "Expect" in self.headers else b"")
         if known[1]:
-            return await self.read_exactly(int(form))
+            return await self.reader.readexactly(int(form))
         data, size = bytearray(), 1  # to bytes each += would copy all of it
         while size:
             line = await self.reader.readuntil(b"\r\n")
             demand(re.fullmatch(b"[0-9A-Fa-f]{1,8}\r\n", line), 400, "a chunk without its size")
             size = int(line, 16)
-            data += await self.read_exactly(size, len(data))
+            self.check_size(len(data) + size)
+            data += await self.reader.readexactly(size)
             await self.reader.readexactly(2)
         return data
 
-    async def read_exactly(self, size: int, before: int = 0) -> bytes:
-        """Read a body, or a part of it, if --max-body allows for that with what came before."""
-        total, most = before + size, self.server.args.max_body
-        demand(total <= most, 413, f"the body has {total} bytes, --max-body is {most}")
-        return await self.reader.readexactly(size)
+    def check_size(self, size: int) -> None:
+        """Raise a Problem if a body is longer than --max-body."""
+        most = self.server.args.max_body
+        demand(size <= most, 413, f"the body has {size} bytes, --max-body is {most}")
 
     async def forget(self) -> None:
-        """Read what follows the request, and forget it. A client that says no more may have left,
-        or may wait. So it is sent 100 Continue, which a waiting one skips, until that fails."""
+        """Read what follows the request, and forget it.
+
+        When that ends, the client has closed its sending half to wait for the answer, or it has
+        left: TCP does not say which before something is sent. So the first bytes of the answer go
+        out early. A client that has left refuses them, which its socket notes as an error.
+        """
         with suppress(OSError):
             while await self.reader.read(2**16):
                 pass
+        if not self.kind:
+            self.writer.write(self.start)
+            self.start = b""
         while not (self.kind or self.writer.is_closing()):
-            self.writer.write(CONTINUE)
+            if self.writer.get_extra_info("socket").getsockopt(SOL_SOCKET, SO_ERROR):
+                self.writer.transport.abort()
             await asyncio.sleep(0.1)
 
     async def send(self, item: JSON | str, status: int = 200, kind: str = JSON_TYPE) -> None:
@@ -635,12 +657,13 @@ class Connection:
         data = (f"data: {text}\n\n" if (self.kind or kind) == EVENTS else text).encode()
         if not self.kind:
             self.kind = kind
-            head = f"HTTP/1.1 {status} \r\n{HEADERS}Content-Type: {kind}\r\n"
+            head = f"{status} \r\n{HEADERS}Content-Type: {kind}\r\n"
             head += f"X-Request-Id: {self.headers.get('X-Request-Id') or secrets.token_hex(12)}\r\n"
-            head += "" if kind == EVENTS else f"Content-Length: {len(data)}\r\n"
+            # nginx would collect the events of a stream, and pass them on in lumps.
+            head += UNBUFFERED if kind == EVENTS else f"Content-Length: {len(data)}\r\n"
             head += "Retry-After: 1\r\n" if status == 429 else ""
             head += CORS.format(self.server.args.cors) if self.server.args.cors else ""
-            self.writer.write(f"{head}\r\n".encode("latin-1"))
+            self.writer.write(self.start + f"{head}\r\n".encode("latin-1"))
             with suppress(OSError):  # where nobody reads the log, no answer is lost with it
                 if self.line != "GET /engine" or status != 200:  # or the page would fill it
                     seen = "gone" if self.writer.is_closing() else status
@@ -704,19 +727,31 @@ def serve(engine: Engine, args: ServerArgs) -> int:
     model was slower by half.
     """
     server = Server(engine, args)
+    reading, writing = os.pipe()
 
-    def signalled(*_: object) -> None:
-        if server.stopping:
-            os._exit(1)  # the second time: at once
-        server.stopping = True
+    def watch() -> None:
+        """Wait for signals, of which each arrives as a byte."""
+        while os.read(reading, 1):
+            if server.stopping:
+                os._exit(1)  # the second time: at once
+            server.stopping = True
 
+    # Python calls handlers in this thread alone, and between two of its lines: never, where this
+    # thread waits for a rank that is stopped. So another thread reads what Python itself notes.
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signalled)
-    with ThreadPoolExecutor(1) as pool:
-        listening = pool.submit(asyncio.run, server.listen())
-        listening.add_done_callback(lambda _: server.inbox.put(None))
-        server.drive()
-        listening.result()
+        signal.signal(number, lambda *_: None)
+    Thread(target=watch, daemon=True).start()
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            listening = pool.submit(asyncio.run, server.listen())
+            listening.add_done_callback(lambda _: server.inbox.put(None))
+            server.drive()
+            listening.result()
+    finally:
+        signal.set_wakeup_fd(-1)
+        os.close(writing)
     return 0
 
 
