@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from model import Config
-from settings import SamplingParams, SettingError
+from settings import SamplingParams, SettingError, check_ids
 from tokenizer import Ids, TextStream, Tokenizer
 
 FILTERS = {"top_k", "top_p", "min_p"}  # which never leave out the likeliest
@@ -73,10 +73,9 @@ class Sequence:
         if not 0 < n < context:
             way_out = "shorten it or raise --max-seq-len, --kv-memory" if n else "give it some text"
             raise SettingError("prompt", f"has {n} tokens, context is {context}: {way_out}")
-        for name, ids in (("prompt", prompt_ids), ("logit_bias", params.logit_bias)):
-            bad = [i for i in ids if type(i) is not int or not 0 <= i < V]
-            if bad:
-                raise SettingError(name, f"has {bad[0]!r}, outside the model's vocabulary of {V}")
+        check_ids("prompt", prompt_ids, V)
+        check_ids("logit_bias", params.logit_bias, V)
+        check_ids("stop_token_ids", params.stop_token_ids, V)
         self.ids, self.prompt_len = list(prompt_ids), n
         self.max_len = min(context, n + params.max_tokens)
         self.params = params

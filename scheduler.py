@@ -285,6 +285,7 @@ class Engine:
             job.seed += i
             job.matcher = matcher and matcher.deep_copy()
             request.outputs.append(job)
+            job.ends = request.outputs[0].ends  # shared, as there may be many
         return request
 
     def submit(self, request: Request) -> Request:

@@ -35,7 +35,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from socket import SO_ERROR, SOL_SOCKET
 from threading import Thread
 from typing import Any
 from urllib.parse import unquote
@@ -48,7 +47,18 @@ from checkpoint import suggested
 from generate import join, load_models, make_engine
 from sampling import BROKEN, Token
 from scheduler import Engine, Job, Request
-from settings import CHUNK, JSON, EngineArgs, Ranks, SamplingParams, check, setting, supported
+from settings import (
+    CHUNK,
+    JSON,
+    EngineArgs,
+    Ranks,
+    SamplingParams,
+    SettingError,
+    check,
+    check_ids,
+    setting,
+    supported,
+)
 from structured import pieces, structure
 from tokenizer import Ids, TextStream, Tokenizer
 
@@ -60,7 +70,7 @@ PAGE = settings.BUNDLED.parents[1] / "page.html"
 class ServerArgs(EngineArgs):
     """What to serve, to whom."""
 
-    host: str = setting("127.0.0.1", "0.0.0.0 is every network (default: this machine only)")
+    host: str = setting("127.0.0.1", "0.0.0.0: all networks, any Host (default: this machine)")
     port: int = setting(8000, "0: any that is free", 0, 65535)
     served_model_name: str | None = setting(None, "in the API (default: the folder's name)")
     max_queue: int = setting(1024, "waiting requests before a 429", 0)
@@ -90,7 +100,7 @@ class Server:
         inbox: what to do before the next step; None: end.
         waiters: the connection that is to answer each request in the engine.
         served: what has been counted; see count(). As `waiters`, changed by drive() alone.
-        busy: connections that are being answered.
+        busy: connections whose completion has begun: after a signal these may end.
         stopping: a signal has come; over: and what runs has had its time to end.
         snapshot: what the page shows, as JSON; looked: when it was last asked for.
     """
@@ -145,6 +155,10 @@ class Server:
             if request.finished:
                 del self.waiters[request]
                 count(self.served, request)
+                # A request and its outputs refer to each other: unless this is undone, they stay in
+                # memory until Python looks for cycles. The connection has its own list of them.
+                while request.outputs:
+                    self.engine.ran.pop(request.outputs.pop(), None)
         with suppress(RuntimeError):  # it has ended: nobody waits
             self.loop.call_soon_threadsafe(lambda: [event.set() for event in events])
 
@@ -165,8 +179,17 @@ class Server:
     async def listen(self) -> None:
         """Answer until a signal comes; then let the answers that have begun end."""
         self.loop = asyncio.get_running_loop()
+        # Errors that asyncio itself meets take one line each, such as a lack of descriptors, which
+        # it meets once a second.
+        self.loop.set_exception_handler(lambda _, what: print(*what.values(), file=sys.stderr))
+        # asyncio's `backlog` is both how many clients may wait and how many it accepts at a time.
+        # When descriptors run out, it schedules a new attempt for each one that fails, so attempts
+        # multiply (python/cpython#151615). So it accepts one at a time, and 128 may wait.
         listener = await asyncio.start_server(lambda *ends: Connection(self, *ends).serve(),
-            self.args.host, self.args.port, backlog=128)  # fmt: skip
+            self.args.host, self.args.port, backlog=1)  # fmt: skip
+        for each in listener.sockets:
+            with each.dup() as same:
+                same.listen(128)
         host, self.port = listener.sockets[0].getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
         print(f"serving {self.name} on http://{host}:{self.port}", file=sys.stderr)
@@ -193,6 +216,7 @@ class Server:
             raise Problem(404, f"the model here is {self.name!r}", "model", "model_not_found")
         try:
             body = checked(given, chat)
+            check_ids("logit_bias", body["logit_bias"], self.engine.config.vocab_size)
             wish = vars(self.defaults) | dict(max_tokens=context if chat else 16) | body
             params = SamplingParams(**{field: wish[field] for field in vars(self.defaults)})
             if chat and not params.structured_outputs:  # the user's own stop strings come first
@@ -220,19 +244,26 @@ class Server:
     def chat_ids(self, body: JSON) -> Ids:
         """The ids of a chat, whose contents may come in parts."""
         plain = []
-        for i, message in enumerate(check("messages", body.get("messages") or None, list)):
+        messages = check("messages", body.get("messages", []), list)
+        demand(messages, 400, "messages must have at least one message", "messages")
+        for i, message in enumerate(messages):
             try:
                 check("role", message["role"], str)
                 text = message.get("content")
-                text = "\n".join(part["text"] for part in text) if isinstance(text, list) else text
+                if isinstance(text, list):
+                    for part in text:
+                        supported("content of type", part.get("type", "text"), "text")
+                    text = "\n".join(part["text"] for part in text)
                 calls = message.get("tool_calls") or []
                 check("content", text, str | None if calls else str)
                 for function in (call["function"] for call in calls):
                     if isinstance(function["arguments"], str):  # most templates make it JSON again
                         function["arguments"] = json.loads(function["arguments"] or "{}")
                 plain.append(message | {"content": text})
-            except (ValueError, TypeError, KeyError):
-                raise Problem(400, "role, text or calls are wrong", f"messages[{i}]") from None
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                raise Problem(
+                    400, f"role, text or calls are wrong: {error}", f"messages[{i}]"
+                ) from None
         goes_on = body["continue_final_message"]
         options = dict(add_generation_prompt=body["add_generation_prompt"] and not goes_on)
         return self.tokenizer.encode_chat(plain, goes_on, **options | body["chat_template_kwargs"])
@@ -250,7 +281,7 @@ DEFAULTS = dict(n=1, stream=False, stream_options={}, echo=False, logit_bias={},
 # unknown names.
 UNSUPPORTED = dict(tools=[], functions=[], suffix="", modalities=["text"], use_beam_search=False,
     bad_words=[], skip_special_tokens=True, include_stop_str_in_output=False,
-    tool_choice="auto", add_special_tokens=True, continuous_usage_stats=False, audio=None,
+    tool_choice="auto", add_special_tokens=True, audio=None,
     return_token_ids=False, grammar=None, json_schema=None, n_predict=None, prompt_logprobs=None,
     chat_template=None, documents=None, allowed_token_ids=None, guided_json=None, guided_regex=None,
     guided_choice=None, guided_grammar=None)  # fmt: skip
@@ -265,9 +296,11 @@ def checked(given: JSON, chat: bool) -> JSON:
     if body.get("tool_choice", body.get("function_call")) == "none":
         body |= dict(tools=[], functions=[], tool_choice="auto")
     options = body["stream_options"] if body["stream"] else {}
+    for name in ("include_usage", "continuous_usage_stats"):
+        check(f"stream_options[{name}]", options.get(name) or False, bool)
     echo = body["echo"] and not chat
     fine = UNSUPPORTED | dict(best_of=body["n"], stream_options=options, echo=echo)
-    for field, value in (options | body).items():
+    for field, value in body.items():
         supported(field, value, fine.get(field, value))
     supported("reasoning_format", body["reasoning_format"], "auto", "deepseek", "none")
     if echo and body.get("max_tokens") == 0:
@@ -276,7 +309,12 @@ def checked(given: JSON, chat: bool) -> JSON:
         body["max_tokens"] = body["max_completion_tokens"]
     if chat:
         scored = check("logprobs", body.get("logprobs", False), bool)
-        body["logprobs"] = body.get("top_logprobs", 0 if scored else None)
+        top = body.get("top_logprobs", 0)
+        body["logprobs"] = top if scored else None
+        if top and not scored:
+            raise SettingError("top_logprobs", "needs logprobs: true")
+        if body["continue_final_message"] and given.get("add_generation_prompt"):
+            raise SettingError("add_generation_prompt", "excludes continue_final_message: true")
     bias = body["logit_bias"].items()
     body["logit_bias"] = {int(i) if re.fullmatch("0|[1-9][0-9]{,8}", i) else i: b for i, b in bias}
     form = structure(body["response_format"])
@@ -441,13 +479,14 @@ def metrics(server: Server) -> str:
 # before a colon.
 REQUEST = (r"([A-Z]+ [!->@-~]+)(?:\?[!-~]*)? HTTP/1\.([01])\r\n"
            r"((?:[!-9;-~]+:[^\r\n\0]*\r\n){,100}\r\n)")  # fmt: skip
-# The page itself says that it may load nothing from elsewhere.
+# The page itself says that it may load nothing from elsewhere. X-Accel-Buffering is for nginx,
+# which would collect the events of a stream and pass them on in lumps.
 HEADERS = ("Connection: close\r\nCache-Control: no-store\r\nAllow: GET, HEAD, POST\r\n"
+           "X-Accel-Buffering: no\r\n"
            "X-Content-Type-Options: nosniff\r\nX-Frame-Options: DENY\r\n")  # fmt: skip
 CORS = "Access-Control-Allow-Headers: Authorization, *\r\nAccess-Control-Allow-Origin: {}\r\n"
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 JSON_TYPE, EVENTS = "application/json", "text/event-stream"
-UNBUFFERED = "X-Accel-Buffering: no\r\n"
 # Every name that ends in .localhost is this host (RFC 6761), with or without a dot at its end.
 LOOPBACK = r"(?i)(([\w-]+\.)*localhost\.?|127[.0-9]+|::1|\[::1\])(:[0-9]+)?"
 
@@ -462,7 +501,7 @@ class Connection:
     Attributes:
         line: of the request, such as "GET /health".
         kind: the answer's type, once it has begun.
-        start: what every answer begins with; empty once it has been sent.
+        start: what every answer begins with, as far as it has not been sent.
         event: its sequences have moved on.
         rest: what reads on behind the request; see forget.
     """
@@ -481,10 +520,9 @@ class Connection:
     async def serve(self) -> None:
         """Read the request, and answer it or say why not, unless the client goes or falls silent.
         Then wait until it closes: to close while it sends would take the answer from it."""
-        with suppress(OSError, EOFError, asyncio.CancelledError):
+        try:
             try:
                 head = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), IDLE_S)
-                self.server.busy.add(self)
                 await self.route(head.decode("latin-1"))
             except (OSError, EOFError):
                 raise
@@ -499,6 +537,9 @@ class Connection:
                 self.server.busy.discard(self)
             self.writer.write_eof()
             await asyncio.wait_for(self.rest or self.forget(), IDLE_S)
+        except (OSError, EOFError, asyncio.CancelledError) as error:
+            # The reader keeps its error, and the error's frames would keep the whole request.
+            error.__traceback__ = error.__context__ = None
         self.writer.transport.abort()
 
     async def refuse(self, status: int, message: str, param: str = "", code: str = "") -> None:
@@ -523,9 +564,12 @@ class Connection:
         # Another site's page may reach this address by that site's own name (DNS rebinding).
         host = headers.get("Host", "localhost").strip()
         is_local = re.fullmatch(LOOPBACK, self.server.args.host)
-        is_mine = not is_local or re.fullmatch(LOOPBACK, host)
-        demand(is_mine, 403, f"the Host is {host!r:.100}, and this server answers to localhost: "
-               "let the proxy in front send `Host: localhost`, or start with --host 0.0.0.0")
+        demand(
+            not is_local or re.fullmatch(LOOPBACK, host),
+            403,
+            f"the Host is {host!r:.100}, and this server answers to localhost: let the proxy in "
+            "front send `Host: localhost`, or start the server with --host 0.0.0.0",
+        )
         acts = ACTS | {f"/v1/models/{self.server.name}": lambda c: c.send(c.server.model)}
         is_there = path in acts and (path != "/" or PAGE.is_file())
         demand(is_there, 404, f"there is no {path[:100]}: try /v1/chat/completions, /v1/models")
@@ -543,6 +587,7 @@ class Connection:
         """Answer a completion, whole or streamed."""
         # 1) what is asked for, and whether there is room for it
         server, body = self.server, await self.read_json()
+        server.busy.add(self)
         self.rest = asyncio.create_task(self.forget())
         demand(not server.stopping, 503, "the server is stopping")
         uid = ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12)
@@ -552,9 +597,8 @@ class Connection:
         demand(waiting + len(requests) <= most, 429, f"{waiting} wait, --max-queue is {most}")
         may_think = chat and body.get("reasoning_format") != "none"
         begun = opening(server.tokenizer, requests[0].outputs[0]) if may_think else THINK + THOUGHT
-        server.inbox.put(lambda: server.submit(requests, self))
         # 2) what is new, as it comes
-        stream = body.get("stream")
+        stream, options = body.get("stream"), body.get("stream_options") or {}
         form = ("delta" if stream else "message") if chat else "text"
         base = dict(id=uid, object=KINDS[form], created=int(time.time()), model=server.name,
                     system_fingerprint=settings.VERSION)  # fmt: skip
@@ -563,22 +607,27 @@ class Connection:
         skip = 2**31 if (body.get("max_completion_tokens") or body.get("max_tokens")) == 0 else 0
         choices = [Choice(i, job, form, server, begun, skip, skip) for i, job in enumerate(jobs)]
         ended = False
+        firsts = [request.outputs[0] for request in requests]
+        old = sum(job.prompt_len for job in firsts)
+        server.inbox.put(lambda: server.submit(requests, self))
         while not ended:
             await self.event.wait()
             self.event.clear()
             ended = all(request.finished for request in requests)
-            for new in filter(None, (each.new() for each in choices if stream)):
+            news = [each.new() for each in choices if stream]
+            new = sum(len(job.tokens) for job in jobs if not skip)
+            usage = dict(prompt_tokens=old, completion_tokens=new, total_tokens=old + new,
+                prompt_tokens_details=dict(cached_tokens=sum(job.cached for job in firsts)),
+            )  # fmt: skip
+            if options.get("continuous_usage_stats"):
+                base["usage"] = usage
+            for new in filter(None, news):
                 await self.send(base | {"choices": [new]}, kind=EVENTS)
         # 3) all of it; or, of a stream, what is left: the usage, if it was asked for
-        firsts = [request.outputs[0] for request in requests]
-        old = sum(job.prompt_len for job in firsts)
-        new = sum(len(job.tokens[skip:]) for job in jobs)
-        whole = base | dict(choices=[], usage=dict(
-            prompt_tokens_details=dict(cached_tokens=sum(job.cached for job in firsts)),
-            prompt_tokens=old, completion_tokens=new, total_tokens=old + new))  # fmt: skip
+        whole = base | dict(choices=[], usage=usage)
         if not stream:  # in another thread: it may be much
             whole["choices"] = [await asyncio.to_thread(each.new) for each in choices]
-        elif (body.get("stream_options") or {}).get("include_usage"):
+        elif options.get("include_usage"):
             await self.send(whole, kind=EVENTS)
         await self.send("[DONE]" if stream else whole)
 
@@ -596,10 +645,8 @@ class Connection:
     async def read_json(self) -> JSON:
         """Read the body, a JSON object."""
         demand(self.headers.get_content_type() == JSON_TYPE, 415, f"the body must be {JSON_TYPE}")
-        self.server.busy.discard(self)  # a body that never ends does not delay the server's end
         async with asyncio.timeout(IDLE_S):
             data = await self.read_body()
-        self.server.busy.add(self)
         try:  # int() refuses NaN and Infinity, which Python would take for numbers
             return check("body", json.loads(data, parse_constant=int), dict)
         except (ValueError, RecursionError) as error:
@@ -636,19 +683,16 @@ class Connection:
         """Read what follows the request, and forget it.
 
         When that ends, the client has closed its sending half to wait for the answer, or it has
-        left: TCP does not say which before something is sent. So the first bytes of the answer go
-        out early. A client that has left refuses them, which its socket notes as an error.
+        left: TCP does not say which until something is sent. So the bytes that every answer begins
+        with go out one by one. A client that has left refuses the first, so the second fails.
         """
         with suppress(OSError):
             while await self.reader.read(2**16):
                 pass
-        if not self.kind:
-            self.writer.write(self.start)
-            self.start = b""
         while not (self.kind or self.writer.is_closing()):
-            if self.writer.get_extra_info("socket").getsockopt(SOL_SOCKET, SO_ERROR):
-                self.writer.transport.abort()
-            await asyncio.sleep(0.1)
+            self.writer.write(self.start[:1])
+            self.start = self.start[1:]
+            await asyncio.sleep(0.3)
 
     async def send(self, item: JSON | str, status: int = 200, kind: str = JSON_TYPE) -> None:
         """Send an answer, or an event of a stream, whose kind is EVENTS. Before the first goes the
@@ -659,8 +703,7 @@ class Connection:
             self.kind = kind
             head = f"{status} \r\n{HEADERS}Content-Type: {kind}\r\n"
             head += f"X-Request-Id: {self.headers.get('X-Request-Id') or secrets.token_hex(12)}\r\n"
-            # nginx would collect the events of a stream, and pass them on in lumps.
-            head += UNBUFFERED if kind == EVENTS else f"Content-Length: {len(data)}\r\n"
+            head += "" if kind == EVENTS else f"Content-Length: {len(data)}\r\n"
             head += "Retry-After: 1\r\n" if status == 429 else ""
             head += CORS.format(self.server.args.cors) if self.server.args.cors else ""
             self.writer.write(self.start + f"{head}\r\n".encode("latin-1"))
@@ -730,28 +773,25 @@ def serve(engine: Engine, args: ServerArgs) -> int:
     reading, writing = os.pipe()
 
     def watch() -> None:
-        """Wait for signals, of which each arrives as a byte."""
+        """Wait for signals: each arrives as one byte."""
         while os.read(reading, 1):
             if server.stopping:
                 os._exit(1)  # the second time: at once
             server.stopping = True
 
-    # Python calls handlers in this thread alone, and between two of its lines: never, where this
-    # thread waits for a rank that is stopped. So another thread reads what Python itself notes.
+    # Python runs signal handlers in the main thread, between two of its instructions: not while it
+    # waits in a collective for a rank that is stopped. But it writes each signal's number into a
+    # file at once, which another thread can read. For that there must be a handler.
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     Thread(target=watch, daemon=True).start()
-    try:
-        with ThreadPoolExecutor(1) as pool:
-            listening = pool.submit(asyncio.run, server.listen())
-            listening.add_done_callback(lambda _: server.inbox.put(None))
-            server.drive()
-            listening.result()
-    finally:
-        signal.set_wakeup_fd(-1)
-        os.close(writing)
+    with ThreadPoolExecutor(1) as pool:
+        listening = pool.submit(asyncio.run, server.listen())
+        listening.add_done_callback(lambda _: server.inbox.put(None))
+        server.drive()
+        listening.result()
     return 0
 
 

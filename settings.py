@@ -95,6 +95,16 @@ def check_items(name: str, values: Any, kind: Any, *each: Any) -> tuple:
     return tuple(check(name, value, *each) for value in check(name, values, kind))
 
 
+def check_ids(name: str, ids: Iterable, vocab_size: int) -> None:
+    """Raise SettingError if some of these are no ids of the vocabulary; it shows a few of them."""
+    wrong = [i for i in ids if type(i) is not int or not 0 <= i < vocab_size]
+    if wrong:
+        raise SettingError(
+            name,
+            f"has {wrong[:9]!r:.200}: {len(wrong)} outside the model's vocabulary of {vocab_size}",
+        )
+
+
 # --- What a request may set -----------------------------------------------------------------------
 
 
@@ -127,7 +137,9 @@ class SamplingParams:
     logit_bias: dict[int, float] = field(default_factory=dict)  # token id -> added to its logit
     prompt_logprobs: bool = False  # where logprobs is given, of the prompt too; Engine only
     stop: tuple[str, ...] = setting((), "end before any of these texts", nargs="+", action="extend")
-    stop_token_ids: tuple[int, ...] = setting((), "end at any of these", nargs="+", action="extend")
+    stop_token_ids: tuple[int, ...] = setting(
+        (), "end at these: 1024 at most", nargs="+", action="extend"
+    )
     ignore_eos: bool = setting(False, "run on past EOS, as benchmarks do", action="store_true")
     # One of json (a schema), regex, choice (a list), grammar (Lark, GBNF), as vLLM; Engine only.
     structured_outputs: JSON | None = None
@@ -139,10 +151,10 @@ class SamplingParams:
         vars(self).update(stop=check_items("stop", stop, list | tuple, str))
         if len(stop) > 16 or not all(0 < len(each) <= 256 for each in stop):
             raise SettingError("stop", "takes up to 16 strings of 1 to 256 characters")
-        check_items("stop_token_ids", self.stop_token_ids, list | tuple, int, 0)
-        check_items("logit_bias", self.logit_bias, dict, int, 0)
-        if len(self.logit_bias) > 1024:
-            raise SettingError("logit_bias", f"has {len(self.logit_bias)} entries, of 1024 at most")
+        for name, kind in (("stop_token_ids", list | tuple), ("logit_bias", dict)):
+            values = check_items(name, getattr(self, name), kind, int, 0)
+            if len(values) > 1024:
+                raise SettingError(name, f"has {len(values)} entries, of 1024 at most")
         for i, bias in self.logit_bias.items():
             check(f"logit_bias[{i}]", bias, float, -100, 100)
 

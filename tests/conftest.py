@@ -1,6 +1,7 @@
 """Fixtures and builders shared by the tests: tiny random checkpoints of every family."""
 
 import os
+import shutil
 import signal
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing may be downloaded
@@ -19,6 +20,17 @@ pytest.register_assert_rewrite("serving")  # it is imported before pytest loads 
 ROOT = Path(__file__).resolve().parent.parent
 SHAKESPEARE = ROOT / "checkpoints" / "shakespeare"
 DRAFT = ROOT / "checkpoints" / "shakespeare-draft"
+
+
+def program(name: str) -> str:
+    """Where a program is. Without it the tests skip; where KILOLM_NEEDS_ALL is set, as in CI, they
+    fail."""
+    found = shutil.which(name, path=os.environ["PATH"] + ":/usr/sbin")
+    if not found:
+        if os.environ.get("KILOLM_NEEDS_ALL"):
+            raise RuntimeError(f"KILOLM_NEEDS_ALL is set, and there is no {name}")
+        pytest.skip(f"needs {name}", allow_module_level=True)
+    return found
 
 
 @pytest.fixture(autouse=True)

@@ -6,10 +6,10 @@ watch it. Without chromium the tests skip; where KILOLM_NEEDS_ALL is set, as in 
 
 import json
 import os
-import shutil
 import time
 
 import pytest
+from conftest import program
 from selenium.webdriver import ActionChains, Chrome, ChromeOptions, ChromeService, Keys
 from selenium.webdriver.common.by import By
 from serving import CHAT, COMPLETIONS, Broken, Local, until
@@ -17,12 +17,7 @@ from serving import CHAT, COMPLETIONS, Broken, Local, until
 import server as server_module
 from server import Problem
 
-BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-if not (BROWSER and DRIVER):
-    reason = "needs chromium and chromedriver"
-    if os.environ.get("KILOLM_NEEDS_ALL"):
-        raise RuntimeError(f"KILOLM_NEEDS_ALL is set, and this {reason}")
-    pytest.skip(reason, allow_module_level=True)
+BROWSER, DRIVER = program("chromium"), program("chromedriver")
 os.environ["SE_OFFLINE"] = "true"  # nothing may be downloaded
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -5,6 +5,7 @@ The slow twin is generate(), alone.
 
 import asyncio
 import contextlib
+import gc
 import importlib.metadata
 import itertools
 import json
@@ -15,11 +16,14 @@ import select
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import threading
 import time
 import tomllib
+import weakref
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,7 +32,7 @@ from unittest.mock import MagicMock
 import openai
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, program
 from serving import (
     CHAT,
     COMPLETIONS,
@@ -57,7 +61,7 @@ import sampling
 import server as server_module
 from scheduler import Engine
 from server import parse_args, serve
-from settings import VERSION, Ranks
+from settings import VERSION, Ranks, SamplingParams
 from structured import pieces
 
 pytest_plugins = ["serving"]
@@ -414,9 +418,6 @@ def test_what_is_not_supported_says_so(local, path):
     body |= {"max_tokens": 2, "temperature": 0}
     for field, value in UNSUPPORTED.items():
         assert field in local.post(path, {**body, field: value}).fails(400, field)
-    source = "messages" if path == CHAT else "prompt"
-    more = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
-    assert "continuous_usage_stats" in local.post(path, body | more).fails(400, source)
     more = {"response_format": {"type": "json_object"}, "structured_outputs": {"choice": ["a"]}}
     assert "structured_outputs" in local.post(path, body | more).fails(400, "response_format")
     if path == CHAT:
@@ -459,9 +460,10 @@ def test_options_of_the_template(local, monkeypatch):
         shown = text({"role": "assistant", "content": None, "tool_calls": calls})
         assert ("{'arguments': {'a': 'b'}}" if arguments else "{'arguments': {}}") in shown
     assert text(chat_template_kwargs={"messages": [], "goes_on": 1, "self": 0}) == "user:hi;say"
-    both = {"continue_final_message": True, "add_generation_prompt": True}
-    assert text(begun, **both) == "user:hi;assistant:Well"
-    for wrong in ({"chat_template_kwargs": 5}, {"continue_final_message": 1}):
+    one = {"continue_final_message": True, "add_generation_prompt": False}
+    assert text(begun, **one) == "user:hi;assistant:Well"
+    for wrong in ({"chat_template_kwargs": 5}, {"continue_final_message": 1},
+                  {"continue_final_message": True, "add_generation_prompt": True}):  # fmt: skip
         local.post(CHAT, {"messages": HI, **wrong}).fails(400, [*wrong][-1])
 
 
@@ -550,8 +552,14 @@ def test_more_of_openais_http(local, monkeypatch):
         usage = local.post(COMPLETIONS, {"prompt": PROMPT * 9, "max_tokens": 1}).json["usage"]
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     assert 0 < cached < usage["prompt_tokens"]
-    for key in ("x1", "01024", "1024"):  # 01024 was said to be 1024
-        assert key in local.post(COMPLETIONS, {"logit_bias": {key: 1}}).fails(400, "logit_bias")
+    for keys in (["x1"], ["01024"], ["1024"], ["x1", "7000", "-1", "07"]):  # 01024 was called 1024
+        body = {"logit_bias": dict.fromkeys([*keys, "7"], 1)}
+        message = local.post(COMPLETIONS, body).fails(400, "logit_bias")
+        found = re.findall(r"[x\d-]+", message.partition("]")[0])
+        assert found == keys and f": {len(keys)} outside" in message
+    body = {"logit_bias": {str(2000 + i): 1 for i in range(500)}}
+    message = local.post(COMPLETIONS, body).fails(400, "logit_bias")
+    assert "2003" in message and "500" in message and len(message) < 250
     monkeypatch.setattr(server_module, "load_models", None)  # or it would begin to serve
     with pytest.raises(ValueError, match=r"--cors example.com: must be like http://"):
         server_module.command(parse_args(["--cors", "example.com"]), Ranks(torch.device("cpu")))
@@ -597,13 +605,14 @@ WRONG = {
     "min_tokens": INTS,
     "logprobs": (*INTS, 21),
     "stop": (["a"] * 17, [""], "", 5, [5], [None], {"a": 1}, True),
-    "stop_token_ids": ([-1], ["a"], 5, [1.5], [True], {"a": 1}, "a"),
+    "stop_token_ids": ([-1], ["a"], 5, [1.5], [True], {"a": 1}, "a", [1024], [5] * 1025),
     "logit_bias": ([], "", 5, {"1": 101}, {"1": "x"}, {"1": None}, {"1": True}, {"-1": 1}, [1],
                    {"abc": 1}, {"1" * 5000: 1}, {"1024": 1}, {"\u0663": 1}),
     "ignore_eos": (1, "true", []),
     "stream": (1, 0, "true", []),
     "echo": (1, 0, "true", []),
-    "stream_options": (1, "x", [], True),
+    "stream_options": (1, "x", [], True, {"include_usage": True}, {"include_usage": 5},
+                       {"include_usage": False}, {"continuous_usage_stats": "yes"}),
     "cache_salt": (1, True, [], {}),
     "priority": ("1", 1.5, True, 2**40),
     "prompt": (5, {}, [], [[]], [None], [1, "a"], [1.5], [True], [[True]], [["a"]], [[1], 2], [-1],
@@ -626,6 +635,7 @@ WRONG_CHAT = {
     ),
     "logprobs": (1, 0, "true", []),
     "top_logprobs": (21, False, "1"),
+    "add_generation_prompt": (1, "true"),
     "max_completion_tokens": (0, -1, "1"),
     "temperature": WRONG["temperature"],
     "n": WRONG["n"],
@@ -654,6 +664,41 @@ def test_null_is_the_default_and_unknown_is_ignored(local):
     assert local.post(COMPLETIONS, nothing | SHORT | unknown).json["choices"] == plain
     body = {**nothing, "messages": HI, **unknown, "max_tokens": 2}
     assert local.post(CHAT, body).json["choices"][0]["logprobs"] is None
+
+
+def test_errors_of_a_chat_say_what_is_wrong(local):
+    """An image was "role, text or calls are wrong", no message at all was None; log-probabilities
+    came though `logprobs` was not true, and what cannot be together was."""
+    image = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": "x"}]
+    messages = [*HI, {"role": "user", "content": image}]
+    message = local.post(CHAT, {"messages": messages}).fails(400, "messages[1]")
+    assert "'image_url' is not supported" in message
+    for nothing in ({"messages": []}, {}):
+        message = local.post(CHAT, nothing).fails(400, "messages")
+        assert "at least one message" in message and "None" not in message
+    for more in ({}, {"logprobs": None}, {"logprobs": False}):
+        message = local.post(CHAT, {"messages": HI, "top_logprobs": 3} | more)
+        assert "logprobs: true" in message.fails(400, "top_logprobs")
+    nothing = {"messages": HI, "top_logprobs": 0, "max_tokens": 1}
+    assert local.post(CHAT, nothing).json["choices"][0]["logprobs"] is None
+
+
+def test_usage_so_far(local):
+    """vLLM's clients ask for the usage in each chunk, and got a 400."""
+    wish = SHORT | {"n": 2, "max_tokens": 20, "stream": True}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last, done = local.post(COMPLETIONS, wish | {"stream_options": options}).events
+    usages = [json.loads(chunk)["usage"] for chunk in chunks]
+    counts = [usage["completion_tokens"] for usage in usages]
+    assert counts == sorted(counts) and counts[0] < 10 and len({*counts}) > 5
+    assert usages[-1] == json.loads(last)["usage"] and counts[-1] == 40
+    assert json.loads(last)["choices"] == [] and done == "[DONE]"
+    for usage in usages:
+        assert usage["prompt_tokens"] == len(TOKENIZER.encode(PROMPT))
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    for options in ({"continuous_usage_stats": False}, {"include_usage": None}, {"new": 1}):
+        events = local.post(COMPLETIONS, wish | {"stream_options": options}).events
+        assert not any("usage" in event for event in events)
 
 
 def test_too_many_choices(local):
@@ -856,6 +901,26 @@ def test_http_1_0(local):
     assert streamed.events[-1] == "[DONE]"
 
 
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+def test_interim_answers(local, version):
+    """A client that had closed its sending half was sent 100 Continue ten times a second, also
+    where it spoke HTTP/1.0, which has no such thing; and 100 was said to a body that is refused."""
+    expect = "Expect: 100-continue\r\n"
+    too_long = request_bytes(b"", f"{expect}Content-Length: 999999999\r\n")
+    chunks = request_bytes(b"0\r\n\r\n", expect + CHUNKED)
+    plain, expecting = request_bytes(SHORT), request_bytes(SHORT, expect)
+    cases = ((plain, 200, 0), (expecting, 200, 1), (too_long, 413, 0), (chunks, 400, 1))
+    for data, status, most in cases:
+        with socket.create_connection(("127.0.0.1", local.port), 20) as connection:
+            connection.sendall(data.replace(b"HTTP/1.1", b"HTTP/" + version))
+            connection.shutdown(socket.SHUT_WR)
+            found = receive(connection)
+        assert found.count(b"100 Continue") == (most if version == b"1.1" else 0)
+        (answer,) = parse(found)
+        assert answer.status == status
+        assert found.count(b"HTTP/1.1 ") == 1 + found.count(b"100 Continue")
+
+
 def test_head(local):
     """A body came behind the head; a HEAD of what never ends did not end."""
     for path in ("/health", "/", "/metrics", "/v1/models", "/engine", "/nothing", COMPLETIONS):
@@ -1039,20 +1104,16 @@ def test_the_page_may_load_nothing_else(local, monkeypatch, tmp_path):
 
 def test_names_of_this_host(local, monkeypatch):
     """Another site's page could use the model, by a name that points here (DNS rebinding)."""
-    mine = (
-        "localhost",
-        "LOCALHOST:8000",
-        "localhost ",
-        "127.0.0.1:1",
-        "127.1.2.3",
-        "[::1]:8000",
-        "[::1]",
-    )
-    others = ("evil.test", "127.0.0.1.evil.test", "localhost.evil.test:80", "", "1.2.3.4", "::2")
+    mine = ("localhost", "LOCALHOST:8000", "localhost ", "127.0.0.1:1", "127.1.2.3", "[::1]:8000",
+            "[::1]", "LOCALHOST.", "localhost.:80", "x.localhost", "a.B-1.localhost.")  # fmt: skip
+    others = ("evil.test", "127.0.0.1.evil.test", "localhost.evil.test:80", "", "1.2.3.4", "::2",
+              "evil-localhost", ".localhost", "x..localhost", "localhost..", ".")  # fmt: skip
     for names, status in ((mine, 200), (others, 403)):
         for name in names:
             assert local.get("/health", Host=name).status == status, name
     assert local.raw(LAST.replace(b"Host: localhost\r\n", b""))[0].status == 200
+    message = local.get("/health", Host="chat.test").fails(403)  # as from a proxy
+    assert all(word in message for word in ("'chat.test'", "Host: localhost", "--host"))
     monkeypatch.setitem(vars(local.args), "host", "0.0.0.0")  # who opens it may give it any name
     assert local.get("/health", Host="a.test").status == 200
 
@@ -1071,6 +1132,54 @@ def test_api_key(local, monkeypatch):
     for path in ("/metrics", "/v1/models"):
         assert local.get(path, Authorization=right).status == 200
     assert local.post(COMPLETIONS, SHORT, Authorization=right).status == 200
+
+
+@pytest.mark.slow
+def test_more_clients_than_descriptors(tmp_path):
+    """Each of hundreds of failures to accept one was tried again, on its own, a second later: they
+    multiplied, to 700,000 tracebacks and a server that did nothing else."""
+    few = ("bash", "-c", 'ulimit -n 64; exec "$@"', "bash", sys.executable)
+    with Process(tmp_path, program=few) as server, contextlib.ExitStack() as clients:
+        for _ in range(100):
+            clients.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+        time.sleep(4)
+        lines = server.log.read_text().splitlines()[1:]
+        assert 2 < len(lines) < 8 and all("Too many open files" in line for line in lines)
+        clients.close()
+        server.works()
+
+
+@pytest.mark.slow
+def test_through_nginx(local, tmp_path, monkeypatch):
+    """With its defaults it passed a stream of 60 tokens on in 4 lumps. That it speaks HTTP/1.0 must
+    not hide that its client has left."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    places = "".join(f"{kind}_temp_path {tmp_path}/{kind};" for kind in kinds)
+    (tmp_path / "nginx.conf").write_text(f"""
+        daemon off; master_process off; pid {tmp_path}/pid; error_log stderr; events {{}}
+        http {{ access_log off; {places} server {{ listen 127.0.0.1:{port};
+            location / {{ proxy_pass http://127.0.0.1:{local.port}; }} }} }}""")
+    command = [program("nginx"), "-p", tmp_path, "-c", tmp_path / "nginx.conf"]
+    nginx, proxy, step = subprocess.Popen(command), Client(), local.engine.step
+    proxy.port = port
+    try:
+        until(lambda: not socket.socket().connect_ex(("127.0.0.1", port)))
+        monkeypatch.setattr(local.engine, "step", lambda: time.sleep(0.02) or step())
+        stream, times = proxy.stream(SHORT | {"max_tokens": 60}), []
+        while stream.read1():
+            times.append(time.monotonic())
+        assert sum(after - before > 0.01 for before, after in itertools.pairwise(times)) > 30
+        connection = proxy.begin(LONG)
+        until(lambda: local.engine.running)
+        connection.close()
+        until(lambda: not local.engine.queue, 3)
+        proxy.works()
+    finally:
+        nginx.terminate()
+        nginx.wait()
 
 
 def test_queue_full(local, monkeypatch):
@@ -1177,6 +1286,46 @@ def test_clients_vanish(make_local):
         assert after[gauge] == 0
     until(lambda: not local.server.busy)
     local.works()
+
+
+def test_what_has_ended_is_freed(local, monkeypatch):
+    """Requests and their sequences stayed until Python looked for cycles: four of them, each with
+    590,000 stop_token_ids for 64 sequences, took 4 GB."""
+    alive, prepare = [], local.engine.prepare
+
+    def watch(*args: Any, **options: Any) -> Any:
+        request = prepare(*args, **options)
+        alive.extend(weakref.ref(each) for each in (request, *request.outputs))
+        return request
+
+    monkeypatch.setattr(local.engine, "prepare", watch)
+    gc.collect()
+    gc.disable()
+    try:
+        for body in (
+            SHORT,
+            SHORT | {"n": 3, "stream": True},
+            SHORT | {"echo": True, "logprobs": 1},
+        ):
+            assert local.post(COMPLETIONS, body).status == 200
+        for body in (LONG, LONG | {"stream": True}):
+            for linger in (0, 1):  # with a reset
+                with socket.create_connection(("127.0.0.1", local.port), 20) as connection:
+                    reset = struct.pack("ii", linger, 0)
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+                    connection.sendall(request_bytes(body))
+                    until(lambda: local.engine.running)
+                until(lambda: not local.engine.queue)
+        assert len(alive) == 16
+        until(lambda: not any(each() for each in alive))
+    finally:
+        gc.enable()
+
+
+def test_outputs_share_the_ids_that_end_them(local):
+    """Each of the n had a set of its own, of as many ids as the request had named."""
+    params = SamplingParams(n=9, stop_token_ids=[*range(1000)])
+    assert len({id(job.ends) for job in local.engine.prepare([5], params).outputs}) == 1
 
 
 def test_one_goes_and_the_others_stay(local):
@@ -1371,8 +1520,17 @@ def stopped(data: bytes, capsys, *options: str, signals: int = 1) -> list[Answer
             assert serve(engine, make_args(*options)) == 0
             return answers.result()
     finally:
+        os.close(signal.set_wakeup_fd(-1))
         for number, handler in zip((signal.SIGTERM, signal.SIGINT), before, strict=True):
             signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("data", [request_bytes()[:-1], FIRST[:-1]], ids=["body", "head"])
+def test_signal_while_a_request_is_half_sent(capsys, data):
+    """A client that never ended its body held the server until --shutdown-timeout."""
+    began = time.monotonic()
+    assert stopped(data, capsys) == []
+    assert time.monotonic() - began < 5
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -1426,29 +1584,60 @@ def test_two_ranks(tmp_path, whom):
         assert server.log.read_text().count("serving") == 1
 
 
-@pytest.mark.slow
-def test_a_rank_dies(tmp_path):
-    """The server lived on without it, and answered every request with an error."""
+@contextlib.contextmanager
+def two_ranks(folder: Path) -> Iterator[tuple[Process, Process]]:
+    """Both ranks of a server, without torchrun, which would end one when the other ends."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     env |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     made = []
     for rank in "01":
-        folder = tmp_path / rank
-        folder.mkdir()
-        made.append(Process(folder, RANK=rank, LOCAL_RANK=rank, **env))
-    server, other = made
+        (folder / rank).mkdir()
+        made.append(Process(folder / rank, RANK=rank, LOCAL_RANK=rank, **env))
     try:
-        server.__enter__().works()
+        made[0].__enter__().works()
+        yield tuple(made)
+    finally:
+        for each in made:
+            each.__exit__()
+
+
+@pytest.mark.slow
+def test_a_rank_dies(tmp_path):
+    """The server lived on without it, and answered every request with an error."""
+    with two_ranks(tmp_path) as (server, other):
         other.process.kill()
         server.post(COMPLETIONS, SHORT).fails(500)
         assert server.process.wait(20) == 2
         log = server.log.read_text()
         assert "rank 0 cannot go on" in log and "Traceback" not in log
-    finally:
-        for each in made:
-            each.__exit__()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_rank_is_stopped(tmp_path, number):
+    """While the first rank waited for a stopped one it heard no signal, not even the second."""
+    with two_ranks(tmp_path) as (server, other):
+        stream = server.stream(LONG)
+        other.process.send_signal(signal.SIGSTOP)
+        time.sleep(0.5)
+        for _ in range(2):
+            assert server.process.poll() is None
+            server.process.send_signal(number)
+            time.sleep(0.5)
+        assert server.process.wait(1) == 1
+        stream.close()
+
+
+@pytest.mark.slow
+def test_one_signal_is_one_signal(tmp_path):
+    """tp.lead held SIGINT back and raised it again, which counted as the second."""
+    with two_ranks(tmp_path) as (server, _):
+        stream = server.stream({**LONG, "max_tokens": 300})
+        server.process.send_signal(signal.SIGINT)
+        assert Answer(200, {}, stream.read()).events[-1] == "[DONE]"
+        assert server.process.wait(20) == 0
 
 
 # --- What it says of itself -----------------------------------------------------------------------
