@@ -244,13 +244,14 @@ def test_a_machine_dies(machines, who):
 
 @pytest.mark.slow
 def test_machines_that_differ(machines):
-    """Each machine tells whoever sits there what differs, once."""
+    """A difference was not noticed, or told by each rank in its own words. The second machine's
+    rank may be ended before it has spoken."""
     machines.start(0, PROGRAM, *SOME)
     machines.start(1, PROGRAM, *SOME, "--dtype", "bfloat16")
     assert all(machines.end())
-    lines = {line for i in range(2) for line in machines.errors(i)}
-    assert [len(machines.errors(i)) for i in range(2)] == [1, 1] and len(lines) == 1
-    assert "rank 1 has {'dtype': 'bfloat16'}, rank 0 {'dtype': 'float32'}" in lines.pop()
+    (line,) = machines.errors(0)
+    assert "rank 1 has {'dtype': 'bfloat16'}, rank 0 {'dtype': 'float32'}" in line
+    assert machines.errors(1) in ([], [line])
 
 
 @pytest.mark.slow
@@ -262,9 +263,10 @@ def test_ranks_that_cannot_reach_each_other(machines):
     for i in range(2):
         machines.start(i, WORKER, "impatient", *SOME, link="lo")
     assert all(machines.end())
-    for i in range(2):
-        assert len(machines.errors(i)) == 1, machines.said(i)
-        assert "GLOO_SOCKET_IFNAME" in machines.errors(i)[0]
+    lines = [machines.errors(i) for i in range(2)]
+    # Where torchrun ends first on one machine, it may end the other's rank before that has spoken.
+    assert any(lines) and all(len(each) <= 1 for each in lines), machines.said(0)
+    assert all("GLOO_SOCKET_IFNAME" in line for each in lines for line in each)
 
 
 @pytest.mark.slow

@@ -406,7 +406,7 @@ def joining(monkeypatch):
     """Make this process take itself for a rank. Returns what it does to the group."""
     calls, place = [], []
     fakes = {
-        "init_process_group": lambda backend, timeout: calls.append((backend, timeout.days > 99)),
+        "init_process_group": lambda backend, timeout: calls.append((backend, timeout.seconds)),
         "destroy_process_group": lambda: calls.append("destroyed"),
         "is_initialized": lambda: True, "get_rank": lambda: place[0],
         "get_world_size": lambda: place[1],
@@ -414,6 +414,9 @@ def joining(monkeypatch):
     }  # fmt: skip
     for name, fake in fakes.items():
         monkeypatch.setattr(tp.dist, name, fake)
+    forever = lambda timeout: calls.append(timeout.days > 99)  # noqa: E731
+    monkeypatch.setattr(tp.dist.distributed_c10d, "_set_pg_timeout", forever)
+    monkeypatch.setattr(tp, "agree", lambda args: None)
     monkeypatch.setattr(tp, "_world", "")  # what it was comes back
     monkeypatch.setattr(tp, "broadcast", lambda: calls.append("end"))
     monkeypatch.setattr(tp.time, "sleep", calls.append)
@@ -449,7 +452,7 @@ def test_join(joining, rank, error, does):
         assert ranks[:3] == (CPU, rank, 2) and ranks.runner is tp.Leader and ranks.shard
         if error:
             raise error
-    assert calls == [("gloo", True), *does, "destroyed"]
+    assert calls == [("gloo", 300), True, *does, "destroyed"]
     assert not error or raised.value is error
 
 
@@ -483,11 +486,11 @@ def test_gpus(joining, monkeypatch):
     calls = joining(3, 4, 1)
     with tp.join(GPU) as ranks:
         assert ranks[:3] == (GPU, 3, 4)
-    assert calls == [1, ("cpu:gloo,cuda:nccl", True), "destroyed"]
+    assert calls == [1, ("cpu:gloo,cuda:nccl", 300), True, "destroyed"]
     joining(0, 4, 2)
-    with pytest.raises(ValueError, match=r"a GPU each or --device cpu: .*out of range"):
+    with pytest.raises(ValueError, match=r"a GPU each or --device cpu.*: .*out of range"):
         tp.join(GPU).__enter__()
-    assert ("cpu:gloo,cuda:nccl", True) not in calls[3:]
+    assert ("cpu:gloo,cuda:nccl", 300) not in calls[4:]
 
 
 @pytest.mark.parametrize(
