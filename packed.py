@@ -8,8 +8,6 @@ is output channels, K input channels, G groups, R rows. Read: compile_model, Pac
 """
 
 import warnings
-from collections.abc import Callable
-from functools import cache
 from typing import NoReturn
 
 import torch
@@ -18,7 +16,7 @@ from torch import Tensor, nn
 from checkpoint import blame
 from kv_cache import StaticCache
 from model import Transformer
-from paged import Blocks, Group, Row, Runner, number_of
+from paged import Row, Runner, number_of
 from quantize import QuantLinear, round_to_nearest, unpack_bits
 from settings import CHUNK, progress, supported
 
@@ -54,8 +52,6 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
         torch._inductor.config.coordinate_descent_tuning = True
         # A paged step differs each time in numbers that only the host sees: it is never replayed.
         model.compile(mode="reduce-overhead" if batch_size else None)
-    elif model.config.num_attention_heads == model.config.num_key_value_heads:
-        model.paged_layer = Gathered
     # The default of 8 graphs for one piece of code is few for several models in a process.
     torch._dynamo.config.recompile_limit = 64
     # Two sizes that happen to be equal now, such as the mask's and H, need not be later.
@@ -67,9 +63,8 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
                 positions, layers = StaticCache(model, batch_size, CHUNK, kv_dtype).plan(0, length)
                 model(torch.zeros_like(positions), positions, layers, positions[0, :2].clone())
             else:
-                one, prompt = Row([0] * CHUNK, 0, [0]), Row([0] * CHUNK, 0, [0] * length, 2)
-                rows = [one] if length == 1 else [one, one, prompt]
-                Runner(model, CHUNK, 16, kv_dtype).forward(rows)
+                row = Row([0] * CHUNK, 0, [0] * length, min(length, 2))
+                Runner(model, CHUNK, 16, kv_dtype).forward([row])
 
 
 def pack_linears(model: nn.Module) -> None:
@@ -115,68 +110,7 @@ def has_arithmetic(dtype: torch.dtype) -> bool:
     return getattr(torch.ops.mkldnn, f"_is_mkldnn_{short}_supported")()
 
 
-# --- Attention without copies ---------------------------------------------------------------------
-
-
-class Gathered(Blocks):
-    """One layer's pool, where decoding rows attend to their blocks without a copy of them.
-
-    PyTorch's attention wants a row's keys side by side. Where nothing multiplies keys but one query
-    of each row, plain operators do as well: Inductor fuses the gather of the blocks into the loop
-    that multiplies them. For a model whose heads share no keys that takes half the time of copying
-    and attending. A key that 8 query heads share is read 8 times, and that takes twice as long.
-    """
-
-    # Nothing is copied, so a step needs few calls: 32 rows of 128 tokens take 72 ms in 110m, where
-    # they take 85 with 2**21 (and 83 with copies).
-    together = 2**24
-
-    def read(self, q: Tensor, group: Group) -> Tensor:
-        if group.T > 1 or len(group.table) == 1 or self.kv.dtype != q.dtype:
-            return super().read(q, group)
-        mask = group.masks(group.at[0])[self.window]
-        # A copy, as the compiler takes another order of q for another case.
-        q = q.clone(memory_format=torch.contiguous_format)
-        return compiled(attend_gathered)(q, self.kv, group.table, mask)
-
-
-@cache
-def compiled(function: Callable) -> Callable:
-    """torch.compile, when it is first needed: it takes seconds to import."""
-    return torch.compile(function, dynamic=True)
-
-
-def attend_gathered(q: Tensor, kv: Tensor, table: Tensor, mask: Tensor) -> Tensor:
-    """Attend with one query for each row and head.
-
-    Args:
-        q: (B, N, 1, H).
-        kv: (2 * N, blocks, block size, H), a pool.
-        table: (B, W) int64, the blocks of each row.
-        mask: (B, 1, 1, W * block size) bool.
-
-    Returns:
-        (B, N, 1, H).
-    """
-    keys, values = kv.chunk(2)
-    queries = q.transpose(0, 1)[:, :, :, None].float()  # (N, B, 1, 1, H)
-    scores = (queries * keys[:, table]).sum(-1)  # (N, B, W, block size)
-    scores = (scores.flatten(2) * q.shape[3] ** -0.5).masked_fill(~mask[:, 0, 0], -torch.inf)
-    weights = scores.softmax(-1).unflatten(2, (table.shape[1], -1))[..., None]
-    y = (weights * values[:, table]).sum(3).sum(2)  # (N, B, H): within blocks, then of all
-    return y.transpose(0, 1)[:, :, None].to(q.dtype)
-
-
 # --- The forms ------------------------------------------------------------------------------------
-
-HAS_AMX = torch.cpu._is_amx_tile_supported()
-
-
-# Fewer rows are filled up with zeros. oneDNN multiplies five rows faster than one on AMD's Zen 4:
-# one row by 11264 x 2048 in bfloat16 takes 2.90 ms and five take 2.20, by 4096 x 768 in float32
-# 0.68 and 0.56, in bytes (two rows for a token) 1.51 and 0.88. On Intel's processors five take as
-# long as one with AMX, and 2 to 7 % longer without it.
-LEAST_ROWS = 5 if "AVX512" in torch.backends.cpu.get_cpu_capability() and not HAS_AMX else 1
 
 
 class PackedLinear(nn.Module):
@@ -213,13 +147,7 @@ class PackedLinear(nn.Module):
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), 32)
 
     def compute(self, rows: Tensor) -> Tensor:
-        """(R, K) -> (R, N), inside the operator. Of few rows, zeros make more; see LEAST_ROWS."""
-        missing = max(0, LEAST_ROWS - len(rows))
-        padded = nn.functional.pad(rows, (0, 0, 0, missing)) if missing else rows
-        return self.product(padded)[: len(rows)]
-
-    def product(self, rows: Tensor) -> Tensor:
-        """(R, K) -> (R, N), by oneDNN."""
+        """(R, K) -> (R, N), inside the operator."""
         return torch.ops.mkldnn._linear_pointwise(rows, self.packed, None, "none", [], "")
 
 
@@ -268,7 +196,7 @@ class Int8Linear(PackedLinear):
         high, low = super().multiply(pair.to(torch.uint8)).chunk(2)  # (R, N) each
         return ((128 * high + low) * s).to(rows.dtype)
 
-    def product(self, rows: Tensor) -> Tensor:
+    def compute(self, rows: Tensor) -> Tensor:
         if self.most == 63:
             product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
             return product(rows.float() - 64, 1.0, 64, self.packed)
@@ -278,7 +206,7 @@ class Int8Linear(PackedLinear):
 # Rows up to which PyTorch's int4 operator is faster than dequantising a weight of 2048 x 11264 and
 # multiplying. With AMX: 9.0 and 7.6 ms for 32 rows. Without it, on a Zen 5: 10.1 and 10.5 ms for 48
 # rows, 13.8 and 11.0 for 64.
-FEW_ROWS = 24 if HAS_AMX else 56
+FEW_ROWS = 24 if torch.cpu._is_amx_tile_supported() else 56
 
 
 class Int4Linear(PackedLinear):

@@ -230,10 +230,6 @@ class Blocks(LayerCache):
     not say so, and need not: compiled code has no other way to the pool.
     """
 
-    # Bytes of keys that are copied and attended together on a CPU. The memory of larger copies is
-    # fresh from the system in each layer, page after page, which takes a third longer.
-    together = 2**21
-
     def __init__(self, kv: Tensor, slots: Tensor, groups: list[Group], window: int | None) -> None:
         """Hold on to a layer's pool and the plan of a forward.
 
@@ -277,7 +273,7 @@ class Blocks(LayerCache):
         kv = side_by_side(self.kv, group, q.dtype).chunk(2, 1)
         pieces = zip(q.split(group.at[0].shape[1], 2), group.at)
         out = [attention(some, *kv, group.masks(at)[self.window]) for some, at in pieces]
-        return torch.cat(out, 2)
+        return torch.cat(out, 2) if len(out) > 1 else out[0]
 
 
 class Runner:
@@ -299,14 +295,15 @@ class Runner:
         """Allocate the pools; kv_dtype as in kv_cache.StaticCache."""
         K, H = model.config.num_key_value_heads, model.config.head_dim
         self.model = model
-        self.layer = getattr(model, "paged_layer", self.layer)  # packed.py may have a faster one
         self.num_blocks, self.block_size = num_blocks, block_size
         # One more, never written: tables are filled up with it. The heads stand outside: attention
         # takes them one by one, and reads up to twice as fast where a head's keys are one piece.
         self.pools = empty_layers(model, kv_dtype, 2 * K, num_blocks + 1, block_size)
-        # Blocks that are attended together, in the bytes of their keys as they are attended. For a
-        # GPU more, so that calls are few; not measured by us.
-        together = self.layer.together if model.device.type == "cpu" else 2**25
+        # Blocks that are attended together. On a CPU 2 MB of keys: the memory of larger copies
+        # comes fresh from the system in each layer, page after page, which takes a third longer.
+        # For a GPU more, so that calls are few; not measured by us.
+        together = 2**21 if model.device.type == "cpu" else 2**25
+        # In the bytes of what is attended, also where less is stored.
         self.most = min(num_blocks, together // (block_size * K * H * model.dtype.itemsize))
 
     @torch.no_grad()

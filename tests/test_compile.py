@@ -3,7 +3,6 @@
 That its tokens equal the eager ones is a row of tests/test_equivalence.py.
 """
 
-import copy
 import subprocess
 import sys
 
@@ -14,14 +13,13 @@ from torch._inductor.utils import run_and_get_code
 
 import generate as command_line
 import packed
-from checkpoint import build, load_model
+from checkpoint import load_model
 from generate import LLM, generate
 from kv_cache import StaticCache
 from model import Config, Transformer
 from packed import compile_model
 from paged import Row, Runner
 from sampling import Sequence
-from scheduler import Engine
 from settings import SamplingParams
 
 slow = pytest.mark.slow
@@ -66,29 +64,6 @@ def test_nothing_is_compiled_after_warm_up_by_the_scheduler(guess, one_thread):
         for lengths in ([1], [2], [16], [40, 1], [300], [5, 5, 5, 90, 17]):
             llm.generate([[5] * length for length in lengths], WISH)
     assert llm.engine.stats["generation_tokens"] == 20 * 11
-
-
-@slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_that_share_no_keys_are_gathered(dtype, one_thread):
-    """Attention without copies that is compiled in the middle of the first crowd; or gives other
-    tokens than the plain way."""
-    torch._dynamo.reset()
-    model = build(Config(300, 64, 96, 2, 4, 4, 16)).to(dtype)
-    twin = copy.deepcopy(model)
-    compile_model(model, None)
-    engine = Engine(model, num_blocks=64)
-    assert engine.runner.layer is packed.Gathered
-    prompts = [[7] * length for length in (3, 40, 17, 90, 5)]
-    with torch.compiler.set_stance("fail_on_recompile"):
-        for count in (1, 2, 5, 3):
-            jobs = [engine.add_request(ids, WISH).outputs[0] for ids in prompts[:count]]
-            list(engine.run())
-    if dtype == torch.float32:
-        plain = Engine(twin, num_blocks=64)
-        wanted = [plain.add_request(ids, WISH).outputs[0] for ids in prompts[:count]]
-        list(plain.run())
-        assert [job.ids for job in jobs] == [job.ids for job in wanted]
 
 
 def in_place(layer, T):
