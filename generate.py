@@ -133,7 +133,7 @@ def load_models(
         batch_size: what to compile for: a static cache of so many sequences; None: a paged one.
 
     Returns:
-        The model, or this rank's share; and who guesses, on the first rank alone.
+        The model, or this rank's share; and who guesses, which the first rank alone uses.
     """
     dtype = settings.DTYPES.get(args.dtype)
     model = load_model(args.checkpoint, ranks.device, dtype, ranks.shard)
@@ -149,7 +149,7 @@ def load_models(
         draft = load_model(args.draft_checkpoint, ranks.device, dtype)
         k = 4 if args.speculate is None else args.speculate
         proposer = DraftModel(draft, k, model.config.vocab_size)
-    elif ranks.rank == 0 and args.speculate:
+    elif args.speculate:
         from speculative import NGram
 
         proposer = NGram(args.speculate)
@@ -219,14 +219,15 @@ def command(args: Namespace, ranks: Ranks) -> int:
     if file and ranks.rank == 0:
         with blame(file):
             text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
-    guesses = engine_args.speculate or engine_args.draft_checkpoint
-    plain = not (args.chat or guesses) and params.n == ranks.ranks == 1
+    many = args.chat or engine_args.speculate or engine_args.draft_checkpoint
+    plain = not many and params.n == ranks.ranks == 1
     model, proposer = load_models(engine_args, ranks, 1 if plain else None)
     if ranks.rank:
         return ranks.follow(model)
     if plain:
-        tokenizer, max_seq_len = Tokenizer(engine_args.checkpoint), engine_args.max_seq_len
-        sequence = Sequence(tokenizer.encode(text), params, model.config, tokenizer, max_seq_len)
+        tokenizer = Tokenizer(engine_args.checkpoint)
+        ids = tokenizer.encode(text)
+        sequence = Sequence(ids, params, model.config, tokenizer, engine_args.max_seq_len)
         cache = StaticCache(model, 1, sequence.max_len, engine_args.kv_dtype)
         return stream(sequence, generate(model, sequence, cache))
     engine = make_engine(engine_args, ranks, model, proposer)

@@ -257,8 +257,8 @@ def launch(program: str, argv: list | None, parse: Callable, run: Callable, join
         join: device -> a context that gives Ranks; called where torchrun started several processes.
     """
     alone = os.environ.get("RANK", "0") == "0" and os.environ.get("WORLD_SIZE", "1") == "1"
-    speaks = os.environ.get("LOCAL_RANK", "0") == "0"
-    if not speaks or not sys.stderr:  # closed; or what this one would print is said by another
+    # What this rank would print is said by another, or stderr is closed.
+    if os.environ.get("LOCAL_RANK", "0") != "0" or not sys.stderr:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (tp.join gives it back)
     args = parse(argv)
     try:

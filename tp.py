@@ -226,8 +226,9 @@ def join(device: torch.device) -> Iterator[Ranks]:
     try:
         with blame(MEET):
             # Integers go over gloo even between GPUs.
-            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            backend = "gloo"
             if device.type == "cuda":
+                backend = "cpu:gloo,cuda:nccl"
                 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
             # All start at once, but one may read PyTorch from a slow disk. Who cannot be reached is
             # waited for as long. From then on there is no deadline: a prompt may come late.
