@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,11 +45,20 @@ def blame(what: Path | str) -> Iterator[None]:
         raise CheckpointError(f"{what}: {reason}") from error
 
 
-def read_json(path: Path, optional: bool = False) -> JSON:
-    """Read a JSON object; {} where an optional file is not there."""
+def read_json(path: Path) -> JSON:
+    """Read a JSON object."""
     with blame(path):
-        text = "{}" if optional and not path.is_file() else path.read_text(encoding="utf-8")
-        return check("its content", json.loads(text), dict)
+        return check("its content", json.loads(path.read_text(encoding="utf-8")), dict)
+
+
+def read_optional(path: Path) -> JSON:
+    """Read a JSON object without its nulls; {} where the file is not there."""
+    return without_nulls(read_json(path)) if path.is_file() else {}
+
+
+def without_nulls(raw: JSON) -> JSON:
+    """What a file says: null means the same as nothing."""
+    return {name: value for name, value in raw.items() if value is not None}
 
 
 # --- config.json ----------------------------------------------------------------------------------
@@ -86,12 +96,12 @@ def load_config(path: Path | str) -> Config:
     if not file.parent.is_dir():
         raise CheckpointError(f"{path}: there is no such folder")
     raw = read_json(file)
-    generation = read_json(file.with_name("generation_config.json"), optional=True)
     with blame(file):
         names = check("architectures", raw.get("architectures") or None, list)
         family = FAMILIES[supported("architectures", names[0], *FAMILIES)]
         # Chat checkpoints list their end-of-turn id in generation_config.json: that one wins.
-        raw = USUAL | without_nulls(family | raw) | without_nulls(generation)
+        raw = USUAL | without_nulls(family | raw)
+        raw |= read_optional(file.with_name("generation_config.json"))
         raw |= rope_settings(raw)
         for name, only in ONLY.items():
             supported(name, raw[name], only)
@@ -117,11 +127,6 @@ def load_config(path: Path | str) -> Config:
         if heads % K or H % 2 or len(config.windows) != config.num_hidden_layers:
             raise ValueError(f"{heads}, {K} heads, head_dim {H}, number of layer_types do not fit")
     return config
-
-
-def without_nulls(raw: JSON) -> JSON:
-    """What a file says: null means the same as nothing."""
-    return {name: value for name, value in raw.items() if value is not None}
 
 
 def rope_settings(raw: JSON) -> JSON:
@@ -155,9 +160,12 @@ def layer_windows(raw: JSON) -> tuple:
 
 def suggested(path: Path | str) -> JSON:
     """The sampling settings that a checkpoint's generation_config.json suggests, by name."""
-    stored = read_json(Path(path) / "generation_config.json", optional=True)
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    return {name: stored[name] for name in names if stored.get(name) is not None}
+    stored = read_optional(Path(path) / "generation_config.json")
+    return {
+        name: stored[name]
+        for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        if name in stored
+    }
 
 
 # --- The weights ----------------------------------------------------------------------------------
@@ -229,8 +237,9 @@ def load_model(
         if shard:
             model, files = shard(model, files)
             insert_quantised(model, files)
+    tied = is_tied(model)
     model.to_empty(device=device)
-    if model.config.tie_word_embeddings and hasattr(model.lm_head, "weight"):  # not quantised
+    if tied:
         model.lm_head.weight = model.embed_tokens.weight  # to_empty gave them a memory each
     for name, tensor in progress([*named_tensors(model)], f"loading {Path(path).name}"):
         tensor.copy_(files[name].read())
@@ -324,7 +333,7 @@ def spelt_out(name: str, stored: Stored) -> Files:
     experts = range(check("experts", stored.shape[0], int, 1, 1024))
     ours = [f"{above}.{e}.{part}.weight" for e in experts for part in STACKED[last]]
     cut = stored.changed(lambda stack: stack.flatten(0, 1).unflatten(0, (len(ours), -1)))
-    return {each: cut.changed(partial(torch.select, dim=0, index=i)) for i, each in enumerate(ours)}
+    return {each: cut.changed(itemgetter(i)) for i, each in enumerate(ours)}
 
 
 # Files' and torch's names. Any float is cast; anything else must be stored exactly as wanted.

@@ -202,8 +202,9 @@ def parse_args(argv: list[str] | None) -> Namespace:
     prompt.add_argument("--prompt", default="", help="text to continue")
     prompt.add_argument("--prompt-file", help="from a file; - is stdin")
     prompt.add_argument("--chat", action="store_true", help="talk, with the chat template")
-    text = "defaults: the checkpoint's generation_config.json, else as in parentheses"
-    group = parser.add_argument_group("sampling", text)
+    group = parser.add_argument_group(
+        "sampling", "defaults: the checkpoint's generation_config.json, else as in parentheses"
+    )
     settings.add_flags(group, SamplingParams, max_tokens="--max-new-tokens", n="--num-samples")
     return parser.parse_args(argv)
 
@@ -253,7 +254,10 @@ def chat(engine: Engine, params: SamplingParams) -> int:
     print("> ", end="", file=sys.stderr, flush=True)
     for line in sys.stdin:
         said = [*messages, {"role": "user", "content": line.strip()}]
-        ids = tokenizer.encode_end(said, engine.max_seq_len * 3 // 4)  # the rest is for the reply
+        ids = tokenizer.encode_chat(said)
+        while len(said) > 1 and len(ids) > engine.max_seq_len * 3 // 4:  # the rest is for the reply
+            del said[:2]  # a question and its reply
+            ids = tokenizer.encode_chat(said)
         try:
             (sequence,) = engine.add_request(ids, params).outputs
         except SettingError as error:  # this message alone is too long
@@ -288,9 +292,11 @@ def stream(sequence: Sequence, steps: Iterator[Any]) -> int:
     if sequence.tokens:
         start, first, *later = sequence.times
         rate = len(later) / max(sequence.times[-1] - first, 1e-9)
-        text = f"{len(sequence.tokens)} new tokens after {sequence.prompt_len} of the prompt, "
-        text += f"the first in {first - start:.3f} s, then {rate:.1f} tokens/s"
-        print(text, file=sys.stderr)
+        print(
+            f"{len(sequence.tokens)} new tokens after {sequence.prompt_len} of the prompt, "
+            f"the first in {first - start:.3f} s, then {rate:.1f} tokens/s",
+            file=sys.stderr,
+        )
     return 130 if sequence.finish_reason == "interrupted" else 0
 
 

@@ -88,8 +88,9 @@ class StaticCache:
             ValueError: `end` is more than the capacity.
         """
         if end > self.max_seq_len:
-            text = f"the cache has {self.max_seq_len} positions, {end} are needed: "
-            raise ValueError(text + "raise --max-seq-len")
+            raise ValueError(
+                f"the cache has {self.max_seq_len} positions, {end} are needed: raise --max-seq-len"
+            )
         new = self.places[start:end]  # (T,)
         seen = -(-end // BUCKET) * BUCKET  # rounded up
         masks = visible(self.config, new[None], self.places[None, :seen])
@@ -113,9 +114,10 @@ def empty_layers(model: Transformer, kv_dtype: str, *shape: int) -> list[Tensor]
     try:
         return [model.inv_freq.new_zeros(shape, dtype=dtype) for _ in model.layers]
     except RuntimeError as error:
-        size = f"{len(model.layers)} x {shape}"
-        way_out = "lower --max-seq-len or --kv-memory"
-        raise ValueError(f"no memory for a cache of {size}, {way_out}") from error
+        raise ValueError(
+            f"no memory for a cache of {len(model.layers)} x {shape}, "
+            "lower --max-seq-len or --kv-memory"
+        ) from error
 
 
 def encode(x: Tensor, dtype: torch.dtype) -> Tensor:

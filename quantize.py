@@ -154,5 +154,8 @@ def plain_linears(model: Transformer, group_size: int, skip: tuple = ()) -> list
 def linears(model: nn.Module) -> list[str]:
     """The path of each Linear, except routers: they are small, and an error in one sends a token to
     another expert. Paths, as a list of the Linears would keep every plain weight alive."""
-    paths = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
-    return [path for path in paths if not path.endswith(".gate")]
+    return [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) and not path.endswith(".gate")
+    ]

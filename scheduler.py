@@ -353,13 +353,14 @@ class Engine:
         sound = finite(logits).all().item()  # once: the host reads little, as a GPU waits for it
         drawing, parts, failed = [], [], []
         for job, row, part in zip(batch, rows, logits.split([row.wanted for row in rows])):
-            if not sound and not finite(part).all():
-                if job.guess.ids:  # of which one may be at fault
-                    part = self.proposer.take_back(job, self.runner)
-                    row = job.row
-                if not finite(part).all():
-                    failed.append(job.request)
-                    continue
+            broken = not sound and not finite(part).all()
+            if broken and job.guess.ids:  # of which one may be at fault
+                part = self.proposer.take_back(job, self.runner)
+                row = job.row
+                broken = not finite(part).all()
+            if broken:
+                failed.append(job.request)
+                continue
             if job.scores_prompt:
                 part = self._score(job, row, part)
             ready = self._computed(job, row)

@@ -230,10 +230,13 @@ class Server:
             for i, prompt in enumerate(prompts):
                 ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
                 fits = len(check("prompt", ids, list)) + body.get("max_tokens", 1) <= context
-                # In OpenAI's words, for which clients look.
-                text = f"This model's maximum context length is {context} tokens. "
-                text += f"{len(ids)} are in the prompt: ask for less."
-                demand(fits, 400, text, source, "context_length_exceeded")
+                demand(
+                    fits, 400,
+                    # OpenAI's words, for which clients look.
+                    f"This model's maximum context length is {context} tokens. {len(ids)} are in "
+                    "the prompt: ask for less.",
+                    source, "context_length_exceeded",
+                )  # fmt: skip
                 requests.append(self.engine.prepare(ids, params, id=f"{name}-{i}", **options))
             return requests
         except (ValueError, RecursionError) as error:
@@ -544,8 +547,10 @@ class Connection:
 
     async def refuse(self, status: int, message: str, param: str = "", code: str = "") -> None:
         """Answer anything but a success, in OpenAI's shape."""
-        kind = "server_error" if status >= 500 else "invalid_request_error"
-        error = dict(message=message, type=kind, param=param or None, code=code or None)
+        error = dict(
+            message=message, param=param or None, code=code or None,
+            type="server_error" if status >= 500 else "invalid_request_error",
+        )  # fmt: skip
         await self.send({"error": error}, status)
 
     async def route(self, head: str) -> None:
@@ -655,8 +660,11 @@ class Connection:
     async def read_body(self) -> bytes:
         """Read as many bytes as Content-Length says; or chunks: each is its size in hex, CRLF, that
         many bytes, CRLF. The last has size 0."""
-        names = "Content-Length", "Transfer-Encoding"
-        form = ",".join(value.strip() for name in names for value in self.headers.get_all(name, []))
+        form = ",".join(
+            value.strip()
+            for name in ("Content-Length", "Transfer-Encoding")
+            for value in self.headers.get_all(name, [])
+        )
         known = re.fullmatch("([0-9]{1,18})|(?i:chunked)", form)
         demand(known, 411, "send the body with one Content-Length, or in chunks")
         if known[1]:
@@ -701,11 +709,16 @@ class Connection:
         data = (f"data: {text}\n\n" if (self.kind or kind) == EVENTS else text).encode()
         if not self.kind:
             self.kind = kind
-            head = f"{status} \r\n{HEADERS}Content-Type: {kind}\r\n"
-            head += f"X-Request-Id: {self.headers.get('X-Request-Id') or secrets.token_hex(12)}\r\n"
-            head += "" if kind == EVENTS else f"Content-Length: {len(data)}\r\n"
-            head += "Retry-After: 1\r\n" if status == 429 else ""
-            head += CORS.format(self.server.args.cors) if self.server.args.cors else ""
+            head = (
+                f"{status} \r\n{HEADERS}Content-Type: {kind}\r\n"
+                f"X-Request-Id: {self.headers.get('X-Request-Id') or secrets.token_hex(12)}\r\n"
+            )
+            if kind != EVENTS:
+                head += f"Content-Length: {len(data)}\r\n"
+            if status == 429:
+                head += "Retry-After: 1\r\n"
+            if self.server.args.cors:
+                head += CORS.format(self.server.args.cors)
             self.writer.write(self.start + f"{head}\r\n".encode("latin-1"))
             with suppress(OSError):  # where nobody reads the log, no answer is lost with it
                 if self.line != "GET /engine" or status != 200:  # or the page would fill it

@@ -292,8 +292,10 @@ def progress(items: Iterable[Any], label: str, total: int | None = None) -> Iter
         spent = time.monotonic() - start
         if spent > 1 and sys.stderr.isatty():
             bar = "#" * (24 * done // total)
-            text = f"\r{label} [{bar:<24}] {done}/{total}  {spent * (total / done - 1):.0f} s left "
-            print(text, end="\n" * (done == total), file=sys.stderr, flush=True)
+            print(
+                f"\r{label} [{bar:<24}] {done}/{total}  {spent * (total / done - 1):.0f} s left ",
+                end="\n" * (done == total), file=sys.stderr, flush=True,
+            )  # fmt: skip
 
 
 # --- This machine ---------------------------------------------------------------------------------

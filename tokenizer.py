@@ -17,13 +17,16 @@ from pathlib import Path
 import sentencepiece
 from jinja2.sandbox import ImmutableSandboxedEnvironment as Sandbox
 
-from checkpoint import blame, read_json, without_nulls
+from checkpoint import blame, read_optional
 
 # For checkpoints that bring no chat template: turns in the form of a play, which any base model
 # continues sensibly, and the bundled one is at home in.
-TURN = "{{ turn.role | upper }}:\n{{ (turn.content or '') | trim }}\n\n"
-REPLY = "{% if add_generation_prompt %}ASSISTANT:\n{% endif %}"
-PLAIN_TEMPLATE = "{% for turn in messages %}" + TURN + "{% endfor %}" + REPLY
+PLAIN_TEMPLATE = (
+    "{% for turn in messages %}"
+    "{{ turn.role | upper }}:\n{{ (turn.content or '') | trim }}\n\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT:\n{% endif %}"
+)
 
 
 Ids = list[int]  # of tokens
@@ -58,7 +61,7 @@ class Tokenizer:
             CheckpointError: no tokenizer file, a damaged one, or the extra it needs is missing.
         """
         path = Path(path)
-        config = without_nulls(read_json(path / "tokenizer_config.json", optional=True))
+        config = read_optional(path / "tokenizer_config.json")
         with blame(path):
             for name, token in config.items():  # "<s>" is also written as {"content": "<s>", ...}
                 if isinstance(token, dict):
@@ -71,8 +74,10 @@ class Tokenizer:
             elif (path / "tokenizer.model").is_file():
                 ends = self._open_slow(path)
             else:
-                way_out = "needs: pip install tokenizers" if is_fast else "is missing"
-                raise ValueError(f"tokenizer.json {way_out}, and there is no tokenizer.model")
+                raise ValueError(
+                    "there is no tokenizer.model, and tokenizer.json "
+                    + ("needs: pip install tokenizers" if is_fast else "is missing")
+                )
             self._hidden = set(self.special.values())
             self.bos_id = bos = self.special.get(config.get("bos_token"))
             self.eos_id = eos = self.special.get(config.get("eos_token"))
@@ -126,15 +131,6 @@ class Tokenizer:
                 text = text[: text.rindex(last)] + last
         return self.encode(text, add_special=self.template is PLAIN_TEMPLATE)
 
-    def encode_end(self, messages: list, most: int) -> Ids:
-        """encode_chat of the last turns alone, of as many as `most` tokens hold, but for the last
-        message at least. Drops the others from the list."""
-        ids = self.encode_chat(messages)
-        while len(ids) > most and len(messages) > 1:
-            del messages[:2]  # a question and its reply
-            ids = self.encode_chat(messages)
-        return ids
-
     # --- How the files are read -------------------------------------------------------------------
 
     def _open_fast(self, path: Path) -> Ids:
@@ -166,9 +162,11 @@ class Tokenizer:
         # sentencepiece itself would spell a written-out "<s>" as three characters.
         # "<|im_start|>" comes before "<|im"; and (?!) is found nowhere.
         pattern = f"({'|'.join(map(re.escape, sorted(self.special, reverse=True))) or '(?!)'})"
-        ids_of = {name: [i] for name, i in self.special.items()}
+        # A pattern in brackets: split gives what it matched too, at every second place.
         self._encode = lambda text: [
-            i for part in re.split(pattern, text) for i in ids_of.get(part) or sp.encode(part)
+            i
+            for part in re.split(pattern, text)
+            for i in ([self.special[part]] if part in self.special else sp.encode(part))
         ]
         return [*self.special.values()]
 

@@ -269,5 +269,7 @@ def agree(args: Any) -> None:
     first, *others = [broadcast(facts, rank).items() for rank in range(dist.get_world_size())]
     for rank, theirs in enumerate(others, 1):
         if theirs != first:
-            theirs, ours = dict(theirs - first), dict(first - theirs)
-            raise ValueError(f"all ranks must be alike: rank {rank} has {theirs}, rank 0 {ours}")
+            raise ValueError(
+                f"all ranks must be alike: rank {rank} has {dict(theirs - first)}, "
+                f"rank 0 {dict(first - theirs)}"
+            )
