@@ -75,8 +75,9 @@ class Tokenizer:
                 ends = self._open_slow(path)
             else:
                 raise ValueError(
-                    "there is no tokenizer.model, and tokenizer.json "
+                    "tokenizer.json "
                     + ("needs: pip install tokenizers" if is_fast else "is missing")
+                    + ", and there is no tokenizer.model"
                 )
             self._hidden = set(self.special.values())
             self.bos_id = bos = self.special.get(config.get("bos_token"))

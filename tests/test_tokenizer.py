@@ -344,7 +344,7 @@ def test_damaged_files(file, tmp_path):
             read(tmp_path / f"folder{i}", **(others | {file: content}))
         assert "\n" not in str(caught.value)
     for folder in (tmp_path / "nothing here", write(tmp_path / "config", NAMES)):
-        with pytest.raises(CheckpointError, match=r"no tokenizer\.model, and tokenizer\.json is missing"):
+        with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing.*tokenizer\.model"):
             Tokenizer(folder)
 
 
