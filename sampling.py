@@ -247,8 +247,9 @@ def adjust_(scores: Tensor, row: Sequence) -> None:
         may = torch.frombuffer(bytearray(row.matcher.compute_logit_bias()), dtype=torch.uint8)
         scores.masked_fill_(may[: len(scores)].to(device) == 0, -torch.inf)
     elif len(row.ids) < row.prompt_len + p.min_tokens:
-        # Not -inf: where every token is one that ends it, something has to be drawn all the same.
-        scores[[i for i in row.ends if i < len(scores)]] = -1e30
+        ends = [i for i in row.ends if i < len(scores)]
+        if len(ends) < len(scores):  # else one of these has to be drawn all the same
+            scores[ends] = -torch.inf
     if p.logit_bias:
         scores[[*p.logit_bias]] += torch.tensor([*p.logit_bias.values()], device=device)
     if row.seen:

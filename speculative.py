@@ -107,8 +107,10 @@ class Guesser(Proposer):
         if not times:
             return "0 times guessed"
         rates = " ".join(f"{a / n:.0%}" for a, n in zip(self.accepted, self.offered) if n)
-        mean = sum(self.accepted) / times
-        return f"{times} times guessed, {mean:.2f} accepted on average (by position: {rates})"
+        return (
+            f"{times} times guessed, {sum(self.accepted) / times:.2f} accepted on average "
+            f"(by position: {rates})"
+        )
 
 
 class NGram(Guesser):

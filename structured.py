@@ -121,8 +121,11 @@ def structure(form: Any) -> JSON:
         SettingError: an unknown type, or no schema where there must be one.
     """
     name = "response_format"
-    check(name, form, dict)
-    form = {"json_object": {"schema": form.get("schema", {"type": "object"})}} | form
-    kind = supported(name, form.get("type"), "text", "json_object", "json_schema")
-    schema = check(name, form.get(kind, {}), dict).get("schema")
-    return {} if kind == "text" else dict(json=check(name, schema, dict))
+    kind = check(name, form, dict).get("type")
+    if supported(name, kind, "text", "json_object", "json_schema") == "text":
+        return {}
+    if kind == "json_schema":
+        form = check(name, form.get(kind), dict)
+    else:
+        form = {"schema": {"type": "object"}} | form  # llama.cpp's, which may have one too
+    return dict(json=check(name, form.get("schema"), dict))

@@ -94,7 +94,7 @@ def test_the_model_says_nearly_the_same() -> None:
 
 
 def test_it_generates_in_bfloat16() -> None:
-    model = fp8(load_model(SHAKESPEARE))
+    model = fp8(load_model(SHAKESPEARE, dtype=torch.bfloat16))
     assert logits_of(model, IDS).dtype == torch.bfloat16
     assert len(write(model, IDS, 8).output_ids) == 8
 

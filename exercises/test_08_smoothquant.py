@@ -225,6 +225,8 @@ def test_half_way_is_better_than_either_end(alpha: float) -> None:
 
 def test_it_generates_in_bfloat16() -> None:
     ids = encode(TEXT)
-    model = ours("w8a8")(smoothed(load_model(SHAKESPEARE), torch.tensor([ids])))
+    model = ours("w8a8")(
+        smoothed(load_model(SHAKESPEARE, dtype=torch.bfloat16), torch.tensor([ids]))
+    )
     assert logits_of(model, ids).dtype == torch.bfloat16
     assert len(write(model, ids, 8).output_ids) == 8
