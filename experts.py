@@ -60,7 +60,7 @@ class SparseMLP(nn.Module):
             runs on token 0, expert 1 on token 1, and expert 2 on both
         """
         order = chosen.flatten().argsort(stable=True)  # (B * T * k,) pairs, by expert
-        counts = chosen.flatten().bincount(minlength=len(self.experts))
+        counts = order.new_zeros(len(self.experts)).scatter_(0, chosen.flatten(), 1, reduce="add")
         rows = x.flatten(0, 1).index_select(0, order // chosen.shape[-1])  # (B * T * k, D)
         parts = zip(self.experts, rows.split(counts.tolist()))
         y = torch.cat([mlp(part) for mlp, part in parts if len(part)])

@@ -95,8 +95,10 @@ class StaticCache:
         seen = -(-end // BUCKET) * BUCKET  # rounded up
         masks = visible(self.config, new[None], self.places[None, :seen])
         layers = zip(self.slabs, self.config.windows, strict=True)
-        slabs = [Slab(kv, new, masks[window]) for kv, window in layers]
-        return new.expand(self.batch_size, -1), slabs
+        return (
+            new.expand(self.batch_size, -1),
+            [Slab(kv, new, masks[window]) for kv, window in layers],
+        )
 
 
 # --- One key or value -----------------------------------------------------------------------------

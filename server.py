@@ -547,11 +547,10 @@ class Connection:
 
     async def refuse(self, status: int, message: str, param: str = "", code: str = "") -> None:
         """Answer anything but a success, in OpenAI's shape."""
-        error = dict(
+        await self.send({"error": dict(
             message=message, param=param or None, code=code or None,
             type="server_error" if status >= 500 else "invalid_request_error",
-        )  # fmt: skip
-        await self.send({"error": error}, status)
+        )}, status)  # fmt: skip
 
     async def route(self, head: str) -> None:
         """Find out what is asked for, and whether it may be.
