@@ -220,8 +220,8 @@ def command(args: Namespace, ranks: Ranks) -> int:
     if file and ranks.rank == 0:
         with blame(file):
             text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
-    many = args.chat or engine_args.speculate or engine_args.draft_checkpoint
-    plain = not many and params.n == ranks.ranks == 1
+    needs_engine = args.chat or engine_args.speculate or engine_args.draft_checkpoint
+    plain = not needs_engine and params.n == ranks.ranks == 1
     model, proposer = load_models(engine_args, ranks, 1 if plain else None)
     if ranks.rank:
         return ranks.follow(model)

@@ -318,7 +318,8 @@ ALL_THREADS = torch.get_num_threads()  # as PyTorch began: by the cores, or by O
 
 
 def use_threads(threads: int | None, weights: int) -> None:
-    """Choose how many threads of the CPU compute, for the whole process.
+    """Choose how many threads of the CPU compute, for the whole process. What was given to
+    torch.set_num_threads before is replaced: `threads` is the way to choose.
 
     Args:
         threads: as many as these; None: OMP_NUM_THREADS where it is set, else one for small weights

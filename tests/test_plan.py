@@ -75,6 +75,23 @@ def test_who_gets_a_request():
     fleet_asked = [Arrival(0.0, [1] * 4, 1), Arrival(1.0, [2] * 4, 1), Arrival(1.1, [3] * 4, 1)]
     ends = [o.times[0] for o in plan.simulate(TIMES, fleet_asked, 2, "least-loaded").outcomes]
     assert ends == pytest.approx([1.4, 2.4, 2.8])
+    # The same, where the second replica has computed more: it is free all the same.
+    worked = [Arrival(0.0, [4] * 4, 1), Arrival(0.0, [5] * 20, 1)]
+    later = [each._replace(at=20 + each.at) for each in fleet_asked[:2]]
+    *_, last = plan.simulate(TIMES, worked + later, 2, "least-loaded").outcomes
+    assert last.times[0] == pytest.approx(22.4)
+
+
+def test_the_rule_of_exercise_19():
+    """A document that is still being computed goes to a second replica, too; or one that all ask
+    for, to a single one."""
+    fleet = plan.Fleet(TIMES, 2, "prefix", plan.Clock())
+    homes = []
+    for i in range(plan.BOUND + 2):
+        request = fleet.prepare(Arrival(0.0, [7] * 16 + [i], 2))
+        homes.append(fleet.choose(request))
+        fleet.engines[homes[-1]].submit(request)
+    assert homes == [0] * (plan.BOUND + 1) + [1]
 
 
 def test_a_full_queue_refuses():
@@ -102,6 +119,12 @@ def test_times_are_found_again():
     assert min(found) >= 0
     for work, seconds in zip(works, times):
         assert sum(a * b for a, b in zip(work, found)) == pytest.approx(seconds, rel=1e-6)
+    # What waited for another program is left out, and the rest keeps its proportions.
+    waited = [9 * t if work[3] > 40 and i % 5 == 0 else t
+              for i, (work, t) in enumerate(zip(works, times))]  # fmt: skip
+    found = plan.fitted(works, waited)
+    least, most = (sum(a * b for a, b in zip(work, found)) for work in (works[0], works[-1]))
+    assert most / least == pytest.approx(times[-1] / times[0], rel=1e-4)
     stalled = [*times[:-1], 10 * times[-1]]
     found = plan.fitted(works, stalled)
     assert sum(sum(a * b for a, b in zip(w, found)) for w in works) == pytest.approx(sum(stalled))
