@@ -20,7 +20,7 @@ import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from ray import serve
+from ray import cloudpickle, serve
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
@@ -28,6 +28,7 @@ from starlette.responses import StreamingResponse
 SERVER = Path(__file__).resolve().parents[1] / "server.py"
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 PASSED_ON = "authorization", "content-type", "x-request-id"
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors need not find this file
 DIE_WITH_PARENT = 1, signal.SIGKILL  # PR_SET_PDEATHSIG: the end of an actor that is killed
 
 
