@@ -40,9 +40,7 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
         CheckpointError: compiling failed, as without a C++ compiler, which a CPU needs.
     """
     device = supported("--compile on", model.device.type, "cpu", "cuda")
-    # With experts, part of a step is not compiled.
-    looped = LOOPS and batch_size == 1 and model.dtype == torch.float32
-    pack_linears(model, looped and model.config.num_experts == 1)
+    pack_linears(model)
     for block in model.layers:
         if hasattr(block.mlp, "mix"):
             # Which experts run, and on how many rows, differs by the step: not in the graph.
@@ -69,22 +67,16 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
                 Runner(model, CHUNK, 16, kv_dtype).forward([row])
 
 
-def pack_linears(model: nn.Module, looped: bool = False) -> None:
+def pack_linears(model: nn.Module) -> None:
     """Replace each Linear, plain or quantised, by a packed form, in place, before compiling.
 
     The packed copy takes the plain one's place and serves every batch size, so memory peaks at one
     extra weight. (Inductor's freezing packs too, but keeps a copy for each compiled graph.)
-
-    Args:
-        looped: whether the blocks' plain weights become LoopedLinear. The head never does, since
-            it is not compiled.
     """
     # A list of paths: a reference to a Linear would keep its plain weight alive.
     for path in progress([*dict(model.named_modules())], "packing"):
         linear = model.get_submodule(path)
         form = form_of(linear)
-        if looped and form is PackedLinear and path != "lm_head":
-            form = LoopedLinear
         if form:
             model.set_submodule(path, form(linear))
 
@@ -157,38 +149,6 @@ class PackedLinear(nn.Module):
     def compute(self, rows: Tensor) -> Tensor:
         """(R, K) -> (R, N), inside the operator."""
         return torch.ops.mkldnn._linear_pointwise(rows, self.packed, None, "none", [], "")
-
-
-# Whether a compiled loop reads a float32 weight for one row in less time than the operator takes.
-# One sequence of the 110m shape: 95 tokens/s in place of 82 on a Zen 5, and on a Zen 4 the product
-# alone is 1.2 to 1.6 times as fast. With AMX the loop is no faster; AVX2 has not been measured. In
-# bfloat16 a Zen 5 writes 23 tokens/s with it in place of 30.
-LOOPS = (
-    "AVX512" in torch.backends.cpu.get_cpu_capability()
-    and not torch.cpu._is_amx_tile_supported()
-)
-LONGEST_SUM = 4096  # past that Inductor adds in cascades, which take three times as long
-
-
-class LoopedLinear(PackedLinear):
-    """A Linear whose weight stays plain, for one sequence in float32.
-
-    One row is multiplied by a loop within the compiled block, which saves the call of an operator.
-    More rows, those of a prompt, are multiplied by oneDNN, which orders the weight on the way: that
-    takes 6 % longer than with a packed weight.
-    """
-
-    def pack(self, linear: nn.Module) -> None:
-        self.packed = linear.weight.detach()
-
-    def multiply(self, rows: Tensor) -> Tensor:
-        if len(rows) > 1:
-            return super().multiply(rows)
-        pieces = -(-self.in_features // LONGEST_SUM)
-        if self.in_features % pieces:
-            pieces = 1
-        products = self.packed.unflatten(1, (pieces, -1)) * rows.view(pieces, -1)
-        return products.sum(-1).sum(-1)[None]  # (1, N)
 
 
 class Int8Linear(PackedLinear):
