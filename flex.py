@@ -38,7 +38,7 @@ class Followed(Blocks):
         places = torch.arange(W, device=q.device).expand(B, W)
         # What is no block of a row's has the place after the last, where nothing is seen.
         place = torch.full((B, num_blocks), W, device=q.device).scatter_(1, group.table, places)
-        seen = pad(group.masks(group.at[0])[self.window], (0, size))
+        seen = pad(group.masks(group.pieces[0])[self.window], (0, size))
 
         def visible(row: Tensor, head: Tensor, query: Tensor, slot: Tensor) -> Tensor:
             return seen[row, 0, query, place[row, slot // size] * size + slot % size]

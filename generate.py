@@ -3,9 +3,9 @@
     python generate.py                                   the bundled model, at once
     python generate.py --checkpoint DIR --prompt "..."   any Hugging Face folder of a known family
 
-`generate` is all that generating is: forward, sample, append. Many sequences at once go through
-scheduler.Engine, which LLM wraps. The techniques are imported where something asks for one, so
-that each of their files can be left out. Read: generate, LLM; then main. Next: paged.py.
+`generate` shows all that generating is: forward, sample, append. Many sequences at once go through
+scheduler.Engine, which LLM wraps. A technique is imported only when an option asks for it, so each
+of their files can be deleted. Read: generate, LLM; then main. Next: paged.py.
 """
 
 import sys
@@ -37,23 +37,23 @@ from tokenizer import Tokenizer
 def generate(
     model: Transformer, sequence: Sequence, cache: StaticCache, chunk: int = CHUNK
 ) -> Iterator[Token]:
-    """Extend `sequence` until it ends, yielding each token as it is made.
+    """Extend `sequence` until it ends, and yield each token as it is made.
 
     Prefill and decode are one loop: run the tokens that the cache does not hold yet (first chunks
-    of the prompt, then always one), and at the end of what is known sample the next.
+    of the prompt, then always one), and after the last known token sample the next one.
 
     Args:
         model: on any device.
-        sequence: is appended to; read its text and finish_reason.
+        sequence: the tokens are appended to it; it also has the text and the finish_reason.
         cache: for a batch of one, long enough for `sequence.max_len`.
-        chunk: prompt tokens per forward; bounds the memory of a long prompt.
+        chunk: prompt tokens per forward, which bound the memory of a long prompt.
 
     Raises:
         ValueError: the cache is too short for the sequence, or the logits are NaN or infinite.
     """
     ids = sequence.ids
-    end = 0  # tokens whose keys and values the cache holds
-    last = torch.tensor([-1], device=model.device)  # of a forward's tokens
+    end = 0  # how many tokens' keys and values the cache holds
+    last = torch.tensor([-1], device=model.device)  # the index of a forward's last token
     while not sequence.finish_reason:
         start, end = end, min(end + chunk, len(ids))
         tokens = torch.tensor([ids[start:end]], device=model.device)  # (1, T)
@@ -97,16 +97,17 @@ class LLM:
 
         Args:
             prompts: a text, or a list of texts or of lists of token ids.
-            params: for all, or one for each: just these.
-            given: or else some of SamplingParams' fields, over what the checkpoint suggests: as
-                the command line and the server have it.
+            params: one SamplingParams for all prompts, or a list with one each; the checkpoint's
+                defaults are then ignored.
+            given: without `params`, fields of SamplingParams by name. They replace the checkpoint's
+                defaults, as on the command line and in the server.
 
         Returns:
-            One finished request for each prompt, in order. An output whose finish_reason is "error"
-            met a structure that became too complex, or its request logits that are no numbers.
+            One finished request for each prompt, in order. If an output's finish_reason is "error",
+            its grammar became too complex, or the model produced NaN logits.
 
         Raises:
-            ValueError: a prompt that cannot be run; then none is.
+            ValueError: one of the prompts cannot be run; then none of them is.
         """
         prompts = [prompts] if isinstance(prompts, str) else prompts
         if params is None:
@@ -130,10 +131,10 @@ def load_models(
     """Load what the arguments ask for.
 
     Args:
-        batch_size: what to compile for: a static cache of so many sequences; None: a paged one.
+        batch_size: compile for a static cache of so many sequences; None: for a paged cache.
 
     Returns:
-        The model, or this rank's share; and who guesses, which the first rank alone uses.
+        The model, or this rank's share of it; and the proposer, which only the first rank uses.
     """
     dtype = settings.DTYPES.get(args.dtype)
     model = load_model(args.checkpoint, ranks.device, dtype, ranks.shard)
@@ -162,20 +163,21 @@ def load_models(
 
 
 def make_engine(args: EngineArgs, ranks: Ranks, model: Transformer, proposer: Proposer) -> Engine:
-    """An engine around what load_models has loaded."""
+    """Make an engine around what load_models has loaded."""
     tokenizer = Tokenizer(args.checkpoint)
 
-    def matcher(wish: dict[str, Any]) -> Any:
+    def matcher(structure: dict[str, Any]) -> Any:
         from structured import matcher
 
-        return matcher(tokenizer, model.config, wish)
+        return matcher(tokenizer, model.config, structure)
 
     runner = ranks.runner or Runner
     if args.attention == "flex":
         from flex import FlexRunner
 
         place = f"{ranks.device.type} x {ranks.ranks}"
-        runner = settings.supported("--attention flex on", place, "cuda x 1") and FlexRunner
+        settings.supported("--attention flex on", place, "cuda x 1")
+        runner = FlexRunner
     limits = settings.given(settings.Limits, args)
     return Engine(model, tokenizer, proposer, matcher, runner, **limits)
 
@@ -239,7 +241,7 @@ def command(args: Namespace, ranks: Ranks) -> int:
 
 
 def complete(engine: Engine, prompt: str, params: SamplingParams) -> int:
-    """Print n continuations of a prompt. They are made together, and shown one after another."""
+    """Print n continuations of a prompt. They are made together and shown one after another."""
     for sequence in engine.add_request(prompt, params).outputs:
         if status := stream(sequence, engine.run()):
             return status
@@ -247,37 +249,39 @@ def complete(engine: Engine, prompt: str, params: SamplingParams) -> int:
 
 
 def chat(engine: Engine, params: SamplingParams) -> int:
-    """Talk until the input ends. What was said stands in the engine's prefix cache."""
+    """Talk until the input ends. The engine's prefix cache holds the earlier turns."""
     tokenizer = engine.tokenizer
     params = replace(params, n=1, stop=(*params.stop, *tokenizer.chat_stop)[:16])
-    messages, status = [], 0
+    messages = []
+    status = 0
     print("> ", end="", file=sys.stderr, flush=True)
     for line in sys.stdin:
-        said = [*messages, {"role": "user", "content": line.strip()}]
-        ids = tokenizer.encode_chat(said)
-        while len(said) > 1 and len(ids) > engine.max_seq_len * 3 // 4:  # the rest is for the reply
-            del said[:2]  # a question and its reply
-            ids = tokenizer.encode_chat(said)
+        turns = [*messages, {"role": "user", "content": line.strip()}]
+        ids = tokenizer.encode_chat(turns)
+        # A quarter of the context is left for the reply.
+        while len(turns) > 1 and len(ids) > engine.max_seq_len * 3 // 4:
+            del turns[:2]  # a question and its reply
+            ids = tokenizer.encode_chat(turns)
         try:
             (sequence,) = engine.add_request(ids, params).outputs
         except SettingError as error:  # this message alone is too long
             print(f"error: {error}", file=sys.stderr)
         else:
-            if len(said) <= len(messages):
+            if len(turns) <= len(messages):
                 print("the context is full: the oldest turns are forgotten", file=sys.stderr)
             status = stream(sequence, engine.run())
             if status:
                 engine.reset()
-            messages = [*said, {"role": "assistant", "content": sequence.text}]
+            messages = [*turns, {"role": "assistant", "content": sequence.text}]
         print("> ", end="", file=sys.stderr, flush=True)
     return status
 
 
 def stream(sequence: Sequence, steps: Iterator[Any]) -> int:
-    """Generate, writing the text to stdout as it comes, and a line of statistics to stderr.
+    """Generate, and write the text to stdout as it comes and a line of statistics to stderr.
 
     Returns:
-        0, or 130 after Ctrl-C, which ends it with the text so far.
+        0; or 130 after Ctrl-C, which ends the sequence with the text so far.
     """
     shown = 0
     try:

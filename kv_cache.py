@@ -1,13 +1,15 @@
 """The static KV cache: keys and values of past tokens, kept in one slab of memory per sequence.
 
-Keys and values of past tokens never change, so they are computed once and kept. Each step then
+The keys and values of past tokens never change, so they are computed once and kept. Each step then
 costs one token instead of the whole text (Pope et al. 2022, arXiv:2211.05102, section 3.3, counts
-the bytes). A slab suits sequences whose longest length is known; for many that come, grow and go
-see paged.py. Knows the model's config and how attention is called, and nothing of text or of who
-is being served. Read: StaticCache.plan, Slab.attend, encode. Next: sampling.py.
+the bytes). A slab suits sequences whose longest length is known. Where many sequences come, grow
+and leave, use paged.py. This file knows the model's config and how to call attention; it knows
+nothing about text or about who is being served. Read: StaticCache.plan, Slab.attend, encode. Next:
+sampling.py.
 
     position    0    1    2    3    4    5    6    7        capacity 8
-    slab       the  cat  sat  on    .    .    .    .        "on" runs: written at 3, sees 0..3
+    slab       the  cat  sat  on    .    .    .    .        "on" runs: it is written to slot 3
+                                                            and sees slots 0 to 3
 """
 
 import torch
@@ -19,25 +21,27 @@ BUCKET = 64  # positions
 
 
 class Slab(LayerCache):
-    """One layer's keys and values, as one forward sees them: slot s holds position s."""
+    """One layer's keys and values during one forward. Slot s holds position s."""
 
-    def __init__(self, kv: Tensor, places: Tensor, mask: Tensor) -> None:
-        """Hold on to a layer's slab and the plan of a forward.
+    def __init__(self, kv: Tensor, slots: Tensor, mask: Tensor) -> None:
+        """Hold a layer's slab and the plan of a forward.
 
         Args:
             kv: (B, 2 * K, capacity, stored_dim), encoded: the heads' keys, then their values.
-            places: (T,), the slots of each sequence's new tokens.
-            mask: (B or 1, 1, N / K * T, S), what they see.
+            slots: (T,) int64, where the new tokens go, the same in each sequence.
+            mask: (B or 1, 1, N / K * T, S) bool, what the new tokens see.
         """
-        self.kv, self.places, self.mask = kv, places, mask
+        self.kv = kv
+        self.slots = slots
+        self.mask = mask
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k and v, then attend to all that is visible. See model.LayerCache.attend."""
         new = encode(torch.cat((k, v), 1), self.kv.dtype)
-        # Not scatter_: of that the compiler makes a copy of the whole slab.
-        self.kv.index_copy_(2, self.places, new)
-        seen = decode(self.kv[:, :, : self.mask.shape[3]], q.dtype)
-        return attention(q, *seen.chunk(2, 1), self.mask)
+        # Not scatter_, which the compiler turns into a copy of the whole slab.
+        self.kv.index_copy_(2, self.slots, new)
+        stored = decode(self.kv[:, :, : self.mask.shape[3]], q.dtype)  # (B, 2 * K, S, H)
+        return attention(q, *stored.chunk(2, 1), self.mask)
 
 
 class StaticCache:
@@ -45,8 +49,8 @@ class StaticCache:
 
     Bytes: 2 * layers * B * K * max_seq_len * stored_dim * itemsize. Nothing is ever cleared: a
     position is written before it can be seen, because a query sees only positions up to its own.
-    That is also what makes rolling back free: generation just continues from an earlier position.
-    What is not seen must be finite all the same: generate() stops at the first NaN.
+    That also makes rolling back free, since generation just continues from an earlier position.
+    Values that are masked must be finite all the same, so generate() stops at the first NaN.
     """
 
     def __init__(
@@ -58,19 +62,20 @@ class StaticCache:
             model: gives the layers, K, H, the device, and the dtype.
             batch_size: B.
             max_seq_len: positions per sequence.
-            kv_dtype: of the keys and values: "auto" is the model's own, or "int8".
+            kv_dtype: how keys and values are stored: "auto" (the model's dtype) or "int8".
 
         Raises:
             ValueError: there is not enough memory.
         """
-        # Whole buckets, and one slot that is never used: a view of *all* slots would be contiguous,
-        # another case for torch.compile, which would compile again when a sequence gets there.
-        slots = -(-max_seq_len // BUCKET) * BUCKET + 1
+        # Whole buckets, and one slot that is never used. Without it a view of all slots would be
+        # contiguous, and torch.compile would compile once more for a sequence that gets there.
+        num_slots = -(-max_seq_len // BUCKET) * BUCKET + 1
         self.config = model.config
-        self.batch_size, self.max_seq_len = batch_size, max_seq_len
-        self.places = torch.arange(slots, device=model.device)
-        K = model.config.num_key_value_heads
-        self.slabs = empty_layers(model, kv_dtype, batch_size, 2 * K, slots)
+        self.batch_size = batch_size
+        self.max_seq_len = max_seq_len
+        self.slots = torch.arange(num_slots, device=model.device)
+        heads = 2 * model.config.num_key_value_heads  # those of the keys, then those of the values
+        self.slabs = empty_layers(model, kv_dtype, batch_size, heads, num_slots)
         if model.device.type == "cuda":
             for slab in self.slabs:
                 torch._dynamo.mark_static_address(slab)  # CUDA graphs write in place
@@ -78,11 +83,11 @@ class StaticCache:
     def plan(self, start: int, end: int) -> tuple[Tensor, list[Slab]]:
         """Plan a forward over positions start .. end - 1 of each sequence.
 
-        It reads the first positions only, up to a multiple of BUCKET, so that few shapes occur.
-        With a mask alone, each step would cost the whole capacity.
+        The forward reads the first slots only, up to a multiple of BUCKET, so that few shapes
+        occur. With a mask over all slots each step would cost the whole capacity.
 
         Returns:
-            The positions, (B, T), and each layer's slab, for that forward.
+            The positions, (B, T), and one Slab per layer for this forward.
 
         Raises:
             ValueError: `end` is more than the capacity.
@@ -91,9 +96,9 @@ class StaticCache:
             raise ValueError(
                 f"the cache has {self.max_seq_len} positions, {end} are needed: raise --max-seq-len"
             )
-        new = self.places[start:end]  # (T,)
-        seen = -(-end // BUCKET) * BUCKET  # rounded up
-        masks = visible(self.config, new[None], self.places[None, :seen])
+        new = self.slots[start:end]  # (T,)
+        num_read = -(-end // BUCKET) * BUCKET  # rounded up
+        masks = visible(self.config, new[None], self.slots[None, :num_read])
         layers = zip(self.slabs, self.config.windows, strict=True)
         return (
             new.expand(self.batch_size, -1),
@@ -101,12 +106,15 @@ class StaticCache:
         )
 
 
-# --- One key or value -----------------------------------------------------------------------------
+# --- How a key or a value is stored ---------------------------------------------------------------
 
 
 def empty_layers(model: Transformer, kv_dtype: str, *shape: int) -> list[Tensor]:
-    """Memory for the keys and values of each layer: (*shape, stored_dim), where stored_dim is H,
-    and for int8 four more, for the scale.
+    """Allocate the keys and values of each layer.
+
+    Returns:
+        A tensor (*shape, stored_dim) per layer, full of zeros. stored_dim is H; for int8 it is
+        H + 4, as the scale takes four bytes.
 
     Raises:
         ValueError: there is not enough memory.
@@ -123,10 +131,12 @@ def empty_layers(model: Transformer, kv_dtype: str, *shape: int) -> list[Tensor]
 
 
 def encode(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Keys or values (..., H) as the cache stores them: as they are, or as int8, one scale for each
-    token and head, whose float32 follows its H bytes, so that they are written and read as one.
+    """Convert keys or values (..., H) to the form in which the cache stores them.
 
-    Example: [1.0, -0.5, 0.25, 0.0] as int8: 127, -64, 32, 0, and the bytes of 1 / 127
+    Any dtype but int8 leaves them as they are. In int8 each token and head has its own scale. The
+    scale's four bytes (float32) follow the H bytes of values, so that one write stores both.
+
+    Example: [1.0, -0.5, 0.25, 0.0] as int8: 127, -64, 32, 0, and the four bytes of 1 / 127
     """
     if dtype != torch.int8:
         return x
@@ -135,9 +145,10 @@ def encode(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def decode(stored: Tensor, dtype: torch.dtype) -> Tensor:
-    """The inverse of encode, as a tensor of `dtype`: (..., H + 4) -> (..., H) where it is int8."""
+    """Undo encode: (..., H), or (..., H + 4) of int8, becomes (..., H) of `dtype`."""
     if stored.dtype != torch.int8:
         return stored
-    # A copy, so that it is aligned. Of a single key a plain clone() keeps strides of H + 4 bytes.
+    # A contiguous copy, so that it is aligned: a plain clone() of a single key keeps strides of
+    # H + 4 bytes.
     scale = stored[..., -4:].clone(memory_format=torch.contiguous_format).view(torch.float32)
     return (stored[..., :-4] * scale).to(dtype)

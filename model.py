@@ -1,16 +1,16 @@
 """The transformer: tokens and positions in, logits out.
 
 One decoder covers Llama 2 and 3, Mistral, Mixtral, Qwen2, Qwen3 and Qwen3-MoE. They differ only in
-what Config says: sizes, tied embeddings, biases, a norm on q and k, a sliding window, how rope is
-stretched, and experts in the place of one feed-forward (experts.py puts those in). This file knows
-nothing of files, text or scheduling, nor of how a cache lays out memory: attention hands q, k and v
-to its layer of a cache and gets the attended values back, so every cache runs under one forward.
+what Config holds: sizes, tied embeddings, biases, a norm on q and k, a sliding window, how rope is
+scaled, and experts in place of the feed-forward (experts.py puts those in). This file knows nothing
+about files, text or scheduling, nor how a cache lays out its memory. Attention hands q, k and v to
+one layer of a cache and gets the attended values back, so one forward serves every cache.
 
 Papers: Vaswani et al. 2017 (arXiv:1706.03762), Touvron et al. 2023 (Llama, arXiv:2302.13971),
 Su et al. 2021 (rope, arXiv:2104.09864), Ainslie et al. 2023 (grouped-query, arXiv:2305.13245).
 Read: Transformer.forward, Block, Attention, attention(), visible. Next: kv_cache.py.
 
-The alphabet of shape comments, where a file does not say otherwise:
+The alphabet of shape comments, unless a file says otherwise:
     B sequences   T new tokens   S cached + new tokens   V vocabulary
     N query heads   K kv heads   H head dim   D model dim   F feed-forward dim
 """
@@ -25,44 +25,44 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Config:
-    """The architecture. Field names are those of Hugging Face's config.json; see checkpoint.py."""
+    """The architecture, in the field names of Hugging Face's config.json; see checkpoint.py."""
 
     vocab_size: int  # V
     hidden_size: int  # D
     intermediate_size: int  # F
     num_hidden_layers: int
     num_attention_heads: int  # N
-    num_key_value_heads: int  # K: N is a multiple of it
-    head_dim: int  # H: not always D / N
-    max_position_embeddings: int = 2048  # tokens: the longest context it was trained for
+    num_key_value_heads: int  # K, which divides N
+    head_dim: int  # H, which is not always D / N
+    max_position_embeddings: int = 2048  # tokens: the longest context the model was trained for
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
-    rope_scaling: dict[str, Any] = field(default_factory=dict)  # {} is plain rope
-    windows: tuple[int | None, ...] = ()  # per layer: tokens a query sees; (): all see everything
+    rope_scaling: dict[str, Any] = field(default_factory=dict)  # {}: plain rope
+    windows: tuple[int | None, ...] = ()  # per layer: how many tokens a query sees; None: all
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False  # Qwen3: RMSNorm over H on q and k, before rope
+    qk_norm: bool = False  # Qwen3 applies RMSNorm over H to q and k, before rope
     tie_word_embeddings: bool = False
-    eos_ids: tuple[int, ...] = ()  # any of them ends a sequence
-    dtype: torch.dtype = torch.float32  # of the weights as stored
+    eos_ids: tuple[int, ...] = ()  # each of them ends a sequence
+    dtype: torch.dtype = torch.float32  # in which the weights are stored
     quantization: dict[str, Any] = field(default_factory=dict)  # see quantize.py
-    # The rest is of experts.py.
-    num_experts: int = 1  # 1 is a plain MLP
+    # experts.py reads the fields below.
+    num_experts: int = 1  # 1: a plain MLP
     num_experts_per_tok: int = 1
-    moe_intermediate_size: int | None = None  # an expert's F; None: intermediate_size
-    norm_topk_prob: bool = True  # whether the weights of a token's experts add up to 1
+    moe_intermediate_size: int | None = None  # F of an expert; None: intermediate_size
+    norm_topk_prob: bool = True  # whether the weights of a token's experts sum to 1
     decoder_sparse_step: int = 1  # n: every n-th layer has experts, the others a plain MLP
-    mlp_only_layers: list = field(default_factory=list)  # these have a plain MLP, too
+    mlp_only_layers: list = field(default_factory=list)  # layers that have a plain MLP, too
 
     def __post_init__(self) -> None:
-        # Through vars, as it is frozen: only the constructor may.
+        # The dataclass is frozen, so the default goes in through vars.
         vars(self)["windows"] = self.windows or (None,) * self.num_hidden_layers
 
 
 class Transformer(nn.Module):
-    """A decoder-only language model. Parameter names are the checkpoint's, less `model.`, but for
-    those of a FusedLinear."""
+    """A decoder-only language model. The parameters have the checkpoint's names without `model.`,
+    except those of a FusedLinear."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -73,12 +73,12 @@ class Transformer(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
-        # fp32 on purpose, and not a parameter: in bfloat16 positions past 256 would collide.
+        # A buffer stays in float32 on purpose: in bfloat16, positions past 256 would collide.
         self.register_buffer("inv_freq", rope_frequencies(config), persistent=False)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the activations; quantised weights have others."""
+        """The activations' dtype; quantised weights have another."""
         return self.embed_tokens.weight.dtype
 
     @property
@@ -86,16 +86,20 @@ class Transformer(nn.Module):
         return self.embed_tokens.weight.device
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, cache: Any = None, select: Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: "list[LayerCache] | None" = None,
+        select: Tensor | None = None,
     ) -> Tensor:
         """Run the new tokens through every layer.
 
         Args:
             tokens: (B, T) int64 token ids.
-            positions: (B, T) int64, place of each token in its sequence, from 0.
-            cache: a LayerCache for each layer, planned for these tokens; None: none came before.
-            select: int64 indices into the B * T tokens, in row-major order, whose logits are
-                wanted. A prompt needs only its last one, and V is large. None: all.
+            positions: (B, T) int64, each token's place in its sequence, from 0.
+            cache: one LayerCache per layer, planned for these tokens; None: no tokens came before.
+            select: int64 indices into the B * T tokens, in row-major order, of those whose logits
+                are wanted. A prompt needs only its last one, and V is large. None: all.
 
         Returns:
             Logits: (B, T, V), or (len(select), V).
@@ -118,7 +122,7 @@ class Transformer(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then the feed-forward. Each reads a normed copy and adds to the stream x."""
+    """Attention, then the feed-forward. Each reads a normalised copy of x and adds to x."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -133,14 +137,15 @@ class Block(nn.Module):
 
 
 class FusedLinear(nn.Linear):
-    """Linears that read the same input, stacked into one: fewer, larger reads of the weights.
+    """Several linears that read the same input, stacked into one, so that the weights are read in
+    fewer and larger pieces.
 
-    Files store the parts one by one; checkpoint.named_tensors gives them back their names.
+    Files store the parts one by one; checkpoint.named_tensors gives them their names back.
     """
 
     def __init__(self, in_features: int, parts: dict[str, int], bias: bool) -> None:
         super().__init__(in_features, sum(parts.values()), bias)
-        self.parts = parts  # name in the checkpoint -> output features
+        self.parts = parts  # the name in the checkpoint -> the number of output features
 
 
 class Attention(nn.Module):
@@ -148,8 +153,10 @@ class Attention(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        D, H = config.hidden_size, config.head_dim
-        N, K = config.num_attention_heads, config.num_key_value_heads
+        D = config.hidden_size
+        H = config.head_dim
+        N = config.num_attention_heads
+        K = config.num_key_value_heads
         self.heads = (N, K, K)
         self.head_dim = H
         parts = {"q_proj": N * H, "k_proj": K * H, "v_proj": K * H}
@@ -185,8 +192,9 @@ class MLP(nn.Module):
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate channel i together with channel i + H/2.
 
-    This is the half-split layout of Hugging Face files. Llama's own release rotates 2i with 2i + 1
-    (interleaved); mixing the two up gives text that is fluent for a few words and then falls apart.
+    This is the half-split layout of Hugging Face files. Llama's own release rotates channel 2i with
+    2i + 1 (interleaved). Confusing the two gives text that is fluent for a few words and then falls
+    apart.
 
     Args:
         x: (B, heads, T, H).
@@ -201,9 +209,9 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rope_frequencies(config: Config) -> Tensor:
     """Rotation speed of each pair of channels, in radians per position.
 
-    Plain rope: theta ** (-2i / H). `linear` divides all of them by `factor` (Chen et al. 2023,
-    arXiv:2306.15595). `llama3` keeps the fast ones, divides the slow ones, and blends between,
-    by how many turns a pair makes within the original context (Llama 3.1 release).
+    Plain rope is theta ** (-2i / H). `linear` divides every frequency by `factor` (Chen et al.
+    2023, arXiv:2306.15595). `llama3` (Llama 3.1 release) keeps the fast frequencies, divides the
+    slow ones, and blends in between, by how many turns a pair makes within the original context.
 
     Returns:
         (H/2,) float32, on the CPU even while the model is built on the meta device.
@@ -224,15 +232,15 @@ def rope_frequencies(config: Config) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Masked softmax attention, which every cache calls last.
+    """Masked softmax attention. Every cache ends by calling it.
 
-    The N / K query heads that share a kv head become more queries of that head, so that each key is
-    read once; `enable_gqa` reads it N / K times, 2 to 3 times slower at T = 1 on a CPU.
+    The N / K query heads that share a kv head become further queries of that head, so that each key
+    is read once. `enable_gqa` reads it N / K times, which is 2 to 3 times slower at T = 1 on a CPU.
 
     Args:
         q: (B, N, T, H).
-        k, v: (B, K, S, H), K dividing N.
-        mask: (B or 1, 1, N / K * T, S) bool, what each query sees; see visible.
+        k, v: (B, K, S, H), where K divides N.
+        mask: (B or 1, 1, N / K * T, S) bool, True where a query sees a key; see visible.
 
     Returns:
         (B, N, T, H).
@@ -240,41 +248,40 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     B, K = k.shape[:2]
     queries = q.reshape(B, K, -1, q.shape[3])  # (B, K, N / K * T, H)
     y = F.scaled_dot_product_attention(queries, k, v, mask)
-    return y.reshape(q.shape)  # no view: a GPU's kernels lay y out in an order of their own
+    return y.reshape(q.shape)  # not view: a GPU's kernels lay y out in an order of their own
 
 
 def visible(config: Config, q_pos: Tensor, k_pos: Tensor) -> dict[int | None, Tensor]:
-    """What each query sees: at position p, positions s <= p; under a window, only s > p - window.
-
-    Made once for a step, and not in each layer.
+    """Make the masks of a step, once for all layers. A query at position p sees the positions
+    s <= p; under a window, only those with s > p - window.
 
     Args:
-        q_pos: (B, T), int64 positions in the sequence.
-        k_pos: (B or 1, S), likewise.
+        q_pos: (B, T) int64, the queries' positions in their sequences.
+        k_pos: (B or 1, S) int64, the keys' positions.
 
     Returns:
-        For each window that a layer of the model has, (B, 1, N / K * T, S) bool: the T queries of
-        one query head, then those of the next one that shares a kv head with it.
+        A mask for each window that the model's layers have: (B, 1, N / K * T, S) bool, the T
+        queries of one query head, then those of the next head that shares its kv head.
 
-    Example: k_pos = 0..4, window = 3: the query at position 4 sees keys 2, 3 and 4.
+    Example: k_pos = 0..4, window = 3: the query at position 4 sees the keys 2, 3 and 4.
     """
     group = config.num_attention_heads // config.num_key_value_heads
     q_pos = q_pos.repeat(1, group)[:, None, :, None]  # (B, 1, N / K * T, 1)
     k_pos = k_pos[:, None, None, :]  # (B or 1, 1, 1, S)
-    seen = k_pos <= q_pos
-    return {w: seen if w is None else seen & (k_pos > q_pos - w) for w in {*config.windows}}
+    causal = k_pos <= q_pos  # (B, 1, N / K * T, S)
+    return {w: causal if w is None else causal & (k_pos > q_pos - w) for w in {*config.windows}}
 
 
 class LayerCache:
-    """One layer's share of a cache, planned for one forward, and all that attention asks of it."""
+    """One layer of a cache, planned for one forward. Attention asks nothing else of a cache."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store the new keys and values, then let each query attend to what it may see.
+        """Store the new keys and values, then let each query attend to the keys that it sees.
 
         Args:
-            q: (B, N, T, H) queries, rope applied.
-            k: (B, K, T, H) new keys, rope applied.
-            v: (B, K, T, H) new values.
+            q: (B, N, T, H), the queries after rope.
+            k: (B, K, T, H), the new keys after rope.
+            v: (B, K, T, H), the new values.
 
         Returns:
             (B, N, T, H) attended values.
@@ -282,8 +289,8 @@ class LayerCache:
 
 
 class NoCache(LayerCache):
-    """Keeps nothing: attention over the tokens of one call, for training, for scoring a text, and
-    as the oracle of the tests."""
+    """Keeps nothing. Attention runs over the tokens of one call: for training, for scoring a text,
+    and as the tests' oracle."""
 
     def __init__(self, mask: Tensor) -> None:
         self.mask = mask

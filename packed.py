@@ -1,10 +1,11 @@
 """How a processor reads a matrix fast: PyTorch's private operators that multiply, in one place.
 
 compile_model replaces each Linear of a finished model, plain or quantised, by a form that its
-device multiplies fast, and hands the rest to torch.compile. These forms are never stored. Which one
-a matrix gets depends on what the processor has, never on timing: the same model on the same machine
-gives the same tokens in each process. Best skipped at first: nothing else needs it. In this file N
-is output channels, K input channels, G groups, R rows. Read: compile_model, PackedLinear, form_of.
+device multiplies fast, and leaves the rest to torch.compile. These forms are never stored. What the
+processor has decides which form a matrix gets, and timing never does, so the same model on the same
+machine gives the same tokens in each process. Skip this file at first: nothing else depends on it.
+In it, N is output channels, K input channels, G groups, R rows. Read: compile_model, PackedLinear,
+form_of.
 """
 
 import warnings
@@ -26,39 +27,40 @@ from settings import CHUNK, progress, supported
 def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str = "auto") -> None:
     """Make a finished model fast: pack its weights for the CPU and compile it, in place.
 
-    On a CPU one block is compiled and serves all layers, which differ only in their tensors: that
-    takes seconds where one graph of all layers takes a minute, and is no slower. Lengths are
-    symbolic, so nothing is compiled again later. On CUDA the whole model is one graph; with a
+    On a CPU one block is compiled and serves all layers, which differ only in their tensors. That
+    takes seconds where one graph of all layers takes a minute, and is as fast. Lengths are
+    symbolic, so nothing is compiled again later. On CUDA the whole model is one graph. With a
     static cache it is replayed as a CUDA graph for each length bucket.
 
     Args:
-        batch_size: of the static cache that it will run against; None: that is paged.
+        batch_size: of the static cache with which the model will run; None: the cache is paged.
         kv_dtype: of that cache.
 
     Raises:
-        SettingError: on MPS, which lacks what this needs; there the plain paths run.
-        CheckpointError: compiling failed, as without a C++ compiler, which a CPU needs.
+        SettingError: the device is MPS, where only the plain paths run.
+        CheckpointError: compiling failed, for example because there is no C++ compiler, which a
+            CPU needs.
     """
     device = supported("--compile on", model.device.type, "cpu", "cuda")
     pack_linears(model)
     for block in model.layers:
         if hasattr(block.mlp, "mix"):
-            # Which experts run, and on how many rows, differs by the step: not in the graph.
+            # Not in the graph, as each step runs other experts, on other numbers of rows.
             block.mlp.mix = torch.compiler.disable(block.mlp.mix)
         if device == "cpu":
             block.compile(dynamic=True)
     if device == "cuda":
-        # Lets a product of one row become a loop that reads int8 weights once, as they are.
+        # With this, a product of one row becomes a loop that reads int8 weights once, as they are.
         torch._inductor.config.coordinate_descent_tuning = True
-        # A paged step differs each time in numbers that only the host sees: it is never replayed.
+        # A paged step is never replayed, because numbers that only the host sees differ each time.
         model.compile(mode="reduce-overhead" if batch_size else None)
-    # The default of 8 graphs for one piece of code is few for several models in a process.
+    # The default, 8 graphs for one piece of code, is too few for several models in a process.
     torch._dynamo.config.recompile_limit = 64
-    # Two sizes that happen to be equal now, such as the mask's and H, need not be later.
+    # Two sizes that are equal by chance, such as the mask's and H, may differ later.
     torch.fx.experimental._config.use_duck_shape = False
-    with torch.no_grad(), blame("--compile"):  # where there is no compiler, PyTorch says so
+    with torch.no_grad(), blame("--compile"):  # PyTorch raises an error if there is no compiler
         for length in progress([1, CHUNK], "compiling decode, prefill"):
-            # The logits of one token, then of two: any number.
+            # First with the logits of one token, then of two, which stand for any number.
             if batch_size:
                 positions, layers = StaticCache(model, batch_size, CHUNK, kv_dtype).plan(0, length)
                 model(torch.zeros_like(positions), positions, layers, positions[0, :2].clone())
@@ -70,10 +72,10 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
 def pack_linears(model: nn.Module) -> None:
     """Replace each Linear, plain or quantised, by a packed form, in place, before compiling.
 
-    The packed copy takes the plain one's place and serves every batch size, so memory peaks at one
+    The packed weight replaces the plain one and serves every batch size, so memory peaks at one
     extra weight. (Inductor's freezing packs too, but keeps a copy for each compiled graph.)
     """
-    # A list of paths: a reference to a Linear would keep its plain weight alive.
+    # A list of paths, since a reference to a Linear would keep its plain weight alive.
     for path in progress([*dict(model.named_modules())], "packing"):
         linear = model.get_submodule(path)
         form = form_of(linear)
@@ -82,21 +84,25 @@ def pack_linears(model: nn.Module) -> None:
 
 
 def form_of(linear: nn.Module) -> "type[PackedLinear] | None":
-    """What packs a Linear, for its device and its kind of weight; None: nothing does. Then it stays
+    """Which packed form a module gets, by its device and its kind of weight. None: the module stays
     as it is, and a QuantLinear is dequantised at each step."""
-    engines = torch.backends.quantized.supported_engines
-    match linear:
-        case QuantLinear(bits=4, group_size=32 | 64 | 128 | 256, qweight=q) if has_int4(q):
+    has_fbgemm = "fbgemm" in torch.backends.quantized.supported_engines
+    if isinstance(linear, QuantLinear):
+        q = linear.qweight
+        if linear.bits == 4 and linear.group_size in (32, 64, 128, 256) and has_int4(q):
             return Int4Linear
-        case nn.Linear(weight=Tensor(is_cpu=True, dtype=dtype)) if has_arithmetic(dtype):
+        if q.is_cpu and has_fbgemm:
+            return Int8Linear
+    elif isinstance(linear, nn.Linear) and linear.weight.is_cpu:
+        if has_arithmetic(linear.weight.dtype):
             return PackedLinear
-        case nn.Linear(weight=w) | QuantLinear(qweight=w) if w.is_cpu and "fbgemm" in engines:
-            return Int8Linear if isinstance(linear, QuantLinear) else HalfLinear
+        if has_fbgemm:
+            return HalfLinear
     return None
 
 
 def has_int4(q: Tensor) -> bool:
-    """Whether PyTorch has a fast product for (N, K / 2) bytes of two 4-bit values each."""
+    """Whether PyTorch has a fast product for (N, K / 2) bytes with two 4-bit values each."""
     N, half = q.shape
     on_cpu = N % 64 == 0 and "AVX512" in torch.backends.cpu.get_cpu_capability()
     return on_cpu if q.is_cpu else q.is_cuda and N % 8 == half % 64 == 0
@@ -117,13 +123,14 @@ class PackedLinear(nn.Module):
     """A Linear with its weight in oneDNN's blocked order; x (..., K) -> (..., N), same dtype.
 
     A packed tensor has no strides, so torch.compile cannot take it as an input. The compiled code
-    calls an operator with a number, under which the operator finds this module and its `compute`;
-    see paged.opaque.
+    calls an operator with this module's number instead, and the operator calls `compute`; see the
+    end of paged.py.
     """
 
     def __init__(self, linear: nn.Module) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
         self.bias = linear.bias
         self.key = number_of(self)
         self.pack(linear)
@@ -133,8 +140,8 @@ class PackedLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
     def __reduce_ex__(self, protocol: int) -> NoReturn:
-        """Refuse to be copied or pickled: some packed tensors cannot be, and in a copy the number
-        would still be that of the original."""
+        """Refuse to be copied or pickled. Some packed tensors cannot be, and a copy would still
+        have the number of the original."""
         raise TypeError("a packed model cannot be copied: copy it before compile_model")
 
     def multiply(self, rows: Tensor) -> Tensor:
@@ -142,8 +149,8 @@ class PackedLinear(nn.Module):
         return torch.ops.kilolm.opaque(rows, [], self.key, self.out_features)
 
     def pack(self, linear: nn.Module) -> None:
-        # 32 is a hint for how many rows x will have. With 1 other numbers of rows are slower, by a
-        # fifth to two thirds on each kind of processor; one row is as fast.
+        # 32 is a hint for how many rows x will have. With a hint of 1, more rows are a fifth to two
+        # thirds slower on each kind of processor, and one row is no faster.
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), 32)
 
     def compute(self, rows: Tensor) -> Tensor:
@@ -152,38 +159,40 @@ class PackedLinear(nn.Module):
 
 
 class Int8Linear(PackedLinear):
-    """int8 weights multiplied as integers, with next to no loss to the activations.
+    """int8 weights multiplied as integers, with next to no loss in the activations.
 
-    The product is of bytes, so each row of x becomes two of them: with s = the row's largest value
-    / 16256, x = s * (128 * high + low), to 15 bits below that largest value; bfloat16 has 8, of
-    each value. Both digits go through one integer product as separate rows. For one token the
-    second row is free, since reading the weights takes the time, half as much as in bfloat16; for
-    many rows, twice the products at twice the speed cost about what bfloat16 costs. Where the
-    processor cannot add up products of bytes in 32 bits (VNNI, AMX), FBGEMM adds two of them in 16:
-    `high` is then below 64, and one bit is lost.
+    The operator multiplies bytes, so each row of x becomes two rows of bytes, a high and a low
+    digit: x = s * (128 * high + low), where s is the row's largest absolute value / 16256. That
+    keeps 15 bits below the largest value, where bfloat16 keeps 8 of each value. Both digits go
+    through one integer product as separate rows. For one token the second row is free, since
+    reading the weights takes the time, half as much as in bfloat16. For many rows, twice the
+    products at twice the speed cost about what bfloat16 costs. A processor without VNNI or AMX
+    cannot sum products of bytes in 32 bits, and FBGEMM sums two of them in 16; `high` then stays
+    below 64, and one bit is lost.
 
-    Weights that are stored in groups, or in 4 bits where nothing multiplies those, are rounded once
-    more, to 8 bits with one scale for each output channel. As float16 they would take twice the
-    bytes. Beside the first rounding the second costs little: of the bundled model, in 4 bits, the
-    KL divergence to the plain one grows by a hundredth.
+    Weights that are stored in groups, or in 4 bits if no operator multiplies these, are rounded
+    once more, to 8 bits with one scale per output channel. In float16 they would take twice the
+    bytes. The second rounding costs little beside the first: for the bundled model in 4 bits, the
+    KL divergence to the plain model grows by a hundredth.
 
     Example: x = [1.0, -0.3], s = 1 / 16256: digits 127 | 0 and -38 | -13 (128 * -38 - 13 = -4877)
     """
 
-    most = 127 if torch.cpu._is_vnni_supported() else 63  # of the digit `high`
+    most = 127 if torch.cpu._is_vnni_supported() else 63  # the largest value of `high`
 
     def pack(self, linear: QuantLinear) -> None:
-        q, scales = linear.qweight, linear.scales
+        q = linear.qweight
+        scales = linear.scales
         if scales.shape[1] > 1 or (linear.zeros != 128).any():
             q, scales, _ = round_to_nearest(linear.dequantize(), 8, linear.in_features)
         signed = (q.byte() - 128).view(torch.int8)  # in a byte, which wraps around
-        # Not buffers: .to(dtype) must not round them.
+        # These are no buffers, because .to(dtype) would round them.
         scales, zeros = scales.flatten(), torch.zeros(len(signed)).long()
         if self.most == 127:
             self.packed = torch.ops.onednn.qlinear_prepack(signed, None)
             self.more = scales, zeros, None, 1.0, 0, torch.float32, "none", [], ""
         else:
-            with warnings.catch_warnings(action="ignore"):  # PyTorch will drop such tensors one day
+            with warnings.catch_warnings(action="ignore"):  # such tensors are deprecated
                 q = torch._make_per_channel_quantized_tensor(signed, scales, zeros, 0)
             self.packed = torch.ops.quantized.linear_prepack(q, None)
 
@@ -203,31 +212,32 @@ class Int8Linear(PackedLinear):
         return torch.ops.onednn.qlinear_pointwise(rows, 1.0, 128, self.packed, *self.more)
 
 
-# Rows up to which PyTorch's int4 operator is faster than dequantising a weight of 2048 x 11264 and
-# multiplying. With AMX: 9.0 and 7.6 ms for 32 rows. Without it, on a Zen 5: 10.1 and 10.5 ms for 48
-# rows, 13.8 and 11.0 for 64.
+# Up to so many rows PyTorch's int4 operator is faster than dequantising the weight first. For a
+# weight of 2048 x 11264 the operator and the other way take 9.0 and 7.6 ms with AMX for 32 rows;
+# without it, on a Zen 5, 10.1 and 10.5 ms for 48 rows, and 13.8 and 11.0 ms for 64.
 FEW_ROWS = 24 if torch.cpu._is_amx_tile_supported() else 56
 
 
 class Int4Linear(PackedLinear):
     """int4 weights for PyTorch's own operators, which dequantise inside the product.
 
-    They compute scale * (q - 8) + zero, and ours is scale * (q - z): so their zero is scale * (8 -
-    z). They are fast in bfloat16 alone, and on a CPU, with AVX-512, for few rows; else the weight
-    is dequantised, and multiplied as any other. On CUDA not yet run by us.
+    They compute scale * (q - 8) + zero, and we store scale * (q - z), so their zero is
+    scale * (8 - z). They are fast only in bfloat16, and on a CPU only with AVX-512 and few rows.
+    Otherwise the weight is dequantised and multiplied like any other. We have not run it on CUDA.
     """
 
     def pack(self, linear: QuantLinear) -> None:
-        q, aten = linear.qweight, torch.ops.aten
+        q = linear.qweight
+        aten = torch.ops.aten
         if q.is_cuda:
             self.operator = aten._weight_int4pack_mm
-            # The first value in the high half. 8: tiles of 16 input channels that one thread keeps
-            # together, the most there is.
+            # This operator wants the first value in the high half. 8 is the largest number of
+            # tiles of 16 input channels that one thread keeps together.
             self.packed = aten._convert_weight_to_int4pack(q << 4 | q >> 4, 8)
         else:
             self.operator = aten._weight_int4pack_mm_for_cpu
             self.packed = aten._convert_weight_to_int4pack_for_cpu(unpack_bits(q, 4).int(), 1)
-            # Not at the top of the file: torch.compile takes seconds to import.
+            # Here and not at the top of the file, as torch.compile takes seconds to import.
             self.unpack = torch.compile(dequantize, dynamic=False)
         zeros = linear.scales * (8 - linear.zeros.float())
         self.group_size = linear.group_size
@@ -241,18 +251,19 @@ class Int4Linear(PackedLinear):
         return self.operator(x, self.packed, self.group_size, self.rounded).to(rows.dtype)
 
     def many_rows(self, rows: Tensor) -> Tensor:
-        """By pieces: the memory of the last one is used again while it is in the cache."""
+        """Multiply piece by piece, so that each piece's memory is used again while it is in the
+        processor's cache."""
         pieces = zip(self.packed.split(512), self.scales.split(512, 2))
         return torch.cat([rows @ self.unpack(*piece).to(rows.dtype) for piece in pieces], -1)
 
 
 class HalfLinear(PackedLinear):
-    """Weights held as float16, which FBGEMM widens to float32 on the way into a product: for
-    processors with no arithmetic of their own for what is stored.
+    """float16 weights, which FBGEMM widens to float32 inside the product, for processors that
+    have no arithmetic for the stored dtype.
 
-    Each output channel is divided by a power of two, so that nothing overflows; a weight
-    keeps 11 bits, where bfloat16 has 8, unless it is 2**-28 of the channel's largest or less. With
-    AVX2 alone that is twice to eight times as fast as PyTorch's own product in bfloat16.
+    Each output channel is divided by a power of two, so that nothing overflows. A weight keeps 11
+    bits, where bfloat16 has 8, unless it is 2**-28 of the channel's largest one or less. With AVX2
+    alone this is two to eight times as fast as PyTorch's own product in bfloat16.
     """
 
     def pack(self, linear: nn.Linear) -> None:
@@ -266,13 +277,20 @@ class HalfLinear(PackedLinear):
 
 
 def dequantize(packed: Tensor, scales: Tensor, lanes: int = 32) -> Tensor:
-    """A weight from the CPU operator's order, (K, N) float32; scales: (2, G, N), as the operator's.
+    """Dequantise a weight that is stored in the CPU operator's order.
 
-    A byte holds, of 2 * lanes output channels, the one at its place and the one `lanes` after it.
+    Byte i of a group of `lanes` holds output channel i in its low half and channel lanes + i in its
+    high half.
+
+    Args:
+        scales: (2, G, N), the operator's scales and zeros.
+
+    Returns:
+        (K, N) float32.
     """
     _, G, N = scales.shape
-    # As int32, which the compiler turns into vectors, unlike uint8. Both halves by one shift, as a
-    # stack would be a second pass. In float32: compiled code takes long to round to bfloat16.
+    # In int32, as the compiler does not vectorise uint8. One shift for both halves, as stacking
+    # them would be a second pass. In float32, as compiled code is slow to round to bfloat16.
     q = packed.view(N // (2 * lanes), G, -1, 1, lanes).int()
     shifts = torch.arange(0, 8, 4, dtype=torch.int32)[:, None]  # the low half, then the high one
     q = (q >> shifts & 15).permute(1, 2, 0, 3, 4).flatten(2)  # (G, K / G, N)

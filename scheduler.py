@@ -1,27 +1,27 @@
 """Continuous batching: which tokens of which sequences run in the next step.
 
-Decoding one sequence reads every weight to make one token; decoding 32 together reads them once for
-32. The batch is formed anew at each step (Orca): a sequence that ends leaves it at once, and a
+Decoding one sequence reads every weight to make one token; decoding 32 together reads them once to
+make 32. The batch is formed anew at each step (Orca): a sequence that ends leaves at once, and a
 waiting one takes its place. Prompts enter in chunks beside the running sequences' single tokens
-(Sarathi), so a long prompt holds nobody up. There is no prefill and no decode phase: every sequence
-has tokens whose keys and values are not in the cache yet, and a step runs some of them.
+(Sarathi), so that a long prompt does not hold up the others. Prefill and decode are not two phases:
+every sequence has tokens whose keys and values are not in the cache yet, and a step runs some.
 
     step        1         2         3         4             budget: 8 tokens a step
-    A  running  a         a         a         a             one token each ...
-    B  prompt   bbbbbbb   bbbbbbb   bb        b             ... a prompt takes what is left,
-    C  prompt                       ccccc     cccccc        in the order of arrival
+    A  running  a         a         a         a             a running sequence has one token
+    B  prompt   bbbbbbb   bbbbbbb   bb        b             prompts share what is left, in the
+    C  prompt                       ccccc     cccccc        order in which they arrived
 
     Request       what a user asked for: a prompt, its SamplingParams, n outputs
-      Job         one output: the ids of prompt and text so far                  [5 9 2 7 4 8]
-        table     which blocks hold its keys and values, and of how many ids     [3, 0] 4
-        row       its share of a step: the ids that the cache lacks, or some     [4 8]
+      Job         one output: the ids of the prompt and of the text so far       [5 9 2 7 4 8]
+        table     the blocks of its keys and values, and how many ids they hold  [3, 0] 4
+        row       its share of a step: ids that are not in the cache yet         [4 8]
 
-When blocks run out, the last in line gives its own back and is computed again later, which
-costs another prefill, less what the prefix cache still holds. Who guesses tokens, and what a
-structure allows, is handed in. Knows nothing of HTTP, and of attention only what it costs.
+When blocks run out, the last sequence in line gives its blocks back and is computed again later.
+That costs another prefill, less what the prefix cache still holds. The proposer that guesses tokens
+and the matcher that restricts them are handed in. This file knows nothing about HTTP or attention.
 Papers: Yu et al. 2022 (Orca), Agrawal et al. 2023 (Sarathi, arXiv:2308.16369), Kwon et al. 2023
 (arXiv:2309.06180, section 4.5: preemption). Read: Engine.step, Engine.schedule, Job. This is the
-last file of the engine; the techniques come next, each for itself: quantize.py, speculative.py, ...
+engine's last file. The techniques come next, each on its own: quantize.py, speculative.py, ...
 """
 
 import itertools
@@ -34,23 +34,23 @@ import torch
 from torch import Tensor
 
 from model import Transformer
-from paged import BlockPool, BlockTable, Row, Runner
+from paged import BlockPool, BlockTable, Row, Runner, affordable_blocks
 from sampling import Sequence, Token, finite, sample, scored
-from settings import CHUNK, Limits, SamplingParams, SettingError, check, free_memory
+from settings import CHUNK, Limits, SamplingParams, SettingError, check
 from tokenizer import Ids, Tokenizer
 
-# --- Who is served --------------------------------------------------------------------------------
+# --- What is served -------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
 class Request:
-    """What one user asked for, and what came of it: vLLM's RequestOutput.
+    """What one user asked for, and the result, as vLLM's RequestOutput.
 
     Attributes:
         outputs: n sequences, each with text, output_ids, tokens (log-probabilities), finish_reason,
-            and times (queued, first token, ..., last token). The others are forked from the first
-            once its prompt has been computed, sharing the prompt's blocks.
-        prompt: where prompt_logprobs are asked for, a Token of each prompt id. The first has no
+            and times (queued, first token, ..., last token). When the prompt of the first one has
+            been computed, the others are forked from it and share its blocks.
+        prompt: a Token for each prompt id, if prompt_logprobs are asked for. The first has no
             log-probability, as nothing comes before it.
         priority: the lowest number runs first, as in vLLM.
     """
@@ -72,17 +72,18 @@ class Guess:
     """Tokens that may follow a sequence, and how they were drawn; see speculative.py."""
 
     ids: Ids = field(default_factory=list)
-    q: list[float] = field(default_factory=list)  # the probability that each was drawn with
+    q: list[float] = field(default_factory=list)  # the probability with which each was drawn
     probs: list[Tensor] = field(default_factory=list)  # (V,) each; empty: each was certain
 
 
 class Job(Sequence):
-    """A sequence in the engine: what it generates, and where it stands.
+    """A sequence in the engine, and its state there.
 
     Attributes:
         table: its blocks; empty while it waits.
-        guess: what may come next, in this step.
-        end: how far it may run in this step: past its last id by as many as may be guessed.
+        guess: the tokens that are guessed to follow, in this step.
+        end: the position up to which it may run in this step. It lies past the last id if tokens
+            may be guessed.
         cached: how many of the prompt's tokens were found in the prefix cache.
     """
 
@@ -95,12 +96,12 @@ class Job(Sequence):
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether its prompt is being run, and the log-probabilities of that are wanted."""
+        """Whether its prompt is being run and needs log-probabilities."""
         return self.params.prompt_logprobs and self.params.logprobs is not None and not self.tokens
 
     @property
     def row(self) -> Row:
-        """What it runs in this step: known tokens that the cache lacks, and guesses."""
+        """What it runs in this step: known tokens that are not in the cache, then guesses."""
         start = self.table.length
         ids = self.ids[start : self.end] + self.guess.ids
         wanted = len(ids) if self.scores_prompt else 1 + len(self.guess.ids)
@@ -112,48 +113,49 @@ def place_in_line(job: Job) -> tuple[int, int]:
 
 
 def run_order(job: Job) -> tuple[int, int]:
-    """Equally many new tokens side by side, the longest context first; see paged.groups_of."""
+    """Rows with equally many new tokens side by side, the longest context first, as
+    paged.groups_of wants them."""
     return len(job.row.ids), -job.table.length
 
 
 class Proposer:
-    """Guesses nothing, which is plain decoding: k is 0. Those that guess are in speculative.py.
+    """Guesses nothing: plain decoding. speculative.py has proposers that guess.
 
     Attributes:
-        k: guesses for each sequence in a step, at most.
-        models: what guesses.
-        runners: their Runners, which the engine makes: their pools follow its own block by block.
-        offered, accepted: by position, how many guesses were made, and how many came out.
+        k: the most guesses for a sequence in a step.
+        models: the models that guess.
+        runners: their Runners. The engine makes them with the same blocks as its own.
+        offered, accepted: how many guesses were made and accepted, by their position in the guess.
     """
 
     models: tuple[Transformer, ...] = ()
     runners: tuple[Runner, ...] = ()
 
     def __init__(self, k: int = 0) -> None:
-        """Raises SettingError where k is out of range."""
+        """Raises SettingError if k is out of range."""
         self.k = check("speculate", k, int, 0, 64)
         self.offered = [0] * k
         self.accepted = [0] * k
 
     def count(self, job: Job) -> int:
-        """How many tokens to guess. A function of the job alone, so that the random numbers it
-        uses, and with them its tokens, do not depend on its neighbours."""
+        """How many tokens to guess. The number depends on the job alone. So the random numbers that
+        it uses, and with them its tokens, do not depend on its neighbours."""
         room = job.max_len - len(job.ids) - 1  # one token comes after the guesses
         return min(self.k, room) if job.tokens else 0
 
     def propose(self, jobs: list[Job]) -> None:
-        """Put into each job's `guess`, which is empty, what may follow, up to its `end`. The next
-        forward runs the jobs' rows: the known tokens that the cache lacks, then these guesses."""
+        """Fill each job's `guess`, which is empty, with tokens that may follow, up to its `end`.
+        The next forward runs the jobs' rows: known tokens, then these guesses."""
 
     def take_back(self, job: Job, runner: Runner) -> Tensor:
-        """Run a job again without its guesses, and empty its `guess`. Returns its logits, (1, V):
-        those of its last token."""
+        """Run a job again without its guesses, and empty its `guess`. Returns the logits after its
+        last token, (1, V)."""
 
     def verify(self, logits: Tensor, jobs: list[Job]) -> list[list[Token]]:
-        """Choose the next tokens of each job: guesses that are accepted, and one more.
+        """Choose the next tokens of each job: the guesses that are accepted, and one more.
 
         Args:
-            logits: (R, V), for each job at its last known token and at each guess.
+            logits: (R, V), for each job those after its last known token and after each guess.
         """
         return [[token] for token in sample(logits, jobs)]
 
@@ -161,56 +163,66 @@ class Proposer:
 # --- The engine -----------------------------------------------------------------------------------
 
 
-# Tokens of a prompt that run in a step where its log-probabilities are wanted. These take the
-# logits of each: of 256 tokens, and a vocabulary of 150,000, those are 154 MB, and some are made of
-# them.
+# So many tokens of a prompt that needs log-probabilities run in a step. Each of them needs its
+# logits, which are 154 MB for 256 tokens and a vocabulary of 150,000, and copies are made of them.
 SCORED = 64
 
-# What is counted, under vLLM's names where it has them.
-STATS = ("engine_steps", "num_preemptions", "generation_tokens", "computed_tokens",
-         "prefix_cache_queries", "prefix_cache_hits")  # fmt: skip
+# What the engine counts, by vLLM's names if it has one.
+STATS = (
+    "engine_steps",
+    "num_preemptions",
+    "generation_tokens",
+    "computed_tokens",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+)
 
 
 class Engine:
-    """Runs many requests at once, a step at a time. To be driven from one thread.
+    """Runs many requests at once, step by step. One thread must make all calls but prepare().
 
     Attributes:
-        max_seq_len: prompt and output together, also by what the pool holds.
-        running: the sequences that hold blocks, first in line first. The last is the first to be
-            preempted.
-        waiting: those without blocks, likewise.
+        max_seq_len: the longest prompt and output together; all blocks together hold it.
+        running: the sequences that hold blocks, in line. The last one is preempted first.
+        waiting: the sequences without blocks, in line.
         ran: the sequences of the last step, and how many tokens of each it ran.
         stats: counts since the engine was made, by name. computed_tokens have run through the
-            model: of prompts, outputs and guesses. prefix_cache_queries are tokens of sequences
-            that began to run and were looked for there, hits those that were found.
+            model: those of prompts, outputs and guesses. prefix_cache_queries are the tokens of
+            sequences that began to run, and prefix_cache_hits those that the cache had.
     """
 
     def __init__(
-        self, model: Transformer, tokenizer: Tokenizer | None = None,
-        proposer: Proposer | None = None, matcher: Callable | None = None,
-        runner: type[Runner] = Runner, **limits: Any,
-    ) -> None:  # fmt: skip
-        """Make the block pool.
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer | None = None,
+        proposer: Proposer | None = None,
+        matcher: Callable | None = None,
+        runner: type[Runner] = Runner,
+        **limits: Any,
+    ) -> None:
+        """Make the blocks.
 
         Args:
-            model: finished, on its device, compiled or not; see packed.compile_model.
+            model: on its device, compiled or not; see packed.compile_model.
             tokenizer: None: prompts are ids, and there is no text.
-            proposer: who guesses tokens; see speculative.py. None: nobody.
-            matcher: compiles a SamplingParams.structured_outputs; see structured.matcher. None:
-                there are no structures here.
-            runner: tp.Leader, where the model is one rank's share; or flex.FlexRunner.
-            limits: see settings.Limits. The pool never has more blocks than max_num_seqs sequences
-                of max_seq_len can use. Where nothing is said, a step's budget is one token of each
-                sequence, and the guesses after it, and CHUNK of prompts (on a GPU 2,048): with a
-                larger one prompts are done sooner, with a smaller one tokens come more evenly.
+            proposer: guesses tokens; see speculative.py. None: no guesses.
+            matcher: compiles SamplingParams.structured_outputs; see structured.matcher. None:
+                structured outputs are refused.
+            runner: tp.Leader, if the model is one rank's share; or flex.FlexRunner.
+            limits: see settings.Limits. There are never more blocks than max_num_seqs sequences of
+                max_seq_len can use. By default, a step's budget is one token of each sequence with
+                its guesses, plus CHUNK tokens of prompts (2,048 on a GPU). A larger budget finishes
+                prompts sooner; with a smaller one, tokens come more evenly.
 
         Raises:
-            SettingError: a limit out of range, or a budget too small for one token (and the guesses
-                after it) of each sequence.
-            ValueError: no room for a block.
+            SettingError: a limit is out of range, or the budget is too small for one token (and its
+                guesses) of each sequence.
+            ValueError: there is no room for a block.
         """
         limits = Limits(**limits)
-        self.model, self.config, self.tokenizer = model, model.config, tokenizer
+        self.model = model
+        self.config = model.config
+        self.tokenizer = tokenizer
         self.proposer = proposer or Proposer()
         self.matcher = matcher
         self.max_seq_len = limits.max_seq_len or self.config.max_position_embeddings
@@ -219,42 +231,23 @@ class Engine:
         chunk = CHUNK if model.device.type == "cpu" else 2048  # vLLM's figure; not measured by us
         budget = limits.max_num_batched_tokens or needed + chunk
         self.max_num_batched_tokens = check("max_num_batched_tokens", budget, int, needed)
-        shape = (limits.num_blocks or self._affordable(limits), limits.block_size, limits.kv_dtype)
-        self.pool = BlockPool(*shape[:2])
-        # A sequence's last token is sampled and never run, so it needs no slot in the pool.
-        self.max_seq_len = min(self.max_seq_len, self.pool.num_blocks * self.pool.block_size + 1)
+        num_blocks = limits.num_blocks
+        size = limits.block_size
+        if num_blocks is None:
+            models = [model, *self.proposer.models]
+            affordable = affordable_blocks(models, limits, budget, needed + SCORED)
+            num_blocks = min(affordable, self.max_num_seqs * -(-self.max_seq_len // size))
+        self.pool = BlockPool(num_blocks, size)
+        # A sequence's last token is sampled and never run, so it needs no slot.
+        self.max_seq_len = min(self.max_seq_len, num_blocks * size + 1)
+        shape = (num_blocks, size, limits.kv_dtype)
         self.runner = runner(model, *shape)
         self.proposer.runners = tuple(Runner(each, *shape) for each in self.proposer.models)
-        self.running, self.waiting = [], []
+        self.running = []
+        self.waiting = []
         self.ran = {}
         self.stats = dict.fromkeys(STATS, 0)
         self._arrivals = itertools.count(1)
-
-    def _affordable(self, limits: Limits) -> int:
-        """How many blocks to make: what kv_memory holds, but no more than can be used."""
-        size, config, model = limits.block_size, self.config, self.model
-        # What attention copies, of one layer at a time: keys and values. Of int8 ones first the
-        # bytes, then both in float32; and the scales, little: (1 + 4 + 1) * 2 where H is 8.
-        copied = 2 * model.dtype.itemsize + (12 if limits.kv_dtype == "int8" else 0)
-        block = size * config.num_key_value_heads * config.head_dim * copied
-        for each in (model, *self.proposer.models):
-            pools = Runner(each, 0, size, limits.kv_dtype).pools  # of one block, never written
-            block += sum(pool.nbytes for pool in pools)
-        free = free_memory(model.device) - self._activations() if limits.kv_memory < 1 else 1
-        most = max(0, int(limits.kv_memory * free // block) - 1)
-        return min(most, self.max_num_seqs * -(-self.max_seq_len // size))
-
-    def _activations(self) -> int:
-        """Bytes of the largest step's tensors: of its tokens within a layer; of its logits, of
-        which the sampler has some in float32; and of the masks of attention."""
-        c, itemsize = self.config, self.model.dtype.itemsize
-        # hidden_size twice: for x, and for attention's tensors; the factor 4 covers wider heads.
-        widths = 2 * c.hidden_size + c.intermediate_size * c.num_experts_per_tok
-        tokens = self.max_num_batched_tokens * 4 * widths * itemsize
-        logits = (self.max_num_seqs * (1 + self.proposer.k) + SCORED) * 6 * 4 * c.vocab_size
-        # A piece's mask as wide as the queries, and some of one byte.
-        pair = c.num_attention_heads // c.num_key_value_heads * (itemsize + 4)
-        return tokens + logits + Runner.pairs * pair
 
     @property
     def queue(self) -> list[Job]:
@@ -264,7 +257,7 @@ class Engine:
     # --- Requests come and go ---------------------------------------------------------------------
 
     def prepare(self, prompt: str | Ids, params: SamplingParams, **options: Any) -> Request:
-        """Make a request, which submit() queues. Changes nothing, so any thread may call it.
+        """Make a request for submit(). The engine does not change, so any thread may call this.
 
         Args:
             options: Request's id, priority and cache_salt.
@@ -276,20 +269,20 @@ class Engine:
         request = Request(**options)
         check("priority", request.priority, int, -(2**31))
         check("cache_salt", request.cache_salt, str | None)
-        wish = params.structured_outputs
-        if wish is not None and not self.matcher:
+        structure = params.structured_outputs
+        if structure is not None and not self.matcher:
             raise SettingError("structured_outputs", "needs an engine that was given a matcher")
-        matcher = None if wish is None else self.matcher(wish)
+        matcher = None if structure is None else self.matcher(structure)
         for i in range(params.n):
             job = Job(request, ids, params, self.config, self.tokenizer, self.max_seq_len)
             job.seed += i
             job.matcher = matcher and matcher.deep_copy()
             request.outputs.append(job)
-            job.ends = request.outputs[0].ends  # shared, as there may be many
+            job.end_ids = request.outputs[0].end_ids  # shared, as there may be many
         return request
 
     def submit(self, request: Request) -> Request:
-        """Queue a request, and return it; step() moves it on."""
+        """Queue a request and return it. step() advances it."""
         request.arrival = next(self._arrivals)
         request.id = request.id or f"request-{request.arrival}"
         insort(self.waiting, request.outputs[0], key=place_in_line)
@@ -300,16 +293,17 @@ class Engine:
         return self.submit(self.prepare(*args, **options))
 
     def abort(self, request: Request, reason: str = "abort") -> None:
-        """End a request where it stands, and free its blocks. Does nothing where it has ended."""
+        """End a request early and free its blocks. Does nothing if it has ended."""
         for job in request.outputs:
             self._leave(job)
             job.finish(reason)
 
     def reset(self) -> None:
-        """Drop every request and the prefix cache: after an exception out of step(), such as Ctrl-C
-        between two lines, the books need not balance."""
+        """Drop every request and the prefix cache. After an exception in step(), such as Ctrl-C
+        between two lines, the blocks may be in any state."""
         dropped = self.queue
-        self.running, self.waiting = [], []
+        self.running = []
+        self.waiting = []
         self.pool = BlockPool(self.pool.num_blocks, self.pool.block_size)
         for job in dropped:
             self.abort(job.request)
@@ -317,7 +311,7 @@ class Engine:
     # --- A step -----------------------------------------------------------------------------------
 
     def run(self) -> Iterator[Request]:
-        """Step until no request is left, yielding those that got a token."""
+        """Step until no request is left, and yield each request that gets a token."""
         while self.queue:
             yield from self.step()
 
@@ -326,35 +320,37 @@ class Engine:
         """Run one forward over the tokens that schedule() picks.
 
         Returns:
-            The requests that got a token, or had logits that no token can be drawn from: these end,
-            with "error". A long prompt's chunks give none until the last.
+            The requests that got a token, and those that end with "error" because no token can be
+            drawn from their logits. A long prompt gets its first token after its last chunk.
 
-        After an exception, such as running out of memory, only reset() makes it usable again.
+        After an exception, such as running out of memory, call reset() before the next step.
 
-        Example: a budget of 4 tokens. A has ids [5 9 2], of which the cache holds 5 9; B has the
-            new prompt [5 9 2 7 4 8], and nothing is guessed:
+        Example: a budget of 4 tokens. A has ids [5 9 2], and the cache holds 5 9. B has the new
+            prompt [5 9 2 7 4 8]. There are no guesses.
                 1) A may run up to its end, 3; B takes the three tokens that are left, up to 3
-                2) nobody guesses
-                3) rows [2] at 2, [5 9 2] at 0: their last tokens' logits, one (V,) each
+                2) no guesses are made
+                3) rows [2] at 2 and [5 9 2] at 0 give the logits after their last tokens, (V,) each
                 4) A is at its end, so its logits give a token, 6; those of B are not used
-                5) A: ids [5 9 2 6], 3 of them in the cache. B: 3 of 6
+                5) A has ids [5 9 2 6], and the cache holds 3 of them; of B's, it holds 3 of 6
         """
         # 1) schedule: each job's `end` says how far it is to run
         batch = self.schedule()
         if not batch:
             return []
-        # 2) guess, where that is past its last token (n-grams may find fewer than they may)
+        # 2) guess for the jobs whose `end` is past their last token
         self.proposer.propose(batch)
-        # 3) run. In order again, as guesses have made rows longer
+        # 3) run, in order again, as guesses have made rows longer
         batch = sorted(batch, key=run_order)
         rows = [job.row for job in batch]
         logits = self.runner.forward(rows)
-        # 4) sample, for those whose known tokens have all run
-        sound = finite(logits).all().item()  # once: the host reads little, as a GPU waits for it
-        drawing, parts, failed = [], [], []
+        # 4) sample for the jobs whose known tokens have all run
+        all_finite = finite(logits).all().item()  # one read by the host, as a GPU waits for each
+        drawing = []
+        parts = []
+        failed = []
         for job, row, part in zip(batch, rows, logits.split([row.wanted for row in rows])):
-            broken = not sound and not finite(part).all()
-            if broken and job.guess.ids:  # of which one may be at fault
+            broken = not all_finite and not finite(part).all()
+            if broken and job.guess.ids:  # one of the guesses may be the reason
                 part = self.proposer.take_back(job, self.runner)
                 row = job.row
                 broken = not finite(part).all()
@@ -367,7 +363,7 @@ class Engine:
             drawing += ready
             parts += [part] * len(ready)
         sampled = self.proposer.verify(torch.cat(parts), drawing) if parts else []
-        # 5) append, and retire what has ended
+        # 5) append, and retire the jobs that have ended
         for job, tokens in zip(drawing, sampled, strict=True):
             self._append(job, tokens)
         for request in failed:
@@ -379,16 +375,19 @@ class Engine:
 
     def schedule(self) -> list[Job]:
         """Choose the sequences of this step, set their `end`, and make room for their tokens."""
-        budget, pool = self.max_num_batched_tokens, self.pool
-        batch, copies, preempted = [], [], False
-        # 1) the running, first in line first. Each later one is sure of its share of the budget.
-        # Where memory is short, `running` shrinks from its end while `batch` grows.
+        budget = self.max_num_batched_tokens
+        pool = self.pool
+        batch = []
+        copies = []
+        preempted = False
+        # 1) the running jobs, in line. A share of the budget is reserved for each later one. If
+        # blocks are short, `running` shrinks at its end while `batch` grows.
         while len(batch) < len(self.running):
             job = self.running[len(batch)]
             reserved = (len(self.running) - len(batch) - 1) * (1 + self.proposer.k)
-            end = self._reach(job, budget - reserved, batch)
+            end = self._end_of_step(job, budget - reserved, batch)
             if pool.cost(job.table, end) > len(pool.available):
-                # The last in line gives its blocks back, and waits to be computed again.
+                # The last in line gives its blocks back and waits to be computed again.
                 last = self.running.pop()
                 pool.free(last.table)
                 insort(self.waiting, last, key=place_in_line)
@@ -399,13 +398,13 @@ class Engine:
             job.end = end
             copies += pool.grow(job.table, end)
             batch.append(job)
-        # 2) the waiting, while there is budget and memory; not right after taking memory away
+        # 2) the waiting jobs, while there are budget and blocks, but not after a preemption
         while self.waiting and len(self.running) < self.max_num_seqs and not preempted:
             job = self.waiting[0]
-            if not job.scores_prompt:  # of what is found there are no logits
+            if not job.scores_prompt:  # the cache has no logits of what it finds
                 pool.reuse(job.table, job.ids)
             found = job.table.length
-            end = self._reach(job, budget, batch)
+            end = self._end_of_step(job, budget, batch)
             if end == found or pool.cost(job.table, end) > len(pool.available):
                 pool.free(job.table)
                 break
@@ -424,21 +423,32 @@ class Engine:
                 each.copy_blocks(copies)
         return sorted(batch, key=run_order)
 
-    def _reach(self, job: Job, budget: int, batch: list[Job]) -> int:
-        """Where a job's next tokens end: within the budget, and with all of its guesses or none, so
-        that their number depends on the job alone. Where they do not fit, the last known token
-        waits with them: guesses run in one forward with the token before them. Of a prompt that
-        is scored, SCORED tokens run in a step, and of each further one a single token."""
-        known, start = len(job.ids), job.table.length
+    def _end_of_step(self, job: Job, budget: int, batch: list[Job]) -> int:
+        """The position up to which a job runs within the budget.
+
+        It runs with all of its guesses or none, so that their number depends on the job alone. If
+        they do not fit, its last known token waits too, as one forward runs it with its guesses.
+        The first prompt that needs log-probabilities runs SCORED tokens in a step, others one.
+        """
+        known = len(job.ids)
+        start = job.table.length
         if job.scores_prompt:
             is_second = any(each.scores_prompt for each in batch)
             budget = min(budget, 1 if is_second else SCORED)
         end = known + self.proposer.count(job)
-        return end if end - start <= budget else min(known - 1, start + budget)
+        if end - start <= budget:
+            return end
+        return min(known - 1, start + budget)
 
     def _score(self, job: Job, row: Row, logits: Tensor) -> Tensor:
-        """Note the log-probabilities of the prompt's tokens that follow each of a row's, from the
-        row's logits, (len(row.ids), V). Returns the last of these, to draw the next token from."""
+        """Note the log-probabilities of the prompt tokens that follow each token of a row.
+
+        Args:
+            logits: (len(row.ids), V), after each token of the row.
+
+        Returns:
+            The last logits, (1, V), to draw the next token from.
+        """
         prompt = job.request.prompt
         start = row.start + 1
         ids = job.ids[start : start + len(row.ids)]
@@ -447,9 +457,12 @@ class Engine:
         return logits[-1:]
 
     def _computed(self, job: Job, row: Row) -> list[Job]:
-        """Note that a row has run. Returns who draws from its logits: nobody while known tokens are
-        left; then the job, and at the end of its prompt also the n - 1 other outputs of its
-        request, which go on from the same blocks."""
+        """Note that a row has run.
+
+        Returns:
+            The jobs that draw from its logits: none while known tokens are left; then the job; and
+            at the end of its prompt also the other outputs of its request, which share its blocks.
+        """
         end = row.positions.stop - len(job.guess.ids)
         self.pool.commit(job.table, job.ids, end)
         if end < len(job.ids):
@@ -457,7 +470,7 @@ class Engine:
         if job.tokens:
             return [job]
         for other in job.request.outputs[1:]:
-            # One over max_num_seqs still gets this first token; then it waits, without blocks.
+            # An output beyond max_num_seqs gets this first token too, then waits without blocks.
             has_room = len(self.running) < self.max_num_seqs
             if has_room:
                 other.table = self.pool.fork(job.table)
@@ -466,13 +479,13 @@ class Engine:
 
     def _append(self, job: Job, tokens: list[Token]) -> None:
         for token in tokens:
-            if not job.finish_reason:  # EOS or a stop string can come before the last
+            if not job.finish_reason:  # EOS or a stop string can come before the last token
                 job.append(token)
                 self.stats["generation_tokens"] += 1
         job.guess = Guess()
-        # The cache now holds the accepted guesses too; refused ones will be overwritten. commit()
-        # comes with the next step: the draft has not run the last of them yet.
-        job.table.advance(len(tokens) - 1)
+        # The cache now holds the accepted guesses too, and refused ones will be overwritten.
+        # commit() comes in the next step, because a draft has not run the last guess yet.
+        job.table.length += len(tokens) - 1
         if job.finish_reason:
             self._leave(job)
 

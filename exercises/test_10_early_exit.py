@@ -51,9 +51,9 @@ def test_the_draft_has_no_cache_of_its_own() -> None:
     model = tiny_model(num_hidden_layers=3)
     runner = Runner(model, 4, 8)
     (draft,) = self_draft(runner, 2).runners
-    assert len(draft.pools) == 2, "the pools of the first layers only"
-    assert len(runner.pools) == 3, "and leave the model's Runner whole"
-    for mine, theirs in zip(draft.pools, runner.pools):
+    assert len(draft.kv) == 2, "the pools of the first layers only"
+    assert len(runner.kv) == 3, "and leave the model's Runner whole"
+    for mine, theirs in zip(draft.kv, runner.kv):
         assert mine.data_ptr() == theirs.data_ptr(), "a second cache for the same keys"
     assert runner.model is model
     assert draft.forward([Row([2], 0, IDS)]).shape == (1, 32)

@@ -36,7 +36,7 @@ def make(kv_dtype: str, **changes: int) -> Engine:
     """An engine whose blocks have all held something else before."""
     sizes = {"num_blocks": 60, "block_size": SIZE, "max_num_seqs": 6, "max_num_batched_tokens": 32}
     engine = Engine(bundled(), kv_dtype=kv_dtype, **sizes | changes)
-    for pool in engine.runner.pools:
+    for pool in engine.runner.kv:
         pool[:, :-1] = 9
     return engine
 
@@ -204,7 +204,7 @@ def test_the_first_runs_each_prompt_once() -> None:
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 def test_only_the_sequence_s_blocks_are_sent(kv_dtype: str) -> None:
-    pools = make(kv_dtype).runner.pools
+    pools = make(kv_dtype).runner.kv
     block = sum(pool[:, 0].nbytes for pool in pools)
     ends = [len(PROMPTS[i]) - 1 for i in (0, 1, 2, 3, 2, 3)]
     got = sum(said(PREFILL, kv_dtype)["sent"])

@@ -450,7 +450,7 @@ def test_paged_attention_equals_its_slow_twin(heads, size, window, way):
         assert positions.tolist() == [[row.start + i for row in rows for i in range(len(row.ids))]]
         assert [tokens[0, i] for i in select] == [row.ids[-1] for row in rows]
         q, k, v = (torch.randn(1, n, tokens.shape[1], 8).double() for n in (N, K, K))
-        pool = runner.pools[1].normal_()  # whatever has been left behind
+        pool = runner.kv[1].normal_()  # whatever has been left behind
         twin = pool.clone()
         expected = slow_paged_attention(q, k, v, twin, rows, runner.model.config)
         torch.testing.assert_close(layers[1].attend(q, k, v), expected)
@@ -484,16 +484,16 @@ def test_blocks_that_follow_each_other_are_not_copied(tables, is_view):
     q, k, v = (torch.randn(1, n, tokens.shape[1], 8).double() for n in (4, 2, 2))
     if tables == [[3, 4], [3, 4]]:  # forks, which write the same
         k, v = (x[:, :, [0, 1, 0, 1]] for x in (k, v))
-    pool = runner.pools[1].normal_()
+    pool = runner.kv[1].normal_()
     expected = slow_paged_attention(q, k, v, pool.clone(), rows, runner.model.config)
     torch.testing.assert_close(layers[1].attend(q, k, v), expected)
     (group,) = layers[1].groups
-    assert is_view == bool(group.run)
+    assert is_view == bool(group.span)
     kv, kept = side_by_side(pool, group, pool.dtype), pool[:, group.table]  # (2K, B, W, 4, H)
     assert torch.equal(kv, kept.flatten(2, 3).transpose(0, 1))
     assert is_view == (kv.untyped_storage().data_ptr() == pool.untyped_storage().data_ptr())
     int8 = encode(pool, torch.int8)  # is decoded, either way
-    both = [side_by_side(int8, each, pool.dtype) for each in (group, group._replace(run=None))]
+    both = [side_by_side(int8, each, pool.dtype) for each in (group, group._replace(span=None))]
     assert torch.equal(*both)
 
 
@@ -582,7 +582,7 @@ def test_what_a_step_copies():
 def test_copies_of_one_step_are_made_at_once():
     """A block copied from after it had been copied to; or a layer, or the values, left out."""
     runner = runner_of(5, 2)
-    tensors = [pool.normal_() for pool in runner.pools]
+    tensors = [pool.normal_() for pool in runner.kv]
     before = [tensor.clone() for tensor in tensors]
     runner.copy_blocks([(0, 1), (1, 2), (0, 4)])
     for tensor, old in zip(tensors, before, strict=True):

@@ -437,7 +437,7 @@ def test_kv_memory_in_bytes(blocks, most):
     on top."""
     block = 2 * 2 * 4 * 1 * 8 * 8  # k and v, layers, tokens, heads, head dim, float64
     at = engine(num_blocks=None, kv_memory=(blocks + 1) * 1.5 * block, max_seq_len=22)
-    held = sum(pool.nbytes for pool in at.runner.pools)
+    held = sum(pool.nbytes for pool in at.runner.kv)
     assert (at.pool.num_blocks, held) == (most, (most + 1) * block)
 
 
@@ -470,9 +470,14 @@ def test_attention_stays_within_kv_memory(kv_dtype):
     places = torch.arange(at.pool.num_blocks).expand(1, 2 * at.config.num_key_value_heads, -1)
     group = paged.Group(1, places[:, 0], places, None, (), None)  # no run: a copy
     kept = []
-    most = peak(lambda: kept.append(paged.side_by_side(at.runner.pools[0], group, at.model.dtype)))
+    most = peak(lambda: kept.append(paged.side_by_side(at.runner.kv[0], group, at.model.dtype)))
     assert most > kept[0].nbytes / 2
-    assert sum(pool.nbytes for pool in at.runner.pools) + most <= 1.01 * 2e5  # and its numbers
+    assert sum(pool.nbytes for pool in at.runner.kv) + most <= 1.01 * 2e5  # and its numbers
+
+
+def step_bytes(at: Engine) -> int:
+    logits = at.max_num_seqs * (1 + at.proposer.k) + scheduler.SCORED
+    return paged.step_bytes(at.model, at.max_num_batched_tokens, logits)
 
 
 def test_no_sequence_outgrows_the_pool():
@@ -486,8 +491,8 @@ def test_no_sequence_outgrows_the_pool():
 
 def test_kv_memory_as_a_share(monkeypatch):
     """Half of the free memory taken for half a byte."""
-    monkeypatch.setattr(scheduler, "free_memory", lambda device: 21 * 3 * 1024)
-    monkeypatch.setattr(Engine, "_activations", lambda self: 0)
+    monkeypatch.setattr(paged, "free_memory", lambda device: 21 * 3 * 1024)
+    monkeypatch.setattr(paged, "step_bytes", lambda *step: 0)
     assert engine(num_blocks=None, kv_memory=0.5).pool.num_blocks == 20
     for too_little in (0.001, 1):  # 1 is a byte, and fewer than 0 blocks do not fit
         with pytest.raises(ValueError, match=r"^0 blocks fit into --kv-memory"):
@@ -506,7 +511,7 @@ def test_a_step_stays_within_what_is_free(monkeypatch, changes, guesses, prompt)
     """All that was free went to the cache: the first long prompt, or the first step of many
     sequences, had none for its activations or its logits."""
     free = 60_000_000
-    monkeypatch.setattr(scheduler, "free_memory", lambda device: free)
+    monkeypatch.setattr(paged, "free_memory", lambda device: free)
     model = random_model(**changes, max_position_embeddings=400)
     limits = dict(num_blocks=None, kv_memory=0.999, max_num_seqs=64, max_num_batched_tokens=1024)
     at = Engine(model, None, NGram(guesses), **limits)
@@ -514,7 +519,7 @@ def test_a_step_stays_within_what_is_free(monkeypatch, changes, guesses, prompt)
         wish = params(9, top_k=5, temperature=1.0, frequency_penalty=1.0, ignore_eos=True)
         at.add_request([i % 30 + 1, *[7, 8] * (prompt // 2)], wish)
     most = max(peak(at.step) for _ in range(4))
-    assert most < at._activations() < 10 * most  # the small model has all of a large one's masks
+    assert most < step_bytes(at) < 10 * most  # the small model has all of a large one's masks
 
 
 def test_scored_prompts_stay_within_what_is_free():
@@ -526,7 +531,7 @@ def test_scored_prompts_stay_within_what_is_free():
         at.add_request([i + 1, *[7, 8] * 150], params(2, prompt_logprobs=True))
     most = max(peak(at.step) for _ in range(4))
     assert sum(at.ran.values()) == 66  # the others run too, one token at a time
-    assert most < 40e6 < at._activations()
+    assert most < 40e6 < step_bytes(at)
     drain(at)
 
 
@@ -539,7 +544,7 @@ def test_masks_stay_within_what_is_free(windows):
     limits = dict(max_num_seqs=1, max_num_batched_tokens=257)
     at = Engine(model, None, num_blocks=1024, **limits)
     row = paged.Row([*range(1024)], 16_384 - 257, [1] * 257)
-    assert peak(lambda: at.runner.forward([row])) < at._activations() < 80e6
+    assert peak(lambda: at.runner.forward([row])) < step_bytes(at) < 80e6
 
 
 def test_a_mask_in_pieces_is_the_whole_mask(monkeypatch):
@@ -769,7 +774,7 @@ def test_what_failed_harms_nobody_who_gets_its_blocks(guess, at_once):
     assert bad.outputs[0].finish_reason == "error"
     left = [block for block in range(4) if block not in at.pool.cached]
     for runner in (at.runner, *at.proposer.runners):
-        for pool in runner.pools:
+        for pool in runner.kv:
             pool[:, left] = math.nan
     for ids in (GOOD[1], GOOD[0], GOOD[2][:12]):
         wish = params(3, **AVOID)
@@ -866,7 +871,7 @@ def test_nothing_is_left_after_a_reset():
     step(at)
     used = [block for block, refs in enumerate(at.pool.refs) if refs]
     assert len(at.running) == 1 and 0 < len(used) < 5
-    for pool in at.runner.pools:
+    for pool in at.runner.kv:
         pool[:, used] = math.nan
     at.reset()
     assert_empty(at)

@@ -1325,7 +1325,7 @@ def test_what_has_ended_is_freed(local, monkeypatch):
 def test_outputs_share_the_ids_that_end_them(local):
     """Each of the n had a set of its own, of as many ids as the request had named."""
     params = SamplingParams(n=9, stop_token_ids=[*range(1000)])
-    assert len({id(job.ends) for job in local.engine.prepare([5], params).outputs}) == 1
+    assert len({id(job.end_ids) for job in local.engine.prepare([5], params).outputs}) == 1
 
 
 def test_one_goes_and_the_others_stay(local):

@@ -604,7 +604,7 @@ def test_the_memory_is_that_of_both_caches():
         at = engine(num_blocks=None, kv_memory=budget, draft=DRAFTS["small"], speculate=1)
         assert at.pool.num_blocks == 7
         for runner, size in zip((at.runner, *at.proposer.runners), blocks, strict=True):
-            assert sum(pool.nbytes for pool in runner.pools) == 8 * size
+            assert sum(pool.nbytes for pool in runner.kv) == 8 * size
 
 
 def test_a_salt_keeps_guessed_blocks_apart():

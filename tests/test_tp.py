@@ -357,7 +357,7 @@ def test_followers_do_the_same(folders, ctrl_c, monkeypatch):
         tp.follow(model)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         assert not sent
-        for ours, theirs in zip(engine.runner.pools, made[-1].pools) if engine else ():
+        for ours, theirs in zip(engine.runner.kv, made[-1].kv) if engine else ():
             assert torch.equal(ours, theirs) and ours.any()
         if not pressed:
             break

@@ -831,7 +831,7 @@ def paged_step(model: Transformer, B: int, room: int) -> Callable[[int], Tensor]
     other. (Blocks without any order would be copied in each step; see paged.side_by_side.)"""
     pool = BlockPool(B * -(-room // 16))
     runner, tables = Runner(model, pool.num_blocks, 16), [BlockTable() for _ in range(B)]
-    for each in runner.pools:
+    for each in runner.kv:
         each.uniform_(-1, 1)
     for table in tables:
         pool.grow(table, room)

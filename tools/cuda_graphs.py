@@ -58,8 +58,8 @@ class Replayed:
 def tensors_of(tokens: Tensor, positions: Tensor, layers: list, select: Tensor) -> list[Tensor]:
     """All that a forward reads of its plan. Layers share most of it."""
     slots, groups = layers[0].slots, layers[0].groups
-    masks = [mask for group in groups for mask in group.masks(group.at[0]).values()]
-    tables = [tensor for group in groups for tensor in (group.table, group.places)]
+    masks = [mask for group in groups for mask in group.masks(group.pieces[0]).values()]
+    tables = [tensor for group in groups for tensor in (group.table, group.flat_table)]
     return [tokens, positions, select, slots, *tables, *masks]
 
 
@@ -89,12 +89,14 @@ class GraphRunner(Runner):
         self.model.size = count, max(2, 1 << (longest - 1).bit_length())
         return super().forward(rows + rows[:1] * (count - len(rows)))[: len(rows)]
 
-    def plan(self, rows: list[Row], width: int = 2) -> tuple:
+    def plan(self, rows: list[Row]) -> tuple:
         if self.model.size is None:
-            return super().plan(rows, width)
-        plan = super().plan(rows, self.model.size[1])
+            self.width = Runner.width
+            return super().plan(rows)
+        self.width = self.model.size[1]
+        plan = super().plan(rows)
         groups = plan[2][0].groups  # all layers have these
-        groups[:] = [group._replace(run=None) for group in groups]  # a graph reads by the table
+        groups[:] = [group._replace(span=None) for group in groups]  # a graph reads by the table
         return plan
 
 
