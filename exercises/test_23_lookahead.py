@@ -8,7 +8,7 @@ import torch
 from common import bundled, close, logits_of, needs, tiny_model
 
 from generate import generate
-from kv_cache import StaticCache
+from kv_cache import StaticCache, decode
 from model import Transformer
 from sampling import Sequence
 from settings import SamplingParams
@@ -65,7 +65,7 @@ def test_the_window_by_hand() -> None:
 
 def test_the_pool_by_hand() -> None:
     """Of each first token it keeps the newest, and none twice."""
-    window = window_of([7], 1, 3, 2)
+    window = window_of([7], 1, 3, 3)
 
     def add(*ngram: int) -> None:
         window.levels = [[ngram[0]], [ngram[1]]]
@@ -75,8 +75,9 @@ def test_the_pool_by_hand() -> None:
         add(*ngram)
     assert ngrams(window, 7) == [(1, 2), (3, 4)], "an n-gram that comes again is not kept twice"
     add(7, 5, 6)
-    assert ngrams(window, 7) == [(1, 2), (5, 6)], (
-        "two are kept for each first token; one that came again is newer than those between"
+    add(7, 9, 9)
+    assert ngrams(window, 7) == [(1, 2), (5, 6), (9, 9)], (
+        "the three newest are kept for each first token, and one that comes again is new again"
     )
     assert ngrams(window, 8) == [(3, 4)], "each first token has n-grams of its own"
     assert ngrams(window, 9) == []
@@ -190,9 +191,13 @@ def test_each_forward_does_what_the_slow_twin_does(
             f"{where} the tokens are not the model's: do the keys of the accepted ones stand in "
             "their places?"
         )
-        assert len(ids) == len(want), (
+        assert len(ids) >= len(want), (
             f"{where} {len(ids)} tokens come out, not {len(want)}: each n-gram of the last token "
             "is followed as long as it is right, also where two begin alike"
+        )
+        assert len(ids) == len(want), (
+            f"{where} {len(ids)} tokens come out, not {len(want)}: only n-grams are checked, and "
+            "the window's tokens are not"
         )
         assert [*map(list, window.levels)] == twin.levels, (
             f"{where} the window is wrong: its new level is the likeliest token after each of the "
@@ -204,15 +209,19 @@ def test_each_forward_does_what_the_slow_twin_does(
     assert len(lengths) > 1 or sizes[0] == 1, "the test is of no use"
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @torch.no_grad()
-def test_two_ngrams_that_begin_alike() -> None:
-    """Bug: the first one that fits is followed, and what the other one knows is lost."""
+def test_two_ngrams_that_begin_alike(kv_dtype: str) -> None:
+    """Bug: the first one that fits is followed, and what the other one knows is lost. Afterwards
+    the cache holds the text as if it had been run token by token."""
     verify = needs("lookahead", "verify", TODO)
     best = write_plainly(MODEL, TEXT[:9], max_tokens=5).ids
     a, b, c = best[9:12]
     other = (b + 1) % 32
+    fresh = StaticCache(MODEL, 1, 60, kv_dtype)
+    MODEL(torch.tensor([best[:12]]), *fresh.plan(0, 12))
     for rests in ([(a, other, other), (a, b, c)], [(a, b, c), (a, other, other)]):
-        cache, window = StaticCache(MODEL, 1, 60), window_of(TEXT[:9], 1, 4, 2)
+        cache, window = StaticCache(MODEL, 1, 60, kv_dtype), window_of(TEXT[:9], 1, 4, 2)
         for rest in rests:
             window.levels = [[each] for each in (TEXT[8], *rest[:2])]
             window.learn([rest[2]])
@@ -222,6 +231,10 @@ def test_two_ngrams_that_begin_alike() -> None:
         assert tokens == best[9:13], (
             f"the text goes on by {best[9:13]} and the n-grams are {rests}, but {tokens} come out"
         )
+        for pair in zip(cache.slabs, fresh.slabs):
+            have, want = (decode(slab[:, :, :12], MODEL.dtype) for slab in pair)
+            text = "the keys and values of accepted tokens must stand behind those of the text"
+            assert torch.allclose(have, want, atol=1e-5 if kv_dtype == "auto" else 0.1), text
 
 
 # --- Whole texts ----------------------------------------------------------------------------------
@@ -262,6 +275,18 @@ def write_ahead(
     return sequence, len(ran) - 1
 
 
+def same(got: Sequence, want: Sequence) -> None:
+    pairs = zip(got.output_ids, want.output_ids)
+    at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    assert at is None, (
+        f"output token {at} is {got.output_ids[at]}, and generate() writes {want.output_ids[at]}: "
+        "choose each token by sample(), for the sequence as it stands ahead of it, from the "
+        "logits of a token whose path is the text"
+    )
+    assert got.output_ids == want.output_ids, "write() stops too early or too late"
+    assert got.finish_reason == want.finish_reason
+
+
 WISHES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "penalties": {"repetition_penalty": 1.5, "frequency_penalty": 0.5},
@@ -281,8 +306,7 @@ def test_the_text_is_that_of_generate(model: Transformer, wish: str) -> None:
     want = write_plainly(model, TEXT[:7], **WISHES[wish])
     for sizes in (SIZES, (1, 2, 1), (5, 4, 5)):
         got, forwards = write_ahead(model, TEXT[:7], sizes, **WISHES[wish])
-        assert got.output_ids == want.output_ids, "not the tokens of generate()"
-        assert got.finish_reason == want.finish_reason
+        same(got, want)
         for a, b in zip(got.tokens, want.tokens):
             assert a.logprob == (None if b.logprob is None else pytest.approx(b.logprob, abs=1e-4))
         assert forwards < len(got.tokens) or len(got.tokens) == 1
@@ -292,7 +316,7 @@ def test_in_a_cache_of_int8() -> None:
     want = sequence_of(MODEL, TEXT[:7])
     list(generate(MODEL, want, StaticCache(MODEL, 1, want.max_len, "int8")))
     got, _ = write_ahead(MODEL, TEXT[:7], SIZES, "int8")
-    assert got.output_ids == want.output_ids, "move what is stored, not what it is decoded to"
+    same(got, want)
 
 
 def test_fewer_forwards_than_tokens_on_a_text_that_repeats() -> None:
@@ -301,7 +325,7 @@ def test_fewer_forwards_than_tokens_on_a_text_that_repeats() -> None:
     want, rates = write_plainly(model, ids, max_tokens=120), {}
     for sizes in ((2, 2, 1), (5, 3, 5), (7, 5, 7)):
         got, forwards = write_ahead(model, ids, sizes, max_tokens=120)
-        assert got.output_ids == want.output_ids, "not the tokens of generate()"
+        same(got, want)
         rates[sizes] = (len(got.tokens) - 1) / forwards
     print(rates)
     assert rates[7, 5, 7] > rates[5, 3, 5] > rates[2, 2, 1] > 1, f"tokens a forward: {rates}"
