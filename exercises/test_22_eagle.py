@@ -327,5 +327,5 @@ def test_the_trained_head_guesses_better_than_prompt_lookup(temperature: float) 
             assert request.outputs[0].output_ids == ids, f"{name} has changed greedy text"
     head, lookup = found["the head"], found["prompt lookup"]
     wrong = "the trained head guesses worse than it can: does it read the stream before `norm`?"
-    assert head[0] > 0.3 and head[1] > 1.2, f"{wrong} ({head[0]:.0%}, {head[1]:.2f} a forward)"
+    assert head[0] > 0.4 and head[1] > 1.5, f"{wrong} ({head[0]:.0%}, {head[1]:.2f} a forward)"
     assert head[0] > lookup[0] and head[1] > lookup[1], f"{wrong} ({head} against {lookup})"
