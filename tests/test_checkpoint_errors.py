@@ -224,8 +224,9 @@ CASES = {
     "eos": [("eos_token_id", {"eos_token_id": value}) for value in EOS],
     # What is ignored gives fluent nonsense; the string "false" is true.
     "others": [
-        ("3 ", {"num_key_value_heads": 3}), ("8 ", {"num_key_value_heads": 8}),
-        ("head_dim 7", {"head_dim": 7}), ("hidden_act", {"hidden_act": ["silu"]}),
+        ("4 is not a multiple of the 3 kv heads", {"num_key_value_heads": 3}),
+        ("4 is not a multiple of the 8 kv heads", {"num_key_value_heads": 8}),
+        ("head_dim 7 is odd", {"head_dim": 7}), ("hidden_act", {"hidden_act": ["silu"]}),
         # Each is within its bound, but a matrix of them has more bytes than int64 can count.
         ("head", {"hidden_size": 2**24, "num_attention_heads": 2**24, "head_dim": 2**24}),
         ("hidden_act 'gelu'", {"hidden_act": "gelu"}), ("dtype 'float8'", {"dtype": "float8"}),
@@ -342,9 +343,9 @@ TENSORS = {
     "scalar": (put(NORM, torch.tensor(1.0)), "norm.weight", "()"),
     "transposed": (lambda t: t.update({UP: t[UP].T.contiguous()}), "(32, 48)", "float (48, 32)"),
     **{
-        kind: (cast(UP, dtype), f"up_proj.weight: {kind}") for kind, dtype in (
-            ("I32", torch.int32), ("I8", torch.int8), ("U8", torch.uint8), ("BOOL", torch.bool),
-            ("F64", torch.float64), ("F8_E4M3", torch.float8_e4m3fn), ("C64", torch.complex64),
+        str(dtype): (cast(UP, dtype), f"up_proj.weight: {dtype} (48, 32)") for dtype in (
+            torch.int32, torch.int8, torch.uint8, torch.bool, torch.float64, torch.float8_e4m3fn,
+            torch.complex64,
         )
     },
 }  # fmt: skip
