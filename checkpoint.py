@@ -134,10 +134,10 @@ def load_config(path: Path | str) -> Config:
         K, H = config.num_key_value_heads, config.head_dim
         check("heads * head_dim", heads * H, int)  # or a matrix has more bytes than int64 can count
         supported("the length of layer_types", len(config.windows), config.num_hidden_layers)
-        if heads % K:
-            raise ValueError(f"num_attention_heads {heads} is not a multiple of the {K} kv heads")
-        if H % 2:
-            raise ValueError(f"head_dim {H} is odd, but rope rotates pairs of channels")
+        if heads % K or H % 2:
+            raise ValueError(
+                f"{heads} heads must be a multiple of the {K} kv heads; head_dim {H} must be even"
+            )
     return config
 
 
@@ -168,9 +168,9 @@ def layer_windows(raw: JSON) -> tuple:
     layers = check("num_hidden_layers", raw.get("num_hidden_layers"), int, 1, 1024)
     window = raw.get("sliding_window") if raw["use_sliding_window"] else None
     full = raw.get("max_window_layers", 28)
-    kinds = ["full_attention" if i < full else "sliding_attention" for i in range(layers)]
+    usual = ["full_attention" if i < full else "sliding_attention" for i in range(layers)]
     sizes = dict(full_attention=None, sliding_attention=check("sliding_window", window, int | None))
-    kinds = raw.get("layer_types", kinds)
+    kinds = raw.get("layer_types", usual)
     return tuple(sizes[supported("layer_types", kind, *sizes)] for kind in kinds)
 
 
@@ -329,8 +329,7 @@ def locate_tensors(path: Path) -> Files:
         with blame(file), safe_open(file, "pt") as reader:
             for name in reader.keys():  # noqa: SIM118 (not a dict: it has no iterator)
                 empty = reader.get_tensor(name).to("meta")  # maps the file, and reads none of it
-                stored = Stored(empty, partial(read_tensor, file, name))
-                found |= renamed(name, stored)
+                found |= renamed(name, Stored(empty, partial(read_tensor, file, name)))
     return found
 
 

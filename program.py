@@ -1,9 +1,9 @@
-"""How every program here begins and ends, where Ctrl-C would show a traceback.
+"""How every program here begins and ends, so that Ctrl-C never shows a traceback.
 
-To import PyTorch takes seconds, and Ctrl-C has to end a program meanwhile, too: with status 130,
-and no other word. So each program, where it is run and not imported itself, imports this file
-before PyTorch, and its last line is run(main). What is said on stderr is no result: where it cannot
-be written, as on a full disk, it is lost, and the program goes on.
+Importing PyTorch takes seconds, and Ctrl-C must end a program during that time too, with status 130
+and without a message. So every program imports this file before PyTorch when it is run (and not
+imported), and its last line is run(main). Messages on stderr are not results: if they cannot be
+written, for example to a full disk, they are lost, and the program goes on.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from typing import Any
 
 
 def leave(*_: Any) -> None:
-    """Handle Ctrl-C. A KeyboardInterrupt would say where it came from."""
+    """Handle Ctrl-C: exit at once. A KeyboardInterrupt would print a traceback."""
     os._exit(130)
 
 
@@ -24,7 +24,7 @@ BEFORE = signal.signal(signal.SIGINT, leave)
 
 
 class Lossy(io.FileIO):
-    """A file that takes what it is given, whether or not that can be written."""
+    """A file that discards what cannot be written."""
 
     def write(self, data: bytes) -> int:
         with contextlib.suppress(OSError):
@@ -33,8 +33,8 @@ class Lossy(io.FileIO):
 
 
 def run(main: Callable[[], int]) -> None:
-    """Run a program, in which Ctrl-C is a KeyboardInterrupt, and exit with its status."""
-    if sys.stderr:  # else it is closed
+    """Run a program and exit with its status. While it runs, Ctrl-C is a KeyboardInterrupt."""
+    if sys.stderr:  # None if it is closed
         sys.stderr = io.TextIOWrapper(Lossy(2, "w"), errors="backslashreplace", write_through=True)
     try:
         signal.signal(signal.SIGINT, BEFORE)
@@ -42,4 +42,4 @@ def run(main: Callable[[], int]) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     finally:
-        signal.signal(signal.SIGINT, leave)  # Python takes its time to end
+        signal.signal(signal.SIGINT, leave)  # while Python shuts down

@@ -1,9 +1,9 @@
 """What a user may set, how it is checked, and how a program starts.
 
-A setting is a field of a dataclass, with its default, its help and its range. From that come the
-check, which names the field in its error, and the flag of the command line. SamplingParams is what
-a request may ask for; EngineArgs is how an engine is built, for Python, the command line and the
-server alike. What the settings do is elsewhere. Read: SamplingParams, EngineArgs, check, launch.
+Each setting is a field of a dataclass, with a default, a help text and a range. The check of its
+value and its command-line flag are made from them. SamplingParams is what a request may ask for.
+EngineArgs is how an engine is built, from Python, the command line and the server alike. This file
+does not know what the settings do. Read: SamplingParams, EngineArgs, check, launch.
 """
 
 import contextlib
@@ -20,96 +20,109 @@ from typing import Any, NamedTuple, get_args
 import torch
 
 VERSION = "0.1.0"  # pyproject.toml reads it here
-JSON = dict[str, Any]  # an object, as read
+JSON = dict[str, Any]  # a JSON object
 
 # --- Values from outside --------------------------------------------------------------------------
 
 
 class SettingError(ValueError):
-    """A setting that cannot be. Its text begins with the name of the field."""
+    """A setting has a wrong value. The message begins with the name of its field."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field} {message}")
-        self.field = field.partition("[")[0]  # of "logit_bias[7]", all of it
+        self.field = field.partition("[")[0]  # "logit_bias[7]" belongs to logit_bias
 
 
-# No model is near these bounds. A garbled number must not fill the memory, run for ever, or make
-# float32 overflow.
+# No model comes near these bounds. They keep a damaged number from filling the memory, from running
+# for ever and from overflowing float32.
 RANGES = {int: (1, 2**24), int | None: (1, 2**24), float: (1e-15, 1e15)}
 
 
 def check(name: str, value: Any, kind: Any, *bounds: float) -> Any:
-    """Return `value` if it is of this type and within the bounds.
+    """Return `value` if it has the right type and is within its bounds.
 
-    An int will do for a float, True is not a number, NaN is in no range, None is in any.
+    An int counts as a float, but True does not count as a number. NaN is outside all bounds, and
+    None is within any.
 
     Args:
-        bounds: least and most. Without the second, 2**31; without both, RANGES of the type.
+        kind: a type, or a union such as int | None.
+        bounds: the least value and the greatest, which is 2**31 if it is left out. If both are left
+            out, they are those of RANGES, if any.
 
     Raises:
-        SettingError: it is not.
+        SettingError: the value has another type or is out of bounds.
     """
     bounds = (*bounds, 2**31)[:2] if bounds else RANGES.get(kind)
-    right = isinstance(value, int | float if kind is float else kind)
-    right = right and isinstance(value, bool) == (kind is bool)
-    if right and (value is None or not bounds or bounds[0] <= value <= bounds[1]):
+    types = int | float if kind is float else kind
+    is_kind = isinstance(value, types) and isinstance(value, bool) == (kind is bool)
+    if is_kind and (value is None or not bounds or bounds[0] <= value <= bounds[1]):
         return value
     span = " in {}..{}".format(*bounds) if bounds else ""
     raise SettingError(name, f"must be {getattr(kind, '__name__', kind)}{span}, is {value!r:.100}")
 
 
 def supported(name: str, value: Any, *known: Any) -> Any:
-    """Return `value` if it is one of those we run; else raise SettingError with all of them."""
+    """Return `value` if it is a known one; otherwise raise SettingError, which lists them."""
     if value not in known:
-        names = ", ".join(map(str, known)) or "nothing"
-        raise SettingError(name, f"{value!r:.100} is not supported; supported: {names}")
+        names = ", ".join(str(each) for each in known if each or each is False)
+        way_out = f"supported: {names}" if names else "leave it out"
+        raise SettingError(name, f"{value!r:.100} is not supported; {way_out}")
     return value
 
 
 def setting(default: Any, text: str, *bounds: float, **flag: Any) -> Any:
-    """A field of a dataclass of settings.
+    """Make a field of a settings dataclass.
 
     Args:
-        text: its help.
-        bounds: its range; see check.
-        flag: what else argparse is to know, such as choices.
+        text: the help text.
+        bounds: the range of its values; see check.
+        flag: further arguments for argparse, such as choices.
     """
-    # SUPPRESS: only what is given comes out of the parser.
+    # With SUPPRESS the parser returns only what was given on the command line.
     flag |= dict(help=f"{text} ({default})" if default else text, default=SUPPRESS)
     return field(default=default, metadata=dict(range=bounds, flag=flag))
 
 
 def check_fields(settings: Any) -> None:
-    """Check each number, flag and list of a dataclass: by its type, and by its own range or choices
-    where it is a setting(). Raises SettingError."""
+    """Check the numbers, flags and lists of a settings dataclass: their types, ranges and choices.
+
+    Raises:
+        SettingError: a value has another type, or is not among those allowed.
+    """
     for f in fields(settings):
         value = getattr(settings, f.name)
         if f.type in (*RANGES, bool, list):
             check(f.name, value, f.type, *f.metadata.get("range", ()))
-        # Without choices, any value is one.
+        # A setting without choices takes any value.
         supported(f.name, value, *f.metadata.get("flag", {}).get("choices", [value]), f.default)
 
 
 def check_items(name: str, values: Any, kind: Any, *each: Any) -> tuple:
-    """Check a list, or the keys of a dict, and each of its values; see check."""
+    """Check a list and each of its values, or a dict and each of its keys; see check.
+
+    Args:
+        kind: the type of the list or dict.
+        each: the type, and the bounds if any, of the values.
+    """
     return tuple(check(name, value, *each) for value in check(name, values, kind))
 
 
 def check_ids(name: str, ids: Iterable, vocab_size: int) -> None:
-    """Raise SettingError if some of these are no ids of the vocabulary; it shows a few of them."""
+    """Raise SettingError if any of these is not an id of the vocabulary. It shows nine of them."""
     wrong = [i for i in ids if type(i) is not int or not 0 <= i < vocab_size]
     if wrong:
         raise SettingError(
             name,
-            f"has {wrong[:9]!r:.200}: {len(wrong)} outside the model's vocabulary of {vocab_size}",
+            f"has {len(wrong)} ids outside the model's vocabulary of {vocab_size}, "
+            f"such as {wrong[:9]!r:.200}",
         )
 
 
 # --- What a request may set -----------------------------------------------------------------------
 
 
-# Settings that neither change logits nor leave tokens out. The sampler takes no short cut past any
-# other: a new one has its effect wherever it is read.
+# Settings that neither change logits nor exclude tokens. The sampler never skips any other setting,
+# so a new one takes effect wherever the sampler reads it.
 ASIDE = {"temperature", "seed", "n", "max_tokens", "logprobs", "prompt_logprobs", "stop",
          "stop_token_ids", "ignore_eos", "structured_outputs"}  # fmt: skip
 
@@ -119,35 +132,42 @@ class SamplingParams:
     """How to choose each token, and when to stop. Names and meanings are those of vLLM.
 
     Raises:
-        SettingError: a value of the wrong type, out of its range, NaN or infinite.
+        SettingError: a value has the wrong type, or is out of its range, NaN or infinite.
     """
 
-    temperature: float = setting(1.0, "0 takes the likeliest token", 0, 1e4)
+    temperature: float = setting(1.0, "0 always takes the likeliest token", 0, 1e4)
     top_k: int = setting(0, "keep the k likeliest tokens; 0 or -1: all", -1)
     top_p: float = setting(1.0, "keep the likeliest tokens that have this mass", 1e-6, 1)
     min_p: float = setting(0.0, "drop tokens below this share of the likeliest one", 0, 1)
-    repetition_penalty: float = setting(1.0, "weaken tokens of the prompt and output", 1e-6, 1e4)
-    presence_penalty: float = setting(0.0, "subtract for each token of the output", -2, 2)
-    frequency_penalty: float = setting(0.0, "subtract for each time it is in the output", -2, 2)
-    seed: int | None = setting(None, "same seed, same tokens", -(2**63), 2**63 - 1)
-    n: int = setting(1, "continuations of each prompt; their seeds count up", 1, 128)
-    max_tokens: int = setting(256, "new tokens at most", 1)
-    min_tokens: int = setting(0, "no EOS or stop token before so many; a structure may end", 0)
-    logprobs: int | None = field(default=None, metadata=dict(range=(0, 20)))  # of the top N, too
-    logit_bias: dict[int, float] = field(default_factory=dict)  # token id -> added to its logit
-    prompt_logprobs: bool = False  # where logprobs is given, of the prompt too; Engine only
-    stop: tuple[str, ...] = setting((), "end before any of these texts", nargs="+", action="extend")
-    stop_token_ids: tuple[int, ...] = setting(
-        (), "end at these: 1024 at most", nargs="+", action="extend"
+    repetition_penalty: float = setting(
+        1.0, "above 1, make tokens of the prompt and output less likely", 1e-6, 1e4
     )
-    ignore_eos: bool = setting(False, "run on past EOS, as benchmarks do", action="store_true")
-    # One of json (a schema), regex, choice (a list), grammar (Lark, GBNF), as vLLM; Engine only.
+    presence_penalty: float = setting(0.0, "subtract from tokens that are in the output", -2, 2)
+    frequency_penalty: float = setting(0.0, "subtract for each time a token was output", -2, 2)
+    seed: int | None = setting(None, "the same seed gives the same tokens", -(2**63), 2**63 - 1)
+    n: int = setting(1, "continuations of each prompt, with consecutive seeds", 1, 128)
+    max_tokens: int = setting(256, "generate at most this many tokens", 1)
+    min_tokens: int = setting(
+        0, "no EOS or stop token before this many tokens, but structured output may end", 0
+    )
+    # Return log-probabilities of the sampled tokens, and of this many likeliest ones.
+    logprobs: int | None = field(default=None, metadata=dict(range=(0, 20)))
+    logit_bias: dict[int, float] = field(default_factory=dict)  # token id -> added to its logit
+    prompt_logprobs: bool = False  # with logprobs, also those of the prompt; Engine only
+    stop: tuple[str, ...] = setting(
+        (), "end before any of these strings", nargs="+", action="extend"
+    )
+    stop_token_ids: tuple[int, ...] = setting(
+        (), "end at any of these tokens (1024 at most)", nargs="+", action="extend"
+    )
+    ignore_eos: bool = setting(False, "continue past EOS, as benchmarks do", action="store_true")
+    # One of json (a schema), regex, choice (a list), grammar (Lark, GBNF), as in vLLM; Engine only.
     structured_outputs: JSON | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        # Frozen: only the constructor may.
+        # Through vars, as the dataclass is frozen.
         vars(self).update(stop=check_items("stop", stop, list | tuple, str))
         if len(stop) > 16 or not all(0 < len(each) <= 256 for each in stop):
             raise SettingError("stop", "takes up to 16 strings of 1 to 256 characters")
@@ -160,17 +180,15 @@ class SamplingParams:
 
     @property
     def shaping(self) -> set[str]:
-        """The names of the settings that are not as by default, of those that shape what is drawn
-        from."""
-        plain = vars(type(self)())
-        return {name for name, value in plain.items() if getattr(self, name) != value} - ASIDE
+        """Names of distribution-shaping settings that differ from their defaults."""
+        defaults = vars(type(self)())
+        return {name for name, value in defaults.items() if getattr(self, name) != value} - ASIDE
 
 
 # --- The engine's settings ------------------------------------------------------------------------
 
-# Prompt tokens per forward. Larger chunks read the weights less often: on a Sapphire Rapids 512 are
-# faster than 256 by 3 to 9 % for one long prompt, and by 1 to 17 % for 8 or 32 prompts of 64. More
-# than 512 gain little.
+# Prompt tokens per forward. With larger chunks the weights are read less often: on a CPU 512 is up
+# to 17 % faster than 256, and more than 512 gains little.
 CHUNK = 512
 DTYPES = dict(float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16)
 BUNDLED = Path(__file__).resolve().parent / "checkpoints/shakespeare"
@@ -181,43 +199,45 @@ class Limits:
     """How much an engine runs at once, and in how much memory.
 
     Raises:
-        SettingError: a value of the wrong type, or out of its range.
+        SettingError: a value has the wrong type or is out of its range.
     """
 
-    max_seq_len: int | None = setting(None, "prompt and output (default: what the model can)", 2)
-    max_num_seqs: int = setting(64, "sequences running at once")
-    max_num_batched_tokens: int | None = setting(None, "tokens in a step (README: Serving)")
-    kv_memory: float = setting(0.5, "bytes (4e9), or below 1 a share of the free memory")
-    kv_dtype: str = setting("auto", "of the cache; auto: as dtype", choices=("auto", "int8"))
+    max_seq_len: int | None = setting(None, "tokens of prompt and output (default: the model's)", 2)
+    max_num_seqs: int = setting(64, "sequences that run at once")
+    max_num_batched_tokens: int | None = setting(None, "most tokens in a step (README: Serving)")
+    kv_memory: float = setting(0.5, "of the cache: bytes (4e9), or below 1 a share of free memory")
+    kv_dtype: str = setting("auto", "of the cache; auto: as --dtype", choices=("auto", "int8"))
     block_size: int = setting(16, "tokens in a block of the cache")
-    num_blocks: int | None = setting(None, "blocks in the cache, in place of --kv-memory")
+    num_blocks: int | None = setting(None, "blocks in the cache, instead of --kv-memory")
     __post_init__ = check_fields
 
 
 @dataclass(frozen=True)
 class EngineArgs(Limits):
-    """What to run, and on what."""
+    """Which model to run, and how."""
 
-    checkpoint: Path = setting(BUNDLED, "Hugging Face folder")
+    checkpoint: Path = setting(BUNDLED, "a Hugging Face folder")
     device: str = setting("auto", "where to run", choices=("auto", "cpu", "cuda", "mps"))
-    dtype: str = setting("auto", "auto: as stored", choices=("auto", *DTYPES))
-    quantize: str | None = setting(None, "fewer bits, on the fly", choices=("int8", "int4"))
+    dtype: str = setting("auto", "auto: as in the checkpoint", choices=("auto", *DTYPES))
+    quantize: str | None = setting(None, "round weights when loaded", choices=("int8", "int4"))
     group_size: int = setting(128, "input channels per scale, for int4", -1)
-    attention: str = setting("copy", "of blocks: copy, or flex (GPU)", choices=("copy", "flex"))
+    attention: str = setting("copy", "to blocks: copy, or flex (GPU)", choices=("copy", "flex"))
     compile: bool = setting(False, "start slower, run faster (see README)", action="store_true")
     threads: int | None = setting(
-        None, "of the CPU (default: $OMP_NUM_THREADS; else 1 for weights below 32 MB, "
-        "as many as there are cores for others)", 1, 1024
-    )  # fmt: skip
-    draft_checkpoint: Path | None = setting(None, "guess tokens with a small model")
+        None,
+        "CPU threads (default: $OMP_NUM_THREADS; else 1 for weights below 32 MB, or all cores)",
+        1,
+        1024,
+    )
+    draft_checkpoint: Path | None = setting(None, "a small model that guesses tokens")
     speculate: int | None = setting(None, "tokens to guess in a step; see the README", 0, 64)
 
 
 def add_flags(parser: ArgumentParser, settings: type, **aliases: str) -> None:
-    """Give a command line a flag for each setting() of a dataclass.
+    """Add a flag to a command line for each setting() of a dataclass.
 
     Args:
-        aliases: field -> another name of its flag.
+        aliases: field -> a second name of its flag.
     """
     for f in fields(settings):
         if "flag" in f.metadata:
@@ -227,7 +247,7 @@ def add_flags(parser: ArgumentParser, settings: type, **aliases: str) -> None:
 
 
 def given(settings: type, args: Any) -> JSON:
-    """Of a dataclass's fields, those that `args` has: what the command line gave, or all."""
+    """Return the values of those fields of a dataclass that `args` has as attributes."""
     return {f.name: getattr(args, f.name) for f in fields(settings) if hasattr(args, f.name)}
 
 
@@ -235,29 +255,34 @@ def given(settings: type, args: Any) -> JSON:
 
 
 class Ranks(NamedTuple):
-    """This process's place among those that share a model: alone, unless tp.py says otherwise."""
+    """This process among the ranks that share a model. By default it is the only one; see tp.py."""
 
     device: torch.device
     rank: int = 0
     ranks: int = 1
-    shard: Callable | None = None  # what checkpoint.load_model is to prepare
-    runner: type | None = None  # the Engine's
-    follow: Callable | None = None  # what all but the first do with their share
-    agree: Callable | None = None  # checks that all have been given the same; see tp.agree
+    shard: Callable | None = None  # for checkpoint.load_model: makes this rank's share of a model
+    runner: type | None = None  # the Engine's runner
+    follow: Callable | None = None  # runs this rank's share; called on all ranks but the first
+    agree: Callable | None = None  # checks that all ranks have the same settings; see tp.agree
 
 
 def launch(program: str, argv: list | None, parse: Callable, run: Callable, join: Callable) -> int:
-    """Parse a command line, join the other ranks, run, and return the exit status: 2 after an
-    error, which is printed in one line, by one rank of each machine if all have it; 130 after
-    Ctrl-C.
+    """Parse a command line, join the other ranks and run.
+
+    An error is printed in one line. If all ranks have the same error, one rank of each machine
+    prints it.
 
     Args:
-        parse: argv -> Namespace, with `device`, or without: "auto".
-        run: that and Ranks -> exit status.
-        join: device -> a context that gives Ranks; called where torchrun started several processes.
+        program: its name, for errors.
+        parse: argv -> Namespace; the device is "auto" unless it has one.
+        run: (Namespace, Ranks) -> exit status.
+        join: device -> a context that gives Ranks; called if torchrun started several processes.
+
+    Returns:
+        The exit status: 2 after an error, 130 after Ctrl-C.
     """
     alone = os.environ.get("RANK", "0") == "0" and os.environ.get("WORLD_SIZE", "1") == "1"
-    # What this rank would print is said by another, or stderr is closed.
+    # Another rank prints the same, or stderr is closed.
     if os.environ.get("LOCAL_RANK", "0") != "0" or not sys.stderr:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (tp.join gives it back)
     args = parse(argv)
@@ -267,10 +292,10 @@ def launch(program: str, argv: list | None, parse: Callable, run: Callable, join
             if ranks.agree:
                 ranks.agree(args)
             return run(args, ranks)
-    except BrokenPipeError:  # `| head` has read enough; spare the user Python's complaint at exit
-        sys.stdout = None
+    except BrokenPipeError:  # as after `| head`
+        sys.stdout = None  # or Python would print an error at exit
         return 0
-    except KeyboardInterrupt:  # while loading; during generation it just ends the text
+    except KeyboardInterrupt:  # while the model is loaded; later it ends the text, and no more
         return 130
     except (ValueError, OSError, ImportError) as error:
         print(f"{program}: error: {error}", file=sys.stderr)
@@ -278,76 +303,87 @@ def launch(program: str, argv: list | None, parse: Callable, run: Callable, join
 
 
 def progress(items: Iterable[Any], label: str, total: int | None = None) -> Iterator[Any]:
-    """Yield from `items`, with a bar on stderr, where that is a terminal, once more than a second
-    has passed.
+    """Yield from `items`, and show a progress bar after the first second if stderr is a terminal.
 
     Args:
-        items: what to go through; needs a len() unless `total` is given.
-        label: what is going on, in a word or two.
+        items: must have a length unless `total` is given.
+        label: names the work in a word or two.
     """
     total = len(items) if total is None else total
     start = time.monotonic()
     for done, item in enumerate(items, 1):
         yield item
-        spent = time.monotonic() - start
-        if spent > 1 and sys.stderr.isatty():
+        seconds = time.monotonic() - start
+        if seconds > 1 and sys.stderr.isatty():
             bar = "#" * (24 * done // total)
+            left = seconds * (total / done - 1)
             print(
-                f"\r{label} [{bar:<24}] {done}/{total}  {spent * (total / done - 1):.0f} s left ",
-                end="\n" * (done == total), file=sys.stderr, flush=True,
-            )  # fmt: skip
+                f"\r{label} [{bar:<24}] {done}/{total}  {left:.0f} s left ",
+                end="\n" * (done == total),
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 # --- This machine ---------------------------------------------------------------------------------
 
 
 def pick_device(name: str) -> torch.device:
-    """Turn --device into a device. Raises ValueError where this machine does not have it."""
-    there = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    if name not in ("auto", "cpu", there.type):
-        raise ValueError(f"--device {name}: there is none here: use --device cpu or auto")
-    return there if name == "auto" else torch.device(name)
+    """Turn --device into a device.
+
+    Raises:
+        ValueError: this machine has no such device.
+    """
+    best = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    if name not in ("auto", "cpu", best.type):
+        raise ValueError(f"--device {name}: this machine has none; use --device cpu or auto")
+    return best if name == "auto" else torch.device(name)
 
 
-# Weights of fewer bytes run on one thread. The threads of an operator wait for the slowest of them:
-# one whose core is taken away keeps the others waiting. One sequence in float32 on two cores of a
-# Sapphire Rapids made 424 tokens/s on one thread and 514 on two with 20 MB of weights, 155 and 243
-# with 63 MB; while four other processes kept both cores busy, 139 and 14, 48 and 10.
+# Weights of fewer bytes run on one thread. All threads of an operator wait for the slowest of them,
+# and if another process uses its core, they wait long. With 20 MB of weights, one sequence made 424
+# tokens/s on one thread and 514 on two; while other processes kept both cores busy, 139 and 14.
 SMALL = 2**25
-ALL_THREADS = torch.get_num_threads()  # as PyTorch began: by the cores, or by OMP_NUM_THREADS
+ALL_THREADS = torch.get_num_threads()  # PyTorch's default: OMP_NUM_THREADS, or one for each core
 
 
 def use_threads(threads: int | None, weights: int) -> None:
-    """Choose how many threads of the CPU compute, for the whole process. What was given to
-    torch.set_num_threads before is replaced: `threads` is the way to choose.
+    """Set the number of CPU threads that compute, for the whole process. This replaces what
+    torch.set_num_threads was given before.
 
     Args:
-        threads: as many as these; None: OMP_NUM_THREADS where it is set, else one for small weights
-            and all for others.
+        threads: their number; None means OMP_NUM_THREADS if it is set, else one thread for small
+            weights and all threads for others.
         weights: bytes that a forward reads.
     """
     is_small = weights < SMALL and "OMP_NUM_THREADS" not in os.environ
     torch.set_num_threads(threads or (1 if is_small else ALL_THREADS))
 
 
-# Where a container's control group, version 2 or 1, has its limit, and what is used of it.
+# The files with a container's memory limit and usage, in version 2 and 1 of control groups.
 CGROUPS = {"memory.max": "memory.current", "memory/memory.limit_in_bytes": "memory.usage_in_bytes"}
 
 
 def free_memory(device: torch.device, root: Path = Path("/")) -> int:
-    """Bytes that this process could still allocate: on CUDA of its GPU's memory, else its share,
-    among the ranks that run here, of what the machine and the container have left."""
+    """Return the bytes that this process can still allocate.
+
+    With CUDA it is the free memory of the GPU. Otherwise it is what the machine and the container
+    have left, divided by the number of ranks on this machine.
+
+    Args:
+        root: where /proc and /sys are, for tests.
+    """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    # Where nothing says more: half of what is there.
+    # Systems without /proc: half of the physical memory.
     free = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2]
-    # What is cached of files can be given back, so it counts as free.
+    # Cached files count as free, because the system drops them when memory is short.
     with contextlib.suppress(OSError):
         kilobytes = (root / "proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0]
         free = [int(kilobytes) * 1024]
     for limit, used in CGROUPS.items():
         file = root / "sys/fs/cgroup" / limit
-        with contextlib.suppress(OSError, ValueError):  # not there; "max", which is no limit
+        with contextlib.suppress(OSError, ValueError):  # no such file; or "max", no limit
             cached = re.findall(r"active_file (\d+)", file.with_name("memory.stat").read_text())
             taken = int(file.with_name(used).read_text()) - sum(map(int, cached[-2:]))
             free.append(max(0, int(file.read_text()) - taken))

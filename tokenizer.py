@@ -1,10 +1,10 @@
 """Text to token ids and back, as the checkpoint's own files say.
 
-`tokenizer.json` goes through the `tokenizers` package (an extra), `tokenizer.model` through
+`tokenizer.json` is read by the package `tokenizers` (an extra), and `tokenizer.model` by
 sentencepiece; both are the reference implementations of their formats (Kudo & Richardson 2018,
-arXiv:1808.06226). Knows no model. Read: Tokenizer, then Detokenizer, which turns a stream of ids
-into a stream of text without ever showing half a character, and TextStream, which ends that at a
-stop string.
+arXiv:1808.06226). This file does not know the model. Read: Tokenizer, then Detokenizer, which turns
+a stream of ids into a stream of text and never shows half a character, and TextStream, which ends
+the text at a stop string.
 """
 
 import json
@@ -19,8 +19,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment as Sandbox
 
 from checkpoint import blame, read_optional
 
-# For checkpoints that bring no chat template: turns in the form of a play, which any base model
-# continues sensibly, and the bundled one is at home in.
+# For checkpoints without a chat template. It writes the turns as a play, which any base model can
+# continue, and which the bundled model was trained on.
 PLAIN_TEMPLATE = (
     "{% for turn in messages %}"
     "{{ turn.role | upper }}:\n{{ (turn.content or '') | trim }}\n\n"
@@ -28,16 +28,17 @@ PLAIN_TEMPLATE = (
     "{% if add_generation_prompt %}ASSISTANT:\n{% endif %}"
 )
 
-
-Ids = list[int]  # of tokens
+Ids = list[int]  # token ids
 
 
 def refuse(message: str) -> None:
+    """Raise an error, for templates that reject a conversation."""
     raise ValueError(message)
 
 
-# What Hugging Face gives to a template, which comes with the checkpoint, so it is code from a
-# stranger: the sandbox reaches no attribute outside its inputs and changes none of them.
+# A chat template comes with the checkpoint, so it is untrusted code. It runs in a sandbox, where it
+# can neither reach attributes outside its inputs nor change them. It gets the functions, filters
+# and variables that Hugging Face gives it.
 CHAT = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
 CHAT.globals.update(raise_exception=refuse, strftime_now=time.strftime, tools=None, documents=None)
 CHAT.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
@@ -47,18 +48,21 @@ class Tokenizer:
     """The tokenizer of one checkpoint folder.
 
     Attributes:
-        vocab_size: ids of text are below it; the model's V may be padded beyond it.
-        bos_id, eos_id: None where the checkpoint names none.
-        special: text of each special token -> its id. They are recognised in the text to encode,
-            as Hugging Face does, and left out of decoded text.
-        piece: id -> its entry in the vocabulary; byte_level: whether that spells bytes as GPT-2.
+        vocab_size: the number of ids that can be decoded; the model's V may be larger.
+        bos_id, eos_id: None if the checkpoint has none.
+        special: the text of each special token -> its id. Encoding recognises these texts, as
+            Hugging Face does, and decoding leaves special tokens out.
+        piece: a function from an id to its entry in the vocabulary.
+        byte_level: whether these entries spell bytes as GPT-2 does.
+        template: the chat template.
+        chat_stop: stop strings that chats need.
     """
 
     def __init__(self, path: Path | str) -> None:
         """Read the tokenizer files.
 
         Raises:
-            CheckpointError: no tokenizer file, a damaged one, or the extra it needs is missing.
+            CheckpointError: there is no tokenizer file, or it is damaged, or a package is missing.
         """
         path = Path(path)
         config = read_optional(path / "tokenizer_config.json")
@@ -66,7 +70,7 @@ class Tokenizer:
             for name, token in config.items():  # "<s>" is also written as {"content": "<s>", ...}
                 if isinstance(token, dict):
                     config[name] = token.get("content", token)
-            # Without a config the names are sentencepiece's, as llama2.c and llama.cpp have it.
+            # Without a config, sentencepiece's names hold, as in llama2.c and llama.cpp.
             self.config = config = config or dict(bos_token="<s>", eos_token="</s>")
             is_fast = (path / "tokenizer.json").is_file()
             if is_fast and find_spec("tokenizers"):
@@ -84,33 +88,33 @@ class Tokenizer:
             self.eos_id = eos = self.special.get(config.get("eos_token"))
             file = path / "chat_template.jinja"
             template = file.read_bytes().decode() if file.is_file() else config.get("chat_template")
-            if isinstance(template, list):  # several, by name
+            if isinstance(template, list):  # several templates with names
                 template = {entry["name"]: entry["template"] for entry in template}.get("default")
-            # {% generation %} marks replies for training: for us, a block like any other.
+            # {% generation %} marks replies for training. Jinja lacks it, so it becomes {% with %}.
             template = re.sub(r"({%[-+]?\s*(?:end)?)generation\b", r"\1with", template or "")
         self._prefix = [bos] if config.get("add_bos_token", bos in ends) and bos is not None else []
         self._suffix = [eos] if config.get("add_eos_token") and eos is not None else []
         self.template = template or PLAIN_TEMPLATE
-        # A base model under the plain template would go on to write the user's turn too.
+        # With the plain template a model would go on and write the user's next turn.
         self.chat_stop = () if template else ("\n\n",)
 
     def encode(self, text: str, add_special: bool = True) -> Ids:
-        """Turn text into ids, with the BOS (and EOS) that the checkpoint asks for.
+        """Turn text into ids, with BOS and EOS if the checkpoint asks for them.
 
         Args:
-            text: any text; special tokens written out in it become their ids.
-            add_special: False for text that already carries them, such as a rendered chat.
+            text: any text; the text of a special token becomes its id.
+            add_special: False for text that contains BOS and EOS, such as a rendered chat.
         """
-        # A terminal can pass lone surrogates.
+        # Lone surrogates, which a terminal can pass, become question marks.
         ids = self._encode(text.encode(errors="replace").decode())
         return self._prefix + ids + self._suffix if add_special else ids
 
     def decode(self, ids: Ids) -> str:
-        """Turn ids into text, leaving out those that are not text."""
+        """Turn ids into text, and leave out those that are not text."""
         return self._decode([i for i in ids if self.is_text(i)])
 
     def is_text(self, token_id: int) -> bool:
-        """Whether an id stands for text: not a special token, nor padding of the vocabulary."""
+        """Whether an id is text, and neither a special token nor padding of the vocabulary."""
         return token_id < self.vocab_size and token_id not in self._hidden
 
     def encode_chat(self, messages: list, goes_on: bool = False, /, **options: object) -> Ids:
@@ -118,14 +122,14 @@ class Tokenizer:
 
         Args:
             messages: [{"role": "user", "content": "..."}, ...].
-            goes_on: the last message is to be continued, not answered.
-            options: for the template, such as Qwen3's enable_thinking.
+            goes_on: continue the last message instead of answering it.
+            options: variables for the template, such as Qwen3's enable_thinking.
 
         Raises:
             ValueError: the template does not compile or refuses these messages.
         """
         given = dict(add_generation_prompt=not goes_on) | self.config | options
-        with blame("chat template"):  # it can raise anything that Python can
+        with blame("chat template"):  # it can raise any exception
             text = CHAT.from_string(self.template).render(given, messages=messages)
             if goes_on:
                 last = messages[-1]["content"].strip()
@@ -135,11 +139,11 @@ class Tokenizer:
     # --- How the files are read -------------------------------------------------------------------
 
     def _open_fast(self, path: Path) -> Ids:
-        """Return the ids that the file puts around a text by itself."""
-        import tokenizers  # here: the package is an extra, kilolm[hf]
+        """Read tokenizer.json, and return the ids that it adds to a text by default."""
+        import tokenizers  # an extra, kilolm[hf]
 
         backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
-        backend.no_truncation()  # a training script may have left them on: prompts would be cut
+        backend.no_truncation()  # training scripts may leave it on, which would cut prompts
         backend.no_padding()
         self._encode = lambda text: backend.encode(text, add_special_tokens=False).ids
         self._decode = backend.decode
@@ -148,10 +152,11 @@ class Tokenizer:
         self.vocab_size = max(backend.get_vocab().values()) + 1
         added = backend.get_added_tokens_decoder()
         self.special = {token.content: i for i, token in added.items() if token.special}
-        return backend.encode("").ids  # by its post-processor
+        return backend.encode("").ids  # its post-processor adds them
 
     def _open_slow(self, path: Path) -> Ids:
-        """As above: sentencepiece's own encoder adds a BOS, whichever that is."""
+        """Read tokenizer.model, and return the ids that may be added: sentencepiece adds a BOS, and
+        does not say which of the special tokens it is."""
         sp = sentencepiece.SentencePieceProcessor(model_file=str(path / "tokenizer.model"))
         self._decode = sp.decode
         self.piece = lambda i: "" if sp.is_unknown(i) else sp.id_to_piece(i)
@@ -160,10 +165,10 @@ class Tokenizer:
         self.special = {sp.id_to_piece(i): i for i in range(self.vocab_size) if sp.is_control(i)}
         for i, token in self.config.get("added_tokens_decoder", {}).items():
             self.special[token["content"]] = int(i)
-        # sentencepiece itself would spell a written-out "<s>" as three characters.
-        # "<|im_start|>" comes before "<|im"; and (?!) is found nowhere.
+        # sentencepiece would encode the text "<s>" as three characters, so special tokens are split
+        # off first. In reverse order "<|im_start|>" is tried before "<|im". (?!) matches nothing.
         pattern = f"({'|'.join(map(re.escape, sorted(self.special, reverse=True))) or '(?!)'})"
-        # A pattern in brackets: split gives what it matched too, at every second place.
+        # Because of the parentheses, re.split also returns what the pattern matched.
         self._encode = lambda text: [
             i
             for part in re.split(pattern, text)
@@ -176,19 +181,24 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Decode a growing list of ids, giving out each character once and whole.
+    """Decode a growing list of ids, and return each character once, when it is complete.
 
-    Decoding an id alone is wrong twice: a character can span several byte tokens, and a decoder
-    drops the space in front of the first word it sees. So new ids are decoded together with the
-    few before them, and what they add is given out once it cannot be half a character.
+    It would be wrong to decode each id alone, for two reasons: a character can span several tokens,
+    and decoders drop the space in front of the first word. So new ids are decoded together with
+    some ids before them (the context), and the text that they add is returned when it cannot end in
+    half a character.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, prompt_ids: Ids) -> None:
-        """Start behind a prompt, whose end says whether the next word needs its space. Without a
-        tokenizer there is never any text."""
+        """Take the end of the prompt as the first context.
+
+        Args:
+            tokenizer: None: all text is empty.
+        """
         self._decode = tokenizer.decode if tokenizer else lambda ids: ""
         self._new = []
-        # Of four places side by side one is not inside a character, which has four bytes at most.
+        # A character has at most four bytes, so one of four neighbouring places is between two
+        # characters. If none of these contexts has any text, a long one may.
         for length in (8, 7, 6, 5, 128):
             self._context = prompt_ids[-length:]
             text = self._decode(self._context)
@@ -196,20 +206,22 @@ class Detokenizer:
                 break
 
     def push(self, token_id: int | None, last: bool = False) -> str:
-        """Add one id, or none, and return the text that is now certain, often one word, sometimes
-        "". With the last one comes what was held back: the marks of a character that never got its
-        last byte.
+        """Add one id, or none, and return the text that is now complete, which may be "".
+
+        Args:
+            last: also return what has been held back, an incomplete character as "\ufffd".
 
         Example: ids of "a", 0xC3, 0xA9 (two bytes of one character) -> "a", "", "\u00e9"
         """
         if token_id is not None:
             self._new.append(token_id)
         text = self._decode(self._context + self._new)[len(self._decode(self._context)) :]
-        # Unfinished bytes decode to U+FFFD, and may spoil finished ones beside them: wait. Bytes
-        # that really are invalid are shown as marks as soon as anything else follows them.
+        # An incomplete character decodes to U+FFFD, and may spoil complete ones beside it: wait for
+        # more. Bytes that are really invalid are returned as soon as other text follows.
         if text.endswith("\ufffd") and len(self._new) < 32 and not last:
             return ""
-        # What was just shown is the next context. Spaces alone would not do, nor ids without text.
+        # The ids of this text are the next context. If they are only spaces, or have no text, they
+        # join the old context.
         if text.strip():
             self._context = []
         if len(self._context) < 8:
@@ -222,24 +234,27 @@ class TextStream:
     """The text of a sequence as it grows, up to the first of its stop strings.
 
     Attributes:
-        text: what may be shown. A tail that could still turn out to be part of a stop string, or
-            half a character, is held back, so `text` only ever grows.
+        text: what may be shown. Its end is held back while it may be part of a stop string or half
+            a character, so `text` never shrinks.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, prompt_ids: Ids, stops: tuple) -> None:
         self.text = ""
-        self._held = ""  # decoded, but perhaps the start of a stop string
+        self._held = ""  # decoded text that may be the beginning of a stop string
         self._stops = stops
         self._detokenizer = Detokenizer(tokenizer, prompt_ids)
 
     def push(self, token_id: int | None, last: bool = False) -> tuple[str, bool]:
-        """Add one id, or none, and where it is the last, what was held back.
+        """Add one id, or none.
+
+        Args:
+            last: show also what has been held back, but nothing from a stop string on.
 
         Returns:
-            What it added, and whether a stop string was found in it.
+            The text of this id, and whether a stop string was found.
 
-        Example: stop "ab". After "xa" the text is "x", and "a" is held. Then "c" shows "xac",
-            while "ab" shows "xa" and ends: the stop string began at the second "a".
+        Example: the stop string is "ab". After "xa" the text is "x", and "a" is held back. If "c"
+            follows, the text is "xac"; if "ab" follows, it ends with "xa", before the stop string.
         """
         new = self._detokenizer.push(token_id, last)
         held = self._held + new

@@ -224,9 +224,9 @@ CASES = {
     "eos": [("eos_token_id", {"eos_token_id": value}) for value in EOS],
     # What is ignored gives fluent nonsense; the string "false" is true.
     "others": [
-        ("4 is not a multiple of the 3 kv heads", {"num_key_value_heads": 3}),
-        ("4 is not a multiple of the 8 kv heads", {"num_key_value_heads": 8}),
-        ("head_dim 7 is odd", {"head_dim": 7}), ("hidden_act", {"hidden_act": ["silu"]}),
+        ("4 heads must be a multiple of the 3 kv heads", {"num_key_value_heads": 3}),
+        ("4 heads must be a multiple of the 8 kv heads", {"num_key_value_heads": 8}),
+        ("head_dim 7", {"head_dim": 7}), ("hidden_act", {"hidden_act": ["silu"]}),
         # Each is within its bound, but a matrix of them has more bytes than int64 can count.
         ("head", {"hidden_size": 2**24, "num_attention_heads": 2**24, "head_dim": 2**24}),
         ("hidden_act 'gelu'", {"hidden_act": "gelu"}), ("dtype 'float8'", {"dtype": "float8"}),

@@ -111,7 +111,7 @@ def test_random_bodies_are_refused_or_prepared(shared, chatting, data):
     """The same without HTTP: an exception that is no Problem, a request that is queued already."""
     body = data.draw(bodies(chat if chatting else completion))
     try:
-        made = shared.server.prepare(body, chatting, "id")
+        _, made = shared.server.prepare(body, chatting, "id")
     except Problem as problem:
         assert problem.args[0] in (400, 404) and problem.args[1]
         return
