@@ -255,15 +255,15 @@ class Server:
             check("n", len(prompts) * params.n, int, 1, 256)  # for all prompts together
             requests = []
             for i, prompt in enumerate(prompts):
+                check("prompt", prompt, str | list)
                 ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-                length = len(check("prompt", ids, list))
-                asked = length + fields.get("max_tokens", 1)
+                asked = len(ids) + fields.get("max_tokens", 1)
                 demand(
                     asked <= context,
                     400,
                     # Clients look for OpenAI's wording of this sentence.
                     f"This model's maximum context length is {context} tokens. However, you "
-                    f"requested {asked} tokens, {length} of them in the prompt: ask for less.",
+                    f"requested {asked} tokens, {len(ids)} of them in the prompt: ask for less.",
                     source,
                     "context_length_exceeded",
                 )
@@ -298,7 +298,7 @@ class Server:
         demand(messages, 400, "messages must have at least one message", "messages")
         for i, message in enumerate(messages):
             try:
-                check("role", message["role"], str)
+                check("role", message.get("role"), str)
                 text = message.get("content")
                 if isinstance(text, list):
                     for part in text:
@@ -357,10 +357,10 @@ def translate(given: JSON, chat: bool) -> JSON:
     if fields["hidden"]:
         fields["max_tokens"] = 1  # the engine cannot generate none, so this one is not shown
     if chat:
-        is_scored = check("logprobs", fields.get("logprobs", False), bool)
         top = fields.get("top_logprobs", 0)
-        fields["logprobs"] = top if is_scored else None
-        if top and not is_scored:
+        if check("logprobs", fields.pop("logprobs", False), bool):
+            fields["logprobs"] = top
+        elif top:
             raise SettingError("top_logprobs", "needs logprobs: true")
         if fields["continue_final_message"] and given.get("add_generation_prompt"):
             raise SettingError("add_generation_prompt", "excludes continue_final_message: true")

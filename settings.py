@@ -113,8 +113,8 @@ def check_ids(name: str, ids: Iterable, vocab_size: int) -> None:
     if wrong:
         raise SettingError(
             name,
-            f"has {len(wrong)} ids outside the model's vocabulary of {vocab_size}, "
-            f"such as {wrong[:9]!r:.200}",
+            f"has ids outside the model's vocabulary of {vocab_size}, {len(wrong)} in all: "
+            f"{wrong[:9]!r:.200}",
         )
 
 
@@ -168,7 +168,7 @@ class SamplingParams:
         check_fields(self)
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         # Through vars, as the dataclass is frozen.
-        vars(self).update(stop=check_items("stop", stop, list | tuple, str))
+        vars(self).update(stop=check_items("stop", stop, str | list | tuple, str))
         if len(stop) > 16 or not all(0 < len(each) <= 256 for each in stop):
             raise SettingError("stop", "takes up to 16 strings of 1 to 256 characters")
         for name, kind in (("stop_token_ids", list | tuple), ("logit_bias", dict)):
