@@ -1,10 +1,12 @@
 """Mixture of experts: a router sends each token through k of E feed-forwards.
 
-Mixtral and Qwen3-MoE have E MLPs where a dense model has one. A token passes through few of them,
-so the model has many times the weights that one token needs, and a step reads only those of the
-chosen experts. Changes a model from outside; the model, its caches and the scheduler do not know.
-Papers: Shazeer et al. 2017 (arXiv:1701.06538), Jiang et al. 2024 (Mixtral, arXiv:2401.04088).
-Read: SparseMLP. Here E is the number of experts, and k that of experts for each token.
+Mixtral and Qwen3-MoE have E MLPs where a dense model has one, and each token passes through only k
+of them. So the model has many times the weights that one token needs, and a step reads the weights
+of the chosen experts alone. This file changes a model from outside: model.py, the caches and the
+scheduler do not know of experts. Papers: Shazeer et al. 2017 (arXiv:1701.06538), Jiang et al. 2024
+(Mixtral, arXiv:2401.04088). Read: SparseMLP.
+
+Two more letters for shapes here: E experts, k experts for each token.
 """
 
 import torch
@@ -14,7 +16,7 @@ from model import MLP, Config, Transformer
 
 
 def add_experts(model: Transformer) -> None:
-    """Put experts into the layers that have them by the model's config, in place of their MLPs."""
+    """Replace the MLP by experts in each layer for which the model's config asks for them."""
     config = model.config
     for i, block in enumerate(model.layers):
         if i not in config.mlp_only_layers and (i + 1) % config.decoder_sparse_step == 0:
@@ -22,9 +24,11 @@ def add_experts(model: Transformer) -> None:
 
 
 class SparseMLP(nn.Module):
-    """The router scores all experts with a softmax in float32 and keeps the k best; of equal ones
-    those that torch.topk takes, as transformers does. Whether the k weights then add up to 1 is the
-    family's choice.
+    """A router and its experts.
+
+    The router scores all experts by a softmax in float32 and keeps the k best. Among experts with
+    equal scores torch.topk decides, as in transformers. Some families scale the k scores so that
+    they add up to 1, others use them as they are.
     """
 
     def __init__(self, config: Config) -> None:
@@ -42,27 +46,35 @@ class SparseMLP(nn.Module):
         return self.mix(x, weights, chosen)
 
     def mix(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Sum each token's experts, by their weights.
+        """Run each token through its experts and add up the results, times their weights.
 
-        The B * T * k pairs of a token and an expert are sorted by expert. Each expert that is
-        chosen at all then runs once, on a slice: the rows that chose it. The results go back to
-        their places.
+        The B * T * k pairs of a token and an expert are sorted by expert. Then each chosen expert
+        runs once, over the rows of all tokens that chose it. At last the results are put back into
+        the order of the tokens.
 
         Args:
             x: (B, T, D).
             weights: (B, T, k) float32.
-            chosen: (B, T, k) int64, of 0..E - 1.
+            chosen: (B, T, k) int64, the experts' numbers from 0 to E - 1.
 
         Returns:
-            (B, T, D), summed in float32 in the order of `chosen`, whoever else is in the batch.
+            (B, T, D). A token's k results are added in float32, in the order of `chosen`, so that
+            the sum does not depend on the other tokens of the batch.
 
-        Example: two tokens choose experts [2, 0] and [2, 1]: pairs 1 | 3 | 0, 2, so that expert 0
-            runs on token 0, expert 1 on token 1, and expert 2 on both
+        Example: two tokens choose experts [2, 0] and [2, 1]. Pairs 0 and 1 belong to token 0, pairs
+            2 and 3 to token 1. Sorted by expert they are 1 | 3 | 0, 2: expert 0 runs on token 0,
+            expert 1 on token 1, and expert 2 on both
         """
-        order = chosen.flatten().argsort(stable=True)  # (B * T * k,) pairs, by expert
-        counts = order.new_zeros(len(self.experts)).scatter_(0, chosen.flatten(), 1, reduce="add")
+        pairs = chosen.flatten()  # (B * T * k,)
+        order = pairs.argsort(stable=True)
         rows = x.flatten(0, 1).index_select(0, order // chosen.shape[-1])  # (B * T * k, D)
-        parts = zip(self.experts, rows.split(counts.tolist()))
-        y = torch.cat([mlp(part) for mlp, part in parts if len(part)])
-        y = y.index_select(0, order.argsort()).view(*chosen.shape, -1)  # (B, T, k, D), in place
+        # Not bincount: on a GPU it makes the host wait once more.
+        counts = pairs.new_zeros(len(self.experts)).scatter_(0, pairs, 1, reduce="add")  # (E,)
+        results = [
+            expert(part)
+            for expert, part in zip(self.experts, rows.split(counts.tolist()))
+            if len(part)
+        ]
+        # In the order of `pairs` again: (B, T, k, D)
+        y = torch.cat(results).index_select(0, order.argsort()).view(*chosen.shape, -1)
         return (weights[..., None] * y).sum(-2).to(x.dtype)

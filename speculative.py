@@ -1,24 +1,26 @@
 """Speculative decoding: guess the next tokens cheaply, check all guesses in one forward.
 
-Decoding reads every weight to make one token, and to check five costs little more than to make one.
-So something cheap guesses K tokens, the model runs over all of them at once, and keeps the longest
-run of guesses that it agrees with, plus one token of its own. Rejection sampling decides, in such a
-way that the output is distributed exactly as without guessing; greedily, it is the same tokens.
+Decoding reads every weight to make one token, and checking five tokens costs little more than
+making one. So something cheap guesses K tokens, and the model runs over all of them at once. It
+keeps the guesses up to the first that it disagrees with, and adds one token of its own. Rejection
+sampling decides which guesses to keep, in such a way that the output has exactly the distribution
+that it has without guesses. Greedily, it is the same tokens.
 
     ids        the  cat                     known; "cat" has not been run yet
     guesses              sat  on   a        from a draft model, or from what the text repeats
     forward         cat  sat  on   a        logits after each: four distributions p
     accept              yes  yes  no        each guess x with probability min(1, p(x) / q(x))
-    output               sat  on  the       where one is refused, draw from what p has over q
+    output               sat  on  the       after a refusal, draw from what p has beyond q
 
-Nothing is undone when a guess is refused: its keys and values lie past the sequence's length, where
-nothing looks, and are overwritten. Knows the scheduler's jobs; the scheduler does not know this
-file, and calls what it is handed. Papers: Leviathan et al. 2022 (arXiv:2211.17192), Chen et al.
-2023 (arXiv:2302.01318), prompt lookup: Saxena 2023 (github.com/apoorvumang/prompt-lookup-decoding).
-Read: accept, Guesser.verify, NGram, DraftModel.
+Nothing has to be undone when a guess is refused. Its keys and values lie past the sequence's
+length, where attention does not read, and are overwritten later. This file knows the scheduler's
+jobs. The scheduler does not know this file, and calls the Proposer that it is given. Papers:
+Leviathan et al. 2022 (arXiv:2211.17192), Chen et al. 2023 (arXiv:2302.01318), prompt lookup:
+Saxena 2023 (github.com/apoorvumang/prompt-lookup-decoding). Read: accept, Guesser.verify, NGram,
+DraftModel.
 """
 
-from itertools import islice
+from itertools import accumulate
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,79 +32,91 @@ from sampling import Token, distribution, draw, scored
 from scheduler import Guess, Job, Proposer
 from settings import supported
 
-# Where in a seed's stream of random numbers the guesses and their tests begin; the tokens have the
-# places from 0, one each, and there are at most 2**31 of them.
-GUESS, ACCEPT = 2**32, 2**33
+# Each seed has a stream of random numbers, and each use its own range of places in it. The tokens
+# use the places from 0, one each, and a text has at most 2**31 of them. The guesses and the tests
+# of guesses begin here.
+GUESS = 2**32
+ACCEPT = 2**33
 
 
 def accept(p: Tensor, chances: Tensor, guess: Guess, u: Tensor) -> tuple[int, Tensor]:
-    """Decide how many guesses of one sequence stand, and what comes after them.
+    """Decide how many guesses of one sequence are accepted, and what comes after them.
 
-    A guess x is accepted with probability min(1, p(x) / q(x)), and where it is refused the token
-    comes from max(0, p - q), normalised. So x comes out with probability
+    A guess x was drawn with probability q(x). It is accepted with probability min(1, p(x) / q(x)).
+    Where it is refused, the token is drawn from max(0, p - q), normalised, instead. So x comes out
+    with probability
     q(x) min(1, p(x) / q(x)) + P(refused) * max(0, p(x) - q(x)) / P(refused) = p(x).
 
     Args:
-        p: (k + 1, V), what the model would draw from at the last known token and at each guess.
-        chances: (k + 1,) on the CPU, p of each guess; the last is not read.
+        p: (k + 1, V), the model's distribution after the last known token and after each guess.
+        chances: (k + 1,) on the CPU, p of each guess. The last is not read.
         guess: k ids, and how they were drawn.
-        u: (k + 1,) on the CPU, uniform in [0, 1), likewise.
+        u: (k + 1,) on the CPU, uniform in [0, 1). The last is not read.
 
     Returns:
-        How many of the guesses stand, from the first; and (V,), not yet normalised, what one more
-        token is to be drawn from.
+        The number of guesses that are accepted, from the first; and (V,), not normalised, the
+        distribution from which one more token is to be drawn.
 
-    Example: p = [0.5, 0.5, 0], q = [0.8, 0, 0.2]. A guess of 0 stays with probability 0.5 / 0.8, of
-        2 never; the token instead comes from [0, 0.5, 0]. So 0 comes out in 0.8 * 0.625 = 0.5.
+    Example: p = [0.5, 0.5, 0], q = [0.8, 0, 0.2]. A guess of 0 is accepted with probability
+        0.5 / 0.8, and a guess of 2 never. Otherwise the token is drawn from [0, 0.5, 0]. So 0 comes
+        out with probability 0.8 * 0.625 = 0.5.
     """
     for n, x in enumerate(guess.ids):
         if u[n] * guess.q[n] >= chances[n]:
-            over = (p[n] - (guess.probs[n] if guess.probs else 0)).clamp(min=0)
-            over[x] = 0  # here p < q; where the guess was certain, that is all there is to do
-            return n, torch.where(over.any(), over, p[n])  # rounding can leave nothing
+            q = guess.probs[n] if guess.probs else 0
+            over = (p[n] - q).clamp(min=0)
+            over[x] = 0  # p(x) < q(x) here; a guess without probs was certain, so q(x) was 1
+            return n, torch.where(over.any(), over, p[n])  # rounding can leave nothing of p - q
     return len(guess.ids), p[-1]
 
 
 class Guesser(Proposer):
-    """What all guessers share: how guesses are verified, and what became of them."""
+    """The verification that all guessers share, and the statistics of their guesses."""
 
     def verify(self, logits: Tensor, jobs: list[Job]) -> list[list[Token]]:
-        """See scheduler.Proposer.verify, and accept."""
+        """Accept guesses and add one token to each job; see scheduler.Proposer.verify."""
         guesses = [job.guess for job in jobs]
         if not any(guess.ids for guess in guesses):
             return super().verify(logits, jobs)
-        # 1) p at each guess, as if those before it had been accepted
+        # 1) The model's distribution at each guess, as if all guesses before it were accepted.
         sizes = [len(guess.ids) + 1 for guess in guesses]
-        ahead = [job.ahead(job.guess.ids[:i]) for job, n in zip(jobs, sizes) for i in range(n)]
+        ahead = [
+            job.ahead(job.guess.ids[:i]) for job, size in zip(jobs, sizes) for i in range(size)
+        ]
         p = distribution(logits, ahead)  # (R, V)
-        # 2) accept
+        # 2) Accept. accept() does not read the number after a job's last guess.
         ids = torch.tensor([[x] for guess in guesses for x in (*guess.ids, 0)], device=p.device)
-        chances = p.gather(1, ids).flatten().cpu().split(sizes)  # after the last: unread
+        chances = p.gather(1, ids).flatten().cpu().split(sizes)
         u = torch.tensor([row.uniform(ACCEPT) for row in ahead], dtype=torch.float64).split(sizes)
-        stand, rest = zip(*map(accept, p.split(sizes), chances, guesses, u))
-        # 3) draw one more token of each, by the number that plain decoding would use at its place
-        u = torch.tensor([job.uniform(n) for job, n in zip(jobs, stand)])
-        more = draw(torch.stack(rest), u).tolist()
-        ids = []
-        for guess, n, one in zip(guesses, stand, more):
+        accepted, rest = zip(*map(accept, p.split(sizes), chances, guesses, u))
+        # 3) Draw one more token for each job, by the random number that plain decoding would use.
+        u = torch.tensor([job.uniform(n) for job, n in zip(jobs, accepted)])
+        drawn = draw(torch.stack(rest), u).tolist()
+        # 4) Score one id for each row. Rows after the drawn token get a refused guess, unused.
+        row_ids = []
+        for guess, n, token_id in zip(guesses, accepted, drawn):
             for i in range(len(guess.ids)):
                 self.offered[i] += 1
                 self.accepted[i] += i < n
-            ids += [*guess.ids[:n], one, *guess.ids[n:]]  # one for each row; the last are refused
-        tokens = iter(scored(logits, ids, ahead))
-        return [[*islice(tokens, size)][: n + 1] for size, n in zip(sizes, stand)]
+            row_ids += [*guess.ids[:n], token_id, *guess.ids[n:]]
+        tokens = scored(logits, row_ids, ahead)
+        starts = accumulate(sizes, initial=0)
+        return [tokens[start : start + n + 1] for start, n in zip(starts, accepted)]
 
     def take_back(self, job: Job, runner: Runner) -> Tensor:
-        """See scheduler.Proposer.take_back. A guess whose keys or values are NaN spoils also what
-        stands before it, as attention multiplies what is masked by 0, and 0 * NaN is NaN. So the
-        job's last token takes the guesses' places in the cache."""
+        """Run a job again without its guesses; see scheduler.Proposer.take_back.
+
+        A guess whose keys or values are NaN also spoils the tokens before it. Attention multiplies
+        masked values by 0, and 0 * NaN is NaN. So the job's last token is written into the guesses'
+        slots of the cache.
+        """
         job.guess.ids[:] = job.ids[-1:] * len(job.guess.ids)
         logits = runner.forward([job.row])
         job.guess = Guess()
         return logits[:1]
 
     def summary(self) -> str:
-        """What became of the guesses, in a line."""
+        """Describe how many guesses were accepted, in one line."""
         times = self.offered[0]
         if not times:
             return "0 times guessed"
@@ -114,19 +128,21 @@ class Guesser(Proposer):
 
 
 class NGram(Guesser):
-    """Prompt lookup: what followed the last few tokens when they last occurred. Costs next to
-    nothing, and is right where a text repeats itself: code, summaries, corrections.
+    """Prompt lookup: guess what followed the last few tokens when they occurred before.
+
+    It costs next to nothing, and is right where a text repeats itself: in code, summaries and
+    corrections.
 
     Attributes:
-        texts: of each job its ids, each as a character. Gone with the job.
+        texts: each job's ids as a text of one character per id. An entry goes with its job.
     """
 
-    texts = WeakKeyDictionary()  # noqa: RUF012 (meant for all)
+    texts = WeakKeyDictionary()  # noqa: RUF012 (one for all instances)
 
     def propose(self, jobs: list[Job]) -> None:
         for job in jobs:
             text = self.texts.get(job, "")
-            # Python has no larger characters; a larger id would only make a bad guess.
+            # Python has about 2**20 characters. Two ids that share one can only cause a bad guess.
             text += "".join(chr(i % 2**20) for i in job.ids[len(text) :])
             self.texts[job] = text
             found = lookup(text, max(0, job.end - len(job.ids)))
@@ -134,13 +150,15 @@ class NGram(Guesser):
 
 
 def lookup(text: str, count: int, longest: int = 3) -> str:
-    """What followed the latest earlier occurrence of the last n characters, for the largest n
-    found. Python searches 50,000 of them in microseconds, which a list of ids would not allow.
+    """Return what followed the latest earlier occurrence of the last n characters.
+
+    n is the largest for which there is one. A text is searched, and not a list of ids, because
+    Python searches 50,000 characters in microseconds.
 
     Args:
-        text: a character for each token.
-        count: characters to return, at most.
-        longest: n to begin with; longer ones only repeat what these find.
+        text: one character for each token.
+        count: the largest number of characters to return.
+        longest: the largest n to try. Matches of more than 3 seldom lead to another guess.
 
     Example: "abcxbc", count 2: the last two, "bc", occurred before "xb", which is returned
     """
@@ -152,54 +170,61 @@ def lookup(text: str, count: int, longest: int = 3) -> str:
 
 
 class DraftModel(Guesser):
-    """A small model with the same vocabulary, whose cache follows the large one's row by row.
+    """A small model with the same vocabulary, whose cache follows the large model's.
 
-    Both caches are filled by the same rows: a block of the one pool holds the same tokens as that
-    block of the other, so that sharing, copying and preempting need no second account.
+    Both caches are filled by the same rows, so a block holds the same tokens in both. Sharing,
+    copying and preempting blocks then need no bookkeeping for the draft.
     """
 
     def __init__(self, draft: Transformer, k: int, vocab_size: int) -> None:
-        """Take the draft.
+        """Set the draft model.
 
         Args:
-            draft: on the large model's device.
-            k: tokens to guess in a step.
+            draft: a model on the large model's device.
+            k: how many tokens to guess in a step.
             vocab_size: the large model's.
 
         Raises:
-            ValueError: the draft's vocabulary is another.
+            ValueError: the draft has another vocab_size, or k is out of range.
         """
         super().__init__(k)
         supported("the draft's vocab_size", draft.config.vocab_size, vocab_size)
         self.models = (draft,)
 
     def propose(self, jobs: list[Job]) -> None:
-        # 1) keep up. From one token before: where all guesses were accepted, the last one has not
-        # been run here; else that token's keys and values are written a second time, unchanged.
-        live = {job: max(job.table.length - 1, 0) for job in jobs}  # job -> where its row begins
+        # Where each job's next row begins. The first row begins one token early: if all guesses of
+        # the last step were accepted, the draft has not run the last of them. Otherwise that token
+        # is written a second time, unchanged.
+        live = {job: max(job.table.length - 1, 0) for job in jobs}
         while live and self.k:
+            # 1) Run what the draft's cache lacks: in the first round known tokens, later a guess.
             rows = [
                 Row(job.table.blocks, start, job.ids[start : job.end] + job.guess.ids[-1:])
                 for job, start in live.items()
             ]
             logits = self.runners[0].forward(rows)  # (rows, V)
-            # 2) draw one more where it is wanted, by the job's own settings: that is its next row
+            # 2) Draw one guess for each job that may have another, by the job's own settings.
             wanted = {job: i for i, job in enumerate(live) if wants_more(job)}
             if not wanted:
                 return
             ahead = [job.ahead(job.guess.ids) for job in wanted]
             q = distribution(logits[[*wanted.values()]], ahead)
-            ids = draw(q, torch.tensor([row.uniform(GUESS) for row in ahead]))
-            # One read for all, as a GPU waits for each; float32 holds ids up to 2**24.
-            drawn = torch.stack((ids.float(), q.gather(1, ids[:, None]).flatten()), 1).tolist()
+            u = torch.tensor([row.uniform(GUESS) for row in ahead])
+            ids = draw(q, u)[:, None]  # (rows that guess, 1)
+            # All numbers are read at once, as each read makes the host wait for a GPU. float32
+            # holds ids up to 2**24 exactly.
+            drawn = torch.cat((ids.float(), q.gather(1, ids)), 1).tolist()
+            # 3) Keep the guesses. A guess is the job's next row if it may have one more.
             live = {}
             for job, (token_id, chance), probs in zip(wanted, drawn, q):
-                if chance > 0:  # else its logits are no numbers, and it guesses no more
-                    job.guess.ids.append(int(token_id))
-                    job.guess.q.append(chance)
-                    job.guess.probs.append(probs)
+                # The chance is NaN where the draft's logits are NaN. That job stops guessing.
+                if chance > 0:
+                    guess = job.guess
+                    guess.ids.append(int(token_id))
+                    guess.q.append(chance)
+                    guess.probs.append(probs)
                     if wants_more(job):
-                        live[job] = len(job.ids) + len(job.guess.ids) - 1
+                        live[job] = len(job.ids) + len(guess.ids) - 1
 
 
 def wants_more(job: Job) -> bool:

@@ -69,7 +69,7 @@ def matcher(tokenizer: Tokenizer, config: Config, constraint: JSON) -> Any:
         # llguidance's own limit is 2,000 words.
         limits = llguidance.LLParserLimits(max_items_in_row=MAX_LENGTH)
         compiled = llguidance.LLMatcher(trie, grammar, log_level=0, limits=limits)
-        compiled.compute_logit_bias()  # fails here where no text can even begin
+        compiled.compute_logit_bias()  # a constraint that no token can begin fails here
         if compiled.is_error():
             raise ValueError(compiled.get_error())
     except Exception as error:  # compilers raise anything for a bad schema
@@ -99,7 +99,9 @@ def vocabulary(tokenizer: Tokenizer, V: int, eos_ids: tuple[int, ...]) -> Any:
         first = tokenizer.encode("\2", add_special=False)
         ids = tokenizer.encode(f"\2{text}", add_special=False)[len(first) :]
         spelt = b"".join(token_bytes[i] for i in ids if tokenizer.is_text(i))
-        return ids if spelt == text.encode() else trie.greedy_tokenize(text)
+        if spelt == text.encode():
+            return ids
+        return trie.greedy_tokenize(text)
 
     # llguidance reads these attributes of a tokenizer that is a function.
     vars(spell).update(
