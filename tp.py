@@ -20,15 +20,16 @@ al. 2019, arXiv:1909.08053). The first is cut by outputs, the second by the same
                  heads 0, 1    heads 2, 3
     all-reduce   y0 + y1       y0 + y1          and the sum over the ranks is what one would have
 
-A rank's share is itself a small Transformer with fewer heads, a narrower MLP and a part of the
-vocabulary, so the model, its caches, quantisation and compiling need no change: this file makes the
-config of that share, says which slice of each stored tensor it reads, and hooks the sums in. Rank 0
-alone schedules, samples and prints. Before each forward it broadcasts the integers that describe
-it, and the other ranks do the same. What it buys: a rank holds and reads 1/n of the weights (and
-all of the embedding, of which a step reads a few rows). That is up to n times the speed where
-exchanges are quick; over gloo on two CPU cores those of a step, 45 for 22 layers, take
-longer than they save (`torchrun ... tools/bench.py latency`). Read: shard, Leader, lead, follow,
-join.
+A rank's share is itself a small Transformer, with fewer heads, a narrower MLP and a part of the
+vocabulary. So the model, its caches, quantisation and compiling need no change. This file makes the
+config of the share, says which slice of each stored tensor it reads, and adds the sums by hooks.
+Rank 0 alone schedules, samples and prints. Before each forward it broadcasts the integers that
+describe the forward, and the other ranks run the same one.
+
+A rank holds and reads 1/n of the weights, and the whole embedding, of which a step reads a few
+rows. So n ranks are up to n times as fast where exchanges are quick. Over gloo on two CPU cores the
+exchanges of a step, 45 for 22 layers, take longer than they save (`torchrun ... tools/bench.py
+latency`). Read: shard, Leader, lead, follow, join.
 """
 
 import contextlib
@@ -55,26 +56,26 @@ from settings import BUNDLED, VERSION, EngineArgs, Ranks, given
 
 # --- A rank's share of a model --------------------------------------------------------------------
 
-# Linear -> which dimension of its weight is cut: 0, by outputs; 1, by inputs.
+# For each Linear the dimension of its weight that is cut: 0 is its outputs, 1 its inputs.
 CUTS = dict(q_proj=0, k_proj=0, v_proj=0, o_proj=1, gate_proj=0, up_proj=0, down_proj=1, lm_head=0)
 
 
 def shard(model: Transformer, files: Files, rank: int, ranks: int) -> tuple[Transformer, Files]:
-    """Make one rank's share of a model that is still empty, and of the files that will fill it.
+    """Make one rank's share of an empty model, and of the files that will fill it.
 
     Args:
-        model: on the meta device, with QuantLinears where the files have them.
-        files: see checkpoint.locate_tensors; they fit. {}: there are none, and the weights will be
-            random.
+        model: the whole model on the meta device, with QuantLinears where the files have them.
+        files: the tensors of checkpoint.locate_tensors, which fit the model. {} where there are no
+            files and the weights will be random.
 
     Returns:
-        The share, with plain Linears; and what it reads.
+        The share, with plain Linears, and the files that it reads.
 
     Raises:
-        CheckpointError: something cannot be shared evenly; no weight has been read yet.
+        CheckpointError: a size cannot be shared evenly. No weight has been read yet.
 
-    Example: 4 query heads and 2 kv heads of 8 channels on 4 ranks: rank 3 reads rows 24..31 of q
-        and, as two ranks share a kv head, rows 8..15 of k and v; and columns 24..31 of o
+    Example: 4 query heads and 2 kv heads of 8 channels on 4 ranks. Rank 3 reads rows 24..31 of q
+        and columns 24..31 of o. Two ranks share a kv head, so it reads rows 8..15 of k and v
     """
     c, K = model.config, model.config.num_key_value_heads
     # Several ranks may have the same kv head.
@@ -88,51 +89,54 @@ def shard(model: Transformer, files: Files, rank: int, ranks: int) -> tuple[Tran
         share = build(replace(c, tie_word_embeddings=False, **sizes))
         share.lm_head = nn.Linear(c.hidden_size, -(-c.vocab_size // ranks), bias=False)
     share.requires_grad_(False).to(model.dtype)
-    # Hooks, not modules around modules: names stay the checkpoint's, and the Linears inside can
-    # still be replaced by quantised and packed ones.
+    # Hooks keep the checkpoint's names, which modules around modules would change, and quantised
+    # and packed Linears can still take the place of the plain ones.
     share.register_forward_hook(gather)
     for block in share.layers:
-        block.self_attn.register_forward_hook(add_up)  # it ends with o_proj
-        block.mlp.register_forward_hook(add_up)  # and this, or its experts, with down_proj
-    if is_tied(model):  # of the embedding itself each rank has all, as rows are looked up
+        block.self_attn.register_forward_hook(add_up)  # after o_proj
+        block.mlp.register_forward_hook(add_up)  # after down_proj, the experts' too
+    if is_tied(model):  # each rank has the whole embedding, to look up rows, and a part of lm_head
         files["lm_head.weight"] = files["embed_tokens.weight"]
     for name, stored in files.items():
         *_, module, kind = name.split(".")  # "layers.0.self_attn.o_proj.weight"
         dim = CUTS.get(module)
         if dim == 1 and kind == "bias":
-            files[name] = stored.changed(lambda bias: bias * (rank == 0))  # added by rank 0 alone
+            files[name] = stored.changed(lambda bias: bias * (rank == 0))  # rank 0 adds it
         elif module in CUTS:
             n = stored.shape[dim]
-            pieces = min(ranks, K if module in ("k_proj", "v_proj") else n)  # n is 1: all share it
+            pieces = min(ranks, K if module in ("k_proj", "v_proj") else n)  # 1: all share it
             size = -(-n // pieces)
             files[name] = stored.changed(partial(cut, dim, rank * pieces // ranks, size))
     return share, files
 
 
 def cut(dim: int, i: int, size: int, whole: Tensor) -> Tensor:
-    """Piece i of a tensor; what is past its end, as of a vocabulary that does not divide evenly, is
-    zeros."""
+    """Return piece i of a tensor, filled up with zeros.
+
+    The last pieces reach past the end of a vocabulary that cannot be shared evenly.
+    """
     piece = whole.movedim(dim, -1)[..., i * size : (i + 1) * size]
     return nn.functional.pad(piece, (0, size - piece.shape[-1])).movedim(-1, dim)
 
 
 def add_up(module: nn.Module, args: tuple, y: Tensor) -> Tensor:
-    """The sum of every rank's y."""
+    """Sum y over the ranks."""
     return _ops.wait_tensor(_ops.all_reduce(y, "sum", _world))
 
 
 def gather(module: Transformer, args: tuple, logits: Tensor) -> Tensor:
-    """Put the ranks' parts of the vocabulary together: (..., V / ranks) -> (..., V)."""
+    """Concatenate the ranks' parts of the logits: (..., V / ranks) -> (..., V)."""
     ranks = dist.get_world_size()
     parts = _ops.wait_tensor(_ops.all_gather_into_tensor(logits.contiguous(), ranks, _world))
     return torch.cat(parts.chunk(ranks), -1)[..., : module.config.vocab_size]
 
 
-_ops = torch.ops._c10d_functional  # collectives that torch.compile can have inside a graph
+_ops = torch.ops._c10d_functional  # collectives that torch.compile can put into a graph
 # The name that PyTorch gives the group of all ranks. Nothing may keep that group alive when join
-# ends, or its threads outlive Python, and now and then one of them aborts the process. Compiled
-# code that asked the group for its name would; and torch.distributed.nn would, in its functions'
-# defaults, if it were first loaded when there is a group: hence the import above.
+# ends: its threads would outlive Python, and now and then one of them would abort the process.
+# Compiled code that asks the group for its name keeps it alive. So does torch.distributed.nn, by
+# the defaults of its functions, if it is imported when the group exists. It is imported above,
+# before that.
 _world = "0"
 
 
@@ -140,8 +144,12 @@ _world = "0"
 
 
 def broadcast(message: Any = None, source: int = 0) -> Any:
-    """Broadcast what rank 0 is about to do, as JSON, or None at the end; elsewhere, receive it. Or
-    the same from another rank."""
+    """Send a message from one rank to all, as JSON, and return it on every rank.
+
+    Args:
+        message: read on the source alone: what rank 0 is about to do, or None at the end.
+        source: the rank that sends.
+    """
     data = torch.frombuffer(bytearray(json.dumps(message), "ascii"), dtype=torch.uint8).clone()
     size = torch.tensor(len(data))
     dist.broadcast(size, source)
@@ -150,7 +158,7 @@ def broadcast(message: Any = None, source: int = 0) -> Any:
 
 
 class Leader(Runner):
-    """Rank 0's Runner: tells the others what it is about to do, then does its share."""
+    """Rank 0's Runner: it tells the others what it is about to do, then does its share."""
 
     def __init__(self, model: Transformer, *shape: Any) -> None:
         lead("start", partial(super().__init__, model), *shape)
@@ -163,12 +171,14 @@ class Leader(Runner):
 
 
 def lead(name: str, act: Callable, *args: Any) -> Any:
-    """Have the others do what this rank does now. Ctrl-C in the middle would leave them there, so
-    it is held back until the end. For the main thread, which is where engines run.
+    """Let all ranks do what this rank does now.
+
+    Ctrl-C in the middle would leave the others waiting, so it is held back until the end. Only the
+    main thread may call this, which is where engines run.
 
     Raises:
-        ConnectionError: it failed here, or another rank is lost: no rank can go on. The others
-            notice when this one closes its connections.
+        ConnectionError: the act failed here, or another rank is lost, so no rank can go on. The
+            others notice when this rank closes its connections.
     """
     pressed = []
     before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
@@ -180,13 +190,16 @@ def lead(name: str, act: Callable, *args: Any) -> Any:
     finally:
         signal.signal(signal.SIGINT, before)
         for number in pressed:
-            if callable(before):  # not raised again: the server counts signals
+            if callable(before):  # called, not raised again: the server counts signals
                 before(number, None)
 
 
 def follow(model: Transformer) -> int:
-    """Do what rank 0 does, until it stops; from here on it decides what signals mean, too. Returns
-    the exit status."""
+    """Do what rank 0 does, until it stops. Signals are ignored from here on: rank 0 handles them.
+
+    Returns:
+        The exit status.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     with blame(f"rank {dist.get_rank()}"):
@@ -195,7 +208,7 @@ def follow(model: Transformer) -> int:
                 case "start", *shape:
                     runner = Runner(model, *shape)
                 case "forward", rows:
-                    runner.forward([Row(*row) for row in rows])  # JSON has lists alone
+                    runner.forward([Row(*row) for row in rows])  # a list in JSON
                 case "copy_blocks", pairs:
                     runner.copy_blocks(pairs)
     return 0
@@ -212,33 +225,34 @@ GLOO_SOCKET_IFNAME where several machines do not find each other"""
 def join(device: torch.device) -> Iterator[Ranks]:
     """Join the other processes that torchrun has started.
 
-    When rank 0 is done, it tells the others. A rank that fails, or is killed, closes its
-    connections: so the others' next exchange with it fails, and they end too, rank 0 with a line
-    that says so, and so does the first rank of each other machine; the rest are silent. An error
-    of its own any rank prints, but the rest only after 3 s: if all ranks have the same one, the
-    first prints it before, and torchrun ends all ranks of a machine when one ends.
+    When rank 0 is done, it tells the others. A rank that fails or is killed closes its connections.
+    The next exchange of the others with it fails, and they end as well. The first rank of each
+    machine prints a line that says so, and the rest are silent. A rank prints an error of its own
+    in any case, but those that are not the first of their machine wait 3 s before. If all ranks
+    have the same error, the first has printed it by then, and torchrun has ended the others.
 
     Raises:
-        ValueError: some of torchrun's variables only; fewer GPUs than ranks on this machine; or the
-            ranks cannot reach each other.
+        ValueError: some of torchrun's variables are missing, this machine has fewer GPUs than
+            ranks, or the ranks cannot reach each other.
         ConnectionError: see lead.
     """
     try:
         with blame(MEET):
-            # Integers go over gloo even between GPUs.
+            # Integers travel over gloo, between GPUs as well.
             backend = "gloo"
             if device.type == "cuda":
                 backend = "cpu:gloo,cuda:nccl"
                 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-            # All start at once, but one may read PyTorch from a slow disk. Who cannot be reached is
-            # waited for as long. From then on there is no deadline: a prompt may come late.
+            # All ranks start at the same time, but one may read PyTorch from a slow disk. A rank
+            # that cannot be reached is also waited for as long. Later there is no deadline, as the
+            # next prompt may be late.
             dist.init_process_group(backend, timeout=timedelta(minutes=5))
             dist.distributed_c10d._set_pg_timeout(timedelta(days=365))
         rank, ranks = dist.get_rank(), dist.get_world_size()
         cut = partial(shard, rank=rank, ranks=ranks)
         yield Ranks(device, rank, ranks, cut, Leader, follow, agree)
         if rank == 0:
-            with contextlib.suppress(RuntimeError):  # they may be gone
+            with contextlib.suppress(RuntimeError):  # the others may be gone
                 broadcast()
     except Exception as error:
         if os.environ.get("LOCAL_RANK", "0") != "0" and "gloo" not in str(error):
