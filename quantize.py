@@ -85,7 +85,10 @@ def num_groups(K: int, group_size: int) -> int:
     size = K if group_size == -1 else group_size
     if size < 2 or size % 2 or K % size:
         # "here": under torchrun, K is one rank's share.
-        raise ValueError(f"group_size {size} does not divide {K} input channels here: try {K & -K}")
+        raise ValueError(
+            f"group_size {size} does not divide {K} input channels here into groups of even size: "
+            f"try {K & -K}"
+        )
     return K // size
 
 
