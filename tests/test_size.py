@@ -30,22 +30,46 @@ def test_counts_code_only():
     assert code_nodes(source) == 4 + 3  # =, x, the list, 1; def, return, the string
 
 
-# Nodes bound what there is to understand, and the density bounds folding: a line costs nothing.
-# These are never raised: what does not fit is made simpler.
+# Nodes bound what there is to understand, and the density bounds folding. Lines cost little; they
+# are bounded so that the files stay an evening's reading. These bounds are never raised: what does
+# not fit is made simpler.
 @pytest.mark.parametrize(
     ("names", "most_lines", "most_nodes", "most_in_a_line"),
-    [(ENGINE, 1150, 7350, 7.1), (MODULES, 2900, 19500, 7.4)],
+    [(ENGINE, 1150, 7350, 6.7), (MODULES, 2900, 19500, 6.9)],
     ids=["the engine", "all"],
 )
 def test_budget(names, most_lines, most_nodes, most_in_a_line):
-    """A feature that nobody weighed; or one that is folded into few lines, which nobody can read.
-    See report.py for what is counted."""
+    """A feature is added without weighing what it costs, or is folded into few lines that nobody
+    can read. See report.py for what is counted."""
     sources = {name: (ROOT / f"{name}.py").read_text() for name in names}
     sizes = {name: (code_lines(text), code_nodes(text)) for name, text in sources.items()}
     lines, nodes = map(sum, zip(*sizes.values()))
     assert lines <= most_lines, sizes
     assert nodes <= most_nodes, sizes
     assert nodes / lines <= most_in_a_line, sizes
+
+
+def test_tools_budget():
+    """The tools beside the engine grow larger than what they measure. plan.py is not counted."""
+    tools = set(ROOT.glob("tools/*.py")) - {ROOT / "tools/plan.py"}
+    sizes = {file.name: code_lines(file.read_text()) for file in tools}
+    assert sum(sizes.values()) <= 2300, sizes
+
+
+def test_only_tables_keep_a_layout_of_their_own():
+    """Code is folded past the formatter. A table of data is a statement outside all functions that
+    assigns a dict, list, set or tuple, or what is made of one."""
+    displays = (ast.Dict, ast.List, ast.Set, ast.Tuple, ast.Call)
+    for file in (*ROOT.glob("*.py"), *ROOT.glob("tools/*.py")):
+        source = file.read_text()
+        tables = {
+            node.end_lineno
+            for node in ast.parse(source).body
+            if isinstance(node, ast.Assign) and isinstance(node.value, displays)
+        }
+        for number, line in enumerate(source.splitlines(), 1):
+            skips = "# fmt: " in line and '"# fmt: ' not in line
+            assert not skips or number in tables, f"{file.name}:{number}"
 
 
 def test_every_module_is_counted_and_installed():
