@@ -2,13 +2,14 @@
 
     python checkpoints/train.py --text tinyshakespeare.txt
 
-writes checkpoints/shakespeare (the target), checkpoints/shakespeare-draft (about a twelfth of its
-compute, trained to imitate the target's distribution so that speculative decoding accepts its
-guesses) and the record in checkpoints/README.md. The corpus is small enough to overfit in minutes,
-so the run leans on three regularisers: dropout (hung onto the model from outside, by hooks), BPE
-dropout (Provilkov et al. 2020, arXiv:1910.13267: a new tokenisation of the text every epoch), and
-keeping the weights of the best held-out loss. A second, short run without BPE dropout
-(--resume --bpe-dropout 0) then settles the spelling.
+writes checkpoints/shakespeare (the target), checkpoints/shakespeare-draft and the record in
+checkpoints/README.md. The draft needs about a twelfth of the target's compute. It is trained to
+imitate the target's distribution, so that speculative decoding accepts its guesses. The corpus is
+so small that a model overfits in minutes, so the run uses three regularisers: dropout (added to the
+model from outside, by hooks); BPE dropout (Provilkov et al. 2020, arXiv:1910.13267), which
+tokenises the text anew in every epoch; and early stopping, which keeps the weights with the best
+held-out loss. A second, short run without BPE dropout (--resume --bpe-dropout 0) then teaches the
+spelling.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-if __name__ == "__main__":  # Ctrl-C may come while PyTorch is imported
+if __name__ == "__main__":  # so that Ctrl-C works while PyTorch is imported
     import program
 
 import sentencepiece
@@ -40,7 +41,7 @@ from checkpoint import load_model, named_tensors
 from model import Config, LayerCache, Transformer
 
 VOCAB, CONTEXT = 1024, 1024  # pieces; positions
-SHORT = 256  # tokens in most of the windows
+SHORT = 256  # tokens in a window during the first two thirds of training
 TARGET = Config(
     vocab_size=VOCAB, hidden_size=256, intermediate_size=512, num_hidden_layers=6,
     num_attention_heads=8, num_key_value_heads=4, head_dim=32, max_position_embeddings=CONTEXT,
@@ -55,18 +56,18 @@ BOS, EOS = 1, 2
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; return the exit status: 0, 2 for an error of use, 130 for Ctrl-C."""
+    """Run the command line. Returns the exit status: 0, 2 for a usage error, 130 for Ctrl-C."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--text", type=Path, required=True, help="the tiny-shakespeare corpus")
     parser.add_argument("--out", type=Path, default=HERE)
-    parser.add_argument("--steps", type=int, default=1600, help="of the target")
+    parser.add_argument("--steps", type=int, default=1600, help="steps of the target")
     parser.add_argument("--draft-steps", type=int, default=2400)
     parser.add_argument("--batch-tokens", type=int, default=8192)
     parser.add_argument("--dropout", type=float, default=0.2)
     parser.add_argument("--bpe-dropout", type=float, default=0.1)
-    parser.add_argument("--peak-lr", type=float, default=2e-3, help="twice that for the draft")
-    parser.add_argument("--only", choices=("target", "draft"), help="train just one of the two")
-    parser.add_argument("--resume", action="store_true", help="go on from the weights in --out")
+    parser.add_argument("--peak-lr", type=float, default=2e-3, help="the draft uses twice this")
+    parser.add_argument("--only", choices=("target", "draft"), help="train only this one")
+    parser.add_argument("--resume", action="store_true", help="continue from the weights in --out")
     args = parser.parse_args(argv)
     torch.manual_seed(0)
     try:
@@ -80,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def train_both(args: argparse.Namespace) -> None:
-    """Train the target, then the draft on it, and write the record of both."""
+    """Train the target, then the draft with the target as its teacher. Write the record of both."""
     text, held_out = read(args.text)
     args.out.mkdir(parents=True, exist_ok=True)
     target_dir, draft_dir = args.out / "shakespeare", args.out / "shakespeare-draft"
@@ -108,30 +109,32 @@ def train_both(args: argparse.Namespace) -> None:
 
 
 def read(file: Path) -> tuple[str, str]:
-    """Read a text, and cut it into what is trained on and what is held out, at the start of a
-    speech.
+    """Read a text, and split it at the start of a speech: (training text, held-out text).
 
     Raises:
-        ValueError: it is no UTF-8, or too short to be cut.
-        OSError: it cannot be read.
+        ValueError: the file is not UTF-8, or too short to be split.
+        OSError: the file cannot be read.
     """
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"--text {file} is no UTF-8: {error}") from error
+        raise ValueError(f"--text {file} is no UTF-8 text: {error}") from error
     gap = text.find("\n\n", int(len(text) * (1 - HELD_OUT)))
     cut = gap + 2
     if gap < 0 or not text[cut:].strip():
         raise ValueError(
-            f"--text {file} has {len(text)} characters and no empty line in its last tenth, where "
-            "a speech could begin: give a longer text, of speeches with empty lines between them"
+            f"--text {file} has {len(text)} characters and no empty line in its last tenth, so it "
+            "cannot be split: give a longer text, of speeches separated by empty lines"
         )
     return text[:cut], text[cut:]
 
 
 def train_tokenizer(text: str, out: Path) -> None:
-    """Fit a byte-fallback BPE of VOCAB pieces, Llama's kind, on the training part only. Raises
-    ValueError where the text has not as many."""
+    """Train a BPE tokenizer of VOCAB pieces with byte fallback, as Llama's is, on the text.
+
+    Raises:
+        ValueError: the text is too short for that many pieces.
+    """
     lines = (line for line in text.split("\n") if line)
     with open(out / "tokenizer.model", "wb") as file:
         try:
@@ -142,8 +145,8 @@ def train_tokenizer(text: str, out: Path) -> None:
                 minloglevel=2,
             )  # fmt: skip
         except RuntimeError as error:
-            what = f"--text is too short for {VOCAB} pieces: {len(text)} characters to train on"
-            raise ValueError(what) from error
+            problem = f"--text is too short for {VOCAB} pieces: {len(text)} characters to train on"
+            raise ValueError(problem) from error
     config = {
         "tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "add_eos_token": False,
         "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>",
@@ -152,10 +155,11 @@ def train_tokenizer(text: str, out: Path) -> None:
 
 
 def encode(sp: sentencepiece.SentencePieceProcessor, text: str, bpe_dropout: float = 0) -> Tensor:
-    """Tokenise speech by speech, each after a BOS, so that an empty prompt starts a speech."""
+    """Tokenise speech by speech. Some speeches follow a BOS, so that an empty prompt starts one."""
     ids: list[int] = []
     for speech in text.split("\n\n"):
-        ids.append(BOS) if len(ids) % 16 == 0 else None  # some speeches: most follow another one
+        if len(ids) % 16 == 0:  # one in 16, more or less: the others follow the speech before
+            ids.append(BOS)
         ids += sp.encode(
             speech + "\n\n", enable_sampling=bpe_dropout > 0, alpha=bpe_dropout, nbest_size=-1
         )
@@ -163,8 +167,11 @@ def encode(sp: sentencepiece.SentencePieceProcessor, text: str, bpe_dropout: flo
 
 
 def check_length(ids: Tensor, batch_tokens: int) -> None:
-    """Raise ValueError where a text has fewer tokens than a batch, wherever its windows begin; or a
-    batch fewer than a window."""
+    """Check that a text fills a batch wherever its windows begin, and a batch a window.
+
+    Raises:
+        ValueError: one of them is too short.
+    """
     if batch_tokens < CONTEXT:
         raise ValueError(f"--batch-tokens {batch_tokens} is less than a window of {CONTEXT}")
     for length in (SHORT, CONTEXT):
@@ -187,11 +194,15 @@ def train(
     args: argparse.Namespace,
     teacher: Transformer | None,
 ) -> dict:
-    """Train one model, write the best of it to `out`, and return the record of the run."""
+    """Train one model, write its best weights to `out`, and return the record of the run.
+
+    Args:
+        teacher: the model whose distribution is imitated; None: learn from the text alone.
+    """
     sp = sentencepiece.SentencePieceProcessor(model_file=str(out / "tokenizer.model"))
     model = Transformer(config)
     for name, parameter in model.named_parameters():
-        if parameter.dim() > 1:  # GPT-2's start: smaller where a layer writes into the stream
+        if parameter.dim() > 1:  # as in GPT-2: smaller where a layer writes to the residual stream
             depth = 2 * config.num_hidden_layers
             last = name.endswith(("o_proj.weight", "down_proj.weight"))
             torch.nn.init.normal_(parameter, std=0.02 / (math.sqrt(depth) if last else 1))
@@ -213,17 +224,17 @@ def train(
     peak = args.peak_lr if teacher is None else 2 * args.peak_lr
     valid = encode(sp, held_out)
     check_length(encode(sp, text), args.batch_tokens)
-    best, best_step, start = (
-        evaluate(model, valid) if args.resume else math.inf,
-        0,
-        time.monotonic(),
-    )
+    best, best_step = math.inf, 0
+    if args.resume:
+        best = evaluate(model, valid)
+    start = time.monotonic()
     epoch: list[Tensor] = []
     for step in range(1, steps + 1):
         warm, decay = min(1, step / 100), 0.5 * (1 + math.cos(math.pi * step / steps))
         for group in optimizer.param_groups:
             group["lr"] = peak * warm * (0.05 + 0.95 * decay)
-        # Short windows are cheap and teach most of it; the last third learns the long positions.
+        # Short windows are cheap and teach most of the language. The last third of the steps uses
+        # long windows, to learn the later positions.
         length = SHORT if step < steps * 2 // 3 else CONTEXT
         rows = args.batch_tokens // length
         epoch = [e for e in epoch if e.shape[1] == length + 1]
@@ -236,7 +247,7 @@ def train(
         with torch.autocast("cpu", torch.bfloat16):
             logits = forward(fast, batch[:, :-1])
             loss = F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
-            if teacher is not None:  # Hinton et al. 2015: learn the whole distribution
+            if teacher is not None:  # distillation (Hinton et al. 2015)
                 with torch.no_grad():
                     soft = forward(teacher, batch[:, :-1]).float().softmax(-1)
                 loss = 0.1 * loss - 0.9 * (soft * logits.float().log_softmax(-1)).sum(-1).mean()
@@ -272,13 +283,14 @@ def train(
 
 
 class Causal(LayerCache):
-    """Attention within one call, like model.NoCache's, but `is_causal` spares training the mask."""
+    """Attention within one call, like model.NoCache's, but with `is_causal` in place of a mask."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
 def forward(model: Transformer, tokens: Tensor) -> Tensor:
+    """Run whole windows without a cache: tokens (B, T) -> logits (B, T, V)."""
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     return model(tokens, positions, [Causal() for _ in model.layers])
 
@@ -301,9 +313,13 @@ def evaluate(model: Transformer, ids: Tensor, length: int = 512) -> float:
 
 @contextlib.contextmanager
 def replacing(folder: Path, resume: bool) -> Iterator[Path]:
-    """Make a folder to work in, which begins as a copy to resume from. Its files replace those of
-    `folder` at the end, together: weights are of no use with another tokenizer. Where anything goes
-    wrong it is gone, and `folder` is as it was."""
+    """Yield a temporary folder to write to. At the end its files replace those of `folder`, all
+    together, because weights are useless with another tokenizer. After an error the temporary
+    folder is deleted, and `folder` is unchanged.
+
+    Args:
+        resume: whether the temporary folder begins as a copy of `folder`.
+    """
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".") as temporary:
         work = Path(temporary) / folder.name
         if resume:
@@ -317,7 +333,8 @@ def replacing(folder: Path, resume: bool) -> Iterator[Path]:
 
 
 def save(model: Transformer, config: Config, out: Path) -> None:
-    """Write the standard Llama layout: bfloat16 safetensors and config.json."""
+    """Write a model in the standard Llama layout: bfloat16 safetensors, config.json and
+    generation_config.json."""
     tensors = {
         f"model.{name}": tensor.detach().to(torch.bfloat16).contiguous()
         for name, tensor in named_tensors(model)
@@ -330,7 +347,8 @@ def save(model: Transformer, config: Config, out: Path) -> None:
     )  # fmt: skip
     settings = {name: getattr(config, name) for name in fields} | {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
-        # In float32 processors seldom round a near tie apart, and so small a model is no slower.
+        # In float32, processors seldom break a near tie differently, and so small a model is as
+        # fast as in bfloat16.
         "torch_dtype": "float32", "bos_token_id": BOS, "eos_token_id": EOS,
     }  # fmt: skip
     (out / "config.json").write_text(json.dumps(settings, indent=1) + "\n")
@@ -339,17 +357,17 @@ def save(model: Transformer, config: Config, out: Path) -> None:
 
 
 def write_record(path: Path, runs: dict) -> None:
-    """Write README.md from the recorded runs; its figures are never typed."""
+    """Write README.md from the recorded runs, so that no figure is typed by hand."""
     lines = [
         "# The bundled models",
         "",
-        "Two Llama-shaped models trained by `train.py` on tiny-shakespeare (public domain). The"
-        " first run, the tests and speculative decoding use them. This file is written by"
-        " `train.py` from `train.json`.",
+        "`train.py` trained these two Llama-shaped models on tiny-shakespeare (public domain). The"
+        " README's first command, the tests and the examples of speculative decoding use them."
+        " `train.py` also writes this file, from `train.json`.",
         "",
-        "The last tenth of the text is held out. Loss is in nats per token over windows of 512."
-        " One column for each run, the later ones going on from the best weights before; minutes"
-        " are of a machine that was busy with other work too.",
+        "The last tenth of the text is held out. The loss is in nats per token, over windows of 512"
+        " tokens. There is one column for each run; a later run continues from the best weights of"
+        " the run before. The minutes were measured on a machine that was busy with other work.",
     ]
     for name, stages in runs.items():
         lines += ["", f"## {name}", "", "| what |" + " figure |" * len(stages)]
@@ -361,5 +379,5 @@ def write_record(path: Path, runs: dict) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no folder is left behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exits through `replacing`'s cleanup
     program.run(main)
