@@ -1,4 +1,4 @@
-"""Chapter 8: several processes. Each holds and reads a share of every matrix; sums are exchanged.
+"""Chapter 8: several processes. Each holds and reads a share of every matrix; they exchange sums.
 
 python course/08_ranks.py
 """
@@ -19,28 +19,28 @@ from settings import Ranks
 from tools.bench import SHAPES, random_model
 from tools.measure import bytes_per_step
 
-RANKS, PAST = 2, 2048  # tokens whose keys and values are held, too
-GPU_READS, GPU_SUM = 2e12, 0.01  # assumed: bytes a second of a GPU; ms of a sum between two
+RANKS, PAST = 2, 2048  # processes; tokens in the cache
+GPU_READS, GPU_SUM = 2e12, 0.01  # assumed: bytes a GPU reads per second; ms for a sum over two
 
 
 def shared_mlp(mlp: MLP, x: Tensor, rank: int) -> Tensor:
-    """A feed-forward of which this process computes its share of the F channels, and all sum up."""
+    """Run a feed-forward: compute this rank's share of the F channels, and sum over the ranks."""
     gate, up = mlp.gate_up_proj.weight.chunk(2)  # (F, D) each
     mine = slice(len(gate) * rank // RANKS, len(gate) * (rank + 1) // RANKS)
-    y = F.silu(x @ gate[mine].t()) * (x @ up[mine].t())  # (T, F / RANKS): nothing to exchange
-    y = y @ mlp.down_proj.weight[:, mine].t()  # (T, D): one part of each sum
+    y = F.silu(x @ gate[mine].t()) * (x @ up[mine].t())  # (T, F / RANKS), without any exchange
+    y = y @ mlp.down_proj.weight[:, mine].t()  # (T, D): this rank's part of each sum
     dist.all_reduce(y)
     return y
 
 
 def one_rank(lesson: Lesson, place: Ranks) -> dict[str, Any]:
-    """What each process does, on one thread, and what it has found."""
+    """Do one process's work, on one thread. Returns what it has measured."""
     config = lesson.pick(SHAPES["110m"], lesson.tiny)
-    # 1) the idea, on one feed-forward, which every rank has made whole, from one seed
+    # 1) the idea: one feed-forward, which every rank builds from the same seed
     torch.manual_seed(0)
     mlp, x = MLP(config, config.intermediate_size), torch.randn(3, config.hidden_size)
     apart = (shared_mlp(mlp, x, place.rank) - mlp(x)).abs().max().item()
-    # 2) a rank's share of the whole model, by tp.shard: what it adds up for a token, and its time
+    # 2) a rank's share of the whole model, by tp.shard: the sums for a token, and its time
     with watch_sums() as sizes:
         share = random_model(config, torch.float32, place)
     pack_linears(share)
@@ -53,8 +53,8 @@ def one_rank(lesson: Lesson, place: Ranks) -> dict[str, Any]:
 
 
 def on_gpus(shape: str) -> dict[str, float]:
-    """Milliseconds for a token that one GPU and several would take, computed from the bytes."""
-    with torch.device("meta"):  # a model without memory
+    """Compute from the bytes how many ms one GPU, and several, would take for a token."""
+    with torch.device("meta"):  # allocates nothing
         model = build(SHAPES[shape]).to(torch.bfloat16)
     alone = 1e3 * bytes_per_step(model, 0) / GPU_READS
     sums = 2 * len(model.layers) * GPU_SUM
@@ -62,9 +62,9 @@ def on_gpus(shape: str) -> dict[str, float]:
 
 
 def chapter(lesson: Lesson) -> dict[str, Any]:
-    found = lesson.ranks(RANKS, __file__)  # of the first
-    lesson.say(f"The feed-forward in shares is the whole one, but for {found['apart']:.1g}.")
-    # 3) the same model whole, in this process: what it holds, and its time on as many threads
+    found = lesson.ranks(RANKS, __file__)  # what rank 0 has measured
+    lesson.say(f"The shared feed-forward differs from the whole one by {found['apart']:.1g}.")
+    # 3) the whole model in this process: what it holds, and its time on one thread and on two
     whole = lesson.random_model()
     times = {f"{RANKS} processes, 1 thread each": found["ms"]}
     for n in (1, RANKS):
@@ -77,7 +77,7 @@ def chapter(lesson: Lesson) -> dict[str, Any]:
     lesson.say(f"\nA token takes {each} sums, {kb:.0f} kB in all: {ms:.1f} ms by themselves.")
     if found["ms"] > times[f"1 process, {RANKS} threads"]:
         lesson.say("No gain in time here: two threads share one memory, and need no sums.")
-    # 4) what the bytes say of two devices that have a memory each
+    # 4) what the bytes say about two devices, each with its own memory
     lesson.bars("computed, not measured: ms for a token, bfloat16", on_gpus("110m") | on_gpus("7b"))
     return found | {"mb": mb}
 

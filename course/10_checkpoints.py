@@ -1,4 +1,4 @@
-"""Chapter 10: real checkpoints. A folder of files becomes text; not every mistake in it is seen.
+"""Chapter 10: real checkpoints. From a folder to a text, and which mistakes in it go unnoticed.
 
 python course/10_checkpoints.py
 """
@@ -19,14 +19,14 @@ from settings import BUNDLED, SamplingParams
 from tokenizer import Tokenizer
 
 STACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
-IDS = torch.arange(256)[None]  # a text of 256 tokens, and their positions
-# What is done to Llama 3's config.json, one at a time. None: the line is left out.
+IDS = torch.arange(256)[None]  # a text of 256 tokens, and also their positions
+# The changes to Llama 3's config.json, made one at a time. None: the line becomes null.
 CHANGES = dict.fromkeys(("rms_norm_eps", "rope_scaling", "rope_theta", "tie_word_embeddings"))
 CHANGES |= {"head_dim": 8, "architectures": ["Qwen3ForCausalLM"], "hidden_act": "gelu"}
 
 
 def fill(model: Transformer, stored: dict[str, torch.Tensor]) -> set[str]:
-    """Copy stored tensors into a model. Returns the names for which it has no place."""
+    """Copy stored tensors into a model. Returns the names for which the model has no place."""
     left = {*stored}
     for name, parameter in model.named_parameters():  # "layers.0.mlp.gate_up_proj.weight"
         own = name.split(".")[-2]
@@ -38,7 +38,7 @@ def fill(model: Transformer, stored: dict[str, torch.Tensor]) -> set[str]:
 
 
 def logits_of(path: Path) -> torch.Tensor:
-    """What the engine makes of a folder: (1, 256, V) logits, in float32."""
+    """Load a folder by the engine's loader. Returns the logits for IDS, (1, 256, V), in float32."""
     return load_model(path, dtype=torch.float32)(IDS, IDS)
 
 
@@ -49,12 +49,12 @@ def chapter(lesson: Lesson) -> dict[str, object]:
     logits = trained(torch.tensor([prompt]), torch.arange(len(prompt))[None])[0, -1:]  # (1, V)
     likeliest = logits[0].topk(8).indices.tolist()
     with folders.written() as paths:
-        # 1) weights: the ten lines, and what the engine's loader makes of the same folder
+        # 1) weights: fill a model by the ten lines, and compare it with the engine's loader
         for name, path in paths.items():
             stored, model = load_file(path / "model.safetensors"), build(load_config(path))
             lesson.say(f"{name}: {len(stored)} tensors, {len(fill(model, stored))} without a place")
             same += torch.equal(model(IDS, IDS), logits_of(path))
-        # 2) text: how it is cut up; a chat; what ends it; and what is sampled if nobody says
+        # 2) text: its tokens, a chat, the tokens that end a reply, the default sampling settings
         for name, path in ({"bundled": BUNDLED} | paths).items():
             tokenizer, setting = Tokenizer(path), suggested(path)
             lesson.say(f"\n{name}: {setting}")
@@ -65,7 +65,7 @@ def chapter(lesson: Lesson) -> dict[str, object]:
             strips[name] = parts_strip(distribution(logits, [row])[0, likeliest].tolist(), 60)
         legend = {a: words.piece(i) for a, i in zip(LETTERS, likeliest)} | {".": "others"}
         lesson.rows("what follows 'JULIET: O, my', as each folder suggests", strips, legend)
-        # 3) a config.json with one thing wrong
+        # 3) a config.json with one mistake
         file = paths["Llama 3"] / "config.json"
         raw, right = json.loads(file.read_text()), logits_of(file.parent).argmax(-1)
         lesson.say()
@@ -74,9 +74,9 @@ def chapter(lesson: Lesson) -> dict[str, object]:
             try:
                 differ[key] = int((logits_of(file.parent).argmax(-1) != right).sum())
             except CheckpointError as error:
-                # The message begins with a path, that of a temporary folder.
+                # The message begins with the path of a temporary folder.
                 lesson.say(f"{key}, refused: {str(error).partition(': ')[2].splitlines()[0]}")
-        lesson.bars("loaded without a word: next tokens that are others, of 256", differ)
+        lesson.bars("loaded without an error: next tokens that differ, of 256", differ)
     return {"same": same, "refused": [*CHANGES.keys() - differ], "differ": differ}
 
 
