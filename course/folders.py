@@ -1,7 +1,7 @@
 """Tiny checkpoints in the form of Qwen3's and Llama 3's, with random weights, for chapter 10.
 
-But for the sizes, what stands in these files stands in those that people download: the names of
-settings and tensors, the special tokens, the layout of tokenizer.json. Read: FAMILIES, write.
+Except for their sizes, the files are like those that people download: they have the same names of
+settings and tensors, special tokens, and layout of tokenizer.json. Read: FAMILIES, write.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ SHAPE = {
     "hidden_act": "silu", "tie_word_embeddings": True, "torch_dtype": "bfloat16",
 }  # fmt: skip
 
-# Turns between special tokens. Only Llama's template writes the token that every text begins with.
+# The turns of a chat, with special tokens. Only Llama's template writes the first token of a text.
 QWEN_TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
 QWEN_REPLY = (
     "<|im_start|>assistant\n"
@@ -46,7 +46,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "rope_theta": 1000000, "rms_norm_eps": 1e-6, "sliding_window": None,
         },
         "generation": {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95},
-        "ends": ["<|im_end|>", "<|endoftext|>"],  # of config.json the first, of generation.. all
+        "ends": ["<|im_end|>", "<|endoftext|>"],  # config.json has the first, generation_config all
         "tokenizer": {"bos_token": None, "eos_token": "<|im_end|>", "add_bos_token": False},
         "template": TEMPLATE.format(QWEN_TURN, QWEN_REPLY),
     },
@@ -58,7 +58,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "config": {
             "architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": 16,
             "rope_theta": 500000, "rms_norm_eps": 1e-5,
-            "rope_scaling": {  # of contexts beyond 64 tokens, here; 8,192 of Llama 3.1
+            "rope_scaling": {  # here for contexts beyond 64 tokens; in Llama 3.1 beyond 8,192
                 "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0,
                 "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
             },
@@ -73,16 +73,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @contextlib.contextmanager
 def written() -> Iterator[dict[str, Path]]:
-    """A folder of each family, by name; at the end they are removed."""
+    """Write a folder for each family, and remove them afterwards. Yields their paths by name."""
     if not find_spec("tokenizers"):
-        print("10_checkpoints.py: error: needs: pip install tokenizers", file=sys.stderr)
+        print("10_checkpoints.py: error: run: pip install tokenizers", file=sys.stderr)
         raise SystemExit(2)
     with tempfile.TemporaryDirectory() as root:
         yield {name: write(Path(root, name), each) for name, each in FAMILIES.items()}
 
 
 def write(folder: Path, family: dict[str, Any]) -> Path:
-    """Write the folder of a family: its JSON files, and random weights."""
+    """Write the folder of a family: its JSON files, and random weights. Returns the folder."""
     text = Path(__file__).with_name("hamlet.txt").read_text(encoding="utf-8")
     vocab, merges = learn(text, 100)
     ids = {token: len(vocab) + i for i, token in enumerate(family["special"])}
@@ -99,8 +99,10 @@ def write(folder: Path, family: dict[str, Any]) -> Path:
         (folder / file).write_text(json.dumps(content, indent=1), encoding="utf-8")
     model, tensors = build(load_config(folder)), {}
     for name, tensor in named_tensors(model):
-        spread = 1.5 * tensor.shape[-1] ** -0.5
-        tensor.normal_(0, spread) if tensor.dim() > 1 else tensor.uniform_(0.5, 1.5)
+        if tensor.dim() > 1:
+            tensor.normal_(0, 1.5 * tensor.shape[-1] ** -0.5)
+        else:  # a norm's weight
+            tensor.uniform_(0.5, 1.5)
         stored = name if name.startswith("lm_head") else f"model.{name}"
         tensors[stored] = tensor.to(torch.bfloat16).clone()
     save_file(tensors, folder / "model.safetensors")
@@ -111,16 +113,17 @@ def write(folder: Path, family: dict[str, Any]) -> Path:
 
 
 def byte_letters() -> list[str]:
-    """A letter for each byte that can be printed: itself where it can be, else one from 256 on. So
-    a space is \u0120, and a newline \u010a."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    return [chr(byte if byte in shown else 256 + hidden.index(byte)) for byte in range(256)]
+    """Return a printable letter for each of the 256 bytes: the byte's own character where that can
+    be printed, else one from 256 on. So a space is \u0120, and a newline \u010a."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte if byte in printable else 256 + others.index(byte)) for byte in range(256)]
 
 
 def learn(text: str, count: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Merge the most frequent pair of neighbours, within words, and again. Returns the vocabulary,
-    the letters of the 256 bytes first, and the pairs in the order in which they were merged."""
+    """Learn byte-pair encoding: `count` times, merge the most frequent pair of neighbours within
+    words. Returns the vocabulary, where the letters of the 256 bytes come first, and the merged
+    pairs in order."""
     letters = byte_letters()
     words = [[letters[byte] for byte in f" {word}".encode()] for word in text.split()]
     vocab, merges = {letter: i for i, letter in enumerate(sorted(letters))}, []
@@ -133,7 +136,10 @@ def learn(text: str, count: int) -> tuple[dict[str, int], list[tuple[str, str]]]
 
 
 def merged(word: list[str], pair: tuple[str, str]) -> list[str]:
-    """A word with each occurrence of a pair as one piece."""
+    """Return a word with each occurrence of a pair joined into one piece.
+
+    Example: [t, h, e, t, h], (t, h) -> [th, e, th]
+    """
     found = []
     for piece in word:
         if found and (found[-1], piece) == pair:
@@ -146,7 +152,7 @@ def merged(word: list[str], pair: tuple[str, str]) -> list[str]:
 def byte_level(
     vocab: dict[str, int], merges: list[tuple[str, str]], special: dict[str, int], bos: str | None
 ) -> dict[str, Any]:
-    """The content of a tokenizer.json. Where there is a bos, the file itself puts it in front."""
+    """Return the content of a tokenizer.json. If there is a `bos`, its post-processor adds it."""
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
     first = {"SpecialToken": {"id": bos, "type_id": 0}}

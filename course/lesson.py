@@ -1,8 +1,8 @@
 """What the chapters share: arguments, models, a stopwatch, other processes, and pictures.
 
 Each picture (bars, curves, rows) goes to the terminal as text and, with --svg FILE, into one SVG.
-What a chapter is about stands in the chapter; in here is what would stand in its way. Read: run,
-Lesson, and of the rest what a chapter calls.
+The chapters hold what they are about, and this file holds the rest. Read: run, Lesson, and then
+what a chapter calls.
 """
 
 import argparse
@@ -57,11 +57,11 @@ def run(
     chapter: Callable[["Lesson"], dict[str, Any]], argv: list[str] | None = None,
     each_rank: Callable[["Lesson", Ranks], dict[str, Any]] | None = None,
 ) -> Any:  # fmt: skip
-    """Parse the command line, run a chapter, and write its pictures. Returns what it counted.
+    """Parse the command line, run a chapter, and write its pictures. Returns the chapter's counts.
 
     Args:
         argv: the command line, without the program; by default this process's own.
-        each_rank: what a process does that the chapter has started with `Lesson.ranks`.
+        each_rank: what to do in a process that the chapter has started by `Lesson.ranks`.
     """
     if each_rank and "RANK" in os.environ:
         return be_rank(each_rank)
@@ -73,8 +73,8 @@ def run(
         sys.stdout.reconfigure(errors="replace")  # a terminal without bars gets question marks
     torch.manual_seed(0)
     lesson, threads = Lesson(args.small), torch.get_num_threads()
-    # One, as for the pages: how many there are changes sums in the last digit, and on a busy
-    # machine threads wait for each other.
+    # One thread, as for the pages: the number of threads changes the last digit of sums, and on a
+    # busy machine threads wait for each other.
     torch.set_num_threads(1)
     try:
         signal.signal(signal.SIGINT, CTRL_C)
@@ -101,9 +101,9 @@ class Lesson:
     """One run of a chapter.
 
     Attributes:
-        small: whether only counts are wanted.
+        small: whether to run the tiny model, for the counts alone.
         panels: the pictures so far, each (height, SVG shapes).
-        tiny: the shape of --small, on which nothing is slow.
+        tiny: the shape that --small uses, with which nothing is slow.
     """
 
     tiny = Config(256, 64, 128, 2, 4, 2, 16, 1024, eos_ids=())
@@ -113,22 +113,24 @@ class Lesson:
         self.panels: list[tuple[int, list[str]]] = []
 
     def pick(self, real: Any, small: Any) -> Any:
-        """A size, and what it is with --small."""
+        """Return a size: `small` with --small, else `real`."""
         return small if self.small else real
 
     @functools.cached_property
     def bandwidth(self) -> float:
-        """Bytes a second that this machine reads from memory; measured at the first use. The best
-        of some times, as of what is compared with it: what disturbs it only takes away."""
+        """Bytes per second that this machine reads from memory, measured at the first use. It is
+        the best of several runs, like the times compared with it: disturbances only slow it."""
         return 1e9 * max(read_bandwidth(torch.device("cpu")) for _ in range(8))
 
     def random_model(self, tiny: bool = False, packed: bool = True) -> Transformer:
-        """The bench's shape 110m with random weights, in float32: 440 MB to read for each token,
-        more than any cache of a processor holds. Speed does not depend on their values. If asked
-        for, or with --small, a tiny one.
+        """Build a model of the bench's shape 110m with random weights, in float32. A token reads
+        its 440 MB, more than a processor's caches hold. Speed does not depend on the values.
 
-        Packed, as --compile does it (chapter 6), a few rows take as long as the weights take to be
-        read. A library's plain product can take twice as long for three rows as for one.
+        Args:
+            tiny: build a tiny model, as --small does.
+            packed: pack the weights as --compile does (chapter 6). Then a forward of a few rows
+                takes as long as reading the weights. A library's plain product can take twice as
+                long for three rows as for one.
         """
         config = self.tiny if tiny else self.pick(SHAPES["110m"], self.tiny)
         if config != self.tiny and free_memory(torch.device("cpu")) < 2**31:
@@ -140,13 +142,13 @@ class Lesson:
         return model
 
     def bundled(self, name: str = "shakespeare") -> tuple[Transformer, Tokenizer]:
-        """A trained model of checkpoints/, in float32, and its tokenizer."""
+        """Load a trained model from checkpoints/, in float32, and its tokenizer."""
         folder = BUNDLED.with_name(name)
         return load_model(folder, dtype=torch.float32), Tokenizer(folder)
 
     def ranks(self, count: int, script: str) -> dict[str, Any]:
-        """Start a script as so many processes, which `run` makes ranks. Returns what the first
-        one's `each_rank` has returned."""
+        """Start a script as `count` processes, which `run` makes into ranks. Returns the result of
+        `each_rank` on rank 0."""
         words = [os.path.abspath(script), *["--small"] * self.small]
         return json.loads(start_ranks(count, words)[0])
 
@@ -155,29 +157,46 @@ class Lesson:
         print(text, flush=True)
 
     def watch(self, engine: Engine, most: int = 40) -> list[str]:
-        """Step an engine until it is empty, printing of each step who ran how many tokens, whose
-        the blocks are, and what else happened. Returns the latter, by name: found, forked, ..."""
+        """Step an engine until it is empty, and print for each step which sequences ran how many
+        tokens, who owns each block, and what else happened. Returns these events by name.
+
+        Args:
+            most: steps to run at most.
+        """
         names: dict[Job, str] = {}
-        events, then = [], (0, 0)
+        events: list[str] = []
+        hits = preemptions = 0
         self.say(f"\n  step  {'ran':26}{'blocks':{engine.pool.num_blocks + 2}}")
-        copies, copy_blocks = [], engine.runner.copy_blocks
-        engine.runner.copy_blocks = lambda pairs: (copies.extend(pairs), copy_blocks(pairs))
-        while engine.queue and (most := most - 1):
+        copies: list[tuple[int, int]] = []  # blocks that this step has copied
+        copy_blocks = engine.runner.copy_blocks
+
+        def watched(pairs: list[tuple[int, int]]) -> None:
+            copies.extend(pairs)
+            copy_blocks(pairs)
+
+        engine.runner.copy_blocks = watched
+        for _ in range(most):
+            if not engine.queue:
+                break
             before = engine.queue
             engine.step()
             for job in before + engine.queue:
                 index = job.request.outputs.index(job)
                 names[job] = LETTERS[26:][job.request.arrival - 1] + "'" * index
-            now = engine.stats["prefix_cache_hits"], engine.stats["num_preemptions"]
-            what = [f"found {now[0] - then[0]} tokens"] * (now[0] > then[0])
-            what += ["copied a block"] * len(copies) + ["preempted"] * (now[1] - then[1])
-            what += [f"forked {names[job]}" for job in engine.queue if job not in before]
-            what += [f"ended {names[job]}" for job in before if job.finish_reason]
-            ran = " ".join(f"{names[job]}+{n}" for job, n in engine.ran.items())
-            self.say(
-                f"  {engine.stats['engine_steps']:4}  {ran:26}{pool(engine)}  {', '.join(what)}"
-            )
-            events, then = events + what, now
+            new: list[str] = []  # events of this step
+            if engine.stats["prefix_cache_hits"] > hits:
+                new.append(f"found {engine.stats['prefix_cache_hits'] - hits} tokens")
+            new += ["copied a block"] * len(copies)
+            new += ["preempted"] * (engine.stats["num_preemptions"] - preemptions)
+            new += [f"forked {names[job]}" for job in engine.queue if job not in before]
+            new += [f"ended {names[job]}" for job in before if job.finish_reason]
+            step, ran = engine.stats["engine_steps"], []
+            for job, count in engine.ran.items():
+                ran.append(f"{names[job]}+{count}")
+            self.say(f"  {step:4}  {' '.join(ran):26}{owners(engine)}  {', '.join(new)}")
+            events += new
+            hits = engine.stats["prefix_cache_hits"]
+            preemptions = engine.stats["num_preemptions"]
             copies.clear()
         return events
 
@@ -346,39 +365,42 @@ def number(value: float, digits: int) -> str:
     return f"{value:.{digits}g}"
 
 
-def pool(engine: Engine) -> str:
-    """An engine's blocks in a row: whose each is, by the letter of its request; * of several; - in
-    the prefix cache; . free."""
-    marks = [".-"[block in engine.pool.cached] for block in range(engine.pool.num_blocks)]
+def owners(engine: Engine) -> str:
+    """Show an engine's blocks as one character each: the letter of the request that owns it; * if
+    several tables share it; - if it is only in the prefix cache; . if it is free."""
+    marks = []
+    for block in range(engine.pool.num_blocks):
+        marks.append("-" if block in engine.pool.cached else ".")
     for job in engine.running:
+        letter = LETTERS[26:][(job.request.arrival - 1) % 26]
         for block in job.table.blocks:
-            mine = LETTERS[26:][(job.request.arrival - 1) % 26]
-            marks[block] = mine if engine.pool.refs[block] == 1 else "*"
+            marks[block] = letter if engine.pool.refs[block] == 1 else "*"
     return "".join(marks)
 
 
 def memory_strip(tables: list[list[int]], size: int, used: int, slots: int, cell: int = 16) -> str:
-    """A memory of `slots` tokens as a strip, a character for each `cell` of them: the letter of who
-    holds it, A the first; * of several; - reserved and empty; . free.
+    """Show a memory of `slots` tokens as a strip, with a character for each `cell` tokens: the
+    letter of its sequence, from A on; * shared; - reserved and empty; . free.
 
     Args:
-        tables: of each holder, the numbers of its blocks, in order.
+        tables: for each sequence, the numbers of its blocks, in order.
         size: tokens in a block, a multiple of `cell`.
-        used: tokens that each holder has; in the rest of its blocks there is nothing.
+        used: tokens that each sequence has; the rest of its blocks is empty.
     """
     cells = ["."] * (slots // cell)
-    for name, table in zip(LETTERS[26:], tables):
-        for at in range(0, len(table) * size, cell):  # position of a token in the text
-            place = (table[at // size] * size + at % size) // cell
-            held = name if at < used else "-"
-            cells[place] = held if cells[place] == "." else "*"
+    for letter, table in zip(LETTERS[26:], tables):
+        for position in range(0, len(table) * size, cell):
+            slot = table[position // size] * size + position % size
+            mark = letter if position < used else "-"
+            cells[slot // cell] = mark if cells[slot // cell] == "." else "*"
     return "".join(cells)
 
 
 def parts_strip(parts: list[float], width: int) -> str:
-    """Parts of 1 as a strip so wide: a for the first, b for the second, ...; . for what they leave.
+    """Show parts of 1 as a strip of `width` characters: a for the first part, b for the second, and
+    so on; . for the rest.
 
-    Example: 0.5 and 0.2 of width 10 -> aaaaabb...
+    Example: parts 0.5 and 0.2, width 10 -> aaaaabb...
     """
     ends = [round(width * end) for end in itertools.accumulate(parts)]
     letters = zip(LETTERS, [0, *ends], ends)
@@ -389,7 +411,8 @@ def parts_strip(parts: list[float], width: int) -> str:
 
 
 def seconds(act: Callable[[], Any], repeat: int = 5) -> float:
-    """The least time of a call, the first one not counted: what disturbs it only adds."""
+    """Time a call: the minimum of `repeat` calls, because disturbances only add. The first call is
+    not counted."""
     times = []
     for _ in range(repeat + 1):
         start = time.perf_counter()
@@ -399,44 +422,50 @@ def seconds(act: Callable[[], Any], repeat: int = 5) -> float:
 
 
 def durations(steps: Iterable) -> list[float]:
-    """How many seconds each step of an iterator took."""
+    """Return how many seconds each step of an iterator took."""
     marks = [time.perf_counter()]
     marks += [time.perf_counter() for _ in steps]
     return [b - a for a, b in itertools.pairwise(marks)]
 
 
 def timed(act: Callable[..., Any], *args: Any) -> tuple[Any, float]:
-    """What a call returns, and how many seconds it took."""
+    """Return the result of a call, and how many seconds it took."""
     start = time.perf_counter()
     return act(*args), time.perf_counter() - start
 
 
 def forward_ms(model: Transformer, tokens: int = 1, past: int = 0, repeat: int = 5) -> float:
-    """Milliseconds of a forward of so many tokens behind `past` others, which a cache holds; the
-    least of `repeat`."""
+    """Time a forward of `tokens` tokens after `past` tokens in a cache. Returns the minimum of
+    `repeat` forwards, in milliseconds."""
     positions, layers = StaticCache(model, 1, past + tokens).plan(past, past + tokens)
     ids = torch.zeros_like(positions)  # (1, T)
     return 1e3 * seconds(lambda: model(ids, positions, layers), repeat)
 
 
 def random_ids(model: Transformer, count: int) -> list[int]:
-    """A text of so many random tokens."""
+    """Return `count` random token ids."""
     return torch.randint(model.config.vocab_size, (count,)).tolist()
 
 
 def oracle(text: list[int], share: float, count: int) -> Callable[[list[int]], list[int]]:
-    """The guesses, `count` tokens at once, of one who knows the text that is going to be written,
-    and errs on purpose: a share of them is right. Which ones depends on their places alone."""
+    """Make a guesser that knows the text to be written, and errs on purpose.
+
+    Args:
+        text: the whole text, with its prompt.
+        share: the share of the guesses that are right. Which ones depends on their positions alone.
+        count: guesses at a time.
+    """
 
     def guess(ids: list[int]) -> list[int]:
-        places = range(len(ids), min(len(ids) + count, len(text)))
-        return [text[i] if uniform(1, i) < share else text[i] ^ 1 for i in places]
+        positions = range(len(ids), min(len(ids) + count, len(text)))
+        return [text[i] if uniform(1, i) < share else text[i] ^ 1 for i in positions]
 
     return guess
 
 
 def drain(engine: Engine) -> tuple[int, float]:
-    """Step an engine until it is empty: how many sequences ran at once at most, and the seconds."""
+    """Step an engine until it is empty. Returns the most sequences that ran at once, and the time
+    in seconds."""
     start, most = time.perf_counter(), 0
     while engine.queue:
         engine.step()
@@ -448,14 +477,14 @@ CLOCK = "working, {:3.0f} s "
 
 
 def on_terminal(text: str) -> None:
-    """Write over the line that stderr is on, and go back to its start; only on a terminal."""
+    """If stderr is a terminal, overwrite its current line, and return to the line's start."""
     if sys.stderr.isatty():
         print(f"\r{text}\r", end="", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def clock() -> Iterator[None]:
-    """Show each second how long it has been going on, so that silence is no reason to worry."""
+    """Show every second how long the chapter has been running, so that silence worries nobody."""
     start, over = time.monotonic(), threading.Event()
 
     def tick() -> None:
@@ -473,7 +502,7 @@ def clock() -> Iterator[None]:
 
 
 class Count:
-    """How many forwards a model has run since this was made, and how many tokens went through."""
+    """Count the forwards that a model runs, and the tokens in them."""
 
     def __init__(self, model: Transformer) -> None:
         self.forwards = self.tokens = 0
@@ -484,7 +513,7 @@ class Count:
         self.tokens += args[0].numel()
 
     def take(self) -> "Count":
-        """What has been counted, and begin anew."""
+        """Return the counts so far, and reset them."""
         now = copy.copy(self)
         self.forwards = self.tokens = 0
         return now
@@ -494,19 +523,19 @@ class Count:
 
 
 def start_ranks(count: int, words: list[str]) -> list[str]:
-    """Start a script as so many processes, and return what they print. This is what torchrun does,
-    on many machines: an address to meet at, and a number for each."""
+    """Start a script as `count` processes, and return what they print. As torchrun does on many
+    machines, give each an address to meet at, and a number."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # any free port
     env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     env |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(count))
-    env["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is there: no rank is to make one
+    env["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store exists: no rank should make one
     each = [env | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) for rank in range(count)]
     words = [sys.executable, *words]
     children = [subprocess.Popen(words, env=e, stdout=subprocess.PIPE, text=True) for e in each]
     try:
         printed = [child.communicate()[0] for child in children]
     finally:
-        for child in children:  # after Ctrl-C; else they have ended
+        for child in children:  # they still run only after Ctrl-C
             child.kill()
             child.wait()
     if any(child.returncode for child in children):
@@ -515,20 +544,20 @@ def start_ranks(count: int, words: list[str]) -> list[str]:
 
 
 def be_rank(work: Callable[[Lesson, Ranks], dict[str, Any]]) -> None:
-    """Be one of these processes: meet the others, work on one thread, and print what comes of it,
+    """Be one of these processes: meet the others, run `work` on one thread, and print its result,
     which `Lesson.ranks` reads."""
     torch.set_num_threads(1)
     with tp.join(torch.device("cpu")) as place, torch.no_grad():
         print(json.dumps(work(Lesson("--small" in sys.argv), place)))
-        dist.barrier()  # who is through waits for the others
+        dist.barrier()  # a rank that has finished waits for the others
 
 
 @contextlib.contextmanager
 def watch_sums() -> Iterator[list[int]]:
-    """Of models that are shared meanwhile, watch the sums over all ranks: a list to which each of
-    them, whenever it is made, adds its size in bytes."""
+    """Watch the sums over all ranks. Models that are sharded inside this context add the size of
+    each sum, in bytes, to the list that it yields."""
     sizes: list[int] = []
-    add_up = tp.add_up  # which tp.shard hooks in
+    add_up = tp.add_up  # tp.shard makes it a hook of the model
 
     def see(module: nn.Module, args: tuple, y: Tensor) -> Tensor:
         sizes.append(y.nbytes)
@@ -543,22 +572,27 @@ def watch_sums() -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def servers(*options: list[str]) -> Iterator[list[str]]:
-    """Start a server of the bundled model for each of the options, on free ports; their addresses.
-    At the end, end them."""
+    """Start a server of the bundled model for each list of options, on free ports, and end them
+    afterwards. Yields their addresses."""
     words = [sys.executable, str(BUNDLED.parents[1] / "server.py"), "--port", "0"]
     words += ["--dtype", "float32"]
     # One thread each: more do not help so small a model, and the load needs a processor too.
-    more = {"stderr": subprocess.PIPE, "text": True, "env": os.environ | {"OMP_NUM_THREADS": "1"}}
-    children = [subprocess.Popen(words + each, **more) for each in options]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    children = []
+    for each in options:
+        child = subprocess.Popen(words + each, stderr=subprocess.PIPE, text=True, env=env)
+        children.append(child)
     try:
         addresses = []
         for child in children:
-            heard = (re.search(r"serving .* on (\S+)", line) for line in child.stderr)
-            if not (found := next(filter(None, heard), None)):
-                raise SystemExit("a server did not start: run `python server.py`, and see")
-            # Somebody has to read on, or the pipe fills up and the server waits for it.
+            for line in child.stderr:
+                if found := re.search(r"serving .* on (\S+)", line):
+                    addresses.append(found[1])
+                    break
+            else:
+                raise SystemExit("a server did not start: run `python server.py` to see why")
+            # The pipe must be read on, or it fills up and the server waits for it.
             threading.Thread(target=child.stderr.read, daemon=True).start()
-            addresses.append(found[1])
         yield addresses
     finally:
         for child in children:
