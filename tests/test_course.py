@@ -1,5 +1,5 @@
-"""The course runs: each chapter's script, small, shows what it says as a count; and its page's
-links and excerpts are those of the files."""
+"""The course runs: each chapter's script gives the expected counts with --small, and the links and
+excerpts on its page match the files."""
 
 import io
 import math
@@ -36,32 +36,35 @@ GLOSSARY = re.findall(r'<a id="([\w-]+)">', PAGES["README.md"])
 def counts(request, monkeypatch, tmp_path, capsys):
     """Run the script that the test is named after, with --small, as its command line does.
 
-    Bug: chapter 10 printed the name of a temporary folder, where its page has none."""
+    Bug: chapter 10 printed the name of a temporary folder, so that its page could not match."""
     monkeypatch.syspath_prepend(COURSE)
     name, picture = request.node.name.removeprefix("test_"), tmp_path / "picture.svg"
     (script,) = COURSE.glob(f"*_{name}.py")
     module = runpy.run_path(str(script))
-    found = module["run"](module["chapter"], ["--small", "--svg", str(picture)])
-    assert "█" in (shown := capsys.readouterr().out) or "┤" in shown
-    assert tempfile.gettempdir() not in shown, shown
+    result = module["run"](module["chapter"], ["--small", "--svg", str(picture)])
+    printed = capsys.readouterr().out
+    assert "█" in printed or "┤" in printed
+    assert tempfile.gettempdir() not in printed, printed
     drawn = picture.read_text(encoding="utf-8")
     assert len(ElementTree.fromstring(drawn)) >= 1 and not re.search(r"\b(nan|inf)\b", drawn)
-    return found
+    return result
 
 
 def test_loop(counts):
-    """A loop that has a cache already would make the second chapter pointless."""
+    """Bug: the loop already has a cache, which would make the second chapter pointless."""
     assert counts == {"made": 8, "forwards": 8, "tokens": sum(range(8, 16))}
 
 
 def test_cache(counts):
-    """Each token runs once, and the text is that of the loop without a cache: a mask that is wrong
-    by one would show."""
+    """Each token runs once, and the text is that of the loop without a cache.
+
+    Bug: a mask that is off by one."""
     assert counts == {"recompute": sum(range(8, 16)), "cache": 8 + 7, "same": True}
 
 
 def test_sampling(counts):
-    """The ten lines are the engine's sampler; a character is shown when its last byte has come."""
+    """The ten lines agree with the engine's sampler, and a character is shown once its last byte
+    has come."""
     assert counts["wrong"] == 0 and counts["whole"]
     assert counts["as it is"] == counts["temperature 0.5"] == counts["temperature 1.5"] == 1024
     assert counts["top_k 4"] == 4 and counts["top_p 0.7"] < counts["as it is"]
@@ -70,22 +73,22 @@ def test_sampling(counts):
 
 
 def test_a_cut_that_is_off_cuts_nothing(monkeypatch):
-    """With two threads 467 tokens were left out under top_p 1: a rounded sum passed it early."""
+    """Bug: top_p 1 dropped 467 tokens with two threads, because a rounded sum reached 1 early."""
     monkeypatch.syspath_prepend(COURSE)
     settle = runpy.run_path(str(COURSE / "03_sampling.py"))["settle"]
     assert (settle(torch.tensor([0.0, -30, -31])) > 0).tolist() == [True] * 3
 
 
 def test_batching(counts):
-    """A sequence in a batch writes what it writes alone; a place that is free is filled."""
+    """A sequence writes the same in a batch as alone, and a free slot is filled."""
     assert counts["same"] and counts["one at a time"] == 140
     assert counts["static batches"] == 40 + 30
     assert counts["continuous"] == 40
 
 
 def test_paging(counts):
-    """Blocks hold more requests than slabs, and shared ones more than those, in the dozen lines as
-    in the engine; and the trace shows all that it is there for."""
+    """Blocks hold more requests than slabs, and shared blocks hold more still, by the ten lines as
+    in the engine. The trace shows every event that the page explains."""
     assert counts["fits"] == {"slabs": 4, "blocks": 7, "shared": 19}
     assert counts["most"]["slabs"] == 4 < counts["most"]["blocks"]
     assert counts["computed"]["slabs"] - counts["computed"]["shared"] == 7 * 96
@@ -95,7 +98,7 @@ def test_paging(counts):
 
 
 def test_bits(counts):
-    """As many levels as bits can name, fewer bytes, and a text that surprises more."""
+    """Fewer bits give fewer levels, fewer bytes, and a higher perplexity."""
     assert all(1 < levels <= 2**bits - 1 for bits, levels in counts["levels"].items())
     held = counts["bytes"]
     assert held["float32"] > 3.5 * held["int8"] > 1.7 * 3.5 * held["int4"]
@@ -104,7 +107,7 @@ def test_bits(counts):
 
 
 def test_guessing(counts):
-    """Right guesses save forwards, wrong ones cost none, and neither changes the text."""
+    """Right guesses save forwards, wrong guesses cost none, and neither changes the text."""
     assert counts["same"] and counts["no guesses"] == counts["0% right"] == 12
     assert counts["100% right"] == math.ceil(12 / 5)
     assert counts["50% right"] in range(4, 12)
@@ -112,7 +115,7 @@ def test_guessing(counts):
 
 
 def test_ranks(counts):
-    """Two processes hold half each, and sum up twice a layer."""
+    """Two processes hold half of the model each, and sum twice in each layer."""
     assert counts["apart"] < 1e-5 and counts["sums"] == 2 * 2
     assert counts["sum_bytes"] == counts["sums"] * 64 * 4
     share, whole = counts["mb"].values()
@@ -120,14 +123,15 @@ def test_ranks(counts):
 
 
 def test_serving(counts):
-    """All are answered; a server that runs one at a time takes a step for each token."""
+    """Every request is answered, and a server that runs one at a time takes a step for each
+    token."""
     assert counts["answered"] == 2 * 6 and counts["steps, 1"] == 6 * 4
     assert counts["steps, 32"] < counts["steps, 1"] / 2
 
 
 def test_the_queue_of_one(monkeypatch):
-    """The prediction was of other arrivals than those that were measured: a third of their tail,
-    and of another shape. The page's figures shrank where its text says that they grow."""
+    """Bugs: the prediction used other arrivals than the measurement, and gave a third of its tail,
+    in another shape; the page's figures shrank where its text says that they grow."""
     monkeypatch.syspath_prepend(COURSE)
     waits = runpy.run_path(str(COURSE / "09_serving.py"))["waits"]
     assert waits(6, [0, 3, 10, 12, 15, 30]) == [0, 3, 2, 6, 9, 0]  # the picture of the page
@@ -147,15 +151,15 @@ def test_the_queue_of_one(monkeypatch):
 
 
 def test_machines(counts):
-    """A home for each document that finds no more than turns do; a sum that Little's law does not
-    hold for, because a request was lost or counted twice."""
+    """Bugs: a home for each document finds no more than taking turns does; a request is lost or
+    counted twice, so that Little's law does not hold."""
     assert counts["its home, all alike"]["found"] > 1.2 * counts["in turn, all alike"]["found"]
     for row in counts.values():
         assert row["came"] * row["stay"] == pytest.approx(row["inside"])
 
 
 def test_a_home_has_a_bound(monkeypatch):
-    """A document that all ask for, at one machine, while the others idle."""
+    """Bug: a document that everybody asks for stays at one machine, while the others idle."""
     monkeypatch.syspath_prepend(COURSE)
     home = runpy.run_path(str(COURSE / "11_machines.py"))["home"]
     first = home(b"a", [0, 0, 0], 2)
@@ -167,7 +171,7 @@ def test_a_home_has_a_bound(monkeypatch):
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_names_are_those_of_the_code(script):
-    """Chapter 1 explained `select`, where the code below it has `last`."""
+    """Bug: chapter 1 explained `select`, but the code below it has `last`."""
     page = PAGES[script.stem.replace("_", "-") + ".md"].partition("## In the engine")[0]
     code = "".join(file.read_text() for file in (script, COURSE / "lesson.py", ROOT / "tp.py"))
     for word in re.findall(r"`([a-z_]+)`", page):
@@ -175,8 +179,8 @@ def test_names_are_those_of_the_code(script):
 
 
 def test_checkpoints(counts):
-    """The ten lines fill a model as the engine's loader does, all that is stored; what no check
-    finds changes what is said."""
+    """The ten lines fill a model as the engine's loader does, with every stored tensor. A mistake
+    that no check finds changes the next tokens."""
     assert counts["same"] == 2
     assert {*counts["refused"]} == {
         "tie_word_embeddings",
@@ -188,7 +192,7 @@ def test_checkpoints(counts):
 
 
 def test_what_is_stored_and_has_no_place(monkeypatch, tmp_path):
-    """A tensor that is left out in silence."""
+    """Bug: a tensor is left out silently."""
     monkeypatch.syspath_prepend(COURSE)
     fill = runpy.run_path(str(COURSE / "10_checkpoints.py"))["fill"]
     path = folders.write(tmp_path / "folder", folders.FAMILIES["Qwen3"])
@@ -199,8 +203,8 @@ def test_what_is_stored_and_has_no_place(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("name", folders.FAMILIES)
 def test_folders_are_as_others_read_them(name, tmp_path):
-    """A tiny folder that only this engine reads as meant: transformers makes the same logits, ids
-    and chat of it."""
+    """Bug: a folder that only this engine reads in the intended way. transformers must give the
+    same logits, ids and chat."""
     path = folders.write(tmp_path / "folder", folders.FAMILIES[name])
     theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     ids = torch.arange(100)[None]
@@ -220,7 +224,8 @@ def test_folders_are_as_others_read_them(name, tmp_path):
 
 
 def test_a_page_for_each_script():
-    """A chapter that nobody finds; one that grew out of its page; a picture of an older script."""
+    """Bugs: a chapter that nothing links to; a page or script that has grown too long; an excerpt
+    of an older script."""
     names = [script.stem.replace("_", "-") + ".md" for script in SCRIPTS]
     assert len(names) == 11 and {*names, "README.md"} == {*PAGES}
     for script, name in zip(SCRIPTS, names):
@@ -232,15 +237,15 @@ def test_a_page_for_each_script():
         for link in re.findall(r"\]\(((?!http|#)[^)#]+)", page):
             assert (COURSE / link).exists(), f"{name}: {link}"
         for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
-            assert code in source, f"{name} shows what {script.name} does not say:\n{code}"
+            assert code in source, f"{name} shows code that {script.name} does not have:\n{code}"
         assert source.count("python course/") == 1 == source.count(f"python course/{script.name}")
         assert report.code_lines(source) <= 75, name
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_links(name):
-    """A link into the middle of another function, after a line was added above; to a file that has
-    moved; to a word that the glossary does not have."""
+    """Bugs: a link points into another function, after a line was added above; to a file that has
+    moved; or to a word that the glossary does not have."""
     text, page = PAGES[name], COURSE / name
     assert report.line_links(text, page) == text, "run: python tools/bench.py report"
     assert name == "README.md" or text.count(".py#L") >= 3
@@ -257,7 +262,7 @@ def test_a_wrong_link_is_seen():
 
 
 def test_glossary():
-    """A word that no chapter uses, or that two entries explain."""
+    """Bugs: a word that no chapter uses, or that two entries explain."""
     assert len({*GLOSSARY}) == len(GLOSSARY) > 20
     linked = {a for text in PAGES.values() for a in re.findall(r"\(README\.md#([\w-]+)\)", text)}
     assert linked == {*GLOSSARY}, linked ^ {*GLOSSARY}
@@ -265,8 +270,8 @@ def test_glossary():
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_one_thread_and_a_clock(terminal, monkeypatch):
-    """Another text, and twice the time, on a machine of more cores; silence of half a minute; a
-    clock in a file."""
+    """Bugs: another text, and twice the time, on a machine with more cores; half a minute of
+    silence; a clock printed into a file."""
     monkeypatch.syspath_prepend(COURSE)
     import lesson
 
@@ -292,18 +297,18 @@ def started(script, *words, **options):
 
 
 def test_svg_into_no_folder(monkeypatch, capsys):
-    """A minute of measuring before the folder is missed."""
+    """Bug: the chapter measures for a minute, and then finds that the folder does not exist."""
     monkeypatch.syspath_prepend(COURSE)
     module = runpy.run_path(str(SCRIPTS[0]))
     with pytest.raises(SystemExit, match="2"):
-        module["run"](lambda lesson: pytest.fail("it has begun"), ["--svg", "none/x.svg"])
+        module["run"](lambda lesson: pytest.fail("the chapter ran"), ["--svg", "none/x.svg"])
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and "error: --svg: none/x.svg cannot be" in err
 
 
 @pytest.mark.parametrize("full", ["--svg", "stdout"])
 def test_full_disk(full):
-    """A traceback, for what the user has to mend."""
+    """Bug: a traceback for an error that the user can fix."""
     words = ["--svg", "/dev/full"] if full == "--svg" else []
     with open("/dev/full" if full == "stdout" else os.devnull, "w") as out:
         child = started(SCRIPTS[0], "--small", *words, stdout=out)
@@ -313,7 +318,7 @@ def test_full_disk(full):
 
 
 def test_nobody_reads():
-    """A complaint where `| head` has read enough."""
+    """Bug: an error message after `| head` has read enough."""
     child = started(SCRIPTS[0], "--small", stdout=subprocess.PIPE)
     child.stdout.close()
     child.stdout = None  # or communicate() would read it
@@ -322,7 +327,8 @@ def test_nobody_reads():
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_ctrl_c_while_importing(script, tmp_path):
-    """A traceback through PyTorch's imports, which take seconds. Here, one that never ends."""
+    """Bug: a traceback through PyTorch's imports, which take seconds. Here the import never
+    ends."""
     (tmp_path / "torch.py").write_text(
         "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
     )
@@ -331,7 +337,7 @@ def test_ctrl_c_while_importing(script, tmp_path):
 
 
 def test_ctrl_c_while_running():
-    """A traceback through the model."""
+    """Bug: a traceback through the model."""
     child = started(SCRIPTS[0], stdout=subprocess.PIPE)
     assert child.stdout.readline() == "ROMEO:\n"
     child.send_signal(signal.SIGINT)
