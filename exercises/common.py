@@ -1,4 +1,4 @@
-"""What the tests of the exercises share. Nothing to solve here.
+"""Helpers that the tests of the exercises share. There is nothing to solve here.
 
 Every test uses the bundled model or a tiny random one, so that a run takes a second or two.
 """
@@ -30,7 +30,7 @@ SHAKESPEARE = ROOT / "checkpoints" / "shakespeare"
 
 
 def needs(module: str, name: str, todo: str) -> Any:
-    """Return module.name, or fail with what is still to be done."""
+    """Return module.name, or fail with a message that says what to do."""
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -45,7 +45,7 @@ def needs(module: str, name: str, todo: str) -> Any:
 
 
 def call(function: Any, *args: Any, todo: str, **options: Any) -> Any:
-    """Call a function that has to learn new options, or fail with what is still to be done."""
+    """Call a function with options that it must learn, or fail with a message that says so."""
     try:
         return function(*args, **options)
     except TypeError as error:
@@ -55,7 +55,7 @@ def call(function: Any, *args: Any, todo: str, **options: Any) -> Any:
 
 
 def run_ranks(process: Callable, ranks: int, out: Path, seconds: float) -> None:
-    """Run process(rank, ranks, port, out) in a process for each rank, or fail where one hangs."""
+    """Run process(rank, ranks, port, out) in one process for each rank. Fail if one hangs."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -69,20 +69,20 @@ def run_ranks(process: Callable, ranks: int, out: Path, seconds: float) -> None:
     if hung := [each for each in started if each.is_alive()]:
         for each in hung:
             each.kill()
-        pytest.fail("a rank waits for ever: does every send meet its recv?", pytrace=False)
+        pytest.fail("a rank waits for ever: does every send have its recv?", pytrace=False)
 
 
 def close(got: Tensor, want: Tensor, wrong: str) -> None:
-    """Assert that two tensors are the same but for rounding, or say what is wrong."""
+    """Assert that two tensors are equal up to rounding; otherwise fail with the text `wrong`."""
     assert got.shape == want.shape, f"{wrong} (shape {(*got.shape,)}, not {(*want.shape,)})"
     difference = (got - want).abs().max().item()
     assert torch.allclose(got, want, rtol=1e-5, atol=1e-6), f"{wrong} ({difference:.3g} apart)"
 
 
 def tiny_model(**changes: Any) -> Transformer:
-    """A random model whose next token depends strongly on all that it sees.
+    """Build a random model whose next token depends strongly on every token that it sees.
 
-    In float64, where the order of a sum cannot change which token is the likeliest.
+    It computes in float64, where the order of a sum cannot change which token is the likeliest.
     """
     sizes = {
         "vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2,
@@ -99,17 +99,18 @@ def tiny_model(**changes: Any) -> Transformer:
 
 @cache
 def bundled() -> Transformer:
-    """The trained model in float32. Shared by the tests of a file: not to be changed."""
-    # Not by load_model: PyTorch's meta device takes two seconds to import.
+    """Return the trained model in float32. The tests of a file share it, so do not change it."""
+    # load_model would use PyTorch's meta device, which takes two seconds to import.
     model, files = build(load_config(SHAKESPEARE)), locate_tensors(SHAKESPEARE)
     for name, tensor in named_tensors(model):
         tensor.copy_(files[name].read())
     return model
 
 
-def write(model: Transformer, ids: Iterable[int], count: int, **wishes: Any) -> Sequence:
-    """Let generate() write `count` tokens, greedily unless `temperature` says otherwise."""
-    params = SamplingParams(**{"temperature": 0, "max_tokens": count, "ignore_eos": True} | wishes)
+def write(model: Transformer, ids: Iterable[int], count: int, **settings: Any) -> Sequence:
+    """Write `count` tokens by generate(), greedily unless `settings` has a temperature."""
+    settings = {"temperature": 0, "max_tokens": count, "ignore_eos": True} | settings
+    params = SamplingParams(**settings)
     sequence = Sequence([*ids], params, model.config)
     for _ in generate(model, sequence, StaticCache(model, 1, sequence.max_len)):
         pass
@@ -117,7 +118,7 @@ def write(model: Transformer, ids: Iterable[int], count: int, **wishes: Any) -> 
 
 
 def serve(engine: Engine, *asked: tuple[list[int] | str, SamplingParams]) -> list[Request]:
-    """Let an engine answer requests, all at once, and check its books at every step."""
+    """Serve requests that arrive at once, and audit the engine's books at every step."""
     requests = [engine.add_request(*each) for each in asked]
     while engine.queue:
         engine.step()
@@ -127,6 +128,6 @@ def serve(engine: Engine, *asked: tuple[list[int] | str, SamplingParams]) -> lis
 
 @torch.no_grad()
 def logits_of(model: Transformer, ids: Iterable[int]) -> Tensor:
-    """The (T, V) logits of a whole text, without any cache."""
+    """Compute the logits of a whole text without a cache: T ids -> (T, V)."""
     tokens = torch.tensor([[*ids]])
     return model(tokens, torch.arange(tokens.shape[1])[None])[0]

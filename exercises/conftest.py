@@ -1,4 +1,4 @@
-"""Lets the exercises' tests find the engine, however they are started."""
+"""Lets the tests of the exercises find the engine, however they are started."""
 
 import sys
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def _steady() -> Iterator[None]:
-    """The same random numbers at each run; and one thread, as more do not help so small a model."""
+    """Use the same random numbers at each run, and one thread; more do not help a small model."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(0)

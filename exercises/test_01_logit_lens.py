@@ -1,4 +1,4 @@
-"""Exercise 01: what the model would say if it stopped after each layer. See 01-logit-lens.md."""
+"""Exercise 01: the model's answer if it stopped after each layer. See 01-logit-lens.md."""
 
 from dataclasses import replace
 
@@ -26,23 +26,23 @@ def test_there_is_one_answer_for_each_layer_and_one_before_the_first() -> None:
     assert not seen.requires_grad
 
 
-def test_the_last_is_what_the_model_says() -> None:
+def test_the_last_entry_is_the_model_s_answer() -> None:
     model = tiny_model(num_hidden_layers=3)
     last = lens(model)[-1, 0]
     close(last, logits_of(model, IDS), "the last entry is model(tokens, positions)")
 
 
 def test_each_is_what_a_shorter_model_says() -> None:
-    """The slow twin: a model that has only the first layers, with the same weights."""
+    """The slow twin is a model that has only the first layers, with the same weights."""
     model = tiny_model(num_hidden_layers=3)
     seen = lens(model)[:, 0]
     bare = model.lm_head(model.norm(model.embed_tokens(torch.tensor(IDS))))
-    close(seen[0], bare, "entry 0: the embedding alone, through the norm and lm_head")
+    close(seen[0], bare, "entry 0 is the embedding alone, passed through the norm and lm_head")
     for layers in (1, 2):
         config = replace(model.config, num_hidden_layers=layers, windows=())
         short = Transformer(config).double()
         short.load_state_dict(model.state_dict(), strict=False)
-        wrong = f"entry {layers}: the stream after {layers} layers, through the norm and lm_head"
+        wrong = f"entry {layers} is the stream after {layers} layers, through norm and lm_head"
         close(seen[layers], logits_of(short, IDS), wrong)
 
 
@@ -50,14 +50,14 @@ def test_texts_of_a_batch_are_apart_and_have_no_gradients() -> None:
     model, texts = tiny_model().requires_grad_(True), (IDS, IDS[::-1])
     logit_lens = needs("lens", "logit_lens", "make the file, with logit_lens(model, tokens)")
     both = logit_lens(model, torch.tensor(texts))
-    assert both.shape[1] == 2, "B texts in, B texts out"
+    assert both.shape[1] == 2, "the result has a row for each of the B texts"
     assert not both.requires_grad, "nothing is trained here: see torch.no_grad"
     for i, ids in enumerate(texts):
-        close(both[:, i], lens(model, ids)[:, 0], f"text {i} of a batch is what it is alone")
+        close(both[:, i], lens(model, ids)[:, 0], f"text {i} differs in a batch and alone")
 
 
 def test_nothing_is_left_in_the_model() -> None:
-    """A hook that stays slows every later step down, and keeps its tensors alive."""
+    """Bug: a hook that stays slows down every later step, and keeps its tensors alive."""
     model = tiny_model()
     lens(model)
     with pytest.raises(IndexError):
@@ -66,7 +66,8 @@ def test_nothing_is_left_in_the_model() -> None:
     assert not left, f"hooks are left on {left}: remove() them, after an exception too (finally)"
 
 
-def test_it_asks_nothing_of_the_weights() -> None:
-    """From outside: so it works for quantised models as well."""
+def test_it_works_on_quantised_weights() -> None:
+    """Bug: the lens reads a weight, where a hook would do for any kind of Linear."""
     model = quantize_model(tiny_model(), "int8")
-    close(lens(model)[-1, 0], logits_of(model, IDS), "a quantised model's last entry")
+    wrong = "the last entry is model(tokens, positions), also for a quantised model"
+    close(lens(model)[-1, 0], logits_of(model, IDS), wrong)

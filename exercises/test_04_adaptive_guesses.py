@@ -1,4 +1,4 @@
-"""Exercise 04: guess more while the guesses are right. See 04-adaptive-guesses.md."""
+"""Exercise 04: guess more tokens while the guesses are right. See 04-adaptive-guesses.md."""
 
 from dataclasses import replace
 
@@ -22,16 +22,16 @@ def adaptive(k: int = 8) -> Guesser:
     return proposer
 
 
-def running(**wishes: int | float) -> Job:
-    """A sequence that has its first token, and room for many more."""
-    params = SamplingParams(**{"temperature": 0, "max_tokens": 100} | wishes)
+def running(**settings: int | float) -> Job:
+    """Make a sequence that has its first token, and room for many more."""
+    params = SamplingParams(**{"temperature": 0, "max_tokens": 100} | settings)
     job = Job(Request(), [1, 2, 3], params, MODEL.config)
     job.append(Token(4))
     return job
 
 
 def outcome(proposer: Guesser, *each: tuple[Job, int, int]) -> None:
-    """One verification: for each sequence so many guesses, of which so many are right."""
+    """Run one verification, where each item is (sequence, guesses, right guesses)."""
     logits = []
     for job, made, right in each:
         job.guess = Guess([5] * made, [1.0] * made)
@@ -41,7 +41,11 @@ def outcome(proposer: Guesser, *each: tuple[Job, int, int]) -> None:
 
 
 def counts(proposer: Guesser, job: Job, *rights: int | None) -> list[int]:
-    """The numbers of guesses while so many are right each time; None: all of them."""
+    """Return the number of guesses before and after each verification.
+
+    Args:
+        rights: how many guesses are right in each verification; None: all of them.
+    """
     seen = [proposer.count(job)]
     for right in rights:
         made = seen[-1]
@@ -52,27 +56,27 @@ def counts(proposer: Guesser, job: Job, *rights: int | None) -> list[int]:
 
 def test_it_begins_with_one_and_grows_by_two() -> None:
     proposer = adaptive(8)
-    wrong = "1 at first; 2 more after a step whose guesses were all right; never more than k"
+    wrong = "start with 1; make 2 more after a step in which all were right; at most k"
     assert counts(proposer, running(), None, None, None, None, None) == [1, 3, 5, 7, 8, 8], wrong
 
 
 def test_it_shrinks_by_one() -> None:
     proposer = adaptive(8)
-    wrong = "1 fewer after a step in which a guess was refused; never fewer than 1"
+    wrong = "make 1 fewer after a step in which a guess was refused; at least 1"
     assert counts(proposer, running(), None, None, 4, 0, 2, 0, 0, 0) == [
         1, 3, 5, 4, 3, 2, 1, 1, 1
     ], wrong  # fmt: skip
 
 
 def test_the_number_itself_stays_within_its_bounds() -> None:
-    """One that is only cut when it is asked for takes many steps to come back."""
-    wrong = "the number that is kept, too, is at most k and at least 1"
+    """Bug: only the result of count() is limited, so the number takes many steps to come back."""
+    wrong = "the stored number, too, is at most k and at least 1"
     assert counts(adaptive(4), running(), *[None] * 5, 2) == [1, 3, 4, 4, 4, 4, 3], wrong
     assert counts(adaptive(4), running(), 0, 0, 0, None) == [1, 1, 1, 1, 3], wrong
 
 
 def test_a_step_without_guesses_teaches_nothing() -> None:
-    """Prompt lookup often finds nothing: that is neither right nor wrong."""
+    """Prompt lookup often finds nothing, which is neither right nor wrong."""
     proposer, job = adaptive(), running()
     assert counts(proposer, job, None) == [1, 3]
     outcome(proposer, (job, 0, 0))
@@ -87,7 +91,7 @@ def test_fewer_guesses_than_asked_for_may_all_be_right() -> None:
 
 
 def test_each_sequence_has_its_own_number() -> None:
-    """Or its tokens would depend on its neighbours: see Proposer.count."""
+    """Bug: a sequence's tokens depend on its neighbours; see Proposer.count."""
     proposer, good, bad, other = adaptive(), running(), running(), running()
     outcome(proposer, (bad, 1, 0), (good, 1, 1), (other, 0, 0))
     outcome(proposer, (good, 3, 3), (bad, 1, 0))
@@ -96,10 +100,10 @@ def test_each_sequence_has_its_own_number() -> None:
 
 def test_other_limits_stay() -> None:
     proposer = adaptive()
-    job = running(max_tokens=5)  # one is there: 4 are left, 3 guesses and one after them
+    job = running(max_tokens=5)  # it has one token: 4 are left, 3 guesses and one after them
     assert counts(proposer, job, None, None) == [1, 3, 3]
     fresh = Job(Request(), [1, 2], SamplingParams(), MODEL.config)
-    assert proposer.count(fresh) == 0, "not before the first token"
+    assert proposer.count(fresh) == 0, "make no guesses before the first token"
     assert adaptive(2).count(running()) == 1
     assert counts(adaptive(2), running(), None, None) == [1, 2, 2]
     assert adaptive(0).count(running()) == 0, "k = 0 is plain decoding"
@@ -113,31 +117,31 @@ def test_fixed_is_the_default() -> None:
 def speak(
     proposer: Guesser, *asked: tuple[list[int], SamplingParams], num_blocks: int = 60
 ) -> tuple[Engine, list[Request]]:
-    """Let an engine answer, all at once, with these guesses."""
+    """Serve requests that arrive at once, with these guesses."""
     small = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 4 * (1 + proposer.k)}
     engine = Engine(MODEL, proposer=proposer, num_blocks=num_blocks, **small)
     return engine, serve(engine, *asked)
 
 
 def test_in_the_engine_each_gets_what_it_gets_alone() -> None:
-    """The number of guesses must survive preemption, and not depend on who else is there."""
+    """The number of guesses survives preemption, and does not depend on other sequences."""
     texts = [[5, 6, 7] * 4, [9, 3] * 3, [*range(2, 16)], [8] * 9]
-    wishes = [
+    settings = [
         SamplingParams(max_tokens=20, seed=i, temperature=i * 0.4, n=2, ignore_eos=True)
         for i in range(4)
     ]
-    asked = [*zip(texts, wishes)]
+    asked = [*zip(texts, settings)]
     engine, requests = speak(adaptive(5), *asked, num_blocks=14)
     assert engine.stats["num_preemptions"]
-    assert sum(engine.proposer.offered[1:]), "never more than one guess"
-    for (ids, wish), request in zip(asked, requests):
+    assert sum(engine.proposer.offered[1:]), "no sequence ever made more than one guess"
+    for (ids, params), request in zip(asked, requests):
         for i, got in enumerate(request.outputs):
-            _, (alone,) = speak(adaptive(5), (ids, replace(wish, n=1, seed=wish.seed + i)))
+            _, (alone,) = speak(adaptive(5), (ids, replace(params, n=1, seed=params.seed + i)))
             assert got.output_ids == alone.outputs[0].output_ids
 
 
 def test_it_wastes_less() -> None:
-    """On a text that does not repeat itself."""
+    """On a text that does not repeat itself, an adaptive guesser makes fewer wrong guesses."""
     results = []
     for proposer in (NGram(8), adaptive(8)):
         params = SamplingParams(temperature=2.0, seed=2, max_tokens=100, ignore_eos=True)
@@ -145,4 +149,4 @@ def test_it_wastes_less() -> None:
         results.append((sum(proposer.offered), sum(proposer.accepted)))
     fixed, moving = results
     print(f"offered, accepted: fixed {fixed}, adaptive {moving}")
-    assert moving[0] < fixed[0] / 2, "guesses that are refused should become fewer"
+    assert moving[0] < fixed[0] / 2, "after refusals there should be fewer guesses"

@@ -1,4 +1,4 @@
-"""Exercise 05: give up the least often found blocks first. See 05-lfu-eviction.md."""
+"""Exercise 05: evict the blocks that were found least often. See 05-lfu-eviction.md."""
 
 import random
 from copy import deepcopy
@@ -20,7 +20,8 @@ def pool(evict: str, num_blocks: int = 10) -> BlockPool:
 
 
 def use(at: BlockPool, text: str) -> int:
-    """One request from beginning to end, as the engine would: how many of its tokens were found?"""
+    """Run one request from beginning to end, as the engine would. Returns how many of its tokens
+    were found in the cache."""
     ids, table = [*map(ord, text)], BlockTable()
     at.reuse(table, ids)
     found = table.length
@@ -36,7 +37,8 @@ POPULAR = "popular prompt! "  # four blocks
 
 
 def popular_then_flood(at: BlockPool) -> int:
-    """A prompt that comes again and again; then many that come once; then the first again."""
+    """Run a prompt several times, then many prompts once, then the first again. Returns how many of
+    its tokens were found."""
     for i in range(5):
         use(at, POPULAR + str(i))
     for i in range(12):
@@ -45,7 +47,7 @@ def popular_then_flood(at: BlockPool) -> int:
 
 
 def test_what_was_found_often_stays() -> None:
-    assert popular_then_flood(pool("lfu")) == 16, "the popular prompt's blocks were given up"
+    assert popular_then_flood(pool("lfu")) == 16, "the popular prompt's blocks were evicted"
 
 
 def test_lru_is_the_default_and_forgets() -> None:
@@ -57,15 +59,15 @@ def test_of_equals_the_least_recently_used_goes() -> None:
     at = pool("lfu", 4)
     for text in ("aaaa.", "bbbb.", "cccc.", "bbbb!", "cccc!", "aaaa!", "dddd."):
         use(at, text)
-    # Four blocks, one of them always for the unfinished end: a, b and c have been found once each,
-    # and b least recently. So b went when d came.
+    # There are four blocks, one of them always for the unfinished end. a, b and c have been found
+    # once each, and b was used least recently, so b was evicted when d came.
     found = {letter for letter in "abcd" if use(deepcopy(at), letter * 4 + "?")}
-    assert "b" not in found, "found equally often: give up the least recently used"
+    assert "b" not in found, "among blocks found equally often, evict the least recently used"
     assert {"a", "c"} <= found
 
 
 def test_a_new_text_in_an_old_block_begins_at_zero() -> None:
-    """Bug: the count stays with the block when its content goes."""
+    """Bug: the count stays with the block when its content is evicted."""
     at = pool("lfu", 2)
     for _ in range(9):
         use(at, "aaaa.")
@@ -74,16 +76,16 @@ def test_a_new_text_in_an_old_block_begins_at_zero() -> None:
     at.grow(table, 8)  # takes both blocks: "aaaa" is gone
     at.commit(table, [*map(ord, "xxxxyyyy")], 8)
     at.free(table)
-    use(at, "xxxx.")  # x found once, y never: y's block is taken for the "."
+    use(at, "xxxx.")  # x was found once and y never, so the "." takes y's block
     use(at, "xxxx.")
-    use(at, "bbbb")  # x found twice; the free block is taken
+    use(at, "bbbb")  # x was found twice; this takes the free block
     use(at, "cccc")
-    assert use(at, "xxxx.") == 4, "counts are of a content: forget them when it is given up"
+    assert use(at, "xxxx.") == 4, "a count belongs to the content: forget it at eviction"
 
 
 @pytest.mark.parametrize("evict", ["lru", "lfu"])
 def test_no_block_goes_before_those_that_come_after_it(evict: str) -> None:
-    """A block whose beginning is gone can never be found, and would only fill the memory."""
+    """Bug: a block stays whose predecessor is gone. It can never be found, and wastes memory."""
     rng = random.Random(3)
     at, running = pool(evict, 24), []
     for _ in range(300):
@@ -99,7 +101,7 @@ def test_no_block_goes_before_those_that_come_after_it(evict: str) -> None:
         audit_pool(at, running)
         serials = {serial for _, serial in at._found.values()}
         lost = [key for key in at._found if isinstance(key[0], int) and key[0] not in serials]
-        assert not lost, "a block was given up while one that follows it was kept"
+        assert not lost, "a block was evicted while a block that follows it stayed"
 
 
 def test_the_engine_has_it_and_keeps_it() -> None:
@@ -124,7 +126,7 @@ def test_the_engine_has_it_and_keeps_it() -> None:
 
     assert popular_after_flood() == 16
     engine.reset()
-    assert popular_after_flood() == 16, "reset() makes a new pool: with the same options"
+    assert popular_after_flood() == 16, "reset() must make the new pool with the same options"
 
 
 def test_other_policies_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""Exercise 06: the likeliest texts, on forked block tables. See 06-beam-search.md."""
+"""Exercise 06: find the likeliest texts, on forked block tables. See 06-beam-search.md."""
 
 from itertools import pairwise
 from typing import Any
@@ -31,12 +31,12 @@ def search(at: Engine, ids: list[int], width: int, max_tokens: int) -> list[Any]
         assert beam.ids[: len(ids)] == ids
     assert all(a.logprob >= b.logprob for a, b in pairwise(beams)), "the likeliest comes first"
     audit_pool(at.pool, [])
-    assert len(at.pool.available) == at.pool.num_blocks, "blocks are left in nobody's table"
+    assert len(at.pool.available) == at.pool.num_blocks, "blocks were not freed at the end"
     return beams
 
 
 def twin(ids: list[int], width: int, max_tokens: int, model: Transformer = MODEL) -> list[tuple]:
-    """The slow twin: every text is run from its beginning, with no cache at all."""
+    """The slow twin runs every text from its beginning, without a cache."""
     beams = [(0.0, ids)]
     for _ in range(max_tokens):
         options = []
@@ -64,27 +64,27 @@ def test_one_beam_is_greedy() -> None:
 
 @pytest.mark.parametrize(("width", "max_tokens"), [(2, 10), (4, 9), (7, 5), (3, 1), (40, 2)])
 def test_the_beams_are_those_without_a_cache(width: int, max_tokens: int) -> None:
-    """Bug: beams that share a block write into it together, where they should have copied it."""
+    """Bug: two beams write into a block that they share, in place of copying it first."""
     assert_same(search(engine(), PROMPT, width, max_tokens), twin(PROMPT, width, max_tokens))
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 8])
 def test_wherever_the_prompt_ends(length: int) -> None:
-    """Within a block, at its end, and just after."""
+    """The prompt may end within a block, at its end, or just after it."""
     ids = PROMPT[:length]
     assert_same(search(engine(), ids, 3, 6), twin(ids, 3, 6))
 
 
 def test_ended_beams_stay_in_the_race() -> None:
-    """EOS is a frequent token here. What has ended keeps its place until something better comes."""
+    """EOS is frequent here. An ended beam keeps its place until better ones push it out."""
     model = tiny_model(eos_ids=(3, 7, 11, 19, 23))
     beams, want = search(engine(model=model), PROMPT, 6, 8), twin(PROMPT, 6, 8, model)
-    assert len({len(text) for _, text in want}) > 1, "the test is of no use"
+    assert len({len(text) for _, text in want}) > 1, "the test is useless: no beam ended early"
     assert_same(beams, want)
 
 
 class Watched:
-    """Notes what each forward of an engine runs, and how many blocks are in use meanwhile."""
+    """Records what each forward of an engine runs, and how many blocks are in use meanwhile."""
 
     def __init__(self, at: Engine) -> None:
         self.pool, self.forward, at.runner.forward = at.pool, at.runner.forward, self.watch
@@ -101,9 +101,9 @@ def test_all_beams_run_in_one_forward() -> None:
     at = engine()
     watched = Watched(at)
     search(at, PROMPT, 4, 8)
-    assert len(watched.rows) == 8, "one forward for each new token"
-    assert watched.tokens[0] == len(PROMPT), "the prompt is run once"
-    assert max(watched.tokens[1:]) <= 4, "then each beam runs the one token it has got"
+    assert len(watched.rows) == 8, "run one forward for each new token"
+    assert watched.tokens[0] == len(PROMPT), "the prompt must run once"
+    assert max(watched.tokens[1:]) <= 4, "after the prompt, each beam runs its one new token"
 
 
 def test_beams_share_what_they_have_in_common() -> None:
@@ -112,34 +112,34 @@ def test_beams_share_what_they_have_in_common() -> None:
     prompt = PROMPT * 4  # ten blocks
     search(at, prompt, 4, 8)
     assert max(watched.used) <= 10 + 4 * 3, (
-        f"{max(watched.used)} blocks of 4 in use for 4 beams: {10 + 4 * 3} are enough where the "
-        "prompt's 10 are shared (pool.fork), and dropped beams are freed at once"
+        f"{max(watched.used)} blocks of 4 are in use for 4 beams: {10 + 4 * 3} are enough if the "
+        "prompt's 10 are shared (pool.fork) and dropped beams are freed at once"
     )
 
 
 def test_it_needs_no_more_than_the_pool_has() -> None:
-    """Twenty tokens are five blocks: with all of them in use, there is none to copy to."""
+    """Bug: with too few blocks, the search fails in the middle and leaves tables behind."""
     search(engine(8), PROMPT, 2, 4)
     for blocks in (2, 4):
         small = engine(blocks)
         with pytest.raises(ValueError, match="block"):
             search(small, PROMPT, 4, 12)
         audit_pool(small.pool, [])
-        assert len(small.pool.available) == blocks, "after an error, too, free every table"
+        assert len(small.pool.available) == blocks, "free every table after an error, too"
 
 
 def test_the_engine_goes_on_afterwards() -> None:
-    """And finds the prompt's blocks in the prefix cache: commit() has announced them."""
+    """The next request finds the prompt's blocks in the prefix cache, because commit() ran."""
     at = engine()
     search(at, PROMPT, 3, 5)
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     (request,) = serve(at, (PROMPT, params))
     assert request.outputs[0].ids == write(MODEL, PROMPT, 5).ids
-    assert at.stats["prefix_cache_hits"] == 8, "two full blocks of the prompt"
+    assert at.stats["prefix_cache_hits"] == 8, "the prompt's two full blocks were not found"
 
 
 def test_wider_finds_likelier_texts() -> None:
-    """Not always; here it does."""
+    """A wider search need not find a likelier text, but here it does."""
     (greedy,) = search(engine(), PROMPT, 1, 8)
     best = search(engine(), PROMPT, 8, 8)[0]
     assert best.logprob > greedy.logprob

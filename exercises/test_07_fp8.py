@@ -27,12 +27,12 @@ def fp8(model: Transformer) -> Transformer:
 
 
 def weight_of(linear: nn.Module, inputs: int) -> Tensor:
-    """The weight that a layer without a bias multiplies by, (N, K), however it is stored."""
+    """Return the weight (N, K) of a layer without a bias, however it is stored."""
     return linear(torch.eye(inputs)).T
 
 
 def rounded(weight: Tensor, mode: str = "fp8") -> Tensor:
-    """What becomes of a weight, (16, 32): put into a tiny model, quantised, and read again."""
+    """Put a weight (16, 32) into a tiny model, quantise the model, and return the weight."""
     model = tiny_model(intermediate_size=32).float()
     model.layers[0].mlp.down_proj.weight.copy_(weight)
     model = fp8(model) if mode == "fp8" else quantize_model(model, mode)
@@ -46,7 +46,8 @@ def test_every_linear_takes_a_byte_a_weight() -> None:
     left = [name for name, m in model.named_modules() if type(m) is nn.Linear]
     assert not left, f"{left} are still plain"
     stored = [b.nbytes for m in model.modules() for b in m.buffers(recurse=False) if b.dim() == 2]
-    assert sum(sizes) <= sum(stored) < 2 * sum(sizes), "one byte a weight, and a scale a channel"
+    wrong = "store one byte for each weight, and one scale for each output channel"
+    assert sum(sizes) <= sum(stored) < 2 * sum(sizes), wrong
     assert not [n for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n]
 
 
@@ -54,9 +55,9 @@ def test_the_error_is_that_of_three_bits_of_mantissa() -> None:
     weight = torch.randn(16, 32) * torch.logspace(-3, 2, 16)[:, None]  # rows of every size
     got = rounded(weight)
     scale = weight.abs().amax(1, keepdim=True) / 448  # the largest value of float8_e4m3fn
-    allowed = weight.abs() / 16 + scale * 2**-10  # half a step: of normal, of subnormal numbers
+    allowed = weight.abs() / 16 + scale * 2**-10  # half a step for normal and subnormal numbers
     worst = ((got - weight).abs() / allowed).max().item()
-    assert worst <= 1.001, f"the error is {worst:.2f} times what e4m3 with row scales allows"
+    assert worst <= 1.001, f"the error is {worst:.2f} times that of e4m3 with a scale per row"
     assert (got - weight).abs().max() > 0, "nothing was rounded"
 
 
@@ -69,7 +70,7 @@ def test_the_largest_of_a_row_is_exact() -> None:
 
 
 def test_an_outlier_costs_its_neighbours_nothing() -> None:
-    """Why floats: int8's step is one for all values of a row, and an outlier makes it large."""
+    """This is the reason for floats: int8 has one step for a row, and an outlier makes it large."""
     weight = torch.rand(16, 32) + 0.5
     weight[:, 3] = 300.0
     others = [i for i in range(32) if i != 3]
@@ -82,11 +83,11 @@ def test_zeros_stay_zero() -> None:
     weight = torch.randn(16, 32)
     weight[5] = 0.0
     got = rounded(weight)
-    assert torch.equal(got[5], weight[5]), "a row of zeros: its scale must not be 0 / 448"
+    assert torch.equal(got[5], weight[5]), "the scale of a row of zeros must not be 0 / 448"
     assert not got.isnan().any()
 
 
-def test_the_model_says_nearly_the_same() -> None:
+def test_the_model_stays_nearly_the_same() -> None:
     logits = logits_of(bundled(), IDS).log_softmax(-1)
     less = logits_of(fp8(deepcopy(bundled())), IDS).log_softmax(-1)
     divergence = (logits.exp() * (logits - less)).sum(-1).mean().item()
@@ -109,7 +110,7 @@ def test_a_folder_comes_back_as_it_was(tmp_path: Path) -> None:
         bytes_a_weight = file.get_tensor("model.layers.0.mlp.down_proj.qweight").itemsize
     assert bytes_a_weight == 1
     again = logits_of(load_model(out), IDS)
-    wrong = "the folder reads as another model: does its config say that the bytes are floats?"
+    wrong = "the folder loads as another model: does its config say that the bytes are floats?"
     assert torch.equal(again, logits_of(model, IDS)), wrong
 
 
@@ -131,7 +132,7 @@ def test_integers_are_as_before() -> None:
 
 
 def test_gptq_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It rounds to integers: its folder would say fp8 and hold something else."""
+    """Bug: GPTQ rounds to integers, so its folder says fp8 but holds integers."""
     if "fp8" not in quantize.MODES:
         pytest.fail("quantize.py has no mode fp8 yet: see MODES", pytrace=False)
     text = tmp_path / "text.txt"

@@ -31,8 +31,8 @@ def linears(model: Transformer) -> list[nn.Module]:
 
 @torch.no_grad()
 def plant(model: Transformer, factor: float = 100.0, channels: tuple[int, ...] = (7, 100)) -> None:
-    """Give it the outliers that large models have: a few channels of what goes into the Linears
-    become much larger, and the weights that multiply them smaller. It computes what it did."""
+    """Give a model the outliers that large models have. A few input channels of its Linears become
+    much larger, and the weights that multiply them smaller, so it computes the same function."""
     at = [*channels]
     for block in model.layers:
         for norm, linear in (
@@ -53,7 +53,7 @@ def smoothed(model: Transformer, tokens: Tensor, *alpha: float) -> Transformer:
 
 
 def layer(weight: Tensor) -> nn.Module:
-    """What becomes of a Linear without a bias, (16, 32)."""
+    """Return what w8a8 makes of a Linear without a bias and with this weight, (16, 32)."""
     model = tiny_model(intermediate_size=32).float()
     model.layers[0].mlp.down_proj.weight.copy_(weight)
     return ours("w8a8")(model).layers[0].mlp.down_proj
@@ -63,11 +63,11 @@ def layer(weight: Tensor) -> nn.Module:
 
 
 def test_the_product_is_exact() -> None:
-    """Bug: added up in float32, which has 24 bits. A sum of 5001 products takes 27."""
+    """Bug: the sum is in float32, which has 24 bits; a sum of 5001 products takes 27."""
     x = torch.full((3, 5001), 127, dtype=torch.int8)
     x[:, 0] = torch.tensor([126, -127, 1])
     got = ours("int_product")(x, x[:2])
-    assert got.dtype == torch.int32, "int8 times int8 is added up in int32"
+    assert got.dtype == torch.int32, "products of int8 must be added up in int32"
     assert got.tolist() == (x.long() @ x[:2].long().T).tolist(), "every integer must be exact"
 
 
@@ -78,14 +78,16 @@ def test_every_weight_is_a_byte() -> None:
     for linear, size in zip(linears(model), sizes, strict=True):
         kept = [*linear.buffers(), *linear.parameters()]
         ints = [t for t in kept if t.dtype == torch.int8]
-        assert len(ints) == 1 and ints[0].numel() == size.numel(), "one int8 weight a Linear"
+        wrong = "each Linear stores one int8 weight"
+        assert len(ints) == 1 and ints[0].numel() == size.numel(), wrong
         others = sum(t.numel() for t in kept) - ints[0].numel()
-        assert others <= 2 * size[0], "beside it only a scale (and a bias) for each output channel"
+        wrong = "beside the weight, store only a scale (and a bias) for each output channel"
+        assert others <= 2 * size[0], wrong
     assert isinstance(model.lm_head, nn.Linear), "lm_head stays as it is"
 
 
 def test_every_product_is_of_integers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: the integers are turned back into floats, and multiplied as such."""
+    """Bug: the integers are turned back into floats before they are multiplied."""
     product, model = ours("int_product"), deepcopy(bundled())
     shapes = [(linear.out_features, linear.in_features) for linear in linears(model)]
     ours("w8a8")(model)
@@ -98,13 +100,14 @@ def test_every_product_is_of_integers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("smoothquant.int_product", watched)
     logits_of(model, range(9))
-    assert seen == shapes, "each Linear multiplies by int_product(x, weight), once a forward"
+    assert seen == shapes, "each Linear calls int_product(x, weight) once in a forward"
     monkeypatch.setattr("smoothquant.int_product", lambda *a: 0 * product(*a))
-    assert not model.layers[0].mlp.down_proj(torch.randn(3, 512)).any(), "its result is not used"
+    wrong = "the result of int_product is not used"
+    assert not model.layers[0].mlp.down_proj(torch.randn(3, 512)).any(), wrong
 
 
 def test_the_error_is_half_a_step_of_each_side() -> None:
-    """Tokens and output channels of every size: each has a scale of its own."""
+    """Tokens and output channels have all sizes, so each needs a scale of its own."""
     weight = torch.randn(16, 32) * torch.logspace(-3, 2, 16)[:, None]
     x = torch.randn(10, 32) * torch.logspace(-4, 3, 10)[:, None]
     got, want = layer(weight)(x), x.double() @ weight.double().T
@@ -113,12 +116,13 @@ def test_the_error_is_half_a_step_of_each_side() -> None:
     allowed = x.abs() @ (step / 2 * ones(weight)).T + (steps / 2 * ones(x)) @ weight.abs().T
     allowed += 32 * steps / 2 @ step.T / 2
     worst = ((got - want).abs() / allowed).max().item()
-    assert worst <= 1.001, f"{worst:.1f} times the error of a scale a token and output channel"
+    wrong = f"{worst:.1f} times the error with a scale for each token and each output channel"
+    assert worst <= 1.001, wrong
     assert (got - want).abs().max() > 0, "nothing was rounded"
 
 
 def test_a_token_gets_the_same_alone() -> None:
-    """Bug: one scale for the batch, so that a neighbour with outliers makes a token coarse."""
+    """Bug: the batch has one scale, so that a neighbour's outliers make a token coarse."""
     linear, x = layer(torch.randn(16, 32)), torch.randn(2, 3, 32)
     x[0, 0] *= 1000
     got = linear(x)
@@ -132,7 +136,7 @@ def test_zeros_stay_zero() -> None:
     weight = torch.randn(16, 32)
     weight[3] = 0
     got = layer(weight)(torch.cat((torch.zeros(1, 32), torch.randn(1, 32))))
-    assert not got.isnan().any(), "a row of zeros: its scale must not be 0"
+    assert not got.isnan().any(), "the scale of a row of zeros must not be 0"
     assert not got[0].any() and not got[1, 3]
 
 
@@ -144,12 +148,12 @@ def test_calibration_finds_the_largest_of_each_channel() -> None:
     tokens = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
     peaks = calibrate(model, tokens)
     paths = {f"layers.{i}.{name}" for i in range(2) for name in LINEARS}
-    assert paths <= peaks.keys(), "the largest |x| of each input channel, by the Linear's path"
+    assert paths <= peaks.keys(), "calibrate returns a dict with the path of each Linear"
     normed = model.layers[0].input_layernorm(model.embed_tokens(tokens))
     got = peaks["layers.0.self_attn.qkv_proj"]
-    close(got, normed.abs().amax((0, 1)), "the largest |x| over all tokens of all texts")
+    close(got, normed.abs().amax((0, 1)), "take the largest |x| over all tokens of all texts")
     hooks = [{**m._forward_pre_hooks, **m._forward_hooks} for m in model.modules()]
-    assert not any(hooks), "a hook stays"
+    assert not any(hooks), "a hook stays on the model: remove() it"
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 0.8, 1.0])
@@ -163,27 +167,27 @@ def test_the_factors_are_those_of_the_paper(alpha: float) -> None:
         path = f"layers.1.{name}"
         weight, new = (m.get_submodule(path).weight for m in (model, done))
         s = peaks[path] ** alpha / weight.abs().amax(0) ** (1 - alpha)
-        close(new, weight * s, f"{path}: the weight's column j is multiplied by s_j")
-        close(after[path], peaks[path] / s, f"{path}: what goes into channel j is divided by s_j")
+        close(new, weight * s, f"{path}: multiply column j of the weight by s_j")
+        close(after[path], peaks[path] / s, f"{path}: divide the input channel j by s_j")
 
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_smoothing_alone_changes_nothing(bias: bool) -> None:
-    """Bug: a bias of up_proj that is left as it was."""
+    """Bug: the bias of up_proj is not divided."""
     ids = [5, 3, 8, 1, 30, 2, 9]
     model = tiny_model(qkv_bias=bias, o_bias=bias, mlp_bias=bias)
     done = smoothed(model, torch.tensor([[7, 9, 3, 2, 28, 4]]))
     for path in ("self_attn.qkv_proj", "mlp.gate_up_proj", "mlp.down_proj"):
         weight, new = (m.layers[1].get_submodule(path).weight for m in (model, done))
-        assert not torch.allclose(weight, new), f"{path} has not changed"
-    close(logits_of(done, ids), logits_of(model, ids), "a smoothed model computes another function")
+        assert not torch.allclose(weight, new), f"the weight of {path} has not changed"
+    close(logits_of(done, ids), logits_of(model, ids), "the smoothed model computes something else")
     done = smoothed(bundled(), torch.tensor([encode(TEXT)]))
     ids = encode(OTHER)
     assert (logits_of(done, ids) - logits_of(bundled(), ids)).abs().max() < 1e-3
 
 
-def test_a_channel_without_use_is_left_alone() -> None:
-    """Bug: 0 / 0. A norm's weight can be 0, and so can a column of weights."""
+def test_an_unused_channel_is_left_alone() -> None:
+    """Bug: a factor is 0 / 0, because a norm's weight or a column of weights is 0."""
     model, ids = tiny_model(), [5, 3, 8, 1]
     model.layers[0].input_layernorm.weight[3] = 0
     model.layers[1].mlp.down_proj.weight[:, 5] = 0
@@ -195,7 +199,7 @@ def test_a_channel_without_use_is_left_alone() -> None:
 
 
 def divergence(model: Transformer) -> float:
-    """From the float model: KL, in nats a token."""
+    """Compute the KL divergence from the float model, in nats per token."""
     ids = encode(OTHER)
     want, got = (logits_of(m, ids).log_softmax(-1) for m in (bundled(), model))
     return (want.exp() * (want - got)).sum(-1).mean().item()
@@ -205,16 +209,16 @@ def test_outliers_cost_a_hundred_times_less() -> None:
     w8a8 = ours("w8a8")
     planted = deepcopy(bundled())
     plant(planted)
-    assert divergence(planted) < 1e-6, "the outliers alone change nothing"
+    assert divergence(planted) < 1e-6, "planting outliers must change nothing"
     plain = divergence(w8a8(deepcopy(planted)))
     soft = divergence(w8a8(smoothed(planted, torch.tensor([encode(TEXT)]))))
-    assert plain > 0.03, f"without smoothing, {plain:.4f} nats: is anything rounded?"
-    assert soft < 0.003, f"with smoothing, {soft:.4f} nats: do all three kinds of Linears get it?"
+    assert plain > 0.03, f"{plain:.4f} nats without smoothing: is anything rounded?"
+    assert soft < 0.003, f"{soft:.4f} nats with smoothing: are all three kinds of Linears smoothed?"
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 def test_half_way_is_better_than_either_end(alpha: float) -> None:
-    """All of the difficulty in the activations, or all of it in the weights."""
+    """alpha 0 leaves all outliers in the activations, and alpha 1 moves all into the weights."""
     w8a8, tokens = ours("w8a8"), torch.tensor([encode(TEXT)])
     planted = deepcopy(bundled())
     plant(planted)

@@ -28,7 +28,7 @@ def apply_lora(model: Transformer, path: Path) -> list:
 def make_adapter(
     path: Path, model: Transformer, targets: tuple[str, ...] = TARGETS, seed: int = 1, **config: Any
 ) -> dict[str, torch.Tensor]:
-    """Write an adapter as the peft package does. Returns what it adds, by the weight's name."""
+    """Write an adapter as the peft package does. Returns what it adds to each weight, by name."""
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 6} | config
     scale = config["lora_alpha"] / config["r"]
     generator = torch.Generator().manual_seed(seed)
@@ -49,7 +49,7 @@ def make_adapter(
 
 
 def merged(model: Transformer, *adapters: dict[str, torch.Tensor]) -> Transformer:
-    """The slow twin: a copy of the model whose weights have what the adapters add."""
+    """The slow twin is a copy of the model with the adapters added to its weights."""
     model = deepcopy(model)
     weights = dict(named_tensors(model))
     for deltas in adapters:
@@ -65,17 +65,17 @@ def test_it_adds_what_merging_would(tmp_path: Path) -> None:
     apply_lora(model, tmp_path)
     got = logits_of(model, IDS)
     assert not torch.allclose(got, plain), "the adapter changes nothing"
-    wrong = "y += lora_alpha / r * (x A^T) B^T, in the part's own rows of a FusedLinear"
+    wrong = "add lora_alpha / r * (x A^T) B^T to y, in the part's own rows of a FusedLinear"
     close(got, logits_of(twin, IDS), wrong)
 
 
 @pytest.mark.parametrize("part", ["q_proj", "k_proj", "v_proj", "o_proj"])
 def test_each_part_has_its_own_place(part: str, tmp_path: Path) -> None:
-    """q, k and v are one Linear here, as are gate and up: see FusedLinear.parts."""
+    """Here q, k and v are one Linear, and so are gate and up; see FusedLinear.parts."""
     model = tiny_model(**SIZES)
     twin = merged(model, make_adapter(tmp_path, model, (f"self_attn.{part}",)))
     apply_lora(model, tmp_path)
-    close(logits_of(model, IDS), logits_of(twin, IDS), f"not what merging into {part} does")
+    close(logits_of(model, IDS), logits_of(twin, IDS), f"merging into {part} gives other logits")
 
 
 def test_the_weights_are_not_touched(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_it_can_be_taken_off(tmp_path: Path) -> None:
     make_adapter(tmp_path, model)
     plain = logits_of(model, IDS)
     handles = apply_lora(model, tmp_path)
-    assert handles, "return what register_forward_hook returned"
+    assert handles, "return the handles that register_forward_hook has returned"
     for handle in handles:
         handle.remove()
     assert torch.equal(logits_of(model, IDS), plain)
@@ -106,11 +106,11 @@ def test_two_add_up(tmp_path: Path) -> None:
     twin = merged(model, first, second)
     apply_lora(model, tmp_path / "a")
     apply_lora(model, tmp_path / "b")
-    close(logits_of(model, IDS), logits_of(twin, IDS), "the sum of two adapters")
+    close(logits_of(model, IDS), logits_of(twin, IDS), "two adapters must add up")
 
 
 def test_a_quantised_model_stays_quantised(tmp_path: Path) -> None:
-    """What merging cannot do: the sum of an int8 weight and an adapter is no int8 weight."""
+    """Merging cannot do this: the sum of an int8 weight and an adapter is not an int8 weight."""
     model = tiny_model(**SIZES)
     deltas = make_adapter(tmp_path, model)
     quantize_model(model, "int8")
@@ -127,7 +127,8 @@ def test_a_quantised_model_stays_quantised(tmp_path: Path) -> None:
     twin = merged(twin, deltas)
     apply_lora(model, tmp_path)
     assert any(isinstance(module, QuantLinear) for module in model.modules())
-    close(logits_of(model, IDS), logits_of(twin, IDS), "of a quantised model")
+    wrong = "the adapter gives other logits on a quantised model"
+    close(logits_of(model, IDS), logits_of(twin, IDS), wrong)
 
 
 def test_in_the_dtype_of_the_model(tmp_path: Path) -> None:
@@ -139,16 +140,17 @@ def test_in_the_dtype_of_the_model(tmp_path: Path) -> None:
 
 
 def test_rank_stabilised_adapters_scale_by_the_root(tmp_path: Path) -> None:
-    """peft's use_rslora: lora_alpha / sqrt(r) (Kalajdzievski 2023, arXiv:2312.03732)."""
+    """peft's use_rslora scales by lora_alpha / sqrt(r) (Kalajdzievski 2023, arXiv:2312.03732)."""
     model = tiny_model(**SIZES)
     plain = make_adapter(tmp_path, model, use_rslora=True, r=4)
     twin = merged(model, {name: delta * 4 / 4**0.5 for name, delta in plain.items()})
     apply_lora(model, tmp_path)
-    close(logits_of(model, IDS), logits_of(twin, IDS), "use_rslora: lora_alpha / sqrt(r)")
+    wrong = "with use_rslora the scale is lora_alpha / sqrt(r)"
+    close(logits_of(model, IDS), logits_of(twin, IDS), wrong)
 
 
 def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
-    """Half an adapter would be worse than none: so nothing is hooked on."""
+    """Bug: half of an adapter is hooked on before the error, which is worse than none."""
     model = tiny_model(**SIZES)
     make_adapter(tmp_path / "deeper", tiny_model(**SIZES | {"num_hidden_layers": 3}))
     make_adapter(tmp_path / "wider", tiny_model(**SIZES | {"intermediate_size": 32}))

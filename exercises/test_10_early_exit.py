@@ -25,13 +25,13 @@ def self_draft(runner: Runner, layers: int, k: int = 4) -> DraftModel:
 
 
 def speak(
-    model: Transformer, ids: list[int], layers: int, count: int = 16, **wishes: Any
+    model: Transformer, ids: list[int], layers: int, count: int = 16, **settings: Any
 ) -> tuple[Job, DraftModel]:
     """One sequence, with the first layers as the draft."""
     engine = Engine(model, num_blocks=8, max_num_seqs=1)
     engine.proposer = self_draft(engine.runner, layers)
-    wishes = {"temperature": 0, "max_tokens": count, "ignore_eos": True} | wishes
-    (request,) = serve(engine, (ids, SamplingParams(**wishes)))
+    settings = {"temperature": 0, "max_tokens": count, "ignore_eos": True} | settings
+    (request,) = serve(engine, (ids, SamplingParams(**settings)))
     return request.outputs[0], engine.proposer
 
 

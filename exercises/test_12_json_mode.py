@@ -73,9 +73,9 @@ def only(*ids: int) -> Processor:
     return process
 
 
-def row(output: tuple[int, ...] = (), *processors: Processor, **wishes: Any) -> Sequence:
-    wishes |= {"logits_processors": processors}
-    sequence = Sequence([1, 2], call(SamplingParams, todo=TODO, **wishes), MODEL.config)
+def row(output: tuple[int, ...] = (), *processors: Processor, **settings: Any) -> Sequence:
+    settings |= {"logits_processors": processors}
+    sequence = Sequence([1, 2], call(SamplingParams, todo=TODO, **settings), MODEL.config)
     sequence.ids += output
     return sequence
 

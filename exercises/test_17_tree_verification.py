@@ -202,11 +202,11 @@ def grow(draft: Transformer, widths: list[int], sampled: bool) -> Callable[[Sequ
 
 @torch.no_grad()
 def speak(
-    model: Transformer, ids: list[int], guess: Callable[[Sequence], Any], **wishes: Any
+    model: Transformer, ids: list[int], guess: Callable[[Sequence], Any], **settings: Any
 ) -> tuple[Sequence, int]:
     """Write a text with trees: it, and how many forwards checked one."""
     write = needs("tree", "write", TODO)
-    params = SamplingParams(**{"max_tokens": 24, "ignore_eos": True, "seed": 1} | wishes)
+    params = SamplingParams(**{"max_tokens": 24, "ignore_eos": True, "seed": 1} | settings)
     sequence, forwards = Sequence([*ids], params, model.config), 0
 
     def counted(sequence: Sequence) -> Any:
@@ -219,8 +219,8 @@ def speak(
     return sequence, forwards
 
 
-def plain(model: Transformer, ids: list[int], **wishes: Any) -> Sequence:
-    params = SamplingParams(**{"max_tokens": 24, "ignore_eos": True, "seed": 1} | wishes)
+def plain(model: Transformer, ids: list[int], **settings: Any) -> Sequence:
+    params = SamplingParams(**{"max_tokens": 24, "ignore_eos": True, "seed": 1} | settings)
     sequence = Sequence([*ids], params, model.config)
     list(generate(model, sequence, StaticCache(model, 1, sequence.max_len)))
     return sequence
@@ -237,7 +237,7 @@ def noisy(model: Transformer, amount: float) -> Transformer:
     return draft
 
 
-WISHES = {
+SETTINGS = {
     "greedy": {"temperature": 0},
     "penalties": {"temperature": 0, "repetition_penalty": 1.5, "frequency_penalty": 0.5},
     "log-probabilities": {"temperature": 0, "logprobs": 2, "max_tokens": 9},
@@ -246,19 +246,19 @@ WISHES = {
 }
 
 
-@pytest.mark.parametrize("wish", WISHES)
+@pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("model", [MODEL, SLIDING], ids=["plain", "sliding"])
-def test_greedy_text_is_that_of_generate(model: Transformer, wish: str) -> None:
+def test_greedy_text_is_that_of_generate(model: Transformer, setting: str) -> None:
     """Whatever is guessed. Bug: keys of a refused node stay where the next token's belong."""
-    want = plain(model, TEXT[:7], **WISHES[wish])
+    want = plain(model, TEXT[:7], **SETTINGS[setting])
     for amount, widths in ((0.0, [3, 2, 1]), (0.15, [2, 2, 2]), (0.5, [3, 2, 1])):
         guess = grow(noisy(model, amount), widths, sampled=False)
-        got, forwards = speak(model, TEXT[:7], guess, **WISHES[wish])
+        got, forwards = speak(model, TEXT[:7], guess, **SETTINGS[setting])
         assert got.output_ids == want.output_ids, "not the tokens of generate()"
         assert got.finish_reason == want.finish_reason
         for a, b in zip(got.tokens, want.tokens):
             assert a.logprob == (None if b.logprob is None else pytest.approx(b.logprob, abs=1e-4))
-        if not amount and wish == "greedy":
+        if not amount and setting == "greedy":
             assert forwards == 6, "a draft that is always right: 4 tokens in each forward"
 
 
@@ -283,14 +283,14 @@ def twin(model: Transformer, sequence: Sequence, guesses: Any) -> list[int]:
             return output + last
 
 
-@pytest.mark.parametrize("wish", [{}, {"top_k": 8, "min_p": 0.05}, {"presence_penalty": 1.0}])
+@pytest.mark.parametrize("setting", [{}, {"top_k": 8, "min_p": 0.05}, {"presence_penalty": 1.0}])
 @torch.no_grad()
-def test_sampled_text_is_that_of_the_slow_twin(wish: dict[str, Any]) -> None:
+def test_sampled_text_is_that_of_the_slow_twin(setting: dict[str, Any]) -> None:
     """The random numbers are those of the page, so that a seed gives one text."""
     guess, lengths = grow(noisy(MODEL, 0.15), [3, 2], sampled=True), set()
     for seed in range(4):
-        got, _ = speak(MODEL, TEXT[:7], guess, seed=seed, **wish)
-        params = SamplingParams(max_tokens=24, seed=seed, ignore_eos=True, **wish)
+        got, _ = speak(MODEL, TEXT[:7], guess, seed=seed, **setting)
+        params = SamplingParams(max_tokens=24, seed=seed, ignore_eos=True, **setting)
         want = Sequence(TEXT[:7], params, MODEL.config)
         want.append(Token(got.output_ids[0]))  # the prompt's, from generate()
         while not want.finish_reason:
@@ -341,8 +341,8 @@ def test_a_tree_beats_a_chain_of_as_many_nodes(temperature: float) -> None:
     for name, widths in (("chain", [1] * 8), ("tree", [4, 1])):
         guess, tokens, steps = grow(draft, widths, sampled=bool(temperature)), 0, 0
         for seed in range(8):
-            wishes = {"temperature": temperature, "seed": seed, "max_tokens": 30}
-            sequence, forwards = speak(MODEL, TEXT[5 * seed :][:7], guess, **wishes)
+            settings = {"temperature": temperature, "seed": seed, "max_tokens": 30}
+            sequence, forwards = speak(MODEL, TEXT[5 * seed :][:7], guess, **settings)
             tokens, steps = tokens + len(sequence.tokens) - 1, steps + forwards
         rates[name] = tokens / steps
     print(rates)

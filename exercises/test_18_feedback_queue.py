@@ -26,7 +26,7 @@ def engine(**options: Any) -> Engine:
 
 
 @cache
-def wish(length: int, i: int) -> tuple[list[int], SamplingParams, list[int]]:
+def answer_of(length: int, i: int) -> tuple[list[int], SamplingParams, list[int]]:
     """A prompt whose answer is so long: it and its settings, and the answer, by generate().
 
     It ends by a stop token that happens to come at this place, and nowhere before.
@@ -41,7 +41,7 @@ def wish(length: int, i: int) -> tuple[list[int], SamplingParams, list[int]]:
 
 
 def ask(at: Engine, length: int, i: int = 0, **options: Any) -> Request:
-    return at.add_request(*wish(length, i)[:2], **options)
+    return at.add_request(*answer_of(length, i)[:2], **options)
 
 
 def step(at: Engine) -> None:
@@ -82,7 +82,7 @@ def play(at: Engine, lengths: list[int], gap: int) -> tuple[list[int], int]:
         for request in [each for each in left if each.finished]:
             i, came = left.pop(request)
             took[i] = now - came
-            assert request.outputs[0].output_ids == wish(lengths[i], i)[2], "other tokens"
+            assert request.outputs[0].output_ids == answer_of(lengths[i], i)[2], "other tokens"
     return took, at.stats["computed_tokens"]
 
 
@@ -122,7 +122,7 @@ def test_the_new_one_is_served_at_once() -> None:
     step(at)
     assert made(long) == 7, "and then the long one goes on"
     finish(at)
-    assert long.outputs[0].output_ids == wish(LONGEST, 0)[2]
+    assert long.outputs[0].output_ids == answer_of(LONGEST, 0)[2]
 
 
 def test_equals_are_served_as_they_come() -> None:
@@ -165,7 +165,7 @@ def test_memory_is_room_too() -> None:
     assert made(new) == 1, "where blocks are lacking, the last in the lowest queue gives its own"
     assert old[0].outputs[0] in at.running, "and no more of them than are needed"
     finish(at)
-    assert [r.outputs[0].output_ids for r in old] == [wish(LONGEST, i)[2] for i in range(2)]
+    assert [r.outputs[0].output_ids for r in old] == [answer_of(LONGEST, i)[2] for i in range(2)]
 
 
 def test_priority_comes_before_the_queue() -> None:

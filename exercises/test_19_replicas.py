@@ -78,8 +78,8 @@ def busy(engine: Engine, count: int) -> None:
 def test_the_tokens_are_those_of_one_engine(num_blocks: int) -> None:
     """Also where blocks are so few that some sequences lose theirs, and start again."""
     router, (one,) = route(make(num_blocks=num_blocks)), make(1)
-    wishes = [greedy(12), SamplingParams(seed=5, n=2, max_tokens=9, ignore_eos=True)]
-    asked = [(tokens(20, i % 3) + tokens(i, 50 + i), wishes[i % 2]) for i in range(1, 9)]
+    settings = [greedy(12), SamplingParams(seed=5, n=2, max_tokens=9, ignore_eos=True)]
+    asked = [(tokens(20, i % 3) + tokens(i, 50 + i), settings[i % 2]) for i in range(1, 9)]
     want = [sequence.ids for request in serve(one, *asked) for sequence in request.outputs]
     requests = [router.add_request(*each) for each in asked[:5]]
     router.step()
