@@ -27,7 +27,7 @@ def self_draft(runner: Runner, layers: int, k: int = 4) -> DraftModel:
 def speak(
     model: Transformer, ids: list[int], layers: int, count: int = 16, **settings: Any
 ) -> tuple[Job, DraftModel]:
-    """One sequence, with the first layers as the draft."""
+    """Write one sequence, with the first layers as the draft."""
     engine = Engine(model, num_blocks=8, max_num_seqs=1)
     engine.proposer = self_draft(engine.runner, layers)
     settings = {"temperature": 0, "max_tokens": count, "ignore_eos": True} | settings
@@ -47,14 +47,16 @@ def test_the_draft_has_no_weights_of_its_own() -> None:
 
 
 def test_the_draft_has_no_cache_of_its_own() -> None:
-    """Its layers are the model's, so their keys and values are the model's: the same memory."""
+    """Its layers are the model's, so their keys and values are in the model's own memory."""
     model = tiny_model(num_hidden_layers=3)
     runner = Runner(model, 4, 8)
     (draft,) = self_draft(runner, 2).runners
-    assert len(draft.kv) == 2, "the pools of the first layers only"
-    assert len(runner.kv) == 3, "and leave the model's Runner whole"
+    assert len(draft.kv) == 2, "the draft needs the pools of its own layers only"
+    assert len(runner.kv) == 3, "the model's Runner must keep all of its pools"
     for mine, theirs in zip(draft.kv, runner.kv):
-        assert mine.data_ptr() == theirs.data_ptr(), "a second cache for the same keys"
+        assert mine.data_ptr() == theirs.data_ptr(), (
+            "the draft has a second cache for the same keys"
+        )
     assert runner.model is model
     assert draft.forward([Row([2], 0, IDS)]).shape == (1, 32)
 
@@ -67,19 +69,20 @@ def test_the_text_is_that_of_the_model(layers: int) -> None:
     assert sequence.output_ids == write(model, IDS, 16).output_ids
 
 
-def test_layers_that_do_nothing_are_not_missed() -> None:
-    """Where the later layers add nothing to the stream, every guess must be right."""
+def test_layers_that_add_nothing_are_not_missed() -> None:
+    """If the later layers add nothing to the stream, every guess must be right."""
     model = tiny_model(num_hidden_layers=4)
     for block in model.layers[2:]:
         block.self_attn.o_proj.weight.zero_()
         block.mlp.down_proj.weight.zero_()
     for temperature in (0, 1):
         _, draft = speak(model, IDS, 2, temperature=temperature, seed=3)
-        assert draft.accepted == draft.offered, f"{draft.summary()}: is the norm the model's own?"
+        wrong = f"{draft.summary()}: does the draft use the model's own norm?"
+        assert draft.accepted == draft.offered, wrong
 
 
 def test_in_the_engine_each_gets_what_it_gets_alone() -> None:
-    """Several at once, forked (n = 2), in a pool so small that some are preempted."""
+    """Several sequences run at once, forked (n = 2), in a pool so small that some are preempted."""
     model = tiny_model(num_hidden_layers=3)
     engine = Engine(model, num_blocks=10, block_size=4, max_num_seqs=4, max_num_batched_tokens=24)
     engine.proposer = self_draft(engine.runner, 1)
@@ -95,7 +98,7 @@ def test_in_the_engine_each_gets_what_it_gets_alone() -> None:
 
 
 def test_of_a_trained_model() -> None:
-    """The bundled one was never trained to exit early; yet five of its six layers guess well."""
+    """The bundled model was not trained to exit early, yet five of its six layers guess well."""
     model = bundled()
     ids = [10, 20, 30, 40]
     sequence, draft = speak(model, ids, 5, 24)

@@ -25,7 +25,7 @@ def sink_cache(sinks: int, window: int, model: Transformer = MODEL) -> Any:
 
 @torch.no_grad()
 def run(cache: Any, sizes: list[int], model: Transformer = MODEL, text: list[int] = TEXT) -> Tensor:
-    """Run the text in chunks of these sizes: the logits after each token, (T, V)."""
+    """Run the text in chunks of these sizes. Returns the logits after each token, (T, V)."""
     logits, at = [], 0
     for size in sizes:
         chunk = text[at : at + size]
@@ -37,7 +37,7 @@ def run(cache: Any, sizes: list[int], model: Transformer = MODEL, text: list[int
 
 
 class Masked(LayerCache):
-    """The slow twin: all of the text at once, with the mask written out pair by pair."""
+    """The slow twin runs the whole text at once, with the mask written out pair by pair."""
 
     def __init__(self, sinks: int, window: int) -> None:
         self.sinks, self.window = sinks, window
@@ -66,21 +66,21 @@ ONE_BY_ONE = [1] * len(TEXT)
 @pytest.mark.parametrize(("sinks", "window"), CASES)
 def test_token_by_token(sinks: int, window: int) -> None:
     got, want = run(sink_cache(sinks, window), ONE_BY_ONE), twin(sinks, window)
-    wrong = "a query at p sees s <= p with s < sinks or s > p - window"
+    wrong = "a query at p must see the positions s <= p with s < sinks or s > p - window"
     close(got, want, wrong)
 
 
 @pytest.mark.parametrize(("sinks", "window"), CASES)
 @pytest.mark.parametrize("sizes", [[60], [7] * 9, [2, 30, 1, 1, 1, 20, 5]])
 def test_in_chunks(sizes: list[int], sinks: int, window: int) -> None:
-    """A chunk's first queries still see what its last ones do not: evict after, not before."""
+    """Bug: the cache evicts before a chunk, whose first queries still need the keys."""
     got, want = run(sink_cache(sinks, window), sizes), twin(sinks, window)
     wrong = "the first tokens of a chunk need the keys that its last ones push out"
     close(got, want, wrong)
 
 
 def tensors(of: Any) -> list[Tensor]:
-    """The numbers that something keeps, wherever in it."""
+    """Return all float tensors that an object keeps, at any depth."""
     if isinstance(of, Tensor):
         return [of] * of.is_floating_point()
     inside = of.values() if isinstance(of, dict) else of if isinstance(of, list | tuple) else ()
@@ -90,7 +90,7 @@ def tensors(of: Any) -> list[Tensor]:
 
 
 def kept(cache: Any) -> float:
-    """Positions that the cache keeps, with all their keys and values."""
+    """Return how many positions the cache keeps, from the bytes of its keys and values."""
     stores = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors(cache)}
     c, one = MODEL.config, MODEL.dtype.itemsize
     a_position = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * one
@@ -103,31 +103,33 @@ def test_it_does_not_grow() -> None:
         cache = sink_cache(4, 8)
         run(cache, sizes, text=text)
         most = kept(cache)
-        assert most > 0, "where are the keys? The test looks into the attributes of the cache"
+        assert most > 0, "the test finds no keys in the attributes of the cache"
         assert most <= 4 + 8 + 2, (
             f"{when}, {most:.0f} positions are kept for 4 sinks and a window of 8: is a slice "
-            "still a view of all that ever was?"
+            "still a view of a larger tensor?"
         )
 
 
-def test_a_short_text_is_as_ever() -> None:
-    """While nothing has been evicted, it is the plain cache."""
+def test_a_short_text_is_not_affected() -> None:
+    """Until a position is evicted, the cache behaves like the static one."""
     plain = run(StaticCache(MODEL, 1, 60), [20, 40])
-    close(run(sink_cache(2, 58), [20, 40]), plain, "nothing is out of sight yet")
+    close(run(sink_cache(2, 58), [20, 40]), plain, "every position must still be visible")
 
 
 def test_the_sinks_are_seen() -> None:
-    """Far behind the window, a change of the first tokens is felt; one of those after is not."""
-    model = tiny_model(num_hidden_layers=1)  # deeper layers see further, through the others
+    """Far beyond the window, a change of a sink changes the logits, and a change of a token after
+    the sinks does not."""
+    model = tiny_model(num_hidden_layers=1)  # with more layers, tokens see further indirectly
     last = run(sink_cache(2, 4, model), ONE_BY_ONE, model)[-1]
-    for at, felt in ((0, True), (1, True), (2, False), (30, False), (56, True)):
+    for at, seen in ((0, True), (1, True), (2, False), (30, False), (56, True)):
         text = [*TEXT[:at], 1 + TEXT[at] % 31, *TEXT[at + 1 :]]
         changed = run(sink_cache(2, 4, model), ONE_BY_ONE, model, text)[-1]
-        assert felt != torch.allclose(last, changed), f"the token at {at}"
+        wrong = f"the token at {at} must {'' if seen else 'not '}be visible"
+        assert seen != torch.allclose(last, changed), wrong
 
 
 def test_generate_takes_it() -> None:
-    """Past the model's trained context too, which Sequence lets you ask for."""
+    """generate() takes the cache, also beyond the model's trained context."""
     params = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
     sequence = Sequence(TEXT, params, MODEL.config, max_seq_len=1000)
     for _ in generate(MODEL, sequence, sink_cache(4, 8), chunk=16):

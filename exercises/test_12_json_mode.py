@@ -1,4 +1,4 @@
-"""Exercise 12: a reply that is JSON, whatever the model would rather say. See 12-json-mode.md."""
+"""Exercise 12: a reply that is always JSON, whatever the model prefers. See 12-json-mode.md."""
 
 import json
 import random
@@ -29,7 +29,7 @@ def tokenizer() -> Tokenizer:
 
 @cache
 def texts() -> list[str]:
-    """What each id adds to a text; "" where it adds nothing that can be read."""
+    """Return the text that each id adds; "" if it adds nothing readable."""
     start = tokenizer().encode("a", add_special=False)
     ids = range(tokenizer().vocab_size)
     return [Detokenizer(tokenizer(), start).push(i) for i in ids]
@@ -47,13 +47,13 @@ def json_mode() -> Processor:
 
 
 def allowed(ids: list[int]) -> list[int]:
-    """The ids that may come next."""
+    """Return the ids that may come next."""
     scores = torch.linspace(-1, 1, tokenizer().vocab_size)
     result = json_mode()(ids, scores.clone())
     assert isinstance(result, Tensor), "a processor returns the scores"
     assert result.shape == scores.shape
     left = result > -torch.inf
-    assert torch.equal(result[left], scores[left]), "what is allowed keeps its score"
+    assert torch.equal(result[left], scores[left]), "an allowed token must keep its score"
     return left.nonzero()[:, 0].tolist()
 
 
@@ -63,7 +63,7 @@ MODEL = tiny_model()
 
 
 def only(*ids: int) -> Processor:
-    """Allow these ids alone."""
+    """Make a processor that allows only these ids."""
 
     def process(output_ids: list[int], scores: Tensor) -> Tensor:
         kept = torch.full_like(scores, -torch.inf)
@@ -91,7 +91,7 @@ def test_a_processor_is_asked_for_each_token() -> None:
     plain = distribution(logits, [row((5, 6)), row(), row()])
     probs = distribution(logits, [row((5, 6), spy), row(), row((), spy, only(3, 4))])
     assert seen == [([5, 6], (32,), torch.float32), ([], (32,), torch.float32)], (
-        "it gets the output's ids and that row's (V,) scores in float32"
+        "a processor gets the output's ids and that row's (V,) scores in float32"
     )
     assert torch.equal(probs[:2], plain[:2])
     assert probs[2].nonzero()[:, 0].tolist() == [3, 4]
@@ -106,7 +106,7 @@ def test_greedy_sampling_obeys_too() -> None:
         return scores
 
     probs = distribution(logits, [row((), ban, temperature=0)])
-    assert probs[0, banned] == 0, "a greedy row must see it too"
+    assert probs[0, banned] == 0, "a greedy row must obey its processors too"
     assert probs[0].max() == 1
     engine = Engine(MODEL, num_blocks=16, block_size=4, max_num_seqs=2)
     params = row((), only(7), temperature=0, max_tokens=4).params
@@ -115,7 +115,7 @@ def test_greedy_sampling_obeys_too() -> None:
 
 
 def test_only_functions_are_taken() -> None:
-    """SamplingParams come from the network as well: there, a field can hold any JSON."""
+    """SamplingParams also come from the network, where a field may hold any JSON."""
     row()
     assert SamplingParams().logits_processors == ()
     for wrong in (["x"], "x", 3, [None], {"a": 1}):
@@ -124,15 +124,15 @@ def test_only_functions_are_taken() -> None:
 
 
 def test_the_command_line_still_runs() -> None:
-    """Bug: made with setting(), the field becomes an option, which takes texts and no functions."""
+    """Bug: a field made with setting() becomes an option, which takes text and not functions."""
     row()
     assert main(["--device", "cpu", "--prompt", "A", "--max-tokens", "1"]) == 0
 
 
 # --- The grammar ----------------------------------------------------------------------------------
 
-# After a text: characters that must be allowed, and characters that must not. White space outside
-# of strings, exponents and \u are left to you.
+# (a text, characters that must be allowed after it, characters that must not). White space outside
+# strings, exponents and \u are optional.
 CASES = [
     ("", "{", '}["a1,:'),
     ("{", '"}', "{[]a1,:"),
@@ -175,37 +175,37 @@ def test_what_may_follow(text: str, must: str, must_not: str) -> None:
     now = allowed([id_of(c) for c in text])
     missing = [c for c in must if id_of(c) not in now]
     wrong = [c for c in must_not if id_of(c) in now]
-    assert not missing, f"after {text!r} there may be {missing}"
-    assert not wrong, f"after {text!r} there must not be {wrong}"
+    assert not missing, f"after {text!r}, allow {missing}"
+    assert not wrong, f"after {text!r}, do not allow {wrong}"
     try:
         complete = bool(json.loads(text)) or text == "{}"
     except json.JSONDecodeError:
         complete = False
-    assert (tokenizer().eos_id in now) == complete, "EOS exactly where the object is complete"
+    assert (tokenizer().eos_id in now) == complete, "allow EOS exactly if the object is complete"
     if complete:
-        assert not [i for i in now if texts()[i].strip()], "nothing comes after the object"
+        assert not [i for i in now if texts()[i].strip()], "allow no text after the object"
 
 
 def test_a_token_of_several_characters_is_taken_as_a_whole() -> None:
     inside = [id_of(c) for c in '{"a']
     words = [i for i, text in enumerate(texts()) if len(text) > 3 and text.isalpha()]
-    assert set(words) <= {*allowed(inside)}, "any word may stand in a string"
+    assert set(words) <= {*allowed(inside)}, "allow any word in a string"
     assert not {*words} & {*allowed([id_of("{")])}
     unreadable = [i for i, text in enumerate(texts()) if not text and i != tokenizer().eos_id]
-    assert not {*unreadable} & {*allowed(inside)}, "special tokens and half characters: no text"
+    assert not {*unreadable} & {*allowed(inside)}, "do not allow special tokens or half characters"
 
 
 def test_ids_that_the_tokenizer_does_not_know() -> None:
-    """A model's V may be larger than its tokenizer's."""
+    """A model's V may be larger than its tokenizer's vocabulary."""
     kind = type(json_mode())
     more = kind(tokenizer())([], torch.zeros(tokenizer().vocab_size + 8))
     assert (more[-8:] == -torch.inf).all()
 
 
 def test_after_a_wrong_guess_there_is_an_answer() -> None:
-    """verify() asks for what would follow each guess, and refuses the wrong ones only then."""
+    """verify() asks what would follow each guess before it refuses the wrong ones."""
     now = allowed([id_of(c) for c in "{]a"])
-    assert now, "allow anything there: if nothing is, softmax makes NaN of it"
+    assert now, "allow something after a wrong guess: otherwise softmax returns NaN"
 
 
 CLOSING = ['"', "}", "]", ":", "0", "n", *"aeflrstu"]
@@ -213,12 +213,12 @@ CLOSING = ['"', "}", "]", ":", "0", "n", *"aeflrstu"]
 
 @pytest.mark.parametrize("seed", range(6))
 def test_every_way_leads_to_json(seed: int) -> None:
-    """Walk at random among what is allowed; then close what is open. There is never a dead end."""
+    """Draw allowed tokens at random, and then close every bracket. There is never a dead end."""
     rng, ids = random.Random(seed), []
     for _ in range(40):
         now = allowed(ids)
-        assert now, f"nothing may follow {''.join(texts()[i] for i in ids)!r}"
-        short = [i for i in now if len(texts()[i]) == 1] or now  # structure is mostly one character
+        assert now, f"nothing is allowed after {''.join(texts()[i] for i in ids)!r}"
+        short = [i for i in now if len(texts()[i]) == 1] or now  # brackets are one character
         ids.append(rng.choice(rng.choice([now, short])))
         if ids[-1] == tokenizer().eos_id:
             break
@@ -236,8 +236,8 @@ def test_every_way_leads_to_json(seed: int) -> None:
 
 @pytest.mark.parametrize("speculate", [0, 3])
 def test_the_engine_writes_json(speculate: int) -> None:
-    """Guessed tokens too: the wrong ones are refused, and may be no JSON at all."""
-    bias = {id_of(c): 7.0 for c in '"}]:,1'}  # or it would talk in one string until the end
+    """Guesses are processed too, although wrong ones may not be JSON at all."""
+    bias = {id_of(c): 7.0 for c in '"}]:,1'}  # without it, one string would fill the output
     common = {"temperature": 0.9, "max_tokens": 60, "n": 2, "seed": 1}
     params = call(
         SamplingParams, todo=TODO, logits_processors=[json_mode()], logit_bias=bias, **common

@@ -1,4 +1,4 @@
-"""Exercise 13: the layers of a model, spread over several processes. See 13-pipeline.md."""
+"""Exercise 13: the layers of a model, divided among several processes. See 13-pipeline.md."""
 
 import json
 import os
@@ -17,12 +17,12 @@ from paged import Runner
 from scheduler import Engine
 from settings import SamplingParams
 
-TODO = "make the file, with stage(model, files, rank, ranks), to be used as tp.shard is"
+TODO = "make the file, with stage(model, files, rank, ranks), which is used like tp.shard"
 PROMPTS = [[10, 20, 30], [*range(100, 140)], [7] * 9]
 
 
 def cut(config: Config, rank: int, ranks: int) -> tuple[Transformer, dict[str, Any]]:
-    """One rank's stage of an empty model, and its files, which are the names here."""
+    """Make one rank's stage of an empty model. Here the files are just the stored names."""
     stage = needs("pp", "stage", TODO)
     with torch.device("meta"):
         model = build(config)
@@ -36,15 +36,15 @@ def test_each_layer_is_on_one_rank(layers: int, ranks: int) -> None:
     for rank in range(ranks):
         share, files = cut(config, rank, ranks)
         own = sorted({int(str(at).split(".")[1]) for at in files.values() if "layers." in str(at)})
-        assert layers // ranks <= len(own) <= -(-layers // ranks), "as evenly as it goes"
+        assert layers // ranks <= len(own) <= -(-layers // ranks), "divide the layers evenly"
         assert len(share.layers) == share.config.num_hidden_layers == len(own), (
-            "the stage has its own layers alone, and a config that says so: caches read it"
+            "a stage has only its own layers, and its config must say so, because caches read it"
         )
         order += own
         names = {name for name, _ in named_tensors(share)}
-        assert files.keys() == names, "the files must be listed under the stage's own names"
-        assert all(p.is_meta for p in share.parameters()), "nothing is read or allocated yet"
-    assert order == [*range(layers)], "every layer once, in order"
+        assert files.keys() == names, "list the files under the stage's own names"
+        assert all(p.is_meta for p in share.parameters()), "stage() must not allocate anything"
+    assert order == [*range(layers)], "every layer must be on one rank, in order"
 
 
 def test_a_layer_takes_its_window_along() -> None:
@@ -65,7 +65,7 @@ def test_a_layer_keeps_its_weights() -> None:
 
 def test_too_many_ranks_are_refused() -> None:
     cut(tiny_model().config, 0, 2)
-    for rank in range(3):  # all of them notice: one that went on would wait for ever
+    for rank in range(3):  # every rank must notice: one that continued would wait for ever
         with pytest.raises(CheckpointError):
             cut(tiny_model().config, rank, 3)
 
@@ -74,7 +74,7 @@ def test_too_many_ranks_are_refused() -> None:
 
 
 def talk(model: Transformer, runner: type[Runner]) -> dict[str, Any]:
-    """Several in the engine, greedily and sampled, in chunks, forked and preempted."""
+    """Run several requests: greedy and sampled, in chunks, forked and preempted."""
     engine = Engine(model, num_blocks=12, max_num_seqs=4, max_num_batched_tokens=32, runner=runner)
     greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=0)
     sampled = SamplingParams(max_tokens=10, seed=4, n=2, ignore_eos=True)
@@ -87,7 +87,7 @@ def talk(model: Transformer, runner: type[Runner]) -> dict[str, Any]:
 
 
 def process(rank: int, ranks: int, port: int, out: Path) -> None:
-    """What torchrun would start: rank 0 generates, the others follow."""
+    """Run one rank, as torchrun would start it: rank 0 generates, and the others follow."""
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     os.environ |= {name: str(value) for name, value in names.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -111,7 +111,7 @@ def process(rank: int, ranks: int, port: int, out: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_the_processes_say_what_one_says(ranks: int, tmp_path: Path) -> None:
+def test_the_processes_agree_with_one(ranks: int, tmp_path: Path) -> None:
     needs("pp", "stage", TODO)
     want = talk(bundled(), Runner)
     run_ranks(process, ranks, tmp_path, 60)
@@ -124,7 +124,7 @@ def test_the_processes_say_what_one_says(ranks: int, tmp_path: Path) -> None:
 
 
 def test_the_files_are_those_of_the_checkpoint() -> None:
-    """Of the layers of others, a rank must not even read the files."""
+    """Bug: a rank reads the files of layers that other ranks have."""
     stage = needs("pp", "stage", TODO)
     files = locate_tensors(SHAKESPEARE)
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Exercise 14: one process runs prompts, another goes on. See 14-prefill-decode.md."""
+"""Exercise 14: one process runs prompts, another continues. See 14-prefill-decode.md."""
 
 import json
 import math
@@ -33,7 +33,7 @@ PREFILL, DECODE = 0, 1  # ranks
 
 
 def make(kv_dtype: str, **changes: int) -> Engine:
-    """An engine whose blocks have all held something else before."""
+    """Make an engine whose blocks have all been used before."""
     sizes = {"num_blocks": 60, "block_size": SIZE, "max_num_seqs": 6, "max_num_batched_tokens": 32}
     engine = Engine(bundled(), kv_dtype=kv_dtype, **sizes | changes)
     for pool in engine.runner.kv:
@@ -49,7 +49,7 @@ def step(engine: Engine, times: int = 1000) -> None:
 
 
 def talk(engine: Engine, add: Callable[..., Request]) -> dict[str, Any]:
-    """Prompts come while others are being answered, and one is the engine's own."""
+    """Add prompts while others are running; the first one is the engine's own."""
     own = engine.add_request(PROMPTS[5], GREEDY)
     step(engine, 2)
     requests = [add(PROMPTS[0], GREEDY), add(PROMPTS[1], SAMPLED)]
@@ -67,7 +67,7 @@ def talk(engine: Engine, add: Callable[..., Request]) -> dict[str, Any]:
 
 
 def squeezed(engine: Engine, add: Callable[..., Request]) -> dict[str, Any]:
-    """So few blocks that some are taken away again."""
+    """Run two requests with so few blocks that one is preempted."""
     outputs = [add(ids, GREEDY).outputs[0] for ids in (PROMPTS[2], PROMPTS[3])]
     step(engine)
     return {"ids": [sequence.output_ids for sequence in outputs]}
@@ -77,7 +77,7 @@ def squeezed(engine: Engine, add: Callable[..., Request]) -> dict[str, Any]:
 
 
 def answer(kv_dtype: str, report: dict[str, Any]) -> None:
-    """What the second process does: three conversations, each with an engine of its own."""
+    """Do the second process's work: several conversations, each with its own engine."""
     from pd import add_prefilled, stop
 
     engine = make(kv_dtype, num_blocks=48)
@@ -88,8 +88,8 @@ def answer(kv_dtype: str, report: dict[str, Any]) -> None:
     report["squeezed"] = squeezed(engine, partial(add_prefilled, engine, PREFILL))
     report["preempted"] = engine.stats["num_preemptions"]
     report["refused"] = []
-    for prompt, seats, blocks in ((LONG, 1, 60), (LONG, 6, 9), ([*LONG, *range(430)], 6, 80)):
-        engine = make(kv_dtype, num_blocks=blocks, max_num_seqs=seats)
+    for prompt, slots, blocks in ((LONG, 1, 60), (LONG, 6, 9), ([*LONG, *range(430)], 6, 80)):
+        engine = make(kv_dtype, num_blocks=blocks, max_num_seqs=slots)
         running = engine.add_request(PROMPTS[1], GREEDY)
         step(engine, 2)
         before, problem = len(sent), "nothing was raised"
@@ -140,7 +140,7 @@ def process(rank: int, port: int, kv_dtype: str, out: Path) -> None:
 
 @cache
 def reports(kv_dtype: str = "auto") -> list[dict[str, Any]]:
-    """Run both, once for all tests: what each has to say."""
+    """Run both processes, once for all tests. Returns their reports."""
     needs("pd", "serve_prompts", TODO)
     bundled()
     with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
@@ -168,15 +168,15 @@ def said(rank: int, kv_dtype: str = "auto") -> dict[str, Any]:
     both = reports(kv_dtype)
     for i in (DECODE, PREFILL):
         assert "error" not in both[i], f"rank {i}: {both[i]['error']}"
-    assert not both[rank]["hung"], "a rank waits for ever: does every send meet its recv?"
+    assert not both[rank]["hung"], "a rank waits for ever: does every send have its recv?"
     return both[rank]
 
 
-# --- What came of it ------------------------------------------------------------------------------
+# --- The results ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
-def test_two_processes_say_what_one_says(kv_dtype: str) -> None:
+def test_two_processes_agree_with_one(kv_dtype: str) -> None:
     got = said(DECODE, kv_dtype)["talk"]
     engine = make(kv_dtype, num_blocks=48)
     want = talk(engine, engine.add_request)
@@ -184,20 +184,20 @@ def test_two_processes_say_what_one_says(kv_dtype: str) -> None:
     assert got == want, "its own requests, the log-probabilities or the free blocks differ"
 
 
-def test_the_second_runs_no_prompt_but_its_last_token() -> None:
+def test_the_second_runs_only_the_last_token_of_a_prompt() -> None:
     report = said(DECODE)
     own, *outputs = map(len, report["talk"]["ids"])
     tokens = len(PROMPTS[5]) + own - 1 + 5 + sum(outputs) - len(outputs)
     assert report["ran"] == tokens, (
-        f"{report['ran']} tokens were run, not {tokens}: of a prompt that comes as blocks, the last"
+        f"{report['ran']} tokens were run, not {tokens}: of a received prompt, run only the last"
     )
 
 
 def test_the_first_runs_each_prompt_once() -> None:
-    """In chunks, and without what its prefix cache holds already: five blocks of LONG."""
+    """It runs prompts in chunks, without what its prefix cache holds: five blocks of LONG."""
     chunks = said(PREFILL)["chunks"]
     assert max(chunks) <= 32, "no forward may run more than max_num_batched_tokens"
-    # Of the second conversation both prompts are known: 16 = 2 blocks, 41 = 5 and a token.
+    # In the second conversation both prompts are cached: 16 tokens are 2 blocks, 41 are 5 and one.
     tokens = 69 + 4 + 16 + 1 + 0 + 0 + 1
     assert sum(chunks) == tokens, f"{sum(chunks)} prompt tokens were run, not {tokens}"
 
@@ -210,27 +210,28 @@ def test_only_the_sequence_s_blocks_are_sent(kv_dtype: str) -> None:
     got = sum(said(PREFILL, kv_dtype)["sent"])
     assert got >= sum(ends) * block // SIZE, "send keys and values by torch.distributed.send"
     most = sum(math.ceil(end / SIZE) for end in ends) * block + 10 * 256
-    assert got <= most, f"{got} bytes were sent, where the blocks of the sequences have {most}"
+    assert got <= most, f"{got} bytes were sent, but the sequences' blocks have only {most}"
     asked = said(DECODE, kv_dtype)["sent"]
-    assert asked <= 5 * 256 + 8 * sum(map(len, PROMPTS)), f"{asked} bytes to ask for five prompts"
+    wrong = f"requesting five prompts took {asked} bytes"
+    assert asked <= 5 * 256 + 8 * sum(map(len, PROMPTS)), wrong
 
 
 def test_a_preempted_sequence_starts_again() -> None:
     report, engine = said(DECODE), make("auto")
-    assert report["preempted"], "the test is of no use"
-    wrong = "where blocks were taken away, other tokens came"
+    assert report["preempted"], "the test is useless: nothing was preempted"
+    wrong = "a preempted sequence got other tokens"
     assert report["squeezed"] == squeezed(engine, engine.add_request), wrong
 
 
 def test_every_block_is_given_back() -> None:
-    assert said(PREFILL)["free"] == 60, "once they are sent, the first needs its blocks no more"
+    assert said(PREFILL)["free"] == 60, "the first process must free its blocks after sending"
     assert said(DECODE)["talk"]["free"] == 48
 
 
-def test_what_has_no_room_is_refused() -> None:
-    """A ValueError, nothing kept, nobody hangs. The first rank knows how the third prompt begins,
-    and has too few blocks for the rest."""
-    seats, blocks, there = said(DECODE)["refused"]
-    assert seats == ["", 0], "as many sequences run as may: nothing is to be asked, nor queued"
-    assert blocks == ["", 0], "too few blocks are free: make sure of them before you ask"
-    assert there[0] == "", "a prompt that the first rank has no blocks for: it has to say so"
+def test_a_prompt_without_room_is_refused() -> None:
+    """Bugs: no ValueError; blocks that stay allocated; a rank that hangs. In the last case the
+    first rank has the beginning of the prompt cached, and too few blocks for the rest."""
+    slots, blocks, remote = said(DECODE)["refused"]
+    assert slots == ["", 0], "max_num_seqs sequences run: refuse, and request nothing"
+    assert blocks == ["", 0], "too few blocks are free: check that before you request anything"
+    assert remote[0] == "", "the first rank has too few blocks: it must report that"

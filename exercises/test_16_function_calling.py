@@ -1,4 +1,4 @@
-"""Exercise 16: tools in, calls out, through OpenAI's own client. See 16-function-calling.md."""
+"""Exercise 16: function calling, through OpenAI's own client. See 16-function-calling.md."""
 
 import asyncio
 import json
@@ -21,15 +21,15 @@ from server import Server, ServerArgs
 from settings import Ranks
 from tools.books import audit
 
-os.environ["NO_PROXY"] = "127.0.0.1"  # openai's client would ask a proxy of the environment
-TODO = "take `tools` off the list of what is not supported, and hand them to the chat template"
+os.environ["NO_PROXY"] = "127.0.0.1"  # openai's client would use the environment's proxy
+TODO = "remove `tools` from the list of unsupported fields, and pass them to the chat template"
 WEATHER = {
     "type": "object",
     "properties": {"city": {"enum": ["Rome", "Verona"]}, "days": {"enum": [1, 2, 3]}},
     "required": ["city", "days"],
     "additionalProperties": False,
 }
-# As pydantic writes it: what is used twice stands under $defs, and "#" is the schema itself.
+# As pydantic writes schemas: a shared part is under $defs, and "#" is the schema itself.
 PLACE = {"$ref": "#/$defs/Place"}
 TRAVEL = {
     "$defs": {"Place": {"enum": ["Mantua", "Padua"]}},
@@ -55,7 +55,7 @@ def tool(name: str, parameters: dict | None = None) -> dict[str, Any]:
 
 TOOLS = [tool("weather", WEATHER), tool("travel", TRAVEL), tool("fight", FIGHT)]
 HI = [{"role": "user", "content": "How is the weather?"}]
-# What each function takes.
+# Whether a function accepts its arguments.
 RIGHT = {
     "weather": lambda city, days: city in ("Rome", "Verona") and days in (1, 2, 3),
     "travel": lambda start, goal: {start, goal} <= {"Mantua", "Padua"},
@@ -64,7 +64,7 @@ RIGHT = {
 
 
 class Local:
-    """The server, in two threads of this process."""
+    """A server in two threads of this process."""
 
     def __init__(self) -> None:
         args = ServerArgs(port=0, num_blocks=400, max_num_seqs=16, device="cpu", dtype="float32")
@@ -112,7 +112,7 @@ class Reply(NamedTuple):
 
 
 def ask(local: Local, stream: bool = False, messages: Any = HI, **body: Any) -> list[Reply]:
-    """Ask through openai's client: the choices, put together from their pieces."""
+    """Send a chat by openai's client. Returns the choices, joined from their pieces."""
     body = {"tools": TOOLS, "max_tokens": 700, "seed": 1} | body
     body = {name: value for name, value in body.items() if value is not None}
     ours = {name: body.pop(name) for name in ("structured_outputs",) if name in body}
@@ -122,7 +122,7 @@ def ask(local: Local, stream: bool = False, messages: Any = HI, **body: Any) -> 
         )
         return streamed(answer) if stream else [whole(choice) for choice in answer.choices]
     except openai.BadRequestError as error:
-        todo = TODO if error.param == "tools" else f"this is refused, for its {error.param}"
+        todo = TODO if error.param == "tools" else f"the request is refused for {error.param}"
         return pytest.fail(f"{todo}: {error.body['message']}", pytrace=False)
 
 
@@ -136,24 +136,24 @@ def whole(choice: Any) -> Reply:
 
 def text_of(call: Any) -> str:
     arguments = call.function.arguments
-    assert isinstance(arguments, str), f"the arguments are JSON in a string, not {arguments!r}"
+    assert isinstance(arguments, str), f"the arguments must be a JSON string, not {arguments!r}"
     return arguments
 
 
 def streamed(chunks: Any) -> list[Reply]:
-    """Put together what comes, as a client would: a call's id and name come once, and its arguments
-    may come in pieces."""
+    """Join the chunks of a stream, as a client would. A call's id and name come once, and its
+    arguments may come in pieces."""
     parts: dict[int, list[str]] = {}
     calls: dict[int, list[Call]] = {}
     reasons: dict[int, str] = {}
     for choice in (choice for chunk in chunks for choice in chunk.choices):
         i, delta = choice.index, choice.delta
         assert i not in reasons, "something came after the finish_reason"
-        assert (delta.role is not None) == (i not in parts), "the role comes once, at first"
+        assert (delta.role is not None) == (i not in parts), "only the first delta has the role"
         mine = calls.setdefault(i, [])
         parts.setdefault(i, []).extend([delta.content] if delta.content else [])
         for each in delta.tool_calls or []:
-            assert each.index is not None, "in a delta, a call has its index"
+            assert each.index is not None, "a call in a delta must have an index"
             if each.id:
                 assert each.index == len(mine), f"call {len(mine)} has the index {each.index}"
                 assert each.type == "function"
@@ -169,7 +169,7 @@ def streamed(chunks: Any) -> list[Reply]:
 
 
 def refused(local: Local, **body: Any) -> str | None:
-    """Which field a request is refused for."""
+    """Return the field that the refusal of a request names."""
     body = {"messages": HI, "tools": TOOLS, "max_tokens": 2} | body
     try:
         local.client.post("/chat/completions", body=body, cast_to=object)
@@ -179,13 +179,13 @@ def refused(local: Local, **body: Any) -> str | None:
 
 
 def check_call(reply: Reply, *names: str) -> Call:
-    """A reply that is one right call of one of these functions."""
-    assert reply.text is None, f"a call and no text: the content is null, not {reply.text!r}"
+    """Check that a reply is one valid call of one of these functions. Returns the call."""
+    assert reply.text is None, f"without text, the content is null, not {reply.text!r}"
     assert len(reply.calls) == 1, f"there should be one call: {reply}"
     (call,) = reply.calls
-    assert call.name in names, f"{call.name} is called, of {names}"
+    assert call.name in names, f"{call.name} is called, which is not one of {names}"
     arguments = json.loads(call.arguments)
-    wrong = f"{call.arguments} is not what the parameters of {call.name} say"
+    wrong = f"{call.arguments} do not match the parameters of {call.name}"
     try:
         assert RIGHT[call.name](**arguments), wrong
     except TypeError:
@@ -194,16 +194,16 @@ def check_call(reply: Reply, *names: str) -> Call:
     return call
 
 
-# --- Where there must be a call -------------------------------------------------------------------
+# --- A required call ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_required(local: Local, stream: bool) -> None:
-    """The bundled model has never seen JSON: without a grammar, it would not write any."""
+    """The bundled model has never seen JSON, and would not write any without a grammar."""
     replies = ask(local, stream, tool_choice="required", n=8, temperature=100)
     calls = [check_call(reply, *RIGHT) for reply in replies]
-    assert len({call.name for call in calls}) > 1, "any of the functions may be called"
-    assert len({call.id for call in calls}) == 8, "each call has an id of its own"
+    assert len({call.name for call in calls}) > 1, "the grammar must allow every function"
+    assert len({call.id for call in calls}) == 8, "each call must have an id of its own"
 
 
 @pytest.mark.parametrize("name", RIGHT)
@@ -214,11 +214,11 @@ def test_by_name(local: Local, name: str) -> None:
 
 
 def test_a_function_without_parameters(local: Local) -> None:
-    """Its arguments are an object nonetheless."""
+    """A function without parameters takes any object as its arguments."""
     for name in ("f", 'say "hi"'):
         body = {"tools": [tool(name)], "tool_choice": "required"}
         for reply in ask(local, max_tokens=30, n=2, **body):
-            if reply.reason == "tool_calls":  # it may go on and on
+            if reply.reason == "tool_calls":  # the arguments may also reach max_tokens
                 assert [call.name for call in reply.calls] == [name], reply
                 assert isinstance(json.loads(reply.calls[0].arguments), dict)
         none = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -227,15 +227,17 @@ def test_a_function_without_parameters(local: Local) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_is_cut_off_is_no_call(local: Local, stream: bool) -> None:
-    """Half of a call's JSON would be parsed by the client, and break it."""
+def test_a_call_that_is_cut_off_is_text(local: Local, stream: bool) -> None:
+    """Bug: the client gets half of a call's JSON, and breaks when it parses it."""
     (reply,) = ask(local, stream, tool_choice="required", max_tokens=12)
-    assert reply.reason == "length", "the reply reached max_tokens, and did not end by itself"
-    assert not reply.calls, "a call that is not complete must not be shown as one"
-    assert reply.text, "what came is shown as text, once there is no more to come"
+    assert reply.reason == "length", (
+        "the finish_reason of a reply that reaches max_tokens is length"
+    )
+    assert not reply.calls, "an incomplete call must not be returned as a call"
+    assert reply.text, "an incomplete call must be returned as text at the end"
 
 
-# --- Where there may be one -----------------------------------------------------------------------
+# --- Calls in free text ---------------------------------------------------------------------------
 
 
 def tagged(name: str, arguments: Any, space: str = "") -> str:
@@ -246,7 +248,7 @@ def tagged(name: str, arguments: Any, space: str = "") -> str:
 ROME = {"city": "Rome", "days": 1}
 ODD = {"city": 'a </tool_call> <tool_call>{"}', "days": [{"é": None}]}
 A_CALL = tagged("weather", ROME)
-REPLIES = {  # what the model says -> the text and the calls in it
+REPLIES = {  # what the model writes, and the text (...: all of it) and the calls in it
     "text": ("Good morrow, cousin.", "Good morrow, cousin.", []),
     "a call": (A_CALL, None, [("weather", ROME)]),
     "on lines of its own": (tagged("travel", {}, "\n"), None, [("travel", {})]),
@@ -268,7 +270,7 @@ REPLIES = {  # what the model says -> the text and the calls in it
 
 @cache
 def hear(local: Local, stream: bool) -> dict[str, Future]:
-    """What comes of all of them, asked at once, as that is quicker."""
+    """Send all of them at once, which is faster."""
 
     def one(text: str) -> Reply:
         (reply,) = ask(local, stream, structured_outputs={"choice": [text]}, max_tokens=400)
@@ -281,41 +283,41 @@ def hear(local: Local, stream: bool) -> dict[str, Future]:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("said", REPLIES)
 def test_calls_are_found_in_the_text(local: Local, said: str, stream: bool) -> None:
-    """The model has to say what it is told: the one choice that it has."""
+    """A grammar with only one choice makes the model write the text."""
     text, content, calls = REPLIES[said]
     content = text if content is ... else content
     reply = hear(local, stream)[said].result()
     got = [(name, json.loads(arguments)) for name, arguments, _ in reply.calls]
-    assert got == calls, f"{text!r} makes these calls"
-    assert reply.text == content, f"{text!r}: what is outside of calls is the content"
+    assert got == calls, f"the calls in {text!r} are wrong"
+    assert reply.text == content, f"the content is the text outside calls, in {text!r}"
     assert reply.reason == ("tool_calls" if calls else "stop")
 
 
 def test_text_does_not_wait(local: Local) -> None:
-    """Only what may become a tag is held back; each token's text comes as it is made."""
+    """Each token's text comes at once; only what may become a tag is held back."""
     text = "Good morrow, cousin. Is the day so young? 1 < 2, and <b> is no tag, nor <tools>."
     (reply,) = ask(local, True, structured_outputs={"choice": [text]})
     assert reply.text == text
-    assert len(reply.parts) > 12, f"the text came in {len(reply.parts)} parts"
+    assert len(reply.parts) > 12, f"the text came in only {len(reply.parts)} parts"
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_none(local: Local, stream: bool) -> None:
-    """Then a tag is a text like any other, and the model is not told of any tool."""
+    """Without tools, a tag is plain text, and the model is not told of any tool."""
     said = {"structured_outputs": {"choice": [A_CALL]}}
     (reply,) = ask(local, stream, **said)
-    assert reply.calls, f"by default the model may call: {A_CALL!r} is a call"
+    assert reply.calls, f"by default, {A_CALL!r} is a call"
     for more in ({"tool_choice": "none"}, {"tools": None}):
         (reply,) = ask(local, stream, **said, **more)
         got = reply.text, reply.calls, reply.reason
-        assert got == (A_CALL, [], "stop"), f"with {more} a tag is a text like any other"
+        assert got == (A_CALL, [], "stop"), f"with {more}, a tag is plain text"
 
 
 def test_each_choice_has_its_own(local: Local) -> None:
     texts = [A_CALL, "Nay."]
     replies = ask(local, True, n=8, structured_outputs={"choice": texts}, temperature=100)
     calls = [reply.calls for reply in replies]
-    assert {*map(bool, calls)} == {True, False}, "the test is of no use"
+    assert {*map(bool, calls)} == {True, False}, "the test is useless: all choices are alike"
     for reply in replies:
         assert (reply.text is None) == bool(reply.calls) == (reply.reason == "tool_calls")
 
@@ -330,12 +332,12 @@ TEMPLATE = """{% for m in messages %}{{ m.role }}:{{ m.content or '' }};
 
 @pytest.fixture
 def rendered(local: Local, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the chat template has made, last of all of the last request."""
+    """Collect the texts that the chat template makes; the last is that of the last request."""
     texts, tokenizer = [], local.engine.tokenizer
     encode = tokenizer.encode
 
     def spy(text: str, *args: Any, **options: Any) -> list[int]:
-        if text != "<think>":  # which is only asked for
+        if text != "<think>":  # the server only looks for this token
             texts.append(text)
         return encode(text, *args, **options)
 
@@ -346,16 +348,17 @@ def rendered(local: Local, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_the_template_is_given_the_tools(local: Local, rendered: list[str]) -> None:
     ask(local, max_tokens=1)
-    assert f"TOOLS{json.dumps(TOOLS)}" in rendered[0], "hand them to the template, as they came"
+    assert f"TOOLS{json.dumps(TOOLS)}" in rendered[0], "pass the tools to the template unchanged"
     rendered.clear()
     for more in ({"tool_choice": "none"}, {"tools": None}, {"tools": []}):
         ask(local, max_tokens=1, **more)
     assert len(rendered) == 3
-    assert all(text.endswith("True") for text in rendered), "without tools, the template gets None"
+    wrong = "without tools, the template's tools must be None"
+    assert all(text.endswith("True") for text in rendered), wrong
 
 
 def test_the_template_is_given_the_calls(local: Local, rendered: list[str]) -> None:
-    """As objects: a template writes them as JSON itself."""
+    """The template gets the arguments as objects, because it writes the JSON itself."""
     call = {"name": "weather", "arguments": json.dumps(ROME)}
     messages = [
         *HI,
@@ -363,19 +366,19 @@ def test_the_template_is_given_the_calls(local: Local, rendered: list[str]) -> N
         {"role": "tool", "tool_call_id": "x", "content": "sunny"},
     ]
     ask(local, messages=messages, max_tokens=1)
-    wrong = "the arguments are a JSON string in OpenAI's form, and an object for a template"
+    wrong = "turn the arguments from OpenAI's JSON string into an object for the template"
     assert f"weather{json.dumps(ROME)};" in rendered[0], wrong
     assert "tool:sunny;" in rendered[0]
     call["arguments"] = "{weather"
-    assert refused(local, messages=messages) == "messages[1]", "these arguments are no JSON"
+    assert refused(local, messages=messages) == "messages[1]", "the arguments are invalid JSON"
 
 
 def test_the_loop(local: Local) -> None:
-    """What every agent does: ask, call, tell what came of it, until there is a text."""
+    """Do what every agent does: ask, run the call, send its result, until there is a text."""
     messages: list[Any] = [*HI]
     said = ({"structured_outputs": {"choice": [text]}} for text in (A_CALL, "It is sunny."))
     seen = []
-    ask(local, max_tokens=1)  # says what is to do
+    ask(local, max_tokens=1)  # fails with a message that says what to do
     for turn in ({"tool_choice": "required"}, *said):
         answer = local.client.chat.completions.create(
             model="shakespeare", messages=messages, tools=TOOLS, max_tokens=700, extra_body=turn
@@ -387,7 +390,7 @@ def test_the_loop(local: Local) -> None:
             seen.append((call.function.name, arguments))
             result = json.dumps({"done": arguments})
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
-    assert len(seen) == 2 and seen[1] == ("weather", ROME), f"these were called: {seen}"
+    assert len(seen) == 2 and seen[1] == ("weather", ROME), f"the calls were {seen}"
     assert message.content == "It is sunny." and not message.tool_calls, message
     assert answer.choices[0].finish_reason == "stop"
     assert [each.role if hasattr(each, "role") else each["role"] for each in messages] == [
@@ -395,7 +398,7 @@ def test_the_loop(local: Local) -> None:
     ]  # fmt: skip
 
 
-# --- What is refused ------------------------------------------------------------------------------
+# --- Errors ---------------------------------------------------------------------------------------
 
 NAMED = {"type": "function", "function": {"name": "murder"}}
 WRONG = {
@@ -414,10 +417,10 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_what_cannot_be_is_refused(local: Local, what: str) -> None:
+def test_a_wrong_request_is_refused(local: Local, what: str) -> None:
     ask(local, max_tokens=1)
     body, param = WRONG[what]
-    assert refused(local, **body) == param, f"the error should name {param}, what is wrong"
+    assert refused(local, **body) == param, f"the error must name the field {param}"
 
 
 def test_a_completion_has_no_tools(local: Local) -> None:

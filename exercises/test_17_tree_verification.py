@@ -36,7 +36,7 @@ def path_to(parents: list[int], node: int) -> list[int]:
 
 
 def run(model: Transformer, slabs: StaticCache, ids: list[int]) -> None:
-    """Fill the cache with a text, from its beginning."""
+    """Run a whole text, which fills the cache."""
     positions, layers = slabs.plan(0, len(ids))
     model(torch.tensor([ids]), positions, layers)
 
@@ -45,30 +45,31 @@ def run(model: Transformer, slabs: StaticCache, ids: list[int]) -> None:
 
 
 def test_positions_and_mask_by_hand() -> None:
-    """The page's example: "the" is the root, in slot 2, after two tokens of text."""
+    """This is the page's example: "the" is the root, in slot 2, after two tokens of text."""
     plan = needs("tree", "plan", TODO)
     model = tiny_model(num_attention_heads=2, num_key_value_heads=1, windows=(None, 2))
     slabs = StaticCache(model, 1, 40)
     guesses = tree([3, 4, 5, 6, 7], [-1, 0, 0, 1, 2])  # the, cat, dog, sat, ran
     positions, layers = plan(slabs, 2, guesses)
-    assert positions.tolist() == [[2, 3, 3, 4, 4]], "a node's position is its parent's, plus one"
+    assert positions.tolist() == [[2, 3, 3, 4, 4]], "a node's position is its parent's plus one"
     whole = ["11 1....", "11 11...", "11 1.1..", "11 11.1.", "11 1.1.1"]
     near = [".1 1....", ".. 11...", ".. 1.1..", ".. .1.1.", ".. ..1.1"]
     for layer, wanted in zip(layers, (whole, near)):
         seen = layer.mask.int()[0, 0].tolist()
         lines = ["".join(".1"[bit] for bit in line) for line in seen]
-        assert len(lines) == 10, "the rows of one query head, then those of the next: see visible"
-        assert all("1" not in line[7:] for line in lines), "a slot after the tree is seen"
+        wrong = "the mask has the rows of one query head, then those of the next: see visible"
+        assert len(lines) == 10, wrong
+        assert all("1" not in line[7:] for line in lines), "a slot after the tree is visible"
         got = [f"{line[:2]} {line[2:7]}" for line in lines]
-        assert got[:5] == wanted, "a node sees the text, its ancestors and itself, by position"
-        assert got[5:] == wanted, "the second query head sees something else"
+        assert got[:5] == wanted, "a node must see the text, its ancestors and itself"
+        assert got[5:] == wanted, "the second query head must see the same as the first"
 
 
 @pytest.mark.parametrize("parents", SHAPES, ids=str)
 @pytest.mark.parametrize("model", [MODEL, SLIDING], ids=["plain", "sliding"])
 @torch.no_grad()
 def test_each_node_has_the_logits_of_its_own_text(model: Transformer, parents: list[int]) -> None:
-    """The twin runs each path as a text of its own, without any cache."""
+    """The slow twin runs each path as a text of its own, without a cache."""
     plan = needs("tree", "plan", TODO)
     slabs, start = StaticCache(model, 1, 60), 11
     run(model, slabs, TEXT[:start])
@@ -77,10 +78,11 @@ def test_each_node_has_the_logits_of_its_own_text(model: Transformer, parents: l
     got = model(torch.tensor([ids]), positions, layers)[0]
     for node in range(len(parents)):
         text = TEXT[:start] + [ids[i] for i in path_to(parents, node)]
-        close(got[node], logits_of(model, text)[-1], f"node {node} of {parents} sees a wrong text")
+        wrong = f"node {node} of {parents} sees the wrong tokens"
+        close(got[node], logits_of(model, text)[-1], wrong)
 
 
-# --- Which nodes stand ----------------------------------------------------------------------------
+# --- Which nodes are accepted ---------------------------------------------------------------------
 
 
 def accept(p: Tensor, guesses: Any, u: list[float]) -> tuple[list[int], Tensor]:
@@ -89,23 +91,27 @@ def accept(p: Tensor, guesses: Any, u: list[float]) -> tuple[list[int], Tensor]:
 
 
 def test_accept_by_hand() -> None:
-    """What a refused sibling's q had too much of is not offered to the next one."""
+    """The next sibling is tried against what a refused one's q leaves of p."""
     p, q = torch.tensor([0.5, 0.4, 0.1]), torch.tensor([0.8, 0.1, 0.1])
     after = torch.tensor([0.0, 0.0, 1.0])
     guesses = tree([9, 0, 1, 2], [-1, 0, 0, 2], [q, q, q, q])
     rows = torch.stack((p, after, after, after))
-    assert accept(rows, guesses, [0, 0.62, 0, 0])[0] == [0, 1], "p(0) / q(0) is 0.625"
+    wrong = "p(0) / q(0) is 0.625, so u = 0.62 accepts token 0"
+    assert accept(rows, guesses, [0, 0.62, 0, 0])[0] == [0, 1], wrong
     path, rest = accept(rows, guesses, [0, 0.63, 0.9, 0.9])
-    assert path == [0, 2, 3], "after a refusal only token 1 is left: it is sure, and so is 2 next"
+    wrong = "after the refusal only token 1 is left, so it is certain, and so is token 2 after it"
+    assert path == [0, 2, 3], wrong
     assert torch.equal(rest, after)
     path, rest = accept(rows, tree([9, 0, 2], [-1, 0, 0], [q, q, q]), [0, 0.63, 0.0])
-    assert path == [0], "a token of which nothing is left is never accepted"
-    close(rest, torch.tensor([0.0, 1.0, 0.0]), "what is left is max(0, p - q), normalised")
+    assert path == [0], "a token whose remaining probability is 0 must never be accepted"
+    close(
+        rest, torch.tensor([0.0, 1.0, 0.0]), "after a refusal p becomes max(0, p - q), normalised"
+    )
     path, rest = accept(rows, tree([9, 0, 2], [-1, 0, 0]), [0, 0.5, 0.2])
-    assert path == [0], "without probs each guess was certain: u must be below what is left"
-    close(rest, torch.tensor([0.0, 1.0, 0.0]), "a certain guess that is refused is ruled out")
+    assert path == [0], "without probs, q(x) is 1: accept x only if u is below what is left of p(x)"
+    close(rest, torch.tensor([0.0, 1.0, 0.0]), "a certain guess that is refused gets probability 0")
     assert accept(rows, tree([9, 0, 2], [-1, 0, 0]), [0, 0.5, 0.19])[0] == [0, 2], (
-        "of [0.5, 0.4, 0.1] without token 0, token 2 has 0.2: normalise after each refusal"
+        "in [0.5, 0.4, 0.1] without token 0, token 2 has 0.2: normalise after each refusal"
     )
 
 
@@ -113,7 +119,7 @@ P = torch.tensor(
     [[0.45, 0.45, 0.1], [0.1, 0.2, 0.7], [0.6, 0.1, 0.3], [0.25, 0.25, 0.5]], dtype=torch.float64
 )
 Q = torch.tensor([[0.3, 0.1, 0.6], [0.3, 0.6, 0.1], [0.45, 0.1, 0.45]], dtype=torch.float64)
-# Parents, and which q each node is drawn from.
+# name: (the parents, the row of Q from which each node is drawn)
 FORESTS = {
     "a chain": ([-1, 0, 1], [0, 0, 1]),
     "two siblings": ([-1, 0, 0], [0, 0, 0]),
@@ -124,7 +130,7 @@ FORESTS = {
 
 
 def without(q: Tensor, token: int) -> Tensor:
-    """What the next sibling is drawn from, where it is to be another token."""
+    """Return the distribution of the next sibling if it must be another token."""
     q = q.clone()
     q[token] = 0
     return q / q.sum().clamp(min=1e-30)
@@ -132,9 +138,11 @@ def without(q: Tensor, token: int) -> Tensor:
 
 @pytest.mark.parametrize("forest", FORESTS)
 def test_the_chances_are_those_of_the_model(forest: str) -> None:
-    """Every draw of the guesses by its chance, and u all over its range: what comes out is p.
+    """Sum over all draws of the guesses, weighted by their probability, and over u in its whole
+    range: the next tokens must have the distribution p.
 
-    The next two tokens are counted, as what follows depends on the first: P[1 + token].
+    Two tokens are counted, because the second one's distribution, P[1 + token], depends on the
+    first.
     """
     parents, drafts = FORESTS[forest]
     T, found = len(parents), torch.zeros(3, 3, dtype=torch.float64)
@@ -160,15 +168,16 @@ def test_the_chances_are_those_of_the_model(forest: str) -> None:
             else:
                 found[before[0], before[1]] += part
     wrong = (found - P[0][:, None] * P[1:]).abs().max().item()
-    assert wrong < 0.006, f"the chances of two tokens are {wrong:.3f} off: guesses must not shift p"
+    problem = f"the probabilities of two tokens are off by {wrong:.3f}: guesses must not change p"
+    assert wrong < 0.006, problem
 
 
 # --- Whole texts ----------------------------------------------------------------------------------
 
 
 def grow(draft: Transformer, widths: list[int], sampled: bool) -> Callable[[Sequence], Any]:
-    """A guesser: each node of level i gets widths[i] children, the draft's likeliest; or they are
-    drawn, none of them twice."""
+    """Make a guesser. Each node of level i gets widths[i] children: the draft's likeliest tokens
+    or, if `sampled`, different tokens drawn from the draft."""
 
     def guess(sequence: Sequence) -> Any:
         ids, parents, level = [sequence.ids[-1]], [-1], [0]
@@ -186,7 +195,7 @@ def grow(draft: Transformer, widths: list[int], sampled: bool) -> Callable[[Sequ
                 for i in range(width):
                     token = likeliest[i]
                     if sampled and not q.any():
-                        break  # all that may come has been guessed
+                        break  # every possible token has been guessed
                     if sampled:
                         u = uniform(77, 1000 * len(sequence.ids) + len(ids))
                         token = draw(q[None], torch.tensor([u])).item()
@@ -204,7 +213,7 @@ def grow(draft: Transformer, widths: list[int], sampled: bool) -> Callable[[Sequ
 def speak(
     model: Transformer, ids: list[int], guess: Callable[[Sequence], Any], **settings: Any
 ) -> tuple[Sequence, int]:
-    """Write a text with trees: it, and how many forwards checked one."""
+    """Write a text with trees. Returns it, and the number of forwards that checked a tree."""
     write = needs("tree", "write", TODO)
     params = SamplingParams(**{"max_tokens": 24, "ignore_eos": True, "seed": 1} | settings)
     sequence, forwards = Sequence([*ids], params, model.config), 0
@@ -215,7 +224,7 @@ def speak(
         return guess(sequence)
 
     yielded = list(write(model, sequence, StaticCache(model, 1, sequence.max_len + 40), counted))
-    assert [token.id for token in yielded] == sequence.output_ids, "it yields what it appends"
+    assert [token.id for token in yielded] == sequence.output_ids, "write() yields what it appends"
     return sequence, forwards
 
 
@@ -227,7 +236,7 @@ def plain(model: Transformer, ids: list[int], **settings: Any) -> Sequence:
 
 
 def noisy(model: Transformer, amount: float) -> Transformer:
-    """A draft that is right now and then."""
+    """Make a draft that is right sometimes: the model with noise on its weights."""
     draft, generator = build(model.config).to(model.dtype), torch.Generator().manual_seed(3)
     draft.load_state_dict(model.state_dict())
     for parameter in draft.parameters():
@@ -249,21 +258,21 @@ SETTINGS = {
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("model", [MODEL, SLIDING], ids=["plain", "sliding"])
 def test_greedy_text_is_that_of_generate(model: Transformer, setting: str) -> None:
-    """Whatever is guessed. Bug: keys of a refused node stay where the next token's belong."""
+    """Bug: keys of a refused node stay in the place of the next token's keys."""
     want = plain(model, TEXT[:7], **SETTINGS[setting])
     for amount, widths in ((0.0, [3, 2, 1]), (0.15, [2, 2, 2]), (0.5, [3, 2, 1])):
         guess = grow(noisy(model, amount), widths, sampled=False)
         got, forwards = speak(model, TEXT[:7], guess, **SETTINGS[setting])
-        assert got.output_ids == want.output_ids, "not the tokens of generate()"
+        assert got.output_ids == want.output_ids, "generate() writes other tokens"
         assert got.finish_reason == want.finish_reason
         for a, b in zip(got.tokens, want.tokens):
             assert a.logprob == (None if b.logprob is None else pytest.approx(b.logprob, abs=1e-4))
         if not amount and setting == "greedy":
-            assert forwards == 6, "a draft that is always right: 4 tokens in each forward"
+            assert forwards == 6, "with a draft that is always right, a forward makes 4 tokens"
 
 
 def twin(model: Transformer, sequence: Sequence, guesses: Any) -> list[int]:
-    """The slow twin of verify: each node's text is run by itself, and its siblings one by one."""
+    """The slow twin of verify runs each node's text by itself, and tries siblings one by one."""
     output, at = [], 0
     while True:
         here = sequence.ahead(output)
@@ -286,7 +295,7 @@ def twin(model: Transformer, sequence: Sequence, guesses: Any) -> list[int]:
 @pytest.mark.parametrize("setting", [{}, {"top_k": 8, "min_p": 0.05}, {"presence_penalty": 1.0}])
 @torch.no_grad()
 def test_sampled_text_is_that_of_the_slow_twin(setting: dict[str, Any]) -> None:
-    """The random numbers are those of the page, so that a seed gives one text."""
+    """A seed gives one text, because the page says which random numbers to use."""
     guess, lengths = grow(noisy(MODEL, 0.15), [3, 2], sampled=True), set()
     for seed in range(4):
         got, _ = speak(MODEL, TEXT[:7], guess, seed=seed, **setting)
@@ -299,12 +308,12 @@ def test_sampled_text_is_that_of_the_slow_twin(setting: dict[str, Any]) -> None:
             for token in tokens:
                 if not want.finish_reason:
                     want.append(Token(token))
-        assert got.output_ids == want.output_ids, "see the page for which numbers decide"
-    assert lengths == {1, 2, 3}, "the test is of no use"
+        assert got.output_ids == want.output_ids, "the page says which random numbers to use"
+    assert lengths == {1, 2, 3}, "the test is useless"
 
 
 def test_without_guesses_it_is_generate() -> None:
-    """The one more token is drawn by the number that generate() draws it by."""
+    """Without guesses, each token is drawn with the number that generate() uses."""
     root = lambda sequence: tree([sequence.ids[-1]], [-1])  # noqa: E731
     got, forwards = speak(MODEL, TEXT[:7], root, seed=5)
     assert got.output_ids == plain(MODEL, TEXT[:7], seed=5).output_ids
@@ -312,8 +321,8 @@ def test_without_guesses_it_is_generate() -> None:
 
 
 @torch.no_grad()
-def test_what_is_kept_stands_in_its_place() -> None:
-    """After a tree the cache holds the text as if it had been run token by token; int8, too."""
+def test_the_accepted_path_is_in_place() -> None:
+    """After a tree, the cache holds the text as if it had been run token by token, also in int8."""
     verify = needs("tree", "verify", TODO)
     best = plain(MODEL, TEXT[:9], temperature=0, max_tokens=4).ids
     one, two = best[9:11]
@@ -324,19 +333,19 @@ def test_what_is_kept_stands_in_its_place() -> None:
         wrong = (one + 1) % 32
         guesses = tree([TEXT[8], wrong, two, one, wrong, two], [-1, 0, 1, 0, 3, 3])
         tokens = [token.id for token in verify(MODEL, sequence, slabs, guesses)]
-        assert tokens == best[9:12], "the third node and its second child stand"
-        assert sequence.ids == TEXT[:9], "verify() appends nothing: write() does"
+        assert tokens == best[9:12], "the third node and its second child must be accepted"
+        assert sequence.ids == TEXT[:9], "verify() must not append tokens; write() does"
         fresh = StaticCache(MODEL, 1, 60, kv_dtype)
         run(MODEL, fresh, best[:11])
         for pair in zip(slabs.slabs, fresh.slabs):
             a, b = (decode(slab[:, :, :11], MODEL.dtype) for slab in pair)
-            text = "the keys and values of the accepted path must stand side by side"
+            text = "the keys and values of the accepted path must be contiguous"
             assert torch.allclose(a, b, atol=1e-5 if kv_dtype == "auto" else 0.1), text
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_a_tree_beats_a_chain_of_as_many_nodes(temperature: float) -> None:
-    """Where the draft is mediocre: fewer forwards for texts of the same length."""
+    """With a mediocre draft, a tree needs fewer forwards for texts of the same length."""
     draft, rates = noisy(MODEL, 0.4), {}
     for name, widths in (("chain", [1] * 8), ("tree", [4, 1])):
         guess, tokens, steps = grow(draft, widths, sampled=bool(temperature)), 0, 0
@@ -346,4 +355,4 @@ def test_a_tree_beats_a_chain_of_as_many_nodes(temperature: float) -> None:
             tokens, steps = tokens + len(sequence.tokens) - 1, steps + forwards
         rates[name] = tokens / steps
     print(rates)
-    assert rates["tree"] > 1.1 * rates["chain"], f"tokens a forward: {rates}"
+    assert rates["tree"] > 1.1 * rates["chain"], f"the tokens per forward are {rates}"

@@ -1,4 +1,4 @@
-"""Exercise 19: several engines, and who gets a request. See 19-replicas.md."""
+"""Exercise 19: several engines, and which one gets a request. See 19-replicas.md."""
 
 import random
 from collections.abc import Iterable
@@ -25,12 +25,12 @@ def make(count: int = 2, **changes: int) -> list[Engine]:
 def route(engines: list[Engine], **options: int) -> Any:
     router = needs("replicas", "Router", TODO)(engines, **options)
     for name in ("engines", "add_request", "abort", "queue", "step", "run"):
-        assert hasattr(router, name), f"a Router is used as an Engine is: it has no {name} yet"
+        assert hasattr(router, name), f"a Router is used like an Engine, but it has no {name} yet"
     return router
 
 
 def tokens(count: int, seed: int) -> list[int]:
-    """A random prompt: of two seeds, the first block is another."""
+    """Make a random prompt. Different seeds give different first blocks."""
     return [seed % 30 + 1, *random.Random(seed).choices(range(1, 32), k=count - 1)]
 
 
@@ -46,27 +46,27 @@ def drain(router: Any) -> None:
         router.step()
         for engine in router.engines:
             audit(engine)
-    pytest.fail("after 1000 steps there is still something in the queue", pytrace=False)
+    pytest.fail("after 1000 steps, the queue is not empty", pytrace=False)
 
 
 def place(router: Any, prompt: list[int], **options: Any) -> int:
-    """Add a request. Returns which engine has got it."""
+    """Add a request. Returns the index of the engine that gets it."""
     return found(router, router.add_request(prompt, greedy(), **options))
 
 
 def found(router: Any, request: Request) -> int:
     places = [i for i, e in enumerate(router.engines) if request.outputs[0] in e.queue]
-    assert len(places) == 1, f"a request belongs in one engine's queue; it is in {len(places)}"
+    assert len(places) == 1, f"a request must be in one engine's queue, but is in {len(places)}"
     return places[0]
 
 
 def warm(engine: Engine, *prompts: list[int]) -> None:
-    """Let an engine's cache hold these prompts."""
+    """Fill an engine's cache with these prompts."""
     serve(engine, *((prompt, greedy(1)) for prompt in prompts))
 
 
 def busy(engine: Engine, count: int) -> None:
-    """Give an engine something else to do."""
+    """Give an engine `count` other requests."""
     for i in range(count):
         engine.add_request(tokens(6, 1000 + i), greedy())
 
@@ -76,7 +76,7 @@ def busy(engine: Engine, count: int) -> None:
 
 @pytest.mark.parametrize("num_blocks", [60, 14])
 def test_the_tokens_are_those_of_one_engine(num_blocks: int) -> None:
-    """Also where blocks are so few that some sequences lose theirs, and start again."""
+    """The tokens stay the same also with so few blocks that some sequences are preempted."""
     router, (one,) = route(make(num_blocks=num_blocks)), make(1)
     settings = [greedy(12), SamplingParams(seed=5, n=2, max_tokens=9, ignore_eos=True)]
     asked = [(tokens(20, i % 3) + tokens(i, 50 + i), settings[i % 2]) for i in range(1, 9)]
@@ -87,9 +87,11 @@ def test_the_tokens_are_those_of_one_engine(num_blocks: int) -> None:
     drain(router)
     got = [sequence.ids for request in requests for sequence in request.outputs]
     assert got == want, "the tokens are not those of one engine"
-    assert all(engine.stats["generation_tokens"] for engine in router.engines), "one had no work"
+    made = [engine.stats["generation_tokens"] for engine in router.engines]
+    assert all(made), f"the engines made {made} tokens"
     if num_blocks < 60:
-        assert sum(engine.stats["num_preemptions"] for engine in router.engines), "of no use"
+        preemptions = sum(engine.stats["num_preemptions"] for engine in router.engines)
+        assert preemptions, "the test is useless: nothing was preempted"
 
 
 def test_a_step_is_one_step_of_each() -> None:
@@ -97,24 +99,26 @@ def test_a_step_is_one_step_of_each() -> None:
     requests = [router.add_request(tokens(9, i), greedy(4)) for i in range(4)]
     got = router.step()
     steps = [engine.stats["engine_steps"] for engine in router.engines]
-    assert steps == [1, 1], f"two requests in each engine, one step: they have made {steps}"
-    assert {*map(id, got)} == {*map(id, requests)}, "step() returns who got a token, of all engines"
+    assert steps == [1, 1], f"step() must run one step of each engine, not {steps}"
+    wrong = "step() must return the requests that got a token, from all engines"
+    assert {*map(id, got)} == {*map(id, requests)}, wrong
     rest = [id(request) for request in router.run()]
     assert sorted(rest) == sorted([*map(id, requests)] * 3), "run() yields what each step returns"
     assert not router.queue and all(request.finished for request in requests)
     assert router.step() == []
 
 
-def test_requests_have_names_of_their_own() -> None:
-    """Each engine counts its requests from 1; an answer is looked up by its request's id."""
+def test_requests_have_different_ids() -> None:
+    """Bug: each engine counts its requests from 1, so two requests have the same id."""
     router = route(make())
     requests = [router.add_request(tokens(9, i), greedy()) for i in range(6)]
-    assert len({request.id for request in requests}) == 6, [request.id for request in requests]
+    ids = [request.id for request in requests]
+    assert len({*ids}) == 6, f"six requests have these ids: {ids}"
     mine = router.add_request(tokens(9, 7), greedy(), id="mine", priority=3, cache_salt="me")
     assert (mine.id, mine.priority, mine.cache_salt) == ("mine", 3, "me"), "pass the options on"
 
 
-def test_what_cannot_be_run_is_refused() -> None:
+def test_an_impossible_request_is_refused() -> None:
     router = route(make())
     for wrong in ([], [99], tokens(500, 1)):
         with pytest.raises(ValueError, match=r"^prompt "):
@@ -125,7 +129,7 @@ def test_what_cannot_be_run_is_refused() -> None:
 
 
 def test_abort() -> None:
-    """Wherever the request is, running or waiting; and only that."""
+    """The router aborts a request that runs or waits in any engine, and no other request."""
     router = route(make(max_num_seqs=2))
     requests = [router.add_request(tokens(9, i), greedy(9)) for i in range(8)]
     for _ in range(3):
@@ -138,33 +142,34 @@ def test_abort() -> None:
     for i, request in enumerate(requests[2:6], 2):
         assert request.outputs[0].ids == write(MODEL, tokens(9, i), 9).ids
         router.abort(request)
-        assert request.outputs[0].finish_reason == "length", "what has ended stays as it is"
+        assert request.outputs[0].finish_reason == "length", "a finished request must not change"
     for engine in router.engines:
-        assert len(engine.pool.available) == engine.pool.num_blocks, "blocks are left behind"
+        assert len(engine.pool.available) == engine.pool.num_blocks, "blocks were not freed"
 
 
-# --- Who gets it ----------------------------------------------------------------------------------
+# --- Which engine gets a request ------------------------------------------------------------------
 
 
-def test_it_goes_where_its_beginning_is() -> None:
+def test_a_request_goes_to_its_prefix() -> None:
     router, known = route(make()), [tokens(16, seed) for seed in (1, 2)]
     for engine, prompt in zip(router.engines, known):
         warm(engine, prompt)
     for i, engine in enumerate((0, 1, 1, 0, 1, 0, 0, 1)):
         place_of = place(router, known[engine] + tokens(5, 20 + i))
-        assert place_of == engine, "the other engine has to compute a prompt that this one holds"
+        assert place_of == engine, "another engine must compute a prompt that this one has cached"
         drain(router)
 
 
-def test_the_longest_beginning_counts() -> None:
+def test_the_longest_prefix_counts() -> None:
     router, text = route(make()), tokens(40, 1)
     warm(router.engines[0], text[:12])
     warm(router.engines[1], text)
-    assert place(router, text[:12] + tokens(9, 2)) == 0, "both hold it: the first has less to do"
-    assert place(router, text[:28] + tokens(9, 3)) == 1, "the second holds more of it"
+    wrong = "both have the prefix cached, and the first has computed less"
+    assert place(router, text[:12] + tokens(9, 2)) == 0, wrong
+    assert place(router, text[:28] + tokens(9, 3)) == 1, "the second has a longer prefix cached"
 
 
-def test_only_whole_blocks_are_held() -> None:
+def test_only_whole_blocks_count() -> None:
     router, text = route(make()), tokens(16, 1)
     warm(router.engines[0], text)
     assert place(router, text[: SIZE - 1] + tokens(9, 2)) == 1, (
@@ -173,26 +178,27 @@ def test_only_whole_blocks_are_held() -> None:
     router = route(make())
     router.engines[0].add_request(text, greedy())
     assert place(router, text[: SIZE - 1] + tokens(9, 2)) == 1, (
-        "nor will they be, of what has not run yet: the second has nothing to do"
+        "queued tokens cannot be reused in parts of blocks either: the second has nothing to do"
     )
 
 
-def test_what_has_not_run_yet_counts_too() -> None:
-    """Two questions about one document come together: it should be computed once."""
+def test_queued_prompts_count_too() -> None:
+    """Bug: two questions about one document arrive together, and it is computed twice."""
     router, text = route(make()), tokens(16, 1)
     first = place(router, [*text, 5])
-    assert place(router, [*text, 6, 7]) == first, "look at what stands in the engines' queues"
+    wrong = "compare with the requests in the engines' queues, too"
+    assert place(router, [*text, 6, 7]) == first, wrong
     router.step()
     assert place(router, [*text, 8]) == first
-    assert place(router, tokens(16, 2)) == 1 - first, "that is another document"
+    assert place(router, tokens(16, 2)) == 1 - first, "this is another document"
 
 
 def test_salts_keep_apart() -> None:
-    """Of a prefix that another salt has, nothing can be reused; see BlockPool.reuse."""
+    """A prefix cached under another salt cannot be reused; see BlockPool.reuse."""
     router, text = route(make()), tokens(16, 1)
     warm(router.engines[0], text)
-    assert place(router, [*text, 5], cache_salt="a") == 1, "cached without a salt, not with this"
-    assert place(router, [*text, 5], cache_salt="b") == 0, "in line with another salt"
+    assert place(router, [*text, 5], cache_salt="a") == 1, "the prefix is cached without a salt"
+    assert place(router, [*text, 5], cache_salt="b") == 0, "the prefix is queued with another salt"
     assert place(router, [*text, 6], cache_salt="a") == 1
     assert place(router, [*text, 6], cache_salt="b") == 0
 
@@ -204,17 +210,17 @@ def test_the_least_loaded_gets_the_rest() -> None:
     router = route(make())
     busy(router.engines[0], 3)
     places = [place(router, tokens(9, i)) for i in range(3)]
-    assert places == [1, 1, 1], f"the first has three in line; they went to {places}"
+    assert places == [1, 1, 1], f"the first engine has three requests; these went to {places}"
 
 
 def test_idle_engines_take_turns() -> None:
-    """Where nobody has anything to do, all would go to the first, whose cache is soon full."""
+    """Bug: while all engines idle, every request goes to the first, whose cache is soon full."""
     router, places = route(make()), []
     for i in range(8):
         places.append(place(router, tokens(12, i)))
         drain(router)
-    wrong = "of equally loaded ones, take the one that has computed the fewest tokens"
-    assert sorted(places) == [0] * 4 + [1] * 4, f"{wrong}: they went to {places}"
+    wrong = "among equally loaded engines, choose the one that has computed the fewest tokens"
+    assert sorted(places) == [0] * 4 + [1] * 4, f"{wrong}; the requests went to {places}"
 
 
 @pytest.mark.parametrize("bound", [0, 2, 5])
@@ -223,8 +229,8 @@ def test_nobody_is_more_than_the_bound_ahead(bound: int) -> None:
     warm(router.engines[0], text)
     busy(router.engines[1], 2)
     places = [place(router, text + tokens(3, i)) for i in range(bound + 5)]
-    assert places[: bound + 3] == [0] * (bound + 3), "up to the bound, the prefix decides"
-    assert places[bound + 3] == 1, f"the first has {bound + 1} more in line than the second"
+    assert places[: bound + 3] == [0] * (bound + 3), "within the bound, the prefix decides"
+    assert places[bound + 3] == 1, f"the first has {bound + 1} more requests than the second"
 
 
 def test_beyond_the_bound_the_second_best_is_next() -> None:
@@ -233,12 +239,12 @@ def test_beyond_the_bound_the_second_best_is_next() -> None:
         if length:
             warm(engine, text[:length])
     busy(router.engines[1], 2)
-    assert place(router, text) == 2, "half of it is cached in the third, which has nothing to do"
+    assert place(router, text) == 2, "the third has half of it cached, and nothing to do"
 
 
-def test_to_ask_changes_nothing() -> None:
-    """Bug: reuse() and free() tell how much is cached, and move the blocks to the end of the line
-    of those that are given up: what was only asked about would stay, and what is used go."""
+def test_asking_changes_nothing() -> None:
+    """Bug: the router asks by reuse() and free(), which count as a use of the blocks. Then blocks
+    stay that were only asked about, and blocks in use are evicted."""
     router, known = route(make()), [tokens(16, seed) for seed in (1, 2, 3)]
 
     def state() -> list[Any]:
@@ -250,25 +256,25 @@ def test_to_ask_changes_nothing() -> None:
     before = state()
     for prompt in known:
         router.add_request([*prompt[:8], 3, 4], greedy())
-        assert state() == before, "the pools are another's books: only engine.step() changes them"
+        assert state() == before, "only engine.step() may change the pools"
 
 
-def test_what_has_been_given_up_does_not_count() -> None:
-    """The engines are asked: a record of what went where would not know."""
+def test_evicted_blocks_do_not_count() -> None:
+    """Bug: the router keeps a record of what went where, which does not know of evictions."""
     router, text = route(make(num_blocks=16)), tokens(16, 1)
     warm(router.engines[0], text)
     warm(router.engines[1], tokens(30, 2))
-    assert place(router, text) == 0, "the first holds it"
+    assert place(router, text) == 0, "the first has it cached"
     drain(router)
     warm(router.engines[0], *(tokens(30, i) for i in range(3, 7)))
-    assert place(router, text) == 1, "the first holds none of it any more, and has computed more"
+    assert place(router, text) == 1, "the first has evicted it, and has computed more tokens"
 
 
 # --- What it is good for --------------------------------------------------------------------------
 
 
 class RoundRobin:
-    """The slow twin."""
+    """The slow twin sends requests to the engines in turn."""
 
     def __init__(self, engines: list[Engine]) -> None:
         self.engines, self.turns = engines, cycle(engines)
@@ -300,14 +306,14 @@ def play(router: Any, trace: Iterable[list[int]]) -> float:
 
 
 def test_more_is_found_than_by_turns() -> None:
-    """Six documents, of which a cache has room for four: each engine should keep its own."""
+    """There are six documents, and each cache has room for four, so an engine should keep some."""
     rng = random.Random(1)
     trace = [tokens(40, rng.randrange(6)) + tokens(6, 100 + i) for i in range(60)]
     by_turns = play(RoundRobin(make(num_blocks=48)), trace)
     router = route(make(num_blocks=48))
     routed = play(router, trace)
     best = (60 - 6) * 40 / (60 * 46)  # each document is computed once
-    assert routed > by_turns + 0.1, f"{routed:.0%} were cached, by turns {by_turns:.0%}"
-    assert routed > best - 0.05, f"{routed:.0%} were cached, of {best:.0%} that could be"
+    assert routed > by_turns + 0.1, f"{routed:.0%} were cached, and {by_turns:.0%} in turn"
+    assert routed > best - 0.05, f"{routed:.0%} were cached, where {best:.0%} is possible"
     shares = [engine.stats["generation_tokens"] / 240 for engine in router.engines]
     assert min(shares) > 0.25, f"the engines made {shares} of the tokens"

@@ -36,7 +36,8 @@ def nf4(model: nn.Module, group_size: int) -> Any:
 
 
 def rounded(weight: Tensor, group_size: int, mode: str = "nf4") -> Tensor:
-    """What becomes of a weight (N, K): put into a Linear, quantised, and read by multiplying."""
+    """Put a weight (N, K) into a Linear, quantise it, and return the weight that it multiplies
+    by."""
     model = nn.Sequential(nn.Linear(weight.shape[1], weight.shape[0], bias=False))
     model.requires_grad_(False)[0].weight.copy_(weight)
     nf4(model, group_size) if mode == "nf4" else quantize_model(model, mode, group_size)
@@ -47,18 +48,19 @@ def rounded(weight: Tensor, group_size: int, mode: str = "nf4") -> Tensor:
 
 
 def test_the_code_book_is_that_of_the_paper() -> None:
-    """Rows that run through everything from -1 to 1 meet each value of the code book."""
+    """Rows that run from -1 to 1 use each value of the code book."""
     row = torch.linspace(-1, 1, 512)
     got = rounded(row.repeat(64, 1), 512).unique()
     assert len(got) == 16, f"{len(got)} different values come out of -1 .. 1, not 16"
-    assert got.abs().min() == 0, "0 is one of the 16, and exact"
+    assert got.abs().min() == 0, "one of the 16 values must be exactly 0"
     apart = (got - torch.tensor(PAPER)).abs().max().item()
     assert apart < 1e-4, f"the values are up to {apart:.2g} from the paper's: {got.tolist()}"
 
 
 @pytest.mark.parametrize("group_size", [64, 16, -1])
 def test_each_weight_goes_to_the_nearest(group_size: int) -> None:
-    """The slow twin: for each group its largest magnitude, for each weight the nearest of 16."""
+    """The slow twin finds the largest magnitude of each group, and the nearest value for each
+    weight."""
     weight = torch.randn(32, 64) * torch.logspace(-3, 2, 32)[:, None]  # rows of every size
     weight[0, :16] = weight[0, :16].abs()
     want = torch.empty_like(weight)
@@ -71,7 +73,7 @@ def test_each_weight_goes_to_the_nearest(group_size: int) -> None:
             want[i, start : start + step] = torch.tensor(nearest) * scale
     got = rounded(weight, group_size)
     scale = weight.unflatten(1, (-1, step)).abs().amax(-1).repeat_interleave(step, 1)
-    # How far each is from its weight, as the two neighbours of a weight may be equally near.
+    # Compare the distances from the weights, because two values may be equally near to a weight.
     apart = (((got - weight).abs() - (want - weight).abs()) / scale).abs().max().item()
     wrong = "scale each group so that its largest magnitude is 1, and take the nearest of the 16"
     assert apart < 1e-4, f"{wrong} (off by {apart:.2g} of that magnitude)"
@@ -81,22 +83,22 @@ def test_zeros_stay_zero() -> None:
     weight = torch.randn(32, 64)
     weight[5], weight[6, :32] = 0.0, 0.0
     got = rounded(weight, 32)
-    assert not got.isnan().any(), "a group of zeros: it must not be divided by its 0"
-    assert (got[weight == 0] == 0).all(), "a group of zeros stays zero"
+    assert not got.isnan().any(), "a group of zeros must not be divided by its scale, 0"
+    assert (got[weight == 0] == 0).all(), "a group of zeros must stay zero"
 
 
 def test_it_fits_what_it_was_made_for() -> None:
-    """The lesson: normal weights lie close to the quantiles, so an even grid with as many values
-    and its own zero point does worse; weights without a peak want the even grid."""
+    """Normal weights are close to the quantiles, so an even grid with as many values and its own
+    zero point does worse. For uniform weights the even grid is better."""
 
     def error(weight: Tensor, mode: str) -> float:
         return (rounded(weight, 256, mode) - weight).square().mean().item()
 
     normal, even = torch.randn(64, 512), torch.rand(64, 512) * 2 - 1
     share = error(normal, "nf4") / error(normal, "int4")
-    assert 0.7 < share < 0.9, f"of normal weights it has {share:.2f} of int4's squared error"
+    assert 0.7 < share < 0.9, f"on normal weights it has {share:.2f} of int4's squared error"
     share = error(even, "nf4") / error(even, "int4")
-    assert 1.2 < share < 2, f"of uniform weights it has {share:.2f} of int4's squared error"
+    assert 1.2 < share < 2, f"on uniform weights it has {share:.2f} of int4's squared error"
 
 
 # --- A model --------------------------------------------------------------------------------------
@@ -111,13 +113,13 @@ def test_what_it_stores() -> None:
     linears = [m for m in model.modules() if hasattr(m, "qweight")]
     stored = sum(b.nbytes for m in linears for b in m.state_dict().values())
     bits = 8 * stored / sum(sizes)
-    assert bits == 4.5, f"{bits} bits a weight, not 4 and a float32 scale for 64: no zero points"
+    assert bits == 4.5, f"a weight takes {bits} bits, not 4 and a share of its scale (32 / 64)"
 
 
 @cache
 def own_text() -> Tensor:
-    """The bundled model's own words, (24, 96). On these the expected rise of the loss is the KL
-    divergence itself, which needs far less text to be measured than the loss does."""
+    """Sample texts from the bundled model, (24, 96). On its own text, the expected rise of the loss
+    is the KL divergence, which takes far less text to measure than the loss."""
     model, generator = bundled(), torch.Generator().manual_seed(1)
     cache, ids = StaticCache(model, 24, 96), torch.ones(24, 1, dtype=torch.int64)  # 1: BOS
     with torch.no_grad():
@@ -135,39 +137,41 @@ def logprobs(model: Transformer) -> Tensor:
 
 
 def test_the_model_loses_less_than_by_an_even_grid() -> None:
-    """With 256 weights to a scale. With 64 the two are about equal: its zero point lets the grid
-    follow what few weights happen to be."""
+    """nf4 is better with 256 weights per scale. With 64 the two are about equal, because the grid's
+    zero point adapts to a small group."""
     nf4(tiny_model().float(), 16)
     plain, found = logprobs(bundled()), {}
     for mode, size in (("int8", -1), ("nf4", 256), ("int4", 256), ("nf4", 64), ("int4", 64)):
         less = logprobs(quantize_model(deepcopy(bundled()), mode, size))
         found[mode, size] = (plain.exp() * (plain - less)).sum(-1).mean().item()
-    said = "KL divergence in nats a token: " + ", ".join(
+    said = "KL divergence in nats per token: " + ", ".join(
         f"{mode} {size}: {value:.4f}" for (mode, size), value in found.items()
     )
     assert found["int8", -1] < found["nf4", 64] < found["nf4", 256], said
-    assert found["nf4", 256] < 0.95 * found["int4", 256], f"5 % less than int4 at least: {said}"
-    assert found["nf4", 64] < 1.15 * found["int4", 64], f"at most 15 % more than int4: {said}"
+    wrong = f"nf4 must lose at least 5 % less than int4: {said}"
+    assert found["nf4", 256] < 0.95 * found["int4", 256], wrong
+    wrong = f"nf4 must lose at most 15 % more than int4: {said}"
+    assert found["nf4", 64] < 1.15 * found["int4", 64], wrong
 
 
 def test_it_generates_in_bfloat16() -> None:
     model = nf4(load_model(SHAKESPEARE, dtype=torch.bfloat16), 64)
-    assert logits_of(model, IDS).dtype == torch.bfloat16, "results have the dtype of x"
+    assert logits_of(model, IDS).dtype == torch.bfloat16, "results must have the dtype of x"
     assert len(write(model, IDS, 8).output_ids) == 8
 
 
 def test_no_fast_form_takes_the_indices_for_integers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """packed.py multiplies 4-bit integers as integers. It would do so with indices, and only on
-    processors that have such a product: pretend that this one does."""
+    """Bug: packed.py multiplies the indices as if they were integers. It would do so only on
+    processors with such a product, so the test pretends that this one has it."""
     model = nf4(deepcopy(bundled()), 64)
     want = logits_of(model, IDS)
     monkeypatch.setattr(packed, "has_int4", lambda q: True)
-    wrong = "packed.form_of takes the indices for integers to multiply by"
+    wrong = "packed.form_of treats the indices as integers"
     forms = {packed.form_of(m) for m in model.modules() if hasattr(m, "qweight")}
     assert packed.Int4Linear not in forms, wrong
     packed.pack_linears(model)
     apart = (logits_of(model, IDS) - want).abs().max().item()
-    assert apart < 0.05, f"packed, the logits are {apart:.2g} apart: {wrong}"
+    assert apart < 0.05, f"the packed model's logits are {apart:.2g} apart: {wrong}"
 
 
 # --- Folders and command lines --------------------------------------------------------------------
@@ -190,7 +194,7 @@ def test_a_folder_comes_back_as_it_was(tmp_path: Path) -> None:
         shape = file.get_slice(f"{name}.qweight").get_shape()
     assert kinds == {"qweight", "scales"}, f"a weight is stored as {sorted(kinds)}"
     assert shape == [256, 256], "two 4-bit indices in a byte"
-    wrong = "the folder does not read as the same model: does its config say what the 4 bits are?"
+    wrong = "the folder loads as another model: does its config say what the 4 bits are?"
     try:
         again = load_model(out)
     except CheckpointError as error:
@@ -199,7 +203,7 @@ def test_a_folder_comes_back_as_it_was(tmp_path: Path) -> None:
 
 
 def test_gptq_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It rounds to integers: its folder would say nf4 and hold something else."""
+    """Bug: GPTQ rounds to integers, so its folder says nf4 but holds integers."""
     nf4(tiny_model().float(), 16)
     text = tmp_path / "text.txt"
     text.write_text("To be, or not to be: that is the question. " * 40)
@@ -221,4 +225,4 @@ def test_integers_are_as_before() -> None:
     weight = torch.randn(32, 64)
     q, scales, zeros = quantize.round_to_nearest(weight, 4, 32)
     want = scales[..., None] * (q.unflatten(1, (-1, 32)) - zeros[..., None])
-    close(rounded(weight, 32, "int4"), want.flatten(1), "int4 rounds otherwise than before")
+    close(rounded(weight, 32, "int4"), want.flatten(1), "int4 rounds differently than before")

@@ -1,4 +1,4 @@
-"""Exercise 21: a prompt cut over several processes. See 21-ring-attention.md."""
+"""Exercise 21: a prompt divided among several processes. See 21-ring-attention.md."""
 
 import os
 import random
@@ -43,18 +43,16 @@ def pieces(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, cuts: list[int]) -> tu
 @pytest.mark.parametrize("cuts", [[], [9], [1, 2], [4, 8, 12]], ids=str)
 @pytest.mark.parametrize("scale", [1, 30])
 def test_pieces_make_the_whole(cuts: list[int], scale: float) -> None:
-    """Bug: a softmax's sum overflows; or a query that sees nothing of a piece gives NaN."""
-    T, S, group = 13, 16, 2  # query t sees keys up to t: of the last pieces nothing, at first
+    """Bug: a softmax's sum overflows, or a query that sees no key of a piece gives NaN."""
+    T, S, group = 13, 16, 2  # query t sees keys up to t, so early queries see no late pieces
     q = scale * torch.randn(1, 4, T, 8, dtype=torch.float64)
     k, v = (scale * torch.randn(1, 2, S, 8, dtype=torch.float64) for _ in range(2))
     mask = (torch.arange(S) <= torch.arange(T)[:, None]).repeat(group, 1)[None, None]
     y, total = pieces(q, k, v, mask, cuts)
-    close(
-        y / scale, attention(q, k, v, mask) / scale, "merge weighs each part by its softmax's sum"
-    )
+    close(y / scale, attention(q, k, v, mask) / scale, "weigh each part by the sum of its softmax")
     scores = q @ k.repeat_interleave(group, 1).transpose(2, 3) / 8**0.5
     want = scores.masked_fill(~mask[:, :, :T], -torch.inf).logsumexp(-1, keepdim=True)
-    close(total / scale**2, want / scale**2, "the second result is the logarithm of the sum")
+    close(total / scale**2, want / scale**2, "return the logarithm of the softmax's sum")
 
 
 def test_the_order_does_not_matter() -> None:
@@ -70,7 +68,7 @@ def test_the_order_does_not_matter() -> None:
 
 
 class Largest(TorchDispatchMode):
-    """Notes how many numbers the largest float tensor has that is made meanwhile."""
+    """Records the size of the largest float tensor that is made in this context."""
 
     numbers = 0
 
@@ -87,7 +85,7 @@ def forbidden(*args: Any, **options: Any) -> None:
 
 
 def process(rank: int, ranks: int, port: int, out: Path) -> None:
-    """What torchrun would start."""
+    """Run one rank, as torchrun would start it."""
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     os.environ |= {name: str(value) for name, value in names.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -121,17 +119,19 @@ def test_the_ranks_compute_what_one_computes(ranks: int, tmp_path: Path) -> None
     share = -(-len(TEXT) // ranks)
     for rank in range(ranks):
         if not (tmp_path / f"{rank}.pt").is_file():
-            text = f"rank {rank} broke off: does each recv expect the size of what is sent?"
+            text = f"rank {rank} crashed: does each recv expect the size of what is sent?"
             pytest.fail(text, pytrace=False)
         report = torch.load(tmp_path / f"{rank}.pt")
         if "error" in report:
             pytest.fail(f"rank {rank}: {report['error']}", pytrace=False)
         for n, got in zip(LENGTHS, report["logits"]):
             want = logits_of(whole, TEXT[:n])[rank::ranks]
-            close(got, want, f"rank {rank} of {ranks}, {n} tokens: not the logits of one process")
+            close(
+                got, want, f"rank {rank} of {ranks} has other logits than one process, {n} tokens"
+            )
         assert report["largest"] <= 1.1 * 4 * share**2, (
-            f"a tensor of {report['largest']} numbers: 4 heads' scores of {share} queries with "
-            f"{share} keys have {4 * share**2}, and no rank may hold more than a share of keys"
+            f"a tensor has {report['largest']} numbers, but the scores of 4 heads for {share} "
+            f"queries and {share} keys have {4 * share**2}: hold only one share of the keys"
         )
-        wrong = f"{ranks - 1} tokens are too few: a ValueError that says so, on every rank"
+        wrong = f"{ranks - 1} tokens are too few: raise a ValueError with both numbers"
         assert str(ranks - 1) in report["refused"] and str(ranks) in report["refused"], wrong
