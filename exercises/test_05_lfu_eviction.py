@@ -117,11 +117,11 @@ def test_the_engine_has_it_and_keeps_it() -> None:
     def popular_after_flood() -> int:
         popular = [*range(1, 18)]
         for _ in range(4):
-            said = ask(popular)
+            answer = ask(popular)
         for i in range(8):
             ask([20 + i] * 16)
         before = engine.stats["prefix_cache_hits"]
-        assert ask(popular) == said
+        assert ask(popular) == answer
         return engine.stats["prefix_cache_hits"] - before
 
     assert popular_after_flood() == 16

@@ -164,7 +164,7 @@ def reports(kv_dtype: str = "auto") -> list[dict[str, Any]]:
     return [{"hung": bool(hung)} | report for report in found]
 
 
-def said(rank: int, kv_dtype: str = "auto") -> dict[str, Any]:
+def report_of(rank: int, kv_dtype: str = "auto") -> dict[str, Any]:
     both = reports(kv_dtype)
     for i in (DECODE, PREFILL):
         assert "error" not in both[i], f"rank {i}: {both[i]['error']}"
@@ -177,7 +177,7 @@ def said(rank: int, kv_dtype: str = "auto") -> dict[str, Any]:
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 def test_two_processes_agree_with_one(kv_dtype: str) -> None:
-    got = said(DECODE, kv_dtype)["talk"]
+    got = report_of(DECODE, kv_dtype)["talk"]
     engine = make(kv_dtype, num_blocks=48)
     want = talk(engine, engine.add_request)
     assert got["ids"][1:] == want["ids"][1:], "the tokens are not those of one process"
@@ -185,7 +185,7 @@ def test_two_processes_agree_with_one(kv_dtype: str) -> None:
 
 
 def test_the_second_runs_only_the_last_token_of_a_prompt() -> None:
-    report = said(DECODE)
+    report = report_of(DECODE)
     own, *outputs = map(len, report["talk"]["ids"])
     tokens = len(PROMPTS[5]) + own - 1 + 5 + sum(outputs) - len(outputs)
     assert report["ran"] == tokens, (
@@ -195,7 +195,7 @@ def test_the_second_runs_only_the_last_token_of_a_prompt() -> None:
 
 def test_the_first_runs_each_prompt_once() -> None:
     """It runs prompts in chunks, without what its prefix cache holds: five blocks of LONG."""
-    chunks = said(PREFILL)["chunks"]
+    chunks = report_of(PREFILL)["chunks"]
     assert max(chunks) <= 32, "no forward may run more than max_num_batched_tokens"
     # In the second conversation both prompts are cached: 16 tokens are 2 blocks, 41 are 5 and one.
     tokens = 69 + 4 + 16 + 1 + 0 + 0 + 1
@@ -207,31 +207,31 @@ def test_only_the_sequence_s_blocks_are_sent(kv_dtype: str) -> None:
     pools = make(kv_dtype).runner.kv
     block = sum(pool[:, 0].nbytes for pool in pools)
     ends = [len(PROMPTS[i]) - 1 for i in (0, 1, 2, 3, 2, 3)]
-    got = sum(said(PREFILL, kv_dtype)["sent"])
+    got = sum(report_of(PREFILL, kv_dtype)["sent"])
     assert got >= sum(ends) * block // SIZE, "send keys and values by torch.distributed.send"
     most = sum(math.ceil(end / SIZE) for end in ends) * block + 10 * 256
     assert got <= most, f"{got} bytes were sent, but the sequences' blocks have only {most}"
-    asked = said(DECODE, kv_dtype)["sent"]
+    asked = report_of(DECODE, kv_dtype)["sent"]
     wrong = f"requesting five prompts took {asked} bytes"
     assert asked <= 5 * 256 + 8 * sum(map(len, PROMPTS)), wrong
 
 
 def test_a_preempted_sequence_starts_again() -> None:
-    report, engine = said(DECODE), make("auto")
+    report, engine = report_of(DECODE), make("auto")
     assert report["preempted"], "the test is useless: nothing was preempted"
     wrong = "a preempted sequence got other tokens"
     assert report["squeezed"] == squeezed(engine, engine.add_request), wrong
 
 
 def test_every_block_is_given_back() -> None:
-    assert said(PREFILL)["free"] == 60, "the first process must free its blocks after sending"
-    assert said(DECODE)["talk"]["free"] == 48
+    assert report_of(PREFILL)["free"] == 60, "the first process must free its blocks after sending"
+    assert report_of(DECODE)["talk"]["free"] == 48
 
 
 def test_a_prompt_without_room_is_refused() -> None:
     """Bugs: no ValueError; blocks that stay allocated; a rank that hangs. In the last case the
     first rank has the beginning of the prompt cached, and too few blocks for the rest."""
-    slots, blocks, remote = said(DECODE)["refused"]
+    slots, blocks, remote = report_of(DECODE)["refused"]
     assert slots == ["", 0], "max_num_seqs sequences run: refuse, and request nothing"
     assert blocks == ["", 0], "too few blocks are free: check that before you request anything"
     assert remote[0] == "", "the first rank has too few blocks: it must report that"

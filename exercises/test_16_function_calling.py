@@ -257,7 +257,7 @@ REPLIES = {  # what the model writes, and the text (...: all of it) and the call
     "tags in a string": (tagged("fight", ODD), None, [("fight", ODD)]),
     "not JSON": ("<tool_call>{weather: Rome}</tool_call>", ..., []),
     "NaN": ('<tool_call>{"name": "weather", "arguments": {"days": NaN}}</tool_call>', ..., []),
-    "nobody's name": (tagged("murder", ROME), ..., []),
+    "an unknown function": (tagged("murder", ROME), ..., []),
     "no name": ('<tool_call>{"arguments": {}}</tool_call>', ..., []),
     "no object": ("<tool_call>[1]</tool_call>", ..., []),
     "arguments that are none": (tagged("weather", "Rome"), ..., []),
@@ -269,7 +269,7 @@ REPLIES = {  # what the model writes, and the text (...: all of it) and the call
 
 
 @cache
-def hear(local: Local, stream: bool) -> dict[str, Future]:
+def replies_to_all(local: Local, stream: bool) -> dict[str, Future]:
     """Send all of them at once, which is faster."""
 
     def one(text: str) -> Reply:
@@ -277,16 +277,16 @@ def hear(local: Local, stream: bool) -> dict[str, Future]:
         return reply
 
     with ThreadPoolExecutor(len(REPLIES)) as pool:
-        return {said: pool.submit(one, text) for said, (text, *_) in REPLIES.items()}
+        return {name: pool.submit(one, text) for name, (text, *_) in REPLIES.items()}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("said", REPLIES)
-def test_calls_are_found_in_the_text(local: Local, said: str, stream: bool) -> None:
+@pytest.mark.parametrize("name", REPLIES)
+def test_calls_are_found_in_the_text(local: Local, name: str, stream: bool) -> None:
     """A grammar with only one choice makes the model write the text."""
-    text, content, calls = REPLIES[said]
+    text, content, calls = REPLIES[name]
     content = text if content is ... else content
-    reply = hear(local, stream)[said].result()
+    reply = replies_to_all(local, stream)[name].result()
     got = [(name, json.loads(arguments)) for name, arguments, _ in reply.calls]
     assert got == calls, f"the calls in {text!r} are wrong"
     assert reply.text == content, f"the content is the text outside calls, in {text!r}"
@@ -304,11 +304,11 @@ def test_text_does_not_wait(local: Local) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_none(local: Local, stream: bool) -> None:
     """Without tools, a tag is plain text, and the model is not told of any tool."""
-    said = {"structured_outputs": {"choice": [A_CALL]}}
-    (reply,) = ask(local, stream, **said)
+    only = {"structured_outputs": {"choice": [A_CALL]}}
+    (reply,) = ask(local, stream, **only)
     assert reply.calls, f"by default, {A_CALL!r} is a call"
     for more in ({"tool_choice": "none"}, {"tools": None}):
-        (reply,) = ask(local, stream, **said, **more)
+        (reply,) = ask(local, stream, **only, **more)
         got = reply.text, reply.calls, reply.reason
         assert got == (A_CALL, [], "stop"), f"with {more}, a tag is plain text"
 
@@ -376,10 +376,10 @@ def test_the_template_is_given_the_calls(local: Local, rendered: list[str]) -> N
 def test_the_loop(local: Local) -> None:
     """Do what every agent does: ask, run the call, send its result, until there is a text."""
     messages: list[Any] = [*HI]
-    said = ({"structured_outputs": {"choice": [text]}} for text in (A_CALL, "It is sunny."))
+    texts = ({"structured_outputs": {"choice": [text]}} for text in (A_CALL, "It is sunny."))
     seen = []
     ask(local, max_tokens=1)  # fails with a message that says what to do
-    for turn in ({"tool_choice": "required"}, *said):
+    for turn in ({"tool_choice": "required"}, *texts):
         answer = local.client.chat.completions.create(
             model="shakespeare", messages=messages, tools=TOOLS, max_tokens=700, extra_body=turn
         )

@@ -144,13 +144,13 @@ def test_the_model_loses_less_than_by_an_even_grid() -> None:
     for mode, size in (("int8", -1), ("nf4", 256), ("int4", 256), ("nf4", 64), ("int4", 64)):
         less = logprobs(quantize_model(deepcopy(bundled()), mode, size))
         found[mode, size] = (plain.exp() * (plain - less)).sum(-1).mean().item()
-    said = "KL divergence in nats per token: " + ", ".join(
+    losses = "KL divergence in nats per token: " + ", ".join(
         f"{mode} {size}: {value:.4f}" for (mode, size), value in found.items()
     )
-    assert found["int8", -1] < found["nf4", 64] < found["nf4", 256], said
-    wrong = f"nf4 must lose at least 5 % less than int4: {said}"
+    assert found["int8", -1] < found["nf4", 64] < found["nf4", 256], losses
+    wrong = f"nf4 must lose at least 5 % less than int4: {losses}"
     assert found["nf4", 256] < 0.95 * found["int4", 256], wrong
-    wrong = f"nf4 must lose at most 15 % more than int4: {said}"
+    wrong = f"nf4 must lose at most 15 % more than int4: {losses}"
     assert found["nf4", 64] < 1.15 * found["int4", 64], wrong
 
 
@@ -186,8 +186,8 @@ def test_a_folder_comes_back_as_it_was(tmp_path: Path) -> None:
     model = nf4(load_model(SHAKESPEARE), 64)
     out = tmp_path / "nf4"
     assert converted(out) == 0
-    said = json.loads((out / "config.json").read_text())["quantization_config"]
-    assert (said["bits"], said["group_size"]) == (4, 64), f"config.json says {said}"
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert (config["bits"], config["group_size"]) == (4, 64), f"config.json says {config}"
     with safe_open(out / "model.safetensors", "pt") as file:
         name = "model.layers.0.mlp.down_proj"
         kinds = {key.rpartition(".")[2] for key in file.keys() if key.startswith(name)}  # noqa: SIM118
