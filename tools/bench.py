@@ -4,16 +4,17 @@
     python tools/bench.py latency ... --speculate 4       the same with guessed tokens, and without
     python tools/bench.py throughput --shape 1b --compile     many requests, through the scheduler
     python tools/bench.py sample                          the sampler alone: rows, settings, words
-    python tools/bench.py prefix --shape 1b --compile     a long prompt whose beginning is known
-    python tools/bench.py growth --shape 1b --compile     a step, over the text and over sequences
-    python tools/bench.py versus --shape 1b               beside the other engines that are there
+    python tools/bench.py prefix --shape 1b --compile     a long prompt whose beginning is cached
+    python tools/bench.py growth --shape 1b --compile     a step, by length and by sequences
+    python tools/bench.py versus --shape 1b               other engines that are installed, in turn
     python tools/bench.py serve --url http://127.0.0.1:8000   a load on a running server
     python tools/bench.py quality --checkpoint DIR --text FILE     what quantisation costs
     python tools/bench.py report              put the recorded figures into README.md and its pages
 
-Machines are noisy and drift, so a speed is never reported alone: the machine's own limits (reading
+Machines are noisy and drift, so a speed is never reported alone. The machine's own limits (reading
 memory, multiplying matrices) are measured in the same process, in turn with the engine, and each
-figure is given as a fraction of the limit taken beside it. Medians, with the spread.
+figure is given as a fraction of the limit measured beside it. Figures are medians, with their
+spread. Read: OPTIONS, Rows, then the command of interest.
 """
 
 import argparse
@@ -32,7 +33,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -48,27 +49,26 @@ from torch import Tensor
 
 import tp
 from checkpoint import build, load_config, load_model, named_tensors
-from experts import SparseMLP
 from kv_cache import StaticCache
 from model import Config, Transformer, rope_frequencies
 from packed import compile_model
 from paged import BlockPool, BlockTable, Row, Runner
 from quantize import MODES, quantize_model
 from sampling import Sequence, sample
-from scheduler import STATS, Engine, Proposer
-from settings import CHUNK, DTYPES, Ranks, SamplingParams, check, launch, progress
+from scheduler import STATS, Engine
+from settings import CHUNK, DTYPES, Limits, Ranks, SamplingParams, check, given, launch, progress
 from speculative import DraftModel, NGram
 from tokenizer import Tokenizer
 from tools import load as load_tool
-from tools import report
+from tools import pictures, report
 from tools import versus as versus_tool
 from tools.convert import calibrate, save_weights
 from tools.cuda_graphs import runner_for
-from tools.measure import bytes_per_step, gemm_peak, peak_memory, read_bandwidth
+from tools.measure import bytes_per_step, gemm_peak, peak_memory, prefill_flops, read_bandwidth
 
-# Llama-like; parameters without the embedding table: 86 M, 1.03 B, 6.6 B; and 1.00 B, of which a
-# token uses 208 M: three layers with the matrices of Qwen3-30B-A3B's experts, half as many of them.
-# Qwen3-0.6B has 440 M, and its embedding, which is also its lm_head, 156 M.
+# Llama-like; parameters without the embedding table: 86 M, 1.03 B, 6.6 B. Of moe's 1.00 B a token
+# uses 208 M: it has three layers with the matrices of Qwen3-30B-A3B's experts, half as many of
+# them. Qwen3-0.6B has 440 M, and its embedding, which is also its lm_head, 156 M.
 SHAPES = {
     "110m": Config(32000, 768, 2048, 12, 12, 12, 64),
     "1b": Config(32000, 2048, 5632, 22, 32, 4, 64),
@@ -89,7 +89,103 @@ SAMPLING: dict[str, dict[str, float]] = {
     "qwen": {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
     "llama": {"temperature": 0.6, "top_p": 0.9},
 }
+SETTINGS = SAMPLING | {
+    "temperature": {"temperature": 0.6},
+    "min_p": {"temperature": 0.6, "min_p": 0.05},
+    "flat": {"temperature": 2.0, "top_p": 0.99},  # so flat that all of it has to be sorted
+    "penalties": {"temperature": 0.6, "repetition_penalty": 1.1, "presence_penalty": 0.5},
+    "logprobs": {"temperature": 0.6, "logprobs": 5},
+}
+SPREAD = 4.0  # standard deviation of a trained model's logits, of which random ones take it
 PEERS = ("transformers", "transformers_compiled", "vllm", "llama_cpp")
+
+# --- The command line -----------------------------------------------------------------------------
+
+DEVICES = ("auto", "cpu", "cuda", "mps")
+OUTPUT = (
+    ("--json", False, "print the figures as one JSON object"),
+    ("--record", str, "keep the figures in benchmarks/RECORD.json"),
+)
+MODEL = (
+    ("--checkpoint", Path, "Hugging Face folder"),
+    ("--shape", str, "random weights of this shape (110m)", SHAPES),
+    ("--dtype", "bfloat16", "", DTYPES), ("--device", "auto", "", DEVICES), *OUTPUT,
+)  # fmt: skip
+COMPILE = ("--compile", False, "start slower, run faster")
+FORM = (("--quantize", "none", "", ("none", *MODES)), COMPILE)
+PLOT = ("--plot", Path, "draw the figures to this SVG file")
+# command -> its help, and its options: each a flag, its default, its help, and its choices. A type
+# stands for an option without a default; a list takes several values; False is a switch.
+OPTIONS: dict[str, tuple] = {
+    "latency": ("time to first token, decode, prefill", *MODEL, COMPILE,
+        ("--quantize", ["none"], "several to compare", ("none", *MODES)),
+        ("--batch", [1], "sequences at once; several to compare"),
+        ("--prompt-tokens", 512), ("--new-tokens", 32), ("--repeat", 5),
+        ("--max-seq-len", [int], "capacity of the cache; several to compare"),
+        ("--profile", Path, "write a Chrome trace of one run to this file"),
+        ("--speculate", 0, "tokens that a draft guesses in a step"),
+        ("--speculate-ngram", 0, "tokens that are guessed from the text's repetitions"),
+        ("--draft-checkpoint", Path, "the draft; by default the first layers of --shape"),
+        ("--draft-layers", 2, "layers of the default draft; the later ones then add nothing"),
+        ("--draft-noise", 0.0, "lowers its agreement; 1 is noise as large as its weights"),
+        ("--prompt-file", Path, "text to continue, for guesses"),
+    ),
+    "throughput": ("many requests through the scheduler", *MODEL, *FORM,
+        ("--requests", 32), ("--repeat", 1),
+        ("--prompt-tokens", [64], "one length, or the least and the most"),
+        ("--new-tokens", [64], "one length, or the least and the most"),
+        ("--max-num-seqs", 64), ("--max-num-batched-tokens", 512),
+        ("--kv-memory", 0.5, "bytes, or below 1 a share of the free memory"),
+        ("--block-size", 16, "tokens in a block of the cache"),
+        ("--attention", "copy", "how blocks are read; see flex.py", ("copy", "flex")),
+        ("--cuda-graphs", False, "replay decoding; see tools/cuda_graphs.py"),
+        ("--baseline-requests", 2, "how many of the requests also run one at a time"),
+        ("--sampling", ["greedy"], "several to compare", SAMPLING),
+        ("--price-per-hour", float, "dollars for the machine; adds those of a million tokens"),
+    ),
+    "sample": ("the sampler alone, on random logits", *OUTPUT,
+        ("--device", "cpu", "", DEVICES), ("--threads", 1), ("--repeat", 9),
+        ("--rows", [1, 32]), ("--vocab-sizes", [32000, 151936]),
+        ("--context", 4000, "tokens of each row, for penalties"),
+    ),
+    "prefix": ("a prompt that is mostly cached", *MODEL, *FORM,
+        ("--prompt-tokens", 1024), ("--repeat", 5),
+        ("--new-prefix-tokens", 16, "tokens at the end that are not cached"),
+    ),
+    "growth": ("a step, by length of the text and by sequences", *MODEL, *FORM,
+        ("--lengths", [128, 256, 512, 1024, 2048, 4096, 8192]),
+        ("--sequences", [1, 2, 4, 8, 16, 32, 64]), ("--repeat", 3),
+        ("--sequence-tokens", 128, "length of each of several sequences"),
+        ("--new-tokens", 8, "steps at each point, of which the median counts"),
+    ),
+    "versus": ("this engine and others, in turn", *MODEL, PLOT,
+        ("--eager", False, "do not compile this engine"),
+        ("--peers", [*PEERS], "others to measure, where they are installed", PEERS),
+        ("--prompt-tokens", 512, "length of the prompt whose prefill is measured"),
+        ("--new-tokens", 32), ("--repeat", 3), ("--sampling", "greedy", "", SAMPLING),
+        ("--sequences", 32, "sequences in the batch, with prompts of 16 to 64 tokens"),
+        ("--threads", int, "of each engine (default: as many as PyTorch takes)"),
+        ("--timeout", 600.0, "seconds an engine may take for an answer"),
+        ("--gguf", Path, "the checkpoint in llama.cpp's format"),
+        ("--vllm-python", Path, "Python of the environment that has vLLM"),
+    ),
+    "serve": ("a load on any OpenAI-compatible server", *OUTPUT, PLOT,
+        ("--url", "http://127.0.0.1:8000"), ("--api-key", str),
+        ("--model", str, "its name there, where the server requires one"),
+        ("--rate", [1.0, 2.0, 4.0], "requests a second; inf: all at once"), ("--requests", 64),
+        ("--prompt-tokens", [16, 256], "the least and the most"),
+        ("--new-tokens", [16, 128], "the least and the most"),
+        ("--prefixes", 0, "number of beginnings that prompts share"), ("--prefix-tokens", 128),
+        ("--vocab-size", 1000, "prompts are random ids below it"),
+        ("--sampling", "greedy", "", SAMPLING),
+        ("--ttft-limit", 1.0, "seconds to the first token"),
+        ("--tpot-limit", 0.1, "seconds for each token after it"),
+    ),
+    "quality": ("what quantisation costs in perplexity", *MODEL,
+        ("--text", Path, "its last tenth is scored, the rest calibrates"), ("--group-size", 128),
+    ),
+    "report": ("rewrite the generated parts of the pages",),
+}  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -99,189 +195,275 @@ def main(argv: list[str] | None = None) -> int:
 
 def measure(args: argparse.Namespace, ranks: Ranks) -> int:
     """Run the command that the arguments name."""
+    if args.command == "report":
+        return report.main()
     check_numbers(args)
-    if ranks.ranks > 1 and args.run is not latency:
-        raise ValueError(f"{args.command} is of one process: only latency compares ranks")
+    if ranks.ranks > 1 and args.command != "latency":
+        raise ValueError(f"{args.command} runs as one process: only latency compares ranks")
     args.ranks = ranks
-    if ranks.rank == 0:  # which is the one that writes
+    if ranks.rank == 0:  # the only rank that writes
         check_outputs(args)
-    return args.run(args) or 0
+    return COMMANDS[args.command](args)
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.py", description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    latency_parser = add_command(commands, latency, "time to first token, decode, prefill")
-    add = latency_parser.add_argument
-    add("--batch", type=int, nargs="+", default=[1], help="sequences at once; several to compare")
-    add("--prompt-tokens", type=int, default=512)
-    add("--new-tokens", type=int, default=32)
-    add("--max-seq-len", type=int, nargs="+", help="capacity of the cache; several to compare")
-    add("--repeat", type=int, default=5)
-    add("--profile", type=Path, metavar="TRACE.JSON", help="write a Chrome trace of one run")
-    guesses = latency_parser.add_mutually_exclusive_group()
-    text = "tokens guessed in a step, by a draft"
-    guesses.add_argument("--speculate", type=int, default=0, metavar="K", help=text)
-    text = "... from what the text repeats"
-    guesses.add_argument("--speculate-ngram", type=int, default=0, metavar="K", help=text)
-    add("--draft-checkpoint", type=Path, help="the draft; without one, the first layers of --shape")
-    add("--draft-layers", type=int, default=2, help="how many; the later ones then add nothing")
-    add("--draft-noise", type=float, default=0.0, help="lowers its agreement; 1: as large as it")
-    add("--prompt-file", type=Path, help="text to continue, for --speculate...")
-    add = add_command(commands, throughput, "many requests through the scheduler").add_argument
-    add("--requests", type=int, default=32)
-    add("--prompt-tokens", type=int, nargs="+", default=[64], help="one length, or least and most")
-    add("--new-tokens", type=int, nargs="+", default=[64], help="one length, or least and most")
-    add("--max-num-seqs", type=int, default=64)
-    add("--max-num-batched-tokens", type=int, default=512)
-    add("--kv-memory", type=float, default=0.5, help="bytes, or below 1 a share of the free")
-    add("--block-size", type=int, default=16, help="tokens in a block of the cache")
-    add("--attention", choices=("copy", "flex"), default="copy", help="of blocks; see flex.py")
-    add("--cuda-graphs", action="store_true", help="replay decoding; see tools/cuda_graphs.py")
-    add("--baseline-requests", type=int, default=2, help="of those, how many run one at a time")
-    add("--sampling", nargs="+", choices=SAMPLING, default=["greedy"], help="several to compare")
-    text = "dollars that the machine costs; gives those of a million tokens"
-    add("--price-per-hour", type=float, metavar="DOLLARS", help=text)
-    add("--repeat", type=int, default=1)
-    sample_parser = commands.add_parser("sample", help="the sampler alone, on random logits")
-    sample_parser.set_defaults(run=sample_rows, checkpoint=None, shape="logits")
-    add = sample_parser.add_argument
-    add("--rows", type=int, nargs="+", default=[1, 32])
-    add("--vocab-sizes", type=int, nargs="+", default=[32000, 151936])
-    add("--settings", nargs="+", choices=SETTINGS, default=[*SETTINGS])
-    add("--spread", type=float, default=4.0, help="standard deviation of the logits")
-    add("--context", type=int, default=4000, help="tokens of each row, for penalties")
-    add("--threads", type=int, default=1)
-    add("--repeat", type=int, default=9)
-    add("--device", choices=("auto", "cpu", "cuda", "mps"), default="cpu")
-    add("--json", action="store_true", help="print the figures as one JSON object")
-    add("--record", metavar="NAME", help="keep the figures in benchmarks/NAME.json")
-    add = add_command(commands, prefix, "a prompt that is mostly cached").add_argument
-    add("--prompt-tokens", type=int, default=1024)
-    add("--new-prefix-tokens", type=int, default=16, help="tokens at the end that are not cached")
-    add("--repeat", type=int, default=5)
-    add = add_command(commands, growth, "a step over text length and sequences").add_argument
-    add("--lengths", type=int, nargs="+", default=[128, 256, 512, 1024, 2048, 4096, 8192])
-    add("--sequences", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
-    add("--sequence-tokens", type=int, default=128, help="length of each of several sequences")
-    add("--new-tokens", type=int, default=8, help="steps at each point, of which the median counts")
-    add("--repeat", type=int, default=3)
-    versus_parser = add_command(commands, versus, "this engine beside others, in turn")
-    add = versus_parser.add_argument
-    add("--eager", dest="compile", action="store_false", help="do not compile this engine")
-    text = "others to measure (default: all that are there)"
-    add("--peers", nargs="+", choices=PEERS, default=[*PEERS], help=text)
-    add("--prompt-tokens", type=int, default=512, help="of the prompt whose prefill is measured")
-    add("--new-tokens", type=int, default=32)
-    add("--sequences", type=int, default=32, help="in the batch, with prompts of 16 to 64 tokens")
-    add("--sampling", choices=SAMPLING, default="greedy")
-    add("--repeat", type=int, default=3)
-    add("--threads", type=int, help="of each engine (default: as many as PyTorch takes)")
-    add("--timeout", type=float, default=600.0, help="seconds an engine may take for an answer")
-    add("--gguf", type=Path, metavar="FILE", help="the checkpoint for llama.cpp")
-    add("--llama-bench", type=Path, metavar="PATH", help="llama.cpp's program")
-    add("--vllm-python", type=Path, metavar="PATH", help="of the environment that has vLLM")
-    add("--gpt-fast", type=Path, metavar="PATH", help="a clone of gpt-fast")
-    add("--plot", type=Path, metavar="FILE.svg")
-    add = add_command(commands, quality, "what quantisation costs in perplexity").add_argument
-    add("--text", type=Path, required=True, help="its last tenth is scored, the rest calibrates")
-    add("--group-size", type=int, default=128)
-    add("--tokens", type=int, default=2**16, help="tokens to score, at most")
-    serve_parser = commands.add_parser("serve", help="a load on any OpenAI-compatible server")
-    serve_parser.set_defaults(run=serve_load, device="cpu")
-    add = serve_parser.add_argument
-    add("--url", default="http://127.0.0.1:8000")
-    add("--model", help="its name there, where the server wants one")
-    add("--api-key")
-    add("--rate", type=float, nargs="+", default=[1, 2, 4], help="requests a second; inf: at once")
-    add("--ramp", action="store_true", help="double the first rate while the limits hold")
-    add("--requests", type=int, default=64)
-    add("--prompt-tokens", type=int, nargs="+", default=[16, 256], help="least and most")
-    add("--new-tokens", type=int, nargs="+", default=[16, 128], help="least and most")
-    add("--prefixes", type=int, default=0, help="so many beginnings that prompts share")
-    add("--prefix-tokens", type=int, default=128)
-    add("--vocab-size", type=int, default=1000, help="prompts are random ids below it")
-    add("--sampling", choices=SAMPLING, default="greedy")
-    add("--ttft-limit", type=float, default=1.0, help="seconds to the first token")
-    add("--tpot-limit", type=float, default=0.1, help="seconds for each token after it")
-    add("--plot", type=Path, metavar="FILE.svg")
-    add("--json", action="store_true", help="print the figures as one JSON object")
-    add("--record", metavar="NAME", help="keep the figures in benchmarks/NAME.json")
-    report_parser = commands.add_parser("report", help="rewrite the generated parts of the pages")
-    report_parser.set_defaults(run=lambda _: report.main(), device="cpu")
+    for name, (text, *options) in OPTIONS.items():
+        command = commands.add_parser(name, help=text)
+        command.set_defaults(checkpoint=None, device="cpu")
+        for option in options:
+            add_option(command, *option)
     args = parser.parse_args(argv)
+    for names in EITHER:
+        if all(vars(args).get(name) for name in names):
+            flags = " or ".join("--" + name.replace("_", "-") for name in names)
+            parser.error(f"give {flags}, not both")
+    args.shape = vars(args).get("shape") or "110m"
     args.words = sys.argv[1:] if argv is None else argv
     return args
 
 
-def add_command(
-    commands: Any, run: Callable[[argparse.Namespace], int], text: str
-) -> argparse.ArgumentParser:
-    """Add a command, named like its function, with the options that all measurements share."""
-    parser = commands.add_parser(run.__name__, help=text)
-    parser.set_defaults(run=run)
-    add = parser.add_argument
-    model = parser.add_mutually_exclusive_group()
-    model.add_argument("--checkpoint", type=Path)
-    model.add_argument("--shape", choices=SHAPES, default="110m", help="random weights")
-    add("--dtype", choices=DTYPES, default="bfloat16")
-    add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
-    modes = {"nargs": "+"} if run is latency else {}  # there, several to compare
-    if run is not versus:
-        add("--quantize", choices=("none", *MODES), default=["none"] if modes else "none", **modes)
-        add("--compile", action="store_true")
-    add("--json", action="store_true", help="print the figures as one JSON object")
-    add("--record", metavar="NAME", help="keep the figures in benchmarks/NAME.json")
-    return parser
+def add_option(
+    parser: argparse.ArgumentParser, flag: str, default: Any, text: str = "", choices: Any = None
+) -> None:
+    """Add an option as OPTIONS has it, with the type of its default."""
+    if default is False:
+        parser.add_argument(flag, action="store_true", help=text)
+        return
+    several = isinstance(default, list)
+    value = default[0] if several else default
+    if isinstance(value, type):
+        kind, default = value, None
+    else:
+        kind = type(value)
+    more = {"nargs": "+"} if several else {}
+    parser.add_argument(flag, type=kind, default=default, choices=choices, help=text, **more)
 
 
+# Options of which only one can be given.
+EITHER = (("checkpoint", "shape"), ("speculate", "speculate_ngram"), ("profile", "speculate"),
+          ("profile", "speculate_ngram"))  # fmt: skip
 # The least value of a number that may not be 1 or any above it.
 LEAST = {
     "speculate": 0, "speculate_ngram": 0, "prefixes": 0, "draft_noise": 0.0, "vocab_size": 4,
     "rate": 1e-6, "ttft_limit": 1e-6, "tpot_limit": 1e-6, "group_size": -1, "kv_memory": 1e-6,
-    "spread": 0.0, "price_per_hour": 1e-6, "shares": 1e-6,
+    "price_per_hour": 1e-6, "shares": 1e-6,
 }  # fmt: skip
 
 
 def check_numbers(args: argparse.Namespace) -> None:
     """Raise ValueError where a number is too small to measure with, NaN, or a least above a most:
-    it would end in a division by zero, or in a table of nothing."""
+    the result would be a division by zero, or an empty table."""
     for name, value in vars(args).items():
-        flag, several = "--" + name.replace("_", "-"), isinstance(value, list)
-        for each in value if several else [value]:
+        flag = "--" + name.replace("_", "-")
+        values = value if isinstance(value, list) else [value]
+        for each in values:
             if type(each) in (int, float):
                 check(flag, each, type(each), LEAST.get(name, 1), math.inf)
-    for name in ("prompt_tokens", "new_tokens"):
-        value = vars(args).get(name)
-        if isinstance(value, list) and (len(value) > 2 or value[0] > value[-1]):
-            flag, numbers = "--" + name.replace("_", "-"), " ".join(map(str, value))
+        ranged = name in ("prompt_tokens", "new_tokens")
+        if ranged and (len(values) > 2 or values[0] > values[-1]):
+            numbers = " ".join(map(str, values))
             raise ValueError(f"{flag} takes one length, or the least and the most, is {numbers}")
 
 
 def check_outputs(args: argparse.Namespace) -> None:
-    """Raise ValueError or OSError where a file for the results cannot be written: before the work,
+    """Raise ValueError, OSError or ImportError where results cannot be written: before the work,
     not after."""
-    files = {f"--{name}": vars(args).get(name) for name in ("profile", "plot")}
-    name = vars(args).get("record")
-    if name is not None:
-        if not re.fullmatch(r"\w[\w.-]*", name):
-            raise ValueError(f"--record {name!r} is no plain name: use letters, digits, . _ and -")
+    given = vars(args)
+    for name in ("profile", "plot"):
+        if given.get(name):
+            try_to_write(f"--{name}", given[name])
+    if given.get("plot"):
+        pictures.matplotlib()
+    record = given.get("record")
+    if record is not None:
+        if not re.fullmatch(r"\w[\w.-]*", record):
+            raise ValueError(f"--record {record!r} is no plain name: use letters, digits, . _ -")
         report.RECORDS.mkdir(exist_ok=True)
-        files["--record"] = report.RECORDS / f"{name}.json"
-    for flag, file in files.items():
-        if file is not None:
-            try_to_write(flag, file)
+        try_to_write("--record", report.RECORDS / f"{record}.json")
 
 
 def try_to_write(flag: str, file: Path) -> None:
-    """Open a file as if to write, and remove it again where it was not there. Raises OSError."""
-    there = os.path.lexists(file)
+    """Open a file as if to write, and remove it again where it is new. Raises OSError."""
+    existed = os.path.lexists(file)
     try:
         file.open("a").close()
     except OSError as error:
         raise OSError(f"{flag}: {file} cannot be written: {error.strerror}") from error
-    if not there:
+    if not existed:
         file.unlink()
+
+
+# --- What the commands share ----------------------------------------------------------------------
+
+
+class Rows(dict[str, dict[str, list[float]]]):
+    """What was measured: row -> figure -> one value for each round."""
+
+    def add(self, row: str, figures: dict[str, float]) -> None:
+        for name, value in figures.items():
+            self.setdefault(row, {}).setdefault(name, []).append(value)
+
+
+def rounds(repeat: int, warm_up: bool = True) -> Iterator[bool]:
+    """Go through the rounds of a measurement: False for one that warms up, True for those that
+    count."""
+    for number in progress(range(repeat + warm_up), "measuring"):
+        yield number >= warm_up
+
+
+def in_turn(
+    ways: dict[str, Callable[[], dict[str, float]]],
+    repeat: int,
+    ratios: Iterable[str] = (),
+    warm_up: bool = True,
+) -> Rows:
+    """Measure each row once in each round, so that a disturbance meets all of them.
+
+    Args:
+        ways: row -> what measures its figures. (A rank that has to wait measures none.)
+        ratios: names of report.RATIOS, which compare a row with another one of the same round.
+    """
+    rows = Rows()
+    for counts in rounds(repeat, warm_up):
+        measured = {name: way() for name, way in ways.items()}
+        first = next(iter(measured.values()))
+        for name, figures in measured.items():
+            for ratio in ratios if first else ():
+                figure, base = report.RATIOS[ratio]
+                figures[ratio] = figures[figure] / measured.get(base, first)[figure]
+            if counts:
+                rows.add(name, figures)
+    return rows
+
+
+def seconds(act: Callable[..., Any], *args: Any) -> float:
+    """Measure how long a call takes."""
+    start = time.perf_counter()
+    act(*args)
+    return time.perf_counter() - start
+
+
+def median_seconds(act: Callable[[Any], Any], values: Iterable[Any]) -> float:
+    """Measure how long a call takes with each of several values."""
+    return statistics.median(seconds(act, value) for value in values)
+
+
+def finish(engine: Engine, prompt: list[int], params: SamplingParams) -> Sequence:
+    """Run one request to its end, and return its only sequence."""
+    (sequence,) = engine.add_request(prompt, params).outputs
+    for _ in engine.run():
+        pass
+    return sequence
+
+
+def prepare(
+    args: argparse.Namespace, quantize: str = "none", ranks: Ranks | None = None
+) -> tuple[Transformer, dict[str, Any]]:
+    """Make the model that the arguments ask for, or one rank's share; and the first figures."""
+    start, dtype = time.perf_counter(), DTYPES[args.dtype]
+    ranks = ranks or args.ranks
+    if args.checkpoint:
+        model = load_model(args.checkpoint, ranks.device, dtype, ranks.shard)
+    else:
+        model = random_model(SHAPES[args.shape], dtype, ranks)
+    if quantize != "none":
+        quantize_model(model, quantize)
+    result = {"load_s": time.perf_counter() - start, "weights_gb": bytes_per_step(model, 0) / 1e9}
+    result["model_gb"] = sum(t.nbytes for _, t in named_tensors(model)) / 1e9
+    return model, result
+
+
+def compile_models(
+    args: argparse.Namespace, result: dict[str, Any], batch: int | None, *models: Transformer
+) -> None:
+    """Compile models where --compile asks for it, and note the seconds.
+
+    Args:
+        batch: sequences that run at once, with a static cache; None: for an Engine.
+    """
+    if args.compile:
+        result["compile_s"] = sum(seconds(compile_model, model, batch) for model in models)
+
+
+def publish(args: argparse.Namespace, rows: Rows, result: dict[str, Any]) -> int:
+    """Complete the result, print it, and record it where that is asked for. Where one of the two
+    fails, the other is done all the same. Returns the exit status.
+
+    Args:
+        result: other figures than the rows; "runs" and the provenance are added.
+    """
+    result["runs"] = {name: spread(row) for name, row in rows.items()}
+    if "model_gb" in result:
+        result.setdefault("peak_memory_gb", peak_memory(args.ranks.device))
+    result |= provenance(args.ranks.device, args)
+    try:
+        print(json.dumps(result) if args.json else table(result), flush=True)
+    finally:
+        if args.record:
+            file = report.RECORDS / f"{args.record}.json"
+            file.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+def spread(figures: dict[str, list[float]]) -> dict[str, tuple[float, float, float]]:
+    """Return the median, the least and the most of each figure."""
+    return {name: (statistics.median(v), min(v), max(v)) for name, v in figures.items()}
+
+
+def provenance(device: torch.device, args: argparse.Namespace) -> dict[str, str]:
+    """Return what a figure is worth nothing without: machine, versions, command, model."""
+    name = platform.processor() or platform.machine()
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    launcher = "python" if ranks == 1 else f"torchrun --standalone --nproc-per-node {ranks}"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    elif Path("/proc/cpuinfo").is_file():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((x.split(": ")[1] for x in lines if x.startswith("model name")), name)
+        name += f" ({torch.backends.cpu.get_cpu_capability()})"  # some names say little
+    threads = getattr(args, "threads", None) or torch.get_num_threads()
+    return {
+        "hardware": f"{name}, {threads} threads" + " a rank" * (ranks > 1),
+        "versions": f"torch {torch.__version__}, Python {platform.python_version()}",
+        "command": f"{launcher} tools/bench.py " + " ".join(args.words),
+        "model": args.checkpoint.name if args.checkpoint else args.shape,
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """Format the figures for people: the median, and least..most of the rounds."""
+    lines, number = [result["hardware"], result["versions"], result["command"], ""], report.number
+    for name in ("load_s", "compile_s", "model_gb", "weights_gb", "peak_memory_gb"):
+        if name in result:
+            lines.append(f"{name:24}{number(result[name]):>10}")
+    lines += [f"{name:24}{version}" for name, version in result.get("engines", {}).items()]
+    lines += result.get("notes", [])
+    for run, figures in result["runs"].items():
+        lines += ["", run]
+        for name, (median, low, high) in figures.items():
+            name += " (prefill MFU)" * (name == "of_gemm_peak")
+            lines.append(f"  {name:30}{number(median):>10}   ({number(low)} .. {number(high)})")
+    return "\n".join(lines)
+
+
+def random_model(config: Config, dtype: torch.dtype, ranks: Ranks) -> Transformer:
+    """Make a model of random weights, in place: the model's speed does not depend on their values.
+    The sampler's does depend on how flat a distribution is, so logits have a trained model's
+    spread."""
+    with torch.device("meta"):
+        model = build(config).to(dtype)
+    if ranks.shard:
+        model, _ = ranks.shard(model, {})
+    model = model.to_empty(device=ranks.device)
+    model.inv_freq = rope_frequencies(config).to(ranks.device)
+    noise = (torch.randn(2**20 + 7) * 0.02).to(dtype).to(ranks.device)  # odd length: rows differ
+    for parameter in model.parameters():
+        for piece in parameter.view(-1).split(len(noise)):
+            piece.copy_(noise[: len(piece)]) if parameter.dim() > 1 else piece.fill_(1)
+    model.norm.weight.fill_(SPREAD / (0.02 * config.hidden_size**0.5))
+    return model
 
 
 # --- latency --------------------------------------------------------------------------------------
@@ -289,46 +471,37 @@ def try_to_write(flag: str, file: Path) -> None:
 
 @torch.no_grad()
 def latency(args: argparse.Namespace) -> int:
-    """Time to first token, decode and prefill speed, next to the machine's limits."""
+    """Measure time to first token, decode and prefill speed, next to the machine's limits."""
     if args.speculate or args.speculate_ngram:
         return speculation(args)
-    result: dict[str, Any] = {}
-    runs: dict[str, Run | None] = {}
     capacities = args.max_seq_len or [args.prompt_tokens + args.new_tokens]
     alone = Ranks(args.ranks.device)
     shares = [args.ranks] if args.ranks.ranks == 1 else [alone, args.ranks]
+    runs: dict[str, Run | None] = {}
+    result: dict[str, Any] = {}
     for mode, share in itertools.product(args.quantize, shares):
-        mine = share is args.ranks or args.ranks.rank == 0
-        if mine:
+        works = share is args.ranks or args.ranks.rank == 0
+        if works:
             model, figures = prepare(args, mode, share)
-            start = time.perf_counter()
-            if args.compile:
-                compile_model(model, args.batch[0])
-                figures["compile_s"] = time.perf_counter() - start
+            compile_models(args, figures, args.batch[0], model)
             result = figures | result if share is args.ranks else result
         for batch, capacity in itertools.product(args.batch, capacities):
             name = f"{mode}, " * (mode != "none") + f"batch {batch}"
             name += f", capacity {capacity}" * (len(capacities) > 1)
             name += ", one rank" * (share is alone)
-            runs[name] = Run(model, batch, capacity, args, share.ranks) if mine else None
-            if mine:
+            runs[name] = None  # this rank waits meanwhile
+            if works:
+                runs[name] = Run(model, batch, capacity, args, share.ranks)
                 runs[name].generate()  # warm up: any graph for this batch size is compiled here
-    device = args.ranks.device
-    result["peak_memory_gb"] = peak_memory(device)  # before the limits' own buffers exist
+    result["peak_memory_gb"] = peak_memory(model.device)  # before the limits' own buffers exist
     gemm = gemm_peak(model)
-    for _ in progress(range(args.repeat), "measuring"):
-        first = None  # the speed of this round's first row, which the others are compared with
-        for run in runs.values():
-            if len(shares) > 1:
-                torch.distributed.barrier()  # where one rank works alone, the others wait
-            if run:
-                speed = run.measure(gemm)
-                first = first or speed
-                run.figures.setdefault("times_first_row", []).append(speed / first)
+    ways = {name: partial(run.measure, gemm) if run else dict for name, run in runs.items()}
+    if len(shares) > 1:
+        ways = {name: partial(after_all, way) for name, way in ways.items()}
+    rows = in_turn(ways, args.repeat, ["times_first_row"], warm_up=False)
     if args.ranks.rank:
         return 0
-    result["runs"] = {name: run.summary() for name, run in runs.items()}
-    status = publish(result, args, device)
+    status = publish(args, rows, result)
     if args.profile:
         with torch.profiler.profile() as profiler:
             next(iter(runs.values())).generate()
@@ -336,30 +509,28 @@ def latency(args: argparse.Namespace) -> int:
     return status
 
 
+def after_all(act: Callable[[], Any]) -> Any:
+    """Act when all ranks have come: where one works alone, the others wait."""
+    torch.distributed.barrier()
+    return act()
+
+
 class Run:
-    """One row of the table: what is run, and what was measured of it."""
+    """One row of the table: a model, its cache, and a batch of equal prompts."""
 
     def __init__(
-        self,
-        model: Transformer,
-        batch: int,
-        capacity: int,
-        args: argparse.Namespace,
-        ranks: int = 1,
+        self, model: Transformer, batch: int, capacity: int, args: argparse.Namespace, ranks: int
     ) -> None:
         self.model, self.batch, self.new_tokens, self.ranks = model, batch, args.new_tokens, ranks
-        self.device, config = model.device, model.config
         torch.manual_seed(0)  # ranks run the same prompt
-        self.prompt = torch.randint(config.vocab_size, (batch, args.prompt_tokens)).to(self.device)
+        prompt = torch.randint(model.config.vocab_size, (batch, args.prompt_tokens))
+        self.prompt = prompt.to(model.device)
         self.cache = StaticCache(model, batch, capacity)
-        middle = args.prompt_tokens + args.new_tokens // 2
-        self.bytes = bytes_per_step(model, middle, batch)
-        self.figures: dict[str, list[float]] = {}
 
     def forward(self, tokens: Tensor, start: int) -> Tensor:
         for part in tokens.split(CHUNK, dim=1):
             B, T = part.shape
-            last = torch.arange(T - 1, B * T, T, device=self.device)  # each row's last token
+            last = torch.arange(T - 1, B * T, T, device=tokens.device)  # each row's last token
             positions, layers = self.cache.plan(start, start + T)
             start += T
             logits = self.model(part, positions, layers, last)
@@ -371,72 +542,58 @@ class Run:
         Args:
             pause: called now and then between steps, to measure something else in turn.
         """
+        tokens = self.prompt
+
+        def step(start: int) -> None:
+            nonlocal tokens
+            tokens = self.forward(tokens, start)
+            tokens.tolist()  # waits for a device that runs behind, as a stream of text would
+
         pause()
-        start = time.perf_counter()
-        tokens = self.forward(self.prompt, 0)
-        tokens.tolist()  # waits for a device that runs behind, as a stream of text would
-        first, steps = time.perf_counter() - start, []
+        first, steps = seconds(step, 0), []
         for i in range(self.new_tokens):
             if i % 8 == 0:
                 pause()
-            start = time.perf_counter()
-            tokens = self.forward(tokens, self.prompt.shape[1] + i)
-            tokens.tolist()
-            steps.append(time.perf_counter() - start)
+            steps.append(seconds(step, self.prompt.shape[1] + i))
         return first, statistics.median(steps)
 
-    def measure(self, gemm: Callable[[], float]) -> float:
-        """One repetition, with the machine's limits measured in between; return its tokens/s."""
-        limits: list[float] = []
+    def measure(self, gemm: Callable[[], float]) -> dict[str, float]:
+        """Run once, with the machine's limits measured in between; return the figures."""
+        T, limits = self.prompt.shape[1], []
         peak = gemm()
-        first, step = self.generate(lambda: limits.append(read_bandwidth(self.device)))
+        first, step = self.generate(lambda: limits.append(read_bandwidth(self.model.device)))
         peak, limit = max(peak, gemm()), statistics.median(limits)
-        T, speed = self.prompt.shape[1], self.bytes / step / 1e9
-        c = self.model.config  # attention's own products are left out: they are not GEMM's
-        heads = 2 * c.num_attention_heads + 2 * c.num_key_value_heads  # q, o and k, v
-        weights = c.num_hidden_layers * heads * c.head_dim * c.hidden_size
-        for block in self.model.layers:
-            width = c.intermediate_size
-            if isinstance(block.mlp, SparseMLP):
-                width = c.num_experts_per_tok * (c.moe_intermediate_size or width)
-            weights += 3 * c.hidden_size * width
-        flops = 2 * self.batch * (T * weights + c.vocab_size * c.hidden_size)
+        size = bytes_per_step(self.model, T + self.new_tokens // 2, self.batch) / 1e9
+        flops = prefill_flops(self.model, self.batch, T)
         figures = {
-            "first_token_s": first, "decode_tok_s": self.batch / step, "decode_gb_s": speed,
-            "read_limit_gb_s": limit, "of_read_limit": speed / limit,
-            "prefill_tok_s": self.batch * T / first, "gemm_peak_tflop_s": peak,
+            "first_token_s": first,
+            "decode_tok_s": self.batch / step,
+            "read_limit_gb_s": limit,
+            "of_read_limit": size / step / limit,
+            "prefill_tok_s": self.batch * T / first,
+            "gemm_peak_tflop_s": peak,
             "of_gemm_peak": flops / first / 1e12 / peak,  # the prefill's MFU
-        }  # fmt: skip
+        }
         if self.ranks > 1:
-            figures |= {"gb_per_rank": self.bytes / 1e9, "collectives_ms": 1e3 * self.collectives()}
-        for name, value in figures.items():
-            self.figures.setdefault(name, []).append(value)
-        return self.batch / step
+            exchanges = median_seconds(lambda _: self.exchange(), range(5))
+            figures |= {"gb_per_rank": size, "collectives_ms": 1e3 * exchanges}
+        return figures
 
-    def collectives(self) -> float:
-        """Seconds that a step's exchanges take by themselves: a sum after the embedding and two in
-        each layer, and the logits' parts put together."""
-        c, shape = self.model.config, self.model.embed_tokens.weight.shape
-        x = torch.zeros(self.batch, c.hidden_size, dtype=self.model.dtype, device=self.device)
-        logits = x.new_zeros(self.batch, shape[0])
-        times = []
-        for _ in range(5):
-            start = time.perf_counter()
-            for _ in range(1 + 2 * c.num_hidden_layers):
-                tp.add_up(None, (), x)
-            tp.gather(self.model, (), logits)[0, 0].item()
-            times.append(time.perf_counter() - start)
-        return statistics.median(times)
-
-    def summary(self) -> dict[str, tuple[float, float, float]]:
-        return spread(self.figures)
+    def exchange(self) -> None:
+        """Exchange what the ranks do in a step: a sum after the embedding and two in each layer,
+        and the logits' parts put together."""
+        c, vocab_part = self.model.config, len(self.model.embed_tokens.weight)
+        x = torch.zeros(self.batch, c.hidden_size, dtype=self.model.dtype, device=self.model.device)
+        for _ in range(1 + 2 * c.num_hidden_layers):
+            tp.add_up(None, (), x)
+        tp.gather(self.model, (), x.new_zeros(self.batch, vocab_part))[0, 0].item()
 
 
 # --- speculation ----------------------------------------------------------------------------------
 
 
 def speculation(args: argparse.Namespace) -> int:
-    """Greedy decoding of one sequence with and without guesses, in turn, each through an Engine.
+    """Compare greedy decoding of one sequence with and without guesses, in turn, through an Engine.
 
     The theory (Leviathan et al. 2022, theorem 3.8): a step makes 1 + (guesses accepted) tokens, and
     costs one step of the model and K of the draft. Both costs are measured, one token at a time.
@@ -446,84 +603,74 @@ def speculation(args: argparse.Namespace) -> int:
             "--speculate compares one sequence with itself: no ranks, one --batch of 1, one "
             "--quantize, and --new-tokens 2 or more"
         )
-    k, own = args.speculate or args.speculate_ngram, args.speculate and not args.draft_checkpoint
-    if own and args.quantize != ["none"]:
-        raise ValueError("the model's first layers are a draft before they are quantised: "
-                         "give --draft-checkpoint, or leave --quantize out")  # fmt: skip
+    k = args.speculate or args.speculate_ngram
     model, result = prepare(args, args.quantize[0])
-    draft = None
-    if own:
-        check("--draft-layers", args.draft_layers, int, 1, model.config.num_hidden_layers)
-        draft = first_layers(model, args.draft_layers, args.draft_noise)
-    elif args.speculate:
-        draft = load_model(args.draft_checkpoint, model.device, DTYPES[args.dtype])
+    models = [model, make_draft(args, model)] if args.speculate else [model]
     prompt = torch.randint(model.config.vocab_size, (args.prompt_tokens,)).tolist()
     if args.prompt_file:
         if not args.checkpoint:
             raise ValueError("--prompt-file needs --checkpoint, for its tokenizer")
         text = args.prompt_file.read_text(encoding="utf-8")
         prompt = Tokenizer(args.checkpoint).encode(text)[: args.prompt_tokens]
+    length = len(prompt) + args.new_tokens
+    compile_models(args, result, None, *models)
+    steps = [paged_step(each, 1, length) for each in models]  # of one token, without sampling
+
     params = SamplingParams(temperature=0, max_tokens=args.new_tokens, ignore_eos=True)
-    length, start = len(prompt) + args.new_tokens, time.perf_counter()
-    models = [model, draft] if draft else [model]
-    if args.compile:
-        for each in models:
-            compile_model(each, None)
-        result["compile_s"] = time.perf_counter() - start
-
-    def run(proposer: Proposer | None = None) -> Sequence:
-        limits = {"max_seq_len": length, "max_num_seqs": 1, "max_num_batched_tokens": CHUNK + k}
-        engine = Engine(model, proposer=proposer, **limits)
-        (sequence,) = engine.add_request(prompt, params).outputs
-        for _ in engine.run():
-            pass
-        return sequence
-
-    def step(each: Transformer) -> float:
-        """Seconds for one token, without sampling."""
-        blocks, times = [*range(-(-length // 16))], []
-        runner = Runner(each, len(blocks), 16)
-        for at in range(len(prompt), length):
-            start = time.perf_counter()
-            runner.forward([Row(blocks, at, prompt[:1])])[0, 0].item()
-            times.append(time.perf_counter() - start)
-        return statistics.median(times)
-
-    rows: dict[str, dict[str, list[float]]] = {"plain": {}, f"{k} guesses": {}}
-    for repetition in progress(range(args.repeat + 1), "measuring"):
-        proposer = DraftModel(draft, k, model.config.vocab_size) if draft else NGram(k)
-        plain, guessed = run(), run(proposer)
-        costs = [step(each) for each in models]
-        if not repetition:  # warm up
+    limits = {"max_seq_len": length, "max_num_seqs": 1, "max_num_batched_tokens": CHUNK + k}
+    rows = Rows()
+    for counts in rounds(args.repeat):
+        proposer = NGram(k)
+        if args.speculate:
+            proposer = DraftModel(models[1], k, model.config.vocab_size)
+        plain, guessed = (
+            finish(Engine(model, proposer=each, **limits), prompt, params)
+            for each in (None, proposer)
+        )
+        costs = [median_seconds(step, range(len(prompt), length)) for step in steps]
+        if not counts:
             continue
-        speeds = [(args.new_tokens - 1) / (s.times[-1] - s.times[1]) for s in (plain, guessed)]
-        ratio = speeds[1] / speeds[0]
+        before, speed = (
+            (args.new_tokens - 1) / (s.times[-1] - s.times[1]) for s in (plain, guessed)
+        )
         mean = sum(proposer.accepted) / max(1, proposer.offered[0])
-        cost = costs[1] / costs[0] if draft else 0.0
+        cost = costs[1] / costs[0] if args.speculate else 0.0
         theory = (1 + mean) / (1 + k * cost)
         same = sum(a == b for a, b in zip(plain.output_ids, guessed.output_ids, strict=True))
-        figures = [
-            {"decode_tok_s": speeds[0], "times_plain": 1.0},
-            {
-                "decode_tok_s": speeds[1], "times_plain": ratio, "theory": theory,
-                "of_theory": ratio / theory, "accepted": mean, "draft_cost": cost,
-                "same_tokens": same / args.new_tokens,
-            },
-        ]  # fmt: skip
+        rows.add("plain", {"decode_tok_s": before, "times_plain": 1.0})
+        figures = {
+            "decode_tok_s": speed,
+            "times_plain": speed / before,
+            "theory": theory,
+            "of_theory": speed / before / theory,
+            "accepted": mean,
+            "draft_cost": cost,
+            "same_tokens": same / args.new_tokens,
+        }
         for i, (a, n) in enumerate(zip(proposer.accepted, proposer.offered, strict=True), 1):
-            figures[1][f"accepted_{i}"] = a / max(1, n)
-        for row, values in zip(rows.values(), figures, strict=True):
-            for name, value in values.items():
-                row.setdefault(name, []).append(value)
-    result["runs"] = {name: spread(row) for name, row in rows.items()}
-    result["peak_memory_gb"] = peak_memory(model.device)
-    return publish(result, args, model.device)
+            figures[f"accepted_{i}"] = a / max(1, n)
+        rows.add(f"{k} guesses", figures)
+    return publish(args, rows, result)
 
 
+def make_draft(args: argparse.Namespace, model: Transformer) -> Transformer:
+    """Load the draft, or make one of the model's first layers."""
+    if args.draft_checkpoint:
+        return load_model(args.draft_checkpoint, model.device, DTYPES[args.dtype])
+    if args.quantize != ["none"]:
+        raise ValueError(
+            "the model's first layers are a draft before they are quantised: give "
+            "--draft-checkpoint, or leave --quantize out"
+        )
+    check("--draft-layers", args.draft_layers, int, 1, model.config.num_hidden_layers)
+    return first_layers(model, args.draft_layers, args.draft_noise)
+
+
+@torch.no_grad()
 def first_layers(model: Transformer, layers: int, noise: float) -> Transformer:
-    """Make a pair with a known acceptance: a draft of a model's first layers, whose later layers
-    are changed to add nothing (but cost what they cost), so that both say the same. Noise on the
-    draft's last matrix, as a share of its own spread, makes them differ."""
+    """Make a draft of a model's first layers, with a known acceptance. The model's later layers are
+    changed to add nothing (but cost what they cost), so that both make the same logits; noise on
+    the draft's last matrix, as a share of its own spread, makes them differ."""
     config = replace(model.config, num_hidden_layers=layers, windows=model.config.windows[:layers])
     with torch.device("meta"):
         draft = build(config)
@@ -539,105 +686,80 @@ def first_layers(model: Transformer, layers: int, noise: float) -> Transformer:
 
 # --- sample ---------------------------------------------------------------------------------------
 
-SETTINGS = SAMPLING | {
-    "temperature": {"temperature": 0.6},
-    "min_p": {"temperature": 0.6, "min_p": 0.05},
-    "flat": {"temperature": 2.0, "top_p": 0.99},  # so flat that all of it has to be sorted
-    "penalties": {"temperature": 0.6, "repetition_penalty": 1.1, "presence_penalty": 0.5},
-    "logprobs": {"temperature": 0.6, "logprobs": 5},
-}
-
 
 def sample_rows(args: argparse.Namespace) -> int:
-    """Milliseconds to draw a token for each of some rows of logits. Every row runs `rows` times, in
-    turn with the others, so that a disturbance meets all."""
+    """Measure the milliseconds to draw a token for each of several rows of logits."""
     torch.set_num_threads(args.threads)
-    rng, device = random.Random(0), args.ranks.device
-    works: dict[str, Callable[[], Any]] = {}
+    rng, ways = random.Random(0), {}
     for V, B in itertools.product(args.vocab_sizes, args.rows):
         config = Config(V, 2, 2, 1, 1, 1, 2, args.context + 2)
-        logits = torch.randn(B, V, generator=torch.Generator().manual_seed(0)) * args.spread
-        logits = logits.to(device)
+        logits = torch.randn(B, V, generator=torch.Generator().manual_seed(0)) * SPREAD
         prompts = [[rng.randrange(V) for _ in range(args.context)] for _ in range(B)]
-        for name in args.settings:
-            params = [SamplingParams(seed=i, **SETTINGS[name]) for i in range(B)]
-            rows = [Sequence(*each, config) for each in zip(prompts, params)]
-            works[f"{B} rows of {V}, {name}"] = partial(sample, logits, rows)
-    figures: dict[str, dict[str, list[float]]] = {name: {"ms": []} for name in works}
-    for repetition in progress(range(args.repeat + 1), "measuring"):
-        for name, work in works.items():
-            start = time.perf_counter()
-            work()
-            if repetition:  # the first warms up
-                figures[name]["ms"].append(1e3 * (time.perf_counter() - start))
-    return publish({"runs": {name: spread(row) for name, row in figures.items()}}, args, device)
+        for name, setting in SETTINGS.items():
+            params = [SamplingParams(seed=i, **setting) for i in range(B)]
+            sequences = [Sequence(*each, config) for each in zip(prompts, params)]
+            work = partial(sample, logits.to(args.ranks.device), sequences)
+            ways[f"{B} rows of {V}, {name}"] = partial(milliseconds, work)
+    args.shape = "logits"
+    return publish(args, in_turn(ways, args.repeat), {})
+
+
+def milliseconds(work: Callable[[], Any]) -> dict[str, float]:
+    return {"ms": 1e3 * seconds(work)}
 
 
 # --- throughput and prefix ------------------------------------------------------------------------
 
+Work = list[tuple[list[int], int]]  # a prompt's ids, and how many tokens are wanted
+
 
 def throughput(args: argparse.Namespace) -> int:
-    """Output tokens per second of many requests, against simpler ways to serve them.
+    """Measure the output tokens per second of many requests, against simpler ways to serve them.
 
     All requests are handed in at the start, and the time to a first token counts from there.
     "static batches" admits --max-num-seqs requests, and the next ones only when the longest of
     these has ended; until then the others run on, and what they make is thrown away, as one call
-    of `generate` in most libraries does. "one at a time" runs a few of the requests, each alone.
+    of `generate` in most libraries does. "one at a time" runs --baseline-requests of the requests,
+    each alone.
     """
     model, result = prepare(args, args.quantize)
-    compile_paged(model, args, result)
+    compile_models(args, result, None, model)
     lengths = [(a[0], a[-1]) for a in (args.prompt_tokens, args.new_tokens)]
-    length = lengths[0][1] + lengths[1][1] + 1
-    kind = type("Timed", (Timed, runner_for(args.attention, args.cuda_graphs)), {})
     engine = Engine(
-        model, runner=kind, max_seq_len=length, max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens, kv_memory=args.kv_memory,
-        block_size=args.block_size,
-    )  # fmt: skip
-    rng = random.Random(0)
-    V = model.config.vocab_size
-    work: Work = []
+        model,
+        runner=type("Timed", (Timed, runner_for(args.attention, args.cuda_graphs)), {}),
+        max_seq_len=lengths[0][1] + lengths[1][1] + 1,
+        **given(Limits, args),
+    )
+    rng, work = random.Random(0), []
     for _ in range(args.requests):
         prompt_len, new_len = (rng.randint(*length) for length in lengths)
-        work.append(([rng.randrange(V) for _ in range(prompt_len)], new_len))
+        prompt = [rng.randrange(model.config.vocab_size) for _ in range(prompt_len)]
+        work.append((prompt, new_len))
     batches = [work[i : i + args.max_num_seqs] for i in range(0, len(work), args.max_num_seqs)]
     first, *others = args.sampling
     ways = {"continuous batching": partial(serve, engine, [work], first)}
-    ways |= {
-        f"continuous batching, {name}": partial(serve, engine, [work], name) for name in others
-    }
+    for name in others:
+        ways[f"continuous batching, {name}"] = partial(serve, engine, [work], name)
     if len(batches) > 1:  # else all are admitted at once either way
         ways["static batches"] = partial(serve, engine, batches, first, run_on=True)
     alone = [[item] for item in work[: args.baseline_requests]]
     ways["one at a time"] = partial(serve, engine, alone, first)
+    ratios = ["times_one", *["times_static"] * (len(batches) > 1)]
+    ratios += ["times_greedy"] * (first == "greedy" and bool(others))
     serve(engine, [work[:2]])  # warm up
-    figures: dict[str, dict[str, list[float]]] = {name: {} for name in ways}
-    for _ in progress(range(args.repeat), "measuring"):
-        measured = {name: way() for name, way in ways.items()}
-        if args.baseline_requests < args.requests:  # its queue is not the others'
-            for key in ("first_token_s", "last_first_token_s"):
-                del measured["one at a time"][key]
-        for name, row in measured.items():
-            if args.price_per_hour:
-                row |= dollars(args.price_per_hour, row)
-            against = {"times_one": "one at a time", "times_static": "static batches"}
-            if others:
-                against[f"times_{first}"] = "continuous batching"
-            for key, of in against.items():
-                if of in measured:
-                    row[key] = row["output_tok_s"] / measured[of]["output_tok_s"]
-            for key, value in row.items():
-                figures[name].setdefault(key, []).append(value)
-    result["runs"] = {name: spread(each) for name, each in figures.items()}
-    result["peak_memory_gb"] = peak_memory(model.device)
-    return publish(result, args, model.device)
-
-
-Work = list[tuple[list[int], int]]  # a prompt's ids, and how many tokens are wanted
+    rows = in_turn(ways, args.repeat, ratios, warm_up=False)
+    for name in ("first_token_s", "last_first_token_s"):  # its queue is not the others'
+        del rows["one at a time"][name]
+    for row in rows.values() if args.price_per_hour else ():
+        million = 1e6 * args.price_per_hour / 3600  # dollars x tokens/s of a million tokens
+        row["usd_per_million_in_and_out"] = [million / speed for speed in row["total_tok_s"]]
+        row["usd_per_million_out"] = [million / speed for speed in row["output_tok_s"]]
+    return publish(args, rows, result)
 
 
 class Timed(Runner):
-    """A Runner that says how long its forwards took."""
+    """A Runner that adds up the seconds of its forwards."""
 
     seconds = 0.0
 
@@ -648,21 +770,10 @@ class Timed(Runner):
         return logits
 
 
-def compile_paged(model: Transformer, args: argparse.Namespace, result: dict[str, Any]) -> None:
-    """Compile the model for an Engine, where --compile asks for it, and note the seconds."""
-    if args.compile:
-        start = time.perf_counter()
-        compile_model(model, None)
-        result["compile_s"] = time.perf_counter() - start
-
-
 def serve(
     engine: Engine, groups: list[Work], sampling: str = "greedy", run_on: bool = False
 ) -> dict[str, float]:
     """Run groups of requests, each group to its end, with an empty prefix cache.
-
-    All of them are handed in at the start, so that the time to a first token counts from there,
-    whenever the group's turn comes.
 
     Args:
         sampling: a name in SAMPLING.
@@ -682,85 +793,62 @@ def serve(
             params = SamplingParams(max_tokens=tokens, ignore_eos=True, **SAMPLING[sampling])
             requests.append(engine.add_request(ids, params))
         while engine.queue:
-            began = time.perf_counter()
-            engine.step()
-            busy += time.perf_counter() - began
-            blocks = sum(len(sequence.table.blocks) for sequence in engine.running)
-            held = sum(sequence.table.length for sequence in engine.running)
-            if blocks:
-                waste.append(1 - held / (blocks * engine.pool.block_size))
+            busy += seconds(engine.step)
+            held = sum(len(sequence.table.blocks) for sequence in engine.running)
+            used = sum(sequence.table.length for sequence in engine.running)
+            if held:
+                waste.append(1 - used / (held * engine.pool.block_size))
         firsts += [request.outputs[0].times[1] - start for request in requests]
     elapsed = time.perf_counter() - start
     work = list(itertools.chain(*groups))
     prompts, output = sum(len(ids) for ids, _ in work), sum(wanted for _, wanted in work)
+    steps = stats["engine_steps"]
     return {
         "output_tok_s": output / elapsed,
         "total_tok_s": (prompts + output) / elapsed,
-        "steps": stats["engine_steps"],
-        "mean_batch": output / stats["engine_steps"],
+        "steps": steps,
+        "mean_batch": output / steps,
         "first_token_s": statistics.median(firsts),
         "last_first_token_s": max(firsts),
-        "step_ms": 1e3 * busy / stats["engine_steps"],
-        "outside_ms": 1e3 * (busy - engine.runner.seconds) / stats["engine_steps"],
+        "step_ms": 1e3 * busy / steps,
+        "outside_ms": 1e3 * (busy - engine.runner.seconds) / steps,
         "cached_share": stats["prefix_cache_hits"] / prompts,
         "computed_tokens": stats["computed_tokens"],
-        "preemptions": stats["num_preemptions"],
         "kv_waste": statistics.mean(waste or [0.0]),
     }
 
 
-def dollars(per_hour: float, speeds: dict[str, float]) -> dict[str, float]:
-    """What a million tokens cost on a machine of this price: of prompts and output together; and of
-    output, where the prompts are free.
-
-    Example: 3.6 dollars an hour, 1,000 tokens a second in and out, of which 100 out: 1 and 10
-    """
-    million = 1e6 * per_hour / 3600
-    return {
-        "usd_per_million_in_and_out": million / speeds["total_tok_s"],
-        "usd_per_million_out": million / speeds["output_tok_s"],
-    }
-
-
 def prefix(args: argparse.Namespace) -> int:
-    """Time to first token of a long prompt, cold and with all but its end in the prefix cache, and
-    of a prompt that is no longer than that end: the floor, where the weights are read once."""
-    if args.new_prefix_tokens >= args.prompt_tokens:
+    """Measure the time to first token of a long prompt, cold and with all but its end in the prefix
+    cache; and of a prompt that is no longer than that end: the floor, where the weights are read
+    once."""
+    new = args.new_prefix_tokens
+    if new >= args.prompt_tokens:
         raise ValueError(
-            f"--new-prefix-tokens {args.new_prefix_tokens} must be less than --prompt-tokens "
-            f"{args.prompt_tokens}, or nothing is cached"
+            f"--new-prefix-tokens {new} must be less than --prompt-tokens {args.prompt_tokens}, or "
+            "nothing is cached"
         )
     model, result = prepare(args, args.quantize)
-    compile_paged(model, args, result)
+    compile_models(args, result, None, model)
     engine = Engine(model, max_seq_len=args.prompt_tokens + 2)
-    params = SamplingParams(temperature=0, max_tokens=1)
-    figures: dict[str, dict[str, list[float]]] = {"cold": {}, "cached": {}, "floor": {}}
-    for repetition in range(args.repeat + 1):
-        ids = torch.randint(model.config.vocab_size, (args.prompt_tokens,)).tolist()
-        again = ids[: -args.new_prefix_tokens] + ids[: args.new_prefix_tokens]
-        firsts = {}
-        for name, prompt in (
-            ("cold", ids), ("cached", again), ("floor", ids[-args.new_prefix_tokens :])
-        ):  # fmt: skip
-            before = engine.stats["prefix_cache_hits"]
-            request = engine.add_request(prompt, params)
-            for _ in engine.run():
-                pass
-            times = request.outputs[0].times
-            firsts[name] = times[1] - times[0]
-            if not repetition:  # warm up
-                continue
-            figures[name].setdefault("first_token_s", []).append(firsts[name])
-            figures[name].setdefault("of_cold", []).append(firsts[name] / firsts["cold"])
-            cached = engine.stats["prefix_cache_hits"] - before
-            figures[name].setdefault("cached_tokens", []).append(cached)
-        if repetition:
-            for name, first in firsts.items():
-                ratio = first / firsts["floor"]
-                figures[name].setdefault("times_floor", []).append(ratio)
-    result["runs"] = {name: spread(each) for name, each in figures.items()}
-    result["peak_memory_gb"] = peak_memory(model.device)
-    return publish(result, args, model.device)
+
+    def first_token(prompt: list[int]) -> dict[str, float]:
+        before = engine.stats["prefix_cache_hits"]
+        times = finish(engine, prompt, SamplingParams(temperature=0, max_tokens=1)).times
+        cached = engine.stats["prefix_cache_hits"] - before
+        return {"first_token_s": times[1] - times[0], "cached_tokens": cached}
+
+    def cold() -> dict[str, float]:
+        ids[:] = torch.randint(model.config.vocab_size, (args.prompt_tokens,)).tolist()
+        return first_token(ids)
+
+    ids: list[int] = []  # another prompt in each round
+    ways = {
+        "cold": cold,
+        "cached": lambda: first_token(ids[:-new] + ids[:new]),
+        "floor": lambda: first_token(ids[-new:]),
+    }
+    return publish(args, in_turn(ways, args.repeat, ["of_cold", "times_floor"]), result)
 
 
 # --- growth ---------------------------------------------------------------------------------------
@@ -768,67 +856,54 @@ def prefix(args: argparse.Namespace) -> int:
 
 @torch.no_grad()
 def growth(args: argparse.Namespace) -> int:
-    """Time of a decode step as a text gets longer, and as sequences get more, in either cache; and
-    what reading the step's bytes, weights and keys and values, takes alone.
+    """Measure a decode step as a text gets longer, and as there are more sequences, in either
+    cache; and what reading the step's bytes, weights and keys and values, takes alone.
 
     The caches are filled with noise in place of a text: a step's time does not depend on it, but
     memory that was never written would be read faster.
     """
     model, result = prepare(args, args.quantize)
-    if args.compile:
-        start = time.perf_counter()
-        compile_model(model, 1)
-        result["compile_s"] = time.perf_counter() - start
-    device, one = model.device, args.sequence_tokens
-    points = [(1, length) for length in args.lengths] + [(B, one) for B in args.sequences]
-    steps = {}
+    compile_models(args, result, 1, model)
+    points = [(1, length) for length in args.lengths]
+    points += [(B, args.sequence_tokens) for B in args.sequences]
+    ways = {}
     for B, length in dict.fromkeys(points):
-        room = length + args.new_tokens
-        steps[B, length] = static_step(model, B, room), paged_step(model, B, room)
-    figures: dict[str, dict[str, list[float]]] = {}
-    for done in progress(range(args.repeat + 1), "measuring"):
-        for (B, length), kinds in steps.items():
-            size = bytes_per_step(model, length + args.new_tokens // 2, B)
-            limit = read_bandwidth(device) if done else 1.0  # the first round warms up
-            for kind, step in zip(("static", "paged"), kinds, strict=True):
-                times = []
-                for at in range(length, length + (args.new_tokens if done else 1)):
-                    start = time.perf_counter()
-                    step(at).tolist()
-                    times.append(time.perf_counter() - start)
-                if not done:
-                    continue
-                ms = 1e3 * statistics.median(times)
-                measured = {
-                    "step_ms": ms, "token_ms": ms / B, "read_ms": size / limit / 1e6,
-                    "of_read_limit": size / limit / 1e6 / ms, "sequences": B, "length": length,
-                }  # fmt: skip
-                row = figures.setdefault(f"{B} x {length:,} tokens, {kind} cache", {})
-                for name, value in measured.items():
-                    row.setdefault(name, []).append(value)
-    result["runs"] = {name: spread(row) for name, row in figures.items()}
-    result["peak_memory_gb"] = peak_memory(device)
-    return publish(result, args, device)
+        for kind, make in (("static", static_step), ("paged", paged_step)):
+            step = make(model, B, length + args.new_tokens)
+            way = partial(measure_step, args, model, step, B, length)
+            ways[f"{B} x {length:,} tokens, {kind} cache"] = way
+    return publish(args, in_turn(ways, args.repeat), result)
 
 
-def static_step(model: Transformer, B: int, room: int) -> Callable[[int], Tensor]:
-    """A decode step of B sequences at a position, over a static cache full of noise."""
+def measure_step(
+    args: argparse.Namespace, model: Transformer, step: Callable[[int], Any], B: int, length: int
+) -> dict[str, float]:
+    """Return the median of the steps that follow a text of a length, beside the read limit."""
+    size = bytes_per_step(model, length + args.new_tokens // 2, B)
+    read_ms = size / read_bandwidth(model.device) / 1e6
+    ms = 1e3 * median_seconds(step, range(length, length + args.new_tokens))
+    figures = {"step_ms": ms, "token_ms": ms / B, "sequences": B, "length": length}
+    return figures | {"read_ms": read_ms, "of_read_limit": read_ms / ms}
+
+
+def static_step(model: Transformer, B: int, room: int) -> Callable[[int], list[int]]:
+    """Return a decode step of B sequences at a position, over a static cache full of noise."""
     cache = StaticCache(model, B, room)
     for slab in cache.slabs:
         slab.uniform_(-1, 1)
     tokens = torch.zeros(B, 1, dtype=torch.int64, device=model.device)
     last = torch.arange(B, device=model.device)
 
-    def step(at: int) -> Tensor:
+    def step(at: int) -> list[int]:
         positions, layers = cache.plan(at, at + 1)
-        return model(tokens, positions, layers, last).argmax(-1)
+        return model(tokens, positions, layers, last).argmax(-1).tolist()
 
     return step
 
 
-def paged_step(model: Transformer, B: int, room: int) -> Callable[[int], Tensor]:
-    """The same over a paged cache, with the blocks that a pool gives to one sequence after the
-    other. (Blocks without any order would be copied in each step; see paged.side_by_side.)"""
+def paged_step(model: Transformer, B: int, room: int) -> Callable[[int], list[int]]:
+    """Return the same over a paged cache, with the blocks that a pool gives to one sequence after
+    the other. (Blocks without any order would be copied in each step; see paged.py.)"""
     pool = BlockPool(B * -(-room // 16))
     runner, tables = Runner(model, pool.num_blocks, 16), [BlockTable() for _ in range(B)]
     for each in runner.kv:
@@ -836,8 +911,8 @@ def paged_step(model: Transformer, B: int, room: int) -> Callable[[int], Tensor]
     for table in tables:
         pool.grow(table, room)
 
-    def step(at: int) -> Tensor:
-        return runner.forward([Row(table.blocks, at, [0]) for table in tables]).argmax(-1)
+    def step(at: int) -> list[int]:
+        return runner.forward([Row(table.blocks, at, [0]) for table in tables]).argmax(-1).tolist()
 
     return step
 
@@ -846,18 +921,12 @@ def paged_step(model: Transformer, B: int, room: int) -> Callable[[int], Tensor]
 
 
 def versus(args: argparse.Namespace) -> int:
-    """This engine and the others that are installed, in turn, on the same folder: one sequence,
-    a prompt, a batch. See tools/versus.py."""
-    if args.llama_bench and args.checkpoint and not args.gguf:
-        raise ValueError("--llama-bench needs --gguf FILE, the checkpoint in llama.cpp's format")
-    for flag, path in (
-        ("--gguf", args.gguf), ("--llama-bench", args.llama_bench),
-        ("--vllm-python", args.vllm_python),
-        ("--gpt-fast", args.gpt_fast and args.gpt_fast / "generate.py"),
-    ):  # fmt: skip
+    """Measure this engine and the others that are installed, in turn, on the same folder: one
+    sequence, a prompt, a batch. See tools/versus.py."""
+    for flag, path in (("--gguf", args.gguf), ("--vllm-python", args.vllm_python)):
         if path and not path.is_file():
             raise ValueError(f"{flag} {path}: there is no such file")
-    check("--new-tokens", args.new_tokens, int, 2)  # the first is of the prompt
+    check("--new-tokens", args.new_tokens, int, 2)  # the first is the prompt's
     length = max(args.prompt_tokens, versus_tool.BATCH[1]) + args.new_tokens + 1
     args.threads = args.threads or torch.get_num_threads()
     with tempfile.TemporaryDirectory() as temporary:
@@ -867,31 +936,20 @@ def versus(args: argparse.Namespace) -> int:
             write_random(config, DTYPES[args.dtype], folder)
         longest = config.max_position_embeddings
         check("--prompt-tokens and --new-tokens", length, int, 1, longest)
-        setup = {
-            "folder": str(folder), "dtype": args.dtype, "device": args.ranks.device.type,
-            "threads": args.threads, "length": length, "sequences": args.sequences,
-            "vocab_size": config.vocab_size, "compile": args.compile,
-            "gguf": args.gguf and str(args.gguf), "random": not args.checkpoint,
-            "llama_bench": args.llama_bench and str(args.llama_bench),
-            "sampling": SAMPLING[args.sampling],
-            "gpt_fast": args.gpt_fast and str(args.gpt_fast.resolve()),
-        }  # fmt: skip
+        setup = {**vars(args), "folder": folder, "device": args.ranks.device.type}
+        setup |= {"length": length, "vocab_size": config.vocab_size}
+        setup["sampling"] = SAMPLING[args.sampling]
         peers = dict.fromkeys(args.peers, sys.executable)
         if args.vllm_python and "vllm" in peers:
             peers["vllm"] = str(args.vllm_python)
-        if args.llama_bench:
-            peers["llama_bench"] = sys.executable
-        if args.gpt_fast:
-            peers["gpt_fast"] = sys.executable
-        figures, engines, notes = versus_tool.compare(
-            setup, peers, (args.prompt_tokens, args.new_tokens, args.sequences), args.repeat,
-            args.timeout, progress,
-        )  # fmt: skip
-    result: dict[str, Any] = {"runs": {name: spread(row) for name, row in figures.items()}}
-    result |= {"engines": engines, "notes": notes, "dtype": args.dtype}
-    status = publish(result, args, args.ranks.device)
+        sizes = versus_tool.Sizes(args.prompt_tokens, args.new_tokens, args.sequences)
+        rows, result = Rows(), {"dtype": args.dtype}
+        result["engines"], result["notes"] = versus_tool.compare(
+            setup, peers, sizes, partial(rounds, args.repeat), args.timeout, rows.add
+        )
+    status = publish(args, rows, result)
     if args.plot:
-        args.plot.write_text(report.versus_picture(result))
+        args.plot.write_text(pictures.draw(*report.versus_picture(result)))
     return status
 
 
@@ -919,7 +977,7 @@ def write_random(config: Config, dtype: torch.dtype, folder: Path) -> None:
 
 
 def serve_load(args: argparse.Namespace) -> int:
-    """Load a server at each rate; with --ramp, find the highest whose requests keep the limits."""
+    """Send a load to a server at each rate, and measure how it answers."""
     url = urlsplit(args.url)
     if url.scheme not in ("http", "https") or not url.hostname:
         raise ValueError(f"--url {args.url} must be like http://127.0.0.1:8000")
@@ -928,38 +986,36 @@ def serve_load(args: argparse.Namespace) -> int:
     except OSError as error:
         raise OSError(f"nobody listens at --url {args.url}: {error}") from error
     limits = load_tool.Limits(args.ttft_limit, args.tpot_limit)
-    lengths = [(a[0], a[-1]) for a in (args.prompt_tokens, args.new_tokens)]
-    what = load_tool.Load(
-        args.url, args.model, args.api_key, args.requests, *lengths, args.prefixes,
-        args.prefix_tokens, args.vocab_size, SAMPLING[args.sampling],
-    )  # fmt: skip
-    rates, figures = [*args.rate], []
-    for i, rate in enumerate(rates):  # which --ramp extends
-        outcomes = asyncio.run(load_tool.run(what._replace(seed=i), rate))
-        figures.append(load_tool.summary(outcomes, limits))
+    load = load_tool.Load(
+        url=args.url,
+        model=args.model,
+        key=args.api_key,
+        requests=args.requests,
+        prompt_tokens=(args.prompt_tokens[0], args.prompt_tokens[-1]),
+        new_tokens=(args.new_tokens[0], args.new_tokens[-1]),
+        prefixes=args.prefixes,
+        prefix_tokens=args.prefix_tokens,
+        vocab_size=args.vocab_size,
+        sampling=SAMPLING[args.sampling],
+    )
+    found, rows = {}, Rows()
+    for i, rate in enumerate(args.rate):
+        outcomes = asyncio.run(load_tool.run(load._replace(seed=i), rate))
+        found[rate] = figures = load_tool.summary(outcomes, limits)
+        rows.add("all at once" if rate == math.inf else f"{rate:g} requests/s", figures)
         if error := next((o.error for o in outcomes if o.error), None):
             print(f"rate {rate:g}: {error}", file=sys.stderr)
-        held = figures[-1].get("within_limits", 0) >= 0.99 and rate < float("inf")
-        if args.ramp and held and i == len(rates) - 1:
-            rates.append(rate * 2)
-    rows = {
-        f"{rate:g} requests/s" if rate < float("inf") else "all at once": {
-            k: [v] for k, v in f.items()
-        }
-        for rate, f in zip(rates, figures)
-    }
-    result: dict[str, Any] = {"runs": {name: spread(row) for name, row in rows.items()}}
-    if args.ramp:
-        good = [r for r, f in zip(rates, figures) if f.get("within_limits", 0) >= 0.99]
-        result["highest_rate"] = max(good, default=0.0)
-    args.checkpoint, args.shape = None, args.model or "served"
-    failed = all(f["errors"] == f["requests"] for f in figures)
-    args.record = None if failed else args.record
-    status = publish(result, args, torch.device("cpu"))
+    args.shape = args.model or "served"
+    failed = all(figures["errors"] == figures["requests"] for figures in found.values())
+    if failed:
+        args.record = None
+    result: dict[str, Any] = {}
+    status = publish(args, rows, result)
     # A rate at which nothing was answered has no place in the picture, and "at once" is no rate.
-    drawn = [(r, f) for r, f in zip(rates, figures) if "ttft_p50_ms" in f and r < float("inf")]
+    drawn = [(r, f) for r, f in found.items() if "ttft_p50_ms" in f and r < math.inf]
     if args.plot and drawn:
-        args.plot.write_text(load_tool.plot(*zip(*drawn), f"kilolm bench: {args.url}"))
+        picture = report.load_picture(*zip(*drawn), f"{args.url}; {result['versions']}")
+        args.plot.write_text(pictures.draw(*picture))
     return status or 2 * failed
 
 
@@ -968,23 +1024,20 @@ def serve_load(args: argparse.Namespace) -> int:
 
 @torch.no_grad()
 def quality(args: argparse.Namespace) -> int:
-    """Perplexity of each quantisation on held-out text, and how far its predictions move: the mean
-    KL divergence from the unquantised model's, in nats per token."""
-    if not args.checkpoint:
-        raise ValueError("quality needs a trained model: give --checkpoint")
-    if args.quantize != "none" or args.compile:
-        raise ValueError("quality compares all forms by itself: leave --quantize and --compile out")
+    """Measure the perplexity of each quantisation on held-out text, and how far its predictions
+    move: the mean KL divergence from the unquantised model's, in nats per token."""
+    if not args.checkpoint or not args.text:
+        raise ValueError("quality needs a trained model and a text: give --checkpoint and --text")
     text, tokenizer = args.text.read_text(encoding="utf-8"), Tokenizer(args.checkpoint)
     cut = len(text) * 9 // 10
     ids, calibration = tokenizer.encode(text[cut:]), tokenizer.encode(text[:cut])
-    plain, result = prepare(args, "none")
-    device = plain.device
+    plain, result = prepare(args)
     length = min(512, plain.config.max_position_embeddings)
-    count = min(args.tokens, len(ids)) // length
+    count = min(2**16, len(ids)) // length
     if not count:
         raise ValueError(f"the last tenth of {args.text} has {len(ids)} tokens, less than {length}")
-    windows = torch.tensor(ids[: count * length], device=device).view(count, length)
-    positions = torch.arange(length, device=device)[None]
+    windows = torch.tensor(ids[: count * length], device=plain.device).view(count, length)
+    positions = torch.arange(length, device=plain.device)[None]
 
     def logprobs(model: Transformer, window: Tensor, cache: StaticCache | None = None) -> Tensor:
         layers = cache and cache.plan(0, length)[1]
@@ -997,120 +1050,39 @@ def quality(args: argparse.Namespace) -> int:
             return model
         return quantize_model(model, mode, args.group_size)
 
-    rows = {args.dtype: lambda: plain, "int8": lambda: quantised("int8", "rtn")}
+    makers = {args.dtype: lambda: plain, "int8": partial(quantised, "int8", "rtn")}
     for method in ("rtn", "gptq"):
-        rows[f"int4 {method}, group {args.group_size}"] = partial(quantised, "int4", method)
-    rows["int8 KV cache"] = lambda: plain
-    result["runs"] = {}
-    for name, make in rows.items():
+        makers[f"int4 {method}, group {args.group_size}"] = partial(quantised, "int4", method)
+    makers["int8 KV cache"] = lambda: plain
+    rows, base = Rows(), None
+    for name, make in makers.items():
         model, loss, kl = make(), 0.0, 0.0
         int8 = StaticCache(model, 1, length, "int8") if "KV" in name else None
         for window in progress(windows, f"scoring {name}"):
             ours, theirs = logprobs(model, window, int8), logprobs(plain, window)
             loss -= ours[:-1].gather(1, window[1:, None]).mean().item() / count
             kl += (theirs.exp() * (theirs - ours)).sum(-1).mean().item() / count
+        base = base or math.exp(loss)
         figures = {
             "weights_mb": bytes_per_step(model, 0) / 1e6,
             "perplexity": math.exp(loss),
-            "more": math.exp(loss) / next(iter(result["runs"].values()))["perplexity"][0] - 1
-            if result["runs"] else 0.0,
+            "more": math.exp(loss) / base - 1,
             "kl_nats": kl,
-        }  # fmt: skip
-        result["runs"][name] = spread({key: [value] for key, value in figures.items()})
-    result["peak_memory_gb"] = peak_memory(device)
-    return publish(result, args, device)
+        }
+        rows.add(name, figures)
+    return publish(args, rows, result)
 
 
-# --- Helpers --------------------------------------------------------------------------------------
-
-
-def prepare(
-    args: argparse.Namespace, mode: str, share: Ranks | None = None
-) -> tuple[Transformer, dict[str, Any]]:
-    """Make the model that the arguments ask for, or one rank's share; and the first figures."""
-    start, dtype = time.perf_counter(), DTYPES[args.dtype]
-    share = share or args.ranks
-    if args.checkpoint:
-        model = load_model(args.checkpoint, share.device, dtype, share.shard)
-    else:
-        model = random_model(SHAPES[args.shape], dtype, share)
-    if mode != "none":
-        quantize_model(model, mode)
-    result = {"load_s": time.perf_counter() - start, "weights_gb": bytes_per_step(model, 0) / 1e9}
-    result["model_gb"] = sum(t.nbytes for _, t in named_tensors(model)) / 1e9
-    return model, result
-
-
-def publish(result: dict[str, Any], args: argparse.Namespace, device: torch.device) -> int:
-    """Add the provenance, print, and record where that is asked for: where one of the two fails,
-    the other has been done."""
-    result |= provenance(device, args)
-    try:
-        print(json.dumps(result) if args.json else table(result), flush=True)
-    finally:
-        if args.record:
-            file = report.RECORDS / f"{args.record}.json"
-            file.write_text(json.dumps(result, indent=1) + "\n")
-    return 0
-
-
-def spread(figures: dict[str, list[float]]) -> dict[str, tuple[float, float, float]]:
-    """Median, least and most of each figure."""
-    return {name: (statistics.median(v), min(v), max(v)) for name, v in figures.items()}
-
-
-def random_model(config: Config, dtype: torch.dtype, share: Ranks) -> Transformer:
-    """A model of random weights, made in place: the model's speed does not depend on their values.
-    The sampler's does, on how flat a distribution is: so logits have a trained model's spread."""
-    with torch.device("meta"):
-        model = build(config).to(dtype)
-    if share.shard:
-        model, _ = share.shard(model, {})
-    model = model.to_empty(device=share.device)
-    model.inv_freq = rope_frequencies(config).to(share.device)
-    noise = (torch.randn(2**20 + 7) * 0.02).to(dtype).to(share.device)  # odd length: rows differ
-    for parameter in model.parameters():
-        for piece in parameter.view(-1).split(len(noise)):
-            piece.copy_(noise[: len(piece)]) if parameter.dim() > 1 else piece.fill_(1)
-    model.norm.weight.fill_(4 / (0.02 * config.hidden_size**0.5))
-    return model
-
-
-def provenance(device: torch.device, args: argparse.Namespace) -> dict[str, str]:
-    """What a figure is worth nothing without."""
-    name = platform.processor() or platform.machine()
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
-    launcher = "python" if ranks == 1 else f"torchrun --standalone --nproc-per-node {ranks}"
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    elif Path("/proc/cpuinfo").is_file():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next((x.split(": ")[1] for x in lines if x.startswith("model name")), name)
-        name += f" ({torch.backends.cpu.get_cpu_capability()})"  # some names say little
-    threads = getattr(args, "threads", None) or torch.get_num_threads()
-    return {
-        "hardware": f"{name}, {threads} threads" + " a rank" * (ranks > 1),
-        "versions": f"torch {torch.__version__}, Python {platform.python_version()}",
-        "command": f"{launcher} tools/bench.py " + " ".join(args.words),
-        "model": str(args.checkpoint.name if args.checkpoint else args.shape),
-    }
-
-
-def table(result: dict) -> str:
-    """The figures for people: median, and least..most of the repetitions."""
-    lines, number = [result["hardware"], result["versions"], result["command"], ""], report.number
-    for name in ("load_s", "compile_s", "model_gb", "weights_gb", "peak_memory_gb", "highest_rate"):
-        if name in result:
-            lines.append(f"{name:24}{number(result[name]):>10}")
-    lines += [f"{name:24}{version}" for name, version in result.get("engines", {}).items()]
-    lines += result.get("notes", [])
-    for run, figures in result["runs"].items():
-        lines += ["", run]
-        for name, (median, low, high) in figures.items():
-            name += " (prefill MFU)" * (name == "of_gemm_peak")
-            lines.append(f"  {name:30}{number(median):>10}   ({number(low)} .. {number(high)})")
-    return "\n".join(lines)
-
+COMMANDS = {
+    "latency": latency,
+    "throughput": throughput,
+    "sample": sample_rows,
+    "prefix": prefix,
+    "growth": growth,
+    "versus": versus,
+    "serve": serve_load,
+    "quality": quality,
+}
 
 if __name__ == "__main__":
     # Ended by a signal, versus leaves neither engines nor a folder of weights behind.

@@ -72,7 +72,7 @@ class Bars(NamedTuple):
     rows: dict[str, float]  # label -> value
     note: str = ""
     pale: Set[str] = frozenset()  # labels whose bars are grey
-    ideal: dict[str, float] = {}  # label -> where a line crosses its bar
+    ideal: dict[str, float] | None = None  # label -> where a line crosses its bar
 
     @property
     def height(self) -> float:
@@ -83,13 +83,14 @@ class Bars(NamedTuple):
         return 0.078 * max(map(len, self.rows)) + 0.15, 0.5, 0, 0.2
 
     def draw(self, axes: Any) -> None:
-        most = max([*self.rows.values(), *self.ideal.values()]) or 1
+        ideal = self.ideal or {}
+        most = max([*self.rows.values(), *ideal.values()]) or 1
         for i, (label, value) in enumerate(self.rows.items()):
             colour = GREY if label in self.pale else BLUE
             axes.barh(label, value, 0.75, color=colour, gid=f"bar: {label}")
-            if label in self.ideal:
-                axes.vlines(self.ideal[label], i - 0.48, i + 0.48, RED, linewidth=2)
-            end = max(value, self.ideal.get(label, 0)), i
+            if label in ideal:
+                axes.vlines(ideal[label], i - 0.48, i + 0.48, RED, linewidth=2)
+            end = max(value, ideal.get(label, 0)), i
             axes.annotate(number(value), end, (5, 0), textcoords="offset points", va="center")
         axes.set(xlim=(0, most), ylim=(len(self.rows) - 0.5, -0.5))  # the first row on top
         axes.tick_params(left=False, bottom=False, labelbottom=False)
