@@ -1,8 +1,7 @@
-"""Is the engine right and fast on this GPU? For whoever has one: one command, ten minutes.
+"""Check on a GPU that the engine is right and fast: one command, ten minutes.
 
     python tools/gpu_check.py                       all parts, on CUDA; nothing is downloaded
-    python tools/gpu_check.py --list                what the parts are
-    python tools/gpu_check.py --only packed ranks   some of them
+    python tools/gpu_check.py --only packed ranks   only these parts
     python tools/gpu_check.py --device cpu --tiny   a rehearsal, without a GPU
 
 Each part runs in a process of its own, as an error of CUDA poisons the process that has it. The
@@ -10,8 +9,8 @@ checks print a JSON line for each way that they have tried, so that what came be
 kept; the measurements are bench.py's. Every part leaves a record, benchmarks/DEVICE/PART.json: to
 put a measurement into the tables, move it up into benchmarks/, and run `tools/bench.py report`.
 
-Right means, for each way in tools/ways.py: in float32 the very tokens of the slow twin, which has
-no cache and runs on the CPU; in bfloat16, log-probabilities as near to the twin's as ways.NEAR
+Right means, for each way in tools/ways.py: in float32 exactly the tokens of the slow twin, which
+has no cache and runs on the CPU; in bfloat16, log-probabilities as near to the twin's as ways.NEAR
 says. Slow means less than half of what the device's memory, or its products of matrices, can do.
 Read: main, parts, run; then the checks.
 """
@@ -53,45 +52,32 @@ Row = dict[str, Any]  # "row", its name; "fault", "" where it is as it should be
 
 
 PROMPT, NEW = 128, 32  # tokens in the parts called latency
-# The options of bench.py's commands, in a rehearsal, and else; and how many seconds they may take.
-# The lengths of throughput are those of nano-vllm's bench.
+# For each command of bench.py: the options of a rehearsal, other options, and how many seconds it
+# may take. The lengths of throughput are those of nano-vllm's benchmark.
 OPTIONS = {
-    "latency": (
-        "--prompt-tokens 16 --new-tokens 4 --repeat 1",
-        f"--compile --prompt-tokens {PROMPT} --new-tokens {NEW} --repeat 3",
-        200,
-    ),
-    "throughput": (
-        "--requests 4 --prompt-tokens 8 32 --new-tokens 4 8 --baseline-requests 1",
-        "--compile --requests 256 --prompt-tokens 100 1024 --new-tokens 100 1024 "
-        "--max-num-seqs 256 --max-num-batched-tokens 2304 --baseline-requests 1",
-        200,
-    ),
-    "versus": (
-        "--eager --prompt-tokens 16 --new-tokens 4 --sequences 2 --repeat 1",
-        "--repeat 3 --timeout 120",
-        240,
-    ),
-}
-# What is measured, the most important first: a name, bench.py's command, a shape, more options.
-MEASURED = [
-    ("latency-1b-bfloat16", "latency", "1b", ""),
-    ("throughput", "throughput", "qwen3-0.6b", "--sampling greedy qwen"),
-    ("throughput-flex", "throughput", "qwen3-0.6b", "--attention flex --block-size 128"),
-    (
-        "throughput-graphs",
-        "throughput",
-        "qwen3-0.6b",
-        "--attention flex --block-size 128 --cuda-graphs",
-    ),
-    ("versus", "versus", "1b", "--peers transformers vllm"),
-    ("latency-7b-bfloat16", "latency", "7b", ""),
-    ("latency-1b-int8", "latency", "1b", "--quantize int8"),
-    ("latency-1b-int4", "latency", "1b", "--quantize int4"),
-    ("latency-7b-int8", "latency", "7b", "--quantize int8"),
-    ("latency-7b-int4", "latency", "7b", "--quantize int4"),
-]
-SECONDS = {"compiled": 240, "machine": 60}  # that a check may take, if not 90
+    "latency": ("--prompt-tokens 16 --new-tokens 4 --repeat 1 --batch 1 2",
+                f"--compile --prompt-tokens {PROMPT} --new-tokens {NEW} --repeat 3", 200),
+    "throughput": ("--requests 4 --prompt-tokens 8 32 --new-tokens 4 8 --baseline-requests 1",
+                   "--compile --requests 256 --prompt-tokens 100 1024 --new-tokens 100 1024 "
+                   "--max-num-seqs 256 --max-num-batched-tokens 2304 --baseline-requests 1", 200),
+    "versus": ("--eager --prompt-tokens 16 --new-tokens 4 --sequences 2 --repeat 1",
+               "--repeat 3 --timeout 120", 240),
+}  # fmt: skip
+# What is measured, the most important first: name -> bench.py's command, a shape, more options.
+MEASURED = {
+    "latency-1b-bfloat16": ("latency", "1b", ""),
+    "throughput": ("throughput", "qwen3-0.6b", "--sampling greedy qwen"),
+    "throughput-flex": ("throughput", "qwen3-0.6b", "--attention flex --block-size 128"),
+    "throughput-graphs":
+        ("throughput", "qwen3-0.6b", "--attention flex --block-size 128 --cuda-graphs"),
+    "versus": ("versus", "1b", "--peers transformers vllm"),
+    "latency-7b-bfloat16": ("latency", "7b", ""),
+    "latency-1b-int8": ("latency", "1b", "--quantize int8"),
+    "latency-1b-int4": ("latency", "1b", "--quantize int4"),
+    "latency-7b-int8": ("latency", "7b", "--quantize int8"),
+    "latency-7b-int4": ("latency", "7b", "--quantize int4"),
+}  # fmt: skip
+SECONDS = {"compiled": 240}  # how long a check may take, if not 90
 
 
 class Part(NamedTuple):
@@ -103,7 +89,7 @@ class Part(NamedTuple):
 
 
 def parts(args: argparse.Namespace, found: Row) -> dict[str, Part]:
-    """All parts by name, in order: what is right comes before what is fast.
+    """Return all parts by name, in order: what is right comes before what is fast.
 
     Args:
         found: what the part `machine` says; {}: nothing yet.
@@ -111,31 +97,32 @@ def parts(args: argparse.Namespace, found: Row) -> dict[str, Part]:
     common, made = ["--device", args.device], {}
     for name in CHECKS:
         words = ["tools.gpu_check", "--part", name, *common, *["--tiny"] * args.tiny]
-        alone = name == "ranks" and args.device == "cuda" and found.get("gpus", 2) < 2
-        made[name] = Part(words, SECONDS.get(name, 90), "there is one GPU" if alone else "")
-    for name, command, shape, more in MEASURED:
-        few, many, limit = OPTIONS[command]
-        words = f"tools.bench {command} {few if args.tiny else many} {more}".split()
+        absent = ""
+        if name == "ranks" and args.device == "cuda" and found.get("gpus", 2) < 2:
+            absent = "there is one GPU"
+        made[name] = Part(words, SECONDS.get(name, 90), absent)
+    for name, (command, shape, more) in MEASURED.items():
+        if args.tiny and shape == "7b":
+            continue
+        tiny, full, limit = OPTIONS[command]
+        words = ["tools.bench", command, *(tiny if args.tiny else full).split(), *more.split()]
         words += ["--checkpoint", str(ways.DRAFT)] if args.tiny else ["--shape", shape]
-        batches = [1, 2] if args.tiny else that_fit(bench.SHAPES[shape], found.get("free_gb"))
-        if command == "latency":
+        batches = that_fit(bench.SHAPES[shape], found.get("free_gb"))
+        if command == "latency" and not args.tiny:
             words += ["--batch", *map(str, batches)]
         if command == "versus" and args.vllm_python:
             words += ["--vllm-python", str(args.vllm_python.absolute())]
-        if command == "versus" and args.gpt_fast:
-            words += ["--gpt-fast", str(args.gpt_fast.absolute())]
-        words += ["--dtype", "bfloat16", "--json", *common]
-        absent = "" if batches else "its weights do not fit into the free memory"
+        absent = "" if batches or args.tiny else "its weights do not fit into the free memory"
         if "--cuda-graphs" in words and args.device != "cuda":
             absent = "it needs CUDA"
-        if not args.tiny or shape != "7b":
-            made[name] = Part(words, limit, absent)
+        words += ["--dtype", "bfloat16", "--json", *common]
+        made[name] = Part(words, limit, absent)
     return made
 
 
 def that_fit(config: Config, free_gb: float | None) -> list[int]:
-    """How many sequences to run at once: as many of these as have room for their keys and values,
-    and leave some for the rest."""
+    """Choose how many sequences to run at once: as many of 1, 8, 32, 256 as have room for their
+    keys and values, and leave some for the rest."""
     with torch.device("meta"):
         used = 2 * sum(parameter.numel() for parameter in build(config).parameters())
     token = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
@@ -151,29 +138,24 @@ def that_fit(config: Config, free_gb: float | None) -> list[int]:
 
 
 def machine(device: str, tiny: bool) -> Iterator[Row]:
-    """What there is."""
-    where = torch.device(device)
-    about = bench.provenance(where, argparse.Namespace(words=[], checkpoint=None, shape=""))
-    found: Row = {"row": about["hardware"], "versions": about["versions"], "gpus": 0}
+    """Say what there is."""
+    about = argparse.Namespace(words=[], checkpoint=None, shape="")
+    about = bench.provenance(torch.device(device), about)
+    found: Row = {"row": about["hardware"], "versions": about["versions"]}
     if device == "cuda":
-        free, total = torch.cuda.mem_get_info()
-        major, minor = torch.cuda.get_device_capability()
-        found |= {
-            "row": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count(),
-            "free_gb": free / 1e9, "total_gb": total / 1e9, "capability": f"{major}.{minor}",
-            "cuda": torch.version.cuda,
-        }  # fmt: skip
+        free, _ = torch.cuda.mem_get_info()
+        found |= {"gpus": torch.cuda.device_count(), "free_gb": free / 1e9}
     yield found
 
 
 def attempt(row: Row, measure: Callable[[], tuple[float, list[str]]]) -> Row:
-    """Add to a row how far off it is, what is at fault, and how long that took.
+    """Add to a row how far off it is, and what is at fault.
 
     Args:
         row: with `near`, how far off it may be.
-        measure: gives how far off it is, and faults.
+        measure: returns how far off it is, and faults.
     """
-    start, faults = time.perf_counter(), []
+    faults = []
     try:
         row["off"], faults = measure()
         if not row["off"] < row["near"]:  # or it is NaN
@@ -185,21 +167,21 @@ def attempt(row: Row, measure: Callable[[], tuple[float, list[str]]]) -> Row:
         faults = [f"{type(error).__name__} at {at[-1]}: {text}"]
         if "CUDA error" in text:  # all that follows in this process would fail, too
             row["fatal"] = True
-    return row | {"fault": "; ".join(faults), "seconds": time.perf_counter() - start}
+    return row | {"fault": "; ".join(faults)}
 
 
 def try_way(case: str, dtype: str, path: str, kind: str, device: str, tiny: bool) -> Row:
     """Run one way, and compare it with the slow twin."""
-    some = (4, 11) if tiny else ways.FEW  # a short and a long prompt, with guesses in both
+    jobs = (4, 11) if tiny else ways.FEW  # a short and a long prompt, with guesses in both
     # PyTorch's product of int4 weights is in bfloat16 on a GPU.
     rough = "int4" in kind and "compiled" in path and device != "cpu"
     exact = dtype == "float32" and not rough
 
     def measure() -> tuple[float, list[str]]:
         model, options = ways.placed(case, kind, device, DTYPES[dtype])
-        jobs = ways.jobs_of(case, kind)
-        found = (ways.PATHS | ways.REPLAYED)[path](model, [jobs[job] for job in some], **options)
-        return ways.compare(case, kind, some, found, exact)
+        run, known = (ways.PATHS | ways.REPLAYED)[path], ways.jobs_of(case, kind)
+        found = run(model, [known[job] for job in jobs], **options)
+        return ways.compare(case, kind, jobs, found, exact)
 
     near = ways.NEAR["float32" if exact and kind != "int8 cache" else "bfloat16"]
     return attempt({"row": f"{case}, {dtype}: {path}, {kind}", "near": near}, measure)
@@ -215,7 +197,7 @@ def tokens(case: str, device: str, tiny: bool) -> Iterator[Row]:
                 yield try_way(case, dtype, path, kind, device, tiny)
 
 
-# What is compiled, and on a GPU, with a static cache, replayed. The first ones matter most.
+# What is compiled, and with a static cache on a GPU, replayed. The first ones matter most.
 COMPILED = [
     ("trained", "float32", "paged, compiled", "plain"),
     ("trained", "float32", "compiled", "plain"),
@@ -311,18 +293,14 @@ def main(argv: list[str] | None = None) -> int:
             if "fatal" in row:
                 return 1
         return 0
-    found = parts(args, {})
-    if args.list:
-        print("\n".join(f"{name:20} at most {part.limit} s" for name, part in found.items()))
-        return 0
+    known, why = parts(args, {}), ""
     try:
         pick_device(args.device)
-        why = ""
     except ValueError:
         why = f"there is no {args.device} device here; --device cpu --tiny rehearses without one"
-    unknown = [name for name in args.only if name not in found]
+    unknown = [name for name in args.only if name not in known]
     if unknown:
-        why = f"--only {' '.join(unknown)}: there is no such part; --list names them"
+        why = f"--only {' '.join(unknown)}: there is no such part among {', '.join(known)}"
     if why:
         print(f"gpu_check.py: error: {why}", file=sys.stderr)
         return 2
@@ -333,13 +311,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="gpu_check.py", description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--device", choices=("cuda", "cpu", "mps"), default="cuda")
-    add("--tiny", action="store_true", help="a rehearsal: few ways, and tiny models")
-    add("--list", action="store_true", help="name the parts, and end")
+    add("--tiny", action="store_true", help="a rehearsal: a few ways, and tiny models")
     add("--only", nargs="+", default=[], metavar="NAME", help="these parts")
     add("--minutes", type=float, default=10.0, help="what no longer fits is left out")
     add("--out", type=Path, help="folder of the records (default: benchmarks/DEVICE)")
-    add("--vllm-python", type=Path, metavar="PATH", help="of the environment that has vLLM")
-    add("--gpt-fast", type=Path, metavar="PATH", help="a clone of gpt-fast")
+    add("--vllm-python", type=Path, metavar="PATH", help="Python that has vLLM")
     add("--part", choices=CHECKS, help="run one check in this process: a JSON line for each way")
     return parser.parse_args(argv)
 
@@ -362,10 +338,9 @@ def check(args: argparse.Namespace) -> int:
     outcomes: dict[str, Outcome] = {}
     slow: list[str] = []
     status = 0
+    chosen = [name for name in parts(args, {}) if name in ("machine", *args.only) or not args.only]
     try:
-        for name in parts(args, {}):
-            if args.only and name not in (*args.only, "machine"):
-                continue
+        for name in chosen:
             part = parts(args, found)[name]
             print(f"{name:20} ", end="", flush=True)
             start = time.monotonic()
@@ -376,13 +351,14 @@ def check(args: argparse.Namespace) -> int:
                 folder = folder or RECORDS / re.sub(r"\W+", "-", found["row"].lower())
                 folder.mkdir(parents=True, exist_ok=True)
             print(f"{outcome.status}, {seconds:.0f} s: {outcome.text}")
-            for line in (*outcome.lines, *table(part, outcome)):
-                print(f"    {line}")
-            slow += [f"{name}: {line}" for line in slow_rows(outcome)]
-            about = {"part": name, "status": outcome.status, "seconds": round(seconds, 1)}
-            about |= {"text": outcome.text, "lines": outcome.lines}
-            measured = outcome.rows[0] if is_measured(outcome) else {"runs": outcome.rows}
-            record = {"hardware": found["row"]} | about | measured
+            print(
+                "".join(f"    {line}\n" for line in (*outcome.lines, *figures(part, outcome))),
+                end="",
+            )
+            slow += [f"\n    {name}: {line}" for line in slow_rows(outcome)]
+            record = outcome._asdict() | {"part": name, "hardware": found["row"]}
+            runs = record.pop("rows")
+            record |= runs[0] if is_measured(outcome) else {"runs": runs}
             (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
     except KeyboardInterrupt:
         print("interrupted")
@@ -391,25 +367,27 @@ def check(args: argparse.Namespace) -> int:
     for kind in ("passed", "failed", "skipped"):
         names = [name for name, outcome in outcomes.items() if outcome.status == kind]
         print(f"{kind}: {', '.join(names) or 'nothing'}")
-    print("slow:", "".join(f"\n    {line}" for line in slow) or "nothing")
+    print("slow:", "".join(slow) or "nothing")
     print(f"records: {folder}")
     return status or any(outcome.status == "failed" for outcome in outcomes.values())
 
 
 def run(part: Part, left: float) -> Outcome:
-    """Run a part in a process of its own, for as long as it may, or as is left."""
+    """Run a part in a process of its own, for as long as it may take, or as is left."""
     if part.absent:
         return Outcome("skipped", part.absent, [])
     if left < TOO_SHORT:
         return Outcome("skipped", "no time is left; --minutes gives more", [])
-    limit = min(part.limit, left)
-    env = os.environ | {"HF_HUB_OFFLINE": "1"}
+    limit, status = min(part.limit, left), None
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", *part.words], cwd=ROOT, env=env, stdout=out, stderr=log,
+            [sys.executable, "-m", *part.words],
+            cwd=ROOT,
+            env=os.environ | {"HF_HUB_OFFLINE": "1"},
+            stdout=out,
+            stderr=log,
             start_new_session=True,
-        )  # fmt: skip
-        status = None
+        )
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 status = process.wait(limit)
@@ -418,35 +396,34 @@ def run(part: Part, left: float) -> Outcome:
         out.seek(0)
         log.seek(0)
         rows = [json.loads(line) for line in out if line.startswith("{") and line.endswith("}\n")]
-        said = [line.rstrip()[:300] for line in log if line.strip()]
-    return verdict(rows, said[-5:], status, f"within {limit:.0f} s", limit < part.limit)
+        last = [line.rstrip()[:300] for line in log if line.strip()][-5:]
+    return verdict(rows, last, status, f"within {limit:.0f} s", limit < part.limit)
 
 
 def verdict(
-    rows: list[Row], said: list[str], status: int | None, time_given: str, is_short: bool
+    rows: list[Row], last: list[str], status: int | None, time_given: str, is_short: bool
 ) -> Outcome:
     """Say what came of a part.
 
     Args:
-        said: the last lines of its stderr.
+        last: the last lines of its stderr.
         status: its exit status; None: it did not end in time.
-        is_short: whether that time was less than it may have, as others had taken the rest.
+        is_short: whether it had less time than it may have, as others had taken the rest.
     """
     faults = [f"{row['row']}: {row['fault']}" for row in rows if row.get("fault")]
     late = sum("late" in row for row in rows)
     text = f"{len(rows) - len(faults) - late} of {len(rows)} as they should be"
     text += f", {late} had no time" if late else ""
-    compared = [row for row in rows if "off" in row]
-    for near in sorted({row["near"] for row in compared}):
-        most = max(row["off"] for row in compared if row["near"] == near)
+    for near in sorted({row["near"] for row in rows if "off" in row}):
+        most = max(row["off"] for row in rows if row.get("near") == near and "off" in row)
         text += f"; off by {most:.1e} at most, may be {near:g}"
     if rows and "runs" in rows[0]:
         text = "; ".join(rows[0].get("notes", [])) or "measured"
     if status is None and is_short and not faults:
         return Outcome("skipped", f"the time was up, after {len(rows)} ways", rows)
-    if status is None or status or not rows:
+    if status != 0 or not rows:
         how = f"no end {time_given}" if status is None else f"exit status {status}"
-        return Outcome("failed", f"{how}; {text}", rows, (*faults, *said))
+        return Outcome("failed", f"{how}; {text}", rows, (*faults, *last))
     return Outcome("failed" if faults else "passed", text, rows, (*faults,))
 
 
@@ -471,29 +448,29 @@ def is_measured(outcome: Outcome) -> bool:
 LIMITS = {"read_limit_gb_s": "read limit, GB/s", "gemm_peak_tflop_s": "GEMM peak, TFLOP/s"}
 
 
-def table(part: Part, outcome: Outcome) -> Iterator[str]:
-    """The figures of a measurement, with the titles that they have in benchmarks/README.md."""
-    if not is_measured(outcome):
-        return
-    for label, row in outcome.rows[0]["runs"].items():
-        titles = (report.COLUMNS[part.words[1]] | LIMITS).items()
-        cells = [f"{title} {report.number(row[key][0])}" for key, title in titles if key in row]
-        yield f"{label}: {', '.join(cells)}"
+def figures(part: Part, outcome: Outcome) -> Iterator[str]:
+    """Write the figures of a measurement, with the titles of benchmarks/README.md."""
+    if is_measured(outcome):
+        titles = report.COLUMNS[part.words[1]] | LIMITS
+        for label, row in outcome.rows[0]["runs"].items():
+            cells = [f"{titles[key]} {report.number(row[key][0])}" for key in titles if key in row]
+            yield f"{label}: {', '.join(cells)}"
 
 
 def slow_rows(outcome: Outcome) -> Iterator[str]:
-    """Where less than half was reached of what memory or products of matrices allow, or of what
-    another engine does. A prompt that is short reads more than it multiplies."""
-    if not is_measured(outcome):
-        return
-    for label, row in outcome.rows[0]["runs"].items():
-        few = "prefill_tok_s" in row and row["prefill_tok_s"][0] * row["first_token_s"][0] < 1000
-        for key, (median, *_) in row.items():
-            of_limit = key == "of_read_limit" or (key == "of_gemm_peak" and not few)
-            if of_limit and median < 0.5:
-                yield f"{label}: {median:.2f} {key.replace('_', ' ')}"
-            if key.endswith("_times") and median > 2:
-                yield f"{label}: {key.removesuffix('_times')} is {median:.1f} times as fast"
+    """Name what reaches less than half of what memory or products of matrices allow, or of another
+    engine's speed. A short prompt reads more than it multiplies."""
+    for label, row in outcome.rows[0]["runs"].items() if is_measured(outcome) else ():
+        medians = {name: median for name, (median, *_) in row.items()}
+        limits = ["of_read_limit", "of_gemm_peak"]
+        if medians.get("prefill_tok_s", math.inf) * medians.get("first_token_s", 1) < 1000:
+            limits.remove("of_gemm_peak")
+        for name in limits:
+            if medians.get(name, 1) < 0.5:
+                yield f"{label}: {medians[name]:.2f} {name.replace('_', ' ')}"
+        for name, median in medians.items():
+            if name.endswith("_times") and median > 2:
+                yield f"{label}: {name.removesuffix('_times')} is {median:.1f} times as fast"
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import math
 import re
 import sys
 import tokenize
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -158,86 +159,9 @@ def line_links(text: str, page: Path = ROOT / "README.md") -> str:
 
 # --- The figures ----------------------------------------------------------------------------------
 
-COLUMNS = {
-    "latency": {
-        "decode_tok_s": "decode, tok/s", "of_read_limit": "of the read limit",
-        "times_first_row": "times row 1", "prefill_tok_s": "prefill, tok/s",
-        "of_gemm_peak": "prefill MFU", "first_token_s": "first token, s",
-    },
-    "ranks": {
-        "decode_tok_s": "decode, tok/s", "times_first_row": "times row 1",
-        "of_read_limit": "of a rank's read limit", "prefill_tok_s": "prefill, tok/s",
-        "gb_per_rank": "GB read per token and rank", "collectives_ms": "exchanges, ms a token",
-    },
-    "speculation": {
-        "decode_tok_s": "decode, tok/s", "times_plain": "times plain", "theory": "in theory",
-        "of_theory": "of theory", "accepted": "guesses accepted", "accepted_1": "of the first",
-        "accepted_4": "of the fourth", "draft_cost": "cost of the draft",
-    },
-    "throughput": {
-        "output_tok_s": "output, tok/s", "times_one": "times one at a time",
-        "times_static": "times static batches", "times_greedy": "times greedy",
-        "total_tok_s": "with prompts, tok/s",
-        "mean_batch": "mean batch", "first_token_s": "first token, s",
-        "last_first_token_s": "the last first token, s",
-        "outside_ms": "outside the forward, ms a step", "kv_waste": "KV memory wasted",
-        "usd_per_million_in_and_out": "dollars a million tokens, in and out",
-        "usd_per_million_out": "... out, in for free",
-    },
-    "sample": {"ms": "milliseconds"},
-    "growth": {
-        "step_ms": "a step, ms", "read_ms": "reading alone, ms",
-        "of_read_limit": "of the read limit", "token_ms": "a token, ms",
-    },
-    "versus": {
-        "kilolm": "kilolm, tok/s", "transformers": "transformers, tok/s",
-        "transformers_times": "times ours", "transformers_compiled": "transformers compiled, tok/s",
-        "transformers_compiled_times": "times ours", "vllm": "vLLM, tok/s",
-        "vllm_times": "times ours", "llama_cpp": "llama.cpp (Python), tok/s",
-        "llama_cpp_times": "times ours",
-    },
-    "quality": {
-        "weights_mb": "weights, MB", "perplexity": "perplexity", "more": "more than plain",
-        "kl_nats": "KL divergence, nats",
-    },
-    "serve": {
-        "output_tok_s": "output, tok/s", "errors": "errors", "within_limits": "within the limits",
-        "ttft_p50_ms": "first token p50, ms", "ttft_p99_ms": "p99", "tpot_p50_ms": "each token p50",
-        "tpot_p99_ms": "p99", "itl_p50_ms": "between tokens p50", "itl_p99_ms": "p99",
-        "e2e_p50_ms": "whole p50", "e2e_p99_ms": "p99",
-    },
-    "many": {
-        "hits": "prompts' tokens found", "times_round_robin": "times round robin",
-        "busiest": "the busiest replica's share", "request_s": "requests/s",
-        "ttft_p50_ms": "first token p50, ms", "ttft_p90_ms": "p90",
-    },
-    "prefix": {
-        "first_token_s": "first token, s", "of_cold": "of cold", "times_floor": "times the floor",
-        "cached_tokens": "tokens cached",
-    },
-    "fit": {"us": "microseconds", "steps": "steps", "median_error": "median error"},
-    "run": {
-        "ttft_p50_ms": "first token p50, ms", "ttft_p90_ms": "p90", "ttft_p99_ms": "p99",
-        "tpot_p50_ms": "each token p50", "tpot_p90_ms": "p90", "tpot_p99_ms": "p99",
-        "goodput_s": "goodput, requests/s", "hits": "found in the cache",
-        "preemptions": "preemptions", "utilisation": "utilisation",
-    },
-    "check": {
-        "ttft_p50_ms": "first token p50, ms", "ttft_p50_ms_off": "predicted, off by",
-        "ttft_p90_ms": "p90", "ttft_p90_ms_off": "off by",
-        "tpot_p50_ms": "each token p50", "tpot_p50_ms_off": "off by",
-        "tpot_p90_ms": "p90", "tpot_p90_ms_off": "off by",
-        "output_tok_s": "output, tok/s", "output_tok_s_off": "off by",
-    },
-}  # fmt: skip
-# A ratio -> the figure that it compares, and with which row: "" is the first.
-RATIOS = {
-    "times_first_row": ("decode_tok_s", ""), "times_plain": ("decode_tok_s", ""),
-    "times_one": ("output_tok_s", "one at a time"),
-    "times_static": ("output_tok_s", "static batches"),
-    "times_greedy": ("output_tok_s", "continuous batching"), "of_cold": ("first_token_s", ""),
-    "times_floor": ("first_token_s", "floor"),
-}  # fmt: skip
+PAGE = tomllib.loads((RECORDS / "page.toml").read_text())  # which figures are shown, and how
+COLUMNS: dict[str, dict[str, str]] = PAGE["columns"]
+RATIOS: dict[str, tuple[str, str]] = PAGE["ratios"]
 
 
 def speed_table(file: Path) -> str:
@@ -288,37 +212,18 @@ def agrees(rows: dict[str, dict], row: dict, name: str) -> bool:
     return abs(other[0] / base[0] / row[name][0] - 1) <= 0.03
 
 
-# What, record, row; its own figure, with the unit; and one of what that is a multiple or a part.
-SUMMARY = (
-    ("one sequence", "latency-1b-prompt512", "batch 1", "decode_tok_s", "tok/s",
-     "of_read_limit", "of the speed at which this machine reads memory"),
-    ("one sequence", "latency-1b-prompt512", "int8, batch 1", "decode_tok_s", "tok/s",
-     "times_first_row", "times bfloat16"),
-    ("one sequence", "latency-1b-prompt512", "int4, batch 1", "decode_tok_s", "tok/s",
-     "times_first_row", "times bfloat16"),
-    ("one sequence, with 4 guesses of a draft that is always right", "speculate-1b", "4 guesses",
-     "decode_tok_s", "tok/s", "times_plain", "times without"),
-    ("32 requests at once", "throughput-1b-32x64", "continuous batching", "output_tok_s", "tok/s",
-     "times_one", "times one after another"),
-    ("32 requests at once, sampled as Qwen3 suggests from 151,936 words", "throughput-qwen3-0.6b",
-     "continuous batching, qwen", "output_tok_s", "tok/s", "times_greedy", "of greedy's speed"),
-    ("a prompt of 1,024 tokens, 1,008 of them cached", "prefix-1b", "cached", "first_token_s",
-     "s to the first token", "of_cold", "of what it takes where nothing is cached"),
-    ("weights rounded by GPTQ", "quality-shakespeare", "int4 gptq, group 128",
-     "perplexity", "perplexity", "more", "more than plain, as a share"),
-)  # fmt: skip
-
-
 def summary() -> str:
-    """What each technique brings, in a line each, from the records of its name."""
+    """Return a line for each technique: what it brings, from the records of its name."""
     text = "\n| model | what | measured | beside it | |\n|---|---|---|---|---|\n"
-    for what, name, row, own, unit, figure, of in SUMMARY:
-        if found := latest(name):
-            values = found["runs"][row]
-            beside = agrees(found["runs"], values, figure)
-            ratio = f"{cell(*values[figure])} | {of}" if beside else " | "
-            model = model_name(found, row)
-            text += f"| {model} | {what} | {cell(*values[own])} {unit} | {ratio} |\n"
+    for line in PAGE["summary"]:
+        record = latest(line["record"])
+        row, ratio = record["runs"][line["row"]], line["ratio"]
+        measured = f"{cell(*row[line['figure']])} {line['unit']}"
+        beside = f"{cell(*row[ratio])} | {line['meaning']}"
+        if not agrees(record["runs"], row, ratio):
+            beside = " | "
+        model = model_name(record, line["row"])
+        text += f"| {model} | {line['what']} | {measured} | {beside} |\n"
     return text + "\n"
 
 
@@ -347,24 +252,6 @@ def cell(median: float, low: float, high: float) -> str:
 
 # --- The pictures ---------------------------------------------------------------------------------
 
-# What the engine is for: the title of a panel of bars, its unit, the figure that they show, and for
-# each label the record and its row.
-PURPOSE = (
-    ("32 requests, sampled as Qwen3 suggests (qwen3-0.6b)", "tokens per second", "output_tok_s",
-     {"one at a time": ("throughput-qwen3-0.6b", "one at a time"),
-      "together, greedy": ("throughput-qwen3-0.6b", "continuous batching"),
-      "together, sampled": ("throughput-qwen3-0.6b", "continuous batching, qwen")}),
-    ("Fewer bits, one sequence (1b)", "tokens per second", "decode_tok_s",
-     {"bfloat16": ("latency-1b-prompt512", "batch 1"),
-      "int8": ("latency-1b-prompt512", "int8, batch 1"),
-      "int4": ("latency-1b-prompt512", "int4, batch 1")}),
-    ("A prompt of 1,024 tokens (1b)", "seconds to the first token, less is better",
-     "first_token_s",
-     {"nothing cached": ("prefix-1b", "cold"), "1,008 tokens cached": ("prefix-1b", "cached")}),
-    ("A long text, one sequence of 8,192 tokens (110m)", "ms a step, less is better", "step_ms",
-     {"static cache": ("growth-110m-zen5", "1 x 8,192 tokens, static cache"),
-      "paged cache": ("growth-110m-zen5", "1 x 8,192 tokens, paged cache")}),
-)  # fmt: skip
 NAMES = {
     "kilolm": "kilolm", "vllm": "vLLM", "llama_cpp": "llama.cpp", "transformers": "transformers",
     "transformers_compiled": "... compiled",
@@ -386,12 +273,11 @@ def drawings() -> dict[str, Picture]:
 def purpose_picture() -> Picture:
     """Show what the engine is for, then each record of `versus` in a row."""
     panels: list[Panel] = []
-    for title, unit, figure, rows in PURPOSE:
-        records = {label: latest(name) for label, (name, _) in rows.items()}
-        values = {label: records[label]["runs"][row][figure] for label, (_, row) in rows.items()}
-        medians = {label: median for label, (median, _, _) in values.items()}
-        machine = next(iter(records.values()))["hardware"]
-        panels.append(Bars(title, medians, f"{unit}; {machine}"))
+    for group in PAGE["purpose"]:
+        run = latest(group["record"])
+        values = {label: run["runs"][row] for label, row in group["rows"].items()}
+        medians = {label: row[group["figure"]][0] for label, row in values.items()}
+        panels.append(Bars(group["title"], medians, f"{group['unit']}; {run['hardware']}"))
     beside = []
     for file in sorted(RECORDS.glob("versus-*.json")):
         age = f"; older code, {OLDER[file.stem]}" if file.stem in OLDER else ""
@@ -430,23 +316,24 @@ def growth_picture(run: dict[str, Any]) -> Picture:
     several = max(row["sequences"] for row in rows.values())
     length = next(row["length"] for row in rows.values() if row["sequences"] == several)
 
-    def lines(x: str, y: str, fixed: str, value: float) -> dict[str, list[tuple[float, float]]]:
-        found = {}
-        for kind in ("static cache", "paged cache"):
-            points = [r for name, r in rows.items() if name.endswith(kind) and r[fixed] == value]
-            found[kind] = sorted((row[x], row[y]) for row in points)
-        # The bytes are the same in both caches.
-        found["reading alone"] = sorted(
-            (row[x], row["read_ms"] * row[y] / row["step_ms"]) for row in points
-        )
-        return found
+    def curves(title: str, x: str, x_name: str, kept: dict[str, float]) -> Curves:
+        """Show milliseconds a token over x, of the rows with certain values."""
+        lines: dict[str, dict[float, float]] = {}
+        for label, row in rows.items():
+            if kept.items() <= row.items():
+                kind = label.rpartition(", ")[2]
+                lines.setdefault(kind, {})[row[x]] = row["token_ms"]
+        for row in rows.values():
+            if kept.items() <= row.items():
+                reading = lines.setdefault("reading alone", {})
+                reading[row[x]] = row["read_ms"] / row["sequences"]
+        points = {name: sorted(line.items()) for name, line in lines.items()}
+        return Curves(title, points, x_name, "ms", "xy")
 
-    one = lines("length", "step_ms", "sequences", 1)
-    many = lines("sequences", "token_ms", "length", length)
     title = f"Time of a token: sequences of {length:,.0f} tokens"
     panels: list[Panel] = [
-        Curves("Time of a step: one sequence", one, "tokens of text", "ms", "xy"),
-        Curves(title, many, "sequences", "ms", "xy"),
+        curves("Time of a step: one sequence", "length", "tokens of text", {"sequences": 1}),
+        curves(title, "sequences", "sequences", {"length": length}),
     ]
     how = ", compiled" if "compile_s" in run else ""
     note = f"{shape_of(run)}{how}, weights {number(run['weights_gb'])} GB; {run['hardware']}; "
