@@ -21,9 +21,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout comes first
 # Ctrl-C ends a chapter without a traceback, also while it imports. `run` puts back what was there.
@@ -42,15 +41,14 @@ from sampling import uniform
 from scheduler import Engine, Job
 from settings import BUNDLED, Ranks, free_memory
 from tokenizer import Tokenizer
+from tools import pictures
 from tools.bench import SHAPES, try_to_write
 from tools.measure import read_bandwidth
+from tools.pictures import Bars, Curves
 
 WIDTH = 56  # columns of a bar or a curve
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-GREY = "#767676"  # of text; it and the colours have 4 to 1 of contrast, on white and on black
-COLOURS = ("#2f7fd6", "#c4611a", "#2e8b57", "#9b5fc0", "#c74a6b", "#8a7a1f", "#2b8a9e", "#a0694c")
-TEXT = 'font-family="ui-monospace, monospace" font-size="13"'
 
 
 def run(
@@ -79,6 +77,7 @@ def run(
     try:
         signal.signal(signal.SIGINT, CTRL_C)
         if args.svg:
+            pictures.matplotlib()
             try_to_write("--svg", args.svg)
         with torch.no_grad(), clock():
             counts = chapter(lesson)
@@ -87,7 +86,7 @@ def run(
         return counts
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    except OSError as error:  # no such folder, no room
+    except (OSError, ImportError) as error:  # no such folder, no room, no matplotlib
         sys.stdout = None  # nothing is left to be flushed at the end
         if isinstance(error, BrokenPipeError):  # `| head` has read enough
             raise SystemExit(0) from None
@@ -102,7 +101,7 @@ class Lesson:
 
     Attributes:
         small: whether to run the tiny model, for the counts alone.
-        panels: the pictures so far, each (height, SVG shapes).
+        panels: the pictures so far; see tools/pictures.py.
         tiny: the shape that --small uses, with which nothing is slow.
     """
 
@@ -110,7 +109,7 @@ class Lesson:
 
     def __init__(self, small: bool) -> None:
         self.small = small
-        self.panels: list[tuple[int, list[str]]] = []
+        self.panels: list[pictures.Panel] = []
 
     def pick(self, real: Any, small: Any) -> Any:
         """Return a size: `small` with --small, else `real`."""
@@ -203,59 +202,44 @@ class Lesson:
     # --- Pictures ---------------------------------------------------------------------------------
 
     def bars(self, title: str, rows: dict[str, float], ideal: Any = None, digits: int = 3) -> None:
-        """A bar for each row; `ideal`, a number for all or one by row, is drawn as a line."""
+        """Draw a bar for each row; `ideal`, a number for all or one by row, is drawn as a line."""
         ideal = ideal if isinstance(ideal, dict) else dict.fromkeys(rows, ideal)
-        most = max([*rows.values(), *(i for i in ideal.values() if i)], default=0) or 1
+        ideal = {name: aim for name, aim in ideal.items() if aim is not None}
+        most = max([*rows.values(), *ideal.values()], default=0) or 1
         names = max(map(len, rows))
-        has_ideal = any(i is not None for i in ideal.values())
-        self.say(f"\n{title}{'   (│ ideal)' if has_ideal else ''}")
-        shapes, y = [label(0, 18, title, weight="600")], 30
+        self.say(f"\n{title}{'   (│ ideal)' if ideal else ''}")
         for name, value in rows.items():
-            aim, full = ideal.get(name), "█" * round(WIDTH * value / most)
+            full = "█" * round(WIDTH * value / most)
             line = [*(full or "▏").ljust(WIDTH + 1)]
-            if aim is not None:
-                line[min(WIDTH, round(WIDTH * aim / most))] = "│"
+            if name in ideal:
+                line[min(WIDTH, round(WIDTH * ideal[name] / most))] = "│"
             self.say(f"  {name:{names}} {''.join(line)} {number(value, digits)}")
-            shapes += [
-                label(206, y + 14, name, anchor="end"),
-                f'<rect x="214" y="{y}" width="{max(1, 380 * value / most):.1f}" height="19" '
-                f'rx="2" fill="{COLOURS[0]}"/>',
-                label(222 + 380 * max(value, aim or 0) / most, y + 14, number(value, digits)),
-            ]
-            if aim is not None:
-                x = 214 + 380 * aim / most
-                shapes.append(f'<path d="M{x:.1f} {y - 3}v25" {stroke(COLOURS[1])}/>')
-            y += 26
-        if has_ideal:
-            shapes.append(label(214, y + 12, "│ ideal", fill=COLOURS[1]))
-            y += 18
-        self.panels.append((y + 16, shapes))
+        self.panels.append(
+            Bars(title, rows, "The line marks the ideal." * bool(ideal), ideal=ideal)
+        )
 
     def curves(
         self, title: str, xs: list[float], lines: dict[str, list[float]], x_name: str,
         log: bool = False,
     ) -> None:  # fmt: skip
-        """Lines over xs, which may be shorter than xs; one named "ideal" is dotted."""
+        """Draw lines over xs, which may be shorter than xs; one named "ideal" is dotted."""
         rows, scale = 12, math.log10 if log else float
         title += ", on a logarithmic scale" * log
         lines = dict(sorted(lines.items(), key=lambda line: line[0] != "ideal"))  # under the others
+        points = {name: [*zip(xs, line)] for name, line in lines.items()}
+        self.panels.append(Curves(title, points, x_name, log="y" * log))
         values = [v for line in lines.values() for v in line if v > 0 or not log]
         low, high = scale(min(values)) if log else 0.0, scale(max(values))
         high += (high == low) * 1.0
         grid = [[" "] * (WIDTH + 1) for _ in range(rows)]
         marks = [name[0] if name != "ideal" else "·" for name in lines]
         marks = marks if len({*marks}) == len(marks) else [*"abcdefgh"][: len(marks)]
-        colours = iter(COLOURS)
-        shapes, x, y = [label(0, 18, title, weight="600")], 90.0, 286  # of the legend
 
         def up(value: float) -> float:
             value = max(value, 1e-9) if log else value
             return min(1.0, max(0.0, (scale(value) - low) / (high - low)))
 
-        def along(x: float) -> float:
-            return (x - xs[0]) / ((xs[-1] - xs[0]) or 1)
-
-        for mark, (name, line) in zip(marks, lines.items()):
+        for mark, line in zip(marks, lines.values()):
             for column in range(WIDTH + 1):  # between two points, a straight line
                 at = xs[0] + (xs[-1] - xs[0]) * column / WIDTH
                 i = max([k for k in range(len(line)) if xs[k] <= at + 1e-9], default=0)
@@ -265,25 +249,6 @@ class Lesson:
                 part = 0 if i == j else (at - xs[i]) / (xs[j] - xs[i])
                 height = up(line[i]) * (1 - part) + up(line[j]) * part
                 grid[round((rows - 1) * (1 - height))][column] = mark
-            colour = GREY if name == "ideal" else next(colours)
-            points = " ".join(
-                f"{90 + 500 * along(x):.1f},{230 - 180 * up(v):.1f}" for x, v in zip(xs, line)
-            )
-            dots = ' stroke-dasharray="3 4"' if name == "ideal" else ""
-            shapes.append(f'<polyline points="{points}" {stroke(colour)}{dots}/>')
-            if x + 34 + 8 * len(name) > 640:  # the next line
-                x, y = 90.0, y + 18
-            shapes.append(label(x, y, f"━ {name}", fill=colour))
-            x += 34 + 8 * len(name)
-        shapes.append(f'<path d="M90 50V230H590" {stroke(GREY, 1)}/>')
-        for part in (0, 0.5, 1):
-            value = low + (high - low) * part
-            value = 10**value if log else value
-            shapes.append(label(84, 234 - 180 * part, number(value, 2), anchor="end"))
-        for at in xs:
-            shapes.append(label(90 + 500 * along(at), 246, number(at, 3), anchor="middle"))
-        shapes.append(label(590, 264, x_name, anchor="end"))
-        self.panels.append((y + 26, shapes))
         self.say(f"\n{title}")
         for i, line in enumerate(grid):
             value = low + (high - low) * (1 - i / (rows - 1))
@@ -294,37 +259,14 @@ class Lesson:
         self.say("            " + "   ".join(f"{m} {name}" for m, name in zip(marks, lines)))
 
     def rows(self, title: str, rows: dict[str, str], legend: dict[str, str]) -> None:
-        """Strings under each other, one character a cell, whose meanings the legend gives: a letter
-        or # in a colour, * in grey, - and . ever fainter."""
-        names, cell = max(map(len, rows)), 470 / max(map(len, rows.values()))
+        """Draw strings under each other, one character a cell, whose meanings the legend gives: a
+        letter or # in a colour, * in grey, - and . ever fainter."""
+        names = max(map(len, rows))
         self.say(f"\n{title}")
-        shapes, y = [label(0, 18, title, weight="600")], 30
-        colours = {mark: COLOURS[ord(mark) % len(COLOURS)] for mark in [*LETTERS, "#"]}
-
-        def box(x: float, y: float, width: float, height: int, mark: str) -> str:
-            fill, fade = colours.get(mark, GREY), {"-": 0.45, ".": 0.2, " ": 0}.get(mark, 1)
-            return (
-                f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{height}" '
-                f'fill="{fill}" opacity="{fade}"/>'
-            )
-
         for name, line in rows.items():
             self.say(f"  {name:{names}}  {line}")
-            shapes.append(label(132, y + 12, name, anchor="end"))
-            at = 0
-            for mark, same in itertools.groupby(line):
-                width = len([*same])
-                shapes.append(box(140 + at * cell, y, width * cell - 0.6, 15, mark))
-                at += width
-            y += 19
         self.say(f"  {'':{names}}  " + "   ".join(f"{m} {what}" for m, what in legend.items()))
-        x = 140.0
-        for mark, what in legend.items():
-            if x + 16 + 8 * len(what) > 660:  # the next line
-                x, y = 140.0, y + 18
-            shapes += [box(x, y + 4, 11, 11, mark), label(x + 16, y + 14, what)]
-            x += 34 + 8 * len(what)
-        self.panels.append((y + 36, shapes))
+        self.panels.append(Strips(title, rows, legend))
 
     def timeline(self, title: str, rows: dict[str, list[float]], end: float) -> None:
         """For each row the times at which its tokens have come, in seconds from the start: a strip
@@ -336,26 +278,45 @@ class Lesson:
         self.rows(title, strips, {".": "waits", "#": "gets"})
 
     def svg(self) -> str:
-        """All pictures, one under the other. No background: it reads on white and on black."""
-        height = sum(height for height, _ in self.panels)
-        parts, y = [], 0
-        for tall, shapes in self.panels:
-            parts += [f'<g transform="translate(10 {y})">', *shapes, "</g>"]
-            y += tall
-        size = f'viewBox="0 0 680 {height}" width="680" height="{height}"'
-        return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size} {TEXT}>', *parts,
-                          "</svg>\n"])  # fmt: skip
+        """Return all pictures, one under the other."""
+        return pictures.draw([[panel] for panel in self.panels])
 
 
-def label(
-    x: float, y: float, text: str, anchor: str = "start", fill: str = GREY, weight: str = "400"
-) -> str:
-    about = f'text-anchor="{anchor}" fill="{fill}" font-weight="{weight}"'
-    return f'<text x="{x:.1f}" y="{y:.1f}" {about}>{escape(text)}</text>'
+class Strips(NamedTuple):
+    """A panel of what `Lesson.rows` draws."""
 
+    title: str
+    rows: dict[str, str]
+    legend: dict[str, str]
+    note: str = ""
 
-def stroke(colour: str, width: float = 2) -> str:
-    return f'fill="none" stroke="{colour}" stroke-width="{width}"'
+    @property
+    def height(self) -> float:
+        return 0.24 * len(self.rows)
+
+    @property
+    def margins(self) -> tuple[float, float, float, float]:
+        return 0.078 * max(map(len, self.rows)) + 0.15, 0.1, 0.28, 0.2
+
+    def draw(self, axes: Any) -> None:
+        def look(mark: str) -> dict[str, Any]:
+            colour = pictures.GREY
+            if mark in LETTERS or mark == "#":
+                colour = pictures.COLOURS[ord(mark) % len(pictures.COLOURS)]
+            return {"color": colour, "alpha": {"-": 0.5, ".": 0.25, " ": 0}.get(mark, 1)}
+
+        for name, line in self.rows.items():
+            at = 0
+            for mark, same in itertools.groupby(line):
+                width = len([*same])
+                axes.barh(name, width - 0.1, 0.8, at, **look(mark))
+                at += width
+        for mark, meaning in self.legend.items():
+            axes.barh(0, 0, label=meaning, **look(mark))
+        axes.set(xlim=(0, max(map(len, self.rows.values()))), ylim=(len(self.rows) - 0.5, -0.5))
+        axes.tick_params(left=False, bottom=False, labelbottom=False)
+        axes.spines[:].set_visible(False)
+        pictures.legend(axes)
 
 
 def number(value: float, digits: int) -> str:

@@ -1,4 +1,4 @@
-"""The machine's limits, which a speed is worth little without: bytes, bandwidth, peak GEMM, memory.
+"""The machine's limits, without which a speed means little: bandwidth, peak GEMM, memory.
 
 Decoding one token reads every weight once, so its limit is read bandwidth; a prompt multiplies
 matrices, so its limit is the GEMM peak (the two sides of the roofline, Williams et al. 2009).
@@ -13,16 +13,17 @@ from collections.abc import Callable
 
 import torch
 
+from experts import SparseMLP
 from model import Transformer
 from packed import HalfLinear, Int4Linear, Int8Linear, PackedLinear, form_of
 
 
 def bytes_per_step(model: Transformer, length: int, batch: int = 1) -> int:
-    """Bytes that decoding one token of each of `batch` sequences must read: every weight but the
-    embedding table (of which it reads a row each), plus the keys and values of `length` earlier
-    positions each, in the model's dtype.
+    """Count the bytes that decoding one token of each of `batch` sequences must read: every weight
+    but the embedding table (each sequence reads one row of it), plus the keys and values of
+    `length` earlier positions of each sequence, in the model's dtype.
 
-    Of experts it counts as many as the tokens choose together, if each chooses k of E and all are
+    It counts as many experts as the tokens choose together, if each chooses k of E and all are
     equally likely: E * (1 - (1 - k / E) ** batch). E = 64, k = 8: 8 for one token, 63.1 for 32.
     """
     c = model.config
@@ -39,7 +40,7 @@ def bytes_per_step(model: Transformer, length: int, batch: int = 1) -> int:
 
 
 def packed_bytes(linear: PackedLinear, itemsize: int) -> int:
-    """Bytes of a packed weight, with its scales. itemsize: of a plain one's numbers."""
+    """Count the bytes of a packed weight and its scales. A plain number has `itemsize` bytes."""
     N, K = linear.out_features, linear.in_features
     match linear:
         case Int4Linear(group_size=size):
@@ -51,11 +52,27 @@ def packed_bytes(linear: PackedLinear, itemsize: int) -> int:
     return N * K * itemsize
 
 
+def prefill_flops(model: Transformer, batch: int, tokens: int) -> int:
+    """Count the FLOPs of multiplying prompts by the weights. Attention's own products are left out:
+    they are not GEMM's."""
+    c = model.config
+    heads = 2 * c.num_attention_heads + 2 * c.num_key_value_heads  # q, o and k, v
+    weights = c.num_hidden_layers * heads * c.head_dim * c.hidden_size
+    for block in model.layers:
+        width = c.intermediate_size
+        if isinstance(block.mlp, SparseMLP):
+            width = c.num_experts_per_tok * (c.moe_intermediate_size or width)
+        weights += 3 * c.hidden_size * width
+    # Only the last token of a prompt goes through lm_head.
+    return 2 * batch * (tokens * weights + c.vocab_size * c.hidden_size)
+
+
 def read_bandwidth(device: torch.device) -> float:
     """Measure how fast this machine reads memory, in GB/s: the limit that decoding runs into.
 
-    The better of a plain sum and a matrix-vector product over 256 MiB, more than caches hold: which
-    one that is depends on the processor. Medians, like the speeds they are compared with.
+    It takes the better of a plain sum and a matrix-vector product over 256 MiB, more than caches
+    hold: which one is better depends on the processor. Both are medians, like the speeds that they
+    are compared with.
     """
     data = torch.ones(2**26, device=device)  # float32
     matrix = data.view(torch.bfloat16).view(-1, 2048)
@@ -78,7 +95,7 @@ def gemm_peak(model: Transformer) -> Callable[[], float]:
 
 
 def _seconds(run: Callable[[], torch.Tensor], repeats: int = 5) -> float:
-    """Median time of a call, the first one not counted."""
+    """Return the median time of a call, without the first one."""
     times = []
     for _ in range(repeats + 1):
         start = time.perf_counter()
@@ -88,7 +105,7 @@ def _seconds(run: Callable[[], torch.Tensor], repeats: int = 5) -> float:
 
 
 def peak_memory(device: torch.device) -> float:
-    """Most memory this process has held so far, in GB: on the device, or resident on a CPU."""
+    """Return the most memory that this process has held so far, in GB: on a GPU, or resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 1e9
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB

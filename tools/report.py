@@ -29,9 +29,9 @@ EDGES = ("settings", "checkpoint", "tokenizer", "packed", "program")
 MODULES = (*ENGINE, *TECHNIQUES, *EDGES)
 
 
-def main() -> None:
+def main() -> int:
     """Rewrite the generated parts of the pages, the line links of README.md and the course, and the
-    pictures. Without matplotlib the pictures stay as they are, and a line says so."""
+    pictures. Without matplotlib the pictures stay as they are, and a line says so. Returns 0."""
     for name, write in PAGES.items():
         (ROOT / name).write_text(write())
     for page in COURSE.glob("*.md"):
@@ -41,6 +41,7 @@ def main() -> None:
             (ROOT / name).write_text(pictures.draw(*picture))
     except ImportError as error:
         print(f"the pictures are not drawn again: {error}", file=sys.stderr)
+    return 0
 
 
 def readme() -> str:
