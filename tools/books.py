@@ -1,10 +1,10 @@
-"""The engine's books, audited: for tests, and for whoever changes the scheduler or the block pool.
+"""An audit of the engine's blocks, for tests and for whoever changes the scheduler or the pool.
 
     engine.step()
     books.audit(engine)
 
-A block that nobody accounts for is lost until the process ends; one in two places gives a sequence
-another's keys and values, which shows as text that is fluent and wrong.
+A block that is missing from the books is lost until the process ends. A block that stands in two
+places gives a sequence another's keys and values, which shows as text that is fluent and wrong.
 """
 
 from collections import Counter

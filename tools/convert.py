@@ -1,15 +1,15 @@
-"""Write a quantised folder: round to nearest, or by GPTQ, and keep the rest of a checkpoint.
+"""Write a quantised checkpoint: weights rounded to nearest, or by GPTQ, and all other files.
 
     python tools/convert.py --checkpoint DIR --mode int4 --out DIR2
     python tools/convert.py ... --method gptq --calibrate TEXT_FILE
 
-Rounding to nearest treats each weight for itself. GPTQ goes through the input channels one after
-another and moves what rounding has taken from one channel onto those still to come, as far as they
-correlate in real inputs: with H = X^T X of a Linear's inputs on some text, the change of the output
-is least when the error of channel k is spread along row k of the inverse of H. What comes out is
-quantize.py's stored form either way. Shapes are named as there: N output channels, K input
-channels, G groups. Papers: Frantar et al. 2022 (GPTQ, arXiv:2210.17323), Frantar and Alistarh 2022
-(OBC, arXiv:2208.11580). Read: main, calibrate, gptq.
+Rounding to nearest treats each weight by itself. GPTQ rounds one input channel after another, and
+adds the error of each to the channels that follow, as far as they correlate in real inputs: with
+H = X^T X of a Linear's inputs on a calibration text, the output changes least when the error of
+channel k is spread along row k of the inverse of H. Both write quantize.py's stored form. Shapes
+are named as there: N output channels, K input channels, G groups. Papers: Frantar et al. 2022
+(GPTQ, arXiv:2210.17323), Frantar and Alistarh 2022 (OBC, arXiv:2208.11580). Read: main, calibrate,
+gptq.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         convert(args)
-    except (ValueError, OSError, SafetensorError) as error:  # the last says that the disk is full
+    except (ValueError, OSError, SafetensorError) as error:  # the last where the disk is full
         print(f"convert.py: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def convert(args: argparse.Namespace) -> None:
-    """Do what the arguments say. Whatever can be found wrong is found before the work."""
+    """Quantise a checkpoint as the arguments say. Errors of use are found before the work."""
     if (args.method == "gptq") != bool(args.calibrate):
         raise ValueError("--method gptq and --calibrate FILE, text to calibrate with, go together")
     size = args.group_size if args.mode == "int4" else -1
@@ -87,8 +87,8 @@ def convert(args: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def appearing(out: Path) -> Iterator[Path]:
-    """Make a hidden folder beside `out`, which becomes it at the end, and is gone where anything
-    goes wrong: `out` appears whole or not at all.
+    """Make a hidden folder beside `out`, which is renamed to it at the end, and removed where
+    anything goes wrong: `out` appears whole or not at all.
 
     Raises:
         ValueError: `out` exists, or there is no folder to hold it.
@@ -98,7 +98,7 @@ def appearing(out: Path) -> Iterator[Path]:
         raise ValueError(f"{out} exists: choose another --out, or remove it")
     if not out.absolute().parent.is_dir():
         raise ValueError(f"{out.parent} is no folder to write {out.name} into")
-    # A name that nobody else takes: what is removed at the end is never another process's.
+    # A name that no other process takes: what is removed at the end is our own.
     work = out.with_name(f".{out.name}-{secrets.token_hex(4)}")
     try:
         work.mkdir()  # with the user's own modes, unlike tempfile's
@@ -109,8 +109,9 @@ def appearing(out: Path) -> Iterator[Path]:
 
 
 def copy_rest(source: Path, folder: Path) -> None:
-    """Copy a checkpoint's other files, the tokenizer's and the like; never weights, in whatever
-    format, nor their index. Contents alone: what is read-only there need not be so here."""
+    """Copy a checkpoint's other files, such as the tokenizer's; never weights, in whatever format,
+    nor their index. Only contents are copied: a file that is read-only there need not be so here.
+    """
     read_json(source / "config.json")
     for file in source.iterdir():
         kept = file.suffix in (".json", ".model", ".txt", ".jinja", ".md")
@@ -118,8 +119,8 @@ def copy_rest(source: Path, folder: Path) -> None:
             shutil.copyfile(file, folder / file.name)
 
 
-# Tensors in a file. Who reads one parses all their names, 1 ms for a thousand; a model with 6,144
-# experts has 55,000 tensors once it is quantised.
+# Tensors in a file. A reader parses the names of all of them, 1 ms for a thousand; a model with
+# 6,144 experts has 55,000 tensors once it is quantised.
 SHARD = 1000
 
 
@@ -142,7 +143,7 @@ def save_weights(model: Transformer, folder: Path) -> None:
         shard = f"model-{i:05}-of-{len(parts):05}.safetensors"
         file = folder / (shard if len(parts) > 1 else "model.safetensors")
         save_file({name: tensors[name] for name in part}, file, {"format": "pt"})
-        file.chmod((folder / "config.json").stat().st_mode)  # safetensors' is for the user alone
+        file.chmod((folder / "config.json").stat().st_mode)  # safetensors lets only its owner read
 
 
 # --- Calibration ----------------------------------------------------------------------------------
@@ -157,10 +158,11 @@ def calibrate(
 ) -> None:
     """Quantise a model's Linears in place with GPTQ.
 
-    Block after block, so that each Linear is calibrated on what the quantised ones before it give.
+    It goes block by block, so that each Linear is calibrated on the outputs of the quantised ones
+    before it.
 
     Args:
-        ids: the calibration text; SAMPLES * LENGTH tokens are used, spread over all of it.
+        ids: the calibration text; SAMPLES * LENGTH tokens, spread over the text, are used.
         mode, group_size, skip: see quantize.quantize_model.
 
     Raises:
@@ -201,8 +203,8 @@ def calibrate(
 def quantize_linear(
     module: nn.Module, path: str, run: Callable[[], Any], bits: int, group_size: int
 ) -> None:
-    """Replace the Linear at `path` by a QuantLinear, calibrated on the inputs that `run` gives
-    it."""
+    """Replace the Linear at `path` by a QuantLinear, calibrated on the inputs that it gets while
+    `run` runs."""
     linear = module.get_submodule(path)
     quantised, K = QuantLinear(linear, bits, group_size), linear.in_features
     H = torch.zeros(K, K, dtype=torch.float32, device=linear.weight.device)
@@ -222,16 +224,16 @@ def gptq(weight: Tensor, H: Tensor, bits: int, group_size: int) -> tuple[Tensor,
     """Quantise a weight (N, K), given H = sum of x^T x over its inputs, (K, K).
 
     Scales and zero points are fixed first, from the plain weight (see best_scales). The channels
-    then go by importance, largest inputs first, so that those that matter most are rounded while
-    many others are left to make up for it; stored they are in their own order. With H diagonal
-    nothing correlates, nothing is moved, and each value is rounded to the nearest.
+    are then rounded in order of importance, largest inputs first, so that many others are left to
+    make up for the errors that matter most; they are stored in their own order. Where H is
+    diagonal, nothing correlates, no error is moved, and each value is rounded to the nearest.
 
     Returns:
         q (N, K), scales (N, G), zeros (N, G), as quantize.round_to_nearest.
     """
     w, H = weight.float().clone(), H.clone()
     diagonal = H.diagonal()
-    diagonal[diagonal == 0] = 1  # a channel that was never on: any value will do
+    diagonal[diagonal == 0] = 1  # a channel that was always 0: any value will do
     diagonal += 0.01 * diagonal.mean()  # damping: H may be singular
     scales, zeros = best_scales(w, diagonal, bits, group_size)
     order = diagonal.argsort(descending=True)
@@ -257,9 +259,10 @@ def gptq(weight: Tensor, H: Tensor, bits: int, group_size: int) -> tuple[Tensor,
 def best_scales(
     weight: Tensor, importance: Tensor, bits: int, group_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Choose each group's scale and zero point: with its outermost values cut off a little, all
-    others are rounded more finely, and the squared error may be less. On the bundled model, int4 in
-    groups of 128, GPTQ with plain scales costs 0.53 % of perplexity, with these 0.14 %.
+    """Choose each group's scale and zero point. Where a group's outermost values are clipped a
+    little, all others are rounded more finely, and the squared error may be smaller. On the bundled
+    model, int4 in groups of 128, GPTQ costs 0.53 % of perplexity with plain scales, 0.14 % with
+    these.
 
     Args:
         weight: (N, K) float32.
@@ -283,8 +286,8 @@ def best_scales(
 
 
 def stop(number: int, _: Any) -> None:
-    """End, at Ctrl-C or SIGTERM, and clean up undisturbed by a second one."""
-    sys.unraisablehook = lambda _: None  # Python shows one that comes between these lines
+    """End at Ctrl-C or SIGTERM, and clean up undisturbed by a second one."""
+    sys.unraisablehook = lambda _: None  # a signal between these lines would leave a traceback
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
     sys.exit(128 + number)

@@ -1,10 +1,10 @@
 """Paged decoding as CUDA graphs: a step of one token for each row is recorded once, and replayed.
 
-A GPU has often done a step's work before Python has named all of it. A CUDA graph names it once,
-and then the whole step is one call, on the same memory each time. vLLM and nano-vllm decode so. The
-static cache's decoding is replayed by torch.compile already (see packed.compile_model); this is for
-the paged one, whose plan differs at each step: here the plan is made as always, and copied to where
-the graph reads it. No GPU has proved it yet, so it stands here and not among the engine's files:
+A GPU often finishes a step's kernels faster than Python launches them. A CUDA graph records the
+launches, and then the whole step is one call, on the same memory each time. vLLM and nano-vllm
+decode so. torch.compile already replays the static cache's decoding (see packed.compile_model);
+this is for the paged cache, whose plan differs at each step: the plan is made as always, and copied
+to where the graph reads it. It has not run on a GPU yet, so it is not among the engine's files:
 
     python tools/bench.py throughput --device cuda --cuda-graphs
 
@@ -23,10 +23,10 @@ from settings import supported
 
 
 class Replayed:
-    """A model whose forwards are recorded and replayed while `size` says of which kind they are.
+    """A model whose forwards are recorded once for each size, and then replayed.
 
     Attributes:
-        size: (rows, blocks that each attends to); None: run as it is.
+        size: (rows, blocks that each attends to); None: run without a graph.
         graphs: size -> the graph, the plan that it reads, and the logits that it writes.
     """
 
@@ -39,11 +39,11 @@ class Replayed:
         return getattr(self.model, name)
 
     def __call__(self, *plan: Any) -> Tensor:
-        """As Transformer.forward, of what Runner.plan gives."""
+        """Do what Transformer.forward does with the result of Runner.plan."""
         if self.size is None:
             return self.model(*plan)
         if self.size not in self.graphs:
-            self.model(*plan)  # once before: what is made at a first run is no part of the step
+            self.model(*plan)  # what only the first run does is not recorded
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 logits = self.model(*plan)
@@ -56,7 +56,7 @@ class Replayed:
 
 
 def tensors_of(tokens: Tensor, positions: Tensor, layers: list, select: Tensor) -> list[Tensor]:
-    """All that a forward reads of its plan. Layers share most of it."""
+    """Return the tensors of a plan that a forward reads. Layers share most of them."""
     slots, groups = layers[0].slots, layers[0].groups
     masks = [mask for group in groups for mask in group.masks(group.pieces[0]).values()]
     tables = [tensor for group in groups for tensor in (group.table, group.flat_table)]
@@ -66,15 +66,16 @@ def tensors_of(tokens: Tensor, positions: Tensor, layers: list, select: Tensor) 
 class GraphRunner(Runner):
     """A Runner that replays steps of one token for each row.
 
-    There are few graphs: the rows are made up to a power of two by repeating the first, which
-    writes the same values to the same slot; so are the blocks of the longest row.
+    To need few graphs, the rows are filled up to a power of two by repeating the first row, which
+    writes the same values to the same slot; the blocks of the longest row are filled up as well.
     """
 
     def __init__(self, model: Transformer, *shape: Any) -> None:
         """Allocate the pools; see Runner.
 
         Raises:
-            SettingError: no CUDA; or experts, whose sizes the host reads in the middle of a step.
+            SettingError: there is no CUDA, or there are experts, whose sizes the host reads in the
+                middle of a step.
         """
         supported("--cuda-graphs on", model.device.type, "cuda")
         supported("--cuda-graphs with num_experts", model.config.num_experts, 1)
@@ -101,10 +102,10 @@ class GraphRunner(Runner):
 
 
 class FlexGraphRunner(GraphRunner, FlexRunner):
-    """The same over blocks that are read where they are."""
+    """The same for FlexRunner, which reads blocks where they are."""
 
 
 def runner_for(attention: str, cuda_graphs: bool) -> type[Runner]:
-    """The Runner of two settings: attention "copy" or "flex", and whether steps are replayed."""
+    """Choose a Runner by attention, "copy" or "flex", and by whether steps are replayed."""
     kinds = {"copy": (Runner, GraphRunner), "flex": (FlexRunner, FlexGraphRunner)}
     return kinds[attention][cuda_graphs]

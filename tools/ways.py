@@ -1,13 +1,14 @@
-"""Every way to run a model, and the slow twin that says what must come out.
+"""Every way to run a model, and the slow twin, whose tokens all of them must make.
 
 tests/test_equivalence.py compares them on a CPU, gpu_check.py on a GPU. A way takes a model and
-jobs, a prompt's ids and its SamplingParams each, and returns each job's tokens. A new fast path
-adds one entry to PATHS, or to ENGINES where the scheduler runs it: the options of its Engine. ROWS
-says which of them run with what else. Where guesses are sampled they use other random numbers;
-there the slow twin guesses too, see plain. Read: plain, PATHS, ENGINES, ROWS, kind_of.
+jobs, each a prompt's ids and its SamplingParams, and returns each job's tokens. A new fast path
+adds one entry to PATHS, or to ENGINES where the scheduler runs it. ROWS lists the combinations with
+guesses, fewer bits and structures. Sampled guesses use other random numbers; for these the slow
+twin guesses too, see plain. Read: plain, PATHS, ENGINES, ROWS, kind_of.
 """
 
 import copy
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache, partial
@@ -42,11 +43,11 @@ EVERYTHING = SamplingParams(
 PLAIN = SamplingParams(temperature=0, max_tokens=13, logprobs=0)
 SETTINGS = [
     PLAIN,
-    # Below zero, so that the text repeats itself: there n-grams are right now and then.
+    # A negative penalty makes the text repeat itself, so that some n-gram guesses are right.
     replace(PLAIN, temperature=0.9, top_p=0.95, frequency_penalty=-1.0, seed=7),
     EVERYTHING,
     replace(EVERYTHING, temperature=0, frequency_penalty=-2.0),
-    # What Qwen suggests: no penalties, so all is up to the filters.
+    # What Qwen suggests: filters without penalties.
     replace(PLAIN, temperature=0.6, top_k=20, top_p=0.95, seed=3),
 ]
 STRUCTURE = {"regex": "[A-Za-z ,]{9,}"}
@@ -56,8 +57,8 @@ Tokens = list[list[Token]]  # of each job
 
 
 def split(params: SamplingParams) -> list[SamplingParams]:
-    """What each of the n outputs of a prompt would be asked for by itself: their seeds count up,
-    and wrap around."""
+    """Return the params that would make each of a prompt's n outputs by itself. Their seeds count
+    up, and wrap around."""
     if params.seed is None:
         return [replace(params, n=1)] * params.n
     seeds = [(params.seed + i + 2**63) % 2**64 - 2**63 for i in range(params.n)]
@@ -68,7 +69,7 @@ def split(params: SamplingParams) -> list[SamplingParams]:
 
 
 def logits_of(model: Transformer, ids: list[int]) -> Tensor:
-    """Without a cache: (T, V)."""
+    """Run a text without a cache; return (T, V)."""
     tokens = torch.tensor([ids], device=model.device)
     return model(tokens, torch.arange(len(ids), device=model.device)[None])[0]
 
@@ -77,9 +78,8 @@ def logits_of(model: Transformer, ids: list[int]) -> Tensor:
 def plain(
     model: Transformer, sequence: Sequence, draft: Transformer | None = None, speculate: int = 0
 ) -> Sequence:
-    """No cache, one sequence: guess, run all there is, verify. Without guesses that is forward,
-    sample, append. Returns the sequence."""
-
+    """Complete one sequence without a cache: guess, run the whole text, verify. Without guesses
+    that is forward, sample, append. Returns the sequence."""
     guesser = Guesser(speculate)
     while not sequence.finish_reason:
         count = guesser.count(sequence)
@@ -104,7 +104,7 @@ def plain(
 
 
 def run_plain(model: Transformer, jobs: list[Job]) -> Tokens:
-    """The slow twin itself, which is a way to run wherever the twin is on another device."""
+    """Run the slow twin itself; it is a way of its own on another device than the twin's."""
     return [plain(model, Sequence(*job, model.config)).tokens for job in jobs]
 
 
@@ -112,8 +112,8 @@ def run_alone(
     model: Transformer, jobs: list[Job], chunk: int = 512, kv_dtype: str = "auto"
 ) -> Tokens:
     results = []
-    for ids, wish in jobs:
-        sequence = Sequence(ids, wish, model.config)
+    for ids, params in jobs:
+        sequence = Sequence(ids, params, model.config)
         slabs = StaticCache(model, 1, sequence.max_len, kv_dtype)
         results.append(list(generate(model, sequence, slabs, chunk)))
     return results
@@ -125,7 +125,7 @@ def run_compiled(model: Transformer, jobs: list[Job], kv_dtype: str = "auto") ->
 
 @cache
 def compiled_twin(model: Transformer, *kind: Any) -> Transformer:
-    """A compiled copy: compile_model changes a model in place."""
+    """Make a compiled copy: compile_model changes a model in place."""
     model = copy.deepcopy(model)
     compile_model(model, *kind)
     return model
@@ -150,31 +150,38 @@ def finish(engine: Engine, requests: list[Request]) -> Tokens:
 
 
 def run_engine(model: Transformer, jobs: list[Job], **options: Any) -> Tokens:
-    """All prompts at once through the scheduler."""
+    """Run all prompts at once through the scheduler."""
     engine = make(model, **options)
     return finish(engine, [engine.add_request(*job) for job in jobs])
 
 
 def run_compiled_engine(
-    model: Transformer, jobs: list[Job], draft: Transformer | None = None,
-    kv_dtype: str = "auto", **options: Any,
-) -> Tokens:  # fmt: skip
+    model: Transformer,
+    jobs: list[Job],
+    draft: Transformer | None = None,
+    kv_dtype: str = "auto",
+    **options: Any,
+) -> Tokens:
     model, draft = (each and compiled_twin(each, None, kv_dtype) for each in (model, draft))
     return run_engine(model, jobs, draft=draft, kv_dtype=kv_dtype, **options)
 
 
 def run_small(
-    model: Transformer, jobs: list[Job], seqs: int = 3, size: int = 2, speculate: int = 0,
+    model: Transformer,
+    jobs: list[Job],
+    seqs: int = 3,
+    size: int = 2,
+    speculate: int = 0,
     **options: Any,
-) -> Tokens:  # fmt: skip
-    """A budget that `size` tokens of prompts share. One at a time, these are their chunks."""
+) -> Tokens:
+    """Give prompts a budget of `size` tokens a step: with one sequence, the size of its chunks."""
     budget = max(seqs * (1 + speculate) + size * (seqs > 1), size)
     options |= {"max_num_seqs": seqs, "max_num_batched_tokens": budget, "speculate": speculate}
     return run_engine(model, jobs, **options)
 
 
 def run_prefix_cached(model: Transformer, jobs: list[Job], **options: Any) -> Tokens:
-    """The second time, all but the ends of the prompts is found in the cache."""
+    """Run twice: the second time, all but the ends of the prompts is found in the cache."""
     engine = make(model, **options)
     for _ in range(2):
         cached = engine.stats["prefix_cache_hits"]
@@ -185,8 +192,8 @@ def run_prefix_cached(model: Transformer, jobs: list[Job], **options: Any) -> To
 
 
 def run_preempted(model: Transformer, jobs: list[Job], **options: Any) -> Tokens:
-    """A pool that holds the longest sequence and little more, with what is cached thrown away."""
-    longest = max(len(ids) + wish.max_tokens for ids, wish in jobs)
+    """Use a pool that holds the longest sequence and little more."""
+    longest = max(len(ids) + params.max_tokens for ids, params in jobs)
     engine = make(model, num_blocks=-(-longest // BLOCK) + 1, **options)
     results = finish(engine, [engine.add_request(*job) for job in jobs])
     assert engine.stats["num_preemptions"] > 0
@@ -194,31 +201,31 @@ def run_preempted(model: Transformer, jobs: list[Job], **options: Any) -> Tokens
 
 
 def run_forked(model: Transformer, jobs: list[Job], **options: Any) -> Tokens:
-    """n > 1: the continuations share the prompt's blocks, the last of them partly filled. The
-    continuation i of the seed - i has the seed that was asked for."""
+    """Use n > 1: the continuations share the prompt's blocks, the last of which is partly filled.
+    Continuation i of the seed - i has the job's own seed."""
     engine, requests = make(model, **options), []
-    for i, (ids, wish) in enumerate(jobs):
-        seed = None if wish.seed is None else wish.seed - i % 3
-        requests.append(engine.add_request(ids, replace(wish, n=3, seed=seed)))
+    for i, (ids, params) in enumerate(jobs):
+        seed = None if params.seed is None else params.seed - i % 3
+        requests.append(engine.add_request(ids, replace(params, n=3, seed=seed)))
     finish(engine, requests)
     return [request.outputs[i % 3].tokens for i, request in enumerate(requests)]
 
 
 def run_scored(model: Transformer, jobs: list[Job], **options: Any) -> Tokens:
-    """With the log-probabilities of the prompts, whose tokens come first."""
+    """Ask for the log-probabilities of the prompts, whose tokens come first."""
     engine = make(model, **options)
-    jobs = [(ids, replace(wish, prompt_logprobs=True)) for ids, wish in jobs]
+    jobs = [(ids, replace(params, prompt_logprobs=True)) for ids, params in jobs]
     requests = [engine.add_request(*job) for job in jobs]
     outputs = finish(engine, requests)
     return [request.prompt + tokens for request, tokens in zip(requests, outputs)]
 
 
 def run_beside_aborted(model: Transformer, jobs: list[Job], **options: Any) -> Tokens:
-    """Neighbours that begin alike, and are aborted at different points."""
+    """Add neighbours that begin alike, and are aborted at different points."""
     engine = make(model, max_num_seqs=8, max_num_batched_tokens=64, **options)
-    doomed = [engine.add_request([*ids, 5], wish) for ids, wish in jobs]
+    doomed = [engine.add_request([*ids, 5], params) for ids, params in jobs]
     requests = [engine.add_request(*job) for job in jobs]
-    doomed += [engine.add_request(ids[:-1] or [7], wish) for ids, wish in jobs]
+    doomed += [engine.add_request(ids[:-1] or [7], params) for ids, params in jobs]
     for request in doomed:
         engine.step()
         engine.abort(request)
@@ -246,7 +253,7 @@ ENGINES: dict[str, Way] = {
     "beside aborted neighbours": run_beside_aborted,
     "prompts scored": run_scored,
     "paged, compiled": run_compiled_engine,
-    # A GPU's kernel wants large blocks.
+    # A GPU's kernel needs large blocks.
     "paged, followed": partial(run_engine, runner=FlexRunner, block_size=128, num_blocks=40),
 }
 PATHS |= ENGINES
@@ -267,14 +274,15 @@ Case = tuple[Transformer, list[list[int]]]  # a model, and prompts
 
 @cache
 def trained() -> Case:
-    """The smaller bundled model: its confident predictions make ties of rounding unlikely."""
+    """Load the smaller bundled model: its confident predictions make near ties unlikely."""
     tokenizer = Tokenizer(DRAFT)
     return load_model(DRAFT, dtype=torch.float32), [tokenizer.encode(p) for p in PROMPTS]
 
 
 @cache
 def sliding() -> Case:
-    """Random weights with what the bundled model has not: windows, q/k norm, biases, untied."""
+    """Make random weights with windows, q/k norm, biases and an lm_head, which the bundled model
+    does not have."""
     torch.manual_seed(0)
     config = Config(
         vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
@@ -286,7 +294,7 @@ def sliding() -> Case:
 
 @cache
 def experts() -> Case:
-    """A layer with one MLP, and two with six of which a token passes through two."""
+    """Make a layer with one MLP, and two with six experts, two of which run for each token."""
     torch.manual_seed(1)
     config = Config(
         vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
@@ -298,7 +306,7 @@ def experts() -> Case:
 
 @cache
 def draft_of(model: Transformer) -> Transformer:
-    """All layers but the last: right now and then."""
+    """Make a draft of all layers but the last; it is sometimes right."""
     layers = model.config.num_hidden_layers - 1
     config = replace(model.config, num_hidden_layers=layers, windows=model.config.windows[:layers])
     draft = build(config)
@@ -313,7 +321,7 @@ def quantised(model: Transformer, mode: str) -> Transformer:
 
 @cache
 def dequantised(model: Transformer) -> Transformer:
-    """The plain twin of a quantised model."""
+    """Make the plain twin of a quantised model."""
     twin = copy.deepcopy(model)
     for module in twin.modules():
         if isinstance(module, QuantLinear):
@@ -322,7 +330,7 @@ def dequantised(model: Transformer) -> Transformer:
 
 
 def rounded(model: Transformer) -> Transformer:
-    """With weights that bfloat16 holds as they are, so that one twin serves both dtypes."""
+    """Round weights to values that bfloat16 holds exactly, so that one twin serves both dtypes."""
     for parameter in model.requires_grad_(False).parameters():
         parameter.copy_(parameter.bfloat16())
     return model
@@ -334,7 +342,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "int8 cache": {"kv_dtype": "int8"},
 }  # fmt: skip
 WAYS = ("static cache", "compiled", "paged, batched", "paged, compiled")
-ROWS = [  # the way, and what else is asked of it
+ROWS = [  # the way, and what it is combined with
     *((path, "plain") for path in PATHS),
     *((path, guess) for path in ENGINES for guess in ("draft", "n-gram")),
     *((path, "itself, quantised") for path in ("paged, alone", "paged, batched")),
@@ -342,20 +350,24 @@ ROWS = [  # the way, and what else is asked of it
     *((path, weights) for path in WAYS for weights in ("int8 weights", "int4 weights")),
     *((path, "structure") for path in ("paged, batched", "preempted", "n = 3")),
 ]
-FEW = (0, 4, 8, 11, 12)  # each prompt and each setting: one after another, all of them take long
+FEW = (0, 4, 8, 11, 12)  # jobs that cover each prompt and each setting; all of them take long
 
 
 def rows_of(case: str) -> list[tuple[str, str]]:
-    """The rows of a case: structures need a tokenizer, and compiling takes long."""
+    """Return the rows of a case. Structures need a tokenizer, and compiling takes long, so these
+    run with the trained model only."""
     if case == "trained":
         return ROWS
-    return [(path, kind) for path, kind in ROWS
-            if kind == "plain" or not (kind == "structure" or "compiled" in path)]  # fmt: skip
+    return [
+        (path, kind)
+        for path, kind in ROWS
+        if kind == "plain" or not (kind == "structure" or "compiled" in path)
+    ]
 
 
 @cache
 def kind_of(case: str, kind: str) -> tuple[Transformer, dict[str, Any]]:
-    """The model, and the options of its ways, on the CPU in float32."""
+    """Return the model, and the options of its ways, on the CPU in float32."""
     model, _ = CASES[case]()
     options = dict(KINDS.get(kind, {}))
     if kind == "draft":
@@ -363,20 +375,15 @@ def kind_of(case: str, kind: str) -> tuple[Transformer, dict[str, Any]]:
     if kind == "itself, quantised":
         options["draft"] = quantised(model, "int8")
     if kind == "structure":
-        options["matcher"] = matcher_of(model)
+        from structured import matcher
+
+        options["matcher"] = partial(matcher, Tokenizer(DRAFT), model.config)
     return quantised(model, kind.split()[0]) if "weights" in kind else model, options
-
-
-def matcher_of(model: Transformer) -> Callable[[dict[str, Any]], Any]:
-    """What an Engine compiles structures with."""
-    from structured import matcher
-
-    return partial(matcher, Tokenizer(DRAFT), model.config)
 
 
 @cache
 def placed(case: str, kind: str, device: str, dtype: torch.dtype) -> tuple[Transformer, dict]:
-    """The same on another device, and in another dtype."""
+    """Return the same on another device, and in another dtype."""
 
     def move(model: Transformer) -> Transformer:
         model = copy.deepcopy(model).to(device)
@@ -391,55 +398,57 @@ def placed(case: str, kind: str, device: str, dtype: torch.dtype) -> tuple[Trans
 
 @cache
 def jobs_of(case: str, kind: str = "plain") -> list[Job]:
-    """Every prompt with every setting."""
+    """Combine every prompt with every setting."""
     more = {"structured_outputs": STRUCTURE} if kind == "structure" else {}
-    return [(ids, replace(wish, **more)) for wish in SETTINGS for ids in CASES[case]()[1]]
+    return [(ids, replace(params, **more)) for params in SETTINGS for ids in CASES[case]()[1]]
 
 
 @cache
 def expected(case: str, kind: str, job: int) -> Sequence:
-    """What the slow twin makes of a job: of guesses greedily the same as without them."""
-    (model, options), (ids, wish) = kind_of(case, kind), jobs_of(case, kind)[job]
+    """Return what the slow twin makes of a job. Greedily it needs no guesses."""
+    (model, options), (ids, params) = kind_of(case, kind), jobs_of(case, kind)[job]
     options = dict(options)
-    sequence = Sequence(ids, wish, model.config)
+    sequence = Sequence(ids, params, model.config)
     if kind == "int8 cache":
         cache = StaticCache(model, 1, sequence.max_len, "int8")
         list(generate(model, sequence, cache))
         return sequence
     if kind == "structure":
         sequence.matcher = options.pop("matcher")(STRUCTURE)
-    return plain(twin_of(case, kind), sequence, **options if wish.temperature > 0 else {})
+    return plain(twin_of(case, kind), sequence, **options if params.temperature > 0 else {})
 
 
 # --- The comparison -------------------------------------------------------------------------------
 
 
-# How far log-probabilities may be off, see compare. A CPU's are up to 1e-6, and 0.015; where one
-# key is not seen that should be, 0.14.
+# How far log-probabilities may be off, see compare. On a CPU they are off by 1e-6 and 0.015 at
+# most; a key that is hidden and should be visible makes it 0.14.
 NEAR = {"float32": 1e-4, "bfloat16": 0.05}
 
 
 def compare(
-    case: str, kind: str, some: Iterable[int], found: Tokens, exact: bool = True
+    case: str, kind: str, chosen: Iterable[int], found: Tokens, exact: bool = True
 ) -> tuple[float, list[str]]:
-    """Compare the tokens of some jobs with the slow twin's, and their log-probabilities with what
+    """Compare the tokens of chosen jobs with the slow twin's, and their log-probabilities with what
     the twin gives to the same text.
 
     Args:
         exact: whether the tokens must be the twin's; in bfloat16 they need not be.
 
     Returns:
-        How far the log-probabilities are off: the root mean square of the differences, as a share
-        of the standard deviation of the twin's. And a line for each job with other tokens.
+        How far the log-probabilities are off (the root mean square of the differences, as a share
+        of the standard deviation of the twin's), and a line for each job with other tokens.
     """
     ours, theirs, faults = [], [], []
-    for job, tokens in zip(some, found, strict=True):
+    for job, tokens in zip(chosen, found, strict=True):
         want = expected(case, kind, job)
         text = [token.id for token in tokens]
         if tokens[0].logprob is not None:  # else it begins with the prompt
             text = want.ids[: want.prompt_len] + text
         if exact and text != want.ids:
-            faults.append(first_difference(case, kind, want, text, job))
+            same = [*itertools.takewhile(lambda pair: pair[0] == pair[1], zip(want.ids, text))]
+            where = f"token {len(same)} of {len(text)}"
+            faults.append(f"job {job}: {where} is not that of {len(want.ids)}")
         logprobs = [token.logprob for token in tokens if token.logprob is not None]
         ours += logprobs
         theirs += score(case, kind, tuple(text))[-len(logprobs) :]
@@ -447,21 +456,8 @@ def compare(
     return ((ours - theirs).square().mean().sqrt() / theirs.std()).item(), faults
 
 
-def first_difference(case: str, kind: str, want: Sequence, text: list[int], job: int) -> str:
-    """Say where a text leaves the slow twin's; and how near to a tie that was where the likeliest
-    token was wanted: what is as near as rounding need not be a fault."""
-    ids = want.ids
-    place = next((i for i, (a, b) in enumerate(zip(ids, text)) if a != b), min(len(ids), len(text)))
-    line = f"job {job}: token {place} of {len(text)} is not that of {len(ids)}"
-    if want.params.temperature == 0 and want.prompt_len <= place < min(len(ids), len(text)):
-        theirs = score(case, kind, (*ids[: place + 1],))[-1]
-        ours = score(case, kind, (*ids[:place], text[place]))[-1]
-        line += f", which is {theirs - ours:.1e} likelier (of log-probability, before any setting)"
-    return line
-
-
 def twin_of(case: str, kind: str) -> Transformer:
-    """The slow twin's model."""
+    """Return the slow twin's model."""
     model, _ = kind_of(case, kind)
     return dequantised(model) if "weights" in kind else model
 
@@ -469,6 +465,6 @@ def twin_of(case: str, kind: str) -> Transformer:
 @cache
 @torch.no_grad()
 def score(case: str, kind: str, ids: tuple[int, ...]) -> list[float]:
-    """The slow twin's log-probability of each token but the first."""
+    """Return the slow twin's log-probability of each token but the first."""
     logprobs = logits_of(twin_of(case, kind), [*ids]).log_softmax(-1)
     return logprobs[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
