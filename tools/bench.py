@@ -1012,9 +1012,9 @@ def serve_load(args: argparse.Namespace) -> int:
     result: dict[str, Any] = {}
     status = publish(args, rows, result)
     # A rate at which nothing was answered has no place in the picture, and "at once" is no rate.
-    drawn = [(r, f) for r, f in found.items() if "ttft_p50_ms" in f and r < math.inf]
+    drawn = {r: f for r, f in found.items() if "ttft_p50_ms" in f and r < math.inf}
     if args.plot and drawn:
-        picture = report.load_picture(*zip(*drawn), f"{args.url}; {result['versions']}")
+        picture = report.load_picture(drawn, f"{args.url}; {result['versions']}")
         args.plot.write_text(pictures.draw(*picture))
     return status or 2 * failed
 

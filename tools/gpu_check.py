@@ -440,8 +440,13 @@ def close(process: subprocess.Popen) -> None:
     process.wait()
 
 
+def measured(outcome: Outcome) -> dict[str, dict[str, float]]:
+    """Return the medians of a measurement, by row; of a check there are none."""
+    return report.medians(outcome.rows[0]) if is_measured(outcome) else {}
+
+
 def is_measured(outcome: Outcome) -> bool:
-    """Whether its only row is a record of bench.py's."""
+    """Say whether its only row is a record of bench.py's."""
     return bool(outcome.rows) and "runs" in outcome.rows[0]
 
 
@@ -450,27 +455,25 @@ LIMITS = {"read_limit_gb_s": "read limit, GB/s", "gemm_peak_tflop_s": "GEMM peak
 
 def figures(part: Part, outcome: Outcome) -> Iterator[str]:
     """Write the figures of a measurement, with the titles of benchmarks/README.md."""
-    if is_measured(outcome):
-        titles = report.COLUMNS[part.words[1]] | LIMITS
-        for label, row in outcome.rows[0]["runs"].items():
-            cells = [f"{titles[key]} {report.number(row[key][0])}" for key in titles if key in row]
-            yield f"{label}: {', '.join(cells)}"
+    titles = report.COLUMNS.get(part.words[1], {}) | LIMITS
+    for label, row in measured(outcome).items():
+        cells = [
+            f"{title} {report.number(row[name])}" for name, title in titles.items() if name in row
+        ]
+        yield f"{label}: {', '.join(cells)}"
 
 
 def slow_rows(outcome: Outcome) -> Iterator[str]:
     """Name what reaches less than half of what memory or products of matrices allow, or of another
     engine's speed. A short prompt reads more than it multiplies."""
-    for label, row in outcome.rows[0]["runs"].items() if is_measured(outcome) else ():
-        medians = {name: median for name, (median, *_) in row.items()}
-        limits = ["of_read_limit", "of_gemm_peak"]
-        if medians.get("prefill_tok_s", math.inf) * medians.get("first_token_s", 1) < 1000:
-            limits.remove("of_gemm_peak")
-        for name in limits:
-            if medians.get(name, 1) < 0.5:
-                yield f"{label}: {medians[name]:.2f} {name.replace('_', ' ')}"
-        for name, median in medians.items():
-            if name.endswith("_times") and median > 2:
-                yield f"{label}: {name.removesuffix('_times')} is {median:.1f} times as fast"
+    for label, row in measured(outcome).items():
+        is_short = row.get("prefill_tok_s", 0) * row.get("first_token_s", 0) < 1000
+        for name in ("of_read_limit", *["of_gemm_peak"] * (not is_short)):
+            if row.get(name, 1) < 0.5:
+                yield f"{label}: {row[name]:.2f} {name.replace('_', ' ')}"
+        for name, value in row.items():
+            if name.endswith("_times") and value > 2:
+                yield f"{label}: {name.removesuffix('_times')} is {value:.1f} times as fast"
 
 
 if __name__ == "__main__":

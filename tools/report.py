@@ -245,6 +245,14 @@ def latest(name: str) -> dict | None:
     return json.loads(files[-1].read_text()) if files else None
 
 
+def medians(run: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Return the median of each figure of a record, by row."""
+    return {
+        label: {name: median for name, (median, _, _) in row.items()}
+        for label, row in run["runs"].items()
+    }
+
+
 def cell(median: float, low: float, high: float) -> str:
     if low == high:
         return number(median)
@@ -276,9 +284,9 @@ def purpose_picture() -> Picture:
     panels: list[Panel] = []
     for group in PAGE["purpose"]:
         run = latest(group["record"])
-        values = {label: run["runs"][row] for label, row in group["rows"].items()}
-        medians = {label: row[group["figure"]][0] for label, row in values.items()}
-        panels.append(Bars(group["title"], medians, f"{group['unit']}; {run['hardware']}"))
+        rows = medians(run)
+        bars = {label: rows[row][group["figure"]] for label, row in group["rows"].items()}
+        panels.append(Bars(group["title"], bars, f"{group['unit']}; {run['hardware']}"))
     beside = []
     for file in sorted(RECORDS.glob("versus-*.json")):
         age = f"; older code, {OLDER[file.stem]}" if file.stem in OLDER else ""
@@ -295,10 +303,11 @@ def versus_panels(run: dict[str, Any], note: str = "") -> list[Panel]:
     """Return a panel of bars for each row of a record of `versus`; the first has the note."""
     panels: list[Panel] = []
     note = f"tokens per second; {run['hardware']}{note}"
-    for label, row in run["runs"].items():
-        values = {title: row[name][0] for name, title in NAMES.items() if name in row}
-        title = f"{label[0].upper()}{label[1:]} ({run['model']}, {run['dtype']})"
-        panels.append(Bars(title, values, note, {*NAMES.values()} - {"kilolm"}))
+    others = {*NAMES.values()} - {"kilolm"}
+    for label, row in medians(run).items():
+        bars = {title: row[name] for name, title in NAMES.items() if name in row}
+        title = f"{label.capitalize()} ({run['model']}, {run['dtype']})"
+        panels.append(Bars(title, bars, note, others))
         note = ""
     return panels
 
@@ -313,7 +322,7 @@ def versus_picture(run: dict[str, Any]) -> Picture:
 def growth_picture(run: dict[str, Any]) -> Picture:
     """Show a step's time over the length of the text, and a token's over the number of sequences,
     with what reading alone would take."""
-    rows = {label: {name: v[0] for name, v in row.items()} for label, row in run["runs"].items()}
+    rows = medians(run)
     several = max(row["sequences"] for row in rows.values())
     length = next(row["length"] for row in rows.values() if row["sequences"] == several)
 
@@ -349,26 +358,24 @@ def shape_of(run: dict[str, Any]) -> str:
 def serve_picture() -> Picture:
     """Show the server's latencies over the rate of requests, from the last record."""
     run = latest("serve-shakespeare")
-    figures = [{name: value[0] for name, value in row.items()} for row in run["runs"].values()]
-    rates = [float(label.split()[0]) for label in run["runs"]]
-    return load_picture(rates, figures, f"The bundled model; {run['hardware']}; {run['versions']}")
+    rows = {float(label.split()[0]): row for label, row in medians(run).items()}
+    return load_picture(rows, f"The bundled model; {run['hardware']}; {run['versions']}")
 
 
-def load_picture(rates: list[float], figures: list[dict[str, float]], note: str) -> Picture:
+def load_picture(rows: dict[float, dict[str, float]], note: str) -> Picture:
     """Show time to first token and time per token over the rate of requests, with a line at the
     rate that is answered at most, where more were sent.
 
     Args:
-        figures: what load.summary gives for each rate.
+        rows: rate -> what load.summary gives.
     """
-    most = max(each["request_s"] for each in figures)
-    mark = (most, f"at most {number(most)} answered") if most < 0.9 * max(rates) else None
+    most = max(row["request_s"] for row in rows.values())
+    mark = (most, f"at most {number(most)} answered") if most < 0.9 * max(rows) else None
     panels: list[Panel] = []
     for title, figure in (("Time to first token", "ttft"), ("Time per further token", "tpot")):
-        lines = {
-            f"p{p}": [(rate, row[f"{figure}_p{p}_ms"]) for rate, row in zip(rates, figures)]
-            for p in (50, 99)
-        }
+        lines = {}
+        for name in ("p50", "p99"):
+            lines[name] = [(rate, row[f"{figure}_{name}_ms"]) for rate, row in rows.items()]
         panels.append(Curves(title, lines, "requests per second", "ms", "y", mark=mark))
     return [panels], [note]
 
