@@ -141,7 +141,7 @@ class TestCommands:
         assert "![A step's time over text and sequences](r.svg)" in page
         run = json.loads((report.RECORDS / "r.json").read_text())
         svg = pictures.draw(*report.growth_picture(run))
-        assert names_in(svg, "line") == 2 * ["static cache", "reading alone", "paged cache"]
+        assert names_in(svg, "line") == 2 * ["static cache", "paged cache", "reading alone"]
 
     def test_sample(self, measure, compiled):
         """A setting that is not applied: temperature alone, or greedy, in all rows' place."""

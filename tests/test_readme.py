@@ -170,8 +170,8 @@ def test_each_figure_has_one_value():
     """Rows that did not say of which model they are; 20.2 and 14.2 tokens/s of one sequence, and no
     word why; a share of vLLM's lead that was taken from two kinds of ratio."""
     speed = README.partition("## Speed")[2].partition("\n## ")[0]
-    for line, (_, name, row, *_) in zip(report.summary().splitlines()[3:], report.SUMMARY):
-        run = report.latest(name)
+    for line, about in zip(report.summary().splitlines()[3:], report.PAGE["summary"]):
+        run, row = report.latest(about["record"]), about["row"]
         assert run["hardware"] == "AMD EPYC (AVX512), 2 threads"
         assert line.startswith(f"| {run['model'].replace('shakespeare', 'bundled')}, "), line
         form = row[:4] if row.startswith("int") else "bfloat16"

@@ -160,7 +160,8 @@ def line_links(text: str, page: Path = ROOT / "README.md") -> str:
 
 # --- The figures ----------------------------------------------------------------------------------
 
-PAGE = tomllib.loads((RECORDS / "page.toml").read_text())  # which figures are shown, and how
+# Which figures the pages show, and how.
+PAGE = tomllib.loads(Path(__file__).with_name("page.toml").read_text())
 COLUMNS: dict[str, dict[str, str]] = PAGE["columns"]
 RATIOS: dict[str, tuple[str, str]] = PAGE["ratios"]
 
