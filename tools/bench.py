@@ -444,7 +444,8 @@ def table(result: dict[str, Any]) -> str:
         lines += ["", run]
         for name, (median, low, high) in figures.items():
             name += " (prefill MFU)" * (name == "of_gemm_peak")
-            lines.append(f"  {name:30}{number(median):>10}   ({number(low)} .. {number(high)})")
+            spread = f"({number(low)} .. {number(high)})"
+            lines.append(f"  {name:30}{number(median):>10}   {spread}")
     return "\n".join(lines)
 
 
@@ -598,7 +599,8 @@ def speculation(args: argparse.Namespace) -> int:
     The theory (Leviathan et al. 2022, theorem 3.8): a step makes 1 + (guesses accepted) tokens, and
     costs one step of the model and K of the draft. Both costs are measured, one token at a time.
     """
-    if args.ranks.ranks > 1 or args.batch != [1] or len(args.quantize) > 1 or args.new_tokens < 2:
+    one_sequence = args.ranks.ranks == 1 and args.batch == [1] and len(args.quantize) == 1
+    if not one_sequence or args.new_tokens < 2:
         raise ValueError(
             "--speculate compares one sequence with itself: no ranks, one --batch of 1, one "
             "--quantize, and --new-tokens 2 or more"
@@ -801,7 +803,8 @@ def serve(
         firsts += [request.outputs[0].times[1] - start for request in requests]
     elapsed = time.perf_counter() - start
     work = list(itertools.chain(*groups))
-    prompts, output = sum(len(ids) for ids, _ in work), sum(wanted for _, wanted in work)
+    prompts = sum(len(ids) for ids, _ in work)
+    output = sum(wanted for _, wanted in work)
     steps = stats["engine_steps"]
     return {
         "output_tok_s": output / elapsed,

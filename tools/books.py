@@ -29,7 +29,8 @@ def audit(engine: Engine) -> None:
 
 def audit_pool(pool: BlockPool, tables: Iterable[BlockTable]) -> None:
     """Assert the pool's invariant, given every table in use: each block is free, used or cached."""
-    size, blocks, counts = pool.block_size, range(pool.num_blocks), Counter()
+    size, blocks = pool.block_size, range(pool.num_blocks)
+    counts = Counter()
     for table in tables:
         assert (len(table.chain) - 1) * size <= table.length <= len(table.blocks) * size
         counts.update(table.blocks)

@@ -248,10 +248,11 @@ def gptq(weight: Tensor, H: Tensor, bits: int, group_size: int) -> tuple[Tensor,
         end = min(start + BLOCK, w.shape[1])
         errors = torch.empty_like(w[:, start:end])
         for k in range(start, end):
-            q[:, k] = (w[:, k] / scale[:, k] + zero[:, k]).round().clamp(0, 2**bits - 1)
-            error = (w[:, k] - scale[:, k] * (q[:, k] - zero[:, k])) / U[k, k]
+            w_k, scale_k, zero_k = w[:, k], scale[:, k], zero[:, k]
+            q_k = (w_k / scale_k + zero_k).round().clamp(0, 2**bits - 1)
+            error = (w_k - scale_k * (q_k - zero_k)) / U[k, k]
             w[:, k + 1 : end] -= error[:, None] * U[k, k + 1 : end]
-            errors[:, k - start] = error
+            q[:, k], errors[:, k - start] = q_k, error
         w[:, end:] -= errors @ U[start:end, end:]  # the channels after the block, all at once
     return q[:, order.argsort()], scales, zeros
 
@@ -275,9 +276,10 @@ def best_scales(
     best, least = group_scales(w, bits), torch.inf
     for cut in torch.linspace(1, 0.75, 16).tolist():
         low, high = cut * w.amin(-1, keepdim=True), cut * w.amax(-1, keepdim=True)
-        scales, zeros = tried = group_scales(w.clamp(low, high), bits)
-        q = (w / scales[..., None] + zeros[..., None]).round().clamp(0, 2**bits - 1)
-        error = (scales[..., None] * (q - zeros[..., None]) - w).square()
+        tried = group_scales(w.clamp(low, high), bits)
+        scale, zero = (each[..., None] for each in tried)
+        q = (w / scale + zero).round().clamp(0, 2**bits - 1)
+        error = (scale * (q - zero) - w).square()
         error = (error * importance.view(-1, group_size)).sum(-1)  # (N, G)
         better = error < least
         best = tuple(new.where(better, old) for new, old in zip(tried, best))

@@ -80,27 +80,33 @@ PAPER = re.compile(
 )
 
 
-# --- The files ------------------------------------------------------------------------------------
-
-
 def file_table() -> str:
-    """Each module: its lines and nodes, the first line of its header, and the papers that it names;
-    with the sums of the engine and of all."""
-    text = "\n| file | lines | nodes | idea | papers |\n|---|---|---|---|---|\n"
-    sums = [0, 0]
+    """List each module with its lines and nodes, the first line of its header, and the papers that
+    it names; and the sums of the engine and of all."""
+    rows = [["file", "lines", "nodes", "idea", "papers"]]
+    lines = nodes = 0
     for name in MODULES:
         source = (ROOT / f"{name}.py").read_text()
-        lines, nodes = code_lines(source), code_nodes(source)
-        sums = [a + b for a, b in zip(sums, (lines, nodes))]
         doc = ast.get_docstring(ast.parse(source))
-        idea = doc.split("\n")[0].rstrip(".")
         papers = dict.fromkeys(PAPER.findall(" ".join(doc.split())))
-        links = ", ".join(f"[{who} {year}](https://arxiv.org/abs/{at})" for who, year, at in papers)
-        text += f"| [`{name}.py`]({name}.py) | {lines} | {nodes:,} | {idea} | {links} |\n"
-        if name in (ENGINE[-1], MODULES[-1]):
-            whole = "the engine" if name == ENGINE[-1] else "all"
-            text += f"| {whole} | {sums[0]:,} | {sums[1]:,} | | |\n"
-    return text + "\n"
+        links = [f"[{who} {year}](https://arxiv.org/abs/{at})" for who, year, at in papers]
+        own = code_lines(source), code_nodes(source)
+        lines += own[0]
+        nodes += own[1]
+        idea = doc.split("\n")[0].rstrip(".")
+        file = f"[`{name}.py`]({name}.py)"
+        rows.append([file, f"{own[0]:,}", f"{own[1]:,}", idea, ", ".join(links)])
+        if name == ENGINE[-1]:
+            rows.append(["the engine", f"{lines:,}", f"{nodes:,}", "", ""])
+    rows.append(["all", f"{lines:,}", f"{nodes:,}", "", ""])
+    return f"\n{markdown(rows)}\n"
+
+
+def markdown(rows: list[list[str]]) -> str:
+    """Write a table, whose first row has the titles."""
+    lines = [f"| {' | '.join(row)} |\n" for row in rows]
+    lines.insert(1, "|---" * len(rows[0]) + "|\n")
+    return "".join(lines)
 
 
 def code_lines(source: str) -> int:
@@ -181,13 +187,13 @@ def speed_table(file: Path) -> str:
         text += f"\n\n![A step's time over text and sequences]({file.stem}.svg)"
     measured = {name for row in rows.values() for name in row}
     columns = {name: title for name, title in COLUMNS[kind].items() if name in measured}
-    text += "\n\n| run | " + " | ".join(columns.values()) + " |\n"
-    text += "|---" * (1 + len(columns)) + "|\n"
+    table = [["run", *columns.values()]]
     for label, row in rows.items():
-        shown = [name in row and agrees(rows, row, name) for name in columns]
-        cells = [cell(*row[name]) if show else "" for name, show in zip(columns, shown)]
-        text += f"| {label} | " + " | ".join(cells) + " |\n"
-    return text
+        table.append([label])
+        for name in columns:
+            shown = name in row and agrees(rows, row, name)
+            table[-1].append(cell(*row[name]) if shown else "")
+    return f"{text}\n\n{markdown(table)}"
 
 
 def kind_of(command: str) -> str:
@@ -215,18 +221,17 @@ def agrees(rows: dict[str, dict], row: dict, name: str) -> bool:
 
 
 def summary() -> str:
-    """Return a line for each technique: what it brings, from the records of its name."""
-    text = "\n| model | what | measured | beside it | |\n|---|---|---|---|---|\n"
+    """List what each technique brings, from the records of its name."""
+    rows = [["model", "what", "measured", "beside it", ""]]
     for line in PAGE["summary"]:
         record = latest(line["record"])
         row, ratio = record["runs"][line["row"]], line["ratio"]
         measured = f"{cell(*row[line['figure']])} {line['unit']}"
-        beside = f"{cell(*row[ratio])} | {line['meaning']}"
-        if not agrees(record["runs"], row, ratio):
-            beside = " | "
-        model = model_name(record, line["row"])
-        text += f"| {model} | {line['what']} | {measured} | {beside} |\n"
-    return text + "\n"
+        beside = ["", ""]
+        if agrees(record["runs"], row, ratio):
+            beside = [cell(*row[ratio]), line["meaning"]]
+        rows.append([model_name(record, line["row"]), line["what"], measured, *beside])
+    return f"\n{markdown(rows)}\n"
 
 
 def model_name(run: dict, row: str) -> str:
@@ -328,16 +333,15 @@ def growth_picture(run: dict[str, Any]) -> Picture:
     length = next(row["length"] for row in rows.values() if row["sequences"] == several)
 
     def curves(title: str, x: str, x_name: str, kept: dict[str, float]) -> Curves:
-        """Show milliseconds a token over x, of the rows with certain values."""
+        """Show milliseconds a token over x, of the rows that have certain values."""
         lines: dict[str, dict[float, float]] = {}
+        reading = {}  # the same bytes in both caches
         for label, row in rows.items():
             if kept.items() <= row.items():
-                kind = label.rpartition(", ")[2]
-                lines.setdefault(kind, {})[row[x]] = row["token_ms"]
-        for row in rows.values():
-            if kept.items() <= row.items():
-                reading = lines.setdefault("reading alone", {})
+                line = lines.setdefault(label.rpartition(", ")[2], {})
+                line[row[x]] = row["token_ms"]
                 reading[row[x]] = row["read_ms"] / row["sequences"]
+        lines["reading alone"] = reading
         points = {name: sorted(line.items()) for name, line in lines.items()}
         return Curves(title, points, x_name, "ms", "xy")
 
