@@ -58,7 +58,7 @@ def speed_tables() -> str:
     text = (ROOT / "benchmarks" / "README.md").read_text()
     for file in sorted(RECORDS.glob("*.json")):
         if f"<!-- {file.stem} -->" not in text:
-            text += f"\n<!-- {file.stem} -->\n<!-- /{file.stem} -->\n"
+            text += f"\n## {file.stem}\n\n<!-- {file.stem} -->\n<!-- /{file.stem} -->\n"
         text = fill(text, file.stem, speed_table(file))
     return text
 
