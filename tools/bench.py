@@ -1,14 +1,14 @@
 """Measure the engine; every number in the README comes from here.
 
-    python tools/bench.py latency --shape 1b --compile    one batch at a time: what a user waits for
+    python tools/bench.py latency --shape 1b --compile    one batch: first token, decode, prefill
     python tools/bench.py latency ... --speculate 4       the same with guessed tokens, and without
     python tools/bench.py throughput --shape 1b --compile     many requests, through the scheduler
-    python tools/bench.py sample                          the sampler alone: rows, settings, words
+    python tools/bench.py sample                          the sampler alone
     python tools/bench.py prefix --shape 1b --compile     a long prompt whose beginning is cached
     python tools/bench.py growth --shape 1b --compile     a step, by length and by sequences
     python tools/bench.py versus --shape 1b               other engines that are installed, in turn
     python tools/bench.py serve --url http://127.0.0.1:8000   a load on a running server
-    python tools/bench.py quality --checkpoint DIR --text FILE     what quantisation costs
+    python tools/bench.py quality --checkpoint DIR --text FILE     the cost of fewer bits
     python tools/bench.py report              put the recorded figures into README.md and its pages
 
 Machines are noisy and drift, so a speed is never reported alone. The machine's own limits (reading
@@ -141,7 +141,7 @@ OPTIONS: dict[str, tuple] = {
         ("--cuda-graphs", False, "replay decoding; see tools/cuda_graphs.py"),
         ("--baseline-requests", 2, "how many of the requests also run one at a time"),
         ("--sampling", ["greedy"], "several to compare", SAMPLING),
-        ("--price-per-hour", float, "dollars for the machine; adds those of a million tokens"),
+        ("--price-per-hour", float, "dollars for the machine; adds the price of a million tokens"),
     ),
     "sample": ("the sampler alone, on random logits", *OUTPUT,
         ("--device", "cpu", "", DEVICES), ("--threads", 1), ("--repeat", 9),
@@ -181,7 +181,7 @@ OPTIONS: dict[str, tuple] = {
         ("--ttft-limit", 1.0, "seconds to the first token"),
         ("--tpot-limit", 0.1, "seconds for each token after it"),
     ),
-    "quality": ("what quantisation costs in perplexity", *MODEL,
+    "quality": ("the cost of quantisation in perplexity", *MODEL,
         ("--text", Path, "its last tenth is scored, the rest calibrates"), ("--group-size", 128),
     ),
     "report": ("rewrite the generated parts of the pages",),
@@ -307,8 +307,7 @@ class Rows(dict[str, dict[str, list[float]]]):
 
 
 def rounds(repeat: int, warm_up: bool = True) -> Iterator[bool]:
-    """Go through the rounds of a measurement: False for one that warms up, True for those that
-    count."""
+    """Yield False for a round that warms up, and True for each round that counts."""
     for number in progress(range(repeat + warm_up), "measuring"):
         yield number >= warm_up
 
@@ -322,7 +321,7 @@ def in_turn(
     """Measure each row once in each round, so that a disturbance meets all of them.
 
     Args:
-        ways: row -> what measures its figures. (A rank that has to wait measures none.)
+        ways: row -> a function that measures its figures. (A rank that waits returns none.)
         ratios: names of report.RATIOS, which compare a row with another one of the same round.
     """
     rows = Rows()
@@ -413,7 +412,7 @@ def spread(figures: dict[str, list[float]]) -> dict[str, tuple[float, float, flo
 
 
 def provenance(device: torch.device, args: argparse.Namespace) -> dict[str, str]:
-    """Return what a figure is worth nothing without: machine, versions, command, model."""
+    """Return the machine, versions, command and model, without which a figure means nothing."""
     name = platform.processor() or platform.machine()
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     launcher = "python" if ranks == 1 else f"torchrun --standalone --nproc-per-node {ranks}"
@@ -422,7 +421,7 @@ def provenance(device: torch.device, args: argparse.Namespace) -> dict[str, str]
     elif Path("/proc/cpuinfo").is_file():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next((x.split(": ")[1] for x in lines if x.startswith("model name")), name)
-        name += f" ({torch.backends.cpu.get_cpu_capability()})"  # some names say little
+        name += f" ({torch.backends.cpu.get_cpu_capability()})"  # some names do not tell it
     threads = getattr(args, "threads", None) or torch.get_num_threads()
     return {
         "hardware": f"{name}, {threads} threads" + " a rank" * (ranks > 1),
@@ -581,8 +580,8 @@ class Run:
         return figures
 
     def exchange(self) -> None:
-        """Exchange what the ranks do in a step: a sum after the embedding and two in each layer,
-        and the logits' parts put together."""
+        """Repeat a step's exchanges between ranks: a sum after the embedding and two in each layer,
+        and one gather of the logits' parts."""
         c, vocab_part = self.model.config, len(self.model.embed_tokens.weight)
         x = torch.zeros(self.batch, c.hidden_size, dtype=self.model.dtype, device=self.model.device)
         for _ in range(1 + 2 * c.num_hidden_layers):
@@ -671,8 +670,8 @@ def make_draft(args: argparse.Namespace, model: Transformer) -> Transformer:
 @torch.no_grad()
 def first_layers(model: Transformer, layers: int, noise: float) -> Transformer:
     """Make a draft of a model's first layers, with a known acceptance. The model's later layers are
-    changed to add nothing (but cost what they cost), so that both make the same logits; noise on
-    the draft's last matrix, as a share of its own spread, makes them differ."""
+    changed to add nothing, at the same cost, so that both make the same logits. Noise on the
+    draft's last matrix, as a share of its own spread, makes them differ."""
     config = replace(model.config, num_hidden_layers=layers, windows=model.config.windows[:layers])
     with torch.device("meta"):
         draft = build(config)
@@ -720,9 +719,9 @@ def throughput(args: argparse.Namespace) -> int:
 
     All requests are handed in at the start, and the time to a first token counts from there.
     "static batches" admits --max-num-seqs requests, and the next ones only when the longest of
-    these has ended; until then the others run on, and what they make is thrown away, as one call
-    of `generate` in most libraries does. "one at a time" runs --baseline-requests of the requests,
-    each alone.
+    them has ended; until then the others run on, and their surplus tokens are thrown away, as one
+    call of `generate` in most libraries does. "one at a time" runs --baseline-requests of the
+    requests, each alone.
     """
     model, result = prepare(args, args.quantize)
     compile_models(args, result, None, model)
@@ -779,8 +778,8 @@ def serve(
 
     Args:
         sampling: a name in SAMPLING.
-        run_on: every request of a group runs until the longest one ends; only what it asked for
-            counts.
+        run_on: every request of a group runs until the longest one ends; only the tokens that it
+            asked for count.
     """
     engine.reset()
     engine.stats = stats = dict.fromkeys(STATS, 0)
@@ -860,7 +859,7 @@ def prefix(args: argparse.Namespace) -> int:
 @torch.no_grad()
 def growth(args: argparse.Namespace) -> int:
     """Measure a decode step as a text gets longer, and as there are more sequences, in either
-    cache; and what reading the step's bytes, weights and keys and values, takes alone.
+    cache; and the time that reading the step's weights, keys and values takes alone.
 
     The caches are filled with noise in place of a text: a step's time does not depend on it, but
     memory that was never written would be read faster.

@@ -121,8 +121,8 @@ def parts(args: argparse.Namespace, found: Row) -> dict[str, Part]:
 
 
 def that_fit(config: Config, free_gb: float | None) -> list[int]:
-    """Choose how many sequences to run at once: as many of 1, 8, 32, 256 as have room for their
-    keys and values, and leave some for the rest."""
+    """Choose the numbers of sequences, out of 1, 8, 32 and 256, whose weights, keys and values fit
+    into 70 % of the free memory."""
     with torch.device("meta"):
         used = 2 * sum(parameter.numel() for parameter in build(config).parameters())
     token = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
@@ -138,7 +138,7 @@ def that_fit(config: Config, free_gb: float | None) -> list[int]:
 
 
 def machine(device: str, tiny: bool) -> Iterator[Row]:
-    """Say what there is."""
+    """Report the device."""
     about = argparse.Namespace(words=[], checkpoint=None, shape="")
     about = bench.provenance(torch.device(device), about)
     found: Row = {"row": about["hardware"], "versions": about["versions"]}
@@ -149,11 +149,11 @@ def machine(device: str, tiny: bool) -> Iterator[Row]:
 
 
 def attempt(row: Row, measure: Callable[[], tuple[float, list[str]]]) -> Row:
-    """Add to a row how far off it is, and what is at fault.
+    """Run a measurement, and add the error that it found, and its faults, to a row.
 
     Args:
-        row: with `near`, how far off it may be.
-        measure: returns how far off it is, and faults.
+        row: has `near`, the largest error that is right.
+        measure: returns the error, and a list of faults.
     """
     faults = []
     try:
@@ -188,7 +188,7 @@ def try_way(case: str, dtype: str, path: str, kind: str, device: str, tiny: bool
 
 
 def tokens(case: str, device: str, tiny: bool) -> Iterator[Row]:
-    """All ways that run eagerly. In bfloat16 not those that guess: their texts are the same."""
+    """Try all ways that run eagerly; with guesses in float32 only, as they change no text."""
     for dtype in ("float32", "bfloat16"):
         for path, kind in ways.rows_of(case):
             guesses = "speculate" in ways.KINDS.get(kind, {})
@@ -214,7 +214,7 @@ COMPILED = [
 
 
 def compiled(device: str, tiny: bool) -> Iterator[Row]:
-    """Compiled ways, one after another, as long as there is time: each is compiled first."""
+    """Try compiled ways, one after another, as long as there is time: each is compiled first."""
     end = time.monotonic() + 100
     for row in COMPILED[:1] if tiny else COMPILED:
         if row[2] in ways.REPLAYED and device != "cuda":
@@ -227,7 +227,7 @@ def compiled(device: str, tiny: bool) -> Iterator[Row]:
 
 @torch.no_grad()
 def packed(device: str, tiny: bool) -> Iterator[Row]:
-    """Each packed form of a matrix beside its eager twin, for one row and for several."""
+    """Compare each packed form of a matrix with its eager twin, for one row and for several."""
     torch.manual_seed(0)
     N, K = (256, 128) if tiny else (4096, 2048)
     for dtype in ("float32", "bfloat16"):
@@ -243,7 +243,7 @@ def packed(device: str, tiny: bool) -> Iterator[Row]:
 
 @torch.no_grad()
 def form_error(linear: torch.nn.Module, form: type | None) -> tuple[float, list[str]]:
-    """How far a form's products are from those in float64, as a share of their spread."""
+    """Return the error of a form's products against float64, as a share of their spread."""
     weight = linear.dequantize() if isinstance(linear, QuantLinear) else linear.weight
     fast, off = form(linear) if form else linear, []
     for rows in (1, 3, 32, 300):
@@ -256,7 +256,7 @@ def form_error(linear: torch.nn.Module, form: type | None) -> tuple[float, list[
 
 
 def ranks(device: str, tiny: bool) -> Iterator[Row]:
-    """Two processes beside one: the same text."""
+    """Compare the text of two processes with that of one."""
     for words in ("--temperature 0", "--seed 1 --num-samples 2")[: 1 if tiny else 2]:
         script = [str(ROOT / "generate.py"), "--device", device, "--dtype", "float32"]
         script += ["--max-new-tokens", "40", *words.split()]
@@ -313,7 +313,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--device", choices=("cuda", "cpu", "mps"), default="cuda")
     add("--tiny", action="store_true", help="a rehearsal: a few ways, and tiny models")
     add("--only", nargs="+", default=[], metavar="NAME", help="these parts")
-    add("--minutes", type=float, default=10.0, help="what no longer fits is left out")
+    add("--minutes", type=float, default=10.0, help="parts that would end later are skipped")
     add("--out", type=Path, help="folder of the records (default: benchmarks/DEVICE)")
     add("--vllm-python", type=Path, metavar="PATH", help="Python that has vLLM")
     add("--part", choices=CHECKS, help="run one check in this process: a JSON line for each way")
@@ -329,7 +329,7 @@ class Outcome(NamedTuple):
     status: str  # "passed", "failed" or "skipped"
     text: str  # in a line
     rows: list[Row]  # what it printed
-    lines: tuple[str, ...] = ()  # what else is to be read: faults, or its last words
+    lines: tuple[str, ...] = ()  # faults, and the end of its stderr where it failed
 
 
 def check(args: argparse.Namespace) -> int:
@@ -464,8 +464,8 @@ def figures(part: Part, outcome: Outcome) -> Iterator[str]:
 
 
 def slow_rows(outcome: Outcome) -> Iterator[str]:
-    """Name what reaches less than half of what memory or products of matrices allow, or of another
-    engine's speed. A short prompt reads more than it multiplies."""
+    """Name rows that reach less than half of the memory's or the GEMM's limit, or less than half of
+    another engine's speed. A short prompt is limited by memory, so its GEMM share is not named."""
     for label, row in measured(outcome).items():
         is_short = row.get("prefill_tok_s", 0) * row.get("first_token_s", 0) < 1000
         for name in ("of_read_limit", *["of_gemm_peak"] * (not is_short)):

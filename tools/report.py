@@ -2,7 +2,7 @@
 
 The figures come from benchmarks/*.json, and the list of files from the files: no number in these
 parts is typed by hand. A part stands between the marks `<!-- NAME -->` and `<!-- /NAME -->`, and
-what stands around it is written by hand. Read: main, then what it calls.
+the text around it is written by hand. Read: main, then the functions that it calls.
 """
 
 import ast
@@ -22,7 +22,7 @@ from tools.pictures import Bars, Curves, Panel, number
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS, COURSE = ROOT / "benchmarks", ROOT / "course"
-# In reading order: the engine; the techniques, without which it runs; what is at its edges.
+# In reading order: the engine; the techniques, without which it runs; its edges.
 ENGINE = ("model", "kv_cache", "sampling", "generate", "paged", "scheduler")
 TECHNIQUES = ("quantize", "speculative", "experts", "structured", "tp", "flex", "server")
 EDGES = ("settings", "checkpoint", "tokenizer", "packed", "program")
@@ -64,7 +64,7 @@ def speed_tables() -> str:
 
 
 def fill(text: str, mark: str, inside: str) -> str:
-    """Replace what stands between the marks of a part. Raises ValueError where a mark is absent."""
+    """Replace the text between the marks of a part. Raises ValueError where a mark is absent."""
     before, begin, rest = text.partition(f"<!-- {mark} -->\n")
     _, end, after = rest.partition(f"<!-- /{mark} -->")
     if not end:
@@ -125,8 +125,8 @@ def code_lines(source: str) -> int:
 
 
 def code_nodes(source: str) -> int:
-    """Count the expressions and statements of the syntax tree, less docstrings: what there is to
-    understand, however it is folded into lines.
+    """Count the expressions and statements of the syntax tree, without docstrings. Folding code
+    into fewer lines does not change the count.
 
     Example: `x = f(y)` has 5: the assignment, the call, and the names x, f and y
     """
@@ -207,8 +207,8 @@ def kind_of(command: str) -> str:
 
 
 def agrees(rows: dict[str, dict], row: dict, name: str) -> bool:
-    """Whether the median ratio of the rounds is within 3 % of the ratio of the medians beside it;
-    of other figures, True. Where it is not, the machine was not the same in all rounds."""
+    """Say whether a ratio's median is within 3 % of the ratio of the medians beside it. Where it is
+    not, the machine changed between rounds. Figures that are no ratios agree."""
     first = next(iter(rows.values()))
     if name.endswith("_times"):
         other, base = row[name.removesuffix("_times")], row["kilolm"]
@@ -235,7 +235,7 @@ def summary() -> str:
 
 
 def model_name(run: dict, row: str) -> str:
-    """The model of a record's row, and the form of its weights, such as "1b, bfloat16"."""
+    """Name the model of a record's row, and the form of its weights, such as "1b, bfloat16"."""
     name = "bundled" if run["model"] == "shakespeare" else run["model"]
     rounded = re.match("int[48]", row)
     dtype = re.search(r"--dtype (\w+)", run["command"])
@@ -245,7 +245,7 @@ def model_name(run: dict, row: str) -> str:
 
 
 def latest(name: str) -> dict | None:
-    """The last record of NAME.json or NAME-MACHINE.json, and not NAME-VARIANT-MACHINE.json."""
+    """Return the last record of NAME.json or NAME-MACHINE.json, not NAME-VARIANT-MACHINE.json."""
     files = [*RECORDS.glob(f"{name}.json"), *sorted(RECORDS.glob(f"{name}-*.json"))]
     files = [file for file in files if "-" not in file.stem.removeprefix(name)[1:]]
     return json.loads(files[-1].read_text()) if files else None
@@ -372,7 +372,7 @@ def load_picture(rows: dict[float, dict[str, float]], note: str) -> Picture:
     rate that is answered at most, where more were sent.
 
     Args:
-        rows: rate -> what load.summary gives.
+        rows: rate -> the result of load.summary.
     """
     most = max(row["request_s"] for row in rows.values())
     mark = (most, f"at most {number(most)} answered") if most < 0.9 * max(rows) else None

@@ -92,7 +92,7 @@ class Child:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout, self.log):
-            with contextlib.suppress(BrokenPipeError):  # what it did not live to read
+            with contextlib.suppress(BrokenPipeError):  # it died before it read all
                 pipe.close()
 
 
@@ -182,7 +182,7 @@ def row_names(sizes: Sizes) -> tuple[str, str, str]:
 def main(name: str) -> None:
     """Answer the parent until it has no more questions."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # libraries may print to stdout, too
     engine = None
 
     def answer(**values: Any) -> None:
@@ -217,9 +217,9 @@ class Peer:
         raise NotImplementedError
 
     def speed(self, figure: str, prompts: list[list[int]], new_tokens: int) -> float | None:
-        """Return tokens per second: those of a prompt until its first new token is there; those
-        after the first, without the prompt's time; those of a batch, from its arrival to its end,
-        prompts included."""
+        """Return tokens per second: a prompt's tokens, until the first new one; the new tokens after
+        the first, without the prompt's time; or a batch's new tokens, from its arrival to its end.
+        """
 
         def seconds(count: int) -> float:
             start = time.perf_counter()
@@ -314,8 +314,8 @@ class Transformers(Peer):
 
 
 class TransformersCompiled(Transformers):
-    """`generate` with its static cache and compiled steps of one token each, which is what it does
-    by itself on a GPU; prompts run eagerly there too."""
+    """`generate` with its static cache and compiled steps of one token each, as it runs by itself
+    on a GPU; prompts run eagerly there too."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
         super().__init__(setup)
@@ -393,7 +393,7 @@ class LlamaCpp(Peer):
         return None if figure == "batch" else super().speed(figure, prompts, new_tokens)
 
 
-GGUF_KEYS = {  # what follows `add_` in the name of GGUFWriter's method -> the key of config.json
+GGUF_KEYS = {  # GGUFWriter's method, without `add_` -> the key of config.json
     "vocab_size": "vocab_size", "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size",
     "block_count": "num_hidden_layers", "head_count": "num_attention_heads",
