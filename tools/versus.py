@@ -217,8 +217,8 @@ class Peer:
         raise NotImplementedError
 
     def speed(self, figure: str, prompts: list[list[int]], new_tokens: int) -> float | None:
-        """Return tokens per second: a prompt's tokens, until the first new one; the new tokens after
-        the first, without the prompt's time; or a batch's new tokens, from its arrival to its end.
+        """Return tokens per second: of a prompt, until the first new token; of the tokens after the
+        first, without the prompt's time; or of a batch's new tokens, from its arrival to its end.
         """
 
         def seconds(count: int) -> float:
