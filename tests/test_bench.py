@@ -536,7 +536,7 @@ def test_pictures(monkeypatch):
     import matplotlib
 
     svg = pictures.draw([[BARS, CURVES], [BARS]], ["A note."])
-    monkeypatch.setitem(matplotlib.rcParams, "font.size", 30)
+    monkeypatch.setitem(matplotlib.rcParams, "axes.facecolor", "red")
     assert pictures.draw([[BARS, CURVES], [BARS]], ["A note."]) == svg
     assert names_in(svg, "bar") == ["one & two", "three"] * 2
     assert names_in(svg, "line") == ["ideal"] and ">A note.<" in svg
