@@ -351,10 +351,8 @@ def check(args: argparse.Namespace) -> int:
                 folder = folder or RECORDS / re.sub(r"\W+", "-", found["row"].lower())
                 folder.mkdir(parents=True, exist_ok=True)
             print(f"{outcome.status}, {seconds:.0f} s: {outcome.text}")
-            print(
-                "".join(f"    {line}\n" for line in (*outcome.lines, *figures(part, outcome))),
-                end="",
-            )
+            for line in (*outcome.lines, *figures(part, outcome)):
+                print(f"    {line}")
             slow += [f"\n    {name}: {line}" for line in slow_rows(outcome)]
             record = outcome._asdict() | {"part": name, "hardware": found["row"]}
             runs = record.pop("rows")
