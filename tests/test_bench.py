@@ -1,4 +1,4 @@
-"""The instruments: what bench.py measures and refuses, and the pages that report.py makes of it."""
+"""What bench.py measures and refuses, and the pages and pictures that report.py makes."""
 
 import json
 import re
@@ -52,7 +52,7 @@ def measure(monkeypatch, capsys, tmp_path):
 
 
 def names_in(svg, kind):
-    """The names of the bars, or lines, that a picture shows, in the order of drawing."""
+    """Return the names of the bars, or lines, of a picture, in the order of drawing."""
     ids = [each.get("id", "") for each in ElementTree.fromstring(svg).iter()]
     return [name.removeprefix(f"{kind}: ") for name in ids if name.startswith(f"{kind}: ")]
 
@@ -66,7 +66,7 @@ THROUGHPUT = "throughput --shape tiny --prompt-tokens 4 40 --new-tokens 2 9 --re
 )
 class TestCommands:
     def test_latency(self, measure, compiled):
-        """A row for each form, batch and capacity; another cache than the row says."""
+        """A form, batch or capacity without a row; a cache of another size than its row names."""
         modes = ("none", "int8") if compiled else ("none",)
         rows, page = measure(
             LATENCY + "--batch 3 1 --max-seq-len 28 200 --quantize", *modes, *compiled
@@ -82,8 +82,8 @@ class TestCommands:
 
     @pytest.mark.parametrize("noise", [0, 3])
     def test_speculation_with_a_draft(self, measure, compiled, noise):
-        """A draft of the first layers that does not say what the model says; a noise that does
-        nothing; figures of the run before."""
+        """The draft of the first layers disagrees with the model; noise has no effect; a run shows
+        the figures of the run before."""
         words = f"--new-tokens 31 --draft-noise {noise} --speculate 3"
         rows, page = measure(LATENCY + words, *compiled)
         assert [*rows] == ["plain", "3 guesses"]
@@ -94,15 +94,15 @@ class TestCommands:
         assert rows["3 guesses"]["draft_cost"] > 0 and "times plain" in page
 
     def test_speculation_from_the_text(self, measure, compiled):
-        """Guesses of a draft in its place."""
+        """The text's guesses are replaced by those of a draft."""
         rows, _ = measure(LATENCY + "--new-tokens 40 --speculate-ngram 4", *compiled)
         guessed = rows["4 guesses"]
         assert guessed["same_tokens"] == 1 and guessed["draft_cost"] == 0
         assert guessed["theory"] == pytest.approx(1 + guessed["accepted"])
 
     def test_throughput(self, measure, compiled):
-        """Requests lost, or run twice; time counted into the forward that is not spent there; first
-        tokens counted from when a batch had its turn; static rows that leave as they end."""
+        """Requests are lost, or run twice; the forward's time includes other work; first tokens are
+        counted from when a batch starts; rows of a static batch leave when they end."""
         rows, page = measure(THROUGHPUT + "--max-num-seqs 2 --baseline-requests 1", *compiled)
         assert [*rows] == ["continuous batching", "static batches", "one at a time"]
         static, continuous = rows["static batches"], rows["continuous batching"]
@@ -127,7 +127,7 @@ class TestCommands:
         assert "dollars a million tokens, in and out | ... out, in for free" in page
 
     def test_growth(self, measure, compiled):
-        """The bytes of one sequence counted for all; a point that is run twice, or of one cache."""
+        """The bytes of one sequence are counted for all; a point runs twice, or in one cache."""
         words = "--lengths 20 70 --sequences 1 3 --sequence-tokens 20 --new-tokens 3 --repeat 2"
         rows, page = measure(f"growth --shape tiny {words}", *compiled)
         kinds = [f"{kind} cache" for kind in ("static", "paged")]
@@ -144,7 +144,7 @@ class TestCommands:
         assert names_in(svg, "line") == 2 * ["static cache", "paged cache", "reading alone"]
 
     def test_sample(self, measure, compiled):
-        """A setting that is not applied: temperature alone, or greedy, in all rows' place."""
+        """A setting has no effect: all rows run with temperature alone, or greedily."""
         rows, page = measure("sample --rows 1 8 --vocab-sizes 20000 --repeat 3 --context 50")
         assert len(rows) == 2 * len(bench.SETTINGS) and "milliseconds" in page
         ms = {name: row["ms"] for name, row in rows.items()}
@@ -152,7 +152,7 @@ class TestCommands:
         assert ms["8 rows of 20000, qwen"] < ms["8 rows of 20000, flat"]  # which is sorted
 
     def test_prefix(self, measure, compiled):
-        """A prefix that is not found, or one that is no longer cold."""
+        """A prefix is not found, or the cold prompt is cached."""
         rows, _ = measure("prefix --shape tiny --prompt-tokens 128 --repeat 2", *compiled)
         assert [*rows] == ["cold", "cached", "floor"]
         assert [row["cached_tokens"] for row in rows.values()] == [0, 112, 0]
@@ -179,7 +179,7 @@ BREAKS = "class LLM:\n    def __init__(self, **_): raise OSError('\\nno such wei
 
 
 def test_versus(measure, fake, tmp_path, monkeypatch):
-    """An engine that is not there, or fails, and takes the others with it; weights left behind."""
+    """An engine that is not installed, or fails, ends the others too; weights are left behind."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     fake("vllm", "__version__ = '1'\n" + BREAKS)
     fake("llama_cpp", "raise ModuleNotFoundError('No module', name='llama_cpp')")
@@ -198,7 +198,7 @@ def test_versus(measure, fake, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_versus_compiled(measure):
-    """A cache that is too short for what comes after the compiled step's first length."""
+    """The cache is too short for what follows the compiled step's first length."""
     rows, _ = measure(VERSUS + "--repeat 1 --peers transformers_compiled")
     assert all(row["transformers_compiled_times"] > 0 for row in rows.values())
 
@@ -249,8 +249,8 @@ TWO = {"figure": "batch", "prompts": [[5], [9, 2]], "new_tokens": 20}
 
 @pytest.mark.parametrize("name", ["vllm", "llama_cpp"])
 def test_peers(fake, name):
-    """A time that includes the prompt's where it should not, or leaves it out; a batch of which one
-    row counts; an answer that a library's own output garbles."""
+    """The time includes the prompt's where it should not, or leaves it out; one row of a batch is
+    counted; a library's own output garbles an answer."""
     fake("vllm", VLLM)
     fake("llama_cpp", LLAMA)
     child = versus.Child(name, SETUP, sys.executable, 60)
@@ -266,7 +266,7 @@ def test_peers(fake, name):
 
 
 def test_interleaved():
-    """Two channels that rope does not rotate together: i and i + H / 2 become 2i and 2i + 1."""
+    """Rows whose channels rope does not rotate together: i and i + H / 2 become 2i and 2i + 1."""
     rows = torch.arange(8)[:, None]  # two heads of four
     assert versus.interleaved(rows, 2).flatten().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
@@ -281,7 +281,7 @@ def test_interleaved():
     ids=["dies", "hangs", "misses a part"],
 )
 def test_peer_that_fails(fake, source, message):
-    """A wait for an answer that never comes; "not installed" for what is broken."""
+    """The parent waits for ever; a broken engine is called "not installed"."""
     fake("vllm", source.replace("os.kill(0, 9)", f"os.kill(os.getpid(), {signal.SIGKILL:d})"))
     message = "ended with status -9: oh" if message == "x" else message
     timeout = 1 if "hangs" in message or "within" in message else 60
@@ -290,8 +290,8 @@ def test_peer_that_fails(fake, source, message):
 
 
 def test_random_folder(tmp_path):
-    """A config that says another rope, norm or head than the weights were made for: the engines
-    would not run the same model."""
+    """The config has another rope, norm or head than the weights: the engines would run different
+    models."""
     transformers = pytest.importorskip("transformers")
     config = Config(64, 64, 96, 2, 4, 2, 32, rope_theta=500.0, rms_norm_eps=0.01)
     bench.write_random(config, torch.float32, tmp_path)
@@ -305,7 +305,7 @@ def test_random_folder(tmp_path):
 
 
 def test_quality(measure, tmp_path, monkeypatch):
-    """Text that calibrates scored too, the plain model scored in the place of a quantised one."""
+    """The calibration text is scored too; the plain model is scored in place of a quantised one."""
 
     class Letters:
         def __init__(self, checkpoint):
@@ -373,7 +373,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_refused(measure, capsys, monkeypatch, words):
-    """A division by zero, an endless wait, or a table of nothing that looks like a success."""
+    """A division by zero, an endless wait, or an empty table that looks like a success."""
     monkeypatch.chdir(ROOT)
     shape = ["--shape", "tiny"] * (not words.startswith("serve") and "--checkpoint" not in words)
     assert bench.main([*words.split(), *shape]) == 2
@@ -394,7 +394,7 @@ UNWRITABLE = {
 
 @pytest.mark.parametrize("words", UNWRITABLE)
 def test_unwritable(measure, capsys, monkeypatch, tmp_path, words):
-    """Minutes of measuring, whose figures are then lost; a record outside of its folder."""
+    """Figures are lost after minutes of measuring; a record is written outside of its folder."""
     monkeypatch.setattr(bench, "prepare", lambda *_: pytest.fail("it has begun to work"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken.json").mkdir()
@@ -406,8 +406,8 @@ def test_unwritable(measure, capsys, monkeypatch, tmp_path, words):
 
 
 def test_outputs_are_tried_and_left(measure, capsys, monkeypatch, tmp_path):
-    """A record emptied by the trial, or one that the trial leaves behind; figures that were lost
-    with the record, as the disk was full by then."""
+    """The trial empties a record, or leaves one behind; a full disk loses the figures with the
+    record."""
     (tmp_path / "old.json").write_text("kept")
     monkeypatch.setattr(bench, "prepare", lambda *_: 1 / 0)
     for name in ("old", "new"):
@@ -425,7 +425,7 @@ def test_outputs_are_tried_and_left(measure, capsys, monkeypatch, tmp_path):
 
 
 def test_profile(measure, tmp_path):
-    """A trace that is not written, or is no JSON."""
+    """The trace is not written, or is no JSON."""
     measure(LATENCY + "--profile", tmp_path / "trace")
     assert json.loads((tmp_path / "trace").read_text())["traceEvents"]
 
@@ -435,7 +435,7 @@ def test_profile(measure, tmp_path):
     "--profile trace --speculate 2", "--profile trace --speculate-ngram 2",
 ])  # fmt: skip
 def test_options_that_exclude_each_other(capsys, words):
-    """--profile had no effect where tokens were guessed; a shape that a checkpoint hides."""
+    """--profile had no effect with guesses; a checkpoint hides a shape."""
     with pytest.raises(SystemExit, match="2"):
         bench.main(["latency", *words.split()])
     assert re.search(r"error: give --\S+ or --\S+, not both", capsys.readouterr().err)
@@ -443,7 +443,7 @@ def test_options_that_exclude_each_other(capsys, words):
 
 @pytest.mark.slow
 def test_ranks():
-    """One rank's rows counted twice; a rank that waits for a barrier that the other has passed."""
+    """One rank's rows are counted twice; a rank waits at a barrier that the other has passed."""
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     words += [ROOT / "tools" / "bench.py", "latency", "--checkpoint", SHAKESPEARE, "--repeat", "2"]
     words += ["--dtype", "float32", "--prompt-tokens", "16", "--new-tokens", "8", "--json"]
@@ -457,8 +457,8 @@ def test_ranks():
 
 @pytest.mark.parametrize("changes", [{}, TIED, QWEN2])
 def test_bytes_per_step(tmp_path, changes):
-    """An embedding table that is counted though one row of it is read, or not though it is lm_head;
-    quantised and packed weights counted as what they were, or not at all."""
+    """The embedding table is counted though one row of it is read, or not counted though it is
+    lm_head; quantised and packed weights are counted as plain ones, or not at all."""
     tiny_folder(tmp_path, **changes)
     kv = 2 * 2 * 2 * 16 * 10 * 4  # layers, k and v, heads, their size, positions, bytes
     for mode in (None, "int8", "int4"):
@@ -477,7 +477,7 @@ def test_bytes_per_step(tmp_path, changes):
 
 
 def test_first_layers_of_experts():
-    """A traceback, or experts of the later layers that go on adding."""
+    """A traceback; the later layers' experts still add something."""
     config = Config(64, 64, 96, 3, 4, 2, 16, num_experts=4, num_experts_per_tok=2)
     model, tokens = build(config), torch.arange(20)[None]
     draft = bench.first_layers(model, 2, 0.0)
@@ -485,7 +485,7 @@ def test_first_layers_of_experts():
 
 
 def test_bytes_per_step_of_experts():
-    """All experts counted, of which a step reads some; or k of them, however many sequences."""
+    """All experts are counted though a step reads a part; or k, for any number of sequences."""
     config = Config(64, 64, 96, 2, 4, 2, 16, num_experts=8, num_experts_per_tok=2)
     model = build(replace(config, moe_intermediate_size=32, mlp_only_layers=[1]))
     expert, rest = 3 * 64 * 32 * 4, bytes_per_step(model, 0) - 2 * 3 * 64 * 32 * 4
@@ -497,7 +497,7 @@ def test_bytes_per_step_of_experts():
 
 
 def test_latest_record(tmp_path, monkeypatch):
-    """A variant's figures in the picture, or an older machine's."""
+    """A variant's record is drawn, or an older machine's."""
     monkeypatch.setattr(report, "RECORDS", tmp_path)
     assert report.latest("a") is None
     for name in ("a-1b-eager-epyc", "a-1b-epyc", "a-1b-zen", "a-1b-zen-loud"):
@@ -513,12 +513,12 @@ def test_latest_record(tmp_path, monkeypatch):
     ],
 )  # fmt: skip
 def test_number(value, text):
-    """2.56e+03 in a table; a count of 1,008 that is rounded to 1,010."""
+    """A table shows 2.56e+03; a count of 1,008 is rounded to 1,010."""
     assert report.number(value) == text
 
 
 def test_no_exponents():
-    """The same, in any page that is made of the records, and in the pictures."""
+    """The same in any page that is made of the records, and in the pictures."""
     svgs = [pictures.draw(*picture) for picture in report.drawings().values()]
     shown = [text for svg in svgs for text in re.findall(r"<text[^>]*>([^<]*)", svg)]
     assert len(shown) > 100
@@ -531,8 +531,8 @@ CURVES = pictures.Curves("T", {"ideal": [(1, 0), (2, 3)]}, "x", log="xy", mark=(
 
 
 def test_pictures(monkeypatch):
-    """A picture that differs each time it is drawn, or by the user's own style; data that cannot be
-    read back; a bar that is lost because its value is 0."""
+    """A picture differs each time it is drawn, or by the user's own style; its data cannot be read
+    back; a bar of value 0 is lost."""
     import matplotlib
 
     svg = pictures.draw([[BARS, CURVES], [BARS]], ["A note."])
@@ -546,8 +546,8 @@ def test_pictures(monkeypatch):
 
 
 def test_without_matplotlib(monkeypatch, capsys, tmp_path):
-    """Tables that wait for a library which only pictures need; a traceback; a measurement whose
-    picture cannot be drawn at its end."""
+    """Tables need a library that only pictures need; a traceback; a measurement ends before it
+    finds that its picture cannot be drawn."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(report, "ROOT", tmp_path)
     for name in ("README.md", "benchmarks/README.md"):

@@ -59,7 +59,7 @@ def graphs(monkeypatch):
 
 
 def faults(run, case, kind):
-    """What is wrong with the tokens of replayed steps."""
+    """Return the faults in the tokens of replayed steps."""
     model, options = ways.kind_of(case, kind)
     jobs = [ways.jobs_of(case)[job] for job in ways.FEW]
     found = run(model, jobs, runner=GraphRunner, **options)
@@ -70,13 +70,13 @@ def faults(run, case, kind):
 @pytest.mark.parametrize(("case", "kind"), [("trained", "plain"), ("sliding", "plain"),
     ("trained", "int8 cache"), ("sliding", "int8 cache")])  # fmt: skip
 def test_same_tokens(graphs, case, kind, run):
-    """A plan of the step before; a row that was only there to fill up the batch."""
+    """A step reads the plan of the step before; a row that only fills up the batch shows."""
     assert not faults(run, case, kind)
     assert 0 < Recorded.made < 20  # few sizes
 
 
 def test_the_stand_in_can_fail(graphs, monkeypatch):
-    """What is not copied into the graph's memory is of the step at which it was recorded."""
+    """A tensor that is not copied into the graph's memory keeps its value of the recorded step."""
     whole = cuda_graphs.tensors_of
     for left_out in (0, 1, 2, 3, 5, 6):  # tokens, positions, wanted, slots, places, masks
 
@@ -91,8 +91,8 @@ def test_the_stand_in_can_fail(graphs, monkeypatch):
 
 @pytest.mark.parametrize("kind", [GraphRunner, FlexGraphRunner])
 def test_blocks_that_follow_each_other(graphs, kind, monkeypatch):
-    """A graph that was recorded while the blocks were one piece of the pool read that for ever; so
-    did one whose tables stayed as they were."""
+    """A graph that was recorded while the blocks were one piece of the pool, or with other tables,
+    read those for ever."""
 
     def by_table(self, q, group):  # the stand-in cannot replay FlexAttention's own
         kv = self.kv[:, group.table].transpose(0, 1).flatten(2, 3)
@@ -110,7 +110,7 @@ def test_blocks_that_follow_each_other(graphs, kind, monkeypatch):
 
 
 def test_each_setting_has_its_runner():
-    """A setting without effect; graphs where there is no CUDA."""
+    """A setting has no effect; graphs are made without CUDA."""
     kinds = [runner_for(way, graphs) for way in ("copy", "flex") for graphs in (False, True)]
     assert kinds == [Runner, GraphRunner, FlexRunner, FlexGraphRunner]
     assert FlexGraphRunner.layer is FlexRunner.layer is not Runner.layer

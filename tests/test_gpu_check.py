@@ -1,4 +1,4 @@
-"""tools/gpu_check.py, rehearsed on the CPU: what it runs, and what it does where a part breaks."""
+"""tools/gpu_check.py on the CPU: what it runs, and what it does where a part breaks."""
 
 import json
 import os
@@ -40,7 +40,7 @@ MEASURED = {"hardware": "H", "runs": {"long": FIGURES | LONG, "short": FIGURES |
 
 @pytest.fixture
 def table(monkeypatch, tmp_path):
-    """A function: from a table of parts to the exit status of running it, and the records."""
+    """Return a function that runs a table of parts, and returns the exit status and the records."""
     (tmp_path / "fake_part.py").write_text(SCRIPT)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
@@ -70,8 +70,8 @@ BROKEN = {  # a part, and what is said of it
 
 
 def test_a_broken_part_stops_nothing(table, capsys):
-    """A check that ends with the first part that fails, forgets what came before a crash, or says
-    that all is well."""
+    """The check ends with the first part that fails, forgets what came before a crash, or reports
+    success."""
     made = {name: part for name, (part, *_) in BROKEN.items()}
     made["last"] = fake([ALMOST, {"row": "four", "late": True}])
     status, records = table(made)
@@ -91,7 +91,7 @@ def test_a_broken_part_stops_nothing(table, capsys):
 
 
 def test_what_no_longer_fits_is_skipped(table, capsys, monkeypatch):
-    """A part that begins with no time left, or one that is blamed for the others' time."""
+    """A part begins with no time left, or is blamed for the time that others took."""
     made = {"long": fake([GOOD], "sleep", 100), "late": fake([GOOD])}
     monkeypatch.setattr(gpu_check, "TOO_SHORT", 1)
     status, records = table(made, "--minutes", "0.05")
@@ -102,7 +102,7 @@ def test_what_no_longer_fits_is_skipped(table, capsys, monkeypatch):
 
 
 def test_slow_is_said(table, capsys):
-    """Half of a limit that nobody hears of; a short prompt that is called slow."""
+    """A row at less than half of a limit is not named; a short prompt is called slow."""
     status, records = table({"speed": fake([MEASURED])}, "--only", "speed")
     out = capsys.readouterr().out
     assert status == 0 and records["speed"]["runs"] == MEASURED["runs"]
@@ -117,7 +117,7 @@ def test_slow_is_said(table, capsys):
 
 
 def test_errors_of_use(capsys):
-    """A traceback; a check without a GPU that begins all the same."""
+    """A traceback; the check begins without a GPU."""
     if not torch.cuda.is_available():
         assert gpu_check.main([]) == 2
         (line,) = capsys.readouterr().err.splitlines()
@@ -127,7 +127,7 @@ def test_errors_of_use(capsys):
 
 
 def test_what_fits():
-    """Batches whose keys and values are larger than the memory."""
+    """Keys and values of the batches are larger than the memory."""
     shapes = gpu_check.bench.SHAPES
     assert gpu_check.that_fit(shapes["7b"], None) == [1, 8, 32, 256]
     assert gpu_check.that_fit(shapes["7b"], 141) == [1, 8, 32, 256]
@@ -143,7 +143,7 @@ def run(*flags, **env):
 
 
 def test_interrupted(tmp_path):
-    """Ctrl-C that leaves a traceback, a process, or no list."""
+    """Ctrl-C leaves a traceback or a process, or the list is missing."""
     process = run("--out", tmp_path, "--only", "tokens-trained")
     while not (tmp_path / "machine.json").exists():
         time.sleep(0.1)
@@ -171,7 +171,7 @@ FAULTS = [(paged, "visible", own_key_hidden), (paged, "side_by_side", last_block
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("owner", "name", "broken"), FAULTS)
 def test_faults_are_found(monkeypatch, dtype, owner, name, broken):
-    """A tolerance that lets a fault through."""
+    """The tolerance lets a fault through."""
     row = ("trained", dtype, "paged, batched", "plain", "cpu", False)
     assert gpu_check.try_way(*row)["fault"] == ""
     monkeypatch.setattr(owner, name, broken)
@@ -185,14 +185,14 @@ def test_faults_are_found(monkeypatch, dtype, owner, name, broken):
     ("prompts scored", "n-gram"), ("preempted", "plain"), ("n = 3", "int8 cache"),
 ])  # fmt: skip
 def test_on_a_gpu(path, kind):
-    """A way, or its comparison, that has tensors of the CPU beside those of the GPU."""
+    """A way, or its comparison, mixes tensors of the CPU and the GPU."""
     with Gpu() as gpu:
         row = gpu_check.try_way("trained", "float32", path, kind, "cuda", True)
     assert row["fault"] == "" and gpu.reads
 
 
 def test_forms_on_a_gpu():
-    """An operator that is not there, and takes the other forms with it."""
+    """A missing operator ends the checks of the other forms."""
     with Gpu():
         rows = [*gpu_check.packed("cuda", True)]
     assert len(rows) == 6
@@ -203,7 +203,7 @@ def test_forms_on_a_gpu():
 
 
 def test_compiling_has_an_end(monkeypatch):
-    """Ways that begin when their part is about to be ended, and make it fail."""
+    """A way begins shortly before its part is ended, and makes it fail."""
     times = iter([0, 1, 99, *[101] * 99])
     monkeypatch.setattr(gpu_check.time, "monotonic", lambda: next(times))
     monkeypatch.setattr(gpu_check, "try_way", lambda *row: {"row": row, "fault": ""})
@@ -213,7 +213,7 @@ def test_compiling_has_an_end(monkeypatch):
 
 @pytest.mark.parametrize("error", ["CUDA error: an illegal address", "no such thing"])
 def test_errors_of_a_way(monkeypatch, capsys, error):
-    """A way that raises, and takes the next ones with it; a poisoned process that goes on."""
+    """A way that raises ends the next ones; a poisoned process goes on."""
 
     def fail(*_, **__):
         raise RuntimeError(error)
@@ -227,7 +227,7 @@ def test_errors_of_a_way(monkeypatch, capsys, error):
 
 
 def test_a_wrong_form_is_found(monkeypatch):
-    """A packed form that is compared with itself."""
+    """A packed form is compared with itself."""
     assert not any(row["fault"] for row in gpu_check.packed("cpu", True))
     monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: x @ self.weight.mT * 1.1)
     monkeypatch.setattr(gpu_check, "form_of", lambda linear: None)
@@ -237,7 +237,7 @@ def test_a_wrong_form_is_found(monkeypatch):
 
 @pytest.mark.slow
 def test_rehearsal(tmp_path):
-    """A part that does not run, on the CPU with tiny models."""
+    """A part does not run, on the CPU with tiny models."""
     start = time.monotonic()
     process = run("--out", tmp_path, OMP_NUM_THREADS="1")
     out, _ = process.communicate(timeout=500)

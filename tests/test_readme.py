@@ -1,4 +1,4 @@
-"""The README is run: every command in its shell blocks, and its tables against their records."""
+"""The README: every command of its shell blocks runs, and its tables match their records."""
 
 import contextlib
 import json
@@ -39,7 +39,7 @@ def test_the_first_commands_are_what_ci_runs():
 
 
 def test_the_text_is_that_of_the_command(capfd):
-    """A text that another command gave, or an older sampler."""
+    """The text is another command's, or an older sampler's."""
     assert generate.main(["--seed", "1", "--device", "cpu"]) == 0
     shown = README.partition("```\nSICINIUS")[2].partition("\n...")[0]
     assert shown and capfd.readouterr().out.startswith("SICINIUS" + shown + "\n")
@@ -47,7 +47,7 @@ def test_the_text_is_that_of_the_command(capfd):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command_is_understood(command):
-    """An option that is gone, or a file that has moved; the slow tests also run them."""
+    """An option is gone, or a file has moved; the slow tests also run the commands."""
     launcher, *words = shlex.split(command)
     assert launcher in ("python", "torchrun")
     at = next(i for i, word in enumerate(words) if word.endswith(".py"))
@@ -59,7 +59,7 @@ def test_command_is_understood(command):
 
 @contextlib.contextmanager
 def serving(words):
-    """Run a server until it says that it serves, and end it as a user would."""
+    """Run a server until it serves, and end it as a user would."""
     with subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert any("serving" in line for line in process.stderr), "it never served"
@@ -80,7 +80,7 @@ def succeeds(words, **options):
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command_runs(command, tmp_path):
-    """Every other command works as it stands, with the bundled model for the reader's own."""
+    """Every other command works as it stands, with the bundled model in place of the reader's."""
     command = re.sub(r"path/to/new-\S+", str(tmp_path / "new"), command)
     words = shlex.split(re.sub(r"path/to/\S+", str(SHAKESPEARE), command))
     launchers = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}
@@ -94,7 +94,7 @@ def test_command_runs(command, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
 def test_python_runs(code):
-    """An example that was right once."""
+    """An example is out of date."""
     server = contextlib.nullcontext()
     if "127.0.0.1:8000" in code:
         server = serving([sys.executable, "server.py", "--port", "8000"])
@@ -122,8 +122,8 @@ for script in sys.argv[1:]:
 
 
 def test_scripts_act_on_their_own_checkout(tmp_path):
-    """A script of one checkout that measures the engine of another, which is installed; an error
-    where none is."""
+    """A script measures another, installed checkout instead of its own; an error where none is
+    installed."""
     copy, other = tmp_path / "copy", tmp_path / "other"
     for folder in ("tools", "course", "checkpoints"):
         shutil.copytree(ROOT / folder, copy / folder)
@@ -140,7 +140,7 @@ def test_scripts_act_on_their_own_checkout(tmp_path):
 
 
 def test_only_an_editable_install():
-    """Modules under names such as `model`, without the page and the bundled model, and no word."""
+    """A wheel installs modules such as `model` without the page and the bundled model."""
     pytest.importorskip("setuptools")
     words = [sys.executable, "-c", "import backend; backend.build_wheel('.')"]
     run = subprocess.run(words, cwd=ROOT / "tools", capture_output=True, text=True)
@@ -148,8 +148,8 @@ def test_only_an_editable_install():
 
 
 def test_generated_pages_are_up_to_date():
-    """A number typed by hand, a record that nobody reported, or that is gone while its table stays;
-    lines counted long ago. `python tools/bench.py report` writes them."""
+    """A number was typed by hand, a record was not reported, or its table stays when it is gone;
+    the counts of lines are old. `python tools/bench.py report` writes them."""
     for name, write in report.PAGES.items():
         assert (ROOT / name).read_text() == write(), name
     assert report.speed_tables().count("| run |") == len([*report.RECORDS.glob("*.json")]) > 10
@@ -157,8 +157,8 @@ def test_generated_pages_are_up_to_date():
 
 
 def test_pictures_are_up_to_date():
-    """Bars of an older measurement; a picture that no page shows. Bytes are not compared: another
-    version of matplotlib makes others."""
+    """A picture shows older figures, or no page shows it. The bytes are not compared, as each
+    version of matplotlib makes its own."""
     for name, (rows, notes) in report.drawings().items():
         svg = (ROOT / name).read_text()
         assert pictures.drawn(svg) == pictures.drawn(pictures.draw(rows, notes)), name
@@ -167,8 +167,8 @@ def test_pictures_are_up_to_date():
 
 
 def test_each_figure_has_one_value():
-    """Rows that did not say of which model they are; 20.2 and 14.2 tokens/s of one sequence, and no
-    word why; a share of vLLM's lead that was taken from two kinds of ratio."""
+    """Rows did not name their model; one sequence had 20.2 and 14.2 tokens/s without a reason; a
+    share of vLLM's lead mixed two kinds of ratio."""
     speed = README.partition("## Speed")[2].partition("\n## ")[0]
     for line, about in zip(report.summary().splitlines()[3:], report.PAGE["summary"]):
         run, row = report.latest(about["record"]), about["row"]
@@ -180,7 +180,7 @@ def test_each_figure_has_one_value():
     rows = [(label, row) for run in records for label, row in run["runs"].items()]
 
     def ahead(engine: str, part: str) -> list[float]:
-        """Of all such rows the least and the most of its speed by ours, as the bars show them."""
+        """Return the least and the most of an engine's speed over ours, in such rows."""
         found = [row[engine][0] / row["kilolm"][0] for label, row in rows
                  if part in label and engine in row]  # fmt: skip
         return [min(found), max(found)]
@@ -202,7 +202,7 @@ def test_each_figure_has_one_value():
 
 
 def test_two_screens():
-    """A page that grows until nobody reads it; a paper that the table of files leaves out."""
+    """The page grows until nobody reads it; the table of files leaves a paper out."""
     assert len(README.splitlines()) <= 200
     table = report.file_table()
     for name in report.MODULES:
@@ -212,7 +212,7 @@ def test_two_screens():
 
 
 def test_links_point_to_their_lines():
-    """A link into the middle of another function, after a line was added above."""
+    """A link points into the middle of another function, after a line was added above."""
     assert report.line_links(README) == README
     with pytest.raises(ValueError, match=r"Engine.nothing, which scheduler.py does not define"):
         report.line_links("[`Engine.nothing`](scheduler.py#L1)")
