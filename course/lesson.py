@@ -52,9 +52,10 @@ LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def run(
-    chapter: Callable[["Lesson"], dict[str, Any]], argv: list[str] | None = None,
+    chapter: Callable[["Lesson"], dict[str, Any]],
+    argv: list[str] | None = None,
     each_rank: Callable[["Lesson", Ranks], dict[str, Any]] | None = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """Parse the command line, run a chapter, and write its pictures. Returns the chapter's counts.
 
     Args:
@@ -219,9 +220,13 @@ class Lesson:
         )
 
     def curves(
-        self, title: str, xs: list[float], lines: dict[str, list[float]], x_name: str,
+        self,
+        title: str,
+        xs: list[float],
+        lines: dict[str, list[float]],
+        x_name: str,
         log: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Draw lines over xs, which may be shorter than xs; one named "ideal" is dotted."""
         rows, scale = 12, math.log10 if log else float
         title += ", on a logarithmic scale" * log
