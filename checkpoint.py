@@ -170,8 +170,9 @@ def layer_windows(raw: JSON) -> tuple:
     full = raw.get("max_window_layers", 28)
     usual = ["full_attention" if i < full else "sliding_attention" for i in range(layers)]
     sizes = dict(full_attention=None, sliding_attention=check("sliding_window", window, int | None))
-    kinds = raw.get("layer_types", usual)
-    return tuple(sizes[supported("layer_types", kind, *sizes)] for kind in kinds)
+    return tuple(
+        sizes[supported("layer_types", kind, *sizes)] for kind in raw.get("layer_types", usual)
+    )
 
 
 def suggested(path: Path | str) -> JSON:

@@ -83,7 +83,7 @@ class Problem(Exception):
     """An error that is sent to the client. The arguments are those of Connection.refuse."""
 
 
-def demand(condition: object, *problem: int | str) -> None:
+def demand(condition: object, *problem: Any) -> None:
     """Raise a Problem unless the condition holds."""
     if not condition:
         raise Problem(*problem)
@@ -186,7 +186,7 @@ class Server:
                 name=f"{job.request.id}.{job.request.outputs.index(job)}",
                 text=job.text[-40:],
                 prompt=job.prompt_len,
-                blocks=job.table.blocks[:],
+                blocks=job.table.blocks,
                 length=job.table.length,
                 max=job.max_len,
                 ran=engine.ran.get(job, 0),
@@ -267,14 +267,15 @@ class Server:
                     source,
                     "context_length_exceeded",
                 )
-                request = self.engine.prepare(
-                    ids,
-                    params,
-                    id=f"{uid}-{i}",
-                    priority=fields.get("priority", 0),
-                    cache_salt=fields.get("cache_salt"),
+                requests.append(
+                    self.engine.prepare(
+                        ids,
+                        params,
+                        id=f"{uid}-{i}",
+                        priority=fields.get("priority", 0),
+                        cache_salt=fields.get("cache_salt"),
+                    )
                 )
-                requests.append(request)
             return fields, requests
         except (ValueError, RecursionError) as error:
             field = getattr(error, "field", source)
@@ -293,8 +294,7 @@ class Server:
 
     def chat_ids(self, fields: JSON) -> Ids:
         """Render the messages of a chat and encode them. A message's content may have parts."""
-        plain = []
-        messages = check("messages", fields.get("messages", []), list)
+        messages = fields["messages"]
         demand(messages, 400, "messages must have at least one message", "messages")
         for i, message in enumerate(messages):
             try:
@@ -309,7 +309,7 @@ class Server:
                 for function in (call["function"] for call in calls):
                     if isinstance(function["arguments"], str):  # templates expect an object
                         function["arguments"] = json.loads(function["arguments"] or "{}")
-                plain.append(message | {"content": text})
+                message["content"] = text
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise Problem(
                     400, f"role, content or tool_calls are wrong: {error}", f"messages[{i}]"
@@ -317,7 +317,7 @@ class Server:
         goes_on = fields["continue_final_message"]
         options = dict(add_generation_prompt=fields["add_generation_prompt"] and not goes_on)
         return self.tokenizer.encode_chat(
-            plain, goes_on, **options | fields["chat_template_kwargs"]
+            messages, goes_on, **options | fields["chat_template_kwargs"]
         )
 
 
@@ -325,17 +325,19 @@ class Server:
 ALIASES = dict(max_tokens="max_completion_tokens", logprobs="top_logprobs",
                structured_outputs="response_format")  # fmt: skip
 # The fields' defaults. A value of another type is refused.
-DEFAULTS = dict(n=1, stream=False, stream_options={}, echo=False, logit_bias={},
-                reasoning_format="auto", response_format={"type": "text"}, chat_template_kwargs={},
-                continue_final_message=False, add_generation_prompt=True)  # fmt: skip
-# Fields that would change the answer, but are not supported: those of UNSUPPORTED are accepted with
-# this value alone, those of REFUSED with none. Fields that would not change the answer, such as
+DEFAULTS = dict(
+    messages=[], n=1, stream=False, stream_options={}, echo=False, logit_bias={},
+    response_format={"type": "text"}, reasoning_format="auto", chat_template_kwargs={},
+    continue_final_message=False, add_generation_prompt=True)  # fmt: skip
+# Fields that would change the answer, but are not supported. Those of REFUSED must be left out, and
+# the others must have the value that is given here. Fields that would not change the answer, as
 # `user` or `store`, are ignored, and so are unknown names.
-UNSUPPORTED = dict(tools=[], functions=[], suffix="", modalities=["text"], use_beam_search=False,
-    bad_words=[], skip_special_tokens=True, include_stop_str_in_output=False,
-    tool_choice="auto", add_special_tokens=True, return_token_ids=False)  # fmt: skip
 REFUSED = """audio grammar json_schema n_predict prompt_logprobs chat_template documents
     allowed_token_ids guided_json guided_regex guided_choice guided_grammar"""
+UNSUPPORTED = dict.fromkeys(REFUSED.split()) | dict(
+    tools=[], functions=[], tool_choice="auto", suffix="", bad_words=[], modalities=["text"],
+    use_beam_search=False, skip_special_tokens=True, include_stop_str_in_output=False,
+    add_special_tokens=True, return_token_ids=False)  # fmt: skip
 
 
 def translate(given: JSON, chat: bool) -> JSON:
@@ -349,13 +351,14 @@ def translate(given: JSON, chat: bool) -> JSON:
     for name, default in DEFAULTS.items():
         check(name, fields[name], type(default))
     check_supported(fields, chat)
-    # Log-probabilities of the prompt are returned if there are any.
-    fields["prompt_logprobs"] = fields["echo"]
     if "max_completion_tokens" in fields:
         fields["max_tokens"] = fields["max_completion_tokens"]
-    fields["hidden"] = fields["echo"] and fields.get("max_tokens") == 0
-    if fields["hidden"]:
-        fields["max_tokens"] = 1  # the engine cannot generate none, so this one is not shown
+    # With echo, log-probabilities come for the prompt too, and max_tokens may be 0. The engine has
+    # to generate one token, so it is hidden.
+    hidden = fields["echo"] and fields.get("max_tokens") == 0
+    fields |= dict(prompt_logprobs=fields["echo"], hidden=hidden)
+    if hidden:
+        fields["max_tokens"] = 1
     if chat:
         top = fields.get("top_logprobs", 0)
         if check("logprobs", fields.pop("logprobs", False), bool):
@@ -381,10 +384,8 @@ def check_supported(fields: JSON, chat: bool) -> None:
     options = fields["stream_options"] if fields["stream"] else {}
     for name in ("include_usage", "continuous_usage_stats"):
         check(f"stream_options[{name}]", options.get(name) or False, bool)
-    allowed = UNSUPPORTED | dict(best_of=fields["n"], stream_options=options)
-    allowed |= dict.fromkeys(REFUSED.split())
-    if chat:
-        allowed["echo"] = False
+    echo = fields["echo"] and not chat
+    allowed = UNSUPPORTED | dict(best_of=fields["n"], stream_options=options, echo=echo)
     if fields.get("tool_choice", fields.get("function_call")) == "none":
         fields = fields | dict(tools=[], functions=[], tool_choice="auto")  # they have no effect
     for name, value in fields.items():
@@ -455,16 +456,20 @@ class Choice:
             stream = TextStream(self.server.tokenizer, [], ())
             prompt = job.request.prompt
             # With the last token come the marks of half a character, if there is one.
-            texts = [stream.push(token.id, token is prompt[-1])[0] for token in prompt]
-            tokens = [token._replace(text=each) for token, each in zip(prompt, texts)] + tokens
+            tokens = [
+                token._replace(text=stream.push(token.id, token is prompt[-1])[0])
+                for token in prompt
+            ] + tokens
             text = self.server.tokenizer.decode(job.ids[: job.prompt_len]) + text
-        reply = text
-        if self.key != "text":
-            reply = dict(role="assistant", refusal=None) if is_first else {}
-            reply |= {"reasoning_content": thought} if thought else {}
-            reply["content"] = text
-        logprobs = self.logprobs(tokens) if is_scored else None
-        return {"index": self.index, self.key: reply, "logprobs": logprobs, "finish_reason": reason}
+        message = dict(role="assistant", refusal=None) if is_first else {}
+        message |= {"reasoning_content": thought} if thought else {}
+        message["content"] = text
+        return {
+            "index": self.index,
+            self.key: text if self.key == "text" else message,
+            "logprobs": self.logprobs(tokens) if is_scored else None,
+            "finish_reason": reason,
+        }
 
     def logprobs(self, tokens: list[Token]) -> JSON:
         """Return log-probabilities in the form of a completion or of a chat.
@@ -626,6 +631,8 @@ class Connection:
             try:
                 head = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), IDLE_S)
                 await self.route(head.decode("latin-1"))
+            except FileNotFoundError:
+                await self.refuse(404, "page.html is missing")
             except (OSError, EOFError):
                 raise
             except asyncio.LimitOverrunError:
@@ -645,10 +652,10 @@ class Connection:
             error.__traceback__ = error.__context__ = None
         self.writer.transport.abort()
 
-    async def refuse(self, status: int, message: str, param: str = "", code: str = "") -> None:
-        """Answer with an error in OpenAI's form."""
+    async def refuse(self, status: int, message: str, param: Any = None, code: Any = None) -> None:
+        """Answer with an error in OpenAI's form. `param` is the field that is wrong, if any."""
         kind = "server_error" if status >= 500 else "invalid_request_error"
-        error = dict(message=message, type=kind, param=param or None, code=code or None)
+        error = dict(message=message, type=kind, param=param, code=code)
         await self.send({"error": error}, status)
 
     async def route(self, head: str) -> None:
@@ -676,8 +683,9 @@ class Connection:
         )
         # 2) Path and method.
         routes = ROUTES | {f"/v1/models/{self.server.name}": lambda c: c.send(c.server.model)}
-        is_there = path in routes and (path != "/" or PAGE.is_file())
-        demand(is_there, 404, f"there is no {path[:100]}: try /v1/chat/completions, /v1/models")
+        demand(
+            path in routes, 404, f"there is no {path[:100]}: try /v1/chat/completions, /v1/models"
+        )
         if method == "OPTIONS" and self.server.args.cors:
             method, path = "GET", "/health"  # a browser asks without a key: any success will do
         methods = ("POST",) if "/completions" in path else ("GET", "HEAD")
@@ -686,7 +694,7 @@ class Connection:
         key = (self.server.args.api_key or "").encode()
         given = headers.get("Authorization", "")[len("Bearer ") :].encode("latin-1")
         may_enter = path in ("/", "/health") or not key or secrets.compare_digest(given, key)
-        demand(may_enter, 401, "the API key is missing or wrong", "", "invalid_api_key")
+        demand(may_enter, 401, "the API key is missing or wrong", None, "invalid_api_key")
         await routes[path](self)
 
     async def complete(self, chat: bool) -> None:
