@@ -408,9 +408,9 @@ class Choice:
         key: where the text goes: "text" for a completion, "message" for a chat, "delta" for a chat
             that is streamed.
         prefix: what split_thought needs in front of the output; see thought_prefix.
-        chars, thought_chars, num_tokens: how much of the answer, of the thought and of the tokens
-            has been taken.
-        offset: characters in the texts of all tokens that have been taken.
+        taken: how many characters of the thought, characters of the answer, and tokens with
+            log-probabilities have been taken.
+        offset: characters in the texts of these tokens.
         reason: the last finish_reason; "" before the first part has been taken.
     """
 
@@ -419,9 +419,7 @@ class Choice:
     key: str
     server: Server
     prefix: str
-    chars: int
-    num_tokens: int
-    thought_chars: int = 0
+    taken: list[int]
     offset: int = 0
     reason: str | None = ""
 
@@ -441,16 +439,13 @@ class Choice:
         if reason == "abort":
             demand(not self.server.over, 503, "the server is stopping")
             raise Problem(500, "a step of the engine failed")
-        tokens = job.tokens[self.num_tokens :] if is_scored else []
-        thought, text = split_thought(self.prefix + job.text)
-        thought = thought[self.thought_chars :]
-        text = text[self.chars :]
-        if self.reason or not (reason or thought or text or tokens):
+        # The tokens are copied, because the engine's thread may append to them at any time.
+        whole = [*split_thought(self.prefix + job.text), job.tokens[:] if is_scored else []]
+        thought, text, tokens = new = [each[n:] for each, n in zip(whole, self.taken)]
+        if self.reason or not (reason or any(new)):
             return None
         self.reason = reason
-        self.num_tokens += len(tokens)
-        self.thought_chars += len(thought)
-        self.chars += len(text)
+        self.taken = [len(each) for each in whole]
         if is_first and job.params.prompt_logprobs:
             # The answer begins with the prompt ("echo").
             stream = TextStream(self.server.tokenizer, [], ())
@@ -727,7 +722,9 @@ class Connection:
         if chat and fields["reasoning_format"] != "none":
             prefix = thought_prefix(server.tokenizer, jobs[0])
         skip = 2**31 if fields["hidden"] else 0  # more than there will ever be
-        choices = [Choice(i, job, key, server, prefix, skip, skip) for i, job in enumerate(jobs)]
+        choices = [
+            Choice(i, job, key, server, prefix, [0, skip, skip]) for i, job in enumerate(jobs)
+        ]
         num_prompt = sum(job.prompt_len for job in firsts)
         server.inbox.put(lambda: server.submit(requests, self))
         ended = False
