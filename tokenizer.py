@@ -150,8 +150,11 @@ class Tokenizer:
         self.piece = backend.id_to_token
         self.byte_level = "ByteLevel" in str(backend.decoder)
         self.vocab_size = max(backend.get_vocab().values()) + 1
-        added = backend.get_added_tokens_decoder()
-        self.special = {token.content: i for i, token in added.items() if token.special}
+        self.special = {
+            token.content: i
+            for i, token in backend.get_added_tokens_decoder().items()
+            if token.special
+        }
         return backend.encode("").ids  # its post-processor adds them
 
     def _open_slow(self, path: Path) -> Ids:

@@ -345,10 +345,10 @@ def merge(news: list, chat: bool) -> list[Choice]:
 TWINS: dict[str, list[Sequence]] = {}
 
 
-def alone(prompt=PROMPT, **wish) -> list[Sequence]:
+def alone(prompt=PROMPT, **fields) -> list[Sequence]:
     """The slow twin."""
-    if (key := repr((prompt, wish))) not in TWINS:
-        params = SamplingParams(**suggested(SHAKESPEARE) | wish)
+    if (key := repr((prompt, fields))) not in TWINS:
+        params = SamplingParams(**suggested(SHAKESPEARE) | fields)
         ids = TOKENIZER.encode(prompt) if isinstance(prompt, str) else prompt
         TWINS[key] = [Sequence(ids, each, model().config, TOKENIZER) for each in split(params)]
         for sequence in TWINS[key]:

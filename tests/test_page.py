@@ -252,14 +252,14 @@ def test_the_rate_is_never_0_while_tokens_come(page, local, monkeypatch):
 def test_the_rate_forgets(page):
     """A rate that averages over a pause, or over all that was before; a new server, which counts
     from 0 again, had a rate below 0."""
-    script = """const rates = []; looks = [];
+    script = """const rates = []; samples = [];
         for (const [at, tokens, busy] of arguments[0]) rates.push(rate(at, tokens, busy));
-        looks = []; return rates.map(Math.round)"""
-    looks = [[0, 0, False], [90_000, 0, False], [90_100, 10, True], [90_200, 10, True],
-             [93_300, 330, True], [93_400, 330, False], [99_000, 330, False],
-             [99_100, 340, True], [99_200, 5, True], [99_300, 15, True], [109_300, 15, True],
-             [109_400, 1015, True], [113_000, 1195, True], [116_100, 1350, True]]  # fmt: skip
-    rates = page.js(script, looks)
+        samples = []; return rates.map(Math.round)"""
+    samples = [[0, 0, False], [90_000, 0, False], [90_100, 10, True], [90_200, 10, True],
+               [93_300, 330, True], [93_400, 330, False], [99_000, 330, False],
+               [99_100, 340, True], [99_200, 5, True], [99_300, 15, True], [109_300, 15, True],
+               [109_400, 1015, True], [113_000, 1195, True], [116_100, 1350, True]]  # fmt: skip
+    rates = page.js(script, samples)
     assert rates[:4] == [0, 0, 100, 50] and rates[4] == 103, rates  # 320 in 3.1 s
     assert rates[6:10] == [0, 100, 0, 100], rates
     assert rates[-1] == 50, rates  # 155 in 3.1 s: what was before is forgotten

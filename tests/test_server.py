@@ -96,10 +96,10 @@ SETTINGS = {
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_text_is_that_of_generate(ask, setting):
     """A setting got lost on the way; a stream lost a piece, or showed half a character."""
-    wish = {"max_tokens": 20, **SETTINGS[setting]}
-    bias = {int(i): b for i, b in wish.get("logit_bias", {}).items()}
-    expected = alone(**wish | {"logit_bias": bias})
-    assert_same(ask(**wish), expected)
+    fields = {"max_tokens": 20, **SETTINGS[setting]}
+    bias = {int(i): b for i, b in fields.get("logit_bias", {}).items()}
+    expected = alone(**fields | {"logit_bias": bias})
+    assert_same(ask(**fields), expected)
     if setting == "half characters":  # or this row compares nothing
         assert "\ufffd" in expected[0].text or "😀" in expected[0].text
 
@@ -119,14 +119,14 @@ def test_forms_of_a_prompt(ask):
     """Ids were taken for a list of prompts, or a list's choices came in another order."""
     texts = [PROMPT, "", "JULIET:\n"]
     ids = [TOKENIZER.encode(text) for text in texts]
-    wish = {"max_tokens": 8, "seed": 4}
-    expected = [alone(text, **wish)[0] for text in texts]
+    fields = {"max_tokens": 8, "seed": 4}
+    expected = [alone(text, **fields)[0] for text in texts]
     for prompt in (ids, [texts[0], ids[1], texts[2]]):
-        reply = ask(prompt=prompt, **wish)
+        reply = ask(prompt=prompt, **fields)
         assert_same(reply, expected)
         assert reply.usage["prompt_tokens"] == sum(map(len, ids))
-    assert_same(ask(prompt=texts[1], **wish), [expected[1]])
-    assert_same(ask(prompt=ids[2], **wish), [expected[2]])
+    assert_same(ask(prompt=texts[1], **fields), [expected[1]])
+    assert_same(ask(prompt=ids[2], **fields), [expected[2]])
 
 
 def test_n(ask):
@@ -165,11 +165,11 @@ def test_echo(ask):
 
 def test_logprobs(ask):
     """Values of another token; one list shorter than the next."""
-    wish = {"max_tokens": 10, "seed": 2, "logprobs": 3}
+    fields = {"max_tokens": 10, "seed": 2, "logprobs": 3}
     prompts = [PROMPT, "JULIET:\nI"]
-    reply = ask(prompt=prompts, **wish)
+    reply = ask(prompt=prompts, **fields)
     for choice, prompt in zip(reply.choices, prompts, strict=True):
-        tokens, found = alone(prompt, **wish)[0].tokens, choice.logprobs
+        tokens, found = alone(prompt, **fields)[0].tokens, choice.logprobs
         texts = [token.text for token in tokens]
         assert found["tokens"] == texts and "".join(texts) == choice.text
         assert found["text_offset"] == [len("".join(texts[:i])) for i in range(len(texts))]
@@ -187,11 +187,11 @@ def test_echo_with_logprobs(ask, local):
     these prompts ends within a character."""
     prompts = [TOKENIZER.encode(text) for text in (PROMPT * 9, "é😀 你好,  two", "")]
     prompts.append(prompts[1][:4])
-    wish = {"max_tokens": 6, "temperature": 0, "logprobs": 2}
+    fields = {"max_tokens": 6, "temperature": 0, "logprobs": 2}
     for _ in range(2):  # the second time some of it is in the prefix cache
-        reply = ask(prompt=prompts, echo=True, **wish)
+        reply = ask(prompt=prompts, echo=True, **fields)
         for choice, prompt in zip(reply.choices, prompts, strict=True):
-            (answer,) = alone(prompt, **wish)
+            (answer,) = alone(prompt, **fields)
             found, n = choice.logprobs, len(prompt)
             assert choice.text == TOKENIZER.decode(prompt) + answer.text == "".join(found["tokens"])
             ends = [*itertools.accumulate(map(len, found["tokens"]), initial=0)]
@@ -209,9 +209,9 @@ def test_echo_with_logprobs(ask, local):
 
 def test_logprobs_of_held_text(ask):
     """Tokens whose text a stop string holds back were left out, or came with an empty top."""
-    wish = {"max_tokens": 12, "temperature": 0, "logprobs": 0, "stop": "it not?\n\nNever"}
-    found = ask(**wish).choices[0].logprobs
-    tokens = alone(**wish)[0].tokens
+    fields = {"max_tokens": 12, "temperature": 0, "logprobs": 0, "stop": "it not?\n\nNever"}
+    found = ask(**fields).choices[0].logprobs
+    tokens = alone(**fields)[0].tokens
     assert found["tokens"] == [token.text for token in tokens]
     assert [[*top] for top in found["top_logprobs"]] == [[token.text] for token in tokens]
     assert ask(max_tokens=2).choices[0].logprobs is None
@@ -224,33 +224,33 @@ def chat_ids(*messages: tuple[str, str]) -> list[int]:
 def test_chat(ask):
     """The template or its stop string was left out; text parts were not joined."""
     ids = chat_ids(("system", "Be brief."), ("user", "Speak,\nspeak."))
-    wish = {"seed": 9, "max_tokens": 40}
+    fields = {"seed": 9, "max_tokens": 40}
     parts = [{"type": "text", "text": "Speak,"}, {"type": "text", "text": "speak."}]
     for content in (parts, "Speak,\nspeak."):
         messages = [{"role": "system", "content": "Be brief."},
                     {"role": "user", "content": content}]  # fmt: skip
-        reply = ask(chat=True, messages=messages, n=2, **wish)
-        assert_same(reply, alone(ids, **wish, n=2, stop=("\n\n",)))
+        reply = ask(chat=True, messages=messages, n=2, **fields)
+        assert_same(reply, alone(ids, **fields, n=2, stop=("\n\n",)))
         assert reply.usage["prompt_tokens"] == len(ids) and not reply.choices[0].logprobs
 
 
 def test_stop_strings_of_a_chat(ask):
     """The template's stop string took the place of the user's, or pushed one of sixteen out."""
-    ids, wish = chat_ids(("user", "hi")), {"temperature": 0, "max_tokens": 40}
-    word = alone(ids, **wish, stop=("\n\n",))[0].text.split()[3]
+    ids, fields = chat_ids(("user", "hi")), {"temperature": 0, "max_tokens": 40}
+    word = alone(ids, **fields, stop=("\n\n",))[0].text.split()[3]
     for stops in ([word], [word] + [f"{i}never" for i in range(15)]):
-        reply = ask(chat=True, stop=stops, **wish)
-        assert_same(reply, alone(ids, **wish, stop=("\n\n", word)))
+        reply = ask(chat=True, stop=stops, **fields)
+        assert_same(reply, alone(ids, **fields, stop=("\n\n", word)))
         assert word not in reply.choices[0].text and reply.choices[0].reason == "stop"
 
 
 @pytest.mark.parametrize("top", [None, 2])
 def test_chat_logprobs(ask, top):
     """The chat's form of log-probabilities was never run."""
-    wish = {"max_tokens": 8, "seed": 2}
-    (sequence,) = alone(chat_ids(("user", "hi")), **wish, stop=("\n\n",), logprobs=top or 0)
+    fields = {"max_tokens": 8, "seed": 2}
+    (sequence,) = alone(chat_ids(("user", "hi")), **fields, stop=("\n\n",), logprobs=top or 0)
     options = {} if top is None else {"top_logprobs": top}
-    content = ask(chat=True, logprobs=True, **wish, **options).choices[0].logprobs["content"]
+    content = ask(chat=True, logprobs=True, **fields, **options).choices[0].logprobs["content"]
     for entry, token in zip(content, sequence.tokens, strict=True):
         assert entry["token"] == bytes(entry["bytes"]).decode() == token.text
         assert entry["logprob"] == pytest.approx(token.logprob, abs=1e-4)
@@ -261,16 +261,16 @@ def test_chat_logprobs(ask, top):
 
 def test_limits_of_length(ask):
     """max_completion_tokens was ignored; OpenAI's defaults were not ours."""
-    wish = {"temperature": 0, "ignore_eos": True}
-    assert ask(**wish).usage["completion_tokens"] == 16
+    fields = {"temperature": 0, "ignore_eos": True}
+    assert ask(**fields).usage["completion_tokens"] == 16
     for limit in ({"max_tokens": 3}, {"max_completion_tokens": 3},
                   {"max_tokens": 9, "max_completion_tokens": 3}):  # fmt: skip
-        reply = ask(chat=True, **limit, **wish)
+        reply = ask(chat=True, **limit, **fields)
         assert reply.choices[0].reason == "length" and reply.usage["completion_tokens"] == 3
-    reply = ask(prompt=[5] * 1020, **wish)  # a context of 1,024
+    reply = ask(prompt=[5] * 1020, **fields)  # a context of 1,024
     assert (reply.choices[0].reason, reply.usage["total_tokens"]) == ("length", 1024)
     messages = [{"role": "user", "content": "no " * 960}]
-    reply = ask(chat=True, messages=messages, logit_bias={"20": 100}, **wish)  # no limit given
+    reply = ask(chat=True, messages=messages, logit_bias={"20": 100}, **fields)  # no limit given
     assert (reply.choices[0].reason, reply.usage["total_tokens"]) == ("length", 1024)
 
 
@@ -278,9 +278,9 @@ def test_what_else_a_client_sees(local):
     """A chunk without choices where no usage was asked for; a name that was nowhere to be found;
     a text that came whole, at its end."""
     with local.openai() as client:
-        wish = {"model": "shakespeare", "prompt": PROMPT, "max_tokens": 300, "stream": True}
+        fields = {"model": "shakespeare", "prompt": PROMPT, "max_tokens": 300, "stream": True}
         began, times = time.monotonic(), []
-        for chunk in client.completions.create(**wish, extra_body={"ignore_eos": True}):
+        for chunk in client.completions.create(**fields, extra_body={"ignore_eos": True}):
             times.append(time.monotonic() - began)
             assert len(chunk.choices) == 1 and not getattr(chunk, "usage", None)
         assert times[0] < times[-1] / 2
@@ -360,8 +360,8 @@ def test_response_format(ask):
 def test_structured_outputs(local, monkeypatch):
     """vLLM's field, on both paths; what is wrong with it is a 400 that says so."""
     for path, body in ((COMPLETIONS, {"prompt": PROMPT}), (CHAT, {"messages": HI})):
-        wish = {**body, "structured_outputs": {"choice": ["yes", "no"]}, "logprobs": 1}
-        choice = local.post(path, wish | ({"logprobs": True} if path == CHAT else {})).json
+        fields = {**body, "structured_outputs": {"choice": ["yes", "no"]}, "logprobs": 1}
+        choice = local.post(path, fields | ({"logprobs": True} if path == CHAT else {})).json
         choice = choice["choices"][0]
         text = choice["text"] if path == COMPLETIONS else choice["message"]["content"]
         assert text in ("yes", "no")
@@ -512,18 +512,18 @@ def test_thoughts(thinker, monkeypatch, before, made, thought, said):
     words = re.findall("</?think>|.", made, re.DOTALL)
     text = property(lambda self: "".join(words[: len(self.tokens)]))
     monkeypatch.setattr(sampling.Sequence, "text", text)
-    wish = {"messages": HI, "max_tokens": len(words), "ignore_eos": True, "n": 2}
-    for choice in thinker.post(CHAT, wish).json["choices"]:
+    fields = {"messages": HI, "max_tokens": len(words), "ignore_eos": True, "n": 2}
+    for choice in thinker.post(CHAT, fields).json["choices"]:
         message = choice["message"]
         assert (message.get("reasoning_content", ""), message["content"]) == (thought, said)
-    events = thinker.post(CHAT, wish | {"stream": True}).events[:-1]
+    events = thinker.post(CHAT, fields | {"stream": True}).events[:-1]
     news = [json.loads(event)["choices"][0] for event in events]
     for i in range(2):
         deltas = [new["delta"] for new in news if new["index"] == i]
         assert "".join(delta.get("reasoning_content", "") for delta in deltas) == thought
         assert "".join(delta["content"] for delta in deltas) == said
         assert [delta.get("role") for delta in deltas].count("assistant") == 1
-    plain = thinker.post(CHAT, wish | {"reasoning_format": "none"}).json["choices"][0]["message"]
+    plain = thinker.post(CHAT, fields | {"reasoning_format": "none"}).json["choices"][0]["message"]
     assert plain["content"] == made and "reasoning_content" not in plain
 
 
@@ -532,14 +532,14 @@ def test_what_is_no_thought(thinker, monkeypatch):
     model's answer that speaks of the mark."""
     template = "{{ messages[0].content }}<think>"
     monkeypatch.setattr(thinker.engine.tokenizer, "template", template)
-    wish = {"messages": HI, "structured_outputs": {"choice": ["yes", "no"]}}
-    message = thinker.post(CHAT, wish).json["choices"][0]["message"]
+    fields = {"messages": HI, "structured_outputs": {"choice": ["yes", "no"]}}
+    message = thinker.post(CHAT, fields).json["choices"][0]["message"]
     assert message["content"] in ("yes", "no") and "reasoning_content" not in message
-    wish = {"messages": HI, "max_tokens": 9}
-    assert thinker.post(CHAT, wish).json["choices"][0]["message"]["reasoning_content"]
+    fields = {"messages": HI, "max_tokens": 9}
+    assert thinker.post(CHAT, fields).json["choices"][0]["message"]["reasoning_content"]
     monkeypatch.undo()  # the mark is several tokens
     monkeypatch.setattr(thinker.engine.tokenizer, "template", template)
-    message = thinker.post(CHAT, wish).json["choices"][0]["message"]
+    message = thinker.post(CHAT, fields).json["choices"][0]["message"]
     assert message["content"] and "reasoning_content" not in message
 
 
@@ -685,9 +685,9 @@ def test_errors_of_a_chat_say_what_is_wrong(local):
 
 def test_usage_so_far(local):
     """vLLM's clients ask for the usage in each chunk, and got a 400."""
-    wish = SHORT | {"n": 2, "max_tokens": 20, "stream": True}
+    fields = SHORT | {"n": 2, "max_tokens": 20, "stream": True}
     options = {"include_usage": True, "continuous_usage_stats": True}
-    *chunks, last, done = local.post(COMPLETIONS, wish | {"stream_options": options}).events
+    *chunks, last, done = local.post(COMPLETIONS, fields | {"stream_options": options}).events
     usages = [json.loads(chunk)["usage"] for chunk in chunks]
     counts = [usage["completion_tokens"] for usage in usages]
     assert counts == sorted(counts) and counts[0] < 10 and len({*counts}) > 5
@@ -697,7 +697,7 @@ def test_usage_so_far(local):
         assert usage["prompt_tokens"] == len(TOKENIZER.encode(PROMPT))
         assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     for options in ({"continuous_usage_stats": False}, {"include_usage": None}, {"new": 1}):
-        events = local.post(COMPLETIONS, wish | {"stream_options": options}).events
+        events = local.post(COMPLETIONS, fields | {"stream_options": options}).events
         assert not any("usage" in event for event in events)
 
 
@@ -729,9 +729,9 @@ def test_context_length(local, path, body, length):
 def test_context_of_a_small_pool(make_local):
     """A request that could never fit waited for ever."""
     local = make_local(num_blocks=4)  # 64 slots, and the last token needs none
-    wish = {"prompt": [5] * 60, "temperature": 0, "ignore_eos": True}
-    assert local.post(COMPLETIONS, {**wish, "max_tokens": 5}).status == 200
-    answer = local.post(COMPLETIONS, {**wish, "max_tokens": 6})
+    fields = {"prompt": [5] * 60, "temperature": 0, "ignore_eos": True}
+    assert local.post(COMPLETIONS, {**fields, "max_tokens": 5}).status == 200
+    answer = local.post(COMPLETIONS, {**fields, "max_tokens": 6})
     assert "65" in answer.fails(400, "prompt", "context_length_exceeded")
     assert local.post(CHAT, {"messages": HI}).status == 200
 
@@ -957,8 +957,8 @@ def test_bodies_in_chunks(local):
 
 def test_a_client_that_says_no_more(local):
     """A client that closes its sending half, as `nc -N` does, got a 500."""
-    wish = {**SHORT, "max_tokens": 100}
-    for body in (wish, wish | {"stream": True}):
+    fields = {**SHORT, "max_tokens": 100}
+    for body in (fields, fields | {"stream": True}):
         with socket.create_connection(("127.0.0.1", local.port), 20) as connection:
             connection.sendall(request_bytes(body))
             connection.shutdown(socket.SHUT_WR)
@@ -967,11 +967,11 @@ def test_a_client_that_says_no_more(local):
 
 
 @pytest.mark.parametrize("more", [b"", b"G", LAST])
-@pytest.mark.parametrize("wish", [LONG, LONG | {"stream": True}])
-def test_a_client_leaves_with_bytes_unread(local, wish, more):
+@pytest.mark.parametrize("fields", [LONG, LONG | {"stream": True}])
+def test_a_client_leaves_with_bytes_unread(local, fields, more):
     """What it had sent after its request hid that it had left: the engine ran to the end."""
     with socket.create_connection(("127.0.0.1", local.port), 20) as connection:
-        connection.sendall(request_bytes(wish) + more)
+        connection.sendall(request_bytes(fields) + more)
         until(lambda: local.engine.running)
     left = time.monotonic()
     until(lambda: not local.engine.queue)
@@ -993,12 +993,12 @@ def test_nobody_reads_for_ever(make_local, monkeypatch):
     """64 clients that asked for streams and read nothing held all seats."""
     monkeypatch.setattr(server_module, "IDLE_S", 0.5)
     local, lazy = make_local(), []
-    wish = {**LONG, "prompt": "a", "logprobs": 20, "n": 8, "stream": True}
+    fields = {**LONG, "prompt": "a", "logprobs": 20, "n": 8, "stream": True}
     for _ in range(2):
         lazy.append(socket.socket())
         lazy[-1].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         lazy[-1].connect(("127.0.0.1", local.port))
-        lazy[-1].sendall(request_bytes(wish))
+        lazy[-1].sendall(request_bytes(fields))
     until(lambda: local.engine.running)
     until(lambda: not local.server.busy, 60)
     local.settle()
@@ -1040,19 +1040,19 @@ def test_slow_clients(local, monkeypatch, capfd):
 
 def test_client_that_does_not_read(local):
     """A stream that nobody reads held up the others, or lost its text."""
-    wish = {"prompt": PROMPT, "max_tokens": 120, "logprobs": 20, "seed": 1, "ignore_eos": True}
+    fields = {"prompt": PROMPT, "max_tokens": 120, "logprobs": 20, "seed": 1, "ignore_eos": True}
     with socket.socket() as lazy:
         lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         lazy.settimeout(20)
         lazy.connect(("127.0.0.1", local.port))
-        lazy.sendall(request_bytes({**wish, "stream": True}, "Connection: close\r\n"))
+        lazy.sendall(request_bytes({**fields, "stream": True}, "Connection: close\r\n"))
         until(lambda: local.engine.queue)
         local.works()
         until(lambda: not local.engine.queue, 30)
         (answer,) = parse(receive(lazy))
     *chunks, last = answer.events
     found = "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks)
-    assert last == "[DONE]" and found == alone(**wish)[0].text
+    assert last == "[DONE]" and found == alone(**fields)[0].text
 
 
 def test_a_long_prompt_holds_nobody_up(make_local):
@@ -1184,17 +1184,17 @@ def test_through_nginx(local, tmp_path, monkeypatch):
 
 def test_queue_full(local, monkeypatch):
     """The queue grew without bound; a full one stayed full."""
-    wish = {"prompt": "a", "max_tokens": 250, "ignore_eos": True}
-    running = [local.begin(wish) for _ in range(8)]  # all that run at once
+    fields = {"prompt": "a", "max_tokens": 250, "ignore_eos": True}
+    running = [local.begin(fields) for _ in range(8)]  # all that run at once
     until(lambda: len(local.engine.running) == 8)
     monkeypatch.setitem(vars(local.args), "max_queue", 3)
-    waiting = [local.begin({**wish, "prompt": ["a", "b"]})]
+    waiting = [local.begin({**fields, "prompt": ["a", "b"]})]
     gauges = until(lambda: (m := local.metrics())["num_requests_waiting"] == 2 and m)
     assert gauges["num_requests_running"] == 8 and 0 < gauges["kv_cache_usage_perc"] <= 1
-    answer = local.post(COMPLETIONS, {**wish, "prompt": ["a", "b"]})  # one too many
+    answer = local.post(COMPLETIONS, {**fields, "prompt": ["a", "b"]})  # one too many
     assert re.search(r"\b2\b.*\b3\b", answer.fails(429))
     assert answer.headers["Retry-After"] == "1"
-    waiting.append(local.begin(wish))
+    waiting.append(local.begin(fields))
     until(lambda: len(local.engine.waiting) == 3)
     local.post(CHAT, {"messages": HI}).fails(429)
     assert "Retry-After" not in local.get("/health").headers
@@ -1330,15 +1330,15 @@ def test_outputs_share_the_ids_that_end_them(local):
 
 def test_one_goes_and_the_others_stay(local):
     """A client's end aborted its neighbours."""
-    wish = {"prompt": PROMPT, "seed": 3, "max_tokens": 600, "ignore_eos": True}
-    stays = local.begin(wish)
+    fields = {"prompt": PROMPT, "seed": 3, "max_tokens": 600, "ignore_eos": True}
+    stays = local.begin(fields)
     until(lambda: local.engine.running)
-    for body in ({**wish, "stream": True}, wish, {**wish, "prompt": ["a", "b"], "n": 2}):
+    for body in ({**fields, "stream": True}, fields, {**fields, "prompt": ["a", "b"], "n": 2}):
         goes = local.begin(body)
         until(lambda: len(local.server.waiters) > 1)
         goes.close()
         until(lambda: len(local.server.waiters) == 1)
-    assert read(stays).json["choices"][0]["text"] == alone(**wish)[0].text
+    assert read(stays).json["choices"][0]["text"] == alone(**fields)[0].text
     stays.close()
 
 
@@ -1400,9 +1400,9 @@ def test_nan_is_the_fault_of_one(make_local):
     local, bad = make_local(), TOKENIZER.encode("K")[-1]
     breaks = lambda module, args, y: y.masked_fill((args[0] == bad)[..., None], math.nan)  # noqa: E731
     with model().embed_tokens.register_forward_hook(breaks):
-        wish = {"prompt": "the ", "temperature": 0, "logit_bias": {str(bad): -100}}
-        other = local.begin({**wish, "max_tokens": 100})
-        draws_it = {**wish, "logit_bias": {str(bad): 100}, "stream": True, "n": 3}
+        fields = {"prompt": "the ", "temperature": 0, "logit_bias": {str(bad): -100}}
+        other = local.begin({**fields, "max_tokens": 100})
+        draws_it = {**fields, "logit_bias": {str(bad): 100}, "stream": True, "n": 3}
         for body in ({"prompt": "K"}, draws_it):
             message = local.post(COMPLETIONS, body).fails(500)
             assert message == sampling.BROKEN
@@ -1410,7 +1410,7 @@ def test_nan_is_the_fault_of_one(make_local):
         other.close()
         local.settle()
         assert local.server.served["request_success_total"][',finished_reason="error"'] == 4
-        assert local.post(COMPLETIONS, wish).status == 200
+        assert local.post(COMPLETIONS, fields).status == 200
 
 
 def test_a_rank_is_lost(make_local, printed, monkeypatch):
@@ -1736,8 +1736,8 @@ def test_snapshots(local):
     first = watched(local)
     assert first["running"] == first["waiting"] == []
     assert (first["blocks"], first["block_size"]) == (128, 16)
-    wish = {"prompt": [PROMPT * 8] * 2 + ["a"] * 8, "max_tokens": 150, "ignore_eos": True}
-    doomed = local.begin(wish)
+    fields = {"prompt": [PROMPT * 8] * 2 + ["a"] * 8, "max_tokens": 150, "ignore_eos": True}
+    doomed = local.begin(fields)
     before, most, shared = first, 0, False
     for _ in range(60):
         now = watched(local)

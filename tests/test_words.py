@@ -190,14 +190,14 @@ def test_answers(served, temperature):
     """The same text whole and streamed, and as the plain loop makes it; echo, with the texts of the
     tokens, which join to it; a stop string that spans tokens."""
     words = served.words
-    wish = {"temperature": temperature, "seed": 5, "max_tokens": 24, "ignore_eos": True}
+    fields = {"temperature": temperature, "seed": 5, "max_tokens": 24, "ignore_eos": True}
     for prompt in ("the cat", "   "):
-        body = {"prompt": prompt, **wish}
+        body = {"prompt": prompt, **fields}
         whole = served.post(COMPLETIONS, body).json["choices"][0]["text"]
         events = served.post(COMPLETIONS, body | {"stream": True}).events[:-1]
         assert "".join(json.loads(event)["choices"][0]["text"] for event in events) == whole
         model = served.engine.model
-        sequence = Sequence(words.encode(prompt), SamplingParams(**wish), model.config, words)
+        sequence = Sequence(words.encode(prompt), SamplingParams(**fields), model.config, words)
         for _ in generate(model, sequence, StaticCache(model, 1, sequence.max_len)):
             pass
         assert sequence.text == whole
