@@ -49,7 +49,7 @@ class SparseMLP(nn.Module):
         """Run each token through its experts and add up the results, times their weights.
 
         The B * T * k pairs of a token and an expert are sorted by expert. Then each chosen expert
-        runs once, over the rows of all tokens that chose it. At last the results are put back into
+        runs once, over the rows of all tokens that chose it. Finally the results are put back into
         the order of the tokens.
 
         Args:

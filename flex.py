@@ -30,8 +30,8 @@ class Followed(Blocks):
         FlexAttention is given the whole pool as one long text of slots. A row sees the slots of its
         own blocks, as far as their positions are visible to its queries.
 
-        Example: block_size 4, table [7, 2]: slot 9 is in block 2, which is the table's entry 1, so
-            it holds position 1 * 4 + 1 = 5
+        Example: block_size 4, table [7, 2]: slot 9 is in block 2, which has index 1 in the table,
+            so it holds position 1 * 4 + 1 = 5
         """
         if self.kv.dtype != q.dtype:  # int8 keys must be decoded first
             return super().read(q, group)
@@ -39,14 +39,14 @@ class Followed(Blocks):
         B, W = group.table.shape
         queries = q.reshape(B, heads // 2, -1, H)  # as in model.attention
         num_queries = queries.shape[2]
-        # 1) For each block of the pool, its entry in each row's table. A block that is not in the
-        # table gets entry W, one past the last, where the padded mask is False.
-        entry = group.table.new_full((B, num_blocks), W)
-        entry.scatter_(1, group.table, torch.arange(W, device=q.device).expand(B, W))
+        # 1) For each block of the pool, its index in each row's table. A block that is not in the
+        # table gets W, one past the last index, and there the padded mask is False.
+        index = group.table.new_full((B, num_blocks), W)
+        index.scatter_(1, group.table, torch.arange(W, device=q.device).expand(B, W))
         visible = pad(group.masks(group.pieces[0])[self.window], (0, size))
 
         def sees(row: Tensor, head: Tensor, query: Tensor, slot: Tensor) -> Tensor:
-            position = entry[row, slot // size] * size + slot % size
+            position = index[row, slot // size] * size + slot % size
             return visible[row, 0, query, position]
 
         # 2) Which blocks each row reads. PyTorch wants a list as long as the pool, of which the
