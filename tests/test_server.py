@@ -683,6 +683,30 @@ def test_errors_of_a_chat_say_what_is_wrong(local):
     assert local.post(CHAT, nothing).json["choices"][0]["logprobs"] is None
 
 
+WAYS_OUT = {  # field -> a value that is refused, and what the error says of others
+    "grammar": ("root ::= x", "not supported; leave it out"),
+    "suffix": ("x", "not supported; leave it out"),
+    "tools": ([TOOL], "not supported; leave it out"),
+    "stream_options": ({"include_usage": True}, "not supported; leave it out"),
+    "best_of": (2, "supported: 1"), "skip_special_tokens": (False, "supported: True"),
+    "modalities": (["audio"], "supported: ['text']"), "tool_choice": ("required", "auto"),
+    "add_special_tokens": (False, "supported: True"), "use_beam_search": (True, "supported: False"),
+    "stop": (5, "must be str | list | tuple"), "prompt": (5, "must be str | list, is 5"),
+    "structured_outputs": ({"regex": "a"}, "excludes response_format"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", WAYS_OUT)
+def test_errors_say_what_to_do(local, field):
+    """ "supported: None" for what can only be left out; a type of which only half was named."""
+    value, words = WAYS_OUT[field]
+    body = {"prompt": "a", field: value}
+    if field == "structured_outputs":
+        body["response_format"] = {"type": "json_object"}
+        field = "response_format"
+    assert words in local.post(COMPLETIONS, body).fails(400, field)
+
+
 def test_usage_so_far(local):
     """vLLM's clients ask for the usage in each chunk, and got a 400."""
     fields = SHORT | {"n": 2, "max_tokens": 20, "stream": True}
@@ -1383,7 +1407,7 @@ def test_step_fails(make_local, printed):
     local.engine.runner = Broken(local.engine.runner, 12)
     stream, *others = local.stream(LONG), local.begin(LONG), local.begin(LONG | {"n": 3})
     answer = Answer(200, {}, stream.read())
-    answer.fails(500)
+    assert answer.fails(500) == "a step of the engine failed"
     assert sum('"error"' in event for event in answer.events) == 1  # and no [DONE] after it
     for connection in others:
         read(connection).fails(500)
