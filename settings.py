@@ -62,7 +62,10 @@ def check(name: str, value: Any, kind: Any, *bounds: float) -> Any:
 
 
 def supported(name: str, value: Any, *known: Any) -> Any:
-    """Return `value` if it is a known one; otherwise raise SettingError, which lists them."""
+    """Return `value` if it is among `known`; otherwise raise SettingError, which lists them.
+
+    None, "", [] and {} mean that a setting is left out, so the list does not contain them.
+    """
     if value not in known:
         names = ", ".join(str(each) for each in known if each or each is False)
         way_out = f"supported: {names}" if names else "leave it out"
@@ -204,9 +207,11 @@ class Limits:
 
     max_seq_len: int | None = setting(None, "tokens of prompt and output (default: the model's)", 2)
     max_num_seqs: int = setting(64, "sequences that run at once")
-    max_num_batched_tokens: int | None = setting(None, "most tokens in a step (README: Serving)")
-    kv_memory: float = setting(0.5, "of the cache: bytes (4e9), or below 1 a share of free memory")
-    kv_dtype: str = setting("auto", "of the cache; auto: as --dtype", choices=("auto", "int8"))
+    max_num_batched_tokens: int | None = setting(None, "most tokens in a step (README, Serving)")
+    kv_memory: float = setting(
+        0.5, "memory for the cache: bytes (4e9), or a share of the free memory if below 1"
+    )
+    kv_dtype: str = setting("auto", "of keys and values; auto: --dtype", choices=("auto", "int8"))
     block_size: int = setting(16, "tokens in a block of the cache")
     num_blocks: int | None = setting(None, "blocks in the cache, instead of --kv-memory")
     __post_init__ = check_fields
@@ -219,10 +224,12 @@ class EngineArgs(Limits):
     checkpoint: Path = setting(BUNDLED, "a Hugging Face folder")
     device: str = setting("auto", "where to run", choices=("auto", "cpu", "cuda", "mps"))
     dtype: str = setting("auto", "auto: as in the checkpoint", choices=("auto", *DTYPES))
-    quantize: str | None = setting(None, "round weights when loaded", choices=("int8", "int4"))
+    quantize: str | None = setting(None, "round weights to fewer bits", choices=("int8", "int4"))
     group_size: int = setting(128, "input channels per scale, for int4", -1)
-    attention: str = setting("copy", "to blocks: copy, or flex (GPU)", choices=("copy", "flex"))
-    compile: bool = setting(False, "start slower, run faster (see README)", action="store_true")
+    attention: str = setting(
+        "copy", "how to read the cache's blocks: copy, or flex on a GPU", choices=("copy", "flex")
+    )
+    compile: bool = setting(False, "start slower, run faster (README)", action="store_true")
     threads: int | None = setting(
         None,
         "CPU threads (default: $OMP_NUM_THREADS; else 1 for weights below 32 MB, or all cores)",
@@ -230,7 +237,7 @@ class EngineArgs(Limits):
         1024,
     )
     draft_checkpoint: Path | None = setting(None, "a small model that guesses tokens")
-    speculate: int | None = setting(None, "tokens to guess in a step; see the README", 0, 64)
+    speculate: int | None = setting(None, "tokens to guess in a step (README)", 0, 64)
 
 
 def add_flags(parser: ArgumentParser, settings: type, **aliases: str) -> None:
