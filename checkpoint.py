@@ -131,12 +131,13 @@ def load_config(path: Path | str) -> Config:
         check_fields(config)
         check("num_experts", config.num_experts, int, 1, 1024)  # more take half a minute to build
         check("num_experts_per_tok", config.num_experts_per_tok, int, 1, config.num_experts)
-        K, H = config.num_key_value_heads, config.head_dim
-        check("heads * head_dim", heads * H, int)  # or a matrix has more bytes than int64 can count
+        # A larger matrix would have more bytes than int64 can count.
+        check("heads * head_dim", heads * config.head_dim, int)
         supported("the length of layer_types", len(config.windows), config.num_hidden_layers)
-        if heads % K or H % 2:
+        if heads % config.num_key_value_heads or config.head_dim % 2:
             raise ValueError(
-                f"{heads} heads must be a multiple of the {K} kv heads; head_dim {H} must be even"
+                f"{heads} heads must be a multiple of the {config.num_key_value_heads} kv heads; "
+                f"head_dim {config.head_dim} must be even"
             )
     return config
 

@@ -310,7 +310,7 @@ class Server:
                     if isinstance(function["arguments"], str):  # templates expect an object
                         function["arguments"] = json.loads(function["arguments"] or "{}")
                 message["content"] = text
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
+            except Exception as error:  # a value of any other form than these lines expect
                 raise Problem(
                     400, f"role, content or tool_calls are wrong: {error}", f"messages[{i}]"
                 ) from None
@@ -350,6 +350,9 @@ def translate(given: JSON, chat: bool) -> JSON:
     fields = DEFAULTS | given
     for name, default in DEFAULTS.items():
         check(name, fields[name], type(default))
+    for name in ("include_usage", "continuous_usage_stats"):
+        value = fields["stream_options"].get(name) or False
+        fields[name] = check(f"stream_options[{name}]", value, bool)
     check_supported(fields, chat)
     if "max_completion_tokens" in fields:
         fields["max_tokens"] = fields["max_completion_tokens"]
@@ -381,11 +384,11 @@ def translate(given: JSON, chat: bool) -> JSON:
 
 def check_supported(fields: JSON, chat: bool) -> None:
     """Raise SettingError if a field asks for what is not supported."""
-    options = fields["stream_options"] if fields["stream"] else {}
-    for name in ("include_usage", "continuous_usage_stats"):
-        check(f"stream_options[{name}]", options.get(name) or False, bool)
-    echo = fields["echo"] and not chat
-    allowed = UNSUPPORTED | dict(best_of=fields["n"], stream_options=options, echo=echo)
+    allowed = UNSUPPORTED | dict(
+        best_of=fields["n"],
+        stream_options=fields["stream_options"] if fields["stream"] else {},
+        echo=fields["echo"] and not chat,
+    )
     if fields.get("tool_choice", fields.get("function_call")) == "none":
         fields = fields | dict(tools=[], functions=[], tool_choice="auto")  # they have no effect
     for name, value in fields.items():
@@ -707,7 +710,7 @@ class Connection:
         most = server.args.max_queue
         demand(waiting + len(requests) <= most, 429, f"{waiting} wait, --max-queue is {most}")
         # 2) Send what is new after each step.
-        stream, options = fields["stream"], fields["stream_options"]
+        stream = fields["stream"]
         key = ("delta" if stream else "message") if chat else "text"
         base = dict(
             id=uid,
@@ -740,7 +743,7 @@ class Connection:
                 total_tokens=num_prompt + num_new,
                 prompt_tokens_details=dict(cached_tokens=sum(job.cached for job in firsts)),
             )
-            if options.get("continuous_usage_stats"):
+            if fields["continuous_usage_stats"]:
                 base["usage"] = usage
             for part in filter(None, parts):
                 await self.send(base | {"choices": [part]}, content_type=EVENTS)
@@ -748,7 +751,7 @@ class Connection:
         whole = base | dict(choices=[], usage=usage)
         if not stream:  # in a thread, because it may be long
             whole["choices"] = [await asyncio.to_thread(choice.take_new) for choice in choices]
-        elif options.get("include_usage"):
+        elif fields["include_usage"]:
             await self.send(whole, content_type=EVENTS)
         await self.send("[DONE]" if stream else whole)
 
