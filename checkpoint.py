@@ -113,9 +113,13 @@ def load_config(path: Path | str) -> Config:
             supported(name, raw[name], only)
         # 1) Defaults that follow from other settings.
         heads = check("num_attention_heads", raw.get("num_attention_heads"), int)
-        size = check("hidden_size", raw.get("hidden_size"), int) // heads
-        bias = raw["attention_bias"]
-        raw = dict(num_key_value_heads=heads, head_dim=size, qkv_bias=bias, o_bias=bias) | raw
+        defaults = dict(
+            num_key_value_heads=heads,
+            head_dim=check("hidden_size", raw.get("hidden_size"), int) // heads,
+            qkv_bias=raw["attention_bias"],
+            o_bias=raw["attention_bias"],
+        )
+        raw = defaults | raw
         # 2) Settings that Config has under another name or in another form.
         eos = raw["eos_token_id"]
         eos = eos if isinstance(eos, list) else [eos]

@@ -180,24 +180,22 @@ class Server:
         """Store what the page shows: which sequences run or wait, and which blocks they have. This
         takes some microseconds for each sequence."""
         engine = self.engine
-        pool = engine.pool
-        running = [
-            dict(
-                name=f"{job.request.id}.{job.request.outputs.index(job)}",
-                text=job.text[-40:],
-                prompt=job.prompt_len,
-                blocks=job.table.blocks,
-                length=job.table.length,
-                max=job.max_len,
-                ran=engine.ran.get(job, 0),
-            )
-            for job in engine.running
-        ]
         state = dict(
-            blocks=pool.num_blocks,
-            block_size=pool.block_size,
-            cached=pool.cached,
-            running=running,
+            blocks=engine.pool.num_blocks,
+            block_size=engine.pool.block_size,
+            cached=engine.pool.cached,
+            running=[
+                dict(
+                    name=f"{job.request.id}.{job.request.outputs.index(job)}",
+                    text=job.text[-40:],
+                    prompt=job.prompt_len,
+                    blocks=job.table.blocks,
+                    length=job.table.length,
+                    max=job.max_len,
+                    ran=engine.ran.get(job, 0),
+                )
+                for job in engine.running
+            ],
             waiting=[job.prompt_len for job in engine.waiting[:100]],
         )
         self.snapshot = json.dumps(counters(engine) | state)
@@ -351,8 +349,9 @@ def translate(given: JSON, chat: bool) -> JSON:
     for name, default in DEFAULTS.items():
         check(name, fields[name], type(default))
     for name in ("include_usage", "continuous_usage_stats"):
-        value = fields["stream_options"].get(name) or False
-        fields[name] = check(f"stream_options[{name}]", value, bool)
+        fields[name] = check(
+            f"stream_options[{name}]", fields["stream_options"].get(name) or False, bool
+        )
     check_supported(fields, chat)
     if "max_completion_tokens" in fields:
         fields["max_tokens"] = fields["max_completion_tokens"]
@@ -589,8 +588,6 @@ HEADERS = (
     "X-Accel-Buffering: no\r\n"
     "X-Content-Type-Options: nosniff\r\nX-Frame-Options: DENY\r\n"
 )
-CORS = "Access-Control-Allow-Headers: Authorization, *\r\nAccess-Control-Allow-Origin: {}\r\n"
-CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 JSON_TYPE, EVENTS = "application/json", "text/event-stream"
 # All names that end in .localhost mean this host (RFC 6761), with or without a final dot.
 LOOPBACK = r"(?i)(([\w-]+\.)*localhost\.?|127[.0-9]+|::1|\[::1\])(:[0-9]+)?"
@@ -652,8 +649,12 @@ class Connection:
 
     async def refuse(self, status: int, message: str, param: Any = None, code: Any = None) -> None:
         """Answer with an error in OpenAI's form. `param` is the field that is wrong, if any."""
-        kind = "server_error" if status >= 500 else "invalid_request_error"
-        error = dict(message=message, type=kind, param=param, code=code)
+        error = dict(
+            message=message,
+            type="server_error" if status >= 500 else "invalid_request_error",
+            param=param,
+            code=code,
+        )
         await self.send({"error": error}, status)
 
     async def route(self, head: str) -> None:
@@ -789,7 +790,8 @@ class Connection:
         demand(found, 411, "send the body with one Content-Length, or in chunks")
         if found[1]:
             self.check_size(int(framing))
-        self.writer.write(CONTINUE if "Expect" in self.headers else b"")
+        if "Expect" in self.headers:
+            self.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if found[1]:
             return await self.reader.readexactly(int(framing))
         data = bytearray()  # to bytes, each += would copy all of it
@@ -846,12 +848,18 @@ class Connection:
             if status == 429:
                 head += "Retry-After: 1\r\n"
             if self.server.args.cors:
-                head += CORS.format(self.server.args.cors)
+                head += (
+                    f"Access-Control-Allow-Origin: {self.server.args.cors}\r\n"
+                    "Access-Control-Allow-Headers: Authorization, *\r\n"
+                )
             self.writer.write(self.start + f"{head}\r\n".encode("latin-1"))
             with suppress(OSError):  # an answer is not lost because the log cannot be written
                 if self.line != "GET /engine" or status != 200:  # a page asks ten times a second
-                    outcome = "gone" if self.writer.is_closing() else status
-                    print(f"{self.line!r:.200} {outcome}", file=sys.stderr)
+                    print(
+                        f"{self.line!r:.200}",
+                        "gone" if self.writer.is_closing() else status,
+                        file=sys.stderr,
+                    )
         if not self.line.startswith("HEAD "):
             self.writer.write(data)
         async with asyncio.timeout(IDLE_S):  # a client that does not read loses its connection
