@@ -231,10 +231,15 @@ class Server:
     # --- Requests in ------------------------------------------------------------------------------
 
     def prepare(self, body: JSON, chat: bool, uid: str) -> tuple[JSON, list[Request]]:
-        """Check a request body, and make requests for the engine with the ids uid-0, uid-1, ...
+        """Check a request body, and make one request for the engine of each prompt.
+
+        Args:
+            body: the JSON object.
+            chat: whether it is a chat.
+            uid: the requests get the ids uid-0, uid-1, ...
 
         Returns:
-            The fields of the body, see translate; and a request for each prompt.
+            The fields of the body, see translate; and the requests.
 
         Raises:
             Problem: 400 with the field that is wrong, or 404 for another model.
@@ -259,7 +264,7 @@ class Server:
                 demand(
                     asked <= context,
                     400,
-                    # Clients look for OpenAI's wording of this sentence.
+                    # These are OpenAI's words, for which clients look.
                     f"This model's maximum context length is {context} tokens. However, you "
                     f"requested {asked} tokens, {len(ids)} of them in the prompt: ask for less.",
                     source,
@@ -281,7 +286,7 @@ class Server:
             raise Problem(400, str(error)[:500], param) from None
 
     def sampling_params(self, fields: JSON, chat: bool) -> SamplingParams:
-        """Return a request's sampling settings; the checkpoint's defaults replace what it omits."""
+        """Return the sampling settings of a request. Those that it omits are the checkpoint's."""
         check_ids("logit_bias", fields["logit_bias"], self.engine.config.vocab_size)
         defaults = vars(self.defaults) | dict(max_tokens=self.engine.max_seq_len if chat else 16)
         params = SamplingParams(**{name: fields.get(name, defaults[name]) for name in defaults})
@@ -291,7 +296,8 @@ class Server:
         return params
 
     def chat_ids(self, fields: JSON) -> Ids:
-        """Render the messages of a chat and encode them. A message's content may have parts."""
+        """Render the messages of a chat and encode them. The content of a message can be a list of
+        parts, which are joined."""
         messages = fields["messages"]
         demand(messages, 400, "messages must have at least one message", "messages")
         for i, message in enumerate(messages):
@@ -328,8 +334,8 @@ DEFAULTS = dict(
     response_format={"type": "text"}, reasoning_format="auto", chat_template_kwargs={},
     continue_final_message=False, add_generation_prompt=True)  # fmt: skip
 # Fields that would change the answer, but are not supported. Those of REFUSED must be left out, and
-# the others must have the value that is given here. Fields that would not change the answer, as
-# `user` or `store`, are ignored, and so are unknown names.
+# the others must have the value that is given here. Fields that would not change the answer (`user`,
+# `store`, ...) and unknown names are ignored.
 REFUSED = """audio grammar json_schema n_predict prompt_logprobs chat_template documents
     allowed_token_ids guided_json guided_regex guided_choice guided_grammar"""
 UNSUPPORTED = dict.fromkeys(REFUSED.split()) | dict(
@@ -339,8 +345,8 @@ UNSUPPORTED = dict.fromkeys(REFUSED.split()) | dict(
 
 
 def translate(given: JSON, chat: bool) -> JSON:
-    """Return the fields of a body with their defaults, and with this engine's names of settings
-    beside OpenAI's.
+    """Return the fields of a body with their defaults. Settings that have another name in OpenAI's
+    API are added under the engine's name.
 
     Raises:
         SettingError: a field has the wrong type, or asks for what is not supported.
