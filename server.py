@@ -334,8 +334,8 @@ DEFAULTS = dict(
     response_format={"type": "text"}, reasoning_format="auto", chat_template_kwargs={},
     continue_final_message=False, add_generation_prompt=True)  # fmt: skip
 # Fields that would change the answer, but are not supported. Those of REFUSED must be left out, and
-# the others must have the value that is given here. Fields that would not change the answer (`user`,
-# `store`, ...) and unknown names are ignored.
+# the others must have the value that is given here. Other fields that this file does not mention,
+# such as `user` or `store`, do not change the answer, and are ignored.
 REFUSED = """audio grammar json_schema n_predict prompt_logprobs chat_template documents
     allowed_token_ids guided_json guided_regex guided_choice guided_grammar"""
 UNSUPPORTED = dict.fromkeys(REFUSED.split()) | dict(
