@@ -453,12 +453,12 @@ LIMITS = {"read_limit_gb_s": "read limit, GB/s", "gemm_peak_tflop_s": "GEMM peak
 
 def figures(part: Part, outcome: Outcome) -> Iterator[str]:
     """Write the figures of a measurement, with the titles of benchmarks/README.md."""
-    titles = report.COLUMNS.get(part.words[1], {}) | LIMITS
     for label, row in measured(outcome).items():
-        cells = [
-            f"{title} {report.number(row[name])}" for name, title in titles.items() if name in row
-        ]
-        yield f"{label}: {', '.join(cells)}"
+        titles = report.COLUMNS[part.words[1]] | LIMITS
+        shown = [name for name in titles if name in row]
+        yield f"{label}: " + ", ".join(
+            f"{titles[name]} {report.number(row[name])}" for name in shown
+        )
 
 
 def slow_rows(outcome: Outcome) -> Iterator[str]:
