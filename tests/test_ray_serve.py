@@ -1,60 +1,85 @@
-"""deploy/ray_serve.py, in a Ray of this machine. Where Ray is not installed this skips; where
-KILOLM_NEEDS_ALL is set, as in CI, it fails."""
+"""deploy/ray_serve.py, in a Ray of this machine. Where Ray is not installed these tests skip; where
+KILOLM_NEEDS_ALL is set, as in CI, they fail."""
 
 import importlib.util
 import os
 import socket
 import sys
+import threading
 import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from urllib.request import urlopen
 
 import openai
 import pytest
 from conftest import ROOT
 from serving import SHORT, alone, until
 
-from tools import report
-
 DEPLOY = ROOT / "deploy"
+PROMPT = SHORT["prompt"]
+# Ray averages over half a minute, and waits for ten before it ends a replica.
+SMALL = "--device cpu --dtype float32 --max-num-seqs 8"
+QUICK = {"metrics_interval_s": 0.5, "look_back_period_s": 1, "upscale_delay_s": 1,
+         "downscale_delay_s": 2}  # fmt: skip
 
 
 def test_it_is_small():
     """A deployment that grows into a second server."""
-    assert report.code_lines((DEPLOY / "ray_serve.py").read_text()) <= 80
+    assert len((DEPLOY / "ray_serve.py").read_text().splitlines()) <= 80
 
 
 @pytest.fixture(scope="module")
-def client():
-    """A client of two replicas."""
+def module():
+    """deploy/ray_serve.py. No actor is given a path to it: under `serve run` there is none."""
     if not importlib.util.find_spec("ray"):
         assert "KILOLM_NEEDS_ALL" not in os.environ, "KILOLM_NEEDS_ALL is set, without ray"
         pytest.skip("needs ray")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    import ray
-    from ray import serve
-
     sys.path.insert(0, str(DEPLOY))
-    import ray_serve
+    yield importlib.import_module("ray_serve")
+    sys.path.remove(str(DEPLOY))
+
+
+@pytest.fixture(scope="module")
+def ray(module):
+    """A Ray of four cores, or so it is told, with an HTTP port."""
+    import ray
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    # No path to `deploy` is handed to the actors: they failed for want of it under `serve run`.
     ray.init(num_cpus=4, include_dashboard=False)
     try:
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
-        serve.run(ray_serve.build({"min_replicas": "2", "options": "--dtype float32"}))
+        module.serve.start(http_options={"host": "127.0.0.1", "port": port})
         url = f"http://127.0.0.1:{port}/v1"
-        yield openai.OpenAI(base_url=url, api_key="none", max_retries=4, timeout=60)
+        client = openai.OpenAI(base_url=url, api_key="none", max_retries=4, timeout=60)
+        yield SimpleNamespace(client=client, cores=lambda: ray.available_resources().get("CPU", 0))
     finally:
-        serve.shutdown()
+        module.serve.shutdown()
         ray.shutdown()
-        sys.path.remove(str(DEPLOY))
 
 
-def replicas():
-    """The processes of the servers that Ray's replicas have started."""
-    found = []
+def deploy(module, **settings):
+    """Start the application, or change it, as the words of `serve run` would."""
+    words = {"options": "--device cpu --dtype float32"} | settings
+    words = {name: str(value) for name, value in words.items()}
+    module.serve.run(module.build(module.Settings.model_validate(words)))
+
+
+def states(module):
+    """How many replicas are in which state, as Ray says it."""
+    (app,) = module.serve.status().applications.values()
+    (deployment,) = app.deployments.values()
+    return Counter({str(getattr(state, "value", state)): n
+                    for state, n in deployment.replica_states.items()})  # fmt: skip
+
+
+def processes():
+    """The processes that run server.py, torchrun included, and their parents."""
+    found = {}
     for each in filter(str.isdigit, os.listdir("/proc")):
         try:
             words = Path(f"/proc/{each}/cmdline").read_text().split("\0")
@@ -62,44 +87,126 @@ def replicas():
         except OSError:  # it has ended
             continue
         if str(ROOT / "server.py") in words:
-            found.append((int(each), parent))
+            found[int(each)] = parent
     return found
 
 
+def whole(ray, **headers):
+    answer = ray.client.completions.create(
+        model="shakespeare", prompt=PROMPT, max_tokens=6, temperature=0,
+        extra_body={"ignore_eos": True}, extra_headers=headers,
+    )  # fmt: skip
+    return answer.choices[0].text
+
+
+def stream(ray, tokens=900, **body):
+    return ray.client.completions.create(
+        model="shakespeare", prompt=PROMPT, max_tokens=tokens, stream=True,
+        extra_body={"ignore_eos": True}, **body,
+    )  # fmt: skip
+
+
+def last(events):
+    """How a stream has ended."""
+    return [*events][-1].choices[0].finish_reason
+
+
 @pytest.mark.slow
-def test_two_replicas(client):
+@pytest.mark.parametrize("words", [{"max_replica": "3"}, {"ranks": "two"}, {"min_replicas": "-1"}])
+def test_a_wrong_word(module, words):
+    """A misspelt setting that was ignored."""
+    with pytest.raises(ValueError, match=next(iter(words))):
+        module.Settings.model_validate(words)
+
+
+@pytest.mark.slow
+def test_a_server_that_does_not_start(module, capfd):
+    """A replica that waits for ever for a server that has ended, or does not say why it did."""
+    with pytest.raises(RuntimeError, match=r"server.py --checkpoint /nowhere has ended"):
+        module.Replica.func_or_class("--checkpoint /nowhere", 1)
+    assert "error: " in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_replicas(module, ray):
     """Another text than the server's; a stream that comes at once; a replica that is killed, and
     all requests with it, or with its server left behind."""
+    deploy(module, min_replicas=2, max_replicas=2)
     (expected,) = alone(**SHORT)
-
-    def whole(**headers):
-        return client.completions.create(model="shakespeare", prompt=SHORT["prompt"], max_tokens=6,
-            temperature=0, extra_body={"ignore_eos": True}, extra_headers=headers)  # fmt: skip
-
-    assert whole().choices[0].text == expected.text
+    assert whole(ray) == expected.text
     events, times = [], []
-    for event in client.completions.create(
-        model="shakespeare", prompt=SHORT["prompt"], max_tokens=200, stream=True,
-        extra_body={"ignore_eos": True},
-    ):  # fmt: skip
+    for event in stream(ray, 200):
         events.append(event)
         times.append(time.monotonic())
     assert len(events) > 100 and events[-1].choices[0].finish_reason == "length"
     assert max(b - a for a, b in pairwise(times)) < 0.5 * (times[-1] - times[0])
     with pytest.raises(openai.BadRequestError, match="temperature"):
-        client.completions.create(model="shakespeare", prompt="a", temperature=-1)
-    before = replicas()
+        ray.client.completions.create(model="shakespeare", prompt="a", temperature=-1)
+    before = processes()
     assert len(before) == 2
-    # Who is killed here is the actor, whose server must not outlive it.
-    child, actor = before[0]
+    # What is killed here is the actor, whose server must not outlive it.
+    child, actor = before.popitem()
     os.kill(actor, 9)
-    assert [whole(**{"X-Session-Id": str(i)}).choices[0].text for i in range(8)] == [
-        expected.text
-    ] * 8
-    until(lambda: child not in dict(replicas()), 10)
-    until(lambda: len(replicas()) == 2, 60)
+    sessions = [whole(ray, **{"X-Session-Id": str(i)}) for i in range(8)]
+    assert sessions == [expected.text] * 8
+    until(lambda: child not in processes(), 10)
+    until(lambda: len(processes()) == 2, 60)
     # And here it is the server, whose actor says so when it is asked for its health.
-    child, actor = replicas()[0]
+    child, actor = processes().popitem()
     os.kill(child, 9)
-    until(lambda: len(replicas()) == 2 and child not in dict(replicas()), 60)
-    until(lambda: whole().choices[0].text == expected.text, 30)
+    until(lambda: len(processes()) == 2 and child not in processes(), 60)
+    until(lambda: whole(ray) == expected.text, 30)
+
+
+@pytest.mark.slow
+def test_draining(module, ray):
+    """Streams that end when the replica that they are on is replaced."""
+    deploy(module, min_replicas=2, max_replicas=2)
+    old = processes()
+    with ThreadPoolExecutor(13) as pool:
+        endings = [pool.submit(last, stream(ray)) for _ in range(12)]
+        change = pool.submit(deploy, module, min_replicas=2, max_replicas=2, ranks=1, options=SMALL)
+        until(lambda: states(module)["STOPPING"], 30)
+        assert not any(each.done() for each in endings)
+        assert [each.result() for each in endings] == ["length"] * 12
+        change.result()
+    until(lambda: not old.keys() & processes().keys(), 20)
+
+
+@pytest.mark.slow
+def test_scaling(module, ray):
+    """A second replica that never comes, or never goes again; a client that has left, and whose
+    request runs on."""
+    deploy(module, max_replicas=2, target_ongoing_requests=1, **QUICK)
+    assert len(processes()) == 1
+    events = stream(ray, n=8)
+    next(events)
+    events.close()
+    url = str(ray.client.base_url).replace("/v1/", "/metrics")
+    until(lambda: 'finished_reason="abort"} 8' in urlopen(url).read().decode())
+    with ThreadPoolExecutor(8) as pool:
+        done = threading.Event()
+        users = [pool.submit(lambda: [last(stream(ray)) for _ in iter(done.is_set, True)])
+                 for _ in range(8)]  # fmt: skip
+        try:
+            until(lambda: len(processes()) == 2, 60)
+        finally:
+            done.set()
+        assert {reason for user in users for reason in user.result()} == {"length"}
+    until(lambda: len(processes()) == 1, 60)
+
+
+@pytest.mark.slow
+def test_ranks(module, ray):
+    """Ranks for which no cores are set aside; ranks that outlive their replica."""
+    (expected,) = alone(**SHORT)
+    deploy(module, ranks=2)
+    assert ray.cores() == 4 - 2
+    assert whole(ray) == expected.text
+    old = processes()  # torchrun, and two ranks
+    assert len(old) == 3
+    (actor,) = set(old.values()) - old.keys()
+    os.kill(actor, 9)
+    until(lambda: not old.keys() & processes().keys(), 20)
+    until(lambda: len(processes()) == 3, 60)
+    assert whole(ray) == expected.text
