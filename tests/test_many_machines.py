@@ -27,10 +27,11 @@ from tools import bench, load, report
 
 PAGE = (ROOT / "docs" / "many-machines.md").read_text()
 CONFIGS = {"haproxy": ROOT / "docs" / "haproxy.cfg", "nginx": ROOT / "docs" / "nginx.conf"}
-POLICIES = {  # what stands in a configuration, and what takes its place
-    "hash": ("", ""),
-    "least connections": ("balance hash var(txn.key)", "balance leastconn"),
-    "round robin": ("balance hash var(txn.key)", "balance roundrobin"),
+HASH = {"haproxy": "balance hash var(txn.key)", "nginx": "hash $key consistent;"}
+POLICIES = {  # what takes the place of that line
+    ("haproxy", "least connections"): "balance leastconn",
+    ("haproxy", "round robin"): "balance roundrobin",
+    ("nginx", "least connections"): "least_conn;",
 }
 # What nginx needs around a file of conf.d. As another user than root it may not write elsewhere.
 NGINX = """
@@ -54,12 +55,12 @@ class Proxy(Client):
         if not program:
             assert "KILOLM_NEEDS_ALL" not in os.environ, f"KILOLM_NEEDS_ALL is set, without {kind}"
             pytest.skip(f"needs {kind}")
+        self.kind = kind
         with socket.create_server(("127.0.0.1", 0)) as listener:
             self.port = listener.getsockname()[1]
-        old, new = POLICIES[policy]
         text = CONFIGS[kind].read_text()
-        assert old in text
-        text = text.replace(old, new)
+        assert text.count(HASH[kind]) == 1
+        text = text.replace(HASH[kind], POLICIES.get((kind, policy), HASH[kind]))
         ports = [self.port, *(replica.port for replica in replicas)]
         for written, port in zip((8080, 8001, 8002, 8003), ports, strict=True):
             assert text.count(f"127.0.0.1:{written}") == 1
@@ -115,6 +116,12 @@ def made(replicas):
     return [replica.metrics()["generation_tokens_total"] for replica in replicas]
 
 
+def inside(replicas):
+    """How many requests each of the replicas has."""
+    counts = [replica.metrics() for replica in replicas]
+    return [int(each["num_requests_running"] + each["num_requests_waiting"]) for each in counts]
+
+
 def place(replicas, ask):
     """Which of the replicas answers."""
     before = made(replicas)
@@ -124,7 +131,7 @@ def place(replicas, ask):
 
 
 def stream_on_each(proxy, replicas):
-    """A long stream on each of the replicas, for texts that begin in different ways."""
+    """A long stream on each of the replicas, for texts that begin in different ways; and these."""
     texts = {}
     for i in range(60):
         ask = partial(proxy.post, COMPLETIONS, {**SHORT, **beginning(i)})
@@ -132,8 +139,8 @@ def stream_on_each(proxy, replicas):
         if len(texts) == 3:
             long = {**LONG, "max_tokens": 700}
             streams = [proxy.stream({**long, **beginning(texts[k])}) for k in range(3)]
-            assert [each.metrics()["num_requests_running"] for each in replicas] == [1] * 3
-            return streams
+            assert inside(replicas) == [1, 1, 1]
+            return streams, [texts[k] for k in range(3)]
     raise AssertionError(f"60 texts went to {sorted(texts)} alone")
 
 
@@ -166,9 +173,10 @@ def test_streams_come_token_by_token(proxy):
 
 @pytest.mark.slow
 def test_a_stopped_replica_drains(proxy, replicas):
-    """A stream cut short where a replica was to end; requests lost to one that takes none."""
-    streams = stream_on_each(proxy, replicas)
-    stopped = replicas[1]
+    """A stream cut short where a replica was to end; requests lost to one that takes none; texts
+    of the other replicas that move."""
+    streams, texts = stream_on_each(proxy, replicas)
+    a, stopped, c = replicas
     stopped.process.send_signal(signal.SIGTERM)
     for i in range(30):
         answer = proxy.post(COMPLETIONS, {**SHORT, **beginning(i)})
@@ -177,12 +185,16 @@ def test_a_stopped_replica_drains(proxy, replicas):
         data = stream.read()
         assert data.endswith(b"data: [DONE]\n\n") and b'"finish_reason": "length"' in data
     assert stopped.process.wait(30) == 0
+    for text, home in (texts[0], a), (texts[2], c):
+        before = made([home])
+        assert proxy.post(COMPLETIONS, {**SHORT, **beginning(text)}).status == 200
+        assert made([home]) > before
 
 
 @pytest.mark.slow
 def test_a_killed_replica_costs_its_own_requests_alone(proxy, replicas):
     """Other streams that end with it; requests that are sent to nobody."""
-    streams = stream_on_each(proxy, replicas)
+    streams, _ = stream_on_each(proxy, replicas)
     replicas[1].process.kill()
     with ThreadPoolExecutor(8) as pool:
         bodies = [{**SHORT, **beginning(i)} for i in range(30)]
@@ -212,6 +224,34 @@ def test_who_gets_a_session(proxy, replicas):
     beginnings = [{ask("", f"{i} " * 300 + str(j)) for j in range(3)} for i in range(12)]
     assert all(len(places) == 1 for places in beginnings)
     assert len(set.union(*beginnings)) > 1
+
+
+ONE_SESSION = {"Content-Type": "application/json", "X-Session": "of all"}
+# proxy -> how many of that many requests with one key each replica has, the home last.
+BOUNDS = {"haproxy": {40: [0, 13, 27]}, "nginx": {40: [0, 8, 32], 96: [32, 32, 32]}}
+
+
+@pytest.mark.slow
+def test_a_bound_on_the_load(proxy, replicas):
+    """A session that all users share: all of its requests went to its home, or to any replica."""
+    with contextlib.ExitStack() as stack:
+        for requests, counts in BOUNDS[proxy.kind].items():
+            for _ in range(requests - sum(inside(replicas))):
+                connection = stack.enter_context(contextlib.closing(proxy.open()))
+                connection.request("POST", COMPLETIONS, json.dumps(LONG), ONE_SESSION)
+            until(lambda n=requests: sum(inside(replicas)) == n)
+            assert sorted(inside(replicas)) == counts
+        if proxy.kind == "nginx":  # all are full
+            assert proxy.post(COMPLETIONS, SHORT).status == 502
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_least_connections(tmp_path, replicas, kind):
+    """What the page says to write for it, which nobody had tried."""
+    with Proxy(kind, tmp_path, replicas, "least connections") as proxy:
+        streams = [proxy.stream(LONG) for _ in replicas]
+        assert inside(replicas) == [1] * len(streams)
 
 
 # --- What it brings -------------------------------------------------------------------------------
