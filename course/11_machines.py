@@ -14,23 +14,35 @@ from lesson import Lesson, run
 from scheduler import Engine
 from settings import SamplingParams
 
-MACHINES, DOCUMENTS, OWN, NEW = 3, 6, 16, 4  # tokens that a request has of its own; that it wants
-RATE = 0.5  # requests a step
-HOLDS = 3  # documents, of those that run and those that are cached, for which a machine has room
+MACHINES, DOCUMENTS, OWN, NEW = 3, 6, 16, 4  # tokens of a request's own; of its answer
+HOLDS = 3  # documents that a machine has room for
 
 
 def home(document: bytes, loads: list[int], bound: float) -> int:
-    """Which machine gets a request: the one that the beginning of its prompt names, or the next
-    one that has at most `bound` times the mean load."""
+    """Choose a machine for a request: the home of its document, or the next machine that stays
+    within the bound.
+
+    Args:
+        loads: requests that each machine has.
+        bound: how many times the mean load a machine may have, with this request.
+
+    Example: loads=[4, 0, 0], bound=2 -> at most ceil(2 * 5 / 3) = 4: a document of machine 0 goes
+        to machine 1
+    """
     most = ceil(bound * (sum(loads) + 1) / len(loads))
     first = crc32(document) % len(loads)
     places = [*range(first, len(loads)), *range(first)]
     return next(i for i in places if loads[i] < most)
 
 
-def serve(lesson: Lesson, choose: Callable, share: float) -> dict[str, float]:
-    """Let requests come, RATE a step on average, and all machines step at once. A share of them is
-    about the first document, the others about any."""
+def serve(lesson: Lesson, choose: Callable, rate: float, share: float) -> dict[str, float]:
+    """Let requests come, and all machines step at once.
+
+    Args:
+        choose: number of the request, beginning of its prompt, requests on each machine -> machine.
+        rate: requests a step, on average.
+        share: part of the requests that is about the first document; the others are about any.
+    """
     model, size = lesson.random_model(tiny=True), lesson.pick(512, 128)
     room = {"num_blocks": HOLDS * size // 16, "max_seq_len": size + OWN + NEW}
     engines = [Engine(model, max_num_batched_tokens=64, **room) for _ in range(MACHINES)]
@@ -39,7 +51,7 @@ def serve(lesson: Lesson, choose: Callable, share: float) -> dict[str, float]:
     params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
     left = lesson.pick(300, 40)
     while left or came:
-        while left and rng.random() < RATE / (1 + RATE):
+        while left and rng.random() < rate / (1 + rate):
             left -= 1
             document = documents[0] if rng.random() < share else rng.choice(documents)
             place = choose(left, str(document).encode(), [len(each.queue) for each in engines])
@@ -54,6 +66,7 @@ def serve(lesson: Lesson, choose: Callable, share: float) -> dict[str, float]:
             "came": len(waits) / len(inside)}  # fmt: skip
 
 
+LOADS = {"all alike": (0.5, 0.0), "a rush": (5.0, 0.9)}  # requests a step; one document's share
 RULES = {
     "in turn": lambda i, document, loads: i % MACHINES,
     "least loaded": lambda i, document, loads: loads.index(min(loads)),
@@ -64,17 +77,16 @@ RULES = {
 
 def chapter(lesson: Lesson) -> dict[str, dict[str, float]]:
     rows = {}
-    for title, share in {"all alike": 0.0, "of one, two in three": 2 / 3}.items():
-        found = {name: serve(lesson, rule, share) for name, rule in RULES.items()}
+    for title, load in LOADS.items():
+        found = {name: serve(lesson, rule, *load) for name, rule in RULES.items()}
         lesson.bars(f"% of prompts found, {title}", {n: r["found"] for n, r in found.items()})
-        lesson.bars(
-            f"steps that a request stays, {title}", {n: r["stay"] for n, r in found.items()}
-        )
+        stays = {name: row["stay"] for name, row in found.items()}
+        lesson.bars(f"steps that a request stays, {title}", stays)
         rows |= {f"{name}, {title}": row for name, row in found.items()}
     lesson.say("\nrequests a step x steps that each stays = requests inside")
     for name, r in rows.items():
-        law = f"{r['came']:.3f} x {r['stay']:5.2f} = {r['came'] * r['stay']:5.2f}"
-        lesson.say(f"  {name:36} {law}; counted {r['inside']:5.2f}")
+        law = f"{r['came']:.3f} x {r['stay']:5.2f} = {r['came'] * r['stay']:4.1f}"
+        lesson.say(f"  {name:25} {law}; counted {r['inside']:4.1f}")
     return rows
 
 
