@@ -3,6 +3,7 @@ KILOLM_NEEDS_ALL is set, as in CI, they fail."""
 
 import importlib.util
 import os
+import re
 import socket
 import sys
 import threading
@@ -12,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import openai
 import pytest
@@ -99,6 +100,13 @@ def whole(ray, **headers):
     return answer.choices[0].text
 
 
+def ended(ray, reason, **headers):
+    """How many texts have ended so, in the replica that answers."""
+    request = Request(str(ray.client.base_url).replace("/v1/", "/metrics"), headers=headers)
+    text = urlopen(request, timeout=10).read().decode()
+    return sum(map(int, re.findall(rf'finished_reason="{reason}"}} (\d+)', text)))
+
+
 def stream(ray, tokens=900, **body):
     return ray.client.completions.create(
         model="shakespeare", prompt=PROMPT, max_tokens=tokens, stream=True,
@@ -142,6 +150,14 @@ def test_two_replicas(module, ray):
     assert max(b - a for a, b in pairwise(times)) < 0.5 * (times[-1] - times[0])
     with pytest.raises(openai.BadRequestError, match="temperature"):
         ray.client.completions.create(model="shakespeare", prompt="a", temperature=-1)
+    # All that a session asks goes to one replica, its question for the counts included.
+    counts = []
+    for i in range(12):
+        session = {"X-Session-Id": str(i)}
+        counts.append(ended(ray, "length", **session))
+        whole(ray, **session)
+        assert ended(ray, "length", **session) == counts[-1] + 1
+    assert counts != sorted(counts)  # they are of two replicas
     before = processes()
     assert len(before) == 2
     # What is killed here is the actor, whose server must not outlive it.
@@ -182,8 +198,7 @@ def test_scaling(module, ray):
     events = stream(ray, n=8)
     next(events)
     events.close()
-    url = str(ray.client.base_url).replace("/v1/", "/metrics")
-    until(lambda: 'finished_reason="abort"} 8' in urlopen(url).read().decode())
+    until(lambda: ended(ray, "abort") == 8)
     with ThreadPoolExecutor(8) as pool:
         done = threading.Event()
         users = [pool.submit(lambda: [last(stream(ray)) for _ in iter(done.is_set, True)])
