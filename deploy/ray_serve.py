@@ -49,8 +49,8 @@ class Replica:
         else:
             raise RuntimeError(f"server.py {options} has ended: the lines above say why")
         Thread(target=sys.stderr.writelines, args=[self.server.stderr]).start()  # or the pipe fills
-        limits = {"timeout": aiohttp.ClientTimeout(), "connector": aiohttp.TCPConnector(limit=0)}
-        self.http = aiohttp.ClientSession(line.split()[-1], **limits)  # none: Ray has its own
+        no_limits = {"timeout": aiohttp.ClientTimeout(), "connector": aiohttp.TCPConnector(limit=0)}
+        self.http = aiohttp.ClientSession(line.split()[-1], **no_limits)  # Ray has its own
 
     async def check_health(self) -> None:
         """Raise an error where the server does not answer: Ray then starts another replica."""
