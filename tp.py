@@ -3,12 +3,19 @@
     torchrun --nproc-per-node 2 generate.py              two ranks on this machine
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:PORT generate.py
 
-The second is started on each of two machines, of which HOST is one, with the same versions, options
-and checkpoint. Rank 0 is on the machine whose name, or --local-addr, sorts first. Where a machine's
-name leads nowhere, or to itself alone, torchrun needs --local-addr ADDRESS there, and on HOST also
---rdzv-conf is_host=1; gloo needs the name of the network interface in GLOO_SOCKET_IFNAME, and NCCL
-in NCCL_SOCKET_IFNAME. How many seconds a machine waits for the other is bounded by --rdzv-conf
-join_timeout=600, and how many it looks for HOST by read_timeout=60.
+The second command is started on each of two machines, with the same versions, options and
+checkpoint. HOST is one of them. Rank 0 is on the machine whose name, or --local-addr, sorts first.
+If a machine's name leads nowhere, or to itself alone, torchrun needs --local-addr ADDRESS there,
+and on HOST also --rdzv-conf is_host=1; gloo needs the name of the network interface in
+GLOO_SOCKET_IFNAME, and NCCL in NCCL_SOCKET_IFNAME. A machine waits --rdzv-conf join_timeout=600
+seconds for the other, and looks for HOST for read_timeout=60.
+
+If a process dies, its machine closes its connections, and the other ranks end at once. A machine
+that loses its power or its network closes none. Then rank 0 notices after 15 minutes, which is when
+Linux gives up sending, and the other ranks, which only listen, never do. Both take about 15 seconds
+if torchrun is started with LD_PRELOAD=libkeepalive.so KEEPIDLE=5 KEEPINTVL=5 KEEPCNT=2 (Debian's
+package libkeepalive0) after `sysctl net.ipv4.tcp_retries2=5`. A wrong option on one machine ends
+its rank before the ranks meet, and the others wait five minutes for it.
 
 A matrix is cut so that two in a row need one sum over the ranks, not two (Megatron-LM, Shoeybi et
 al. 2019, arXiv:1909.08053). The first is cut by outputs, the second by the same numbers as inputs:
@@ -269,8 +276,9 @@ def join(device: torch.device) -> Iterator[Ranks]:
 
 def agree(args: Any) -> None:
     """Check that all ranks have the same versions, the same options, and a folder of the same
-    content, wherever each machine keeps it. Of each file 64 MB count: to read all of it would take
-    as long as to load it. A prompt, sampling settings and a draft model are rank 0's alone.
+    content, wherever each machine keeps it. Only the first 64 MB of each file are compared, since
+    to read all of it would take as long as to load it: weights that differ after these are not
+    noticed. A prompt, sampling settings and a draft model are rank 0's alone.
 
     Raises:
         ValueError: they do not. Every rank has the same error, with all that differs.

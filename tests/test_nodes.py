@@ -5,6 +5,7 @@ they are two addresses of this one. Their names lead nowhere, so all that tp.py 
 """
 
 import contextlib
+import ctypes.util
 import itertools
 import json
 import os
@@ -108,20 +109,7 @@ class Machines:
             self.names = names
             ip("netns", "add", names[1])
             a, b = self.links
-            ip(
-                "link",
-                "add",
-                a,
-                "netns",
-                names[0],
-                "type",
-                "veth",
-                "peer",
-                "name",
-                b,
-                "netns",
-                names[1],
-            )
+            ip(*f"link add {a} netns {names[0]} type veth peer name {b} netns {names[1]}".split())
             for name, address, link in zip(names, self.addresses, self.links):
                 ip("-n", name, "addr", "add", f"{address}/24", "dev", link)
                 for each in ("lo", link):
@@ -135,14 +123,14 @@ class Machines:
     def inside(self, i, *command):
         return [*(["ip", "netns", "exec", self.names[i]] if self.names else []), *map(str, command)]
 
-    def start(self, i, *argv, conf="", link=None):
+    def start(self, i, *argv, conf="", link=None, **env):
         """Start torchrun and its one rank on a machine."""
         command = self.inside(
             i, sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 1,
             "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self.addresses[0]}:{self.port}",
             "--rdzv-conf", f"is_host={1 - i}{conf}", "--local-addr", self.addresses[i], *argv,
         )  # fmt: skip
-        env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         env["GLOO_SOCKET_IFNAME"] = link or self.links[i]
         out, err = (self.folder / f"{kind}.{i}" for kind in ("out", "err"))
         self.started[i] = subprocess.Popen(
@@ -240,6 +228,25 @@ def test_a_machine_dies(machines, who):
     assert all(machines.end(10))
     (line,) = machines.errors(1 - who)
     assert f"rank {1 - who}" in line and not machines.errors(who)
+
+
+@pytest.mark.slow
+def test_a_cable_is_pulled(machines):
+    """Ranks that wait for ever, since no connection is closed: what tp.py says against that did
+    nothing for the ranks, or for torchrun."""
+    if not (machines.names and ctypes.util.find_library("keepalive")):
+        pytest.skip("needs two networks, and libkeepalive")
+    alive = {"LD_PRELOAD": "libkeepalive.so", "KEEPIDLE": "5", "KEEPINTVL": "5", "KEEPCNT": "2"}
+    for i in range(2):
+        setting = "echo 5 > /proc/sys/net/ipv4/tcp_retries2"
+        subprocess.run(machines.inside(i, "sh", "-c", setting), check=True)
+        machines.start(i, PROGRAM, *LONG, **alive)
+    machines.until(lambda: len(machines.said(0, "out")) > 2)
+    ip("-n", machines.names[0], "link", "set", machines.links[0], "down")
+    assert all(machines.end(40))
+    (line,) = machines.errors(0)
+    # On the other machine torchrun may notice first, and end its rank before that has spoken.
+    assert "rank 0 cannot go on" in line and len(machines.errors(1)) <= 1
 
 
 @pytest.mark.slow
