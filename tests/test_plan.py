@@ -2,21 +2,29 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 import sampling
+from checkpoint import load_model
+from model import Config
 from paged import Row
+from tokenizer import Tokenizer
 from tools import load, plan, report
 from tools.load import Arrival, Limits, Load
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 # A step takes 1 s, and each of its tokens 0.1 s.
 TIMES = plan.Times(
-    seconds=[1.0, 0.0, 0.0, 0.1, 0.0, 0.0], overhead=0.0, vocab_size=100, max_seq_len=64,
+    seconds=[1.0, 0.0, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0], inbound=0.0, outbound=0.0,
+    vocab_size=100, max_seq_len=64,
     max_num_seqs=2, max_num_batched_tokens=6, num_blocks=20, block_size=4, most=100, max_queue=50,
 )  # fmt: skip
 LOAD = Load("", None, None, 40, (4, 20), (1, 9), 3, 8, 100, {})
@@ -25,9 +33,12 @@ FIGURES = Limits(5.0, 5.0)
 
 def test_what_a_forward_has_to_do():
     """The docstring's example; rows that are padded, and a group of two blocks at least."""
-    rows = [Row([0, 1], 5, [7]), Row([2], 3, [7]), Row([3, 4], 4, [7, 7, 7])]
-    assert plan.work_of(rows, 4, 100) == [1, 2, 3, 5, 6, 10]
-    assert plan.work_of(rows, 4, 2) == [1, 3, 3, 5, 6, 10]  # one row in each group
+    rows = [Row([0, 1], 5, [7]), Row([2], 3, [7]), Row([3, 4], 4, [7, 7])]
+    assert plan.work_of(rows, 4, 100) == [1, 1, 3, 4, 2, 6, 8]
+    wider = [Row([0, 1, 2], 9, [7]), *rows[:2], *rows[1:2], *rows[2:] * 2]
+    # One group of four rows of three blocks, and one of two prompts; or each row alone.
+    assert plan.work_of(wider, 4, 100) == [1, 2, 6, 8, math.sqrt(8), 16, 20]
+    assert plan.work_of(wider, 4, 3) == [1, 2, 6, 8, math.sqrt(8), 13, 17]
 
 
 def test_a_schedule_worked_out_by_hand():
@@ -40,9 +51,21 @@ def test_a_schedule_worked_out_by_hand():
     assert [*first.times] == pytest.approx([1.4, 4.3]) and first.tokens == 3
     assert [*second.times] == pytest.approx([4.3, 5.4]) and second.tokens == 2
     assert second.ttft == pytest.approx(3.8) and second.tpot == pytest.approx(1.1)
-    late = replace(TIMES, overhead=0.25)
+    late = replace(TIMES, inbound=0.75, outbound=0.25)
     again = plan.simulate(late, iter(arrivals)).outcomes
-    assert again[1].ttft == pytest.approx(4.05) and again[1].tpot == pytest.approx(1.1)
+    # The first begins at 0.75, and the second joins at 1.25, again during its first step.
+    assert again[1].ttft == pytest.approx(3.8 + 0.75 + 0.25) and again[1].tpot == pytest.approx(1.1)
+
+
+def test_a_request_that_comes_in_holds_the_step_up():
+    """Steps that took no longer while the server was reading requests: first tokens were predicted
+    too early, or, with a delay that was fitted to make up for it, too late under a light load."""
+    times = replace(TIMES, seconds=[*TIMES.seconds[:-1], 0.5])
+    asked = [Arrival(0.0, [1] * 4, 3), Arrival(0.5, [2] * 4, 1), Arrival(0.6, [3] * 4, 1)]
+    ends = [o.times[-1] for o in plan.simulate(times, asked).outcomes]
+    # 0.0 .. 1.4, and 1 s for the two that came. The first of them joins: 2.4 .. 3.9, and has ended.
+    # 3.9 .. 5.4: the third token of the first, and the other.
+    assert ends == pytest.approx([5.4, 3.9, 5.4])
 
 
 @pytest.mark.parametrize("policy", plan.POLICIES)
@@ -132,6 +155,40 @@ def test_times_are_found_again():
     assert sum(found[:2]) == pytest.approx(true[0] * sum(stalled) / sum(times), rel=0.05)
     with pytest.raises(ValueError, match="too few"):
         plan.fitted(works[:9], times[:9])
+
+
+def test_steps_that_follow_each_other():
+    """A pause between two requests taken for a step; what came before a step counted to it."""
+    events = [
+        ["came", 1, 0.5], ["step", 1.0, True, 7], ["came", 2, 1.1], ["came", 3, 1.2],
+        ["step", 1.5, True, 8], ["first", 1, 1.9], ["step", 2.0, False, 9], ["came", 4, 8.0],
+        ["step", 9.0, True, 6], ["step", 9.5, False, 5],
+    ]  # fmt: skip
+    assert plan.cycles(events) == ([[7, 2], [8, 0], [6, 0]], [0.5, 0.5, 0.5])
+
+
+@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="only Linux tells")
+def test_what_other_programs_use():
+    """The server's own time, or this program's, for which a load would always be sent again."""
+    spin = [sys.executable, "-c", "while True: pass"]
+    with subprocess.Popen(spin) as ours, subprocess.Popen(spin) as other:
+        alone = plan.Elsewhere(ours.pid)
+        both = plan.Elsewhere(os.getpid())
+        time.sleep(1)
+        share, more = alone.share(), both.share()
+        ours.kill()
+        other.kill()
+    assert share > 0.05  # of two processors, which others may use, too
+    assert more > share + 0.05
+
+
+def test_a_model_of_random_weights(tmp_path):
+    """Tokens without text, which a server does not stream: the first one came with the last."""
+    config = Config(600, 64, 64, 1, 2, 2, 32, 64)
+    plan.write_shape(tmp_path / "m", config)
+    tokenizer = Tokenizer(tmp_path / "m")
+    assert [tokenizer.decode([i]).strip() for i in (0, 5, 599)] == ["0", "5", "599"]
+    assert load_model(tmp_path / "m").config.vocab_size == 600
 
 
 @pytest.mark.parametrize("needed", [1, 2, 3, 7, 8, 9, 16])

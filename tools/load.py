@@ -87,9 +87,14 @@ def arrivals(load: Load, rate: float) -> Iterator[Arrival]:
         yield Arrival(at, prompt, new_tokens)
 
 
-async def run(load: Load, rate: float) -> list[Outcome]:
-    """Send the load at so many requests a second; infinite: all at once."""
-    start, tasks = time.perf_counter(), []
+async def run(load: Load, rate: float, start: float | None = None) -> list[Outcome]:
+    """Send the load at so many requests a second.
+
+    Args:
+        rate: infinite: all at once.
+        start: when to begin, by time.perf_counter(); None: now.
+    """
+    start, tasks = time.perf_counter() if start is None else start, []
     for at, prompt, new_tokens in arrivals(load, rate):
         body = {
             "prompt": prompt, "max_tokens": new_tokens, "ignore_eos": True,
