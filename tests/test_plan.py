@@ -108,12 +108,12 @@ def test_who_gets_a_request():
 def test_the_rule_of_exercise_19():
     """A document that is still being computed goes to a second replica, too; or one that all ask
     for, to a single one."""
-    fleet = plan.Fleet(TIMES, 2, "prefix", plan.Clock())
+    fleet = plan.Fleet(TIMES, 2, "prefix")
     homes = []
     for i in range(plan.BOUND + 2):
         request = fleet.prepare(Arrival(0.0, [7] * 16 + [i], 2))
         homes.append(fleet.choose(request))
-        fleet.engines[homes[-1]].submit(request)
+        fleet.replicas[homes[-1]].engine.submit(request)
     assert homes == [0] * (plan.BOUND + 1) + [1]
 
 

@@ -196,46 +196,144 @@ class Simulated:
         """Nothing is there to copy: a request here has one output."""
 
 
-class Fleet:
-    """Replicas, and who gets a request.
+class Result(NamedTuple):
+    """What came of a simulation.
 
     Attributes:
-        leaving: of each replica, how many requests end with the step that it is in: the engine does
-            not count these any more, but a router still would.
+        outcomes: one of each request, in the order of arrival.
+        figures: hits, preemptions, utilisation, ...
     """
 
-    def __init__(self, times: Times, count: int, policy: str, clock: Clock) -> None:
+    outcomes: list[Outcome]
+    figures: dict[str, float]
+
+
+@dataclass
+class Replica:
+    """An engine, and what a router knows of it.
+
+    Attributes:
+        is_resting: it has nothing to do, and no step is under way.
+        came: requests that have come in during its step.
+        leaving: requests that end with its step. The engine does not count them any more, but until
+            the step is over a router does.
+        busy: seconds in steps.
+        rows: tokens that it has made.
+    """
+
+    engine: Engine
+    is_resting: bool = True
+    came: int = 0
+    leaving: int = 0
+    busy: float = 0.0
+    rows: int = 0
+
+    @property
+    def load(self) -> int:
+        return len(self.engine.running) + len(self.engine.waiting) + self.leaving
+
+    @property
+    def computed(self) -> int:
+        return self.engine.stats["computed_tokens"]
+
+
+class Fleet:
+    """Replicas on one clock, and the router in front of them.
+
+    Attributes:
+        events: (when, which), a heap: when each replica is free for its next step.
+        outcomes: one of each request, in the order of arrival.
+        under_way: the outcome of each request that is in an engine.
+    """
+
+    def __init__(self, times: Times, count: int, policy: str) -> None:
         self.times, self.policy = times, supported("--policy", policy, *POLICIES)
+        self.clock = Clock()
         config = Config(times.vocab_size, 1, 1, 1, 1, 1, 1, times.max_seq_len)
         model = SimpleNamespace(config=config, device=torch.device("cpu"))
         names = ("max_seq_len", "max_num_seqs", "max_num_batched_tokens", "num_blocks")
         limits = {name: getattr(times, name) for name in (*names, "block_size")}
-        runner: Any = partial(Simulated, clock, times)
-        self.engines = [Engine(model, runner=runner, **limits) for _ in range(count)]
-        self.leaving = [0] * count
-        self.sent = 0
+        runner: Any = partial(Simulated, self.clock, times)
+        count = check("--replicas", count, int, 1, 10000)
+        self.replicas = [Replica(Engine(model, runner=runner, **limits)) for _ in range(count)]
+        self.events: list[tuple[float, int]] = []
+        self.outcomes: list[Outcome] = []
+        self.under_way: dict[Request, Outcome] = {}
+
+    def run(self, arrivals: Iterable[Arrival]) -> None:
+        """Take one event after another: a request reaches its replica, or a replica is free."""
+        with self.clock.ticking():
+            for arrival in arrivals:
+                joins = arrival.at + self.times.inbound
+                self.run_until(joins)
+                self.clock.now = joins
+                self.submit(arrival)
+            self.run_until(math.inf)
+        assert not self.under_way
+
+    def run_until(self, end: float) -> None:
+        while self.events and self.events[0][0] < end:
+            self.clock.now, i = heapq.heappop(self.events)
+            self.step(i)
 
     def prepare(self, arrival: Arrival) -> Request:
         params = SamplingParams(temperature=0, max_tokens=arrival.new_tokens, ignore_eos=True)
-        return self.engines[0].prepare(arrival.prompt, params)
+        return self.replicas[0].engine.prepare(arrival.prompt, params)
 
-    def load(self, i: int) -> int:
-        return len(self.engines[i].running) + len(self.engines[i].waiting) + self.leaving[i]
+    def submit(self, arrival: Arrival) -> None:
+        """Queue a request at the replica that the router chooses."""
+        outcome, request = Outcome(arrival.at), self.prepare(arrival)
+        i = self.choose(request)
+        replica = self.replicas[i]
+        self.outcomes.append(outcome)
+        if len(replica.engine.waiting) >= self.times.max_queue:
+            outcome.error = "429"
+            return
+        self.under_way[replica.engine.submit(request)] = outcome
+        if replica.is_resting:
+            replica.is_resting = False
+            heapq.heappush(self.events, (self.clock.now, i))
+        else:
+            replica.came += 1
 
     def choose(self, request: Request) -> int:
         """Which replica gets a request."""
-        everyone = range(len(self.engines))
-        self.sent += 1
+        everyone = range(len(self.replicas))
         if self.policy == "round-robin":
-            return (self.sent - 1) % len(everyone)
-        loads = [self.load(i) for i in everyone]
-        computed = [engine.stats["computed_tokens"] for engine in self.engines]
+            return len(self.outcomes) % len(everyone)
+        loads = [replica.load for replica in self.replicas]
+        computed = [replica.computed for replica in self.replicas]
         if self.policy == "least-loaded":
             return min(everyone, key=lambda i: (loads[i], computed[i]))
         # Exercise 19's rule: the longest beginning, of those that are not too far ahead in load.
         near = [i for i in everyone if loads[i] <= min(loads) + BOUND]
         ids = request.outputs[0].ids[:-1]  # the last one always runs
-        return max(near, key=lambda i: (held(self.engines[i], ids), -loads[i], -computed[i]))
+        return max(
+            near, key=lambda i: (held(self.replicas[i].engine, ids), -loads[i], -computed[i])
+        )
+
+    def step(self, i: int) -> None:
+        """Run a replica's next step as a whole. What arrives until its end waits for the one after
+        it, as in Server.drive."""
+        replica, start = self.replicas[i], self.clock.now
+        replica.leaving = 0
+        if not replica.engine.queue:
+            replica.is_resting = True
+            return
+        # The step before has ended later by the requests that came in during it.
+        self.clock.now += replica.came * self.times.seconds[-1]
+        replica.came = 0
+        for request in replica.engine.step():
+            replica.rows += 1
+            if request.finished:
+                replica.leaving += 1
+                job, outcome = request.outputs[0], self.under_way.pop(request)
+                ends = (job.times[k] + self.times.outbound for k in (1, -1))
+                outcome.times = array("d", ends)  # 16 bytes, where a list of two takes 120
+                outcome.tokens = len(job.tokens)
+        assert self.clock.now > start, "a step that runs nothing would be repeated for ever"
+        replica.busy += self.clock.now - start
+        heapq.heappush(self.events, (self.clock.now, i))
 
 
 def held(engine: Engine, ids: list[int]) -> int:
@@ -253,89 +351,17 @@ def held(engine: Engine, ids: list[int]) -> int:
     return longest * pool.block_size
 
 
-class Result(NamedTuple):
-    """What came of a simulation.
-
-    Attributes:
-        outcomes: one of each request, in the order of arrival.
-        figures: hits, preemptions, utilisation, ...
-    """
-
-    outcomes: list[Outcome]
-    figures: dict[str, float]
-
-
 def simulate(
     times: Times, arrivals: Iterable[Arrival], count: int = 1, policy: str = POLICIES[1]
 ) -> Result:
-    """Run requests through so many replicas, event by event: an arrival, or a replica that is free
-    for its next step.
-
-    A step runs as a whole when it begins, so what arrives meanwhile waits for the next one, as in
-    Server.drive.
+    """Run requests through so many replicas.
 
     Raises:
         SettingError: a request that the engine refuses, or what no number can be.
     """
-    clock = Clock()
-    fleet = Fleet(times, check("--replicas", count, int, 1, 10000), policy, clock)
-    outcomes, under_way = [], {}
-    free = []  # (when, which): replicas that are in a step, or about to begin one
-    resting = [True] * count
-    came = [0] * count  # requests that came in during a replica's step
-    busy, rows = 0.0, 0
-
-    def submit(arrival: Arrival) -> None:
-        outcome = Outcome(arrival.at)
-        outcomes.append(outcome)
-        request = fleet.prepare(arrival)
-        i = fleet.choose(request)
-        if len(fleet.engines[i].waiting) >= times.max_queue:
-            outcome.error = "429"
-            return
-        under_way[fleet.engines[i].submit(request)] = outcome
-        if resting[i]:
-            resting[i] = False
-            heapq.heappush(free, (clock.now, i))
-        else:
-            came[i] += 1
-
-    def step(i: int) -> None:
-        nonlocal busy, rows
-        fleet.leaving[i] = 0
-        engine, start = fleet.engines[i], clock.now
-        clock.now += came[i] * times.seconds[-1]  # the step before ended later by that
-        came[i] = 0
-        if not engine.queue:
-            resting[i] = True
-            return
-        for request in engine.step():
-            rows += 1
-            if request.finished:
-                fleet.leaving[i] += 1
-                job = request.outputs[0]
-                outcome = under_way.pop(request)
-                outcome.times = array("d", (job.times[1], job.times[-1]))
-                for k in range(2):
-                    outcome.times[k] += times.outbound
-                outcome.tokens = len(job.tokens)
-        assert clock.now > start, "a step that runs nothing would be repeated for ever"
-        busy += clock.now - start
-        heapq.heappush(free, (clock.now, i))
-
-    with clock.ticking():
-        for arrival in arrivals:
-            joins = arrival.at + times.inbound
-            while free and free[0][0] < joins:
-                clock.now, i = heapq.heappop(free)
-                step(i)
-            clock.now = joins
-            submit(arrival)
-        while free:
-            clock.now, i = heapq.heappop(free)
-            step(i)
-    assert not under_way
-    stats = [engine.stats for engine in fleet.engines]
+    fleet = Fleet(times, count, policy)
+    fleet.run(arrivals)
+    outcomes, stats = fleet.outcomes, [replica.engine.stats for replica in fleet.replicas]
 
     def total(name: str) -> int:
         return sum(each[name] for each in stats)
@@ -345,8 +371,8 @@ def simulate(
     figures = {
         "hits": total("prefix_cache_hits") / max(1, total("prefix_cache_queries")),
         "preemptions": total("num_preemptions"),
-        "utilisation": busy / max(took * count, 1e-9),
-        "mean_batch": rows / max(1, total("engine_steps")),
+        "utilisation": sum(each.busy for each in fleet.replicas) / max(took * count, 1e-9),
+        "mean_batch": sum(each.rows for each in fleet.replicas) / max(1, total("engine_steps")),
     }
     return Result(outcomes, figures)
 
