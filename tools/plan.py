@@ -34,7 +34,7 @@ import tempfile
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -119,6 +119,12 @@ class Times:
     def step(self, work: list[float]) -> float:
         """The seconds of a step; without those of requests, where `work` does not count them."""
         return sum(count * seconds for count, seconds in zip(work, self.seconds))
+
+    def scaled_to(self, sample: "Sample") -> "Times":
+        """These times on the machine as it is now: all steps take longer by the same factor, so
+        that those of a sample take as long as they did."""
+        factor = sum(sample.took) / sum(map(self.step, sample.works))
+        return replace(self, seconds=[factor * each for each in self.seconds])
 
 
 def fitted(works: list[list[float]], times: list[float]) -> list[float]:
@@ -545,7 +551,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--shares", type=float, nargs="+", default=[*SHARES], help=text)
     add("--repeat", type=int, default=5)
     text = "a load is sent again where other programs used more of a processor"
-    add("--elsewhere", type=float, default=0.1, metavar="SHARE", help=text)
+    add("--elsewhere", type=float, default=0.3, metavar="SHARE", help=text)
     # A server whose steps are timed, which `fit` starts.
     timed_parser = commands.add_parser("timed")
     timed_parser.set_defaults(run=timed, record=None)
@@ -802,13 +808,13 @@ class TimedServer:
         _, outcomes = send(what._replace(url=self.url), math.inf)
         return len(outcomes) / max(outcome.times[-1] for outcome in outcomes)
 
-    def sample(self, what: Load, capacity: float) -> Sample:
-        """Time the steps under a quarter of the requests at once, and under the others at three
-        shares of the capacity, one after another, with a seed for each from what.seed on."""
+    def sample(self, what: Load, rates: Iterable[float]) -> Sample:
+        """Time the steps under loads of these rates, one after another. Their seeds count from
+        what.seed on, and each has a quarter of the requests."""
         self.events()
         arrived, read = {}, {}
         count = max(8, what.requests // 4)
-        for i, rate in enumerate((math.inf, 0.3 * capacity, 0.7 * capacity, capacity)):
+        for i, rate in enumerate(rates):
             each = what._replace(url=self.url, seed=what.seed + i, requests=count)
             start, outcomes = send(each, rate)
             for arrival, outcome in zip(load.arrivals(each, rate), outcomes):
@@ -885,7 +891,8 @@ def fit(args: argparse.Namespace) -> int:
     what = load_of(args)._replace(seed=1000)
     with timed_server(args.server, args.shape) as timed:
         capacity = timed.capacity(what)
-        samples = (timed.sample(what._replace(seed=1001 + 4 * i), capacity) for i in range(4))
+        rates = [math.inf, *(share * capacity for share in (0.3, 0.7, 1.0))]
+        samples = (timed.sample(what._replace(seed=1001 + 4 * i), rates) for i in range(4))
         sample = sum(progress(samples, "timing the server", 4), Sample([], [], [], []))
         times = timed.times(sample)
     errors = [abs(times.step(work) / took - 1) for work, took in zip(sample.works, sample.took)]
@@ -909,49 +916,52 @@ COMPARED = ("ttft_p50_ms", "ttft_p90_ms", "tpot_p50_ms", "tpot_p90_ms", "output_
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Send loads to a server as the fit's was started, at shares of its simulated capacity, and
-    simulate the very same ones. Rounds go through all rates in turn.
+    """Send loads to a server as the fit's was started, at shares of its capacity, and simulate the
+    very same ones. Rounds go through all rates in turn.
 
-    A machine's speed changes with what else runs on it, and near the capacity a step that takes 2 %
-    more makes the first token 10 % later. So each load stands between two samples of the server's
-    steps, as `fit` takes them, and the prediction comes from these; of the load itself it knows
-    nothing but the arrivals. And where other programs used more of a processor than --elsewhere
-    allows, the load is sent again, up to two times; the least disturbed of the three counts.
+    What is compared is the fit and the simulation, not the weather: a machine's speed changes
+    within seconds with what else runs on it or beside it, and near the capacity steps that take
+    2 % longer make the first token 10 % later. So a short sample of other requests is timed before
+    and after each load, and the fit is scaled to these two by one factor. Of the load itself the
+    prediction knows nothing but the arrivals. And where other programs used more of a processor
+    than --elsewhere allows, the load is sent once more, with other requests, and the less disturbed
+    of the two counts.
     """
-    _, record = read_fit(args.fit)
+    times, record = read_fit(args.fit)
     torch.set_num_threads(1)
-    limits = load.Limits(1.0, 0.1)
-    what = load_of(args)
-    capacity = record["capacity"]
+    limits, what, capacity = load.Limits(1.0, 0.1), load_of(args), record["capacity"]
     rates = {share: share * capacity for share in args.shares}
     rows: dict[str, dict[str, list[float]]] = {}
     # Each load has a seed of its own: with prompts that the cache holds there is less to compute.
-    seeds = itertools.count(10000, 10)
+    seeds = itertools.count(10000, 2)
+
+    def sample() -> Sample:
+        return timed.sample(what._replace(seed=next(seeds)), (math.inf, 0.5 * capacity))
+
     with timed_server(record["server"], record.get("shape")) as timed:
-        before = timed.sample(what._replace(seed=next(seeds)), capacity)
-        for _, (share, rate) in progress(
-            [*itertools.product(range(args.repeat), rates.items())], "measuring"
-        ):
-            tries = []
-            while len(tries) < 3 and not (tries and tries[-1][0] <= args.elsewhere):
-                each = what._replace(url=timed.url, seed=next(seeds))
-                others = Elsewhere(timed.process)
-                outcomes = send(each, rate)[1]
-                after = timed.sample(what._replace(seed=next(seeds)), capacity)
-                tries.append((others.share(), each, load.summary(outcomes, limits), before + after))
-                before = after
-            disturbed, each, real, sample = min(tries, key=lambda each: each[0])
-            arrivals = load.arrivals(each, rate)
-            ours = load.summary(simulate(timed.times(sample), arrivals).outcomes, limits)
-            row = rows.setdefault(f"{share:.0%} of capacity, {rate:.3g} requests/s", {})
-            for name in COMPARED:
-                row.setdefault(name, []).append(real[name])
-                row.setdefault(f"{name}_predicted", []).append(ours[name])
-            row.setdefault("elsewhere", []).append(disturbed)
-    for row in rows.values():
-        for name in COMPARED:
-            pairs = zip(row[name], row[f"{name}_predicted"])
-            row[f"{name}_off"] = [ours / real - 1 for real, ours in pairs]
+        for _ in progress(range(args.repeat), "measuring"):
+            before = sample()
+            for share, rate in rates.items():
+                tries = []
+                while len(tries) < 2 and not (tries and tries[-1][0] <= args.elsewhere):
+                    each = what._replace(url=timed.url, seed=next(seeds))
+                    others = Elsewhere(timed.process)
+                    _, outcomes = send(each, rate)
+                    after = sample()
+                    tries.append((others.share(), each, outcomes, before + after))
+                    before = after
+                disturbed, each, outcomes, around = min(tries, key=lambda each: each[0])
+                now = times.scaled_to(around)
+                arrivals = load.arrivals(each, rate)
+                row = rows.setdefault(f"{share:.0%} of capacity, {rate:.3g} requests/s", {})
+                real = load.summary(outcomes, limits)
+                ours = load.summary(simulate(now, arrivals).outcomes, limits)
+                found = {name: real[name] for name in COMPARED}
+                found |= {f"{name}_predicted": ours[name] for name in COMPARED}
+                found |= {f"{name}_off": ours[name] / real[name] - 1 for name in COMPARED}
+                found |= {"slower": now.seconds[0] / times.seconds[0], "elsewhere": disturbed}
+                for name, value in found.items():
+                    row.setdefault(name, []).append(value)
     return publish(args, {"capacity": capacity, "runs": rows}, record)
 
 
