@@ -551,7 +551,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--shares", type=float, nargs="+", default=[*SHARES], help=text)
     add("--repeat", type=int, default=5)
     text = "a load is sent again where other programs used more of a processor"
-    add("--elsewhere", type=float, default=0.3, metavar="SHARE", help=text)
+    add("--elsewhere", type=int, default=30, metavar="PERCENT", help=text)
     # A server whose steps are timed, which `fit` starts.
     timed_parser = commands.add_parser("timed")
     timed_parser.set_defaults(run=timed, record=None)
@@ -943,7 +943,7 @@ def compare(args: argparse.Namespace) -> int:
             before = sample()
             for share, rate in rates.items():
                 tries = []
-                while len(tries) < 2 and not (tries and tries[-1][0] <= args.elsewhere):
+                while len(tries) < 2 and not (tries and 100 * tries[-1][0] <= args.elsewhere):
                     each = what._replace(url=timed.url, seed=next(seeds))
                     others = Elsewhere(timed.process)
                     _, outcomes = send(each, rate)
