@@ -55,6 +55,8 @@ def test_a_schedule_worked_out_by_hand():
     again = plan.simulate(late, iter(arrivals)).outcomes
     # The first begins at 0.75, and the second joins at 1.25, again during its first step.
     assert again[1].ttft == pytest.approx(3.8 + 0.75 + 0.25) and again[1].tpot == pytest.approx(1.1)
+    # One from 0.0 to 4.3, the other from 0.5 to 5.4: 9.2 s in 5.4 s.
+    assert plan.simulate(TIMES, arrivals).figures["inside"] == pytest.approx(9.2 / 5.4)
 
 
 def test_a_request_that_comes_in_holds_the_step_up():

@@ -122,17 +122,22 @@ class Times:
 
     def scaled_to(self, sample: "Sample") -> "Times":
         """These times on the machine as it is now: all steps take longer by the same factor, so
-        that those of a sample take as long as they did."""
-        factor = sum(sample.took) / sum(map(self.step, sample.works))
+        that those of a sample take as long as they did; less the ones that STALLED times as long,
+        as in fitted()."""
+        pairs = [(took, self.step(work)) for work, took in zip(sample.works, sample.took)]
+        kept = [(took, ours) for took, ours in pairs if took < STALLED * ours]
+        factor = sum(took for took, _ in kept) / sum(ours for _, ours in kept)
         return replace(self, seconds=[factor * each for each in self.seconds])
+
+
+STALLED = 3  # times what is expected: something else ran during such a step
 
 
 def fitted(works: list[list[float]], times: list[float]) -> list[float]:
     """Fit seconds, none of them negative, by least squares of the relative error.
 
-    Steps that took more than three times what the first fit says are left out of the second, as
-    something else ran then; but then the whole is scaled, so that all steps together take as long
-    as they did.
+    Steps that took STALLED times what the first fit says are left out of the second; but then the
+    whole is scaled, so that all steps together take as long as they did.
 
     Raises:
         ValueError: there are too few steps.
@@ -143,7 +148,7 @@ def fitted(works: list[list[float]], times: list[float]) -> list[float]:
     kept = torch.ones(len(y), dtype=torch.bool)
     for _ in range(2):
         seconds = least_squares(X[kept] / y[kept, None])
-        kept = y < 3 * X @ seconds
+        kept = y < STALLED * X @ seconds
     seconds *= y.sum() / (X @ seconds).sum()
     return seconds.tolist()
 
@@ -207,7 +212,8 @@ class Result(NamedTuple):
 
     Attributes:
         outcomes: one of each request, in the order of arrival.
-        figures: hits, preemptions, utilisation, ...
+        figures: hits, preemptions, utilisation, ...; and `inside`, how many requests are waiting or
+            running at a time, which by Little's law is their rate times how long one stays.
     """
 
     outcomes: list[Outcome]
@@ -372,9 +378,11 @@ def simulate(
     def total(name: str) -> int:
         return sum(each[name] for each in stats)
 
-    ends = [outcome.times[-1] for outcome in outcomes if outcome.times]
-    took = max(ends, default=0) - min((o.arrived for o in outcomes), default=0)
+    answered = [outcome for outcome in outcomes if outcome.times]
+    ends, starts = [o.times[-1] for o in answered], [o.arrived for o in answered]
+    took = max(ends, default=0) - min(starts, default=0)
     figures = {
+        "inside": (sum(ends) - sum(starts)) / max(took, 1e-9),
         "hits": total("prefix_cache_hits") / max(1, total("prefix_cache_queries")),
         "preemptions": total("num_preemptions"),
         "utilisation": sum(each.busy for each in fleet.replicas) / max(took * count, 1e-9),
@@ -613,7 +621,9 @@ def run(args: argparse.Namespace) -> int:
             arrivals = trace or load.arrivals(what, args.rate)
             total = len(trace) if trace else what.requests
             moving = progress(arrivals, f"simulating {name}", total)
+            start = time.perf_counter()
             rows[name] = figures_of(simulate(times, moving, count, policy), limits)
+            rows[name]["simulation_s"] = time.perf_counter() - start
         return rows[name]
 
     result: dict[str, Any] = {}
