@@ -7,15 +7,17 @@
 
 Scheduling, blocks, prefix sharing and preemption are not modelled, but run: each replica is an
 Engine of scheduler.py with its own BlockPool. Only its forward is replaced, by one that returns the
-same logits for every row and advances a clock by the time that the step would take; and the clock
-that sampling.py reads is that one. `fit` starts the server, sends it a load, and fits the time from
-the start of one step to the start of the next over what the step had to do. So the sampler, and
-what the server does beside the engine, is part of it. What follows `--` is for server.py.
+same logits for every row and advances a clock by the time that the step would take. sampling.py
+reads this clock.
+
+`fit` starts the server, sends it requests, and fits the time from the start of one step to the
+start of the next to what the step had to do. So the sampler, and what the server does beside the
+engine, is part of a step. A request's way to the engine and a token's way back are measured on both
+sides. What follows `--` is for server.py.
 
 Not simulated: the network between a proxy and the replicas, a replica that fails or starts, EOS (a
 request has the length that it asks for), guesses, and other programs on the machine. Papers:
-Agrawal et al. 2024 (Vidur, arXiv:2405.05465). Read: Simulated, simulate, Fleet, least_replicas;
-then Times.
+Agrawal et al. 2024 (Vidur, arXiv:2405.05465). Read: Simulated, Fleet, least_replicas; then Times.
 """
 
 import argparse
@@ -476,22 +478,22 @@ def parse_line(line: str, number: int, times: Times) -> Arrival:
     """One line of a trace. Raises ValueError."""
     if not line.strip():
         raise ValueError("is empty: a trace has no gaps")
-    wish = json.loads(line)
-    if not isinstance(wish, dict):
+    fields = json.loads(line)
+    if not isinstance(fields, dict):
         raise ValueError(f"must be an object, is {line:.40}")
     known = {"arrival", "prompt", "new_tokens", "shared", "shared_tokens"}
-    if unknown := wish.keys() - known:
+    if unknown := fields.keys() - known:
         raise ValueError(f"has the unknown field {min(unknown)!r}")
     for name in ("arrival", "prompt", "new_tokens"):
-        if name not in wish:
+        if name not in fields:
             raise ValueError(f"lacks {name!r}")
-    if ("shared" in wish) != ("shared_tokens" in wish):
+    if ("shared" in fields) != ("shared_tokens" in fields):
         raise ValueError("needs both of shared and shared_tokens, or neither")
-    at = check("arrival", wish["arrival"], float, 0, 1e9)
-    count = check("new_tokens", wish["new_tokens"], int, 1)
-    prompt = wish["prompt"]
+    at = check("arrival", fields["arrival"], float, 0, 1e9)
+    count = check("new_tokens", fields["new_tokens"], int, 1)
+    prompt = fields["prompt"]
     if isinstance(prompt, list):
-        if "shared" in wish:
+        if "shared" in fields:
             raise ValueError("shared is for a prompt that is given by its length")
         for i in prompt:
             check("prompt", i, int, 0, times.vocab_size - 1)
@@ -502,8 +504,8 @@ def parse_line(line: str, number: int, times: Times) -> Arrival:
         text = f"prompt of {length} tokens and {count} new ones, context is {times.max_seq_len}"
         raise ValueError(text if length else "prompt is empty")
     if not isinstance(prompt, list):
-        shared = check("shared_tokens", wish.get("shared_tokens", 0), int, 0, length)
-        begin = random.Random(f"shared {wish.get('shared')}")
+        shared = check("shared_tokens", fields.get("shared_tokens", 0), int, 0, length)
+        begin = random.Random(f"shared {fields.get('shared')}")
         own = random.Random(f"line {number}")
         prompt = [begin.randrange(times.vocab_size) for _ in range(shared)]
         prompt += [own.randrange(times.vocab_size) for _ in range(length - shared)]
@@ -558,8 +560,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     text = "of the simulated capacity: the rates"
     add("--shares", type=float, nargs="+", default=[*SHARES], help=text)
     add("--repeat", type=int, default=5)
-    text = "a load is sent again where other programs used more of a processor"
-    add("--elsewhere", type=int, default=30, metavar="PERCENT", help=text)
     # A server whose steps are timed, which `fit` starts.
     timed_parser = commands.add_parser("timed")
     timed_parser.set_defaults(run=timed, record=None)
@@ -711,17 +711,20 @@ def key_of(prompt: list[int]) -> int:
 
 @contextlib.contextmanager
 def served(*words: str) -> Iterator[tuple[str, int]]:
-    """Start a program that serves, on any port, and end it again. Gives its address and process.
+    """Start a program that serves, on any free port, and end it again.
+
+    Yields:
+        Its address, and its process's id.
 
     Raises:
-        ValueError: it has ended by itself, with its last line.
+        ValueError: it has ended by itself. The error has its last line.
     """
-    with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen([sys.executable, *words, "--port", "0"], stderr=said)
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen([sys.executable, *words, "--port", "0"], stderr=log)
         try:
-            while not (match := re.search(r"on (http://\S+:\d+)\n", text_of(said))):
+            while not (match := re.search(r"on (http://\S+:\d+)\n", text_of(log))):
                 if process.poll() is not None:
-                    lines = text_of(said).strip().splitlines() or ["no word"]
+                    lines = text_of(log).strip().splitlines() or ["no error"]
                     raise ValueError(f"the server has ended with {process.returncode}: {lines[-1]}")
                 time.sleep(0.1)
             yield match[1], process.pid
@@ -926,52 +929,52 @@ COMPARED = ("ttft_p50_ms", "ttft_p90_ms", "tpot_p50_ms", "tpot_p90_ms", "output_
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Send loads to a server as the fit's was started, at shares of its capacity, and simulate the
-    very same ones. Rounds go through all rates in turn.
+    """Send loads to a server as the fit's was started, at shares of its simulated capacity, and
+    simulate the very same ones. Rounds go through all rates in turn.
 
     What is compared is the fit and the simulation, not the weather: a machine's speed changes
     within seconds with what else runs on it or beside it, and near the capacity steps that take
     2 % longer make the first token 10 % later. So a short sample of other requests is timed before
     and after each load, and the fit is scaled to these two by one factor. Of the load itself the
-    prediction knows nothing but the arrivals. And where other programs used more of a processor
-    than --elsewhere allows, the load is sent once more, with other requests, and the less disturbed
-    of the two counts.
+    prediction knows nothing but the arrivals. `elsewhere` in the result tells how quiet the machine
+    was.
     """
     times, record = read_fit(args.fit)
     torch.set_num_threads(1)
-    limits, what, capacity = load.Limits(1.0, 0.1), load_of(args), record["capacity"]
-    rates = {share: share * capacity for share in args.shares}
-    rows: dict[str, dict[str, list[float]]] = {}
+    limits, what = load.Limits(1.0, 0.1), load_of(args)
     # Each load has a seed of its own: with prompts that the cache holds there is less to compute.
     seeds = itertools.count(10000, 2)
+    rows: dict[str, dict[str, list[float]]] = {}
 
     def sample() -> Sample:
-        return timed.sample(what._replace(seed=next(seeds)), (math.inf, 0.5 * capacity))
+        each = what._replace(seed=next(seeds))
+        return timed.sample(each, (math.inf, 0.5 * record["capacity"]))
+
+    def predicted(times: Times, what: Load, rate: float) -> dict[str, float]:
+        return load.summary(simulate(times, load.arrivals(what, rate)).outcomes, limits)
 
     with timed_server(record["server"], record.get("shape")) as timed:
+        capacity = predicted(times.scaled_to(sample()), what, math.inf)["request_s"]
         for _ in progress(range(args.repeat), "measuring"):
             before = sample()
-            for share, rate in rates.items():
-                tries = []
-                while len(tries) < 2 and not (tries and 100 * tries[-1][0] <= args.elsewhere):
-                    each = what._replace(url=timed.url, seed=next(seeds))
-                    others = Elsewhere(timed.process)
-                    _, outcomes = send(each, rate)
-                    after = sample()
-                    tries.append((others.share(), each, outcomes, before + after))
-                    before = after
-                disturbed, each, outcomes, around = min(tries, key=lambda each: each[0])
-                now = times.scaled_to(around)
-                arrivals = load.arrivals(each, rate)
-                row = rows.setdefault(f"{share:.0%} of capacity, {rate:.3g} requests/s", {})
-                real = load.summary(outcomes, limits)
-                ours = load.summary(simulate(now, arrivals).outcomes, limits)
+            for share in args.shares:
+                each = what._replace(url=timed.url, seed=next(seeds))
+                others = Elsewhere(timed.process)
+                real = load.summary(send(each, share * capacity)[1], limits)
+                after = sample()
+                now = times.scaled_to(before + after)
+                ours = predicted(now, each, share * capacity)
                 found = {name: real[name] for name in COMPARED}
                 found |= {f"{name}_predicted": ours[name] for name in COMPARED}
                 found |= {f"{name}_off": ours[name] / real[name] - 1 for name in COMPARED}
-                found |= {"slower": now.seconds[0] / times.seconds[0], "elsewhere": disturbed}
+                found["slower_than_fit"] = sum(now.seconds) / sum(times.seconds)
+                found["elsewhere"] = others.share()
+                row = rows.setdefault(
+                    f"{share:.0%} of capacity, {share * capacity:.3g} requests/s", {}
+                )
                 for name, value in found.items():
                     row.setdefault(name, []).append(value)
+                before = after
     return publish(args, {"capacity": capacity, "runs": rows}, record)
 
 
