@@ -825,20 +825,20 @@ class TimedServer:
         """Time the steps under loads of these rates, one after another. Their seeds count from
         what.seed on, and each has a quarter of the requests."""
         self.events()
-        arrived, read = {}, {}
+        clients = {}  # when a request arrived there, and when its first token was read
         count = max(8, what.requests // 4)
         for i, rate in enumerate(rates):
             each = what._replace(url=self.url, seed=what.seed + i, requests=count)
             start, outcomes = send(each, rate)
-            for arrival, outcome in zip(load.arrivals(each, rate), outcomes):
-                if rate < math.inf:  # of many at once, each waits for the others
-                    arrived[key_of(arrival.prompt)] = start + outcome.arrived
-                    read[key_of(arrival.prompt)] = start + outcome.times[0]
+            if rate < math.inf:  # of many at once, each waits for the others
+                for arrival, outcome in zip(load.arrivals(each, rate), outcomes):
+                    ways = start + outcome.arrived, start + outcome.times[0]
+                    clients[key_of(arrival.prompt)] = ways
         events = self.events()
-        inbound = [at - arrived[key] for kind, key, at, *_ in events
-                   if kind == "came" and key in arrived]  # fmt: skip
-        outbound = [read[key] - at for kind, key, at, *_ in events
-                    if kind == "first" and key in read]  # fmt: skip
+        came = {key: at for kind, key, at, *_ in events if kind == "came"}
+        first = {key: at for kind, key, at, *_ in events if kind == "first"}
+        inbound = [came[key] - arrived for key, (arrived, _) in clients.items()]
+        outbound = [read - first[key] for key, (_, read) in clients.items()]
         return Sample(*cycles(events), inbound, outbound)
 
     def times(self, sample: Sample) -> Times:
@@ -882,9 +882,9 @@ def timed_server(options: list[str], shape: str | None = None) -> Iterator[Timed
             options = ["--checkpoint", str(folder), *options]
         words = (__file__, "timed", str(file), "--", *options)
         with served(*words) as (url, process), file.open() as lines:
-            server = TimedServer(url, process, lines)
+            timed = TimedServer(url, process, lines)
             send(Load(url, None, None, 16, (16, 256), (16, 64), 0, 0, 1000, {}, 999), math.inf)
-            yield server
+            yield timed
 
 
 def write_shape(folder: Path, config: Config) -> None:
