@@ -1,11 +1,11 @@
-"""Generate text: the loop over one sequence; then LLM and the command line, which put all together.
+"""Generate text: the loop over one sequence; then LLM and the command line, which join all parts.
 
     python generate.py                                   the bundled model, at once
     python generate.py --checkpoint DIR --prompt "..."   any Hugging Face folder of a known family
 
-`generate` shows all that generating is: forward, sample, append. Many sequences at once go through
-scheduler.Engine, which LLM wraps. A technique is imported only when an option asks for it, so each
-of their files can be deleted. Read: generate, LLM; then main. Next: paged.py.
+`generate` shows the three steps of generating text: forward, sample, append. Many sequences at once
+go through scheduler.Engine, which LLM wraps. The techniques are imported only when something asks
+for them, so each of their files can be deleted. Read: generate, LLM; then main. Next: paged.py.
 """
 
 import sys
@@ -55,7 +55,8 @@ def generate(
     end = 0  # how many tokens' keys and values the cache holds
     last = torch.tensor([-1], device=model.device)  # the index of a forward's last token
     while not sequence.finish_reason:
-        start, end = end, min(end + chunk, len(ids))
+        start = end
+        end = min(start + chunk, len(ids))
         tokens = torch.tensor([ids[start:end]], device=model.device)  # (1, T)
         positions, layers = cache.plan(start, end)
         logits = model(tokens, positions, layers, last)  # (1, V)
@@ -71,7 +72,7 @@ def generate(
 
 
 class LLM:
-    """The engine behind the call that everybody knows.
+    """The engine behind vLLM's interface, LLM(path).generate(prompts).
 
     Example:
         llm = LLM("checkpoints/shakespeare")
@@ -99,12 +100,12 @@ class LLM:
             prompts: a text, or a list of texts or of lists of token ids.
             params: one SamplingParams for all prompts, or a list with one each; the checkpoint's
                 defaults are then ignored.
-            given: without `params`, fields of SamplingParams by name. They replace the checkpoint's
-                defaults, as on the command line and in the server.
+            given: fields of SamplingParams by name, if there are no `params`. They replace the
+                checkpoint's defaults, as on the command line and in the server.
 
         Returns:
             One finished request for each prompt, in order. If an output's finish_reason is "error",
-            its grammar became too complex, or the model produced NaN logits.
+            its grammar became too complex, or the model produced NaN or infinite logits.
 
         Raises:
             ValueError: one of the prompts cannot be run; then none of them is.
@@ -118,7 +119,7 @@ class LLM:
             for request in requests:
                 self.engine.submit(request)
             finished = (request for request in self.engine.run() if request.finished)
-            list(progress(finished, "generating", len(requests)))
+            list(progress(finished, "generating", len(requests)))  # going through them runs steps
         except BaseException:  # Ctrl-C, at any line
             self.engine.reset()
             raise
@@ -175,8 +176,8 @@ def make_engine(args: EngineArgs, ranks: Ranks, model: Transformer, proposer: Pr
     if args.attention == "flex":
         from flex import FlexRunner
 
-        place = f"{ranks.device.type} x {ranks.ranks}"
-        settings.supported("--attention flex on", place, "cuda x 1")
+        if ranks.device.type != "cuda" or ranks.ranks > 1:
+            raise SettingError("attention", "flex needs one GPU: use --attention copy")
         runner = FlexRunner
     limits = settings.given(settings.Limits, args)
     return Engine(model, tokenizer, proposer, matcher, runner, **limits)
@@ -186,7 +187,7 @@ def make_engine(args: EngineArgs, ranks: Ranks, model: Transformer, proposer: Pr
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; return the exit status: 0, 2 for an error of use, 130 for Ctrl-C."""
+    """Run the command line, and return the exit status: 0; 2 after an error; 130 after Ctrl-C."""
     return settings.launch("generate.py", argv, parse_args, command, join)
 
 
@@ -202,7 +203,7 @@ def parse_args(argv: list[str] | None) -> Namespace:
     settings.add_flags(parser, EngineArgs, speculate="--speculate-ngram")
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", default="", help="text to continue")
-    prompt.add_argument("--prompt-file", help="from a file; - is stdin")
+    prompt.add_argument("--prompt-file", help="read the prompt from this file; - is stdin")
     prompt.add_argument("--chat", action="store_true", help="talk, with the chat template")
     group = parser.add_argument_group(
         "sampling", "defaults: the checkpoint's generation_config.json, else as in parentheses"
@@ -218,8 +219,9 @@ def command(args: Namespace, ranks: Ranks) -> int:
     engine_args = EngineArgs(**settings.given(EngineArgs, args))
     given = settings.given(SamplingParams, args)
     params = SamplingParams(**suggested(engine_args.checkpoint) | given)
-    text, file = args.prompt, args.prompt_file
-    if file and ranks.rank == 0:
+    text = args.prompt
+    file = args.prompt_file
+    if file and ranks.rank == 0:  # the other ranks do not need the prompt
         with blame(file):
             text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
     needs_engine = args.chat or engine_args.speculate or engine_args.draft_checkpoint
@@ -278,10 +280,16 @@ def chat(engine: Engine, params: SamplingParams) -> int:
 
 
 def stream(sequence: Sequence, steps: Iterator[Any]) -> int:
-    """Generate, and write the text to stdout as it comes and a line of statistics to stderr.
+    """Run `steps`, and write the text to stdout as it comes, then a line of statistics to stderr.
+
+    Args:
+        steps: extends the sequence; what it yields does not matter.
 
     Returns:
         0; or 130 after Ctrl-C, which ends the sequence with the text so far.
+
+    Raises:
+        ValueError: the sequence ended with an error.
     """
     shown = 0
     try:

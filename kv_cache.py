@@ -27,9 +27,9 @@ class Slab(LayerCache):
         """Hold a layer's slab and the plan of a forward.
 
         Args:
-            kv: (B, 2 * K, capacity, stored_dim), encoded: the heads' keys, then their values.
+            kv: (B, 2 * K, num_slots, stored_dim), encoded: the heads' keys, then their values.
             slots: (T,) int64, where the new tokens go, the same in each sequence.
-            mask: (B or 1, 1, N / K * T, S) bool, what the new tokens see.
+            mask: (1, 1, N / K * T, S) bool, what the new tokens see; S is the slots that are read.
         """
         self.kv = kv
         self.slots = slots
@@ -37,7 +37,7 @@ class Slab(LayerCache):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k and v, then attend to all that is visible. See model.LayerCache.attend."""
-        new = encode(torch.cat((k, v), 1), self.kv.dtype)
+        new = encode(torch.cat((k, v), 1), self.kv.dtype)  # (B, 2 * K, T, stored_dim)
         # Not scatter_, which the compiler turns into a copy of the whole slab.
         self.kv.index_copy_(2, self.slots, new)
         stored = decode(self.kv[:, :, : self.mask.shape[3]], q.dtype)  # (B, 2 * K, S, H)
@@ -67,8 +67,8 @@ class StaticCache:
         Raises:
             ValueError: there is not enough memory.
         """
-        # Whole buckets, and one slot that is never used. Without it a view of all slots would be
-        # contiguous, and torch.compile would compile once more for a sequence that gets there.
+        # The slots fill whole buckets, and one more is never used. Without it, a view of all slots
+        # would be contiguous, and torch.compile would compile again for the last bucket.
         num_slots = -(-max_seq_len // BUCKET) * BUCKET + 1
         self.config = model.config
         self.batch_size = batch_size
@@ -83,8 +83,8 @@ class StaticCache:
     def plan(self, start: int, end: int) -> tuple[Tensor, list[Slab]]:
         """Plan a forward over positions start .. end - 1 of each sequence.
 
-        The forward reads the first slots only, up to a multiple of BUCKET, so that few shapes
-        occur. With a mask over all slots each step would cost the whole capacity.
+        The forward reads only the first slots, `end` rounded up to a multiple of BUCKET, so that
+        few shapes occur. If it read all slots under a mask, each step would cost the whole slab.
 
         Returns:
             The positions, (B, T), and one Slab per layer for this forward.
@@ -145,10 +145,11 @@ def encode(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def decode(stored: Tensor, dtype: torch.dtype) -> Tensor:
-    """Undo encode: (..., H), or (..., H + 4) of int8, becomes (..., H) of `dtype`."""
+    """Undo encode: int8 (..., H + 4) becomes (..., H) of `dtype`, and any other tensor is returned
+    as it is."""
     if stored.dtype != torch.int8:
         return stored
-    # A contiguous copy, so that it is aligned: a plain clone() of a single key keeps strides of
-    # H + 4 bytes.
+    # The scale is copied to be contiguous, and so aligned: a plain clone() of a single key keeps
+    # strides of H + 4 bytes.
     scale = stored[..., -4:].clone(memory_format=torch.contiguous_format).view(torch.float32)
     return (stored[..., :-4] * scale).to(dtype)

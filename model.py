@@ -3,12 +3,12 @@
 One decoder covers Llama 2 and 3, Mistral, Mixtral, Qwen2, Qwen3 and Qwen3-MoE. They differ only in
 what Config holds: sizes, tied embeddings, biases, a norm on q and k, a sliding window, how rope is
 scaled, and experts in place of the feed-forward (experts.py puts those in). This file knows nothing
-about files, text or scheduling, nor how a cache lays out its memory. Attention hands q, k and v to
-one layer of a cache and gets the attended values back, so one forward serves every cache.
+about files, text, scheduling, or how a cache lays out its memory. Attention hands q, k and v to one
+layer of a cache and gets the attended values back, so one forward serves every cache.
 
 Papers: Vaswani et al. 2017 (arXiv:1706.03762), Touvron et al. 2023 (Llama, arXiv:2302.13971),
 Su et al. 2021 (rope, arXiv:2104.09864), Ainslie et al. 2023 (grouped-query, arXiv:2305.13245).
-Read: Transformer.forward, Block, Attention, attention(), visible. Next: kv_cache.py.
+Read: Transformer.forward, Block, Attention, LayerCache, attention(), visible. Next: kv_cache.py.
 
 The alphabet of shape comments, unless a file says otherwise:
     B sequences   T new tokens   S cached + new tokens   V vocabulary
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Config:
-    """The architecture, in the field names of Hugging Face's config.json; see checkpoint.py."""
+    """The architecture, mostly under the names of Hugging Face's config.json; see checkpoint.py."""
 
     vocab_size: int  # V
     hidden_size: int  # D
@@ -38,7 +38,7 @@ class Config:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: dict[str, Any] = field(default_factory=dict)  # {}: plain rope
-    windows: tuple[int | None, ...] = ()  # per layer: how many tokens a query sees; None: all
+    windows: tuple[int | None, ...] = ()  # per layer: tokens that a query sees, or None: all
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -53,16 +53,16 @@ class Config:
     moe_intermediate_size: int | None = None  # F of an expert; None: intermediate_size
     norm_topk_prob: bool = True  # whether the weights of a token's experts sum to 1
     decoder_sparse_step: int = 1  # n: every n-th layer has experts, the others a plain MLP
-    mlp_only_layers: list = field(default_factory=list)  # layers that have a plain MLP, too
+    mlp_only_layers: list = field(default_factory=list)  # indices of layers with a plain MLP
 
     def __post_init__(self) -> None:
-        # The dataclass is frozen, so the default goes in through vars.
+        # By default all layers see everything. The dataclass is frozen, so this goes through vars.
         vars(self)["windows"] = self.windows or (None,) * self.num_hidden_layers
 
 
 class Transformer(nn.Module):
-    """A decoder-only language model. The parameters have the checkpoint's names without `model.`,
-    except those of a FusedLinear."""
+    """A decoder-only language model. Parameters are named as in the checkpoint, without the prefix
+    `model.`; only FusedLinear's names differ."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -73,7 +73,8 @@ class Transformer(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
-        # A buffer stays in float32 on purpose: in bfloat16, positions past 256 would collide.
+        # In float32 on purpose: in bfloat16, positions past 256 would collide. `.to(dtype)` casts
+        # buffers too, so checkpoint.load_model computes this one again.
         self.register_buffer("inv_freq", rope_frequencies(config), persistent=False)
 
     @property
@@ -98,8 +99,8 @@ class Transformer(nn.Module):
             tokens: (B, T) int64 token ids.
             positions: (B, T) int64, each token's place in its sequence, from 0.
             cache: one LayerCache per layer, planned for these tokens; None: no tokens came before.
-            select: int64 indices into the B * T tokens, in row-major order, of those whose logits
-                are wanted. A prompt needs only its last one, and V is large. None: all.
+            select: int64 indices of the tokens whose logits are wanted, counted row by row over the
+                B * T tokens. A prompt needs only its last one, and V is large. None: all.
 
         Returns:
             Logits: (B, T, V), or (len(select), V).
@@ -175,6 +176,22 @@ class Attention(nn.Module):
         return self.o_proj(y.transpose(1, 2).flatten(2))  # (B, T, D)
 
 
+class LayerCache:
+    """One layer of a cache, planned for one forward. Attention asks nothing else of a cache."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store the new keys and values, then let each query attend to the keys that it sees.
+
+        Args:
+            q: (B, N, T, H), the queries after rope.
+            k: (B, K, T, H), the new keys after rope.
+            v: (B, K, T, H), the new values.
+
+        Returns:
+            (B, N, T, H) attended values.
+        """
+
+
 class MLP(nn.Module):
     """SwiGLU feed-forward (Shazeer 2020, arXiv:2002.05202): down(silu(gate(x)) * up(x))."""
 
@@ -209,9 +226,10 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rope_frequencies(config: Config) -> Tensor:
     """Rotation speed of each pair of channels, in radians per position.
 
-    Plain rope is theta ** (-2i / H). `linear` divides every frequency by `factor` (Chen et al.
-    2023, arXiv:2306.15595). `llama3` (Llama 3.1 release) keeps the fast frequencies, divides the
-    slow ones, and blends in between, by how many turns a pair makes within the original context.
+    In plain rope, pair i turns by theta ** (-2i / H). `linear` divides every speed by `factor`
+    (Chen et al. 2023, arXiv:2306.15595). `llama3` (Llama 3.1 release) counts how many turns a pair
+    makes within the original context. Pairs with many turns keep their speed, pairs with few have
+    it divided by `factor`, and those between get a blend.
 
     Returns:
         (H/2,) float32, on the CPU even while the model is built on the meta device.
@@ -225,14 +243,15 @@ def rope_frequencies(config: Config) -> Tensor:
     slow = inv_freq / rope["factor"]
     if kind == "linear":
         return slow
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    low = rope["low_freq_factor"]
+    high = rope["high_freq_factor"]
     turns = rope["original_max_position_embeddings"] * inv_freq / (2 * torch.pi)
     keep = ((turns - low) / (high - low)).clamp(0, 1)
     return slow.lerp(inv_freq, keep)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Masked softmax attention. Every cache ends by calling it.
+    """Masked softmax attention, the last step of every cache but flex.py's.
 
     The N / K query heads that share a kv head become further queries of that head, so that each key
     is read once. `enable_gqa` reads it N / K times, which is 2 to 3 times slower at T = 1 on a CPU.
@@ -260,8 +279,8 @@ def visible(config: Config, q_pos: Tensor, k_pos: Tensor) -> dict[int | None, Te
         k_pos: (B or 1, S) int64, the keys' positions.
 
     Returns:
-        A mask for each window that the model's layers have: (B, 1, N / K * T, S) bool, the T
-        queries of one query head, then those of the next head that shares its kv head.
+        A mask (B, 1, N / K * T, S) bool for each window in the model. Its third dimension holds the
+        T queries of one query head, then those of the next head that shares its kv head.
 
     Example: k_pos = 0..4, window = 3: the query at position 4 sees the keys 2, 3 and 4.
     """
@@ -269,23 +288,7 @@ def visible(config: Config, q_pos: Tensor, k_pos: Tensor) -> dict[int | None, Te
     q_pos = q_pos.repeat(1, group)[:, None, :, None]  # (B, 1, N / K * T, 1)
     k_pos = k_pos[:, None, None, :]  # (B or 1, 1, 1, S)
     causal = k_pos <= q_pos  # (B, 1, N / K * T, S)
-    return {w: causal if w is None else causal & (k_pos > q_pos - w) for w in {*config.windows}}
-
-
-class LayerCache:
-    """One layer of a cache, planned for one forward. Attention asks nothing else of a cache."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store the new keys and values, then let each query attend to the keys that it sees.
-
-        Args:
-            q: (B, N, T, H), the queries after rope.
-            k: (B, K, T, H), the new keys after rope.
-            v: (B, K, T, H), the new values.
-
-        Returns:
-            (B, N, T, H) attended values.
-        """
+    return {w: causal if w is None else causal & (k_pos > q_pos - w) for w in set(config.windows)}
 
 
 class NoCache(LayerCache):

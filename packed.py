@@ -1,8 +1,8 @@
-"""How a processor reads a matrix fast: PyTorch's private operators that multiply, in one place.
+"""Fast matrix products: PyTorch's private operators for them, in one place.
 
 compile_model replaces each Linear of a finished model, plain or quantised, by a form that its
-device multiplies fast, and leaves the rest to torch.compile. These forms are never stored. What the
-processor has decides which form a matrix gets, and timing never does, so the same model on the same
+device multiplies fast, and leaves the rest to torch.compile. These forms are never stored. The form
+that a matrix gets depends on what the processor has, never on timing, so the same model on the same
 machine gives the same tokens in each process. Skip this file at first: nothing else depends on it.
 In it, N is output channels, K input channels, G groups, R rows. Read: compile_model, PackedLinear,
 form_of.
@@ -25,10 +25,10 @@ from settings import CHUNK, progress, supported
 
 
 def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str = "auto") -> None:
-    """Make a finished model fast: pack its weights for the CPU and compile it, in place.
+    """Make a finished model fast: pack its weights for its device and compile it, in place.
 
     On a CPU one block is compiled and serves all layers, which differ only in their tensors. That
-    takes seconds where one graph of all layers takes a minute, and is as fast. Lengths are
+    takes seconds where one graph of all layers takes a minute, and the code is as fast. Lengths are
     symbolic, so nothing is compiled again later. On CUDA the whole model is one graph. With a
     static cache it is replayed as a CUDA graph for each length bucket.
 
@@ -45,14 +45,15 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
     pack_linears(model)
     for block in model.layers:
         if hasattr(block.mlp, "mix"):
-            # Not in the graph, as each step runs other experts, on other numbers of rows.
+            # This stays outside the graph, because each step runs different experts on different
+            # numbers of rows.
             block.mlp.mix = torch.compiler.disable(block.mlp.mix)
         if device == "cpu":
             block.compile(dynamic=True)
     if device == "cuda":
         # With this, a product of one row becomes a loop that reads int8 weights once, as they are.
         torch._inductor.config.coordinate_descent_tuning = True
-        # A paged step is never replayed, because numbers that only the host sees differ each time.
+        # A paged step is never replayed, because it depends on numbers on the host that change.
         model.compile(mode="reduce-overhead" if batch_size else None)
     # The default, 8 graphs for one piece of code, is too few for several models in a process.
     torch._dynamo.config.recompile_limit = 64
@@ -60,7 +61,8 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
     torch.fx.experimental._config.use_duck_shape = False
     with torch.no_grad(), blame("--compile"):  # PyTorch raises an error if there is no compiler
         for length in progress([1, CHUNK], "compiling decode, prefill"):
-            # First with the logits of one token, then of two, which stand for any number.
+            # The first forward wants the logits of one token, the second of two, which stands for
+            # any larger number.
             if batch_size:
                 positions, layers = StaticCache(model, batch_size, CHUNK, kv_dtype).plan(0, length)
                 model(torch.zeros_like(positions), positions, layers, positions[0, :2].clone())
@@ -162,13 +164,13 @@ class Int8Linear(PackedLinear):
     """int8 weights multiplied as integers, with next to no loss in the activations.
 
     The operator multiplies bytes, so each row of x becomes two rows of bytes, a high and a low
-    digit: x = s * (128 * high + low), where s is the row's largest absolute value / 16256. That
-    keeps 15 bits below the largest value, where bfloat16 keeps 8 of each value. Both digits go
-    through one integer product as separate rows. For one token the second row is free, since
-    reading the weights takes the time, half as much as in bfloat16. For many rows, twice the
-    products at twice the speed cost about what bfloat16 costs. A processor without VNNI or AMX
-    cannot sum products of bytes in 32 bits, and FBGEMM sums two of them in 16; `high` then stays
-    below 64, and one bit is lost.
+    digit: x = s * (128 * high + low), where s is the row's largest absolute value / 16256. Every
+    value becomes a multiple of s, which is 15 bits (sign included) of the row's largest value;
+    bfloat16 has 8 bits of each value. Both digits go through one integer product as separate rows.
+    For one token the second row is free: the time goes into reading the weights, which are half as
+    many bytes as in bfloat16. For many rows, twice the products at twice the speed cost about what
+    bfloat16 costs. A processor without VNNI or AMX cannot sum products of bytes in 32 bits, and
+    FBGEMM sums two of them in 16; `high` then stays below 64, and one bit is lost.
 
     Weights that are stored in groups, or in 4 bits if no operator multiplies these, are rounded
     once more, to 8 bits with one scale per output channel. In float16 they would take twice the
@@ -185,9 +187,10 @@ class Int8Linear(PackedLinear):
         scales = linear.scales
         if scales.shape[1] > 1 or (linear.zeros != 128).any():
             q, scales, _ = round_to_nearest(linear.dequantize(), 8, linear.in_features)
-        signed = (q.byte() - 128).view(torch.int8)  # in a byte, which wraps around
+        signed = (q.byte() - 128).view(torch.int8)  # the subtraction wraps around within a byte
         # These are no buffers, because .to(dtype) would round them.
-        scales, zeros = scales.flatten(), torch.zeros(len(signed)).long()
+        scales = scales.flatten()
+        zeros = torch.zeros(len(signed)).long()
         if self.most == 127:
             self.packed = torch.ops.onednn.qlinear_prepack(signed, None)
             self.more = scales, zeros, None, 1.0, 0, torch.float32, "none", [], ""
@@ -212,9 +215,11 @@ class Int8Linear(PackedLinear):
         return torch.ops.onednn.qlinear_pointwise(rows, 1.0, 128, self.packed, *self.more)
 
 
-# Up to so many rows PyTorch's int4 operator is faster than dequantising the weight first. For a
-# weight of 2048 x 11264 the operator and the other way take 9.0 and 7.6 ms with AMX for 32 rows;
-# without it, on a Zen 5, 10.1 and 10.5 ms for 48 rows, and 13.8 and 11.0 ms for 64.
+# Up to this many rows, PyTorch's int4 operator is faster than dequantising the weight first. For a
+# weight of 2048 x 11264, in ms:
+#                          32 rows with AMX   48 rows on a Zen 5   64 rows on a Zen 5
+#     the operator         9.0                10.1                 13.8
+#     dequantising first   7.6                10.5                 11.0
 FEW_ROWS = 24 if torch.cpu._is_amx_tile_supported() else 56
 
 
@@ -262,8 +267,8 @@ class HalfLinear(PackedLinear):
     have no arithmetic for the stored dtype.
 
     Each output channel is divided by a power of two, so that nothing overflows. A weight keeps 11
-    bits, where bfloat16 has 8, unless it is 2**-28 of the channel's largest one or less. With AVX2
-    alone this is two to eight times as fast as PyTorch's own product in bfloat16.
+    bits, where bfloat16 has 8, unless it is smaller than 2**-28 of the channel's largest one. With
+    AVX2 alone this is two to eight times as fast as PyTorch's own product in bfloat16.
     """
 
     def pack(self, linear: nn.Linear) -> None:
@@ -279,18 +284,21 @@ class HalfLinear(PackedLinear):
 def dequantize(packed: Tensor, scales: Tensor, lanes: int = 32) -> Tensor:
     """Dequantise a weight that is stored in the CPU operator's order.
 
-    Byte i of a group of `lanes` holds output channel i in its low half and channel lanes + i in its
-    high half.
+    In each block of 2 * lanes output channels, byte i holds channel i in its low half and channel
+    i + lanes in its high half.
 
     Args:
+        packed: (N, K / 2) uint8, in that order.
         scales: (2, G, N), the operator's scales and zeros.
+        lanes: half of the output channels of a block.
 
     Returns:
         (K, N) float32.
     """
     _, G, N = scales.shape
-    # In int32, as the compiler does not vectorise uint8. One shift for both halves, as stacking
-    # them would be a second pass. In float32, as compiled code is slow to round to bfloat16.
+    # This computes in int32, because the compiler does not vectorise uint8; with one shift for both
+    # halves, because stacking them would be a second pass; and in float32, because compiled code
+    # rounds to bfloat16 slowly.
     q = packed.view(N // (2 * lanes), G, -1, 1, lanes).int()
     shifts = torch.arange(0, 8, 4, dtype=torch.int32)[:, None]  # the low half, then the high one
     q = (q >> shifts & 15).permute(1, 2, 0, 3, 4).flatten(2)  # (G, K / G, N)

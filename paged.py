@@ -3,11 +3,12 @@
 The keys and values of a sequence need not lie side by side. As with an operating system's pages,
 its block table maps position p to slot p % 16 of block table[p // 16]. So memory is handed out 16
 tokens at a time, nothing is reserved for tokens that may never come, and sequences with the same
-beginning share blocks. The first half of this file is integers: who owns which block. The second is
-tensors: what a block holds, and a forward over rows of many sequences. The file knows nothing about
+beginning share blocks. The first part of this file is integers: who owns which block. The second is
+tensors: what a block holds, and a forward over rows of many sequences. Two short parts follow: what
+the compiler does not see, and how many blocks fit into memory. The file knows nothing about
 requests or text. Papers: Kwon et al. 2023 (PagedAttention, arXiv:2309.06180), Zheng et al. 2023
-(prefix sharing, arXiv:2312.07104). Read: BlockTable, BlockPool; then Runner.plan, Blocks. Next:
-scheduler.py.
+(prefix sharing, arXiv:2312.07104). Read: BlockTable, BlockPool; then Row, Blocks, Runner. Next:
+scheduler.py. In shape comments W is blocks per row, and R wanted logits.
 
     ids      t h e   k i n g   i s      t h e   k i n g   h a t h        block_size = 4
     tables   [   2,   5,   1   ]        [   2,   5,   7,   3    ]
@@ -43,6 +44,10 @@ class BlockTable:
     length: int = 0  # tokens whose keys and values are in the blocks
     # The salt, then the serial number of each full block's content; see BlockPool._key_of.
     chain: list[int | str | None] = field(default_factory=lambda: [None])
+
+    def advance(self, count: int) -> None:
+        """Count accepted guesses, which the cache already holds, before BlockPool.commit does."""
+        self.length += count
 
 
 class BlockPool:
@@ -107,7 +112,8 @@ class BlockPool:
         assert self.cost(table, end) <= len(self.available), "out of blocks"
         copies = []
         for i in self._shared(table):
-            old, new = table.blocks[i], self._take(table)
+            old = table.blocks[i]
+            new = self._take(table)
             self.refs[old] -= 1  # from 2 or more
             table.blocks[i] = new
             copies.append((old, new))
@@ -116,11 +122,11 @@ class BlockPool:
         return copies
 
     def commit(self, table: BlockTable, ids: list[int], end: int) -> None:
-        """Note that positions before `end` have been computed, and let full blocks be found.
+        """Record that positions before `end` have been computed, and let full blocks be found.
 
         This comes after the forward. If a block could be found before, another sequence of the same
         step would read it too early. If two sequences compute the same block at once, the first one
-        is found from then on, and the second one remains its owner's alone (nano-vllm#219).
+        is found from then on, and the second one is used by its owner only (nano-vllm#219).
         """
         assert table.length <= end <= len(table.blocks) * self.block_size
         table.length = end
@@ -160,14 +166,15 @@ class BlockPool:
         return block
 
     def _shared(self, table: BlockTable) -> list[int]:
-        """The indices of blocks in which a write at table.length or later would change another
-        table's content."""
+        """The indices of the blocks from table.length on that other tables use too."""
         first = table.length // self.block_size
         return [i for i in range(first, len(table.blocks)) if self.refs[table.blocks[i]] > 1]
 
     def _key_of(self, table: BlockTable, ids: list[int], i: int) -> tuple:
-        """The key under which the i-th block of a table is found, the next one to become full: the
-        serial number of the block before it (the salt, if there is none), and its tokens.
+        """The key of a table's i-th block, which must be the next one to become full.
+
+        It is a pair of what precedes the block and the tokens in it. What precedes it is given by
+        the serial number of the block before it, or by the salt for the first block.
 
         A serial number is never given twice, so equal keys mean equal texts from the start. This is
         vLLM's hash chain with a dict in place of sha256. A dict compares the keys and not just
@@ -185,7 +192,7 @@ class Row(NamedTuple):
     blocks: list[int]  # its block table's
     start: int  # the position of the first new token
     ids: list[int]  # the new tokens
-    wanted: int = 1  # the last so many tokens need logits
+    wanted: int = 1  # how many of the last tokens need logits
 
     @property
     def positions(self) -> range:
@@ -196,21 +203,40 @@ class Row(NamedTuple):
         return -(-self.positions.stop // block_size)
 
 
+def groups_of(rows: list[Row], block_size: int, most: int, width: int = 2) -> Iterator[list[Row]]:
+    """Split rows into groups that are attended together, each as one batch.
+
+    A group is a run of rows with equally many new tokens. Each row counts as many blocks as the
+    first one needs, but at least `width`; together they fit into `most` blocks, unless the group is
+    a single row. Rows are padded to the longest, so sort them by length, longest first; see
+    scheduler.run_order.
+
+    Example: block_size 4, most 4; rows of 1 new token at 5, 3 and 2, then one of 3 tokens at 4:
+        groups of 2, 1 and 1 rows: the first row needs two blocks, so four blocks hold two rows
+    """
+    for _, alike in itertools.groupby(rows, key=lambda row: len(row.ids)):
+        left = list(alike)
+        while left:
+            count = max(1, most // max(width, left[0].num_blocks(block_size)))
+            yield left[:count]
+            left = left[count:]
+
+
 class Group(NamedTuple):
-    """B rows with T new tokens each, which are attended together as one batch.
+    """B rows with T new tokens each, attended together as one batch. Runner.group makes it.
 
     Attributes:
         T: new tokens of each row.
         table: (B, W) int64, the blocks of each row in ascending order, padded with the block that
             is never written.
-        flat_table: (B, 2 * K, W) int64, where these blocks lie in a layer's (2 * K * blocks, ...)
-            keys and values: the blocks of one kv head stand behind those of the head before.
+        flat_table: (B, 2 * K, W) int64, the same blocks as indices into a layer's kv, its first two
+            dimensions flattened: block b of head h is at h * blocks + b.
         span: the blocks of all rows as one slice, if each follows the one before it; else None.
         pieces: the new tokens' positions, (B, T) int64, cut along T. Each piece is one call of
             attention.
-        masks: maps a piece of t tokens to what it sees: for each window (B, 1, N / K * t,
-            W * block size) bool, see model.visible. Every layer asks for the same masks, so the
-            last piece's are kept.
+        masks: a function from a piece of t tokens to its masks, as model.visible returns them: for
+            each window (B, 1, N / K * t, W * block size) bool. It remembers its last result,
+            because every layer asks for the same.
     """
 
     T: int
@@ -250,17 +276,17 @@ class Blocks(LayerCache):
         attended = []
         for group, queries in zip(self.groups, q[0].split(sizes, dim=1)):  # (N, B * T, H)
             batch = queries.unflatten(1, (-1, group.T)).transpose(0, 1)  # (B, N, T, H)
-            attended.append(self.read(batch, group).transpose(0, 1).flatten(1, 2))
+            attended.append(self.read(batch, group).transpose(0, 1).flatten(1, 2))  # (N, B * T, H)
         return torch.cat(attended, 1)[None]  # contiguous, as `opaque` promises
 
-    compute = attend  # `opaque` calls it by this name
+    compute = attend  # `opaque` calls it while the code runs, when nothing is being compiled
 
     def read(self, q: Tensor, group: Group) -> Tensor:
         """Attend to the blocks of a group's rows.
 
-        Attention wants each row's keys in one tensor, so blocks are copied side by side. A short
-        copy is read back from the processor's cache, which costs a fraction of the attention. A
-        long one would not fit there, so blocks that follow each other are not copied.
+        Attention needs each row's keys in one tensor, so the blocks are copied side by side. A
+        short copy is still in the processor's cache when attention reads it, so it costs little. A
+        long one is not; therefore blocks that follow each other are read in place.
 
         Args:
             q: (B, N, T, H).
@@ -295,6 +321,7 @@ def side_by_side(kv: Tensor, group: Group, dtype: torch.dtype) -> Tensor:
         # index_select(1, table) would take twice as long.
         blocks = kv.flatten(0, 1).index_select(0, group.flat_table.flatten())
         blocks = blocks.unflatten(0, group.flat_table.shape)
+    # blocks: (B, 2 * K, W, block size, stored_dim)
     return decode(blocks, dtype).flatten(2, 3)
 
 
@@ -306,10 +333,11 @@ class Runner:
     """
 
     layer = Blocks  # the kind of cache; flex.py has another
-    width = 2  # a row attends to no fewer blocks, as torch.compile treats a size of 1 differently
-    # One call of attention has at most so many pairs of a new token and a key, unless one token
+    width = 2  # the fewest blocks that a row attends to; CUDA graphs raise it, to have few sizes
+    # One call of attention has at most this many pairs of a new token and a key, unless one token
     # alone sees more keys. PyTorch widens a call's mask to the queries' dtype: for 257 tokens, 32
-    # query heads on 4 and 32,000 keys that is 267 MB. In pieces it is 34 MB, and as fast on a CPU.
+    # query heads, 4 kv heads and 32,000 keys that is 267 MB. In pieces it is 34 MB, and as fast on
+    # a CPU.
     pairs = 2**20
 
     def __init__(
@@ -321,15 +349,15 @@ class Runner:
         self.model = model
         self.num_blocks = num_blocks
         self.block_size = block_size
-        # One more block is never written, and pads tables. The heads are the first dimension, as
-        # attention takes them one by one, and reads a head's keys up to twice as fast in one piece.
+        # One more block is never written, and pads tables. The heads come first, because attention
+        # takes one head at a time and reads its keys up to twice as fast in one piece.
         self.kv = empty_layers(model, kv_dtype, 2 * K, num_blocks + 1, block_size)
-        # On a CPU, 2 MB of keys are attended together. The memory of larger copies comes fresh
-        # from the system in each layer, page after page, which takes a third longer. A GPU gets
-        # more, so that there are few calls; we have not measured that.
-        together = 2**21 if model.device.type == "cpu" else 2**25
-        # Counted in the dtype of the copy, whatever is stored.
-        self.most = min(num_blocks, together // (block_size * K * H * model.dtype.itemsize))
+        # On a CPU, 2 MB of keys are attended together. Larger copies get fresh pages from the
+        # system in each layer, which takes a third longer. A GPU gets more, so that there are few
+        # calls; we have not measured that.
+        max_bytes = 2**21 if model.device.type == "cpu" else 2**25
+        # Bytes are counted in the model's dtype, because int8 is decoded.
+        self.most = min(num_blocks, max_bytes // (block_size * K * H * model.dtype.itemsize))
 
     @torch.no_grad()
     def forward(self, rows: list[Row]) -> Tensor:
@@ -395,8 +423,8 @@ class Runner:
         used = [row.blocks[: row.num_blocks(size)] for row in rows]
         W = max(self.width, *map(len, used))
         padded = [blocks + [self.num_blocks] * (W - len(blocks)) for blocks in used]
-        # Attention needs no order. Blocks of an ended text are handed out again from its last to
-        # its first; when sorted, they follow each other all the same.
+        # The order of blocks does not matter to attention. The blocks of an ended text are handed
+        # out again last to first, and sorting puts them in sequence again.
         table, order = torch.tensor(padded).sort()  # (B, W) each
         has_gap = (table.flatten().diff() != 1).any()
         span = None if has_gap else slice(int(table[0, 0]), int(table[-1, -1]) + 1)
@@ -405,77 +433,19 @@ class Runner:
         # 2) the positions of the new tokens and of the keys
         positions = torch.tensor([row.positions for row in rows], device=device)  # (B, T)
         keys = (order[..., None] * size + torch.arange(size)).flatten(1).to(device)  # (B, S)
+        # masks(piece) is visible(config, piece, keys), computed once for all layers.
         masks = lru_cache(1)(partial(visible, config, k_pos=keys))
         pieces = positions.split(max(1, self.pairs // keys.numel()), 1)
         return Group(positions.shape[1], table.to(device), flat_table, span, pieces, masks)
 
 
-def groups_of(rows: list[Row], block_size: int, most: int, width: int = 2) -> Iterator[list[Row]]:
-    """Split rows into groups that are attended together, each as one batch.
-
-    A group is made of neighbours with equally many new tokens, as many as fit into `most` blocks,
-    if each row takes as many as the first one, and at least `width`. The rows of a group are padded
-    to the longest, so sort rows by length, longest first; see scheduler.run_order.
-
-    Example: block_size 4, most 4; rows of 1 new token at 5, 3 and 2, then one of 3 tokens at 4:
-        groups of 2, 1 and 1 rows: the first row needs two blocks, so four blocks hold two rows
-    """
-    for _, alike in itertools.groupby(rows, key=lambda row: len(row.ids)):
-        left = list(alike)
-        while left:
-            count = max(1, most // max(width, left[0].num_blocks(block_size)))
-            yield left[:count]
-            left = left[count:]
-
-
-# --- How many blocks fit --------------------------------------------------------------------------
-
-
-def affordable_blocks(
-    models: list[Transformer], limits: Limits, num_tokens: int, num_logits: int
-) -> int:
-    """How many blocks limits.kv_memory holds: bytes, or below 1 a share of the free memory.
-
-    Args:
-        models: the model, then those that guess; each has a block for each block of the model.
-        num_tokens, num_logits: of the largest step.
-    """
-    model = models[0]
-    size = limits.block_size
-    config = model.config
-    # Attention copies the keys and values of one layer at a time. It copies int8 first as bytes,
-    # then as float32, both with their scales, which are small: (1 + 4 + 1) * 2 bytes, where H is 8.
-    copied = 2 * model.dtype.itemsize + (12 if limits.kv_dtype == "int8" else 0)
-    block = size * config.num_key_value_heads * config.head_dim * copied
-    for each in models:
-        block += sum(kv.nbytes for kv in Runner(each, 0, size, limits.kv_dtype).kv)  # one block
-    memory = limits.kv_memory
-    if memory < 1:
-        memory *= free_memory(model.device) - step_bytes(model, num_tokens, num_logits)
-    return max(0, int(memory // block) - 1)  # without the one that is never written
-
-
-def step_bytes(model: Transformer, num_tokens: int, num_logits: int) -> int:
-    """Peak bytes of one step: one layer's activations, the logits with the sampler's float32
-    copies, and a mask of attention."""
-    config = model.config
-    itemsize = model.dtype.itemsize
-    # hidden_size counts twice, for x and for attention's tensors; the factor 4 covers wider heads.
-    widths = 2 * config.hidden_size + config.intermediate_size * config.num_experts_per_tok
-    activations = num_tokens * 4 * widths * itemsize
-    logits = num_logits * 6 * 4 * config.vocab_size
-    # There are four masks of one byte, and one that is as wide as the queries.
-    group = config.num_attention_heads // config.num_key_value_heads
-    return activations + logits + Runner.pairs * group * (itemsize + 4)
-
-
 # --- What the compiler does not see ---------------------------------------------------------------
 
-# How many groups there are, and how large, differs from step to step. If the compiler saw that, it
-# would compile again each time. So compiled code calls the operator `opaque` with a number, and the
+# The number of groups and their sizes differ from step to step. If the compiler saw them, it would
+# compile again each time. So compiled code calls the operator `opaque` with a number, and the
 # operator looks up the object with that number and calls its `compute`. (packed.py does the same
-# with matrices in forms of their own.) Blocks.compute also writes to self.kv, which the operator's
-# schema does not say; it need not, as compiled code has no other way to that tensor.
+# for its matrices.) Blocks.compute also writes to self.kv. The operator's schema does not say so,
+# and need not, as compiled code has no other way to that tensor.
 library = torch.library.Library("kilolm", "FRAGMENT")
 library.define("opaque(Tensor x, Tensor[] more, Tensor key, SymInt width) -> Tensor")
 numbered = WeakValueDictionary()  # number -> object; weak, so that the object can be freed
@@ -501,3 +471,46 @@ def opaque(x: Tensor, more: list[Tensor], key: Tensor, width: int) -> Tensor:
 def _empty(x: Tensor, more: list[Tensor], key: Tensor, width: int) -> Tensor:
     # What the compiler knows of the result. A product of bytes is float32.
     return x.new_empty((*x.shape[:-1], width), dtype=torch.result_type(x, 1.0))
+
+
+# --- How many blocks fit --------------------------------------------------------------------------
+
+
+def affordable_blocks(
+    models: list[Transformer], limits: Limits, num_tokens: int, num_logits: int
+) -> int:
+    """How many blocks fit into limits.kv_memory, which is a number of bytes or, below 1, a share of
+    the free memory.
+
+    Args:
+        models: the model, then those that guess; each of them has as many blocks as the model.
+        num_tokens, num_logits: how many tokens the largest step runs, and of how many it computes
+            logits.
+    """
+    model = models[0]
+    size = limits.block_size
+    config = model.config
+    # Attention copies the keys and values of one layer at a time. The copies of an int8 value take
+    # up to 6 bytes: 1 as a byte, 4 as float32, and 1 for its share of the two copies of the scale.
+    copied = 2 * model.dtype.itemsize + (12 if limits.kv_dtype == "int8" else 0)
+    block = size * config.num_key_value_heads * config.head_dim * copied
+    for each in models:
+        block += sum(kv.nbytes for kv in Runner(each, 0, size, limits.kv_dtype).kv)  # one block
+    memory = limits.kv_memory
+    if memory < 1:
+        memory *= free_memory(model.device) - step_bytes(model, num_tokens, num_logits)
+    return max(0, int(memory // block) - 1)  # without the one that is never written
+
+
+def step_bytes(model: Transformer, num_tokens: int, num_logits: int) -> int:
+    """Peak bytes of one step: one layer's activations, the logits with the sampler's float32
+    copies, and a mask of attention."""
+    config = model.config
+    itemsize = model.dtype.itemsize
+    # hidden_size counts twice, for x and for attention's tensors; the factor 4 covers wider heads.
+    widths = 2 * config.hidden_size + config.intermediate_size * config.num_experts_per_tok
+    activations = num_tokens * 4 * widths * itemsize
+    logits = num_logits * 6 * 4 * config.vocab_size
+    # There are four masks of one byte, and one that is as wide as the queries.
+    group = config.num_attention_heads // config.num_key_value_heads
+    return activations + logits + Runner.pairs * group * (itemsize + 4)

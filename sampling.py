@@ -47,12 +47,13 @@ class Sequence:
         finish_reason: None while it runs; then "stop" (EOS, a stop token or a stop string),
             "length", "abort" (by the scheduler), "error" (no token could be drawn, or the grammar
             became too complex) or "interrupted" (Ctrl-C).
-        times: seconds on time.perf_counter's clock: when it was made, then one for each token.
+        times: seconds on time.perf_counter's clock, the first when it was made, then one per token.
         matcher: decides which tokens may come next, if a structure is asked for; see structured.py.
         end_ids: the ids that end it.
-        adjusts, filters: the names of its settings that change logits, and that drop tokens.
+        adjusts: the names of its settings that change logits. filters: those that drop tokens.
         bias: the ids and values of logit_bias, as tensors.
-        history: a copy of `ids` that shares its memory with a tensor; None: there are no penalties.
+        history: `ids` as an array, from which adjust_ makes a tensor without a copy; None: there
+            are no penalties.
     """
 
     def __init__(
@@ -94,11 +95,13 @@ class Sequence:
         self.matcher = None
         self.end_ids = {*params.stop_token_ids, *(() if params.ignore_eos else config.eos_ids)}
         self._stream = TextStream(tokenizer, prompt_ids, params.stop)
+        # By subtraction, so that a new setting, which is in neither set, is never skipped.
         changed = params.shaping
         self.adjusts = changed - FILTERS
         self.filters = changed - ADJUSTMENTS
         self.history = array("q", prompt_ids) if changed & PENALTIES else None
-        bias = params.logit_bias  # as tensors that are made once, and not at each step
+        # The tensors are made once, and not at each step.
+        bias = params.logit_bias
         self.bias = torch.tensor([*bias]), torch.tensor([*bias.values()], dtype=torch.float32)
 
     @property
@@ -115,9 +118,9 @@ class Sequence:
         """Whether its next token is the likeliest one under the model's own logits."""
         return not (self.params.temperature or self.matcher or self.adjusts)
 
-    def uniform(self, stream: int = 0) -> float:
-        """The random number for its next token; `stream` is an offset into the seed's numbers."""
-        return uniform(self.seed, stream + len(self.ids) - self.prompt_len)
+    def uniform(self, offset: int = 0) -> float:
+        """The random number for its next token; `offset` shifts the place in the seed's numbers."""
+        return uniform(self.seed, offset + len(self.ids) - self.prompt_len)
 
     def ahead(self, guesses: Ids) -> "Sequence":
         """Return a read-only copy of this sequence, as the sampler would see it with these ids
@@ -153,7 +156,8 @@ class Sequence:
             self.finish_reason = reason
 
     def _reason_to_stop(self, token_id: int) -> str | None:
-        """Why the sequence ends with this token, stop strings aside; None: it goes on."""
+        """Advance the matcher, and return why the sequence ends with this token, leaving stop
+        strings aside; None: it goes on."""
         if self.matcher and (not self.matcher.consume_token(token_id) or self.matcher.is_error()):
             return "error"
         if token_id in self.end_ids or (self.matcher and self.matcher.is_stopped()):
@@ -178,45 +182,13 @@ def sample(logits: Tensor, rows: list[Sequence]) -> list[Token]:
         ids = logits.float().argmax(-1).tolist()  # argmax of bfloat16 takes three times as long
     else:
         # A CPU takes 8 rows at a time, so that their intermediate tensors stay in its cache.
-        count = 8 if logits.is_cpu else len(rows)
+        step = 8 if logits.is_cpu else len(rows)
         ids = []
-        for i in range(0, len(rows), count):
-            part = rows[i : i + count]
+        for i in range(0, len(rows), step):
+            part = rows[i : i + step]
             u = torch.tensor([row.uniform() for row in part])
-            ids += draw(distribution(logits[i : i + count], part), u).tolist()
+            ids += draw(distribution(logits[i : i + step], part), u).tolist()
     return scored(logits, ids, rows)
-
-
-BROKEN = "the model's logits are NaN or infinite: the weights are damaged, or need another --dtype"
-
-
-def finite(logits: Tensor) -> Tensor:
-    """Whether a token can be drawn from each row: (B, V) -> (B,) bool. Some logits may be -inf."""
-    return logits.amax(-1).isfinite()
-
-
-def scored(logits: Tensor, ids: Ids, rows: list[Sequence]) -> list[Token]:
-    """Add log-probabilities to token ids.
-
-    Args:
-        logits: (B, V), any float dtype.
-        ids: the B tokens' ids.
-        rows: the B sequences that they belong to. params.logprobs says how many of the likeliest
-            tokens are added; None: the token gets no log-probabilities.
-    """
-    counts = [row.params.logprobs for row in rows]
-    if all(n is None for n in counts):
-        return [Token(i) for i in ids]
-    logprobs = logits.float().log_softmax(-1).clamp_(min=-9999)  # as vLLM: JSON has no infinity
-    own = logprobs.gather(1, torch.tensor([ids], device=logits.device).t())  # (B, 1)
-    k = min(20, logits.shape[-1])
-    best = logprobs.topk(k)
-    # One copy to the host for all numbers, since a GPU waits for each; float32 holds ids to 2**24.
-    host = torch.cat((own, best.values, best.indices), 1).tolist()
-    return [
-        Token(i) if n is None else Token(i, logprob, tuple(zip(map(int, top[k:]), top[:n])))
-        for i, (logprob, *top), n in zip(ids, host, counts, strict=True)
-    ]
 
 
 def distribution(logits: Tensor, rows: list[Sequence]) -> Tensor:
@@ -242,8 +214,9 @@ def distribution(logits: Tensor, rows: list[Sequence]) -> Tensor:
     logits[greedy] = -torch.inf
     logits[greedy, likeliest] = 0
     temperature = [[max(p.temperature, 1e-9)] for p in params]
-    # In place, as 32 rows of a large vocabulary are 20 MB, and fresh memory costs as much as the
-    # sum. The maximum is subtracted first, so that a tiny temperature gives -inf, never inf - inf.
+    # In place, as the logits of 32 rows and a large vocabulary are 20 MB, and allocating as much
+    # again takes as long as the arithmetic. The maximum is subtracted first, so that a tiny
+    # temperature gives -inf, never inf - inf.
     logits -= logits.amax(-1, keepdim=True)
     logits /= torch.tensor(temperature, device=logits.device)  # (B, 1)
     probs = logits.softmax(-1)
@@ -256,7 +229,8 @@ def distribution(logits: Tensor, rows: list[Sequence]) -> Tensor:
 
 
 def adjust_(scores: Tensor, row: Sequence) -> None:
-    """Change one row's logits, (V,), in place, by its structure, min_tokens, bias and penalties."""
+    """Change one row's logits, (V,), in place, by its structure (or, without one, by min_tokens),
+    its bias and its penalties."""
     p = row.params
     device = scores.device
     if row.matcher:  # gives 0 or 200 for each id
@@ -270,7 +244,8 @@ def adjust_(scores: Tensor, row: Sequence) -> None:
         ids, values = row.bias
         scores.index_add_(0, ids.to(device), values.to(device))
     if row.history:
-        # The tensor shares the array's memory, and must be gone before the next token is appended.
+        # The tensor shares the array's memory. It must be gone before the next token is appended,
+        # as Python cannot enlarge an array whose memory is shared.
         ids = torch.frombuffer(row.history, dtype=torch.int64).to(device)
         output = ids[row.prompt_len :]
         factor = p.repetition_penalty
@@ -282,7 +257,7 @@ def adjust_(scores: Tensor, row: Sequence) -> None:
 
 
 def filter_ranked(ranked: Tensor, params: list[SamplingParams]) -> Tensor:
-    """Set the probabilities that top_k, top_p and min_p drop to 0, and normalise the others.
+    """Zero the probabilities that top_k, top_p and min_p exclude, and normalise the rest.
 
     Args:
         ranked: (B, m), the probabilities of the m likeliest tokens of each row, likeliest first.
@@ -291,7 +266,8 @@ def filter_ranked(ranked: Tensor, params: list[SamplingParams]) -> Tensor:
         (B, m), each row summing to 1.
 
     Example: ranked [0.5, 0.3, 0.15, 0.05]: top_k = 3 keeps [0.5, 0.3, 0.15, 0]. Then top_p = 0.8
-        keeps [0.5, 0.3, 0, 0], as 0.5 is less than 0.8 * 0.95, and 0.5 + 0.3 is not.
+        keeps [0.5, 0.3, 0, 0], as 0.5 is less than 0.8 * 0.95, and 0.5 + 0.3 is not. The result
+        is [0.625, 0.375, 0, 0].
     """
     settings = torch.tensor([[p.top_k, p.top_p, p.min_p] for p in params], device=ranked.device)
     top_k, top_p, min_p = settings.split(1, dim=1)  # (B, 1) each
@@ -300,11 +276,11 @@ def filter_ranked(ranked: Tensor, params: list[SamplingParams]) -> Tensor:
     ranked = ranked * ((rank < top_k) | (top_k <= 0))
     # 2) top-p keeps a token if the tokens before it have less than the mass p
     mass = ranked.cumsum(-1)
-    total = mass[:, -1:].where(top_k > 0, 1.0)  # not the sum of the m likeliest alone
+    total = mass[:, -1:].where(top_k > 0, 1.0)  # without top-k, the mass of all V tokens
     ranked *= mass - ranked < top_p * total
-    # 3) min-p keeps a token if it has at least this share of the likeliest one's probability
+    # 3) min-p keeps a token if it has at least min_p times the likeliest one's probability
     ranked *= ranked >= min_p * ranked[:, :1]
-    return ranked / ranked.cumsum(-1)[:, -1:]  # not sum(), whose order depends on B
+    return ranked / ranked.cumsum(-1)[:, -1:]  # not sum(), which adds in an order that B decides
 
 
 def keep_likeliest(probs: Tensor, params: list[SamplingParams]) -> Tensor:
@@ -332,13 +308,15 @@ def keep_likeliest_fast(probs: Tensor, params: list[SamplingParams]) -> Tensor:
     """
     if probs.shape[1] <= SELECTED:
         return keep_likeliest(probs, params)
-    # In the order of ids first, so that ties keep the lower id, as in a stable sort of all.
+    # Sort the selected ids first, so that of two ties the lower id comes first, as in a stable sort
+    # of the whole vocabulary.
     ids = probs.topk(SELECTED).indices.sort(-1).values
     ranked, order = probs.gather(1, ids).sort(dim=-1, descending=True, stable=True)
     ids = ids.gather(1, order)
     filtered = filter_ranked(ranked, params)
     kept = torch.zeros_like(probs).scatter_(1, ids, filtered)
-    # If a token as unlikely as the last one selected is kept, there may be more like it.
+    # If a token as unlikely as the last one selected is kept, there may be equally likely tokens
+    # that were not selected.
     reaches_last = ((filtered > 0) & (ranked <= ranked[:, -1:])).any(-1).tolist()
     again = [b for b, p in enumerate(params) if reaches_last[b] or p.top_k > SELECTED]
     if again:
@@ -354,7 +332,7 @@ def draw(probs: Tensor, u: Tensor) -> Tensor:
         u: (B,), uniform in [0, 1), any float dtype, on any device.
 
     Returns:
-        (B,) int64 ids, each with a probability above 0.
+        (B,) int64 ids, each with a probability above 0; for a row of NaN, the last id.
 
     Example: probs [0.2, 0, 0.8], cumulative [0.2, 0.2, 1.0]: u = 0.1 -> 0, u = 0.2 -> 2
     """
@@ -379,3 +357,41 @@ def uniform(seed: int, index: int) -> float:
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & 2**64 - 1
     z = (z ^ z >> 27) * 0x94D049BB133111EB & 2**64 - 1
     return ((z ^ z >> 31) >> 11) / 2**53
+
+
+BROKEN = "the model's logits are NaN or infinite: the weights are damaged, or need another --dtype"
+
+
+def finite(logits: Tensor) -> Tensor:
+    """For each row, whether a token can be drawn from it: (B, V) -> (B,) bool. Some of its logits
+    may be -inf."""
+    return logits.amax(-1).isfinite()
+
+
+def scored(logits: Tensor, ids: Ids, rows: list[Sequence]) -> list[Token]:
+    """Add log-probabilities to token ids.
+
+    Args:
+        logits: (B, V), any float dtype.
+        ids: the B tokens' ids.
+        rows: the B sequences that they belong to. params.logprobs says how many of the likeliest
+            tokens are added; None: the token gets no log-probabilities.
+
+    Returns:
+        B tokens.
+    """
+    counts = [row.params.logprobs for row in rows]
+    if all(n is None for n in counts):
+        return [Token(i) for i in ids]
+    logprobs = logits.float().log_softmax(-1).clamp_(min=-9999)  # as vLLM: JSON has no infinity
+    own = logprobs.gather(1, torch.tensor([ids], device=logits.device).t())  # (B, 1)
+    k = min(20, logits.shape[-1])  # params.logprobs allows no more
+    best = logprobs.topk(k)
+    # One copy to the host for all numbers, because each copy waits for the GPU to finish. float32
+    # holds ids up to 2**24.
+    numbers = torch.cat((own, best.values, best.indices), 1).tolist()  # (B, 1 + 2k)
+    # `top` has k log-probabilities, then their k ids; zip stops after n.
+    return [
+        Token(i) if n is None else Token(i, logprob, tuple(zip(map(int, top[k:]), top[:n])))
+        for i, (logprob, *top), n in zip(ids, numbers, counts, strict=True)
+    ]

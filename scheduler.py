@@ -4,7 +4,8 @@ Decoding one sequence reads every weight to make one token; decoding 32 together
 make 32. The batch is formed anew at each step (Orca): a sequence that ends leaves at once, and a
 waiting one takes its place. Prompts enter in chunks beside the running sequences' single tokens
 (Sarathi), so that a long prompt does not hold up the others. Prefill and decode are not two phases:
-every sequence has tokens whose keys and values are not in the cache yet, and a step runs some.
+every sequence has tokens whose keys and values are not in the cache yet, and a step runs some of
+them.
 
     step        1         2         3         4             budget: 8 tokens a step
     A  running  a         a         a         a             a running sequence has one token
@@ -44,7 +45,7 @@ from tokenizer import Ids, Tokenizer
 
 @dataclass(eq=False)
 class Request:
-    """What one user asked for, and the result, as vLLM's RequestOutput.
+    """What one user asked for, and the result, like vLLM's RequestOutput.
 
     Attributes:
         outputs: n sequences, each with text, output_ids, tokens (log-probabilities), finish_reason,
@@ -53,6 +54,7 @@ class Request:
         prompt: a Token for each prompt id, if prompt_logprobs are asked for. The first has no
             log-probability, as nothing comes before it.
         priority: the lowest number runs first, as in vLLM.
+        cache_salt: only requests with the same salt share prefixes.
     """
 
     id: str | None = None
@@ -113,8 +115,8 @@ def place_in_line(job: Job) -> tuple[int, int]:
 
 
 def run_order(job: Job) -> tuple[int, int]:
-    """Rows with equally many new tokens side by side, the longest context first, as
-    paged.groups_of wants them."""
+    """Sort key that puts rows with equally many new tokens side by side, the longest context first;
+    see paged.groups_of."""
     return len(job.row.ids), -job.table.length
 
 
@@ -124,8 +126,10 @@ class Proposer:
     Attributes:
         k: the most guesses for a sequence in a step.
         models: the models that guess.
-        runners: their Runners. The engine makes them with the same blocks as its own.
-        offered, accepted: how many guesses were made and accepted, by their position in the guess.
+        runners: their Runners. The engine gives them as many blocks as its own, under the same
+            numbers.
+        offered, accepted: for each position after the last known token, how many guesses were made
+            and how many were accepted.
     """
 
     models: tuple[Transformer, ...] = ()
@@ -163,19 +167,13 @@ class Proposer:
 # --- The engine -----------------------------------------------------------------------------------
 
 
-# So many tokens of a prompt that needs log-probabilities run in a step. Each of them needs its
-# logits, which are 154 MB for 256 tokens and a vocabulary of 150,000, and copies are made of them.
+# A step runs at most this many tokens of a prompt that needs log-probabilities. Each of them needs
+# its logits. For 256 tokens and a vocabulary of 150,000 they are 154 MB, and they are copied.
 SCORED = 64
 
-# What the engine counts, by vLLM's names if it has one.
-STATS = (
-    "engine_steps",
-    "num_preemptions",
-    "generation_tokens",
-    "computed_tokens",
-    "prefix_cache_queries",
-    "prefix_cache_hits",
-)
+# What the engine counts, under vLLM's names where vLLM counts the same.
+STATS = ("engine_steps", "num_preemptions", "generation_tokens", "computed_tokens",
+         "prefix_cache_queries", "prefix_cache_hits")  # fmt: skip
 
 
 class Engine:
@@ -183,12 +181,14 @@ class Engine:
 
     Attributes:
         max_seq_len: the longest prompt and output together; all blocks together hold it.
-        running: the sequences that hold blocks, in line. The last one is preempted first.
-        waiting: the sequences without blocks, in line.
+        running: the sequences that hold blocks, in the order of place_in_line. The last one is
+            preempted first.
+        waiting: the sequences without blocks, in the same order.
         ran: the sequences of the last step, and how many tokens of each it ran.
         stats: counts since the engine was made, by name. computed_tokens have run through the
             model: those of prompts, outputs and guesses. prefix_cache_queries are the tokens of
-            sequences that began to run, and prefix_cache_hits those that the cache had.
+            sequences that began to run (without those whose prompts are scored), and
+            prefix_cache_hits those that the cache had.
     """
 
     def __init__(
@@ -209,10 +209,11 @@ class Engine:
             matcher: compiles SamplingParams.structured_outputs; see structured.matcher. None:
                 structured outputs are refused.
             runner: tp.Leader, if the model is one rank's share; or flex.FlexRunner.
-            limits: see settings.Limits. There are never more blocks than max_num_seqs sequences of
-                max_seq_len can use. By default, a step's budget is one token of each sequence with
-                its guesses, plus CHUNK tokens of prompts (2,048 on a GPU). A larger budget finishes
-                prompts sooner; with a smaller one, tokens come more evenly.
+            limits: see settings.Limits. Unless num_blocks is set, there are no more blocks than
+                max_num_seqs sequences of max_seq_len can use. By default, a step's budget is one
+                token of each sequence with its guesses, plus CHUNK tokens of prompts (2,048 on a
+                GPU). A larger budget finishes prompts sooner; with a smaller one, tokens come more
+                evenly.
 
         Raises:
             SettingError: a limit is out of range, or the budget is too small for one token (and its
@@ -227,7 +228,7 @@ class Engine:
         self.matcher = matcher
         self.max_seq_len = limits.max_seq_len or self.config.max_position_embeddings
         self.max_num_seqs = limits.max_num_seqs
-        needed = self.max_num_seqs * (1 + self.proposer.k)  # or a running sequence would wait
+        needed = self.max_num_seqs * (1 + self.proposer.k)  # with less, a running one would wait
         chunk = CHUNK if model.device.type == "cpu" else 2048  # vLLM's figure; not measured by us
         budget = limits.max_num_batched_tokens or needed + chunk
         self.max_num_batched_tokens = check("max_num_batched_tokens", budget, int, needed)
@@ -235,7 +236,8 @@ class Engine:
         size = limits.block_size
         if num_blocks is None:
             models = [model, *self.proposer.models]
-            affordable = affordable_blocks(models, limits, budget, needed + SCORED)
+            num_logits = needed + SCORED  # at most, in a step
+            affordable = affordable_blocks(models, limits, budget, num_logits)
             num_blocks = min(affordable, self.max_num_seqs * -(-self.max_seq_len // size))
         self.pool = BlockPool(num_blocks, size)
         # A sequence's last token is sampled and never run, so it needs no slot.
@@ -251,7 +253,8 @@ class Engine:
 
     @property
     def queue(self) -> list[Job]:
-        """The sequences that have not ended."""
+        """The sequences that run or wait. The other outputs of a request join them once its prompt
+        has been computed."""
         return self.running + self.waiting
 
     # --- Requests come and go ---------------------------------------------------------------------
@@ -278,7 +281,7 @@ class Engine:
             job.seed += i
             job.matcher = matcher and matcher.deep_copy()
             request.outputs.append(job)
-            job.end_ids = request.outputs[0].end_ids  # shared, as there may be many
+            job.end_ids = request.outputs[0].end_ids  # one set for all, as it may be large
         return request
 
     def submit(self, request: Request) -> Request:
@@ -339,12 +342,12 @@ class Engine:
             return []
         # 2) guess for the jobs whose `end` is past their last token
         self.proposer.propose(batch)
-        # 3) run, in order again, as guesses have made rows longer
+        # 3) run. Guesses have made rows longer, so sort again.
         batch = sorted(batch, key=run_order)
         rows = [job.row for job in batch]
-        logits = self.runner.forward(rows)
+        logits = self.runner.forward(rows)  # (R, V)
         # 4) sample for the jobs whose known tokens have all run
-        all_finite = finite(logits).all().item()  # one read by the host, as a GPU waits for each
+        all_finite = finite(logits).all().item()  # one read by the host, which waits for the GPU
         drawing = []
         parts = []
         failed = []
@@ -357,6 +360,8 @@ class Engine:
             if broken:
                 failed.append(job.request)
                 continue
+
+            # The logits are sound.
             if job.scores_prompt:
                 part = self._score(job, row, part)
             ready = self._computed(job, row)
@@ -406,7 +411,7 @@ class Engine:
             found = job.table.length
             end = self._end_of_step(job, budget, batch)
             if end == found or pool.cost(job.table, end) > len(pool.available):
-                pool.free(job.table)
+                pool.free(job.table)  # gives back what reuse() took
                 break
             if not job.scores_prompt:
                 self.stats["prefix_cache_queries"] += len(job.ids)
@@ -426,9 +431,10 @@ class Engine:
     def _end_of_step(self, job: Job, budget: int, batch: list[Job]) -> int:
         """The position up to which a job runs within the budget.
 
-        It runs with all of its guesses or none, so that their number depends on the job alone. If
-        they do not fit, its last known token waits too, as one forward runs it with its guesses.
-        The first prompt that needs log-probabilities runs SCORED tokens in a step, others one.
+        A job runs with all of its guesses or with none, so that their number depends on the job
+        alone. If the guesses do not fit into the budget, the last known token waits with them,
+        because one forward must run them all. At most SCORED tokens of the first prompt that needs
+        log-probabilities run in a step, and one token of each further one.
         """
         known = len(job.ids)
         start = job.table.length
@@ -441,7 +447,7 @@ class Engine:
         return min(known - 1, start + budget)
 
     def _score(self, job: Job, row: Row, logits: Tensor) -> Tensor:
-        """Note the log-probabilities of the prompt tokens that follow each token of a row.
+        """Record the log-probabilities of the prompt tokens that follow each token of a row.
 
         Args:
             logits: (len(row.ids), V), after each token of the row.
@@ -453,11 +459,12 @@ class Engine:
         start = row.start + 1
         ids = job.ids[start : start + len(row.ids)]
         prompt[:1] = [Token(job.ids[0])]  # nothing comes before it
+        # This replaces what was recorded before a preemption.
         prompt[start:] = scored(logits[: len(ids)], ids, [job] * len(ids))
         return logits[-1:]
 
     def _computed(self, job: Job, row: Row) -> list[Job]:
-        """Note that a row has run.
+        """Record that a row has run.
 
         Returns:
             The jobs that draw from its logits: none while known tokens are left; then the job; and
@@ -478,19 +485,21 @@ class Engine:
         return job.request.outputs
 
     def _append(self, job: Job, tokens: list[Token]) -> None:
+        """Append the tokens of a step to a job, and let it leave if it has ended."""
         for token in tokens:
             if not job.finish_reason:  # EOS or a stop string can come before the last token
                 job.append(token)
                 self.stats["generation_tokens"] += 1
         job.guess = Guess()
         # The cache now holds the accepted guesses too, and refused ones will be overwritten.
-        # commit() comes in the next step, because a draft has not run the last guess yet.
-        job.table.length += len(tokens) - 1
+        # commit() comes in the next step, because the draft model has not run the last guess yet.
+        job.table.advance(len(tokens) - 1)
         if job.finish_reason:
             self._leave(job)
 
     def _leave(self, job: Job) -> None:
-        line = self.running if job.table.blocks else self.waiting  # not both: it may be long
+        """Take a job out of its line, if it stands in one, and free its blocks."""
+        line = self.running if job.table.blocks else self.waiting  # search one only: it may be long
         if job in line:
             line.remove(job)
             self.pool.free(job.table)
