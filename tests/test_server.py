@@ -130,8 +130,8 @@ def test_forms_of_a_prompt(ask):
 
 
 def test_n(ask):
-    """The n of one prompt were mixed up with those of the next, or shared a seed; more than run at
-    once."""
+    """The n outputs of one prompt were mixed up with those of the next, or shared a seed; or n was
+    larger than the number of sequences that run at once."""
     texts = [PROMPT, "JULIET:\n"]
     reply = ask(prompt=texts, n=3, seed=5, max_tokens=8)
     assert_same(reply, [s for text in texts for s in alone(text, n=3, seed=5, max_tokens=8)])
@@ -143,7 +143,7 @@ def test_n(ask):
 
 
 def test_echo(ask):
-    """The prompt came twice in a stream, or for the first choice alone."""
+    """The prompt came twice in a stream, or only for the first choice."""
     for prompt, text in (("é∑😀", "é∑😀"), (TOKENIZER.encode(PROMPT), PROMPT)):
         sequences = alone(prompt, n=2, seed=1, max_tokens=8)
         reply = ask(prompt=prompt, echo=True, n=2, seed=1, max_tokens=8)
@@ -164,7 +164,7 @@ def test_echo(ask):
 
 
 def test_logprobs(ask):
-    """Values of another token; one list shorter than the next."""
+    """A token had the values of another one, or one list was shorter than the others."""
     fields = {"max_tokens": 10, "seed": 2, "logprobs": 3}
     prompts = [PROMPT, "JULIET:\nI"]
     reply = ask(prompt=prompts, **fields)
@@ -182,9 +182,9 @@ def test_logprobs(ask):
 
 
 def test_echo_with_logprobs(ask, local):
-    """What harnesses score texts by: the prompt's own log-probabilities, its texts and offsets,
-    before those of the answer; the first token has none, as nothing comes before it. The last of
-    these prompts ends within a character."""
+    """Evaluation harnesses score texts by the log-probabilities of the prompt, which come before
+    those of the answer. The first token has none. The last of these prompts ends within a
+    character."""
     prompts = [TOKENIZER.encode(text) for text in (PROMPT * 9, "é😀 你好,  two", "")]
     prompts.append(prompts[1][:4])
     fields = {"max_tokens": 6, "temperature": 0, "logprobs": 2}
@@ -260,7 +260,7 @@ def test_chat_logprobs(ask, top):
 
 
 def test_limits_of_length(ask):
-    """max_completion_tokens was ignored; OpenAI's defaults were not ours."""
+    """max_completion_tokens was ignored, or the defaults were not OpenAI's."""
     fields = {"temperature": 0, "ignore_eos": True}
     assert ask(**fields).usage["completion_tokens"] == 16
     for limit in ({"max_tokens": 3}, {"max_completion_tokens": 3},
@@ -275,8 +275,8 @@ def test_limits_of_length(ask):
 
 
 def test_what_else_a_client_sees(local):
-    """A chunk without choices where no usage was asked for; a name that was nowhere to be found;
-    a text that came whole, at its end."""
+    """A chunk had no choices although no usage was asked for; the model's name could not be found;
+    a stream came as one piece at the end."""
     with local.openai() as client:
         fields = {"model": "shakespeare", "prompt": PROMPT, "max_tokens": 300, "stream": True}
         began, times = time.monotonic(), []
@@ -309,7 +309,7 @@ def test_64_streams_at_once(local):
 
 
 def test_openais_errors(local, monkeypatch):
-    """The client raised a bare error, in place of the one that a program can catch."""
+    """openai's client raised a general error instead of the one that a program can catch."""
     create = local.openai().completions.create
     with pytest.raises(openai.BadRequestError, match="temperature") as caught:
         create(model="shakespeare", prompt="", temperature=-1)
@@ -358,7 +358,7 @@ def test_response_format(ask):
 
 
 def test_structured_outputs(local, monkeypatch):
-    """vLLM's field, on both paths; what is wrong with it is a 400 that says so."""
+    """vLLM's field works on both paths, and a wrong value of it is a 400 that says why."""
     for path, body in ((COMPLETIONS, {"prompt": PROMPT}), (CHAT, {"messages": HI})):
         fields = {**body, "structured_outputs": {"choice": ["yes", "no"]}, "logprobs": 1}
         choice = local.post(path, fields | ({"logprobs": True} if path == CHAT else {})).json
@@ -394,7 +394,7 @@ NOTHING = [
 
 
 def test_others_go_on_while_a_structure_is_compiled(local):
-    """The event loop compiled it, and with that every stream stood still."""
+    """The event loop compiled the structure, and all streams stood still meanwhile."""
     words = [f"word {i * 7919} of many" for i in range(7_000)]
     body = SHORT | {"structured_outputs": {"choice": words}}
     pings, connection = [], local.open()
@@ -412,8 +412,8 @@ def test_others_go_on_while_a_structure_is_compiled(local):
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_what_is_not_supported_says_so(local, path):
-    """A field that would have changed the answer was passed over in silence; one that would not
-    was an error."""
+    """A field that would have changed the answer was ignored, or one that would not change it was
+    an error."""
     body = {"messages": HI} if path == CHAT else {"prompt": PROMPT}
     body |= {"max_tokens": 2, "temperature": 0}
     for field, value in UNSUPPORTED.items():
@@ -428,7 +428,8 @@ def test_what_is_not_supported_says_so(local, path):
 
 
 def test_options_of_the_template(local, monkeypatch):
-    """Qwen3's enable_thinking reached nobody; an answer begun by the user was begun anew."""
+    """Qwen3's enable_thinking did not reach the template; an answer that the user had begun was
+    begun again."""
     template = "{% for m in messages %}{{ m.role }}:{{ m.content }}{{ m.tool_calls }};{% endfor %}"
     template += (
         "{% if add_generation_prompt %}{{ 'think' if enable_thinking else 'say' }}{% endif %}"
@@ -468,7 +469,8 @@ def test_options_of_the_template(local, monkeypatch):
 
 
 def test_texts_of_tokens(ask):
-    """Leading spaces were lost, and with them every offset; half characters came as marks."""
+    """Leading spaces were lost, so that every offset was wrong; or half characters came as
+    marks."""
     text = "é😀 你好,  two"
     bias = {"max_tokens": 60, "temperature": 0, "logprobs": 0}
     for i, token in enumerate(TOKENIZER.encode("a" + text)[2:]):
@@ -494,7 +496,7 @@ THOUGHTS = [  # before the reply, the reply, what of it was thought, what is sai
 
 @pytest.fixture
 def thinker(local, monkeypatch):
-    """A server whose tokenizer has a token for the mark, as those of models that think."""
+    """A server whose tokenizer has a token for "<think>", as models that think have."""
     tokenizer = local.engine.tokenizer
     encode = tokenizer.encode
     one = lambda text, add_special=True: [5] if text == "<think>" else encode(text, add_special)  # noqa: E731
@@ -505,7 +507,7 @@ def thinker(local, monkeypatch):
 
 @pytest.mark.parametrize(("before", "made", "thought", "said"), THOUGHTS)
 def test_thoughts(thinker, monkeypatch, before, made, thought, said):
-    """A thinking model's thoughts stood in its answer."""
+    """The answer of a model that thinks contained its thought."""
     # What follows keeps the line break at its end.
     template = "{{ messages[0].content }}" + before + "{{ '' }}"
     monkeypatch.setattr(thinker.engine.tokenizer, "template", template)
@@ -528,8 +530,8 @@ def test_thoughts(thinker, monkeypatch, before, made, thought, said):
 
 
 def test_what_is_no_thought(thinker, monkeypatch):
-    """What a grammar demands was taken for a thought, as the template had begun one; so was a plain
-    model's answer that speaks of the mark."""
+    """Structured output was taken for a thought, because the template had begun one; so was the
+    answer of a plain model that contains "<think>"."""
     template = "{{ messages[0].content }}<think>"
     monkeypatch.setattr(thinker.engine.tokenizer, "template", template)
     fields = {"messages": HI, "structured_outputs": {"choice": ["yes", "no"]}}
@@ -544,7 +546,8 @@ def test_what_is_no_thought(thinker, monkeypatch):
 
 
 def test_more_of_openais_http(local, monkeypatch):
-    """The model by its name, a key after `bearer`, what the cache held, and short errors."""
+    """Smaller parts of OpenAI's API: a model by its name, a key after `bearer`, cached tokens,
+    short errors."""
     assert local.get("/v1/models/shakespeare").json == local.get("/v1/models").json["data"][0]
     for name in ("other", "{id}", "%20id"):
         assert local.get(f"/v1/models/{name}").status == 404
@@ -656,8 +659,8 @@ def test_wrong_fields(local, path):
 
 
 def test_null_is_the_default_and_unknown_is_ignored(local):
-    """Clients that send every field, with null for what the user left open, got errors; so did one
-    with a newer field."""
+    """Clients got errors that send all fields, with null for those that are not set, or a new
+    one."""
     nothing = dict.fromkeys((*WRONG, "top_logprobs", "model", "prompt"))
     unknown = {"user": "me", "foo": {"bar": [1, None]}, "best_of": 1, "store": True, "tools": []}
     plain = local.post(COMPLETIONS, SHORT).json["choices"]
@@ -667,8 +670,8 @@ def test_null_is_the_default_and_unknown_is_ignored(local):
 
 
 def test_errors_of_a_chat_say_what_is_wrong(local):
-    """An image was "role, text or calls are wrong", no message at all was None; log-probabilities
-    came though `logprobs` was not true, and what cannot be together was."""
+    """The error did not mention the image, or spoke of None where there was no message;
+    log-probabilities came although `logprobs` was not true."""
     image = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": "x"}]
     messages = [*HI, {"role": "user", "content": image}]
     message = local.post(CHAT, {"messages": messages}).fails(400, "messages[1]")
@@ -698,7 +701,8 @@ WAYS_OUT = {  # field -> a value that is refused, and what the error says of oth
 
 @pytest.mark.parametrize("field", WAYS_OUT)
 def test_errors_say_what_to_do(local, field):
-    """ "supported: None" for what can only be left out; a type of which only half was named."""
+    """The error said "supported: None" for a field that can only be left out, or it named only one
+    of the types that a field may have."""
     value, words = WAYS_OUT[field]
     body = {"prompt": "a", field: value}
     if field == "structured_outputs":
@@ -726,7 +730,7 @@ def test_usage_so_far(local):
 
 
 def test_too_many_choices(local):
-    """257 sequences from one request."""
+    """One request made 258 sequences."""
     message = local.post(COMPLETIONS, {"prompt": ["a"] * 3, "n": 86}).fails(400, "n")
     assert "256" in message
     assert local.post(COMPLETIONS, {"prompt": ["a"] * 2, "n": 128, "max_tokens": 1}).status == 200
@@ -744,7 +748,7 @@ def test_too_many_choices(local):
     ],
 )
 def test_context_length(local, path, body, length):
-    """The error did not say how long is too long; or the prompt was cut in silence."""
+    """The error did not say which length is allowed, or the prompt was cut without an error."""
     param = "messages" if path == CHAT else "prompt"
     message = local.post(path, body).fails(400, param, "context_length_exceeded")
     assert {"1024", str(length or 1024)} <= {*re.findall(r"\d+", message)}
@@ -793,7 +797,7 @@ def test_strange_text(local):
 
 
 def test_nested_as_deep_as_the_parser_allows(local):
-    """What could just be parsed could not be printed into the error's text."""
+    """A value so deeply nested that it could just be parsed could not be printed in the error."""
     statuses: Counter[int] = Counter()
     with contextlib.closing(local.open()) as connection:
         for depth in range(900, 1000, 3):
@@ -874,7 +878,7 @@ MALFORMED = {
 
 @pytest.mark.parametrize("case", MALFORMED)
 def test_malformed_request(local, case):
-    """A crash, a hang, or a connection left open, with a body that is read as a request."""
+    """The server crashed or hung, or left the connection open and read a body as a request."""
     data, status = MALFORMED[case]
     (answer,) = local.raw(data)  # and it closes, though the client would not
     answer.fails(status)
@@ -883,7 +887,7 @@ def test_malformed_request(local, case):
 
 @pytest.mark.parametrize("line", ["POST /nothing", "POST /health", "401", "GET /health"])
 def test_a_body_is_never_a_request(local, line, monkeypatch):
-    """Any page can post a text to this server; its text was carried out as a request."""
+    """Any web page can post a text to this server, and the text was executed as a request."""
     if line == "401":
         line = f"POST {COMPLETIONS}"
         monkeypatch.setitem(vars(local.args), "api_key", "secret")
@@ -895,8 +899,8 @@ def test_a_body_is_never_a_request(local, line, monkeypatch):
 
 
 def test_clients_that_are_not_usual(local):
-    """The limits were off by one, or hit what real clients send; header names had one case, a
-    charset made the type unknown; curl waits a second before it sends a long body."""
+    """The limits were off by one, or refused what real clients send: header names in another case,
+    a charset beside the type, `Expect` before a long body."""
     for head in (b"a: b\r\n" * 90, b"a: " + b"b" * 60_000 + b"\r\n"):
         assert local.raw(LAST[:-2] + head + b"\r\n")[0].status == 200
     room = 200_000 - len(json.dumps({"user": "", "max_tokens": 1}))  # --max-body
@@ -912,7 +916,7 @@ def test_clients_that_are_not_usual(local):
 
 
 def test_http_1_0(local):
-    """nginx, which speaks it unless told otherwise, got a 400, or chunks that it cannot read."""
+    """nginx, which speaks HTTP/1.0 by default, got a 400, or chunks that it cannot read."""
     old = request_bytes().replace(b"HTTP/1.1", b"HTTP/1.0")
     stream = request_bytes(SHORT | {"stream": True}).replace(b"HTTP/1.1", b"HTTP/1.0")
     text = alone(**SHORT)[0].text
@@ -927,8 +931,8 @@ def test_http_1_0(local):
 
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
 def test_interim_answers(local, version):
-    """A client that had closed its sending half was sent 100 Continue ten times a second, also
-    where it spoke HTTP/1.0, which has no such thing; and 100 was said to a body that is refused."""
+    """A client that had closed its sending half was sent 100 Continue ten times a second, even over
+    HTTP/1.0, which has no interim answers; and so was a client whose body is refused."""
     expect = "Expect: 100-continue\r\n"
     too_long = request_bytes(b"", f"{expect}Content-Length: 999999999\r\n")
     chunks = request_bytes(b"0\r\n\r\n", expect + CHUNKED)
@@ -946,7 +950,7 @@ def test_interim_answers(local, version):
 
 
 def test_head(local):
-    """A body came behind the head; a HEAD of what never ends did not end."""
+    """The answer to HEAD had a body, or did not end."""
     for path in ("/health", "/", "/metrics", "/v1/models", "/engine", "/nothing", COMPLETIONS):
         head = local.raw(FIRST.replace(b"GET /health", f"HEAD {path}".encode()))[0]
         assert head.status == {"/nothing": 404, COMPLETIONS: 405}.get(path, 200)
@@ -993,7 +997,8 @@ def test_a_client_that_says_no_more(local):
 @pytest.mark.parametrize("more", [b"", b"G", LAST])
 @pytest.mark.parametrize("fields", [LONG, LONG | {"stream": True}])
 def test_a_client_leaves_with_bytes_unread(local, fields, more):
-    """What it had sent after its request hid that it had left: the engine ran to the end."""
+    """Bytes that a client had sent after its request hid that it had left, so the engine went
+    on."""
     with socket.create_connection(("127.0.0.1", local.port), 20) as connection:
         connection.sendall(request_bytes(fields) + more)
         until(lambda: local.engine.running)
@@ -1014,7 +1019,7 @@ def test_who_waits_to_be_told_to_go_on(local):
 
 
 def test_nobody_reads_for_ever(make_local, monkeypatch):
-    """64 clients that asked for streams and read nothing held all seats."""
+    """64 clients that asked for streams and read nothing kept all others out."""
     monkeypatch.setattr(server_module, "IDLE_S", 0.5)
     local, lazy = make_local(), []
     fields = {**LONG, "prompt": "a", "logprobs": 20, "n": 8, "stream": True}
@@ -1035,7 +1040,7 @@ def test_nobody_reads_for_ever(make_local, monkeypatch):
     "data", [b"", b"GET / HTTP", b"\r\n", request_bytes()[:-5], request_bytes()[:30], b"\xff" * 99]
 )
 def test_client_closes_too_early(local, data, capfd):
-    """A body shorter than stated was waited for, or its end printed as an error."""
+    """The server waited for the rest of a body, or printed an error when the client had left."""
     with socket.create_connection(("127.0.0.1", local.port)) as connection:
         connection.sendall(data)
     local.get("/health")
@@ -1043,8 +1048,8 @@ def test_client_closes_too_early(local, data, capfd):
 
 
 def test_slow_clients(local, monkeypatch, capfd):
-    """Bytes that come one by one: the request is answered, and nobody else waits for it. Who says
-    nothing, or never ends a body, was kept for ever."""
+    """A request that came byte by byte was not answered, or delayed others; a client that sent
+    nothing more was kept for ever."""
     data = request_bytes(head="Connection: close\r\n")
     with socket.create_connection(("127.0.0.1", local.port), 20) as slow:
         for i in range(len(data) - 1):
@@ -1094,7 +1099,7 @@ def test_a_long_prompt_holds_nobody_up(make_local):
 
 
 def test_paths_and_methods(local):
-    """A wrong path or method was a 500, or a 404 of another shape."""
+    """A wrong path or method was a 500, or a 404 in another form."""
     for path in ("/v1", "/v1/completions/", "/../etc/passwd", "//", "/page.html", "/v1/embeddings"):
         local.get(path).fails(404)
         local.post(path, {}).fails(404)
@@ -1143,7 +1148,7 @@ def test_names_of_this_host(local, monkeypatch):
 
 
 def test_api_key(local, monkeypatch):
-    """A path that was forgotten; a key that is the start of the right one."""
+    """A path did not need the key, or the beginning of the key was accepted."""
     monkeypatch.setitem(vars(local.args), "api_key", "secrét")
     for path in ("/", "/health"):
         assert local.get(path).status == 200
@@ -1175,8 +1180,8 @@ def test_more_clients_than_descriptors(tmp_path):
 
 @pytest.mark.slow
 def test_through_nginx(local, tmp_path, monkeypatch):
-    """With its defaults it passed a stream of 60 tokens on in 4 lumps. That it speaks HTTP/1.0 must
-    not hide that its client has left."""
+    """With its defaults, nginx passed on a stream of 60 tokens in 4 pieces; and as it speaks
+    HTTP/1.0, the server did not notice that the client had left."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -1229,7 +1234,7 @@ def test_queue_full(local, monkeypatch):
 
 
 def test_cors(local, monkeypatch):
-    """Any page could read the answers; or the one that may could not."""
+    """Any web page could read the answers, or the permitted one could not."""
     assert not [name for name in local.get("/health").headers if "Access" in name]
     local.send("OPTIONS", COMPLETIONS).fails(405)
     monkeypatch.setitem(vars(local.args), "cors", "http://a.test")
@@ -1244,7 +1249,8 @@ def test_cors(local, monkeypatch):
 
 
 def test_addresses(capfd, make_local):
-    """An address that no browser reads; a name of which one of two addresses was heard."""
+    """The printed address was not one that a browser takes; or of the two addresses of a name only
+    one was served."""
     if not socket.has_ipv6:
         pytest.skip("needs IPv6")
     for host, shown in (("::1", r"\[::1\]"), ("localhost", r"(127.0.0.1|\[::1\])")):
@@ -1260,8 +1266,8 @@ def test_addresses(capfd, make_local):
 
 
 def test_errors_at_the_start(capfd, tmp_path, monkeypatch):
-    """A traceback for a port that is taken or does not exist, or a file that is not there; a key
-    that was empty, as a variable that is not set, let everybody in."""
+    """A port in use or a missing file made a traceback; an empty key, as from a variable that is
+    not set, let everybody in."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -1290,7 +1296,7 @@ def test_errors_at_the_start(capfd, tmp_path, monkeypatch):
 
 
 def test_clients_vanish(make_local):
-    """Sequences of clients that had gone ran on; their blocks, and the books, were kept."""
+    """Sequences of clients that had left ran on, and kept their blocks."""
     local, doomed = make_local(num_blocks=4096, max_num_seqs=64, max_num_batched_tokens=512), []
     for i in range(100):
         data = request_bytes({**LONG, "stream": i % 3 > 0, "n": 1 + (i % 50 == 0)})
@@ -1347,13 +1353,13 @@ def test_what_has_ended_is_freed(local, monkeypatch):
 
 
 def test_outputs_share_the_ids_that_end_them(local):
-    """Each of the n had a set of its own, of as many ids as the request had named."""
+    """Each of the n outputs had its own set of all ids that end it."""
     params = SamplingParams(n=9, stop_token_ids=[*range(1000)])
     assert len({id(job.end_ids) for job in local.engine.prepare([5], params).outputs}) == 1
 
 
 def test_one_goes_and_the_others_stay(local):
-    """A client's end aborted its neighbours."""
+    """When a client left, the requests of others were aborted."""
     fields = {"prompt": PROMPT, "seed": 3, "max_tokens": 600, "ignore_eos": True}
     stays = local.begin(fields)
     until(lambda: local.engine.running)
@@ -1367,7 +1373,7 @@ def test_one_goes_and_the_others_stay(local):
 
 
 def test_log(local, capfd):
-    """Who asked for what was nowhere to be seen; or a prompt was."""
+    """The log did not show the requests, or it contained a prompt."""
     local.works()
     local.post(COMPLETIONS + "?key=x", {"n": 0})
     local.raw(b"\r\n\r\n")
@@ -1402,7 +1408,7 @@ def printed(monkeypatch):
 
 
 def test_step_fails(make_local, printed):
-    """One failure ended the engine for good, or left somebody waiting."""
+    """One failure ended the engine for good, or left a client waiting."""
     local = make_local()
     local.engine.runner = Broken(local.engine.runner, 12)
     stream, *others = local.stream(LONG), local.begin(LONG), local.begin(LONG | {"n": 3})
@@ -1467,8 +1473,8 @@ def test_a_bug_of_ours(local, monkeypatch, printed):
 
 
 def test_the_command_line_and_a_signal(tmp_path):
-    """An option of the command line that reached nobody; a text that broke off in the middle where
-    the server was told to stop."""
+    """An option of the command line had no effect; or a text broke off when the server was told to
+    stop."""
     options = ("--cors", "http://a", "--served-model-name", "mine", "--max-seq-len", 256,
                "--max-num-seqs", 2, "--max-queue", 1, "--max-body", 1000,
                "--kv-memory", "16e6")  # fmt: skip
@@ -1503,7 +1509,7 @@ def test_the_command_line_and_a_signal(tmp_path):
 
 
 def test_requests_while_stopping(local, monkeypatch):
-    """A request that came after the signal was begun, and then cut off."""
+    """A request that came after the signal was started, and then cut off."""
     monkeypatch.setattr(local.server, "listen", None)
     with contextlib.closing(local.open()) as connection:
         local.send("GET", "/health", on=connection)
@@ -1559,14 +1565,14 @@ def test_signal_while_a_request_is_half_sent(capsys, data):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_signal_and_too_long(capsys, stream):
-    """The server would not end; or ended without a word to those that it left."""
+    """The server did not end, or it ended without an error to the clients that still waited."""
     data = request_bytes({**LONG, "stream": stream})
     (answer,) = stopped(data, capsys, "--shutdown-timeout", "0.3")
     assert "stopping" in answer.fails(503)
 
 
 def test_second_signal(capsys, monkeypatch):
-    """Who presses Ctrl-C twice means it."""
+    """A second Ctrl-C did not end the server at once."""
     codes: list[int] = []
     monkeypatch.setattr(server_module.os, "_exit", codes.append)
     stopped(request_bytes({**LONG, "max_tokens": 100}), capsys, signals=2)
@@ -1580,7 +1586,7 @@ def test_an_idle_connection_is_no_error(capsys, caplog):
 
 
 def test_signal_while_a_prompt_is_encoded(capsys, monkeypatch):
-    """The connection was cut where the request had not reached the engine yet."""
+    """The connection was cut because the request had not reached the engine yet."""
     encode = TOKENIZER.encode
     monkeypatch.setattr(TOKENIZER, "encode", lambda text: time.sleep(0.6) or encode(text))
     assert stopped(request_bytes(), capsys)[0].status == 200
@@ -1589,7 +1595,8 @@ def test_signal_while_a_prompt_is_encoded(capsys, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("whom", ["the first rank", "torchrun"])  # which passes SIGTERM on to all
 def test_two_ranks(tmp_path, whom):
-    """Under torchrun: another text, two servers, or a rank that outlives the first."""
+    """Under torchrun the text differed, there were two servers, or a rank outlived the first
+    one."""
     program = (Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node", 2)
     with Process(tmp_path, program=program) as server:
         children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
@@ -1705,7 +1712,7 @@ def test_metrics_are_prometheus_text(local):
 
 
 def test_metrics_after_a_known_load(local):
-    """A token counted twice, or not at all; a prompt counted once for each of its n."""
+    """A token was counted twice or not at all, or a prompt once for each of its n outputs."""
     before = local.metrics()
     replies = [
         local.post(COMPLETIONS, {"prompt": [PROMPT, "a"], "n": 2, "seed": 1, "max_tokens": 9}),
@@ -1738,7 +1745,7 @@ def test_metrics_after_a_known_load(local):
 
 
 def watched(client: Client) -> dict:
-    """What the page reads."""
+    """The JSON that the page reads."""
     return client.get("/engine").json
 
 
@@ -1756,7 +1763,7 @@ def test_all_watchers_share_a_snapshot(local, monkeypatch, capfd):
 
 
 def test_snapshots(local):
-    """Blocks of one sequence shown as another's; a row of what had ended; numbers that fall."""
+    """The page showed blocks of another sequence, an ended sequence, or falling counters."""
     first = watched(local)
     assert first["running"] == first["waiting"] == []
     assert (first["blocks"], first["block_size"]) == (128, 16)
@@ -1789,7 +1796,7 @@ def test_snapshots(local):
 
 
 def test_priority(local):
-    """What was urgent waited for what was not."""
+    """Urgent requests waited for others."""
     doomed = [local.begin({**LONG, "priority": -1}) for _ in range(8)]
     until(lambda: len(local.engine.running) == 8)
     later = [local.begin({**SHORT, "priority": p}) for p in (5, -5)]
