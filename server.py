@@ -447,13 +447,15 @@ class Choice:
         if reason == "abort":
             demand(not self.server.over, 503, "the server is stopping")
             raise Problem(500, "a step of the engine failed")
-        # The tokens are copied, because the engine's thread may append to them at any time.
-        whole = [*split_thought(self.prefix + job.text), job.tokens[:] if is_scored else []]
-        thought, text, tokens = new = [each[n:] for each, n in zip(whole, self.taken)]
-        if self.reason or not (reason or any(new)):
+        whole = [*split_thought(self.prefix + job.text), job.tokens if is_scored else []]
+        ends = [len(each) for each in whole]  # meanwhile the engine's thread may append tokens
+        thought, text, tokens = (
+            each[start:end] for each, start, end in zip(whole, self.taken, ends)
+        )
+        if self.reason or not (reason or thought or text or tokens):
             return None
         self.reason = reason
-        self.taken = [len(each) for each in whole]
+        self.taken = ends
         if is_first and job.params.prompt_logprobs:
             # The answer begins with the prompt ("echo").
             stream = TextStream(self.server.tokenizer, [], ())
@@ -465,7 +467,8 @@ class Choice:
             ] + tokens
             text = self.server.tokenizer.decode(job.ids[: job.prompt_len]) + text
         message = dict(role="assistant", refusal=None) if is_first else {}
-        message |= {"reasoning_content": thought} if thought else {}
+        if thought:
+            message["reasoning_content"] = thought
         message["content"] = text
         return {
             "index": self.index,
@@ -698,8 +701,13 @@ class Connection:
         # 3) Key.
         key = (self.server.args.api_key or "").encode()
         given = headers.get("Authorization", "")[len("Bearer ") :].encode("latin-1")
-        may_enter = path in ("/", "/health") or not key or secrets.compare_digest(given, key)
-        demand(may_enter, 401, "the API key is missing or wrong", None, "invalid_api_key")
+        demand(
+            path in ("/", "/health") or not key or secrets.compare_digest(given, key),
+            401,
+            "the API key is missing or wrong",
+            None,
+            "invalid_api_key",
+        )
         await routes[path](self)
 
     async def complete(self, chat: bool) -> None:
