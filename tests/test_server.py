@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -215,6 +216,28 @@ def test_logprobs_of_held_text(ask):
     assert found["tokens"] == [token.text for token in tokens]
     assert [[*top] for top in found["top_logprobs"]] == [[token.text] for token in tokens]
     assert ask(max_tokens=2).choices[0].logprobs is None
+
+
+class Growing(list):
+    """Tokens of which one more comes whenever they are read, as from the engine's thread."""
+
+    def __getitem__(self, at):
+        part = super().__getitem__(at)
+        if len(self) < 9:
+            self.append(sampling.Token(len(self), -1.0, (), f"{len(self)} "))
+        return part
+
+
+def test_tokens_that_come_meanwhile(local):
+    """A token that came between the reading of the others and the count of them was never sent."""
+    tokens = Growing([sampling.Token(0, -1.0, (), "0 ")])
+    job = SimpleNamespace(
+        params=SamplingParams(logprobs=0), tokens=tokens, text="", finish_reason=None
+    )
+    choice = server_module.Choice(0, job, "text", local.server, "", [0, 0, 0])
+    parts = [choice.take_new() for _ in range(12)]
+    found = [text for part in parts if part for text in part["logprobs"]["tokens"]]
+    assert found == [f"{i} " for i in range(9)]
 
 
 def chat_ids(*messages: tuple[str, str]) -> list[int]:
