@@ -90,8 +90,9 @@ class Bars(NamedTuple):
             axes.barh(label, value, 0.75, color=colour, gid=f"bar: {label}")
             if label in ideal:
                 axes.vlines(ideal[label], i - 0.48, i + 0.48, RED, linewidth=2)
-            end = max(value, ideal.get(label, 0)), i
-            axes.annotate(number(value), end, (5, 0), textcoords="offset points", va="center")
+            aim = ideal.get(label, value)
+            end = aim if value < aim < value + most / 10 else value  # not across the line
+            axes.annotate(number(value), (end, i), (5, 0), textcoords="offset points", va="center")
         axes.set(xlim=(0, most), ylim=(len(self.rows) - 0.5, -0.5))  # the first row on top
         axes.tick_params(left=False, bottom=False, labelbottom=False)
         axes.spines[:].set_visible(False)
@@ -144,12 +145,12 @@ class Curves(NamedTuple):
         legend(axes)
 
 
-def legend(axes: Any, columns: int = 5) -> None:
+def legend(axes: Any) -> None:
     """Name what is drawn in a line above the axes."""
     axes.legend(
         loc="lower left",
         bbox_to_anchor=(0, 1),
-        ncols=columns,
+        ncols=10,  # more than there are: one line
         frameon=False,
         borderaxespad=0.2,
         handlelength=1.5,
