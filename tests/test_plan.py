@@ -159,6 +159,17 @@ def test_times_are_found_again():
         plan.fitted(works[:9], times[:9])
 
 
+def test_a_machine_that_has_become_slower():
+    """A step that waited for another program counted as if all had become slower; or a request's
+    way to the engine became slower with the steps."""
+    works = [[1, 0, r, r, 0, 0, 0, 0] for r in range(1, 20)]
+    took = [1.25 * TIMES.step(work) for work in works]
+    sample = plan.Sample([*works, works[0]], [*took, 100.0], [], [])
+    now = replace(TIMES, inbound=0.5).scaled_to(sample)
+    assert now.seconds == pytest.approx([1.25 * each for each in TIMES.seconds])
+    assert now.inbound == 0.5
+
+
 def test_steps_that_follow_each_other():
     """A pause between two requests taken for a step; what came before a step counted to it."""
     events = [
