@@ -832,7 +832,7 @@ def test_wrong_prompts():
     for prompt, options, words in (
         ([], {}, r"\b0 tokens\b.*some text"), ([1] * 64, {}, r"\b64\b.*\b64\b.*--max-seq-len"),
         ([1] * 70, {}, r"\b70\b.*\b64\b"), ([1] * 5, {"max_seq_len": 5}, r"\b5\b.*\b5\b"),
-        ([5, 2000], {}, r"\b2000\b.*\b2000\b"), ([-1], {}, r"-1\b.*\b2000\b"),
+        ([5, 2000], {}, r"\b2000\b.*\b2000\b"), ([-1], {}, r"\b2000\b.*-1\b"),
         ([1], {"logit_bias": {2000: 1.0}}, r"\b2000\b.*\b2000\b"),
         ([1], {"logit_bias": {10**12: 1.0}}, r"\b10{12}\b"),
     ):  # fmt: skip
