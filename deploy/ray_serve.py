@@ -2,8 +2,7 @@
 
     serve run --app-dir deploy ray_serve:build max_replicas=8 ranks=2 options="--compile"
 
-Each replica is an actor that runs server.py and passes requests on to it, so the API is the
-server's own. docs/many-machines.md explains the settings. Read: build, Replica.
+Each replica is an actor that runs server.py and passes requests on to it. Read: build, Replica.
 """
 
 import shlex
@@ -38,9 +37,10 @@ class Replica:
     """A server of its own, on a port that only this actor talks to."""
 
     def __init__(self, options: str, ranks: int) -> None:
-        run = f"-m torch.distributed.run --standalone --nproc-per-node {ranks}" if ranks > 1 else ""
-        # The server gets SIGTERM when this actor ends, even if it is killed.
-        command = f"setpriv --pdeathsig TERM {sys.executable} {run} '{SERVER}' --port 0 {options}"
+        # A process gets SIGTERM when the one that started it ends, even if that is killed.
+        python = f"setpriv --pdeathsig TERM {sys.executable}"
+        run = f"{python} -m torch.distributed.run --standalone --no-python --nproc-per-node {ranks}"
+        command = f"{run if ranks > 1 else ''} {python} '{SERVER}' --port 0 {options}"
         self.server = subprocess.Popen(shlex.split(command), stderr=subprocess.PIPE, text=True)
         for line in self.server.stderr:
             print(line, end="", file=sys.stderr)

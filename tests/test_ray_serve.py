@@ -225,3 +225,5 @@ def test_ranks(module, ray):
     until(lambda: not old.keys() & processes().keys(), 20)
     until(lambda: len(processes()) == 3, 60)
     assert whole(ray) == expected.text
+    module.serve.delete("default")  # Ray kills what an actor has started, which is torchrun alone
+    until(lambda: not processes(), 20)
