@@ -156,6 +156,7 @@ def test_machines(counts):
     assert counts["its home, all alike"]["found"] > 1.2 * counts["in turn, all alike"]["found"]
     for row in counts.values():
         assert row["came"] * row["stay"] == pytest.approx(row["inside"])
+    assert counts["home, within 2, a rush"]["stay"] < counts["its home, a rush"]["stay"]
 
 
 def test_a_home_has_a_bound(monkeypatch):

@@ -7,7 +7,6 @@ chunk is stamped when it is read. Knows HTTP and nothing of this engine.
 
 import asyncio
 import json
-import math
 import random
 import statistics
 import time
@@ -183,57 +182,3 @@ def percentile(values: list[float], p: int) -> float:
     if len(values) == 1:
         return values[0]
     return statistics.quantiles(values, n=100, method="inclusive")[p - 1]
-
-
-def plot(rates: list[float], figures: list[dict[str, float]], title: str) -> str:
-    """Draw time to first token and time per token over the rate, in ms on a logarithmic scale, as
-    an SVG. A dashed line shows how many requests per second are answered at most."""
-    width, height, left, bottom = 640, 300, 60, 40
-    lines = [
-        ("ttft_p50_ms", "#2456c9", "first token, p50"), ("ttft_p99_ms", "#9db6ec", "p99"),
-        ("tpot_p50_ms", "#c0392b", "each token, p50"), ("tpot_p99_ms", "#e8a49c", "p99"),
-    ]  # fmt: skip
-    values = [max(0.1, each[name]) for each in figures for name, *_ in lines]
-    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
-
-    def x(rate: float) -> float:
-        return left + (width - left - 20) * rate / max(rates)
-
-    def y(value: float) -> float:
-        up = (math.log10(max(0.1, value)) - low) / max(1, high - low)
-        return height - bottom - (height - bottom - 50) * up
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-        'font-family="system-ui, sans-serif" font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="#fff"/>'
-        f'<text x="{left}" y="16">{title}</text>',
-        f'<path d="M{left} 30V{height - bottom}H{width - 20}" fill="none" stroke="#888"/>',
-        f'<text x="{width - 20}" y="{height - 8}" text-anchor="end">requests per second</text>',
-    ]
-    for value in (10**power for power in range(low, high + 1)):
-        label = f"{value / 1000:g} s" if value >= 1000 else f"{value:g} ms"
-        parts.append(
-            f'<path d="M{left} {y(value)}H{width - 20}" stroke="#ddd"/>'
-            f'<text x="{left - 6}" y="{y(value) + 4}" text-anchor="end">{label}</text>'
-        )
-    for rate in rates:
-        parts.append(
-            f'<text x="{x(rate)}" y="{height - bottom + 16}" text-anchor="middle">{rate:g}</text>'
-        )
-    most = max(each["request_s"] for each in figures)
-    if most < 0.9 * max(rates):  # more were sent than answered: the queue only grows
-        text = f"saturated: {most:.3g} answered"
-        anchor, gap = ("end", -6) if x(most) > width / 2 else ("start", 6)  # where there is room
-        parts.append(
-            f'<path d="M{x(most):.1f} 44V{height - bottom}" stroke="#888" stroke-dasharray="4"/>'
-            f'<text x="{x(most) + gap:.1f}" y="{height - bottom - 8}" fill="#666" '
-            f'text-anchor="{anchor}">{text}</text>'
-        )
-    for i, (name, colour, label) in enumerate(lines):
-        points = " ".join(f"{x(r):.1f},{y(f[name]):.1f}" for r, f in zip(rates, figures))
-        parts.append(
-            f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>'
-        )
-        parts.append(f'<text x="{left + 10 + 135 * i}" y="34" fill="{colour}">{label}</text>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
