@@ -86,9 +86,12 @@ def shard(model: Transformer, files: Files, rank: int, ranks: int) -> tuple[Tran
     """
     c, K = model.config, model.config.num_key_value_heads
     # Several ranks may have the same kv head.
-    sizes = dict(num_attention_heads=c.num_attention_heads, intermediate_size=c.intermediate_size,
+    sizes = dict(
+        num_attention_heads=c.num_attention_heads,
+        intermediate_size=c.intermediate_size,
         moe_intermediate_size=c.moe_intermediate_size or 0,
-        num_key_value_heads=K if ranks % K else ranks)  # fmt: skip
+        num_key_value_heads=K if ranks % K else ranks,
+    )
     if any(size % ranks for size in sizes.values()):
         raise CheckpointError(f"{sizes} cannot all be shared evenly by {ranks} ranks")
     sizes = {name: size // ranks for name, size in sizes.items()}

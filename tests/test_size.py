@@ -52,19 +52,19 @@ def test_tools_budget():
     """The tools beside the engine grow larger than what they measure. plan.py is not counted."""
     tools = set(ROOT.glob("tools/*.py")) - {ROOT / "tools/plan.py"}
     sizes = {file.name: code_lines(file.read_text()) for file in tools}
-    assert sum(sizes.values()) <= 2300, sizes
+    assert sum(sizes.values()) <= 2750, sizes
 
 
 def test_only_tables_keep_a_layout_of_their_own():
     """Code is folded past the formatter. A table of data is a statement outside all functions that
     assigns a dict, list, set or tuple, or what is made of one."""
-    displays = (ast.Dict, ast.List, ast.Set, ast.Tuple, ast.Call)
+    displays = (ast.Dict, ast.List, ast.Set, ast.Tuple, ast.Call, ast.BinOp)
     for file in (*ROOT.glob("*.py"), *ROOT.glob("tools/*.py")):
         source = file.read_text()
         tables = {
             node.end_lineno
             for node in ast.parse(source).body
-            if isinstance(node, ast.Assign) and isinstance(node.value, displays)
+            if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, displays)
         }
         for number, line in enumerate(source.splitlines(), 1):
             skips = "# fmt: " in line and '"# fmt: ' not in line

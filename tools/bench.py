@@ -960,16 +960,28 @@ def write_random(config: Config, dtype: torch.dtype, folder: Path) -> None:
     numbers = {
         name: getattr(config, name)
         for name in (
-            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-            "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta",
-            "max_position_embeddings", "tie_word_embeddings",
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "rms_norm_eps",
+            "rope_theta",
+            "max_position_embeddings",
+            "tie_word_embeddings",
         )
-    }  # fmt: skip
+    }
     kind = "Qwen3" if config.qk_norm else "Llama"
     numbers |= {
-        "architectures": [f"{kind}ForCausalLM"], "model_type": kind.lower(), "hidden_act": "silu",
-        "torch_dtype": str(dtype).removeprefix("torch."), "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
+        "architectures": [f"{kind}ForCausalLM"],
+        "model_type": kind.lower(),
+        "hidden_act": "silu",
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
     (folder / "config.json").write_text(json.dumps(numbers, indent=1))
     model = random_model(config, dtype, Ranks(torch.device("cpu")))
     save_weights(model, folder)

@@ -96,9 +96,13 @@ async def run(load: Load, rate: float, start: float | None = None) -> list[Outco
     start, tasks = time.perf_counter() if start is None else start, []
     for at, prompt, new_tokens in arrivals(load, rate):
         body = {
-            "prompt": prompt, "max_tokens": new_tokens, "ignore_eos": True,
-            "stream": True, "stream_options": {"include_usage": True}, **load.sampling,
-        }  # fmt: skip
+            "prompt": prompt,
+            "max_tokens": new_tokens,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **load.sampling,
+        }
         if load.model:
             body["model"] = load.model
         await asyncio.sleep(max(0, start + at - time.perf_counter()))
@@ -163,9 +167,11 @@ def summary(outcomes: list[Outcome], limits: Limits) -> dict[str, float]:
     within = [o for o in good if o.ttft <= limits.ttft_s and o.tpot <= limits.tpot_s]
     gaps = [b - a for o in good for a, b in zip(o.times, o.times[1:])]
     figures |= {
-        "request_s": len(good) / took, "output_tok_s": sum(o.tokens for o in good) / took,
-        "goodput_s": len(within) / took, "within_limits": len(within) / len(outcomes),
-    }  # fmt: skip
+        "request_s": len(good) / took,
+        "output_tok_s": sum(o.tokens for o in good) / took,
+        "goodput_s": len(within) / took,
+        "within_limits": len(within) / len(outcomes),
+    }
     for name, values in (
         ("ttft", [o.ttft for o in good]),
         ("tpot", [o.tpot for o in good]),

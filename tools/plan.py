@@ -587,9 +587,16 @@ def add_load(parser: argparse.ArgumentParser, requests: int) -> None:
 def load_of(args: argparse.Namespace, url: str = "") -> Load:
     lengths = [(a[0], a[-1]) for a in (args.prompt_tokens, args.new_tokens)]
     return Load(
-        url, None, None, args.requests, *lengths, args.prefixes, args.prefix_tokens,
-        args.vocab_size, bench.SAMPLING[args.sampling],
-    )  # fmt: skip
+        url,
+        None,
+        None,
+        args.requests,
+        *lengths,
+        args.prefixes,
+        args.prefix_tokens,
+        args.vocab_size,
+        bench.SAMPLING[args.sampling],
+    )
 
 
 def read_fit(name: str) -> tuple[Times, dict[str, Any]]:
@@ -694,9 +701,12 @@ def timed(args: argparse.Namespace) -> int:
         engine.step, engine.runner.forward, engine.submit = timed_step, timed_forward, timed_submit
         names = ("max_seq_len", "max_num_seqs", "max_num_batched_tokens")
         limits = {name: getattr(engine, name) for name in names} | {
-            "vocab_size": engine.config.vocab_size, "num_blocks": engine.pool.num_blocks,
-            "block_size": size, "most": most, "max_queue": options.max_queue,
-        }  # fmt: skip
+            "vocab_size": engine.config.vocab_size,
+            "num_blocks": engine.pool.num_blocks,
+            "block_size": size,
+            "most": most,
+            "max_queue": options.max_queue,
+        }
         with args.events.open("w") as file:
             note("limits", limits, torch.get_num_threads())
             return serve(engine, options)

@@ -112,9 +112,13 @@ def markdown(rows: list[list[str]]) -> str:
 def code_lines(source: str) -> int:
     """Count the lines that hold code: not blank, not only a comment, not in a docstring."""
     passive = {
-        tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
+        tokenize.COMMENT,
+        tokenize.NL,
+        tokenize.NEWLINE,
+        tokenize.INDENT,
+        tokenize.DEDENT,
         tokenize.ENDMARKER,
-    }  # fmt: skip
+    }
     code: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in passive:

@@ -285,10 +285,17 @@ def sliding() -> Case:
     does not have."""
     torch.manual_seed(0)
     config = Config(
-        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=1, head_dim=32, windows=(5, None, 5),
-        qkv_bias=True, qk_norm=True,
-    )  # fmt: skip
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=32,
+        windows=(5, None, 5),
+        qkv_bias=True,
+        qk_norm=True,
+    )
     return rounded(build(config)), [torch.randint(128, (n,)).tolist() for n in (1, 9, 40)]
 
 
@@ -297,10 +304,18 @@ def experts() -> Case:
     """Make a layer with one MLP, and two with six experts, two of which run for each token."""
     torch.manual_seed(1)
     config = Config(
-        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=6,
-        num_experts_per_tok=2, moe_intermediate_size=64, mlp_only_layers=[0],
-    )  # fmt: skip
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        mlp_only_layers=[0],
+    )
     return rounded(build(config)), [torch.randint(128, (n,)).tolist() for n in (1, 9, 40)]
 
 
