@@ -323,7 +323,7 @@ def test_error_in_the_middle(page, local, slow, monkeypatch):
     page.set(max_tokens=200, seed=1)
     page.click("#run")
     until(lambda: page.all(".reply .note.error"))
-    assert "error" in page.notes()[0] and page.replies()[0]
+    assert "engine failed" in page.notes()[0] and page.replies()[0]
     page.set(max_tokens=5)
     page.click("#run")
     until(lambda: len(page.replies()) == 2 and page.replies()[0] and page.ended())

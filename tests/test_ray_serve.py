@@ -79,15 +79,17 @@ def states(module):
 
 
 def processes():
-    """The processes that run server.py, torchrun included, and their parents."""
+    """The processes that run server.py for Ray, torchrun included, and their parents."""
     found = {}
     for each in filter(str.isdigit, os.listdir("/proc")):
         try:
             words = Path(f"/proc/{each}/cmdline").read_text().split("\0")
+            settings = Path(f"/proc/{each}/environ").read_bytes()
             parent = int(Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()[1])
         except OSError:  # it has ended
             continue
-        if str(ROOT / "server.py") in words:
+        # Another test's server may run at the same time, in another worker of pytest.
+        if str(ROOT / "server.py") in words and b"RAY_RAYLET_PID=" in settings:
             found[int(each)] = parent
     return found
 
