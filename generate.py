@@ -72,7 +72,7 @@ def generate(
 
 
 class LLM:
-    """The engine behind vLLM's interface, LLM(path).generate(prompts).
+    """This engine with the interface of vLLM's LLM class: LLM(path).generate(prompts).
 
     Example:
         llm = LLM("checkpoints/shakespeare")
@@ -119,7 +119,8 @@ class LLM:
             for request in requests:
                 self.engine.submit(request)
             finished = (request for request in self.engine.run() if request.finished)
-            list(progress(finished, "generating", len(requests)))  # going through them runs steps
+            # The engine steps only as this generator is consumed.
+            list(progress(finished, "generating", len(requests)))
         except BaseException:  # Ctrl-C, at any line
             self.engine.reset()
             raise

@@ -21,7 +21,7 @@ BUCKET = 64  # positions
 
 
 class Slab(LayerCache):
-    """One layer's keys and values during one forward. Slot s holds position s."""
+    """One layer's slabs, of all B sequences, in one forward. Slot s holds position s."""
 
     def __init__(self, kv: Tensor, slots: Tensor, mask: Tensor) -> None:
         """Hold a layer's slab and the plan of a forward.
@@ -47,10 +47,12 @@ class Slab(LayerCache):
 class StaticCache:
     """Keys and values of a batch of sequences, in slabs of `max_seq_len` positions.
 
-    Bytes: 2 * layers * B * K * max_seq_len * stored_dim * itemsize. Nothing is ever cleared: a
+    Bytes: 2 * layers * B * K * num_slots * stored_dim * itemsize, where num_slots is max_seq_len
+    rounded up to a multiple of BUCKET, plus 1. Nothing is ever cleared: a
     position is written before it can be seen, because a query sees only positions up to its own.
     That also makes rolling back free, since generation just continues from an earlier position.
-    Values that are masked must be finite all the same, so generate() stops at the first NaN.
+    Masked values must still be finite, as attention multiplies them by 0, and 0 * NaN is NaN. So
+    generate() stops at the first NaN.
     """
 
     def __init__(
@@ -83,8 +85,9 @@ class StaticCache:
     def plan(self, start: int, end: int) -> tuple[Tensor, list[Slab]]:
         """Plan a forward over positions start .. end - 1 of each sequence.
 
-        The forward reads only the first slots, `end` rounded up to a multiple of BUCKET, so that
-        few shapes occur. If it read all slots under a mask, each step would cost the whole slab.
+        The forward reads only the slots before `end`, with `end` rounded up to a multiple of
+        BUCKET, so that few shapes occur. If it read all slots under a mask, each step would cost
+        the whole slab.
 
         Returns:
             The positions, (B, T), and one Slab per layer for this forward.
@@ -149,7 +152,7 @@ def decode(stored: Tensor, dtype: torch.dtype) -> Tensor:
     as it is."""
     if stored.dtype != torch.int8:
         return stored
-    # The scale is copied to be contiguous, and so aligned: a plain clone() of a single key keeps
-    # strides of H + 4 bytes.
+    # view(float32) needs strides that are multiples of 4, so the scale is copied to be contiguous.
+    # A plain clone() of a single key would keep strides of H + 4 bytes.
     scale = stored[..., -4:].clone(memory_format=torch.contiguous_format).view(torch.float32)
     return (stored[..., :-4] * scale).to(dtype)

@@ -11,7 +11,7 @@ Su et al. 2021 (rope, arXiv:2104.09864), Ainslie et al. 2023 (grouped-query, arX
 Read: Transformer.forward, Block, Attention, LayerCache, attention(), visible. Next: kv_cache.py.
 
 The alphabet of shape comments, unless a file says otherwise:
-    B sequences   T new tokens   S cached + new tokens   V vocabulary
+    B sequences   T new tokens   S keys read: cached, new, padding   V vocabulary
     N query heads   K kv heads   H head dim   D model dim   F feed-forward dim
 """
 
@@ -62,7 +62,7 @@ class Config:
 
 class Transformer(nn.Module):
     """A decoder-only language model. Parameters are named as in the checkpoint, without the prefix
-    `model.`; only FusedLinear's names differ."""
+    `model.`, except for those of FusedLinear and of experts; see checkpoint.py."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class Attention(nn.Module):
 
 
 class LayerCache:
-    """One layer of a cache, planned for one forward. Attention asks nothing else of a cache."""
+    """One layer of a cache, planned for one forward. Attention calls only its `attend`."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store the new keys and values, then let each query attend to the keys that it sees.
@@ -251,7 +251,7 @@ def rope_frequencies(config: Config) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Masked softmax attention, the last step of every cache but flex.py's.
+    """Masked softmax attention. Every cache calls it, except flex.py's.
 
     The N / K query heads that share a kv head become further queries of that head, so that each key
     is read once. `enable_gqa` reads it N / K times, which is 2 to 3 times slower at T = 1 on a CPU.
@@ -271,8 +271,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def visible(config: Config, q_pos: Tensor, k_pos: Tensor) -> dict[int | None, Tensor]:
-    """Make the masks of a step, once for all layers. A query at position p sees the positions
-    s <= p; under a window, only those with s > p - window.
+    """Make the attention masks, one for each window in the model. A query at position p sees the
+    positions s <= p; under a window, only those with s > p - window.
 
     Args:
         q_pos: (B, T) int64, the queries' positions in their sequences.

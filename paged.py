@@ -46,7 +46,7 @@ class BlockTable:
     chain: list[int | str | None] = field(default_factory=lambda: [None])
 
     def advance(self, count: int) -> None:
-        """Count accepted guesses, which the cache already holds, before BlockPool.commit does."""
+        """Add accepted guesses to `length` before BlockPool.commit; the cache already has them."""
         self.length += count
 
 
@@ -166,12 +166,12 @@ class BlockPool:
         return block
 
     def _shared(self, table: BlockTable) -> list[int]:
-        """The indices of the blocks from table.length on that other tables use too."""
+        """Indices of the blocks that other tables also use, from position table.length on."""
         first = table.length // self.block_size
         return [i for i in range(first, len(table.blocks)) if self.refs[table.blocks[i]] > 1]
 
     def _key_of(self, table: BlockTable, ids: list[int], i: int) -> tuple:
-        """The key of a table's i-th block, which must be the next one to become full.
+        """The key of the i-th block of `ids`, where `table.chain` covers the i blocks before it.
 
         It is a pair of what precedes the block and the tokens in it. What precedes it is given by
         the serial number of the block before it, or by the salt for the first block.
@@ -206,9 +206,9 @@ class Row(NamedTuple):
 def groups_of(rows: list[Row], block_size: int, most: int, width: int = 2) -> Iterator[list[Row]]:
     """Split rows into groups that are attended together, each as one batch.
 
-    A group is a run of rows with equally many new tokens. Each row counts as many blocks as the
-    first one needs, but at least `width`; together they fit into `most` blocks, unless the group is
-    a single row. Rows are padded to the longest, so sort them by length, longest first; see
+    A group is a run of rows with equally many new tokens. Each row is charged as many blocks as
+    the first one needs, but at least `width`. A group has at most `most` blocks in all, unless it
+    is a single row. Rows are padded to the longest, so sort them by length, longest first; see
     scheduler.run_order.
 
     Example: block_size 4, most 4; rows of 1 new token at 5, 3 and 2, then one of 3 tokens at 4:
@@ -235,8 +235,8 @@ class Group(NamedTuple):
         pieces: the new tokens' positions, (B, T) int64, cut along T. Each piece is one call of
             attention.
         masks: a function from a piece of t tokens to its masks, as model.visible returns them: for
-            each window (B, 1, N / K * t, W * block size) bool. It remembers its last result,
-            because every layer asks for the same.
+            each window (B, 1, N / K * t, W * block size) bool. It remembers only its last result.
+            With one piece all layers share that; with several, each layer computes them again.
     """
 
     T: int
@@ -279,7 +279,8 @@ class Blocks(LayerCache):
             attended.append(self.read(batch, group).transpose(0, 1).flatten(1, 2))  # (N, B * T, H)
         return torch.cat(attended, 1)[None]  # contiguous, as `opaque` promises
 
-    compute = attend  # `opaque` calls it while the code runs, when nothing is being compiled
+    # `opaque` calls it when compiled code runs; then is_dynamo_compiling() above is False.
+    compute = attend
 
     def read(self, q: Tensor, group: Group) -> Tensor:
         """Attend to the blocks of a group's rows.
@@ -333,11 +334,12 @@ class Runner:
     """
 
     layer = Blocks  # the kind of cache; flex.py has another
-    width = 2  # the fewest blocks that a row attends to; CUDA graphs raise it, to have few sizes
+    # The fewest blocks that a row attends to. tools/cuda_graphs.py raises it, to have few sizes.
+    width = 2
     # One call of attention has at most this many pairs of a new token and a key, unless one token
     # alone sees more keys. PyTorch widens a call's mask to the queries' dtype: for 257 tokens, 32
-    # query heads, 4 kv heads and 32,000 keys that is 267 MB. In pieces it is 34 MB, and as fast on
-    # a CPU.
+    # query heads, 4 kv heads and 32,000 keys in float32 that is 263 MB. In pieces it is 34 MB, and
+    # as fast on a CPU.
     pairs = 2**20
 
     def __init__(
@@ -391,7 +393,8 @@ class Runner:
 
         Example: block_size 4, rows ([7, 2], 5, [a]), ([3], 2, [b]), ([0, 1], 4, [c, d, e]):
             tokens [a, b, c, d, e], positions [5, 2, 4, 5, 6], slots [9, 14, 4, 5, 6],
-            select [0, 1, 4]; groups with the tables [[2, 7], [3, 8]] (of 8 blocks) and [[0, 1]]
+            select [0, 1, 4]; groups with the tables [[2, 7], [3, 8]] and [[0, 1]]. There are 8
+            blocks, so block 8 is the padding.
         """
         size = self.block_size
         tokens = []
@@ -433,7 +436,7 @@ class Runner:
         # 2) the positions of the new tokens and of the keys
         positions = torch.tensor([row.positions for row in rows], device=device)  # (B, T)
         keys = (order[..., None] * size + torch.arange(size)).flatten(1).to(device)  # (B, S)
-        # masks(piece) is visible(config, piece, keys), computed once for all layers.
+        # masks(piece) is visible(config, piece, keys). The last result is kept for the next layer.
         masks = lru_cache(1)(partial(visible, config, k_pos=keys))
         pieces = positions.split(max(1, self.pairs // keys.numel()), 1)
         return Group(positions.shape[1], table.to(device), flat_table, span, pieces, masks)
@@ -484,8 +487,8 @@ def affordable_blocks(
 
     Args:
         models: the model, then those that guess; each of them has as many blocks as the model.
-        num_tokens, num_logits: how many tokens the largest step runs, and of how many it computes
-            logits.
+        num_tokens: the most tokens that a step runs.
+        num_logits: the most rows of logits that a step computes.
     """
     model = models[0]
     size = limits.block_size
@@ -507,10 +510,10 @@ def step_bytes(model: Transformer, num_tokens: int, num_logits: int) -> int:
     copies, and a mask of attention."""
     config = model.config
     itemsize = model.dtype.itemsize
-    # hidden_size counts twice, for x and for attention's tensors; the factor 4 covers wider heads.
+    # hidden_size counts twice, for x and for attention's tensors; the factor 4 covers N * H > D.
     widths = 2 * config.hidden_size + config.intermediate_size * config.num_experts_per_tok
     activations = num_tokens * 4 * widths * itemsize
     logits = num_logits * 6 * 4 * config.vocab_size
-    # There are four masks of one byte, and one that is as wide as the queries.
+    # Four masks have one byte per entry, and one has the queries' dtype.
     group = config.num_attention_heads // config.num_key_value_heads
     return activations + logits + Runner.pairs * group * (itemsize + 4)

@@ -45,8 +45,8 @@ class Sequence:
         ids: the prompt's and the output's.
         tokens: the output, with its log-probabilities.
         finish_reason: None while it runs; then "stop" (EOS, a stop token or a stop string),
-            "length", "abort" (by the scheduler), "error" (no token could be drawn, or the grammar
-            became too complex) or "interrupted" (Ctrl-C).
+            "length", "abort" (Engine.abort or Engine.reset was called), "error" (no token could be
+            drawn, or the grammar became too complex) or "interrupted" (Ctrl-C).
         times: seconds on time.perf_counter's clock, the first when it was made, then one per token.
         matcher: decides which tokens may come next, if a structure is asked for; see structured.py.
         end_ids: the ids that end it.
@@ -95,7 +95,8 @@ class Sequence:
         self.matcher = None
         self.end_ids = {*params.stop_token_ids, *(() if params.ignore_eos else config.eos_ids)}
         self._stream = TextStream(tokenizer, prompt_ids, params.stop)
-        # By subtraction, so that a new setting, which is in neither set, is never skipped.
+        # A new setting, which is in neither FILTERS nor ADJUSTMENTS, counts as both, so the sampler
+        # never skips it.
         changed = params.shaping
         self.adjusts = changed - FILTERS
         self.filters = changed - ADJUSTMENTS
@@ -119,7 +120,7 @@ class Sequence:
         return not (self.params.temperature or self.matcher or self.adjusts)
 
     def uniform(self, offset: int = 0) -> float:
-        """The random number for its next token; `offset` shifts the place in the seed's numbers."""
+        """The random number for its next token; `offset` is added to its index in the stream."""
         return uniform(self.seed, offset + len(self.ids) - self.prompt_len)
 
     def ahead(self, guesses: Ids) -> "Sequence":
@@ -214,8 +215,8 @@ def distribution(logits: Tensor, rows: list[Sequence]) -> Tensor:
     logits[greedy] = -torch.inf
     logits[greedy, likeliest] = 0
     temperature = [[max(p.temperature, 1e-9)] for p in params]
-    # In place, as the logits of 32 rows and a large vocabulary are 20 MB, and allocating as much
-    # again takes as long as the arithmetic. The maximum is subtracted first, so that a tiny
+    # This is in place, because allocating as much again takes as long as the arithmetic: 20 MB for
+    # 32 rows and a large vocabulary. The maximum is subtracted first, so that a tiny
     # temperature gives -inf, never inf - inf.
     logits -= logits.amax(-1, keepdim=True)
     logits /= torch.tensor(temperature, device=logits.device)  # (B, 1)
@@ -280,7 +281,7 @@ def filter_ranked(ranked: Tensor, params: list[SamplingParams]) -> Tensor:
     ranked *= mass - ranked < top_p * total
     # 3) min-p keeps a token if it has at least min_p times the likeliest one's probability
     ranked *= ranked >= min_p * ranked[:, :1]
-    return ranked / ranked.cumsum(-1)[:, -1:]  # not sum(), which adds in an order that B decides
+    return ranked / ranked.cumsum(-1)[:, -1:]  # not sum(): its order of adding depends on B
 
 
 def keep_likeliest(probs: Tensor, params: list[SamplingParams]) -> Tensor:
@@ -308,8 +309,8 @@ def keep_likeliest_fast(probs: Tensor, params: list[SamplingParams]) -> Tensor:
     """
     if probs.shape[1] <= SELECTED:
         return keep_likeliest(probs, params)
-    # Sort the selected ids first, so that of two ties the lower id comes first, as in a stable sort
-    # of the whole vocabulary.
+    # Sort the selected ids first, so that the lower of two tied ids comes first, as in a stable
+    # sort of the whole vocabulary.
     ids = probs.topk(SELECTED).indices.sort(-1).values
     ranked, order = probs.gather(1, ids).sort(dim=-1, descending=True, stable=True)
     ids = ids.gather(1, order)
@@ -328,7 +329,7 @@ def draw(probs: Tensor, u: Tensor) -> Tensor:
     """Invert the cumulative distribution: find the first id at which it passes u.
 
     Args:
-        probs: (B, V), sums near 1.
+        probs: (B, V), at least 0. A row need not sum to 1, because u is scaled by its sum.
         u: (B,), uniform in [0, 1), any float dtype, on any device.
 
     Returns:

@@ -12,7 +12,7 @@ them.
     B  prompt   bbbbbbb   bbbbbbb   bb        b             prompts share what is left, in the
     C  prompt                       ccccc     cccccc        order in which they arrived
 
-    Request       what a user asked for: a prompt, its SamplingParams, n outputs
+    Request       what a user asked for: n outputs for one prompt, and their priority
       Job         one output: the ids of the prompt and of the text so far       [5 9 2 7 4 8]
         table     the blocks of its keys and values, and how many ids they hold  [3, 0] 4
         row       its share of a step: ids that are not in the cache yet         [4 8]
@@ -49,10 +49,10 @@ class Request:
 
     Attributes:
         outputs: n sequences, each with text, output_ids, tokens (log-probabilities), finish_reason,
-            and times (queued, first token, ..., last token). When the prompt of the first one has
+            and times (created, first token, ..., last token). When the prompt of the first one has
             been computed, the others are forked from it and share its blocks.
-        prompt: a Token for each prompt id, if prompt_logprobs are asked for. The first has no
-            log-probability, as nothing comes before it.
+        prompt_tokens: a Token for each prompt id, if prompt_logprobs are asked for. The first has
+            no log-probability, as nothing comes before it.
         priority: the lowest number runs first, as in vLLM.
         cache_salt: only requests with the same salt share prefixes.
     """
@@ -61,7 +61,7 @@ class Request:
     priority: int = 0
     cache_salt: str | None = None
     outputs: list["Job"] = field(default_factory=list)
-    prompt: list[Token] = field(default_factory=list)
+    prompt_tokens: list[Token] = field(default_factory=list)
     arrival: int = 0
 
     @property
@@ -126,8 +126,8 @@ class Proposer:
     Attributes:
         k: the most guesses for a sequence in a step.
         models: the models that guess.
-        runners: their Runners. The engine gives them as many blocks as its own, under the same
-            numbers.
+        runners: their Runners. The engine creates them with as many blocks as its own Runner has,
+            and all of them use the same block tables.
         offered, accepted: for each position after the last known token, how many guesses were made
             and how many were accepted.
     """
@@ -168,7 +168,8 @@ class Proposer:
 
 
 # A step runs at most this many tokens of a prompt that needs log-probabilities. Each of them needs
-# its logits. For 256 tokens and a vocabulary of 150,000 they are 154 MB, and they are copied.
+# its logits. For 256 tokens and a vocabulary of 150,000 the logits would take 154 MB, and a copy
+# as much again.
 SCORED = 64
 
 # What the engine counts, under vLLM's names where vLLM counts the same.
@@ -187,7 +188,7 @@ class Engine:
         ran: the sequences of the last step, and how many tokens of each it ran.
         stats: counts since the engine was made, by name. computed_tokens have run through the
             model: those of prompts, outputs and guesses. prefix_cache_queries are the tokens of
-            sequences that began to run (without those whose prompts are scored), and
+            sequences that began or resumed running (without those whose prompts are scored), and
             prefix_cache_hits those that the cache had.
     """
 
@@ -314,7 +315,8 @@ class Engine:
     # --- A step -----------------------------------------------------------------------------------
 
     def run(self) -> Iterator[Request]:
-        """Step until no request is left, and yield each request that gets a token."""
+        """Step until no request is left, and yield what each step returns: the requests that got a
+        token or failed."""
         while self.queue:
             yield from self.step()
 
@@ -455,7 +457,7 @@ class Engine:
         Returns:
             The last logits, (1, V), to draw the next token from.
         """
-        prompt = job.request.prompt
+        prompt = job.request.prompt_tokens
         start = row.start + 1
         ids = job.ids[start : start + len(row.ids)]
         prompt[:1] = [Token(job.ids[0])]  # nothing comes before it

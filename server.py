@@ -459,7 +459,7 @@ class Choice:
         if is_first and job.params.prompt_logprobs:
             # The answer begins with the prompt ("echo").
             stream = TextStream(self.server.tokenizer, [], ())
-            prompt = job.request.prompt
+            prompt = job.request.prompt_tokens
             # With the last token come the marks of half a character, if there is one.
             tokens = [
                 token._replace(text=stream.push(token.id, token is prompt[-1])[0])

@@ -196,13 +196,6 @@ def test_versus(measure, fake, tmp_path, monkeypatch):
     assert not [*tmp_path.glob("tmp*")]
 
 
-@pytest.mark.slow
-def test_versus_compiled(measure):
-    """The cache is too short for what follows the compiled step's first length."""
-    rows, _ = measure(VERSUS + "--repeat 1 --peers transformers_compiled")
-    assert all(row["transformers_compiled_times"] > 0 for row in rows.values())
-
-
 VLLM = """
 __version__ = "1.2"
 print("a banner, on stdout")

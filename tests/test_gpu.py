@@ -147,7 +147,7 @@ def engine_run(path, device, wish, prompts=PROMPTS, guess=None, quantize=None, b
         most = max(most, reads, key=len)
     assert (at.pool.num_blocks < 60) == (at.stats["num_preemptions"] > 0)
     assert not guess or sum(at.proposer.offered) > 0
-    results = [request.prompt for request in requests]
+    results = [request.prompt_tokens for request in requests]
     results += [job.tokens for request in requests for job in request.outputs]
     return results, [job.finish_reason for r in requests for job in r.outputs], most
 

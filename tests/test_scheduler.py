@@ -121,9 +121,10 @@ def assert_same(request, expected: list[Sequence]):
 
 def assert_prompt(request, model, ids):
     """Each prompt token but the first has the log-probability that a plain forward gives it."""
-    assert [token.id for token in request.prompt] == ids and request.prompt[0].logprob is None
+    assert [token.id for token in request.prompt_tokens] == ids
+    assert request.prompt_tokens[0].logprob is None
     lines = model(torch.tensor([ids]), torch.arange(len(ids))[None])[0].log_softmax(-1)
-    for token, line in zip(request.prompt[1:], lines[:-1], strict=True):
+    for token, line in zip(request.prompt_tokens[1:], lines[:-1], strict=True):
         assert token.logprob == pytest.approx(line[token.id].item(), abs=1e-4)
         assert [p for _, p in token.top] == pytest.approx(line.topk(1).values.tolist(), abs=1e-4)
 
@@ -932,7 +933,7 @@ def test_logprobs_of_a_prompt(budget, speculate):
     again = at.add_request(WORDS[:13], params(1, logprobs=None, prompt_logprobs=True))
     drain(at)  # an echo without log-probabilities
     assert again.outputs[0].cached == 12
-    assert plain.prompt == again.prompt == []
+    assert plain.prompt_tokens == again.prompt_tokens == []
 
 
 def test_times_and_ids():

@@ -97,7 +97,7 @@ SETTINGS = SAMPLING | {
     "logprobs": {"temperature": 0.6, "logprobs": 5},
 }
 SPREAD = 4.0  # standard deviation of a trained model's logits, of which random ones take it
-PEERS = ("transformers", "transformers_compiled", "vllm", "llama_cpp")
+PEERS = ("transformers", "vllm", "llama_cpp")
 
 # --- The command line -----------------------------------------------------------------------------
 

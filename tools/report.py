@@ -271,6 +271,7 @@ def cell(median: float, low: float, high: float) -> str:
 
 # --- The pictures ---------------------------------------------------------------------------------
 
+# "... compiled" is a peer of records of older code; versus no longer has it.
 NAMES = {
     "kilolm": "kilolm", "vllm": "vLLM", "llama_cpp": "llama.cpp", "transformers": "transformers",
     "transformers_compiled": "... compiled",

@@ -16,7 +16,6 @@ an engine may live in another virtual environment, which has nothing of ours.
 """
 
 import contextlib
-import functools
 import itertools
 import json
 import os
@@ -313,25 +312,6 @@ class Transformers(Peer):
             raise RuntimeError(f"{out.shape[1] - width} tokens came, {new_tokens} were asked for")
 
 
-class TransformersCompiled(Transformers):
-    """`generate` with its static cache and compiled steps of one token each, as it runs by itself
-    on a GPU; prompts run eagerly there too."""
-
-    def __init__(self, setup: dict[str, Any]) -> None:
-        super().__init__(setup)
-        self.options["cache_implementation"] = "static"
-        eager = self.model.forward
-        # Sizes as symbols: else each batch and length of the cache is compiled anew, in half a
-        # minute or more.
-        compiled = self.torch.compile(eager, dynamic=True)
-
-        @functools.wraps(eager)  # generate looks at its signature
-        def forward(input_ids: Any = None, **more: Any) -> Any:
-            return (compiled if input_ids.shape[1] == 1 else eager)(input_ids=input_ids, **more)
-
-        self.model.forward = forward
-
-
 class VLLM(Peer):
     """vLLM's LLM.generate in one process, without its prefix cache."""
 
@@ -453,7 +433,6 @@ def interleaved(tensor: Any, heads: int) -> Any:
 ENGINES: dict[str, type[Peer]] = {
     "kilolm": Kilolm,
     "transformers": Transformers,
-    "transformers_compiled": TransformersCompiled,
     "vllm": VLLM,
     "llama_cpp": LlamaCpp,
 }

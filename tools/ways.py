@@ -217,7 +217,7 @@ def run_scored(model: Transformer, jobs: list[Job], **options: Any) -> Tokens:
     jobs = [(ids, replace(params, prompt_logprobs=True)) for ids, params in jobs]
     requests = [engine.add_request(*job) for job in jobs]
     outputs = finish(engine, requests)
-    return [request.prompt + tokens for request, tokens in zip(requests, outputs)]
+    return [request.prompt_tokens + tokens for request, tokens in zip(requests, outputs)]
 
 
 def run_beside_aborted(model: Transformer, jobs: list[Job], **options: Any) -> Tokens:
