@@ -2,8 +2,9 @@
 
 Mixtral and Qwen3-MoE have E MLPs where a dense model has one, and each token passes through only k
 of them. So the model has many times the weights that one token needs, and a step reads the weights
-of the chosen experts alone. This file changes a model from outside: model.py, the caches and the
-scheduler do not know of experts. Papers: Shazeer et al. 2017 (arXiv:1701.06538), Jiang et al. 2024
+of the chosen experts alone. This file changes a model from outside. The layers in model.py, the
+caches and the scheduler do not know of experts; only Config does, and paged.py's estimate of a
+step's memory. Papers: Shazeer et al. 2017 (arXiv:1701.06538), Jiang et al. 2024
 (Mixtral, arXiv:2401.04088). Read: SparseMLP.
 
 Two more letters for shapes here: E experts, k experts for each token.

@@ -2,12 +2,13 @@
 
     python server.py --device cuda --attention flex --block-size 128
 
-On a CPU paged.Blocks copies the blocks of each row side by side. That costs little beside the
-attention itself, which a library's kernel then computes. On a GPU the copy is waste. FlexAttention
+Unless they follow each other, paged.Blocks copies the blocks of each row side by side, because
+PyTorch's ordinary attention wants each row's keys in one tensor. On a CPU the copy costs little
+beside the attention itself. On a GPU it is waste. FlexAttention
 compiles a kernel that is told which blocks each row reads, and which of their slots are visible.
 FlexRunner takes the place of paged.Runner and shares its plan; the scheduler and the model do not
 know of it. It has not run on a GPU yet, so it must be asked for. Paper: Dong et al. 2024
-(arXiv:2412.05496). Read: Followed.
+(arXiv:2412.05496). Read: FlexBlocks.
 """
 
 import torch
@@ -21,17 +22,17 @@ QUERIES = 128  # the kernel takes this many queries together
 compiled = torch.compile(flex_attention, dynamic=True)
 
 
-class Followed(Blocks):
+class FlexBlocks(Blocks):
     """One layer's pool, whose blocks are attended to in place."""
 
     def read(self, q: Tensor, group: Group) -> Tensor:
         """Do what Blocks.read does, without a copy.
 
-        FlexAttention is given the whole pool as one long text of slots. A row sees the slots of its
-        own blocks, as far as their positions are visible to its queries.
+        FlexAttention is given the whole pool as one long sequence of slots. A row sees the slots of
+        its own blocks, as far as their positions are visible to its queries.
 
-        Example: block_size 4, table [7, 2]: slot 9 is in block 2, which has index 1 in the table,
-            so it holds position 1 * 4 + 1 = 5
+        Example: block_size 4, table [2, 7] (sorted): slot 29 is in block 7, which has index 1 in
+            the table, so column 1 * 4 + 1 = 5 of the mask says which queries see it
         """
         if self.kv.dtype != q.dtype:  # int8 keys must be decoded first
             return super().read(q, group)
@@ -46,8 +47,8 @@ class Followed(Blocks):
         visible = pad(group.masks(group.pieces[0])[self.window], (0, size))
 
         def sees(row: Tensor, head: Tensor, query: Tensor, slot: Tensor) -> Tensor:
-            position = index[row, slot // size] * size + slot % size
-            return visible[row, 0, query, position]
+            column = index[row, slot // size] * size + slot % size
+            return visible[row, 0, query, column]
 
         # 2) Which blocks each row reads. PyTorch wants a list as long as the pool, of which the
         # first W entries count.
@@ -71,5 +72,5 @@ class Followed(Blocks):
 class FlexRunner(Runner):
     """A Runner that attends to the blocks in place."""
 
-    layer = Followed
+    layer = FlexBlocks
     pairs = 2**62  # no limit: the kernel reads the boolean mask without widening it

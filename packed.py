@@ -1,7 +1,8 @@
 """Fast matrix products: PyTorch's private operators for them, in one place.
 
 compile_model replaces each Linear of a finished model, plain or quantised, by a form that its
-device multiplies fast, and leaves the rest to torch.compile. These forms are never stored. The form
+device multiplies fast, where PyTorch has one (on CUDA for int4 only), and leaves the rest to
+torch.compile. These forms are never stored. The form
 that a matrix gets depends on what the processor has, never on timing, so the same model on the same
 machine gives the same tokens in each process. Skip this file at first: nothing else depends on it.
 In it, N is output channels, K input channels, G groups, R rows. Read: compile_model, PackedLinear,
@@ -29,12 +30,14 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
 
     On a CPU one block is compiled and serves all layers, which differ only in their tensors. That
     takes seconds where one graph of all layers takes a minute, and the code is as fast. Lengths are
-    symbolic, so nothing is compiled again later. On CUDA the whole model is one graph. With a
-    static cache it is replayed as a CUDA graph for each length bucket.
+    symbolic, so nothing is compiled again later. On CUDA the whole model is one graph, except that
+    experts stay outside. With a static cache the graph is replayed as a CUDA graph for each length
+    bucket.
 
     Args:
-        batch_size: of the static cache with which the model will run; None: the cache is paged.
-        kv_dtype: of that cache.
+        batch_size: sequences in the static cache with which the model will run; None: the model
+            will run with a paged cache.
+        kv_dtype: how the static or paged cache stores keys and values.
 
     Raises:
         SettingError: the device is MPS, where only the plain paths run.
@@ -51,7 +54,8 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
         if device == "cpu":
             block.compile(dynamic=True)
     if device == "cuda":
-        # With this, a product of one row becomes a loop that reads int8 weights once, as they are.
+        # With this, a product with one row becomes a loop that dequantises int8 weights as it reads
+        # them, so that no dequantised copy is written to memory.
         torch._inductor.config.coordinate_descent_tuning = True
         # A paged step is never replayed, because it depends on numbers on the host that change.
         model.compile(mode="reduce-overhead" if batch_size else None)
@@ -72,7 +76,8 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
 
 
 def pack_linears(model: nn.Module) -> None:
-    """Replace each Linear, plain or quantised, by a packed form, in place, before compiling.
+    """Replace each Linear, plain or quantised, that has a packed form (see form_of), in place,
+    before compiling.
 
     The packed weight replaces the plain one and serves every batch size, so memory peaks at one
     extra weight. (Inductor's freezing packs too, but keeps a copy for each compiled graph.)
@@ -111,7 +116,8 @@ def has_int4(q: Tensor) -> bool:
 
 
 def has_arithmetic(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies this dtype without emulating it."""
+    """Whether PyTorch lets oneDNN multiply this dtype. For bfloat16 any AVX-512 is enough, even
+    where oneDNN emulates it."""
     if dtype == torch.float32:
         return torch.backends.mkldnn.is_available()
     short = "bf16" if dtype == torch.bfloat16 else "fp16"
@@ -165,12 +171,14 @@ class Int8Linear(PackedLinear):
 
     The operator multiplies bytes, so each row of x becomes two rows of bytes, a high and a low
     digit: x = s * (128 * high + low), where s is the row's largest absolute value / 16256. Every
-    value becomes a multiple of s, which is 15 bits (sign included) of the row's largest value;
-    bfloat16 has 8 bits of each value. Both digits go through one integer product as separate rows.
+    value is rounded to a multiple of s: the largest one in the row has 15 bits (sign included), and
+    smaller ones have fewer, while bfloat16 gives every value 8 bits. Both digits go through one
+    integer product as separate rows.
     For one token the second row is free: the time goes into reading the weights, which are half as
     many bytes as in bfloat16. For many rows, twice the products at twice the speed cost about what
-    bfloat16 costs. A processor without VNNI or AMX cannot sum products of bytes in 32 bits, and
-    FBGEMM sums two of them in 16; `high` then stays below 64, and one bit is lost.
+    bfloat16 costs. A processor without VNNI has no instruction that adds products of bytes in 32
+    bits, so FBGEMM adds two of them in 16. To keep this sum from overflowing, `high` then stays
+    below 64, and one bit is lost.
 
     Weights that are stored in groups, or in 4 bits if no operator multiplies these, are rounded
     once more, to 8 bits with one scale per output channel. In float16 they would take twice the
@@ -227,8 +235,9 @@ class Int4Linear(PackedLinear):
     """int4 weights for PyTorch's own operators, which dequantise inside the product.
 
     They compute scale * (q - 8) + zero, and we store scale * (q - z), so their zero is
-    scale * (8 - z). They are fast only in bfloat16, and on a CPU only with AVX-512 and few rows.
-    Otherwise the weight is dequantised and multiplied like any other. We have not run it on CUDA.
+    scale * (8 - z). They are fast only in bfloat16, and on a CPU only with AVX-512 (without it,
+    form_of chooses Int8Linear) and few rows. For more rows, or another dtype, a CPU dequantises the
+    weight and multiplies it like any other. We have not run this class on CUDA.
     """
 
     def pack(self, linear: QuantLinear) -> None:
@@ -256,15 +265,15 @@ class Int4Linear(PackedLinear):
         return self.operator(x, self.packed, self.group_size, self.rounded).to(rows.dtype)
 
     def many_rows(self, rows: Tensor) -> Tensor:
-        """Multiply piece by piece, so that each piece's memory is used again while it is in the
-        processor's cache."""
+        """Dequantise and multiply 512 output channels at a time, so that each dequantised piece is
+        still in the processor's cache when it is multiplied."""
         pieces = zip(self.packed.split(512), self.scales.split(512, 2))
         return torch.cat([rows @ self.unpack(*piece).to(rows.dtype) for piece in pieces], -1)
 
 
 class HalfLinear(PackedLinear):
-    """float16 weights, which FBGEMM widens to float32 inside the product, for processors that
-    have no arithmetic for the stored dtype.
+    """float16 weights, which FBGEMM widens to float32 inside the product, for processors on which
+    oneDNN does not multiply the stored dtype; see has_arithmetic.
 
     Each output channel is divided by a power of two, so that nothing overflows. A weight keeps 11
     bits, where bfloat16 has 8, unless it is smaller than 2**-28 of the channel's largest one. With
@@ -284,8 +293,8 @@ class HalfLinear(PackedLinear):
 def dequantize(packed: Tensor, scales: Tensor, lanes: int = 32) -> Tensor:
     """Dequantise a weight that is stored in the CPU operator's order.
 
-    In each block of 2 * lanes output channels, byte i holds channel i in its low half and channel
-    i + lanes in its high half.
+    In each block of 2 * lanes output channels, every input channel has `lanes` bytes. Byte i holds
+    output channel i in its low half and output channel i + lanes in its high half.
 
     Args:
         packed: (N, K / 2) uint8, in that order.

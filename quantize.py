@@ -84,10 +84,10 @@ def num_groups(K: int, group_size: int) -> int:
     """
     size = K if group_size == -1 else group_size
     if size < 2 or size % 2 or K % size:
-        # "here": under torchrun, K is one rank's share.
+        # Under torchrun, a rank checks its own share of the channels.
         raise ValueError(
-            f"group_size {size} does not divide {K} input channels here into groups of even size: "
-            f"try {K & -K}"
+            f"group_size {size} does not divide {K} input channels (under torchrun, one rank's "
+            f"share of them) into groups of even size: try {K & -K}"
         )
     return K // size
 

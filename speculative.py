@@ -1,10 +1,10 @@
 """Speculative decoding: guess the next tokens cheaply, check all guesses in one forward.
 
 Decoding reads every weight to make one token, and checking five tokens costs little more than
-making one. So something cheap guesses K tokens, and the model runs over all of them at once. It
+making one. So something cheap guesses k tokens, and the model runs over all of them at once. It
 keeps the guesses up to the first that it disagrees with, and adds one token of its own. Rejection
 sampling decides which guesses to keep, in such a way that the output has exactly the distribution
-that it has without guesses. Greedily, it is the same tokens.
+that it has without guesses. At temperature 0 the tokens themselves are the same.
 
     ids        the  cat                     known; "cat" has not been run yet
     guesses              sat  on   a        from a draft model, or from what the text repeats
@@ -13,7 +13,7 @@ that it has without guesses. Greedily, it is the same tokens.
     output               sat  on  the       after a refusal, draw from what p has beyond q
 
 Nothing has to be undone when a guess is refused. Its keys and values lie past the sequence's
-length, where attention does not read, and are overwritten later. This file knows the scheduler's
+length, where the mask hides them, and are overwritten later. This file knows the scheduler's
 jobs. The scheduler does not know this file, and calls the Proposer that it is given. Papers:
 Leviathan et al. 2022 (arXiv:2211.17192), Chen et al. 2023 (arXiv:2302.01318), prompt lookup:
 Saxena 2023 (github.com/apoorvumang/prompt-lookup-decoding). Read: accept, Guesser.verify, NGram,
@@ -32,9 +32,9 @@ from sampling import Token, distribution, draw, scored
 from scheduler import Guess, Job, Proposer
 from settings import supported
 
-# Each seed has a stream of random numbers, and each use its own range of places in it. The tokens
-# use the places from 0, one each, and a text has at most 2**31 of them. The guesses and the tests
-# of guesses begin here.
+# Each seed has one stream of random numbers, and each purpose takes its numbers from a range of its
+# own. The tokens use the places from 0, one each, and a text has at most 2**31 tokens. The ranges
+# of the guesses and of the tests of guesses begin here.
 GUESS = 2**32
 ACCEPT = 2**33
 
@@ -92,7 +92,8 @@ class Guesser(Proposer):
         # 3) Draw one more token for each job, by the random number that plain decoding would use.
         u = torch.tensor([job.uniform(n) for job, n in zip(jobs, accepted)])
         drawn = draw(torch.stack(rest), u).tolist()
-        # 4) Score one id for each row. Rows after the drawn token get a refused guess, unused.
+        # 4) Score one id for each row. The rows after the drawn token score refused guesses, and
+        # nobody reads these scores.
         row_ids = []
         for guess, n, token_id in zip(guesses, accepted, drawn):
             for i in range(len(guess.ids)):
@@ -134,7 +135,8 @@ class NGram(Guesser):
     corrections.
 
     Attributes:
-        texts: each job's ids as a text of one character per id. An entry goes with its job.
+        texts: each job's ids as a text of one character per id. An entry is removed when its job
+            is no longer in use.
     """
 
     texts = WeakKeyDictionary()  # noqa: RUF012 (one for all instances)
@@ -172,7 +174,7 @@ def lookup(text: str, count: int, longest: int = 3) -> str:
 class DraftModel(Guesser):
     """A small model with the same vocabulary, whose cache follows the large model's.
 
-    Both caches are filled by the same rows, so a block holds the same tokens in both. Sharing,
+    Both caches use the same block tables, so a block holds the same tokens in both. Sharing,
     copying and preempting blocks then need no bookkeeping for the draft.
     """
 

@@ -21,13 +21,14 @@ from model import Config
 from settings import JSON, SettingError, check, supported
 from tokenizer import Ids, Tokenizer
 
-# The white space allowed in JSON. Without a limit, a weak model writes spaces until its length.
+# The white space allowed in JSON. Without a limit, a weak model writes spaces until max_tokens.
 SPACES = {"whitespace_pattern": "( |\n {0,20})?"}
-# The longest schema, regex, choice or grammar, in characters. It holds 10,000 words, which compile
-# in a tenth of a second.
+# The longest schema, regex, choice or grammar, in characters. That is enough for a choice among
+# 10,000 words, which compiles in a tenth of a second.
 MAX_LENGTH = 2**18
 # All patterns inside an allOf must hold at once. To find out whether any text can satisfy 16 of
-# them takes a second, and each further pattern triples the time.
+# them takes a second, and each further pattern triples the time. To be on the safe side, all
+# patterns of a schema that contains an allOf are counted, wherever they are.
 MAX_PATTERNS = 14
 # GPT-2's spelling of bytes as characters: printable bytes stay, the others are numbered from 256.
 BYTE_LEVEL = dict(enumerate([*range(33), *range(127, 161), 173], 256))
@@ -52,7 +53,7 @@ def matcher(tokenizer: Tokenizer, config: Config, constraint: JSON) -> Any:
         import llguidance  # here: the package is an extra
 
         kinds = dict(json=dict | str, regex=str, choice=list, grammar=str)
-        kind = supported("it", " and ".join(check("it", constraint, dict)), *kinds)
+        kind = supported("the key", " and ".join(check("it", constraint, dict)), *kinds)
         text = check(kind, constraint[kind], kinds[kind])
         if not isinstance(text, str):
             # llguidance crashes on an object that is nested too deeply. json.dumps raises.
@@ -66,7 +67,7 @@ def matcher(tokenizer: Tokenizer, config: Config, constraint: JSON) -> Any:
         trie = vocabulary(tokenizer, config.vocab_size, config.eos_ids)
         if trie.decode_bytes(trie.tokenize_str(text)) != text.encode():
             raise ValueError("the tokenizer has no tokens for some of its characters")
-        # llguidance's own limit is 2,000 words.
+        # By default the parser allows 2,000 items at a time, so a choice of 2,000 words at most.
         limits = llguidance.LLParserLimits(max_items_in_row=MAX_LENGTH)
         compiled = llguidance.LLMatcher(trie, grammar, log_level=0, limits=limits)
         compiled.compute_logit_bias()  # a constraint that no token can begin fails here

@@ -37,8 +37,8 @@ def refuse(message: str) -> None:
 
 
 # A chat template comes with the checkpoint, so it is untrusted code. It runs in a sandbox, where it
-# can neither reach attributes outside its inputs nor change them. It gets the functions, filters
-# and variables that Hugging Face gives it.
+# can neither reach Python's internals nor change its inputs. It gets the functions, filters and
+# variables that Hugging Face gives it.
 CHAT = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
 CHAT.globals.update(raise_exception=refuse, strftime_now=time.strftime, tools=None, documents=None)
 CHAT.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
@@ -158,8 +158,8 @@ class Tokenizer:
         return backend.encode("").ids  # its post-processor adds them
 
     def _open_slow(self, path: Path) -> Ids:
-        """Read tokenizer.model, and return the ids that may be added: sentencepiece adds a BOS, and
-        does not say which of the special tokens it is."""
+        """Read tokenizer.model, and return the ids that may be added to a text: all special tokens,
+        since a checkpoint with this file begins a text with its BOS unless its config says no."""
         sp = sentencepiece.SentencePieceProcessor(model_file=str(path / "tokenizer.model"))
         self._decode = sp.decode
         self.piece = lambda i: "" if sp.is_unknown(i) else sp.id_to_piece(i)
@@ -200,8 +200,9 @@ class Detokenizer:
         """
         self._decode = tokenizer.decode if tokenizer else lambda ids: ""
         self._new = []
-        # A character has at most four bytes, so one of four neighbouring places is between two
-        # characters. If none of these contexts has any text, a long one may.
+        # A context should begin with a whole character. A character has at most four bytes, so one
+        # of four neighbouring ids begins a character. If none of these contexts has any text, a
+        # long one may.
         for length in (8, 7, 6, 5, 128):
             self._context = prompt_ids[-length:]
             text = self._decode(self._context)
@@ -223,8 +224,8 @@ class Detokenizer:
         # more. Bytes that are really invalid are returned as soon as other text follows.
         if text.endswith("\ufffd") and len(self._new) < 32 and not last:
             return ""
-        # The ids of this text are the next context. If they are only spaces, or have no text, they
-        # join the old context.
+        # The ids of this text are the next context. If they are only spaces, or have no text, the
+        # old context stays, and they join it if it has fewer than 8 ids.
         if text.strip():
             self._context = []
         if len(self._context) < 8:

@@ -1,31 +1,32 @@
-"""Tensor parallelism: one model over several processes, each with a share of every matrix.
+"""Tensor parallelism: one model over several processes, each with a share of the weights.
 
     torchrun --nproc-per-node 2 generate.py              two ranks on this machine
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:PORT generate.py
 
 The second command is started on each of two machines, with the same versions, options and
 checkpoint. HOST is one of them. Rank 0 is on the machine whose name, or --local-addr, sorts first.
-If a machine's name leads nowhere, or to itself alone, torchrun needs --local-addr ADDRESS there,
-and on HOST also --rdzv-conf is_host=1; gloo needs the name of the network interface in
-GLOO_SOCKET_IFNAME, and NCCL in NCCL_SOCKET_IFNAME. A machine waits --rdzv-conf join_timeout=600
-seconds for the other, and looks for HOST for read_timeout=60.
+If a machine's host name does not resolve, or only to a loopback address, torchrun there needs
+--local-addr ADDRESS, and on HOST also --rdzv-conf is_host=1. gloo needs the name of the network
+interface in GLOO_SOCKET_IFNAME, and NCCL in NCCL_SOCKET_IFNAME. A machine waits 600 s for the other
+(--rdzv-conf join_timeout=600), and 60 s for an answer from HOST (read_timeout=60).
 
 If a process dies, its machine closes its connections, and the other ranks end at once. A machine
-that loses its power or its network closes none. Then rank 0 notices after 15 minutes, which is when
-Linux gives up sending, and the other ranks, which only listen, never do. Both take about 15 seconds
-if torchrun is started with LD_PRELOAD=libkeepalive.so KEEPIDLE=5 KEEPINTVL=5 KEEPCNT=2 (Debian's
-package libkeepalive0) after `sysctl net.ipv4.tcp_retries2=5`. A wrong option on one machine ends
-its rank before the ranks meet, and the others wait five minutes for it.
+that loses its power or its network cannot close them. Then rank 0 notices only after 15 minutes,
+when Linux gives up sending, and the other ranks, which only listen, never notice. All ranks notice
+within about 15 seconds if torchrun is started, after `sysctl net.ipv4.tcp_retries2=5`, with
+LD_PRELOAD=libkeepalive.so KEEPIDLE=5 KEEPINTVL=5 KEEPCNT=2 (Debian's package libkeepalive0). A
+wrong option on one machine ends its rank before the ranks meet, and the others wait five minutes.
 
-A matrix is cut so that two in a row need one sum over the ranks, not two (Megatron-LM, Shoeybi et
-al. 2019, arXiv:1909.08053). The first is cut by outputs, the second by the same numbers as inputs:
+The matrices are cut in pairs, so that a pair needs one sum over the ranks, not two (Megatron-LM,
+Shoeybi et al. 2019, arXiv:1909.08053). The first matrix is cut along its outputs, and the second
+along its inputs, at the same places:
 
                  rank 0        rank 1
     x            whole         whole            every rank has all of x,
     q k v        heads 0, 1    heads 2, 3       computes its own heads (and its part of the MLP),
     o            columns of    columns of       multiplies them by its columns of o (and down),
                  heads 0, 1    heads 2, 3
-    all-reduce   y0 + y1       y0 + y1          and the sum over the ranks is what one would have
+    all-reduce   y0 + y1       y0 + y1          and adds up the ranks' results, which gives all of y
 
 A rank's share is itself a small Transformer, with fewer heads, a narrower MLP and a part of the
 vocabulary. So the model, its caches, quantisation and compiling need no change. This file makes the
@@ -92,14 +93,15 @@ def shard(model: Transformer, files: Files, rank: int, ranks: int) -> tuple[Tran
         moe_intermediate_size=c.moe_intermediate_size or 0,
         num_key_value_heads=K if ranks % K else ranks,
     )
-    if any(size % ranks for size in sizes.values()):
-        raise CheckpointError(f"{sizes} cannot all be shared evenly by {ranks} ranks")
+    uneven = {name: size for name, size in sizes.items() if size % ranks}
+    if uneven:
+        raise CheckpointError(f"{uneven} cannot be shared evenly by {ranks} ranks")
     sizes = {name: size // ranks for name, size in sizes.items()}
     with torch.device("meta"):
         share = build(replace(c, tie_word_embeddings=False, **sizes))
         share.lm_head = nn.Linear(c.hidden_size, -(-c.vocab_size // ranks), bias=False)
     share.requires_grad_(False).to(model.dtype)
-    # Hooks keep the checkpoint's names, which modules around modules would change, and quantised
+    # These are hooks, because wrapper modules would change the names of the parameters. Quantised
     # and packed Linears can still take the place of the plain ones.
     share.register_forward_hook(gather)
     for block in share.layers:
@@ -114,7 +116,8 @@ def shard(model: Transformer, files: Files, rank: int, ranks: int) -> tuple[Tran
             files[name] = stored.changed(lambda bias: bias * (rank == 0))  # rank 0 adds it
         elif module in CUTS:
             n = stored.shape[dim]
-            pieces = min(ranks, K if module in ("k_proj", "v_proj") else n)  # 1: all share it
+            # If there is one piece (a single kv head, or a row's only scale), every rank reads it.
+            pieces = min(ranks, K if module in ("k_proj", "v_proj") else n)
             size = -(-n // pieces)
             files[name] = stored.changed(partial(cut, dim, rank * pieces // ranks, size))
     return share, files
@@ -144,9 +147,9 @@ def gather(module: Transformer, args: tuple, logits: Tensor) -> Tensor:
 _ops = torch.ops._c10d_functional  # collectives that torch.compile can put into a graph
 # The name that PyTorch gives the group of all ranks. Nothing may keep that group alive when join
 # ends: its threads would outlive Python, and now and then one of them would abort the process.
-# Compiled code that asks the group for its name keeps it alive. So does torch.distributed.nn, by
-# the defaults of its functions, if it is imported when the group exists. It is imported above,
-# before that.
+# Compiled code that asks the group for its name keeps it alive. So do the default arguments of
+# torch.distributed.nn's functions, if that module is imported while the group exists. So it is
+# imported above, before the group is made.
 _world = "0"
 
 
@@ -157,7 +160,8 @@ def broadcast(message: Any = None, source: int = 0) -> Any:
     """Send a message from one rank to all, as JSON, and return it on every rank.
 
     Args:
-        message: read on the source alone: what rank 0 is about to do, or None at the end.
+        message: read on the source alone. lead() sends what rank 0 is about to do, join() sends
+            None at the end, and agree() sends a rank's settings.
         source: the rank that sends.
     """
     data = torch.frombuffer(bytearray(json.dumps(message), "ascii"), dtype=torch.uint8).clone()
@@ -227,8 +231,8 @@ def follow(model: Transformer) -> int:
 # --- Joining --------------------------------------------------------------------------------------
 
 
-MEET = """unset RANK and WORLD_SIZE, or use torchrun, with a GPU each or --device cpu, and with \
-GLOO_SOCKET_IFNAME where several machines do not find each other"""
+MEET = """unset RANK and WORLD_SIZE, or start ranks by torchrun, with a GPU each or --device cpu; \
+if machines do not find each other, set GLOO_SOCKET_IFNAME"""
 
 
 @contextlib.contextmanager
@@ -237,9 +241,10 @@ def join(device: torch.device) -> Iterator[Ranks]:
 
     When rank 0 is done, it tells the others. A rank that fails or is killed closes its connections.
     The next exchange of the others with it fails, and they end as well. The first rank of each
-    machine prints a line that says so, and the rest are silent. A rank prints an error of its own
-    in any case, but those that are not the first of their machine wait 3 s before. If all ranks
-    have the same error, the first has printed it by then, and torchrun has ended the others.
+    machine prints a line that says so, and the rest are silent. Any rank prints an error that is
+    not a lost connection. All but the first rank of each machine wait 3 s before they print it: if
+    all ranks have the same error, the first has printed it by then, and torchrun has ended the
+    others.
 
     Raises:
         ValueError: some of torchrun's variables are missing, this machine has fewer GPUs than
@@ -253,14 +258,15 @@ def join(device: torch.device) -> Iterator[Ranks]:
             if device.type == "cuda":
                 backend = "cpu:gloo,cuda:nccl"
                 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-            # All ranks start at the same time, but one may read PyTorch from a slow disk. A rank
-            # that cannot be reached is also waited for as long. Later there is no deadline, as the
-            # next prompt may be late.
+            # All ranks start at the same time, but one may read PyTorch from a slow disk, so they
+            # wait 5 minutes, even for a rank that cannot be reached. Later there is no deadline, as
+            # the next prompt may be late.
             dist.init_process_group(backend, timeout=timedelta(minutes=5))
             dist.distributed_c10d._set_pg_timeout(timedelta(days=365))
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        cut = partial(shard, rank=rank, ranks=ranks)
-        yield Ranks(device, rank, ranks, cut, Leader, follow, agree)
+        yield Ranks(
+            device, rank, ranks, partial(shard, rank=rank, ranks=ranks), Leader, follow, agree
+        )
         if rank == 0:
             with contextlib.suppress(RuntimeError):  # the others may be gone
                 broadcast()
@@ -284,12 +290,13 @@ def agree(args: Any) -> None:
     noticed. A prompt, sampling settings and a draft model are rank 0's alone.
 
     Raises:
-        ValueError: they do not. Every rank has the same error, with all that differs.
+        ValueError: a rank differs from rank 0. Every rank raises the same error, which says in what
+            the first such rank differs.
     """
     facts = given(EngineArgs, args) | dict(kilolm=VERSION, torch=torch.__version__)
     facts.pop("draft_checkpoint", None)
     folder = facts.pop("checkpoint", None) or BUNDLED
-    for file in folder.glob("*.[js]*"):  # .json and .safetensors
+    for file in folder.glob("*.[js]*"):  # .json, .jinja and .safetensors; not tokenizer.model
         facts[file.name] = zlib.crc32(file.open("rb").read(2**26))
     first, *others = [broadcast(facts, rank).items() for rank in range(dist.get_world_size())]
     for rank, theirs in enumerate(others, 1):

@@ -441,7 +441,7 @@ def test_paged_attention_equals_its_slow_twin(heads, size, window, way):
     (N, K), blocks = heads, 24
     runner = runner_of(blocks, size, N, K, window)
     if way == "followed":
-        runner.layer = flex.Followed
+        runner.layer = flex.FlexBlocks
     for seed in range(6):
         runner.most = 4 ** (seed % 4)
         rows = random_rows(random.Random(seed), blocks, size)
