@@ -81,9 +81,9 @@ FAMILIES = dict(
     Qwen3ForCausalLM=dict(num_key_value_heads=32, head_dim=128, qk_norm=True),
     Qwen3MoeForCausalLM=dict(num_key_value_heads=4, qk_norm=True, num_experts_per_tok=8,
         norm_topk_prob=False))  # fmt: skip
-# Settings that must have this value. Routers with shared experts are other architectures.
+# Settings that must have this value. Models with shared experts have other architecture names.
 ONLY = dict(hidden_act="silu", partial_rotary_factor=1.0, scoring_func="softmax", n_group=1)
-# What the file of any family may leave out. A later check refuses None.
+# Defaults for files of all families. None: the file must have it, and a later check refuses None.
 USUAL = ONLY | dict(vocab_size=None, intermediate_size=None, attention_bias=False, num_experts=1,
     use_sliding_window=False, eos_token_id=[], torch_dtype="float32")  # fmt: skip
 # The numbers that each method of extending rope needs.
@@ -106,7 +106,7 @@ def load_config(path: Path | str) -> Config:
         names = check("architectures", raw.get("architectures") or None, list)
         family = FAMILIES[supported("architectures", names[0], *FAMILIES)]
         raw = USUAL | without_nulls(family | raw)
-        # Chat checkpoints add their end-of-turn id in generation_config.json, so that file wins.
+        # Chat checkpoints add their end-of-turn id in generation_config.json. It therefore wins.
         raw |= read_optional(file.with_name("generation_config.json"))
         raw |= rope_settings(raw)
         for name, only in ONLY.items():
@@ -135,7 +135,7 @@ def load_config(path: Path | str) -> Config:
         check_fields(config)
         check("num_experts", config.num_experts, int, 1, 1024)  # more take half a minute to build
         check("num_experts_per_tok", config.num_experts_per_tok, int, 1, config.num_experts)
-        # A larger matrix would have more bytes than int64 can count.
+        # Without this bound, a matrix could have more bytes than int64 can count.
         check("heads * head_dim", heads * config.head_dim, int)
         supported("the length of layer_types", len(config.windows), config.num_hidden_layers)
         if heads % config.num_key_value_heads or config.head_dim % 2:
@@ -371,8 +371,8 @@ def renamed(name: str, stored: Stored) -> Files:
 
 
 def check_tensors(files: Files, model: Transformer) -> None:
-    """Raise one CheckpointError that lists all tensors which differ between the files and the model
-    on the meta device."""
+    """Raise one CheckpointError if tensors differ between the files and the model on the meta
+    device. It counts all of them and lists the first 20."""
     have = {name: describe(stored.empty) for name, stored in files.items()}
     want = {name: describe(tensor) for name, tensor in named_tensors(model)}
     wrong = sorted(dict(have.items() ^ want.items()))  # what only one of them contains
@@ -398,15 +398,15 @@ def describe(tensor: Tensor) -> str:
 #     AWQ             qweight[k, 0] = 0x75316420      input k; outputs 0..7 are 0, 1, ... 7
 
 FORMS = dict(gptq=("gptq", "gptq_v2"), awq=("awq", "gemm", "GEMM"))
-# For each number of bits: the place within a word of each of its values.
+# For each tool and number of bits: where each value stands in a word, counted from the lowest bits.
 PLACES = dict(gptq={4: range(8), 8: range(4)}, awq={4: (0, 4, 1, 5, 2, 6, 3, 7)})
 
 
 def converted(files: Files, model: Transformer) -> Files:
     """Convert the files of a GPTQ or AWQ folder to this engine's format; return others unchanged.
 
-    Each tensor is converted by itself. If one is missing, or has the wrong shape or dtype, so does
-    the result, and check_tensors reports it.
+    Each tensor is converted by itself. One that is missing, or has the wrong shape or dtype, is
+    missing or wrong in the result too, and check_tensors reports it.
 
     Args:
         files: see locate_tensors.
@@ -418,7 +418,7 @@ def converted(files: Files, model: Transformer) -> Files:
 
     Raises:
         ValueError: the tool, its version or the number of bits is not supported; or desc_act, which
-            sorts the inputs before they are grouped, so that groups are not of neighbours.
+            sorts the inputs before they are grouped, so that a group's inputs are not neighbours.
     """
     config = model.config.quantization
     if config.get("quant_method") == "kilolm" or not config:
@@ -444,7 +444,7 @@ def converted(files: Files, model: Transformer) -> Files:
         return pack_bits(unpacked(words), bits)
 
     def zeros(words: Tensor) -> Tensor:
-        # A zero point of 0, less one, is stored as all ones; the mask turns their sum into 0 again.
+        # A zero point of 0 is stored as 0 - 1, all ones. Adding 1 and masking give 0 again.
         return (unpacked(words) + (form == "gptq") & mask).byte()
 
     changes = dict(qweight=qweight, zeros=zeros, scales=Tensor.t)

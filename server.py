@@ -5,8 +5,9 @@
 
 This file holds only HTTP. The main thread runs the engine. An event loop in another thread reads
 requests, checks every field before anything is allocated, and hands them to the engine. After each
-step it is told which requests have new tokens. A slow client delays nobody: its handler reads the
-state of its sequences when it is ready, so there is no queue of tokens.
+step the engine's thread tells the loop which requests have new tokens. A slow client delays nobody:
+the handler reads the state of its sequences when the client has taken the last part, so there is no
+queue of tokens.
 
     client --> Connection.complete --> Server.prepare --> inbox --> Server.drive: submit, step, step
     client <-- Connection.send <-- Choice.take_new <---- event <--- Server.wake <------+
@@ -69,7 +70,7 @@ PAGE = settings.BUNDLED.parents[1] / "page.html"
 class ServerArgs(EngineArgs):
     """What to serve, and to whom."""
 
-    host: str = setting("127.0.0.1", "0.0.0.0: all networks, any Host (default: this machine)")
+    host: str = setting("127.0.0.1", "0.0.0.0: listen on all networks, accept any Host header")
     port: int = setting(8000, "0: any free port", 0, 65535)
     served_model_name: str | None = setting(None, "in the API (default: the folder's name)")
     max_queue: int = setting(1024, "waiting requests before a 429", 0)
@@ -96,7 +97,7 @@ class Server:
     """The engine, and the connections that wait for it. Only drive() changes the engine's state.
 
     Attributes:
-        inbox: functions to call before the next step; None ends drive().
+        inbox: functions that drive() calls in turn, self.step among them; None ends drive().
         waiters: each request in the engine -> the connection that answers it. Only drive() changes
             this and `served`.
         served: statistics of the requests that have ended; see count().
@@ -150,7 +151,8 @@ class Server:
                 traceback.print_exc()
 
     def step(self) -> None:
-        """Abort the requests of clients that have left, then run a step."""
+        """Abort the requests of clients that have left (all, once the grace period is over), then
+        run a step."""
         lost = [each for each, c in self.waiters.items() if c.writer.is_closing() or self.over]
         for request in lost:
             self.engine.abort(request)
@@ -205,12 +207,13 @@ class Server:
     async def listen(self) -> None:
         """Answer requests until a signal arrives, then let the running completions finish."""
         self.loop = asyncio.get_running_loop()
-        # Print asyncio's own errors in one line each: without file descriptors it has one a second.
+        # Print each of asyncio's own errors in one line: when no file descriptor is left, it
+        # reports an error every second.
         self.loop.set_exception_handler(lambda _, what: print(*what.values(), file=sys.stderr))
         # asyncio's `backlog` is both the length of the queue and the number of clients accepted at
         # a time. Each accept that fails for lack of file descriptors is tried again later, so with
         # a large backlog the attempts multiply (python/cpython#151615). Hence one is accepted at a
-        # time, and the queue gets its length from listen().
+        # time, and the socket's own listen(128), below, sets the length of the queue.
         listener = await asyncio.start_server(
             lambda *ends: Connection(self, *ends).serve(), self.args.host, self.args.port, backlog=1
         )
@@ -231,7 +234,7 @@ class Server:
     # --- Requests in ------------------------------------------------------------------------------
 
     def prepare(self, body: JSON, chat: bool, uid: str) -> tuple[JSON, list[Request]]:
-        """Check a request body, and make one request for the engine of each prompt.
+        """Check a request body, and make one engine request for each prompt.
 
         Args:
             body: the JSON object.
@@ -264,7 +267,7 @@ class Server:
                 demand(
                     asked <= context,
                     400,
-                    # These are OpenAI's words, for which clients look.
+                    # Clients search for this wording, which is OpenAI's.
                     f"This model's maximum context length is {context} tokens. However, you "
                     f"requested {asked} tokens, {len(ids)} of them in the prompt: ask for less.",
                     source,
@@ -286,7 +289,8 @@ class Server:
             raise Problem(400, str(error)[:500], param) from None
 
     def sampling_params(self, fields: JSON, chat: bool) -> SamplingParams:
-        """Return the sampling settings of a request. Those that it omits are the checkpoint's."""
+        """Return the sampling settings of a request. Omitted ones come from the checkpoint, except
+        max_tokens: it is 16 in a completion, and in a chat only the context limits it."""
         check_ids("logit_bias", fields["logit_bias"], self.engine.config.vocab_size)
         defaults = vars(self.defaults) | dict(max_tokens=self.engine.max_seq_len if chat else 16)
         params = SamplingParams(**{name: fields.get(name, defaults[name]) for name in defaults})
@@ -410,7 +414,7 @@ OBJECTS = dict(text="text_completion", message="chat.completion", delta="chat.co
 
 @dataclass
 class Choice:
-    """The state of one sequence in the form of OpenAI's choice.
+    """One sequence, and how much of it has been sent, as a `choice` object of OpenAI's API.
 
     Attributes:
         key: where the text goes: "text" for a completion, "message" for a chat, "delta" for a chat
@@ -460,7 +464,7 @@ class Choice:
             # The answer begins with the prompt ("echo").
             stream = TextStream(self.server.tokenizer, [], ())
             prompt = job.request.prompt_tokens
-            # With the last token come the marks of half a character, if there is one.
+            # If the prompt ends in an incomplete character, the last token shows it as U+FFFD.
             tokens = [
                 token._replace(text=stream.push(token.id, token is prompt[-1])[0])
                 for token in prompt
@@ -480,9 +484,9 @@ class Choice:
     def logprobs(self, tokens: list[Token]) -> JSON:
         """Return log-probabilities in the form of a completion or of a chat.
 
-        The texts of the sampled tokens join to the text of the choice, with its thought and the
-        marks around it, but without a stop string. Other likely tokens have the text that they have
-        in the vocabulary.
+        Joined, the texts of the sampled tokens give the text of the choice, with its thought and
+        the marks around it, and also a stop string, which the choice's text leaves out. The other
+        likely tokens have the text that they have in the vocabulary.
         """
 
         def entry(token: Token, i: int, value: float) -> JSON:
@@ -521,8 +525,8 @@ def thought_prefix(tokenizer: Tokenizer, job: Job) -> str:
 def split_thought(text: str) -> tuple[str, str]:
     """Split a reply into the thought and the answer.
 
-    In models that think, each mark is one token, so it is never half there, unless a stop string
-    begins with the end of it.
+    In models that think, each mark is one token, so it arrives whole. The exception is a stop
+    string that begins like the end of a mark, such as ">": then that end is held back at first.
 
     Example: "<think>Hm, </think>Yes" -> "Hm, ", "Yes"; and "Yes" -> "", "Yes"
     """
@@ -591,7 +595,7 @@ REQUEST = (
     r"((?:[!-9;-~]+:[^\r\n\0]*\r\n){,100}\r\n)"
 )
 # X-Accel-Buffering keeps nginx from collecting the events of a stream before it sends them on. The
-# page forbids itself to load anything from elsewhere.
+# Content-Security-Policy, with which the page loads nothing from elsewhere, is in page.html itself.
 HEADERS = (
     "Connection: close\r\nCache-Control: no-store\r\nAllow: GET, HEAD, POST\r\n"
     "X-Accel-Buffering: no\r\n"
@@ -612,9 +616,9 @@ class Connection:
     Attributes:
         line: the request's method and path, such as "GET /health".
         content_type: of the answer; "" until its head has been sent.
-        start: the beginning of all answers, or what has not been sent of it yet; see forget.
+        start: the beginning of all answers, or what has not been sent of it yet; see discard_rest.
         event: set when the sequences of this connection have made progress.
-        rest: the task that reads what follows the request; see forget.
+        rest: the task that reads what follows the request; see discard_rest.
     """
 
     def __init__(self, server: Server, *ends: Any) -> None:
@@ -649,7 +653,7 @@ class Connection:
             finally:
                 self.server.busy.discard(self)
             self.writer.write_eof()
-            await asyncio.wait_for(self.rest or self.forget(), IDLE_S)
+            await asyncio.wait_for(self.rest or self.discard_rest(), IDLE_S)
         except (OSError, EOFError, asyncio.CancelledError) as error:
             # The client has left or was silent for too long. The reader keeps this error, whose
             # traceback would keep the whole request in memory.
@@ -695,7 +699,7 @@ class Connection:
             path in routes, 404, f"there is no {path[:100]}: try /v1/chat/completions, /v1/models"
         )
         if method == "OPTIONS" and self.server.args.cors:
-            method, path = "GET", "/health"  # a browser asks without a key: any success will do
+            method, path = "GET", "/health"  # a CORS preflight: no key, any success will do
         methods = ("POST",) if "/completions" in path else ("GET", "HEAD")
         demand(method in methods, 405, f"{path} takes {methods[0]}, not {method}")
         # 3) Key.
@@ -716,7 +720,7 @@ class Connection:
         server = self.server
         body = await self.read_json()
         server.busy.add(self)
-        self.rest = asyncio.create_task(self.forget())
+        self.rest = asyncio.create_task(self.discard_rest())
         demand(not server.stopping, 503, "the server is stopping")
         uid = ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12)
         # In a thread of its own, because a long text takes a while to encode.
@@ -786,7 +790,7 @@ class Connection:
         demand(self.headers.get_content_type() == JSON_TYPE, 415, f"the body must be {JSON_TYPE}")
         async with asyncio.timeout(IDLE_S):
             data = await self.read_body()
-        try:  # NaN and Infinity are not JSON, but Python reads them unless int() refuses them
+        try:  # json.loads would accept NaN and Infinity, which are not JSON; int() raises for both
             content = json.loads(data, parse_constant=int)
             return check("body", content, dict)
         except (ValueError, RecursionError) as error:
@@ -808,7 +812,7 @@ class Connection:
             self.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if found[1]:
             return await self.reader.readexactly(int(framing))
-        data = bytearray()  # to bytes, each += would copy all of it
+        data = bytearray()  # with bytes, each += would copy everything read so far
         size = 1
         while size:
             line = await self.reader.readuntil(b"\r\n")
@@ -824,7 +828,7 @@ class Connection:
         most = self.server.args.max_body
         demand(size <= most, 413, f"the body has {size} bytes, --max-body is {most}")
 
-    async def forget(self) -> None:
+    async def discard_rest(self) -> None:
         """Read what follows the request, and discard it, until the client closes its sending half.
 
         Then the client waits for the answer, or it has left. TCP tells which only when something is
@@ -867,7 +871,7 @@ class Connection:
                     "Access-Control-Allow-Headers: Authorization, *\r\n"
                 )
             self.writer.write(self.start + f"{head}\r\n".encode("latin-1"))
-            with suppress(OSError):  # an answer is not lost because the log cannot be written
+            with suppress(OSError):  # if the log cannot be written, the answer is still sent
                 if self.line != "GET /engine" or status != 200:  # a page asks ten times a second
                     print(
                         f"{self.line!r:.200}",
@@ -944,7 +948,8 @@ def serve(engine: Engine, args: ServerArgs) -> int:
 
     # Python runs signal handlers in the main thread, between two instructions, so not while that
     # thread waits in a collective for a rank that is stopped. But it writes each signal's number
-    # into this pipe at once, and another thread can read it. That needs a handler, if an empty one.
+    # into this pipe at once, and another thread can read it. Python does so only for a signal that
+    # has a handler, even an empty one.
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing)
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -33,8 +33,8 @@ class SettingError(ValueError):
         self.field = field.partition("[")[0]  # "logit_bias[7]" belongs to logit_bias
 
 
-# No model comes near these bounds. They keep a damaged number from filling the memory, from running
-# for ever and from overflowing float32.
+# No model comes near the upper bounds. They keep a damaged number from filling the memory, from
+# causing an endless loop and from overflowing float32.
 RANGES = {int: (1, 2**24), int | None: (1, 2**24), float: (1e-15, 1e15)}
 
 
@@ -87,7 +87,7 @@ def setting(default: Any, text: str, *bounds: float, **flag: Any) -> Any:
 
 
 def check_fields(settings: Any) -> None:
-    """Check the numbers, flags and lists of a settings dataclass: their types, ranges and choices.
+    """Check a settings dataclass: types and ranges of numbers, bools and lists, and all choices.
 
     Raises:
         SettingError: a value has another type, or is not among those allowed.
@@ -124,15 +124,19 @@ def check_ids(name: str, ids: Iterable, vocab_size: int) -> None:
 # --- What a request may set -----------------------------------------------------------------------
 
 
-# Settings that neither change logits nor exclude tokens. The sampler never skips any other setting,
-# so a new one takes effect wherever the sampler reads it.
-ASIDE = {"temperature", "seed", "n", "max_tokens", "logprobs", "prompt_logprobs", "stop",
-         "stop_token_ids", "ignore_eos", "structured_outputs"}  # fmt: skip
+# Settings that `shaping` leaves out: temperature and structured_outputs, which the sampler handles
+# apart, and those that do not change the distribution. A new setting counts as shaping unless it is
+# added here, so the sampler cannot skip it by mistake.
+NOT_SHAPING = {
+    "temperature", "seed", "n", "max_tokens", "logprobs", "prompt_logprobs", "stop",
+    "stop_token_ids", "ignore_eos", "structured_outputs",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose each token, and when to stop. Names and meanings are those of vLLM.
+    """How to choose each token, and when to stop. Names and meanings are those of vLLM, but
+    prompt_logprobs is a bool here.
 
     Raises:
         SettingError: a value has the wrong type, or is out of its range, NaN or infinite.
@@ -177,7 +181,7 @@ class SamplingParams:
         for name, kind in (("stop_token_ids", list | tuple), ("logit_bias", dict)):
             values = check_items(name, getattr(self, name), kind, int, 0)
             if len(values) > 1024:
-                raise SettingError(name, f"has {len(values)} entries, of 1024 at most")
+                raise SettingError(name, f"has {len(values)} entries, but may have 1024 at most")
         for i, bias in self.logit_bias.items():
             check(f"logit_bias[{i}]", bias, float, -100, 100)
 
@@ -185,7 +189,9 @@ class SamplingParams:
     def shaping(self) -> set[str]:
         """Names of distribution-shaping settings that differ from their defaults."""
         defaults = vars(type(self)())
-        return {name for name, value in defaults.items() if getattr(self, name) != value} - ASIDE
+        return {
+            name for name, value in defaults.items() if getattr(self, name) != value
+        } - NOT_SHAPING
 
 
 # --- The engine's settings ------------------------------------------------------------------------
@@ -211,7 +217,7 @@ class Limits:
     kv_memory: float = setting(
         0.5, "memory for the cache: bytes (4e9), or a share of the free memory if below 1"
     )
-    kv_dtype: str = setting("auto", "of keys and values; auto: --dtype", choices=("auto", "int8"))
+    kv_dtype: str = setting("auto", "keys and values; auto: as --dtype", choices=("auto", "int8"))
     block_size: int = setting(16, "tokens in a block of the cache")
     num_blocks: int | None = setting(None, "blocks in the cache, instead of --kv-memory")
     __post_init__ = check_fields
@@ -302,7 +308,7 @@ def launch(program: str, argv: list | None, parse: Callable, run: Callable, join
     except BrokenPipeError:  # as after `| head`
         sys.stdout = None  # or Python would print an error at exit
         return 0
-    except KeyboardInterrupt:  # while the model is loaded; later it ends the text, and no more
+    except KeyboardInterrupt:  # while the model loads; later, Ctrl-C ends only the current text
         return 130
     except (ValueError, OSError, ImportError) as error:
         print(f"{program}: error: {error}", file=sys.stderr)
@@ -361,7 +367,7 @@ def use_threads(threads: int | None, weights: int) -> None:
     Args:
         threads: their number; None means OMP_NUM_THREADS if it is set, else one thread for small
             weights and all threads for others.
-        weights: bytes that a forward reads.
+        weights: bytes of the model's weights, as loaded (before --quantize).
     """
     is_small = weights < SMALL and "OMP_NUM_THREADS" not in os.environ
     torch.set_num_threads(threads or (1 if is_small else ALL_THREADS))

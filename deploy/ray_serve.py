@@ -26,7 +26,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors need not f
 class Settings(serve.config.AutoscalingConfig, extra="forbid"):
     """Ray's own settings of scaling, and what a replica is."""
 
-    target_ongoing_requests: float = 16  # of a replica, with those that wait for it
+    target_ongoing_requests: float = 16  # per replica, including those that wait for it
     options: str = ""  # of server.py
     ranks: int = 1  # processes that share the model, each with a core
     gpus: int = 0  # of each rank
@@ -37,7 +37,7 @@ class Replica:
     """A server of its own, on a port that only this actor talks to."""
 
     def __init__(self, options: str, ranks: int) -> None:
-        # A process gets SIGTERM when the one that started it ends, even if that is killed.
+        # setpriv makes each process get SIGTERM when its parent ends, even if the parent is killed.
         python = f"setpriv --pdeathsig TERM {sys.executable}"
         run = f"{python} -m torch.distributed.run --standalone --no-python --nproc-per-node {ranks}"
         command = f"{run if ranks > 1 else ''} {python} '{SERVER}' --port 0 {options}"
@@ -50,7 +50,7 @@ class Replica:
             raise RuntimeError(f"server.py {options} has ended: the lines above say why")
         Thread(target=sys.stderr.writelines, args=[self.server.stderr]).start()  # or the pipe fills
         no_limits = {"timeout": aiohttp.ClientTimeout(), "connector": aiohttp.TCPConnector(limit=0)}
-        self.http = aiohttp.ClientSession(line.split()[-1], **no_limits)  # Ray has its own
+        self.http = aiohttp.ClientSession(line.split()[-1], **no_limits)  # Ray has its own limits
 
     async def check_health(self) -> None:
         """Raise an error where the server does not answer: Ray then starts another replica."""
@@ -71,7 +71,7 @@ class Replica:
 
 
 def build(settings: Settings) -> serve.Application:
-    """The application, from the words behind its name on `serve run`'s command line."""
+    """Build the application from the arguments that follow its name in the `serve run` command."""
     return Replica.options(
         autoscaling_config=settings.model_dump(exclude={"options", "ranks", "gpus"}),
         ray_actor_options={"num_cpus": settings.ranks, "num_gpus": settings.ranks * settings.gpus},

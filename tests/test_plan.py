@@ -185,8 +185,8 @@ def test_what_other_programs_use():
     """The server's own time, or this program's, for which a load would always be sent again."""
     spin = [sys.executable, "-c", "while True: pass"]
     with subprocess.Popen(spin) as ours, subprocess.Popen(spin) as other:
-        alone = plan.Elsewhere(ours.pid)
-        both = plan.Elsewhere(os.getpid())
+        alone = plan.OtherLoad(ours.pid)
+        both = plan.OtherLoad(os.getpid())
         time.sleep(1)
         share, more = alone.share(), both.share()
         ours.kill()

@@ -10,10 +10,10 @@ Engine of scheduler.py with its own BlockPool. Only its forward is replaced, by 
 same logits for every row and advances a clock by the time that the step would take. sampling.py
 reads this clock.
 
-`fit` starts the server, sends it requests, and fits the time from the start of one step to the
-start of the next to what the step had to do. So the sampler, and what the server does beside the
-engine, is part of a step. A request's way to the engine and a token's way back are measured on both
-sides. What follows `--` is for server.py.
+`fit` starts the server and sends it requests. It measures the time from the start of each step to
+the start of the next, and fits a linear function of the step's work to these times. So the sampler,
+and what the server does beside the engine, is part of a step. A request's way to the engine and a
+token's way back are measured on both sides. What follows `--` is for server.py.
 
 Not simulated: the network between a proxy and the replicas, a replica that fails or starts, EOS (a
 request has the length that it asks for), guesses, and other programs on the machine. Papers:
@@ -60,18 +60,18 @@ from tools import bench, load, report
 from tools.load import Arrival, Load, Outcome
 
 POLICIES = ("round-robin", "least-loaded", "prefix")
-BOUND = 4  # sequences that a replica may have more than the least loaded; see exercise 19
-SHARES = (0.3, 0.6, 0.9, 1.2)  # of the capacity: at which rates `check` measures
+BOUND = 4  # a replica may have this many more sequences than the least loaded; see exercise 19
+SHARES = (0.3, 0.6, 0.9, 1.2)  # the rates at which `check` measures, as shares of the capacity
 
 
 # --- A step's time --------------------------------------------------------------------------------
 
-# What a step's time is fitted over. All but the last are counted by work_of: the step itself,
-# prompts (rows of more than one token, which attention takes apart from the others), rows, tokens
-# and their square root (a matrix is multiplied by many tokens faster than by each of them), blocks
-# that are read (of each group, padded), and pairs of a token and a block. The last is the number of
-# requests that came in while the step ran. Their HTTP is done by another thread, but Python runs
-# one thread at a time, so the step waits for it.
+# The terms of the linear function for a step's time. work_of counts all but the last: the step
+# itself; prompts (rows of more than one token, which attention handles in groups of their own);
+# rows; tokens and their square root (multiplying a matrix by many tokens at once is faster than by
+# one after another); blocks read, padding included; and pairs of a token and a block. The last is
+# the number of requests that came in while the step ran. Their HTTP is done by another thread, but
+# Python runs one thread at a time, so the step waits for it.
 WORK = ("step", "prompts", "rows", "tokens", "root of tokens", "blocks", "pairs", "requests")
 
 
@@ -98,10 +98,10 @@ def work_of(rows: list[Row], block_size: int, most: int) -> list[float]:
 
 @dataclass(frozen=True)
 class Times:
-    """What a machine takes, and the limits of the server there.
+    """How long things take on a machine, and the limits of the server there.
 
     Attributes:
-        seconds: of a step, for each of WORK.
+        seconds: for each item of WORK, the time that one unit of it adds to a step.
         inbound: seconds from a request's arrival until the engine may take it.
         outbound: seconds from the end of a step until the client has read its token.
     """
@@ -119,27 +119,29 @@ class Times:
     max_queue: int
 
     def step(self, work: list[float]) -> float:
-        """The seconds of a step; without those of requests, where `work` does not count them."""
+        """Return the seconds of a step. If `work` ends before the number of requests, as work_of's
+        does, the time that they cost is not included."""
         return sum(count * seconds for count, seconds in zip(work, self.seconds))
 
     def scaled_to(self, sample: "Sample") -> "Times":
-        """These times on the machine as it is now: all steps take longer by the same factor, so
-        that those of a sample take as long as they did; less the ones that STALLED times as long,
-        as in fitted()."""
+        """Return these times, scaled by one factor to the machine as it is now: with it, the steps
+        of a sample take in total as long as was measured. Steps that took STALL_FACTOR times as
+        long as predicted are left out, as in fitted()."""
         pairs = [(took, self.step(work)) for work, took in zip(sample.works, sample.took)]
-        kept = [(took, ours) for took, ours in pairs if took < STALLED * ours]
+        kept = [(took, ours) for took, ours in pairs if took < STALL_FACTOR * ours]
         factor = sum(took for took, _ in kept) / sum(ours for _, ours in kept)
         return replace(self, seconds=[factor * each for each in self.seconds])
 
 
-STALLED = 3  # times what is expected: something else ran during such a step
+STALL_FACTOR = 3  # times what is expected: something else ran during such a step
 
 
 def fitted(works: list[list[float]], times: list[float]) -> list[float]:
     """Fit seconds, none of them negative, by least squares of the relative error.
 
-    Steps that took STALLED times what the first fit says are left out of the second; but then the
-    whole is scaled, so that all steps together take as long as they did.
+    Steps that took STALL_FACTOR times what the first fit says are left out of the second. Then all
+    the seconds are scaled by one factor, so that the predictions for all steps, those included, add
+    up to the time that was measured.
 
     Raises:
         ValueError: there are too few steps.
@@ -150,14 +152,15 @@ def fitted(works: list[list[float]], times: list[float]) -> list[float]:
     kept = torch.ones(len(y), dtype=torch.bool)
     for _ in range(2):
         seconds = least_squares(X[kept] / y[kept, None])
-        kept = y < STALLED * X @ seconds
+        kept = y < STALL_FACTOR * X @ seconds
     seconds *= y.sum() / (X @ seconds).sum()
     return seconds.tolist()
 
 
 def least_squares(X: Tensor) -> Tensor:
-    """The solution of X @ seconds = 1 that has no negative number: where the plain one has, the
-    most negative column (in its share of the whole) is left out, one after another."""
+    """Solve X @ seconds = 1 by least squares, with no negative number. While the solution has
+    negative numbers, the column with the most negative share of the sum is left out, and the rest
+    is solved again."""
     used, seconds = [*range(X.shape[1])], X.new_zeros(X.shape[1])
     while used:
         scale = X[:, used].norm(dim=0).clamp(min=1e-30)
@@ -175,7 +178,7 @@ def least_squares(X: Tensor) -> Tensor:
 
 
 class Clock:
-    """What sampling.py takes for the module `time`: seconds that pass when they are told to."""
+    """Stands in for the module `time` in sampling.py. Its time passes only when `now` is set."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -194,7 +197,7 @@ class Clock:
 
 
 class Simulated:
-    """In the place of paged.Runner: a forward computes nothing, but takes its time."""
+    """Replaces paged.Runner. A forward only advances the clock by the time of a step."""
 
     def __init__(self, clock: Clock, times: Times, model: Any, *shape: Any) -> None:
         self.clock, self.times = clock, times
@@ -319,7 +322,8 @@ class Fleet:
         computed = [replica.computed for replica in self.replicas]
         if self.policy == "least-loaded":
             return min(everyone, key=lambda i: (loads[i], computed[i]))
-        # Exercise 19's rule: the longest beginning, of those that are not too far ahead in load.
+        # Exercise 19's rule: among the replicas whose load is within BOUND of the smallest, the one
+        # that holds the longest beginning of the prompt.
         near = [i for i in everyone if loads[i] <= min(loads) + BOUND]
         ids = request.outputs[0].ids[:-1]  # the last one always runs
         return max(
@@ -334,7 +338,7 @@ class Fleet:
         if not replica.engine.queue:
             replica.is_resting = True
             return
-        # The step before has ended later by the requests that came in during it.
+        # Each request that came in during the previous step made that step end later.
         self.clock.now += replica.came * self.times.seconds[-1]
         replica.came = 0
         for request in replica.engine.step():
@@ -351,9 +355,9 @@ class Fleet:
 
 
 def held(engine: Engine, ids: list[int]) -> int:
-    """How many of these ids stand in the engine's cache, or will once its queue has run, in whole
-    blocks. Changes nothing, not even the order in which blocks are given up: so reuse() is not what
-    to ask."""
+    """Count how many of these ids, in whole blocks, are in the engine's cache, or will be once its
+    queue has run. This does not call BlockPool.reuse(), because it must change nothing, not even
+    the order in which blocks are evicted."""
     pool, table = engine.pool, BlockTable()
     while found := pool._found.get(pool._key_of(table, ids, len(table.chain) - 1)):
         table.chain.append(found[1])
@@ -368,10 +372,10 @@ def held(engine: Engine, ids: list[int]) -> int:
 def simulate(
     times: Times, arrivals: Iterable[Arrival], count: int = 1, policy: str = POLICIES[1]
 ) -> Result:
-    """Run requests through so many replicas.
+    """Run requests through `count` replicas.
 
     Raises:
-        SettingError: a request that the engine refuses, or what no number can be.
+        SettingError: the engine refuses a request, or the policy or a number is not allowed.
     """
     fleet = Fleet(times, count, policy)
     fleet.run(arrivals)
@@ -394,8 +398,8 @@ def simulate(
 
 
 def figures_of(result: Result, limits: load.Limits) -> dict[str, float]:
-    """All figures of a simulation, those of load.summary included. Its gaps between tokens are not:
-    of each request the first and the last token are kept."""
+    """Return all figures of a simulation and those of load.summary, except its gaps between tokens:
+    only the times of a request's first and last token are kept."""
     figures = load.summary(result.outcomes, limits)
     return {k: v for k, v in figures.items() if not k.startswith("itl")} | result.figures
 
@@ -418,8 +422,8 @@ def parse_promise(words: list[str]) -> dict[str, float]:
 def least_replicas(
     figures_for: Callable[[int], dict[str, float]], promise: dict[str, float], most: int
 ) -> int:
-    """The least number of replicas that keeps a promise, by doubling and then halving: this takes
-    it that one more never does harm.
+    """Find the least number of replicas that keeps a promise, by doubling and then bisection. This
+    assumes that one more replica never does harm.
 
     Raises:
         ValueError: `most` are not enough.
@@ -454,8 +458,8 @@ def read_trace(file: Path, times: Times) -> list[Arrival]:
         {"arrival": 0.5, "prompt": [5, 9, 2], "new_tokens": 64}
         {"arrival": 0.7, "prompt": 300, "shared": "system", "shared_tokens": 256, "new_tokens": 64}
 
-    A prompt is its ids, or its length; then ids are drawn, and prompts of the same `shared` begin
-    with the same shared_tokens.
+    A prompt is a list of ids, or a length. For a length, ids are drawn at random, and prompts with
+    the same `shared` begin with the same ids, shared_tokens of them.
 
     Raises:
         ValueError: names the line.
@@ -466,7 +470,7 @@ def read_trace(file: Path, times: Times) -> list[Arrival]:
         try:
             arrival = parse_line(line, number, times)
             if arrival.at < before:
-                raise ValueError(f"arrival {arrival.at:g} is before that of the last, {before:g}")
+                raise ValueError(f"arrival {arrival.at:g} is before the previous one, {before:g}")
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{file}, line {number}: {error}") from None
         before = arrival.at
@@ -546,7 +550,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     arrivals.add_argument("--rate", type=float, help="requests a second; inf: at once")
     arrivals.add_argument("--trace", type=Path, metavar="FILE.jsonl", help="see read_trace")
     add("--replicas", type=int, nargs="+", help="how many; several to compare (default: 1)")
-    add("--policy", nargs="+", choices=POLICIES, default=["least-loaded"], help="several likewise")
+    text = "how to choose a replica; several to compare (default: least-loaded)"
+    add("--policy", nargs="+", choices=POLICIES, default=["least-loaded"], help=text)
     text = "such as ttft_p99=2 tpot_p99=0.1, in seconds: find the least number that keeps it"
     add("--promise", nargs="+", metavar="FIGURE=SECONDS", help=text)
     add("--most", type=int, default=1024, help="replicas to try")
@@ -557,10 +562,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add_load(check_parser, 100)
     add = check_parser.add_argument
     add("--fit", required=True, metavar="NAME", help="the record that fit has made")
-    text = "of the simulated capacity: the rates"
+    text = "the rates, as shares of the simulated capacity"
     add("--shares", type=float, nargs="+", default=[*SHARES], help=text)
     add("--repeat", type=int, default=5)
-    # A server whose steps are timed, which `fit` starts.
+    # `fit` and `check` run this command to start a server that times its steps.
     timed_parser = commands.add_parser("timed")
     timed_parser.set_defaults(run=timed, record=None)
     timed_parser.add_argument("events", type=Path)
@@ -576,7 +581,7 @@ def add_load(parser: argparse.ArgumentParser, requests: int) -> None:
     add("--requests", type=int, default=requests)
     add("--prompt-tokens", type=int, nargs="+", default=[16, 256], help="least and most")
     add("--new-tokens", type=int, nargs="+", default=[16, 128], help="least and most")
-    add("--prefixes", type=int, default=0, help="so many beginnings that prompts share")
+    add("--prefixes", type=int, default=0, help="how many beginnings the prompts share")
     add("--prefix-tokens", type=int, default=128)
     add("--vocab-size", type=int, default=1000, help="prompts are random ids below it")
     add("--sampling", choices=bench.SAMPLING, default="greedy")
@@ -716,7 +721,7 @@ def timed(args: argparse.Namespace) -> int:
 
 
 def key_of(prompt: list[int]) -> int:
-    return hash(tuple(prompt))  # of whole numbers it is the same in each process
+    return hash(tuple(prompt))  # the hash of a tuple of ints is the same in every process
 
 
 @contextlib.contextmanager
@@ -747,9 +752,9 @@ def served(*words: str) -> Iterator[tuple[str, int]]:
                 process.wait()
 
 
-class Elsewhere:
-    """How much of a processor other programs use than this one and its server. Linux tells that;
-    elsewhere it is 0."""
+class OtherLoad:
+    """How much of a processor is used by programs other than this one and its server. Only Linux
+    reports it; on other systems it is 0."""
 
     def __init__(self, server: int) -> None:
         self.server = server
@@ -768,7 +773,7 @@ class Elsewhere:
         return ticks / os.sysconf("SC_CLK_TCK") - time.process_time()
 
     def share(self) -> float:
-        """Of one processor, since this was made."""
+        """Return the share of one processor that they have used since this object was made."""
         start, seconds = self.start
         return (self.seconds() - seconds) / (time.perf_counter() - start)
 
@@ -840,7 +845,7 @@ class TimedServer:
         for i, rate in enumerate(rates):
             each = what._replace(url=self.url, seed=what.seed + i, requests=count)
             start, outcomes = send(each, rate)
-            if rate < math.inf:  # of many at once, each waits for the others
+            if rate < math.inf:  # requests that all come at once wait for each other
                 for arrival, outcome in zip(load.arrivals(each, rate), outcomes):
                     ways = start + outcome.arrived, start + outcome.times[0]
                     clients[key_of(arrival.prompt)] = ways
@@ -859,8 +864,8 @@ class TimedServer:
 
 
 def cycles(events: list[list[Any]]) -> tuple[list[list[float]], list[float]]:
-    """What the steps had to do that others followed at once, and the seconds from the start of each
-    to that of the next.
+    """Return the work of each step that another one followed at once, and the seconds from its
+    start to the start of the next.
 
     Example: a step that began at 1.0, and went on; a request; a step that began at 1.5:
         [[*work, 1]], [0.5]
@@ -898,8 +903,8 @@ def timed_server(options: list[str], shape: str | None = None) -> Iterator[Timed
 
 
 def write_shape(folder: Path, config: Config) -> None:
-    """Write a model of random weights, whose tokens are numbers, so that each of them is text: only
-    a token with text is streamed at once."""
+    """Write a model with random weights, and a tokenizer in which every token has text (a number),
+    because only a token with text is streamed at once."""
     folder.mkdir()
     bench.write_random(config, torch.bfloat16, folder)
     words = {f"\u0120{i}": i for i in range(config.vocab_size)}  # the mark of a space before it
@@ -939,15 +944,15 @@ COMPARED = ("ttft_p50_ms", "ttft_p90_ms", "tpot_p50_ms", "tpot_p90_ms", "output_
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Send loads to a server as the fit's was started, at shares of its simulated capacity, and
-    simulate the very same ones. Rounds go through all rates in turn.
+    """Start a server with the options of the fit's, send it loads at shares of its simulated
+    capacity, and simulate the same loads. Each round goes through all rates in turn.
 
-    What is compared is the fit and the simulation, not the weather: a machine's speed changes
+    This tests the fit and the simulation, not the changes in the machine's speed. The speed changes
     within seconds with what else runs on it or beside it, and near the capacity steps that take
     2 % longer make the first token 10 % later. So a short sample of other requests is timed before
-    and after each load, and the fit is scaled to these two by one factor. Of the load itself the
-    prediction knows nothing but the arrivals. `elsewhere` in the result tells how quiet the machine
-    was.
+    and after each load, and the fit is scaled to these two by one factor. The prediction knows
+    nothing of the load itself but the arrivals. `elsewhere` in the result tells how quiet the
+    machine was.
     """
     times, record = read_fit(args.fit)
     torch.set_num_threads(1)
@@ -969,7 +974,7 @@ def compare(args: argparse.Namespace) -> int:
             before = sample()
             for share in args.shares:
                 each = what._replace(url=timed.url, seed=next(seeds))
-                others = Elsewhere(timed.process)
+                others = OtherLoad(timed.process)
                 real = load.summary(send(each, share * capacity)[1], limits)
                 after = sample()
                 now = times.scaled_to(before + after)
