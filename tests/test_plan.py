@@ -225,7 +225,7 @@ BAD = {
     '{"arrival": 2, "prompt": 5, "new_tokens": 3, "model": "x"}': "unknown field 'model'",
     '{"arrival": -1, "prompt": 5, "new_tokens": 3}': "arrival must be float in 0",
     '{"arrival": NaN, "prompt": 5, "new_tokens": 3}': "arrival must be float in 0",
-    '{"arrival": 0.5, "prompt": 5, "new_tokens": 3}': "0.5 is before that of the last, 1",
+    '{"arrival": 0.5, "prompt": 5, "new_tokens": 3}': "0.5 is before the previous one, 1",
     '{"arrival": 2, "prompt": 62, "new_tokens": 3}': "62 tokens and 3 new ones, context is 64",
     '{"arrival": 2, "prompt": 5, "new_tokens": 0}': "new_tokens must be int in 1",
     '{"arrival": 2, "prompt": [], "new_tokens": 1}': "prompt is empty",
