@@ -1,11 +1,12 @@
 """Generate text: the loop over one sequence; then LLM and the command line, which join all parts.
 
-    python generate.py                                   the bundled model, at once
+    python generate.py                                   the bundled model, with no download
     python generate.py --checkpoint DIR --prompt "..."   any Hugging Face folder of a known family
 
 `generate` shows the three steps of generating text: forward, sample, append. Many sequences at once
-go through scheduler.Engine, which LLM wraps. The techniques are imported only when something asks
-for them, so each of their files can be deleted. Read: generate, LLM; then main. Next: paged.py.
+go through scheduler.Engine, which LLM wraps. The techniques, such as quantisation and speculation,
+are imported only when something asks for them, so a plain model runs here without their files.
+Read: generate, LLM; then main. Next: paged.py.
 """
 
 import sys

@@ -80,7 +80,7 @@ class StaticCache:
         self.slabs = empty_layers(model, kv_dtype, batch_size, heads, num_slots)
         if model.device.type == "cuda":
             for slab in self.slabs:
-                torch._dynamo.mark_static_address(slab)  # CUDA graphs write in place
+                torch._dynamo.mark_static_address(slab)  # so that a CUDA graph need not copy it
 
     def plan(self, start: int, end: int) -> tuple[Tensor, list[Slab]]:
         """Plan a forward over positions start .. end - 1 of each sequence.

@@ -61,8 +61,8 @@ class Config:
 
 
 class Transformer(nn.Module):
-    """A decoder-only language model. Parameters are named as in the checkpoint, without the prefix
-    `model.`, except for those of FusedLinear and of experts; see checkpoint.py."""
+    """A decoder-only language model. Its parameters have the checkpoint's names, less the prefix
+    `model.`. Those of FusedLinear and of experts have other names; see checkpoint.py."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -251,7 +251,7 @@ def rope_frequencies(config: Config) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Masked softmax attention. Every cache calls it, except flex.py's.
+    """Masked softmax attention. Every cache calls it, but flex.py's only for int8 keys.
 
     The N / K query heads that share a kv head become further queries of that head, so that each key
     is read once. `enable_gqa` reads it N / K times, which is 2 to 3 times slower at T = 1 on a CPU.

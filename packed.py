@@ -65,8 +65,8 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
     torch.fx.experimental._config.use_duck_shape = False
     with torch.no_grad(), blame("--compile"):  # PyTorch raises an error if there is no compiler
         for length in progress([1, CHUNK], "compiling decode, prefill"):
-            # The first forward wants the logits of one token, the second of two, which stands for
-            # any larger number.
+            # The first forward computes the logits of one token, and the second those of two
+            # tokens. To the compiler, two stands for any larger number.
             if batch_size:
                 positions, layers = StaticCache(model, batch_size, CHUNK, kv_dtype).plan(0, length)
                 model(torch.zeros_like(positions), positions, layers, positions[0, :2].clone())
@@ -140,7 +140,7 @@ class PackedLinear(nn.Module):
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self.bias = linear.bias
-        self.key = number_of(self)
+        self.number = number_of(self)
         self.pack(linear)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ class PackedLinear(nn.Module):
 
     def multiply(self, rows: Tensor) -> Tensor:
         """(R, K) -> (R, N), in compiled code."""
-        return torch.ops.kilolm.opaque(rows, [], self.key, self.out_features)
+        return torch.ops.kilolm.opaque(rows, [], self.number, self.out_features)
 
     def pack(self, linear: nn.Module) -> None:
         # 32 is a hint for how many rows x will have. With a hint of 1, more rows are a fifth to two
@@ -245,8 +245,8 @@ class Int4Linear(PackedLinear):
         aten = torch.ops.aten
         if q.is_cuda:
             self.operator = aten._weight_int4pack_mm
-            # This operator wants the first value in the high half. 8 is the largest number of
-            # tiles of 16 input channels that one thread keeps together.
+            # This operator wants the first value in the high half. The 8 is its innerKTiles, at the
+            # largest value allowed: a thread's values of 8 tiles of 16 input channels lie together.
             self.packed = aten._convert_weight_to_int4pack(q << 4 | q >> 4, 8)
         else:
             self.operator = aten._weight_int4pack_mm_for_cpu

@@ -46,7 +46,8 @@ class BlockTable:
     chain: list[int | str | None] = field(default_factory=lambda: [None])
 
     def advance(self, count: int) -> None:
-        """Add accepted guesses to `length` before BlockPool.commit; the cache already has them."""
+        """Add `count` accepted guesses to `length`: the blocks hold their keys and values already.
+        The next BlockPool.commit lets the blocks that they fill be found."""
         self.length += count
 
 
@@ -107,7 +108,7 @@ class BlockPool:
             write, because the outputs of one prompt diverge within a shared block (copy-on-write).
 
         Example: block_size 4, blocks [7, 2], length 6, block 2 in two tables, end 10: the blocks
-            become [7, 0, 1], and (2, 0) is returned. If block 8 were free, it would come before 0.
+            become [7, 0, 1], and (2, 0) is returned. If block 8 were free, 2 would be copied to 8.
         """
         assert self.cost(table, end) <= len(self.available), "out of blocks"
         copies = []
@@ -264,12 +265,13 @@ class Blocks(LayerCache):
         self.slots = slots
         self.groups = groups
         self.window = window
-        self.key = number_of(self)
+        self.number = number_of(self)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store k and v, then attend group by group. B is 1: T counts the tokens of all rows."""
+        """Store k and v, then attend group by group. The arguments have B = 1, and T counts the
+        tokens of all rows; inside the loop, B and T are those of one group."""
         if torch.compiler.is_dynamo_compiling():  # see the end of this file
-            return torch.ops.kilolm.opaque(q, [k, v], self.key, q.shape[3])
+            return torch.ops.kilolm.opaque(q, [k, v], self.number, q.shape[3])
         new = encode(torch.cat((k, v), 1)[0], self.kv.dtype)  # (2 * K, T, stored_dim)
         self.kv.flatten(1, 2).index_copy_(1, self.slots, new)
         sizes = [len(group.table) * group.T for group in self.groups]
@@ -279,7 +281,7 @@ class Blocks(LayerCache):
             attended.append(self.read(batch, group).transpose(0, 1).flatten(1, 2))  # (N, B * T, H)
         return torch.cat(attended, 1)[None]  # contiguous, as `opaque` promises
 
-    # `opaque` calls it when compiled code runs; then is_dynamo_compiling() above is False.
+    # `opaque` calls `compute` when compiled code runs; then is_dynamo_compiling() is False.
     compute = attend
 
     def read(self, q: Tensor, group: Group) -> Tensor:
@@ -493,8 +495,9 @@ def affordable_blocks(
     model = models[0]
     size = limits.block_size
     config = model.config
-    # Attention copies the keys and values of one layer at a time. The copies of an int8 value take
-    # up to 6 bytes: 1 as a byte, 4 as float32, and 1 for its share of the two copies of the scale.
+    # One row may have all blocks, and attention then copies all of them, one layer at a time. The
+    # copies of an int8 value take up to 6 bytes: 1 as a byte, 4 as float32, and 1 for its share of
+    # the two copies of the scale.
     copied = 2 * model.dtype.itemsize + (12 if limits.kv_dtype == "int8" else 0)
     block = size * config.num_key_value_heads * config.head_dim * copied
     for each in models:
@@ -514,6 +517,6 @@ def step_bytes(model: Transformer, num_tokens: int, num_logits: int) -> int:
     widths = 2 * config.hidden_size + config.intermediate_size * config.num_experts_per_tok
     activations = num_tokens * 4 * widths * itemsize
     logits = num_logits * 6 * 4 * config.vocab_size
-    # Four masks have one byte per entry, and one has the queries' dtype.
+    # To make a mask takes up to four bool tensors, and attention widens it to the queries' dtype.
     group = config.num_attention_heads // config.num_key_value_heads
     return activations + logits + Runner.pairs * group * (itemsize + 4)

@@ -215,9 +215,9 @@ def distribution(logits: Tensor, rows: list[Sequence]) -> Tensor:
     logits[greedy] = -torch.inf
     logits[greedy, likeliest] = 0
     temperature = [[max(p.temperature, 1e-9)] for p in params]
-    # This is in place, because allocating as much again takes as long as the arithmetic: 20 MB for
-    # 32 rows and a large vocabulary. The maximum is subtracted first, so that a tiny
-    # temperature gives -inf, never inf - inf.
+    # The arithmetic is in place: to allocate another tensor (20 MB for 32 rows and a large
+    # vocabulary) would take as long as the arithmetic itself. The maximum is subtracted first, so
+    # that a tiny temperature gives -inf, never inf - inf.
     logits -= logits.amax(-1, keepdim=True)
     logits /= torch.tensor(temperature, device=logits.device)  # (B, 1)
     probs = logits.softmax(-1)

@@ -181,7 +181,7 @@ class Engine:
     """Runs many requests at once, step by step. One thread must make all calls but prepare().
 
     Attributes:
-        max_seq_len: the longest prompt and output together; all blocks together hold it.
+        max_seq_len: the longest prompt and output together, no more than all blocks can hold.
         running: the sequences that hold blocks, in the order of place_in_line. The last one is
             preempted first.
         waiting: the sequences without blocks, in the same order.

@@ -216,7 +216,7 @@ class DraftModel(Guesser):
             # All numbers are read at once, as each read makes the host wait for a GPU. float32
             # holds ids up to 2**24 exactly.
             drawn = torch.cat((ids.float(), q.gather(1, ids)), 1).tolist()
-            # 3) Keep the guesses. A guess is the job's next row if it may have one more.
+            # 3) Keep the guesses. If a job may have one more, this guess is its next row.
             live = {}
             for job, (token_id, chance), probs in zip(wanted, drawn, q):
                 # The chance is NaN where the draft's logits are NaN. That job stops guessing.

@@ -12,8 +12,8 @@ interface in GLOO_SOCKET_IFNAME, and NCCL in NCCL_SOCKET_IFNAME. A machine waits
 
 If a process dies, its machine closes its connections, and the other ranks end at once. A machine
 that loses its power or its network cannot close them. Then rank 0 notices only after 15 minutes,
-when Linux gives up sending, and the other ranks, which only listen, never notice. All ranks notice
-within about 15 seconds if torchrun is started, after `sysctl net.ipv4.tcp_retries2=5`, with
+when Linux gives up sending, and the other ranks, which only listen, never notice. To have all
+ranks notice within about 15 seconds, run `sysctl net.ipv4.tcp_retries2=5` and start torchrun with
 LD_PRELOAD=libkeepalive.so KEEPIDLE=5 KEEPINTVL=5 KEEPCNT=2 (Debian's package libkeepalive0). A
 wrong option on one machine ends its rank before the ranks meet, and the others wait five minutes.
 
@@ -204,7 +204,7 @@ def lead(name: str, act: Callable, *args: Any) -> Any:
     finally:
         signal.signal(signal.SIGINT, before)
         for number in pressed:
-            if callable(before):  # called, not raised again: the server counts signals
+            if callable(before):  # to raise the signal again would make the server count it twice
                 before(number, None)
 
 
@@ -286,8 +286,8 @@ def join(device: torch.device) -> Iterator[Ranks]:
 def agree(args: Any) -> None:
     """Check that all ranks have the same versions, the same options, and a folder of the same
     content, wherever each machine keeps it. Only the first 64 MB of each file are compared, since
-    to read all of it would take as long as to load it: weights that differ after these are not
-    noticed. A prompt, sampling settings and a draft model are rank 0's alone.
+    reading all of it would take as long as loading it, so a difference further on is not noticed.
+    A prompt, sampling settings and a draft model are rank 0's alone.
 
     Raises:
         ValueError: a rank differs from rank 0. Every rank raises the same error, which says in what
