@@ -118,7 +118,7 @@ def test_good_values(tmp_path):
     assert SamplingParams(logit_bias={0: -100, 7: 100, 8: 0.5}).logit_bias[7] == 100
     with pytest.raises(FrozenInstanceError):
         SamplingParams().temperature = math.nan
-    with pytest.raises(SettingError, match="logit_bias has 1025 entries, but may have 1024") as caught:
+    with pytest.raises(SettingError, match="logit_bias has 1025 entries, but may") as caught:
         SamplingParams(logit_bias=dict.fromkeys(range(1025), 1.0))
     assert caught.value.field == "logit_bias"
     many = SamplingParams(n=3, seed=1, logit_bias=dict.fromkeys(range(1024), 1.0))
