@@ -62,7 +62,8 @@ def read_optional(path: Path) -> JSON:
 
 
 def without_nulls(raw: JSON) -> JSON:
-    """Drop the names whose value is null: it means the same as leaving them out."""
+    """Drop the names whose value is null. In load_config, where the file's values come after the
+    family's, a null also removes the family's default (in Mistral, the sliding window)."""
     return {name: value for name, value in raw.items() if value is not None}
 
 
@@ -81,7 +82,8 @@ FAMILIES = dict(
     Qwen3ForCausalLM=dict(num_key_value_heads=32, head_dim=128, qk_norm=True),
     Qwen3MoeForCausalLM=dict(num_key_value_heads=4, qk_norm=True, num_experts_per_tok=8,
         norm_topk_prob=False))  # fmt: skip
-# Settings that must have this value. Models with shared experts have other architecture names.
+# Settings that must have this value. Shared experts need no check here, because models that have
+# them have other architecture names.
 ONLY = dict(hidden_act="silu", partial_rotary_factor=1.0, scoring_func="softmax", n_group=1)
 # Defaults for files of all families. None: the file must have it, and a later check refuses None.
 USUAL = ONLY | dict(vocab_size=None, intermediate_size=None, attention_bias=False, num_experts=1,
@@ -310,7 +312,7 @@ def named_tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in model.state_dict().items():
         path = name.rpartition(".")[0]  # "layers.0.mlp.gate_up_proj"
         own = path.split(".")[-1]
-        # A FusedLinear, plain or quantised, has several parts. Any other module is its only part.
+        # A FusedLinear, plain or quantised, has several parts. Any other module counts as one part.
         parts = getattr(model.get_submodule(path), "parts", None) or {own: len(tensor)}
         for part, view in zip(parts, tensor.split([*parts.values()])):
             if not (is_tied(model) and part == "lm_head"):
@@ -346,7 +348,8 @@ def read_tensor(file: Path, name: str) -> Tensor:
         return reader.get_tensor(name)
 
 
-# Names of Mixtral and GPTQ; and tensors that stack one or two matrices of all experts.
+# Names of Mixtral and GPTQ -> ours; and a tensor that stacks all experts -> which matrices of each
+# expert it has.
 RENAMED = dict(block_sparse_moe="mlp", w1="gate_proj", w2="down_proj", w3="up_proj", qzeros="zeros")
 STACKED = dict(gate_up_proj=("gate_proj", "up_proj"), down_proj=("down_proj",))
 
@@ -391,8 +394,9 @@ def describe(tensor: Tensor) -> str:
 # GPTQ and AWQ tools store integers q with scales and zero points, as quantize.py does. But they
 # pack them into 32-bit words and transpose them: (K, N) where quantize.py has (N, K). N is the
 # number of output channels, K of input channels, G of groups.
-# GPTQ packs along the inputs, lowest bits first, and stores each zero point less one (gptq_v2 does
-# not). AWQ packs along the outputs, in the order 0 2 4 6 1 3 5 7. The conversion rounds nothing.
+# GPTQ packs q along the inputs, lowest bits first (and zero points along the outputs), and stores
+# each zero point less one (gptq_v2 does not). AWQ packs both along the outputs, in the order
+# 0 2 4 6 1 3 5 7. The conversion rounds nothing.
 #
 #     GPTQ, 4 bits    qweight[0, n] = 0x87654321      output n; inputs 0..7 are 1, 2, ... 8
 #     AWQ             qweight[k, 0] = 0x75316420      input k; outputs 0..7 are 0, 1, ... 7

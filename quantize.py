@@ -10,7 +10,8 @@ weights of Linears are quantised. Embeddings, norms and activations stay as they
 
 QuantLinear is the stored form and the oracle of the tests: it dequantises and multiplies. When a
 model is compiled, packed.py replaces it by a form that a processor multiplies fast. checkpoint.py
-reads QuantLinears from a folder. This file does not know what the Linears are for.
+reads QuantLinears from a folder. All that this file knows of a Linear's purpose is that routers
+stay as they are.
 
 In shapes here N is output channels, K input channels, G groups. Papers: Dettmers et al. 2022 (int8,
 arXiv:2208.07339), Frantar et al. 2022 (GPTQ, arXiv:2210.17323; see tools/convert.py), Lin et al.

@@ -6,8 +6,8 @@
 This file holds only HTTP. The main thread runs the engine. An event loop in another thread reads
 requests, checks every field before anything is allocated, and hands them to the engine. After each
 step the engine's thread tells the loop which requests have new tokens. A slow client delays nobody:
-the handler reads the state of its sequences when the client has taken the last part, so there is no
-queue of tokens.
+the handler reads the state of its sequences only when the client has taken the previous part, so
+there is no queue of tokens.
 
     client --> Connection.complete --> Server.prepare --> inbox --> Server.drive: submit, step, step
     client <-- Connection.send <-- Choice.take_new <---- event <--- Server.wake <------+
@@ -132,7 +132,8 @@ class Server:
     # --- The engine's thread ----------------------------------------------------------------------
 
     def drive(self) -> None:
-        """Run steps, and between them what is in the inbox, until told to end.
+        """Call what is in the inbox, until told to end. Whenever the inbox is empty and requests
+        are left, a step is put there.
 
         After an error all requests end, and the engine goes on with the next ones. It cannot go on
         after another rank is lost.
@@ -338,8 +339,8 @@ DEFAULTS = dict(
     response_format={"type": "text"}, reasoning_format="auto", chat_template_kwargs={},
     continue_final_message=False, add_generation_prompt=True)  # fmt: skip
 # Fields that would change the answer, but are not supported. Those of REFUSED must be left out, and
-# the others must have the value that is given here. Other fields that this file does not mention,
-# such as `user` or `store`, do not change the answer, and are ignored.
+# the others must have the value that is given here. Fields that this file does not mention, such as
+# `user` or `store`, are ignored, even if they would change the answer.
 REFUSED = """audio grammar json_schema n_predict prompt_logprobs chat_template documents
     allowed_token_ids guided_json guided_regex guided_choice guided_grammar"""
 UNSUPPORTED = dict.fromkeys(REFUSED.split()) | dict(
@@ -515,7 +516,8 @@ def thought_prefix(tokenizer: Tokenizer, job: Job) -> str:
     """Return what to put in front of a chat's output for split_thought.
 
     Some templates begin the thought, so that the output lacks the mark "<think>". Structured output
-    and models without a token for that mark have no thoughts, so an empty one comes first.
+    and models without a token for that mark have no thoughts. There an empty thought is put in
+    front, so that all of the output is the answer.
     """
     if job.params.structured_outputs or len(tokenizer.encode(THINK, add_special=False)) > 1:
         return THINK + THOUGHT

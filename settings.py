@@ -96,7 +96,7 @@ def check_fields(settings: Any) -> None:
         value = getattr(settings, f.name)
         if f.type in (*RANGES, bool, list):
             check(f.name, value, f.type, *f.metadata.get("range", ()))
-        # A setting without choices takes any value.
+        # Without choices, every value that has passed the check above is accepted.
         supported(f.name, value, *f.metadata.get("flag", {}).get("choices", [value]), f.default)
 
 
@@ -111,7 +111,7 @@ def check_items(name: str, values: Any, kind: Any, *each: Any) -> tuple:
 
 
 def check_ids(name: str, ids: Iterable, vocab_size: int) -> None:
-    """Raise SettingError if any of these is not an id of the vocabulary. It shows nine of them."""
+    """Raise SettingError if an id is not in the vocabulary. The error shows up to nine of those."""
     wrong = [i for i in ids if type(i) is not int or not 0 <= i < vocab_size]
     if wrong:
         raise SettingError(
@@ -144,13 +144,13 @@ class SamplingParams:
 
     temperature: float = setting(1.0, "0 always takes the likeliest token", 0, 1e4)
     top_k: int = setting(0, "keep the k likeliest tokens; 0 or -1: all", -1)
-    top_p: float = setting(1.0, "keep the likeliest tokens that have this mass", 1e-6, 1)
+    top_p: float = setting(1.0, "keep the likeliest tokens that add up to this mass", 1e-6, 1)
     min_p: float = setting(0.0, "drop tokens below this share of the likeliest one", 0, 1)
     repetition_penalty: float = setting(
         1.0, "above 1, make tokens of the prompt and output less likely", 1e-6, 1e4
     )
-    presence_penalty: float = setting(0.0, "subtract from tokens that are in the output", -2, 2)
-    frequency_penalty: float = setting(0.0, "subtract for each time a token was output", -2, 2)
+    presence_penalty: float = setting(0.0, "subtract this from a token in the output", -2, 2)
+    frequency_penalty: float = setting(0.0, "subtract this for each time a token was output", -2, 2)
     seed: int | None = setting(None, "the same seed gives the same tokens", -(2**63), 2**63 - 1)
     n: int = setting(1, "continuations of each prompt, with consecutive seeds", 1, 128)
     max_tokens: int = setting(256, "generate at most this many tokens", 1)
@@ -282,8 +282,8 @@ class Ranks(NamedTuple):
 def launch(program: str, argv: list | None, parse: Callable, run: Callable, join: Callable) -> int:
     """Parse a command line, join the other ranks and run.
 
-    An error is printed in one line. If all ranks have the same error, one rank of each machine
-    prints it.
+    An error is printed without a traceback. If all ranks have the same error, one rank of each
+    machine prints it.
 
     Args:
         program: its name, for errors.
@@ -308,7 +308,7 @@ def launch(program: str, argv: list | None, parse: Callable, run: Callable, join
     except BrokenPipeError:  # as after `| head`
         sys.stdout = None  # or Python would print an error at exit
         return 0
-    except KeyboardInterrupt:  # while the model loads; later, Ctrl-C ends only the current text
+    except KeyboardInterrupt:  # generate.stream handles Ctrl-C while text is generated
         return 130
     except (ValueError, OSError, ImportError) as error:
         print(f"{program}: error: {error}", file=sys.stderr)

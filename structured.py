@@ -1,7 +1,7 @@
 """Structured output: only tokens that keep the text within a schema, a regex or a grammar.
 
 A grammar describes bytes. A model draws tokens, and a token is several bytes, which may cross the
-border between two words of the grammar. llguidance (an extra, kilolm[structured]) keeps the
+border between two terminals of the grammar. llguidance (an extra, kilolm[structured]) keeps the
 vocabulary's bytes in a trie. It walks the trie along the bytes that its parser would accept next,
 and returns a mask over V in tens of microseconds. The sampler removes the masked tokens before it
 applies any other setting (sampling.py).

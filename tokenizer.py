@@ -158,8 +158,8 @@ class Tokenizer:
         return backend.encode("").ids  # its post-processor adds them
 
     def _open_slow(self, path: Path) -> Ids:
-        """Read tokenizer.model, and return the ids that may be added to a text: all special tokens,
-        since a checkpoint with this file begins a text with its BOS unless its config says no."""
+        """Read tokenizer.model, and return all special tokens. So BOS is among the ids that are
+        added by default: with this file, a text begins with BOS unless the config says no."""
         sp = sentencepiece.SentencePieceProcessor(model_file=str(path / "tokenizer.model"))
         self._decode = sp.decode
         self.piece = lambda i: "" if sp.is_unknown(i) else sp.id_to_piece(i)
@@ -200,9 +200,9 @@ class Detokenizer:
         """
         self._decode = tokenizer.decode if tokenizer else lambda ids: ""
         self._new = []
-        # A context should begin with a whole character. A character has at most four bytes, so one
-        # of four neighbouring ids begins a character. If none of these contexts has any text, a
-        # long one may.
+        # A context should begin with a whole character. A character has at most four bytes, so of
+        # the contexts of 8, 7, 6 and 5 ids, one begins with a whole character. If none of them has
+        # any text, a long one may.
         for length in (8, 7, 6, 5, 128):
             self._context = prompt_ids[-length:]
             text = self._decode(self._context)

@@ -34,7 +34,7 @@ def settle(
 
 
 def chapter(lesson: Lesson) -> dict[str, int]:
-    # 1) one distribution under each setting; a strip's letters are as long as probabilities
+    # 1) one distribution under each setting; a token's share of a strip is its probability
     model, tokenizer = lesson.bundled()
     ids = tokenizer.encode("JULIET:\nO, my")
     logits = model(torch.tensor([ids]), torch.arange(len(ids))[None])[0, -1]  # (V,)

@@ -14,7 +14,8 @@ from lesson import Lesson, run
 from scheduler import Engine
 from settings import SamplingParams
 
-MACHINES, DOCUMENTS, OWN, NEW = 3, 6, 16, 4  # tokens of a request's own; of its answer
+# OWN: tokens of a prompt after its document; NEW: tokens of an answer
+MACHINES, DOCUMENTS, OWN, NEW = 3, 6, 16, 4
 HOLDS = 3  # documents that a machine has room for
 
 

@@ -66,12 +66,12 @@ SHARES = (0.3, 0.6, 0.9, 1.2)  # the rates at which `check` measures, as shares 
 
 # --- A step's time --------------------------------------------------------------------------------
 
-# The terms of the linear function for a step's time. work_of counts all but the last: the step
-# itself; prompts (rows of more than one token, which attention handles in groups of their own);
-# rows; tokens and their square root (multiplying a matrix by many tokens at once is faster than by
-# one after another); blocks read, padding included; and pairs of a token and a block. The last is
-# the number of requests that came in while the step ran. Their HTTP is done by another thread, but
-# Python runs one thread at a time, so the step waits for it.
+# The terms of the linear function for a step's time: the step itself; prompts (rows of more than
+# one token, which attention handles in groups of their own); rows; tokens and their square root
+# (multiplying a matrix by many tokens at once is faster than by one after another); blocks read,
+# padding included; pairs of a token and a block; and requests, those that came in while the step
+# ran. Their HTTP is done by another thread, but Python runs one thread at a time, so the step waits
+# for it. work_of counts all terms but this last one.
 WORK = ("step", "prompts", "rows", "tokens", "root of tokens", "blocks", "pairs", "requests")
 
 
@@ -103,7 +103,7 @@ class Times:
     Attributes:
         seconds: for each item of WORK, the time that one unit of it adds to a step.
         inbound: seconds from a request's arrival until the engine may take it.
-        outbound: seconds from the end of a step until the client has read its token.
+        outbound: seconds from when a sequence gets a token until its client has read it.
     """
 
     seconds: list[float]
@@ -119,21 +119,22 @@ class Times:
     max_queue: int
 
     def step(self, work: list[float]) -> float:
-        """Return the seconds of a step. If `work` ends before the number of requests, as work_of's
-        does, the time that they cost is not included."""
+        """Return the seconds of a step. The last item of `work`, the number of requests, may be
+        missing, as in the result of work_of; then the time of their HTTP is not included."""
         return sum(count * seconds for count, seconds in zip(work, self.seconds))
 
     def scaled_to(self, sample: "Sample") -> "Times":
         """Return these times, scaled by one factor to the machine as it is now: with it, the steps
         of a sample take in total as long as was measured. Steps that took STALL_FACTOR times as
-        long as predicted are left out, as in fitted()."""
+        long as predicted are left out of both totals (in fitted() they count in the factor)."""
         pairs = [(took, self.step(work)) for work, took in zip(sample.works, sample.took)]
         kept = [(took, ours) for took, ours in pairs if took < STALL_FACTOR * ours]
         factor = sum(took for took, _ in kept) / sum(ours for _, ours in kept)
         return replace(self, seconds=[factor * each for each in self.seconds])
 
 
-STALL_FACTOR = 3  # times what is expected: something else ran during such a step
+# If a step takes this many times as long as expected, something else ran meanwhile.
+STALL_FACTOR = 3
 
 
 def fitted(works: list[list[float]], times: list[float]) -> list[float]:
@@ -159,8 +160,8 @@ def fitted(works: list[list[float]], times: list[float]) -> list[float]:
 
 def least_squares(X: Tensor) -> Tensor:
     """Solve X @ seconds = 1 by least squares, with no negative number. While the solution has
-    negative numbers, the column with the most negative share of the sum is left out, and the rest
-    is solved again."""
+    negative numbers, the column for which the number times the column's norm is most negative is
+    left out, and the rest is solved again."""
     used, seconds = [*range(X.shape[1])], X.new_zeros(X.shape[1])
     while used:
         scale = X[:, used].norm(dim=0).clamp(min=1e-30)
@@ -216,9 +217,9 @@ class Result(NamedTuple):
     """What came of a simulation.
 
     Attributes:
-        outcomes: one of each request, in the order of arrival.
-        figures: hits, preemptions, utilisation, ...; and `inside`, how many requests are waiting or
-            running at a time, which by Little's law is their rate times how long one stays.
+        outcomes: one for each request, in the order of arrival.
+        figures: hits, preemptions, utilisation, ...; and `inside`, how many requests wait or run on
+            average, which by Little's law is their rate times how long one stays.
     """
 
     outcomes: list[Outcome]
@@ -259,7 +260,7 @@ class Fleet:
 
     Attributes:
         events: (when, which), a heap: when each replica is free for its next step.
-        outcomes: one of each request, in the order of arrival.
+        outcomes: one for each request, in the order of arrival.
         under_way: the outcome of each request that is in an engine.
     """
 
@@ -670,10 +671,10 @@ def publish(args: argparse.Namespace, result: dict[str, Any], record: dict[str, 
 def timed(args: argparse.Namespace) -> int:
     """Serve, and write down what happens, each event as a line of JSON:
 
-    limits, the engine's and the server's, by name
-    came, which prompt, when it was ready to be queued
-    step, when it began, whether another one followed at once, what it had to do
-    first, which prompt, when it got its first token
+    ["limits", the engine's and the server's limits by name, the number of threads]
+    ["came", the prompt's key, when it was ready to be queued]
+    ["step", when it began, whether another one followed at once, *what it had to do]
+    ["first", the prompt's key, when it got its first token]
     """
     serve = server.serve
 
@@ -801,7 +802,7 @@ class Sample(NamedTuple):
 
     Attributes:
         works, took: what its steps had to do, and the seconds that each took.
-        inbound, outbound: of each request; see Times.
+        inbound, outbound: of each request that was sent at a finite rate; see Times.
     """
 
     works: list[list[float]]
@@ -840,7 +841,7 @@ class TimedServer:
         """Time the steps under loads of these rates, one after another. Their seeds count from
         what.seed on, and each has a quarter of the requests."""
         self.events()
-        clients = {}  # when a request arrived there, and when its first token was read
+        clients = {}  # prompt's key -> when it was to be sent, when its first token was read
         count = max(8, what.requests // 4)
         for i, rate in enumerate(rates):
             each = what._replace(url=self.url, seed=what.seed + i, requests=count)
@@ -944,7 +945,7 @@ COMPARED = ("ttft_p50_ms", "ttft_p90_ms", "tpot_p50_ms", "tpot_p90_ms", "output_
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Start a server with the options of the fit's, send it loads at shares of its simulated
+    """Start a server with the same options as the fit, send it loads at shares of its simulated
     capacity, and simulate the same loads. Each round goes through all rates in turn.
 
     This tests the fit and the simulation, not the changes in the machine's speed. The speed changes
