@@ -206,10 +206,6 @@ class Stored(NamedTuple):
     empty: Tensor
     read: Callable[[], Tensor]
 
-    @property
-    def shape(self) -> torch.Size:
-        return self.empty.shape
-
     def changed(self, change: Callable[[Tensor], Tensor]) -> "Stored":
         """Return what `change` will make of this tensor when it is read."""
         return Stored(change(self.empty), lambda: change(self.read()))
@@ -367,7 +363,7 @@ def renamed(name: str, stored: Stored) -> Files:
     above, _, last = name.rpartition(".")
     if last not in STACKED:
         return {name: stored}
-    experts = range(check("experts", stored.shape[0], int, 1, 1024))
+    experts = range(check("experts", stored.empty.shape[0], int, 1, 1024))
     matrices = [f"{above}.{e}.{part}.weight" for e in experts for part in STACKED[last]]
     cut = stored.changed(lambda stack: stack.flatten(0, 1).unflatten(0, (len(matrices), -1)))
     return {matrix: cut.changed(itemgetter(i)) for i, matrix in enumerate(matrices)}

@@ -121,7 +121,7 @@ class LLM:
                 self.engine.submit(request)
             finished = (request for request in self.engine.run() if request.finished)
             # The engine steps only as this generator is consumed.
-            list(progress(finished, "generating", len(requests)))
+            list(zip(progress(requests, "generating"), finished))
         except BaseException:  # Ctrl-C, at any line
             self.engine.reset()
             raise

@@ -45,11 +45,6 @@ class BlockTable:
     # The salt, then the serial number of each full block's content; see BlockPool._key_of.
     chain: list[int | str | None] = field(default_factory=lambda: [None])
 
-    def advance(self, count: int) -> None:
-        """Add `count` accepted guesses to `length`: the blocks hold their keys and values already.
-        The next BlockPool.commit lets the blocks that they fill be found."""
-        self.length += count
-
 
 class BlockPool:
     """Hands out blocks, counts who uses them, and keeps freed ones for the next equal prefix.

@@ -493,9 +493,9 @@ class Engine:
                 job.append(token)
                 self.stats["generation_tokens"] += 1
         job.guess = Guess()
-        # The cache now holds the accepted guesses too, and refused ones will be overwritten.
-        # commit() comes in the next step, because the draft model has not run the last guess yet.
-        job.table.advance(len(tokens) - 1)
+        # The blocks hold the accepted guesses too, and refused ones will be overwritten. commit()
+        # comes in the next step, because the draft model has not run the last guess yet.
+        job.table.length += len(tokens) - 1
         if job.finish_reason:
             self._leave(job)
 

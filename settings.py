@@ -12,7 +12,7 @@ import re
 import sys
 import time
 from argparse import SUPPRESS, ArgumentParser
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -315,14 +315,13 @@ def launch(program: str, argv: list | None, parse: Callable, run: Callable, join
         return 2
 
 
-def progress(items: Iterable[Any], label: str, total: int | None = None) -> Iterator[Any]:
+def progress(items: Collection, label: str) -> Iterator[Any]:
     """Yield from `items`, and show a progress bar after the first second if stderr is a terminal.
 
     Args:
-        items: must have a length unless `total` is given.
         label: names the work in a word or two.
     """
-    total = len(items) if total is None else total
+    total = len(items)
     start = time.monotonic()
     for done, item in enumerate(items, 1):
         yield item

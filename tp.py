@@ -115,7 +115,7 @@ def shard(model: Transformer, files: Files, rank: int, ranks: int) -> tuple[Tran
         if dim == 1 and kind == "bias":
             files[name] = stored.changed(lambda bias: bias * (rank == 0))  # rank 0 adds it
         elif module in CUTS:
-            n = stored.shape[dim]
+            n = stored.empty.shape[dim]
             # If there is one piece (a single kv head, or a row's only scale), every rank reads it.
             pieces = min(ranks, K if module in ("k_proj", "v_proj") else n)
             size = -(-n // pieces)

@@ -26,24 +26,32 @@ slow = pytest.mark.slow
 WISH = SamplingParams(temperature=0.5, seed=1, max_tokens=20, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def compiled(one_thread):
+@pytest.fixture(scope="module", params=[True, False], ids=["with AMX", "without AMX"])
+def compiled(request, one_thread):
+    """A model for one sequence in float32: with AMX its weights stay plain."""
     torch._dynamo.reset()
     model = load_model(DRAFT, dtype=torch.float32)
-    compile_model(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: request.param)
+        compile_model(model)
+    assert isinstance(model.layers[0].mlp.down_proj, torch.nn.Linear) == request.param
     return model
 
 
 @slow
 def test_nothing_is_compiled_after_warm_up(compiled):
-    """A length, a capacity or a chunk that is baked into a graph stalls the user for seconds."""
+    """A length, a capacity or a chunk that is baked into a graph stalls the user for seconds; or
+    another way to multiply gives another text."""
+    eager = load_model(DRAFT, dtype=torch.float32)
     for length in (1, 2, 31, 32, 33, 65, 100):
+        expected = Sequence([5] * length, WISH, eager.config)
+        list(generate(eager, expected, StaticCache(eager, 1, 1024)))
         for capacity in (length + 20, 64 * ((length + 20) // 64 + 1), 1024):
             sequence = Sequence([5] * length, WISH, compiled.config)
             cache = StaticCache(compiled, 1, capacity)
             with torch.compiler.set_stance("fail_on_recompile"):
                 list(generate(compiled, sequence, cache, chunk=32))
-            assert len(sequence.output_ids) == 20
+            assert sequence.output_ids == expected.output_ids
 
 
 @slow

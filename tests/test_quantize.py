@@ -239,7 +239,7 @@ class ByOneDNN(Int8Linear):
         self.signed = linear.qweight.double() - 128
         self.scales = linear.scales.flatten()
 
-    def product(self, rows):
+    def compute(self, rows):
         if torch.cpu._is_vnni_supported():
             return super().compute(rows)
         return ((rows.double() - 128) @ self.signed.t() * self.scales).float()
@@ -411,6 +411,14 @@ def test_pack_linears_picks_the_form():
     form = weakref.ref(model[0])
     del model
     assert form() is None
+
+
+def test_only_float32_may_stay_plain():
+    """For one sequence on AMX, bfloat16 is not packed either, or quantised weights are dequantised
+    at each step."""
+    assert form_of(linear_of(), True) is None
+    for linear in (linear_of(dtype=torch.bfloat16), quant_linear(8, -1), quant_linear(4, 32)):
+        assert form_of(linear, True) is form_of(linear) is not None
 
 
 def test_what_is_not_native_is_held_as_float16(monkeypatch):

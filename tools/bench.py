@@ -380,7 +380,7 @@ def compile_models(
     """Compile models where --compile asks for it, and note the seconds.
 
     Args:
-        batch: sequences that run at once, with a static cache; None: for an Engine.
+        batch: the most sequences that run at once, with a static cache; None: for an Engine.
     """
     if args.compile:
         result["compile_s"] = sum(seconds(compile_model, model, batch) for model in models)
@@ -483,7 +483,7 @@ def latency(args: argparse.Namespace) -> int:
         works = share is args.ranks or args.ranks.rank == 0
         if works:
             model, figures = prepare(args, mode, share)
-            compile_models(args, figures, args.batch[0], model)
+            compile_models(args, figures, max(args.batch), model)
             result = figures | result if share is args.ranks else result
         for batch, capacity in itertools.product(args.batch, capacities):
             name = f"{mode}, " * (mode != "none") + f"batch {batch}"
@@ -865,7 +865,7 @@ def growth(args: argparse.Namespace) -> int:
     memory that was never written would be read faster.
     """
     model, result = prepare(args, args.quantize)
-    compile_models(args, result, 1, model)
+    compile_models(args, result, max(args.sequences), model)
     points = [(1, length) for length in args.lengths]
     points += [(B, args.sequence_tokens) for B in args.sequences]
     ways = {}

@@ -633,7 +633,8 @@ def run(args: argparse.Namespace) -> int:
         if name not in rows:
             arrivals = trace or load.arrivals(what, args.rate)
             total = len(trace) if trace else what.requests
-            moving = progress(arrivals, f"simulating {name}", total)
+            steps = progress(range(total), f"simulating {name}")
+            moving = (arrival for _, arrival in zip(steps, arrivals))
             start = time.perf_counter()
             rows[name] = figures_of(simulate(times, moving, count, policy), limits)
             rows[name]["simulation_s"] = time.perf_counter() - start
@@ -921,8 +922,9 @@ def fit(args: argparse.Namespace) -> int:
     with timed_server(args.server, args.shape) as timed:
         capacity = timed.capacity(what)
         rates = [math.inf, *(share * capacity for share in (0.3, 0.7, 1.0))]
-        samples = (timed.sample(what._replace(seed=1001 + 4 * i), rates) for i in range(4))
-        sample = sum(progress(samples, "timing the server", 4), Sample([], [], [], []))
+        sample = Sample([], [], [], [])
+        for i in progress(range(4), "timing the server"):
+            sample += timed.sample(what._replace(seed=1001 + 4 * i), rates)
         times = timed.times(sample)
     errors = [abs(times.step(work) / took - 1) for work, took in zip(sample.works, sample.took)]
     rows: dict[str, dict[str, float]] = {

@@ -247,12 +247,17 @@ class Kilolm(Peer):
         from settings import DTYPES
 
         torch.set_num_threads(setup["threads"])
-        self.model = load_model(setup["folder"], setup["device"], DTYPES[setup["dtype"]])
-        if not setup["eager"]:
-            compile_model(self.model, 1)
+
+        def load(batch_size: int | None) -> Any:
+            model = load_model(setup["folder"], setup["device"], DTYPES[setup["dtype"]])
+            if not setup["eager"]:
+                compile_model(model, batch_size)
+            return model
+
+        self.model = load(1)
         self.sampling, self.cache = setup["sampling"], StaticCache(self.model, 1, setup["length"])
         self.engine = Engine(
-            self.model,
+            load(None),
             max_seq_len=setup["length"],
             max_num_seqs=setup["sequences"],
             max_num_batched_tokens=max(512, setup["sequences"]),
