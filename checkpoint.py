@@ -344,14 +344,14 @@ def read_tensor(file: Path, name: str) -> Tensor:
         return reader.get_tensor(name)
 
 
-# Names of Mixtral and GPTQ -> ours; and a tensor that stacks all experts -> which matrices of each
-# expert it has.
+# RENAMED: a word in the names of Mixtral or GPTQ -> our word. STACKED: a tensor that stacks all
+# experts -> the matrices that it holds for each expert.
 RENAMED = dict(block_sparse_moe="mlp", w1="gate_proj", w2="down_proj", w3="up_proj", qzeros="zeros")
 STACKED = dict(gate_up_proj=("gate_proj", "up_proj"), down_proj=("down_proj",))
 
 
 def renamed(name: str, stored: Stored) -> Files:
-    """Return a stored tensor under this engine's name; a stack of experts becomes one matrix each.
+    """Return a stored tensor under this engine's name; a stack of experts is cut into matrices.
 
     Example: "model.layers.0.mlp.experts.down_proj", (2, 32, 24), becomes
         "layers.0.mlp.experts.0.down_proj.weight", (32, 24), and the same for expert 1

@@ -349,7 +349,7 @@ class Runner:
         self.num_blocks = num_blocks
         self.block_size = block_size
         # One more block is never written, and pads tables. The heads come first, because attention
-        # takes one head at a time and reads its keys up to twice as fast in one piece.
+        # takes one head at a time, and reads its keys up to twice as fast if they are contiguous.
         self.kv = empty_layers(model, kv_dtype, 2 * K, num_blocks + 1, block_size)
         # On a CPU, 2 MB of keys are attended together. Larger copies get fresh pages from the
         # system in each layer, which takes a third longer. A GPU gets more, so that there are few
@@ -469,7 +469,7 @@ def opaque(x: Tensor, more: list[Tensor], key: Tensor, width: int) -> Tensor:
 
 @torch.library.register_fake("kilolm::opaque", lib=library)
 def _empty(x: Tensor, more: list[Tensor], key: Tensor, width: int) -> Tensor:
-    # What the compiler knows of the result. A product of bytes is float32.
+    # What the compiler knows of the result. Where x holds bytes (packed.Int8Linear) it is float32.
     return x.new_empty((*x.shape[:-1], width), dtype=torch.result_type(x, 1.0))
 
 

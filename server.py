@@ -12,7 +12,7 @@ there is no queue of tokens.
     client --> Connection.complete --> Server.prepare --> inbox --> Server.drive: submit, step, step
     client <-- Connection.send <-- Choice.take_new <---- event <--- Server.wake <------+
 
-The server listens on loopback by default. It needs only the standard library. References:
+The server listens on loopback by default. Its HTTP needs only the standard library. References:
 platform.openai.com/docs/api-reference. The names in /metrics are vLLM's, except engine_steps_total
 and computed_tokens_total. Read: Server.drive, Server.prepare, Choice, Connection.complete, serve.
 """
@@ -485,9 +485,9 @@ class Choice:
     def logprobs(self, tokens: list[Token]) -> JSON:
         """Return log-probabilities in the form of a completion or of a chat.
 
-        Joined, the texts of the sampled tokens give the text of the choice, with its thought and
-        the marks around it, and also a stop string, which the choice's text leaves out. The other
-        likely tokens have the text that they have in the vocabulary.
+        The texts of the sampled tokens, joined, are the whole output: the thought with the marks
+        around it, the choice's text, and a stop string, which the choice's text leaves out. The
+        other likely tokens have the text that they have in the vocabulary.
         """
 
         def entry(token: Token, i: int, value: float) -> JSON:

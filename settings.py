@@ -125,8 +125,8 @@ def check_ids(name: str, ids: Iterable, vocab_size: int) -> None:
 
 
 # Settings that `shaping` leaves out: temperature and structured_outputs, which the sampler handles
-# apart, and those that do not change the distribution. A new setting counts as shaping unless it is
-# added here, so the sampler cannot skip it by mistake.
+# separately, and those that do not change the distribution. A new setting counts as shaping unless
+# it is added here, so the sampler cannot skip it by mistake.
 NOT_SHAPING = {
     "temperature", "seed", "n", "max_tokens", "logprobs", "prompt_logprobs", "stop",
     "stop_token_ids", "ignore_eos", "structured_outputs",
@@ -149,7 +149,7 @@ class SamplingParams:
     repetition_penalty: float = setting(
         1.0, "above 1, make tokens of the prompt and output less likely", 1e-6, 1e4
     )
-    presence_penalty: float = setting(0.0, "subtract this from a token in the output", -2, 2)
+    presence_penalty: float = setting(0.0, "subtract this from an output token's logit", -2, 2)
     frequency_penalty: float = setting(0.0, "subtract this for each time a token was output", -2, 2)
     seed: int | None = setting(None, "the same seed gives the same tokens", -(2**63), 2**63 - 1)
     n: int = setting(1, "continuations of each prompt, with consecutive seeds", 1, 128)
@@ -352,9 +352,10 @@ def pick_device(name: str) -> torch.device:
     return best if name == "auto" else torch.device(name)
 
 
-# Weights of fewer bytes run on one thread. All threads of an operator wait for the slowest of them,
-# and if another process uses its core, they wait long. With 20 MB of weights, one sequence made 424
-# tokens/s on one thread and 514 on two; while other processes kept both cores busy, 139 and 14.
+# A model whose weights have fewer bytes than this runs on one thread. All threads of an operator
+# wait for the slowest of them, and if another process uses its core, they wait long. With 20 MB of
+# weights, one sequence made 424 tokens/s on one thread and 514 on two; while other processes kept
+# both cores busy, 139 and 14.
 SMALL = 2**25
 ALL_THREADS = torch.get_num_threads()  # PyTorch's default: OMP_NUM_THREADS, or one for each core
 

@@ -36,8 +36,8 @@ describe the forward, and the other ranks run the same one.
 
 A rank holds and reads 1/n of the weights, and the whole embedding, of which a step reads a few
 rows. So n ranks are up to n times as fast where exchanges are quick. Over gloo on two CPU cores the
-exchanges of a step, 45 for 22 layers, take longer than they save (`torchrun ... tools/bench.py
-latency`). Read: shard, Leader, lead, follow, join.
+exchanges of a step, 45 for 22 layers, cost more time than the sharing saves (`torchrun ...
+tools/bench.py latency`). Read: shard, Leader, lead, follow, join.
 """
 
 import contextlib
@@ -74,7 +74,7 @@ def shard(model: Transformer, files: Files, rank: int, ranks: int) -> tuple[Tran
     Args:
         model: the whole model on the meta device, with QuantLinears where the files have them.
         files: the tensors of checkpoint.locate_tensors, which fit the model. {} where there are no
-            files and the weights will be random.
+            files and the weights will be random; then the model's lm_head must not be tied.
 
     Returns:
         The share, with plain Linears, and the files that it reads.
@@ -290,8 +290,8 @@ def agree(args: Any) -> None:
     A prompt, sampling settings and a draft model are rank 0's alone.
 
     Raises:
-        ValueError: a rank differs from rank 0. Every rank raises the same error, which says in what
-            the first such rank differs.
+        ValueError: a rank differs from rank 0. Every rank raises the same error, which names the
+            first such rank and the values that differ.
     """
     facts = given(EngineArgs, args) | dict(kilolm=VERSION, torch=torch.__version__)
     facts.pop("draft_checkpoint", None)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import replace
+from functools import partial
 from xml.etree import ElementTree
 
 import pytest
@@ -14,10 +15,12 @@ import torch
 from conftest import ROOT, SHAKESPEARE
 from test_quantize import QWEN2, TIED, tiny_folder
 
+import tp
 from checkpoint import build, is_tied, load_model, named_tensors
 from model import Config, Transformer
 from packed import Int8Linear, form_of, pack_linears
 from quantize import QuantLinear, quantize_model
+from settings import Ranks
 from tools import bench, pictures, report, versus
 from tools.measure import bytes_per_step
 
@@ -446,6 +449,14 @@ def test_ranks():
     assert [*result["runs"]] == ["batch 1, one rank", "batch 1"]
     assert result["runs"]["batch 1"]["collectives_ms"][0] > 0
     assert result["command"].startswith("torchrun --standalone --nproc-per-node 2 tools/bench.py ")
+
+
+def test_a_rank_of_a_tied_shape():
+    """KeyError: there is no file to take lm_head from."""
+    config = Config(128, 64, 96, 2, 4, 2, 16, tie_word_embeddings=True)
+    ranks = Ranks(torch.device("cpu"), 1, 2, partial(tp.shard, rank=1, ranks=2))
+    model = bench.random_model(config, torch.float32, ranks)
+    assert (len(model.lm_head.weight), len(model.embed_tokens.weight)) == (64, 128)
 
 
 @pytest.mark.parametrize("changes", [{}, TIED, QWEN2])

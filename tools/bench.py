@@ -452,6 +452,8 @@ def random_model(config: Config, dtype: torch.dtype, ranks: Ranks) -> Transforme
     """Make a model of random weights, in place: the model's speed does not depend on their values.
     The sampler's does depend on how flat a distribution is, so logits have a trained model's
     spread."""
+    if ranks.shard:  # a rank has a part of lm_head, and the whole embedding
+        config = replace(config, tie_word_embeddings=False)
     with torch.device("meta"):
         model = build(config).to(dtype)
     if ranks.shard:

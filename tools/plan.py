@@ -13,7 +13,8 @@ reads this clock.
 `fit` starts the server and sends it requests. It measures the time from the start of each step to
 the start of the next, and fits a linear function of the step's work to these times. So the sampler,
 and what the server does beside the engine, is part of a step. A request's way to the engine and a
-token's way back are measured on both sides. What follows `--` is for server.py.
+token's way back are the differences between times that the client and the server note. What
+follows `--` is for server.py.
 
 Not simulated: the network between a proxy and the replicas, a replica that fails or starts, EOS (a
 request has the length that it asks for), guesses, and other programs on the machine. Papers:
@@ -160,12 +161,12 @@ def fitted(works: list[list[float]], times: list[float]) -> list[float]:
 
 def least_squares(X: Tensor) -> Tensor:
     """Solve X @ seconds = 1 by least squares, with no negative number. While the solution has
-    negative numbers, the column for which the number times the column's norm is most negative is
-    left out, and the rest is solved again."""
+    negative numbers, weight each number by the norm of its column, leave out the column with the
+    most negative result, and solve for the rest again."""
     used, seconds = [*range(X.shape[1])], X.new_zeros(X.shape[1])
     while used:
         scale = X[:, used].norm(dim=0).clamp(min=1e-30)
-        # gelsd: columns may depend on each other, where a load never varies one of them.
+        # gelsd allows linearly dependent columns, which occur where a load never varies one.
         found = torch.linalg.lstsq(X[:, used] / scale, X.new_ones(len(X), 1), driver="gelsd")
         shares = found.solution[:, 0]
         if shares.min() >= 0:
@@ -236,7 +237,7 @@ class Replica:
         leaving: requests that end with its step. The engine does not count them any more, but until
             the step is over a router does.
         busy: seconds in steps.
-        rows: tokens that it has made.
+        made: tokens that it has made.
     """
 
     engine: Engine
@@ -244,7 +245,7 @@ class Replica:
     came: int = 0
     leaving: int = 0
     busy: float = 0.0
-    rows: int = 0
+    made: int = 0
 
     @property
     def load(self) -> int:
@@ -332,8 +333,8 @@ class Fleet:
         )
 
     def step(self, i: int) -> None:
-        """Run a replica's next step as a whole. What arrives until its end waits for the one after
-        it, as in Server.drive."""
+        """Run a replica's next step as a whole. Requests that arrive before it ends wait for the
+        following step, as in Server.drive."""
         replica, start = self.replicas[i], self.clock.now
         replica.leaving = 0
         if not replica.engine.queue:
@@ -343,7 +344,7 @@ class Fleet:
         self.clock.now += replica.came * self.times.seconds[-1]
         replica.came = 0
         for request in replica.engine.step():
-            replica.rows += 1
+            replica.made += 1
             if request.finished:
                 replica.leaving += 1
                 job, outcome = request.outputs[0], self.under_way.pop(request)
@@ -393,7 +394,7 @@ def simulate(
         "hits": total("prefix_cache_hits") / max(1, total("prefix_cache_queries")),
         "preemptions": total("num_preemptions"),
         "utilisation": sum(each.busy for each in fleet.replicas) / max(took * count, 1e-9),
-        "mean_batch": sum(each.rows for each in fleet.replicas) / max(1, total("engine_steps")),
+        "mean_batch": sum(each.made for each in fleet.replicas) / max(1, total("engine_steps")),
     }
     return Result(outcomes, figures)
 
@@ -734,7 +735,7 @@ def served(*words: str) -> Iterator[tuple[str, int]]:
         Its address, and its process's id.
 
     Raises:
-        ValueError: it has ended by itself. The error has its last line.
+        ValueError: it has ended by itself. The error quotes the last line of its log.
     """
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen([sys.executable, *words, "--port", "0"], stderr=log)
@@ -869,7 +870,7 @@ def cycles(events: list[list[Any]]) -> tuple[list[list[float]], list[float]]:
     """Return the work of each step that another one followed at once, and the seconds from its
     start to the start of the next.
 
-    Example: a step that began at 1.0, and went on; a request; a step that began at 1.5:
+    Example: a step that began at 1.0, and was followed at once; a request; a step at 1.5:
         [[*work, 1]], [0.5]
     """
     works, took = [], []
@@ -887,7 +888,7 @@ def cycles(events: list[list[Any]]) -> tuple[list[list[float]], list[float]]:
 
 @contextlib.contextmanager
 def timed_server(options: list[str], shape: str | None = None) -> Iterator[TimedServer]:
-    """Start a server with such options, send it a few requests, and end it again.
+    """Start a server with these options, send it a few requests, and end it again.
 
     Args:
         shape: serve a model of random weights, one of bench.SHAPES.
