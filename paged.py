@@ -331,7 +331,8 @@ class Runner:
     """
 
     layer = Blocks  # the kind of cache; flex.py has another
-    # The fewest blocks that a row attends to. tools/cuda_graphs.py raises it, to have few sizes.
+    # The fewest blocks that a row attends to. tools/cuda_graphs.py raises it to a power of two, so
+    # that tables have few widths. It records one graph for each.
     width = 2
     # One call of attention has at most this many pairs of a new token and a key, unless one token
     # alone sees more keys. PyTorch widens a call's mask to the queries' dtype: for 257 tokens, 32
@@ -419,7 +420,7 @@ class Runner:
         size = self.block_size
         config = self.model.config
         device = self.model.device
-        # 1) the blocks, without those that hold nothing yet: they have not been wiped
+        # 1) the blocks, without those that no token has reached: they may still hold an old NaN
         used = [row.blocks[: row.num_blocks(size)] for row in rows]
         W = max(self.width, *map(len, used))
         padded = [blocks + [self.num_blocks] * (W - len(blocks)) for blocks in used]
@@ -480,7 +481,7 @@ def affordable_blocks(
     models: list[Transformer], limits: Limits, num_tokens: int, num_logits: int
 ) -> int:
     """How many blocks fit into limits.kv_memory, which is a number of bytes or, below 1, a share of
-    the free memory.
+    the free memory that a step leaves (see step_bytes).
 
     Args:
         models: the model, then those that guess; each of them has as many blocks as the model.
@@ -490,9 +491,9 @@ def affordable_blocks(
     model = models[0]
     size = limits.block_size
     config = model.config
-    # One row may have all blocks, and attention then copies all of them, one layer at a time. The
-    # copies of an int8 value take up to 6 bytes: 1 as a byte, 4 as float32, and 1 for its share of
-    # the two copies of the scale.
+    # One row may have all blocks, and attention then copies all of them, one layer at a time. Each
+    # value has a copy in the model's dtype. An int8 value takes up to 6 bytes more: 1 as a byte, 4
+    # as float32, and 1 for its share of the two copies of the scale.
     copied = 2 * model.dtype.itemsize + (12 if limits.kv_dtype == "int8" else 0)
     block = size * config.num_key_value_heads * config.head_dim * copied
     for each in models:
@@ -508,7 +509,8 @@ def step_bytes(model: Transformer, num_tokens: int, num_logits: int) -> int:
     copies, and a mask of attention."""
     config = model.config
     itemsize = model.dtype.itemsize
-    # hidden_size counts twice, for x and for attention's tensors; the factor 4 covers N * H > D.
+    # hidden_size counts twice, for x and for attention's tensors. The factor 4 is a margin, which
+    # is enough for models with N * H > D as well.
     widths = 2 * config.hidden_size + config.intermediate_size * config.num_experts_per_tok
     activations = num_tokens * 4 * widths * itemsize
     logits = num_logits * 6 * 4 * config.vocab_size

@@ -67,7 +67,7 @@ def supported(name: str, value: Any, *known: Any) -> Any:
     None, "", [] and {} mean that a setting is left out, so the list does not contain them.
     """
     if value not in known:
-        names = ", ".join(str(each) for each in known if each or each is False)
+        names = ", ".join(sorted({str(each) for each in known if each or each is False}))
         way_out = f"supported: {names}" if names else "leave it out"
         raise SettingError(name, f"{value!r:.100} is not supported; {way_out}")
     return value

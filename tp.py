@@ -6,13 +6,15 @@
 The second command is started on each of two machines, with the same versions, options and
 checkpoint. HOST is one of them. Rank 0 is on the machine whose name, or --local-addr, sorts first.
 If a machine's host name does not resolve, or only to a loopback address, torchrun there needs
---local-addr ADDRESS, and on HOST also --rdzv-conf is_host=1. gloo needs the name of the network
-interface in GLOO_SOCKET_IFNAME, and NCCL in NCCL_SOCKET_IFNAME. A machine waits 600 s for the other
-(--rdzv-conf join_timeout=600), and 60 s for an answer from HOST (read_timeout=60).
+--local-addr ADDRESS, and on HOST also --rdzv-conf is_host=1. If the ranks then do not find each
+other, name the network interface in GLOO_SOCKET_IFNAME, and for NCCL in NCCL_SOCKET_IFNAME. A
+machine waits 600 s for the other (--rdzv-conf join_timeout=600), and 60 s for an answer from HOST
+(read_timeout=60).
 
-If a process dies, its machine closes its connections, and the other ranks end at once. A machine
-that loses its power or its network cannot close them. Then rank 0 notices only after 15 minutes,
-when Linux gives up sending, and the other ranks, which only listen, never notice. To have all
+If a process dies, its machine closes its connections, and another rank ends at its next exchange
+with that process. A machine that loses its power or its network cannot close its connections. Then
+rank 0 notices only after 15 minutes, when Linux gives up sending, and the other ranks, which only
+listen, never notice. To have all
 ranks notice within about 15 seconds, run `sysctl net.ipv4.tcp_retries2=5` and start torchrun with
 LD_PRELOAD=libkeepalive.so KEEPIDLE=5 KEEPINTVL=5 KEEPCNT=2 (Debian's package libkeepalive0). A
 wrong option on one machine ends its rank before the ranks meet, and the others wait five minutes.
@@ -28,8 +30,8 @@ along its inputs, at the same places:
                  heads 0, 1    heads 2, 3
     all-reduce   y0 + y1       y0 + y1          and adds up the ranks' results, which gives all of y
 
-A rank's share is itself a small Transformer, with fewer heads, a narrower MLP and a part of the
-vocabulary. So the model, its caches, quantisation and compiling need no change. This file makes the
+A rank's share is itself a small Transformer, with fewer heads, a narrower MLP and a part of
+lm_head. So the model, its caches, quantisation and compiling need no change. This file makes the
 config of the share, says which slice of each stored tensor it reads, and adds the sums by hooks.
 Rank 0 alone schedules, samples and prints. Before each forward it broadcasts the integers that
 describe the forward, and the other ranks run the same one.
@@ -285,9 +287,10 @@ def join(device: torch.device) -> Iterator[Ranks]:
 
 def agree(args: Any) -> None:
     """Check that all ranks have the same versions, the same options, and a folder of the same
-    content, wherever each machine keeps it. Only the first 64 MB of each file are compared, since
-    reading all of it would take as long as loading it, so a difference further on is not noticed.
-    A prompt, sampling settings and a draft model are rank 0's alone.
+    content, wherever each machine keeps it. Of each .json, .jinja and .safetensors file, only the
+    first 64 MB are compared, since reading all of it would take as long as loading it, so a
+    difference further on is not noticed. The prompt, the sampling settings, the draft model and
+    tokenizer.model are not compared, because only rank 0 uses them.
 
     Raises:
         ValueError: a rank differs from rank 0. Every rank raises the same error, which names the

@@ -28,7 +28,7 @@ from kv_cache import StaticCache
 from model import Config, Transformer
 from sampling import Sequence
 from scheduler import Engine, Guess
-from settings import CHUNK, SamplingParams, SettingError, free_memory
+from settings import CHUNK, Limits, SamplingParams, SettingError, free_memory
 from speculative import DraftModel, Guesser, NGram
 from tools.books import audit
 from tools.ways import plain, split
@@ -316,6 +316,14 @@ def test_a_budget_follows_from_what_is_to_run(options):
     assert_empty(at)
     with pytest.raises(SettingError, match="max_num_batched_tokens"):
         LLM(SHAKESPEARE, device="cpu", max_num_batched_tokens=seqs * (1 + k) - 1, **options)
+
+
+def test_choices_are_listed_once():
+    """The default stood in the error's list twice."""
+    with pytest.raises(
+        SettingError, match=r"^kv_dtype 'int4' is not supported; supported: auto, int8$"
+    ):
+        Limits(kv_dtype="int4")
 
 
 def test_max_seq_len_bounds_prompt_and_output():

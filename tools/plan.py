@@ -12,9 +12,9 @@ reads this clock.
 
 `fit` starts the server and sends it requests. It measures the time from the start of each step to
 the start of the next, and fits a linear function of the step's work to these times. So the sampler,
-and what the server does beside the engine, is part of a step. A request's way to the engine and a
-token's way back are the differences between times that the client and the server note. What
-follows `--` is for server.py.
+and what the server does beside the engine, is part of a step. The time that a request takes to
+reach the engine, and that of a token on the way back, is the difference between a time that the
+client notes and one that the server notes. What follows `--` is for server.py.
 
 Not simulated: the network between a proxy and the replicas, a replica that fails or starts, EOS (a
 request has the length that it asks for), guesses, and other programs on the machine. Papers:
@@ -125,9 +125,10 @@ class Times:
         return sum(count * seconds for count, seconds in zip(work, self.seconds))
 
     def scaled_to(self, sample: "Sample") -> "Times":
-        """Return these times, scaled by one factor to the machine as it is now: with it, the steps
-        of a sample take in total as long as was measured. Steps that took STALL_FACTOR times as
-        long as predicted are left out of both totals (in fitted() they count in the factor)."""
+        """Return these times with `seconds` scaled by one factor to the machine's present speed.
+        The factor is the total of a sample's measured step times, divided by the total of the
+        predicted ones. Steps that took STALL_FACTOR times as long as predicted are left out of both
+        totals. (In fitted() they count in the factor.)"""
         pairs = [(took, self.step(work)) for work, took in zip(sample.works, sample.took)]
         kept = [(took, ours) for took, ours in pairs if took < STALL_FACTOR * ours]
         factor = sum(took for took, _ in kept) / sum(ours for _, ours in kept)
@@ -161,12 +162,12 @@ def fitted(works: list[list[float]], times: list[float]) -> list[float]:
 
 def least_squares(X: Tensor) -> Tensor:
     """Solve X @ seconds = 1 by least squares, with no negative number. While the solution has
-    negative numbers, weight each number by the norm of its column, leave out the column with the
-    most negative result, and solve for the rest again."""
+    negative numbers, leave out one column and solve again: the column whose number, multiplied by
+    the column's norm, is the most negative."""
     used, seconds = [*range(X.shape[1])], X.new_zeros(X.shape[1])
     while used:
         scale = X[:, used].norm(dim=0).clamp(min=1e-30)
-        # gelsd allows linearly dependent columns, which occur where a load never varies one.
+        # gelsd allows linearly dependent columns. They occur if a term is the same in every step.
         found = torch.linalg.lstsq(X[:, used] / scale, X.new_ones(len(X), 1), driver="gelsd")
         shares = found.solution[:, 0]
         if shares.min() >= 0:
@@ -522,7 +523,7 @@ def parse_line(line: str, number: int, times: Times) -> Arrival:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; return the exit status: 0, 2 for an error of use, 130 for Ctrl-C."""
+    """Run the command line; return the exit status: 0, 2 after an error, 130 after Ctrl-C."""
     return launch("plan.py", argv, parse_args, measure, join)
 
 
@@ -550,7 +551,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--fit", required=True, metavar="NAME", help="the record that fit has made")
     arrivals = run_parser.add_mutually_exclusive_group(required=True)
     arrivals.add_argument("--rate", type=float, help="requests a second; inf: at once")
-    arrivals.add_argument("--trace", type=Path, metavar="FILE.jsonl", help="see read_trace")
+    text = "requests, a JSON object in each line; see read_trace in plan.py"
+    arrivals.add_argument("--trace", type=Path, metavar="FILE.jsonl", help=text)
     add("--replicas", type=int, nargs="+", help="how many; several to compare (default: 1)")
     text = "how to choose a replica; several to compare (default: least-loaded)"
     add("--policy", nargs="+", choices=POLICIES, default=["least-loaded"], help=text)
@@ -860,8 +862,8 @@ class TimedServer:
         return Sample(*cycles(events), inbound, outbound)
 
     def times(self, sample: Sample) -> Times:
-        """Fit a step's time to the steps. What is between a client and the engine is not fitted,
-        but measured: both processes read the same clock."""
+        """Fit the time of a step to the steps of a sample. The times on the way between a client
+        and the engine are not fitted, but measured: both processes read the same clock."""
         ways = [load.percentile(values, 50) for values in (sample.inbound, sample.outbound)]
         return Times(fitted(sample.works, sample.took), *ways, **self.limits)
 
@@ -918,7 +920,7 @@ def write_shape(folder: Path, config: Config) -> None:
 
 
 def fit(args: argparse.Namespace) -> int:
-    """Time a server's steps, and what is between a client and the engine."""
+    """Time a server's steps, and the way of requests and tokens between client and engine."""
     what = load_of(args)._replace(seed=1000)
     with timed_server(args.server, args.shape) as timed:
         capacity = timed.capacity(what)
@@ -961,7 +963,8 @@ def compare(args: argparse.Namespace) -> int:
     times, record = read_fit(args.fit)
     torch.set_num_threads(1)
     limits, what = load.Limits(1.0, 0.1), load_of(args)
-    # Each load has a seed of its own: with prompts that the cache holds there is less to compute.
+    # Each load has seeds of its own: a repeated prompt would be found in the prefix cache. They
+    # count by 2, because a sample uses two.
     seeds = itertools.count(10000, 2)
     rows: dict[str, dict[str, list[float]]] = {}
 
