@@ -225,7 +225,7 @@ def test_a_machine_dies(machines, who):
     machines.until(lambda: len(machines.said(0, "out")) > 2)
     for pid in machines.pids(who):
         os.kill(pid, signal.SIGKILL)
-    assert all(machines.end(10))
+    assert all(machines.end(30))  # 1 s on a quiet machine, 4 beside eight busy processes
     (line,) = machines.errors(1 - who)
     assert f"rank {1 - who}" in line and not machines.errors(who)
 
