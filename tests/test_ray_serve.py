@@ -78,19 +78,25 @@ def states(module):
                     for state, n in deployment.replica_states.items()})  # fmt: skip
 
 
+def parent_of(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def processes():
-    """The processes that run server.py for Ray, torchrun included, and their parents."""
+    """The processes that run server.py for this test's Ray, torchrun included, and their parents.
+    Another worker of pytest may have servers, and a Ray of its own, whose raylet it has started."""
     found = {}
     for each in filter(str.isdigit, os.listdir("/proc")):
         try:
             words = Path(f"/proc/{each}/cmdline").read_text().split("\0")
+            if str(ROOT / "server.py") not in words:
+                continue
             settings = Path(f"/proc/{each}/environ").read_bytes()
-            parent = int(Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()[1])
+            raylet = re.search(rb"RAY_RAYLET_PID=(\d+)", settings)
+            if raylet and parent_of(int(raylet[1])) == os.getpid():
+                found[int(each)] = parent_of(each)
         except OSError:  # it has ended
             continue
-        # Another test's server may run at the same time, in another worker of pytest.
-        if str(ROOT / "server.py") in words and b"RAY_RAYLET_PID=" in settings:
-            found[int(each)] = parent
     return found
 
 
