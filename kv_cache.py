@@ -48,11 +48,12 @@ class StaticCache:
     """Keys and values of a batch of sequences, in slabs of `max_seq_len` positions.
 
     Bytes: 2 * layers * B * K * num_slots * stored_dim * itemsize, where num_slots is max_seq_len
-    rounded up to a multiple of BUCKET, plus 1. Nothing is ever cleared: a
-    position is written before it can be seen, because a query sees only positions up to its own.
-    That also makes rolling back free, since generation just continues from an earlier position.
-    Masked values must still be finite, as attention multiplies them by 0, and 0 * NaN is NaN. So
-    generate() stops at the first NaN.
+    rounded up to a multiple of BUCKET, plus 1.
+
+    Nothing is ever cleared: a position is written before it can be seen, because a query sees only
+    positions up to its own. That also makes rolling back free, since generation just continues from
+    an earlier position. Masked values must still be finite, as attention multiplies them by 0, and
+    0 * NaN is NaN. So generate() stops at the first NaN.
     """
 
     def __init__(

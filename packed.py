@@ -2,11 +2,10 @@
 
 compile_model replaces each Linear of a finished model, plain or quantised, by a form that its
 device multiplies fast, where PyTorch has one (on CUDA for int4 only), and leaves the rest to
-torch.compile. These forms are never stored. The form
-that a matrix gets depends on what the processor has, never on timing, so the same model on the same
-machine gives the same tokens in each process. Skip this file at first: nothing else depends on it.
-In it, N is output channels, K input channels, G groups, R rows. Read: compile_model, PackedLinear,
-form_of.
+torch.compile. These forms are never stored. The form that a matrix gets depends on the processor
+and on the kind of cache, never on timing, so the same command on the same machine gives the same
+tokens in each process. Skip this file at first: nothing else depends on it. In it, N is output
+channels, K input channels, G groups, R rows. Read: compile_model, PackedLinear, form_of.
 """
 
 import warnings
@@ -46,7 +45,7 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
     """
     device = supported("--compile on", model.device.type, "cpu", "cuda")
     # With AMX, one sequence in float32 is faster with plain weights. Most of its products have one
-    # row, and a matrix of 4096 x 768 takes MKL 0.45 ms then, and oneDNN with a packed weight 0.60.
+    # row, and a matrix of 4096 x 768 takes MKL 0.48 ms then, and oneDNN with a packed weight 0.60.
     # The 110m shape writes 47.6 tokens/s instead of 40.8. A prompt of 16 tokens takes 41 ms instead
     # of 35, and one of 512 as long as before. On AMD's processors MKL is slower than oneDNN.
     pack_linears(model, batch_size == 1 and torch.cpu._is_amx_tile_supported())

@@ -14,10 +14,10 @@ machine waits 600 s for the other (--rdzv-conf join_timeout=600), and 60 s for a
 If a process dies, its machine closes its connections, and another rank ends at its next exchange
 with that process. A machine that loses its power or its network cannot close its connections. Then
 rank 0 notices only after 15 minutes, when Linux gives up sending, and the other ranks, which only
-listen, never notice. To have all
-ranks notice within about 15 seconds, run `sysctl net.ipv4.tcp_retries2=5` and start torchrun with
-LD_PRELOAD=libkeepalive.so KEEPIDLE=5 KEEPINTVL=5 KEEPCNT=2 (Debian's package libkeepalive0). A
-wrong option on one machine ends its rank before the ranks meet, and the others wait five minutes.
+listen, never notice. To have all ranks notice within about 15 seconds, run `sysctl
+net.ipv4.tcp_retries2=5` and start torchrun with LD_PRELOAD=libkeepalive.so KEEPIDLE=5 KEEPINTVL=5
+KEEPCNT=2 (Debian's package libkeepalive0). A wrong option on one machine ends its rank before the
+ranks meet, and the others wait five minutes.
 
 The matrices are cut in pairs, so that a pair needs one sum over the ranks, not two (Megatron-LM,
 Shoeybi et al. 2019, arXiv:1909.08053). The first matrix is cut along its outputs, and the second
