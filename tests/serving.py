@@ -21,6 +21,7 @@ import openai
 import pytest
 import torch
 from conftest import ROOT, SHAKESPEARE
+from ways import split
 
 import server as server_module
 from checkpoint import load_model, suggested
@@ -31,7 +32,6 @@ from server import ServerArgs, parse_args
 from settings import Ranks, SamplingParams, given
 from tokenizer import Tokenizer
 from tools.books import audit
-from tools.ways import split
 
 os.environ["NO_PROXY"] = "127.0.0.1"  # openai's client would ask a proxy of the environment
 TOKENIZER = Tokenizer(SHAKESPEARE)

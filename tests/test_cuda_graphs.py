@@ -1,18 +1,19 @@
 """Steps that are replayed, on a CPU: a stand-in for CUDA graphs calls each operator again, on the
 same memory. That finds what a graph does not see: a tensor made anew by the host, a size that
-differs, a value that Python read. What a GPU makes of it is for tools/gpu_check.py."""
+differs, a value that Python read. What a GPU makes of it is for on_device.py."""
 
 import contextlib
 
 import pytest
 import torch
+import ways
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flex import FlexBlocks, FlexRunner
 from model import Config, Transformer, attention
 from paged import Row, Runner
 from settings import SettingError
-from tools import cuda_graphs, ways
+from tools import cuda_graphs
 from tools.cuda_graphs import FlexGraphRunner, GraphRunner, runner_for
 
 pytestmark = pytest.mark.usefixtures("one_thread")

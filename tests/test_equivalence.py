@@ -1,6 +1,6 @@
 """The equivalence matrix: the same prompts and seeds give the same tokens, whatever the path.
 
-Each path of tools/ways.py is one way to run the model. All are compared, in fp32, with the slowest
+Each path of ways.py is one way to run the model. All are compared, in fp32, with the slowest
 and most obvious one: no cache, everything recomputed at each step. A new fast path adds one entry
 to PATHS there. Every path runs every prompt with every setting, where it can all of them at once.
 Where guesses are sampled they use other random numbers; there the slow twin guesses too, see plain.
@@ -10,13 +10,13 @@ from functools import cache
 
 import pytest
 import torch
+import ways
+from ways import CASES, PATHS, draft_of, plain
 
 import sampling
 from checkpoint import build
 from model import Config
 from sampling import SamplingParams, Sequence
-from tools import ways
-from tools.ways import CASES, PATHS, draft_of, plain
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -22,6 +22,7 @@ import torch
 from conftest import DRAFT, ROOT, SHAKESPEARE
 from safetensors.torch import load_file, save_file
 from serving import COMPLETIONS, shared  # noqa: F401 (a fixture)
+from ways import plain
 
 import generate
 import scheduler
@@ -29,7 +30,6 @@ from checkpoint import load_model, suggested
 from sampling import Sequence
 from settings import DTYPES, SamplingParams
 from tokenizer import Tokenizer
-from tools.ways import plain
 
 CONFIG = json.loads((SHAKESPEARE / "config.json").read_text())
 TRAINED, EOS = CONFIG["max_position_embeddings"], CONFIG["eos_token_id"]

@@ -1,4 +1,5 @@
-"""tools/gpu_check.py on the CPU: what it runs, and what it does where a part breaks."""
+"""tools/gpu_check.py and on_device.py on the CPU: what they run, and what they do where a part
+breaks."""
 
 import json
 import os
@@ -8,14 +9,16 @@ import subprocess
 import sys
 import time
 
+import on_device
 import pytest
 import torch
+import ways
 from conftest import ROOT
 from pretend import Gpu
 
 import model
 import paged
-from tools import gpu_check, ways
+from tools import gpu_check
 from tools.gpu_check import Part
 
 TINY = ("--device", "cpu", "--tiny")
@@ -55,7 +58,7 @@ def table(monkeypatch, tmp_path):
 
 
 def fake(rows, end=0, limit=30):
-    return Part(["fake_part", "latency", json.dumps(rows), str(end)], limit)
+    return Part(["-m", "fake_part", "latency", json.dumps(rows), str(end)], limit)
 
 
 BROKEN = {  # a part, and what is said of it
@@ -126,6 +129,11 @@ def test_errors_of_use(capsys):
     assert "--only nothing: there is no such part" in capsys.readouterr().err
 
 
+def test_every_check_is_run():
+    """A check stands in one of the two files alone."""
+    assert [*gpu_check.CHECKS] == [*on_device.CHECKS]
+
+
 def test_what_fits():
     """Keys and values of the batches are larger than the memory."""
     shapes = gpu_check.bench.SHAPES
@@ -173,9 +181,9 @@ FAULTS = [(paged, "visible", own_key_hidden), (paged, "side_by_side", last_block
 def test_faults_are_found(monkeypatch, dtype, owner, name, broken):
     """The tolerance lets a fault through."""
     row = ("trained", dtype, "paged, batched", "plain", "cpu", False)
-    assert gpu_check.try_way(*row)["fault"] == ""
+    assert on_device.try_way(*row)["fault"] == ""
     monkeypatch.setattr(owner, name, broken)
-    fault = gpu_check.try_way(*row)["fault"]
+    fault = on_device.try_way(*row)["fault"]
     assert "off by" in fault
     assert ("is not that of" in fault) == (dtype == "float32")
 
@@ -187,14 +195,14 @@ def test_faults_are_found(monkeypatch, dtype, owner, name, broken):
 def test_on_a_gpu(path, kind):
     """A way, or its comparison, mixes tensors of the CPU and the GPU."""
     with Gpu() as gpu:
-        row = gpu_check.try_way("trained", "float32", path, kind, "cuda", True)
+        row = on_device.try_way("trained", "float32", path, kind, "cuda", True)
     assert row["fault"] == "" and gpu.reads
 
 
 def test_forms_on_a_gpu():
     """A missing operator ends the checks of the other forms."""
     with Gpu():
-        rows = [*gpu_check.packed("cuda", True)]
+        rows = [*on_device.packed("cuda", True)]
     assert len(rows) == 6
     for row in rows:
         is_there = "int4" not in row["row"]
@@ -205,10 +213,10 @@ def test_forms_on_a_gpu():
 def test_compiling_has_an_end(monkeypatch):
     """A way begins shortly before its part is ended, and makes it fail."""
     times = iter([0, 1, 99, *[101] * 99])
-    monkeypatch.setattr(gpu_check.time, "monotonic", lambda: next(times))
-    monkeypatch.setattr(gpu_check, "try_way", lambda *row: {"row": row, "fault": ""})
-    rows = [*gpu_check.compiled("cuda", False)]
-    assert [row.get("late") for row in rows] == [None] * 2 + [True] * (len(gpu_check.COMPILED) - 2)
+    monkeypatch.setattr(on_device.time, "monotonic", lambda: next(times))
+    monkeypatch.setattr(on_device, "try_way", lambda *row: {"row": row, "fault": ""})
+    rows = [*on_device.compiled("cuda", False)]
+    assert [row.get("late") for row in rows] == [None] * 2 + [True] * (len(on_device.COMPILED) - 2)
 
 
 @pytest.mark.parametrize("error", ["CUDA error: an illegal address", "no such thing"])
@@ -220,7 +228,7 @@ def test_errors_of_a_way(monkeypatch, capsys, error):
 
     monkeypatch.setitem(ways.PATHS, "no cache", fail)
     monkeypatch.setattr(ways, "rows_of", lambda case: [("no cache", "plain"), ("n = 3", "plain")])
-    status = gpu_check.main(["--part", "tokens-trained", *TINY])
+    status = on_device.main(["tokens-trained", *TINY])
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert re.fullmatch(rf"RuntimeError at test_gpu_check.py:\d+: {error}", rows[0]["fault"])
     assert (status, len(rows)) == ((1, 1) if "CUDA" in error else (0, 4))
@@ -228,10 +236,10 @@ def test_errors_of_a_way(monkeypatch, capsys, error):
 
 def test_a_wrong_form_is_found(monkeypatch):
     """A packed form is compared with itself."""
-    assert not any(row["fault"] for row in gpu_check.packed("cpu", True))
+    assert not any(row["fault"] for row in on_device.packed("cpu", True))
     monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: x @ self.weight.mT * 1.1)
-    monkeypatch.setattr(gpu_check, "form_of", lambda linear: None)
-    rows = [row for row in gpu_check.packed("cpu", True) if "plain" in row["row"]]
+    monkeypatch.setattr(on_device, "form_of", lambda linear: None)
+    rows = [row for row in on_device.packed("cpu", True) if "plain" in row["row"]]
     assert len(rows) == 2 and all(row["fault"] for row in rows)
 
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 from conftest import DRAFT, SHAKESPEARE
 from torch.profiler import profile
+from ways import plain, split
 
 import paged
 import scheduler
@@ -31,7 +32,6 @@ from scheduler import Engine, Guess
 from settings import CHUNK, Limits, SamplingParams, SettingError, free_memory
 from speculative import DraftModel, Guesser, NGram
 from tools.books import audit
-from tools.ways import plain, split
 
 WORDS = random.Random(7).choices(range(1, 32), k=64)  # a text to cut prompts from
 

@@ -4,21 +4,17 @@
     python tools/gpu_check.py --only packed ranks   only these parts
     python tools/gpu_check.py --device cpu --tiny   a rehearsal, without a GPU
 
-Each part runs in a process of its own, as an error of CUDA poisons the process that has it. The
-checks print a JSON line for each way that they have tried, so that what came before a crash is
-kept; the measurements are bench.py's. Every part leaves a record, benchmarks/DEVICE/PART.json: to
-put a measurement into the tables, move it up into benchmarks/, and run `tools/bench.py report`.
-
-Right means, for each way in tools/ways.py: in float32 exactly the tokens of the slow twin, which
-has no cache and runs on the CPU; in bfloat16, log-probabilities as near to the twin's as ways.NEAR
-says. Slow means less than half of what the device's memory, or its products of matrices, can do.
-Read: main, parts, run; then the checks.
+Each part runs in a process of its own, because an error of CUDA poisons the process that has it.
+tests/on_device.py checks that the engine is right, and says what right means; bench.py measures how
+fast it is. A row is slow if it reaches less than half of what the device's memory, or its products
+of matrices, can do. Every part leaves a record, benchmarks/DEVICE/PART.json: to put a measurement
+into the tables, move it up into benchmarks/, and run `tools/bench.py report`. Read: main, parts,
+run.
 """
 
 import argparse
 import contextlib
 import json
-import math
 import os
 import re
 import signal
@@ -26,10 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from functools import partial
-from importlib.util import find_spec
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,13 +34,11 @@ import torch
 
 from checkpoint import build
 from model import Config
-from packed import form_of
-from quantize import QuantLinear, quantize_model
-from settings import DTYPES, pick_device
-from tools import bench, report, ways
+from settings import pick_device
+from tools import bench, report
 
 ROOT, RECORDS = report.ROOT, report.RECORDS
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+DRAFT = ROOT / "checkpoints" / "shakespeare-draft"  # the smaller bundled model, for a rehearsal
 Row = dict[str, Any]  # "row", its name; "fault", "" where it is as it should be; and figures
 
 
@@ -77,13 +68,17 @@ MEASURED = {
     "latency-7b-int8": ("latency", "7b", "--quantize int8"),
     "latency-7b-int4": ("latency", "7b", "--quantize int4"),
 }  # fmt: skip
-SECONDS = {"compiled": 240}  # how long a check may take, if not 90
+# A check of tests/on_device.py -> how many seconds it may take.
+CHECKS = {
+    "machine": 90, "packed": 90, "tokens-trained": 90, "tokens-sliding": 90, "tokens-experts": 90,
+    "compiled": 240, "ranks": 90,
+}  # fmt: skip
 
 
 class Part(NamedTuple):
     """What to run, and for how many seconds at most; or why it cannot be run here."""
 
-    words: list[str]  # a module of tools/, and its arguments
+    words: list[str]  # what Python runs, and its arguments
     limit: int
     absent: str = ""
 
@@ -95,18 +90,24 @@ def parts(args: argparse.Namespace, found: Row) -> dict[str, Part]:
         found: what the part `machine` says; {}: nothing yet.
     """
     common, made = ["--device", args.device], {}
-    for name in CHECKS:
-        words = ["tools.gpu_check", "--part", name, *common, *["--tiny"] * args.tiny]
+    for name, limit in CHECKS.items():
+        words = ["tests/on_device.py", name, *common, *["--tiny"] * args.tiny]
         absent = ""
         if name == "ranks" and args.device == "cuda" and found.get("gpus", 2) < 2:
             absent = "there is one GPU"
-        made[name] = Part(words, SECONDS.get(name, 90), absent)
+        made[name] = Part(words, limit, absent)
     for name, (command, shape, more) in MEASURED.items():
         if args.tiny and shape == "7b":
             continue
         tiny, full, limit = OPTIONS[command]
-        words = ["tools.bench", command, *(tiny if args.tiny else full).split(), *more.split()]
-        words += ["--checkpoint", str(ways.DRAFT)] if args.tiny else ["--shape", shape]
+        words = [
+            "-m",
+            "tools.bench",
+            command,
+            *(tiny if args.tiny else full).split(),
+            *more.split(),
+        ]
+        words += ["--checkpoint", str(DRAFT)] if args.tiny else ["--shape", shape]
         batches = that_fit(bench.SHAPES[shape], found.get("free_gb"))
         if command == "latency" and not args.tiny:
             words += ["--batch", *map(str, batches)]
@@ -134,151 +135,6 @@ def that_fit(config: Config, free_gb: float | None) -> list[int]:
     return batches
 
 
-# --- The checks -----------------------------------------------------------------------------------
-
-
-def machine(device: str, tiny: bool) -> Iterator[Row]:
-    """Report the device."""
-    about = argparse.Namespace(words=[], checkpoint=None, shape="")
-    about = bench.provenance(torch.device(device), about)
-    found: Row = {"row": about["hardware"], "versions": about["versions"]}
-    if device == "cuda":
-        free, _ = torch.cuda.mem_get_info()
-        found |= {"gpus": torch.cuda.device_count(), "free_gb": free / 1e9}
-    yield found
-
-
-def attempt(row: Row, measure: Callable[[], tuple[float, list[str]]]) -> Row:
-    """Run a measurement, and add the error that it found, and its faults, to a row.
-
-    Args:
-        row: has `near`, the largest error that is right.
-        measure: returns the error, and a list of faults.
-    """
-    faults = []
-    try:
-        row["off"], faults = measure()
-        if not row["off"] < row["near"]:  # or it is NaN
-            faults = [*faults, f"off by {row['off']:.1e}, more than {row['near']:g}"]
-    except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        at = [f"{Path(f.filename).name}:{f.lineno}" for f in frames if str(ROOT) in f.filename]
-        text = " ".join(str(error).split())[:300]
-        faults = [f"{type(error).__name__} at {at[-1]}: {text}"]
-        if "CUDA error" in text:  # all that follows in this process would fail, too
-            row["fatal"] = True
-    return row | {"fault": "; ".join(faults)}
-
-
-def try_way(case: str, dtype: str, path: str, kind: str, device: str, tiny: bool) -> Row:
-    """Run one way, and compare it with the slow twin."""
-    jobs = (4, 11) if tiny else ways.FEW  # a short and a long prompt, with guesses in both
-    # PyTorch's product of int4 weights is in bfloat16 on a GPU.
-    rough = "int4" in kind and "compiled" in path and device != "cpu"
-    exact = dtype == "float32" and not rough
-
-    def measure() -> tuple[float, list[str]]:
-        model, options = ways.placed(case, kind, device, DTYPES[dtype])
-        run, known = (ways.PATHS | ways.REPLAYED)[path], ways.jobs_of(case, kind)
-        found = run(model, [known[job] for job in jobs], **options)
-        return ways.compare(case, kind, jobs, found, exact)
-
-    near = ways.NEAR["float32" if exact and kind != "int8 cache" else "bfloat16"]
-    return attempt({"row": f"{case}, {dtype}: {path}, {kind}", "near": near}, measure)
-
-
-def tokens(case: str, device: str, tiny: bool) -> Iterator[Row]:
-    """Try all ways that run eagerly; with guesses in float32 only, as they change no text."""
-    for dtype in ("float32", "bfloat16"):
-        for path, kind in ways.rows_of(case):
-            guesses = "speculate" in ways.KINDS.get(kind, {})
-            missing = kind == "structure" and not find_spec("llguidance")
-            if not (missing or "compiled" in path or (guesses and dtype == "bfloat16")):
-                yield try_way(case, dtype, path, kind, device, tiny)
-
-
-# What is compiled, and with a static cache on a GPU, replayed. The first ones matter most.
-COMPILED = [
-    ("trained", "float32", "paged, compiled", "plain"),
-    ("trained", "float32", "compiled", "plain"),
-    *(("trained", "float32", path, "plain") for path in ways.REPLAYED),
-    ("trained", "bfloat16", "compiled", "int8 weights"),
-    ("trained", "bfloat16", "compiled", "int4 weights"),
-    ("experts", "float32", "paged, compiled", "plain"),
-    ("trained", "bfloat16", "paged, compiled", "int8 weights"),
-    ("trained", "bfloat16", "paged, compiled", "int4 weights"),
-    ("sliding", "float32", "compiled", "plain"),
-    ("trained", "float32", "compiled", "int8 cache"),
-    ("trained", "float32", "paged, compiled", "draft"),
-]
-
-
-def compiled(device: str, tiny: bool) -> Iterator[Row]:
-    """Try compiled ways, one after another, as long as there is time: each is compiled first."""
-    end = time.monotonic() + 100
-    for row in COMPILED[:1] if tiny else COMPILED:
-        if row[2] in ways.REPLAYED and device != "cuda":
-            continue
-        if time.monotonic() < end:
-            yield try_way(*row, device, tiny)
-        else:
-            yield {"row": ", ".join(row), "late": True}
-
-
-@torch.no_grad()
-def packed(device: str, tiny: bool) -> Iterator[Row]:
-    """Compare each packed form of a matrix with its eager twin, for one row and for several."""
-    torch.manual_seed(0)
-    N, K = (256, 128) if tiny else (4096, 2048)
-    for dtype in ("float32", "bfloat16"):
-        for mode in (None, "int8", "int4"):
-            parent = torch.nn.Sequential(torch.nn.Linear(K, N)).to(device, DTYPES[dtype])
-            linear = quantize_model(parent, mode)[0] if mode else parent[0]
-            form = form_of(linear)
-            # PyTorch's product of int4 weights rounds to bfloat16 on a GPU.
-            near = 0.001 if dtype == "float32" and mode != "int4" else 0.02
-            name = f"{dtype}, {mode or 'plain'}: {form.__name__ if form else 'none, as eager'}"
-            yield attempt({"row": name, "near": near}, partial(form_error, linear, form))
-
-
-@torch.no_grad()
-def form_error(linear: torch.nn.Module, form: type | None) -> tuple[float, list[str]]:
-    """Return the error of a form's products against float64, as a share of their spread."""
-    weight = linear.dequantize() if isinstance(linear, QuantLinear) else linear.weight
-    fast, off = form(linear) if form else linear, []
-    for rows in (1, 3, 32, 300):
-        x = torch.randn(rows, weight.shape[1]).to(linear.bias)
-        # On the CPU, as not all devices have float64.
-        exact = [each.cpu().double() for each in (x, weight, linear.bias)]
-        y = torch.nn.functional.linear(*exact)
-        off.append(((fast(x).cpu() - y).square().mean().sqrt() / y.std()).item())
-    return max(off, key=lambda each: math.inf if math.isnan(each) else each), []
-
-
-def ranks(device: str, tiny: bool) -> Iterator[Row]:
-    """Compare the text of two processes with that of one."""
-    for words in ("--temperature 0", "--seed 1 --num-samples 2")[: 1 if tiny else 2]:
-        script = [str(ROOT / "generate.py"), "--device", device, "--dtype", "float32"]
-        script += ["--max-new-tokens", "40", *words.split()]
-        found = []
-        for launcher in ([sys.executable], TORCHRUN):
-            done = subprocess.run([*launcher, *script], capture_output=True, text=True)
-            sys.stderr.write(done.stderr)
-            found.append((done.returncode, done.stdout))
-        one, two = found
-        same = one == two and one[0] == 0 and len(one[1]) > 20
-        yield {"row": words, "fault": "" if same else f"one gives {one}, two give {two}"}
-
-
-CHECKS: dict[str, Callable[[str, bool], Iterator[Row]]] = {
-    "machine": machine,
-    "packed": packed,
-    **{f"tokens-{case}": partial(tokens, case) for case in ways.CASES},
-    "compiled": compiled,
-    "ranks": ranks,
-}
-
-
 # --- Running them ---------------------------------------------------------------------------------
 
 
@@ -286,13 +142,6 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit status: 0 where nothing failed, 1 where something did,
     2 for an error of use, 130 for Ctrl-C."""
     args = parse_args(argv)
-    if args.part:
-        torch.set_float32_matmul_precision("highest")  # no TF32
-        for row in CHECKS[args.part](args.device, args.tiny):
-            print(json.dumps(row), flush=True)
-            if "fatal" in row:
-                return 1
-        return 0
     known, why = parts(args, {}), ""
     try:
         pick_device(args.device)
@@ -316,7 +165,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--minutes", type=float, default=10.0, help="parts that would end later are skipped")
     add("--out", type=Path, help="folder of the records (default: benchmarks/DEVICE)")
     add("--vllm-python", type=Path, metavar="PATH", help="Python that has vLLM")
-    add("--part", choices=CHECKS, help="run one check in this process: a JSON line for each way")
     return parser.parse_args(argv)
 
 
@@ -379,7 +227,7 @@ def run(part: Part, left: float) -> Outcome:
     limit, status = min(part.limit, left), None
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", *part.words],
+            [sys.executable, *part.words],
             cwd=ROOT,
             env=os.environ | {"HF_HUB_OFFLINE": "1"},
             stdout=out,
@@ -454,7 +302,7 @@ LIMITS = {"read_limit_gb_s": "read limit, GB/s", "gemm_peak_tflop_s": "GEMM peak
 def figures(part: Part, outcome: Outcome) -> Iterator[str]:
     """Write the figures of a measurement, with the titles of benchmarks/README.md."""
     for label, row in measured(outcome).items():
-        titles = report.COLUMNS[part.words[1]] | LIMITS
+        titles = report.COLUMNS[part.words[2]] | LIMITS
         shown = [name for name in titles if name in row]
         yield f"{label}: " + ", ".join(
             f"{titles[name]} {report.number(row[name])}" for name in shown

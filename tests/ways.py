@@ -1,6 +1,6 @@
 """Every way to run a model, and the slow twin, whose tokens all of them must make.
 
-tests/test_equivalence.py compares them on a CPU, gpu_check.py on a GPU. A way takes a model and
+test_equivalence.py compares them on a CPU, on_device.py on a GPU. A way takes a model and
 jobs, each a prompt's ids and its SamplingParams, and returns each job's tokens. A new fast path
 adds one entry to PATHS, or to ENGINES where the scheduler runs it. ROWS lists the combinations with
 guesses, fewer bits and structures. Sampled guesses use other random numbers; for these the slow
