@@ -5,16 +5,17 @@
     python tools/plan.py run --fit fit-mine --trace FILE.jsonl --promise ttft_p99=2 tpot_p99=0.1
     python tools/plan.py check --fit fit-mine     predictions beside what load.py measures
 
-Scheduling, blocks, prefix sharing and preemption are not modelled, but run: each replica is an
-Engine of scheduler.py with its own BlockPool. Only its forward is replaced, by one that returns the
-same logits for every row and advances a clock by the time that the step would take. sampling.py
-reads this clock.
+Scheduling, blocks, prefix sharing and preemption are not modelled: the real code runs. Each replica
+is an Engine of scheduler.py with its own BlockPool. Only its forward is replaced, by one that
+returns the same logits for every row and advances a clock by the time that the step would take.
+sampling.py reads this clock.
 
 `fit` starts the server and sends it requests. It measures the time from the start of each step to
-the start of the next, and fits a linear function of the step's work to these times. So the sampler,
-and what the server does beside the engine, is part of a step. The time that a request takes to
-reach the engine, and that of a token on the way back, is the difference between a time that the
-client notes and one that the server notes. What follows `--` is for server.py.
+the start of the next, and fits a linear function of the step's work to these times. So a step's
+time includes sampling, and the server's own work between two steps. `fit` also measures how long a
+request takes to reach the engine, and how long a token takes to reach the client. Each is the
+difference between a time that the client notes and one that the server notes. What follows `--` is
+for server.py.
 
 Not simulated: the network between a proxy and the replicas, a replica that fails or starts, EOS (a
 request has the length that it asks for), guesses, and other programs on the machine. Papers:
@@ -142,9 +143,9 @@ STALL_FACTOR = 3
 def fitted(works: list[list[float]], times: list[float]) -> list[float]:
     """Fit seconds, none of them negative, by least squares of the relative error.
 
-    Steps that took STALL_FACTOR times what the first fit says are left out of the second. Then all
-    the seconds are scaled by one factor, so that the predictions for all steps, those included, add
-    up to the time that was measured.
+    Steps that took STALL_FACTOR times what the first fit says are left out of the second. Then one
+    factor scales all the seconds, so that the predictions for all steps, including those left out,
+    add up to the measured time.
 
     Raises:
         ValueError: there are too few steps.
@@ -230,7 +231,7 @@ class Result(NamedTuple):
 
 @dataclass
 class Replica:
-    """An engine, and what a router knows of it.
+    """An engine, and what the simulation and the router keep track of.
 
     Attributes:
         is_resting: it has nothing to do, and no step is under way.
@@ -350,7 +351,7 @@ class Fleet:
                 replica.leaving += 1
                 job, outcome = request.outputs[0], self.under_way.pop(request)
                 ends = (job.times[k] + self.times.outbound for k in (1, -1))
-                outcome.times = array("d", ends)  # 16 bytes, where a list of two takes 120
+                outcome.times = array("d", ends)  # holds two floats without an object for each
                 outcome.tokens = len(job.tokens)
         assert self.clock.now > start, "a step that runs nothing would be repeated for ever"
         replica.busy += self.clock.now - start
@@ -484,7 +485,7 @@ def read_trace(file: Path, times: Times) -> list[Arrival]:
 def parse_line(line: str, number: int, times: Times) -> Arrival:
     """One line of a trace. Raises ValueError."""
     if not line.strip():
-        raise ValueError("is empty: a trace has no gaps")
+        raise ValueError("is empty: a trace must not have blank lines")
     fields = json.loads(line)
     if not isinstance(fields, dict):
         raise ValueError(f"must be an object, is {line:.40}")
@@ -556,12 +557,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--replicas", type=int, nargs="+", help="how many; several to compare (default: 1)")
     text = "how to choose a replica; several to compare (default: least-loaded)"
     add("--policy", nargs="+", choices=POLICIES, default=["least-loaded"], help=text)
-    text = "such as ttft_p99=2 tpot_p99=0.1, in seconds: find the least number that keeps it"
+    text = "find the fewest replicas that keep, for example, ttft_p99=2 tpot_p99=0.1 (seconds)"
     add("--promise", nargs="+", metavar="FIGURE=SECONDS", help=text)
-    add("--most", type=int, default=1024, help="replicas to try")
+    add("--most", type=int, default=1024, help="most replicas to try for --promise")
     add("--ttft-limit", type=float, default=1.0, help="seconds to the first token, for goodput")
     add("--tpot-limit", type=float, default=0.1, help="seconds for each token after it")
-    check_parser = commands.add_parser("check", help="what is predicted, and what is measured")
+    check_parser = commands.add_parser("check", help="compare predictions with measurements")
     check_parser.set_defaults(run=compare)
     add_load(check_parser, 100)
     add = check_parser.add_argument
@@ -654,7 +655,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def publish(args: argparse.Namespace, result: dict[str, Any], record: dict[str, Any]) -> int:
-    """Print figures, and record them where that is asked for, with the machine of the fit."""
+    """Print figures, and with --record also write them to a file. They name the machine on which
+    the fit was made."""
     rows = result["runs"].items()
     result["runs"] = {
         name: bench.spread({k: v if isinstance(v, list) else [v] for k, v in row.items()})
@@ -825,7 +827,7 @@ class TimedServer:
         url: its address.
         process: its id.
         limits: those of Times.
-        threads: how many compute.
+        threads: how many threads PyTorch uses in it.
     """
 
     def __init__(self, url: str, process: int, file: Any) -> None:
@@ -842,8 +844,9 @@ class TimedServer:
         return len(outcomes) / max(outcome.times[-1] for outcome in outcomes)
 
     def sample(self, what: Load, rates: Iterable[float]) -> Sample:
-        """Time the steps under loads of these rates, one after another. Their seeds count from
-        what.seed on, and each has a quarter of the requests."""
+        """Time the steps under loads of these rates, one after another. The first load has the seed
+        what.seed, the next one what.seed + 1, and so on. Each load has a quarter of what.requests,
+        but at least 8."""
         self.events()
         clients = {}  # prompt's key -> when it was to be sent, when its first token was read
         count = max(8, what.requests // 4)
@@ -869,8 +872,8 @@ class TimedServer:
 
 
 def cycles(events: list[list[Any]]) -> tuple[list[list[float]], list[float]]:
-    """Return the work of each step that another one followed at once, and the seconds from its
-    start to the start of the next.
+    """For each step that was followed at once by another, return its work, and the seconds from
+    its start to the start of the next.
 
     Example: a step that began at 1.0, and was followed at once; a request; a step at 1.5:
         [[*work, 1]], [0.5]
@@ -920,7 +923,7 @@ def write_shape(folder: Path, config: Config) -> None:
 
 
 def fit(args: argparse.Namespace) -> int:
-    """Time a server's steps, and the way of requests and tokens between client and engine."""
+    """Time a server's steps, and how long requests and tokens take between client and engine."""
     what = load_of(args)._replace(seed=1000)
     with timed_server(args.server, args.shape) as timed:
         capacity = timed.capacity(what)
@@ -953,12 +956,12 @@ def compare(args: argparse.Namespace) -> int:
     """Start a server with the same options as the fit, send it loads at shares of its simulated
     capacity, and simulate the same loads. Each round goes through all rates in turn.
 
-    This tests the fit and the simulation, not the changes in the machine's speed. The speed changes
-    within seconds with what else runs on it or beside it, and near the capacity steps that take
-    2 % longer make the first token 10 % later. So a short sample of other requests is timed before
-    and after each load, and the fit is scaled to these two by one factor. The prediction knows
-    nothing of the load itself but the arrivals. `elsewhere` in the result tells how quiet the
-    machine was.
+    This tests the fit and the simulation, not the changes in the machine's speed. That speed
+    changes within seconds, depending on what else runs on the machine or on its host. Near the
+    capacity, if steps take 2 % longer, the first token comes 10 % later. So a short sample of other
+    requests is timed before and after each load, and the fit is scaled to these two by one factor.
+    The prediction knows nothing of the load itself but the arrivals. `elsewhere` in the result
+    tells how quiet the machine was.
     """
     times, record = read_fit(args.fit)
     torch.set_num_threads(1)

@@ -226,7 +226,7 @@ def agrees(rows: dict[str, dict], row: dict, name: str) -> bool:
 
 def summary() -> str:
     """List what each technique brings, from the records of its name."""
-    rows = [["model", "what", "measured", "beside it", ""]]
+    rows = [["model", "what", "measured", "ratio", "of what"]]
     for line in PAGE["summary"]:
         record = latest(line["record"])
         row, ratio = record["runs"][line["row"]], line["ratio"]
