@@ -1,13 +1,14 @@
 """Many sequences in one memory: fixed-size blocks, block tables, shared prefixes.
 
-The keys and values of a sequence need not lie side by side. As with an operating system's pages,
-its block table maps position p to slot p % 16 of block table[p // 16]. So memory is handed out 16
-tokens at a time, nothing is reserved for tokens that may never come, and sequences with the same
-beginning share blocks. The first part of this file is integers: who owns which block. The second is
-tensors: what a block holds, and a forward over rows of many sequences. Two short parts follow: what
-the compiler does not see, and how many blocks fit into memory. The file knows nothing about
-requests or text. Papers: Kwon et al. 2023 (PagedAttention, arXiv:2309.06180), Zheng et al. 2023
-(prefix sharing, arXiv:2312.07104). Read: BlockTable, BlockPool; then Row, Blocks, Runner. Next:
+The keys and values of a sequence need not lie side by side. They lie in blocks, as a process's
+memory lies in pages. The sequence's block table maps position p to slot p % 16 of block
+table[p // 16]. So memory is handed out 16 tokens at a time, nothing is reserved for tokens that may
+never come, and sequences with the same beginning share blocks. The first part of this file is
+integers: who owns which block. The second is tensors: what a block holds, and a forward over rows
+of many sequences. Two short parts follow: what the compiler does not see, and how many blocks fit
+into memory. The file knows nothing about requests or text. Papers: Kwon et al. 2023
+(PagedAttention, arXiv:2309.06180), Zheng et al. 2023 (prefix sharing, arXiv:2312.07104). Read:
+BlockTable, BlockPool; then Row, Blocks, Runner. Next:
 scheduler.py. In shape comments W is blocks per row, and R wanted logits.
 
     ids      t h e   k i n g   i s      t h e   k i n g   h a t h        block_size = 4
@@ -49,10 +50,10 @@ class BlockTable:
 class BlockPool:
     """Hands out blocks, counts who uses them, and keeps freed ones for the next equal prefix.
 
-    A block is free (holds nothing of use), used (in `refs` tables) or cached (in no table, but its
-    content can be found again). Free blocks are handed out first, then the cached ones, least
-    recently used first. A table gets the block after its highest one, if that is free, because
-    attention need not copy blocks that follow each other; see Blocks.read.
+    A block is free (holds nothing of use), used (`refs` counts the tables that hold it) or cached
+    (in no table, but its content can be found again). Free blocks are handed out first, then the
+    cached ones, least recently used first. A table gets the block after its highest one, if that is
+    free, because attention need not copy blocks that follow each other; see Blocks.read.
     """
 
     def __init__(self, num_blocks: int, block_size: int = 16) -> None:
@@ -121,8 +122,9 @@ class BlockPool:
         """Record that positions before `end` have been computed, and let full blocks be found.
 
         This comes after the forward. If a block could be found before, another sequence of the same
-        step would read it too early. If two sequences compute the same block at once, the first one
-        is found from then on, and the second one is used by its owner only (nano-vllm#219).
+        step would read it too early. If two sequences compute blocks of equal content in one step,
+        only the block that is committed first can be found. The other one serves its own sequence
+        only (nano-vllm#219).
         """
         assert table.length <= end <= len(table.blocks) * self.block_size
         table.length = end
@@ -207,8 +209,9 @@ def groups_of(rows: list[Row], block_size: int, most: int, width: int = 2) -> It
     is a single row. Rows are padded to the longest, so sort them by length, longest first; see
     scheduler.run_order.
 
-    Example: block_size 4, most 4; rows of 1 new token at 5, 3 and 2, then one of 3 tokens at 4:
-        groups of 2, 1 and 1 rows: the first row needs two blocks, so four blocks hold two rows
+    Example: block_size 4, most 4. Three rows have 1 new token each, at positions 5, 3 and 2, and a
+        fourth has 3 tokens from position 4. The groups have 2, 1 and 1 rows. The first row needs
+        two blocks, so with most 4 its group holds two rows
     """
     for _, alike in itertools.groupby(rows, key=lambda row: len(row.ids)):
         left = list(alike)
@@ -232,7 +235,8 @@ class Group(NamedTuple):
             attention.
         masks: a function from a piece of t tokens to its masks, as model.visible returns them: for
             each window (B, 1, N / K * t, W * block size) bool. It remembers only its last result.
-            With one piece all layers share that; with several, each layer computes them again.
+            With one piece, all layers share that result; with several, each layer computes all
+            masks again.
     """
 
     T: int
@@ -331,8 +335,9 @@ class Runner:
     """
 
     layer = Blocks  # the kind of cache; flex.py has another
-    # The fewest blocks that a row attends to. tools/cuda_graphs.py raises it to a power of two, so
-    # that tables have few widths. It records one graph for each.
+    # Tables are padded to at least this many blocks. tools/cuda_graphs.py sets it to the length of
+    # the longest table, rounded up to a power of two. So few widths occur, and it records few
+    # graphs: one for each number of rows and width.
     width = 2
     # One call of attention has at most this many pairs of a new token and a key, unless one token
     # alone sees more keys. PyTorch widens a call's mask to the queries' dtype: for 257 tokens, 32
@@ -349,8 +354,9 @@ class Runner:
         self.model = model
         self.num_blocks = num_blocks
         self.block_size = block_size
-        # One more block is never written, and pads tables. The heads come first, because attention
-        # takes one head at a time, and reads its keys up to twice as fast if they are contiguous.
+        # There is one block more than num_blocks. It is never written, and pads tables. The heads
+        # come first, because attention takes one head at a time, and reads its keys up to twice as
+        # fast if they are contiguous.
         self.kv = empty_layers(model, kv_dtype, 2 * K, num_blocks + 1, block_size)
         # On a CPU, 2 MB of keys are attended together. Larger copies get fresh pages from the
         # system in each layer, which takes a third longer. A GPU gets more, so that there are few
@@ -424,8 +430,8 @@ class Runner:
         used = [row.blocks[: row.num_blocks(size)] for row in rows]
         W = max(self.width, *map(len, used))
         padded = [blocks + [self.num_blocks] * (W - len(blocks)) for blocks in used]
-        # The order of blocks does not matter to attention. The blocks of an ended text are handed
-        # out again last to first, and sorting puts them in sequence again.
+        # The order of blocks does not matter to attention. The cached blocks of a sequence that has
+        # ended are handed out again last to first, and sorting restores their order.
         table, order = torch.tensor(padded).sort()  # (B, W) each
         has_gap = (table.flatten().diff() != 1).any()
         span = None if has_gap else slice(int(table[0, 0]), int(table[-1, -1]) + 1)
@@ -446,7 +452,7 @@ class Runner:
 # compile again each time. So compiled code calls the operator `opaque` with a number, and the
 # operator looks up the object with that number and calls its `compute`. (packed.py does the same
 # for its matrices.) Blocks.compute also writes to self.kv. The operator's schema does not say so,
-# and need not, as compiled code has no other way to that tensor.
+# and need not, because compiled code never reads or writes that tensor itself.
 library = torch.library.Library("kilolm", "FRAGMENT")
 library.define("opaque(Tensor x, Tensor[] more, Tensor key, SymInt width) -> Tensor")
 numbered = WeakValueDictionary()  # number -> object; weak, so that the object can be freed
@@ -470,7 +476,8 @@ def opaque(x: Tensor, more: list[Tensor], key: Tensor, width: int) -> Tensor:
 
 @torch.library.register_fake("kilolm::opaque", lib=library)
 def _empty(x: Tensor, more: list[Tensor], key: Tensor, width: int) -> Tensor:
-    # What the compiler knows of the result. Where x holds bytes (packed.Int8Linear) it is float32.
+    # The compiler knows only the result's shape and dtype. If x holds bytes (packed.Int8Linear),
+    # the result is float32.
     return x.new_empty((*x.shape[:-1], width), dtype=torch.result_type(x, 1.0))
 
 
@@ -492,8 +499,8 @@ def affordable_blocks(
     size = limits.block_size
     config = model.config
     # One row may have all blocks, and attention then copies all of them, one layer at a time. Each
-    # value has a copy in the model's dtype. An int8 value takes up to 6 bytes more: 1 as a byte, 4
-    # as float32, and 1 for its share of the two copies of the scale.
+    # number, of a key or of a value, is copied in the model's dtype. In int8 it takes up to 6 bytes
+    # more: 1 as int8, 4 as float32, and 1 as its share of the scale's two copies.
     copied = 2 * model.dtype.itemsize + (12 if limits.kv_dtype == "int8" else 0)
     block = size * config.num_key_value_heads * config.head_dim * copied
     for each in models:

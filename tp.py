@@ -11,13 +11,13 @@ other, name the network interface in GLOO_SOCKET_IFNAME, and for NCCL in NCCL_SO
 machine waits 600 s for the other (--rdzv-conf join_timeout=600), and 60 s for an answer from HOST
 (read_timeout=60).
 
-If a process dies, its machine closes its connections, and another rank ends at its next exchange
-with that process. A machine that loses its power or its network cannot close its connections. Then
-rank 0 notices only after 15 minutes, when Linux gives up sending, and the other ranks, which only
-listen, never notice. To have all ranks notice within about 15 seconds, run `sysctl
-net.ipv4.tcp_retries2=5` and start torchrun with LD_PRELOAD=libkeepalive.so KEEPIDLE=5 KEEPINTVL=5
-KEEPCNT=2 (Debian's package libkeepalive0). A wrong option on one machine ends its rank before the
-ranks meet, and the others wait five minutes.
+If a process dies, its machine closes the process's connections, and every other rank ends when it
+next exchanges data with that process. A machine that loses its power or its network cannot close
+its connections. Then rank 0 notices only after 15 minutes, when Linux gives up sending, and the
+other ranks, which only listen, never notice. To have all ranks notice within about 15 seconds, run
+`sysctl net.ipv4.tcp_retries2=5` and start torchrun with LD_PRELOAD=libkeepalive.so KEEPIDLE=5
+KEEPINTVL=5 KEEPCNT=2 (Debian's package libkeepalive0). A wrong option on one machine ends its rank
+before the ranks meet, and the others wait five minutes.
 
 The matrices are cut in pairs, so that a pair needs one sum over the ranks, not two (Megatron-LM,
 Shoeybi et al. 2019, arXiv:1909.08053). The first matrix is cut along its outputs, and the second
@@ -26,15 +26,15 @@ along its inputs, at the same places:
                  rank 0        rank 1
     x            whole         whole            every rank has all of x,
     q k v        heads 0, 1    heads 2, 3       computes its own heads (and its part of the MLP),
-    o            columns of    columns of       multiplies them by its columns of o (and down),
+    o            columns of    columns of       multiplies these by its columns of o (MLP: down),
                  heads 0, 1    heads 2, 3
     all-reduce   y0 + y1       y0 + y1          and adds up the ranks' results, which gives all of y
 
 A rank's share is itself a small Transformer, with fewer heads, a narrower MLP and a part of
 lm_head. So the model, its caches, quantisation and compiling need no change. This file makes the
-config of the share, says which slice of each stored tensor it reads, and adds the sums by hooks.
-Rank 0 alone schedules, samples and prints. Before each forward it broadcasts the integers that
-describe the forward, and the other ranks run the same one.
+share's config, says which slice of each stored tensor the share reads, and attaches hooks that do
+the all-reduces and gather the logits. Rank 0 alone schedules, samples and prints. Before each
+forward it broadcasts the integers that describe the forward, and the other ranks run the same one.
 
 A rank holds and reads 1/n of the weights, and the whole embedding, of which a step reads a few
 rows. So n ranks are up to n times as fast where exchanges are quick. Over gloo on two CPU cores the
@@ -206,7 +206,8 @@ def lead(name: str, act: Callable, *args: Any) -> Any:
     finally:
         signal.signal(signal.SIGINT, before)
         for number in pressed:
-            if callable(before):  # to raise the signal again would make the server count it twice
+            # A signal raised again would count twice, and a second one ends the server at once.
+            if callable(before):
                 before(number, None)
 
 
@@ -233,8 +234,8 @@ def follow(model: Transformer) -> int:
 # --- Joining --------------------------------------------------------------------------------------
 
 
-MEET = """unset RANK and WORLD_SIZE, or start ranks by torchrun, with a GPU each or --device cpu; \
-if machines do not find each other, set GLOO_SOCKET_IFNAME"""
+MEET = """to run one process, unset RANK and WORLD_SIZE; to run several, start them by torchrun, \
+with a GPU each or --device cpu; if machines do not find each other, set GLOO_SOCKET_IFNAME"""
 
 
 @contextlib.contextmanager
@@ -243,10 +244,9 @@ def join(device: torch.device) -> Iterator[Ranks]:
 
     When rank 0 is done, it tells the others. A rank that fails or is killed closes its connections.
     The next exchange of the others with it fails, and they end as well. The first rank of each
-    machine prints a line that says so, and the rest are silent. Any rank prints an error that is
-    not a lost connection. All but the first rank of each machine wait 3 s before they print it: if
-    all ranks have the same error, the first has printed it by then, and torchrun has ended the
-    others.
+    machine prints a line that says so, and the rest are silent. Every rank prints an error of any
+    other kind. All but the first rank of each machine wait 3 s before they print it: if all ranks
+    have the same error, the first has printed it by then, and torchrun has ended the others.
 
     Raises:
         ValueError: some of torchrun's variables are missing, this machine has fewer GPUs than
@@ -255,7 +255,7 @@ def join(device: torch.device) -> Iterator[Ranks]:
     """
     try:
         with blame(MEET):
-            # Integers travel over gloo, between GPUs as well.
+            # Messages are CPU tensors and travel over gloo, even if the model runs on GPUs.
             backend = "gloo"
             if device.type == "cuda":
                 backend = "cpu:gloo,cuda:nccl"
@@ -286,10 +286,10 @@ def join(device: torch.device) -> Iterator[Ranks]:
 
 
 def agree(args: Any) -> None:
-    """Check that all ranks have the same versions, the same options, and a folder of the same
-    content, wherever each machine keeps it. Of each .json, .jinja and .safetensors file, only the
-    first 64 MB are compared, since reading all of it would take as long as loading it, so a
-    difference further on is not noticed. The prompt, the sampling settings, the draft model and
+    """Check that all ranks have the same versions, the same options, and the same content in the
+    checkpoint folder, whose path may differ. Only the first 64 MB of each .json, .jinja and
+    .safetensors file are compared, because reading whole files would take as long as loading them.
+    A difference further on is not noticed. The prompt, the sampling settings, the draft model and
     tokenizer.model are not compared, because only rank 0 uses them.
 
     Raises:

@@ -3,12 +3,13 @@
     python tests/on_device.py tokens-trained --device cuda
     python tests/on_device.py compiled --device cpu --tiny      a rehearsal: a few ways
 
-Each check prints a JSON line for each way that it has tried, so that what came before a crash is
-kept. tools/gpu_check.py runs all of them, each in a process of its own, as an error of CUDA poisons
-the process that has it.
+A way runs a model by one path with one set of options (see ways.py). Each check prints a JSON line
+after each way, so that a crash does not lose the lines before it. tools/gpu_check.py runs all
+checks, each in a process of its own, because an error of CUDA poisons the process that has it.
 
-Right means, for each way: in float32 exactly the tokens of the slow twin, which has no cache and
-runs on the CPU; in bfloat16, log-probabilities as near to the twin's as ways.NEAR says.
+The slow twin has no cache and runs on the CPU. A way is right if its log-probabilities are as near
+to the twin's as ways.NEAR says and, in float32, if its tokens are exactly the twin's. (Compiled
+int4 on a GPU is judged as bfloat16, and the twin for an int8 cache has such a cache itself.)
 """
 
 import argparse
@@ -38,7 +39,7 @@ from tools import bench
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-Row = dict[str, Any]  # "row", its name; "fault", "" where it is as it should be; and figures
+Row = dict[str, Any]  # "row": its name; "fault": what is wrong, or ""; and figures
 
 
 def machine(device: str, tiny: bool) -> Iterator[Row]:
@@ -56,7 +57,7 @@ def attempt(row: Row, measure: Callable[[], tuple[float, list[str]]]) -> Row:
     """Run a measurement, and add the error that it found, and its faults, to a row.
 
     Args:
-        row: has `near`, the largest error that is right.
+        row: has `near`, the largest error that is allowed.
         measure: returns the error, and a list of faults.
     """
     faults = []
@@ -76,7 +77,7 @@ def attempt(row: Row, measure: Callable[[], tuple[float, list[str]]]) -> Row:
 
 def try_way(case: str, dtype: str, path: str, kind: str, device: str, tiny: bool) -> Row:
     """Run one way, and compare it with the slow twin."""
-    jobs = (4, 11) if tiny else ways.FEW  # a short and a long prompt, with guesses in both
+    jobs = (4, 11) if tiny else ways.FEW  # a short and a long prompt; both texts allow guesses
     # PyTorch's product of int4 weights is in bfloat16 on a GPU.
     rough = "int4" in kind and "compiled" in path and device != "cpu"
     exact = dtype == "float32" and not rough
@@ -92,7 +93,8 @@ def try_way(case: str, dtype: str, path: str, kind: str, device: str, tiny: bool
 
 
 def tokens(case: str, device: str, tiny: bool) -> Iterator[Row]:
-    """Try all ways that run eagerly; with guesses in float32 only, as they change no text."""
+    """Try all ways that run eagerly. Those with guesses run in float32 only, because guesses
+    change no text."""
     for dtype in ("float32", "bfloat16"):
         for path, kind in ways.rows_of(case):
             guesses = "speculate" in ways.KINDS.get(kind, {})
@@ -101,7 +103,8 @@ def tokens(case: str, device: str, tiny: bool) -> Iterator[Row]:
                 yield try_way(case, dtype, path, kind, device, tiny)
 
 
-# What is compiled, and with a static cache on a GPU, replayed. The first ones matter most.
+# The ways that `compiled` tries, the most important first. On a GPU, compiled code with a static
+# cache is replayed as CUDA graphs, and so are ways.REPLAYED.
 COMPILED = [
     ("trained", "float32", "paged, compiled", "plain"),
     ("trained", "float32", "compiled", "plain"),
@@ -118,7 +121,7 @@ COMPILED = [
 
 
 def compiled(device: str, tiny: bool) -> Iterator[Row]:
-    """Try compiled ways, one after another, as long as there is time: each is compiled first."""
+    """Try compiled ways in turn. Each must be compiled first, so none begins after 100 s."""
     end = time.monotonic() + 100
     for row in COMPILED[:1] if tiny else COMPILED:
         if row[2] in ways.REPLAYED and device != "cuda":
@@ -131,7 +134,7 @@ def compiled(device: str, tiny: bool) -> Iterator[Row]:
 
 @torch.no_grad()
 def packed(device: str, tiny: bool) -> Iterator[Row]:
-    """Compare each packed form of a matrix with its eager twin, for one row and for several."""
+    """Compare the products of each packed form with float64, for one row of x and for several."""
     torch.manual_seed(0)
     N, K = (256, 128) if tiny else (4096, 2048)
     for dtype in ("float32", "bfloat16"):
@@ -147,7 +150,8 @@ def packed(device: str, tiny: bool) -> Iterator[Row]:
 
 @torch.no_grad()
 def form_error(linear: torch.nn.Module, form: type | None) -> tuple[float, list[str]]:
-    """Return the error of a form's products against float64, as a share of their spread."""
+    """Return the largest RMS error of a form's products against float64, as a share of the
+    standard deviation of the float64 products; and no faults."""
     weight = linear.dequantize() if isinstance(linear, QuantLinear) else linear.weight
     fast, off = form(linear) if form else linear, []
     for rows in (1, 3, 32, 300):

@@ -67,7 +67,7 @@ BROKEN = {  # a part, and what is said of it
     "a crash": (fake([GOOD], "crash"), "failed", "exit status -9; 1 of 1", "a last word"),
     "late": (fake([BAD, {"row": "four", "late": True}]), "failed", "0 of 2", "two: other tokens"),
     "no row": (fake([]), "failed", "exit status 0; 0 of 0", "a last word"),
-    "no end": (fake([GOOD], "sleep", 4), "failed", "no end within 4 s; 1 of 1", "a last word"),
+    "no end": (fake([GOOD], "sleep", 4), "failed", "did not end within 4 s; 1 of 1", "a last word"),
     "absent": (Part(["none"], 9, "there is one GPU"), "skipped", "there is one GPU", ""),
 }
 
@@ -86,7 +86,7 @@ def test_a_broken_part_stops_nothing(table, capsys):
         assert line in "\n".join(records[name]["lines"]) and f"    {line}" in out
     assert records["a crash"]["runs"] == [GOOD]
     assert records["last"]["status"] == "passed"
-    text = "1 of 2 as they should be, 1 had no time; off by 5.0e-02 at most, may be 0.1"
+    text = "1 of 2 as they should be, 1 had no time; off by 5.0e-02 at most, 0.1 is allowed"
     assert records["last"]["text"] == text
     *_, passed, failed, skipped, slow, _ = out.splitlines()
     assert passed == "passed: machine, last" and skipped == "skipped: absent"

@@ -6,10 +6,10 @@
 
 Each part runs in a process of its own, because an error of CUDA poisons the process that has it.
 tests/on_device.py checks that the engine is right, and says what right means; bench.py measures how
-fast it is. A row is slow if it reaches less than half of what the device's memory, or its products
-of matrices, can do. Every part leaves a record, benchmarks/DEVICE/PART.json: to put a measurement
-into the tables, move it up into benchmarks/, and run `tools/bench.py report`. Read: main, parts,
-run.
+fast it is. A measurement is called slow if it reaches less than half of the read limit, of the GEMM
+peak, or of another engine's speed. Every part leaves a record, benchmarks/DEVICE/PART.json: to put
+a measurement into the tables, move it up into benchmarks/, and run `tools/bench.py report`. Read:
+main, parts, run.
 """
 
 import argparse
@@ -39,12 +39,12 @@ from tools import bench, report
 
 ROOT, RECORDS = report.ROOT, report.RECORDS
 DRAFT = ROOT / "checkpoints" / "shakespeare-draft"  # the smaller bundled model, for a rehearsal
-Row = dict[str, Any]  # "row", its name; "fault", "" where it is as it should be; and figures
+Row = dict[str, Any]  # "row": its name; "fault": what is wrong, or ""; and figures
 
 
 PROMPT, NEW = 128, 32  # tokens in the parts called latency
-# For each command of bench.py: the options of a rehearsal, other options, and how many seconds it
-# may take. The lengths of throughput are those of nano-vllm's benchmark.
+# For each command of bench.py: its options in a rehearsal, its options otherwise, and how many
+# seconds it may take. The lengths of throughput are those of nano-vllm's benchmark.
 OPTIONS = {
     "latency": ("--prompt-tokens 16 --new-tokens 4 --repeat 1 --batch 1 2",
                 f"--compile --prompt-tokens {PROMPT} --new-tokens {NEW} --repeat 3", 200),
@@ -84,7 +84,7 @@ class Part(NamedTuple):
 
 
 def parts(args: argparse.Namespace, found: Row) -> dict[str, Part]:
-    """Return all parts by name, in order: what is right comes before what is fast.
+    """Return all parts by name, in order: checks of correctness come before measurements of speed.
 
     Args:
         found: what the part `machine` says; {}: nothing yet.
@@ -122,13 +122,13 @@ def parts(args: argparse.Namespace, found: Row) -> dict[str, Part]:
 
 
 def that_fit(config: Config, free_gb: float | None) -> list[int]:
-    """Choose the numbers of sequences, out of 1, 8, 32 and 256, whose weights, keys and values fit
-    into 70 % of the free memory."""
+    """Choose the batch sizes, out of 1, 8, 32 and 256, that fit into 70 % of the free memory
+    together with the model's weights."""
     with torch.device("meta"):
         used = 2 * sum(parameter.numel() for parameter in build(config).parameters())
     token = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     batches = []
-    for batch in (1, 8, 32, 256):  # each has a cache of its own at the same time
+    for batch in (1, 8, 32, 256):  # bench.py keeps all their caches at once, so they add up
         used += batch * (PROMPT + NEW + 64) * token
         if free_gb is None or used < 0.7e9 * free_gb:
             batches.append(batch)
@@ -160,15 +160,15 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="gpu_check.py", description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--device", choices=("cuda", "cpu", "mps"), default="cuda")
-    add("--tiny", action="store_true", help="a rehearsal: a few ways, and tiny models")
+    add("--tiny", action="store_true", help="a rehearsal: fewer checks, and tiny models")
     add("--only", nargs="+", default=[], metavar="NAME", help="these parts")
-    add("--minutes", type=float, default=10.0, help="parts that would end later are skipped")
+    add("--minutes", type=float, default=10.0, help="after them, parts are stopped or skipped")
     add("--out", type=Path, help="folder of the records (default: benchmarks/DEVICE)")
     add("--vllm-python", type=Path, metavar="PATH", help="Python that has vLLM")
     return parser.parse_args(argv)
 
 
-TOO_SHORT = 10  # seconds that are left: too few to begin another part
+TOO_SHORT = 10  # seconds: if fewer are left, no other part begins
 
 
 class Outcome(NamedTuple):
@@ -219,7 +219,7 @@ def check(args: argparse.Namespace) -> int:
 
 
 def run(part: Part, left: float) -> Outcome:
-    """Run a part in a process of its own, for as long as it may take, or as is left."""
+    """Run a part in a process of its own, for at most its limit or the time that is left."""
     if part.absent:
         return Outcome("skipped", part.absent, [])
     if left < TOO_SHORT:
@@ -262,13 +262,13 @@ def verdict(
     text += f", {late} had no time" if late else ""
     for near in sorted({row["near"] for row in rows if "off" in row}):
         most = max(row["off"] for row in rows if row.get("near") == near and "off" in row)
-        text += f"; off by {most:.1e} at most, may be {near:g}"
+        text += f"; off by {most:.1e} at most, {near:g} is allowed"
     if rows and "runs" in rows[0]:
         text = "; ".join(rows[0].get("notes", [])) or "measured"
     if status is None and is_short and not faults:
         return Outcome("skipped", f"the time was up, after {len(rows)} ways", rows)
     if status != 0 or not rows:
-        how = f"no end {time_given}" if status is None else f"exit status {status}"
+        how = f"did not end {time_given}" if status is None else f"exit status {status}"
         return Outcome("failed", f"{how}; {text}", rows, (*faults, *last))
     return Outcome("failed" if faults else "passed", text, rows, (*faults,))
 
@@ -287,7 +287,7 @@ def close(process: subprocess.Popen) -> None:
 
 
 def measured(outcome: Outcome) -> dict[str, dict[str, float]]:
-    """Return the medians of a measurement, by row; of a check there are none."""
+    """Return the medians of a measurement, by row. For a check, return {}."""
     return report.medians(outcome.rows[0]) if is_measured(outcome) else {}
 
 

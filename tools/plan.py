@@ -129,7 +129,7 @@ class Times:
         """Return these times with `seconds` scaled by one factor to the machine's present speed.
         The factor is the total of a sample's measured step times, divided by the total of the
         predicted ones. Steps that took STALL_FACTOR times as long as predicted are left out of both
-        totals. (In fitted() they count in the factor.)"""
+        totals. (fitted() scales by such a factor too, but includes these steps in it.)"""
         pairs = [(took, self.step(work)) for work, took in zip(sample.works, sample.took)]
         kept = [(took, ours) for took, ours in pairs if took < STALL_FACTOR * ours]
         factor = sum(took for took, _ in kept) / sum(ours for _, ours in kept)
