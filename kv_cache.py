@@ -12,6 +12,8 @@ sampling.py.
                                                             and sees slots 0 to 3
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -20,20 +22,19 @@ from model import LayerCache, Transformer, attention, visible
 BUCKET = 64  # positions
 
 
+@dataclass
 class Slab(LayerCache):
-    """One layer's slabs, of all B sequences, in one forward. Slot s holds position s."""
+    """One layer's slabs, of all B sequences, and the plan of one forward. Slot s holds position s.
 
-    def __init__(self, kv: Tensor, slots: Tensor, mask: Tensor) -> None:
-        """Hold a layer's slab and the plan of a forward.
+    Attributes:
+        kv: (B, 2 * K, num_slots, stored_dim), encoded: the heads' keys, then their values.
+        slots: (T,) int64, where the new tokens go, the same in each sequence.
+        mask: (1, 1, N / K * T, S) bool, what the new tokens see; S is the slots that are read.
+    """
 
-        Args:
-            kv: (B, 2 * K, num_slots, stored_dim), encoded: the heads' keys, then their values.
-            slots: (T,) int64, where the new tokens go, the same in each sequence.
-            mask: (1, 1, N / K * T, S) bool, what the new tokens see; S is the slots that are read.
-        """
-        self.kv = kv
-        self.slots = slots
-        self.mask = mask
+    kv: Tensor
+    slots: Tensor
+    mask: Tensor
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k and v, then attend to all that is visible. See model.LayerCache.attend."""

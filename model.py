@@ -291,12 +291,12 @@ def visible(config: Config, q_pos: Tensor, k_pos: Tensor) -> dict[int | None, Te
     return {w: causal if w is None else causal & (k_pos > q_pos - w) for w in set(config.windows)}
 
 
+@dataclass
 class NoCache(LayerCache):
     """Keeps nothing. Attention runs over the tokens of one call: for training, for scoring a text,
     and as the tests' oracle."""
 
-    def __init__(self, mask: Tensor) -> None:
-        self.mask = mask
+    mask: Tensor
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(q, k, v, self.mask)

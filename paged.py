@@ -247,23 +247,23 @@ class Group(NamedTuple):
     masks: Callable
 
 
+@dataclass
 class Blocks(LayerCache):
-    """One layer's keys and values in blocks, during one forward."""
+    """One layer's keys and values in blocks, and the plan of one forward.
 
-    def __init__(self, kv: Tensor, slots: Tensor, groups: list[Group], window: int | None) -> None:
-        """Hold a layer's blocks and the plan of a forward.
+    Attributes:
+        kv: (2 * K, blocks, block size, stored_dim), encoded: the heads' keys, then their values.
+        slots: (T,) int64, where each new token goes: block * block size + offset.
+        groups: in the order of the tokens.
+        window: this layer's window, which selects its masks.
+    """
 
-        Args:
-            kv: (2 * K, blocks, block size, stored_dim), encoded: the heads' keys, then their
-                values.
-            slots: (T,) int64, where each new token goes: block * block size + offset.
-            groups: in the order of the tokens.
-            window: this layer's window, which selects its masks.
-        """
-        self.kv = kv
-        self.slots = slots
-        self.groups = groups
-        self.window = window
+    kv: Tensor
+    slots: Tensor
+    groups: list[Group]
+    window: int | None
+
+    def __post_init__(self) -> None:
         self.number = number_of(self)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
