@@ -353,20 +353,17 @@ class Engine:
         drawing = []
         parts = []
         failed = []
-        for job, row, part in zip(batch, rows, logits.split([row.wanted for row in rows])):
-            broken = not all_finite and not finite(part).all()
-            if broken and job.guess.ids:  # one of the guesses may be the reason
+        for job, part in zip(batch, logits.split([row.wanted for row in rows])):
+            sound = all_finite or finite(part).all()
+            if job.guess.ids and not sound:  # one of the guesses may be the reason
                 part = self.proposer.take_back(job, self.runner)
-                row = job.row
-                broken = not finite(part).all()
-            if broken:
+                sound = finite(part).all()
+            if not sound:
                 failed.append(job.request)
                 continue
-
-            # The logits are sound.
             if job.scores_prompt:
-                part = self._score(job, row, part)
-            ready = self._computed(job, row)
+                part = self._score(job, part)
+            ready = self._computed(job)
             drawing += ready
             parts += [part] * len(ready)
         sampled = self.proposer.verify(torch.cat(parts), drawing) if parts else []
@@ -448,31 +445,31 @@ class Engine:
             return end
         return min(known - 1, start + budget)
 
-    def _score(self, job: Job, row: Row, logits: Tensor) -> Tensor:
-        """Record the log-probabilities of the prompt tokens that follow each token of a row.
+    def _score(self, job: Job, logits: Tensor) -> Tensor:
+        """Record the log-probabilities of the prompt tokens that follow each token of a job's row.
 
         Args:
-            logits: (len(row.ids), V), after each token of the row.
+            logits: (T, V), after each token of the row.
 
         Returns:
             The last logits, (1, V), to draw the next token from.
         """
         prompt = job.request.prompt_tokens
-        start = row.start + 1
-        ids = job.ids[start : start + len(row.ids)]
+        start = job.table.length + 1
+        ids = job.ids[start : start + len(logits)]
         prompt[:1] = [Token(job.ids[0])]  # nothing comes before it
         # This replaces what was recorded before a preemption.
         prompt[start:] = scored(logits[: len(ids)], ids, [job] * len(ids))
         return logits[-1:]
 
-    def _computed(self, job: Job, row: Row) -> list[Job]:
-        """Record that a row has run.
+    def _computed(self, job: Job) -> list[Job]:
+        """Record that a job's row has run.
 
         Returns:
             The jobs that draw from its logits: none while known tokens are left; then the job; and
             at the end of its prompt also the other outputs of its request, which share its blocks.
         """
-        end = row.positions.stop - len(job.guess.ids)
+        end = min(job.end, len(job.ids))  # the guesses are not committed
         self.pool.commit(job.table, job.ids, end)
         if end < len(job.ids):
             return []
