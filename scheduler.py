@@ -273,10 +273,11 @@ class Engine:
         request = Request(**options)
         check("priority", request.priority, int, -(2**31))
         check("cache_salt", request.cache_salt, str | None)
-        structure = params.structured_outputs
-        if structure is not None and not self.matcher:
-            raise SettingError("structured_outputs", "needs an engine that was given a matcher")
-        matcher = None if structure is None else self.matcher(structure)
+        matcher = None
+        if params.structured_outputs is not None:
+            if not self.matcher:
+                raise SettingError("structured_outputs", "needs an engine that was given a matcher")
+            matcher = self.matcher(params.structured_outputs)
         for i in range(params.n):
             job = Job(request, ids, params, self.config, self.tokenizer, self.max_seq_len)
             job.seed += i
