@@ -43,8 +43,8 @@ class BlockTable:
 
     blocks: list[int] = field(default_factory=list)  # enough for `length` tokens, perhaps for more
     length: int = 0  # tokens whose keys and values are in the blocks
-    # The salt, then the serial number of each full block's content; see BlockPool._key_of.
-    chain: list[int | str | None] = field(default_factory=lambda: [None])
+    # The salt, then the mark of each full block's content; see BlockPool._key_of.
+    chain: list[object] = field(default_factory=lambda: [None])
 
 
 class BlockPool:
@@ -64,9 +64,8 @@ class BlockPool:
         self.block_size = block_size
         self.refs = [0] * num_blocks
         self.available = OrderedDict.fromkeys(range(num_blocks))  # free or cached, next one first
-        self._found = {}  # key -> block, serial; see _key_of
+        self._found = {}  # key -> block, mark; see _key_of
         self._keys = {}  # block -> key
-        self._serials = itertools.count()
 
     @property
     def cached(self) -> list[int]:
@@ -84,11 +83,11 @@ class BlockPool:
             found = self._found.get(self._key_of(table, ids, i))
             if found is None:
                 break
-            block, serial = found
+            block, mark = found
             self.available.pop(block, None)
             self.refs[block] += 1
             table.blocks.append(block)
-            table.chain.append(serial)
+            table.chain.append(mark)
         table.length = len(table.blocks) * self.block_size
 
     def cost(self, table: BlockTable, end: int) -> int:
@@ -131,7 +130,7 @@ class BlockPool:
         for i in range(len(table.chain) - 1, end // self.block_size):
             key = self._key_of(table, ids, i)
             if key not in self._found:
-                self._found[key] = table.blocks[i], next(self._serials)
+                self._found[key] = table.blocks[i], object()
                 self._keys[table.blocks[i]] = key
             table.chain.append(self._found[key][1])
 
@@ -172,11 +171,12 @@ class BlockPool:
         """The key of the i-th block of `ids`, where `table.chain` covers the i blocks before it.
 
         It is a pair of what precedes the block and the tokens in it. What precedes it is given by
-        the serial number of the block before it, or by the salt for the first block.
+        the mark of the block before it, or by the salt for the first block.
 
-        A serial number is never given twice, so equal keys mean equal texts from the start. This is
-        vLLM's hash chain with a dict in place of sha256. A dict compares the keys and not just
-        their hashes, so a collision cannot serve one user another's text (CVE-2025-25183).
+        A mark is a plain object(), which equals only itself, so equal keys mean equal texts from
+        the start. This is vLLM's hash chain with a dict in place of sha256. A dict compares the
+        keys and not just their hashes, so a collision cannot serve one user another's text
+        (CVE-2025-25183).
         """
         return table.chain[-1], tuple(ids[i * self.block_size : (i + 1) * self.block_size])
 

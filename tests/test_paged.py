@@ -265,7 +265,7 @@ def test_a_collision_serves_nobody_anothers_text(one, two):
 
 def test_a_salt_separates():
     """Without one, how fast a reply comes tells a user what another has asked. And no salt is a
-    serial number: "0" is not "behind the first block ever cached", whoever's that was."""
+    block's mark: "0" is not "behind the first block ever cached", whoever's that was."""
     pool, ids = BlockPool(12, 2), [1, 2, 3, 4, 5]
     for n, salt in enumerate((None, "", "a", "b")):
         assert found(pool, ids, salt) == []
