@@ -120,8 +120,9 @@ def form_of(linear: nn.Module, plain_float32: bool = False) -> "type[PackedLinea
 def has_int4(q: Tensor) -> bool:
     """Whether PyTorch has a fast product for (N, K / 2) bytes with two 4-bit values each."""
     N, half = q.shape
-    on_cpu = N % 64 == 0 and "AVX512" in torch.backends.cpu.get_cpu_capability()
-    return on_cpu if q.is_cpu else q.is_cuda and N % 8 == half % 64 == 0
+    if q.is_cpu:
+        return N % 64 == 0 and "AVX512" in torch.backends.cpu.get_cpu_capability()
+    return q.is_cuda and N % 8 == half % 64 == 0
 
 
 def has_arithmetic(dtype: torch.dtype) -> bool:
@@ -222,7 +223,7 @@ class Int8Linear(PackedLinear):
         digits = (x / s).round()
         high = (digits / 128).round()
         pair = torch.cat((high, digits - 128 * high)) + self.most + 1  # (2R, K), in 0..255
-        high, low = super().multiply(pair.to(torch.uint8)).chunk(2)  # (R, N) each
+        high, low = super().multiply(pair.byte()).chunk(2)  # (R, N) each
         return ((128 * high + low) * s).to(rows.dtype)
 
     def compute(self, rows: Tensor) -> Tensor:
