@@ -78,5 +78,5 @@ class SparseMLP(nn.Module):
             if len(part)
         ]
         # In the order of `pairs` again: (B, T, k, D)
-        y = torch.cat(results).index_select(0, order.argsort()).view(*chosen.shape, -1)
+        y = torch.cat(results).index_select(0, order.argsort()).unflatten(0, chosen.shape)
         return (weights[..., None] * y).sum(-2).to(x.dtype)
