@@ -346,7 +346,7 @@ class Engine:
         # 2) guess for the jobs whose `end` is past their last token
         self.proposer.propose(batch)
         # 3) run. Guesses have made rows longer, so sort again.
-        batch = sorted(batch, key=run_order)
+        batch.sort(key=run_order)
         rows = [job.row for job in batch]
         logits = self.runner.forward(rows)  # (R, V)
         # 4) sample for the jobs whose known tokens have all run
