@@ -149,7 +149,9 @@ class BlockPool:
             if not self.refs[block]:
                 self.available[block] = None
                 self.available.move_to_end(block, last=block in self._keys)
-        table.blocks, table.chain, table.length = [], table.chain[:1], 0
+        table.blocks = []
+        table.length = 0
+        del table.chain[1:]  # all but the salt
 
     def _take(self, table: BlockTable) -> int:
         """Take the block after the table's highest one if it is free, else the next in order."""

@@ -87,7 +87,8 @@ def shard(model: Transformer, files: Files, rank: int, ranks: int) -> tuple[Tran
     Example: 4 query heads and 2 kv heads of 8 channels on 4 ranks. Rank 3 reads rows 24..31 of q
         and columns 24..31 of o. Two ranks share a kv head, so it reads rows 8..15 of k and v
     """
-    c, K = model.config, model.config.num_key_value_heads
+    c = model.config
+    K = c.num_key_value_heads
     # Several ranks may have the same kv head.
     sizes = dict(
         num_attention_heads=c.num_attention_heads,
@@ -265,7 +266,8 @@ def join(device: torch.device) -> Iterator[Ranks]:
             # the next prompt may be late.
             dist.init_process_group(backend, timeout=timedelta(minutes=5))
             dist.distributed_c10d._set_pg_timeout(timedelta(days=365))
-        rank, ranks = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        ranks = dist.get_world_size()
         yield Ranks(
             device, rank, ranks, partial(shard, rank=rank, ranks=ranks), Leader, follow, agree
         )
