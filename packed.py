@@ -130,8 +130,9 @@ def has_arithmetic(dtype: torch.dtype) -> bool:
     where oneDNN emulates it."""
     if dtype == torch.float32:
         return torch.backends.mkldnn.is_available()
-    short = "bf16" if dtype == torch.bfloat16 else "fp16"
-    return getattr(torch.ops.mkldnn, f"_is_mkldnn_{short}_supported")()
+    if dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 
 # --- The forms ------------------------------------------------------------------------------------
