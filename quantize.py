@@ -165,7 +165,7 @@ def quantize_model(
     return model
 
 
-def plain_linears(model: Transformer, group_size: int, skip: tuple = ()) -> list[str]:
+def plain_linears(model: Transformer, group_size: int, skip: tuple) -> list[str]:
     """Return the paths of the Linears to quantise: those of linears() that are not in `skip`.
 
     Raises:
