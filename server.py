@@ -43,7 +43,7 @@ if __name__ == "__main__":  # before PyTorch: Ctrl-C may come while it is import
     import program
 
 import settings
-from checkpoint import suggested
+from checkpoint import suggested, without_nulls
 from generate import join, load_models, make_engine
 from sampling import BROKEN, Token
 from scheduler import Engine, Job, Request
@@ -250,7 +250,7 @@ class Server:
         """
         source = "messages" if chat else "prompt"
         context = self.engine.max_seq_len
-        given = {name: value for name, value in body.items() if value is not None}
+        given = without_nulls(body)
         if given.get("model", self.name) != self.name:
             raise Problem(404, f"the model here is {self.name!r}", "model", "model_not_found")
         try:
