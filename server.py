@@ -60,7 +60,7 @@ from settings import (
     supported,
 )
 from structured import pieces, structure
-from tokenizer import Ids, TextStream, Tokenizer
+from tokenizer import Detokenizer, Ids, Tokenizer
 
 IDLE_S = 75  # seconds to wait for a head, for a body, or for a client to read its answer
 PAGE = settings.BUNDLED.parents[1] / "page.html"
@@ -463,11 +463,11 @@ class Choice:
         self.taken = ends
         if is_first and job.params.prompt_logprobs:
             # The answer begins with the prompt ("echo").
-            stream = TextStream(self.server.tokenizer, [], ())
+            detokenizer = Detokenizer(self.server.tokenizer, [])
             prompt = job.request.prompt_tokens
             # If the prompt ends in an incomplete character, the last token shows it as U+FFFD.
             tokens = [
-                token._replace(text=stream.push(token.id, token is prompt[-1])[0])
+                token._replace(text=detokenizer.push(token.id, token is prompt[-1]))
                 for token in prompt
             ] + tokens
             text = self.server.tokenizer.decode(job.ids[: job.prompt_len]) + text
