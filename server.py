@@ -532,8 +532,8 @@ def split_thought(text: str) -> tuple[str, str]:
 
     Example: "<think>Hm, </think>Yes" -> "Hm, ", "Yes"; and "Yes" -> "", "Yes"
     """
-    before, mark, rest = text.partition(THINK)
-    if not mark or before.strip():
+    before, _, rest = text.partition(THINK)  # without the mark, `before` is all of the text
+    if before.strip():
         return "", text
     thought, _, answer = rest.partition(THOUGHT)
     return thought, before + answer  # `before` may have been sent already, so it stays
