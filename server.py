@@ -452,15 +452,13 @@ class Choice:
         if reason == "abort":
             demand(not self.server.over, 503, "the server is stopping")
             raise Problem(500, "a step of the engine failed")
-        whole = [*split_thought(self.prefix + job.text), job.tokens if is_scored else []]
-        ends = [len(each) for each in whole]  # meanwhile the engine's thread may append tokens
-        thought, text, tokens = (
-            each[start:end] for each, start, end in zip(whole, self.taken, ends)
-        )
+        # The tokens are copied, because meanwhile the engine's thread may append to them.
+        whole = [*split_thought(self.prefix + job.text), job.tokens[:] if is_scored else []]
+        thought, text, tokens = (each[start:] for each, start in zip(whole, self.taken))
         if self.reason or not (reason or thought or text or tokens):
             return None
         self.reason = reason
-        self.taken = ends
+        self.taken = [len(each) for each in whole]
         if is_first and job.params.prompt_logprobs:
             # The answer begins with the prompt ("echo").
             detokenizer = Detokenizer(self.server.tokenizer, [])
