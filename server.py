@@ -510,14 +510,21 @@ class Choice:
         )
 
 
-def thought_prefix(tokenizer: Tokenizer, job: Job) -> str:
-    """Return what to put in front of a chat's output for split_thought.
+def thought_prefix(tokenizer: Tokenizer, job: Job, wanted: bool) -> str:
+    """Return what to put in front of a sequence's output for split_thought.
 
     Some templates begin the thought, so that the output lacks the mark "<think>". Structured output
-    and models without a token for that mark have no thoughts. There an empty thought is put in
-    front, so that all of the output is the answer.
+    and models without a token for that mark have no thoughts. There, and where thoughts are not to
+    be split off, an empty thought is put in front, so that all of the output is the answer.
+
+    Args:
+        wanted: whether thoughts are to be split off.
     """
-    if job.params.structured_outputs or len(tokenizer.encode(THINK, add_special=False)) > 1:
+    if (
+        not wanted
+        or job.params.structured_outputs
+        or len(tokenizer.encode(THINK, add_special=False)) > 1
+    ):
         return THINK + THOUGHT
     return THINK if tokenizer.decode(job.ids[-16:]).rstrip().endswith(THINK) else ""
 
@@ -740,9 +747,9 @@ class Connection:
         )
         jobs = [job for request in requests for job in request.outputs]
         firsts = jobs[:: fields["n"]]  # one for each prompt
-        prefix = THINK + THOUGHT
-        if chat and fields["reasoning_format"] != "none":
-            prefix = thought_prefix(server.tokenizer, jobs[0])
+        prefix = thought_prefix(
+            server.tokenizer, jobs[0], chat and fields["reasoning_format"] != "none"
+        )
         skip = 2**31 if fields["hidden"] else 0  # more than there will ever be
         choices = [
             Choice(i, job, key, server, prefix, [0, skip, skip]) for i, job in enumerate(jobs)
