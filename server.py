@@ -690,10 +690,11 @@ class Connection:
         if found[2] == "0":
             del headers["Expect"]  # HTTP/1.0 has no interim answers
         method, _, path = self.line.partition(" ")
+        args = self.server.args
         # 1) Host. A page of another site may reach this address by that site's own name (DNS
         # rebinding), so a server on loopback answers only to names of this host.
         host = headers.get("Host", "localhost").strip()
-        is_local = re.fullmatch(LOOPBACK, self.server.args.host)
+        is_local = re.fullmatch(LOOPBACK, args.host)
         demand(
             not is_local or re.fullmatch(LOOPBACK, host),
             403,
@@ -705,15 +706,17 @@ class Connection:
         demand(
             path in routes, 404, f"there is no {path[:100]}: try /v1/chat/completions, /v1/models"
         )
-        if method == "OPTIONS" and self.server.args.cors:
-            method, path = "GET", "/health"  # a CORS preflight: no key, any success will do
+        if method == "OPTIONS" and args.cors:  # a CORS preflight: no key, any success will do
+            method = "GET"
+            path = "/health"
         methods = ("POST",) if "/completions" in path else ("GET", "HEAD")
         demand(method in methods, 405, f"{path} takes {methods[0]}, not {method}")
         # 3) Key.
-        key = (self.server.args.api_key or "").encode()
         given = headers.get("Authorization", "")[len("Bearer ") :].encode("latin-1")
         demand(
-            path in ("/", "/health") or not key or secrets.compare_digest(given, key),
+            path in ("/", "/health")
+            or not args.api_key
+            or secrets.compare_digest(given, args.api_key.encode()),
             401,
             "the API key is missing or wrong",
             None,
