@@ -408,7 +408,8 @@ def check_supported(fields: JSON, chat: bool) -> None:
 
 # --- Answers out ----------------------------------------------------------------------------------
 
-THINK, THOUGHT = "<think>", "</think>"
+THINK = "<think>"
+THOUGHT = "</think>"
 # A choice's key for its text -> the type of the object that holds the choice.
 OBJECTS = dict(text="text_completion", message="chat.completion", delta="chat.completion.chunk")
 
@@ -608,7 +609,8 @@ HEADERS = (
     "X-Accel-Buffering: no\r\n"
     "X-Content-Type-Options: nosniff\r\nX-Frame-Options: DENY\r\n"
 )
-JSON_TYPE, EVENTS = "application/json", "text/event-stream"
+JSON_TYPE = "application/json"
+EVENTS = "text/event-stream"
 # All names that end in .localhost mean this host (RFC 6761), with or without a final dot.
 LOOPBACK = r"(?i)(([\w-]+\.)*localhost\.?|127[.0-9]+|::1|\[::1\])(:[0-9]+)?"
 
