@@ -34,6 +34,7 @@ from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from io import BytesIO
 from itertools import accumulate, pairwise
 from threading import Thread
 from typing import Any
@@ -625,7 +626,8 @@ class Connection:
     Attributes:
         line: the request's method and path, such as "GET /health".
         content_type: of the answer; "" until its head has been sent.
-        start: the beginning of all answers, or what has not been sent of it yet; see discard_rest.
+        start: the beginning of all answers. What has been read of it has been sent; see
+            discard_rest.
         event: set when the sequences of this connection have made progress.
         rest: the task that reads what follows the request; see discard_rest.
     """
@@ -636,7 +638,7 @@ class Connection:
         self.reader, self.writer = ends
         self.line = self.content_type = ""
         self.headers = {}
-        self.start = b"HTTP/1.1 "
+        self.start = BytesIO(b"HTTP/1.1 ")
         self.event = asyncio.Event()
         self.rest = None
         self.writer.transport.set_write_buffer_limits(0)  # drain() waits until all is sent
@@ -851,8 +853,7 @@ class Connection:
             while await self.reader.read(2**16):
                 pass
         while not (self.content_type or self.writer.is_closing()):
-            self.writer.write(self.start[:1])
-            self.start = self.start[1:]
+            self.writer.write(self.start.read(1))
             await asyncio.sleep(0.3)
 
     async def send(
@@ -882,7 +883,7 @@ class Connection:
                     f"Access-Control-Allow-Origin: {self.server.args.cors}\r\n"
                     "Access-Control-Allow-Headers: Authorization, *\r\n"
                 )
-            self.writer.write(self.start + f"{head}\r\n".encode("latin-1"))
+            self.writer.write(self.start.read() + f"{head}\r\n".encode("latin-1"))
             with suppress(OSError):  # if the log cannot be written, the answer is still sent
                 if self.line != "GET /engine" or status != 200:  # a page asks ten times a second
                     print(
