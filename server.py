@@ -785,7 +785,7 @@ class Connection:
         if not stream:  # in a thread, because it may be long
             whole["choices"] = [await asyncio.to_thread(choice.take_new) for choice in choices]
         elif fields["include_usage"]:
-            await self.send(whole, content_type=EVENTS)
+            await self.send(whole)
         await self.send("[DONE]" if stream else whole)
 
     async def send_snapshot(self) -> None:
