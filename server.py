@@ -802,8 +802,7 @@ class Connection:
     async def read_json(self) -> JSON:
         """Read the body, which must be a JSON object."""
         demand(self.headers.get_content_type() == JSON_TYPE, 415, f"the body must be {JSON_TYPE}")
-        async with asyncio.timeout(IDLE_S):
-            data = await self.read_body()
+        data = await asyncio.wait_for(self.read_body(), IDLE_S)
         try:  # json.loads would accept NaN and Infinity, which are not JSON; int() raises for both
             content = json.loads(data, parse_constant=int)
             return check("body", content, dict)
