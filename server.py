@@ -791,11 +791,12 @@ class Connection:
     async def send_snapshot(self) -> None:
         """Answer with the engine's state. Pages ask for it again and again; all that ask within a
         tenth of a second share one snapshot."""
-        if time.monotonic() > self.server.snapshot_time + 0.09:
-            self.server.snapshot_time = time.monotonic()
-            self.server.inbox.put(self.server.take_snapshot)
+        server = self.server
+        if time.monotonic() > server.snapshot_time + 0.09:
+            server.snapshot_time = time.monotonic()
+            server.inbox.put(server.take_snapshot)
         await asyncio.sleep(0.1)
-        await self.send(self.server.snapshot)
+        await self.send(server.snapshot)
 
     # --- On the wire ------------------------------------------------------------------------------
 
