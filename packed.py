@@ -44,11 +44,7 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
             CPU needs.
     """
     device = supported("--compile on", model.device.type, "cpu", "cuda")
-    # With AMX, one sequence in float32 is faster with plain weights. Most of its products have one
-    # row, and a matrix of 4096 x 768 takes MKL 0.48 ms then, and oneDNN with a packed weight 0.60.
-    # The 110m shape writes 47.6 tokens/s instead of 40.8. A prompt of 16 tokens takes 41 ms instead
-    # of 35, and one of 512 as long as before. On AMD's processors MKL is slower than oneDNN.
-    pack_linears(model, batch_size == 1 and torch.cpu._is_amx_tile_supported())
+    pack_linears(model, batch_size == 1)
     for block in model.layers:
         if hasattr(block.mlp, "mix"):
             # This stays outside the graph, because each step runs different experts on different
@@ -78,7 +74,7 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
                 Runner(model, CHUNK, 16, kv_dtype).forward([row])
 
 
-def pack_linears(model: nn.Module, plain_float32: bool = False) -> None:
+def pack_linears(model: nn.Module, alone: bool = False) -> None:
     """Replace each Linear, plain or quantised, that has a packed form (see form_of), in place,
     before compiling.
 
@@ -88,17 +84,17 @@ def pack_linears(model: nn.Module, plain_float32: bool = False) -> None:
     # A list of paths, since a reference to a Linear would keep its plain weight alive.
     for path in progress([*dict(model.named_modules())], "packing"):
         linear = model.get_submodule(path)
-        form = form_of(linear, plain_float32)
+        form = form_of(linear, alone)
         if form:
             model.set_submodule(path, form(linear))
 
 
-def form_of(linear: nn.Module, plain_float32: bool = False) -> "type[PackedLinear] | None":
+def form_of(linear: nn.Module, alone: bool = False) -> "type[PackedLinear] | None":
     """Which packed form a module gets, by its device and its kind of weight. None: the module stays
     as it is, and a QuantLinear is dequantised at each step.
 
     Args:
-        plain_float32: whether float32 weights on a CPU stay as they are.
+        alone: whether the model runs one sequence at a time, so that most products have one row.
     """
     has_fbgemm = "fbgemm" in torch.backends.quantized.supported_engines
     if isinstance(linear, QuantLinear):
@@ -106,12 +102,17 @@ def form_of(linear: nn.Module, plain_float32: bool = False) -> "type[PackedLinea
         if linear.bits == 4 and linear.group_size in (32, 64, 128, 256) and has_int4(q):
             return Int4Linear
         if q.is_cpu and has_fbgemm:
-            return Int8Linear
+            return FbgemmInt8Linear if alone and SLOW_ROW else Int8Linear
     elif isinstance(linear, nn.Linear) and linear.weight.is_cpu:
-        if plain_float32 and linear.weight.dtype == torch.float32:
+        dtype = linear.weight.dtype
+        # With AMX, one sequence in float32 is faster with plain weights. A matrix of 4096 x 768
+        # takes MKL 0.48 ms for one row, and oneDNN with a packed weight 0.60. The 110m shape writes
+        # 47.6 tokens/s instead of 40.8. A prompt of 16 tokens takes 41 ms instead of 35, and one of
+        # 512 as long as before. On AMD's processors MKL is slower than oneDNN.
+        if alone and dtype == torch.float32 and torch.cpu._is_amx_tile_supported():
             return None
-        if has_arithmetic(linear.weight.dtype):
-            return PackedLinear
+        if has_arithmetic(dtype):
+            return LoopedLinear if alone and SLOW_ROW else PackedLinear
         if has_fbgemm:
             return HalfLinear
     return None
@@ -136,6 +137,16 @@ def has_arithmetic(dtype: torch.dtype) -> bool:
 
 
 # --- The forms ------------------------------------------------------------------------------------
+
+# Whether oneDNN takes longer for one row than for five, as on AMD's Zen 4, which multiplies
+# bfloat16 but lacks AVX-VNNI. There, one sequence runs faster in the forms that `alone` chooses:
+#                           110m, float32   1b, bfloat16   1b, int8
+#     for many rows         35.6            7.5            11.5 tokens/s
+#     for one row           56.4            10.0           19.2
+#     a prompt of 256       961 -> 953      189 -> 181     175 -> 141
+# Processors with AVX-VNNI (Zen 5, Intel's) gain nothing or lose.
+capabilities = torch.cpu.get_capabilities()
+SLOW_ROW = capabilities.get("avx512_bf16", False) and not capabilities["avx_vnni"]
 
 
 class PackedLinear(nn.Module):
@@ -175,6 +186,30 @@ class PackedLinear(nn.Module):
     def compute(self, rows: Tensor) -> Tensor:
         """(R, K) -> (R, N), inside the operator."""
         return torch.ops.mkldnn._linear_pointwise(rows, self.packed, None, "none", [], "")
+
+
+class LoopedLinear(PackedLinear):
+    """A Linear that multiplies one row by a compiled loop over the plain weight. If there are more
+    rows, those of a prompt, oneDNN reorders the weight on the way."""
+
+    def pack(self, linear: nn.Linear) -> None:
+        self.packed = linear.weight.detach()
+        self.loop = torch.compile(dot, dynamic=False)  # a function of its own; see Int4Linear
+
+    def compute(self, rows: Tensor) -> Tensor:
+        return self.loop(self.packed, rows) if len(rows) == 1 else super().compute(rows)
+
+
+def dot(weight: Tensor, row: Tensor) -> Tensor:
+    """(N, K), (1, K) -> (1, N), added up in float32."""
+    # Each sum is made of pieces, because the compiler adds more than 4,096 numbers in cascades,
+    # which takes three times as long.
+    K = weight.shape[1]
+    pieces = -(-K // 4096)
+    while K % pieces:
+        pieces += 1
+    products = weight.unflatten(1, (pieces, -1)).float() * row.view(pieces, -1).float()
+    return products.sum(-1).sum(-1)[None].to(row.dtype)
 
 
 class Int8Linear(PackedLinear):
@@ -232,6 +267,12 @@ class Int8Linear(PackedLinear):
             product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
             return product(rows.float() - 64, 1.0, 64, self.packed)
         return torch.ops.onednn.qlinear_pointwise(rows, 1.0, 128, self.packed, *self.more)
+
+
+class FbgemmInt8Linear(Int8Linear):
+    """Int8Linear by FBGEMM, with its smaller digits, on a processor that has VNNI."""
+
+    most = 63
 
 
 # Up to this many rows, PyTorch's int4 operator is faster than dequantising the weight first. For a

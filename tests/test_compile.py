@@ -16,8 +16,8 @@ import packed
 from checkpoint import load_model
 from generate import LLM, generate
 from kv_cache import StaticCache
-from model import Config, Transformer
-from packed import compile_model
+from model import Config, FusedLinear, Transformer
+from packed import LoopedLinear, PackedLinear, compile_model
 from paged import Row, Runner
 from sampling import Sequence
 from settings import SamplingParams
@@ -26,15 +26,18 @@ slow = pytest.mark.slow
 WISH = SamplingParams(temperature=0.5, seed=1, max_tokens=20, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["with AMX", "without AMX"])
+@pytest.fixture(scope="module", params=["AMX", "a slow row", "neither"])
 def compiled(request, one_thread):
-    """A model for one sequence in float32: with AMX its weights stay plain."""
+    """A model for one sequence in float32. With AMX its weights stay plain, and where one row is
+    slow they are read by loops."""
     torch._dynamo.reset()
     model = load_model(DRAFT, dtype=torch.float32)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: request.param)
+        patch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: request.param == "AMX")
+        patch.setattr(packed, "SLOW_ROW", request.param == "a slow row")
         compile_model(model)
-    assert isinstance(model.layers[0].mlp.down_proj, torch.nn.Linear) == request.param
+    forms = {"AMX": FusedLinear, "a slow row": LoopedLinear, "neither": PackedLinear}
+    assert type(model.layers[0].mlp.gate_up_proj) is forms[request.param]
     return model
 
 

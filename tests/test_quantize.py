@@ -26,7 +26,16 @@ import packed
 import quantize
 from checkpoint import CheckpointError, build, is_tied, load_config, load_model, named_tensors
 from model import FusedLinear
-from packed import HalfLinear, Int4Linear, Int8Linear, PackedLinear, form_of, pack_linears
+from packed import (
+    FbgemmInt8Linear,
+    HalfLinear,
+    Int4Linear,
+    Int8Linear,
+    LoopedLinear,
+    PackedLinear,
+    form_of,
+    pack_linears,
+)
 from quantize import (
     MODES,
     QuantLinear,
@@ -223,14 +232,9 @@ def test_plain_weights_are_freed_one_by_one(tmp_path, monkeypatch):
 # --- Packed forms ---------------------------------------------------------------------------------
 
 
-class ByFbgemm(Int8Linear):
-    """As where the processor cannot add up products of bytes in 32 bits."""
-
-    most = 63
-
-
 class ByOneDNN(Int8Linear):
-    """As where it can; elsewhere oneDNN's is played: the same integers, in floats."""
+    """As where the processor has VNNI; elsewhere oneDNN's product is played: the
+    same integers, in floats."""
 
     most = 127
 
@@ -254,7 +258,8 @@ def lanes(monkeypatch):
 
 FORMS = {  # form, how its Linear is made
     "plain": (PackedLinear, linear_of),
-    "int8 by FBGEMM": (ByFbgemm, lambda **options: quant_linear(8, -1, **options)),
+    "looped": (LoopedLinear, linear_of),
+    "int8 by FBGEMM": (FbgemmInt8Linear, lambda **options: quant_linear(8, -1, **options)),
     "int8 by oneDNN": (ByOneDNN, lambda **options: quant_linear(8, -1, **options)),
     "int4": (Int4Linear, lambda **options: quant_linear(4, 128, **options)),
     "int4 in groups": (Int4Linear, lambda **options: quant_linear(4, 32, **options)),
@@ -269,7 +274,7 @@ def both_of(name, dtype=torch.float32, **options):
     """A Linear and its packed form."""
     form, make = FORMS[name]
     linear = make(dtype=dtype, **options | ({"N": 64} if form is Int4Linear else {}))
-    if form is PackedLinear and form_of(linear) is not form:
+    if form in (PackedLinear, LoopedLinear) and form_of(linear) is not PackedLinear:
         pytest.skip("this processor has no kernel for it")
     return linear, form(linear)
 
@@ -350,7 +355,7 @@ def test_int8_linear_docstring_example():
     torch.testing.assert_close(y, torch.tensor([[-4877 / 16256]]))
 
 
-@pytest.mark.parametrize("form", [ByFbgemm, ByOneDNN])
+@pytest.mark.parametrize("form", [FbgemmInt8Linear, ByOneDNN])
 def test_int8_linear_at_the_ends_of_its_range(form):
     """All digits and weights at their largest, where a sum of products of bytes saturates that is
     kept in 16 bits; and weights of -128, which other tools store."""
@@ -364,7 +369,7 @@ def test_int8_linear_at_the_ends_of_its_range(form):
     y = form(linear)(x)
     torch.testing.assert_close(y, x.sum(1, keepdim=True) * weights, rtol=1e-5, atol=1e-4)
     linear.zeros.fill_(10)  # as GPTQ without `sym` has it: q - zero needs nine bits
-    y = ByFbgemm(linear)(torch.ones(2, 256))
+    y = FbgemmInt8Linear(linear)(torch.ones(2, 256))
     torch.testing.assert_close(y, (256.0 * (q[:, 0] - 10)).expand(2, 3), rtol=1e-4, atol=0)
 
 
@@ -413,12 +418,28 @@ def test_pack_linears_picks_the_form():
     assert form() is None
 
 
-def test_only_float32_may_stay_plain():
-    """For one sequence on AMX, bfloat16 is not packed either, or quantised weights are dequantised
-    at each step."""
-    assert form_of(linear_of(), True) is None
+@pytest.mark.parametrize(("amx", "slow_row"), [(True, False), (False, True), (False, False)])
+def test_forms_for_one_sequence(monkeypatch, amx, slow_row):
+    """bfloat16 stays plain with AMX, or quantised weights are dequantised at each step; a processor
+    that is slow for one row gets the forms for many; others get those for one."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(packed, "SLOW_ROW", slow_row)
+    looped = {PackedLinear: LoopedLinear, Int8Linear: FbgemmInt8Linear} if slow_row else {}
+    plain = linear_of()
+    assert form_of(plain) is PackedLinear
+    assert form_of(plain, True) is (None if amx else looped.get(PackedLinear, PackedLinear))
     for linear in (linear_of(dtype=torch.bfloat16), quant_linear(8, -1), quant_linear(4, 32)):
-        assert form_of(linear, True) is form_of(linear) is not None
+        many = form_of(linear)
+        assert form_of(linear, True) is looped.get(many, many) is not None
+
+
+@pytest.mark.parametrize("K", [4096, 5632, 4099, 9000])
+def test_a_long_sum_is_cut(K):
+    """Pieces that do not divide K leave channels out."""
+    linear = linear_of(K=K, N=8)
+    form = LoopedLinear(linear)
+    x = torch.randn(1, K)
+    torch.testing.assert_close(form(x), linear(x), rtol=1e-4, atol=1e-4)
 
 
 def test_what_is_not_native_is_held_as_float16(monkeypatch):
