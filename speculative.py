@@ -147,7 +147,7 @@ class NGram(Guesser):
             # Python has about 2**20 characters. Two ids that share one can only cause a bad guess.
             text += "".join(chr(i % 2**20) for i in job.ids[len(text) :])
             self.texts[job] = text
-            found = lookup(text, max(0, job.end - len(job.ids)))
+            found = lookup(text, guesses_left(job))
             job.guess = Guess([*map(ord, found)], [1.0] * len(found))
 
 
@@ -206,7 +206,7 @@ class DraftModel(Guesser):
             ]
             logits = self.runners[0].forward(rows)  # (rows, V)
             # 2) Draw one guess for each job that may have another, by the job's own settings.
-            wanted = {job: i for i, job in enumerate(live) if wants_more(job)}
+            wanted = {job: i for i, job in enumerate(live) if guesses_left(job)}
             if not wanted:
                 return
             ahead = [job.ahead(job.guess.ids) for job in wanted]
@@ -225,10 +225,10 @@ class DraftModel(Guesser):
                     guess.ids.append(int(token_id))
                     guess.q.append(chance)
                     guess.probs.append(probs)
-                    if wants_more(job):
+                    if guesses_left(job):
                         live[job] = len(job.ids) + len(guess.ids) - 1
 
 
-def wants_more(job: Job) -> bool:
-    """Whether a job may have another guess in this step."""
-    return job.end > len(job.ids) + len(job.guess.ids)
+def guesses_left(job: Job) -> int:
+    """How many more guesses a job may have in this step."""
+    return max(0, job.end - len(job.ids) - len(job.guess.ids))
