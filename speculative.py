@@ -20,7 +20,6 @@ Saxena 2023 (github.com/apoorvumang/prompt-lookup-decoding). Read: accept, Guess
 DraftModel.
 """
 
-from itertools import accumulate
 from weakref import WeakKeyDictionary
 
 import torch
@@ -92,17 +91,15 @@ class Guesser(Proposer):
         # 3) Draw one more token for each job, by the random number that plain decoding would use.
         u = torch.tensor([job.uniform(n) for job, n in zip(jobs, accepted)])
         drawn = draw(torch.stack(rest), u).tolist()
-        # 4) Score one id for each row. The rows after the drawn token score refused guesses, and
-        # nobody reads these scores.
-        row_ids = []
-        for guess, n, token_id in zip(guesses, accepted, drawn):
-            for i in range(len(guess.ids)):
+        # 4) Score what each job keeps. The rows after the drawn token belong to refused guesses.
+        tokens = []
+        for job, part, n, token_id in zip(jobs, logits.split(sizes), accepted, drawn):
+            for i in range(len(job.guess.ids)):
                 self.offered[i] += 1
                 self.accepted[i] += i < n
-            row_ids += [*guess.ids[:n], token_id, *guess.ids[n:]]
-        tokens = scored(logits, row_ids, ahead)
-        starts = accumulate(sizes, initial=0)
-        return [tokens[start : start + n + 1] for start, n in zip(starts, accepted)]
+            ids = [*job.guess.ids[:n], token_id]
+            tokens.append(scored(part[: n + 1], ids, [job] * (n + 1)))
+        return tokens
 
     def take_back(self, job: Job, runner: Runner) -> Tensor:
         """Run a job again without its guesses; see scheduler.Proposer.take_back.
