@@ -28,7 +28,7 @@ from model import Transformer
 from paged import Runner
 from sampling import BROKEN, Sequence, Token, finite, sample
 from scheduler import Engine, Proposer, Request
-from settings import CHUNK, EngineArgs, Ranks, SamplingParams, SettingError, progress
+from settings import CHUNK, JSON, EngineArgs, Ranks, SamplingParams, SettingError, progress
 from tokenizer import Tokenizer
 
 # --- One sequence ---------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def make_engine(args: EngineArgs, ranks: Ranks, model: Transformer, proposer: Pr
     """Make an engine around what load_models has loaded."""
     tokenizer = Tokenizer(args.checkpoint)
 
-    def matcher(structure: dict[str, Any]) -> Any:
+    def matcher(structure: JSON) -> Any:
         from structured import matcher
 
         return matcher(tokenizer, model.config, structure)
