@@ -65,13 +65,14 @@ class Tokenizer:
             CheckpointError: there is no tokenizer file, or it is damaged, or a package is missing.
         """
         path = Path(path)
-        config = read_optional(path / "tokenizer_config.json")
+        # Without a config, sentencepiece's names hold, as in llama2.c and llama.cpp.
+        self.config = config = read_optional(path / "tokenizer_config.json") or dict(
+            bos_token="<s>", eos_token="</s>"
+        )
         with blame(path):
             for name, token in config.items():  # "<s>" is also written as {"content": "<s>", ...}
                 if isinstance(token, dict):
                     config[name] = token.get("content", token)
-            # Without a config, sentencepiece's names hold, as in llama2.c and llama.cpp.
-            self.config = config = config or dict(bos_token="<s>", eos_token="</s>")
             is_fast = (path / "tokenizer.json").is_file()
             if is_fast and find_spec("tokenizers"):
                 ends = self._open_fast(path)
