@@ -88,7 +88,7 @@ class Tokenizer:
             self.bos_id = bos = self.special.get(config.get("bos_token"))
             self.eos_id = eos = self.special.get(config.get("eos_token"))
             file = path / "chat_template.jinja"
-            template = file.read_bytes().decode() if file.is_file() else config.get("chat_template")
+            template = file.read_text("utf-8") if file.is_file() else config.get("chat_template")
             if isinstance(template, list):  # several templates with names
                 template = {entry["name"]: entry["template"] for entry in template}.get("default")
             # {% generation %} marks replies for training. Jinja lacks it, so it becomes {% with %}.
