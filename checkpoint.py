@@ -86,8 +86,10 @@ FAMILIES = dict(
 # them have other architecture names.
 ONLY = dict(hidden_act="silu", partial_rotary_factor=1.0, scoring_func="softmax", n_group=1)
 # Defaults for files of all families. None: the file must have it, and a later check refuses None.
-USUAL = ONLY | dict(vocab_size=None, intermediate_size=None, attention_bias=False, num_experts=1,
-    use_sliding_window=False, eos_token_id=[], torch_dtype="float32")  # fmt: skip
+USUAL = ONLY | dict(num_hidden_layers=None, num_attention_heads=None, hidden_size=None,
+    intermediate_size=None, vocab_size=None, eos_token_id=[], torch_dtype="float32",
+    attention_bias=False, num_experts=1, use_sliding_window=False, max_window_layers=28,
+    rope_parameters={}, quantization_config={})  # fmt: skip
 # The numbers that each method of extending rope needs.
 ROPES = dict(default=(), linear=("factor",), llama3=("factor", "low_freq_factor",
     "high_freq_factor", "original_max_position_embeddings"))  # fmt: skip
@@ -114,10 +116,10 @@ def load_config(path: Path | str) -> Config:
         for name, only in ONLY.items():
             supported(name, raw[name], only)
         # 1) Defaults that follow from other settings.
-        heads = check("num_attention_heads", raw.get("num_attention_heads"), int)
+        heads = check("num_attention_heads", raw["num_attention_heads"], int)
         defaults = dict(
             num_key_value_heads=heads,
-            head_dim=check("hidden_size", raw.get("hidden_size"), int) // heads,
+            head_dim=check("hidden_size", raw["hidden_size"], int) // heads,
             qkv_bias=raw["attention_bias"],
             o_bias=raw["attention_bias"],
         )
@@ -130,7 +132,7 @@ def load_config(path: Path | str) -> Config:
             eos_ids=check_items("eos_token_id", eos, list, int, 0),
             windows=layer_windows(raw),
             num_experts=raw.get("num_local_experts", raw["num_experts"]),
-            quantization=check("quantization_config", raw.get("quantization_config", {}), dict),
+            quantization=check("quantization_config", raw["quantization_config"], dict),
         )
         # 3) Checks of all settings, alone and together.
         config = Config(**{name: raw[name] for name in raw.keys() & Config.__annotations__})
@@ -154,7 +156,7 @@ def rope_settings(raw: JSON) -> JSON:
     Newer files have one dict `rope_parameters`; older ones have `rope_theta` and a dict
     `rope_scaling`. If a file has both dicts, `rope_scaling` wins, as in transformers.
     """
-    rope = check("rope", raw.get("rope_scaling", raw.get("rope_parameters", {})), dict)
+    rope = check("rope", raw.get("rope_scaling", raw["rope_parameters"]), dict)
     rope = dict(rope_type=rope.get("type", "default")) | rope
     for name in ROPES[supported("rope_type", rope["rope_type"], *ROPES)]:
         check(f"rope {name}", rope.get(name), float)
@@ -172,9 +174,9 @@ def layer_windows(raw: JSON) -> tuple:
 
     Example: 3 layers, sliding_window 5, max_window_layers 1: (None, 5, 5)
     """
-    layers = check("num_hidden_layers", raw.get("num_hidden_layers"), int, 1, 1024)
+    layers = check("num_hidden_layers", raw["num_hidden_layers"], int, 1, 1024)
     window = raw.get("sliding_window") if raw["use_sliding_window"] else None
-    full = raw.get("max_window_layers", 28)
+    full = raw["max_window_layers"]
     usual = ["full_attention" if i < full else "sliding_attention" for i in range(layers)]
     sizes = dict(full_attention=None, sliding_attention=check("sliding_window", window, int | None))
     return tuple(
