@@ -392,8 +392,8 @@ def free_memory(device: torch.device, root: Path = Path("/")) -> int:
     free = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2]
     # Cached files count as free, because the system drops them when memory is short.
     with contextlib.suppress(OSError):
-        kilobytes = (root / "proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0]
-        free = [int(kilobytes) * 1024]
+        found = re.search(r"MemAvailable:\s+(\d+)", (root / "proc/meminfo").read_text())
+        free = [int(found[1]) * 1024]  # it is in kB
     for limit, used in CGROUPS.items():
         file = root / "sys/fs/cgroup" / limit
         with contextlib.suppress(OSError, ValueError):  # no such file; or "max", no limit
