@@ -61,9 +61,11 @@ def matcher(tokenizer: Tokenizer, config: Config, constraint: JSON) -> Any:
         check("its length", len(text), int, 0, MAX_LENGTH)
         patterns = text.count('"pattern"') if "allOf" in text else 0
         check("the number of patterns beside an allOf", patterns, int, 0, MAX_PATTERNS)
-        grammar = llguidance.grammar_from(kind, text)
-        if kind == "json":
-            grammar = llguidance.LLMatcher.grammar_from_json_schema(text, SPACES)
+        grammar = (
+            llguidance.LLMatcher.grammar_from_json_schema(text, SPACES)
+            if kind == "json"
+            else llguidance.grammar_from(kind, text)
+        )
         trie = vocabulary(tokenizer, config.vocab_size, config.eos_ids)
         if trie.decode_bytes(trie.tokenize_str(text)) != text.encode():
             raise ValueError("the tokenizer has no tokens for some of its characters")
