@@ -276,7 +276,7 @@ class Ranks(NamedTuple):
     shard: Callable | None = None  # for checkpoint.load_model: makes this rank's share of a model
     runner: type | None = None  # the Engine's runner
     follow: Callable | None = None  # runs this rank's share; called on all ranks but the first
-    agree: Callable | None = None  # checks that all ranks have the same settings; see tp.agree
+    agree: Callable = lambda args: None  # checks that all ranks have the same settings: tp.agree
 
 
 def launch(program: str, argv: list | None, parse: Callable, run: Callable, join: Callable) -> int:
@@ -302,8 +302,7 @@ def launch(program: str, argv: list | None, parse: Callable, run: Callable, join
     try:
         device = pick_device(getattr(args, "device", "auto"))
         with contextlib.nullcontext(Ranks(device)) if alone else join(device) as ranks:
-            if ranks.agree:
-                ranks.agree(args)
+            ranks.agree(args)
             return run(args, ranks)
     except BrokenPipeError:  # as after `| head`
         sys.stdout = None  # or Python would print an error at exit
