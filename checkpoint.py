@@ -323,12 +323,11 @@ def locate_tensors(path: Path) -> Files:
     Raises:
         CheckpointError: there is no safetensors file, or a header is damaged.
     """
-    single = path / "model.safetensors"
     # The index is not read: it says nothing that the files do not say themselves.
-    shards = [single] if single.is_file() else sorted(path.glob("model-*-of-*.safetensors"))
+    shards = [*path.glob("model.safetensors")] or sorted(path.glob("model-*-of-*.safetensors"))
     if not shards:
         raise CheckpointError(
-            f"{path}: there is no {single.name}, and no shards of it; convert .bin and .pth files"
+            f"{path}: there is no model.safetensors, and no shards; convert .bin and .pth files"
         )
     found = {}
     for file in shards:
