@@ -62,8 +62,9 @@ def read_optional(path: Path) -> JSON:
 
 
 def without_nulls(raw: JSON) -> JSON:
-    """Drop the names whose value is null. In load_config, where the file's values come after the
-    family's, a null also removes the family's default (in Mistral, the sliding window)."""
+    """Drop the names whose value is null. In a request, null means that a field is left out. In
+    load_config, where the file's values come after the family's, a null also removes the family's
+    default (in Mistral, the sliding window)."""
     return {name: value for name, value in raw.items() if value is not None}
 
 
@@ -292,7 +293,7 @@ def insert_quantised(model: Transformer, files: Files) -> None:
         for path in linears(model):
             linear = model.get_submodule(path)
             name = path.split(".")[-1]
-            part = next(iter(getattr(linear, "parts", [name])))  # a FusedLinear's first part
+            part, *_ = getattr(linear, "parts", [name])  # a FusedLinear's first part
             if path.replace(name, part) + ".qweight" in files:  # most folders keep lm_head plain
                 model.set_submodule(path, QuantLinear(linear, config["bits"], config["group_size"]))
 

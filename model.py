@@ -264,8 +264,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     Returns:
         (B, N, T, H).
     """
-    B, K = k.shape[:2]
-    queries = q.reshape(B, K, -1, q.shape[3])  # (B, K, N / K * T, H)
+    queries = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # (B, K, N / K * T, H)
     y = F.scaled_dot_product_attention(queries, k, v, mask)
     return y.reshape(q.shape)  # not view: a GPU's kernels lay y out in an order of their own
 

@@ -146,7 +146,7 @@ def has_arithmetic(dtype: torch.dtype) -> bool:
 #     a prompt of 256       961 -> 953      189 -> 181     175 -> 141
 # Processors with AVX-VNNI (Zen 5, Intel's) gain nothing or lose.
 capabilities = torch.cpu.get_capabilities()
-SLOW_ROW = capabilities.get("avx512_bf16", False) and not capabilities["avx_vnni"]
+SLOW_ROW = capabilities.get("avx512_bf16") and not capabilities["avx_vnni"]
 
 
 class PackedLinear(nn.Module):

@@ -203,7 +203,7 @@ class Row(NamedTuple):
         return -(-self.positions.stop // block_size)
 
 
-def groups_of(rows: list[Row], block_size: int, most: int, width: int = 2) -> Iterator[list[Row]]:
+def groups_of(rows: list[Row], block_size: int, most: int, width: int) -> Iterator[list[Row]]:
     """Split rows into groups that are attended together, each as one batch.
 
     A group is a run of rows with equally many new tokens. Each row is charged as many blocks as

@@ -161,9 +161,7 @@ class SamplingParams:
     logprobs: int | None = field(default=None, metadata=dict(range=(0, 20)))
     logit_bias: dict[int, float] = field(default_factory=dict)  # token id -> added to its logit
     prompt_logprobs: bool = False  # with logprobs, also those of the prompt; Engine only
-    stop: tuple[str, ...] = setting(
-        (), "end before any of these strings", nargs="+", action="extend"
-    )
+    stop: tuple[str, ...] = setting((), "end before any of these texts", nargs="+", action="extend")
     stop_token_ids: tuple[int, ...] = setting(
         (), "end at any of these tokens (1024 at most)", nargs="+", action="extend"
     )

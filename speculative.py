@@ -20,6 +20,7 @@ Saxena 2023 (github.com/apoorvumang/prompt-lookup-decoding). Read: accept, Guess
 DraftModel.
 """
 
+from itertools import accumulate
 from weakref import WeakKeyDictionary
 
 import torch
@@ -79,9 +80,7 @@ class Guesser(Proposer):
             return super().verify(logits, jobs)
         # 1) The model's distribution at each guess, as if all guesses before it were accepted.
         sizes = [len(guess.ids) + 1 for guess in guesses]
-        ahead = [
-            job.ahead(job.guess.ids[:i]) for job, size in zip(jobs, sizes) for i in range(size)
-        ]
+        ahead = [job.ahead(job.guess.ids[:i]) for job, n in zip(jobs, sizes) for i in range(n)]
         p = distribution(logits, ahead)  # (R, V)
         # 2) Accept. accept() does not read the number after a job's last guess.
         ids = torch.tensor([[x] for guess in guesses for x in (*guess.ids, 0)], device=p.device)
@@ -91,15 +90,17 @@ class Guesser(Proposer):
         # 3) Draw one more token for each job, by the random number that plain decoding would use.
         u = torch.tensor([job.uniform(n) for job, n in zip(jobs, accepted)])
         drawn = draw(torch.stack(rest), u).tolist()
-        # 4) Score what each job keeps. The rows after the drawn token belong to refused guesses.
-        tokens = []
-        for job, part, n, token_id in zip(jobs, logits.split(sizes), accepted, drawn):
-            for i in range(len(job.guess.ids)):
+        # 4) Score one id for each row. The rows after the drawn token score refused guesses, and
+        # nobody reads these scores.
+        row_ids = []
+        for guess, n, token_id in zip(guesses, accepted, drawn):
+            for i in range(len(guess.ids)):
                 self.offered[i] += 1
                 self.accepted[i] += i < n
-            ids = [*job.guess.ids[:n], token_id]
-            tokens.append(scored(part[: n + 1], ids, [job] * (n + 1)))
-        return tokens
+            row_ids += [*guess.ids[:n], token_id, *guess.ids[n:]]
+        tokens = scored(logits, row_ids, ahead)
+        starts = accumulate(sizes, initial=0)
+        return [tokens[start : start + n + 1] for start, n in zip(starts, accepted)]
 
     def take_back(self, job: Job, runner: Runner) -> Tensor:
         """Run a job again without its guesses; see scheduler.Proposer.take_back.

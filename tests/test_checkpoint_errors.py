@@ -411,7 +411,7 @@ def test_no_weights(folder):
     (folder / WEIGHTS).unlink()
     refused(folder, WEIGHTS, "shards", "convert")
     (folder / WEIGHTS).mkdir()
-    refused(folder, WEIGHTS, "shards")
+    refused(folder, WEIGHTS)
 
 
 # --- What is no error -----------------------------------------------------------------------------

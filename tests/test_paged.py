@@ -547,10 +547,10 @@ def test_the_example_of_groups_of():
     for size, most, counts in (
         (4, 4, [2, 1, 1]), (4, 6, [3, 1]), (1, 18, [3, 1]), (4, 1, [1] * 4), (4, 0, [1] * 4),
     ):  # fmt: skip
-        groups = [*groups_of(rows, size, most)]
+        groups = [*groups_of(rows, size, most, 2)]
         assert [len(group) for group in groups] == counts
         assert [row for group in groups for row in group] == rows
-    assert [*groups_of([], 4, 4)] == []
+    assert [*groups_of([], 4, 4, 2)] == []
 
 
 def test_rows_that_stand_together():

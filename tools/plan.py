@@ -55,7 +55,7 @@ import sampling
 import server
 from generate import join
 from model import Config
-from paged import BlockTable, Row, groups_of
+from paged import BlockTable, Row, Runner, groups_of
 from scheduler import Engine, Request
 from settings import Ranks, SamplingParams, check, launch, progress, supported
 from tools import bench, load, report
@@ -88,9 +88,10 @@ def work_of(rows: list[Row], block_size: int, most: int) -> list[float]:
         blocks
     """
     prompts = tokens = blocks = pairs = 0
-    for group in groups_of(rows, block_size, most):
+    width = Runner.width
+    for group in groups_of(rows, block_size, most, width):
         T = len(group[0].ids)
-        read = len(group) * max(2, group[0].num_blocks(block_size))  # padded to the longest
+        read = len(group) * max(width, group[0].num_blocks(block_size))  # padded to the longest
         prompts += len(group) if T > 1 else 0
         tokens += T * len(group)
         blocks += read
