@@ -144,7 +144,7 @@ def has_arithmetic(dtype: torch.dtype) -> bool:
 #     for many rows         35.6            7.5            11.5 tokens/s
 #     for one row           56.4            10.0           19.2
 #     a prompt of 256       961 -> 953      189 -> 181     175 -> 141
-# Processors with AVX-VNNI (Zen 5, Intel's) gain nothing or lose.
+# Processors with AVX-VNNI (Zen 5, Intel's) gain little or lose.
 capabilities = torch.cpu.get_capabilities()
 SLOW_ROW = capabilities.get("avx512_bf16") and not capabilities["avx_vnni"]
 
@@ -194,7 +194,8 @@ class LoopedLinear(PackedLinear):
 
     def pack(self, linear: nn.Linear) -> None:
         self.packed = linear.weight.detach()
-        self.loop = torch.compile(dot, dynamic=False)  # a function of its own; see Int4Linear
+        # In the block's own graph, the compiler would compute x anew for each output channel.
+        self.loop = torch.compile(dot, dynamic=False)
 
     def compute(self, rows: Tensor) -> Tensor:
         return self.loop(self.packed, rows) if len(rows) == 1 else super().compute(rows)

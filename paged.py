@@ -338,12 +338,12 @@ class Runner:
 
     layer = Blocks  # the kind of cache; flex.py has another
     # Tables are padded to at least this many blocks. tools/cuda_graphs.py sets it to the length of
-    # the longest table, rounded up to a power of two. So few widths occur, and it records few
-    # graphs: one for each number of rows and width.
+    # the longest table, rounded up to a power of two. Then only a few widths occur, and it records
+    # few graphs: one for each number of rows and width.
     width = 2
     # One call of attention has at most this many pairs of a new token and a key, unless one token
     # alone sees more keys. PyTorch widens a call's mask to the queries' dtype: for 257 tokens, 32
-    # query heads, 4 kv heads and 32,000 keys in float32 that is 263 MB. In pieces it is 34 MB, and
+    # query heads, 4 kv heads and 32,000 keys in float32 that is 263 MB. In pieces it is 33 MB, and
     # as fast on a CPU.
     pairs = 2**20
 
@@ -467,8 +467,8 @@ def number_of(thing: object) -> Tensor:
     return torch.tensor(id(thing))
 
 
-# Not torch.library.custom_op: its wrapper costs 8 us a call, this one 3 to 5, and a step makes five
-# calls a layer.
+# Not torch.library.custom_op: its wrapper costs 8 us a call, this one 3 to 5. With packed matrices a
+# step makes five calls a layer: one for attention and four for the matrices.
 @torch.library.impl(library, "opaque", "CompositeExplicitAutograd")
 def opaque(x: Tensor, more: list[Tensor], key: Tensor, width: int) -> Tensor:
     """Call `compute` of the object with this number. It returns a tensor of x's shape, except that

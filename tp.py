@@ -119,7 +119,8 @@ def shard(model: Transformer, files: Files, rank: int, ranks: int) -> tuple[Tran
             files[name] = stored.changed(lambda bias: bias * (rank == 0))  # rank 0 adds it
         elif module in CUTS:
             n = stored.empty.shape[dim]
-            # If there is one piece (a single kv head, or a row's only scale), every rank reads it.
+            # If there is one piece, every rank reads it: a single kv head, or the only scale that
+            # a row of a quantised weight has.
             pieces = min(ranks, K if module in ("k_proj", "v_proj") else n)
             size = -(-n // pieces)
             files[name] = stored.changed(partial(cut, dim, rank * pieces // ranks, size))
@@ -207,7 +208,8 @@ def lead(name: str, act: Callable, *args: Any) -> Any:
     finally:
         signal.signal(signal.SIGINT, before)
         for number in pressed:
-            # A signal raised again would count twice, and a second one ends the server at once.
+            # The signal is not raised again: the server has been told of it by signal.set_wakeup_fd
+            # already, and a second one would end it at once.
             if callable(before):
                 before(number, None)
 
