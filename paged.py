@@ -467,8 +467,8 @@ def number_of(thing: object) -> Tensor:
     return torch.tensor(id(thing))
 
 
-# Not torch.library.custom_op: its wrapper costs 8 us a call, this one 3 to 5. With packed matrices a
-# step makes five calls a layer: one for attention and four for the matrices.
+# Not torch.library.custom_op: its wrapper costs 8 us a call, this one 3 to 5. With packed matrices,
+# a step makes five calls a layer: one for attention and four for the matrices.
 @torch.library.impl(library, "opaque", "CompositeExplicitAutograd")
 def opaque(x: Tensor, more: list[Tensor], key: Tensor, width: int) -> Tensor:
     """Call `compute` of the object with this number. It returns a tensor of x's shape, except that
