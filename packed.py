@@ -4,8 +4,8 @@ compile_model replaces each Linear of a finished model, plain or quantised, by a
 device multiplies fast, where PyTorch has one (on CUDA for int4 only), and leaves the rest to
 torch.compile. These forms are never stored. The form that a matrix gets depends on the processor
 and on the kind of cache, never on timing, so the same command on the same machine gives the same
-tokens in each process. Skip this file at first: nothing else depends on it. In it, N is output
-channels, K input channels, G groups, R rows. Read: compile_model, PackedLinear, form_of.
+tokens in each process. Skip this file at first: the engine needs it for --compile only. In it, N is
+output channels, K input channels, G groups, R rows. Read: compile_model, PackedLinear, form_of.
 """
 
 import warnings
@@ -56,7 +56,8 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
         # With this, a product with one row becomes a loop that dequantises int8 weights as it reads
         # them, so that no dequantised copy is written to memory.
         torch._inductor.config.coordinate_descent_tuning = True
-        # A paged step is never replayed, because it depends on numbers on the host that change.
+        # torch.compile must not replay a paged step, because it depends on numbers on the host that
+        # change. (tools/cuda_graphs.py replays it in its own way.)
         model.compile(mode="reduce-overhead" if batch_size else None)
     # The default, 8 graphs for one piece of code, is too few for several models in a process.
     torch._dynamo.config.recompile_limit = 64
@@ -139,11 +140,13 @@ def has_arithmetic(dtype: torch.dtype) -> bool:
 # --- The forms ------------------------------------------------------------------------------------
 
 # Whether oneDNN takes longer for one row than for five, as on AMD's Zen 4, which multiplies
-# bfloat16 but lacks AVX-VNNI. There, one sequence runs faster in the forms that `alone` chooses:
-#                           110m, float32   1b, bfloat16   1b, int8
-#     for many rows         35.6            7.5            11.5 tokens/s
-#     for one row           56.4            10.0           19.2
-#     a prompt of 256       961 -> 953      189 -> 181     175 -> 141
+# bfloat16 but lacks AVX-VNNI. There, form_of's `alone` chooses other forms, with which one sequence
+# decodes faster, and its prompt is read a little more slowly. In tokens/s:
+#                                         110m, float32   1b, bfloat16   1b, int8
+#     decoding, forms for many rows       35.6            7.5            11.5
+#     decoding, forms of `alone`          56.4            10.0           19.2
+#     a prompt of 256, for many rows      961             189            175
+#     a prompt of 256, `alone`            953             181            141
 # Processors with AVX-VNNI (Zen 5, Intel's) gain little or lose.
 capabilities = torch.cpu.get_capabilities()
 SLOW_ROW = capabilities.get("avx512_bf16") and not capabilities["avx_vnni"]
@@ -153,8 +156,8 @@ class PackedLinear(nn.Module):
     """A Linear with its weight in oneDNN's blocked order; x (..., K) -> (..., N), same dtype.
 
     A packed tensor has no strides, so torch.compile cannot take it as an input. The compiled code
-    calls an operator with this module's number instead, and the operator calls `compute`; see the
-    end of paged.py.
+    calls an operator with this module's number instead, and the operator calls `compute`; see
+    paged.opaque.
     """
 
     def __init__(self, linear: nn.Module) -> None:
@@ -271,7 +274,8 @@ class Int8Linear(PackedLinear):
 
 
 class FbgemmInt8Linear(Int8Linear):
-    """Int8Linear by FBGEMM, with its smaller digits, on a processor that has VNNI."""
+    """Int8Linear as on a processor without VNNI: FBGEMM multiplies, and `high` stays below 64. One
+    sequence gets this form where oneDNN is slow for one row; see SLOW_ROW."""
 
     most = 63
 
@@ -291,8 +295,9 @@ class Int4Linear(PackedLinear):
     scale * (8 - z). They are fast only in bfloat16, and on a CPU only with AVX-512 (without it,
     form_of chooses Int8Linear) and few rows. For more rows, or another dtype, a CPU dequantises the
     weight and multiplies it like any other. The CPU's operator dequantises once for every four
-    rows, so three guesses, which make four rows, cost much less than four: a step takes 1.3 and 2.2
-    times as long as one without guesses. We have not run this class on CUDA.
+    rows. So a step with three guesses, which has four rows, takes 1.3 times as long as one without
+    guesses, and a step with four guesses takes 2.2 times as long. We have not run this class on
+    CUDA.
     """
 
     def pack(self, linear: QuantLinear) -> None:

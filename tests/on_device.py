@@ -77,7 +77,8 @@ def attempt(row: Row, measure: Callable[[], tuple[float, list[str]]]) -> Row:
 
 def try_way(case: str, dtype: str, path: str, kind: str, device: str, tiny: bool) -> Row:
     """Run one way, and compare it with the slow twin."""
-    jobs = (4, 11) if tiny else ways.FEW  # a short and a long prompt; both texts allow guesses
+    # Two jobs have a short and a long prompt, and texts that repeat, so that n-grams find guesses.
+    jobs = (4, 11) if tiny else ways.FEW
     # PyTorch's product of int4 weights is in bfloat16 on a GPU.
     rough = "int4" in kind and "compiled" in path and device != "cpu"
     exact = dtype == "float32" and not rough
@@ -121,7 +122,8 @@ COMPILED = [
 
 
 def compiled(device: str, tiny: bool) -> Iterator[Row]:
-    """Try compiled ways in turn. Each must be compiled first, so none begins after 100 s."""
+    """Try the ways of COMPILED in turn. Each takes long to compile, or to record, so none begins
+    after 100 s."""
     end = time.monotonic() + 100
     for row in COMPILED[:1] if tiny else COMPILED:
         if row[2] in ways.REPLAYED and device != "cuda":
@@ -134,7 +136,8 @@ def compiled(device: str, tiny: bool) -> Iterator[Row]:
 
 @torch.no_grad()
 def packed(device: str, tiny: bool) -> Iterator[Row]:
-    """Compare the products of each packed form with float64, for one row of x and for several."""
+    """Compare products with float64, for one row of x and for several. They are made by the form
+    that a matrix gets for many sequences, or by the plain module where there is no form."""
     torch.manual_seed(0)
     N, K = (256, 128) if tiny else (4096, 2048)
     for dtype in ("float32", "bfloat16"):

@@ -162,7 +162,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--device", choices=("cuda", "cpu", "mps"), default="cuda")
     add("--tiny", action="store_true", help="a rehearsal: fewer checks, and tiny models")
     add("--only", nargs="+", default=[], metavar="NAME", help="these parts")
-    add("--minutes", type=float, default=10.0, help="after them, parts are stopped or skipped")
+    add("--minutes", type=float, default=10.0, help="how long the whole check may take")
     add("--out", type=Path, help="folder of the records (default: benchmarks/DEVICE)")
     add("--vllm-python", type=Path, metavar="PATH", help="Python that has vLLM")
     return parser.parse_args(argv)
@@ -177,7 +177,7 @@ class Outcome(NamedTuple):
     status: str  # "passed", "failed" or "skipped"
     text: str  # in a line
     rows: list[Row]  # what it printed
-    lines: tuple[str, ...] = ()  # faults, and the end of its stderr where it failed
+    lines: tuple[str, ...] = ()  # faults; then, if it did not end as it should, its last stderr
 
 
 def check(args: argparse.Namespace) -> int:
