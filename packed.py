@@ -305,8 +305,8 @@ class Int4Linear(PackedLinear):
         aten = torch.ops.aten
         if q.is_cuda:
             self.operator = aten._weight_int4pack_mm
-            # This operator wants the first value in the high half. The 8 is its innerKTiles, at the
-            # largest value allowed: a thread's values of 8 tiles of 16 input channels lie together.
+            # This operator wants the first value in the high half. The 8 is its innerKTiles, the
+            # largest allowed: a thread's values of 8 tiles (16 input channels each) lie together.
             self.packed = aten._convert_weight_to_int4pack(q << 4 | q >> 4, 8)
         else:
             self.operator = aten._weight_int4pack_mm_for_cpu

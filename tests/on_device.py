@@ -9,7 +9,8 @@ checks, each in a process of its own, because an error of CUDA poisons the proce
 
 The slow twin has no cache and runs on the CPU. A way is right if its log-probabilities are as near
 to the twin's as ways.NEAR says and, in float32, if its tokens are exactly the twin's. (Compiled
-int4 on a GPU is judged as bfloat16, and the twin for an int8 cache has such a cache itself.)
+int4 on a GPU is judged as bfloat16. So are the log-probabilities with an int8 cache, but the tokens
+must be those of a twin with such a cache.)
 """
 
 import argparse
@@ -77,7 +78,7 @@ def attempt(row: Row, measure: Callable[[], tuple[float, list[str]]]) -> Row:
 
 def try_way(case: str, dtype: str, path: str, kind: str, device: str, tiny: bool) -> Row:
     """Run one way, and compare it with the slow twin."""
-    # Two jobs have a short and a long prompt, and texts that repeat, so that n-grams find guesses.
+    # Job 4 has a short prompt, and job 11 a long one. Both texts repeat, so n-grams find guesses.
     jobs = (4, 11) if tiny else ways.FEW
     # PyTorch's product of int4 weights is in bfloat16 on a GPU.
     rough = "int4" in kind and "compiled" in path and device != "cpu"
@@ -94,8 +95,8 @@ def try_way(case: str, dtype: str, path: str, kind: str, device: str, tiny: bool
 
 
 def tokens(case: str, device: str, tiny: bool) -> Iterator[Row]:
-    """Try all ways that run eagerly. Those with guesses run in float32 only, because guesses
-    change no text."""
+    """Try all ways that run eagerly. Those with guesses run in float32 only, because
+    tokens, in which a wrong guess would show, are not compared in bfloat16."""
     for dtype in ("float32", "bfloat16"):
         for path, kind in ways.rows_of(case):
             guesses = "speculate" in ways.KINDS.get(kind, {})
