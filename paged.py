@@ -120,10 +120,10 @@ class BlockPool:
     def commit(self, table: BlockTable, ids: list[int], end: int) -> None:
         """Record that positions before `end` have been computed, and let full blocks be found.
 
-        This comes after the forward. If a block could be found before, another sequence of the same
-        step would read it too early. If two sequences compute blocks of equal content in one step,
-        only the block that is committed first can be found. The other one serves its own sequence
-        only (nano-vllm#219).
+        This comes after the forward, so a block is found only once it holds keys and values, and a
+        sequence whose logits are NaN leaves nothing to be found. If two sequences compute blocks of
+        equal content in one step, only the block that is committed first can be found. The other
+        one serves its own sequence only (nano-vllm#219).
         """
         assert table.length <= end <= len(table.blocks) * self.block_size
         table.length = end
@@ -502,7 +502,8 @@ def affordable_blocks(
     config = model.config
     # One row may have all blocks, and attention then copies all of them, one layer at a time. Each
     # number, of a key or of a value, is copied in the model's dtype. In int8 it takes up to 6 bytes
-    # more: 1 as int8, 4 as float32, and 1 as its share of the scale's two copies.
+    # more: 1 as int8, 4 as float32, and at most 1 for the scale, whose two copies take 8 bytes for
+    # H numbers.
     copied = 2 * model.dtype.itemsize + (12 if limits.kv_dtype == "int8" else 0)
     block = size * config.num_key_value_heads * config.head_dim * copied
     for each in models:
