@@ -3,9 +3,10 @@
 compile_model replaces each Linear of a finished model, plain or quantised, by a form that its
 device multiplies fast, where PyTorch has one (on CUDA for int4 only), and leaves the rest to
 torch.compile. These forms are never stored. The form that a matrix gets depends on the processor
-and on the kind of cache, never on timing, so the same command on the same machine gives the same
-tokens in each process. Skip this file at first: the engine needs it for --compile only. In it, N is
-output channels, K input channels, G groups, R rows. Read: compile_model, PackedLinear, form_of.
+and on the cache (one sequence, or many), never on timing, so the same command on the same machine
+gives the same tokens in each process. Skip this file at first: the engine needs it for --compile
+only. In it, N is output channels, K input channels, G groups, R rows. Read: compile_model,
+PackedLinear, form_of.
 """
 
 import warnings
@@ -81,6 +82,9 @@ def pack_linears(model: nn.Module, alone: bool = False) -> None:
 
     The packed weight replaces the plain one and serves every batch size, so memory peaks at one
     extra weight. (Inductor's freezing packs too, but keeps a copy for each compiled graph.)
+
+    Args:
+        alone: see form_of.
     """
     # A list of paths, since a reference to a Linear would keep its plain weight alive.
     for path in progress([*dict(model.named_modules())], "packing"):

@@ -95,8 +95,8 @@ def try_way(case: str, dtype: str, path: str, kind: str, device: str, tiny: bool
 
 
 def tokens(case: str, device: str, tiny: bool) -> Iterator[Row]:
-    """Try all ways that run eagerly. Those with guesses run in float32 only, because
-    tokens, in which a wrong guess would show, are not compared in bfloat16."""
+    """Try all ways that run eagerly. Those with guesses run in float32 only, because tokens, in
+    which a wrong guess would show, are not compared in bfloat16."""
     for dtype in ("float32", "bfloat16"):
         for path, kind in ways.rows_of(case):
             guesses = "speculate" in ways.KINDS.get(kind, {})

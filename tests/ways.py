@@ -279,44 +279,35 @@ def trained() -> Case:
     return load_model(DRAFT, dtype=torch.float32), [tokenizer.encode(p) for p in PROMPTS]
 
 
+# 128 words, hidden and intermediate sizes, 3 layers, 4 heads of which 2 are kv heads, head_dim.
+SMALL = Config(128, 64, 96, 3, 4, 2, 16)
+
+
+def random_case(seed: int, config: Config) -> Case:
+    """Make a model of random weights, and prompts of 1, 9 and 40 tokens."""
+    torch.manual_seed(seed)
+    model = rounded(build(config))
+    return model, [torch.randint(config.vocab_size, (n,)).tolist() for n in (1, 9, 40)]
+
+
 @cache
 def sliding() -> Case:
     """Make random weights with windows, q/k norm, biases and an lm_head, which the bundled model
     does not have."""
-    torch.manual_seed(0)
-    config = Config(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        head_dim=32,
-        windows=(5, None, 5),
-        qkv_bias=True,
-        qk_norm=True,
+    windows = (5, None, 5)
+    config = replace(
+        SMALL, num_key_value_heads=1, head_dim=32, windows=windows, qkv_bias=True, qk_norm=True
     )
-    return rounded(build(config)), [torch.randint(128, (n,)).tolist() for n in (1, 9, 40)]
+    return random_case(0, config)
 
 
 @cache
 def experts() -> Case:
     """Make a layer with one MLP, and two with six experts, two of which run for each token."""
-    torch.manual_seed(1)
-    config = Config(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=6,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        mlp_only_layers=[0],
+    config = replace(
+        SMALL, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=64, mlp_only_layers=[0]
     )
-    return rounded(build(config)), [torch.randint(128, (n,)).tolist() for n in (1, 9, 40)]
+    return random_case(1, config)
 
 
 @cache
