@@ -28,7 +28,7 @@ from model import Transformer
 from paged import Runner
 from sampling import BROKEN, Sequence, Token, finite, sample
 from scheduler import Engine, Proposer, Request
-from settings import CHUNK, JSON, EngineArgs, Ranks, SamplingParams, SettingError, progress
+from settings import CHUNK, JSON, EngineArgs, Ranks, SamplingParams, SettingError, progress, say
 from tokenizer import Tokenizer
 
 # --- One sequence ---------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ def command(args: Namespace, ranks: Ranks) -> int:
     engine = make_engine(engine_args, ranks, model, proposer)
     status = chat(engine, params) if args.chat else complete(engine, text, params)
     if proposer.k:
-        print(proposer.summary(), file=sys.stderr)
+        say(proposer.summary())
     return status
 
 
@@ -258,7 +258,7 @@ def chat(engine: Engine, params: SamplingParams) -> int:
     params = replace(params, n=1, stop=(*params.stop, *tokenizer.chat_stop)[:16])
     messages = []
     status = 0
-    print("> ", end="", file=sys.stderr, flush=True)
+    say("> ", end="")
     for line in sys.stdin:
         turns = [*messages, {"role": "user", "content": line.strip()}]
         ids = tokenizer.encode_chat(turns)
@@ -269,15 +269,15 @@ def chat(engine: Engine, params: SamplingParams) -> int:
         try:
             (sequence,) = engine.add_request(ids, params).outputs
         except SettingError as error:  # this message alone is too long
-            print(f"error: {error}", file=sys.stderr)
+            say(f"error: {error}")
         else:
             if len(turns) <= len(messages):
-                print("the context is full: the oldest turns are forgotten", file=sys.stderr)
+                say("the context is full: the oldest turns are forgotten")
             status = stream(sequence, engine.run())
             if status:
                 engine.reset()
             messages = [*turns, {"role": "assistant", "content": sequence.text}]
-        print("> ", end="", file=sys.stderr, flush=True)
+        say("> ", end="")
     return status
 
 
@@ -306,10 +306,9 @@ def stream(sequence: Sequence, steps: Iterator[Any]) -> int:
     if sequence.tokens:
         start, first, *later = sequence.times
         rate = len(later) / max(sequence.times[-1] - first, 1e-9)
-        print(
+        say(
             f"{len(sequence.tokens)} new tokens after {sequence.prompt_len} of the prompt, "
-            f"the first in {first - start:.3f} s, then {rate:.1f} tokens/s",
-            file=sys.stderr,
+            f"the first in {first - start:.3f} s, then {rate:.1f} tokens/s"
         )
     return 130 if sequence.finish_reason == "interrupted" else 0
 

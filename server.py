@@ -57,6 +57,7 @@ from settings import (
     SettingError,
     check,
     check_ids,
+    say,
     setting,
     supported,
 )
@@ -224,7 +225,7 @@ class Server:
                 same.listen(128)
         host, self.port = listener.sockets[0].getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
-        print(f"serving {self.name} on http://{host}:{self.port}", file=sys.stderr)
+        say(f"serving {self.name} on http://{host}:{self.port}")
         while not self.stopping:
             await asyncio.sleep(0.1)
         listener.close()

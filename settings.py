@@ -308,8 +308,13 @@ def launch(program: str, argv: list | None, parse: Callable, run: Callable, join
     except KeyboardInterrupt:  # generate.stream handles Ctrl-C while text is generated
         return 130
     except (ValueError, OSError, ImportError) as error:
-        print(f"{program}: error: {error}", file=sys.stderr)
+        say(f"{program}: error: {error}")
         return 2
+
+
+def say(text: str, end: str = "\n") -> None:
+    """Write to stderr at once: all that a program says beside its results."""
+    print(text, end=end, file=sys.stderr, flush=True)
 
 
 def progress(items: Collection, label: str) -> Iterator[Any]:
@@ -326,11 +331,9 @@ def progress(items: Collection, label: str) -> Iterator[Any]:
         if seconds > 1 and sys.stderr.isatty():
             bar = "#" * (24 * done // total)
             left = seconds * (total / done - 1)
-            print(
+            say(
                 f"\r{label} [{bar:<24}] {done}/{total}  {left:.0f} s left ",
                 end="\n" * (done == total),
-                file=sys.stderr,
-                flush=True,
             )
 
 
