@@ -292,9 +292,9 @@ def launch(program: str, argv: list | None, parse: Callable, run: Callable, join
     Returns:
         The exit status: 2 after an error, 130 after Ctrl-C.
     """
-    alone = os.environ.get("RANK", "0") == "0" and os.environ.get("WORLD_SIZE", "1") == "1"
+    alone = os.getenv("RANK", "0") == "0" and os.getenv("WORLD_SIZE", "1") == "1"
     # Another rank prints the same, or stderr is closed.
-    if os.environ.get("LOCAL_RANK", "0") != "0" or not sys.stderr:
+    if os.getenv("LOCAL_RANK", "0") != "0" or not sys.stderr:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (tp.join gives it back)
     args = parse(argv)
     try:
@@ -400,4 +400,4 @@ def free_memory(device: torch.device, root: Path = Path("/")) -> int:
             cached = re.findall(r"active_file (\d+)", file.with_name("memory.stat").read_text())
             taken = int(file.with_name(used).read_text()) - sum(map(int, cached[-2:]))
             free.append(max(0, int(file.read_text()) - taken))
-    return min(free) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return min(free) // int(os.getenv("LOCAL_WORLD_SIZE", "1"))

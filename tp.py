@@ -277,7 +277,7 @@ def join(device: torch.device) -> Iterator[Ranks]:
             with contextlib.suppress(RuntimeError):  # the others may be gone
                 broadcast()
     except Exception as error:
-        if os.environ.get("LOCAL_RANK", "0") != "0" and "gloo" not in str(error):
+        if os.getenv("LOCAL_RANK", "0") != "0" and "gloo" not in str(error):
             time.sleep(3)
             sys.stderr = sys.__stderr__
         raise
