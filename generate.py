@@ -255,7 +255,7 @@ def complete(engine: Engine, prompt: str, params: SamplingParams) -> int:
 def chat(engine: Engine, params: SamplingParams) -> int:
     """Talk until the input ends. The engine's prefix cache holds the earlier turns."""
     tokenizer = engine.tokenizer
-    params = replace(params, n=1, stop=(*params.stop, *tokenizer.chat_stop)[:16])
+    params = replace(params, n=1, stop=(params.stop + tokenizer.chat_stop)[:16])
     messages = []
     status = 0
     say("> ", end="")

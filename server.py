@@ -299,7 +299,7 @@ class Server:
         params = SamplingParams(**{name: fields.get(name, defaults[name]) for name in defaults})
         if chat and not params.structured_outputs:
             # The user's stop strings come first, so that none of sixteen is dropped.
-            params = replace(params, stop=(*params.stop, *self.tokenizer.chat_stop)[:16])
+            params = replace(params, stop=(params.stop + self.tokenizer.chat_stop)[:16])
         return params
 
     def chat_ids(self, fields: JSON) -> Ids:
