@@ -699,9 +699,8 @@ class Connection:
         # 1) Host. A page of another site may reach this address by that site's own name (DNS
         # rebinding), so a server on loopback answers only to names of this host.
         host = headers.get("Host", "localhost").strip()
-        is_local = re.fullmatch(LOOPBACK, args.host)
         demand(
-            not is_local or re.fullmatch(LOOPBACK, host),
+            not re.fullmatch(LOOPBACK, args.host) or re.fullmatch(LOOPBACK, host),
             403,
             f"the Host is {host!r:.100}, and this server answers to localhost: let the proxy in "
             "front send `Host: localhost`, or start the server with --host 0.0.0.0",
@@ -806,8 +805,7 @@ class Connection:
         demand(self.headers.get_content_type() == JSON_TYPE, 415, f"the body must be {JSON_TYPE}")
         data = await asyncio.wait_for(self.read_body(), IDLE_S)
         try:  # json.loads would accept NaN and Infinity, which are not JSON; int() raises for both
-            content = json.loads(data, parse_constant=int)
-            return check("body", content, dict)
+            return check("body", json.loads(data, parse_constant=int), dict)
         except (ValueError, RecursionError) as error:
             raise Problem(400, f"the body must be a JSON object: {str(error)[:200]}") from None
 
