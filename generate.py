@@ -111,7 +111,8 @@ class LLM:
         Raises:
             ValueError: one of the prompts cannot be run; then none of them is.
         """
-        prompts = [prompts] if isinstance(prompts, str) else prompts
+        if isinstance(prompts, str):
+            prompts = [prompts]
         if params is None:
             params = SamplingParams(**suggested(self.checkpoint) | given)
         params = params if isinstance(params, list) else [params] * len(prompts)
@@ -226,8 +227,9 @@ def command(args: Namespace, ranks: Ranks) -> int:
     if file and ranks.rank == 0:  # the other ranks do not need the prompt
         with blame(file):
             text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
-    needs_engine = args.chat or engine_args.speculate or engine_args.draft_checkpoint
-    plain = not needs_engine and params.n == ranks.ranks == 1
+    plain = params.n == ranks.ranks == 1 and not (
+        args.chat or engine_args.speculate or engine_args.draft_checkpoint
+    )
     model, proposer = load_models(engine_args, ranks, 1 if plain else None)
     if ranks.rank:
         return ranks.follow(model)
