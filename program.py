@@ -7,12 +7,12 @@ the course use lesson.run. Messages on stderr are not results: if they cannot be
 example to a full disk, they are lost, and the program goes on.
 """
 
-import contextlib
 import io
 import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 
@@ -28,7 +28,7 @@ class Lossy(io.FileIO):
     """A file that discards what cannot be written."""
 
     def write(self, data: bytes) -> int:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             super().write(data)
         return len(data)
 

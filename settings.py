@@ -6,13 +6,13 @@ EngineArgs is how an engine is built, from Python, the command line and the serv
 does not know what the settings do. Read: SamplingParams, EngineArgs, check, launch.
 """
 
-import contextlib
 import os
 import re
 import sys
 import time
 from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -299,7 +299,7 @@ def launch(program: str, argv: list | None, parse: Callable, run: Callable, join
     args = parse(argv)
     try:
         device = pick_device(getattr(args, "device", "auto"))
-        with contextlib.nullcontext(Ranks(device)) if alone else join(device) as ranks:
+        with nullcontext(Ranks(device)) if alone else join(device) as ranks:
             ranks.agree(args)
             return run(args, ranks)
     except BrokenPipeError:  # as after `| head`
@@ -391,12 +391,12 @@ def free_memory(device: torch.device, root: Path = Path("/")) -> int:
     # Systems without /proc: half of the physical memory.
     free = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2]
     # Cached files count as free, because the system drops them when memory is short.
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         found = re.search(r"MemAvailable:\s+(\d+)", (root / "proc/meminfo").read_text())
         free = [int(found[1]) * 1024]  # it is in kB
     for limit, used in CGROUPS.items():
         file = root / "sys/fs/cgroup" / limit
-        with contextlib.suppress(OSError, ValueError):  # no such file; or "max", no limit
+        with suppress(OSError, ValueError):  # no such file; or "max", no limit
             cached = re.findall(r"active_file (\d+)", file.with_name("memory.stat").read_text())
             taken = int(file.with_name(used).read_text()) - sum(map(int, cached[-2:]))
             free.append(max(0, int(file.read_text()) - taken))

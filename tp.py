@@ -42,7 +42,6 @@ exchanges of a step, 45 for 22 layers, cost more time than the sharing saves (`t
 tools/bench.py latency`). Read: shard, Leader, lead, follow, join.
 """
 
-import contextlib
 import json
 import os
 import signal
@@ -50,6 +49,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -241,7 +241,7 @@ MEET = """to run one process, unset RANK and WORLD_SIZE; to run several, start t
 with a GPU each or --device cpu; if machines do not find each other, set GLOO_SOCKET_IFNAME"""
 
 
-@contextlib.contextmanager
+@contextmanager
 def join(device: torch.device) -> Iterator[Ranks]:
     """Join the other processes that torchrun has started.
 
@@ -274,7 +274,7 @@ def join(device: torch.device) -> Iterator[Ranks]:
             device, rank, ranks, partial(shard, rank=rank, ranks=ranks), Leader, follow, agree
         )
         if rank == 0:
-            with contextlib.suppress(RuntimeError):  # the others may be gone
+            with suppress(RuntimeError):  # the others may be gone
                 broadcast()
     except Exception as error:
         if os.getenv("LOCAL_RANK", "0") != "0" and "gloo" not in str(error):
