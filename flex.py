@@ -53,8 +53,8 @@ class FlexBlocks(Blocks):
         # first W entries count.
         parts = -(-num_queries // QUERIES)
         blocks = pad(group.table, (0, num_blocks - W))
-        blocks = blocks[:, None, None].expand(-1, 1, parts, -1).int()
-        counts = torch.full_like(blocks[..., 0], W)  # (B, 1, parts)
+        blocks = blocks[:, None, None].expand(B, 1, parts, num_blocks).int()
+        counts = blocks.new_full((B, 1, parts), W)
         plan = BlockMask.from_kv_blocks(
             counts,
             blocks,
