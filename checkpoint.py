@@ -264,7 +264,7 @@ def load_model(
     if config.tie_word_embeddings:
         files.pop("lm_head.weight", None)  # some files store the shared matrix twice
     with blame(path):
-        files = converted(files, model)
+        convert(files, model)
         insert_quantised(model, files)
         check_tensors(files, model)
         if shard:
@@ -404,19 +404,18 @@ FORMS = dict(gptq=("gptq", "gptq_v2"), awq=("awq", "gemm", "GEMM"))
 PLACES = dict(gptq={4: range(8), 8: range(4)}, awq={4: (0, 4, 1, 5, 2, 6, 3, 7)})
 
 
-def converted(files: Files, model: Transformer) -> Files:
-    """Convert the files of a GPTQ or AWQ folder to this engine's format; return others unchanged.
+def convert(files: Files, model: Transformer) -> None:
+    """Convert the files of a GPTQ or AWQ folder to this engine's format, in place.
 
-    Each tensor is converted by itself. One that is missing, or has the wrong shape or dtype, is
-    missing or wrong in the result too, and check_tensors reports it.
+    The files of other folders stay as they are. Each tensor is converted by itself. One that is
+    missing, or has the wrong shape or dtype, is missing or wrong in the result too, and
+    check_tensors reports it.
 
     Args:
-        files: see locate_tensors.
+        files: see locate_tensors. Their qweight, scales and zeros become those of
+            quantize.QuantLinear.
         model: the empty model that they are for. `quantization` of its config gets `bits` and
             `group_size` where the folder has other names for them.
-
-    Returns:
-        The files, with qweight, scales and zeros as in quantize.QuantLinear.
 
     Raises:
         ValueError: the tool, its version or the number of bits is not supported; or desc_act, which
@@ -424,7 +423,7 @@ def converted(files: Files, model: Transformer) -> Files:
     """
     config = model.config.quantization
     if config.get("quant_method") == "kilolm" or not config:
-        return files
+        return
     method = supported("quant_method", config.get("quant_method"), *FORMS)
     bits = check("bits", config.setdefault("bits", config.get("w_bit")), int)
     check("group_size", config.setdefault("group_size", config.get("q_group_size")), int, -1)
@@ -451,12 +450,10 @@ def converted(files: Files, model: Transformer) -> Files:
 
     changes = dict(qweight=qweight, zeros=zeros, scales=Tensor.t)
     wanted = dict(named_tensors(model))
-    ours = {}
-    for name, stored in files.items():
+    for name, stored in [*files.items()]:
         kind = name.split(".")[-1]
         with blame(name):
             if kind == "scales" or (kind in changes and stored.empty.dtype == torch.int32):
-                ours[name] = stored.changed(changes[kind])
-            elif name in wanted or stored.read().any():  # some tools store biases that are all zero
-                ours[name] = stored
-    return ours
+                files[name] = stored.changed(changes[kind])
+            elif name not in wanted and not stored.read().any():
+                del files[name]  # some tools store biases that are all zero
