@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # Put the weights on pages of 2 MB. A decode step reads all of them, and with pages of 4 kB the
 # page-table walks cost a noticeable share of the bandwidth. PyTorch reads this variable when it
@@ -68,6 +68,11 @@ def without_nulls(raw: JSON) -> JSON:
     return {name: value for name, value in raw.items() if value is not None}
 
 
+def choose(name: str, value: Any, table: dict) -> Any:
+    """Return the entry of `table` under `value`; raise SettingError if there is none."""
+    return table[supported(name, value, *table)]
+
+
 # --- config.json ----------------------------------------------------------------------------------
 
 # The families that run here, each with the settings that its config.json may leave out or never
@@ -109,7 +114,7 @@ def load_config(path: Path | str) -> Config:
     raw = read_json(file)
     with blame(file):
         names = check("architectures", raw.get("architectures") or None, list)
-        family = FAMILIES[supported("architectures", names[0], *FAMILIES)]
+        family = choose("architectures", names[0], FAMILIES)
         raw = USUAL | without_nulls(family | raw)
         # Chat checkpoints add their end-of-turn id in generation_config.json. It therefore wins.
         raw |= read_optional(file.with_name("generation_config.json"))
@@ -129,7 +134,7 @@ def load_config(path: Path | str) -> Config:
         eos = raw["eos_token_id"]
         eos = eos if isinstance(eos, list) else [eos]
         raw |= dict(
-            dtype=DTYPES[supported("dtype", raw.get("dtype", raw["torch_dtype"]), *DTYPES)],
+            dtype=choose("dtype", raw.get("dtype", raw["torch_dtype"]), DTYPES),
             eos_ids=check_items("eos_token_id", eos, list, int, 0),
             windows=layer_windows(raw),
             num_experts=raw.get("num_local_experts", raw["num_experts"]),
@@ -159,7 +164,7 @@ def rope_settings(raw: JSON) -> JSON:
     """
     rope = check("rope", raw.get("rope_scaling", raw["rope_parameters"]), dict)
     rope = dict(rope_type=rope.get("type", "default")) | rope
-    for name in ROPES[supported("rope_type", rope["rope_type"], *ROPES)]:
+    for name in choose("rope_type", rope["rope_type"], ROPES):
         check(f"rope {name}", rope.get(name), float)
     if rope["rope_type"] == "llama3":
         check("high_freq_factor - low", rope["high_freq_factor"] - rope["low_freq_factor"], float)
@@ -180,9 +185,7 @@ def layer_windows(raw: JSON) -> tuple:
     full = raw["max_window_layers"]
     usual = ["full_attention" if i < full else "sliding_attention" for i in range(layers)]
     sizes = dict(full_attention=None, sliding_attention=check("sliding_window", window, int | None))
-    return tuple(
-        sizes[supported("layer_types", kind, *sizes)] for kind in raw.get("layer_types", usual)
-    )
+    return tuple(choose("layer_types", kind, sizes) for kind in raw.get("layer_types", usual))
 
 
 def suggested(path: Path | str) -> JSON:
@@ -429,7 +432,7 @@ def convert(files: Files, model: Transformer) -> None:
     check("group_size", config.setdefault("group_size", config.get("q_group_size")), int, -1)
     form = config.get("checkpoint_format") or config.get("version", method)
     supported("checkpoint_format or version", form, *FORMS[method])
-    places = PLACES[method][supported("bits", bits, *PLACES[method])]
+    places = choose("bits", bits, PLACES[method])
     supported("desc_act", config.get("desc_act", method == "gptq"), False)
     mask = 2**bits - 1
     from quantize import pack_bits  # only where a model is quantised
