@@ -81,8 +81,8 @@ def choose(name: str, value: Any, table: dict) -> Any:
 MISTRAL = dict(num_key_value_heads=8, use_sliding_window=True, max_window_layers=0)
 FAMILIES = dict(
     LlamaForCausalLM={},
-    MistralForCausalLM=MISTRAL | dict(sliding_window=4096),
-    MixtralForCausalLM=MISTRAL | dict(  # without a window unless the file names one
+    MistralForCausalLM=dict(MISTRAL, sliding_window=4096),
+    MixtralForCausalLM=dict(MISTRAL,  # without a window unless the file names one
         num_experts=8, num_experts_per_tok=2, rms_norm_eps=1e-5, rope_theta=1e6),
     Qwen2ForCausalLM=dict(num_key_value_heads=32, qkv_bias=True, o_bias=False),
     Qwen3ForCausalLM=dict(num_key_value_heads=32, head_dim=128, qk_norm=True),
@@ -92,7 +92,7 @@ FAMILIES = dict(
 # them have other architecture names.
 ONLY = dict(hidden_act="silu", partial_rotary_factor=1.0, scoring_func="softmax", n_group=1)
 # Defaults for files of all families. None: the file must have it, and a later check refuses None.
-USUAL = ONLY | dict(num_hidden_layers=None, num_attention_heads=None, hidden_size=None,
+USUAL = dict(ONLY, num_hidden_layers=None, num_attention_heads=None, hidden_size=None,
     intermediate_size=None, vocab_size=None, eos_token_id=[], torch_dtype="float32",
     attention_bias=False, num_experts=1, use_sliding_window=False, max_window_layers=28,
     rope_parameters={}, quantization_config={})  # fmt: skip
@@ -123,13 +123,13 @@ def load_config(path: Path | str) -> Config:
             supported(name, raw[name], only)
         # 1) Defaults that follow from other settings.
         heads = check("num_attention_heads", raw["num_attention_heads"], int)
-        defaults = dict(
-            num_key_value_heads=heads,
-            head_dim=check("hidden_size", raw["hidden_size"], int) // heads,
-            qkv_bias=raw["attention_bias"],
-            o_bias=raw["attention_bias"],
-        )
-        raw = defaults | raw
+        raw = {
+            "num_key_value_heads": heads,
+            "head_dim": check("hidden_size", raw["hidden_size"], int) // heads,
+            "qkv_bias": raw["attention_bias"],
+            "o_bias": raw["attention_bias"],
+            **raw,
+        }
         # 2) Settings that Config has under another name or in another form.
         eos = raw["eos_token_id"]
         eos = eos if isinstance(eos, list) else [eos]
@@ -163,12 +163,12 @@ def rope_settings(raw: JSON) -> JSON:
     `rope_scaling`. If a file has both dicts, `rope_scaling` wins, as in transformers.
     """
     rope = check("rope", raw.get("rope_scaling", raw["rope_parameters"]), dict)
-    rope = dict(rope_type=rope.get("type", "default")) | rope
+    rope = {"rope_type": rope.get("type", "default"), **rope}
     for name in choose("rope_type", rope["rope_type"], ROPES):
         check(f"rope {name}", rope.get(name), float)
     if rope["rope_type"] == "llama3":
         check("high_freq_factor - low", rope["high_freq_factor"] - rope["low_freq_factor"], float)
-    return rope | dict(rope_scaling=rope)
+    return dict(rope, rope_scaling=rope)
 
 
 def layer_windows(raw: JSON) -> tuple:

@@ -154,5 +154,5 @@ def structure(response_format: Any) -> JSON:
         holder = check(name, response_format.get(kind), dict)
     else:
         # llama.cpp's json_object may bring a schema as well.
-        holder = {"schema": {"type": "object"}} | response_format
+        holder = {"schema": {"type": "object"}, **response_format}
     return dict(json=check(name, holder.get("schema"), dict))

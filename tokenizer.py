@@ -129,7 +129,7 @@ class Tokenizer:
         Raises:
             ValueError: the template does not compile or refuses these messages.
         """
-        given = dict(add_generation_prompt=not goes_on) | self.config | options
+        given = {"add_generation_prompt": not goes_on, **self.config, **options}
         with blame("chat template"):  # it can raise any exception
             text = CHAT.from_string(self.template).render(given, messages=messages)
             if goes_on:
