@@ -295,7 +295,7 @@ def insert_quantised(model: Transformer, files: Files) -> None:
 
         for path in linears(model):
             linear = model.get_submodule(path)
-            name = path.split(".")[-1]
+            name = path.rpartition(".")[2]
             part, *_ = getattr(linear, "parts", [name])  # a FusedLinear's first part
             if path.replace(name, part) + ".qweight" in files:  # most folders keep lm_head plain
                 model.set_submodule(path, QuantLinear(linear, config["bits"], config["group_size"]))
@@ -313,7 +313,7 @@ def named_tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:
     """
     for name, tensor in model.state_dict().items():
         path = name.rpartition(".")[0]  # "layers.0.mlp.gate_up_proj"
-        own = path.split(".")[-1]
+        own = path.rpartition(".")[2]
         # A FusedLinear, plain or quantised, has several parts. Any other module counts as one part.
         parts = getattr(model.get_submodule(path), "parts", None) or {own: len(tensor)}
         for part, view in zip(parts, tensor.split([*parts.values()])):
@@ -454,7 +454,7 @@ def convert(files: Files, model: Transformer) -> None:
     changes = dict(qweight=qweight, zeros=zeros, scales=Tensor.t)
     wanted = dict(named_tensors(model))
     for name, stored in [*files.items()]:
-        kind = name.split(".")[-1]
+        kind = name.rpartition(".")[2]
         with blame(name):
             if kind == "scales" or (kind in changes and stored.empty.dtype == torch.int32):
                 files[name] = stored.changed(changes[kind])
