@@ -76,10 +76,10 @@ class Guesser(Proposer):
     def verify(self, logits: Tensor, jobs: list[Job]) -> list[list[Token]]:
         """Accept guesses and add one token to each job; see scheduler.Proposer.verify."""
         guesses = [job.guess for job in jobs]
-        if not any(guess.ids for guess in guesses):
+        sizes = [len(guess.ids) + 1 for guess in guesses]
+        if max(sizes) == 1:  # nothing is guessed
             return super().verify(logits, jobs)
         # 1) The model's distribution at each guess, as if all guesses before it were accepted.
-        sizes = [len(guess.ids) + 1 for guess in guesses]
         ahead = [job.ahead(job.guess.ids[:i]) for job, n in zip(jobs, sizes) for i in range(n)]
         p = distribution(logits, ahead)  # (R, V)
         # 2) Accept. accept() does not read the number after a job's last guess.
