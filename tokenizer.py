@@ -112,7 +112,7 @@ class Tokenizer:
 
     def decode(self, ids: Ids) -> str:
         """Turn ids into text, and leave out those that are not text."""
-        return self._decode([i for i in ids if self.is_text(i)])
+        return self._decode(list(filter(self.is_text, ids)))
 
     def is_text(self, token_id: int) -> bool:
         """Whether an id is text, and neither a special token nor padding of the vocabulary."""
