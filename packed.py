@@ -107,7 +107,7 @@ def form_of(linear: nn.Module, alone: bool = False) -> "type[PackedLinear] | Non
         if linear.bits == 4 and linear.group_size in (32, 64, 128, 256) and has_int4(q):
             return Int4Linear
         if q.is_cpu and has_fbgemm:
-            return FbgemmInt8Linear if alone and SLOW_ROW else Int8Linear
+            return Int8Linear
     elif isinstance(linear, nn.Linear) and linear.weight.is_cpu:
         dtype = linear.weight.dtype
         # With AMX, one sequence in float32 is faster with plain weights. A matrix of 4096 x 768
@@ -143,15 +143,16 @@ def has_arithmetic(dtype: torch.dtype) -> bool:
 
 # --- The forms ------------------------------------------------------------------------------------
 
-# Whether oneDNN takes longer for one row than for five, as on AMD's Zen 4, which multiplies
-# bfloat16 but lacks AVX-VNNI. There, form_of's `alone` chooses other forms, with which one sequence
-# decodes faster, and its prompt is read a little more slowly. In tokens/s:
-#                                         110m, float32   1b, bfloat16   1b, int8
-#     decoding, forms for many rows       35.6            7.5            11.5
-#     decoding, forms of `alone`          56.4            10.0           19.2
-#     a prompt of 256, for many rows      961             189            175
-#     a prompt of 256, `alone`            953             181            141
-# Processors with AVX-VNNI (Zen 5, Intel's) gain little or lose.
+# Whether oneDNN takes longer for one row than for six, as on AMD's Zen 4, which multiplies bfloat16
+# but lacks AVX-VNNI. There, one row is filled up to six equal ones (see PackedLinear.compute), and
+# form_of's `alone` chooses LoopedLinear for plain weights. On a Zen 4, one sequence decodes this
+# many times as fast as with a product of one row, and reads a prompt of 256 tokens:
+#                             110m, float32   1b, bfloat16   1b, int8
+#     filled up to six rows   1.03            1.19           1.23
+#     LoopedLinear            1.31            1.38
+#     a prompt, LoopedLinear  0.96            0.95
+# (For int8, FBGEMM's product decodes 1.07 times as fast as six rows by oneDNN, and reads a prompt
+# 0.80 times as fast.) Processors with AVX-VNNI (Zen 5, Intel's) gain little or lose.
 capabilities = torch.cpu.get_capabilities()
 SLOW_ROW = capabilities.get("avx512_bf16") and not capabilities["avx_vnni"]
 
@@ -191,7 +192,13 @@ class PackedLinear(nn.Module):
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), 32)
 
     def compute(self, rows: Tensor) -> Tensor:
-        """(R, K) -> (R, N), inside the operator."""
+        """(R, K) -> (R, N), inside the operator. Where oneDNN is slow for one row, one row becomes
+        six equal ones, and two rows (the digits of Int8Linear) become three pairs."""
+        times = 6 // len(rows) if SLOW_ROW and len(rows) < 3 else 1
+        return self.product(rows.repeat(times, 1) if times > 1 else rows)[: len(rows)]
+
+    def product(self, rows: Tensor) -> Tensor:
+        """(R, K) -> (R, N), by oneDNN or FBGEMM."""
         return torch.ops.mkldnn._linear_pointwise(rows, self.packed, None, "none", [], "")
 
 
@@ -270,18 +277,11 @@ class Int8Linear(PackedLinear):
         high, low = super().multiply(pair.byte()).chunk(2)  # (R, N) each
         return ((128 * high + low) * s).to(rows.dtype)
 
-    def compute(self, rows: Tensor) -> Tensor:
+    def product(self, rows: Tensor) -> Tensor:
         if self.most == 63:
             product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
             return product(rows.float() - 64, 1.0, 64, self.packed)
         return torch.ops.onednn.qlinear_pointwise(rows, 1.0, 128, self.packed, *self.more)
-
-
-class FbgemmInt8Linear(Int8Linear):
-    """Int8Linear as on a processor without VNNI: FBGEMM multiplies, and `high` stays below 64. One
-    sequence gets this form where oneDNN is slow for one row; see SLOW_ROW."""
-
-    most = 63
 
 
 # Up to this many rows, PyTorch's int4 operator is faster than dequantising the weight first. For a

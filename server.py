@@ -224,8 +224,7 @@ class Server:
             with each.dup() as same:
                 same.listen(128)
         host, self.port = listener.sockets[0].getsockname()[:2]
-        if ":" in host:
-            host = f"[{host}]"
+        host = f"[{host}]" if ":" in host else host
         say(f"serving {self.name} on http://{host}:{self.port}")
         while not self.stopping:
             await asyncio.sleep(0.1)

@@ -27,7 +27,6 @@ import quantize
 from checkpoint import CheckpointError, build, is_tied, load_config, load_model, named_tensors
 from model import FusedLinear
 from packed import (
-    FbgemmInt8Linear,
     HalfLinear,
     Int4Linear,
     Int8Linear,
@@ -232,6 +231,12 @@ def test_plain_weights_are_freed_one_by_one(tmp_path, monkeypatch):
 # --- Packed forms ---------------------------------------------------------------------------------
 
 
+class ByFBGEMM(Int8Linear):
+    """As where the processor has no VNNI."""
+
+    most = 63
+
+
 class ByOneDNN(Int8Linear):
     """As where the processor has VNNI; elsewhere oneDNN's product is played: the
     same integers, in floats."""
@@ -243,9 +248,9 @@ class ByOneDNN(Int8Linear):
         self.signed = linear.qweight.double() - 128
         self.scales = linear.scales.flatten()
 
-    def compute(self, rows):
+    def product(self, rows):
         if torch.cpu._is_vnni_supported():
-            return super().compute(rows)
+            return super().product(rows)
         return ((rows.double() - 128) @ self.signed.t() * self.scales).float()
 
 
@@ -259,7 +264,7 @@ def lanes(monkeypatch):
 FORMS = {  # form, how its Linear is made
     "plain": (PackedLinear, linear_of),
     "looped": (LoopedLinear, linear_of),
-    "int8 by FBGEMM": (FbgemmInt8Linear, lambda **options: quant_linear(8, -1, **options)),
+    "int8 by FBGEMM": (ByFBGEMM, lambda **options: quant_linear(8, -1, **options)),
     "int8 by oneDNN": (ByOneDNN, lambda **options: quant_linear(8, -1, **options)),
     "int4": (Int4Linear, lambda **options: quant_linear(4, 128, **options)),
     "int4 in groups": (Int4Linear, lambda **options: quant_linear(4, 32, **options)),
@@ -355,7 +360,7 @@ def test_int8_linear_docstring_example():
     torch.testing.assert_close(y, torch.tensor([[-4877 / 16256]]))
 
 
-@pytest.mark.parametrize("form", [FbgemmInt8Linear, ByOneDNN])
+@pytest.mark.parametrize("form", [ByFBGEMM, ByOneDNN])
 def test_int8_linear_at_the_ends_of_its_range(form):
     """All digits and weights at their largest, where a sum of products of bytes saturates that is
     kept in 16 bits; and weights of -128, which other tools store."""
@@ -369,7 +374,7 @@ def test_int8_linear_at_the_ends_of_its_range(form):
     y = form(linear)(x)
     torch.testing.assert_close(y, x.sum(1, keepdim=True) * weights, rtol=1e-5, atol=1e-4)
     linear.zeros.fill_(10)  # as GPTQ without `sym` has it: q - zero needs nine bits
-    y = FbgemmInt8Linear(linear)(torch.ones(2, 256))
+    y = ByFBGEMM(linear)(torch.ones(2, 256))
     torch.testing.assert_close(y, (256.0 * (q[:, 0] - 10)).expand(2, 3), rtol=1e-4, atol=0)
 
 
@@ -424,13 +429,31 @@ def test_forms_for_one_sequence(monkeypatch, amx, slow_row):
     that is slow for one row gets the forms for many; others get those for one."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     monkeypatch.setattr(packed, "SLOW_ROW", slow_row)
-    looped = {PackedLinear: LoopedLinear, Int8Linear: FbgemmInt8Linear} if slow_row else {}
+    looped = {PackedLinear: LoopedLinear} if slow_row else {}
     plain = linear_of()
     assert form_of(plain) is PackedLinear
     assert form_of(plain, True) is (None if amx else looped.get(PackedLinear, PackedLinear))
     for linear in (linear_of(dtype=torch.bfloat16), quant_linear(8, -1), quant_linear(4, 32)):
         many = form_of(linear)
         assert form_of(linear, True) is looped.get(many, many) is not None
+
+
+@pytest.mark.parametrize("name", ["plain", "int8 by oneDNN", "int8 by FBGEMM"])
+def test_few_rows_are_filled_up(name, monkeypatch):
+    """One row, or a token's two digits, left to be slow; many rows copied for nothing; a row of
+    another token in the result."""
+    _, form = both_of(name)
+    x = torch.randn(4, 128)
+    digits = 1 if name == "plain" else 2
+    sizes = []
+    product = form.product
+    monkeypatch.setattr(form, "product", lambda rows: sizes.append(len(rows)) or product(rows))
+    for slow_row in (False, True):
+        monkeypatch.setattr(packed, "SLOW_ROW", slow_row)
+        for R in (1, 2, 3, 4):
+            torch.testing.assert_close(form(x[:R]), form(x)[:R], rtol=1e-4, atol=1e-4)
+    sizes = [size for size in sizes if size != 4 * digits]  # without those of all rows
+    assert sizes == ([1, 2, 3, 6, 6, 3] if digits == 1 else [2, 4, 6, 6, 4, 6])
 
 
 @pytest.mark.parametrize("K", [4096, 5632, 4099, 9000])
