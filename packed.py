@@ -144,15 +144,16 @@ def has_arithmetic(dtype: torch.dtype) -> bool:
 # --- The forms ------------------------------------------------------------------------------------
 
 # Whether oneDNN takes longer for one row than for six, as on AMD's Zen 4, which multiplies bfloat16
-# but lacks AVX-VNNI. There, one row is filled up to six equal ones (see PackedLinear.compute), and
-# form_of's `alone` chooses LoopedLinear for plain weights. On a Zen 4, one sequence decodes this
-# many times as fast as with a product of one row, and reads a prompt of 256 tokens:
-#                             110m, float32   1b, bfloat16   1b, int8
-#     filled up to six rows   1.03            1.19           1.23
-#     LoopedLinear            1.31            1.38
-#     a prompt, LoopedLinear  0.96            0.95
-# (For int8, FBGEMM's product decodes 1.07 times as fast as six rows by oneDNN, and reads a prompt
-# 0.80 times as fast.) Processors with AVX-VNNI (Zen 5, Intel's) gain little or lose.
+# but lacks AVX-VNNI. There, one or two rows are filled up to six (see PackedLinear.compute), and
+# form_of's `alone` chooses LoopedLinear for plain weights. The speed of one sequence on a Zen 4, as
+# a multiple of the speed with packed weights and rows that are not filled up:
+#                                    110m, float32   1b, bfloat16   1b, int8
+#     decoding, filled up to six     1.03            1.19           1.23
+#     decoding, LoopedLinear         1.31            1.38
+#     a prompt of 256, LoopedLinear  0.96            0.95
+# For int8, FBGEMM's product is not used: it decodes 1.07 times as fast as six rows by oneDNN, but
+# reads a prompt 0.80 times as fast. Processors with AVX-VNNI (Zen 5, Intel's) gain little from
+# either, or lose.
 capabilities = torch.cpu.get_capabilities()
 SLOW_ROW = capabilities.get("avx512_bf16") and not capabilities["avx_vnni"]
 
@@ -192,13 +193,13 @@ class PackedLinear(nn.Module):
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), 32)
 
     def compute(self, rows: Tensor) -> Tensor:
-        """(R, K) -> (R, N), inside the operator. Where oneDNN is slow for one row, one row becomes
-        six equal ones, and two rows (the digits of Int8Linear) become three pairs."""
-        times = 6 // len(rows) if SLOW_ROW and len(rows) < 3 else 1
+        """(R, K) -> (R, N), inside the operator. Where oneDNN is slow for one row, one or two rows
+        (such as a token's two digits in Int8Linear) are repeated up to six."""
+        times = 6 // len(rows) if SLOW_ROW and 0 < len(rows) < 3 else 1
         return self.product(rows.repeat(times, 1) if times > 1 else rows)[: len(rows)]
 
     def product(self, rows: Tensor) -> Tensor:
-        """(R, K) -> (R, N), by oneDNN or FBGEMM."""
+        """(R, K) -> (R, N), by oneDNN. Int8Linear has its own."""
         return torch.ops.mkldnn._linear_pointwise(rows, self.packed, None, "none", [], "")
 
 

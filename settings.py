@@ -313,7 +313,7 @@ def launch(program: str, argv: list | None, parse: Callable, run: Callable, join
 
 
 def say(text: str, end: str = "\n") -> None:
-    """Write to stderr at once: all that a program says beside its results."""
+    """Write to stderr at once what a program says beside its results."""
     print(text, end=end, file=sys.stderr, flush=True)
 
 

@@ -300,9 +300,9 @@ def purpose_picture() -> Picture:
         panels.append(Bars(group["title"], bars, f"{group['unit']}; {run['hardware']}"))
     beside = []
     for file in sorted(RECORDS.glob("versus-*.json")):
-        note = f"; older code, {OLDER[file.stem]}" if file.stem in OLDER else ""
-        if "zen" in file.stem:  # the processor does not tell which Zen it is
-            note = f", Zen {file.stem[-1]}"
+        # The processor itself does not say which Zen it is.
+        note = f", Zen {file.stem[-1]}" if "zen" in file.stem else ""
+        note += f"; older code, {OLDER[file.stem]}" if file.stem in OLDER else ""
         beside.append(versus_panels(json.loads(file.read_text()), note))
     notes = [
         "Medians. The bars of a group share a scale; the groups were measured at different hours.",
