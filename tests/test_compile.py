@@ -11,12 +11,13 @@ import torch
 from conftest import DRAFT, ROOT
 from torch._inductor.utils import run_and_get_code
 
+import flex
 import generate as command_line
 import packed
 from checkpoint import load_model
 from generate import LLM, generate
 from kv_cache import StaticCache
-from model import Config, FusedLinear, Transformer
+from model import Config, FusedLinear, Transformer, attention
 from packed import LoopedLinear, PackedLinear, compile_model
 from paged import Row, Runner
 from sampling import Sequence
@@ -103,6 +104,26 @@ def test_the_caches_are_written_in_place():
     buffers, code, kv = in_place(layer, 5)
     assert "opaque" in code and not [line for line in buffers if "192" in line]
     torch.testing.assert_close(layer.kv[:, 190, 0], kv[:, 4])
+
+
+def dense(q, k, v, block_mask):
+    """What FlexAttention computes, over every slot of the pool."""
+    rows, queries = torch.arange(len(q)), torch.arange(q.shape[2])
+    slots = torch.arange(k.shape[2])
+    mask = block_mask.mask_mod(rows[:, None, None, None], None, queries[:, None], slots)
+    return attention(q, *(x.expand(len(q), -1, -1, -1) for x in (k, v)), mask)
+
+
+@slow
+def test_compiled_code_attends_in_place(monkeypatch):
+    """torch.vmap raises an error in the first run of compiled code, when PyTorch watches what our
+    operators return. FlexAttention used it to list each block's queries, for gradients only."""
+    monkeypatch.setattr(flex, "flex_attention", dense)
+    model = load_model(DRAFT, dtype=torch.float32)
+    rows = [Row([5, 2], 0, [*range(19)]), Row([3], 4, [7]), Row([1], 2, [9])]
+    expected = Runner(model, 6, 16).forward(rows)
+    compile_model(model, None)
+    torch.testing.assert_close(flex.FlexRunner(model, 6, 16).forward(rows), expected)
 
 
 @slow
