@@ -204,16 +204,17 @@ class PackedLinear(nn.Module):
 
 
 class LoopedLinear(PackedLinear):
-    """A Linear that multiplies one row by a compiled loop over the plain weight. If there are more
-    rows, those of a prompt, oneDNN reorders the weight on the way."""
+    """A Linear that multiplies one row by a loop over the plain weight, which is compiled as a part
+    of its block. If there are more rows, those of a prompt, oneDNN reorders the weight on the way.
+    """
 
     def pack(self, linear: nn.Linear) -> None:
-        self.packed = linear.weight.detach()
-        # In the block's own graph, the compiler would compute x anew for each output channel.
+        self.packed = linear.weight  # still a parameter, so compiled code takes its shape as fixed
+        # What is not compiled (lm_head, experts) calls the same loop, compiled by itself.
         self.loop = torch.compile(dot, dynamic=False)
 
-    def compute(self, rows: Tensor) -> Tensor:
-        return self.loop(self.packed, rows) if len(rows) == 1 else super().compute(rows)
+    def multiply(self, rows: Tensor) -> Tensor:
+        return self.loop(self.packed, rows) if len(rows) == 1 else super().multiply(rows)
 
 
 def dot(weight: Tensor, row: Tensor) -> Tensor:
@@ -224,6 +225,10 @@ def dot(weight: Tensor, row: Tensor) -> Tensor:
     pieces = -(-K // 4096)
     while K % pieces:
         pieces += 1
+    # This sum over one row is the row itself. The compiler leaves such sums to PyTorch and has to
+    # store the row for it. Otherwise it would compute the row, and the norm or silu that makes it,
+    # anew for each output channel.
+    row = row.cumsum(0)
     products = weight.unflatten(1, (pieces, -1)).float() * row.view(pieces, -1).float()
     return products.sum(-1).sum(-1)[None].to(row.dtype)
 
