@@ -149,8 +149,8 @@ def has_arithmetic(dtype: torch.dtype) -> bool:
 # a multiple of the speed with packed weights and rows that are not filled up:
 #                                    110m, float32   1b, bfloat16   1b, int8
 #     decoding, filled up to six     1.03            1.19           1.23
-#     decoding, LoopedLinear         1.31            1.38
-#     a prompt of 256, LoopedLinear  0.96            0.95
+#     decoding, LoopedLinear         1.38            1.40
+#     a prompt of 256, LoopedLinear  0.96            0.96
 # For int8, FBGEMM's product is not used: it decodes 1.07 times as fast as six rows by oneDNN, but
 # reads a prompt 0.80 times as fast. Processors with AVX-VNNI (Zen 5, Intel's) gain little from
 # either, or lose.
