@@ -106,6 +106,17 @@ def test_the_caches_are_written_in_place():
     torch.testing.assert_close(layer.kv[:, 190, 0], kv[:, 4])
 
 
+@slow
+def test_a_loop_is_compiled_into_its_block():
+    """A call for each matrix, which costs as much as reading a small one; or silu computed anew for
+    each output channel: the sum that stores it is missing."""
+    form = LoopedLinear(torch.nn.Linear(64, 32))
+    with torch.no_grad():
+        x = torch.randn(1, 64)
+        _, (code,) = run_and_get_code(torch.compile(lambda x: form(torch.nn.functional.silu(x))), x)
+    assert "opaque" not in code and "cumsum" in code
+
+
 def dense(q, k, v, block_mask):
     """What FlexAttention computes, over every slot of the pool."""
     rows, queries = torch.arange(len(q)), torch.arange(q.shape[2])
