@@ -61,7 +61,7 @@ class FlexBlocks(Blocks):
             BLOCK_SIZE=(QUERIES, size),
             mask_mod=sees,
             seq_lengths=(num_queries, num_blocks * size),
-            compute_q_blocks=False,  # they are for training
+            compute_q_blocks=False,  # only training needs them
         )
         # 3) Attend. Without a GPU, in tests, the uncompiled function computes all blocks.
         k, v = self.kv.flatten(1, 2)[None].chunk(2, 1)

@@ -153,7 +153,7 @@ def has_arithmetic(dtype: torch.dtype) -> bool:
 #     a prompt of 256, LoopedLinear  0.96            0.96
 # For int8, FBGEMM's product is not used: it decodes 1.07 times as fast as six rows by oneDNN, but
 # reads a prompt 0.80 times as fast. Processors with AVX-VNNI (Zen 5, Intel's) gain little from
-# either, or lose.
+# filling up, or lose. LoopedLinear as it stands, inside its block, has run on a Zen 4 only.
 capabilities = torch.cpu.get_capabilities()
 SLOW_ROW = capabilities.get("avx512_bf16") and not capabilities["avx_vnni"]
 
