@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -27,7 +28,16 @@ from safetensors import safe_open
 from torch import Tensor
 
 from model import Config, Transformer, rope_frequencies
-from settings import DTYPES, JSON, check, check_fields, check_items, progress, supported
+from settings import (
+    DTYPES,
+    JSON,
+    SamplingParams,
+    check,
+    check_fields,
+    check_items,
+    progress,
+    supported,
+)
 
 # --- Values from outside --------------------------------------------------------------------------
 
@@ -41,12 +51,24 @@ def blame(what: Path | str) -> Iterator[None]:
     """Turn any exception raised inside into a CheckpointError that begins with `what`.
 
     For a damaged file, parsers raise exceptions of many kinds.
+
+    Args:
+        what: a file or a folder that is read, or a word for what is done.
     """
     try:
         yield
     except Exception as error:
         reason = error if isinstance(error, ValueError | OSError) else repr(error)
+        if isinstance(what, Path) and (names := pointers(what)):
+            reason = f"{names} are pointers of Git LFS and not the files: run git lfs pull"
         raise CheckpointError(f"{what}: {reason}") from error
+
+
+def pointers(path: Path) -> list[str]:
+    """Return the names of files, in a folder or this one, that Git LFS has left as pointers."""
+    files = path.iterdir() if path.is_dir() else [path]
+    mark = b"version https://git-lfs"
+    return [f.name for f in files if f.is_file() and f.open("rb").read(len(mark)) == mark]
 
 
 def read_json(path: Path) -> JSON:
@@ -77,10 +99,10 @@ def choose(name: str, value: Any, table: dict) -> Any:
 
 # The families that run here, each with the settings that its config.json may leave out or never
 # contains. Every family in this table has been compared with `transformers`, logit by logit
-# (tests/test_model.py). In Mistral the sliding window applies to all layers or to none.
-MISTRAL = dict(num_key_value_heads=8, use_sliding_window=True, max_window_layers=0)
+# (tests/test_model.py).
+MISTRAL = dict(num_key_value_heads=8, eos_token_id=2)
 FAMILIES = dict(
-    LlamaForCausalLM={},
+    LlamaForCausalLM=dict(eos_token_id=2),
     MistralForCausalLM=dict(MISTRAL, sliding_window=4096),
     MixtralForCausalLM=dict(MISTRAL,  # without a window unless the file names one
         num_experts=8, num_experts_per_tok=2, rms_norm_eps=1e-5, rope_theta=1e6),
@@ -88,9 +110,17 @@ FAMILIES = dict(
     Qwen3ForCausalLM=dict(num_key_value_heads=32, head_dim=128, qk_norm=True),
     Qwen3MoeForCausalLM=dict(num_key_value_heads=4, qk_norm=True, num_experts_per_tok=8,
         norm_topk_prob=False))  # fmt: skip
+# Which layers have a window, in families that do not let the file choose: none in Llama, all in
+# Mistral, and all or none in Qwen3-MoE. These values replace what a file says.
+ALL_LAYERS = dict(use_sliding_window=True, max_window_layers=0, layer_types=None)
+FIXED = dict(
+    LlamaForCausalLM=dict(use_sliding_window=False, layer_types=None),
+    MistralForCausalLM=ALL_LAYERS, MixtralForCausalLM=ALL_LAYERS,
+    Qwen3MoeForCausalLM=dict(max_window_layers=0, layer_types=None))  # fmt: skip
 # Settings that must have this value. Shared experts need no check here, because models that have
 # them have other architecture names.
-ONLY = dict(hidden_act="silu", partial_rotary_factor=1.0, scoring_func="softmax", n_group=1)
+ONLY = dict(hidden_act="silu", partial_rotary_factor=1.0, scoring_func="softmax", n_group=1,
+    is_causal=True)  # fmt: skip
 # Defaults for files of all families. None: the file must have it, and a later check refuses None.
 USUAL = dict(ONLY, num_hidden_layers=None, num_attention_heads=None, hidden_size=None,
     intermediate_size=None, vocab_size=None, eos_token_id=[], torch_dtype="float32",
@@ -102,7 +132,8 @@ ROPES = dict(default=(), linear=("factor",), llama3=("factor", "low_freq_factor"
 
 
 def load_config(path: Path | str) -> Config:
-    """Read `config.json` of a checkpoint folder, and the EOS ids in `generation_config.json`.
+    """Read `config.json` of a checkpoint folder, the EOS ids in `generation_config.json`, and what
+    GPTQ tools write into `quantize_config.json`.
 
     Raises:
         CheckpointError: the file is missing or not valid JSON, or it names an architecture or a
@@ -110,14 +141,20 @@ def load_config(path: Path | str) -> Config:
     """
     file = Path(path) / "config.json"
     if not file.parent.is_dir():
-        raise CheckpointError(f"{path}: there is no such folder")
+        raise CheckpointError(
+            f"{path}: there is no such folder; `hf download OWNER/NAME --local-dir FOLDER` makes "
+            "one, and of a GGUF file, transformers makes one (from_pretrained with gguf_file=NAME, "
+            "then save_pretrained)"
+        )
     raw = read_json(file)
     with blame(file):
         names = check("architectures", raw.get("architectures") or None, list)
         family = choose("architectures", names[0], FAMILIES)
         raw = USUAL | without_nulls(family | raw)
-        # Chat checkpoints add their end-of-turn id in generation_config.json. It therefore wins.
-        raw |= read_optional(file.with_name("generation_config.json"))
+        raw |= FIXED.get(names[0], {})
+        quantization = check("quantization_config", raw["quantization_config"], dict)
+        if stored := read_optional(file.with_name("quantize_config.json")):
+            quantization = {"quant_method": "gptq", **stored, **quantization}
         raw |= rope_settings(raw)
         for name, only in ONLY.items():
             supported(name, raw[name], only)
@@ -131,14 +168,17 @@ def load_config(path: Path | str) -> Config:
             **raw,
         }
         # 2) Settings that Config has under another name or in another form.
-        eos = raw["eos_token_id"]
-        eos = eos if isinstance(eos, list) else [eos]
+        # Chat checkpoints add their end-of-turn id in generation_config.json.
+        eos = []
+        for each in (raw, read_optional(file.with_name("generation_config.json"))):
+            ids = each.get("eos_token_id", [])
+            eos += ids if isinstance(ids, list) else [ids]
         raw |= dict(
             dtype=choose("dtype", raw.get("dtype", raw["torch_dtype"]), DTYPES),
-            eos_ids=check_items("eos_token_id", eos, list, int, 0),
+            eos_ids=tuple(dict.fromkeys(check_items("eos_token_id", eos, list, int, 0))),
             windows=layer_windows(raw),
             num_experts=raw.get("num_local_experts", raw["num_experts"]),
-            quantization=check("quantization_config", raw["quantization_config"], dict),
+            quantization=quantization,
         )
         # 3) Checks of all settings, alone and together.
         config = Config(**{name: raw[name] for name in raw.keys() & Config.__annotations__})
@@ -185,17 +225,22 @@ def layer_windows(raw: JSON) -> tuple:
     full = raw["max_window_layers"]
     usual = ["full_attention" if i < full else "sliding_attention" for i in range(layers)]
     sizes = dict(full_attention=None, sliding_attention=check("sliding_window", window, int | None))
-    return tuple(choose("layer_types", kind, sizes) for kind in raw.get("layer_types", usual))
+    return tuple(choose("layer_types", kind, sizes) for kind in raw.get("layer_types") or usual)
 
 
 def suggested(path: Path | str) -> JSON:
-    """Return the sampling settings that a checkpoint's generation_config.json suggests."""
-    stored = read_optional(Path(path) / "generation_config.json")
-    return {
-        name: stored[name]
-        for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-        if name in stored
-    }
+    """Return the sampling settings that a checkpoint's generation_config.json suggests.
+
+    Raises:
+        CheckpointError: one of them has a wrong value.
+    """
+    file = Path(path) / "generation_config.json"
+    stored = read_optional(file)
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    found = {name: stored[name] for name in names if name in stored}
+    with blame(file):
+        SamplingParams(**found)
+    return found
 
 
 # --- The weights ----------------------------------------------------------------------------------
@@ -247,7 +292,7 @@ def load_model(
     engine, of GPTQ (4 and 8 bits) and of AWQ can be read.
 
     Args:
-        path: a folder with config.json and model.safetensors, or the shards of it.
+        path: a folder with config.json and model.safetensors, or shards and their index.
         device: where the weights go.
         dtype: what the weights are cast to; None means the dtype in config.json, else float32.
         shard: cuts the empty model and the files down to one rank's share; see tp.shard.
@@ -261,12 +306,17 @@ def load_model(
             quantization_config is unknown or contradicts the files.
     """
     config = load_config(path)
+    files = locate_tensors(Path(path))
+    if config.tie_word_embeddings and {"lm_head.weight", "embed_tokens.weight"} <= files.keys():
+        # Some files store the shared matrix twice. If the two differ, they are not shared.
+        head = files.pop("lm_head.weight")
+        embedding = files["embed_tokens.weight"].read()
+        if not torch.equal(head.read().to(embedding.dtype), embedding):
+            files["lm_head.weight"] = head
+            config = replace(config, tie_word_embeddings=False)
     with torch.device("meta"):
         model = build(config).to(dtype or config.dtype)
-    files = locate_tensors(Path(path))
-    if config.tie_word_embeddings:
-        files.pop("lm_head.weight", None)  # some files store the shared matrix twice
-    with blame(path):
+    with blame(Path(path)):
         convert(files, model)
         insert_quantised(model, files)
         check_tensors(files, model)
@@ -325,21 +375,39 @@ def locate_tensors(path: Path) -> Files:
     """List a checkpoint's tensors from the headers of its files; no data is read.
 
     Raises:
-        CheckpointError: there is no safetensors file, or a header is damaged.
+        CheckpointError: a header or the index is damaged; or a file is missing that the index
+            names, or, without an index, model.safetensors.
     """
-    # The index is not read: it says nothing that the files do not say themselves.
-    shards = [*path.glob("model.safetensors")] or sorted(path.glob("model-*-of-*.safetensors"))
-    if not shards:
-        raise CheckpointError(
-            f"{path}: there is no model.safetensors, and no shards; convert .bin and .pth files"
-        )
     found = {}
-    for file in shards:
+    for file, names in weight_files(path).items():
         with blame(file), safe_open(file, "pt") as reader:
-            for name in reader.keys():  # noqa: SIM118 (not a dict: it has no iterator)
+            for name in names or reader.keys():
                 empty = reader.get_tensor(name).to("meta")  # maps the file, and reads none of it
                 found |= renamed(name, Stored(empty, partial(read_tensor, file, name)))
     return found
+
+
+def weight_files(path: Path) -> dict[Path, list[str]]:
+    """Return the files that hold a checkpoint's weights, each with the names of the tensors to read
+    from it; no names mean all of its tensors.
+
+    A folder can hold shards that are not in use, and old copies of a tensor. So the index decides.
+    As in transformers, a whole model.safetensors goes before the index.
+    """
+    whole = path / "model.safetensors"
+    index = path / "model.safetensors.index.json"
+    if whole.exists():
+        return {whole: []}
+    if not index.exists():
+        raise CheckpointError(
+            f"{path}: there is no {whole.name}, and no {index.name} that says which shards to "
+            "read; convert .bin and .pth files"
+        )
+    files = {}
+    with blame(index):
+        for name, file in read_json(index)["weight_map"].items():
+            files.setdefault(path / Path(file).name, []).append(name)
+    return files
 
 
 def read_tensor(file: Path, name: str) -> Tensor:
@@ -361,8 +429,7 @@ def renamed(name: str, stored: Stored) -> Files:
     Example: "model.layers.0.mlp.experts.down_proj", (2, 32, 24), becomes
         "layers.0.mlp.experts.0.down_proj.weight", (32, 24), and the same for expert 1
     """
-    # rope's frequencies (Llama 1 and 2) and each input's group (GPTQ) follow from the config.
-    if name.endswith(("rotary_emb.inv_freq", ".g_idx")):
+    if name.endswith("rotary_emb.inv_freq"):  # in Llama 1 and 2; they follow from the config
         return {}
     name = ".".join(RENAMED.get(word, word) for word in name.removeprefix("model.").split("."))
     above, _, last = name.rpartition(".")
@@ -421,8 +488,8 @@ def convert(files: Files, model: Transformer) -> None:
             `group_size` where the folder has other names for them.
 
     Raises:
-        ValueError: the tool, its version or the number of bits is not supported; or desc_act, which
-            sorts the inputs before they are grouped, so that a group's inputs are not neighbours.
+        ValueError: the tool, its version or the number of bits is not supported; or the inputs were
+            sorted before they were grouped (desc_act), so that a group's inputs are not neighbours.
     """
     config = model.config.quantization
     if config.get("quant_method") == "kilolm" or not config:
@@ -456,7 +523,12 @@ def convert(files: Files, model: Transformer) -> None:
     for name, stored in [*files.items()]:
         kind = name.rpartition(".")[2]
         with blame(name):
-            if kind == "scales" or (kind in changes and stored.empty.dtype == torch.int32):
+            if kind == "g_idx":  # each input's group
+                groups = files.pop(name).read()
+                size = config["group_size"] if config["group_size"] > 0 else len(groups)
+                if (groups != torch.arange(len(groups)) // size).any():
+                    raise ValueError("the inputs are not grouped in order (desc_act)")
+            elif kind == "scales" or (kind in changes and stored.empty.dtype == torch.int32):
                 files[name] = stored.changed(changes[kind])
             elif name not in wanted and not stored.read().any():
                 del files[name]  # some tools store biases that are all zero

@@ -9,6 +9,7 @@ are imported only when something asks for them, so a plain model runs here witho
 Read: generate, LLM; then main. Next: paged.py.
 """
 
+import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
@@ -26,10 +27,20 @@ from checkpoint import blame, load_model, suggested
 from kv_cache import StaticCache
 from model import Transformer
 from paged import Runner
-from sampling import BROKEN, Sequence, Token, finite, sample
+from sampling import BROKEN, FILTERS, PENALTIES, Sequence, Token, finite, sample
 from scheduler import Engine, Proposer, Request
-from settings import CHUNK, JSON, EngineArgs, Ranks, SamplingParams, SettingError, progress, say
-from tokenizer import Tokenizer
+from settings import (
+    CHUNK,
+    JSON,
+    EngineArgs,
+    Ranks,
+    SamplingParams,
+    SettingError,
+    check,
+    progress,
+    say,
+)
+from tokenizer import Ids, Tokenizer
 
 # --- One sequence ---------------------------------------------------------------------------------
 
@@ -87,18 +98,21 @@ class LLM:
         Args:
             options: settings.EngineArgs: device, dtype, quantize, compile, speculate, ...
         """
+        if os.getenv("WORLD_SIZE", "1") != "1":
+            raise ValueError("LLM is one process: under torchrun, use generate.py or server.py")
         args = EngineArgs(checkpoint=Path(checkpoint), **options)
         ranks = Ranks(settings.pick_device(args.device))
         self.checkpoint = args.checkpoint
         self.engine = make_engine(args, ranks, *load_models(args, ranks))
 
     def generate(
-        self, prompts: str | list, params: SamplingParams | list | None = None, **given: Any
+        self, prompts: str | list | JSON, params: SamplingParams | list | None = None, **given: Any
     ) -> list[Request]:
         """Complete the prompts, all at once, with a progress bar.
 
         Args:
-            prompts: a text, or a list of texts or of lists of token ids.
+            prompts: a prompt or a list of prompts. Each is a text or a list of token ids, or a dict
+                with one of these as "prompt" or "prompt_token_ids".
             params: one SamplingParams for all prompts, or a list with one each; the checkpoint's
                 defaults are then ignored.
             given: fields of SamplingParams by name, if there are no `params`. They replace the
@@ -111,8 +125,9 @@ class LLM:
         Raises:
             ValueError: one of the prompts cannot be run; then none of them is.
         """
-        if isinstance(prompts, str):
+        if not isinstance(prompts, list) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
+        prompts = [prompt_of(each) for each in prompts]
         if params is None:
             params = SamplingParams(**suggested(self.checkpoint) | given)
         params = params if isinstance(params, list) else [params] * len(prompts)
@@ -127,6 +142,17 @@ class LLM:
             self.engine.reset()
             raise
         return requests
+
+
+def prompt_of(given: Any) -> str | Ids:
+    """Return the text or the ids of one prompt of LLM.generate.
+
+    Raises:
+        SettingError: it is something else.
+    """
+    if isinstance(given, dict):
+        given = given.get("prompt_token_ids", given.get("prompt"))
+    return check("prompt", given, str | list)
 
 
 def load_models(
@@ -208,6 +234,7 @@ def parse_args(argv: list[str] | None) -> Namespace:
     prompt.add_argument("--prompt", default="", help="text to continue")
     prompt.add_argument("--prompt-file", help="read the prompt from this file; - is stdin")
     prompt.add_argument("--chat", action="store_true", help="talk, with the chat template")
+    parser.add_argument("--system", help="with --chat: what the model is told first")
     group = parser.add_argument_group(
         "sampling", "defaults: the checkpoint's generation_config.json, else as in parentheses"
     )
@@ -221,18 +248,20 @@ def command(args: Namespace, ranks: Ranks) -> int:
         raise ValueError("stdin is closed: use --prompt TEXT or --prompt-file FILE")
     engine_args = EngineArgs(**settings.given(EngineArgs, args))
     given = settings.given(SamplingParams, args)
-    params = SamplingParams(**suggested(engine_args.checkpoint) | given)
+    folder = suggested(engine_args.checkpoint)
+    params = SamplingParams(**folder | given)
     text = args.prompt
     file = args.prompt_file
     if file and ranks.rank == 0:  # the other ranks do not need the prompt
-        with blame(file):
-            text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+        with blame(file):  # the bytes, so that the ends of lines stay as they are
+            text = sys.stdin.read() if file == "-" else Path(file).read_bytes().decode()
     plain = params.n == ranks.ranks == 1 and not (
         args.chat or engine_args.speculate or engine_args.draft_checkpoint
     )
     model, proposer = load_models(engine_args, ranks, 1 if plain else None)
     if ranks.rank:
         return ranks.follow(model)
+    say(f"sampling: {describe(params, given, folder)}")
     if plain:
         tokenizer = Tokenizer(engine_args.checkpoint)
         ids = tokenizer.encode(text)
@@ -240,10 +269,24 @@ def command(args: Namespace, ranks: Ranks) -> int:
         cache = StaticCache(model, 1, sequence.max_len, engine_args.kv_dtype)
         return stream(sequence, generate(model, sequence, cache))
     engine = make_engine(engine_args, ranks, model, proposer)
-    status = chat(engine, params) if args.chat else complete(engine, text, params)
+    if args.chat:
+        if "max_tokens" not in given:
+            params = replace(params, max_tokens=engine.max_seq_len)
+        status = chat(engine, params, args.system)
+    else:
+        status = complete(engine, text, params)
     if proposer.k:
         say(proposer.summary())
     return status
+
+
+def describe(params: SamplingParams, given: JSON, folder: JSON) -> str:
+    """Say which sampling is used, and where each setting comes from."""
+    names = ["temperature", *(FILTERS | PENALTIES) & params.shaping]
+    sources = dict.fromkeys(folder, "the folder") | dict.fromkeys(given, "a flag")
+    return ", ".join(
+        f"{name} {getattr(params, name):g} ({sources.get(name, 'the default')})" for name in names
+    )
 
 
 def complete(engine: Engine, prompt: str, params: SamplingParams) -> int:
@@ -254,19 +297,23 @@ def complete(engine: Engine, prompt: str, params: SamplingParams) -> int:
     return 0
 
 
-def chat(engine: Engine, params: SamplingParams) -> int:
+def chat(engine: Engine, params: SamplingParams, system: str | None = None) -> int:
     """Talk until the input ends. The engine's prefix cache holds the earlier turns."""
     tokenizer = engine.tokenizer
     params = replace(params, n=1, stop=(params.stop + tokenizer.chat_stop)[:16])
-    messages = []
+    messages = [{"role": "system", "content": system}] if system else []
+    start = len(messages)
     status = 0
-    say("> ", end="")
+    say("Ctrl-D ends the chat, and Ctrl-C a reply.\n> ", end="")
     for line in sys.stdin:
+        if not line.strip():
+            say("> ", end="")
+            continue
         turns = [*messages, {"role": "user", "content": line.strip()}]
         ids = tokenizer.encode_chat(turns)
         # A quarter of the context is left for the reply.
-        while len(turns) > 1 and len(ids) > engine.max_seq_len * 3 // 4:
-            del turns[:2]  # a question and its reply
+        while len(turns) > start + 1 and len(ids) > engine.max_seq_len * 3 // 4:
+            del turns[start : start + 2]  # a question and its reply
             ids = tokenizer.encode_chat(turns)
         try:
             (sequence,) = engine.add_request(ids, params).outputs
@@ -278,6 +325,8 @@ def chat(engine: Engine, params: SamplingParams) -> int:
             status = stream(sequence, engine.run())
             if status:
                 engine.reset()
+            if sequence.finish_reason == "length":
+                say(f"the reply was cut after {len(sequence.tokens)} tokens (--max-tokens)")
             messages = [*turns, {"role": "assistant", "content": sequence.text}]
         say("> ", end="")
     return status

@@ -35,6 +35,9 @@ class Lossy(io.FileIO):
 
 def run(main: Callable[[], int]) -> None:
     """Run a program and exit with its status. While it runs, Ctrl-C is a KeyboardInterrupt."""
+    for stream in filter(None, (sys.stdin, sys.stdout)):
+        # A terminal may not be UTF-8; and the line ends of a prompt are a part of it.
+        stream.reconfigure(errors="replace", newline="")
     if sys.stderr:  # None if it is closed
         sys.stderr = io.TextIOWrapper(Lossy(2, "w"), errors="backslashreplace", write_through=True)
     try:

@@ -93,7 +93,11 @@ class Sequence:
         self.times = [time.perf_counter()]
         self.finish_reason = None
         self.matcher = None
-        self.end_ids = {*params.stop_token_ids, *(() if params.ignore_eos else config.eos_ids)}
+        # A special token has no text in the output. As a stop string it means its id.
+        special = tokenizer.special if tokenizer else {}
+        self.end_ids = {*params.stop_token_ids, *(special[s] for s in params.stop if s in special)}
+        if not params.ignore_eos:
+            self.end_ids |= tokenizer.eos_ids(config) if tokenizer else {*config.eos_ids}
         self._stream = TextStream(tokenizer, prompt_ids, params.stop)
         # A new setting, which is in neither FILTERS nor ADJUSTMENTS, counts as both, so the sampler
         # never skips it.
@@ -144,7 +148,8 @@ class Sequence:
             self.history.append(token.id)
         reason = self._reason_to_stop(token.id)
         is_text = token.id not in self.end_ids and reason != "error"
-        text, stopped = self._stream.push(token.id if is_text else None, last=bool(reason))
+        can_stop = len(self.ids) > self.prompt_len + self.params.min_tokens
+        text, stopped = self._stream.push(token.id if is_text else None, bool(reason), can_stop)
         self.tokens.append(token._replace(text=text))
         self.times.append(time.perf_counter())
         self.finish_reason = "stop" if stopped else reason

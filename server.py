@@ -62,7 +62,7 @@ from settings import (
     supported,
 )
 from structured import pieces, structure
-from tokenizer import Detokenizer, Ids, Tokenizer
+from tokenizer import Detokenizer, Ids, Tokenizer, plain_turn
 
 IDLE_S = 75  # seconds to wait for a head, for a body, or for a client to read its answer
 PAGE = settings.BUNDLED.parents[1] / "page.html"
@@ -315,12 +315,9 @@ class Server:
                     for part in text:
                         supported("content of type", part.get("type", "text"), "text")
                     text = "\n".join(part["text"] for part in text)
-                calls = message.get("tool_calls") or []
-                check("content", text, str | None if calls else str)
-                for function in (call["function"] for call in calls):
-                    if isinstance(function["arguments"], str):  # templates expect an object
-                        function["arguments"] = json.loads(function["arguments"] or "{}")
+                check("content", text, str | None if message.get("tool_calls") else str)
                 message["content"] = text
+                plain_turn(message)
             except Exception as error:  # a value of any other form than these lines expect
                 raise Problem(
                     400, f"role, content or tool_calls are wrong: {error}", f"messages[{i}]"
@@ -464,14 +461,23 @@ class Choice:
         self.taken = [len(each) for each in whole]
         if is_first and job.params.prompt_logprobs:
             # The answer begins with the prompt ("echo").
-            detokenizer = Detokenizer(self.server.tokenizer, [])
+            tokenizer = self.server.tokenizer
+            start = len(tokenizer.prefix)
+            if job.ids[:start] != tokenizer.prefix:
+                start = 0  # the prompt was given as ids
+            detokenizer = Detokenizer(tokenizer, [], show_special=True)
+            # What the tokenizer put in front of the text has no text. If the prompt ends in an
+            # incomplete character, the last token shows it as U+FFFD.
             prompt = job.request.prompt_tokens
-            # If the prompt ends in an incomplete character, the last token shows it as U+FFFD.
-            tokens = [
-                token._replace(text=detokenizer.push(token.id, token is prompt[-1]))
-                for token in prompt
-            ] + tokens
-            text = self.server.tokenizer.decode(job.ids[: job.prompt_len]) + text
+            tokens = (
+                prompt[:start]
+                + [
+                    token._replace(text=detokenizer.push(token.id, token is prompt[-1]))
+                    for token in prompt[start:]
+                ]
+                + tokens
+            )
+            text = tokenizer.decode(job.ids[start : job.prompt_len], show_special=True) + text
         message = dict(role="assistant", refusal=None) if is_first else {}
         if thought:
             message["reasoning_content"] = thought
@@ -573,7 +579,7 @@ def count(served: dict[str, Counter], request: Request) -> None:
         observed = dict(
             time_to_first_token_seconds=gaps[:1],
             inter_token_latency_seconds=sorted(gaps[1:]),
-            e2e_request_latency_seconds=[sum(gaps)],
+            e2e_request_latency_seconds=[sum(gaps)] if gaps else [],
             request_prompt_tokens=[job.prompt_len],
             request_generation_tokens=[len(job.tokens)],
         )

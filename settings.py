@@ -151,11 +151,13 @@ class SamplingParams:
     )
     presence_penalty: float = setting(0.0, "subtract this from an output token's logit", -2, 2)
     frequency_penalty: float = setting(0.0, "subtract this for each time a token was output", -2, 2)
-    seed: int | None = setting(None, "the same seed gives the same tokens", -(2**63), 2**63 - 1)
+    seed: int | None = setting(
+        None, "the same seed gives the same tokens; -1: another at each run", -(2**63), 2**63 - 1
+    )
     n: int = setting(1, "continuations of each prompt, with consecutive seeds", 1, 128)
     max_tokens: int = setting(256, "generate at most this many tokens", 1)
     min_tokens: int = setting(
-        0, "no EOS or stop token before this many tokens, but structured output may end", 0
+        0, "nothing ends the text before this many tokens, except structured output", 0
     )
     # Return log-probabilities of the sampled tokens, and of this many likeliest ones.
     logprobs: int | None = field(default=None, metadata=dict(range=(0, 20)))
@@ -173,7 +175,10 @@ class SamplingParams:
         check_fields(self)
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         # Through vars, as the dataclass is frozen.
-        vars(self).update(stop=check_items("stop", stop, str | list | tuple, str))
+        vars(self).update(
+            stop=check_items("stop", stop, str | list | tuple, str),
+            seed=None if self.seed == -1 else self.seed,
+        )
         if len(stop) > 16 or not all(0 < len(each) <= 256 for each in stop):
             raise SettingError("stop", "takes up to 16 strings of 1 to 256 characters")
         for name, kind in (("stop_token_ids", list | tuple), ("logit_bias", dict)):

@@ -30,6 +30,9 @@ MAX_LENGTH = 2**18
 # them takes a second, and each further pattern triples the time. To be on the safe side, all
 # patterns of a schema that contains an allOf are counted, wherever they are.
 MAX_PATTERNS = 14
+# In a regex, as in a schema's pattern, these mean ASCII, as in vLLM.
+ASCII = dict(d="[0-9]", w="[0-9A-Za-z_]", s=r"[ \t\n\r\f\v]",
+             D="[^0-9]", W="[^0-9A-Za-z_]", S=r"[^ \t\n\r\f\v]")  # fmt: skip
 # GPT-2's spelling of bytes as characters: printable bytes stay, the others are numbered from 256.
 BYTE_LEVEL = dict(enumerate([*range(33), *range(127, 161), 173], 256))
 
@@ -55,6 +58,10 @@ def matcher(tokenizer: Tokenizer, config: Config, constraint: JSON) -> Any:
         kinds = dict(json=dict | str, regex=str, choice=list, grammar=str)
         kind = supported("the key", " and ".join(check("it", constraint, dict)), *kinds)
         text = check(kind, constraint[kind], kinds[kind])
+        if text == []:
+            raise ValueError("the choice is empty")
+        if kind == "regex":
+            text = re.sub(r"\\(.)", lambda found: ASCII.get(found[1], found[0]), text)
         if not isinstance(text, str):
             # llguidance crashes on an object that is nested too deeply. json.dumps raises.
             text = json.dumps(text, ensure_ascii=False)
@@ -66,11 +73,14 @@ def matcher(tokenizer: Tokenizer, config: Config, constraint: JSON) -> Any:
             if kind == "json"
             else llguidance.grammar_from(kind, text)
         )
-        trie = vocabulary(tokenizer, config.vocab_size, config.eos_ids)
+        ends = tokenizer.eos_ids(config) & {*range(config.vocab_size)}
+        trie = vocabulary(tokenizer, config.vocab_size, tuple(sorted(ends)))
         if trie.decode_bytes(trie.tokenize_str(text)) != text.encode():
             raise ValueError("the tokenizer has no tokens for some of its characters")
-        # By default the parser allows 2,000 items at a time, so a choice of 2,000 words at most.
-        limits = llguidance.LLParserLimits(max_items_in_row=MAX_LENGTH)
+        # By default the parser allows 2,000 items at a time, so a choice of 2,000 words at most. It
+        # also prepares a regex as far as a million units of fuel go, which takes a second and
+        # 200 MB for (a{1000}){1000}; 100,000 units take a twentieth.
+        limits = llguidance.LLParserLimits(max_items_in_row=MAX_LENGTH, initial_lexer_fuel=100_000)
         compiled = llguidance.LLMatcher(trie, grammar, log_level=0, limits=limits)
         compiled.compute_logit_bias()  # a constraint that no token can begin fails here
         if compiled.is_error():

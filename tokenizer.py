@@ -12,12 +12,15 @@ import re
 import time
 from functools import partial
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 
 import sentencepiece
 from jinja2.sandbox import ImmutableSandboxedEnvironment as Sandbox
 
-from checkpoint import blame, read_optional
+from checkpoint import blame, read_optional, without_nulls
+from model import Config
+from settings import JSON, supported
 
 # For checkpoints without a chat template. It writes the turns as a play, which any base model can
 # continue, and which the bundled model was trained on.
@@ -27,6 +30,12 @@ PLAIN_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}ASSISTANT:\n{% endif %}"
 )
+
+# For checkpoints that have several chat templates with names, and none named "default".
+NO_DEFAULT = "{{ raise_exception('the templates have names, and none is named \"default\"') }}"
+# It marks where the text of a last message ends that is to be continued. It consists of characters
+# that no text has, and no letters or spaces, so templates leave it as it is.
+END = "\U000f5ec3\U000f5ec4"
 
 Ids = list[int]  # token ids
 
@@ -44,14 +53,49 @@ CHAT.globals.update(raise_exception=refuse, strftime_now=time.strftime, tools=No
 CHAT.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
 
 
+class Null(str):
+    """The content of a message that is null. To templates it is none, but where they print it or
+    add it to a text, it is empty."""
+
+
+CHAT.tests["none"] = lambda value: value is None or isinstance(value, Null)
+
+
+class Arguments(dict):
+    """The arguments of a function call in a history: an object, as most templates expect, but where
+    a template prints it or adds it to a text, it is a string of JSON."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __radd__(self, text: str) -> str:
+        return text + str(self)
+
+
+def plain_turn(message: JSON) -> JSON:
+    """Return a message of OpenAI's API as chat templates expect it: without nulls, and without an
+    empty list of calls."""
+    turn = without_nulls(message)
+    if message.get("content", "") is None:
+        turn["content"] = Null()
+    calls = [without_nulls(call) for call in turn.pop("tool_calls", [])]
+    for call in calls:
+        call["function"] = function = without_nulls(call["function"])
+        given = function.get("arguments") or {}
+        function["arguments"] = Arguments(json.loads(given) if isinstance(given, str) else given)
+    return turn | ({"tool_calls": calls} if calls else {})
+
+
 class Tokenizer:
-    """The tokenizer of one checkpoint folder.
+    """The tokenizer of one checkpoint folder. Its files mean what they mean to transformers, except
+    that sentencepiece itself reads tokenizer.model.
 
     Attributes:
         vocab_size: the number of ids that can be decoded; the model's V may be larger.
         bos_id, eos_id: None if the checkpoint has none.
         special: the text of each special token -> its id. Encoding recognises these texts, as
             Hugging Face does, and decoding leaves special tokens out.
+        prefix, suffix: the ids that encode() puts around a text, such as BOS.
         piece: a function from an id to its entry in the vocabulary.
         byte_level: whether these entries spell bytes as GPT-2 does.
         template: the chat template.
@@ -65,36 +109,41 @@ class Tokenizer:
             CheckpointError: there is no tokenizer file, or it is damaged, or a package is missing.
         """
         path = Path(path)
-        # Without a config, sentencepiece's names hold, as in llama2.c and llama.cpp.
-        self.config = config = read_optional(path / "tokenizer_config.json") or dict(
-            bos_token="<s>", eos_token="</s>"
-        )
+        config = read_optional(path / "tokenizer_config.json")
+        added = config.get("added_tokens_decoder")
+        if added is None:  # older folders have two more files
+            config |= read_optional(path / "special_tokens_map.json")
+            ids = read_optional(path / "added_tokens.json")
+            added = {ids[text]: {"content": text} for text in ids}
+        # Without any names, sentencepiece's hold, as in llama2.c and llama.cpp.
+        self.config = config = config or dict(bos_token="<s>", eos_token="</s>")
         with blame(path):
             for name, token in config.items():  # "<s>" is also written as {"content": "<s>", ...}
                 if isinstance(token, dict):
                     config[name] = token.get("content", token)
+            others = config.get("additional_special_tokens", [])
+            others = {each["content"] if isinstance(each, dict) else each for each in others}
+            named = {config[name] for name in config if name.endswith("_token")} | others
+            added = {int(i): {"special": added[i]["content"] in named} | added[i] for i in added}
             is_fast = (path / "tokenizer.json").is_file()
-            if is_fast and find_spec("tokenizers"):
-                ends = self._open_fast(path)
-            elif (path / "tokenizer.model").is_file():
-                ends = self._open_slow(path)
-            else:
-                raise ValueError(
-                    "tokenizer.json "
-                    + ("needs: pip install tokenizers" if is_fast else "is missing")
-                    + ", and there is no tokenizer.model"
-                )
+            read = self._read_fast if is_fast else self._read_slow
+            read(path, dict(sorted(added.items())), named)
             self._hidden = set(self.special.values())
             self.bos_id = bos = self.special.get(config.get("bos_token"))
             self.eos_id = eos = self.special.get(config.get("eos_token"))
+            # Either setting replaces what tokenizer.json adds. With tokenizer.model, a text begins
+            # with BOS unless the config says no.
+            if not is_fast or {"add_bos_token", "add_eos_token"} & config.keys():
+                add_bos = bos is not None and config.get("add_bos_token", not is_fast)
+                self.prefix = [bos] if add_bos else []
+                self.suffix = [eos] if eos is not None and config.get("add_eos_token") else []
             file = path / "chat_template.jinja"
             template = file.read_text("utf-8") if file.is_file() else config.get("chat_template")
             if isinstance(template, list):  # several templates with names
-                template = {entry["name"]: entry["template"] for entry in template}.get("default")
+                named = {entry["name"]: entry["template"] for entry in template}
+                template = named and named.get("default", NO_DEFAULT)
             # {% generation %} marks replies for training. Jinja lacks it, so it becomes {% with %}.
             template = re.sub(r"({%[-+]?\s*(?:end)?)generation\b", r"\1with", template or "")
-        self._prefix = [bos] if config.get("add_bos_token", bos in ends) and bos is not None else []
-        self._suffix = [eos] if config.get("add_eos_token") and eos is not None else []
         self.template = template or PLAIN_TEMPLATE
         # With the plain template a model would go on and write the user's next turn.
         self.chat_stop = () if template else ("\n\n",)
@@ -108,15 +157,21 @@ class Tokenizer:
         """
         # Lone surrogates, which a terminal can pass, become question marks.
         ids = self._encode(text.encode(errors="replace").decode())
-        return self._prefix + ids + self._suffix if add_special else ids
+        return self.prefix + ids + self.suffix if add_special else ids
 
-    def decode(self, ids: Ids) -> str:
-        """Turn ids into text, and leave out those that are not text."""
-        return self._decode(list(filter(self.is_text, ids)))
+    def decode(self, ids: Ids, show_special: bool = False) -> str:
+        """Turn ids into text, and leave out those that are not text: padding of the vocabulary and,
+        unless they are to be shown, special tokens."""
+        shown = self._hidden if show_special else ()
+        return self._decode([i for i in ids if i in shown or self.is_text(i)])
 
     def is_text(self, token_id: int) -> bool:
         """Whether an id is text, and neither a special token nor padding of the vocabulary."""
         return token_id < self.vocab_size and token_id not in self._hidden
+
+    def eos_ids(self, config: Config) -> set[int]:
+        """The ids that end a text: the model's, and this tokenizer's own."""
+        return {*config.eos_ids, self.eos_id} - {None}
 
     def encode_chat(self, messages: list, goes_on: bool = False, /, **options: object) -> Ids:
         """Render a conversation with the checkpoint's chat template, ready for the reply.
@@ -131,23 +186,40 @@ class Tokenizer:
         """
         given = {"add_generation_prompt": not goes_on, **self.config, **options}
         with blame("chat template"):  # it can raise any exception
-            text = CHAT.from_string(self.template).render(given, messages=messages)
+            turns = [plain_turn(message) for message in messages]
+            for turn in turns:
+                if turn.get("role") == "developer" and "developer" not in self.template:
+                    turn["role"] = "system"
             if goes_on:
-                last = messages[-1]["content"].strip()
-                text = text[: text.rindex(last)] + last
+                turns[-1]["content"] += END
+            text = CHAT.from_string(self.template).render(given, messages=turns)
+            if goes_on:
+                text = text[: text.index(END)]
         return self.encode(text, add_special=self.template is PLAIN_TEMPLATE)
 
     # --- How the files are read -------------------------------------------------------------------
 
-    def _open_fast(self, path: Path) -> Ids:
-        """Read tokenizer.json, and return the ids that it adds to a text by default."""
+    def _read_fast(self, path: Path, added: dict[int, JSON], named: set) -> None:
+        """Read tokenizer.json.
+
+        Args:
+            added: id -> a token that other files add to the vocabulary: its content, and whether it
+                is special, and takes in the spaces before it (lstrip) or after it (rstrip).
+            named: texts of special tokens, not all of which exist.
+        """
+        if not find_spec("tokenizers"):
+            raise ValueError("tokenizer.json needs: pip install tokenizers")
         import tokenizers  # an extra, kilolm[hf]
 
         backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
         backend.no_truncation()  # training scripts may leave it on, which would cut prompts
         backend.no_padding()
+        for i, token in added.items():
+            backend.add_tokens([tokenizers.AddedToken(**token)])
+            supported(f"the id of {token['content']}", i, backend.token_to_id(token["content"]))
+        backend.add_special_tokens([*named & backend.get_vocab().keys()])
         self._encode = lambda text: backend.encode(text, add_special_tokens=False).ids
-        self._decode = backend.decode
+        self._decode = partial(backend.decode, skip_special_tokens=False)
         self.piece = backend.id_to_token
         self.byte_level = "ByteLevel" in str(backend.decoder)
         self.vocab_size = max(backend.get_vocab().values()) + 1
@@ -156,29 +228,70 @@ class Tokenizer:
             for i, token in backend.get_added_tokens_decoder().items()
             if token.special
         }
-        return backend.encode("").ids  # its post-processor adds them
+        # Its post-processor puts ids around a text. See which, with a text of one letter.
+        letter, ids = self._encode("a"), backend.encode("a").ids
+        start = next(i for i in range(len(ids) + 1) if ids[i : i + len(letter)] == letter)
+        self.prefix = ids[:start]
+        self.suffix = ids[start + len(letter) :]
 
-    def _open_slow(self, path: Path) -> Ids:
-        """Read tokenizer.model, and return all special tokens. So BOS is among the ids that are
-        added by default: with this file, a text begins with BOS unless the config says no."""
-        sp = sentencepiece.SentencePieceProcessor(model_file=str(path / "tokenizer.model"))
-        self._decode = sp.decode
-        self.piece = lambda i: "" if sp.is_unknown(i) else sp.id_to_piece(i)
+    def _read_slow(self, path: Path, added: dict[int, JSON], named: set) -> None:
+        """Read tokenizer.model. The arguments are those of _read_fast."""
+        file = path / "tokenizer.model"
+        if not file.is_file():
+            raise ValueError("tokenizer.json is missing, and there is no tokenizer.model")
+        # Most models put a space in front of a text. `bare` does not: these four bytes set its
+        # normalizer_spec.add_dummy_prefix to False, as in a protocol buffer the last value wins.
+        proto = file.read_bytes()
+        sp = sentencepiece.SentencePieceProcessor(model_proto=proto or b"?")
+        bare = sentencepiece.SentencePieceProcessor(model_proto=proto + b"\x1a\x02\x18\x00")
+        first = sp if self.config.get("add_prefix_space", True) else bare
+        # A text that follows a special token gets this space too, unless `legacy` is off, as it is
+        # by default in LlamaTokenizer.
+        is_llama = self.config.get("tokenizer_class", "").startswith("LlamaTokenizer")
+        later = first if self.config.get("legacy", not is_llama) else bare
+        size = sp.vocab_size()
+        for i in range(size):
+            if sp.is_control(i) or sp.id_to_piece(i) in named:
+                added.setdefault(i, dict(content=sp.id_to_piece(i), special=True))
+        ids = {token["content"]: i for i, token in added.items()}
+        names = {i: text for text, i in ids.items()}
+        self.special = {text: i for text, i in ids.items() if added[i]["special"]}
+        self.vocab_size = max(size - 1, *names) + 1
+        names[sp.unk_id()] = ""
+        self.piece = lambda i: names[i] if i in names else sp.id_to_piece(i) if i < size else ""
         self.byte_level = False
-        self.vocab_size = sp.vocab_size()
-        self.special = {sp.id_to_piece(i): i for i in range(self.vocab_size) if sp.is_control(i)}
-        for i, token in self.config.get("added_tokens_decoder", {}).items():
-            self.special[token["content"]] = int(i)
-        # sentencepiece would encode the text "<s>" as three characters, so special tokens are split
+
+        # sentencepiece would encode the text "<s>" as three characters, so these tokens are split
         # off first. In reverse order "<|im_start|>" is tried before "<|im". (?!) matches nothing.
-        pattern = f"({'|'.join(map(re.escape, sorted(self.special, reverse=True))) or '(?!)'})"
-        # Because of the parentheses, re.split also returns what the pattern matched.
-        self._encode = lambda text: [
-            i
-            for part in re.split(pattern, text)
-            for i in ([self.special[part]] if part in self.special else sp.encode(part))
-        ]
-        return [*self.special.values()]
+        def spaces(text: str, side: str) -> str:
+            return r"\s*" if added[ids[text]].get(side) else ""
+
+        texts = sorted(ids, reverse=True)
+        patterns = [spaces(t, "lstrip") + re.escape(t) + spaces(t, "rstrip") for t in texts]
+        pattern = f"({'|'.join(patterns) or '(?!)'})"
+
+        def encode(text: str) -> Ids:
+            result = []
+            # Because of the parentheses, every second part is what the pattern matched.
+            for n, part in enumerate(re.split(pattern, text)):
+                if n % 2:
+                    result.append(ids.get(part, ids.get(part.strip())))
+                else:
+                    result += (later if n else first).encode(part)
+            return result
+
+        def decode(token_ids: Ids) -> str:
+            text = ""
+            # An id that lies between those of added tokens, and is none, has no text.
+            for name, run in groupby(token_ids, lambda i: names.get(i, None if i < size else "")):
+                if name is None:
+                    text += (bare if text else first).decode([*run])
+                else:
+                    text += "".join(name for _ in run)
+            return text
+
+        self._encode = encode
+        self._decode = decode
 
 
 # --- Ids to text, one at a time -------------------------------------------------------------------
@@ -193,13 +306,17 @@ class Detokenizer:
     half a character.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, prompt_ids: Ids) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, prompt_ids: Ids, show_special: bool = False
+    ) -> None:
         """Take the end of the prompt as the first context.
 
         Args:
             tokenizer: None: all text is empty.
+            show_special: whether special tokens are text.
         """
-        self._decode = tokenizer.decode if tokenizer else lambda ids: ""
+        decode = tokenizer.decode if tokenizer else lambda ids, show_special: ""
+        self._decode = partial(decode, show_special=show_special)
         self._new = []
         # A context should begin with a whole character. A character has at most four bytes, so of
         # the contexts of 8, 7, 6 and 5 ids, one begins with a whole character. If none of them has
@@ -249,11 +366,14 @@ class TextStream:
         self._stops = stops
         self._detokenizer = Detokenizer(tokenizer, prompt_ids)
 
-    def push(self, token_id: int | None, last: bool = False) -> tuple[str, bool]:
+    def push(
+        self, token_id: int | None, last: bool = False, can_stop: bool = True
+    ) -> tuple[str, bool]:
         """Add one id, or none.
 
         Args:
             last: show also what has been held back, but nothing from a stop string on.
+            can_stop: whether a stop string may end here; see SamplingParams.min_tokens.
 
         Returns:
             The text of this id, and whether a stop string was found.
@@ -264,8 +384,13 @@ class TextStream:
         new = self._detokenizer.push(token_id, last)
         held = self._held + new
         places = range(len(held))
-        found = [i for i in places if held.startswith(self._stops, i)]
-        begun = [i for i in places if any(stop.startswith(held[i:]) for stop in self._stops)]
+        found = [i for i in places if can_stop and held.startswith(self._stops, i)]
+        begun = [
+            i
+            for i in places
+            for stop in self._stops
+            if stop.startswith(held[i:]) and stop != held[i:]
+        ]
         cut = min(found if found or last else begun, default=len(held))
         self.text += held[:cut]
         self._held = held[cut:]

@@ -89,17 +89,24 @@ def shard(model: Transformer, files: Files, rank: int, ranks: int) -> tuple[Tran
     """
     c = model.config
     K = c.num_key_value_heads
-    # Several ranks may have the same kv head.
     sizes = dict(
         num_attention_heads=c.num_attention_heads,
         intermediate_size=c.intermediate_size,
         moe_intermediate_size=c.moe_intermediate_size or 0,
-        num_key_value_heads=K if ranks % K else ranks,
     )
-    uneven = {name: size for name, size in sizes.items() if size % ranks}
-    if uneven:
-        raise CheckpointError(f"{uneven} cannot be shared evenly by {ranks} ranks")
+
+    def is_even(n: int) -> bool:
+        """Whether n ranks can share all sizes. Several ranks may have the same kv head."""
+        return not (any(size % n for size in sizes.values()) or (K % n and n % K))
+
+    if not is_even(ranks):
+        numbers = [n for n in range(1, c.num_attention_heads + 1) if is_even(n)]
+        raise CheckpointError(
+            f"{sizes | dict(num_key_value_heads=K)} cannot be shared evenly by {ranks} ranks, "
+            f"but by {' or '.join(map(str, numbers))}"
+        )
     sizes = {name: size // ranks for name, size in sizes.items()}
+    sizes["num_key_value_heads"] = max(1, K // ranks)
     with torch.device("meta"):
         share = build(replace(c, tie_word_embeddings=False, **sizes))
         share.lm_head = nn.Linear(c.hidden_size, -(-c.vocab_size // ranks), bias=False)

@@ -51,6 +51,7 @@ class Result(NamedTuple):
     out: str
     err: str
     sequences: tuple[Sequence, ...] = ()  # that were generated
+    sampling: str = ""  # the line that says how tokens are drawn; not in err
 
 
 @cache
@@ -77,7 +78,9 @@ def cli(capsys, monkeypatch):
             code = stop.code
         except KeyboardInterrupt:  # would end pytest itself
             pytest.fail("Ctrl-C came out of main()")
-        return Result(code, *capsys.readouterr(), (*sequences,))
+        out, err = capsys.readouterr()
+        line = re.search("sampling: .*\n|$", err)[0]
+        return Result(code, out, err.replace(line, "", 1), (*sequences,), line)
 
     monkeypatch.setattr(generate, "load_model", load_once)
     monkeypatch.setattr(generate, "stream", streaming)
@@ -289,6 +292,7 @@ def test_chat(path, cli, heard):
     result = cli(*asked, stdin="Hello there\nAnd you?\n")
     assert result.code == 0
     assert result.err.count("> ") == 3
+    assert result.err.count("the reply was cut after 6 tokens (--max-tokens)") == 2
     assert [m["role"] for m in heard[1]] == ["user", "assistant", "user"]
     assert [m["content"] for m in heard[1][::2]] == ["Hello there", "And you?"]
     assert heard[1][1]["content"] == result.sequences[0].text
@@ -326,7 +330,40 @@ def test_chat_template(cli, draw, folder):
     assert cli(*chat, stdin="Hello\n").out == "\n" * 6
     (folder / "chat_template.jinja").write_text("{{ raise_exception('no, thanks') }}")
     result = cli(*chat, stdin="Hello\n")
-    fails(result._replace(err=result.err.removeprefix("> ")), "chat template: no, thanks")
+    assert result.err.startswith("Ctrl-D ends the chat, and Ctrl-C a reply.\n> ")
+    fails(result._replace(err=result.err.partition("> ")[2]), "chat template: no, thanks")
+
+
+def test_chat_with_a_system_prompt(cli, heard):
+    """An empty line was a turn; what the model is told first was forgotten with the oldest turns;
+    a reply ended at 256 tokens, which is the default of a completion."""
+    asked = ("--chat", "--max-tokens", 20, "--ignore-eos", "--seed", 1, "--max-seq-len", 150)
+    lines = "\n   \n" + "Hello there\n" * 12
+    result = cli(*asked, "--system", "Be kind", stdin=lines)
+    assert (result.code, len(result.sequences)) == (0, 12)
+    assert all(chat[0] == {"role": "system", "content": "Be kind"} for chat in heard)
+    assert "the oldest turns are forgotten" in result.err and len(heard[-1]) < 24
+    result = cli("--chat", "--ignore-eos", "--max-seq-len", 150, stdin="Hello\n")
+    assert len(result.sequences[0].ids) == 150 or result.sequences[0].finish_reason == "stop"
+
+
+def test_the_sampling_is_told(cli, folder):
+    """A model that writes nonsense at temperature 1, of which no line says a word."""
+    told = "sampling: temperature 0.8 (the folder), top_p 0.95 (the folder)\n"
+    assert cli(*SHORT).sampling == told
+    told = "sampling: temperature 0.8 (the folder), top_p 0.5 (a flag)\n"
+    assert cli(*SHORT, "--top-p", 0.5).sampling == told
+    (folder / "generation_config.json").unlink()
+    told = "sampling: temperature 1 (the default)\n"
+    assert cli(*SHORT, "--checkpoint", folder).sampling == told
+
+
+def test_wrong_suggestions(cli, folder):
+    """A server that does not start, with an error that names no file."""
+    for wrong in ({"top_p": 0}, {"top_k": 50.0}, {"temperature": "hot"}):
+        (folder / "generation_config.json").write_text(json.dumps(wrong))
+        (name,) = wrong
+        fails(cli(*SHORT, "--checkpoint", folder), f"generation_config.json: {name} must be")
 
 
 # --- Errors of use --------------------------------------------------------------------------------

@@ -288,8 +288,8 @@ def test_dtype_is_read_under_both_keys(llama, tmp_path):
 @pytest.mark.parametrize(
     ("generation", "config", "expected"),
     [
-        ([7, 8, 9], 1, (7, 8, 9)),  # Llama 3.1 Instruct: end of text, of turn, of message
-        (7, 1, (7,)), (0, 5, (0,)),  # id 0 is an id, not a missing one
+        ([7, 8, 9], 7, (7, 8, 9)),  # Llama 3.1 Instruct: end of text, of turn, of message
+        (7, 1, (1, 7)), (0, 5, (5, 0)),  # id 0 is an id, not a missing one
         (None, 1, (1,)), (None, [1, 2], (1, 2)), ("absent", 1, (1,)), ("no file", [1, 2], (1, 2)),
         ("no file", 0, (0,)), ([5], None, (5,)), (None, None, ()), ("no file", None, ()),
     ],
@@ -328,12 +328,12 @@ def test_names_of_other_files(llama, tmp_path):
 
 
 def test_tied_checkpoint_that_stores_lm_head_too(llama, tmp_path):
-    """Some tied files hold the matrix twice. As in transformers the embedding wins, and the two are
-    one parameter: loaded apart they would cost V * D more."""
+    """Some tied files hold the matrix twice. The two are one parameter: loaded apart they would
+    cost V * D more. Another matrix is another matrix: see test_folders.py."""
     built = build("llama-tied", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     assert "lm_head.weight" not in tensors
-    tensors["lm_head.weight"] = torch.zeros_like(tensors["model.embed_tokens.weight"])
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, tmp_path / "model.safetensors")
     model = load_model(tmp_path)
     assert is_tied(model)

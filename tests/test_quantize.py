@@ -676,8 +676,9 @@ def test_what_is_copied(tmp_path):
     a result that only who wrote it may read."""
     source, out = tmp_path / "source", tmp_path / "out"
     shutil.copytree(SHAKESPEARE, source)
-    (source / "model.safetensors").rename(source / "model-00001-of-00001.safetensors")
-    (source / "model.safetensors.index.json").write_text("{}")
+    index = dict.fromkeys(load_file(source / "model.safetensors"), "model-1.safetensors")
+    (source / "model.safetensors").rename(source / "model-1.safetensors")
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     (source / "pytorch_model.bin").write_text("pickled")
     (source / "README.md").symlink_to(tmp_path / "nowhere")
     (source / "folder.json").mkdir()

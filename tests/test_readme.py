@@ -22,6 +22,10 @@ LINES = [
     for line in block.splitlines()
 ]  # fmt: skip
 INSTALL = "pip install -e . && python generate.py --seed 1"
+REAL = [  # a real model; the tests have one that needs no hub, see test_real_model.py
+    'pip install -e ".[hf]" huggingface_hub && '
+    "hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir path/to/SmolLM2-135M-Instruct",
+]
 TEST = 'pip install -e ".[test]" && python -m pytest'
 COMMANDS = [line for line in LINES if line.startswith(("python ", "torchrun "))]
 SLOW = "python -m pytest -m slow"
@@ -31,7 +35,7 @@ def test_the_first_commands_are_what_ci_runs():
     """A missing install step shows only on a new machine, so CI starts from one."""
     others = [line for line in LINES if line not in COMMANDS]
     assert others[0].startswith("git clone ") and others[1].startswith('pip install "torch')
-    assert others[2:] == [INSTALL, TEST]
+    assert others[2:] == [INSTALL, TEST, *REAL]
     (needed,) = re.findall(r'"(torch[^"]*)"', (ROOT / "pyproject.toml").read_text())[:1]
     assert f'"{needed}"' in others[1]
     ci = (ROOT / ".ci" / "run").read_text().splitlines()
@@ -41,8 +45,10 @@ def test_the_first_commands_are_what_ci_runs():
 def test_the_text_is_that_of_the_command(capfd):
     """The text is another command's, or an older sampler's."""
     assert generate.main(["--seed", "1", "--device", "cpu"]) == 0
-    shown = README.partition("```\nSICINIUS")[2].partition("\n...")[0]
-    assert shown and capfd.readouterr().out.startswith("SICINIUS" + shown + "\n")
+    shown = README.partition("```\nsampling: ")[2].partition("\n...")[0]
+    told, _, text = shown.partition("\n")
+    out, err = capfd.readouterr()
+    assert text and out.startswith(text + "\n") and err.startswith(f"sampling: {told}\n")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -689,18 +689,22 @@ class Chars:
 
     def __init__(self, *tokens):
         self.tokens = tokens
+        self.special = {}
 
     def is_text(self, token_id):
         return True
 
-    def decode(self, ids):
+    def eos_ids(self, config):
+        return {*config.eos_ids}
+
+    def decode(self, ids, show_special=False):
         return "".join(self.tokens[i] for i in ids)
 
 
 class Bytes(Chars):
     """Id i is the byte i; half a character decodes to U+FFFD."""
 
-    def decode(self, ids):
+    def decode(self, ids, show_special=False):
         return bytes(ids).decode("utf-8", "replace")
 
 

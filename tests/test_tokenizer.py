@@ -307,14 +307,14 @@ def test_post_processor_says_whether_bos(bos, tmp_path):
 
 def test_tokenizer_json_comes_first(kinds, tmp_path, monkeypatch):
     """Bug: of two files the poorer one is read, which lacks the chat tokens; without the extra, an
-    ImportError's traceback, or a folder that has tokenizer.model as well is refused."""
+    ImportError's traceback, or other ids from tokenizer.model."""
     both = write(tmp_path, NAMES, tokenizer_json=GPT, tokenizer_model=LLAMA)
-    text, (gpt, folder), (llama, _) = "the cat", kinds["gpt"], kinds["llama"]
+    text, (gpt, folder) = "the cat", kinds["gpt"]
     assert Tokenizer(both).encode(text) == gpt.encode(text)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(CheckpointError, match="pip install"):
-        Tokenizer(folder)
-    assert Tokenizer(both).encode(text) == llama.encode(text)
+    for each in (folder, both):
+        with pytest.raises(CheckpointError, match="pip install"):
+            Tokenizer(each)
 
 
 DAMAGED = {
@@ -603,8 +603,10 @@ def test_where_the_template_comes_from(tmp_path):
     assert ours.decode(ours.encode_chat(CHATS[0])) == "n\u00e9w"
     named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
     assert chatter(tmp_path / "two", named).template == "d"
-    for lacking in ([], named[:1], None, ""):
+    for lacking in ([], None, ""):
         assert chatter(tmp_path / "none", lacking).template == PLAIN_TEMPLATE
+    with pytest.raises(ValueError, match="none is named"):  # a text without turns needs no template
+        chatter(tmp_path / "lacks", named[:1]).encode_chat(CHATS[0])
 
 
 def test_plain_template(tmp_path):

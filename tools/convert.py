@@ -139,11 +139,15 @@ def save_weights(model: Transformer, folder: Path) -> None:
     }
     names = [*tensors]
     parts = [names[i : i + SHARD] for i in range(0, len(names), SHARD)]
+    index = {}
     for i, part in enumerate(parts, 1):
         shard = f"model-{i:05}-of-{len(parts):05}.safetensors"
         file = folder / (shard if len(parts) > 1 else "model.safetensors")
         save_file({name: tensors[name] for name in part}, file, {"format": "pt"})
         file.chmod((folder / "config.json").stat().st_mode)  # safetensors lets only its owner read
+        index |= dict.fromkeys(part, shard)
+    if len(parts) > 1:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
 
 
 # --- Calibration ----------------------------------------------------------------------------------
