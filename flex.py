@@ -10,6 +10,8 @@ of paged.Runner and shares its plan; the scheduler and the model do not know of 
 on a GPU yet, so it must be asked for. Paper: Dong et al. 2024 (arXiv:2412.05496). Read: FlexBlocks.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
@@ -73,4 +75,14 @@ class FlexRunner(Runner):
     """A Runner that attends to the blocks in place."""
 
     layer = FlexBlocks
+    spare = 1
     pairs = 2**62  # no limit: the kernel reads the boolean mask without widening it
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        for kv in self.kv:
+            kv.zero_()  # the kernel computes with all slots of a block
+
+    def filler(self, blocks: list[int]) -> int:
+        """A block of its own, as the kernel must not meet a block twice."""
+        return self.num_blocks

@@ -67,6 +67,7 @@ def generate(
     end = 0  # how many tokens' keys and values the cache holds
     last = torch.tensor([-1], device=model.device)  # the index of a forward's last token
     while not sequence.finish_reason:
+        settings.waiting.adapt()
         start = end
         end = min(start + chunk, len(ids))
         tokens = torch.tensor([ids[start:end]], device=model.device)  # (1, T)
@@ -212,6 +213,14 @@ def make_engine(args: EngineArgs, ranks: Ranks, model: Transformer, proposer: Pr
     return Engine(model, tokenizer, proposer, matcher, runner, **limits)
 
 
+def cache_size(engine: Engine) -> str:
+    """Say how many tokens the cache holds, and in how much memory."""
+    runners = (engine.runner, *engine.proposer.runners)
+    size = sum(kv.nbytes for runner in runners for kv in runner.kv) / 1e9
+    tokens = engine.pool.num_blocks * engine.pool.block_size
+    return f"cache: {tokens:,} tokens in up to {size:.3g} GB (--kv-memory, --max-num-seqs)"
+
+
 # --- The command line -----------------------------------------------------------------------------
 
 
@@ -246,7 +255,9 @@ def command(args: Namespace, ranks: Ranks) -> int:
     """Load, generate, and report: text on stdout, everything else on stderr."""
     if sys.stdin is None and (args.chat or args.prompt_file == "-"):
         raise ValueError("stdin is closed: use --prompt TEXT or --prompt-file FILE")
-    engine_args = EngineArgs(**settings.given(EngineArgs, args))
+    # The cache is made for the sequences that this command runs at once.
+    limits = {"max_num_seqs": 1 if args.chat else getattr(args, "n", 1)}
+    engine_args = EngineArgs(**limits | settings.given(EngineArgs, args))
     given = settings.given(SamplingParams, args)
     folder = suggested(engine_args.checkpoint)
     params = SamplingParams(**folder | given)
@@ -269,6 +280,7 @@ def command(args: Namespace, ranks: Ranks) -> int:
         cache = StaticCache(model, 1, sequence.max_len, engine_args.kv_dtype)
         return stream(sequence, generate(model, sequence, cache))
     engine = make_engine(engine_args, ranks, model, proposer)
+    say(cache_size(engine))
     if args.chat:
         if "max_tokens" not in given:
             params = replace(params, max_tokens=engine.max_seq_len)

@@ -79,7 +79,9 @@ class StaticCache:
         self.max_seq_len = max_seq_len
         self.slots = torch.arange(num_slots, device=model.device)
         heads = 2 * model.config.num_key_value_heads  # those of the keys, then those of the values
-        self.slabs = empty_layers(model, kv_dtype, batch_size, heads, num_slots)
+        self.slabs = [
+            slab.zero_() for slab in empty_layers(model, kv_dtype, batch_size, heads, num_slots)
+        ]
         if model.device.type == "cuda":
             for slab in self.slabs:
                 torch._dynamo.mark_static_address(slab)  # so that a CUDA graph need not copy it
@@ -118,8 +120,9 @@ def empty_layers(model: Transformer, kv_dtype: str, *shape: int) -> list[Tensor]
     """Allocate the keys and values of each layer.
 
     Returns:
-        A tensor (*shape, stored_dim) per layer, full of zeros. stored_dim is H; for int8 it is
-        H + 4, as the scale takes four bytes.
+        A tensor (*shape, stored_dim) per layer, with any content: so the system hands its memory
+        out only when it is written. stored_dim is H; for int8 it is H + 4, as the scale takes four
+        bytes.
 
     Raises:
         ValueError: there is not enough memory.
@@ -127,7 +130,7 @@ def empty_layers(model: Transformer, kv_dtype: str, *shape: int) -> list[Tensor]
     dtype = {"auto": model.dtype, "int8": torch.int8}[kv_dtype]
     shape = (*shape, model.config.head_dim + 4 * (kv_dtype == "int8"))
     try:
-        return [model.inv_freq.new_zeros(shape, dtype=dtype) for _ in model.layers]
+        return [model.inv_freq.new_empty(shape, dtype=dtype) for _ in model.layers]
     except RuntimeError as error:
         raise ValueError(
             f"no memory for a cache of {len(model.layers)} x {shape}, "

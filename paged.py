@@ -228,8 +228,8 @@ class Group(NamedTuple):
 
     Attributes:
         T: new tokens of each row.
-        table: (B, W) int64, the blocks of each row in ascending order, padded with the block that
-            is never written.
+        table: (B, W) int64, the blocks of each row in ascending order. A shorter row's last block
+            is there several times.
         flat_table: (B, 2 * K, W) int64, the same blocks as indices into a layer's kv, its first two
             dimensions flattened: block b of head h is at h * blocks + b.
         span: the blocks of all rows as one slice, if each follows the one before it; else None.
@@ -337,6 +337,7 @@ class Runner:
     """
 
     layer = Blocks  # the kind of cache; flex.py has another
+    spare = 0  # blocks beyond num_blocks, which are never written; see flex.py
     # Tables are padded to at least this many blocks. tools/cuda_graphs.py sets it to the length of
     # the longest table, rounded up to a power of two. Then only a few widths occur, and it records
     # few graphs: one for each number of rows and width.
@@ -356,10 +357,9 @@ class Runner:
         self.model = model
         self.num_blocks = num_blocks
         self.block_size = block_size
-        # There is one block more than num_blocks. It is never written, and pads tables. The heads
-        # come first, because attention takes one head at a time, and reads its keys up to twice as
-        # fast if they are contiguous.
-        self.kv = empty_layers(model, kv_dtype, 2 * K, num_blocks + 1, block_size)
+        # The heads come first, because attention takes one head at a time, and reads its keys up to
+        # twice as fast if they are contiguous.
+        self.kv = empty_layers(model, kv_dtype, 2 * K, num_blocks + self.spare, block_size)
         # On a CPU, 2 MB of keys are attended together. Larger copies get fresh pages from the
         # system in each layer, which takes a third longer. A GPU gets more, so that there are few
         # calls; we have not measured that.
@@ -399,8 +399,7 @@ class Runner:
 
         Example: block_size 4, rows ([7, 2], 5, [a]), ([3], 2, [b]), ([0, 1], 4, [c, d, e]):
             tokens [a, b, c, d, e], positions [5, 2, 4, 5, 6], slots [9, 14, 4, 5, 6],
-            select [0, 1, 4]; groups with the tables [[2, 7], [3, 8]] and [[0, 1]]. There are 8
-            blocks, so block 8 is the padding.
+            select [0, 1, 4]; groups with the tables [[2, 7], [3, 3]] and [[0, 1]]
         """
         size = self.block_size
         tokens = []
@@ -423,6 +422,10 @@ class Runner:
         ]
         return tokens, positions, layers, select
 
+    def filler(self, blocks: list[int]) -> int:
+        """The block that fills up a row's table."""
+        return blocks[-1]
+
     def group(self, rows: list[Row]) -> Group:
         """Plan the attention of rows with equally many new tokens."""
         size = self.block_size
@@ -431,13 +434,15 @@ class Runner:
         # 1) the blocks, without those that no token has reached: they may still hold an old NaN
         used = [row.blocks[: row.num_blocks(size)] for row in rows]
         W = max(self.width, *map(len, used))
-        padded = [blocks + [self.num_blocks] * (W - len(blocks)) for blocks in used]
+        # Any block will do to fill up the shorter ones, as its slots count as positions that no
+        # query sees. But it must not hold an old NaN either.
+        padded = [blocks + [self.filler(blocks)] * (W - len(blocks)) for blocks in used]
         # The order of blocks does not matter to attention. The cached blocks of a sequence that has
         # ended are handed out again last to first, and sorting restores their order.
         table, order = torch.tensor(padded).sort()  # (B, W) each
         has_gap = (table.flatten().diff() != 1).any()
         span = None if has_gap else slice(int(table[0, 0]), int(table[-1, -1]) + 1)
-        heads = torch.arange(2 * config.num_key_value_heads)[:, None] * (self.num_blocks + 1)
+        heads = torch.arange(2 * config.num_key_value_heads)[:, None] * self.kv[0].shape[1]
         flat_table = (table[:, None] + heads).to(device)  # (B, 2 * K, W)
         # 2) the positions of the new tokens and of the keys
         positions = torch.tensor([row.positions for row in rows], device=device)  # (B, T)
@@ -486,11 +491,14 @@ def _empty(x: Tensor, more: list[Tensor], key: Tensor, width: int) -> Tensor:
 # --- How many blocks fit --------------------------------------------------------------------------
 
 
+MOST_BYTES = 2**32  # of the cache on a CPU, as in vLLM: other programs want memory too
+
+
 def affordable_blocks(
     models: list[Transformer], limits: Limits, num_tokens: int, num_logits: int
 ) -> int:
     """How many blocks fit into limits.kv_memory, which is a number of bytes or, below 1, a share of
-    the free memory that a step leaves (see step_bytes).
+    the free memory that a step leaves (see step_bytes), on a CPU at most MOST_BYTES.
 
     Args:
         models: the model, then those that guess; each of them has as many blocks as the model.
@@ -507,11 +515,13 @@ def affordable_blocks(
     copied = 2 * model.dtype.itemsize + (12 if limits.kv_dtype == "int8" else 0)
     block = size * config.num_key_value_heads * config.head_dim * copied
     for each in models:
-        block += sum(kv.nbytes for kv in Runner(each, 0, size, limits.kv_dtype).kv)  # one block
+        block += sum(kv.nbytes for kv in Runner(each, 1, size, limits.kv_dtype).kv)  # one block
     memory = limits.kv_memory
     if memory < 1:
         memory *= free_memory(model.device) - step_bytes(model, num_tokens, num_logits)
-    return max(0, int(memory // block) - 1)  # without the one that is never written
+        if model.device.type == "cpu":
+            memory = min(memory, MOST_BYTES)
+    return max(0, int(memory // block))
 
 
 def step_bytes(model: Transformer, num_tokens: int, num_logits: int) -> int:

@@ -37,7 +37,7 @@ from torch import Tensor
 from model import Transformer
 from paged import BlockPool, BlockTable, Row, Runner, affordable_blocks
 from sampling import Sequence, Token, finite, sample, scored
-from settings import CHUNK, Limits, SamplingParams, SettingError, check
+from settings import CHUNK, Limits, SamplingParams, SettingError, check, waiting
 from tokenizer import Ids, Tokenizer
 
 # --- What is served -------------------------------------------------------------------------------
@@ -343,6 +343,7 @@ class Engine:
         batch = self.schedule()
         if not batch:
             return []
+        waiting.adapt()
         # 2) guess for the jobs whose `end` is past their last token
         self.proposer.propose(batch)
         # 3) run. Guesses have made rows longer, so sort again.

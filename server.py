@@ -45,7 +45,7 @@ if __name__ == "__main__":  # before PyTorch: Ctrl-C may come while it is import
 
 import settings
 from checkpoint import suggested, without_nulls
-from generate import join, load_models, make_engine
+from generate import cache_size, join, load_models, make_engine
 from sampling import BROKEN, Token
 from scheduler import Engine, Job, Request
 from settings import (
@@ -939,6 +939,7 @@ def command(args: Namespace, ranks: Ranks) -> int:
     if ranks.rank:
         return ranks.follow(model)
     engine = make_engine(args, ranks, model, proposer)
+    say(cache_size(engine))
     if args.max_num_batched_tokens is None and ranks.device.type == "cpu":
         # With fewer prompt tokens in a step, other sequences wait less for their next token: the
         # 99th percentile is half as long with 32 as with 512.

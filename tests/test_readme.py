@@ -24,7 +24,7 @@ LINES = [
 INSTALL = "pip install -e . && python generate.py --seed 1"
 REAL = [  # a real model; the tests have one that needs no hub, see test_real_model.py
     'pip install -e ".[hf]" huggingface_hub && '
-    "hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir path/to/SmolLM2-135M-Instruct",
+    "hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir path/to/SmolLM2-135M-Instruct"
 ]
 TEST = 'pip install -e ".[test]" && python -m pytest'
 COMMANDS = [line for line in LINES if line.startswith(("python ", "torchrun "))]

@@ -442,12 +442,11 @@ def test_a_salt_keeps_prefixes_apart():
 @pytest.mark.parametrize(("blocks", "most"), [(10, 10), (10.9, 10), (1000, 24)])
 def test_kv_memory_in_bytes(blocks, most):
     """A factor forgotten: keys and values, layers, heads, the item's size; or a pool larger than
-    all sequences together can use; or what attention copies of one layer, or the empty block, comes
-    on top."""
+    all sequences together can use; or what attention copies of one layer comes on top."""
     block = 2 * 2 * 4 * 1 * 8 * 8  # k and v, layers, tokens, heads, head dim, float64
-    at = engine(num_blocks=None, kv_memory=(blocks + 1) * 1.5 * block, max_seq_len=22)
+    at = engine(num_blocks=None, kv_memory=blocks * 1.5 * block, max_seq_len=22)
     held = sum(pool.nbytes for pool in at.runner.kv)
-    assert (at.pool.num_blocks, held) == (most, (most + 1) * block)
+    assert (at.pool.num_blocks, held) == (most, most * block)
 
 
 def test_a_step_costs_no_more_where_many_wait():
@@ -500,12 +499,14 @@ def test_no_sequence_outgrows_the_pool():
 
 def test_kv_memory_as_a_share(monkeypatch):
     """Half of the free memory taken for half a byte."""
-    monkeypatch.setattr(paged, "free_memory", lambda device: 21 * 3 * 1024)
+    monkeypatch.setattr(paged, "free_memory", lambda device: 20 * 3 * 1024)
     monkeypatch.setattr(paged, "step_bytes", lambda *step: 0)
     assert engine(num_blocks=None, kv_memory=0.5).pool.num_blocks == 20
     for too_little in (0.001, 1):  # 1 is a byte, and fewer than 0 blocks do not fit
         with pytest.raises(ValueError, match=r"^0 blocks fit into --kv-memory"):
             engine(num_blocks=None, kv_memory=too_little)
+    monkeypatch.setattr(paged, "MOST_BYTES", 9 * 3 * 512)  # other programs want memory too
+    assert engine(num_blocks=None, kv_memory=0.5).pool.num_blocks == 9
 
 
 WIDE = dict(hidden_size=64, intermediate_size=192, vocab_size=3000)
