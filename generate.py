@@ -255,12 +255,12 @@ def command(args: Namespace, ranks: Ranks) -> int:
     """Load, generate, and report: text on stdout, everything else on stderr."""
     if sys.stdin is None and (args.chat or args.prompt_file == "-"):
         raise ValueError("stdin is closed: use --prompt TEXT or --prompt-file FILE")
-    # The cache is made for the sequences that this command runs at once.
-    limits = {"max_num_seqs": 1 if args.chat else getattr(args, "n", 1)}
-    engine_args = EngineArgs(**limits | settings.given(EngineArgs, args))
+    engine_args = EngineArgs(**settings.given(EngineArgs, args))
     given = settings.given(SamplingParams, args)
     folder = suggested(engine_args.checkpoint)
     params = SamplingParams(**folder | given)
+    if not hasattr(args, "max_num_seqs"):  # the cache is for what runs at once
+        engine_args = replace(engine_args, max_num_seqs=1 if args.chat else params.n)
     text = args.prompt
     file = args.prompt_file
     if file and ranks.rank == 0:  # the other ranks do not need the prompt
@@ -280,8 +280,8 @@ def command(args: Namespace, ranks: Ranks) -> int:
         cache = StaticCache(model, 1, sequence.max_len, engine_args.kv_dtype)
         return stream(sequence, generate(model, sequence, cache))
     engine = make_engine(engine_args, ranks, model, proposer)
-    say(cache_size(engine))
     if args.chat:
+        say(cache_size(engine))
         if "max_tokens" not in given:
             params = replace(params, max_tokens=engine.max_seq_len)
         status = chat(engine, params, args.system)

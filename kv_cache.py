@@ -13,6 +13,7 @@ sampling.py.
 """
 
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -30,19 +31,35 @@ class Slab(LayerCache):
         kv: (B, 2 * K, num_slots, stored_dim), encoded: the heads' keys, then their values.
         slots: (T,) int64, where the new tokens go, the same in each sequence.
         mask: (1, 1, N / K * T, S) bool, what the new tokens see; S is the slots that are read.
+            None: they are a long prompt's, see is_long_prompt.
     """
 
     kv: Tensor
     slots: Tensor
-    mask: Tensor
+    mask: Tensor | None
+
+    def __post_init__(self) -> None:
+        if len(self.slots) > 1:
+            self.number = number_of(self)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k and v, then attend to all that is visible. See model.LayerCache.attend."""
+        # A prompt on a CPU: see the end of this file.
+        if q.is_cpu and q.shape[2] > 1 and torch.compiler.is_dynamo_compiling():
+            return torch.ops.kilolm.opaque(q, [k, v], self.number, q.shape[3])
         new = encode(torch.cat((k, v), 1), self.kv.dtype)  # (B, 2 * K, T, stored_dim)
         # Not scatter_, which the compiler turns into a copy of the whole slab.
         self.kv.index_copy_(2, self.slots, new)
+        if self.mask is None:
+            y, lse = attend_causally(q, *decode(new, q.dtype).chunk(2, 1))
+            past = decode(self.kv[:, :, : int(self.slots[0])], q.dtype)
+            return with_past(q, *past.chunk(2, 1), y, lse)
         stored = decode(self.kv[:, :, : self.mask.shape[3]], q.dtype)  # (B, 2 * K, S, H)
         return attention(q, *stored.chunk(2, 1), self.mask)
+
+    def compute(self, *qkv: Tensor) -> Tensor:
+        """For `opaque`, which promises a contiguous result."""
+        return self.attend(*qkv).contiguous()
 
 
 class StaticCache:
@@ -105,12 +122,72 @@ class StaticCache:
             )
         new = self.slots[start:end]  # (T,)
         num_read = -(-end // BUCKET) * BUCKET  # rounded up
-        masks = visible(self.config, new[None], self.slots[None, :num_read])
+        is_long = is_long_prompt(new, end)
+        masks = {}
+        if not is_long or any(self.config.windows):
+            masks = visible(self.config, new[None], self.slots[None, :num_read])
+        if is_long:
+            masks[None] = None
         layers = zip(self.slabs, self.config.windows, strict=True)
         return (
             new.expand(self.batch_size, -1),
             [Slab(kv, new, masks[window]) for kv, window in layers],
         )
+
+
+# --- Attention of a long prompt -------------------------------------------------------------------
+
+# PyTorch's kernel for a CPU computes all pairs of a query and a key that a mask hides, and widens
+# the mask to the queries' dtype, which in a long text is more memory than the keys. Without a mask,
+# its causal form skips what no query sees. So the new tokens attend to themselves causally, and to
+# all that came before without a mask, and the two results are joined. For 512 new tokens and 4,096
+# keys that is 1.1 to 1.4 times as fast on a Zen 4; for 512 keys, or for fewer than 16 tokens, it is
+# slower.
+LONG = 1024  # keys
+
+
+def is_long_prompt(positions: Tensor, end: int) -> bool:
+    """Whether new tokens that end at position `end` attend by attend_causally and with_past, in
+    layers without a window."""
+    return positions.is_cpu and end >= LONG and positions.shape[-1] >= 16
+
+
+def attend_causally(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention of T tokens to themselves.
+
+    Args:
+        q: (B, N, T, H).
+        k, v: (B, K, T, H), where K divides N.
+
+    Returns:
+        (B, N, T, H), and (B, N, T) float32, the logarithm of the sum of each query's exponentials.
+    """
+    copies = q.shape[1] // k.shape[1]
+    k, v = (x[:, :, None].expand(-1, -1, copies, -1, -1).flatten(1, 2) for x in (k, v))
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=True)
+
+
+def with_past(q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor) -> Tensor:
+    """Add earlier keys, which all queries see, to what attend_causally has returned.
+
+    Softmax over both sets of keys is a mean of the two results, weighted by the sums of their
+    exponentials. The weight of the earlier keys is e^p / (e^p + e^l) = sigmoid(p - l), where p and
+    l are the logarithms of the two sums.
+
+    Args:
+        q: (B, N, T, H).
+        k, v: (B, K, S, H), the earlier keys; S may be 0.
+        y, lse: see attend_causally.
+
+    Returns:
+        (B, N, T, H).
+    """
+    if not k.shape[2]:
+        return y
+    queries = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # as in model.attention
+    past, past_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(queries, k, v)
+    weight = (past_lse.reshape(lse.shape) - lse).sigmoid()[..., None]
+    return y.to(lse.dtype).lerp(past.reshape(y.shape).to(lse.dtype), weight).to(y.dtype)
 
 
 # --- How a key or a value is stored ---------------------------------------------------------------
@@ -161,3 +238,39 @@ def decode(stored: Tensor, dtype: torch.dtype) -> Tensor:
     # A plain clone() of a single key would keep strides of H + 4 bytes.
     scale = stored[..., -4:].clone(memory_format=torch.contiguous_format).view(torch.float32)
     return (stored[..., :-4] * scale).to(dtype)
+
+
+# --- What the compiler does not see ---------------------------------------------------------------
+
+# How a prompt attends depends on its place, and how many sequences attend together (paged.py)
+# differs from step to step. If the compiler saw that, it would compile again each time. So compiled
+# code calls the operator `opaque` with a number, and the operator looks up the object with that
+# number and calls its `compute`. (packed.py does the same for its matrices.) A cache's compute also
+# writes to its keys and values. The operator's schema does not say so, and need not, because the
+# code around it does not touch them.
+library = torch.library.Library("kilolm", "FRAGMENT")
+library.define("opaque(Tensor x, Tensor[] more, Tensor key, SymInt width) -> Tensor")
+numbered = WeakValueDictionary()  # number -> object; weak, so that the object can be freed
+
+
+def number_of(thing: object) -> Tensor:
+    """Number an object that compiled code uses through `opaque`. The number is a tensor, so that
+    all layers compile to the same graph."""
+    numbered[id(thing)] = thing
+    return torch.tensor(id(thing))
+
+
+# Not torch.library.custom_op: its wrapper costs 8 us a call, this one 3 to 5. With packed matrices,
+# a step makes five calls a layer: one for attention and four for the matrices.
+@torch.library.impl(library, "opaque", "CompositeExplicitAutograd")
+def opaque(x: Tensor, more: list[Tensor], key: Tensor, width: int) -> Tensor:
+    """Call `compute` of the object with this number. It returns a tensor of x's shape, except that
+    the last size is `width`."""
+    return numbered[int(key)].compute(x, *more)
+
+
+@torch.library.register_fake("kilolm::opaque", lib=library)
+def _empty(x: Tensor, more: list[Tensor], key: Tensor, width: int) -> Tensor:
+    # The compiler knows only the result's shape and dtype. If x holds bytes (packed.Int8Linear),
+    # the result is float32.
+    return x.new_empty((*x.shape[:-1], width), dtype=torch.result_type(x, 1.0))

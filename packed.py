@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from checkpoint import blame
-from kv_cache import StaticCache
+from kv_cache import StaticCache, number_of
 from model import Transformer
-from paged import Row, Runner, number_of
+from paged import Row, Runner
 from quantize import QuantLinear, round_to_nearest, unpack_bits
 from settings import CHUNK, progress, supported
 

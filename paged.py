@@ -22,12 +22,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import NamedTuple
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from kv_cache import decode, empty_layers, encode
+from kv_cache import (
+    attend_causally,
+    decode,
+    empty_layers,
+    encode,
+    is_long_prompt,
+    number_of,
+    with_past,
+)
 from model import LayerCache, Transformer, attention, visible
 from settings import Limits, free_memory
 
@@ -239,6 +246,8 @@ class Group(NamedTuple):
             each window (B, 1, N / K * t, W * block size) bool. It remembers only its last result.
             With one piece, all layers share that result; with several, each layer computes all
             masks again.
+        past: for a long prompt (kv_cache.is_long_prompt) that is alone in its group, the number of
+            keys before its new tokens; its blocks are in the order of the text. Else None.
     """
 
     T: int
@@ -247,6 +256,7 @@ class Group(NamedTuple):
     span: slice | None
     pieces: tuple
     masks: Callable
+    past: int | None = None
 
 
 @dataclass
@@ -299,6 +309,10 @@ class Blocks(LayerCache):
             (B, N, T, H).
         """
         k, v = side_by_side(self.kv, group, q.dtype).chunk(2, 1)  # (B, K, S, H) each
+        if group.past is not None and self.window is None:
+            cuts = group.past, group.T, k.shape[2] - group.past - group.T
+            (old_k, new_k, _), (old_v, new_v, _) = k.split(cuts, 2), v.split(cuts, 2)
+            return with_past(q, old_k, old_v, *attend_causally(q, new_k, new_v))
         queries = q.split(group.pieces[0].shape[1], 2)
         attended = [
             attention(part, k, v, group.masks(piece)[self.window])
@@ -437,55 +451,25 @@ class Runner:
         # Any block will do to fill up the shorter ones, as its slots count as positions that no
         # query sees. But it must not hold an old NaN either.
         padded = [blocks + [self.filler(blocks)] * (W - len(blocks)) for blocks in used]
-        # The order of blocks does not matter to attention. The cached blocks of a sequence that has
+        positions = torch.tensor([row.positions for row in rows], device=device)  # (B, T)
+        is_long = len(rows) == 1 and is_long_prompt(positions, rows[0].positions.stop)
+        table = torch.tensor(padded)  # (B, W)
+        order = torch.arange(W).expand_as(table)
+        # To a mask, the order of blocks does not matter. The cached blocks of a sequence that has
         # ended are handed out again last to first, and sorting restores their order.
-        table, order = torch.tensor(padded).sort()  # (B, W) each
+        if not is_long:
+            table, order = table.sort()
         has_gap = (table.flatten().diff() != 1).any()
         span = None if has_gap else slice(int(table[0, 0]), int(table[-1, -1]) + 1)
         heads = torch.arange(2 * config.num_key_value_heads)[:, None] * self.kv[0].shape[1]
         flat_table = (table[:, None] + heads).to(device)  # (B, 2 * K, W)
-        # 2) the positions of the new tokens and of the keys
-        positions = torch.tensor([row.positions for row in rows], device=device)  # (B, T)
+        # 2) the positions of the keys
         keys = (order[..., None] * size + torch.arange(size)).flatten(1).to(device)  # (B, S)
         # masks(piece) is visible(config, piece, keys). The last result is kept for the next layer.
         masks = lru_cache(1)(partial(visible, config, k_pos=keys))
         pieces = positions.split(max(1, self.pairs // keys.numel()), 1)
-        return Group(positions.shape[1], table.to(device), flat_table, span, pieces, masks)
-
-
-# --- What the compiler does not see ---------------------------------------------------------------
-
-# The number of groups and their sizes differ from step to step. If the compiler saw them, it would
-# compile again each time. So compiled code calls the operator `opaque` with a number, and the
-# operator looks up the object with that number and calls its `compute`. (packed.py does the same
-# for its matrices.) Blocks.compute also writes to self.kv. The operator's schema does not say so,
-# and need not, because compiled code never reads or writes that tensor itself.
-library = torch.library.Library("kilolm", "FRAGMENT")
-library.define("opaque(Tensor x, Tensor[] more, Tensor key, SymInt width) -> Tensor")
-numbered = WeakValueDictionary()  # number -> object; weak, so that the object can be freed
-
-
-def number_of(thing: object) -> Tensor:
-    """Number an object that compiled code uses through `opaque`. The number is a tensor, so that
-    all layers compile to the same graph."""
-    numbered[id(thing)] = thing
-    return torch.tensor(id(thing))
-
-
-# Not torch.library.custom_op: its wrapper costs 8 us a call, this one 3 to 5. With packed matrices,
-# a step makes five calls a layer: one for attention and four for the matrices.
-@torch.library.impl(library, "opaque", "CompositeExplicitAutograd")
-def opaque(x: Tensor, more: list[Tensor], key: Tensor, width: int) -> Tensor:
-    """Call `compute` of the object with this number. It returns a tensor of x's shape, except that
-    the last size is `width`."""
-    return numbered[int(key)].compute(x, *more)
-
-
-@torch.library.register_fake("kilolm::opaque", lib=library)
-def _empty(x: Tensor, more: list[Tensor], key: Tensor, width: int) -> Tensor:
-    # The compiler knows only the result's shape and dtype. If x holds bytes (packed.Int8Linear),
-    # the result is float32.
-    return x.new_empty((*x.shape[:-1], width), dtype=torch.result_type(x, 1.0))
+        past = rows[0].start if is_long else None
+        return Group(positions.shape[1], table.to(device), flat_table, span, pieces, masks, past)
 
 
 # --- How many blocks fit --------------------------------------------------------------------------

@@ -213,8 +213,8 @@ class Engine:
             limits: see settings.Limits. Unless num_blocks is set, there are no more blocks than
                 max_num_seqs sequences of max_seq_len can use. By default, a step's budget is one
                 token of each sequence with its guesses, plus CHUNK tokens of prompts (2,048 on a
-                GPU). A larger budget finishes prompts sooner; with a smaller one, tokens come more
-                evenly.
+                GPU), or small_chunk in a step in which others decode. A larger budget finishes
+                prompts sooner; with a smaller one, tokens come more evenly.
 
         Raises:
             SettingError: a limit is out of range, or the budget is too small for one token (and its
@@ -233,6 +233,9 @@ class Engine:
         chunk = CHUNK if model.device.type == "cpu" else 2048  # vLLM's figure; not measured by us
         budget = limits.max_num_batched_tokens or needed + chunk
         self.max_num_batched_tokens = check("max_num_batched_tokens", budget, int, needed)
+        self.small_budget = budget
+        if limits.small_chunk and not limits.max_num_batched_tokens:
+            self.small_budget = needed + limits.small_chunk
         num_blocks = limits.num_blocks
         size = limits.block_size
         if num_blocks is None:
@@ -381,7 +384,9 @@ class Engine:
 
     def schedule(self) -> list[Job]:
         """Choose the sequences of this step, set their `end`, and make room for their tokens."""
-        budget = self.max_num_batched_tokens
+        # Where no sequence waits for its next token, prompts may take as long as they like.
+        is_decoding = any(job.tokens for job in self.running)
+        budget = self.small_budget if is_decoding else self.max_num_batched_tokens
         pool = self.pool
         batch = []
         copies = []

@@ -306,7 +306,7 @@ def test_fit_and_check(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(report, "RECORDS", tmp_path)
     small = ["--requests", "12", "--prompt-tokens", "8", "64", "--new-tokens", "8", "24"]
     assert plan.main(["fit", *small, "--record", "f", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["times"]["max_num_batched_tokens"] == 96
+    assert json.loads(capsys.readouterr().out)["times"]["small_chunk"] == 32
     assert plan.main(["check", *small, "--fit", "f", "--shares", "0.5", "--repeat", "1"]) == 0
     assert "ttft_p50_ms_predicted" in capsys.readouterr().out
     assert plan.main(["fit", *small, "--record", "f", "--", "--checkpoint", "none"]) == 2

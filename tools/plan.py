@@ -120,6 +120,7 @@ class Times:
     block_size: int
     most: int
     max_queue: int
+    small_chunk: int | None = None
 
     def step(self, work: list[float]) -> float:
         """Return the seconds of a step. The last item of `work`, the number of requests, may be
@@ -274,7 +275,9 @@ class Fleet:
         config = Config(times.vocab_size, 1, 1, 1, 1, 1, 1, times.max_seq_len)
         model = SimpleNamespace(config=config, device=torch.device("cpu"))
         names = ("max_seq_len", "max_num_seqs", "max_num_batched_tokens", "num_blocks")
-        limits = {name: getattr(times, name) for name in (*names, "block_size")}
+        limits = {name: getattr(times, name) for name in (*names, "block_size", "small_chunk")}
+        if times.small_chunk:
+            limits["max_num_batched_tokens"] = None  # the default, as in the server
         runner: Any = partial(Simulated, self.clock, times)
         count = check("--replicas", count, int, 1, 10000)
         self.replicas = [Replica(Engine(model, runner=runner, **limits)) for _ in range(count)]
@@ -719,6 +722,7 @@ def timed(args: argparse.Namespace) -> int:
             "block_size": size,
             "most": most,
             "max_queue": options.max_queue,
+            "small_chunk": None if options.max_num_batched_tokens else options.small_chunk,
         }
         with args.events.open("w") as file:
             note("limits", limits, torch.get_num_threads())
