@@ -110,12 +110,13 @@ FAMILIES = dict(
     Qwen3ForCausalLM=dict(num_key_value_heads=32, head_dim=128, qk_norm=True),
     Qwen3MoeForCausalLM=dict(num_key_value_heads=4, qk_norm=True, num_experts_per_tok=8,
         norm_topk_prob=False))  # fmt: skip
-# Which layers have a window, in families that do not let the file choose: none in Llama, all in
-# Mistral, and all or none in Qwen3-MoE. These values replace what a file says.
-ALL_LAYERS = dict(use_sliding_window=True, max_window_layers=0, layer_types=None)
+# Which layers have a window, in families that do not read all of these settings: none in Llama, all
+# in Mistral (unless layer_types says otherwise), and all or none in Qwen3-MoE. These values replace
+# what a file says.
+ALL_LAYERS = dict(use_sliding_window=True, max_window_layers=0)
 FIXED = dict(
     LlamaForCausalLM=dict(use_sliding_window=False, layer_types=None),
-    MistralForCausalLM=ALL_LAYERS, MixtralForCausalLM=ALL_LAYERS,
+    MistralForCausalLM=ALL_LAYERS, MixtralForCausalLM=ALL_LAYERS | dict(layer_types=None),
     Qwen3MoeForCausalLM=dict(max_window_layers=0, layer_types=None))  # fmt: skip
 # Settings that must have this value. Shared experts need no check here, because models that have
 # them have other architecture names.

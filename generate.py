@@ -272,14 +272,16 @@ def command(args: Namespace, ranks: Ranks) -> int:
     model, proposer = load_models(engine_args, ranks, 1 if plain else None)
     if ranks.rank:
         return ranks.follow(model)
-    say(f"sampling: {describe(params, given, folder)}")
+    told = f"sampling: {describe(params, given, folder)}"
     if plain:
         tokenizer = Tokenizer(engine_args.checkpoint)
         ids = tokenizer.encode(text)
         sequence = Sequence(ids, params, model.config, tokenizer, engine_args.max_seq_len)
         cache = StaticCache(model, 1, sequence.max_len, engine_args.kv_dtype)
+        say(told)
         return stream(sequence, generate(model, sequence, cache))
     engine = make_engine(engine_args, ranks, model, proposer)
+    say(told)
     if args.chat:
         say(cache_size(engine))
         if "max_tokens" not in given:

@@ -943,7 +943,6 @@ def command(args: Namespace, ranks: Ranks) -> int:
     if ranks.rank:
         return ranks.follow(model)
     engine = make_engine(args, ranks, model, proposer)
-    say(cache_size(engine))
     return serve(engine, args)
 
 
@@ -955,6 +954,7 @@ def serve(engine: Engine, args: ServerArgs) -> int:
     a second pool, and OpenMP, which would see more threads than cores, would put them to sleep
     after each operation: on two cores the bundled model was slower by half.
     """
+    say(cache_size(engine))
     server = Server(engine, args)
     reading, writing = os.pipe()
 

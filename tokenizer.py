@@ -131,10 +131,10 @@ class Tokenizer:
             self._hidden = set(self.special.values())
             self.bos_id = bos = self.special.get(config.get("bos_token"))
             self.eos_id = eos = self.special.get(config.get("eos_token"))
-            # Either setting replaces what tokenizer.json adds. With tokenizer.model, a text begins
-            # with BOS unless the config says no.
-            if not is_fast or {"add_bos_token", "add_eos_token"} & config.keys():
-                add_bos = bos is not None and config.get("add_bos_token", not is_fast)
+            # tokenizer.json itself says what is put around a text. With tokenizer.model, a text
+            # begins with BOS unless the config says no.
+            if not is_fast:
+                add_bos = bos is not None and config.get("add_bos_token", True)
                 self.prefix = [bos] if add_bos else []
                 self.suffix = [eos] if eos is not None and config.get("add_eos_token") else []
             file = path / "chat_template.jinja"

@@ -468,7 +468,7 @@ def test_wrong_values(cli, tmp_path, monkeypatch):
         fails(cli(*words, stdin=None), "stdin is closed")
     fails(cli("--quantize", "int4", "--group-size", 24), "group_size 24 .* try")
     with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "new_zeros", out_of_memory)
+        patch.setattr(torch.Tensor, "new_empty", out_of_memory)
         for path in PATHS.values():
             fails(cli("--prompt", "a", "--max-seq-len", 500, *path), "no memory for a cache")
     prompt = "what " * TRAINED  # is not cut without a word

@@ -252,16 +252,18 @@ def test_added_tokens(tmp_path):
 @pytest.mark.parametrize("add_bos", [True, False, None])
 @pytest.mark.parametrize("add_eos", [True, False, None])
 def test_bos_and_eos_as_configured(kind, add_bos, add_eos, tmp_path):
-    """Bug: BOS is added twice or not at all, or only where bos_token is written as a string."""
+    """Bug: BOS is added twice or not at all, or only where bos_token is written as a string; or a
+    config has a say where tokenizer.json has said it."""
     for form in (str, lambda token: {"content": token, "lstrip": False}):
         config = {name: form(token) for name, token in NAMES.items()}
         adds = {"add_bos_token": add_bos, "add_eos_token": add_eos}
         config |= {name: value for name, value in adds.items() if value is not None}
         ours = read(tmp_path, config, **BARE[kind])
         bare = ours.encode("the cat", add_special=False)
-        # Absent: sentencepiece adds BOS, a tokenizer.json whose post-processor adds none does not.
-        has_bos = kind == "llama" if add_bos is None else add_bos
-        want = [ours.bos_id] * has_bos + bare + [ours.eos_id] * bool(add_eos)
+        # Absent: sentencepiece adds BOS. A tokenizer.json whose post-processor adds none does not.
+        has_bos = kind == "llama" and add_bos is not False
+        has_eos = kind == "llama" and bool(add_eos)
+        want = [ours.bos_id] * has_bos + bare + [ours.eos_id] * has_eos
         assert None not in want
         assert ours.encode("the cat") == want
         assert ours.encode("") == [i for i in want if i not in bare]
@@ -293,13 +295,11 @@ def test_a_sentencepiece_file_alone_names_its_bos(tmp_path):
 def test_post_processor_says_whether_bos(bos, tmp_path):
     """Bug: Llama 3's files say nothing in tokenizer_config.json: tokenizer.json itself adds BOS."""
     stored = byte_level("<s>", "</s>", bos=bos).to_str()
-    for add_bos, has_bos in ((None, bool(bos)), (True, True), (False, False)):
-        config = NAMES if add_bos is None else NAMES | {"add_bos_token": add_bos}
-        ours = read(tmp_path, config, tokenizer_json=stored)
-        ids = ours.encode("the cat")
-        assert ids == [ours.bos_id] * has_bos + ours.encode("the cat", add_special=False)
-        theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), **NAMES)
-        assert add_bos is not None or ids == theirs.encode("the cat")
+    ours = read(tmp_path, NAMES, tokenizer_json=stored)
+    ids = ours.encode("the cat")
+    assert ids == [ours.bos_id] * bool(bos) + ours.encode("the cat", add_special=False)
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), **NAMES)
+    assert ids == theirs.encode("the cat")
 
 
 # --- Which file, and damaged ones -----------------------------------------------------------------
@@ -537,7 +537,7 @@ CHATS = [
 
 def chatter(folder, template=None, **files):
     config = NAMES | {"chat_template": template, "add_bos_token": True}
-    return read(folder, config, tokenizer_json=byte_level(*SPECIAL).to_str(), **files)
+    return read(folder, config, tokenizer_json=byte_level(*SPECIAL, bos="<s>").to_str(), **files)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
