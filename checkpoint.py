@@ -348,8 +348,12 @@ def insert_quantised(model: Transformer, files: Files) -> None:
             linear = model.get_submodule(path)
             name = path.rpartition(".")[2]
             part, *_ = getattr(linear, "parts", [name])  # a FusedLinear's first part
-            if path.replace(name, part) + ".qweight" in files:  # most folders keep lm_head plain
-                model.set_submodule(path, QuantLinear(linear, config["bits"], config["group_size"]))
+            stored = files.get(path.replace(name, part) + ".qweight")
+            if stored:  # most folders keep lm_head plain
+                form = config["bits"], config["group_size"]
+                if path == "lm_head" and stored.empty.shape[1:] == (linear.in_features,):
+                    form = (8, -1)  # see quantize_model
+                model.set_submodule(path, QuantLinear(linear, *form))
 
 
 def is_tied(model: Transformer) -> bool:

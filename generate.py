@@ -185,11 +185,17 @@ def load_models(
         from speculative import NGram
 
         proposer = NGram(args.speculate)
-    if args.compile:
-        from packed import compile_model
+    for each in (model, *proposer.models):
+        if args.compile:
+            from packed import compile_model
 
-        for each in (model, *proposer.models):
             compile_model(each, batch_size, args.kv_dtype)
+        elif args.quantize or each.config.quantization:
+            from packed import pack_linears
+            from quantize import QuantLinear
+
+            if ranks.device.type == "cpu":
+                pack_linears(each, kind=QuantLinear)
     return model, proposer
 
 

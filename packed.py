@@ -46,6 +46,9 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
     """
     device = supported("--compile on", model.device.type, "cpu", "cuda")
     pack_linears(model, batch_size == 1)
+    for module in model.modules():
+        if isinstance(module, Int4Linear):
+            module.unpack = torch.compile(dequantize, dynamic=False)
     for block in model.layers:
         if hasattr(block.mlp, "mix"):
             # This stays outside the graph, because each step runs different experts on different
@@ -76,20 +79,22 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
                 Runner(model, CHUNK, 16, kv_dtype).forward([row])
 
 
-def pack_linears(model: nn.Module, alone: bool = False) -> None:
-    """Replace each Linear, plain or quantised, that has a packed form (see form_of), in place,
-    before compiling.
+def pack_linears(model: nn.Module, alone: bool = False, kind: type = nn.Module) -> None:
+    """Replace each Linear, plain or quantised, that has a packed form (see form_of), in place. This
+    comes before compiling. A quantised model is packed even if it is not compiled, which makes a
+    step 4 to 9 times as fast.
 
     The packed weight replaces the plain one and serves every batch size, so memory peaks at one
     extra weight. (Inductor's freezing packs too, but keeps a copy for each compiled graph.)
 
     Args:
         alone: see form_of.
+        kind: replace only these modules.
     """
     # A list of paths, since a reference to a Linear would keep its plain weight alive.
     for path in progress([*dict(model.named_modules())], "packing"):
         linear = model.get_submodule(path)
-        form = form_of(linear, alone)
+        form = form_of(linear, alone) if isinstance(linear, kind) else None
         if form:
             model.set_submodule(path, form(linear))
 
@@ -275,13 +280,15 @@ class Int8Linear(PackedLinear):
             self.packed = torch.ops.quantized.linear_prepack(q, None)
 
     def multiply(self, rows: Tensor) -> Tensor:
+        # Where this is not compiled, each operation costs as much as its memory: hence so few.
         x = rows.float()
-        s = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / (self.most * 128)
-        digits = (x / s).round()
-        high = (digits / 128).round()
-        pair = torch.cat((high, digits - 128 * high)) + self.most + 1  # (2R, K), in 0..255
+        most = torch.linalg.vector_norm(x, torch.inf, -1, keepdim=True)
+        s = most.clamp_(min=1e-30).div_(self.most * 128)
+        digits = (x / s).round_()
+        high = (digits / 128).round_()
+        pair = torch.cat((high, digits.sub_(high, alpha=128))).add_(self.most + 1)  # (2R, K)
         high, low = super().multiply(pair.byte()).chunk(2)  # (R, N) each
-        return ((128 * high + low) * s).to(rows.dtype)
+        return low.add_(high, alpha=128).mul_(s).to(rows.dtype)
 
     def product(self, rows: Tensor) -> Tensor:
         if self.most == 63:
@@ -321,8 +328,7 @@ class Int4Linear(PackedLinear):
         else:
             self.operator = aten._weight_int4pack_mm_for_cpu
             self.packed = aten._convert_weight_to_int4pack_for_cpu(unpack_bits(q, 4).int(), 1)
-            # Here and not at the top of the file, as torch.compile takes seconds to import.
-            self.unpack = torch.compile(dequantize, dynamic=False)
+            self.unpack = dequantize  # compile_model compiles it
         zeros = linear.scales * (8 - linear.zeros.float())
         self.group_size = linear.group_size
         self.scales = torch.stack((linear.scales, zeros)).mT.contiguous()  # (2, G, N)

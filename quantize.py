@@ -143,23 +143,37 @@ def group_scales(w: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     return scales, (-low / scales).round()
 
 
+def usual_group_size(model: Transformer) -> int:
+    """Return the largest of 128, 64 and 32 that divides the input channels of all Linears; 128 if
+    none does."""
+    channels = [model.get_submodule(path).in_features for path in linears(model)]
+    return next((size for size in (128, 64, 32) if not any(K % size for K in channels)), 128)
+
+
 def quantize_model(
-    model: Transformer, mode: str, group_size: int = 128, skip: tuple = ()
+    model: Transformer, mode: str, group_size: int | None = None, skip: tuple = ()
 ) -> Transformer:
     """Quantise a model's Linears in place, one after another, by rounding to nearest.
 
     Args:
-        mode: "int8", which has one group per output channel, or "int4".
-        group_size: input channels per group, for int4.
+        mode: "int8", which has one group per output channel; or "int4", in which a tied lm_head
+            gets 8 bits.
+        group_size: input channels per group, for int4; None: see usual_group_size.
         skip: names of Linears to leave as they are, such as "lm_head".
 
     Raises:
         ValueError: see plain_linears. The model has not been changed then.
     """
+    if group_size is None:
+        group_size = usual_group_size(model)
     size = -1 if mode == "int8" else group_size
     for path in progress(plain_linears(model, size, skip), f"quantising to {mode}"):
         linear = model.get_submodule(path)
-        quantised = QuantLinear(linear, MODES[mode], size)
+        # A tied lm_head is the embedding, and suffers more from 4 bits than all other matrices.
+        form = (MODES[mode], size)
+        if linear.weight is model.embed_tokens.weight:
+            form = (8, -1)
+        quantised = QuantLinear(linear, *form)
         quantised.store(*round_to_nearest(linear.weight, quantised.bits, quantised.group_size))
         model.set_submodule(path, quantised)
     return model

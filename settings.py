@@ -237,7 +237,11 @@ class EngineArgs(Limits):
     device: str = setting("auto", "where to run", choices=("auto", "cpu", "cuda", "mps"))
     dtype: str = setting("auto", "auto: as in the checkpoint", choices=("auto", *DTYPES))
     quantize: str | None = setting(None, "round weights to fewer bits", choices=("int8", "int4"))
-    group_size: int = setting(128, "input channels per scale, for int4", -1)
+    group_size: int | None = setting(
+        None,
+        "input channels per scale, for int4 (default: the largest of 128, 64, 32 that fits)",
+        -1,
+    )
     attention: str = setting(
         "copy", "how to read the cache's blocks: copy, or flex on a GPU", choices=("copy", "flex")
     )

@@ -370,6 +370,47 @@ def test_wrong_suggestions(cli, folder):
 # --- Errors of use --------------------------------------------------------------------------------
 
 
+def test_prompts_of_llm(monkeypatch):
+    """Ids were taken for three prompts, and a dict's keys for texts; under torchrun each process
+    loaded the whole model."""
+    llm = generate.LLM(SHAKESPEARE, device="cpu", num_blocks=32)
+    ids = Tokenizer(SHAKESPEARE).encode(TEXT)
+    texts = set()
+    for prompts in (TEXT, [TEXT], ids, [ids], {"prompt": TEXT}, [{"prompt_token_ids": ids}]):
+        (request,) = llm.generate(prompts, temperature=0, max_tokens=8)
+        texts.add(request.outputs[0].text)
+    assert len(texts) == 1
+    assert len(llm.generate([TEXT, {"prompt": TEXT}, ids], max_tokens=1)) == 3
+    for wrong in (5, None, {"x": 1}, [5.5], [None]):
+        with pytest.raises(ValueError, match=r"^prompt must be str"):
+            llm.generate(wrong)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="under torchrun"):
+        generate.LLM(SHAKESPEARE)
+
+
+def test_line_ends_and_other_alphabets():
+    """CRLF became LF; a terminal that is not UTF-8 ended the run."""
+    code = (
+        "import sys, generate, program; make = generate.Sequence.__init__\n"
+        "def say(self, ids, *more):\n    print(repr(generate.Tokenizer(generate.settings.BUNDLED)"
+        ".decode(ids)), '\u00e9\u4f60'); make(self, ids, *more)\n"
+        "generate.Sequence.__init__ = say; sys.argv[0] = 'generate.py'; program.run(generate.main)"
+    )
+    words = [sys.executable, "-c", code, "--device", "cpu", "--max-tokens", "1"]
+    for encoding, shown in (("ascii", b"??"), ("latin-1", b"\xe9?"), ("utf-8", "é你".encode())):
+        env = os.environ | {"PYTHONIOENCODING": encoding, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [*words, "--prompt-file", "-"],
+            input=b"a\r\nb\n",
+            capture_output=True,
+            env=env,
+            cwd=ROOT,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(rb"'a\r\nb\n' " + shown), done.stdout
+
+
 def test_the_same_settings_give_the_same_text(cli, shared):  # noqa: F811
     """Python sampled by SamplingParams' defaults, the others as the checkpoint suggests."""
     llm = generate.LLM(SHAKESPEARE, device="cpu", dtype="float32", num_blocks=32)

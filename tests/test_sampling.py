@@ -785,6 +785,40 @@ def test_stop_string_completed_by_the_flush(end):
     assert sequence.text == "a"
 
 
+@pytest.mark.parametrize(
+    ("min_tokens", "text", "shown"),
+    [
+        (0, "xaby", "x"), (2, "xaby", "x"), (3, "xaby", "xaby"),  # "ab" ends with the third token
+        (4, "xabyab", "xaby"), (3, "aabb", "aabb"), (2, "aabb", "a"),
+        (3, "ababab", "ab"), (9, "abab", "abab"),
+    ],
+)  # fmt: skip
+def test_min_tokens_holds_back_stop_strings(min_tokens, text, shown):
+    """Bug: a stop string ended the text earlier; or text of the first tokens ends it later. As in
+    vLLM a stop string counts if it ends after these tokens."""
+    options = {"stop": "ab", "min_tokens": min_tokens, "max_tokens": len(text), "eos": ()}
+    sequence = feed(start([65], ASCII, **options), map(ord, text))
+    assert sequence.text == shown
+    assert sequence.finish_reason == ("stop" if shown != text else "length")
+
+
+def test_a_stop_string_that_is_a_special_token():
+    """Bug: special tokens have no text, so the stop string <|im_end|> never matched."""
+    ids = SENTENCES.encode("the cat", add_special=False)
+    end = SENTENCES.special["</s>"]
+    for stop, count in (("</s>", len(ids) + 1), ("nothing", len(ids) + 2)):
+        sequence = start([1], SENTENCES, eos=(), stop=stop, ignore_eos=True)
+        feed(sequence, [*ids, end, ids[0]])
+        assert len(sequence.tokens) == count
+        assert sequence.text.startswith("the cat") and "s>" not in sequence.text
+
+
+def test_seed_minus_one_is_no_seed():
+    """Bug: the same text each time, where vLLM and llama.cpp take -1 as "random"."""
+    assert SamplingParams(seed=-1).seed is None
+    assert len({start(seed=-1).seed for _ in range(5)}) == 5 and start(seed=-2).seed == -2
+
+
 def check_streaming(tokenizer, prompt, ids, stops):
     """Compare with: decode all after each token, cut at the first stop string there is, and show no
     tail that could still become one (exactly, where each token is of whole characters)."""

@@ -182,6 +182,25 @@ def test_logprobs(ask):
             assert found["top_logprobs"][i] == pytest.approx(top, abs=1e-4)
 
 
+def test_echo_shows_special_tokens(ask):
+    """What marks the turns vanished from the prompt; or BOS, which the tokenizer adds, appears."""
+    prompt = "the</s> cat<s>"
+    for more in ({}, {"logprobs": 1}):
+        (choice,) = ask(prompt=prompt, echo=True, max_tokens=0, **more).choices
+        assert choice.text == prompt
+    assert "".join(choice.logprobs["tokens"]) == prompt
+    ids = TOKENIZER.encode(prompt, add_special=False)  # as ids, there is no BOS to leave out
+    assert ask(prompt=ids, echo=True, max_tokens=0).choices[0].text.strip() == prompt
+
+
+def test_stop_at_a_special_token(ask):
+    """A stop string such as <|im_end|> was accepted, and never matched."""
+    body = {"prompt": "a", "logit_bias": {str(TOKENIZER.bos_id): 100}, "max_tokens": 5}
+    (choice,) = ask(**body, stop=["<s>"]).choices
+    assert (choice.text, choice.reason) == ("", "stop")
+    assert ask(**body, stop=["x"]).choices[0].reason == "length"
+
+
 def test_echo_with_logprobs(ask, local):
     """Evaluation harnesses score texts by the log-probabilities of the prompt, which come before
     those of the answer. The first token has none. The last of these prompts ends within a

@@ -10,6 +10,7 @@ import json
 import random
 import re
 import sys
+import time
 
 import jsonschema
 import llguidance
@@ -211,6 +212,7 @@ BAD = {
     "regex": ({"regex": "(["}, "unclosed"),
     "not a regex": ({"regex": 5}, "regex must be str"),
     "not a choice": ({"choice": 5}, "."),
+    "no choice": ({"choice": []}, "the choice is empty"),
     "grammar": ({"grammar": "rubbish !!"}, "rubbish"),
     "two": ({"json": {}, "regex": "a"}, "supported: choice, grammar, json, regex"),
     "another": ({"xml": ""}, "supported: choice, grammar, json, regex"),
@@ -260,6 +262,32 @@ def test_what_does_not_compile_is_refused(name, capfd):
         at.add_request("a", SamplingParams(structured_outputs=wish))
     assert caught.value.field == "structured_outputs" and not at.queue
     assert capfd.readouterr() == ("", "")  # no backtrace
+
+
+@pytest.mark.parametrize(
+    ("regex", "text", "is_allowed"),
+    [
+        (r"\d{4}", "1234", True), (r"\d{4}", "\u0663", False), (r"[\d.]+", "1.5", True),
+        (r"[\d.]+", "\u0663", False), (r"\w+", "a_1", True), (r"\w+", "\u00e9", False),
+        (r"\W", "\u00e9", True), (r"\D", "\u0663", True), (r"a\s", "a\t", True),
+        (r"a\s", "a\u2003", False), (r"[^\s]", "\u2003", True), (r"\\\\d", "\\\\d", True),
+        (r"\\\\d", "1", False), (r"\S\.", "a.", True), (r"\S\.", " .", False),
+    ],
+)  # fmt: skip
+def test_classes_of_a_regex_are_ascii(regex, text, is_allowed):
+    """Digits of other scripts where vLLM and a schema's pattern mean 0 to 9; an escaped backslash
+    taken for the beginning of a class."""
+    (job,) = engine().add_request("a", SamplingParams(structured_outputs={"regex": regex})).outputs
+    ids = TOKENIZER.encode(f"\2{text}", False)[len(TOKENIZER.encode("\2", False)) :]
+    assert (job.matcher.try_consume_tokens(ids) == len(ids)) == is_allowed
+
+
+def test_a_regex_that_explodes():
+    """(a{1000}){1000} took a second and 200 MB, while the neighbours waited."""
+    engine().add_request("a", SamplingParams(structured_outputs={"regex": "a"}))
+    start = time.process_time()
+    engine().add_request("a", SamplingParams(structured_outputs={"regex": "(a{1000}){1000}"}))
+    assert time.process_time() - start < 0.5
 
 
 def test_without_the_extra_or_a_matcher(monkeypatch):

@@ -71,3 +71,44 @@ def test_a_busy_machine():
             other.wait()
     # Its fair share is a third: three processes on a core. With two threads it was a twentieth.
     assert beside > 60 and beside > alone / 5, (alone, beside)
+
+
+@pytest.mark.parametrize("variable", ["", "GOMP_SPINCOUNT"])
+def test_threads_sleep_while_others_are_busy(variable, threads, monkeypatch):
+    """Beside one other process a model was 3 to 20 times as slow, as its threads spun for one that
+    did not run; or they sleep on an idle machine too; or what the user has set does not count."""
+    clock, used = [0.0], [0.0]
+    monkeypatch.setattr(settings.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(settings, "others_seconds", lambda: used[0])
+    for name in settings.USER_DECIDES:
+        monkeypatch.delenv(name, raising=False)
+    if variable:
+        monkeypatch.setenv(variable, "9")
+    torch.set_num_threads(len(settings.CORES) or 2)
+    monkeypatch.setattr(settings, "CORES", {*range(torch.get_num_threads())})
+    waiting = settings.Waiting()
+    seen = []
+    for load in (0.1, 1, 1, 0.5, 0.1, 0.1, 1):
+        clock[0] += 1
+        used[0] += load
+        waiting.adapt()
+        seen.append(bool(waiting.idle_pool))
+        clock[0] += 0.1  # too early to look again
+        waiting.adapt()
+    busy = [load > 0.25 for load in (0.1, 1, 1, 0.5, 0.1, 0.1, 1)]
+    assert seen == ([False] * 7 if variable or threads() == 1 else busy)
+    if waiting.idle_pool:
+        waiting.idle_pool.set()
+
+
+def test_the_load_of_others(tmp_path, monkeypatch):
+    """The time of this process, of idle cores or of cores that are not ours counts as others'."""
+    (tmp_path / "proc").mkdir()
+    ticks = os.sysconf("SC_CLK_TCK")
+    lines = ["cpu 9 9 9 9 9 9 9 9 9 9"]
+    lines += [f"cpu{i} {7 * ticks} {ticks} 0 99999 99999 0 0 {2 * ticks} 0 0" for i in range(3)]
+    (tmp_path / "proc/stat").write_text("\n".join([*lines, "intr 1 2 3", "ctxt 5"]))
+    monkeypatch.setattr(settings, "CORES", {"cpu0", "cpu2"})
+    monkeypatch.setattr(settings.time, "process_time", lambda: 4.5)
+    assert settings.others_seconds(tmp_path) == pytest.approx(2 * 10 - 4.5)
+    assert settings.others_seconds(tmp_path / "nothing") == 0

@@ -261,6 +261,8 @@ def refused(folder, ranks, message):
          "num_key_value_heads': 6.* cannot .*4 ranks"),
         ("plain", {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 8}, 6,
          "num_key_value_heads': 4.* cannot .*6 ranks"),
+        ("plain", {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8,
+                   "intermediate_size": 90}, 2, "by 2 ranks, but by 1 or 3 or 9"),
         # Integers with the scales of another group; or of a group as wide as the model, as of int8.
         ("plain int4", {}, 2, "group_size 32 does not divide 48 input channels"),
         ("square int4", {}, 2, "group_size 64 does not divide 32 input channels"),

@@ -36,7 +36,15 @@ from torch import Tensor, nn
 
 from checkpoint import load_model, named_tensors, read_json
 from model import NoCache, Transformer, visible
-from quantize import MODES, QuantLinear, group_scales, linears, plain_linears, quantize_model
+from quantize import (
+    MODES,
+    QuantLinear,
+    group_scales,
+    linears,
+    plain_linears,
+    quantize_model,
+    usual_group_size,
+)
 from settings import progress
 from tokenizer import Tokenizer
 
@@ -49,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--checkpoint", type=Path, required=True, help="Hugging Face folder")
     add("--mode", choices=MODES, required=True)
-    add("--group-size", type=int, default=128, help="input channels per scale, for int4 (128)")
+    add("--group-size", type=int, help="input channels per scale, for int4 (128, 64 or 32)")
     add("--method", choices=("rtn", "gptq"), default="rtn", help="gptq: needs --calibrate")
     add("--calibrate", type=Path, metavar="FILE", help="text like the model's future input")
     add("--keep-lm-head", action="store_true", help="leave lm_head as it is")
@@ -69,7 +77,6 @@ def convert(args: argparse.Namespace) -> None:
     """Quantise a checkpoint as the arguments say. Errors of use are found before the work."""
     if (args.method == "gptq") != bool(args.calibrate):
         raise ValueError("--method gptq and --calibrate FILE, text to calibrate with, go together")
-    size = args.group_size if args.mode == "int4" else -1
     skip = ("lm_head",) if args.keep_lm_head else ()
     with appearing(args.out) as folder:
         copy_rest(args.checkpoint, folder)
@@ -77,6 +84,8 @@ def convert(args: argparse.Namespace) -> None:
             text = args.calibrate.read_text(encoding="utf-8")
             ids = Tokenizer(args.checkpoint).encode(text)
         model = load_model(args.checkpoint)
+        size = usual_group_size(model) if args.group_size is None else args.group_size
+        size = -1 if args.mode == "int8" else size
         if args.calibrate:
             calibrate(model, ids, args.mode, size, skip)
         else:
