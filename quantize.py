@@ -171,7 +171,7 @@ def quantize_model(
         linear = model.get_submodule(path)
         # A tied lm_head is the embedding, and suffers more from 4 bits than all other matrices.
         form = (MODES[mode], size)
-        if linear.weight is model.embed_tokens.weight:
+        if path == "lm_head" and linear.weight is model.embed_tokens.weight:
             form = (8, -1)
         quantised = QuantLinear(linear, *form)
         quantised.store(*round_to_nearest(linear.weight, quantised.bits, quantised.group_size))

@@ -106,11 +106,11 @@ def test_it_fits_what_it_was_made_for() -> None:
 
 def test_what_it_stores() -> None:
     plain = bundled()
-    sizes = [m.weight.numel() for m in plain.modules() if isinstance(m, nn.Linear)]
+    sizes = [m.weight.numel() for m in plain.layers.modules() if isinstance(m, nn.Linear)]
     model = nf4(deepcopy(plain), 64)
     left = [name for name, m in model.named_modules() if type(m) is nn.Linear]
     assert not left, f"{left} are still plain"
-    linears = [m for m in model.modules() if hasattr(m, "qweight")]
+    linears = [m for m in model.layers.modules() if hasattr(m, "qweight")]
     stored = sum(b.nbytes for m in linears for b in m.state_dict().values())
     bits = 8 * stored / sum(sizes)
     assert bits == 4.5, f"a weight takes {bits} bits, not 4 and a share of its scale (32 / 64)"
