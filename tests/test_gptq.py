@@ -528,3 +528,29 @@ def test_a_loaded_folder_compiles(tmp_path):
         cache = StaticCache(model, 1, sequence.max_len)
         chosen.append([token.id for token in generate(model, sequence, cache)])
     assert chosen[0] == chosen[1] and len(set(chosen[0])) > 2
+
+
+def test_shuffled_groups_that_no_setting_admits(tmp_path):
+    """desc_act: false beside a shuffled g_idx (exllama#44): the weights were read as if their
+    groups were neighbours. With one group of all channels there is nothing to shuffle."""
+    folder, _, _ = other_folder(tmp_path, desc_act=True)
+    raw = json.loads((folder / "config.json").read_text())
+    raw["quantization_config"]["desc_act"] = False
+    (folder / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match=r"g_idx: the inputs are not grouped in order"):
+        load_model(folder)
+
+
+def test_settings_in_quantize_config_alone(tmp_path):
+    """AutoGPTQ's own file was not read, and the model was one of missing tensors."""
+    folder, _, _ = other_folder(tmp_path)
+    want = logits_of(load_model(folder))
+    raw = json.loads((folder / "config.json").read_text())
+    stored = raw.pop("quantization_config")
+    stored.pop("quant_method")  # it never names itself
+    (folder / "config.json").write_text(json.dumps(raw))
+    (folder / "quantize_config.json").write_text(json.dumps(stored))
+    assert torch.equal(logits_of(load_model(folder)), want)
+    raw["quantization_config"] = {"quant_method": "gptq", "bits": stored["bits"]}
+    (folder / "config.json").write_text(json.dumps(raw))  # the rest from the other file
+    assert torch.equal(logits_of(load_model(folder)), want)
