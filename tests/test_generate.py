@@ -621,7 +621,7 @@ def test_real_ctrl_c_and_pipes(path):
     run = (*PATHS[path], "--ignore-eos", "--seed", 1, "--max-tokens")
     out, err = start(*run, 4).communicate(timeout=120)
     assert out.endswith(b"\n")
-    assert re.match(STATISTICS, err.decode())
+    assert re.match(f"sampling: .*\n{STATISTICS}", err.decode())
     process = start(*run, 20_000, "--max-seq-len", 21_000)
     assert process.stdout.read(1)
     process.send_signal(signal.SIGINT)

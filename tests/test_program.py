@@ -50,6 +50,7 @@ def test_ctrl_c_while_it_imports(name, seconds, tmp_path):
 def test_ctrl_c_while_it_ends(seconds):
     """Exceptions that Python ignores, and shows, after the last line of a program."""
     process = start("generate.py", "--max-tokens", 1, "--device", "cpu")
+    process.stderr.readline()  # the sampling
     process.stderr.readline()  # the statistics
     time.sleep(seconds)
     process.send_signal(signal.SIGINT)

@@ -649,10 +649,9 @@ def test_torchrun(start, tmp_path):
         assert bool(ranks.end(90)[0]) == bool(want[0])
         ((out, err),) = ranks.said
         lines = re.findall(".*(?:error: |new tokens).*", err)
-        assert (
-            out == want[1]
-            and [re.sub(r"\d+\.\d+", "", line) for line in lines] == want[2].splitlines()
-        )
+        told = [line for line in want[2].splitlines() if not line.startswith("sampling: ")]
+        assert out == want[1]
+        assert [re.sub(r"\d+\.\d+", "", line) for line in lines] == told
 
 
 def check_faults(ranks, who):
