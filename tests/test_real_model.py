@@ -20,7 +20,6 @@ from quantize import quantize_model
 from sampling import Sequence
 from settings import SamplingParams
 from tokenizer import Tokenizer
-from tools.convert import calibrate
 
 pytestmark = pytest.mark.slow
 LENGTHS = (5, 17, 40, 64, 100, 200, 333, 600, 1000, 1500)  # tokens of a prompt
@@ -98,9 +97,10 @@ def torchrun(ranks, folder, *more):
 
 
 def test_ranks(folder, words, prompts, expected):
-    """Nine heads: two ranks cannot share them, and the error says which numbers can."""
+    """Nine heads: two ranks cannot share them, and the error says which numbers can. (Nine cannot
+    share the 1,536 channels of the MLP.)"""
     refused = torchrun(2, folder)
-    assert refused.returncode and "by 2 ranks, but by 1 or 3 or 9" in refused.stderr
+    assert refused.returncode and "by 2 ranks, but by 1 or 3\n" in refused.stderr
     options = ("--prompt", words.decode(prompts[1]), "--temperature", "0", "--ignore-eos")
     shared = torchrun(3, folder, *options, "--max-tokens", "12")
     assert shared.stdout.rstrip("\n") == words.decode(expected[1]).rstrip("\n"), shared.stderr
@@ -145,28 +145,16 @@ def test_a_schema(folder):
 
 @torch.no_grad()
 def test_fewer_bits(folder, words):
-    """The perplexity of a page of English: int8 keeps it, GPTQ loses less than rounding, and both
-    less than 4 bits for a tied lm_head would."""
-    ids = words.encode(PROSE)
-    page, calibration = torch.tensor([ids[:1024]]), ids[2000:]
-
-    def perplexity(model):
-        logits = model(page, torch.arange(1024)[None])[0, :-1].float()
-        return torch.nn.functional.cross_entropy(logits, page[0, 1:]).exp().item()
-
-    def gptq(model):
-        calibrate(model, calibration, "int4", 64, ("lm_head",))
-
+    """The perplexity of a page of English: int8 keeps it, and int4 loses less than it would with 4
+    bits for the tied lm_head."""
+    ids = torch.tensor([words.encode(PROSE)[:768]])
     found = {}
-    for name, change in {
-        "plain": lambda model: model,
-        "int8": lambda model: quantize_model(model, "int8"),
-        "int4": lambda model: quantize_model(model, "int4"),
-        "gptq": gptq,
-    }.items():
+    for mode in ("plain", "int8", "int4"):
         model = load_model(folder, dtype=torch.float32)
-        change(model)
-        found[name] = perplexity(model)
-    assert found["plain"] < 40, found
+        if mode != "plain":
+            quantize_model(model, mode)
+        logits = model(ids, torch.arange(768)[None])[0, :-1]
+        found[mode] = torch.nn.functional.cross_entropy(logits, ids[0, 1:]).exp().item()
+    assert found["plain"] < 60, found
     assert found["int8"] < 1.01 * found["plain"], found
-    assert found["plain"] < found["gptq"] < found["int4"] < 1.5 * found["plain"], found
+    assert 1.01 * found["plain"] < found["int4"] < 1.5 * found["plain"], found
