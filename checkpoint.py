@@ -310,10 +310,9 @@ def load_model(
     files = locate_tensors(Path(path))
     if config.tie_word_embeddings and {"lm_head.weight", "embed_tokens.weight"} <= files.keys():
         # Some files store the shared matrix twice. If the two differ, they are not shared.
-        head = files.pop("lm_head.weight")
-        embedding = files["embed_tokens.weight"].read()
-        if not torch.equal(head.read().to(embedding.dtype), embedding):
-            files["lm_head.weight"] = head
+        if are_equal(files["lm_head.weight"], files["embed_tokens.weight"]):
+            del files["lm_head.weight"]
+        else:
             config = replace(config, tie_word_embeddings=False)
     with torch.device("meta"):
         model = build(config).to(dtype or config.dtype)
@@ -332,6 +331,12 @@ def load_model(
         tensor.copy_(files[name].read())
     model.inv_freq = rope_frequencies(config).to(device)  # to_empty has erased it
     return model
+
+
+def are_equal(a: Stored, b: Stored) -> bool:
+    """Whether two stored tensors have the same shape and values. This reads both, and keeps neither
+    in memory."""
+    return torch.equal(a.read().to(b.empty.dtype), b.read())
 
 
 def insert_quantised(model: Transformer, files: Files) -> None:

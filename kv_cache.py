@@ -4,8 +4,9 @@ The keys and values of past tokens never change, so they are computed once and k
 costs one token instead of the whole text (Pope et al. 2022, arXiv:2211.05102, section 3.3, counts
 the bytes). A slab suits sequences whose longest length is known. Where many sequences come, grow
 and leave, use paged.py. This file knows the model's config and how to call attention; it knows
-nothing about text or about who is being served. Read: StaticCache.plan, Slab.attend, encode. Next:
-sampling.py.
+nothing about text or about who is being served. Read: StaticCache.plan, Slab.attend, encode. Three
+parts can wait, which paged.py uses too: attention of a long prompt, how a key is stored, and what
+the compiler does not see. Next: sampling.py.
 
     position    0    1    2    3    4    5    6    7        capacity 8
     slab       the  cat  sat  on    .    .    .    .        "on" runs: it is written to slot 3
@@ -177,7 +178,7 @@ def with_past(q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor) -> Tensor
     Args:
         q: (B, N, T, H).
         k, v: (B, K, S, H), the earlier keys; S may be 0.
-        y, lse: see attend_causally.
+        y, lse: (B, N, T, H) and (B, N, T), see attend_causally.
 
     Returns:
         (B, N, T, H).

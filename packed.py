@@ -168,7 +168,7 @@ class PackedLinear(nn.Module):
 
     A packed tensor has no strides, so torch.compile cannot take it as an input. The compiled code
     calls an operator with this module's number instead, and the operator calls `compute`; see
-    paged.opaque.
+    kv_cache.opaque.
     """
 
     def __init__(self, linear: nn.Module) -> None:
@@ -280,7 +280,7 @@ class Int8Linear(PackedLinear):
             self.packed = torch.ops.quantized.linear_prepack(q, None)
 
     def multiply(self, rows: Tensor) -> Tensor:
-        # Where this is not compiled, each operation costs as much as its memory: hence so few.
+        # Without a compiler each operation has a price of its own, so there are few.
         x = rows.float()
         most = torch.linalg.vector_norm(x, torch.inf, -1, keepdim=True)
         s = most.clamp_(min=1e-30).div_(self.most * 128)

@@ -5,11 +5,10 @@ memory lies in pages. The sequence's block table maps position p to slot p % 16 
 table[p // 16]. So memory is handed out 16 tokens at a time, nothing is reserved for tokens that may
 never come, and sequences with the same beginning share blocks. The first part of this file is
 integers: who owns which block. The second is tensors: what a block holds, and a forward over rows
-of many sequences. Two short parts follow: what the compiler does not see, and how many blocks fit
-into memory. The file knows nothing about requests or text. Papers: Kwon et al. 2023
-(PagedAttention, arXiv:2309.06180), Zheng et al. 2023 (prefix sharing, arXiv:2312.07104). Read:
-BlockTable, BlockPool; then Row, Blocks, Runner. Next:
-scheduler.py. In shape comments W is blocks per row, and R wanted logits.
+of many sequences. A short third part counts how many blocks fit into memory. The file knows nothing
+about requests or text. Papers: Kwon et al. 2023 (PagedAttention, arXiv:2309.06180), Zheng et al.
+2023 (prefix sharing, arXiv:2312.07104). Read: BlockTable, BlockPool; then Row, Blocks, Runner.
+Next: scheduler.py. In shape comments W is blocks per row, and R wanted logits.
 
     ids      t h e   k i n g   i s      t h e   k i n g   h a t h        block_size = 4
     tables   [   2,   5,   1   ]        [   2,   5,   7,   3    ]
@@ -281,7 +280,7 @@ class Blocks(LayerCache):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k and v, then attend group by group. The arguments have B = 1, and T counts the
         tokens of all rows; inside the loop, B and T are those of one group."""
-        if torch.compiler.is_dynamo_compiling():  # see the end of this file
+        if torch.compiler.is_dynamo_compiling():  # see the end of kv_cache.py
             return torch.ops.kilolm.opaque(q, [k, v], self.number, q.shape[3])
         new = encode(torch.cat((k, v), 1)[0], self.kv.dtype)  # (2 * K, T, stored_dim)
         self.kv.flatten(1, 2).index_copy_(1, self.slots, new)

@@ -316,7 +316,7 @@ class Server:
                     text = "\n".join(part["text"] for part in text)
                 check("content", text, str | None if message.get("tool_calls") else str)
                 message["content"] = text
-                plain_turn(message)
+                plain_turn(message)  # encode_chat does it; here an error names the message
             except Exception as error:  # a value of any other form than these lines expect
                 raise Problem(
                     400, f"role, content or tool_calls are wrong: {error}", f"messages[{i}]"

@@ -18,7 +18,7 @@ from pathlib import Path
 import sentencepiece
 from jinja2.sandbox import ImmutableSandboxedEnvironment as Sandbox
 
-from checkpoint import blame, read_optional, without_nulls
+from checkpoint import blame, pointers, read_optional, without_nulls
 from model import Config
 from settings import JSON, supported
 
@@ -67,6 +67,9 @@ class Arguments(dict):
 
     def __str__(self) -> str:
         return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, text: str) -> str:
+        return str(self) + text
 
     def __radd__(self, text: str) -> str:
         return text + str(self)
@@ -121,7 +124,9 @@ class Tokenizer:
             for name, token in config.items():  # "<s>" is also written as {"content": "<s>", ...}
                 if isinstance(token, dict):
                     config[name] = token.get("content", token)
-            others = config.get("additional_special_tokens", [])
+            extra = config.get("extra_special_tokens", [])  # a list, or tokens with names
+            extra = [*extra.values()] if isinstance(extra, dict) else extra
+            others = config.get("additional_special_tokens", []) + extra
             others = {each["content"] if isinstance(each, dict) else each for each in others}
             named = {config[name] for name in config if name.endswith("_token")} | others
             added = {int(i): {"special": added[i]["content"] in named} | added[i] for i in added}
@@ -138,6 +143,8 @@ class Tokenizer:
                 self.prefix = [bos] if add_bos else []
                 self.suffix = [eos] if eos is not None and config.get("add_eos_token") else []
             file = path / "chat_template.jinja"
+            if pointers(file):
+                raise ValueError  # blame says which file is a pointer
             template = file.read_text("utf-8") if file.is_file() else config.get("chat_template")
             if isinstance(template, list):  # several templates with names
                 named = {entry["name"]: entry["template"] for entry in template}
@@ -384,7 +391,13 @@ class TextStream:
         new = self._detokenizer.push(token_id, last)
         held = self._held + new
         places = range(len(held))
-        found = [i for i in places if can_stop and held.startswith(self._stops, i)]
+        # A stop string that has ended earlier, within min_tokens, does not count later either.
+        found = [
+            i
+            for i in places
+            for stop in self._stops
+            if can_stop and held.startswith(stop, i) and i + len(stop) > len(self._held)
+        ]
         begun = [
             i
             for i in places

@@ -62,6 +62,9 @@ TOKENIZERS = {  # name -> tokenizer_config.json, other files, added texts
     "added_tokens.json beside tokenizer.json": (
         NAMES | TURN, FAST | {"added_tokens.json": {"<|im_end|>": BEYOND, "wombat": BEYOND + 1}},
         ["<|im_end|>", "wombat"]),
+    "extra special tokens": (NAMES | {"extra_special_tokens": ["at"]}, FAST, ["at"]),
+    "extra special tokens with names": (
+        NAMES | {"extra_special_tokens": {"image_token": "at"}}, FAST, ["at"]),
     "a special token that is an ordinary entry": (NAMES | {"pad_token": "at"}, FAST, ["at"]),
     "tokenizer.model, added tokens shown and hidden": (
         LLAMA_CONFIG | added(LLAMA_SIZE, X, token("wombat", special=False)), SLOW,
@@ -309,6 +312,13 @@ def test_histories(name, history, tmp_path):
     assert text == want
 
 
+def test_arguments_around_a_text(tmp_path):
+    """A template that adds a text after the arguments of a call failed."""
+    ours, _ = chatter(tmp_path, "{{ messages[0].tool_calls[0].function.arguments + '.' }}")
+    ids = ours.encode_chat([{"role": "assistant", "content": None, "tool_calls": [CALL]}])
+    assert ours.decode(ids) == '{"a": 1}.'
+
+
 def test_roles_and_names(tmp_path):
     """The plain template in place of named ones without a default; a role that templates refuse."""
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
@@ -350,10 +360,12 @@ def test_continuing_the_last_message(trims, tmp_path):
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123\n"
 
 
-@pytest.mark.parametrize("file", ["config.json", WHOLE, "tokenizer.json", "tokenizer.model"])
+@pytest.mark.parametrize(
+    "file", ["config.json", WHOLE, "tokenizer.json", "tokenizer.model", "chat_template.jinja"]
+)
 def test_pointers_of_git_lfs(file, llama, tmp_path):
     """ "header too large", "expected value at line 1": a clone without Git LFS."""
-    folder = copy_with(llama, tmp_path)
+    folder = write(copy_with(llama, tmp_path), NAMES, **({} if "tokenizer" in file else FAST))
     (folder / file).write_text(POINTER)
     with pytest.raises(CheckpointError, match=rf"{file}.*git lfs pull"):
         load_model(folder)

@@ -802,6 +802,23 @@ def test_min_tokens_holds_back_stop_strings(min_tokens, text, shown):
     assert sequence.finish_reason == ("stop" if shown != text else "length")
 
 
+@pytest.mark.parametrize(
+    ("stops", "min_tokens", "text", "shown"),
+    [
+        (("ab", "abcd"), 2, "abxy", "abxy"), (("ab", "abcd"), 2, "abcxab", "abcx"),
+        (("a", "ab"), 1, "axa", "ax"), (("b", "ba"), 2, "abax", "a"),
+        (("b", "ba"), 3, "abax", "abax"),
+    ],
+)  # fmt: skip
+def test_min_tokens_beside_a_longer_stop_string(stops, min_tokens, text, shown):
+    """Bug: a stop string that ended within the first tokens was held back as the beginning of a
+    longer one, and found with the next token."""
+    options = {"stop": stops, "min_tokens": min_tokens, "max_tokens": len(text), "eos": ()}
+    sequence = feed(start([65], ASCII, **options), map(ord, text))
+    assert sequence.text == shown
+    assert sequence.finish_reason == ("stop" if shown != text else "length")
+
+
 def test_a_stop_string_that_is_a_special_token():
     """Bug: special tokens have no text, so the stop string <|im_end|> never matched."""
     ids = SENTENCES.encode("the cat", add_special=False)
