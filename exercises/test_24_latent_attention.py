@@ -263,7 +263,7 @@ def test_bytes_of_a_token(kv_dtype: str) -> None:
     got = stored(cache) / cache.slabs[0].shape[2]
     assert got == want, f"{rule}, and not {got:.0f} as in this LatentCache"
     runner = latent_runner(model, 30, 8, kv_dtype)
-    got = stored(runner) / (31 * 8)
+    got = stored(runner) / (30 * 8)
     assert got == want, f"{rule}, and not {got:.0f} as in this LatentRunner"
 
 

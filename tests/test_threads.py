@@ -88,14 +88,14 @@ def test_threads_sleep_while_others_are_busy(variable, threads, monkeypatch):
     monkeypatch.setattr(settings, "CORES", {*range(torch.get_num_threads())})
     waiting = settings.Waiting()
     seen = []
-    for load in (0.1, 1, 1, 0.5, 0.1, 0.1, 1):
+    for load in (0.1, 1, 1, 0.6, 0.3, 0.1, 1):
         clock[0] += 1
         used[0] += load
         waiting.adapt()
         seen.append(bool(waiting.idle_pool))
         clock[0] += 0.1  # too early to look again
         waiting.adapt()
-    busy = [load > 0.25 for load in (0.1, 1, 1, 0.5, 0.1, 0.1, 1)]
+    busy = [load > 0.5 for load in (0.1, 1, 1, 0.6, 0.3, 0.1, 1)]
     assert seen == ([False] * 7 if variable or threads() == 1 else busy)
     if waiting.idle_pool:
         waiting.idle_pool.set()
