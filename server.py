@@ -3,67 +3,58 @@
     python server.py                            the bundled model, on http://127.0.0.1:8000
     python server.py --checkpoint DIR --compile --api-key SECRET
 
-This file holds only HTTP. The main thread runs the engine. An event loop in another thread reads
-requests, checks every field before anything is allocated, and hands them to the engine. After each
-step the engine's thread tells the loop which requests have new tokens. A slow client delays nobody:
-the handler reads the state of its sequences only when the client has taken the previous part, so
-there is no queue of tokens.
+This file holds HTTP, the engine's thread and the end of it all; what the bodies mean is in
+openai_api.py. The main thread runs the engine. Each connection has a thread of its own, which reads
+a request, puts it into the inbox of the engine's thread, and waits for news. After each step the
+engine's thread tells those that have something to send. A slow client delays nobody: its thread
+reads the state of its sequences only when the client has taken the previous part, so there is no
+queue of tokens.
 
-    client --> Connection.complete --> Server.prepare --> inbox --> Server.drive: submit, step, step
-    client <-- Connection.send <-- Choice.take_new <---- event <--- Server.wake <------+
+    client --> Connection.complete --> API.prepare --> inbox --> Server.drive: submit, step, step
+    client <-- Connection.send <-- Completion.chunks <-- event <-- Server.wake <----+
 
-The server listens on loopback by default. Its HTTP needs only the standard library. References:
-platform.openai.com/docs/api-reference. The names in /metrics are vLLM's, except engine_steps_total
-and computed_tokens_total. Read: Server.drive, Server.prepare, Choice, Connection.complete, serve.
+The server listens on loopback by default. Its HTTP needs only the standard library. The names in
+/metrics are vLLM's, except engine_steps_total and computed_tokens_total. Read: Server.drive,
+Connection.complete, Connection.route, serve.
 """
 
-import asyncio
-import email
 import json
+import math
 import os
 import queue
 import re
 import secrets
 import signal
+import socket
 import sys
 import time
 import traceback
 from argparse import ArgumentParser, Namespace
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from io import BytesIO
-from itertools import accumulate, pairwise
-from threading import Thread
-from typing import Any
+from dataclasses import dataclass
+from email.message import Message
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
+from socketserver import TCPServer
+from threading import Event, Thread
+from typing import Any, BinaryIO
 from urllib.parse import unquote
 
 if __name__ == "__main__":  # before PyTorch: Ctrl-C may come while it is imported
     import program
 
 import settings
-from checkpoint import suggested, without_nulls
+from checkpoint import suggested
 from generate import cache_size, join, load_models, make_engine
-from sampling import BROKEN, Token
-from scheduler import Engine, Job, Request
-from settings import (
-    JSON,
-    EngineArgs,
-    Ranks,
-    SamplingParams,
-    SettingError,
-    check,
-    check_ids,
-    say,
-    setting,
-    supported,
-)
-from structured import pieces, structure
-from tokenizer import Detokenizer, Ids, Tokenizer, plain_turn
+from openai_api import API, Problem, demand
+from scheduler import Engine, Request
+from settings import JSON, EngineArgs, Ranks, SamplingParams, check, say, setting
 
 IDLE_S = 75  # seconds to wait for a head, for a body, or for a client to read its answer
+CLIENTS = 1024  # connections at a time: each one has a thread
 PAGE = settings.BUNDLED.parents[1] / "page.html"
 
 
@@ -81,16 +72,6 @@ class ServerArgs(EngineArgs):
     cors: str | None = setting(None, "an origin whose pages may use the API")
 
 
-class Problem(Exception):
-    """An error that is sent to the client. The arguments are those of Connection.refuse."""
-
-
-def demand(condition: object, *problem: Any) -> None:
-    """Raise a Problem unless the condition holds."""
-    if not condition:
-        raise Problem(*problem)
-
-
 # --- The server -----------------------------------------------------------------------------------
 
 
@@ -102,6 +83,7 @@ class Server:
         waiters: each request in the engine -> the connection that answers it. Only drive() changes
             this and `served`.
         served: statistics of the requests that have ended; see count().
+        connections: all open connections.
         busy: connections that are answering a completion. They may finish after a signal.
         stopping: a signal arrived.
         over: the grace period has expired.
@@ -112,20 +94,13 @@ class Server:
     def __init__(self, engine: Engine, args: ServerArgs) -> None:
         self.engine = engine
         self.args = args
-        self.tokenizer = engine.tokenizer
-        self.name = args.served_model_name or args.checkpoint.resolve().name
-        self.model = dict(
-            id=self.name,
-            object="model",
-            owned_by="kilolm",
-            created=int(time.time()),
-            max_model_len=engine.max_seq_len,
-        )
-        self.defaults = SamplingParams(**suggested(args.checkpoint))
+        name = args.served_model_name or args.checkpoint.resolve().name
+        self.api = API(engine, name, SamplingParams(**suggested(args.checkpoint)))
         self.inbox = queue.SimpleQueue()
         self.waiters = {}
-        self.busy = set()
         self.served = defaultdict(Counter)
+        self.connections = set()
+        self.busy = set()
         self.stopping = self.over = False
         self.snapshot_time = 0.0
         self.take_snapshot()
@@ -153,9 +128,9 @@ class Server:
                 traceback.print_exc()
 
     def step(self) -> None:
-        """Abort the requests of clients that have left (all, once the grace period is over), then
-        run a step."""
-        lost = [each for each, c in self.waiters.items() if c.writer.is_closing() or self.over]
+        """End the requests of clients that have left (all, once the grace period is over), then run
+        a step."""
+        lost = [request for request, c in self.waiters.items() if c.gone or self.over]
         for request in lost:
             self.engine.abort(request)
         self.wake(lost + self.engine.step())
@@ -168,7 +143,9 @@ class Server:
 
     def wake(self, requests: list[Request]) -> None:
         """Wake the connections whose requests have made progress, and count finished requests."""
-        events = [self.waiters[request].event for request in requests]
+        woken = {
+            self.waiters[each] for each in requests if each.finished or self.waiters[each].stream
+        }
         for request in requests:
             if request.finished:
                 del self.waiters[request]
@@ -177,8 +154,8 @@ class Server:
                 # stay in memory until Python collects cycles. The connection has its own list.
                 while request.outputs:
                     self.engine.ran.pop(request.outputs.pop(), None)
-        with suppress(RuntimeError):  # the event loop has ended, so no connection waits
-            self.loop.call_soon_threadsafe(lambda: [event.set() for event in events])
+        for connection in woken:
+            connection.news.set()
 
     def take_snapshot(self) -> None:
         """Store what the page shows: which sequences run or wait, and which blocks they have. This
@@ -204,352 +181,41 @@ class Server:
         )
         self.snapshot = json.dumps(counters(engine) | state)
 
-    # --- The event loop's thread ------------------------------------------------------------------
+    # --- Beside it --------------------------------------------------------------------------------
 
-    async def listen(self) -> None:
-        """Answer requests until a signal arrives, then let the running completions finish."""
-        self.loop = asyncio.get_running_loop()
-        # Print each of asyncio's own errors in one line: when no file descriptor is left, it
-        # reports an error every second.
-        self.loop.set_exception_handler(lambda _, what: print(*what.values(), file=sys.stderr))
-        # asyncio's `backlog` is both the length of the queue and the number of clients accepted at
-        # a time. Each accept that fails for lack of file descriptors is tried again later, so with
-        # a large backlog the attempts multiply (python/cpython#151615). Hence one is accepted at a
-        # time, and the socket's own listen(128), below, sets the length of the queue.
-        listener = await asyncio.start_server(
-            lambda *ends: Connection(self, *ends).serve(), self.args.host, self.args.port, backlog=1
-        )
-        for each in listener.sockets:
-            with each.dup() as same:
-                same.listen(128)
-        host, self.port = listener.sockets[0].getsockname()[:2]
+    def listen(self) -> None:
+        """Accept connections until a signal arrives, then let the running completions finish."""
+        port = self.args.port
+        listeners = []
+        # A name such as localhost has an address in each version of IP. All get the same port.
+        kind = dict(type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, *_, address in socket.getaddrinfo(self.args.host, port, **kind):
+            listeners.append(Listener(self, family, (address[0], port, *address[2:])))
+            host, port, *_ = listeners[-1].server_address
+            Thread(target=listeners[-1].serve_forever, args=[0.1], daemon=True).start()
         host = f"[{host}]" if ":" in host else host
-        say(f"serving {self.name} on http://{host}:{self.port}")
+        say(f"serving {self.api.name} on http://{host}:{port}")
+        self.port = port
         while not self.stopping:
-            await asyncio.sleep(0.1)
-        listener.close()
+            time.sleep(0.1)
+            self.drop(time.monotonic())
+        for listener in listeners:
+            listener.shutdown()
+            listener.server_close()
         end = time.monotonic() + self.args.shutdown_timeout
         while self.busy and time.monotonic() < end + 1:  # one more second, to send the errors
             self.over = time.monotonic() > end
-            await asyncio.sleep(0.05)
+            time.sleep(0.05)
+            self.drop(time.monotonic())
+        self.drop(math.inf)
 
-    # --- Requests in ------------------------------------------------------------------------------
-
-    def prepare(self, body: JSON, chat: bool, uid: str) -> tuple[JSON, list[Request]]:
-        """Check a request body, and make one engine request for each prompt.
-
-        Args:
-            body: the JSON object.
-            chat: whether it is a chat.
-            uid: the requests get the ids uid-0, uid-1, ...
-
-        Returns:
-            The fields of the body, see translate; and the requests.
-
-        Raises:
-            Problem: 400 with the field that is wrong, or 404 for another model.
-        """
-        source = "messages" if chat else "prompt"
-        context = self.engine.max_seq_len
-        given = without_nulls(body)
-        if given.get("model", self.name) != self.name:
-            raise Problem(404, f"the model here is {self.name!r}", "model", "model_not_found")
-        try:
-            fields = translate(given, chat)
-            params = self.sampling_params(fields, chat)
-            prompts = self.chat_ids(fields) if chat else fields.get("prompt", "")
-            if not isinstance(prompts, list) or all(type(i) is int for i in prompts):
-                prompts = [prompts]
-            check("n", len(prompts) * params.n, int, 1, 256)  # for all prompts together
-            requests = []
-            for i, prompt in enumerate(prompts):
-                check("prompt", prompt, str | list)
-                ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-                asked = len(ids) + fields.get("max_tokens", 1)
-                demand(
-                    asked <= context,
-                    400,
-                    # Clients search for this wording, which is OpenAI's.
-                    f"This model's maximum context length is {context} tokens. However, you "
-                    f"requested {asked} tokens, {len(ids)} of them in the prompt: ask for less.",
-                    source,
-                    "context_length_exceeded",
-                )
-                requests.append(
-                    self.engine.prepare(
-                        ids,
-                        params,
-                        id=f"{uid}-{i}",
-                        priority=fields.get("priority", 0),
-                        cache_salt=fields.get("cache_salt"),
-                    )
-                )
-            return fields, requests
-        except (ValueError, RecursionError) as error:
-            field = getattr(error, "field", source)
-            param = next((each for each in (ALIASES.get(field), field) if each in given), source)
-            raise Problem(400, str(error)[:500], param) from None
-
-    def sampling_params(self, fields: JSON, chat: bool) -> SamplingParams:
-        """Return the sampling settings of a request. Omitted ones come from the checkpoint, except
-        max_tokens: it is 16 in a completion, and in a chat only the context limits it."""
-        check_ids("logit_bias", fields["logit_bias"], self.engine.config.vocab_size)
-        defaults = vars(self.defaults) | dict(max_tokens=self.engine.max_seq_len if chat else 16)
-        params = SamplingParams(**{name: fields.get(name, defaults[name]) for name in defaults})
-        if chat and not params.structured_outputs:
-            # The user's stop strings come first, so that none of sixteen is dropped.
-            params = replace(params, stop=(params.stop + self.tokenizer.chat_stop)[:16])
-        return params
-
-    def chat_ids(self, fields: JSON) -> Ids:
-        """Render the messages of a chat and encode them. The content of a message can be a list of
-        parts, which are joined."""
-        messages = fields["messages"]
-        demand(messages, 400, "messages must have at least one message", "messages")
-        for i, message in enumerate(messages):
-            try:
-                check("role", message.get("role"), str)
-                text = message.get("content")
-                if isinstance(text, list):
-                    for part in text:
-                        supported("content of type", part.get("type", "text"), "text")
-                    text = "\n".join(part["text"] for part in text)
-                check("content", text, str | None if message.get("tool_calls") else str)
-                message["content"] = text
-                plain_turn(message)  # encode_chat does it; here an error names the message
-            except Exception as error:  # a value of any other form than these lines expect
-                raise Problem(
-                    400, f"role, content or tool_calls are wrong: {error}", f"messages[{i}]"
-                ) from None
-        goes_on = fields["continue_final_message"]
-        options = dict(add_generation_prompt=fields["add_generation_prompt"] and not goes_on)
-        return self.tokenizer.encode_chat(
-            messages, goes_on, **options | fields["chat_template_kwargs"]
-        )
-
-
-# This engine's name of a setting -> OpenAI's name, where they differ.
-ALIASES = dict(max_tokens="max_completion_tokens", logprobs="top_logprobs",
-               structured_outputs="response_format")  # fmt: skip
-# The fields' defaults. A value of another type is refused.
-DEFAULTS = dict(
-    messages=[], n=1, stream=False, stream_options={}, echo=False, logit_bias={},
-    response_format={"type": "text"}, reasoning_format="auto", chat_template_kwargs={},
-    continue_final_message=False, add_generation_prompt=True)  # fmt: skip
-# Fields that would change the answer, but are not supported. Those of REFUSED must be left out, and
-# the others must have the value that is given here. Fields that this file does not mention, such as
-# `user` or `store`, are ignored, even if they would change the answer.
-REFUSED = """audio grammar json_schema n_predict prompt_logprobs chat_template documents
-    allowed_token_ids guided_json guided_regex guided_choice guided_grammar"""
-UNSUPPORTED = dict.fromkeys(REFUSED.split()) | dict(
-    tools=[], functions=[], tool_choice="auto", suffix="", bad_words=[], modalities=["text"],
-    use_beam_search=False, skip_special_tokens=True, include_stop_str_in_output=False,
-    add_special_tokens=True, return_token_ids=False)  # fmt: skip
-
-
-def translate(given: JSON, chat: bool) -> JSON:
-    """Return the fields of a body with their defaults. Settings that have another name in OpenAI's
-    API are added under the engine's name.
-
-    Raises:
-        SettingError: a field has the wrong type, or asks for what is not supported.
-    """
-    fields = DEFAULTS | given
-    for name, default in DEFAULTS.items():
-        check(name, fields[name], type(default))
-    for name in ("include_usage", "continuous_usage_stats"):
-        fields[name] = check(
-            f"stream_options[{name}]", fields["stream_options"].get(name) or False, bool
-        )
-    check_supported(fields, chat)
-    if "max_completion_tokens" in fields:
-        fields["max_tokens"] = fields["max_completion_tokens"]
-    # With echo, log-probabilities come for the prompt too, and max_tokens may be 0. The engine has
-    # to generate one token, so it is hidden.
-    hidden = fields["echo"] and fields.get("max_tokens") == 0
-    fields |= dict(prompt_logprobs=fields["echo"], hidden=hidden)
-    if hidden:
-        fields["max_tokens"] = 1
-    if chat:
-        top = fields.get("top_logprobs", 0)
-        if check("logprobs", fields.pop("logprobs", False), bool):
-            fields["logprobs"] = top
-        elif top:
-            raise SettingError("top_logprobs", "needs logprobs: true")
-        if fields["continue_final_message"] and given.get("add_generation_prompt"):
-            raise SettingError("add_generation_prompt", "excludes continue_final_message: true")
-    fields["logit_bias"] = {
-        int(i) if re.fullmatch("0|[1-9][0-9]{,8}", i) else i: bias
-        for i, bias in fields["logit_bias"].items()
-    }
-    schema = structure(fields["response_format"])
-    if schema:
-        if "structured_outputs" in fields:
-            raise SettingError("structured_outputs", "excludes response_format")
-        fields["structured_outputs"] = schema
-    return fields
-
-
-def check_supported(fields: JSON, chat: bool) -> None:
-    """Raise SettingError if a field asks for what is not supported."""
-    allowed = UNSUPPORTED | dict(
-        best_of=fields["n"],
-        stream_options=fields["stream_options"] if fields["stream"] else {},
-        echo=fields["echo"] and not chat,
-    )
-    if fields.get("tool_choice", fields.get("function_call")) == "none":
-        fields = fields | dict(tools=[], functions=[], tool_choice="auto")  # they have no effect
-    for name, value in fields.items():
-        supported(name, value, allowed.get(name, value))
-    supported("reasoning_format", fields["reasoning_format"], "auto", "deepseek", "none")
-
-
-# --- Answers out ----------------------------------------------------------------------------------
-
-THINK = "<think>"
-THOUGHT = "</think>"
-# A choice's key for its text -> the type of the object that holds the choice.
-OBJECTS = dict(text="text_completion", message="chat.completion", delta="chat.completion.chunk")
-
-
-@dataclass
-class Choice:
-    """One sequence, and how much of it has been sent, as a `choice` object of OpenAI's API.
-
-    Attributes:
-        key: where the text goes: "text" for a completion, "message" for a chat, "delta" for a chat
-            that is streamed.
-        prefix: what split_thought needs in front of the output; see thought_prefix.
-        taken: how many characters of the thought, characters of the answer, and tokens with
-            log-probabilities have been taken.
-        offset: characters in the texts of these tokens.
-        reason: the last finish_reason; "" before the first part has been taken.
-    """
-
-    index: int
-    job: Job
-    key: str
-    server: Server
-    prefix: str
-    taken: list[int]
-    offset: int = 0
-    reason: str | None = ""
-
-    def take_new(self) -> JSON | None:
-        """Return what has been generated since the last call, or None if that is nothing.
-
-        Raises:
-            Problem: the sequence ended with an error.
-        """
-        job = self.job
-        is_first = self.reason == ""
-        is_scored = job.params.logprobs is not None
-        reason = job.finish_reason  # read first, because nothing changes after it is set
-        if reason == "error":  # its grammar became too complex, or the model produced NaN logits
-            complaint = job.matcher and job.matcher.get_error()
-            raise Problem(400 if complaint else 500, (complaint or BROKEN)[:100])
-        if reason == "abort":
-            demand(not self.server.over, 503, "the server is stopping")
-            raise Problem(500, "a step of the engine failed")
-        # The tokens are copied, because meanwhile the engine's thread may append to them.
-        whole = [*split_thought(self.prefix + job.text), job.tokens[:] if is_scored else []]
-        thought, text, tokens = (each[start:] for each, start in zip(whole, self.taken))
-        if self.reason or not (reason or thought or text or tokens):
-            return None
-        self.reason = reason
-        self.taken = [len(each) for each in whole]
-        if is_first and job.params.prompt_logprobs:
-            # The answer begins with the prompt ("echo").
-            tokenizer = self.server.tokenizer
-            start = len(tokenizer.prefix)
-            if job.ids[:start] != tokenizer.prefix:
-                start = 0  # the prompt was given as ids
-            detokenizer = Detokenizer(tokenizer, [], show_special=True)
-            # What the tokenizer put in front of the text has no text. If the prompt ends in an
-            # incomplete character, the last token shows it as U+FFFD.
-            prompt = job.request.prompt_tokens
-            tokens = (
-                prompt[:start]
-                + [
-                    token._replace(text=detokenizer.push(token.id, token is prompt[-1]))
-                    for token in prompt[start:]
-                ]
-                + tokens
-            )
-            text = tokenizer.decode(job.ids[start : job.prompt_len], show_special=True) + text
-        message = dict(role="assistant", refusal=None) if is_first else {}
-        if thought:
-            message["reasoning_content"] = thought
-        message["content"] = text
-        return {
-            "index": self.index,
-            self.key: text if self.key == "text" else message,
-            "logprobs": self.logprobs(tokens) if is_scored else None,
-            "finish_reason": reason,
-        }
-
-    def logprobs(self, tokens: list[Token]) -> JSON:
-        """Return log-probabilities in the form of a completion or of a chat.
-
-        The texts of the sampled tokens, joined, are the whole output: the thought with the marks
-        around it, the choice's text, and a stop string, which the choice's text leaves out. The
-        other likely tokens have the text that they have in the vocabulary.
-        """
-
-        def entry(token: Token, i: int, value: float) -> JSON:
-            word = b"".join(pieces(self.server.tokenizer)[i : i + 1])  # V may be padded
-            text = token.text if i == token.id else word.decode(errors="replace")
-            return dict(token=text, logprob=value, bytes=list(word))
-
-        # In each row: the likeliest tokens, then the one that was sampled.
-        rows = [[entry(token, *each) for each in (*token.top, token[:2])] for token in tokens]
-        if self.key != "text":
-            return {"content": [sampled | {"top_logprobs": top} for *top, sampled in rows]}
-        texts = [token.text for token in tokens]
-        *offsets, self.offset = accumulate(map(len, texts), initial=self.offset)
-        # The sampled token is in here even if it is unlikely, as in vLLM.
-        likely = [{each["token"]: each["logprob"] for each in row} for row in rows]
-        return dict(
-            tokens=texts,
-            text_offset=offsets,
-            token_logprobs=[token.logprob for token in tokens],
-            # The first token of a prompt has no log-probabilities.
-            top_logprobs=[None if None in each.values() else each for each in likely],
-        )
-
-
-def thought_prefix(tokenizer: Tokenizer, job: Job, wanted: bool) -> str:
-    """Return what to put in front of a sequence's output for split_thought.
-
-    Some templates begin the thought, so that the output lacks the mark "<think>". Structured output
-    and models without a token for that mark have no thoughts. There, and where thoughts are not to
-    be split off, an empty thought is put in front, so that all of the output is the answer.
-
-    Args:
-        wanted: whether thoughts are to be split off.
-    """
-    if (
-        not wanted
-        or job.params.structured_outputs
-        or len(tokenizer.encode(THINK, add_special=False)) > 1
-    ):
-        return THINK + THOUGHT
-    return THINK if tokenizer.decode(job.ids[-16:]).rstrip().endswith(THINK) else ""
-
-
-def split_thought(text: str) -> tuple[str, str]:
-    """Split a reply into the thought and the answer.
-
-    In models that think, each mark is one token, so it arrives whole. The exception is a stop
-    string that begins like the end of a mark, such as ">": then that end is held back at first.
-
-    Example: "<think>Hm, </think>Yes" -> "Hm, ", "Yes"; and "Yes" -> "", "Yes"
-    """
-    before, _, rest = text.partition(THINK)  # without the mark, `before` is all of the text
-    if before.strip():
-        return "", text
-    thought, _, answer = rest.partition(THOUGHT)
-    return thought, before + answer  # `before` may have been sent already, so it stays
+    def drop(self, now: float) -> None:
+        """End the connections whose clients have been waited for until now: a read or a write that
+        one of them waits in fails."""
+        for connection in [*self.connections]:
+            if connection.due <= now:
+                with suppress(OSError):  # it has ended
+                    connection.connection.shutdown(socket.SHUT_RDWR)
 
 
 # --- Statistics -----------------------------------------------------------------------------------
@@ -591,7 +257,7 @@ def metrics(server: Server) -> str:
     """Return all statistics in Prometheus' text format."""
     kinds = dict(total="counter", seconds="histogram", tokens="histogram")
     families = {name: {"": value} for name, value in counters(server.engine).items()}
-    model = json.dumps(server.name, ensure_ascii=False)
+    model = json.dumps(server.api.name, ensure_ascii=False)
     text = ""
     for name, samples in (families | server.served).items():
         text += f"# TYPE vllm:{name} {kinds.get(name.rpartition('_')[2], 'gauge')}\n"
@@ -603,27 +269,79 @@ def metrics(server: Server) -> str:
 
 # --- HTTP -----------------------------------------------------------------------------------------
 
-# A request's head. The groups are method and path, the minor version, and the headers. It excludes
-# what a proxy could read differently: bare line feeds, folded headers, a space before the colon.
-REQUEST = (
-    r"([A-Z]+ [!->@-~]+)(?:\?[!-~]*)? HTTP/1\.([01])\r\n"
-    r"((?:[!-9;-~]+:[^\r\n\0]*\r\n){,100}\r\n)"
-)
+# The first line of a request: method and path, a query, the version.
+REQUEST = rb"([A-Z]+ [!->@-~]+)(?:\?[!-~]*)? HTTP/1\.[01]\r\n"
+# A header, or the end of the headers.
+HEADER = rb"([!-9;-~]+:[^\r\n\0]*)?\r\n"
 # X-Accel-Buffering keeps nginx from collecting the events of a stream before it sends them on. The
 # Content-Security-Policy, with which the page loads nothing from elsewhere, is in page.html itself.
-HEADERS = (
-    "Connection: close\r\nCache-Control: no-store\r\nAllow: GET, HEAD, POST\r\n"
-    "X-Accel-Buffering: no\r\n"
-    "X-Content-Type-Options: nosniff\r\nX-Frame-Options: DENY\r\n"
-)
+HEADERS = {
+    "Connection": "close",
+    "Cache-Control": "no-store",
+    "Allow": "GET, HEAD, POST",
+    "X-Accel-Buffering": "no",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
 JSON_TYPE = "application/json"
 EVENTS = "text/event-stream"
 # All names that end in .localhost mean this host (RFC 6761), with or without a final dot.
 LOOPBACK = r"(?i)(([\w-]+\.)*localhost\.?|127[.0-9]+|::1|\[::1\])(:[0-9]+)?"
+BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
 
 
-class Connection:
-    """A connection to one client: reads a request and answers it.
+class Listener(ThreadingHTTPServer):
+    """Accepts connections at one address, and starts a thread for each."""
+
+    request_queue_size = 128
+    server_bind = TCPServer.server_bind  # HTTPServer's asks a name server for this host's name
+
+    def __init__(self, owner: Server, family: int, address: tuple) -> None:
+        self.owner = owner
+        self.address_family = family
+        self.refused = deque(maxlen=64)
+        super().__init__(address, Connection)
+
+    def get_request(self) -> tuple:
+        """Accept a connection. If that fails, no file descriptor is left: wait for one."""
+        try:
+            return super().get_request()
+        except OSError as error:
+            print(error, file=sys.stderr)
+            time.sleep(1)
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Start a thread, if there are not too many. A refused connection is closed when many
+        others have been: to close it before its request has come would lose the answer."""
+        if len(self.owner.connections) < CLIENTS:
+            super().process_request(request, client_address)
+        else:
+            request.sendall(BUSY)
+            request.shutdown(socket.SHUT_WR)
+            self.refused.append(request)
+
+
+class Head:
+    """The headers of a request, for http.server to read, without what a proxy could read
+    differently: bare line feeds, folded headers, a space before the colon."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.size = 0
+
+    def readline(self, limit: int) -> bytes:
+        line = self.file.readline(limit)
+        self.size += len(line)
+        demand(self.size <= 2**16, 431, "the headers are over 64 KiB")
+        if not line.endswith(b"\n"):
+            raise EOFError
+        demand(re.fullmatch(HEADER, line), 400, "a header is not `name: value`, CRLF")
+        return line
+
+
+class Connection(BaseHTTPRequestHandler):
+    """A connection to one client, in a thread of its own: reads a request and answers it.
 
     It serves only one request, so a client connects again for the next one, which takes a tenth of
     a millisecond on one machine. In return it is never in doubt where a request, an answer or a
@@ -632,78 +350,90 @@ class Connection:
     Attributes:
         line: the request's method and path, such as "GET /health".
         content_type: of the answer; "" until its head has been sent.
-        start: the beginning of all answers. What has been read of it has been sent; see
-            discard_rest.
-        event: set when the sequences of this connection have made progress.
-        rest: the task that reads what follows the request; see discard_rest.
+        due: until when the client is waited for; see Server.drop.
+        news: set when the sequences of this connection have made progress.
+        stream: whether it wants to know of each step, and not only of the end.
+        gone: whether it has stopped waiting for them.
     """
 
-    def __init__(self, server: Server, *ends: Any) -> None:
-        """Take the two ends of a connection: an asyncio.StreamReader and a StreamWriter."""
-        self.server = server
-        self.reader, self.writer = ends
-        self.line = self.content_type = ""
-        self.headers = {}
-        self.start = BytesIO(b"HTTP/1.1 ")
-        self.event = asyncio.Event()
-        self.rest = None
-        self.writer.transport.set_write_buffer_limits(0)  # drain() waits until all is sent
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or an answer's body could wait for the head's acknowledgement
+    line = content_type = command = request_version = ""
+    headers = Message()
+    stream = gone = False
 
-    async def serve(self) -> None:
+    def setup(self) -> None:
+        super().setup()
+        self.owner = self.server.owner
+        self.news = Event()
+        self.wait_until(IDLE_S)
+        self.owner.connections.add(self)
+
+    def finish(self) -> None:
+        self.owner.connections.discard(self)
+        super().finish()
+
+    def wait_until(self, seconds: float) -> None:
+        """Let the client be waited for that long from now on."""
+        self.due = time.monotonic() + seconds
+
+    def handle(self) -> None:
         """Read the request and answer it, with an error if need be. Then wait until the client
         closes: if this side closed first while the client still sends, the answer would be lost."""
-        try:
+        with suppress(OSError, EOFError):  # the client has left, or was silent for too long
             try:
-                head = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), IDLE_S)
-                await self.route(head.decode("latin-1"))
-            except FileNotFoundError:
-                await self.refuse(404, "page.html is missing")
+                is_tls = self.rfile.peek(1).startswith(b"\x16")  # or it sends no line, and waits
+                demand(not is_tls, 400, "this server speaks HTTP without TLS: use http://")
+                self.handle_one_request()  # calls parse_request and then route
+            except Problem as problem:
+                self.send(problem.json, problem.status)
             except (OSError, EOFError):
                 raise
-            except asyncio.LimitOverrunError:
-                await self.refuse(431, "the headers are over 64 KiB")
-            except Problem as problem:
-                await self.refuse(*problem.args)
             except Exception:  # a bug in the server, whose details are not for the client
                 traceback.print_exc()
-                await self.refuse(500, "internal error")
+                self.send(Problem(500, "internal error").json, 500)
             finally:
-                self.server.busy.discard(self)
-            self.writer.write_eof()
-            await asyncio.wait_for(self.rest or self.discard_rest(), IDLE_S)
-        except (OSError, EOFError, asyncio.CancelledError) as error:
-            # The client has left or was silent for too long. The reader keeps this error, whose
-            # traceback would keep the whole request in memory.
-            error.__traceback__ = error.__context__ = None
-        self.writer.transport.abort()
+                self.owner.busy.discard(self)
+            self.connection.shutdown(socket.SHUT_WR)
+            self.wait_until(IDLE_S)
+            while self.connection.recv(2**16):
+                pass
 
-    async def refuse(self, status: int, message: str, param: Any = None, code: Any = None) -> None:
-        """Answer with an error in OpenAI's form. `param` is the field that is wrong, if any."""
-        error = dict(
-            message=message,
-            type="server_error" if status >= 500 else "invalid_request_error",
-            param=param,
-            code=code,
-        )
-        await self.send({"error": error}, status)
+    def parse_request(self) -> bool:
+        """Read the headers, after the first line has been read."""
+        if not self.raw_requestline.endswith(b"\n"):
+            raise EOFError
+        found = re.fullmatch(REQUEST, self.raw_requestline)
+        demand(found, 400, "this is not an HTTP/1 request")
+        self.line = unquote(found[1].decode())
+        file = self.rfile
+        self.rfile = Head(file)
+        try:
+            return super().parse_request()
+        finally:
+            self.rfile = file
 
-    async def route(self, head: str) -> None:
+    def send_error(self, code: int, message: str | None = None, explain: Any = None) -> None:
+        """Called by http.server where it refuses a request."""
+        raise Problem(code, message or self.responses[code][0])
+
+    def handle_expect_100(self) -> bool:
+        return True  # read_body sends it, once it is certain that the body is wanted
+
+    def route(self) -> None:
         """Check the head of a request and call the function that answers it.
 
         Raises:
             Problem: the request is refused.
         """
-        found = re.fullmatch(REQUEST, head)
-        demand(found, 400, "this is not an HTTP/1 request with 100 headers at most")
-        self.line = unquote(found[1])
-        self.headers = headers = email.message_from_string(found[3])
-        if found[2] == "0":
-            del headers["Expect"]  # HTTP/1.0 has no interim answers
+        headers = self.headers
         method, _, path = self.line.partition(" ")
-        args = self.server.args
+        args = self.owner.args
         # 1) Host. A page of another site may reach this address by that site's own name (DNS
         # rebinding), so a server on loopback answers only to names of this host.
-        host = headers.get("Host", "localhost").strip()
+        hosts = headers.get_all("Host", ["localhost"])
+        demand(len(hosts) == 1, 400, "there is more than one Host")
+        host = hosts[0].strip()
         demand(
             not re.fullmatch(LOOPBACK, args.host) or re.fullmatch(LOOPBACK, host),
             403,
@@ -711,7 +441,7 @@ class Connection:
             "front send `Host: localhost`, or start the server with --host 0.0.0.0",
         )
         # 2) Path and method.
-        routes = ROUTES | {f"/v1/models/{self.server.name}": lambda c: c.send(c.server.model)}
+        routes = ROUTES | {f"/v1/models/{self.owner.api.name}": lambda c: c.send(c.owner.api.model)}
         demand(
             path in routes, 404, f"there is no {path[:100]}: try /v1/chat/completions, /v1/models"
         )
@@ -731,90 +461,85 @@ class Connection:
             None,
             "invalid_api_key",
         )
-        await routes[path](self)
+        routes[path](self)
 
-    async def complete(self, chat: bool) -> None:
+    do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_TRACE = route
+
+    # --- What is answered -------------------------------------------------------------------------
+
+    def complete(self, chat: bool) -> None:
         """Answer a completion, whole or streamed."""
         # 1) Check what is asked for, and whether there is room for it.
-        server = self.server
-        body = await self.read_json()
-        server.busy.add(self)
-        self.rest = asyncio.create_task(self.discard_rest())
-        demand(not server.stopping, 503, "the server is stopping")
-        uid = ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12)
-        # In a thread of its own, because a long text takes a while to encode.
-        fields, requests = await asyncio.to_thread(server.prepare, body, chat, uid)
-        waiting = len(server.engine.waiting) + server.inbox.qsize()
-        most = server.args.max_queue
+        owner = self.owner
+        body = self.read_json()
+        owner.busy.add(self)
+        demand(not owner.stopping, 503, "the server is stopping")
+        completion = owner.api.prepare(body, chat)
+        requests = completion.requests
+        waiting = len(owner.engine.waiting) + owner.inbox.qsize()
+        most = owner.args.max_queue
         demand(waiting + len(requests) <= most, 429, f"{waiting} wait, --max-queue is {most}")
         # 2) Send what is new after each step.
-        stream = fields["stream"]
-        key = ("delta" if stream else "message") if chat else "text"
-        base = dict(
-            id=uid,
-            object=OBJECTS[key],
-            created=int(time.time()),
-            model=server.name,
-            system_fingerprint=settings.VERSION,
-        )
-        jobs = [job for request in requests for job in request.outputs]
-        firsts = jobs[:: fields["n"]]  # one for each prompt
-        prefix = thought_prefix(
-            server.tokenizer, jobs[0], chat and fields["reasoning_format"] != "none"
-        )
-        skip = 2**31 if fields["hidden"] else 0  # more than there will ever be
-        choices = [
-            Choice(i, job, key, server, prefix, [0, skip, skip]) for i, job in enumerate(jobs)
-        ]
-        num_prompt = sum(job.prompt_len for job in firsts)
-        server.inbox.put(lambda: server.submit(requests, self))
-        ended = False
-        while not ended:
-            await self.event.wait()
-            self.event.clear()
-            ended = all(request.finished for request in requests)
-            parts = [choice.take_new() for choice in choices if stream]
-            num_new = sum(len(job.tokens) for job in jobs if not skip)
-            usage = dict(
-                prompt_tokens=num_prompt,
-                completion_tokens=num_new,
-                total_tokens=num_prompt + num_new,
-                prompt_tokens_details=dict(cached_tokens=sum(job.cached for job in firsts)),
-            )
-            if fields["continuous_usage_stats"]:
-                base["usage"] = usage
-            for part in filter(None, parts):
-                await self.send(base | {"choices": [part]}, content_type=EVENTS)
-        # 3) Send the whole answer, or the end of the stream with the usage if it was asked for.
-        whole = base | dict(choices=[], usage=usage)
-        if not stream:  # in a thread, because it may be long
-            whole["choices"] = [await asyncio.to_thread(choice.take_new) for choice in choices]
-        elif fields["include_usage"]:
-            await self.send(whole)
-        await self.send("[DONE]" if stream else whole)
+        self.stream = completion.stream
+        owner.inbox.put(lambda: owner.submit(requests, self))
+        try:
+            finished = False
+            while not finished:
+                self.wait_for_news()
+                finished = completion.finished
+                for chunk in completion.chunks() if self.stream else ():
+                    self.send(chunk, content_type=EVENTS)
+        finally:
+            self.gone = True
+        # 3) Send the whole answer, or the end of the stream.
+        if completion.fields["include_usage"] or not self.stream:
+            self.send(completion.whole())
+        if self.stream:
+            self.send("[DONE]")
 
-    async def send_snapshot(self) -> None:
+    def wait_for_news(self) -> None:
+        """Wait until the engine has made progress. What the client sends meanwhile is discarded.
+
+        Raises:
+            ConnectionError: the client has left.
+            Problem: the server has been told to end.
+        """
+        while not self.news.wait(0.3):
+            with suppress(BlockingIOError):  # the client waits
+                if not self.connection.recv(2**16, socket.MSG_DONTWAIT):
+                    self.log("gone")
+                    raise ConnectionError
+        self.news.clear()
+        demand(not self.owner.over, 503, "the server is stopping")
+
+    def send_snapshot(self) -> None:
         """Answer with the engine's state. Pages ask for it again and again; all that ask within a
         tenth of a second share one snapshot."""
-        server = self.server
-        if time.monotonic() > server.snapshot_time + 0.09:
-            server.snapshot_time = time.monotonic()
-            server.inbox.put(server.take_snapshot)
-        await asyncio.sleep(0.1)
-        await self.send(server.snapshot)
+        owner = self.owner
+        if time.monotonic() > owner.snapshot_time + 0.09:
+            owner.snapshot_time = time.monotonic()
+            owner.inbox.put(owner.take_snapshot)
+        time.sleep(0.1)
+        self.send(owner.snapshot)
+
+    def send_page(self) -> None:
+        demand(PAGE.is_file(), 404, "page.html is missing")
+        self.send(PAGE.read_text("utf-8"), content_type="text/html")
 
     # --- On the wire ------------------------------------------------------------------------------
 
-    async def read_json(self) -> JSON:
+    def read_json(self) -> JSON:
         """Read the body, which must be a JSON object."""
         demand(self.headers.get_content_type() == JSON_TYPE, 415, f"the body must be {JSON_TYPE}")
-        data = await asyncio.wait_for(self.read_body(), IDLE_S)
+        self.wait_until(IDLE_S)
+        data = self.read_body()
+        self.wait_until(math.inf)
         try:  # json.loads would accept NaN and Infinity, which are not JSON; int() raises for both
             return check("body", json.loads(data, parse_constant=int), dict)
         except (ValueError, RecursionError) as error:
             raise Problem(400, f"the body must be a JSON object: {str(error)[:200]}") from None
 
-    async def read_body(self) -> bytes:
+    def read_body(self) -> bytes:
         """Read as many bytes as Content-Length says, or a body in chunks. A chunk is its size in
         hex, CRLF, that many bytes, CRLF; the last one has size 0."""
         framing = ",".join(
@@ -826,43 +551,34 @@ class Connection:
         demand(found, 411, "send the body with one Content-Length, or in chunks")
         if found[1]:
             self.check_size(int(framing))
-        if "Expect" in self.headers:
-            self.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if "Expect" in self.headers and self.request_version != "HTTP/1.0":
+            self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if found[1]:
-            return await self.reader.readexactly(int(framing))
+            return self.read(int(framing))
         data = bytearray()  # with bytes, each += would copy everything read so far
         size = 1
         while size:
-            line = await self.reader.readuntil(b"\r\n")
+            line = self.rfile.readline(11)
             demand(re.fullmatch(b"[0-9A-Fa-f]{1,8}\r\n", line), 400, "a chunk has no size")
             size = int(line, 16)
             self.check_size(len(data) + size)
-            data += await self.reader.readexactly(size)
-            await self.reader.readexactly(2)
+            data += self.read(size)
+            demand(self.read(2) == b"\r\n", 400, "a chunk has another size than it says")
+        return data
+
+    def read(self, size: int) -> bytes:
+        """Read exactly so many bytes. Raises EOFError."""
+        data = self.rfile.read(size)
+        if len(data) < size:
+            raise EOFError
         return data
 
     def check_size(self, size: int) -> None:
         """Raise a Problem if a body is longer than --max-body."""
-        most = self.server.args.max_body
+        most = self.owner.args.max_body
         demand(size <= most, 413, f"the body has {size} bytes, --max-body is {most}")
 
-    async def discard_rest(self) -> None:
-        """Read what follows the request, and discard it, until the client closes its sending half.
-
-        Then the client waits for the answer, or it has left. TCP tells which only when something is
-        sent. So the bytes that begin all answers are sent one by one: if the client has left, its
-        machine refuses the first one, and sending the second one fails.
-        """
-        with suppress(OSError):
-            while await self.reader.read(2**16):
-                pass
-        while not (self.content_type or self.writer.is_closing()):
-            self.writer.write(self.start.read(1))
-            await asyncio.sleep(0.3)
-
-    async def send(
-        self, item: JSON | str, status: int = 200, content_type: str = JSON_TYPE
-    ) -> None:
+    def send(self, item: JSON | str, status: int = 200, content_type: str = JSON_TYPE) -> None:
         """Send an answer, or one event of a stream (content_type EVENTS).
 
         The first call sends the head, which alone has a status. Hence an error within a stream is
@@ -872,43 +588,43 @@ class Connection:
         if (self.content_type or content_type) == EVENTS:
             text = f"data: {text}\n\n"
         data = text.encode()
+        self.wait_until(IDLE_S)  # a client that does not read loses its connection
         if not self.content_type:
             self.content_type = content_type
-            head = (
-                f"{status} \r\n{HEADERS}Content-Type: {content_type}\r\n"
-                f"X-Request-Id: {self.headers.get('X-Request-Id') or secrets.token_hex(12)}\r\n"
-            )
+            self.send_response_only(status)
+            headers = HEADERS | {
+                "Content-Type": content_type,
+                "X-Request-Id": self.headers.get("X-Request-Id") or secrets.token_hex(12),
+            }
             if content_type != EVENTS:
-                head += f"Content-Length: {len(data)}\r\n"
-            if status == 429:
-                head += "Retry-After: 1\r\n"
-            if self.server.args.cors:
-                head += (
-                    f"Access-Control-Allow-Origin: {self.server.args.cors}\r\n"
-                    "Access-Control-Allow-Headers: Authorization, *\r\n"
-                )
-            self.writer.write(self.start.read() + f"{head}\r\n".encode("latin-1"))
-            with suppress(OSError):  # if the log cannot be written, the answer is still sent
-                if self.line != "GET /engine" or status != 200:  # a page asks ten times a second
-                    print(
-                        f"{self.line!r:.200}",
-                        "gone" if self.writer.is_closing() else status,
-                        file=sys.stderr,
-                    )
-        if not self.line.startswith("HEAD "):
-            self.writer.write(data)
-        async with asyncio.timeout(IDLE_S):  # a client that does not read loses its connection
-            await self.writer.drain()
+                headers["Content-Length"] = len(data)
+            if status in (429, 503):
+                headers["Retry-After"] = 1
+            if self.owner.args.cors:
+                headers["Access-Control-Allow-Origin"] = self.owner.args.cors
+                headers["Access-Control-Allow-Headers"] = "Authorization, *"
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.log(status)
+        if self.command != "HEAD":
+            self.wfile.write(data)
+        self.wait_until(math.inf)
+
+    def log(self, status: int | str) -> None:
+        with suppress(OSError):  # if the log cannot be written, the answer is still sent
+            if self.line != "GET /engine" or status != 200:  # a page asks ten times a second
+                print(f"{self.line!r:.200}", status, file=sys.stderr)
 
 
-ROUTES = {"/": lambda c: c.send(PAGE.read_text("utf-8"), content_type="text/html"),
+ROUTES = {"/": Connection.send_page,
           "/version": lambda c: c.send({"version": settings.VERSION}),
           # The health checks of proxies read only the status.
-          "/health": lambda c: c.send({"status": "stopping"}, 503) if c.server.stopping
+          "/health": lambda c: c.send({"status": "stopping"}, 503) if c.owner.stopping
                                else c.send({"status": "ok"}),
-          "/metrics": lambda c: c.send(metrics(c.server), 200, "text/plain; version=0.0.4"),
+          "/metrics": lambda c: c.send(metrics(c.owner), 200, "text/plain; version=0.0.4"),
           "/engine": Connection.send_snapshot,
-          "/v1/models": lambda c: c.send(dict(object="list", data=[c.server.model])),
+          "/v1/models": lambda c: c.send(dict(object="list", data=[c.owner.api.model])),
           "/v1/completions": lambda c: c.complete(chat=False),
           "/v1/chat/completions": lambda c: c.complete(chat=True)}  # fmt: skip
 
@@ -949,7 +665,7 @@ def command(args: Namespace, ranks: Ranks) -> int:
 def serve(engine: Engine, args: ServerArgs) -> int:
     """Serve until SIGTERM or SIGINT, then finish running requests within --shutdown-timeout.
 
-    The model runs in this thread, where it was loaded, and the event loop in another. PyTorch's
+    The model runs in this thread, where it was loaded, and the connections in others. PyTorch's
     pool of threads belongs to the thread that first used it. In another thread the model would get
     a second pool, and OpenMP, which would see more threads than cores, would put them to sleep
     after each operation: on two cores the bundled model was slower by half.
@@ -975,7 +691,7 @@ def serve(engine: Engine, args: ServerArgs) -> int:
         signal.signal(number, lambda *_: None)
     Thread(target=watch, daemon=True).start()
     with ThreadPoolExecutor(1) as pool:
-        listening = pool.submit(asyncio.run, server.listen())
+        listening = pool.submit(server.listen)
         listening.add_done_callback(lambda _: server.inbox.put(None))
         server.drive()
         listening.result()

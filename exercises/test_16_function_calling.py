@@ -1,6 +1,5 @@
 """Exercise 16: function calling, through OpenAI's own client. See 16-function-calling.md."""
 
-import asyncio
 import json
 import os
 import threading
@@ -71,7 +70,7 @@ class Local:
         self.engine = make_engine(args, Ranks(torch.device("cpu")), bundled(), Proposer())
         self.server = Server(self.engine, args)
         self.threads = [
-            threading.Thread(target=lambda: asyncio.run(self.server.listen()), daemon=True),
+            threading.Thread(target=self.server.listen, daemon=True),
             threading.Thread(target=self.server.drive, daemon=True),
         ]
         for thread in self.threads:

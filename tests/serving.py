@@ -204,7 +204,7 @@ class Local(Client):
         self.args = make_args("--max-body", "200000", *options, **small | limits)
         self.engine = make_engine(self.args, Ranks(torch.device("cpu")), model(), None)
         self.server = server_module.Server(self.engine, self.args)
-        self.listening = threading.Thread(target=lambda: asyncio.run(self.server.listen()))
+        self.listening = threading.Thread(target=self.server.listen)
         self.running = threading.Thread(target=self.server.drive)
         self.listening.start()
         self.port = until(lambda: getattr(self.server, "port", None))

@@ -15,7 +15,7 @@ from selenium.webdriver.common.by import By
 from serving import CHAT, COMPLETIONS, Broken, Local, until
 
 import server as server_module
-from server import Problem
+from openai_api import Problem
 
 BROWSER, DRIVER = program("chromium"), program("chromedriver")
 os.environ["SE_OFFLINE"] = "true"  # nothing may be downloaded
@@ -403,10 +403,10 @@ def test_the_server_goes_and_comes(page, local, monkeypatch):
     until(lambda: page.numbers().get("running") == "0")
     page.expected = "503"
 
-    async def away(*_: object) -> None:
+    def away(*_: object) -> None:
         raise Problem(503, "away")
 
-    monkeypatch.setattr(server_module.Connection, "route", away)
+    monkeypatch.setattr(server_module.Connection, "do_GET", away)
     until(lambda: "away" in page.text("#state"))
     monkeypatch.undo()
     until(lambda: not page.text("#state"))

@@ -58,6 +58,7 @@ from serving import (
 )
 
 import generate
+import openai_api
 import sampling
 import server as server_module
 from scheduler import Engine
@@ -253,7 +254,7 @@ def test_tokens_that_come_meanwhile(local):
     job = SimpleNamespace(
         params=SamplingParams(logprobs=0), tokens=tokens, text="", finish_reason=None
     )
-    choice = server_module.Choice(0, job, "text", local.server, "", [0, 0, 0])
+    choice = openai_api.Choice(0, job, "text", TOKENIZER, "", [0, 0, 0])
     parts = [choice.take_new() for _ in range(12)]
     found = [text for part in parts if part for text in part["logprobs"]["tokens"]]
     assert found == [f"{i} " for i in range(9)]
@@ -875,10 +876,11 @@ LAST = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 CHUNKED = "Transfer-Encoding: chunked\r\n"
 MALFORMED = {
     "garbage": (b"\x00\xff\x16\x03\x01\r\n\r\n", 400),
-    "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400),
+    "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),
     "one word": (b"GET\r\n\r\n", 400),
     "two words": (b"GET /\r\n\r\n", 400),
     "four words": (b"GET / HTTP/1.1 x\r\n\r\n", 400),
+    "two Hosts": (b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: a\r\n\r\n", 400),
     "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
     "HTTP/1.2": (b"GET / HTTP/1.2\r\n\r\n", 400),
     "no colon": (b"GET / HTTP/1.1\r\nHost\r\n\r\n", 400),
@@ -890,7 +892,7 @@ MALFORMED = {
     "a byte above ASCII": (b"GET /health?\xff HTTP/1.1\r\n\r\n", 400),
     "a bare carriage return": (b"GET / HTTP/1.1\r\na: b\rc\r\n\r\n", 400),
     "NUL in a header": (b"GET / HTTP/1.1\r\na: b\0\r\n\r\n", 400),
-    "200 headers": (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n", 400),
+    "200 headers": (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n", 431),
     "one huge header": (b"GET / HTTP/1.1\r\na: " + b"b" * 70_000 + b"\r\n\r\n", 431),
     "length missing": (request_bytes(b"").replace(b"Content-Length: 0\r\n", b""), 411),
     "length negative": (request_bytes(head="Content-Length: -5\r\n"), 411),
@@ -1026,14 +1028,14 @@ def test_bodies_in_chunks(local):
 
 
 def test_a_client_that_says_no_more(local):
-    """A client that closes its sending half, as `nc -N` does, got a 500."""
-    fields = {**SHORT, "max_tokens": 100}
-    for body in (fields, fields | {"stream": True}):
+    """A client that closes its sending half, as `nc -N` does, looks like one that has left. In a
+    stream it is sent all the same, and what is sent tells. Who waits in silence has left."""
+    for body, statuses in ((SHORT | {"stream": True}, [200]), (LONG, [])):
         with socket.create_connection(("127.0.0.1", local.port), 20) as connection:
             connection.sendall(request_bytes(body))
             connection.shutdown(socket.SHUT_WR)
-            (answer,) = parse(receive(connection))
-            assert answer.status == 200 and (answer.events or answer.json)
+            assert [answer.status for answer in parse(receive(connection))] == statuses
+        until(lambda: not local.engine.queue, 2)
 
 
 @pytest.mark.parametrize("more", [b"", b"G", LAST])
@@ -1080,7 +1082,7 @@ def test_nobody_reads_for_ever(make_local, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"GET / HTTP", b"\r\n", request_bytes()[:-5], request_bytes()[:30], b"\xff" * 99]
+    "data", [b"", b"GET / HTTP", request_bytes()[:-5], request_bytes()[:30], b"\xff" * 99]
 )
 def test_client_closes_too_early(local, data, capfd):
     """The server waited for the rest of a body, or printed an error when the client had left."""
@@ -1204,6 +1206,22 @@ def test_api_key(local, monkeypatch):
     for path in ("/metrics", "/v1/models"):
         assert local.get(path, Authorization=right).status == 200
     assert local.post(COMPLETIONS, SHORT, Authorization=right).status == 200
+
+
+def test_more_clients_than_threads(local, monkeypatch):
+    """Each client had a thread, however many there were."""
+    until(lambda: not local.server.connections)
+    monkeypatch.setattr(server_module, "CLIENTS", 2)
+    with contextlib.closing(local.open()) as one, contextlib.closing(local.open()) as other:
+        one.connect()
+        other.connect()
+        until(lambda: len(local.server.connections) == 2)
+        for _ in range(100):
+            answer = local.get("/health")
+            assert answer.status == 503 and answer.headers["Retry-After"] == "1"
+        assert len(local.server.connections) == 2
+    until(lambda: not local.server.connections)
+    assert local.get("/health").status == 200
 
 
 @pytest.mark.slow
@@ -1511,7 +1529,7 @@ def test_a_bug_of_ours(local, monkeypatch, printed):
         raise KeyError("/root/secret.py at 0x7f00deadbeef")
 
     with monkeypatch.context() as patch:
-        patch.setattr(local.server, "prepare", boom)
+        patch.setattr(local.server.api, "prepare", boom)
         assert local.post(COMPLETIONS, SHORT).fails(500) == "internal error"
     assert printed == ["KeyError"]
     local.works()
@@ -1563,10 +1581,10 @@ def test_requests_while_stopping(local, monkeypatch):
         local.send("GET", "/health", on=connection)
         complete = server_module.Connection.complete
 
-        async def late(self, chat):
+        def late(self, chat):
             monkeypatch.setattr(local.server, "stopping", True)
             try:
-                await complete(self, chat)
+                complete(self, chat)
             finally:
                 monkeypatch.setattr(local.server, "stopping", False)
 

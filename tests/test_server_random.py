@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving import CHAT, COMPLETIONS, read
 
-from server import Problem
+from openai_api import Problem
 
 pytest_plugins = ["serving"]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -111,7 +111,7 @@ def test_random_bodies_are_refused_or_prepared(shared, chatting, data):
     """The same without HTTP: an exception that is no Problem, a request that is queued already."""
     body = data.draw(bodies(chat if chatting else completion))
     try:
-        _, made = shared.server.prepare(body, chatting, "id")
+        made = shared.server.api.prepare(body, chatting).requests
     except Problem as problem:
         assert problem.args[0] in (400, 404) and problem.args[1]
         return

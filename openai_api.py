@@ -1,0 +1,447 @@
+"""What OpenAI's clients send and get: a body becomes requests, and their outputs become JSON.
+
+    completion = API(engine, "shakespeare", SamplingParams()).prepare(body, chat=False)
+    for request in completion.requests:
+        engine.submit(request)
+    while not completion.finished:
+        engine.step()
+    print(completion.whole())
+
+This file does no input or output, so that it can stand behind any server; server.py is one. Every
+field is checked before anything is allocated. References: platform.openai.com/docs/api-reference,
+and docs.vllm.ai for the fields that OpenAI does not have. Read: API.prepare, translate, Completion,
+Choice.
+"""
+
+import re
+import secrets
+import time
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+from checkpoint import without_nulls
+from sampling import BROKEN, Token
+from scheduler import Engine, Job, Request
+from settings import JSON, VERSION, SamplingParams, SettingError, check, check_ids, supported
+from structured import pieces, structure
+from tokenizer import Detokenizer, Ids, Tokenizer, plain_turn
+
+
+class Problem(Exception):
+    """An error for the client: its HTTP status and message, the field that is wrong, and a code."""
+
+    def __init__(self, status: int, message: str, param: Any = None, code: Any = None) -> None:
+        super().__init__(status, message, param, code)
+        self.status = status
+        self.json = {
+            "error": dict(
+                message=message,
+                type="server_error" if status >= 500 else "invalid_request_error",
+                param=param,
+                code=code,
+            )
+        }
+
+
+def demand(condition: object, *problem: Any) -> None:
+    """Raise a Problem unless the condition holds."""
+    if not condition:
+        raise Problem(*problem)
+
+
+# --- Requests in ----------------------------------------------------------------------------------
+
+
+class API:
+    """What is served, and how a body becomes requests for it.
+
+    Attributes:
+        model: as /v1/models lists it.
+        defaults: the sampling settings that a body may leave out.
+    """
+
+    def __init__(self, engine: Engine, name: str, defaults: SamplingParams) -> None:
+        self.engine = engine
+        self.tokenizer = engine.tokenizer
+        self.name = name
+        self.model = dict(
+            id=name,
+            object="model",
+            owned_by="kilolm",
+            created=int(time.time()),
+            max_model_len=engine.max_seq_len,
+        )
+        self.defaults = defaults
+
+    def prepare(self, body: JSON, chat: bool) -> "Completion":
+        """Check a request's body, and make one request for each prompt. They are not submitted.
+
+        Raises:
+            Problem: 400 with the field that is wrong, or 404 for another model.
+        """
+        source = "messages" if chat else "prompt"
+        context = self.engine.max_seq_len
+        given = without_nulls(body)
+        if given.get("model", self.name) != self.name:
+            raise Problem(404, f"the model here is {self.name!r}", "model", "model_not_found")
+        uid = ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12)
+        try:
+            fields = translate(given, chat)
+            params = self.sampling_params(fields, chat)
+            prompts = self.chat_ids(fields) if chat else fields.get("prompt", "")
+            if not isinstance(prompts, list) or all(type(i) is int for i in prompts):
+                prompts = [prompts]
+            check("n", len(prompts) * params.n, int, 1, 256)  # for all prompts together
+            requests = []
+            for i, prompt in enumerate(prompts):
+                check("prompt", prompt, str | list)
+                ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+                asked = len(ids) + fields.get("max_tokens", 1)
+                demand(
+                    asked <= context,
+                    400,
+                    # Clients search for this wording, which is OpenAI's.
+                    f"This model's maximum context length is {context} tokens. However, you "
+                    f"requested {asked} tokens, {len(ids)} of them in the prompt: ask for less.",
+                    source,
+                    "context_length_exceeded",
+                )
+                requests.append(
+                    self.engine.prepare(
+                        ids,
+                        params,
+                        id=f"{uid}-{i}",
+                        priority=fields.get("priority", 0),
+                        cache_salt=fields.get("cache_salt"),
+                    )
+                )
+            return Completion(self, fields, requests, chat, uid)
+        except (ValueError, RecursionError) as error:
+            field = getattr(error, "field", source)
+            param = next((each for each in (ALIASES.get(field), field) if each in given), source)
+            raise Problem(400, str(error)[:500], param) from None
+
+    def sampling_params(self, fields: JSON, chat: bool) -> SamplingParams:
+        """Return the sampling settings of a request. Omitted ones come from the checkpoint, except
+        max_tokens: it is 16 in a completion, and in a chat only the context limits it."""
+        check_ids("logit_bias", fields["logit_bias"], self.engine.config.vocab_size)
+        defaults = vars(self.defaults) | dict(max_tokens=self.engine.max_seq_len if chat else 16)
+        params = SamplingParams(**{name: fields.get(name, defaults[name]) for name in defaults})
+        if chat and not params.structured_outputs:
+            # The user's stop strings come first, so that none of sixteen is dropped.
+            params = replace(params, stop=(params.stop + self.tokenizer.chat_stop)[:16])
+        return params
+
+    def chat_ids(self, fields: JSON) -> Ids:
+        """Render the messages of a chat and encode them. The content of a message can be a list of
+        parts, which are joined."""
+        messages = fields["messages"]
+        demand(messages, 400, "messages must have at least one message", "messages")
+        for i, message in enumerate(messages):
+            try:
+                check("role", message.get("role"), str)
+                text = message.get("content")
+                if isinstance(text, list):
+                    for part in text:
+                        supported("content of type", part.get("type", "text"), "text")
+                    text = "\n".join(part["text"] for part in text)
+                check("content", text, str | None if message.get("tool_calls") else str)
+                message["content"] = text
+                plain_turn(message)  # encode_chat does it; here an error names the message
+            except Exception as error:  # a value of any other form than these lines expect
+                raise Problem(
+                    400, f"role, content or tool_calls are wrong: {error}", f"messages[{i}]"
+                ) from None
+        goes_on = fields["continue_final_message"]
+        options = dict(add_generation_prompt=fields["add_generation_prompt"] and not goes_on)
+        return self.tokenizer.encode_chat(
+            messages, goes_on, **options | fields["chat_template_kwargs"]
+        )
+
+
+# This engine's name of a setting -> OpenAI's name, where they differ.
+ALIASES = dict(max_tokens="max_completion_tokens", logprobs="top_logprobs",
+               structured_outputs="response_format")  # fmt: skip
+# The fields' defaults. A value of another type is refused.
+DEFAULTS = dict(
+    messages=[], n=1, stream=False, stream_options={}, echo=False, logit_bias={},
+    response_format={"type": "text"}, reasoning_format="auto", chat_template_kwargs={},
+    continue_final_message=False, add_generation_prompt=True)  # fmt: skip
+# Fields that would change the answer, but are not supported. Those of REFUSED must be left out, and
+# the others must have the value that is given here. Fields that this file does not mention, such as
+# `user` or `store`, are ignored, even if they would change the answer.
+REFUSED = """audio grammar json_schema n_predict prompt_logprobs chat_template documents
+    allowed_token_ids guided_json guided_regex guided_choice guided_grammar"""
+UNSUPPORTED = dict.fromkeys(REFUSED.split()) | dict(
+    tools=[], functions=[], tool_choice="auto", suffix="", bad_words=[], modalities=["text"],
+    use_beam_search=False, skip_special_tokens=True, include_stop_str_in_output=False,
+    add_special_tokens=True, return_token_ids=False)  # fmt: skip
+
+
+def translate(given: JSON, chat: bool) -> JSON:
+    """Return the fields of a body with their defaults. Settings that have another name in OpenAI's
+    API are added under the engine's name.
+
+    Raises:
+        SettingError: a field has the wrong type, or asks for what is not supported.
+    """
+    fields = DEFAULTS | given
+    for name, default in DEFAULTS.items():
+        check(name, fields[name], type(default))
+    for name in ("include_usage", "continuous_usage_stats"):
+        fields[name] = check(
+            f"stream_options[{name}]", fields["stream_options"].get(name) or False, bool
+        )
+    check_supported(fields, chat)
+    if "max_completion_tokens" in fields:
+        fields["max_tokens"] = fields["max_completion_tokens"]
+    # With echo, log-probabilities come for the prompt too, and max_tokens may be 0. The engine has
+    # to generate one token, so it is hidden.
+    hidden = fields["echo"] and fields.get("max_tokens") == 0
+    fields |= dict(prompt_logprobs=fields["echo"], hidden=hidden)
+    if hidden:
+        fields["max_tokens"] = 1
+    if chat:
+        top = fields.get("top_logprobs", 0)
+        if check("logprobs", fields.pop("logprobs", False), bool):
+            fields["logprobs"] = top
+        elif top:
+            raise SettingError("top_logprobs", "needs logprobs: true")
+        if fields["continue_final_message"] and given.get("add_generation_prompt"):
+            raise SettingError("add_generation_prompt", "excludes continue_final_message: true")
+    fields["logit_bias"] = {
+        int(i) if re.fullmatch("0|[1-9][0-9]{,8}", i) else i: bias
+        for i, bias in fields["logit_bias"].items()
+    }
+    schema = structure(fields["response_format"])
+    if schema:
+        if "structured_outputs" in fields:
+            raise SettingError("structured_outputs", "excludes response_format")
+        fields["structured_outputs"] = schema
+    return fields
+
+
+def check_supported(fields: JSON, chat: bool) -> None:
+    """Raise SettingError if a field asks for what is not supported."""
+    allowed = UNSUPPORTED | dict(
+        best_of=fields["n"],
+        stream_options=fields["stream_options"] if fields["stream"] else {},
+        echo=fields["echo"] and not chat,
+    )
+    if fields.get("tool_choice", fields.get("function_call")) == "none":
+        fields = fields | dict(tools=[], functions=[], tool_choice="auto")  # they have no effect
+    for name, value in fields.items():
+        supported(name, value, allowed.get(name, value))
+    supported("reasoning_format", fields["reasoning_format"], "auto", "deepseek", "none")
+
+
+# --- Answers out ----------------------------------------------------------------------------------
+
+THINK = "<think>"
+THOUGHT = "</think>"
+# A choice's key for its text -> the type of the object that holds the choice.
+OBJECTS = dict(text="text_completion", message="chat.completion", delta="chat.completion.chunk")
+
+
+class Completion:
+    """The answer to one body: what its requests generate, as OpenAI's objects.
+
+    Attributes:
+        requests: one for each prompt.
+        choices: the outputs of all requests.
+        stream: whether the answer is sent in chunks.
+    """
+
+    def __init__(
+        self, api: API, fields: JSON, requests: list[Request], chat: bool, uid: str
+    ) -> None:
+        self.requests = requests
+        self.fields = fields
+        self.stream = fields["stream"]
+        key = ("delta" if self.stream else "message") if chat else "text"
+        self.base = dict(
+            id=uid,
+            object=OBJECTS[key],
+            created=int(time.time()),
+            model=api.name,
+            system_fingerprint=VERSION,
+        )
+        jobs = [job for request in requests for job in request.outputs]
+        self.firsts = jobs[:: fields["n"]]  # one for each prompt
+        prefix = thought_prefix(
+            api.tokenizer, jobs[0], chat and fields["reasoning_format"] != "none"
+        )
+        skip = 2**31 if fields["hidden"] else 0  # more than there will ever be
+        self.choices = [
+            Choice(i, job, key, api.tokenizer, prefix, [0, skip, skip])
+            for i, job in enumerate(jobs)
+        ]
+
+    @property
+    def finished(self) -> bool:
+        return all(request.finished for request in self.requests)
+
+    def usage(self) -> JSON:
+        """Count the tokens so far."""
+        num_prompt = sum(job.prompt_len for job in self.firsts)
+        num_new = 0 if self.fields["hidden"] else sum(len(each.job.tokens) for each in self.choices)
+        return dict(
+            prompt_tokens=num_prompt,
+            completion_tokens=num_new,
+            total_tokens=num_prompt + num_new,
+            prompt_tokens_details=dict(cached_tokens=sum(job.cached for job in self.firsts)),
+        )
+
+    def chunks(self) -> list[JSON]:
+        """Return what is new since the last call: one chunk for each choice that has news.
+
+        Raises:
+            Problem: a sequence ended with an error.
+        """
+        parts = [choice.take_new() for choice in self.choices]
+        more = {"usage": self.usage()} if self.fields["continuous_usage_stats"] else {}
+        return [self.base | more | {"choices": [part]} for part in parts if part]
+
+    def whole(self) -> JSON:
+        """Return the whole answer, or the last chunk of a stream, which has only the usage."""
+        choices = [] if self.stream else [choice.take_new() for choice in self.choices]
+        return self.base | dict(choices=choices, usage=self.usage())
+
+
+@dataclass
+class Choice:
+    """One sequence, and how much of it has been sent, as a `choice` object of OpenAI's API.
+
+    Attributes:
+        key: where the text goes: "text" for a completion, "message" for a chat, "delta" for a chat
+            that is streamed.
+        prefix: what split_thought needs in front of the output; see thought_prefix.
+        taken: how many characters of the thought, characters of the answer, and tokens with
+            log-probabilities have been taken.
+        offset: characters in the texts of these tokens.
+        reason: the last finish_reason; "" before the first part has been taken.
+    """
+
+    index: int
+    job: Job
+    key: str
+    tokenizer: Tokenizer
+    prefix: str
+    taken: list[int]
+    offset: int = 0
+    reason: str | None = ""
+
+    def take_new(self) -> JSON | None:
+        """Return what has been generated since the last call, or None if that is nothing.
+
+        Raises:
+            Problem: the sequence ended with an error.
+        """
+        job = self.job
+        is_first = self.reason == ""
+        is_scored = job.params.logprobs is not None
+        reason = job.finish_reason  # read first, because nothing changes after it is set
+        if reason == "error":  # its grammar became too complex, or the model produced NaN logits
+            complaint = job.matcher and job.matcher.get_error()
+            raise Problem(400 if complaint else 500, (complaint or BROKEN)[:100])
+        demand(reason != "abort", 500, "a step of the engine failed")
+        # The tokens are copied, because meanwhile the engine's thread may append to them.
+        whole = [*split_thought(self.prefix + job.text), job.tokens[:] if is_scored else []]
+        thought, text, tokens = (each[start:] for each, start in zip(whole, self.taken))
+        if self.reason or not (reason or thought or text or tokens):
+            return None
+        self.reason = reason
+        self.taken = [len(each) for each in whole]
+        if is_first and job.params.prompt_logprobs:
+            # The answer begins with the prompt ("echo").
+            tokenizer = self.tokenizer
+            start = len(tokenizer.prefix)
+            if job.ids[:start] != tokenizer.prefix:
+                start = 0  # the prompt was given as ids
+            detokenizer = Detokenizer(tokenizer, [], show_special=True)
+            # What the tokenizer put in front of the text has no text. If the prompt ends in an
+            # incomplete character, the last token shows it as U+FFFD.
+            prompt = job.request.prompt_tokens
+            tokens = (
+                prompt[:start]
+                + [
+                    token._replace(text=detokenizer.push(token.id, token is prompt[-1]))
+                    for token in prompt[start:]
+                ]
+                + tokens
+            )
+            text = tokenizer.decode(job.ids[start : job.prompt_len], show_special=True) + text
+        message = dict(role="assistant", refusal=None) if is_first else {}
+        if thought:
+            message["reasoning_content"] = thought
+        message["content"] = text
+        return {
+            "index": self.index,
+            self.key: text if self.key == "text" else message,
+            "logprobs": self.logprobs(tokens) if is_scored else None,
+            "finish_reason": reason,
+        }
+
+    def logprobs(self, tokens: list[Token]) -> JSON:
+        """Return log-probabilities in the form of a completion or of a chat.
+
+        The texts of the sampled tokens, joined, are the whole output: the thought with the marks
+        around it, the choice's text, and a stop string, which the choice's text leaves out. The
+        other likely tokens have the text that they have in the vocabulary.
+        """
+
+        def entry(token: Token, i: int, value: float) -> JSON:
+            word = b"".join(pieces(self.tokenizer)[i : i + 1])  # V may be padded
+            text = token.text if i == token.id else word.decode(errors="replace")
+            return dict(token=text, logprob=value, bytes=list(word))
+
+        # In each row: the likeliest tokens, then the one that was sampled.
+        rows = [[entry(token, *each) for each in (*token.top, token[:2])] for token in tokens]
+        if self.key != "text":
+            return {"content": [sampled | {"top_logprobs": top} for *top, sampled in rows]}
+        texts = [token.text for token in tokens]
+        *offsets, self.offset = accumulate(map(len, texts), initial=self.offset)
+        # The sampled token is in here even if it is unlikely, as in vLLM.
+        likely = [{each["token"]: each["logprob"] for each in row} for row in rows]
+        return dict(
+            tokens=texts,
+            text_offset=offsets,
+            token_logprobs=[token.logprob for token in tokens],
+            # The first token of a prompt has no log-probabilities.
+            top_logprobs=[None if None in each.values() else each for each in likely],
+        )
+
+
+def thought_prefix(tokenizer: Tokenizer, job: Job, wanted: bool) -> str:
+    """Return what to put in front of a sequence's output for split_thought.
+
+    Some templates begin the thought, so that the output lacks the mark "<think>". Structured output
+    and models without a token for that mark have no thoughts. There, and where thoughts are not to
+    be split off, an empty thought is put in front, so that all of the output is the answer.
+
+    Args:
+        wanted: whether thoughts are to be split off.
+    """
+    if (
+        not wanted
+        or job.params.structured_outputs
+        or len(tokenizer.encode(THINK, add_special=False)) > 1
+    ):
+        return THINK + THOUGHT
+    return THINK if tokenizer.decode(job.ids[-16:]).rstrip().endswith(THINK) else ""
+
+
+def split_thought(text: str) -> tuple[str, str]:
+    """Split a reply into the thought and the answer.
+
+    In models that think, each mark is one token, so it arrives whole. The exception is a stop
+    string that begins like the end of a mark, such as ">": then that end is held back at first.
+
+    Example: "<think>Hm, </think>Yes" -> "Hm, ", "Yes"; and "Yes" -> "", "Yes"
+    """
+    before, _, rest = text.partition(THINK)  # without the mark, `before` is all of the text
+    if before.strip():
+        return "", text
+    thought, _, answer = rest.partition(THOUGHT)
+    return thought, before + answer  # `before` may have been sent already, so it stays
