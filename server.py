@@ -48,7 +48,7 @@ if __name__ == "__main__":  # before PyTorch: Ctrl-C may come while it is import
 
 import settings
 from checkpoint import suggested
-from generate import cache_size, join, load_models, make_engine
+from llm import cache_size, join, load_models, make_engine
 from openai_api import API, Problem, demand
 from scheduler import Engine, Request
 from settings import JSON, EngineArgs, Ranks, SamplingParams, check, say, setting

@@ -14,7 +14,7 @@ import pytest
 import torch
 from common import bundled
 
-from generate import make_engine
+from llm import make_engine
 from scheduler import Proposer
 from server import Server, ServerArgs
 from settings import Ranks

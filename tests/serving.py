@@ -25,8 +25,9 @@ from ways import split
 
 import server as server_module
 from checkpoint import load_model, suggested
-from generate import generate, make_engine
+from generate import generate
 from kv_cache import StaticCache
+from llm import make_engine
 from sampling import Sequence
 from server import ServerArgs, parse_args
 from settings import Ranks, SamplingParams, given

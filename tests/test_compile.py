@@ -15,8 +15,9 @@ import flex
 import generate as command_line
 import packed
 from checkpoint import load_model
-from generate import LLM, generate
+from generate import generate
 from kv_cache import StaticCache
+from llm import LLM
 from model import Config, FusedLinear, Transformer, attention
 from packed import LoopedLinear, PackedLinear, compile_model
 from paged import Row, Runner

@@ -25,8 +25,10 @@ from serving import COMPLETIONS, shared  # noqa: F401 (a fixture)
 from ways import plain
 
 import generate
+import llm
 import scheduler
 from checkpoint import load_model, suggested
+from llm import LLM
 from sampling import Sequence
 from settings import DTYPES, SamplingParams
 from tokenizer import Tokenizer
@@ -82,7 +84,7 @@ def cli(capsys, monkeypatch):
         line = re.search("sampling: .*\n|$", err)[0]
         return Result(code, out, err.replace(line, "", 1), (*sequences,), line)
 
-    monkeypatch.setattr(generate, "load_model", load_once)
+    monkeypatch.setattr(llm, "load_model", load_once)
     monkeypatch.setattr(generate, "stream", streaming)
     return run
 
@@ -373,20 +375,20 @@ def test_wrong_suggestions(cli, folder):
 def test_prompts_of_llm(monkeypatch):
     """Ids were taken for three prompts, and a dict's keys for texts; under torchrun each process
     loaded the whole model."""
-    llm = generate.LLM(SHAKESPEARE, device="cpu", num_blocks=32)
+    made = LLM(SHAKESPEARE, device="cpu", num_blocks=32)
     ids = Tokenizer(SHAKESPEARE).encode(TEXT)
     texts = set()
     for prompts in (TEXT, [TEXT], ids, [ids], {"prompt": TEXT}, [{"prompt_token_ids": ids}]):
-        (request,) = llm.generate(prompts, temperature=0, max_tokens=8)
+        (request,) = made.generate(prompts, temperature=0, max_tokens=8)
         texts.add(request.outputs[0].text)
     assert len(texts) == 1
-    assert len(llm.generate([TEXT, {"prompt": TEXT}, ids], max_tokens=1)) == 3
+    assert len(made.generate([TEXT, {"prompt": TEXT}, ids], max_tokens=1)) == 3
     for wrong in (5, None, {"x": 1}, [5.5], [None]):
         with pytest.raises(ValueError, match=r"^prompt must be str"):
-            llm.generate(wrong)
+            made.generate(wrong)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="under torchrun"):
-        generate.LLM(SHAKESPEARE)
+        LLM(SHAKESPEARE)
 
 
 def test_line_ends_and_other_alphabets():
@@ -413,14 +415,14 @@ def test_line_ends_and_other_alphabets():
 
 def test_the_same_settings_give_the_same_text(cli, shared):  # noqa: F811
     """Python sampled by SamplingParams' defaults, the others as the checkpoint suggests."""
-    llm = generate.LLM(SHAKESPEARE, device="cpu", dtype="float32", num_blocks=32)
-    (request,) = llm.generate("ROMEO:\n", seed=3, max_tokens=24)
+    made = LLM(SHAKESPEARE, device="cpu", dtype="float32", num_blocks=32)
+    (request,) = made.generate("ROMEO:\n", seed=3, max_tokens=24)
     text = request.outputs[0].text
     words = ("--prompt", "ROMEO:\n", "--seed", 3, "--max-tokens", 24, "--dtype", "float32")
     assert cli(*words, "--device", "cpu").out == text + "\n"
     body = {"prompt": "ROMEO:\n", "seed": 3, "max_tokens": 24}
     assert shared.post(COMPLETIONS, body).json["choices"][0]["text"] == text
-    (plain,) = llm.generate("ROMEO:\n", generate.SamplingParams(seed=3, max_tokens=24))
+    (plain,) = made.generate("ROMEO:\n", generate.SamplingParams(seed=3, max_tokens=24))
     assert plain.outputs[0].text != text  # just these
 
 
@@ -433,7 +435,7 @@ def test_the_first_typo_gets_a_true_answer(cli, folder, tmp_path, monkeypatch):
     (other / "config.json").write_text('{"architectures": ["BertModel"]}')
     latin.write_bytes(b"caf\xe9")
     (folder / "tokenizer.model").rename(tmp_path / "tokenizer.model")
-    generate.load_model = load_model  # not what was loaded before
+    llm.load_model = load_model  # not what was loaded before
     fails(cli("--checkpoint", tmp_path / "typo"), r"typo: there is no such folder")
     fails(cli("--checkpoint", empty), r"empty/config\.json: .*No such file")
     fails(cli("--checkpoint", other), r"BertModel.*supported: Llama")
@@ -453,7 +455,7 @@ def test_bad_checkpoints(cli, folder, tmp_path):
     for name in ("tokenizer_config.json", "tokenizer.model", "model.safetensors", "config.json"):
         content = (folder / name).read_bytes()
         (folder / name).unlink()
-        generate.load_model = load_model  # not what was loaded before
+        llm.load_model = load_model  # not what was loaded before
         result = cli("--checkpoint", folder, "--prompt", "a", "--max-tokens", 1)
         if name == "tokenizer_config.json":
             assert result.code == 0
@@ -467,7 +469,7 @@ def test_weights_that_give_nan(cli, folder):
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"].fill_(math.nan)
     save_file(weights, folder / "model.safetensors")
-    generate.load_model = load_model  # not what was loaded before
+    llm.load_model = load_model  # not what was loaded before
     for path in PATHS.values():
         fails(cli("--checkpoint", folder, "--prompt", "a", *path), "NaN")
 
@@ -559,7 +561,7 @@ def test_interrupt(cli, interrupt, monkeypatch):
     (got,) = result.sequences
     assert (got.finish_reason, got.output_ids) == ("interrupted", ids_of(want))
     assert cli(*SEEDED, *interrupt(1))[:3] == (130, "\n", "")  # statistics of no tokens
-    monkeypatch.setattr(generate, "load_model", lambda *_: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(llm, "load_model", lambda *_: signal.raise_signal(signal.SIGINT))
     assert cli(*SEEDED)[:3] == (130, "", "")
 
 

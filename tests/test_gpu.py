@@ -23,6 +23,7 @@ from test_quantize import tiny_folder
 
 import experts
 import generate
+import llm
 import model
 import paged
 import quantize
@@ -318,7 +319,7 @@ LAYOUT = (paged, "attention", "return y", "y.transpose(1, 2).view(-1)\n    retur
 READS = AssertionError, "assert .* =="
 FAULTS = [
     # tensors that stay on the CPU
-    (generate, "load_model", "rope_frequencies(config).to(device)", "rope_frequencies(config)",
+    (llm, "load_model", "rope_frequencies(config).to(device)", "rope_frequencies(config)",
      "greedy", MIXED),
     (paged.Runner, "forward", "(new, device=self.model.device)", "(new)", "greedy", MIXED),
     (paged.Runner, "group", "for row in rows], device=device", "for row in rows]", "greedy",

@@ -26,7 +26,7 @@ from conftest import ROOT, SHAKESPEARE
 from test_tp import LONG, PROGRAM, SOME, WORKER
 
 import tp
-from generate import LLM
+from llm import LLM
 
 CLIENT = """
 import sys, urllib.request as u

@@ -22,10 +22,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-import generate
 import packed
 import quantize
 from checkpoint import CheckpointError, build, is_tied, load_config, load_model, named_tensors
+from llm import LLM
 from model import FusedLinear
 from packed import (
     HalfLinear,
@@ -787,7 +787,7 @@ def test_a_signal_leaves_nothing_behind(tmp_path, number):
 ])  # fmt: skip
 def test_quantised_weights_are_packed_without_compiling(options, forms):
     """--quantize alone made a model 6 to 9 times as slow, as it was dequantised at each step."""
-    llm = generate.LLM(SHAKESPEARE, device="cpu", num_blocks=16, dtype="bfloat16", **options)
+    llm = LLM(SHAKESPEARE, device="cpu", num_blocks=16, dtype="bfloat16", **options)
     model = llm.engine.runner.model
     found = {type(module) for module in model.modules() if isinstance(module, PackedLinear)}
     assert found <= forms and bool(found) == bool(forms)

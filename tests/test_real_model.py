@@ -14,8 +14,9 @@ from real_model import real_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from checkpoint import load_model
-from generate import LLM, generate
+from generate import generate
 from kv_cache import StaticCache
+from llm import LLM
 from quantize import quantize_model
 from sampling import Sequence
 from settings import SamplingParams

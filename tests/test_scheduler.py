@@ -24,8 +24,9 @@ from ways import plain, split
 import paged
 import scheduler
 from checkpoint import build
-from generate import LLM, generate
+from generate import generate
 from kv_cache import StaticCache
+from llm import LLM
 from model import Config, Transformer
 from sampling import Sequence
 from scheduler import Engine, Guess

@@ -35,7 +35,7 @@ def test_counts_code_only():
 # bounds are wider for a while: server.py is to become two files, and smaller.)
 @pytest.mark.parametrize(
     ("names", "most_lines", "most_nodes", "most_in_a_line"),
-    [(ENGINE, 1260, 8150, 6.7), (MODULES, 3520, 22260, 6.9)],
+    [(ENGINE, 1170, 7620, 6.7), (MODULES, 3520, 22260, 6.9)],
     ids=["the engine", "all"],
 )
 def test_budget(names, most_lines, most_nodes, most_in_a_line):
@@ -124,7 +124,8 @@ def run(folder, commands):
     # Where this project is installed, what is not in the tree would still be found.
     sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in repr(each).lower()]
     torch.set_num_threads(1)
-    from generate import LLM, SamplingParams, main
+    from generate import SamplingParams, main
+    from llm import LLM
 
     def say(command):
         out, err = io.StringIO(), io.StringIO()

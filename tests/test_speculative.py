@@ -41,9 +41,10 @@ from test_scheduler import (
 )  # fmt: skip
 
 import generate as command_line
+import llm
 import sampling
 import speculative
-from generate import LLM
+from llm import LLM
 from paged import BlockTable
 from sampling import Sequence, Token, distribution, uniform
 from scheduler import Guess, Job, Proposer, Request
@@ -801,11 +802,9 @@ def test_guesses_on_the_command_line(cli, flags, most):
 def test_errors_on_the_command_line(cli, flags, pattern, monkeypatch):
     """Bug: a traceback, or text without the guesses that were asked for; or ids of another
     vocabulary, which index past the end of p, or mean other words."""
-    models, load = [random_model(vocab_size=40)], command_line.load_model
+    models, load = [random_model(vocab_size=40)], llm.load_model
     if flags == DRAFTED:
-        monkeypatch.setattr(
-            command_line, "load_model", lambda *a: models.pop() if models else load(*a)
-        )
+        monkeypatch.setattr(llm, "load_model", lambda *a: models.pop() if models else load(*a))
     code, out, err = cli(*CLI, *flags)
     assert (code, out) == (2, "")
     assert re.fullmatch(rf"generate\.py: error: .*{pattern}.*\n", err)

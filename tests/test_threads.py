@@ -10,7 +10,7 @@ import torch
 from conftest import ROOT, SHAKESPEARE
 
 import settings
-from generate import LLM
+from llm import LLM
 
 
 @pytest.fixture

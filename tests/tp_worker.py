@@ -28,6 +28,7 @@ import torch
 from conftest import DRAFT
 
 import generate
+import llm
 import model as model_module
 import quantize
 import tp
@@ -161,7 +162,7 @@ def fault(rank, where, program, *argv):
 
 
 def load(*argv):
-    generate.load_model = lambda *args: print("loading", flush=True) or time.sleep(60)
+    llm.load_model = lambda *args: print("loading", flush=True) or time.sleep(60)
     return generate.main([*argv])
 
 

@@ -53,7 +53,7 @@ from torch import Tensor
 
 import sampling
 import server
-from generate import join
+from llm import join
 from model import Config
 from paged import BlockTable, Row, Runner, groups_of
 from scheduler import Engine, Request

@@ -1,0 +1,171 @@
+"""Many sequences at once: LLM, vLLM's interface to the scheduler, and how all parts are loaded.
+
+    llm = LLM("checkpoints/shakespeare")
+    for request in llm.generate(["ROMEO:", "JULIET:"], max_tokens=20):
+        print(request.outputs[0].text)
+
+generate.py and server.py load their models here too. The techniques, such as quantisation and
+speculation, are imported only when an option asks for them, so a plain model runs without their
+files. Read: LLM, then load_models and make_engine.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import settings
+from checkpoint import load_model, suggested
+from model import Transformer
+from paged import Runner
+from scheduler import Engine, Proposer, Request
+from settings import JSON, EngineArgs, Ranks, SamplingParams, SettingError, check, progress
+from tokenizer import Ids, Tokenizer
+
+
+class LLM:
+    """This engine with the interface of vLLM's LLM class: LLM(path).generate(prompts)."""
+
+    def __init__(self, checkpoint: Path | str, **options: Any) -> None:
+        """Load a checkpoint, plain or quantised.
+
+        Args:
+            options: settings.EngineArgs: device, dtype, quantize, compile, speculate, ...
+        """
+        if os.getenv("WORLD_SIZE", "1") != "1":
+            raise ValueError("LLM is one process: under torchrun, use generate.py or server.py")
+        args = EngineArgs(checkpoint=Path(checkpoint), **options)
+        ranks = Ranks(settings.pick_device(args.device))
+        self.checkpoint = args.checkpoint
+        self.engine = make_engine(args, ranks, *load_models(args, ranks))
+
+    def generate(
+        self, prompts: str | list | JSON, params: SamplingParams | list | None = None, **given: Any
+    ) -> list[Request]:
+        """Complete the prompts, all at once, with a progress bar.
+
+        Args:
+            prompts: a prompt or a list of prompts. Each is a text or a list of token ids, or a dict
+                with one of these as "prompt" or "prompt_token_ids".
+            params: one SamplingParams for all prompts, or a list with one each; the checkpoint's
+                defaults are then ignored.
+            given: fields of SamplingParams by name, if there are no `params`. They replace the
+                checkpoint's defaults, as on the command line and in the server.
+
+        Returns:
+            One finished request for each prompt, in order. If an output's finish_reason is "error",
+            its grammar became too complex, or the model produced NaN or infinite logits.
+
+        Raises:
+            ValueError: one of the prompts cannot be run; then none of them is.
+        """
+        if not isinstance(prompts, list) or (prompts and isinstance(prompts[0], int)):
+            prompts = [prompts]
+        prompts = [prompt_of(each) for each in prompts]
+        if params is None:
+            params = SamplingParams(**suggested(self.checkpoint) | given)
+        params = params if isinstance(params, list) else [params] * len(prompts)
+        requests = [self.engine.prepare(*each) for each in zip(prompts, params, strict=True)]
+        try:
+            for request in requests:
+                self.engine.submit(request)
+            finished = (request for request in self.engine.run() if request.finished)
+            # The engine steps only as this generator is consumed.
+            list(zip(progress(requests, "generating"), finished))
+        except BaseException:  # Ctrl-C, at any line
+            self.engine.reset()
+            raise
+        return requests
+
+
+def prompt_of(given: Any) -> str | Ids:
+    """Return the text or the ids of one prompt of LLM.generate.
+
+    Raises:
+        SettingError: it is something else.
+    """
+    if isinstance(given, dict):
+        given = given.get("prompt_token_ids", given.get("prompt"))
+    return check("prompt", given, str | list)
+
+
+# --- Loading --------------------------------------------------------------------------------------
+
+
+def load_models(
+    args: EngineArgs, ranks: Ranks, batch_size: int | None = None
+) -> tuple[Transformer, Proposer]:
+    """Load what the arguments ask for.
+
+    Args:
+        batch_size: compile for a static cache of so many sequences; None: for a paged cache.
+
+    Returns:
+        The model, or this rank's share of it; and the proposer, which only the first rank uses.
+    """
+    dtype = settings.DTYPES.get(args.dtype)
+    model = load_model(args.checkpoint, ranks.device, dtype, ranks.shard)
+    settings.use_threads(args.threads, sum(each.nbytes for each in model.state_dict().values()))
+    if args.quantize:
+        from quantize import quantize_model
+
+        quantize_model(model, args.quantize, args.group_size)
+    proposer = Proposer()
+    if ranks.rank == 0 and args.draft_checkpoint:
+        from speculative import DraftModel
+
+        draft = load_model(args.draft_checkpoint, ranks.device, dtype)
+        k = 4 if args.speculate is None else args.speculate
+        proposer = DraftModel(draft, k, model.config.vocab_size)
+    elif args.speculate:
+        from speculative import NGram
+
+        proposer = NGram(args.speculate)
+    for each in (model, *proposer.models):
+        if args.compile:
+            from packed import compile_model
+
+            compile_model(each, batch_size, args.kv_dtype)
+        elif args.quantize or each.config.quantization:
+            from packed import pack_linears
+            from quantize import QuantLinear
+
+            if ranks.device.type == "cpu":
+                pack_linears(each, kind=QuantLinear)
+    return model, proposer
+
+
+def make_engine(args: EngineArgs, ranks: Ranks, model: Transformer, proposer: Proposer) -> Engine:
+    """Make an engine around what load_models has loaded."""
+    tokenizer = Tokenizer(args.checkpoint)
+
+    def matcher(structure: JSON) -> Any:
+        from structured import matcher
+
+        return matcher(tokenizer, model.config, structure)
+
+    runner = ranks.runner or Runner
+    if args.attention == "flex":
+        from flex import FlexRunner
+
+        if ranks.device.type != "cuda" or ranks.ranks > 1:
+            raise SettingError("attention", "flex needs one GPU: use --attention copy")
+        runner = FlexRunner
+    limits = settings.given(settings.Limits, args)
+    return Engine(model, tokenizer, proposer, matcher, runner, **limits)
+
+
+def cache_size(engine: Engine) -> str:
+    """Say how many tokens the cache holds, and in how much memory."""
+    runners = (engine.runner, *engine.proposer.runners)
+    size = sum(kv.nbytes for runner in runners for kv in runner.kv) / 1e9
+    tokens = engine.pool.num_blocks * engine.pool.block_size
+    return f"cache: {tokens:,} tokens in up to {size:.3g} GB (--kv-memory, --max-num-seqs)"
+
+
+def join(device: torch.device) -> Any:
+    """Join the other ranks; see tp.join."""
+    import tp
+
+    return tp.join(device)
