@@ -114,7 +114,7 @@ FAMILIES = dict(
 # in Mistral (unless layer_types says otherwise), and all or none in Qwen3-MoE. These values replace
 # what a file says.
 ALL_LAYERS = dict(use_sliding_window=True, max_window_layers=0)
-FIXED = dict(
+FIXED: JSON = dict(
     LlamaForCausalLM=dict(use_sliding_window=False, layer_types=None),
     MistralForCausalLM=ALL_LAYERS, MixtralForCausalLM=ALL_LAYERS | dict(layer_types=None),
     Qwen3MoeForCausalLM=dict(max_window_layers=0, layer_types=None))  # fmt: skip
@@ -123,7 +123,7 @@ FIXED = dict(
 ONLY = dict(hidden_act="silu", partial_rotary_factor=1.0, scoring_func="softmax", n_group=1,
     is_causal=True)  # fmt: skip
 # Defaults for files of all families. None: the file must have it, and a later check refuses None.
-USUAL = dict(ONLY, num_hidden_layers=None, num_attention_heads=None, hidden_size=None,
+USUAL: JSON = dict(ONLY, num_hidden_layers=None, num_attention_heads=None, hidden_size=None,
     intermediate_size=None, vocab_size=None, eos_token_id=[], torch_dtype="float32",
     attention_bias=False, num_experts=1, use_sliding_window=False, max_window_layers=28,
     rope_parameters={}, quantization_config={})  # fmt: skip
@@ -350,7 +350,7 @@ def insert_quantised(model: Transformer, files: Files) -> None:
         from quantize import QuantLinear, linears  # only where a model is quantised
 
         for path in linears(model):
-            linear = model.get_submodule(path)
+            linear: Any = model.get_submodule(path)
             name = path.rpartition(".")[2]
             part, *_ = getattr(linear, "parts", [name])  # a FusedLinear's first part
             stored = files.get(path.replace(name, part) + ".qweight")
@@ -388,7 +388,7 @@ def locate_tensors(path: Path) -> Files:
         CheckpointError: a header or the index is damaged; or a file is missing that the index
             names, or, without an index, model.safetensors.
     """
-    found = {}
+    found: Files = {}
     for file, names in weight_files(path).items():
         with blame(file), safe_open(file, "pt") as reader:
             for name in names or reader.keys():
@@ -413,7 +413,7 @@ def weight_files(path: Path) -> dict[Path, list[str]]:
             f"{path}: there is no {whole.name}, and no {index.name} that says which shards to "
             "read; convert .bin and .pth files"
         )
-    files = {}
+    files: dict[Path, list[str]] = {}
     with blame(index):
         for name, file in read_json(index)["weight_map"].items():
             files.setdefault(path / Path(file).name, []).append(name)
@@ -481,7 +481,7 @@ def describe(tensor: Tensor) -> str:
 
 FORMS = dict(gptq=("gptq", "gptq_v2"), awq=("awq", "gemm", "GEMM"))
 # For each tool and number of bits: where each value stands in a word, counted from the lowest bits.
-PLACES = dict(gptq={4: range(8), 8: range(4)}, awq={4: (0, 4, 1, 5, 2, 6, 3, 7)})
+PLACES: JSON = dict(gptq={4: range(8), 8: range(4)}, awq={4: (0, 4, 1, 5, 2, 6, 3, 7)})
 
 
 def convert(files: Files, model: Transformer) -> None:

@@ -155,6 +155,7 @@ def complete(engine: Engine, prompt: str, params: SamplingParams) -> int:
 def chat(engine: Engine, params: SamplingParams, system: str | None = None) -> int:
     """Talk until the input ends. The engine's prefix cache holds the earlier turns."""
     tokenizer = engine.tokenizer
+    assert tokenizer
     params = replace(params, n=1, stop=(params.stop + tokenizer.chat_stop)[:16])
     messages = [{"role": "system", "content": system}] if system else []
     start = len(messages)

@@ -14,6 +14,7 @@ the compiler does not see. Next: sampling.py.
 """
 
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -54,9 +55,11 @@ class Slab(LayerCache):
         if self.mask is None:
             y, lse = attend_causally(q, *decode(new, q.dtype).chunk(2, 1))
             past = decode(self.kv[:, :, : int(self.slots[0])], q.dtype)
-            return with_past(q, *past.chunk(2, 1), y, lse)
+            k, v = past.chunk(2, 1)
+            return with_past(q, k, v, y, lse)
         stored = decode(self.kv[:, :, : self.mask.shape[3]], q.dtype)  # (B, 2 * K, S, H)
-        return attention(q, *stored.chunk(2, 1), self.mask)
+        k, v = stored.chunk(2, 1)
+        return attention(q, k, v, self.mask)
 
     def compute(self, *qkv: Tensor) -> Tensor:
         """For `opaque`, which promises a contiguous result."""
@@ -124,9 +127,9 @@ class StaticCache:
         new = self.slots[start:end]  # (T,)
         num_read = -(-end // BUCKET) * BUCKET  # rounded up
         is_long = is_long_prompt(new, end)
-        masks = {}
+        masks: dict[int | None, Tensor | None] = {}
         if not is_long or any(self.config.windows):
-            masks = visible(self.config, new[None], self.slots[None, :num_read])
+            masks |= visible(self.config, new[None], self.slots[None, :num_read])
         if is_long:
             masks[None] = None
         layers = zip(self.slabs, self.config.windows, strict=True)
@@ -251,7 +254,9 @@ def decode(stored: Tensor, dtype: torch.dtype) -> Tensor:
 # code around it does not touch them.
 library = torch.library.Library("kilolm", "FRAGMENT")
 library.define("opaque(Tensor x, Tensor[] more, Tensor key, SymInt width) -> Tensor")
-numbered = WeakValueDictionary()  # number -> object; weak, so that the object can be freed
+numbered: WeakValueDictionary[int, Any] = (
+    WeakValueDictionary()
+)  # number -> object; weak, so that the object can be freed
 
 
 def number_of(thing: object) -> Tensor:

@@ -64,6 +64,8 @@ class Transformer(nn.Module):
     """A decoder-only language model. Its parameters have the checkpoint's names, less the prefix
     `model.`. Those of FusedLinear and of experts have other names; see checkpoint.py."""
 
+    inv_freq: Tensor
+
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
@@ -190,6 +192,7 @@ class LayerCache:
         Returns:
             (B, N, T, H) attended values.
         """
+        raise NotImplementedError
 
 
 class MLP(nn.Module):

@@ -62,6 +62,7 @@ class API:
     """
 
     def __init__(self, engine: Engine, name: str, defaults: SamplingParams) -> None:
+        assert engine.tokenizer
         self.engine = engine
         self.tokenizer = engine.tokenizer
         self.name = name
@@ -164,7 +165,7 @@ class API:
 ALIASES = dict(max_tokens="max_completion_tokens", logprobs="top_logprobs",
                structured_outputs="response_format")  # fmt: skip
 # The fields' defaults. A value of another type is refused.
-DEFAULTS = dict(
+DEFAULTS: JSON = dict(
     messages=[], n=1, stream=False, stream_options={}, echo=False, logit_bias={},
     response_format={"type": "text"}, reasoning_format="auto", chat_template_kwargs={},
     continue_final_message=False, add_generation_prompt=True)  # fmt: skip
@@ -347,7 +348,10 @@ class Choice:
             raise Problem(400 if complaint else 500, (complaint or BROKEN)[:100])
         demand(reason != "abort", 500, "a step of the engine failed")
         # The tokens are copied, because meanwhile the engine's thread may append to them.
-        whole = [*split_thought(self.prefix + job.text), job.tokens[:] if is_scored else []]
+        whole: list[Any] = [
+            *split_thought(self.prefix + job.text),
+            job.tokens[:] if is_scored else [],
+        ]
         thought, text, tokens = (each[start:] for each, start in zip(whole, self.taken))
         if self.reason or not (reason or thought or text or tokens):
             return None
@@ -372,7 +376,7 @@ class Choice:
                 + tokens
             )
             text = tokenizer.decode(job.ids[start : job.prompt_len], show_special=True) + text
-        message = dict(role="assistant", refusal=None) if is_first else {}
+        message: JSON = dict(role="assistant", refusal=None) if is_first else {}
         if thought:
             message["reasoning_content"] = thought
         message["content"] = text
@@ -391,7 +395,7 @@ class Choice:
         other likely tokens have the text that they have in the vocabulary.
         """
 
-        def entry(token: Token, i: int, value: float) -> JSON:
+        def entry(token: Token, i: int, value: float | None) -> JSON:
             word = b"".join(pieces(self.tokenizer)[i : i + 1])  # V may be padded
             text = token.text if i == token.id else word.decode(errors="replace")
             return dict(token=text, logprob=value, bytes=list(word))

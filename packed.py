@@ -10,7 +10,7 @@ PackedLinear, form_of.
 """
 
 import warnings
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -171,7 +171,7 @@ class PackedLinear(nn.Module):
     kv_cache.opaque.
     """
 
-    def __init__(self, linear: nn.Module) -> None:
+    def __init__(self, linear: Any) -> None:
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
@@ -183,7 +183,7 @@ class PackedLinear(nn.Module):
         y = self.multiply(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
         return y if self.bias is None else y + self.bias
 
-    def __reduce_ex__(self, protocol: int) -> NoReturn:
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse to be copied or pickled. Some packed tensors cannot be, and a copy would still
         have the number of the original."""
         raise TypeError("a packed model cannot be copied: copy it before compile_model")
@@ -192,7 +192,7 @@ class PackedLinear(nn.Module):
         """(R, K) -> (R, N), in compiled code."""
         return torch.ops.kilolm.opaque(rows, [], self.number, self.out_features)
 
-    def pack(self, linear: nn.Module) -> None:
+    def pack(self, linear: Any) -> None:
         # 32 is a hint for how many rows x will have. With a hint of 1, more rows are a fifth to two
         # thirds slower on each kind of processor, and one row is no faster.
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), 32)
@@ -213,7 +213,7 @@ class LoopedLinear(PackedLinear):
     of its block. If there are more rows, those of a prompt, oneDNN reorders the weight on the way.
     """
 
-    def pack(self, linear: nn.Linear) -> None:
+    def pack(self, linear: Any) -> None:
         self.packed = linear.weight  # still a parameter, so compiled code takes its shape as fixed
         # What is not compiled (lm_head, experts) calls the same loop, compiled by itself.
         self.loop = torch.compile(dot, dynamic=False)
@@ -262,7 +262,7 @@ class Int8Linear(PackedLinear):
 
     most = 127 if torch.cpu._is_vnni_supported() else 63  # the largest value of `high`
 
-    def pack(self, linear: QuantLinear) -> None:
+    def pack(self, linear: Any) -> None:
         q = linear.qweight
         scales = linear.scales
         if scales.shape[1] > 1 or (linear.zeros != 128).any():
@@ -273,7 +273,7 @@ class Int8Linear(PackedLinear):
         zeros = torch.zeros(len(signed)).long()
         if self.most == 127:
             self.packed = torch.ops.onednn.qlinear_prepack(signed, None)
-            self.more = scales, zeros, None, 1.0, 0, torch.float32, "none", [], ""
+            self.more: Any = scales, zeros, None, 1.0, 0, torch.float32, "none", [], ""
         else:
             with warnings.catch_warnings(action="ignore"):  # such tensors are deprecated
                 q = torch._make_per_channel_quantized_tensor(signed, scales, zeros, 0)
@@ -317,7 +317,7 @@ class Int4Linear(PackedLinear):
     CUDA.
     """
 
-    def pack(self, linear: QuantLinear) -> None:
+    def pack(self, linear: Any) -> None:
         q = linear.qweight
         aten = torch.ops.aten
         if q.is_cuda:
@@ -356,7 +356,7 @@ class HalfLinear(PackedLinear):
     AVX2 alone this is two to eight times as fast as PyTorch's own product in bfloat16.
     """
 
-    def pack(self, linear: nn.Linear) -> None:
+    def pack(self, linear: Any) -> None:
         weight = linear.weight.float()
         self.scales = (weight.abs().amax(1).frexp().exponent - 15).exp2()  # largest: 2**14 to 2**15
         self.packed = torch.ops.quantized.linear_prepack_fp16(weight / self.scales[:, None], None)

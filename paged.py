@@ -70,8 +70,8 @@ class BlockPool:
         self.block_size = block_size
         self.refs = [0] * num_blocks
         self.available = OrderedDict.fromkeys(range(num_blocks))  # free or cached, next one first
-        self._found = {}  # key -> block, mark; see _key_of
-        self._keys = {}  # block -> key
+        self._found: dict[tuple, tuple[int, object]] = {}  # key -> block, mark; see _key_of
+        self._keys: dict[int, tuple] = {}  # block -> key
 
     @property
     def cached(self) -> list[int]:
@@ -415,25 +415,23 @@ class Runner:
             select [0, 1, 4]; groups with the tables [[2, 7], [3, 3]] and [[0, 1]]
         """
         size = self.block_size
-        tokens = []
-        positions = []
-        slots = []
-        select = []
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        select: list[int] = []
         for row in rows:
             tokens += row.ids
             positions += row.positions
             slots += [row.blocks[p // size] * size + p % size for p in row.positions]
             select += range(len(tokens) - row.wanted, len(tokens))
-        tokens, positions, slots, select = (
-            torch.tensor(each, device=self.model.device)
-            for each in ([tokens], [positions], slots, select)
-        )
+        tensor = partial(torch.tensor, device=self.model.device)
+        places = tensor(slots)
         groups = [self.group(each) for each in groups_of(rows, size, self.most, self.width)]
         layers = [
-            self.layer(kv, slots, groups, window)
+            self.layer(kv, places, groups, window)
             for kv, window in zip(self.kv, self.model.config.windows, strict=True)
         ]
-        return tokens, positions, layers, select
+        return tensor([tokens]), tensor([positions]), layers, tensor(select)
 
     def filler(self, blocks: list[int]) -> int:
         """The block that fills up a row's table."""

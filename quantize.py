@@ -18,6 +18,8 @@ arXiv:2208.07339), Frantar et al. 2022 (GPTQ, arXiv:2210.17323; see tools/conver
 2023 (AWQ, arXiv:2306.00978). Read: QuantLinear, round_to_nearest, quantize_model.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -146,8 +148,11 @@ def group_scales(w: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 def usual_group_size(model: Transformer) -> int:
     """Return the largest of 128, 64 and 32 that divides the input channels of all Linears; 128 if
     none does."""
-    channels = [model.get_submodule(path).in_features for path in linears(model)]
-    return next((size for size in (128, 64, 32) if not any(K % size for K in channels)), 128)
+    modules: list[Any] = [model.get_submodule(path) for path in linears(model)]
+    return next(
+        (size for size in (128, 64, 32) if not any(each.in_features % size for each in modules)),
+        128,
+    )
 
 
 def quantize_model(
@@ -168,7 +173,7 @@ def quantize_model(
         group_size = usual_group_size(model)
     size = -1 if mode == "int8" else group_size
     for path in progress(plain_linears(model, size, skip), f"quantising to {mode}"):
-        linear = model.get_submodule(path)
+        linear: Any = model.get_submodule(path)
         # A tied lm_head is the embedding, and suffers more from 4 bits than all other matrices.
         form = (MODES[mode], size)
         if path == "lm_head" and linear.weight is model.embed_tokens.weight:
@@ -189,7 +194,8 @@ def plain_linears(model: Transformer, group_size: int, skip: tuple) -> list[str]
         raise ValueError("this model is quantised already: start from the plain one")
     found = [path for path in linears(model) if path not in skip]
     for path in found:
-        num_groups(model.get_submodule(path).in_features, group_size)
+        linear: Any = model.get_submodule(path)
+        num_groups(linear.in_features, group_size)
     return found
 
 

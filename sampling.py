@@ -12,6 +12,7 @@ import copy
 import secrets
 import time
 from array import array
+from collections import abc
 from typing import NamedTuple
 
 import torch
@@ -89,9 +90,9 @@ class Sequence:
         self.max_len = min(context, n + params.max_tokens)
         self.params = params
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
-        self.tokens = []
+        self.tokens: list[Token] = []
         self.times = [time.perf_counter()]
-        self.finish_reason = None
+        self.finish_reason: str | None = None
         self.matcher = None
         # A special token has no text in the output. As a stop string it means its id.
         special = tokenizer.special if tokenizer else {}
@@ -173,8 +174,10 @@ class Sequence:
 
 # --- The sampler ----------------------------------------------------------------------------------
 
+Rows = abc.Sequence[Sequence]  # the sequences of a batch
 
-def sample(logits: Tensor, rows: list[Sequence]) -> list[Token]:
+
+def sample(logits: Tensor, rows: Rows) -> list[Token]:
     """Choose the next token of each row by the row's own parameters and seed.
 
     Args:
@@ -197,7 +200,7 @@ def sample(logits: Tensor, rows: list[Sequence]) -> list[Token]:
     return scored(logits, ids, rows)
 
 
-def distribution(logits: Tensor, rows: list[Sequence]) -> Tensor:
+def distribution(logits: Tensor, rows: Rows) -> Tensor:
     """The probabilities that each row draws from, after every setting of its SamplingParams.
 
     Order: structure, bias, penalties, temperature, top-k, top-p, min-p, as in Hugging Face.
@@ -374,7 +377,7 @@ def finite(logits: Tensor) -> Tensor:
     return logits.amax(-1).isfinite()
 
 
-def scored(logits: Tensor, ids: Ids, rows: list[Sequence]) -> list[Token]:
+def scored(logits: Tensor, ids: Ids, rows: Rows) -> list[Token]:
     """Add log-probabilities to token ids.
 
     Args:

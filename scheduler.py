@@ -154,6 +154,7 @@ class Proposer:
     def take_back(self, job: Job, runner: Runner) -> Tensor:
         """Run a job again without its guesses, and empty its `guess`. Returns the logits after its
         last token, (1, V)."""
+        raise NotImplementedError
 
     def verify(self, logits: Tensor, jobs: list[Job]) -> list[list[Token]]:
         """Choose the next tokens of each job: the guesses that are accepted, and one more.
@@ -162,6 +163,17 @@ class Proposer:
             logits: (R, V), for each job those after its last known token and after each guess.
         """
         return [[token] for token in sample(logits, jobs)]
+
+    def summary(self) -> str:
+        """Describe how many guesses were accepted, in one line."""
+        times = self.offered[0]
+        if not times:
+            return "0 times guessed"
+        rates = " ".join(f"{a / n:.0%}" for a, n in zip(self.accepted, self.offered) if n)
+        return (
+            f"{times} times guessed, {sum(self.accepted) / times:.2f} accepted on average "
+            f"(by position: {rates})"
+        )
 
 
 # --- The engine -----------------------------------------------------------------------------------
@@ -199,7 +211,7 @@ class Engine:
         proposer: Proposer | None = None,
         matcher: Callable | None = None,
         runner: type[Runner] = Runner,
-        **limits: Any,
+        **options: Any,
     ) -> None:
         """Make the blocks.
 
@@ -210,7 +222,7 @@ class Engine:
             matcher: compiles SamplingParams.structured_outputs; see structured.matcher. None:
                 structured outputs are refused.
             runner: tp.Leader, if the model is one rank's share; or flex.FlexRunner.
-            limits: see settings.Limits. Unless num_blocks is set, there are no more blocks than
+            options: see settings.Limits. Unless num_blocks is set, there are no more blocks than
                 max_num_seqs sequences of max_seq_len can use. By default, a step's budget is one
                 token of each sequence with its guesses, plus CHUNK tokens of prompts (2,048 on a
                 GPU), or small_chunk in a step in which others decode. A larger budget finishes
@@ -221,7 +233,7 @@ class Engine:
                 guesses) of each sequence.
             ValueError: there is no room for a block.
         """
-        limits = Limits(**limits)
+        limits = Limits(**options)
         self.model = model
         self.config = model.config
         self.tokenizer = tokenizer
@@ -249,9 +261,9 @@ class Engine:
         shape = (num_blocks, size, limits.kv_dtype)
         self.runner = runner(model, *shape)
         self.proposer.runners = tuple(Runner(each, *shape) for each in self.proposer.models)
-        self.running = []
-        self.waiting = []
-        self.ran = {}
+        self.running: list[Job] = []
+        self.waiting: list[Job] = []
+        self.ran: dict[Job, int] = {}
         self.stats = dict.fromkeys(STATS, 0)
         self._arrivals = itertools.count(1)
 
@@ -272,7 +284,9 @@ class Engine:
         Raises:
             SettingError: see Sequence and structured.matcher.
         """
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        if isinstance(prompt, str):
+            assert self.tokenizer, "this engine has no tokenizer: give token ids"
+            prompt = self.tokenizer.encode(prompt)
         request = Request(**options)
         check("priority", request.priority, int, -(2**31))
         check("cache_salt", request.cache_salt, str | None)
@@ -282,7 +296,7 @@ class Engine:
                 raise SettingError("structured_outputs", "needs an engine that was given a matcher")
             matcher = self.matcher(params.structured_outputs)
         for i in range(params.n):
-            job = Job(request, ids, params, self.config, self.tokenizer, self.max_seq_len)
+            job = Job(request, prompt, params, self.config, self.tokenizer, self.max_seq_len)
             job.seed += i
             job.matcher = matcher and matcher.deep_copy()
             request.outputs.append(job)
@@ -388,8 +402,8 @@ class Engine:
         is_decoding = any(job.tokens for job in self.running)
         budget = self.small_budget if is_decoding else self.max_num_batched_tokens
         pool = self.pool
-        batch = []
-        copies = []
+        batch: list[Job] = []
+        copies: list[tuple[int, int]] = []
         preempted = False
         # 1) the running jobs, in line. A share of the budget is reserved for each later one. If
         # blocks are short, `running` shrinks at its end while `batch` grows.

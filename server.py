@@ -96,11 +96,11 @@ class Server:
         self.args = args
         name = args.served_model_name or args.checkpoint.resolve().name
         self.api = API(engine, name, SamplingParams(**suggested(args.checkpoint)))
-        self.inbox = queue.SimpleQueue()
-        self.waiters = {}
-        self.served = defaultdict(Counter)
-        self.connections = set()
-        self.busy = set()
+        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.waiters: dict[Request, Connection] = {}
+        self.served: dict[str, Counter] = defaultdict(Counter)
+        self.connections: set[Connection] = set()
+        self.busy: set[Connection] = set()
         self.stopping = self.over = False
         self.snapshot_time = 0.0
         self.take_snapshot()
@@ -188,10 +188,11 @@ class Server:
         port = self.args.port
         listeners = []
         # A name such as localhost has an address in each version of IP. All get the same port.
-        kind = dict(type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, *_, address in socket.getaddrinfo(self.args.host, port, **kind):
+        kind = 0, socket.SOCK_STREAM, 0, socket.AI_PASSIVE
+        for family, *_, address in socket.getaddrinfo(self.args.host, port, *kind):
             listeners.append(Listener(self, family, (address[0], port, *address[2:])))
-            host, port, *_ = listeners[-1].server_address
+            host = str(listeners[-1].server_address[0])
+            port = listeners[-1].server_address[1]
             Thread(target=listeners[-1].serve_forever, args=[0.1], daemon=True).start()
         host = f"[{host}]" if ":" in host else host
         say(f"serving {self.api.name} on http://{host}:{port}")
@@ -241,7 +242,7 @@ def count(served: dict[str, Counter], request: Request) -> None:
     for job in request.outputs:
         served["request_success_total"][f',finished_reason="{job.finish_reason}"'] += 1
         gaps = [after - before for before, after in pairwise(job.times)]
-        observed = dict(
+        observed: dict[str, list] = dict(
             time_to_first_token_seconds=gaps[:1],
             inter_token_latency_seconds=sorted(gaps[1:]),
             e2e_request_latency_seconds=[sum(gaps)] if gaps else [],
@@ -299,7 +300,7 @@ class Listener(ThreadingHTTPServer):
     def __init__(self, owner: Server, family: int, address: tuple) -> None:
         self.owner = owner
         self.address_family = family
-        self.refused = deque(maxlen=64)
+        self.refused: deque[socket.socket] = deque(maxlen=64)
         super().__init__(address, Connection)
 
     def get_request(self) -> tuple:
@@ -356,6 +357,9 @@ class Connection(BaseHTTPRequestHandler):
         gone: whether it has stopped waiting for them.
     """
 
+    server: Listener
+    rfile: Any
+    raw_requestline: bytes
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # or an answer's body could wait for the head's acknowledgement
     line = content_type = command = request_version = ""
@@ -404,7 +408,8 @@ class Connection(BaseHTTPRequestHandler):
         if not self.raw_requestline.endswith(b"\n"):
             raise EOFError
         found = re.fullmatch(REQUEST, self.raw_requestline)
-        demand(found, 400, "this is not an HTTP/1 request")
+        if not found:
+            raise Problem(400, "this is not an HTTP/1 request")
         self.line = unquote(found[1].decode())
         file = self.rfile
         self.rfile = Head(file)
@@ -539,7 +544,7 @@ class Connection(BaseHTTPRequestHandler):
         except (ValueError, RecursionError) as error:
             raise Problem(400, f"the body must be a JSON object: {str(error)[:200]}") from None
 
-    def read_body(self) -> bytes:
+    def read_body(self) -> bytes | bytearray:
         """Read as many bytes as Content-Length says, or a body in chunks. A chunk is its size in
         hex, CRLF, that many bytes, CRLF; the last one has size 0."""
         framing = ",".join(
@@ -548,7 +553,8 @@ class Connection(BaseHTTPRequestHandler):
             for value in self.headers.get_all(name, [])
         )
         found = re.fullmatch("([0-9]{1,18})|(?i:chunked)", framing)
-        demand(found, 411, "send the body with one Content-Length, or in chunks")
+        if not found:
+            raise Problem(411, "send the body with one Content-Length, or in chunks")
         if found[1]:
             self.check_size(int(framing))
         if "Expect" in self.headers and self.request_version != "HTTP/1.0":
@@ -592,7 +598,7 @@ class Connection(BaseHTTPRequestHandler):
         if not self.content_type:
             self.content_type = content_type
             self.send_response_only(status)
-            headers = HEADERS | {
+            headers: JSON = HEADERS | {
                 "Content-Type": content_type,
                 "X-Request-Id": self.headers.get("X-Request-Id") or secrets.token_hex(12),
             }
@@ -643,14 +649,14 @@ def parse_args(argv: list[str] | None) -> Namespace:
     return parser.parse_args(argv)
 
 
-def command(args: Namespace, ranks: Ranks) -> int:
+def command(flags: Namespace, ranks: Ranks) -> int:
     """Load the model and serve it."""
     # On a CPU, few prompt tokens in a step let others wait less for their next token: the 99th
     # percentile is half as long with 32 as with 512.
-    defaults = dict(
+    defaults: JSON = dict(
         api_key=os.getenv("KILOLM_API_KEY"), small_chunk=32 if ranks.device.type == "cpu" else None
     )
-    args = ServerArgs(**defaults | settings.given(ServerArgs, args))
+    args = ServerArgs(**defaults | settings.given(ServerArgs, flags))
     if "" in (args.host, args.api_key):
         raise ValueError("--host and --api-key (or $KILOLM_API_KEY) must not be empty")
     if not re.fullmatch(r"\*|https?://[\w.:\[\]-]+", args.cors or "*"):

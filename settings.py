@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import time
-from argparse import SUPPRESS, ArgumentParser
+from argparse import SUPPRESS
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, fields
@@ -53,10 +53,10 @@ def check(name: str, value: Any, kind: Any, *bounds: float) -> Any:
     Raises:
         SettingError: the value has another type or is out of bounds.
     """
-    bounds = (*bounds, 2**31)[:2] if bounds else RANGES.get(kind)
+    limits = (*bounds, 2**31)[:2] if bounds else RANGES.get(kind)
     types = int | float if kind is float else kind
     is_kind = isinstance(value, types) and isinstance(value, bool) == (kind is bool)
-    if is_kind and (value is None or not bounds or bounds[0] <= value <= bounds[1]):
+    if is_kind and (value is None or not limits or limits[0] <= value <= limits[1]):
         return value
     span = " in {}..{}".format(*bounds) if bounds else ""
     raise SettingError(name, f"must be {getattr(kind, '__name__', kind)}{span}, is {value!r:.100}")
@@ -226,7 +226,9 @@ class Limits:
     kv_dtype: str = setting("auto", "keys and values; auto: as --dtype", choices=("auto", "int8"))
     block_size: int = setting(16, "tokens in a block of the cache")
     num_blocks: int | None = setting(None, "blocks in the cache, instead of --kv-memory")
-    __post_init__ = check_fields
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -256,7 +258,7 @@ class EngineArgs(Limits):
     speculate: int | None = setting(None, "tokens to guess in a step (README)", 0, 64)
 
 
-def add_flags(parser: ArgumentParser, settings: type, **aliases: str) -> None:
+def add_flags(parser: Any, settings: type, **aliases: str) -> None:
     """Add a flag to a command line for each setting() of a dataclass.
 
     Args:
@@ -285,7 +287,7 @@ class Ranks(NamedTuple):
     ranks: int = 1
     shard: Callable | None = None  # for checkpoint.load_model: makes this rank's share of a model
     runner: type | None = None  # the Engine's runner
-    follow: Callable | None = None  # runs this rank's share; called on all ranks but the first
+    follow: Callable = lambda model: 0  # runs this rank's share; called on all ranks but the first
     agree: Callable = lambda args: None  # checks that all ranks have the same settings: tp.agree
 
 
@@ -403,7 +405,7 @@ class Waiting:
     def __init__(self) -> None:
         self.since = time.monotonic()
         self.before = others_seconds()
-        self.idle_pool = None  # the event that ends it, if there is one
+        self.idle_pool: Event | None = None  # the event that ends it, if there is one
 
     def adapt(self) -> None:
         """Look at the load twice a second, and choose. Called before each step."""
@@ -470,8 +472,8 @@ def free_memory(device: torch.device, root: Path = Path("/")) -> int:
     free = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2]
     # Cached files count as free, because the system drops them when memory is short.
     with suppress(OSError):
-        found = re.search(r"MemAvailable:\s+(\d+)", (root / "proc/meminfo").read_text())
-        free = [int(found[1]) * 1024]  # it is in kB
+        found = re.findall(r"MemAvailable:\s+(\d+)", (root / "proc/meminfo").read_text())
+        free = [int(found[0]) * 1024]  # it is in kB
     for limit, used in CGROUPS.items():
         file = root / "sys/fs/cgroup" / limit
         with suppress(OSError, ValueError):  # no such file; or "max", no limit

@@ -21,6 +21,7 @@ DraftModel.
 """
 
 from itertools import accumulate
+from typing import ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -71,7 +72,7 @@ def accept(p: Tensor, chances: Tensor, guess: Guess, u: Tensor) -> tuple[int, Te
 
 
 class Guesser(Proposer):
-    """The verification that all guessers share, and the statistics of their guesses."""
+    """The verification that all guessers share."""
 
     def verify(self, logits: Tensor, jobs: list[Job]) -> list[list[Token]]:
         """Accept guesses and add one token to each job; see scheduler.Proposer.verify."""
@@ -114,17 +115,6 @@ class Guesser(Proposer):
         job.guess = Guess()
         return logits[:1]
 
-    def summary(self) -> str:
-        """Describe how many guesses were accepted, in one line."""
-        times = self.offered[0]
-        if not times:
-            return "0 times guessed"
-        rates = " ".join(f"{a / n:.0%}" for a, n in zip(self.accepted, self.offered) if n)
-        return (
-            f"{times} times guessed, {sum(self.accepted) / times:.2f} accepted on average "
-            f"(by position: {rates})"
-        )
-
 
 class NGram(Guesser):
     """Prompt lookup: guess what followed the last few tokens when they occurred before.
@@ -137,7 +127,7 @@ class NGram(Guesser):
             is no longer in use.
     """
 
-    texts = WeakKeyDictionary()  # noqa: RUF012 (one for all instances)
+    texts: ClassVar[WeakKeyDictionary] = WeakKeyDictionary()
 
     def propose(self, jobs: list[Job]) -> None:
         for job in jobs:

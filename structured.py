@@ -22,7 +22,7 @@ from settings import JSON, SettingError, check, supported
 from tokenizer import Ids, Tokenizer
 
 # The white space allowed in JSON. Without a limit, a weak model writes spaces until max_tokens.
-SPACES = {"whitespace_pattern": "( |\n {0,20})?"}
+SPACES: Any = {"whitespace_pattern": "( |\n {0,20})?"}
 # The longest schema, regex, choice or grammar, in characters. That is enough for a choice among
 # 10,000 words, which compiles in a tenth of a second.
 MAX_LENGTH = 2**18
@@ -117,14 +117,15 @@ def vocabulary(tokenizer: Tokenizer, V: int, eos_ids: tuple[int, ...]) -> Any:
         return trie.greedy_tokenize(text)
 
     # llguidance reads these attributes of a tokenizer that is a function.
-    vars(spell).update(
+    wrapper: Any = spell
+    vars(wrapper).update(
         tokens=(token_bytes + [b""] * (V + 1))[: V + 1],
         special_token_ids=[i for i in range(V + 1) if not tokenizer.is_text(i)],
         is_tokenizer_wrapper=True,
         eos_token_id=V,
         bos_token_id=None,
     )
-    trie = llguidance.LLTokenizer(spell, eos_token=[*eos_ids] or [V])
+    trie = llguidance.LLTokenizer(wrapper, eos_token=[*eos_ids] or [V])
     return trie
 
 

@@ -10,6 +10,7 @@ the text at a stop string.
 import json
 import re
 import time
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from itertools import groupby
@@ -134,21 +135,24 @@ class Tokenizer:
             read = self._read_fast if is_fast else self._read_slow
             read(path, dict(sorted(added.items())), named)
             self._hidden = set(self.special.values())
-            self.bos_id = bos = self.special.get(config.get("bos_token"))
-            self.eos_id = eos = self.special.get(config.get("eos_token"))
+            self.bos_id = bos = self.special.get(config.get("bos_token", ""))
+            self.eos_id = eos = self.special.get(config.get("eos_token", ""))
             # tokenizer.json itself says what is put around a text. With tokenizer.model, a text
             # begins with BOS unless the config says no.
             if not is_fast:
-                add_bos = bos is not None and config.get("add_bos_token", True)
-                self.prefix = [bos] if add_bos else []
-                self.suffix = [eos] if eos is not None and config.get("add_eos_token") else []
+                self.prefix: Ids = []
+                self.suffix: Ids = []
+                if bos is not None and config.get("add_bos_token", True):
+                    self.prefix = [bos]
+                if eos is not None and config.get("add_eos_token"):
+                    self.suffix = [eos]
             file = path / "chat_template.jinja"
             if pointers(file):
                 raise ValueError  # blame says which file is a pointer
             template = file.read_text("utf-8") if file.is_file() else config.get("chat_template")
             if isinstance(template, list):  # several templates with names
-                named = {entry["name"]: entry["template"] for entry in template}
-                template = named and named.get("default", NO_DEFAULT)
+                templates = {entry["name"]: entry["template"] for entry in template}
+                template = templates and templates.get("default", NO_DEFAULT)
             # {% generation %} marks replies for training. Jinja lacks it, so it becomes {% with %}.
             template = re.sub(r"({%[-+]?\s*(?:end)?)generation\b", r"\1with", template or "")
         self.template = template or PLAIN_TEMPLATE
@@ -178,7 +182,7 @@ class Tokenizer:
 
     def eos_ids(self, config: Config) -> set[int]:
         """The ids that end a text: the model's, and this tokenizer's own."""
-        return {*config.eos_ids, self.eos_id} - {None}
+        return {i for i in (*config.eos_ids, self.eos_id) if i is not None}
 
     def encode_chat(self, messages: list, goes_on: bool = False, /, **options: object) -> Ids:
         """Render a conversation with the checkpoint's chat template, ready for the reply.
@@ -226,8 +230,8 @@ class Tokenizer:
             supported(f"the id of {token['content']}", i, backend.token_to_id(token["content"]))
         backend.add_special_tokens([*named & backend.get_vocab().keys()])
         self._encode = lambda text: backend.encode(text, add_special_tokens=False).ids
-        self._decode = partial(backend.decode, skip_special_tokens=False)
-        self.piece = backend.id_to_token
+        self._decode: Callable[[Ids], str] = partial(backend.decode, skip_special_tokens=False)
+        self.piece: Callable[[int], str | None] = backend.id_to_token
         self.byte_level = "ByteLevel" in str(backend.decoder)
         self.vocab_size = max(backend.get_vocab().values()) + 1
         self.special = {
@@ -282,7 +286,7 @@ class Tokenizer:
             # Because of the parentheses, every second part is what the pattern matched.
             for n, part in enumerate(re.split(pattern, text)):
                 if n % 2:
-                    result.append(ids.get(part, ids.get(part.strip())))
+                    result.append(ids[part if part in ids else part.strip()])
                 else:
                     result += (later if n else first).encode(part)
             return result
@@ -324,7 +328,7 @@ class Detokenizer:
         """
         decode = tokenizer.decode if tokenizer else lambda ids, show_special: ""
         self._decode = partial(decode, show_special=show_special)
-        self._new = []
+        self._new: Ids = []
         # A context should begin with a whole character. A character has at most four bytes, so of
         # the contexts of 8, 7, 6 and 5 ids, one begins with a whole character. If none of them has
         # any text, a long one may.

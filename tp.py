@@ -62,7 +62,7 @@ from torch import Tensor, nn
 from checkpoint import CheckpointError, Files, blame, build, is_tied
 from model import Transformer
 from paged import Row, Runner
-from settings import BUNDLED, VERSION, EngineArgs, Ranks, given
+from settings import BUNDLED, JSON, VERSION, EngineArgs, Ranks, given
 
 # --- A rank's share of a model --------------------------------------------------------------------
 
@@ -89,7 +89,7 @@ def shard(model: Transformer, files: Files, rank: int, ranks: int) -> tuple[Tran
     """
     c = model.config
     K = c.num_key_value_heads
-    sizes = dict(
+    sizes: JSON = dict(
         num_attention_heads=c.num_attention_heads,
         intermediate_size=c.intermediate_size,
         moe_intermediate_size=c.moe_intermediate_size or 0,
@@ -114,7 +114,8 @@ def shard(model: Transformer, files: Files, rank: int, ranks: int) -> tuple[Tran
     # These are hooks, because wrapper modules would change the names of the parameters. Quantised
     # and packed Linears can still take the place of the plain ones.
     share.register_forward_hook(gather)
-    for block in share.layers:
+    blocks: Any = share.layers
+    for block in blocks:
         block.self_attn.register_forward_hook(add_up)  # after o_proj
         block.mlp.register_forward_hook(add_up)  # after down_proj, the experts' too
     if is_tied(model):  # each rank has the whole embedding, to look up rows, and a part of lm_head
@@ -124,7 +125,7 @@ def shard(model: Transformer, files: Files, rank: int, ranks: int) -> tuple[Tran
         dim = CUTS.get(module)
         if dim == 1 and kind == "bias":
             files[name] = stored.changed(lambda bias: bias * (rank == 0))  # rank 0 adds it
-        elif module in CUTS:
+        elif dim is not None:
             n = stored.empty.shape[dim]
             # If there is one piece, every rank reads it: a single kv head, or the only scale that
             # a row of a quantised weight has.

@@ -327,7 +327,7 @@ FAULTS = [
     (paged.Runner, "group", "arange(size)).flatten(1).to(device)", "arange(size)).flatten(1)",
      "greedy", MIXED),
     (paged.Runner, "group", "+ heads).to(device)", "+ heads)", "greedy", MIXED),
-    (paged.Runner, "plan", "(each, device=self.model.device)", "(each)", "greedy", MIXED),
+    (paged.Runner, "plan", "tensor, device=self.model.device)", "tensor)", "greedy", MIXED),
     (paged.Blocks, "attend", "torch.cat(attended, 1)", "torch.cat(attended, 1).cpu()", "greedy",
      MIXED),
     (paged, "decode", "scale).to(dtype)", "torch.ones(scale.shape)).to(dtype)", "int8 keys", MIXED),
