@@ -254,9 +254,8 @@ def decode(stored: Tensor, dtype: torch.dtype) -> Tensor:
 # code around it does not touch them.
 library = torch.library.Library("kilolm", "FRAGMENT")
 library.define("opaque(Tensor x, Tensor[] more, Tensor key, SymInt width) -> Tensor")
-numbered: WeakValueDictionary[int, Any] = (
-    WeakValueDictionary()
-)  # number -> object; weak, so that the object can be freed
+# number -> object; weak, so that the object can be freed
+numbered: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 def number_of(thing: object) -> Tensor:

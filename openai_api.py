@@ -348,10 +348,8 @@ class Choice:
             raise Problem(400 if complaint else 500, (complaint or BROKEN)[:100])
         demand(reason != "abort", 500, "a step of the engine failed")
         # The tokens are copied, because meanwhile the engine's thread may append to them.
-        whole: list[Any] = [
-            *split_thought(self.prefix + job.text),
-            job.tokens[:] if is_scored else [],
-        ]
+        said = split_thought(self.prefix + job.text)
+        whole: list[Any] = [*said, job.tokens[:] if is_scored else []]
         thought, text, tokens = (each[start:] for each, start in zip(whole, self.taken))
         if self.reason or not (reason or thought or text or tokens):
             return None

@@ -149,10 +149,8 @@ def usual_group_size(model: Transformer) -> int:
     """Return the largest of 128, 64 and 32 that divides the input channels of all Linears; 128 if
     none does."""
     modules: list[Any] = [model.get_submodule(path) for path in linears(model)]
-    return next(
-        (size for size in (128, 64, 32) if not any(each.in_features % size for each in modules)),
-        128,
-    )
+    channels = [each.in_features for each in modules]
+    return next((size for size in (128, 64, 32) if not any(K % size for K in channels)), 128)
 
 
 def quantize_model(
