@@ -368,18 +368,10 @@ class Engine:
         rows = [job.row for job in batch]
         logits = self.runner.forward(rows)  # (R, V)
         # 4) sample for the jobs whose known tokens have all run
-        all_finite = finite(logits).all().item()  # one read by the host, which waits for the GPU
+        sound = self._sound(batch, logits)
         drawing = []
         parts = []
-        failed = []
-        for job, part in zip(batch, logits.split([row.wanted for row in rows])):
-            sound = all_finite or finite(part).all()
-            if job.guess.ids and not sound:  # one of the guesses may be the reason
-                part = self.proposer.take_back(job, self.runner)
-                sound = finite(part).all()
-            if not sound:
-                failed.append(job.request)
-                continue
+        for job, part in sound.items():
             if job.scores_prompt:
                 part = self._score(job, part)
             ready = self._computed(job)
@@ -389,6 +381,7 @@ class Engine:
         # 5) append, and retire the jobs that have ended
         for job, tokens in zip(drawing, sampled, strict=True):
             self._append(job, tokens)
+        failed = [job.request for job in batch if job not in sound]
         for request in failed:
             self.abort(request, "error")
         self.ran = {job: len(row.ids) for job, row in zip(batch, rows)}
@@ -412,11 +405,7 @@ class Engine:
             reserved = (len(self.running) - len(batch) - 1) * (1 + self.proposer.k)
             end = self._end_of_step(job, budget - reserved, batch)
             if pool.cost(job.table, end) > len(pool.available):
-                # The last in line gives its blocks back and waits to be computed again.
-                last = self.running.pop()
-                pool.free(last.table)
-                insort(self.waiting, last, key=place_in_line)
-                self.stats["num_preemptions"] += 1
+                self._preempt_last()
                 preempted = True
                 continue
             budget -= end - job.table.length
@@ -448,6 +437,13 @@ class Engine:
                 each.copy_blocks(copies)
         return sorted(batch, key=run_order)
 
+    def _preempt_last(self) -> None:
+        """Take back the blocks of the last in line, which waits to be computed again."""
+        last = self.running.pop()
+        self.pool.free(last.table)
+        insort(self.waiting, last, key=place_in_line)
+        self.stats["num_preemptions"] += 1
+
     def _end_of_step(self, job: Job, budget: int, batch: list[Job]) -> int:
         """The position up to which a job runs within the budget.
 
@@ -465,6 +461,19 @@ class Engine:
         if end - start <= budget:
             return end
         return min(known - 1, start + budget)
+
+    def _sound(self, batch: list[Job], logits: Tensor) -> dict[Job, Tensor]:
+        """Split a step's logits, and leave out the jobs with NaN or infinity among theirs."""
+        parts = logits.split([job.row.wanted for job in batch])
+        sound = dict(zip(batch, parts))
+        if finite(logits).all():  # one read by the host, which waits for the GPU
+            return sound
+        for job, part in zip(batch, parts):
+            if job.guess.ids and not finite(part).all():  # one of the guesses may be the reason
+                sound[job] = part = self.proposer.take_back(job, self.runner)
+            if not finite(part).all():
+                del sound[job]
+        return sound
 
     def _score(self, job: Job, logits: Tensor) -> Tensor:
         """Record the log-probabilities of the prompt tokens that follow each token of a job's row.

@@ -58,7 +58,7 @@ def check(name: str, value: Any, kind: Any, *bounds: float) -> Any:
     is_kind = isinstance(value, types) and isinstance(value, bool) == (kind is bool)
     if is_kind and (value is None or not limits or limits[0] <= value <= limits[1]):
         return value
-    span = " in {}..{}".format(*bounds) if bounds else ""
+    span = " in {}..{}".format(*limits) if limits else ""
     raise SettingError(name, f"must be {getattr(kind, '__name__', kind)}{span}, is {value!r:.100}")
 
 

@@ -32,10 +32,10 @@ def test_counts_code_only():
 
 # Nodes bound what there is to understand, and the density bounds folding. Lines cost little; they
 # are bounded so that the files stay an evening's reading. What does not fit is made simpler. (The
-# bounds are wider for a while: server.py is to become two files, and smaller.)
+# bounds are wider for a while: the two files of the server are to become smaller.)
 @pytest.mark.parametrize(
     ("names", "most_lines", "most_nodes", "most_in_a_line"),
-    [(ENGINE, 1170, 7620, 6.7), (MODULES, 3520, 22260, 6.9)],
+    [(ENGINE, 1180, 7800, 6.7), (MODULES, 3560, 22520, 6.9)],
     ids=["the engine", "all"],
 )
 def test_budget(names, most_lines, most_nodes, most_in_a_line):
