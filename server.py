@@ -318,9 +318,10 @@ class Listener(ThreadingHTTPServer):
         if len(self.owner.connections) < CLIENTS:
             super().process_request(request, client_address)
         else:
-            request.sendall(BUSY)
-            request.shutdown(socket.SHUT_WR)
             self.refused.append(request)
+            with suppress(OSError):  # the client has left already
+                request.sendall(BUSY)
+                request.shutdown(socket.SHUT_WR)
 
 
 class Head:
@@ -620,7 +621,8 @@ class Connection(BaseHTTPRequestHandler):
     def log(self, status: int | str) -> None:
         with suppress(OSError):  # if the log cannot be written, the answer is still sent
             if self.line != "GET /engine" or status != 200:  # a page asks ten times a second
-                print(f"{self.line!r:.200}", status, file=sys.stderr)
+                # In one piece, as other threads write here too.
+                print(f"{self.line!r:.200} {status}\n", end="", file=sys.stderr)
 
 
 ROUTES = {"/": Connection.send_page,

@@ -274,12 +274,16 @@ class Tokenizer:
 
         # sentencepiece would encode the text "<s>" as three characters, so these tokens are split
         # off first. In reverse order "<|im_start|>" is tried before "<|im". (?!) matches nothing.
-        def spaces(text: str, side: str) -> str:
-            return r"\s*" if added[ids[text]].get(side) else ""
+        def pattern_of(text: str) -> str:
+            token = added[ids[text]]
+            pattern = re.escape(text)
+            if token.get("single_word"):
+                pattern = rf"(?<!\w){pattern}(?!\w)"
+            if token.get("lstrip"):
+                pattern = rf"\s*{pattern}"
+            return rf"{pattern}\s*" if token.get("rstrip") else pattern
 
-        texts = sorted(ids, reverse=True)
-        patterns = [spaces(t, "lstrip") + re.escape(t) + spaces(t, "rstrip") for t in texts]
-        pattern = f"({'|'.join(patterns) or '(?!)'})"
+        pattern = f"({'|'.join(map(pattern_of, sorted(ids, reverse=True))) or '(?!)'})"
 
         def encode(text: str) -> Ids:
             result = []

@@ -84,6 +84,9 @@ TOKENIZERS = {  # name -> tokenizer_config.json, other files, added texts
         LLAMA_CONFIG | added(
             LLAMA_SIZE, token("<|l|>", lstrip=True), token("<|r|>", rstrip=True),
             token("<|b|>", lstrip=True, rstrip=True)), SLOW, ["<|l|>", "<|r|>", "<|b|>"]),
+    "a token that is a word of its own": (
+        LLAMA_CONFIG | added(LLAMA_SIZE, token("king", single_word=True)), SLOW,
+        ["king", "a king, a kingdom, king"]),
 }  # fmt: skip
 
 
