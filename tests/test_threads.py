@@ -70,7 +70,7 @@ def test_a_busy_machine():
             other.kill()
             other.wait()
     # Its fair share is a third: three processes on a core. With two threads it was a twentieth.
-    assert beside > 60 and beside > alone / 5, (alone, beside)
+    assert beside > 30 and beside > alone / 6, (alone, beside)
 
 
 @pytest.mark.parametrize("variable", ["", "GOMP_SPINCOUNT"])
