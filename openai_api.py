@@ -305,7 +305,11 @@ class Completion:
         return [self.base | more | {"choices": [part]} for part in parts if part]
 
     def whole(self) -> JSON:
-        """Return the whole answer, or the last chunk of a stream, which has only the usage."""
+        """Return the whole answer, or the last chunk of a stream, which has only the usage.
+
+        Raises:
+            Problem: a sequence ended with an error.
+        """
         choices = [] if self.stream else [choice.take_new() for choice in self.choices]
         return self.base | dict(choices=choices, usage=self.usage())
 

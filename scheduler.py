@@ -165,7 +165,7 @@ class Proposer:
         return [[token] for token in sample(logits, jobs)]
 
     def summary(self) -> str:
-        """Describe how many guesses were accepted, in one line."""
+        """Describe how many guesses were accepted, in one line; k must not be 0."""
         times = self.offered[0]
         if not times:
             return "0 times guessed"

@@ -3,7 +3,7 @@
     python server.py                            the bundled model, on http://127.0.0.1:8000
     python server.py --checkpoint DIR --compile --api-key SECRET
 
-This file holds HTTP, the engine's thread and the end of it all; what the bodies mean is in
+This file holds HTTP, the engine's thread and the signals; what the bodies mean is in
 openai_api.py. The main thread runs the engine. Each connection has a thread of its own, which reads
 a request, puts it into the inbox of the engine's thread, and waits for news. After each step the
 engine's thread tells those that have something to send. A slow client delays nobody: its thread
@@ -11,7 +11,7 @@ reads the state of its sequences only when the client has taken the previous par
 queue of tokens.
 
     client --> Connection.complete --> API.prepare --> inbox --> Server.drive: submit, step, step
-    client <-- Connection.send <-- Completion.chunks <-- event <-- Server.wake <----+
+    client <-- Connection.send <-- Completion.chunks <-- news <--- Server.wake <----+
 
 The server listens on loopback by default. Its HTTP needs only the standard library. The names in
 /metrics are vLLM's, except engine_steps_total and computed_tokens_total. Read: Server.drive,
@@ -181,7 +181,7 @@ class Server:
         )
         self.snapshot = json.dumps(counters(engine) | state)
 
-    # --- Beside it --------------------------------------------------------------------------------
+    # --- The listening thread ---------------------------------------------------------------------
 
     def listen(self) -> None:
         """Accept connections until a signal arrives, then let the running completions finish."""
@@ -211,8 +211,8 @@ class Server:
         self.drop(math.inf)
 
     def drop(self, now: float) -> None:
-        """End the connections whose clients have been waited for until now: a read or a write that
-        one of them waits in fails."""
+        """End the connections that are due by now. Where one waits in a read or a write, that call
+        fails."""
         for connection in [*self.connections]:
             if connection.due <= now:
                 with suppress(OSError):  # it has ended
@@ -308,7 +308,7 @@ class Listener(ThreadingHTTPServer):
         try:
             return super().get_request()
         except OSError as error:
-            print(error, file=sys.stderr)
+            say(str(error))
             time.sleep(1)
             raise
 
@@ -387,8 +387,9 @@ class Connection(BaseHTTPRequestHandler):
         closes: if this side closed first while the client still sends, the answer would be lost."""
         with suppress(OSError, EOFError):  # the client has left, or was silent for too long
             try:
-                is_tls = self.rfile.peek(1).startswith(b"\x16")  # or it sends no line, and waits
-                demand(not is_tls, 400, "this server speaks HTTP without TLS: use http://")
+                if self.rfile.peek(1).startswith(b"\x16"):  # a TLS hello, which ends no line
+                    self.line = "TLS"
+                    raise Problem(400, "this server speaks HTTP without TLS: use http://")
                 self.handle_one_request()  # calls parse_request and then route
             except Problem as problem:
                 self.send(problem.json, problem.status)

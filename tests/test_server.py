@@ -1443,9 +1443,10 @@ def test_log(local, capfd):
     local.works()
     local.post(COMPLETIONS + "?key=x", {"n": 0})
     local.raw(b"\r\n\r\n")
+    local.raw(b"\x16\x03\x01")
     local.get("/engine")  # which a page asks for ten times a second
     local.get("/engine", Host="a.test")
-    expected = [f"'POST {COMPLETIONS}' 200", f"'POST {COMPLETIONS}' 400", "'' 400"]
+    expected = [f"'POST {COMPLETIONS}' 200", f"'POST {COMPLETIONS}' 400", "'' 400", "'TLS' 400"]
     assert capfd.readouterr().err.splitlines() == [*expected, "'GET /engine' 403"]
 
 
