@@ -417,8 +417,8 @@ class Waiting:
         wanted = torch.get_num_threads() + (others - self.before) / seconds  # cores
         self.since = now
         self.before = others
-        # One process that never waits gets two thirds of a core beside two threads that spin; the
-        # client of six streams on the same machine takes a quarter.
+        # A process that never waits gets 0.67 of a core beside two threads that spin. In a virtual
+        # machine, what its host takes now and then (steal) counts too; that is mostly less.
         is_busy = wanted > len(CORES) + 0.5
         if is_busy and not self.idle_pool:
             self.idle_pool = Event()
