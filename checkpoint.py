@@ -27,7 +27,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from model import Config, Transformer, rope_frequencies
+from families import FAMILIES, FIXED, NESTED, ONLY, OWN, USUAL, folded, layer_kinds, rope_and_folds
+from model import Config, FusedLinear, Transformer, rope_frequencies
 from settings import (
     DTYPES,
     JSON,
@@ -97,40 +98,6 @@ def choose(name: str, value: Any, table: dict) -> Any:
 
 # --- config.json ----------------------------------------------------------------------------------
 
-# The families that run here, each with the settings that its config.json may leave out or never
-# contains. Every family in this table has been compared with `transformers`, logit by logit
-# (tests/test_model.py).
-MISTRAL = dict(num_key_value_heads=8, eos_token_id=2)
-FAMILIES = dict(
-    LlamaForCausalLM=dict(eos_token_id=2),
-    MistralForCausalLM=dict(MISTRAL, sliding_window=4096),
-    MixtralForCausalLM=dict(MISTRAL,  # without a window unless the file names one
-        num_experts=8, num_experts_per_tok=2, rms_norm_eps=1e-5, rope_theta=1e6),
-    Qwen2ForCausalLM=dict(num_key_value_heads=32, qkv_bias=True, o_bias=False),
-    Qwen3ForCausalLM=dict(num_key_value_heads=32, head_dim=128, qk_norm=True),
-    Qwen3MoeForCausalLM=dict(num_key_value_heads=4, qk_norm=True, num_experts_per_tok=8,
-        norm_topk_prob=False))  # fmt: skip
-# Which layers have a window, in families that do not read all of these settings: none in Llama, all
-# in Mistral (unless layer_types says otherwise), and all or none in Qwen3-MoE. These values replace
-# what a file says.
-ALL_LAYERS = dict(use_sliding_window=True, max_window_layers=0)
-FIXED: JSON = dict(
-    LlamaForCausalLM=dict(use_sliding_window=False, layer_types=None),
-    MistralForCausalLM=ALL_LAYERS, MixtralForCausalLM=ALL_LAYERS | dict(layer_types=None),
-    Qwen3MoeForCausalLM=dict(max_window_layers=0, layer_types=None))  # fmt: skip
-# Settings that must have this value. Shared experts need no check here, because models that have
-# them have other architecture names.
-ONLY = dict(hidden_act="silu", partial_rotary_factor=1.0, scoring_func="softmax", n_group=1,
-    is_causal=True)  # fmt: skip
-# Defaults for files of all families. None: the file must have it, and a later check refuses None.
-USUAL: JSON = dict(ONLY, num_hidden_layers=None, num_attention_heads=None, hidden_size=None,
-    intermediate_size=None, vocab_size=None, eos_token_id=[], torch_dtype="float32",
-    attention_bias=False, num_experts=1, use_sliding_window=False, max_window_layers=28,
-    rope_parameters={}, quantization_config={})  # fmt: skip
-# The numbers that each method of extending rope needs.
-ROPES = dict(default=(), linear=("factor",), llama3=("factor", "low_freq_factor",
-    "high_freq_factor", "original_max_position_embeddings"))  # fmt: skip
-
 
 def load_config(path: Path | str) -> Config:
     """Read `config.json` of a checkpoint folder, the EOS ids in `generation_config.json`, and what
@@ -150,13 +117,16 @@ def load_config(path: Path | str) -> Config:
     raw = read_json(file)
     with blame(file):
         names = check("architectures", raw.get("architectures") or None, list)
-        family = choose("architectures", names[0], FAMILIES)
-        raw = USUAL | without_nulls(family | raw)
-        raw |= FIXED.get(names[0], {})
+        name = names[0]
+        if name in NESTED:  # its text model runs, and an image in a chat is refused
+            raw = raw | check("text_config", raw.get("text_config"), dict)
+            name = NESTED[name]
+        family = choose("architectures", name, FAMILIES)
+        raw = {key: raw[key] for key in raw if key in family or key not in OWN}
+        raw = USUAL | without_nulls(family | raw) | FIXED.get(name, {})
         quantization = check("quantization_config", raw["quantization_config"], dict)
         if stored := read_optional(file.with_name("quantize_config.json")):
             quantization = {"quant_method": "gptq", **stored, **quantization}
-        raw |= rope_settings(raw)
         for name, only in ONLY.items():
             supported(name, raw[name], only)
         # 1) Defaults that follow from other settings.
@@ -177,10 +147,13 @@ def load_config(path: Path | str) -> Config:
         raw |= dict(
             dtype=choose("dtype", raw.get("dtype", raw["torch_dtype"]), DTYPES),
             eos_ids=tuple(dict.fromkeys(check_items("eos_token_id", eos, list, int, 0))),
-            windows=layer_windows(raw),
             num_experts=raw.get("num_local_experts", raw["num_experts"]),
             quantization=quantization,
         )
+        if raw.get("root_of_width"):
+            raw["embedding_multiplier"] = raw["hidden_size"] ** 0.5
+        raw |= layer_kinds(raw)
+        raw |= rope_and_folds(raw)
         # 3) Checks of all settings, alone and together.
         config = Config(**{name: raw[name] for name in raw.keys() & Config.__annotations__})
         check_fields(config)
@@ -188,45 +161,12 @@ def load_config(path: Path | str) -> Config:
         check("num_experts_per_tok", config.num_experts_per_tok, int, 1, config.num_experts)
         # Without this bound, a matrix could have more bytes than int64 can count.
         check("heads * head_dim", heads * config.head_dim, int)
-        supported("the length of layer_types", len(config.windows), config.num_hidden_layers)
         if heads % config.num_key_value_heads or config.head_dim % 2:
             raise ValueError(
                 f"{heads} heads must be a multiple of the {config.num_key_value_heads} kv heads; "
                 f"head_dim {config.head_dim} must be even"
             )
     return config
-
-
-def rope_settings(raw: JSON) -> JSON:
-    """Collect the settings of rope: each under its own name, and all of them as `rope_scaling`.
-
-    Newer files have one dict `rope_parameters`; older ones have `rope_theta` and a dict
-    `rope_scaling`. If a file has both dicts, `rope_scaling` wins, as in transformers.
-    """
-    rope = check("rope", raw.get("rope_scaling", raw["rope_parameters"]), dict)
-    rope = {"rope_type": rope.get("type", "default"), **rope}
-    for name in choose("rope_type", rope["rope_type"], ROPES):
-        check(f"rope {name}", rope.get(name), float)
-    if rope["rope_type"] == "llama3":
-        check("high_freq_factor - low", rope["high_freq_factor"] - rope["low_freq_factor"], float)
-    return dict(rope, rope_scaling=rope)
-
-
-def layer_windows(raw: JSON) -> tuple:
-    """Return how many tokens a query of each layer sees; None means all of them.
-
-    Qwen2's files name a window even where it is switched off. Where it is on, the first
-    `max_window_layers` layers still see everything. Newer files of any family list the kind of each
-    layer in `layer_types`.
-
-    Example: 3 layers, sliding_window 5, max_window_layers 1: (None, 5, 5)
-    """
-    layers = check("num_hidden_layers", raw["num_hidden_layers"], int, 1, 1024)
-    window = raw.get("sliding_window") if raw["use_sliding_window"] else None
-    full = raw["max_window_layers"]
-    usual = ["full_attention" if i < full else "sliding_attention" for i in range(layers)]
-    sizes = dict(full_attention=None, sliding_attention=check("sliding_window", window, int | None))
-    return tuple(choose("layer_types", kind, sizes) for kind in raw.get("layer_types") or usual)
 
 
 def suggested(path: Path | str) -> JSON:
@@ -260,10 +200,25 @@ class Stored(NamedTuple):
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> "Stored":
         """Return what `change` will make of this tensor when it is read."""
-        return Stored(change(self.empty), lambda: change(self.read()))
+        return Stored(change(self.empty), self.then(change))
+
+    def then(self, change: Callable[[Tensor], Tensor]) -> Callable[[], Tensor]:
+        """Return a function that reads this tensor and changes its values."""
+        return lambda: change(self.read())
 
 
 Files = dict[str, Stored]  # the keys are this engine's names of the parameters
+
+# RENAMED: a word in the names of Mixtral or GPTQ -> our word. OUTPUT_NORMS: the same for models
+# with norms after attention and the feed-forward. STACKED: a tensor that stacks all experts -> the
+# matrices that it holds for each expert.
+RENAMED = dict(block_sparse_moe="mlp", w1="gate_proj", w2="down_proj", w3="up_proj", qzeros="zeros")
+OUTPUT_NORMS = dict(post_attention_layernorm="attention_output_norm",
+    pre_feedforward_layernorm="post_attention_layernorm",
+    post_feedforward_layernorm="mlp_output_norm")  # fmt: skip
+STACKED = dict(gate_up_proj=("gate_proj", "up_proj"), down_proj=("down_proj",))
+# Parts of models with images, which are not read.
+IMAGES = ("vision_tower", "multi_modal_projector")
 
 
 def build(config: Config) -> Transformer:
@@ -307,7 +262,10 @@ def load_model(
             quantization_config is unknown or contradicts the files.
     """
     config = load_config(path)
-    files = locate_tensors(Path(path))
+    # A folder that this engine has written has its own names, and all numbers are folded in.
+    is_own = config.quantization.get("quant_method") == "kilolm"
+    words = RENAMED | (OUTPUT_NORMS if config.post_norm and not is_own else {})
+    files = locate_tensors(Path(path), words)
     if config.tie_word_embeddings and {"lm_head.weight", "embed_tokens.weight"} <= files.keys():
         # Some files store the shared matrix twice. If the two differ, they are not shared.
         if are_equal(files["lm_head.weight"], files["embed_tokens.weight"]):
@@ -318,8 +276,12 @@ def load_model(
         model = build(config).to(dtype or config.dtype)
     with blame(Path(path)):
         convert(files, model)
+        split_fused(files, model)
         insert_quantised(model, files)
         check_tensors(files, model)
+        if config.folds and not is_own:
+            for name, stored in files.items():
+                files[name] = Stored(stored.empty, stored.then(partial(folded, config, name)))
         if shard:
             model, files = shard(model, files)
             insert_quantised(model, files)
@@ -381,8 +343,11 @@ def named_tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:
                 yield name.replace(own, part), view
 
 
-def locate_tensors(path: Path) -> Files:
+def locate_tensors(path: Path, words: JSON = RENAMED) -> Files:
     """List a checkpoint's tensors from the headers of its files; no data is read.
+
+    Args:
+        words: see RENAMED.
 
     Raises:
         CheckpointError: a header or the index is damaged; or a file is missing that the index
@@ -393,7 +358,7 @@ def locate_tensors(path: Path) -> Files:
         with blame(file), safe_open(file, "pt") as reader:
             for name in names or reader.keys():
                 empty = reader.get_tensor(name).to("meta")  # maps the file, and reads none of it
-                found |= renamed(name, Stored(empty, partial(read_tensor, file, name)))
+                found |= renamed(name, Stored(empty, partial(read_tensor, file, name)), words)
     return found
 
 
@@ -427,21 +392,21 @@ def read_tensor(file: Path, name: str) -> Tensor:
         return reader.get_tensor(name)
 
 
-# RENAMED: a word in the names of Mixtral or GPTQ -> our word. STACKED: a tensor that stacks all
-# experts -> the matrices that it holds for each expert.
-RENAMED = dict(block_sparse_moe="mlp", w1="gate_proj", w2="down_proj", w3="up_proj", qzeros="zeros")
-STACKED = dict(gate_up_proj=("gate_proj", "up_proj"), down_proj=("down_proj",))
-
-
-def renamed(name: str, stored: Stored) -> Files:
+def renamed(name: str, stored: Stored, words: JSON) -> Files:
     """Return a stored tensor under this engine's name; a stack of experts is cut into matrices.
+
+    Args:
+        words: see RENAMED.
 
     Example: "model.layers.0.mlp.experts.down_proj", (2, 32, 24), becomes
         "layers.0.mlp.experts.0.down_proj.weight", (32, 24), and the same for expert 1
     """
-    if name.endswith("rotary_emb.inv_freq"):  # in Llama 1 and 2; they follow from the config
+    path = name.split(".")
+    while path[0] in ("model", "language_model"):
+        del path[0]
+    if path[0] in IMAGES or path[-1] == "inv_freq":  # the latter follows from the config
         return {}
-    name = ".".join(RENAMED.get(word, word) for word in name.removeprefix("model.").split("."))
+    name = ".".join(words.get(word, word) for word in path)
     above, _, last = name.rpartition(".")
     if last not in STACKED:
         return {name: stored}
@@ -449,6 +414,23 @@ def renamed(name: str, stored: Stored) -> Files:
     matrices = [f"{above}.{e}.{part}.weight" for e in experts for part in STACKED[last]]
     cut = stored.changed(lambda stack: stack.flatten(0, 1).unflatten(0, (len(matrices), -1)))
     return {matrix: cut.changed(itemgetter(i)) for i, matrix in enumerate(matrices)}
+
+
+def split_fused(files: Files, model: Transformer) -> None:
+    """Cut tensors that are stored fused, as the model has them (Phi-3), into their parts, in place.
+
+    Example: "layers.0.mlp.gate_up_proj.weight" becomes that of gate_proj and that of up_proj
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, FusedLinear):
+            own = path.rpartition(".")[2]
+            for kind in ("weight", "bias", "qweight", "scales", "zeros"):
+                fused = files.pop(f"{path}.{kind}", None)
+                start = 0
+                for part, size in module.parts.items() if fused else ():
+                    rows = slice(start, start + size)
+                    files[f"{path}.{kind}".replace(own, part)] = fused.changed(itemgetter(rows))
+                    start += size
 
 
 def check_tensors(files: Files, model: Transformer) -> None:

@@ -1,10 +1,12 @@
 """The transformer: tokens and positions in, logits out.
 
-One decoder covers Llama 2 and 3, Mistral, Mixtral, Qwen2, Qwen3 and Qwen3-MoE. They differ only in
-what Config holds: sizes, tied embeddings, biases, a norm on q and k, a sliding window, how rope is
-scaled, and experts in place of the feed-forward (experts.py puts those in). This file knows nothing
-about files, text, scheduling, or how a cache lays out its memory. Attention hands q, k and v to one
-layer of a cache and gets the attended values back, so one forward serves every cache.
+One decoder covers Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, SmolLM3, Phi-3 and Phi-4,
+Granite 3, Gemma 3 and OLMo 2. They differ only in what Config holds: sizes, tied embeddings,
+biases, where norms stand, a sliding window, which layers have which rope, and experts in place of
+the feed-forward (experts.py puts those in). What is only a number is folded into the weights when a
+folder is read; see families.py. This file knows nothing about files, text, scheduling, or how a
+cache lays out its memory. Attention hands q, k and v to one layer of a cache and gets the attended
+values back, so one forward serves every cache.
 
 Papers: Vaswani et al. 2017 (arXiv:1706.03762), Touvron et al. 2023 (Llama, arXiv:2302.13971),
 Su et al. 2021 (rope, arXiv:2104.09864), Ainslie et al. 2023 (grouped-query, arXiv:2305.13245).
@@ -16,6 +18,7 @@ The alphabet of shape comments, unless a file says otherwise:
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,12 +40,19 @@ class Config:
     max_position_embeddings: int = 2048  # tokens: the longest context the model was trained for
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
-    rope_scaling: dict[str, Any] = field(default_factory=dict)  # {}: plain rope
+    rope_speeds: tuple = ()  # of each rope, its H/2 speeds; (): one plain rope; see families.py
+    ropes: tuple[int, ...] = ()  # which of them each layer has; (): the first
     windows: tuple[int | None, ...] = ()  # per layer: tokens that a query sees, or None: all
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False  # Qwen3 applies RMSNorm over H to q and k, before rope
+    wide_qk_norm: bool = False  # OLMo 2: over all heads together
+    pre_norm: bool = True  # norms before attention and before the feed-forward
+    post_norm: bool = False  # norms after them; Gemma 3 has both, OLMo 2 only these
+    gelu: bool = False  # gelu in place of silu
+    embedding_multiplier: float = 1.0
+    folds: dict[str, Any] = field(default_factory=dict)  # what loading folds in; see families.py
     tie_word_embeddings: bool = False
     eos_ids: tuple[int, ...] = ()  # each of them ends a sequence
     dtype: torch.dtype = torch.float32  # in which the weights are stored
@@ -57,7 +67,10 @@ class Config:
 
     def __post_init__(self) -> None:
         # By default all layers see everything. The dataclass is frozen, so this goes through vars.
-        vars(self)["windows"] = self.windows or (None,) * self.num_hidden_layers
+        layers = self.num_hidden_layers
+        vars(self).update(
+            windows=self.windows or (None,) * layers, ropes=self.ropes or (0,) * layers
+        )
 
 
 class Transformer(nn.Module):
@@ -111,16 +124,18 @@ class Transformer(nn.Module):
             masks = visible(self.config, positions, positions)
             cache = [NoCache(masks[window]) for window in self.config.windows]
         x = self.embed_tokens(tokens)  # (B, T, D)
-        cos, sin = self.rope(positions)  # (B, 1, T, H/2) each
-        for block, layer in zip(self.layers, cache, strict=True):
-            x = block(x, cos, sin, layer)
+        if self.config.embedding_multiplier != 1:
+            x = x * torch.tensor(self.config.embedding_multiplier, dtype=x.dtype)
+        ropes = [*zip(*self.rope(positions))]
+        for block, rope, layer in zip(self.layers, self.config.ropes, cache, strict=True):
+            x = block(x, *ropes[rope], layer)
         if select is not None:
             x = x.flatten(0, 1)[select]  # (len(select), D)
         return self.lm_head(self.norm(x))
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of each position's angles: (B, T) -> (B, 1, T, H/2) twice."""
-        angles = positions[:, None, :, None] * self.inv_freq
+        """Cosine and sine of each position's angles: (B, T) -> (ropes, B, 1, T, H/2) twice."""
+        angles = positions[:, None, :, None] * self.inv_freq[:, None, None, None]
         return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
 
 
@@ -131,12 +146,18 @@ class Block(nn.Module):
         super().__init__()
         self.self_attn = Attention(config)
         self.mlp = MLP(config, config.intermediate_size)
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        norm = partial(nn.RMSNorm, config.hidden_size, config.rms_norm_eps)
+        before = norm if config.pre_norm else nn.Identity
+        after = norm if config.post_norm else nn.Identity
+        self.input_layernorm = before()
+        self.post_attention_layernorm = before()
+        self.attention_output_norm = after()
+        self.mlp_output_norm = after()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: "LayerCache") -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        y = self.self_attn(self.input_layernorm(x), cos, sin, cache)
+        x = x + self.attention_output_norm(y)
+        return x + self.mlp_output_norm(self.mlp(self.post_attention_layernorm(x)))
 
 
 class FusedLinear(nn.Linear):
@@ -168,6 +189,9 @@ class Attention(nn.Module):
         norm = nn.RMSNorm if config.qk_norm else nn.Identity
         self.q_norm = norm(H, config.rms_norm_eps)
         self.k_norm = norm(H, config.rms_norm_eps)
+        if config.wide_qk_norm:
+            self.q_norm = WideNorm(N * H, config.rms_norm_eps)
+            self.k_norm = WideNorm(K * H, config.rms_norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: "LayerCache") -> Tensor:
         qkv = self.qkv_proj(x).unflatten(2, (-1, self.head_dim))  # (B, T, N + 2K, H)
@@ -176,6 +200,14 @@ class Attention(nn.Module):
         k = apply_rope(self.k_norm(k), cos, sin)
         y = cache.attend(q, k, v)  # (B, N, T, H)
         return self.o_proj(y.transpose(1, 2).flatten(2))  # (B, T, D)
+
+
+class WideNorm(nn.RMSNorm):
+    """RMSNorm over the channels of all heads together: (B, heads, T, H) -> the same."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        together = x.transpose(1, 2)  # (B, T, heads, H)
+        return super().forward(together.flatten(2)).view_as(together).transpose(1, 2)
 
 
 class LayerCache:
@@ -196,17 +228,18 @@ class LayerCache:
 
 
 class MLP(nn.Module):
-    """SwiGLU feed-forward (Shazeer 2020, arXiv:2002.05202): down(silu(gate(x)) * up(x))."""
+    """Gated feed-forward (Shazeer 2020, arXiv:2002.05202): down(silu(gate(x)) * up(x)), or gelu."""
 
     def __init__(self, config: Config, width: int) -> None:
         super().__init__()
         parts = {"gate_proj": width, "up_proj": width}
         self.gate_up_proj = FusedLinear(config.hidden_size, parts, config.mlp_bias)
         self.down_proj = nn.Linear(width, config.hidden_size, config.mlp_bias)
+        self.activation = partial(F.gelu, approximate="tanh") if config.gelu else F.silu
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)  # (B, T, F) each
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(self.activation(gate) * up)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -227,30 +260,16 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rope_frequencies(config: Config) -> Tensor:
-    """Rotation speed of each pair of channels, in radians per position.
-
-    In plain rope, pair i turns by theta ** (-2i / H). `linear` divides every speed by `factor`
-    (Chen et al. 2023, arXiv:2306.15595). `llama3` (Llama 3.1 release) counts how many turns a pair
-    makes within the original context. Pairs with many turns keep their speed, pairs with few have
-    it divided by `factor`, and those between get a blend.
+    """Rotation speed of each pair of channels, in radians per position. In plain rope, pair i turns
+    by theta ** (-2i / H).
 
     Returns:
-        (H/2,) float32, on the CPU even while the model is built on the meta device.
+        (ropes, H/2) float32, on the CPU even while the model is built on the meta device.
     """
-    rope = config.rope_scaling
+    if config.rope_speeds:
+        return torch.tensor(config.rope_speeds, device="cpu")
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu")
-    inv_freq = config.rope_theta ** -(exponent / config.head_dim)  # (H/2,)
-    kind = rope.get("rope_type", "default")
-    if kind == "default":
-        return inv_freq
-    slow = inv_freq / rope["factor"]
-    if kind == "linear":
-        return slow
-    low = rope["low_freq_factor"]
-    high = rope["high_freq_factor"]
-    turns = rope["original_max_position_embeddings"] * inv_freq / (2 * torch.pi)
-    keep = ((turns - low) / (high - low)).clamp(0, 1)
-    return slow.lerp(inv_freq, keep)
+    return config.rope_theta ** -(exponent / config.head_dim)[None]
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ WINDOW = 8  # far shorter than T
 SIZES = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-3, "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-3, "tie_word_embeddings": False, "pad_token_id": 0,
 }  # fmt: skip
 # With head_dim 16 and theta 100, rope's 8 pairs make 2.5 to 0.05 turns within 16 tokens: some are
 # kept, some blended, some divided. T is five times that context.
@@ -42,6 +42,13 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }  # fmt: skip
 LINEAR = {"rope_type": "linear", "factor": 3.0}
+# YaRN's pairs 0 to 2 of 8 turn as before, the last ones at a quarter of the speed.
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
+        "beta_fast": 1.0, "beta_slow": 0.1}  # fmt: skip
+GRANITE = {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.22,
+           "logits_scaling": 3.0}  # fmt: skip
+GEMMA3 = {"head_dim": 16, "num_hidden_layers": 7, "sliding_window": WINDOW,
+          "query_pre_attn_scalar": 24, "tie_word_embeddings": True}  # fmt: skip
 NEAR = {"rope_theta": 100.0}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 SLIDING = {"use_sliding_window": True, "sliding_window": WINDOW, "num_hidden_layers": 3}
@@ -75,6 +82,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-bias": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
     "qwen3-max_window_layers": ("Qwen3", {**SLIDING, "head_dim": 16, "max_window_layers": 2}),
     "qwen3-layer_types": ("Qwen3", {**SLIDING, "head_dim": 16, "layer_types": MIXED}),
+    "llama-yarn": ("Llama", {"head_dim": 16, "rope_parameters": YARN | NEAR}),
+    "qwen2-yarn": ("Qwen2", {"rope_parameters": YARN | NEAR | {"truncate": False}}),
+    "qwen3-yarn-mscale": ("Qwen3", {"head_dim": 16, "rope_parameters": YARN | NEAR | {
+        "mscale": 2.0, "mscale_all_dim": 0.5, "beta_fast": 3.0, "beta_slow": 0.1}}),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 5, "num_key_value_heads": 4}),
+    "smollm3-window-yarn": ("SmolLM3", {"num_hidden_layers": 3, "no_rope_layers": [0, 1, 0],
+        "use_sliding_window": True, "sliding_window": WINDOW,
+        "rope_parameters": YARN | {"attention_factor": 1.3} | NEAR, **TIED}),
+    "phi3": ("Phi3", {"num_key_value_heads": 4}),
+    "phi3-window": ("Phi3", {"sliding_window": WINDOW}),
+    "phi4-mini": ("Phi3", {"num_hidden_layers": 3, "num_attention_heads": 2, **TIED,
+        "num_key_value_heads": 1, "partial_rotary_factor": 0.75}),
+    "phi4-mini-longrope": ("Phi3", {"num_attention_heads": 2, "num_key_value_heads": 1,
+        "original_max_position_embeddings": 100, "max_position_embeddings": 400,
+        "rope_parameters": {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5],
+        "long_factor": [9.0] * 6, "partial_rotary_factor": 0.75, **NEAR}}),
+    "granite": ("Granite", {**GRANITE}),
+    "granite-tied-biases": ("Granite", {**GRANITE, **TIED, "attention_bias": True,
+        "mlp_bias": True}),
+    "gemma3": ("Gemma3", {**GEMMA3}),
+    "gemma3-linear": ("Gemma3", {**GEMMA3, "layer_types": MIXED, "num_hidden_layers": 3,
+        "rope_parameters": {"full_attention": {**LINEAR, "rope_theta": 1e6},
+                            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}}),
+    "olmo2": ("Olmo2", {}),
+    "olmo2-gqa-bias": ("Olmo2", {"num_key_value_heads": 1, "attention_bias": True}),
     "mixtral": ("Mixtral", {"num_local_experts": 4}),
     "mixtral-window-tied": ("Mixtral", {"num_local_experts": 5, "sliding_window": WINDOW, **TIED}),
     "qwen3moe": ("Qwen3Moe", QWEN3MOE),
@@ -111,7 +143,8 @@ def randomise(hf):
 def build(case, folder, **more):
     family, changes = CASES[case]
     torch.manual_seed(sum(map(ord, case)))
-    config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes, **more})
+    kind = f"{family}TextConfig" if family == "Gemma3" else f"{family}Config"
+    config = getattr(transformers, kind)(**{**SIZES, **changes, **more})
     config._attn_implementation = "eager"  # the plainest form there is
     hf = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
     randomise(hf)
