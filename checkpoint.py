@@ -117,13 +117,14 @@ def load_config(path: Path | str) -> Config:
     raw = read_json(file)
     with blame(file):
         names = check("architectures", raw.get("architectures") or None, list)
-        name = names[0]
+        name = supported("architectures", names[0], *FAMILIES, *NESTED)
         if name in NESTED:  # its text model runs, and an image in a chat is refused
             raw = raw | check("text_config", raw.get("text_config"), dict)
             name = NESTED[name]
-        family = choose("architectures", name, FAMILIES)
+        family = FAMILIES[name]
         raw = {key: raw[key] for key in raw if key in family or key not in OWN}
-        raw = USUAL | without_nulls(family | raw) | FIXED.get(name, {})
+        required = dict.fromkeys(key for key in family if family[key] is None)
+        raw = USUAL | required | without_nulls(family | raw) | FIXED.get(name, {})
         quantization = check("quantization_config", raw["quantization_config"], dict)
         if stored := read_optional(file.with_name("quantize_config.json")):
             quantization = {"quant_method": "gptq", **stored, **quantization}
@@ -150,6 +151,8 @@ def load_config(path: Path | str) -> Config:
             num_experts=raw.get("num_local_experts", raw["num_experts"]),
             quantization=quantization,
         )
+        if check("head_dim", raw["head_dim"], int) % 2:
+            raise ValueError(f"head_dim {raw['head_dim']} must be even")
         if raw.get("root_of_width"):
             raw["embedding_multiplier"] = raw["hidden_size"] ** 0.5
         raw |= layer_kinds(raw)
@@ -161,10 +164,9 @@ def load_config(path: Path | str) -> Config:
         check("num_experts_per_tok", config.num_experts_per_tok, int, 1, config.num_experts)
         # Without this bound, a matrix could have more bytes than int64 can count.
         check("heads * head_dim", heads * config.head_dim, int)
-        if heads % config.num_key_value_heads or config.head_dim % 2:
+        if heads % config.num_key_value_heads:
             raise ValueError(
-                f"{heads} heads must be a multiple of the {config.num_key_value_heads} kv heads; "
-                f"head_dim {config.head_dim} must be even"
+                f"{heads} heads must be a multiple of the {config.num_key_value_heads} kv heads"
             )
     return config
 

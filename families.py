@@ -33,7 +33,7 @@ FAMILIES: dict[str, JSON] = dict(
     SmolLM3ForCausalLM=dict(num_key_value_heads=4, eos_token_id=128001, rope_theta=2e6,
         tie_word_embeddings=True, no_rope_layer_interval=4),
     Phi3ForCausalLM=dict(eos_token_id=32000, rms_norm_eps=1e-5, max_position_embeddings=4096),
-    # Without its four multipliers a file is refused, although transformers takes them as 1.
+    # None: the file must have it, although transformers takes a missing multiplier as 1.
     GraniteForCausalLM=dict(eos_token_id=2, embedding_multiplier=None, attention_multiplier=None,
         residual_multiplier=None, logits_scaling=None),
     Gemma3ForCausalLM=dict(num_attention_heads=8, num_key_value_heads=4, head_dim=256,
@@ -93,14 +93,18 @@ def layer_kinds(raw: JSON) -> JSON:
     Example: 3 layers, sliding_window 5, max_window_layers 1: windows (None, 5, 5), ropes (0, 0, 0)
     """
     layers = check("num_hidden_layers", raw["num_hidden_layers"], int, 1, 1024)
-    every = raw.get("no_rope_layer_interval", 0)  # SmolLM3's
+    every = 0
+    if "no_rope_layer_interval" in raw:  # SmolLM3's
+        every = check("no_rope_layer_interval", raw["no_rope_layer_interval"], int)
     has_rope = raw.get("no_rope_layers") if every else None
     if has_rope is None:
         has_rope = [not every or (i + 1) % every for i in range(layers)]
-    supported("the length of no_rope_layers", len(check("no_rope_layers", has_rope, list)), layers)
+    check("no_rope_layers", has_rope, list)
+    supported("the length of no_rope_layers", len(has_rope), layers)
     full = {*range(raw["max_window_layers"])}
     if "rope_local_base_freq" in raw:  # Gemma 3's
-        full = {*range(raw["sliding_window_pattern"] - 1, layers, raw["sliding_window_pattern"])}
+        pattern = check("sliding_window_pattern", raw["sliding_window_pattern"], int)
+        full = {*range(pattern - 1, layers, pattern)}
     if every:
         full = {i for i in range(layers) if has_rope[i]}
     usual = ["full_attention" if i in full else "sliding_attention" for i in range(layers)]
@@ -147,7 +151,7 @@ def rope_and_folds(raw: JSON) -> JSON:
     share = check("partial_rotary_factor", rope["partial_rotary_factor"], float, 0, 1)
     if not raw.get("partial_rope"):
         supported("partial_rotary_factor", share, 1.0)
-    dim = int(H * share)
+    dim = check("partial_rotary_factor * head_dim", int(H * share), int, 2)
     if kind == "longrope":
         factors = check_items("rope short_factor", rope.get("short_factor"), list, float)
         supported("the length of rope short_factor", len(factors), dim // 2)
@@ -155,7 +159,7 @@ def rope_and_folds(raw: JSON) -> JSON:
         raise ValueError(f"rope rotates {dim} of {H} channels: the number must be even")
     found = [speeds(rope, dim)]
     if any(raw["ropes"]):
-        second = torch.zeros(dim // 2)
+        second = torch.zeros(dim // 2, device="cpu")
         if "rope_local_base_freq" in raw:
             check("rope_local_base_freq", local["rope_theta"], float)
             second = speeds(dict(rope_type="default") | local, dim)
@@ -217,12 +221,14 @@ def speeds(rope: JSON, dim: int) -> Tensor:
     Returns:
         (dim / 2,) float32.
     """
-    plain = rope["rope_theta"] ** -(torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    plain = rope["rope_theta"] ** -(
+        torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
+    )
     kind = rope["rope_type"]
     if kind == "default":
         return plain
     if kind == "longrope":
-        return plain / torch.tensor(rope["short_factor"])
+        return plain / torch.tensor(rope["short_factor"], device="cpu")
     slow = plain / rope["factor"]
     if kind == "linear":
         return slow
@@ -238,7 +244,7 @@ def speeds(rope: JSON, dim: int) -> Tensor:
     if rope["truncate"]:
         first = math.floor(first)
         last = math.ceil(last)
-    share = (torch.arange(dim // 2) - first) / max(last - first, 0.001)
+    share = (torch.arange(dim // 2, device="cpu") - first) / max(last - first, 0.001)
     return plain.lerp(slow, share.clamp(0, 1))
 
 

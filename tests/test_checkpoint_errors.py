@@ -155,6 +155,14 @@ NUMBERS = (math.nan, math.inf, -math.inf, -1e-5, 0, "1e-5", True, [1e-5], BIG)
 WINDOW = {"use_sliding_window": True, "sliding_window": 8}
 MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8}
 FAMILIES = [{"architectures": [f"{name}ForCausalLM"]} for name in ("Mistral", "Qwen2", "Qwen3")]
+GRANITE = {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.22,
+           "logits_scaling": 3.0}  # fmt: skip
+
+
+def family_of(name, **changes):
+    return {"architectures": [f"{name}ForCausalLM"], **changes}
+
+
 CASES = {
     # `raw.get(name) or default` takes 0 and [] for "not given"; True is an int in Python; a size of
     # 10**12 fills the memory before any tensor is looked at.
@@ -183,7 +191,12 @@ CASES = {
     ],
     # A stretched rope run as a plain one is right for short texts only.
     "rope": [(word, {key: rope}) for key in ("rope_scaling", "rope_parameters") for word, rope in (
-        ("'yarn' is not supported", {"rope_type": "yarn", "factor": 4.0}),
+        ("'ntk' is not supported", {"rope_type": "ntk", "factor": 4.0}),
+        ("rope factor", {"rope_type": "yarn"}), ("rope factor", {"rope_type": "yarn", "factor": 0}),
+        ("rope beta_fast", {"rope_type": "yarn", "factor": 4.0, "beta_fast": "32"}),
+        ("rope short_factor", {"rope_type": "longrope"}),
+        ("the length of rope short_factor 1", {"rope_type": "longrope", "short_factor": [1.0]}),
+        ("rope short_factor", {"rope_type": "longrope", "short_factor": [0.0] * 8}),
         ("'dynamic' is not supported", {"type": "dynamic", "factor": 2.0}),
         ("rope_type", {"rope_type": None}), ("rope_type 5", {"rope_type": 5}),
         ("rope_type", {"rope_type": ["linear"], "factor": 2}), ("rope factor", {"type": "linear"}),
@@ -219,6 +232,27 @@ CASES = {
         ("norm_topk_prob", MIXTRAL | {"norm_topk_prob": "no"}),
         ("scoring_func 'sigmoid'", MIXTRAL | {"scoring_func": "sigmoid"}),
         ("n_group 8", MIXTRAL | {"n_group": 8}),
+    ],
+    # A number that a family folds is missing or is none; a list has another length than the layers.
+    "families": [
+        *((name, family_of("Granite", **GRANITE | {name: value}))
+          for name in GRANITE for value in (MISSING, None, 0, "1", math.nan)),
+        *(("query_pre_attn_scalar", family_of("Gemma3", query_pre_attn_scalar=value))
+          for value in (0, -8, "8")),
+        ("sliding_window_pattern", family_of("Gemma3", sliding_window_pattern=0)),
+        ("rope_local_base_freq", family_of("Gemma3", rope_local_base_freq=0)),
+        ("hidden_activation", family_of("Gemma3", hidden_activation="gelu")),
+        ("use_bidirectional", family_of("Gemma3", use_bidirectional_attention=True)),
+        ("attn_logit_softcapping 50.0", family_of("Gemma3", attn_logit_softcapping=50.0)),
+        ("final_logit_softcapping 30.0", family_of("Gemma3", final_logit_softcapping=30.0)),
+        ("'Gemma2ForCausalLM' is not supported", family_of("Gemma2")),
+        ("text_config", {"architectures": ["Gemma3ForConditionalGeneration"]}),
+        ("text_config", {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": 5}),
+        ("length of no_rope_layers 1", family_of("SmolLM3", no_rope_layers=[1])),
+        ("no_rope_layers", family_of("SmolLM3", no_rope_layers=4)),
+        ("no_rope_layer_interval", family_of("SmolLM3", no_rope_layer_interval=-1)),
+        *(("partial_rotary_factor", family_of("Phi3", partial_rotary_factor=value))
+          for value in (0, -0.5, 1.5, "1", math.nan)),
     ],
     # An EOS that equals no token id never ends a sequence.
     "eos": [("eos_token_id", {"eos_token_id": value}) for value in EOS],
