@@ -123,20 +123,26 @@ class Transformer(nn.Module):
         if cache is None:
             masks = visible(self.config, positions, positions)
             cache = [NoCache(masks[window]) for window in self.config.windows]
-        x = self.embed_tokens(tokens)  # (B, T, D)
-        if self.config.embedding_multiplier != 1:
-            x = x * torch.tensor(self.config.embedding_multiplier, dtype=x.dtype)
-        ropes = [*zip(*self.rope(positions))]
+        x = self.embed(tokens)  # (B, T, D)
+        ropes = self.rope(positions)
         for block, rope, layer in zip(self.layers, self.config.ropes, cache, strict=True):
             x = block(x, *ropes[rope], layer)
         if select is not None:
             x = x.flatten(0, 1)[select]  # (len(select), D)
         return self.lm_head(self.norm(x))
 
-    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of each position's angles: (B, T) -> (ropes, B, 1, T, H/2) twice."""
-        angles = positions[:, None, :, None] * self.inv_freq[:, None, None, None]
-        return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Look up the tokens' vectors: (B, T) -> (B, T, D)."""
+        x = self.embed_tokens(tokens)
+        if self.config.embedding_multiplier != 1:
+            x = x * torch.tensor(self.config.embedding_multiplier, dtype=x.dtype)
+        return x
+
+    def rope(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """For each rope, cosine and sine of each position's angles: (B, T) -> (B, 1, T, H/2)
+        twice."""
+        angles = [positions[:, None, :, None] * speeds for speeds in self.inv_freq]
+        return [(each.cos().to(self.dtype), each.sin().to(self.dtype)) for each in angles]
 
 
 class Block(nn.Module):

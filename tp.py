@@ -62,7 +62,7 @@ from torch import Tensor, nn
 from checkpoint import CheckpointError, Files, blame, build, is_tied
 from model import Transformer
 from paged import Row, Runner
-from settings import BUNDLED, JSON, VERSION, EngineArgs, Ranks, given
+from settings import BUNDLED, JSON, VERSION, EngineArgs, Ranks, given, supported
 
 # --- A rank's share of a model --------------------------------------------------------------------
 
@@ -88,6 +88,7 @@ def shard(model: Transformer, files: Files, rank: int, ranks: int) -> tuple[Tran
         and columns 24..31 of o. Two ranks share a kv head, so it reads rows 8..15 of k and v
     """
     c = model.config
+    supported("wide_qk_norm, a norm over the heads of all ranks,", c.wide_qk_norm, False)
     K = c.num_key_value_heads
     sizes: JSON = dict(
         num_attention_heads=c.num_attention_heads,

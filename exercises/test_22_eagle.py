@@ -48,7 +48,9 @@ def head(model: Transformer, weights: dict[str, Tensor], ids: list[int], before:
     positions = torch.arange(len(ids))[None]
     x = torch.cat((model.embed_tokens(torch.tensor(ids)), before), 1)[None]  # (1, T, 2 D)
     x = F.linear(x, weights["fc.weight"].to(x.dtype))
-    return block(x, *model.rope(positions), NoCache(visible(config, positions, positions)[None]))[0]
+    return block(
+        x, *model.rope(positions)[0], NoCache(visible(config, positions, positions)[None])
+    )[0]
 
 
 @torch.no_grad()

@@ -144,7 +144,7 @@ def test_the_parameters_are_those_of_the_page() -> None:
     for block in model.layers:
         got = {name: (*each.shape,) for name, each in block.self_attn.named_parameters()}
         assert got == SHAPES, f"the parameters of attention are {got}, not {SHAPES}"
-    assert len(model.inv_freq) == P // 2, "rope rotates the P channels of the rope key"
+    assert model.inv_freq.shape == (1, P // 2), "rope rotates the P channels of the rope key"
     assert not any(each.requires_grad for each in model.parameters()), "no gradients: see build"
 
 

@@ -23,8 +23,10 @@ from checkpoint import is_tied, load_config, load_model, named_tensors
 from generate import generate
 from kv_cache import StaticCache
 from model import apply_rope, visible
+from quantize import quantize_model, round_to_nearest
 from sampling import Sequence
 from settings import SamplingParams, progress
+from tools.convert import main as convert
 
 T = 80  # tokens compared: a wrong rope layout shows only past about 32, a cache's buckets past 64
 ATOL = 1e-4  # fp32, logits of standard deviation above 1
@@ -434,6 +436,71 @@ def test_peak_memory_of_loading_is_the_weights(llama, tmp_path):
     seen = json.loads(done.stdout)
     assert seen["weights"] > 100e6
     assert 0.9 * seen["weights"] < seen["growth"] <= 1.2 * seen["weights"], seen
+
+
+# --- Families whose numbers are folded ------------------------------------------------------------
+
+FOLDED = ("smollm3-window-yarn", "phi4-mini", "granite-tied-biases", "gemma3-linear", "olmo2")
+
+
+@pytest.mark.parametrize("case", ["gemma3", "mistral-window"])
+@pytest.mark.parametrize("prefixes", [("language_model.model.", "language_model."),
+                                      ("model.language_model.", "")])  # fmt: skip
+def test_text_models_of_models_with_images(case, prefixes, tmp_path):
+    """The text model was refused, or the tensors of the other were read."""
+    built = build(case, tmp_path / "plain")
+    raw = json.loads((built.folder / "config.json").read_text())
+    family = raw.pop("architectures")[0].replace("MistralFor", "Mistral3For")
+    whole = {
+        "architectures": [family.replace("CausalLM", "ConditionalGeneration")],
+        "text_config": raw,
+        "vision_config": {"hidden_size": 8},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    tensors = {}
+    for name, tensor in load_file(built.folder / "model.safetensors").items():
+        inner = name.removeprefix("model.")
+        tensors[prefixes[inner == "lm_head.weight"] + inner] = tensor
+    for name in ("vision_tower.a.weight", "multi_modal_projector.b", "model.vision_tower.a.weight"):
+        tensors[name] = torch.ones(3)
+    save_file(tensors, tmp_path / "model.safetensors")
+    same(load_model(tmp_path), built)
+
+
+@pytest.mark.parametrize("case", FOLDED)
+def test_folded_once(case, tmp_path):
+    """A folder that this engine has written has the numbers in its weights already: they were
+    folded twice, or norms took each other's names."""
+    built = build(case, tmp_path / "plain")
+    assert convert(["--checkpoint", str(built.folder), "--mode", "int8", "--out",
+                    str(tmp_path / "int8")]) == 0  # fmt: skip
+    expected = our_logits(quantize_model(load_model(built.folder), "int8"), built.tokens)
+    torch.testing.assert_close(our_logits(load_model(tmp_path / "int8"), built.tokens), expected)
+
+
+@pytest.mark.parametrize("case", FOLDED)
+def test_quantised_folders_are_folded(case, tmp_path):
+    """The rows of integers stayed where they were, or their scales were not multiplied: a folder as
+    GPTQ tools write it, of a model whose weights are sums of few steps."""
+    built = build(case, tmp_path / "plain")
+    tensors, raw = {}, json.loads((built.folder / "config.json").read_text())
+    for name, tensor in load_file(built.folder / "model.safetensors").items():
+        path = name.removesuffix(".weight")
+        if not path.endswith("_proj"):
+            tensors[name] = tensor
+            continue
+        q, scales, zeros = round_to_nearest(tensor, 8, tensor.shape[1])
+        words = q.t().contiguous().byte().unflatten(0, (-1, 4)).int()  # (K / 4, 4, N)
+        shifts = torch.arange(0, 32, 8, dtype=torch.int32)[:, None]
+        tensors[f"{path}.qweight"] = (words << shifts).sum(1).int()
+        quads = (zeros - 1).t().contiguous().int().unflatten(1, (-1, 4))  # (G, N / 4, 4)
+        tensors[f"{path}.qzeros"] = (quads << shifts[:, 0]).sum(2).int()
+        tensors[f"{path}.scales"] = scales.t().contiguous()
+        built.hf.get_parameter(name).data.copy_(scales * (q - zeros))
+    kind = dict(quant_method="gptq", bits=8, group_size=-1, desc_act=False)
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": kind}))
+    save_file(tensors, tmp_path / "model.safetensors")
+    same(load_model(tmp_path), built._replace(logits=hf_logits(built.hf, built.tokens)))
 
 
 # --- The parts ------------------------------------------------------------------------------------

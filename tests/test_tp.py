@@ -27,6 +27,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import test_model
 import torch
 import tp_worker
 from conftest import DRAFT, ROOT, SHAKESPEARE
@@ -93,6 +94,8 @@ def store(folder, config, model=None):
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("checkpoints")
     made = {name: store(root / name, LLAMA | changes) for name, changes in FAMILIES.items()}
+    for name in ("gemma3", "granite-tied-biases", "smollm3", "phi3", "olmo2"):
+        made[name] = test_model.build(name, root / name).folder
     made["bundled"] = SHAKESPEARE
     for name, size in QUANTISED.items():
         plain, _, mode = name.rpartition(" ")
@@ -177,6 +180,8 @@ def distance(a, b):
         ("two kv heads", "int4", "auto"), ("two kv heads", "int8", "auto"),
         ("experts", "", "auto"), ("experts int4", "", "auto"), ("experts", "int4", "auto"),
         ("one kv head", "", "int8"), ("gptq", "", "auto"), ("awq", "", "auto"),
+        ("gemma3", "", "auto"), ("granite-tied-biases", "", "auto"), ("smollm3", "", "auto"),
+        ("phi3", "", "auto"),
     ],
 )  # fmt: skip
 def test_same_logits(folders, ranks, name, mode, kv_dtype):
@@ -263,6 +268,7 @@ def refused(folder, ranks, message):
          "num_key_value_heads': 4.* cannot .*6 ranks"),
         ("plain", {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8,
                    "intermediate_size": 90}, 2, "by 2 ranks, but by 1 or 3 or 9"),
+        ("olmo2", {}, 2, "wide_qk_norm"),  # a mean over the heads of all ranks
         # Integers with the scales of another group; or of a group as wide as the model, as of int8.
         ("plain int4", {}, 2, "group_size 32 does not divide 48 input channels"),
         ("square int4", {}, 2, "group_size 64 does not divide 32 input channels"),

@@ -311,10 +311,23 @@ def experts() -> Case:
 
 
 @cache
+def sandwich() -> Case:
+    """Make norms before and after each part, norms of q and k over all heads, gelu, a multiplier of
+    the embedding, and a layer without rope."""
+    speeds = tuple(0.3**i for i in range(8)), (0.0,) * 8
+    config = replace(
+        SMALL, windows=(None, 5, None), ropes=(0, 1, 0), rope_speeds=speeds, wide_qk_norm=True,
+        post_norm=True, gelu=True, embedding_multiplier=3.0,
+    )  # fmt: skip
+    return random_case(2, config)
+
+
+@cache
 def draft_of(model: Transformer) -> Transformer:
     """Make a draft of all layers but the last; it is sometimes right."""
     layers = model.config.num_hidden_layers - 1
-    config = replace(model.config, num_hidden_layers=layers, windows=model.config.windows[:layers])
+    windows, ropes = model.config.windows[:layers], model.config.ropes[:layers]
+    config = replace(model.config, num_hidden_layers=layers, windows=windows, ropes=ropes)
     draft = build(config)
     draft.load_state_dict(model.state_dict(), strict=False)
     return draft
@@ -342,7 +355,9 @@ def rounded(model: Transformer) -> Transformer:
     return model
 
 
-CASES: dict[str, Callable[[], Case]] = {"trained": trained, "sliding": sliding, "experts": experts}
+CASES: dict[str, Callable[[], Case]] = {
+    "trained": trained, "sliding": sliding, "experts": experts, "sandwich": sandwich,
+}  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
     "n-gram": {"speculate": 4}, "draft": {"speculate": 4}, "itself, quantised": {"speculate": 3},
     "int8 cache": {"kv_dtype": "int8"},

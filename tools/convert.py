@@ -195,18 +195,18 @@ def calibrate(
     starts = [i * (len(ids) - length) // max(count - 1, 1) for i in range(count)]
     tokens = torch.tensor([ids[start : start + length] for start in starts], device=device)
     positions = torch.arange(length, device=device)[None]
-    rope, masks = model.rope(positions), visible(config, positions, positions)
-    xs = [model.embed_tokens(row)[None] for row in tokens]  # count x (1, T, D)
+    ropes, masks = model.rope(positions), visible(config, positions, positions)
+    xs = [model.embed(row)[None] for row in tokens]  # count x (1, T, D)
 
-    def run(block: nn.Module, cache: NoCache) -> list[Tensor]:
+    def run(block: nn.Module, rope: tuple, cache: NoCache) -> list[Tensor]:
         return [block(x, *rope, cache) for x in xs]
 
     for i, block in enumerate(progress(model.layers, f"GPTQ to {mode}")):
-        cache = NoCache(masks[config.windows[i]])
+        rope, cache = ropes[config.ropes[i]], NoCache(masks[config.windows[i]])
         for path in linears(block):
             if f"layers.{i}.{path}" not in skip:
-                quantize_linear(block, path, partial(run, block, cache), bits, size)
-        xs = run(block, cache)
+                quantize_linear(block, path, partial(run, block, rope, cache), bits, size)
+        xs = run(block, rope, cache)
     if "lm_head" not in skip:
         quantize_linear(
             model, "lm_head", lambda: [model.lm_head(model.norm(x)) for x in xs], bits, size
