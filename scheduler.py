@@ -34,10 +34,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from machine import waiting
 from model import Transformer
 from paged import BlockPool, BlockTable, Row, Runner, affordable_blocks
 from sampling import Sequence, Token, finite, sample, scored
-from settings import CHUNK, Limits, SamplingParams, SettingError, check, waiting
+from settings import CHUNK, Limits, SamplingParams, SettingError, check
 from tokenizer import Ids, Tokenizer
 
 # --- What is served -------------------------------------------------------------------------------

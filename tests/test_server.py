@@ -61,9 +61,10 @@ import generate
 import openai_api
 import sampling
 import server as server_module
+from machine import Ranks
 from scheduler import Engine
 from server import parse_args, serve
-from settings import VERSION, Ranks, SamplingParams
+from settings import VERSION, SamplingParams
 from structured import pieces
 
 pytest_plugins = ["serving"]
