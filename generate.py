@@ -21,14 +21,14 @@ if __name__ == "__main__":  # Ctrl-C may come while PyTorch is imported
 import torch
 
 import settings
-from checkpoint import blame, suggested
+from checkpoint import suggested
 from kv_cache import StaticCache
 from llm import cache_size, join, load_models, make_engine
 from machine import Ranks, launch, say, waiting
 from model import Transformer
 from sampling import BROKEN, FILTERS, PENALTIES, Sequence, Token, finite, sample
 from scheduler import Engine
-from settings import CHUNK, JSON, EngineArgs, SamplingParams, SettingError
+from settings import CHUNK, JSON, EngineArgs, SamplingParams, SettingError, blame
 from tokenizer import Tokenizer
 
 # --- One sequence ---------------------------------------------------------------------------------

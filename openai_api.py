@@ -20,10 +20,18 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from checkpoint import without_nulls
 from sampling import BROKEN, Token
 from scheduler import Engine, Job, Request
-from settings import JSON, VERSION, SamplingParams, SettingError, check, check_ids, supported
+from settings import (
+    JSON,
+    VERSION,
+    SamplingParams,
+    SettingError,
+    check,
+    check_ids,
+    supported,
+    without_nulls,
+)
 from structured import pieces, structure
 from tokenizer import Detokenizer, Ids, Tokenizer, plain_turn
 

@@ -6,8 +6,10 @@ EngineArgs is how an engine is built, from Python, the command line and the serv
 does not know what the settings do. Read: SamplingParams, EngineArgs, check.
 """
 
+import json
 from argparse import SUPPRESS
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args
@@ -68,6 +70,11 @@ def supported(name: str, value: Any, *known: Any) -> Any:
     return value
 
 
+def choose(name: str, value: Any, table: dict) -> Any:
+    """Return the entry of `table` under `value`; raise SettingError if there is none."""
+    return table[supported(name, value, *table)]
+
+
 def setting(default: Any, text: str, *bounds: float, **flag: Any) -> Any:
     """Make a field of a settings dataclass.
 
@@ -114,6 +121,55 @@ def check_ids(name: str, ids: Iterable, vocab_size: int) -> None:
             f"has ids outside the model's vocabulary of {vocab_size}, {len(wrong)} in all: "
             f"{wrong[:9]!r:.200}",
         )
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be loaded. The message is for the user."""
+
+
+@contextmanager
+def blame(what: Path | str) -> Iterator[None]:
+    """Turn any exception raised inside into a CheckpointError that begins with `what`.
+
+    For a damaged file, parsers raise exceptions of many kinds.
+
+    Args:
+        what: a file or a folder that is read, or a word for what is done.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason = error if isinstance(error, ValueError | OSError) else repr(error)
+        names = pointers(what) if isinstance(what, Path) else []
+        if names:
+            reason = f"{names} are pointers of Git LFS and not the files: run git lfs pull"
+        raise CheckpointError(f"{what}: {reason}") from error
+
+
+def pointers(path: Path) -> list[str]:
+    """Return the names of files, in a folder or this one, that Git LFS has left as pointers."""
+    files = path.iterdir() if path.is_dir() else [path]
+    mark = b"version https://git-lfs"
+    return [f.name for f in files if f.is_file() and f.open("rb").read(len(mark)) == mark]
+
+
+def read_json(path: Path) -> JSON:
+    """Read a JSON object."""
+    with blame(path):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return check("its content", content, dict)
+
+
+def read_optional(path: Path) -> JSON:
+    """Read a JSON object without its nulls; return {} if the file does not exist."""
+    return without_nulls(read_json(path)) if path.is_file() else {}
+
+
+def without_nulls(raw: JSON) -> JSON:
+    """Drop the names whose value is null. In a request, null means that a field is left out. In
+    load_config, where the file's values come after the family's, a null also removes the family's
+    default (in Mistral, the sliding window)."""
+    return {name: value for name, value in raw.items() if value is not None}
 
 
 # --- What a request may set -----------------------------------------------------------------------

@@ -19,9 +19,8 @@ from pathlib import Path
 import sentencepiece
 from jinja2.sandbox import ImmutableSandboxedEnvironment as Sandbox
 
-from checkpoint import blame, pointers, read_optional, without_nulls
 from model import Config
-from settings import JSON, supported
+from settings import JSON, blame, pointers, read_optional, supported, without_nulls
 
 # For checkpoints without a chat template. It writes the turns as a play, which any base model can
 # continue, and which the bundled model was trained on.

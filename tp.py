@@ -59,11 +59,11 @@ import torch.distributed as dist
 import torch.distributed.nn
 from torch import Tensor, nn
 
-from checkpoint import CheckpointError, Files, blame, build, is_tied
+from checkpoint import Files, build, is_tied
 from machine import Ranks
 from model import Transformer
 from paged import Row, Runner
-from settings import BUNDLED, JSON, VERSION, EngineArgs, given
+from settings import BUNDLED, JSON, VERSION, CheckpointError, EngineArgs, blame, given
 
 # --- A rank's share of a model --------------------------------------------------------------------
 
