@@ -102,14 +102,17 @@ def check_fields(settings: Any) -> None:
         supported(f.name, value, *f.metadata.get("flag", {}).get("choices", [value]), f.default)
 
 
-def check_items(name: str, values: Any, kind: Any, *each: Any) -> tuple:
+def check_items(name: str, values: Any, kind: Any, *each: Any, max_len: int = 1024) -> tuple:
     """Check a list and each of its values, or a dict and each of its keys; see check.
 
     Args:
         kind: the type of the list or dict.
         each: the type, and the bounds if any, of the values.
+        max_len: how many values there may be.
     """
-    return tuple(check(name, value, *each) for value in check(name, values, kind))
+    if len(check(name, values, kind)) > max_len:
+        raise SettingError(name, f"has {len(values)} entries, but may have {max_len} at most")
+    return tuple(check(name, value, *each) for value in values)
 
 
 def check_ids(name: str, ids: Iterable, vocab_size: int) -> None:
@@ -227,15 +230,13 @@ class SamplingParams:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         # Through vars, as the dataclass is frozen.
         vars(self).update(
-            stop=check_items("stop", stop, str | list | tuple, str),
+            stop=check_items("stop", stop, str | list | tuple, str, max_len=16),
             seed=None if self.seed == -1 else self.seed,
         )
-        if len(stop) > 16 or not all(0 < len(each) <= 256 for each in stop):
-            raise SettingError("stop", "takes up to 16 strings of 1 to 256 characters")
-        for name, kind in (("stop_token_ids", list | tuple), ("logit_bias", dict)):
-            values = check_items(name, getattr(self, name), kind, int, 0)
-            if len(values) > 1024:
-                raise SettingError(name, f"has {len(values)} entries, but may have 1024 at most")
+        if not all(0 < len(each) <= 256 for each in stop):
+            raise SettingError("stop", "takes strings of 1 to 256 characters")
+        check_items("stop_token_ids", self.stop_token_ids, list | tuple, int, 0)
+        check_items("logit_bias", self.logit_bias, dict, int, 0)
         for i, bias in self.logit_bias.items():
             check(f"logit_bias[{i}]", bias, float, -100, 100)
 

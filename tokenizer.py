@@ -84,10 +84,14 @@ def plain_turn(message: JSON) -> JSON:
         turn["content"] = Null()
     calls = [without_nulls(call) for call in turn.pop("tool_calls", [])]
     for call in calls:
-        call["function"] = function = without_nulls(call["function"])
-        given = function.get("arguments") or {}
-        function["arguments"] = Arguments(json.loads(given) if isinstance(given, str) else given)
-    return turn | ({"tool_calls": calls} if calls else {})
+        function = without_nulls(call["function"])
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        call["function"] = function | {"arguments": Arguments(arguments)}
+    if calls:
+        turn["tool_calls"] = calls
+    return turn
 
 
 class Tokenizer:
@@ -96,7 +100,6 @@ class Tokenizer:
 
     Attributes:
         vocab_size: the number of ids that can be decoded; the model's V may be larger.
-        bos_id, eos_id: None if the checkpoint has none.
         special: the text of each special token -> its id. Encoding recognises these texts, as
             Hugging Face does, and decoding leaves special tokens out.
         prefix, suffix: the ids that encode() puts around a text, such as BOS.
@@ -132,8 +135,6 @@ class Tokenizer:
             read = self._read_fast if (path / "tokenizer.json").is_file() else self._read_slow
             read(path, dict(sorted(added.items())), named)
             self._hidden = set(self.special.values())
-            self.bos_id = self.special.get(config.get("bos_token", ""))
-            self.eos_id = self.special.get(config.get("eos_token", ""))
             template = self._read_template(path)
         self.template = template or PLAIN_TEMPLATE
         # With the plain template a model would go on and write the user's next turn.
@@ -160,9 +161,19 @@ class Tokenizer:
         """Whether an id is text, and neither a special token nor padding of the vocabulary."""
         return token_id < self.vocab_size and token_id not in self._hidden
 
+    @property
+    def bos_id(self) -> int | None:
+        """The id of BOS; None if the checkpoint has none."""
+        return next(iter(self._ids_of("bos_token")), None)
+
+    @property
+    def eos_id(self) -> int | None:
+        """The id of EOS; None if the checkpoint has none."""
+        return next(iter(self._ids_of("eos_token")), None)
+
     def eos_ids(self, config: Config) -> set[int]:
         """The ids that end a text: the model's, and this tokenizer's own."""
-        return {i for i in (*config.eos_ids, self.eos_id) if i is not None}
+        return {*config.eos_ids, *self._ids_of("eos_token")}
 
     def encode_chat(self, messages: list, goes_on: bool = False, /, **options: object) -> Ids:
         """Render a conversation with the checkpoint's chat template, ready for the reply.
@@ -254,10 +265,8 @@ class Tokenizer:
         self.piece = (pieces | texts).get
         self.byte_level = False
         # A text begins with BOS unless the config says no.
-        bos = self.special.get(config.get("bos_token", ""))
-        eos = self.special.get(config.get("eos_token", ""))
-        self.prefix = [bos] if bos is not None and config.get("add_bos_token", True) else []
-        self.suffix = [eos] if eos is not None and config.get("add_eos_token") else []
+        self.prefix = self._ids_of("bos_token") if config.get("add_bos_token", True) else []
+        self.suffix = self._ids_of("eos_token") if config.get("add_eos_token") else []
         # sentencepiece would encode the text "<s>" as three characters, so these tokens are split
         # off first. In reverse order "<|im_start|>" is tried before "<|im". (?!) matches nothing.
         patterns = [pattern_of(added[ids[text]]) for text in sorted(ids, reverse=True)]
@@ -284,6 +293,11 @@ class Tokenizer:
 
         self._encode = encode
         self._decode = decode
+
+    def _ids_of(self, name: str) -> Ids:
+        """Return the id of the special token that the config names so, if there is one."""
+        text = self.config.get(name, "")
+        return [self.special[text]] if text in self.special else []
 
     def _read_template(self, path: Path) -> str:
         """Return the chat template, which is empty if there is none."""
