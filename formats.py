@@ -46,8 +46,10 @@ def convert(files: dict, config: JSON, wanted: Container[str]) -> None:
     method = supported("quant_method", config.get("quant_method"), *VERSIONS)
     version = config.get("checkpoint_format") or config.get("version", method)
     supported("checkpoint_format or version", version, *VERSIONS[method])
-    bits = check("bits", config.setdefault("bits", config.get("w_bit")), int)
-    size = check("group_size", config.setdefault("group_size", config.get("q_group_size")), int, -1)
+    config.setdefault("bits", config.get("w_bit"))
+    config.setdefault("group_size", config.get("q_group_size"))
+    bits = check("bits", config["bits"], int)
+    size = check("group_size", config["group_size"], int, -1)
     places = choose("bits", bits, PLACES[method])
     supported("desc_act", config.get("desc_act", method == "gptq"), False)
     mask = 2**bits - 1
@@ -73,7 +75,7 @@ def convert(files: dict, config: JSON, wanted: Container[str]) -> None:
             if kind == "g_idx":  # each input's group
                 groups = files.pop(name).read()
                 in_order = torch.arange(len(groups)) // (size if size > 0 else len(groups))
-                if not torch.equal(groups, in_order.to(groups.dtype)):
+                if (groups != in_order).any():
                     raise ValueError("the inputs are not grouped in order (desc_act)")
             elif kind == "scales" or (kind in changes and stored.empty.dtype == torch.int32):
                 files[name] = stored.changed(changes[kind])
