@@ -142,9 +142,9 @@ def make_engine(args: EngineArgs, ranks: Ranks, model: Transformer, proposer: Pr
     tokenizer = Tokenizer(args.checkpoint)
 
     def matcher(structure: JSON) -> Any:
-        from structured import matcher
+        from structured import make_matcher
 
-        return matcher(tokenizer, model.config, structure)
+        return make_matcher(tokenizer, model.config, structure)
 
     runner = ranks.runner or Runner
     if args.attention == "flex":

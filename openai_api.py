@@ -32,7 +32,7 @@ from settings import (
     supported,
     without_nulls,
 )
-from structured import pieces, structure
+from structured import structure, token_bytes
 from tokenizer import Detokenizer, Ids, Tokenizer, plain_turn
 
 
@@ -406,7 +406,7 @@ class Choice:
         """
 
         def entry(token: Token, i: int, value: float | None) -> JSON:
-            word = b"".join(pieces(self.tokenizer)[i : i + 1])  # V may be padded
+            word = b"".join(token_bytes(self.tokenizer)[i : i + 1])  # V may be padded
             text = token.text if i == token.id else word.decode(errors="replace")
             return dict(token=text, logprob=value, bytes=list(word))
 
