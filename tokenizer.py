@@ -164,12 +164,12 @@ class Tokenizer:
     @property
     def bos_id(self) -> int | None:
         """The id of BOS; None if the checkpoint has none."""
-        return next(iter(self._ids_of("bos_token")), None)
+        return self.special.get(self.config.get("bos_token", ""))
 
     @property
     def eos_id(self) -> int | None:
         """The id of EOS; None if the checkpoint has none."""
-        return next(iter(self._ids_of("eos_token")), None)
+        return self.special.get(self.config.get("eos_token", ""))
 
     def eos_ids(self, config: Config) -> set[int]:
         """The ids that end a text: the model's, and this tokenizer's own."""
@@ -186,7 +186,7 @@ class Tokenizer:
         Raises:
             ValueError: the template does not compile or refuses these messages.
         """
-        given = {"add_generation_prompt": not goes_on, **self.config, **options}
+        variables = {"add_generation_prompt": not goes_on, **self.config, **options}
         with blame("chat template"):  # it can raise any exception
             turns = [plain_turn(message) for message in messages]
             for turn in turns:
@@ -194,7 +194,7 @@ class Tokenizer:
                     turn["role"] = "system"
             if goes_on:
                 turns[-1]["content"] += END
-            text = CHAT.from_string(self.template).render(given, messages=turns)
+            text = CHAT.from_string(self.template).render(variables, messages=turns)
             if goes_on:
                 text = text[: text.index(END)]
         return self.encode(text, add_special=self.template is PLAIN_TEMPLATE)
@@ -219,12 +219,13 @@ class Tokenizer:
         for i, token in added.items():
             backend.add_tokens([tokenizers.AddedToken(**token)])
             supported(f"the id of {token['content']}", i, backend.token_to_id(token["content"]))
-        backend.add_special_tokens([*named & backend.get_vocab().keys()])
+        vocab = backend.get_vocab()
+        backend.add_special_tokens([*named & vocab.keys()])
         self._encode = lambda text: backend.encode(text, add_special_tokens=False).ids
         self._decode: Callable[[Ids], str] = partial(backend.decode, skip_special_tokens=False)
         self.piece: Callable[[int], str | None] = backend.id_to_token
         self.byte_level = "ByteLevel" in str(backend.decoder)
-        self.vocab_size = max(backend.get_vocab().values()) + 1
+        self.vocab_size = max(vocab.values()) + 1
         tokens = backend.get_added_tokens_decoder()
         self.special = {token.content: i for i, token in tokens.items() if token.special}
         # Its post-processor puts ids around a text, and marks them with 1.
