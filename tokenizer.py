@@ -100,6 +100,7 @@ class Tokenizer:
 
     Attributes:
         vocab_size: the number of ids that can be decoded; the model's V may be larger.
+        bos_id, eos_id: None if the checkpoint has none.
         special: the text of each special token -> its id. Encoding recognises these texts, as
             Hugging Face does, and decoding leaves special tokens out.
         prefix, suffix: the ids that encode() puts around a text, such as BOS.
@@ -135,6 +136,8 @@ class Tokenizer:
             read = self._read_fast if (path / "tokenizer.json").is_file() else self._read_slow
             read(path, dict(sorted(added.items())), named)
             self._hidden = set(self.special.values())
+            self.bos_id = self.special.get(config.get("bos_token", ""))
+            self.eos_id = self.special.get(config.get("eos_token", ""))
             template = self._read_template(path)
         self.template = template or PLAIN_TEMPLATE
         # With the plain template a model would go on and write the user's next turn.
@@ -161,19 +164,9 @@ class Tokenizer:
         """Whether an id is text, and neither a special token nor padding of the vocabulary."""
         return token_id < self.vocab_size and token_id not in self._hidden
 
-    @property
-    def bos_id(self) -> int | None:
-        """The id of BOS; None if the checkpoint has none."""
-        return self.special.get(self.config.get("bos_token", ""))
-
-    @property
-    def eos_id(self) -> int | None:
-        """The id of EOS; None if the checkpoint has none."""
-        return self.special.get(self.config.get("eos_token", ""))
-
     def eos_ids(self, config: Config) -> set[int]:
         """The ids that end a text: the model's, and this tokenizer's own."""
-        return {*config.eos_ids, *self._ids_of("eos_token")}
+        return {i for i in (*config.eos_ids, self.eos_id) if i is not None}
 
     def encode_chat(self, messages: list, goes_on: bool = False, /, **options: object) -> Ids:
         """Render a conversation with the checkpoint's chat template, ready for the reply.
@@ -266,8 +259,12 @@ class Tokenizer:
         self.piece = (pieces | texts).get
         self.byte_level = False
         # A text begins with BOS unless the config says no.
-        self.prefix = self._ids_of("bos_token") if config.get("add_bos_token", True) else []
-        self.suffix = self._ids_of("eos_token") if config.get("add_eos_token") else []
+        self.prefix = []
+        self.suffix = []
+        if config.get("add_bos_token", True) and config.get("bos_token") in self.special:
+            self.prefix = [self.special[config["bos_token"]]]
+        if config.get("add_eos_token") and config.get("eos_token") in self.special:
+            self.suffix = [self.special[config["eos_token"]]]
         # sentencepiece would encode the text "<s>" as three characters, so these tokens are split
         # off first. In reverse order "<|im_start|>" is tried before "<|im". (?!) matches nothing.
         patterns = [pattern_of(added[ids[text]]) for text in sorted(ids, reverse=True)]
@@ -294,11 +291,6 @@ class Tokenizer:
 
         self._encode = encode
         self._decode = decode
-
-    def _ids_of(self, name: str) -> Ids:
-        """Return the id of the special token that the config names so, if there is one."""
-        text = self.config.get(name, "")
-        return [self.special[text]] if text in self.special else []
 
     def _read_template(self, path: Path) -> str:
         """Return the chat template, which is empty if there is none."""
