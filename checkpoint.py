@@ -276,12 +276,7 @@ def load_model(
     """
     config = load_config(path)
     files = locate_tensors(Path(path))
-    if config.tie_word_embeddings and {"lm_head.weight", "embed_tokens.weight"} <= files.keys():
-        # Some files store the shared matrix twice. If the two differ, they are not shared.
-        if are_equal(files["lm_head.weight"], files["embed_tokens.weight"]):
-            del files["lm_head.weight"]
-        else:
-            config = replace(config, tie_word_embeddings=False)
+    config = without_second_copy(config, files)
     with torch.device("meta"):
         model = build(config).to(dtype or config.dtype)
     with blame(Path(path)):
@@ -304,10 +299,20 @@ def load_model(
     return model
 
 
-def are_equal(a: Stored, b: Stored) -> bool:
-    """Whether two stored tensors have the same shape and values. This reads both, and keeps neither
-    in memory."""
-    return torch.equal(a.read().to(b.empty.dtype), b.read())
+def without_second_copy(config: Config, files: Files) -> Config:
+    """Return the config of a model of these files, where lm_head may share the embedding's weight.
+
+    Some files store the shared matrix twice. An equal copy is dropped from them; if the two differ,
+    they are not shared. Both are read, and neither is kept in memory.
+    """
+    head = files.get("lm_head.weight")
+    embedding = files.get("embed_tokens.weight")
+    if not (config.tie_word_embeddings and head and embedding):
+        return config
+    if torch.equal(head.read().to(embedding.empty.dtype), embedding.read()):
+        del files["lm_head.weight"]
+        return config
+    return replace(config, tie_word_embeddings=False)
 
 
 def insert_quantised(model: Transformer, files: Files) -> None:
@@ -317,19 +322,20 @@ def insert_quantised(model: Transformer, files: Files) -> None:
         ValueError: the quantization_config is not supported, or does not fit the model.
     """
     config = model.config.quantization
-    if config:
-        from quantize import QuantLinear, linears  # only where a model is quantised
+    if not config:
+        return
+    from quantize import QuantLinear, linears  # only where a model is quantised
 
-        for path in linears(model):
-            linear: Any = model.get_submodule(path)
-            name = path.rpartition(".")[2]
-            part, *_ = getattr(linear, "parts", [name])  # a FusedLinear's first part
-            stored = files.get(path.replace(name, part) + ".qweight")
-            if stored:  # most folders keep lm_head plain
-                form = config["bits"], config["group_size"]
-                if path == "lm_head" and stored.empty.shape[1:] == (linear.in_features,):
-                    form = (8, -1)  # see quantize_model
-                model.set_submodule(path, QuantLinear(linear, *form))
+    for path in linears(model):
+        linear: Any = model.get_submodule(path)
+        name = path.rpartition(".")[2]
+        part, *_ = getattr(linear, "parts", [name])  # a FusedLinear's first part
+        stored = files.get(path.replace(name, part) + ".qweight")
+        if stored:  # most folders keep lm_head plain
+            form = config["bits"], config["group_size"]
+            if path == "lm_head" and stored.empty.shape[1:] == (linear.in_features,):
+                form = (8, -1)  # see quantize_model
+            model.set_submodule(path, QuantLinear(linear, *form))
 
 
 def is_tied(model: Transformer) -> bool:
