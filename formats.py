@@ -56,7 +56,8 @@ def convert(files: dict, config: JSON, wanted: Container[str]) -> None:
 
     def unpacked(words: Tensor) -> Tensor:
         """(K or G, N * bits / 32) words -> (N, K or G) values."""
-        values = [words.t() >> bits * place & mask for place in places]
+        columns = words.t()
+        values = [columns >> bits * place & mask for place in places]
         return torch.stack(values, 1).flatten(0, 1)
 
     def qweight(words: Tensor) -> Tensor:
@@ -65,8 +66,10 @@ def convert(files: dict, config: JSON, wanted: Container[str]) -> None:
         return pack_bits(unpacked(words), bits)
 
     def zeros(words: Tensor) -> Tensor:
-        # A zero point of 0 is stored as 0 - 1, all ones. Adding 1 and masking give 0 again.
-        return (unpacked(words) + (version == "gptq") & mask).byte()
+        values = unpacked(words)
+        if version == "gptq":  # stored less one: 0 as all ones, of which this makes 0 again
+            values = values + 1 & mask
+        return values.byte()
 
     changes = dict(qweight=qweight, zeros=zeros, scales=Tensor.t)
     for name, stored in [*files.items()]:

@@ -91,10 +91,8 @@ def progress(items: Collection, label: str) -> Iterator[Any]:
         if seconds > 1 and sys.stderr.isatty():
             bar = "#" * (24 * done // total)
             left = seconds * (total / done - 1)
-            say(
-                f"\r{label} [{bar:<24}] {done}/{total}  {left:.0f} s left ",
-                end="\n" * (done == total),
-            )
+            end = "\n" if done == total else ""
+            say(f"\r{label} [{bar:<24}] {done}/{total}  {left:.0f} s left ", end)
 
 
 # --- This machine ---------------------------------------------------------------------------------
@@ -129,8 +127,10 @@ def use_threads(threads: int | None, weights: int) -> None:
             weights and all threads for others.
         weights: bytes of the model's weights, as loaded (before --quantize).
     """
-    is_small = weights < SMALL and "OMP_NUM_THREADS" not in os.environ
-    torch.set_num_threads(threads or (1 if is_small else ALL_THREADS))
+    if threads is None:
+        is_small = weights < SMALL and "OMP_NUM_THREADS" not in os.environ
+        threads = 1 if is_small else ALL_THREADS
+    torch.set_num_threads(threads)
 
 
 class Waiting:
