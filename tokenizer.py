@@ -221,12 +221,12 @@ class Tokenizer:
         self.vocab_size = max(vocab.values()) + 1
         tokens = backend.get_added_tokens_decoder()
         self.special = {token.content: i for i, token in tokens.items() if token.special}
-        # Its post-processor puts ids around a text, and marks them with 1.
+        # Its post-processor puts ids around a text, which it marks with 1.
         letter = backend.encode("a")
-        start = letter.special_tokens_mask.index(0)
-        end = start + letter.special_tokens_mask.count(0)
+        marks = letter.special_tokens_mask
+        start = [*marks, 0].index(0)  # a vocabulary may lack the letter
         self.prefix = letter.ids[:start]
-        self.suffix = letter.ids[end:]
+        self.suffix = letter.ids[start + marks.count(0) :]
 
     def _read_slow(self, path: Path, added: dict[int, JSON], named: set) -> None:
         """Read tokenizer.model. The arguments are those of _read_fast."""
