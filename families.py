@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from model import Config
-from settings import JSON, check, check_items, supported
+from settings import JSON, check, check_items, choose, supported
 
 # --- What config.json may leave out ---------------------------------------------------------------
 
@@ -111,13 +111,12 @@ def layer_kinds(raw: JSON) -> JSON:
     kinds = raw.get("layer_types") or usual
     window = raw.get("sliding_window") if raw["use_sliding_window"] else None
     sizes = dict(full_attention=None, sliding_attention=check("sliding_window", window, int | None))
-    for kind in kinds:
-        supported("layer_types", kind, *sizes)
-    supported("the length of layer_types", len(kinds), layers)
+    windows = tuple(choose("layer_types", kind, sizes) for kind in kinds)
+    supported("the length of layer_types", len(windows), layers)
     is_second = [not has for has in has_rope]
     if "rope_local_base_freq" in raw:
         is_second = [kind == "sliding_attention" for kind in kinds]
-    return dict(windows=tuple(sizes[kind] for kind in kinds), ropes=tuple(map(int, is_second)))
+    return dict(windows=windows, ropes=tuple(map(int, is_second)))
 
 
 def rope_and_folds(raw: JSON) -> JSON:
@@ -165,11 +164,15 @@ def rope_and_folds(raw: JSON) -> JSON:
             second = speeds(dict(rope_type="default") | local, dim)
         found.append(second)
     rest = [0.0] * (H // 2 - dim // 2)
+    embedding = (
+        raw["hidden_size"] ** 0.5 if raw.get("root_of_width") else raw["embedding_multiplier"]
+    )
     return dict(
         rope_theta=rope["rope_theta"],
         max_position_embeddings=context,
         rope_speeds=tuple((*each.tolist(), *rest) for each in found),
         folds=folds_of(raw, dim, attention_factor(rope) ** 2),
+        embedding_multiplier=embedding,
     )
 
 
@@ -301,10 +304,9 @@ def folded(config: Config, name: str, tensor: Tensor) -> Tensor:
         x = x + folds["norm_offset"]
     # A norm of the queries would undo a factor on what it reads.
     if module == ("q_norm" if config.qk_norm or config.wide_qk_norm else "q_proj"):
-        factors = torch.full((H,), folds["queries"])
-        if config.ropes[int(path[1])] == 0:
-            is_rotated = torch.arange(H) % (H // 2) < dim // 2
-            factors[is_rotated] *= folds["rotated"]
+        rotated = folds["rotated"] if config.ropes[int(path[1])] == 0 else 1.0
+        is_rotated = torch.arange(H, device=x.device) % (H // 2) < dim // 2
+        factors = torch.where(is_rotated, rotated, 1.0) * folds["queries"]
         heads = x.unflatten(0, (-1, H)).movedim(1, -1)
         x = (heads * factors).movedim(-1, 1).flatten(0, 1)
     if module in ("o_proj", "down_proj"):

@@ -15,12 +15,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from checkpoint import blame
 from kv_cache import StaticCache, number_of
+from machine import progress
 from model import Transformer
 from paged import Row, Runner
 from quantize import QuantLinear, round_to_nearest, unpack_bits
-from settings import CHUNK, progress, supported
+from settings import CHUNK, blame, supported
 
 # --- Compiled -------------------------------------------------------------------------------------
 

@@ -34,8 +34,9 @@ from kv_cache import (
     number_of,
     with_past,
 )
+from machine import free_memory
 from model import LayerCache, Transformer, attention, visible
-from settings import Limits, free_memory
+from settings import Limits
 
 # --- Who owns which block -------------------------------------------------------------------------
 

@@ -25,7 +25,10 @@ RECORDS, COURSE = ROOT / "benchmarks", ROOT / "course"
 # In reading order: the engine; the techniques, without which it runs; its edges.
 ENGINE = ("model", "kv_cache", "sampling", "generate", "paged", "scheduler")
 TECHNIQUES = ("quantize", "speculative", "experts", "structured", "tp", "flex", "server")
-EDGES = ("openai_api", "llm", "settings", "checkpoint", "tokenizer", "packed", "program")
+EDGES = (
+    "openai_api", "llm", "settings", "machine", "checkpoint", "formats", "tokenizer", "packed",
+    "program",
+)  # fmt: skip
 MODULES = (*ENGINE, *TECHNIQUES, *EDGES)
 
 
