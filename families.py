@@ -116,7 +116,7 @@ def layer_kinds(raw: JSON) -> JSON:
     is_second = [not has for has in has_rope]
     if "rope_local_base_freq" in raw:
         is_second = [kind == "sliding_attention" for kind in kinds]
-    return dict(windows=windows, ropes=tuple(map(int, is_second)))
+    return dict(windows=windows, ropes=tuple(map(int, is_second)) if any(is_second) else ())
 
 
 def rope_and_folds(raw: JSON) -> JSON:
@@ -304,7 +304,8 @@ def folded(config: Config, name: str, tensor: Tensor) -> Tensor:
         x = x + folds["norm_offset"]
     # A norm of the queries would undo a factor on what it reads.
     if module == ("q_norm" if config.qk_norm or config.wide_qk_norm else "q_proj"):
-        rotated = folds["rotated"] if config.ropes[int(path[1])] == 0 else 1.0
+        has_first_rope = not (config.ropes and config.ropes[int(path[1])])
+        rotated = folds["rotated"] if has_first_rope else 1.0
         is_rotated = torch.arange(H, device=x.device) % (H // 2) < dim // 2
         factors = torch.where(is_rotated, rotated, 1.0) * folds["queries"]
         heads = x.unflatten(0, (-1, H)).movedim(1, -1)

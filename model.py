@@ -67,10 +67,7 @@ class Config:
 
     def __post_init__(self) -> None:
         # By default all layers see everything. The dataclass is frozen, so this goes through vars.
-        layers = self.num_hidden_layers
-        vars(self).update(
-            windows=self.windows or (None,) * layers, ropes=self.ropes or (0,) * layers
-        )
+        vars(self)["windows"] = self.windows or (None,) * self.num_hidden_layers
 
 
 class Transformer(nn.Module):
@@ -84,6 +81,7 @@ class Transformer(nn.Module):
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.ropes = config.ropes or (0,) * config.num_hidden_layers
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
@@ -125,7 +123,7 @@ class Transformer(nn.Module):
             cache = [NoCache(masks[window]) for window in self.config.windows]
         x = self.embed(tokens)  # (B, T, D)
         ropes = self.rope(positions)
-        for block, rope, layer in zip(self.layers, self.config.ropes, cache, strict=True):
+        for block, rope, layer in zip(self.layers, self.ropes, cache, strict=True):
             x = block(x, *ropes[rope], layer)
         if select is not None:
             x = x.flatten(0, 1)[select]  # (len(select), D)

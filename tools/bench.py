@@ -78,6 +78,12 @@ SHAPES = {
         151936, 1024, 3072, 28, 16, 8, 128, 40960, rope_theta=1e6, qk_norm=True,
         tie_word_embeddings=True,
     ),
+    "smollm2-135m": Config(49152, 576, 1536, 30, 9, 3, 64, 8192, tie_word_embeddings=True),
+    "gemma3-270m": Config(
+        262144, 640, 2048, 18, 4, 1, 256, 32768, rope_theta=1e6, qk_norm=True, post_norm=True,
+        gelu=True, embedding_multiplier=640**0.5, windows=(*(512,) * 5, None) * 3,
+        tie_word_embeddings=True,
+    ),
     "moe": Config(
         32000, 2048, 6144, 3, 32, 4, 64,
         num_experts=64, num_experts_per_tok=8, moe_intermediate_size=768,
@@ -960,22 +966,12 @@ def versus(args: argparse.Namespace) -> int:
 
 def write_random(config: Config, dtype: torch.dtype, folder: Path) -> None:
     """Write a Llama, or a Qwen3, of random weights as a folder that every engine loads."""
-    numbers = {
-        name: getattr(config, name)
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "rms_norm_eps",
-            "rope_theta",
-            "max_position_embeddings",
-            "tie_word_embeddings",
-        )
-    }
+    if config.post_norm:
+        raise ValueError("--shape gemma3-270m cannot be written as a folder")
+    names = """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
+        num_key_value_heads head_dim rms_norm_eps rope_theta max_position_embeddings
+        tie_word_embeddings"""
+    numbers = {name: getattr(config, name) for name in names.split()}
     kind = "Qwen3" if config.qk_norm else "Llama"
     numbers |= {
         "architectures": [f"{kind}ForCausalLM"],

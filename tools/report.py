@@ -26,8 +26,8 @@ RECORDS, COURSE = ROOT / "benchmarks", ROOT / "course"
 ENGINE = ("model", "kv_cache", "sampling", "generate", "paged", "scheduler")
 TECHNIQUES = ("quantize", "speculative", "experts", "structured", "tp", "flex", "server")
 EDGES = (
-    "openai_api", "llm", "settings", "machine", "checkpoint", "formats", "tokenizer", "packed",
-    "program",
+    "openai_api", "llm", "settings", "machine", "checkpoint", "families", "formats", "tokenizer",
+    "packed", "program",
 )  # fmt: skip
 MODULES = (*ENGINE, *TECHNIQUES, *EDGES)
 
