@@ -536,8 +536,7 @@ class Run:
             last = torch.arange(T - 1, B * T, T, device=tokens.device)  # each row's last token
             positions, layers = self.cache.plan(start, start + T)
             start += T
-            logits = self.model(part, positions, layers, last)
-        return logits.argmax(-1, keepdim=True)  # (B, 1)
+            return self.model(part, positions, layers, last).argmax(-1, keepdim=True)  # (B, 1)
 
     def generate(self, pause: Callable[[], None] = lambda: None) -> tuple[float, float]:
         """Return the seconds to the first token, and the median seconds of a decode step.
