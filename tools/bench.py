@@ -536,7 +536,8 @@ class Run:
             last = torch.arange(T - 1, B * T, T, device=tokens.device)  # each row's last token
             positions, layers = self.cache.plan(start, start + T)
             start += T
-            return self.model(part, positions, layers, last).argmax(-1, keepdim=True)  # (B, 1)
+            logits = self.model(part, positions, layers, last)
+        return logits.argmax(-1, keepdim=True)  # (B, 1)
 
     def generate(self, pause: Callable[[], None] = lambda: None) -> tuple[float, float]:
         """Return the seconds to the first token, and the median seconds of a decode step.
@@ -985,8 +986,7 @@ def write_random(config: Config, dtype: torch.dtype, folder: Path) -> None:
         "eos_token_id": 2,
     }
     (folder / "config.json").write_text(json.dumps(numbers, indent=1))
-    model = random_model(config, dtype, Ranks(torch.device("cpu")))
-    save_weights(model, folder)
+    save_weights(random_model(config, dtype, Ranks(torch.device("cpu"))), folder)
 
 
 # --- serve ----------------------------------------------------------------------------------------
