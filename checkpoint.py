@@ -1,15 +1,11 @@
 """From a Hugging Face folder to a model: config.json, safetensors, and what may be wrong in them.
 
-This file checks what comes from outside: values of the wrong type or size, missing or damaged
-files, tensors that do not fit. Each failure raises one error that names the file. A family of
-models is a row in a table: what its config.json may leave out. Folders written by GPTQ and AWQ
-tools are converted to this engine's own format while they are read. This file does not know what
-runs the model. Papers: Frantar et al. 2022 (GPTQ, arXiv:2210.17323), Lin et al. 2023 (AWQ,
-arXiv:2306.00978). Read: load_config, load_model.
+Values of the wrong type or size, missing or damaged files, tensors that do not fit: each failure
+raises one error that names the file. A family of models is a row in a table: what its config.json
+may leave out. Folders of GPTQ and AWQ tools are converted while they are read; see formats.py. This
+file does not know what runs the model. Read: load_config, load_model.
 """
 
-import contextlib
-import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -27,73 +23,23 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from machine import progress
 from model import Config, Transformer, rope_frequencies
 from settings import (
     DTYPES,
     JSON,
+    CheckpointError,
     SamplingParams,
+    blame,
     check,
     check_fields,
     check_items,
-    progress,
+    choose,
+    read_json,
+    read_optional,
     supported,
+    without_nulls,
 )
-
-# --- Values from outside --------------------------------------------------------------------------
-
-
-class CheckpointError(ValueError):
-    """A checkpoint cannot be loaded. The message is for the user."""
-
-
-@contextlib.contextmanager
-def blame(what: Path | str) -> Iterator[None]:
-    """Turn any exception raised inside into a CheckpointError that begins with `what`.
-
-    For a damaged file, parsers raise exceptions of many kinds.
-
-    Args:
-        what: a file or a folder that is read, or a word for what is done.
-    """
-    try:
-        yield
-    except Exception as error:
-        reason = error if isinstance(error, ValueError | OSError) else repr(error)
-        if isinstance(what, Path) and (names := pointers(what)):
-            reason = f"{names} are pointers of Git LFS and not the files: run git lfs pull"
-        raise CheckpointError(f"{what}: {reason}") from error
-
-
-def pointers(path: Path) -> list[str]:
-    """Return the names of files, in a folder or this one, that Git LFS has left as pointers."""
-    files = path.iterdir() if path.is_dir() else [path]
-    mark = b"version https://git-lfs"
-    return [f.name for f in files if f.is_file() and f.open("rb").read(len(mark)) == mark]
-
-
-def read_json(path: Path) -> JSON:
-    """Read a JSON object."""
-    with blame(path):
-        content = json.loads(path.read_text(encoding="utf-8"))
-        return check("its content", content, dict)
-
-
-def read_optional(path: Path) -> JSON:
-    """Read a JSON object without its nulls; return {} if the file does not exist."""
-    return without_nulls(read_json(path)) if path.is_file() else {}
-
-
-def without_nulls(raw: JSON) -> JSON:
-    """Drop the names whose value is null. In a request, null means that a field is left out. In
-    load_config, where the file's values come after the family's, a null also removes the family's
-    default (in Mistral, the sliding window)."""
-    return {name: value for name, value in raw.items() if value is not None}
-
-
-def choose(name: str, value: Any, table: dict) -> Any:
-    """Return the entry of `table` under `value`; raise SettingError if there is none."""
-    return table[supported(name, value, *table)]
-
 
 # --- config.json ----------------------------------------------------------------------------------
 
@@ -133,8 +79,8 @@ ROPES = dict(default=(), linear=("factor",), llama3=("factor", "low_freq_factor"
 
 
 def load_config(path: Path | str) -> Config:
-    """Read `config.json` of a checkpoint folder, the EOS ids in `generation_config.json`, and what
-    GPTQ tools write into `quantize_config.json`.
+    """Read `config.json` of a checkpoint folder, the EOS ids in `generation_config.json`, and the
+    settings of GPTQ and AWQ tools.
 
     Raises:
         CheckpointError: the file is missing or not valid JSON, or it names an architecture or a
@@ -149,17 +95,14 @@ def load_config(path: Path | str) -> Config:
         )
     raw = read_json(file)
     with blame(file):
+        # 1) What the file says, what its family adds, and what holds for all families.
         names = check("architectures", raw.get("architectures") or None, list)
         family = choose("architectures", names[0], FAMILIES)
-        raw = USUAL | without_nulls(family | raw)
-        raw |= FIXED.get(names[0], {})
-        quantization = check("quantization_config", raw["quantization_config"], dict)
-        if stored := read_optional(file.with_name("quantize_config.json")):
-            quantization = {"quant_method": "gptq", **stored, **quantization}
+        raw = USUAL | without_nulls(family | raw) | FIXED.get(names[0], {})
         raw |= rope_settings(raw)
         for name, only in ONLY.items():
             supported(name, raw[name], only)
-        # 1) Defaults that follow from other settings.
+        # 2) Defaults that follow from other settings.
         heads = check("num_attention_heads", raw["num_attention_heads"], int)
         raw = {
             "num_key_value_heads": heads,
@@ -168,33 +111,58 @@ def load_config(path: Path | str) -> Config:
             "o_bias": raw["attention_bias"],
             **raw,
         }
-        # 2) Settings that Config has under another name or in another form.
-        # Chat checkpoints add their end-of-turn id in generation_config.json.
-        eos = []
-        for each in (raw, read_optional(file.with_name("generation_config.json"))):
-            ids = each.get("eos_token_id", [])
-            eos += ids if isinstance(ids, list) else [ids]
+        # 3) Settings that Config has under another name or in another form.
         raw |= dict(
             dtype=choose("dtype", raw.get("dtype", raw["torch_dtype"]), DTYPES),
-            eos_ids=tuple(dict.fromkeys(check_items("eos_token_id", eos, list, int, 0))),
+            eos_ids=eos_ids(file.parent, raw),
             windows=layer_windows(raw),
             num_experts=raw.get("num_local_experts", raw["num_experts"]),
-            quantization=quantization,
+            quantization=quantization(file.parent, raw),
         )
-        # 3) Checks of all settings, alone and together.
         config = Config(**{name: raw[name] for name in raw.keys() & Config.__annotations__})
-        check_fields(config)
-        check("num_experts", config.num_experts, int, 1, 1024)  # more take half a minute to build
-        check("num_experts_per_tok", config.num_experts_per_tok, int, 1, config.num_experts)
-        # Without this bound, a matrix could have more bytes than int64 can count.
-        check("heads * head_dim", heads * config.head_dim, int)
-        supported("the length of layer_types", len(config.windows), config.num_hidden_layers)
-        if heads % config.num_key_value_heads or config.head_dim % 2:
-            raise ValueError(
-                f"{heads} heads must be a multiple of the {config.num_key_value_heads} kv heads; "
-                f"head_dim {config.head_dim} must be even"
-            )
+        check_config(config)
     return config
+
+
+def check_config(config: Config) -> None:
+    """Check all settings, alone and together.
+
+    Raises:
+        ValueError: one of them is wrong, or two do not fit.
+    """
+    check_fields(config)
+    heads = config.num_attention_heads
+    check("num_experts", config.num_experts, int, 1, 1024)  # more take half a minute to build
+    check("num_experts_per_tok", config.num_experts_per_tok, int, 1, config.num_experts)
+    # Without this bound, a matrix could have more bytes than int64 can count.
+    check("heads * head_dim", heads * config.head_dim, int)
+    supported("the length of layer_types", len(config.windows), config.num_hidden_layers)
+    if heads % config.num_key_value_heads or config.head_dim % 2:
+        raise ValueError(
+            f"{heads} heads must be a multiple of the {config.num_key_value_heads} kv heads; "
+            f"head_dim {config.head_dim} must be even"
+        )
+
+
+def eos_ids(folder: Path, raw: JSON) -> tuple[int, ...]:
+    """Return the ids that end a text. Chat checkpoints add their end of turn in
+    generation_config.json."""
+    found = []
+    for source in (raw, read_optional(folder / "generation_config.json")):
+        ids = source.get("eos_token_id", [])
+        found += ids if isinstance(ids, list) else [ids]
+    return tuple(dict.fromkeys(check_items("eos_token_id", found, list, int, 0)))
+
+
+def quantization(folder: Path, raw: JSON) -> JSON:
+    """Collect the settings of quantised weights. GPTQ and AWQ tools have written them to files of
+    their own; where config.json has them too, it wins."""
+    found = check("quantization_config", raw["quantization_config"], dict)
+    for method, name in dict(gptq="quantize_config.json", awq="quant_config.json").items():
+        stored = read_optional(folder / name)
+        if stored:
+            found = {"quant_method": method, **stored, **found}
+    return found
 
 
 def rope_settings(raw: JSON) -> JSON:
@@ -308,16 +276,14 @@ def load_model(
     """
     config = load_config(path)
     files = locate_tensors(Path(path))
-    if config.tie_word_embeddings and {"lm_head.weight", "embed_tokens.weight"} <= files.keys():
-        # Some files store the shared matrix twice. If the two differ, they are not shared.
-        if are_equal(files["lm_head.weight"], files["embed_tokens.weight"]):
-            del files["lm_head.weight"]
-        else:
-            config = replace(config, tie_word_embeddings=False)
+    config = without_second_copy(config, files)
     with torch.device("meta"):
         model = build(config).to(dtype or config.dtype)
     with blame(Path(path)):
-        convert(files, model)
+        if config.quantization and config.quantization.get("quant_method") != "kilolm":
+            from formats import convert  # only where another tool has quantised
+
+            convert(files, config.quantization, dict(named_tensors(model)))
         insert_quantised(model, files)
         check_tensors(files, model)
         if shard:
@@ -333,10 +299,20 @@ def load_model(
     return model
 
 
-def are_equal(a: Stored, b: Stored) -> bool:
-    """Whether two stored tensors have the same shape and values. This reads both, and keeps neither
-    in memory."""
-    return torch.equal(a.read().to(b.empty.dtype), b.read())
+def without_second_copy(config: Config, files: Files) -> Config:
+    """Return the config of a model of these files, where lm_head may share the embedding's weight.
+
+    Some files store the shared matrix twice. An equal copy is dropped from them; if the two differ,
+    they are not shared. Both are read, and neither is kept in memory.
+    """
+    head = files.get("lm_head.weight")
+    embedding = files.get("embed_tokens.weight")
+    if not (config.tie_word_embeddings and head and embedding):
+        return config
+    if torch.equal(head.read().to(embedding.empty.dtype), embedding.read()):
+        del files["lm_head.weight"]
+        return config
+    return replace(config, tie_word_embeddings=False)
 
 
 def insert_quantised(model: Transformer, files: Files) -> None:
@@ -346,19 +322,20 @@ def insert_quantised(model: Transformer, files: Files) -> None:
         ValueError: the quantization_config is not supported, or does not fit the model.
     """
     config = model.config.quantization
-    if config:
-        from quantize import QuantLinear, linears  # only where a model is quantised
+    if not config:
+        return
+    from quantize import QuantLinear, linears  # only where a model is quantised
 
-        for path in linears(model):
-            linear: Any = model.get_submodule(path)
-            name = path.rpartition(".")[2]
-            part, *_ = getattr(linear, "parts", [name])  # a FusedLinear's first part
-            stored = files.get(path.replace(name, part) + ".qweight")
-            if stored:  # most folders keep lm_head plain
-                form = config["bits"], config["group_size"]
-                if path == "lm_head" and stored.empty.shape[1:] == (linear.in_features,):
-                    form = (8, -1)  # see quantize_model
-                model.set_submodule(path, QuantLinear(linear, *form))
+    for path in linears(model):
+        linear: Any = model.get_submodule(path)
+        name = path.rpartition(".")[2]
+        part, *_ = getattr(linear, "parts", [name])  # a FusedLinear's first part
+        stored = files.get(path.replace(name, part) + ".qweight")
+        if stored:  # most folders keep lm_head plain
+            form = config["bits"], config["group_size"]
+            if path == "lm_head" and stored.empty.shape[1:] == (linear.in_features,):
+                form = (8, -1)  # see quantize_model
+            model.set_submodule(path, QuantLinear(linear, *form))
 
 
 def is_tied(model: Transformer) -> bool:
@@ -371,53 +348,49 @@ def named_tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:
 
     The weight of a tied lm_head comes once, as the embedding's.
     """
-    for name, tensor in model.state_dict().items():
+    tensors = model.state_dict()
+    if is_tied(model):
+        del tensors["lm_head.weight"]
+    for name, tensor in tensors.items():
         path = name.rpartition(".")[0]  # "layers.0.mlp.gate_up_proj"
         own = path.rpartition(".")[2]
         # A FusedLinear, plain or quantised, has several parts. Any other module counts as one part.
         parts = getattr(model.get_submodule(path), "parts", None) or {own: len(tensor)}
         for part, view in zip(parts, tensor.split([*parts.values()])):
-            if not (is_tied(model) and part == "lm_head"):
-                yield name.replace(own, part), view
+            yield name.replace(own, part), view
 
 
 def locate_tensors(path: Path) -> Files:
     """List a checkpoint's tensors from the headers of its files; no data is read.
 
+    A folder can hold shards that are not in use, and old copies of a tensor. So the index decides.
+    As in transformers, a whole model.safetensors goes before the index.
+
     Raises:
         CheckpointError: a header or the index is damaged; or a file is missing that the index
             names, or, without an index, model.safetensors.
     """
-    found: Files = {}
-    for file, names in weight_files(path).items():
-        with blame(file), safe_open(file, "pt") as reader:
-            for name in names or reader.keys():
-                empty = reader.get_tensor(name).to("meta")  # maps the file, and reads none of it
-                found |= renamed(name, Stored(empty, partial(read_tensor, file, name)))
-    return found
-
-
-def weight_files(path: Path) -> dict[Path, list[str]]:
-    """Return the files that hold a checkpoint's weights, each with the names of the tensors to read
-    from it; no names mean all of its tensors.
-
-    A folder can hold shards that are not in use, and old copies of a tensor. So the index decides.
-    As in transformers, a whole model.safetensors goes before the index.
-    """
     whole = path / "model.safetensors"
     index = path / "model.safetensors.index.json"
-    if whole.exists():
-        return {whole: []}
-    if not index.exists():
-        raise CheckpointError(
-            f"{path}: there is no {whole.name}, and no {index.name} that says which shards to "
-            "read; convert .bin and .pth files"
-        )
-    files: dict[Path, list[str]] = {}
-    with blame(index):
-        for name, file in read_json(index)["weight_map"].items():
-            files.setdefault(path / Path(file).name, []).append(name)
-    return files
+    files = {whole}
+    places = None  # in the index: the name of a tensor -> the name of its file
+    if not whole.exists():
+        if not index.exists():
+            raise CheckpointError(
+                f"{path}: there is no {whole.name}, and no {index.name} that says which shards to "
+                "read; convert .bin and .pth files"
+            )
+        with blame(index):
+            places = read_json(index)["weight_map"]
+            files = {path / Path(file).name for file in places.values()}
+    found: Files = {}
+    for file in sorted(files):
+        with blame(file), safe_open(file, "pt") as reader:
+            for name in reader.keys():  # noqa: SIM118 (it is no dict)
+                if places is None or places.get(name) == file.name:
+                    empty = reader.get_tensor(name).to("meta")  # maps the file, reads none of it
+                    found |= renamed(name, Stored(empty, partial(read_tensor, file, name)))
+    return found
 
 
 def read_tensor(file: Path, name: str) -> Tensor:
@@ -466,79 +439,3 @@ def describe(tensor: Tensor) -> str:
     """Return a tensor's dtype and shape. Each of DTYPES is "float", as any of them can be cast."""
     kind = "float" if tensor.dtype in DTYPES.values() else tensor.dtype
     return f"{kind} {tuple(tensor.shape)}"
-
-
-# --- Folders of other tools -----------------------------------------------------------------------
-# GPTQ and AWQ tools store integers q with scales and zero points, as quantize.py does. But they
-# pack them into 32-bit words and transpose them: (K, N) where quantize.py has (N, K). N is the
-# number of output channels, K of input channels, G of groups.
-# GPTQ packs q along the inputs, lowest bits first (and zero points along the outputs), and stores
-# each zero point less one (gptq_v2 does not). AWQ packs both along the outputs, in the order
-# 0 2 4 6 1 3 5 7. The conversion rounds nothing.
-#
-#     GPTQ, 4 bits    qweight[0, n] = 0x87654321      output n; inputs 0..7 are 1, 2, ... 8
-#     AWQ             qweight[k, 0] = 0x75316420      input k; outputs 0..7 are 0, 1, ... 7
-
-FORMS = dict(gptq=("gptq", "gptq_v2"), awq=("awq", "gemm", "GEMM"))
-# For each tool and number of bits: where each value stands in a word, counted from the lowest bits.
-PLACES: JSON = dict(gptq={4: range(8), 8: range(4)}, awq={4: (0, 4, 1, 5, 2, 6, 3, 7)})
-
-
-def convert(files: Files, model: Transformer) -> None:
-    """Convert the files of a GPTQ or AWQ folder to this engine's format, in place.
-
-    The files of other folders stay as they are. Each tensor is converted by itself. One that is
-    missing, or has the wrong shape or dtype, is missing or wrong in the result too, and
-    check_tensors reports it.
-
-    Args:
-        files: see locate_tensors. Their qweight, scales and zeros become those of
-            quantize.QuantLinear.
-        model: the empty model that they are for. `quantization` of its config gets `bits` and
-            `group_size` where the folder has other names for them.
-
-    Raises:
-        ValueError: the tool, its version or the number of bits is not supported; or the inputs were
-            sorted before they were grouped (desc_act), so that a group's inputs are not neighbours.
-    """
-    config = model.config.quantization
-    if config.get("quant_method") == "kilolm" or not config:
-        return
-    method = supported("quant_method", config.get("quant_method"), *FORMS)
-    bits = check("bits", config.setdefault("bits", config.get("w_bit")), int)
-    check("group_size", config.setdefault("group_size", config.get("q_group_size")), int, -1)
-    form = config.get("checkpoint_format") or config.get("version", method)
-    supported("checkpoint_format or version", form, *FORMS[method])
-    places = choose("bits", bits, PLACES[method])
-    supported("desc_act", config.get("desc_act", method == "gptq"), False)
-    mask = 2**bits - 1
-    from quantize import pack_bits  # only where a model is quantised
-
-    def unpacked(words: Tensor) -> Tensor:
-        """(K or G, N * bits / 32) words -> (N, K or G) values."""
-        values = [words.t() >> bits * place & mask for place in places]
-        return torch.stack(values, 1).flatten(0, 1)
-
-    def qweight(words: Tensor) -> Tensor:
-        if method == "gptq":  # the bytes of its words, output by output, are in our order
-            return words.t().contiguous().view(torch.uint8)
-        return pack_bits(unpacked(words), bits)
-
-    def zeros(words: Tensor) -> Tensor:
-        # A zero point of 0 is stored as 0 - 1, all ones. Adding 1 and masking give 0 again.
-        return (unpacked(words) + (form == "gptq") & mask).byte()
-
-    changes = dict(qweight=qweight, zeros=zeros, scales=Tensor.t)
-    wanted = dict(named_tensors(model))
-    for name, stored in [*files.items()]:
-        kind = name.rpartition(".")[2]
-        with blame(name):
-            if kind == "g_idx":  # each input's group
-                groups = files.pop(name).read()
-                size = config["group_size"] if config["group_size"] > 0 else len(groups)
-                if (groups != torch.arange(len(groups)) // size).any():
-                    raise ValueError("the inputs are not grouped in order (desc_act)")
-            elif kind == "scales" or (kind in changes and stored.empty.dtype == torch.int32):
-                files[name] = stored.changed(changes[kind])
-            elif name not in wanted and not stored.read().any():
-                del files[name]  # some tools store biases that are all zero

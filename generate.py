@@ -21,13 +21,14 @@ if __name__ == "__main__":  # Ctrl-C may come while PyTorch is imported
 import torch
 
 import settings
-from checkpoint import blame, suggested
+from checkpoint import suggested
 from kv_cache import StaticCache
 from llm import cache_size, join, load_models, make_engine
+from machine import Ranks, launch, say, waiting
 from model import Transformer
 from sampling import BROKEN, FILTERS, PENALTIES, Sequence, Token, finite, sample
 from scheduler import Engine
-from settings import CHUNK, JSON, EngineArgs, Ranks, SamplingParams, SettingError, say
+from settings import CHUNK, JSON, EngineArgs, SamplingParams, SettingError, blame
 from tokenizer import Tokenizer
 
 # --- One sequence ---------------------------------------------------------------------------------
@@ -55,7 +56,7 @@ def generate(
     end = 0  # how many tokens' keys and values the cache holds
     last = torch.tensor([-1], device=model.device)  # the index of a forward's last token
     while not sequence.finish_reason:
-        settings.waiting.adapt()
+        waiting.adapt()
         start = end
         end = min(start + chunk, len(ids))
         tokens = torch.tensor([ids[start:end]], device=model.device)  # (1, T)
@@ -74,7 +75,7 @@ def generate(
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line, and return the exit status: 0; 2 after an error; 130 after Ctrl-C."""
-    return settings.launch("generate.py", argv, parse_args, command, join)
+    return launch("generate.py", argv, parse_args, command, join)
 
 
 def parse_args(argv: list[str] | None) -> Namespace:
@@ -107,12 +108,14 @@ def command(args: Namespace, ranks: Ranks) -> int:
     if file and ranks.rank == 0:  # the other ranks do not need the prompt
         with blame(file):  # the bytes, so that the ends of lines stay as they are
             text = sys.stdin.read() if file == "-" else Path(file).read_bytes().decode()
-    plain = params.n == ranks.ranks == 1 and not (
+    plain = params.n == ranks.world_size == 1 and not (
         args.chat or engine_args.speculate or engine_args.draft_checkpoint
     )
     model, proposer = load_models(engine_args, ranks, 1 if plain else None)
     if ranks.rank:
-        return ranks.follow(model)
+        from tp import follow
+
+        return follow(model)
     told = f"sampling: {describe(params, given, folder)}"
     if plain:
         tokenizer = Tokenizer(engine_args.checkpoint)

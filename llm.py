@@ -17,10 +17,11 @@ import torch
 
 import settings
 from checkpoint import load_model, suggested
+from machine import Ranks, pick_device, progress, use_threads
 from model import Transformer
 from paged import Runner
 from scheduler import Engine, Proposer, Request
-from settings import JSON, EngineArgs, Ranks, SamplingParams, SettingError, check, progress
+from settings import JSON, EngineArgs, SamplingParams, SettingError, check
 from tokenizer import Ids, Tokenizer
 
 
@@ -36,7 +37,7 @@ class LLM:
         if os.getenv("WORLD_SIZE", "1") != "1":
             raise ValueError("LLM is one process: under torchrun, use generate.py or server.py")
         args = EngineArgs(checkpoint=Path(checkpoint), **options)
-        ranks = Ranks(settings.pick_device(args.device))
+        ranks = Ranks(pick_device(args.device))
         self.checkpoint = args.checkpoint
         self.engine = make_engine(args, ranks, *load_models(args, ranks))
 
@@ -106,7 +107,7 @@ def load_models(
     """
     dtype = settings.DTYPES.get(args.dtype)
     model = load_model(args.checkpoint, ranks.device, dtype, ranks.shard)
-    settings.use_threads(args.threads, sum(each.nbytes for each in model.state_dict().values()))
+    use_threads(args.threads, sum(each.nbytes for each in model.state_dict().values()))
     if args.quantize:
         from quantize import quantize_model
 
@@ -141,15 +142,15 @@ def make_engine(args: EngineArgs, ranks: Ranks, model: Transformer, proposer: Pr
     tokenizer = Tokenizer(args.checkpoint)
 
     def matcher(structure: JSON) -> Any:
-        from structured import matcher
+        from structured import make_matcher
 
-        return matcher(tokenizer, model.config, structure)
+        return make_matcher(tokenizer, model.config, structure)
 
     runner = ranks.runner or Runner
     if args.attention == "flex":
         from flex import FlexRunner
 
-        if ranks.device.type != "cuda" or ranks.ranks > 1:
+        if ranks.device.type != "cuda" or ranks.world_size > 1:
             raise SettingError("attention", "flex needs one GPU: use --attention copy")
         runner = FlexRunner
     limits = settings.given(settings.Limits, args)
@@ -164,8 +165,8 @@ def cache_size(engine: Engine) -> str:
     return f"cache: {tokens:,} tokens in up to {size:.3g} GB (--kv-memory, --max-num-seqs)"
 
 
-def join(device: torch.device) -> Any:
+def join(device: torch.device, args: Any) -> Any:
     """Join the other ranks; see tp.join."""
     import tp
 
-    return tp.join(device)
+    return tp.join(device, args)

@@ -20,11 +20,19 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from checkpoint import without_nulls
 from sampling import BROKEN, Token
 from scheduler import Engine, Job, Request
-from settings import JSON, VERSION, SamplingParams, SettingError, check, check_ids, supported
-from structured import pieces, structure
+from settings import (
+    JSON,
+    VERSION,
+    SamplingParams,
+    SettingError,
+    check,
+    check_ids,
+    supported,
+    without_nulls,
+)
+from structured import structure, token_bytes
 from tokenizer import Detokenizer, Ids, Tokenizer, plain_turn
 
 
@@ -398,7 +406,7 @@ class Choice:
         """
 
         def entry(token: Token, i: int, value: float | None) -> JSON:
-            word = b"".join(pieces(self.tokenizer)[i : i + 1])  # V may be padded
+            word = b"".join(token_bytes(self.tokenizer)[i : i + 1])  # V may be padded
             text = token.text if i == token.id else word.decode(errors="replace")
             return dict(token=text, logprob=value, bytes=list(word))
 

@@ -16,12 +16,12 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from checkpoint import blame
 from kv_cache import Slab, StaticCache
+from machine import progress
 from model import LayerCache, Transformer
 from paged import Row, Runner
 from quantize import QuantLinear, round_to_nearest, unpack_bits
-from settings import CHUNK, progress, supported
+from settings import CHUNK, blame, supported
 
 # --- Compiled -------------------------------------------------------------------------------------
 

@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 
 from kv_cache import attend_to_prompt, decode, empty_layers, encode, is_long_prompt
+from machine import free_memory
 from model import LayerCache, Transformer, attention, visible
-from settings import Limits, free_memory
+from settings import Limits
 
 # --- Who owns which block -------------------------------------------------------------------------
 

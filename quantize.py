@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from machine import progress
 from model import Transformer
-from settings import progress, supported
+from settings import supported
 
 # --- The stored form ------------------------------------------------------------------------------
 

@@ -34,10 +34,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from machine import waiting
 from model import Transformer
 from paged import BlockPool, BlockTable, Row, Runner, affordable_blocks
 from sampling import Sequence, Token, finite, sample, scored
-from settings import CHUNK, Limits, SamplingParams, SettingError, check, waiting
+from settings import CHUNK, Limits, SamplingParams, SettingError, check
 from tokenizer import Ids, Tokenizer
 
 # --- What is served -------------------------------------------------------------------------------
@@ -219,7 +220,7 @@ class Engine:
             model: on its device, compiled or not; see packed.compile_model.
             tokenizer: None: prompts are ids, and there is no text.
             proposer: guesses tokens; see speculative.py. None: no guesses.
-            matcher: compiles SamplingParams.structured_outputs; see structured.matcher. None:
+            matcher: compiles SamplingParams.structured_outputs; see structured.make_matcher. None:
                 structured outputs are refused.
             runner: tp.Leader, if the model is one rank's share; or flex.FlexRunner.
             options: see settings.Limits. Unless num_blocks is set, there are no more blocks than
@@ -282,7 +283,7 @@ class Engine:
             options: Request's id, priority and cache_salt.
 
         Raises:
-            SettingError: see Sequence and structured.matcher.
+            SettingError: see Sequence and structured.make_matcher.
         """
         if isinstance(prompt, str):
             assert self.tokenizer, "this engine has no tokenizer: give token ids"

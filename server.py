@@ -49,9 +49,10 @@ if __name__ == "__main__":  # before PyTorch: Ctrl-C may come while it is import
 import settings
 from checkpoint import suggested
 from llm import cache_size, join, load_models, make_engine
+from machine import Ranks, launch, say
 from openai_api import API, Problem, demand
 from scheduler import Engine, Request
-from settings import JSON, EngineArgs, Ranks, SamplingParams, check, say, setting
+from settings import JSON, EngineArgs, SamplingParams, check, setting
 
 IDLE_S = 75  # seconds to wait for a head, for a body, or for a client to read its answer
 CLIENTS = 1024  # connections at a time: each one has a thread
@@ -643,7 +644,7 @@ ROUTES = {"/": Connection.send_page,
 
 def main(argv: list[str] | None = None) -> int:
     """Run until a signal arrives, and return the exit status."""
-    return settings.launch("server.py", argv, parse_args, command, join)
+    return launch("server.py", argv, parse_args, command, join)
 
 
 def parse_args(argv: list[str] | None) -> Namespace:
@@ -666,7 +667,9 @@ def command(flags: Namespace, ranks: Ranks) -> int:
         raise ValueError(f"--cors {args.cors}: must be like http://localhost:3000, or *")
     model, proposer = load_models(args, ranks)
     if ranks.rank:
-        return ranks.follow(model)
+        from tp import follow
+
+        return follow(model)
     engine = make_engine(args, ranks, model, proposer)
     return serve(engine, args)
 

@@ -1,22 +1,18 @@
-"""What a user may set, how it is checked, and how a program starts.
+"""What a user may set, and how values from outside are checked.
 
 Each setting is a field of a dataclass, with a default, a help text and a range. The check of its
 value and its command-line flag are made from them. SamplingParams is what a request may ask for.
 EngineArgs is how an engine is built, from Python, the command line and the server alike. This file
-does not know what the settings do. Read: SamplingParams, EngineArgs, check, launch.
+does not know what the settings do. Read: SamplingParams, EngineArgs, check.
 """
 
-import os
-import re
-import sys
-import time
+import json
 from argparse import SUPPRESS
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import nullcontext, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from threading import Event, Thread
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import torch
 
@@ -74,6 +70,11 @@ def supported(name: str, value: Any, *known: Any) -> Any:
     return value
 
 
+def choose(name: str, value: Any, table: dict) -> Any:
+    """Return the entry of `table` under `value`; raise SettingError if there is none."""
+    return table[supported(name, value, *table)]
+
+
 def setting(default: Any, text: str, *bounds: float, **flag: Any) -> Any:
     """Make a field of a settings dataclass.
 
@@ -101,14 +102,17 @@ def check_fields(settings: Any) -> None:
         supported(f.name, value, *f.metadata.get("flag", {}).get("choices", [value]), f.default)
 
 
-def check_items(name: str, values: Any, kind: Any, *each: Any) -> tuple:
+def check_items(name: str, values: Any, kind: Any, *each: Any, max_len: int = 1024) -> tuple:
     """Check a list and each of its values, or a dict and each of its keys; see check.
 
     Args:
         kind: the type of the list or dict.
         each: the type, and the bounds if any, of the values.
+        max_len: how many values there may be.
     """
-    return tuple(check(name, value, *each) for value in check(name, values, kind))
+    if len(check(name, values, kind)) > max_len:
+        raise SettingError(name, f"has {len(values)} entries, but may have {max_len} at most")
+    return tuple(check(name, value, *each) for value in values)
 
 
 def check_ids(name: str, ids: Iterable, vocab_size: int) -> None:
@@ -120,6 +124,55 @@ def check_ids(name: str, ids: Iterable, vocab_size: int) -> None:
             f"has ids outside the model's vocabulary of {vocab_size}, {len(wrong)} in all: "
             f"{wrong[:9]!r:.200}",
         )
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be loaded. The message is for the user."""
+
+
+@contextmanager
+def blame(what: Path | str) -> Iterator[None]:
+    """Turn any exception raised inside into a CheckpointError that begins with `what`.
+
+    For a damaged file, parsers raise exceptions of many kinds.
+
+    Args:
+        what: a file or a folder that is read, or a word for what is done.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason = error if isinstance(error, ValueError | OSError) else repr(error)
+        names = pointers(what) if isinstance(what, Path) else []
+        if names:
+            reason = f"{names} are pointers of Git LFS and not the files: run git lfs pull"
+        raise CheckpointError(f"{what}: {reason}") from error
+
+
+def pointers(path: Path) -> list[str]:
+    """Return the names of files, in a folder or this one, that Git LFS has left as pointers."""
+    files = path.iterdir() if path.is_dir() else [path]
+    mark = b"version https://git-lfs"
+    return [f.name for f in files if f.is_file() and f.open("rb").read(len(mark)) == mark]
+
+
+def read_json(path: Path) -> JSON:
+    """Read a JSON object."""
+    with blame(path):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return check("its content", content, dict)
+
+
+def read_optional(path: Path) -> JSON:
+    """Read a JSON object without its nulls; return {} if the file does not exist."""
+    return without_nulls(read_json(path)) if path.is_file() else {}
+
+
+def without_nulls(raw: JSON) -> JSON:
+    """Drop the names whose value is null. In a request, null means that a field is left out. In
+    load_config, where the file's values come after the family's, a null also removes the family's
+    default (in Mistral, the sliding window)."""
+    return {name: value for name, value in raw.items() if value is not None}
 
 
 # --- What a request may set -----------------------------------------------------------------------
@@ -177,15 +230,13 @@ class SamplingParams:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         # Through vars, as the dataclass is frozen.
         vars(self).update(
-            stop=check_items("stop", stop, str | list | tuple, str),
+            stop=check_items("stop", stop, str | list | tuple, str, max_len=16),
             seed=None if self.seed == -1 else self.seed,
         )
-        if len(stop) > 16 or not all(0 < len(each) <= 256 for each in stop):
-            raise SettingError("stop", "takes up to 16 strings of 1 to 256 characters")
-        for name, kind in (("stop_token_ids", list | tuple), ("logit_bias", dict)):
-            values = check_items(name, getattr(self, name), kind, int, 0)
-            if len(values) > 1024:
-                raise SettingError(name, f"has {len(values)} entries, but may have 1024 at most")
+        if not all(0 < len(each) <= 256 for each in stop):
+            raise SettingError("stop", "takes strings of 1 to 256 characters")
+        check_items("stop_token_ids", self.stop_token_ids, list | tuple, int, 0)
+        check_items("logit_bias", self.logit_bias, dict, int, 0)
         for i, bias in self.logit_bias.items():
             check(f"logit_bias[{i}]", bias, float, -100, 100)
 
@@ -274,210 +325,3 @@ def add_flags(parser: Any, settings: type, **aliases: str) -> None:
 def given(settings: type, args: Any) -> JSON:
     """Return the values of those fields of a dataclass that `args` has as attributes."""
     return {f.name: getattr(args, f.name) for f in fields(settings) if hasattr(args, f.name)}
-
-
-# --- How a program starts -------------------------------------------------------------------------
-
-
-class Ranks(NamedTuple):
-    """This process among the ranks that share a model. By default it is the only one; see tp.py."""
-
-    device: torch.device
-    rank: int = 0
-    ranks: int = 1
-    shard: Callable | None = None  # for checkpoint.load_model: makes this rank's share of a model
-    runner: type | None = None  # the Engine's runner
-    follow: Callable = lambda model: 0  # runs this rank's share; called on all ranks but the first
-    agree: Callable = lambda args: None  # checks that all ranks have the same settings: tp.agree
-
-
-def launch(program: str, argv: list | None, parse: Callable, run: Callable, join: Callable) -> int:
-    """Parse a command line, join the other ranks and run.
-
-    An error is printed without a traceback. If all ranks have the same error, one rank of each
-    machine prints it.
-
-    Args:
-        program: its name, for errors.
-        parse: argv -> Namespace; the device is "auto" unless it has one.
-        run: (Namespace, Ranks) -> exit status.
-        join: device -> a context that gives Ranks; called if torchrun started several processes.
-
-    Returns:
-        The exit status: 2 after an error, 130 after Ctrl-C.
-    """
-    alone = os.getenv("RANK", "0") == "0" and os.getenv("WORLD_SIZE", "1") == "1"
-    # Another rank prints the same, or stderr is closed.
-    if os.getenv("LOCAL_RANK", "0") != "0" or not sys.stderr:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (tp.join gives it back)
-    args = parse(argv)
-    try:
-        device = pick_device(getattr(args, "device", "auto"))
-        with nullcontext(Ranks(device)) if alone else join(device) as ranks:
-            ranks.agree(args)
-            return run(args, ranks)
-    except BrokenPipeError:  # as after `| head`
-        sys.stdout = None  # or Python would print an error at exit
-        return 0
-    except KeyboardInterrupt:  # generate.stream handles Ctrl-C while text is generated
-        return 130
-    except (ValueError, OSError, ImportError) as error:
-        say(f"{program}: error: {error}")
-        return 2
-
-
-def say(text: str, end: str = "\n") -> None:
-    """Write to stderr at once what a program says beside its results."""
-    print(text, end=end, file=sys.stderr, flush=True)
-
-
-def progress(items: Collection, label: str) -> Iterator[Any]:
-    """Yield from `items`, and show a progress bar after the first second if stderr is a terminal.
-
-    Args:
-        label: names the work in a word or two.
-    """
-    total = len(items)
-    start = time.monotonic()
-    for done, item in enumerate(items, 1):
-        yield item
-        seconds = time.monotonic() - start
-        if seconds > 1 and sys.stderr.isatty():
-            bar = "#" * (24 * done // total)
-            left = seconds * (total / done - 1)
-            say(
-                f"\r{label} [{bar:<24}] {done}/{total}  {left:.0f} s left ",
-                end="\n" * (done == total),
-            )
-
-
-# --- This machine ---------------------------------------------------------------------------------
-
-
-def pick_device(name: str) -> torch.device:
-    """Turn --device into a device.
-
-    Raises:
-        ValueError: this machine has no such device.
-    """
-    best = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    if name not in ("auto", "cpu", best.type):
-        raise ValueError(f"--device {name}: this machine has none; use --device cpu or auto")
-    return best if name == "auto" else torch.device(name)
-
-
-# A model whose weights have fewer bytes than this runs on one thread. All threads of an operator
-# wait for the slowest of them, and if another process uses its core, they wait long. With 20 MB of
-# weights, one sequence made 424 tokens/s on one thread and 514 on two; while other processes kept
-# both cores busy, 139 and 14.
-SMALL = 2**25
-ALL_THREADS = torch.get_num_threads()  # PyTorch's default: OMP_NUM_THREADS, or one for each core
-
-
-def use_threads(threads: int | None, weights: int) -> None:
-    """Set the number of CPU threads that compute, for the whole process. This replaces what
-    torch.set_num_threads was given before.
-
-    Args:
-        threads: their number; None means OMP_NUM_THREADS if it is set, else one thread for small
-            weights and all threads for others.
-        weights: bytes of the model's weights, as loaded (before --quantize).
-    """
-    is_small = weights < SMALL and "OMP_NUM_THREADS" not in os.environ
-    torch.set_num_threads(threads or (1 if is_small else ALL_THREADS))
-
-
-class Waiting:
-    """How the threads of an operator wait for each other: they spin, or they sleep.
-
-    On an idle machine spinning is best, because the next operator comes within microseconds. But if
-    another process takes a core, the threads that spin wait for one that does not run, and on two
-    cores a step takes 3 to 7 times as long. PyTorch's OpenMP (libgomp) lets threads sleep soon once
-    it has more of them than there are cores. So while other processes are busy, a second pool of
-    threads is kept, which does nothing. The arithmetic is the same. Tokens/s of one sequence on two
-    cores of a Zen 4, beside a process that never waits:
-                                   idle     busy, spinning   busy, sleeping   idle, sleeping
-        110m, float32, compiled     52            15               36               38
-        135m, bfloat16              26             7               17               18
-        135m, int4, compiled        80            23               48               45
-    """
-
-    def __init__(self) -> None:
-        self.since = time.monotonic()
-        self.before = others_seconds()
-        self.idle_pool: Event | None = None  # the event that ends it, if there is one
-
-    def adapt(self) -> None:
-        """Look at the load twice a second, and choose. Called before each step."""
-        now = time.monotonic()
-        seconds = now - self.since
-        if seconds < 0.5 or USER_DECIDES & os.environ.keys() or torch.get_num_threads() == 1:
-            return
-        others = others_seconds()
-        wanted = torch.get_num_threads() + (others - self.before) / seconds  # cores
-        self.since = now
-        self.before = others
-        # A process that never waits gets 0.67 of a core beside two threads that spin. In a virtual
-        # machine, what its host takes now and then (steal) counts too; that is mostly less.
-        is_busy = wanted > len(CORES) + 0.5
-        if is_busy and not self.idle_pool:
-            self.idle_pool = Event()
-            Thread(target=keep_pool, args=(self.idle_pool,), daemon=True).start()
-        elif self.idle_pool and not is_busy:
-            self.idle_pool.set()
-            self.idle_pool = None
-
-
-def keep_pool(end: Event) -> None:
-    """Make a pool of OpenMP's threads, which belongs to this thread, and keep it until `end`."""
-    torch.zeros(2**20).add_(1)  # large enough for several threads
-    end.wait()
-
-
-def others_seconds(root: Path = Path("/")) -> float:
-    """Return the CPU seconds that other processes have used so far on the cores that this process
-    may use. Without Linux's /proc, return 0."""
-    ticks = 0
-    with suppress(OSError):
-        for line in (root / "proc/stat").read_text().splitlines():
-            name, *fields = line.split()
-            if name in CORES:
-                user, nice, system, _idle, _iowait, irq, softirq, steal, *_ = map(int, fields)
-                ticks += user + nice + system + irq + softirq + steal
-        return ticks / os.sysconf("SC_CLK_TCK") - time.process_time()
-    return 0.0
-
-
-USER_DECIDES = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}
-affinity = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
-CORES = {f"cpu{i}" for i in affinity(0)}
-waiting = Waiting()
-
-# The files with a container's memory limit and usage, in version 2 and 1 of control groups.
-CGROUPS = {"memory.max": "memory.current", "memory/memory.limit_in_bytes": "memory.usage_in_bytes"}
-
-
-def free_memory(device: torch.device, root: Path = Path("/")) -> int:
-    """Return the bytes that this process can still allocate.
-
-    With CUDA it is the free memory of the GPU. Otherwise it is what the machine and the container
-    have left, divided by the number of ranks on this machine.
-
-    Args:
-        root: where /proc and /sys are, for tests.
-    """
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    # Systems without /proc: half of the physical memory.
-    free = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2]
-    # Cached files count as free, because the system drops them when memory is short.
-    with suppress(OSError):
-        found = re.findall(r"MemAvailable:\s+(\d+)", (root / "proc/meminfo").read_text())
-        free = [int(found[0]) * 1024]  # it is in kB
-    for limit, used in CGROUPS.items():
-        file = root / "sys/fs/cgroup" / limit
-        with suppress(OSError, ValueError):  # no such file; or "max", no limit
-            cached = re.findall(r"active_file (\d+)", file.with_name("memory.stat").read_text())
-            taken = int(file.with_name(used).read_text()) - sum(map(int, cached[-2:]))
-            free.append(max(0, int(file.read_text()) - taken))
-    return min(free) // int(os.getenv("LOCAL_WORLD_SIZE", "1"))

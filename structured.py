@@ -9,7 +9,8 @@ applies any other setting (sampling.py).
     schema   {"enum": ["on", "off"]}      text so far  "o          allowed  n  n"  f  ff  ff"
 
 This file knows the tokenizer and does not know the sampler. Papers: Willard and Louf 2023
-(arXiv:2307.09702), Koo et al. 2024 (arXiv:2407.08103). Read: matcher, pieces. Next: tp.py.
+(arXiv:2307.09702), Koo et al. 2024 (arXiv:2407.08103). Read: make_matcher, token_bytes. Next:
+tp.py.
 """
 
 import json
@@ -37,7 +38,7 @@ ASCII = dict(d="[0-9]", w="[0-9A-Za-z_]", s=r"[ \t\n\r\f\v]",
 BYTE_LEVEL = dict(enumerate([*range(33), *range(127, 161), 173], 256))
 
 
-def matcher(tokenizer: Tokenizer, config: Config, constraint: JSON) -> Any:
+def make_matcher(tokenizer: Tokenizer, config: Config, constraint: JSON) -> Any:
     """Compile SamplingParams.structured_outputs into a llguidance.LLMatcher.
 
     The caller passes each drawn token to consume_token, gets the mask of the next token from
@@ -68,11 +69,10 @@ def matcher(tokenizer: Tokenizer, config: Config, constraint: JSON) -> Any:
         check("its length", len(text), int, 0, MAX_LENGTH)
         patterns = text.count('"pattern"') if "allOf" in text else 0
         check("the number of patterns beside an allOf", patterns, int, 0, MAX_PATTERNS)
-        grammar = (
-            llguidance.LLMatcher.grammar_from_json_schema(text, SPACES)
-            if kind == "json"
-            else llguidance.grammar_from(kind, text)
-        )
+        if kind == "json":
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(text, SPACES)
+        else:
+            grammar = llguidance.grammar_from(kind, text)
         ends = tokenizer.eos_ids(config) & {*range(config.vocab_size)}
         trie = vocabulary(tokenizer, config.vocab_size, tuple(sorted(ends)))
         if trie.decode_bytes(trie.tokenize_str(text)) != text.encode():
@@ -99,7 +99,7 @@ def vocabulary(tokenizer: Tokenizer, V: int, eos_ids: tuple[int, ...]) -> Any:
     """
     import llguidance
 
-    token_bytes = pieces(tokenizer)
+    tokens = token_bytes(tokenizer)
 
     def spell(text: str) -> Ids:
         """Tokenize a text that must come next.
@@ -111,7 +111,7 @@ def vocabulary(tokenizer: Tokenizer, V: int, eos_ids: tuple[int, ...]) -> Any:
         """
         first = tokenizer.encode("\2", add_special=False)
         ids = tokenizer.encode(f"\2{text}", add_special=False)[len(first) :]
-        spelt = b"".join(token_bytes[i] for i in ids if tokenizer.is_text(i))
+        spelt = b"".join(tokens[i] for i in ids if tokenizer.is_text(i))
         if spelt == text.encode():
             return ids
         return trie.greedy_tokenize(text)
@@ -119,7 +119,7 @@ def vocabulary(tokenizer: Tokenizer, V: int, eos_ids: tuple[int, ...]) -> Any:
     # llguidance reads these attributes of a tokenizer that is a function.
     wrapper: Any = spell
     vars(wrapper).update(
-        tokens=(token_bytes + [b""] * (V + 1))[: V + 1],
+        tokens=(tokens + [b""] * (V + 1))[: V + 1],
         special_token_ids=[i for i in range(V + 1) if not tokenizer.is_text(i)],
         is_tokenizer_wrapper=True,
         eos_token_id=V,
@@ -130,7 +130,7 @@ def vocabulary(tokenizer: Tokenizer, V: int, eos_ids: tuple[int, ...]) -> Any:
 
 
 @cache
-def pieces(tokenizer: Tokenizer) -> list[bytes]:
+def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
     """Return the bytes of each id. The bytes of a special token are its name.
 
     Example: byte-level BPE's "\u0120the" and sentencepiece's "\u2581the" are b" the"; "<0xC3>" is

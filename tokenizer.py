@@ -12,16 +12,15 @@ import re
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import sentencepiece
 from jinja2.sandbox import ImmutableSandboxedEnvironment as Sandbox
 
-from checkpoint import blame, pointers, read_optional, without_nulls
 from model import Config
-from settings import JSON, supported
+from settings import JSON, blame, pointers, read_optional, supported, without_nulls
 
 # For checkpoints without a chat template. It writes the turns as a play, which any base model can
 # continue, and which the bundled model was trained on.
@@ -84,10 +83,14 @@ def plain_turn(message: JSON) -> JSON:
         turn["content"] = Null()
     calls = [without_nulls(call) for call in turn.pop("tool_calls", [])]
     for call in calls:
-        call["function"] = function = without_nulls(call["function"])
-        given = function.get("arguments") or {}
-        function["arguments"] = Arguments(json.loads(given) if isinstance(given, str) else given)
-    return turn | ({"tool_calls": calls} if calls else {})
+        function = without_nulls(call["function"])
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        call["function"] = function | {"arguments": Arguments(arguments)}
+    if calls:
+        turn["tool_calls"] = calls
+    return turn
 
 
 class Tokenizer:
@@ -118,43 +121,23 @@ class Tokenizer:
         if added is None:  # older folders have two more files
             config |= read_optional(path / "special_tokens_map.json")
             ids = read_optional(path / "added_tokens.json")
-            added = {ids[text]: {"content": text} for text in ids}
-        # Without any names, sentencepiece's hold, as in llama2.c and llama.cpp.
-        self.config = config = config or dict(bos_token="<s>", eos_token="</s>")
+            added = {i: {"content": text} for text, i in ids.items()}
         with blame(path):
-            for name, token in config.items():  # "<s>" is also written as {"content": "<s>", ...}
-                if isinstance(token, dict):
-                    config[name] = token.get("content", token)
+            # Without any names, sentencepiece's hold, as in llama2.c and llama.cpp.
+            names = config or dict(bos_token="<s>", eos_token="</s>")
+            self.config = config = {name: text_of(token) for name, token in names.items()}
             extra = config.get("extra_special_tokens", [])  # a list, or tokens with names
-            extra = [*extra.values()] if isinstance(extra, dict) else extra
-            others = config.get("additional_special_tokens", []) + extra
-            others = {each["content"] if isinstance(each, dict) else each for each in others}
-            named = {config[name] for name in config if name.endswith("_token")} | others
+            others = [*config.get("additional_special_tokens", [])]
+            others += extra.values() if isinstance(extra, dict) else extra
+            named = {config[name] for name in config if name.endswith("_token")}
+            named |= {text_of(token) for token in others}
             added = {int(i): {"special": added[i]["content"] in named} | added[i] for i in added}
-            is_fast = (path / "tokenizer.json").is_file()
-            read = self._read_fast if is_fast else self._read_slow
+            read = self._read_fast if (path / "tokenizer.json").is_file() else self._read_slow
             read(path, dict(sorted(added.items())), named)
             self._hidden = set(self.special.values())
-            self.bos_id = bos = self.special.get(config.get("bos_token", ""))
-            self.eos_id = eos = self.special.get(config.get("eos_token", ""))
-            # tokenizer.json itself says what is put around a text. With tokenizer.model, a text
-            # begins with BOS unless the config says no.
-            if not is_fast:
-                self.prefix: Ids = []
-                self.suffix: Ids = []
-                if bos is not None and config.get("add_bos_token", True):
-                    self.prefix = [bos]
-                if eos is not None and config.get("add_eos_token"):
-                    self.suffix = [eos]
-            file = path / "chat_template.jinja"
-            if pointers(file):
-                raise ValueError  # blame says which file is a pointer
-            template = file.read_text("utf-8") if file.is_file() else config.get("chat_template")
-            if isinstance(template, list):  # several templates with names
-                templates = {entry["name"]: entry["template"] for entry in template}
-                template = templates and templates.get("default", NO_DEFAULT)
-            # {% generation %} marks replies for training. Jinja lacks it, so it becomes {% with %}.
-            template = re.sub(r"({%[-+]?\s*(?:end)?)generation\b", r"\1with", template or "")
+            self.bos_id = self.special.get(config.get("bos_token", ""))
+            self.eos_id = self.special.get(config.get("eos_token", ""))
+            template = self._read_template(path)
         self.template = template or PLAIN_TEMPLATE
         # With the plain template a model would go on and write the user's next turn.
         self.chat_stop = () if template else ("\n\n",)
@@ -195,7 +178,7 @@ class Tokenizer:
         Raises:
             ValueError: the template does not compile or refuses these messages.
         """
-        given = {"add_generation_prompt": not goes_on, **self.config, **options}
+        variables = {"add_generation_prompt": not goes_on, **self.config, **options}
         with blame("chat template"):  # it can raise any exception
             turns = [plain_turn(message) for message in messages]
             for turn in turns:
@@ -203,7 +186,7 @@ class Tokenizer:
                     turn["role"] = "system"
             if goes_on:
                 turns[-1]["content"] += END
-            text = CHAT.from_string(self.template).render(given, messages=turns)
+            text = CHAT.from_string(self.template).render(variables, messages=turns)
             if goes_on:
                 text = text[: text.index(END)]
         return self.encode(text, add_special=self.template is PLAIN_TEMPLATE)
@@ -218,77 +201,78 @@ class Tokenizer:
                 is special, and takes in the spaces before it (lstrip) or after it (rstrip).
             named: texts of special tokens, not all of which exist.
         """
-        if not find_spec("tokenizers"):
-            raise ValueError("tokenizer.json needs: pip install tokenizers")
-        import tokenizers  # an extra, kilolm[hf]
-
+        try:
+            import tokenizers  # an extra, kilolm[hf]
+        except ImportError as error:
+            raise ValueError("tokenizer.json needs: pip install tokenizers") from error
         backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
         backend.no_truncation()  # training scripts may leave it on, which would cut prompts
         backend.no_padding()
         for i, token in added.items():
             backend.add_tokens([tokenizers.AddedToken(**token)])
             supported(f"the id of {token['content']}", i, backend.token_to_id(token["content"]))
-        backend.add_special_tokens([*named & backend.get_vocab().keys()])
+        vocab = backend.get_vocab()
+        backend.add_special_tokens([*named & vocab.keys()])
         self._encode = lambda text: backend.encode(text, add_special_tokens=False).ids
         self._decode: Callable[[Ids], str] = partial(backend.decode, skip_special_tokens=False)
         self.piece: Callable[[int], str | None] = backend.id_to_token
         self.byte_level = "ByteLevel" in str(backend.decoder)
-        self.vocab_size = max(backend.get_vocab().values()) + 1
-        self.special = {
-            token.content: i
-            for i, token in backend.get_added_tokens_decoder().items()
-            if token.special
-        }
-        # Its post-processor puts ids around a text. See which, with a text of one letter.
-        letter, ids = self._encode("a"), backend.encode("a").ids
-        start = next(i for i in range(len(ids) + 1) if ids[i : i + len(letter)] == letter)
-        self.prefix = ids[:start]
-        self.suffix = ids[start + len(letter) :]
+        self.vocab_size = max(vocab.values()) + 1
+        tokens = backend.get_added_tokens_decoder()
+        self.special = {token.content: i for i, token in tokens.items() if token.special}
+        # Its post-processor puts ids around a text, which it marks with 1.
+        letter = backend.encode("a")
+        marks = letter.special_tokens_mask
+        start = [*marks, 0].index(0)  # a vocabulary may lack the letter
+        self.prefix = letter.ids[:start]
+        self.suffix = letter.ids[start + marks.count(0) :]
 
     def _read_slow(self, path: Path, added: dict[int, JSON], named: set) -> None:
         """Read tokenizer.model. The arguments are those of _read_fast."""
         file = path / "tokenizer.model"
         if not file.is_file():
             raise ValueError("tokenizer.json is missing, and there is no tokenizer.model")
+        config = self.config
         # Most models put a space in front of a text. `bare` does not: these four bytes set its
         # normalizer_spec.add_dummy_prefix to False, as in a protocol buffer the last value wins.
         proto = file.read_bytes()
         sp = sentencepiece.SentencePieceProcessor(model_proto=proto or b"?")
         bare = sentencepiece.SentencePieceProcessor(model_proto=proto + b"\x1a\x02\x18\x00")
-        first = sp if self.config.get("add_prefix_space", True) else bare
+        first = sp if config.get("add_prefix_space", True) else bare
         # A text that follows a special token gets this space too, unless `legacy` is off, as it is
         # by default in LlamaTokenizer.
-        is_llama = self.config.get("tokenizer_class", "").startswith("LlamaTokenizer")
-        later = first if self.config.get("legacy", not is_llama) else bare
-        size = sp.vocab_size()
-        for i in range(size):
-            if sp.is_control(i) or sp.id_to_piece(i) in named:
-                added.setdefault(i, dict(content=sp.id_to_piece(i), special=True))
+        is_llama = config.get("tokenizer_class", "").startswith("LlamaTokenizer")
+        later = first if config.get("legacy", not is_llama) else bare
+        pieces = {i: sp.id_to_piece(i) for i in range(sp.vocab_size())}
+        for i, piece in pieces.items():
+            if sp.is_control(i) or piece in named:
+                added.setdefault(i, dict(content=piece, special=True))
         ids = {token["content"]: i for i, token in added.items()}
-        names = {i: text for text, i in ids.items()}
         self.special = {text: i for text, i in ids.items() if added[i]["special"]}
-        self.vocab_size = max(size - 1, *names) + 1
-        names[sp.unk_id()] = ""
-        self.piece = lambda i: names[i] if i in names else sp.id_to_piece(i) if i < size else ""
+        self.vocab_size = max([*pieces, *added]) + 1
+        # The ids that sentencepiece does not decode: those between added tokens, which have no
+        # text, the added tokens, and the unknown.
+        texts = dict.fromkeys(range(len(pieces), self.vocab_size), "")
+        texts |= {i: text for text, i in ids.items()}
+        texts[sp.unk_id()] = ""
+        self.piece = (pieces | texts).get
         self.byte_level = False
-
+        # A text begins with BOS unless the config says no.
+        self.prefix = []
+        self.suffix = []
+        if config.get("add_bos_token", True) and config.get("bos_token") in self.special:
+            self.prefix = [self.special[config["bos_token"]]]
+        if config.get("add_eos_token") and config.get("eos_token") in self.special:
+            self.suffix = [self.special[config["eos_token"]]]
         # sentencepiece would encode the text "<s>" as three characters, so these tokens are split
         # off first. In reverse order "<|im_start|>" is tried before "<|im". (?!) matches nothing.
-        def pattern_of(text: str) -> str:
-            token = added[ids[text]]
-            pattern = re.escape(text)
-            if token.get("single_word"):
-                pattern = rf"(?<!\w){pattern}(?!\w)"
-            if token.get("lstrip"):
-                pattern = rf"\s*{pattern}"
-            return rf"{pattern}\s*" if token.get("rstrip") else pattern
-
-        pattern = f"({'|'.join(map(pattern_of, sorted(ids, reverse=True))) or '(?!)'})"
+        patterns = [pattern_of(added[ids[text]]) for text in sorted(ids, reverse=True)]
+        pattern = re.compile(f"({'|'.join(patterns) or '(?!)'})")
 
         def encode(text: str) -> Ids:
             result = []
             # Because of the parentheses, every second part is what the pattern matched.
-            for n, part in enumerate(re.split(pattern, text)):
+            for n, part in enumerate(pattern.split(text)):
                 if n % 2:
                     result.append(ids[part if part in ids else part.strip()])
                 else:
@@ -297,16 +281,45 @@ class Tokenizer:
 
         def decode(token_ids: Ids) -> str:
             text = ""
-            # An id that lies between those of added tokens, and is none, has no text.
-            for name, run in groupby(token_ids, lambda i: names.get(i, None if i < size else "")):
-                if name is None:
+            for known, run in groupby(token_ids, texts.get):
+                if known is None:
                     text += (bare if text else first).decode([*run])
                 else:
-                    text += "".join(name for _ in run)
+                    text += known * len([*run])
             return text
 
         self._encode = encode
         self._decode = decode
+
+    def _read_template(self, path: Path) -> str:
+        """Return the chat template, which is empty if there is none."""
+        file = path / "chat_template.jinja"
+        if pointers(file):
+            raise ValueError  # blame says which file is a pointer
+        template = file.read_text("utf-8") if file.is_file() else self.config.get("chat_template")
+        if isinstance(template, list):  # several templates with names
+            templates = {entry["name"]: entry["template"] for entry in template}
+            template = templates and templates.get("default", NO_DEFAULT)
+        # {% generation %} marks replies for training. Jinja lacks it, so it becomes {% with %}.
+        return re.sub(r"({%[-+]?\s*(?:end)?)generation\b", r"\1with", template or "")
+
+
+def text_of(token: Any) -> Any:
+    """Return the text of a special token, which is also written as {"content": text, ...}. Another
+    value of a config stays as it is."""
+    return token.get("content", token) if isinstance(token, dict) else token
+
+
+def pattern_of(token: JSON) -> str:
+    """Return the regular expression that finds an added token in a text."""
+    pattern = re.escape(token["content"])
+    if token.get("single_word"):
+        pattern = rf"(?<!\w){pattern}(?!\w)"
+    if token.get("lstrip"):
+        pattern = rf"\s*{pattern}"
+    if token.get("rstrip"):
+        pattern = rf"{pattern}\s*"
+    return pattern
 
 
 # --- Ids to text, one at a time -------------------------------------------------------------------

@@ -59,10 +59,11 @@ import torch.distributed as dist
 import torch.distributed.nn
 from torch import Tensor, nn
 
-from checkpoint import CheckpointError, Files, blame, build, is_tied
+from checkpoint import Files, build, is_tied
+from machine import Ranks
 from model import Transformer
 from paged import Row, Runner
-from settings import BUNDLED, JSON, VERSION, EngineArgs, Ranks, given
+from settings import BUNDLED, JSON, VERSION, CheckpointError, EngineArgs, blame, given
 
 # --- A rank's share of a model --------------------------------------------------------------------
 
@@ -250,7 +251,7 @@ with a GPU each or --device cpu; if machines do not find each other, set GLOO_SO
 
 
 @contextmanager
-def join(device: torch.device) -> Iterator[Ranks]:
+def join(device: torch.device, args: Any = None) -> Iterator[Ranks]:
     """Join the other processes that torchrun has started.
 
     When rank 0 is done, it tells the others. A rank that fails or is killed closes its connections.
@@ -258,6 +259,9 @@ def join(device: torch.device) -> Iterator[Ranks]:
     machine prints a line that says so, and the rest are silent. Every rank prints an error of any
     other kind. All but the first rank of each machine wait 3 s before they print it: if all ranks
     have the same error, the first has printed it by then, and torchrun has ended the others.
+
+    Args:
+        args: a command line's, in which all ranks must agree; None: nothing is compared.
 
     Raises:
         ValueError: some of torchrun's variables are missing, this machine has fewer GPUs than
@@ -278,9 +282,9 @@ def join(device: torch.device) -> Iterator[Ranks]:
             dist.distributed_c10d._set_pg_timeout(timedelta(days=365))
         rank = dist.get_rank()
         ranks = dist.get_world_size()
-        yield Ranks(
-            device, rank, ranks, partial(shard, rank=rank, ranks=ranks), Leader, follow, agree
-        )
+        if args:
+            agree(args)
+        yield Ranks(device, rank, ranks, partial(shard, rank=rank, ranks=ranks), Leader)
         if rank == 0:
             with suppress(RuntimeError):  # the others may be gone
                 broadcast()

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from checkpoint import build
+from machine import Ranks
 from model import MLP
 from packed import pack_linears
-from settings import Ranks
 from tools.bench import SHAPES, random_model
 from tools.measure import bytes_per_step
 

@@ -35,11 +35,12 @@ from torch import Tensor, nn
 import tp
 from checkpoint import build, load_model
 from kv_cache import StaticCache
+from machine import Ranks, free_memory
 from model import Config, Transformer
 from packed import pack_linears
 from sampling import uniform
 from scheduler import Engine, Job
-from settings import BUNDLED, Ranks, free_memory
+from settings import BUNDLED
 from tokenizer import Tokenizer
 from tools import pictures
 from tools.bench import SHAPES, try_to_write

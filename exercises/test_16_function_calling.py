@@ -15,9 +15,9 @@ import torch
 from common import bundled
 
 from llm import make_engine
+from machine import Ranks
 from scheduler import Proposer
 from server import Server, ServerArgs
-from settings import Ranks
 from tools.books import audit
 
 os.environ["NO_PROXY"] = "127.0.0.1"  # openai's client would use the environment's proxy

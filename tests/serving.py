@@ -28,9 +28,10 @@ from checkpoint import load_model, suggested
 from generate import generate
 from kv_cache import StaticCache
 from llm import make_engine
+from machine import Ranks
 from sampling import Sequence
 from server import ServerArgs, parse_args
-from settings import Ranks, SamplingParams, given
+from settings import SamplingParams, given
 from tokenizer import Tokenizer
 from tools.books import audit
 

@@ -17,10 +17,10 @@ from test_quantize import QWEN2, TIED, tiny_folder
 
 import tp
 from checkpoint import build, is_tied, load_model, named_tensors
+from machine import Ranks
 from model import Config, Transformer
 from packed import Int8Linear, form_of, pack_linears
 from quantize import QuantLinear, quantize_model
-from settings import Ranks
 from tools import bench, pictures, report, versus
 from tools.measure import bytes_per_step
 

@@ -1,7 +1,7 @@
 """GPTQ: rounding that makes up for its own errors, and the folders of other tools.
 
 The packers here follow the formats as AutoGPTQ and AutoAWQ publish them, one integer at a time, and
-share nothing with checkpoint.py; what is loaded must be scale * (q - zero), to the bit.
+share nothing with formats.py; what is loaded must be scale * (q - zero), to the bit.
 """
 
 import json
@@ -440,7 +440,7 @@ def test_folders_of_other_tools(tmp_path, name):
 
 
 def test_examples_of_packing():
-    """The packers of this file, against the words that checkpoint.py draws."""
+    """The packers of this file, against the words that formats.py draws."""
     assert packed_down([[i] for i in range(1, 9)], 4).tolist() == [[0x87654321 - 2**32]]
     across = packed_across([[0, 1, 2, 3, 4, 5, 6, 7]], 4, AWQ_ORDER)
     assert across.tolist() == [[0x75316420]]
@@ -541,16 +541,24 @@ def test_shuffled_groups_that_no_setting_admits(tmp_path):
         load_model(folder)
 
 
-def test_settings_in_quantize_config_alone(tmp_path):
-    """AutoGPTQ's own file was not read, and the model was one of missing tensors."""
-    folder, _, _ = other_folder(tmp_path)
+AUTO_AWQ = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
+
+
+@pytest.mark.parametrize(
+    ("method", "file", "stored"),
+    [("gptq", "quantize_config.json", {"bits": 4, "group_size": 32, "desc_act": False}),
+     ("awq", "quant_config.json", AUTO_AWQ)],
+)  # fmt: skip
+def test_settings_in_a_file_of_their_own(method, file, stored, tmp_path):
+    """AutoGPTQ's or AutoAWQ's own file, which names no tool, was not read, and the model was one of
+    missing tensors."""
+    folder, _, _ = other_folder(tmp_path, method)
     want = logits_of(load_model(folder))
     raw = json.loads((folder / "config.json").read_text())
-    stored = raw.pop("quantization_config")
-    stored.pop("quant_method")  # it never names itself
+    del raw["quantization_config"]
     (folder / "config.json").write_text(json.dumps(raw))
-    (folder / "quantize_config.json").write_text(json.dumps(stored))
+    (folder / file).write_text(json.dumps(stored))
     assert torch.equal(logits_of(load_model(folder)), want)
-    raw["quantization_config"] = {"quant_method": "gptq", "bits": stored["bits"]}
+    raw["quantization_config"] = {"quant_method": method, "bits": 4}
     (folder / "config.json").write_text(json.dumps(raw))  # the rest from the other file
     assert torch.equal(logits_of(load_model(folder)), want)

@@ -129,9 +129,9 @@ def engine_run(path, device, wish, prompts=PROMPTS, guess=None, quantize=None, b
         proposer = DraftModel(draft, GUESSES, made.config.vocab_size)
 
     def matcher(wish):
-        from structured import matcher
+        from structured import make_matcher
 
-        return matcher(tokenizer, made.config, wish)
+        return make_matcher(tokenizer, made.config, wish)
 
     limits = dict(num_blocks=60, max_num_seqs=8, block_size=8) | limits
     at = Engine(made, tokenizer, proposer, matcher, **limits)

@@ -18,13 +18,14 @@ import transformers
 from conftest import ROOT
 from safetensors.torch import load_file, save_file
 
-import settings
+import machine
 from checkpoint import is_tied, load_config, load_model, named_tensors
 from generate import generate
 from kv_cache import StaticCache
+from machine import progress
 from model import apply_rope, visible
 from sampling import Sequence
-from settings import SamplingParams, progress
+from settings import SamplingParams
 
 T = 80  # tokens compared: a wrong rope layout shows only past about 32, a cache's buckets past 64
 ATOL = 1e-4  # fp32, logits of standard deviation above 1
@@ -477,7 +478,7 @@ def test_progress(monkeypatch, capsys):
         """What is written where each look at the clock finds `step` seconds more gone."""
         now = iter(range(10**6))
         clock = types.SimpleNamespace(monotonic=lambda: next(now) * step)
-        monkeypatch.setattr(settings, "time", clock)
+        monkeypatch.setattr(machine, "time", clock)
         monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
         assert list(progress(items, "loading x")) == list("abcd")
         out, err = capsys.readouterr()

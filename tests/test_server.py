@@ -61,10 +61,11 @@ import generate
 import openai_api
 import sampling
 import server as server_module
+from machine import Ranks
 from scheduler import Engine
 from server import parse_args, serve
-from settings import VERSION, Ranks, SamplingParams
-from structured import pieces
+from settings import VERSION, SamplingParams
+from structured import token_bytes
 
 pytest_plugins = ["serving"]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -178,7 +179,7 @@ def test_logprobs(ask):
         assert len(found["token_logprobs"]) == len(found["top_logprobs"]) == len(tokens)
         for i, token in enumerate(tokens):
             assert found["token_logprobs"][i] == pytest.approx(token.logprob, abs=1e-4)
-            top = {pieces(TOKENIZER)[j].decode(): p for j, p in token.top}
+            top = {token_bytes(TOKENIZER)[j].decode(): p for j, p in token.top}
             top |= {token.text: token.logprob}
             assert found["top_logprobs"][i] == pytest.approx(top, abs=1e-4)
 
@@ -298,7 +299,9 @@ def test_chat_logprobs(ask, top):
         assert entry["token"] == bytes(entry["bytes"]).decode() == token.text
         assert entry["logprob"] == pytest.approx(token.logprob, abs=1e-4)
         found = [(each["token"], each["logprob"]) for each in entry["top_logprobs"]]
-        best = [(pieces(TOKENIZER)[i].decode(), pytest.approx(p, abs=1e-4)) for i, p in token.top]
+        best = [
+            (token_bytes(TOKENIZER)[i].decode(), pytest.approx(p, abs=1e-4)) for i, p in token.top
+        ]
         assert found == best
 
 

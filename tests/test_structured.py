@@ -24,7 +24,7 @@ from sampling import Sequence, distribution
 from scheduler import Engine
 from settings import SamplingParams, SettingError
 from speculative import DraftModel, NGram
-from structured import matcher, pieces, structure
+from structured import make_matcher, structure, token_bytes
 from tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(SHAKESPEARE)
@@ -38,7 +38,7 @@ def engine(proposer=None, model=MODEL, **limits) -> Engine:
     small = {"num_blocks": 200, "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 32}
 
     def compiled(wish):
-        return matcher(TOKENIZER, model.config, wish)
+        return make_matcher(TOKENIZER, model.config, wish)
 
     return Engine(model, TOKENIZER, proposer, compiled, **small | limits)
 
@@ -117,10 +117,10 @@ def test_the_mask_is_the_first_step():
         Sequence([1], SamplingParams(structured_outputs=wish, logit_bias={5: 100}), MODEL.config)
         for wish in ({"choice": ["a", "b"]}, None)
     ]
-    rows[0].matcher = matcher(TOKENIZER, MODEL.config, rows[0].params.structured_outputs)
+    rows[0].matcher = make_matcher(TOKENIZER, MODEL.config, rows[0].params.structured_outputs)
     logits = torch.randn(1, V).expand(2, -1)
     p, free = distribution(logits, rows)
-    may = [i for i in range(V) if pieces(TOKENIZER)[i] in (b"a", b"b")]
+    may = [i for i in range(V) if token_bytes(TOKENIZER)[i] in (b"a", b"b")]
     want = torch.zeros(V)
     want[may] = logits[0, may].softmax(-1)
     torch.testing.assert_close(p, want)
@@ -166,7 +166,7 @@ def test_nothing_may_come(temperature):
 
 def test_an_unknown_piece_is_no_text():
     """<unk>, which decodes to another text than it is spelt, within a string."""
-    at = matcher(TOKENIZER, MODEL.config, {"regex": "<unk>|a"})
+    at = make_matcher(TOKENIZER, MODEL.config, {"regex": "<unk>|a"})
     unknown = next(i for i in range(V) if TOKENIZER.piece(i) == "")
     assert not at.compute_logit_bias()[unknown]
 
@@ -189,7 +189,7 @@ def test_pieces_are_the_tokens_bytes(kind, kinds):  # noqa: F811
     for text in ("the cat", " the  cat\n\n", "café 😀 你好", "<s>", "a\u0301"):
         ids = ours.encode(text, add_special=False)
         if "" not in map(ours.piece, ids):  # unknown to those without byte fallback
-            whole = b"".join(pieces(ours)[i] for i in ids).decode()
+            whole = b"".join(token_bytes(ours)[i] for i in ids).decode()
             assert whole in (text, " " + text)
 
 
@@ -197,7 +197,7 @@ def test_byte_level_tokenizers(tmp_path):
     """Masks for tokenizer.json: a grammar's bytes taken for GPT-2's letters."""
     ours = read(tmp_path, {"eos_token": "</s>"}, tokenizer_json=byte_level("</s>").to_str())
     config = random_model(vocab_size=ours.vocab_size + 3, eos_ids=(ours.eos_id,)).config
-    at = matcher(ours, config, {"choice": [" the", "é"]})
+    at = make_matcher(ours, config, {"choice": [" the", "é"]})
     for text in (" the", "é"):
         each = at.deep_copy()
         for i in ours.encode(text, add_special=False):
@@ -250,7 +250,7 @@ def test_what_cannot_begin_is_refused(monkeypatch):
     few = llguidance.LLParserLimits(max_lexer_states=3)
     monkeypatch.setattr(llguidance, "LLParserLimits", lambda **_: few)
     with pytest.raises(SettingError, match="too many states"):
-        matcher(TOKENIZER, MODEL.config, {"choice": [f"{i} words" for i in range(20)]})
+        make_matcher(TOKENIZER, MODEL.config, {"choice": [f"{i} words" for i in range(20)]})
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import ROOT, SHAKESPEARE
 
-import settings
+import machine
 from llm import LLM
 
 
@@ -23,20 +23,20 @@ def threads():
 @pytest.mark.parametrize(
     ("asked", "variable", "weights", "expected"),
     [
-        (None, None, settings.SMALL - 1, 1), (None, None, settings.SMALL, 6),
-        (None, "6", settings.SMALL - 1, 6), (3, "6", 1, 3), (3, None, 2**40, 3),
+        (None, None, machine.SMALL - 1, 1), (None, None, machine.SMALL, 6),
+        (None, "6", machine.SMALL - 1, 6), (3, "6", 1, 3), (3, None, 2**40, 3),
     ],
     ids=["small", "large", "variable", "both", "option"],
 )  # fmt: skip
 def test_the_rule(asked, variable, weights, expected, threads, monkeypatch):
     """Two threads that wait for each other over a small model; a rule that overrides the user; a
     large model that keeps the one thread of a small one."""
-    monkeypatch.setattr(settings, "ALL_THREADS", 6)
+    monkeypatch.setattr(machine, "ALL_THREADS", 6)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if variable:
         monkeypatch.setenv("OMP_NUM_THREADS", variable)
     torch.set_num_threads(2)
-    settings.use_threads(asked, weights)
+    machine.use_threads(asked, weights)
     assert threads() == expected
 
 
@@ -78,15 +78,15 @@ def test_threads_sleep_while_others_are_busy(variable, threads, monkeypatch):
     """Beside one other process a model was 3 to 20 times as slow, as its threads spun for one that
     did not run; or they sleep on an idle machine too; or what the user has set does not count."""
     clock, used = [0.0], [0.0]
-    monkeypatch.setattr(settings.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(settings, "others_seconds", lambda: used[0])
-    for name in settings.USER_DECIDES:
+    monkeypatch.setattr(machine.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(machine, "others_seconds", lambda: used[0])
+    for name in machine.USER_DECIDES:
         monkeypatch.delenv(name, raising=False)
     if variable:
         monkeypatch.setenv(variable, "9")
-    torch.set_num_threads(len(settings.CORES) or 2)
-    monkeypatch.setattr(settings, "CORES", {*range(torch.get_num_threads())})
-    waiting = settings.Waiting()
+    torch.set_num_threads(len(machine.CORES) or 2)
+    monkeypatch.setattr(machine, "CORES", {*range(torch.get_num_threads())})
+    waiting = machine.Waiting()
     seen = []
     for load in (0.1, 1, 1, 0.6, 0.3, 0.1, 1):
         clock[0] += 1
@@ -108,7 +108,7 @@ def test_the_load_of_others(tmp_path, monkeypatch):
     lines = ["cpu 9 9 9 9 9 9 9 9 9 9"]
     lines += [f"cpu{i} {7 * ticks} {ticks} 0 99999 99999 0 0 {2 * ticks} 0 0" for i in range(3)]
     (tmp_path / "proc/stat").write_text("\n".join([*lines, "intr 1 2 3", "ctxt 5"]))
-    monkeypatch.setattr(settings, "CORES", {"cpu0", "cpu2"})
-    monkeypatch.setattr(settings.time, "process_time", lambda: 4.5)
-    assert settings.others_seconds(tmp_path) == pytest.approx(2 * 10 - 4.5)
-    assert settings.others_seconds(tmp_path / "nothing") == 0
+    monkeypatch.setattr(machine, "CORES", {"cpu0", "cpu2"})
+    monkeypatch.setattr(machine.time, "process_time", lambda: 4.5)
+    assert machine.others_seconds(tmp_path) == pytest.approx(2 * 10 - 4.5)
+    assert machine.others_seconds(tmp_path / "nothing") == 0

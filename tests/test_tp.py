@@ -34,9 +34,9 @@ from safetensors.torch import load_file, save_file
 from test_gptq import other_folder
 
 import checkpoint
+import machine
 import paged
 import quantize
-import settings
 import tp
 from checkpoint import CheckpointError, build, load_config, load_model, named_tensors
 from paged import Row, Runner
@@ -467,8 +467,8 @@ def test_join_of_one(joining, monkeypatch):
     calls = joining(0, 1, 0)
     parse = lambda argv: SimpleNamespace(device="cpu")  # noqa: E731
     for _ in range(2):
-        alone = settings.launch("generate.py", [], parse, lambda args, ranks: ranks, tp.join)
-        assert alone == settings.Ranks(CPU, 0, 1, None, None) and not calls
+        alone = machine.launch("generate.py", [], parse, lambda args, ranks: ranks, tp.join)
+        assert alone == machine.Ranks(CPU) and not calls
         monkeypatch.delenv("WORLD_SIZE", raising=False)
 
 
@@ -520,7 +520,7 @@ def test_an_error_of_use(joining, monkeypatch, rank, error, text):
         print("usage", file=sys.stderr)
         return SimpleNamespace(device="cpu")
 
-    assert settings.launch("generate.py", [], parse, run, tp.join) == 2
+    assert machine.launch("generate.py", [], parse, run, tp.join) == 2
     assert err.getvalue() == ("" if rank else "usage\nnoise\n") + text
     assert calls.count(3) == (rank and bool(text))
 

@@ -33,10 +33,11 @@ import model as model_module
 import quantize
 import tp
 from checkpoint import load_model
+from machine import Ranks
 from packed import compile_model
 from paged import Runner
 from scheduler import Engine
-from settings import Ranks, SamplingParams
+from settings import SamplingParams
 from speculative import DraftModel
 
 CPU = torch.device("cpu")
@@ -98,7 +99,7 @@ def captured(argv):
 
 
 def join():
-    """What settings.launch does: alone, there is nobody to join."""
+    """What machine.launch does: alone, there is nobody to join."""
     return tp.join(CPU) if "RANK" in os.environ else contextlib.nullcontext(Ranks(CPU))
 
 

@@ -381,9 +381,9 @@ def kind_of(case: str, kind: str) -> tuple[Transformer, dict[str, Any]]:
     if kind == "itself, quantised":
         options["draft"] = quantised(model, "int8")
     if kind == "structure":
-        from structured import matcher
+        from structured import make_matcher
 
-        options["matcher"] = partial(matcher, Tokenizer(DRAFT), model.config)
+        options["matcher"] = partial(make_matcher, Tokenizer(DRAFT), model.config)
     return quantised(model, kind.split()[0]) if "weights" in kind else model, options
 
 

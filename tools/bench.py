@@ -50,13 +50,14 @@ from torch import Tensor
 import tp
 from checkpoint import build, load_config, load_model, named_tensors
 from kv_cache import StaticCache
+from machine import Ranks, launch, progress
 from model import Config, Transformer, rope_frequencies
 from packed import compile_model
 from paged import BlockPool, BlockTable, Row, Runner
 from quantize import MODES, quantize_model
 from sampling import Sequence, sample
 from scheduler import STATS, Engine
-from settings import CHUNK, DTYPES, Limits, Ranks, SamplingParams, check, given, launch, progress
+from settings import CHUNK, DTYPES, Limits, SamplingParams, check, given
 from speculative import DraftModel, NGram
 from tokenizer import Tokenizer
 from tools import load as load_tool
@@ -198,7 +199,7 @@ def measure(args: argparse.Namespace, ranks: Ranks) -> int:
     if args.command == "report":
         return report.main()
     check_numbers(args)
-    if ranks.ranks > 1 and args.command != "latency":
+    if ranks.world_size > 1 and args.command != "latency":
         raise ValueError(f"{args.command} runs as one process: only latency compares ranks")
     args.ranks = ranks
     if ranks.rank == 0:  # the only rank that writes
@@ -478,7 +479,7 @@ def latency(args: argparse.Namespace) -> int:
         return speculation(args)
     capacities = args.max_seq_len or [args.prompt_tokens + args.new_tokens]
     alone = Ranks(args.ranks.device)
-    shares = [args.ranks] if args.ranks.ranks == 1 else [alone, args.ranks]
+    shares = [args.ranks] if args.ranks.world_size == 1 else [alone, args.ranks]
     runs: dict[str, Run | None] = {}
     result: dict[str, Any] = {}
     for mode, share in itertools.product(args.quantize, shares):
@@ -493,7 +494,7 @@ def latency(args: argparse.Namespace) -> int:
             name += ", one rank" * (share is alone)
             runs[name] = None  # this rank waits meanwhile
             if works:
-                runs[name] = Run(model, batch, capacity, args, share.ranks)
+                runs[name] = Run(model, batch, capacity, args, share.world_size)
                 runs[name].generate()  # warm up: any graph for this batch size is compiled here
     result["peak_memory_gb"] = peak_memory(model.device)  # before the limits' own buffers exist
     gemm = gemm_peak(model)
@@ -600,7 +601,7 @@ def speculation(args: argparse.Namespace) -> int:
     The theory (Leviathan et al. 2022, theorem 3.8): a step makes 1 + (guesses accepted) tokens, and
     costs one step of the model and K of the draft. Both costs are measured, one token at a time.
     """
-    one_sequence = args.ranks.ranks == 1 and args.batch == [1] and len(args.quantize) == 1
+    one_sequence = args.ranks.world_size == 1 and args.batch == [1] and len(args.quantize) == 1
     if not one_sequence or args.new_tokens < 2:
         raise ValueError(
             "--speculate compares one sequence with itself: no ranks, one --batch of 1, one "
@@ -985,8 +986,7 @@ def write_random(config: Config, dtype: torch.dtype, folder: Path) -> None:
         "eos_token_id": 2,
     }
     (folder / "config.json").write_text(json.dumps(numbers, indent=1))
-    model = random_model(config, dtype, Ranks(torch.device("cpu")))
-    save_weights(model, folder)
+    save_weights(random_model(config, dtype, Ranks(torch.device("cpu"))), folder)
 
 
 # --- serve ----------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from checkpoint import load_model, named_tensors, read_json
+from machine import progress
 from model import NoCache, Transformer, visible
 from quantize import (
     MODES,
@@ -45,7 +46,6 @@ from quantize import (
     quantize_model,
     usual_group_size,
 )
-from settings import progress
 from tokenizer import Tokenizer
 
 # --- The command line -----------------------------------------------------------------------------

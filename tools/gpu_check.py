@@ -33,8 +33,8 @@ if __name__ == "__main__":  # a script uses its own checkout, whichever is insta
 import torch
 
 from checkpoint import build
+from machine import pick_device
 from model import Config
-from settings import pick_device
 from tools import bench, report
 
 ROOT, RECORDS = report.ROOT, report.RECORDS

@@ -54,10 +54,11 @@ from torch import Tensor
 import sampling
 import server
 from llm import join
+from machine import Ranks, launch, progress
 from model import Config
 from paged import BlockTable, Row, Runner, groups_of
 from scheduler import Engine, Request
-from settings import Ranks, SamplingParams, check, launch, progress, supported
+from settings import SamplingParams, check, supported
 from tools import bench, load, report
 from tools.load import Arrival, Load, Outcome
 

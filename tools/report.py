@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORDS, COURSE = ROOT / "benchmarks", ROOT / "course"
 # In reading order: the engine; the techniques, without which it runs; its edges.
 ENGINE = ("model", "kv_cache", "sampling", "generate", "paged", "scheduler")
-TECHNIQUES = ("quantize", "speculative", "experts", "structured", "tp", "flex", "server")
-EDGES = ("openai_api", "llm", "settings", "checkpoint", "tokenizer", "packed", "program")
+TECHNIQUES = ("quantize", "formats", "speculative", "experts", "structured", "tp", "flex", "server")
+EDGES = ("openai_api", "llm", "settings", "machine", "checkpoint", "tokenizer", "packed", "program")
 MODULES = (*ENGINE, *TECHNIQUES, *EDGES)
 
 

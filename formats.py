@@ -1,0 +1,86 @@
+"""Folders that GPTQ and AWQ tools have written, in this engine's own format.
+
+Both store integers q with scales and zero points, as quantize.py does. But they pack them into
+32-bit words and transpose them: (K, N) where quantize.py has (N, K). N is the number of output
+channels, K of input channels, G of groups. GPTQ packs q along the inputs, lowest bits first (and
+zero points along the outputs), and stores each zero point less one (gptq_v2 does not). AWQ packs
+both along the outputs, in the order 0 2 4 6 1 3 5 7. The conversion rounds nothing.
+
+    GPTQ, 4 bits    qweight[0, n] = 0x87654321      output n; inputs 0..7 are 1, 2, ... 8
+    AWQ             qweight[k, 0] = 0x75316420      input k; outputs 0..7 are 0, 1, ... 7
+
+This file knows no model and no file. Papers: Frantar et al. 2022 (GPTQ, arXiv:2210.17323), Lin et
+al. 2023 (AWQ, arXiv:2306.00978). Read: convert.
+"""
+
+from collections.abc import Container
+
+import torch
+from torch import Tensor
+
+from quantize import pack_bits
+from settings import JSON, blame, check, choose, supported
+
+VERSIONS = dict(gptq=("gptq", "gptq_v2"), awq=("awq", "gemm", "GEMM"))
+# For each tool and number of bits: where each value stands in a word, counted from the lowest bits.
+PLACES: JSON = dict(gptq={4: range(8), 8: range(4)}, awq={4: (0, 4, 1, 5, 2, 6, 3, 7)})
+
+
+def convert(files: dict, config: JSON, wanted: Container[str]) -> None:
+    """Convert the stored tensors of a GPTQ or AWQ folder to this engine's format, in place.
+
+    Each tensor is converted by itself. One that is missing, or has the wrong shape or dtype, is
+    missing or wrong in the result too, and checkpoint.check_tensors reports it.
+
+    Args:
+        files: see checkpoint.locate_tensors. Their qweight, scales and zeros become those of
+            quantize.QuantLinear.
+        config: the settings of quantised weights. It gets `bits` and `group_size` where the folder
+            has other names for them.
+        wanted: the names of the model's plain tensors.
+
+    Raises:
+        ValueError: the tool, its version or the number of bits is not supported; or the inputs were
+            sorted before they were grouped (desc_act), so that a group's inputs are not neighbours.
+    """
+    method = supported("quant_method", config.get("quant_method"), *VERSIONS)
+    version = config.get("checkpoint_format") or config.get("version", method)
+    supported("checkpoint_format or version", version, *VERSIONS[method])
+    config.setdefault("bits", config.get("w_bit"))
+    config.setdefault("group_size", config.get("q_group_size"))
+    bits = check("bits", config["bits"], int)
+    size = check("group_size", config["group_size"], int, -1)
+    places = choose("bits", bits, PLACES[method])
+    supported("desc_act", config.get("desc_act", method == "gptq"), False)
+    mask = 2**bits - 1
+
+    def unpacked(words: Tensor) -> Tensor:
+        """(K or G, N * bits / 32) words -> (N, K or G) values."""
+        columns = words.t()
+        values = [columns >> bits * place & mask for place in places]
+        return torch.stack(values, 1).flatten(0, 1)
+
+    def qweight(words: Tensor) -> Tensor:
+        if method == "gptq":  # the bytes of its words, output by output, are in our order
+            return words.t().contiguous().view(torch.uint8)
+        return pack_bits(unpacked(words), bits)
+
+    def zeros(words: Tensor) -> Tensor:
+        values = unpacked(words)
+        if version == "gptq":  # stored less one: 0 as all ones, of which this makes 0 again
+            values = values + 1 & mask
+        return values.byte()
+
+    changes = dict(qweight=qweight, zeros=zeros, scales=Tensor.t)
+    for name, stored in [*files.items()]:
+        kind = name.rpartition(".")[2]
+        with blame(name):
+            if kind == "g_idx":  # each input's group
+                groups = files.pop(name).read()
+                in_order = torch.arange(len(groups)) // (size if size > 0 else len(groups))
+                if (groups != in_order).any():
+                    raise ValueError("the inputs are not grouped in order (desc_act)")
+            elif kind == "scales" or (kind in changes and stored.empty.dtype == torch.int32):
+                files[name] = stored.changed(changes[kind])
+            elif name not in wanted and not stored.read().any():
+                del files[name]  # some tools store biases that are all zero

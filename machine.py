@@ -1,0 +1,229 @@
+"""How a program starts, and the machine that it runs on: its device, threads and memory.
+
+`launch` parses a command line, picks the device, joins the other ranks if there are any, and runs.
+This file knows neither the model nor any setting. Read: launch, use_threads, Waiting, free_memory.
+"""
+
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any, NamedTuple
+
+import torch
+
+# --- How a program starts -------------------------------------------------------------------------
+
+
+class Ranks(NamedTuple):
+    """The processes that share a model, seen from this one. By default it is alone; see tp.join.
+
+    Attributes:
+        device: where this process computes.
+        rank: its number. Rank 0 schedules, samples and prints.
+        world_size: how many processes there are.
+        shard: for checkpoint.load_model: makes this rank's share of a model; None: all of it.
+        runner: the Engine's runner; None: paged.Runner.
+    """
+
+    device: torch.device
+    rank: int = 0
+    world_size: int = 1
+    shard: Callable | None = None
+    runner: type | None = None
+
+
+def launch(program: str, argv: list | None, parse: Callable, run: Callable, join: Callable) -> int:
+    """Parse a command line, join the other ranks and run.
+
+    An error is printed without a traceback. If all ranks have the same error, one rank of each
+    machine prints it.
+
+    Args:
+        program: its name, for errors.
+        parse: argv -> Namespace; the device is "auto" unless it has one.
+        run: (Namespace, Ranks) -> exit status.
+        join: (device, Namespace) -> a context that gives Ranks; called if torchrun started several
+            processes.
+
+    Returns:
+        The exit status: 2 after an error, 130 after Ctrl-C.
+    """
+    alone = os.getenv("RANK", "0") == "0" and os.getenv("WORLD_SIZE", "1") == "1"
+    # Another rank prints the same, or stderr is closed.
+    if os.getenv("LOCAL_RANK", "0") != "0" or not sys.stderr:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (tp.join gives it back)
+    args = parse(argv)
+    try:
+        device = pick_device(getattr(args, "device", "auto"))
+        with nullcontext(Ranks(device)) if alone else join(device, args) as ranks:
+            return run(args, ranks)
+    except BrokenPipeError:  # as after `| head`
+        sys.stdout = None  # or Python would print an error at exit
+        return 0
+    except KeyboardInterrupt:  # generate.stream handles Ctrl-C while text is generated
+        return 130
+    except (ValueError, OSError, ImportError) as error:
+        say(f"{program}: error: {error}")
+        return 2
+
+
+def say(text: str, end: str = "\n") -> None:
+    """Write to stderr at once what a program says beside its results."""
+    print(text, end=end, file=sys.stderr, flush=True)
+
+
+def progress(items: Collection, label: str) -> Iterator[Any]:
+    """Yield from `items`, and show a progress bar after the first second if stderr is a terminal.
+
+    Args:
+        label: names the work in a word or two.
+    """
+    total = len(items)
+    start = time.monotonic()
+    for done, item in enumerate(items, 1):
+        yield item
+        seconds = time.monotonic() - start
+        if seconds > 1 and sys.stderr.isatty():
+            bar = "#" * (24 * done // total)
+            left = seconds * (total / done - 1)
+            end = "\n" if done == total else ""
+            say(f"\r{label} [{bar:<24}] {done}/{total}  {left:.0f} s left ", end)
+
+
+# --- This machine ---------------------------------------------------------------------------------
+
+
+def pick_device(name: str) -> torch.device:
+    """Turn --device into a device.
+
+    Raises:
+        ValueError: this machine has no such device.
+    """
+    best = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    if name not in ("auto", "cpu", best.type):
+        raise ValueError(f"--device {name}: this machine has none; use --device cpu or auto")
+    return best if name == "auto" else torch.device(name)
+
+
+# A model whose weights have fewer bytes than this runs on one thread. All threads of an operator
+# wait for the slowest of them, and if another process uses its core, they wait long. With 20 MB of
+# weights, one sequence made 424 tokens/s on one thread and 514 on two; while other processes kept
+# both cores busy, 139 and 14.
+SMALL = 2**25
+ALL_THREADS = torch.get_num_threads()  # PyTorch's default: OMP_NUM_THREADS, or one for each core
+
+
+def use_threads(threads: int | None, weights: int) -> None:
+    """Set the number of CPU threads that compute, for the whole process. This replaces what
+    torch.set_num_threads was given before.
+
+    Args:
+        threads: their number; None means OMP_NUM_THREADS if it is set, else one thread for small
+            weights and all threads for others.
+        weights: bytes of the model's weights, as loaded (before --quantize).
+    """
+    if threads is None:
+        is_small = weights < SMALL and "OMP_NUM_THREADS" not in os.environ
+        threads = 1 if is_small else ALL_THREADS
+    torch.set_num_threads(threads)
+
+
+class Waiting:
+    """How the threads of an operator wait for each other: they spin, or they sleep.
+
+    On an idle machine spinning is best, because the next operator comes within microseconds. But if
+    another process takes a core, the threads that spin wait for one that does not run, and on two
+    cores a step takes 3 to 7 times as long. PyTorch's OpenMP (libgomp) lets threads sleep soon once
+    it has more of them than there are cores. So while other processes are busy, a second pool of
+    threads is kept, which does nothing. The arithmetic is the same. Tokens/s of one sequence on two
+    cores of a Zen 4, beside a process that never waits:
+                                   idle     busy, spinning   busy, sleeping   idle, sleeping
+        110m, float32, compiled     52            15               36               38
+        135m, bfloat16              26             7               17               18
+        135m, int4, compiled        80            23               48               45
+    """
+
+    def __init__(self) -> None:
+        self.since = time.monotonic()
+        self.before = others_seconds()
+        self.idle_pool: Event | None = None  # the event that ends it, if there is one
+
+    def adapt(self) -> None:
+        """Look at the load twice a second, and choose. Called before each step."""
+        now = time.monotonic()
+        seconds = now - self.since
+        if seconds < 0.5 or USER_DECIDES & os.environ.keys() or torch.get_num_threads() == 1:
+            return
+        others = others_seconds()
+        wanted = torch.get_num_threads() + (others - self.before) / seconds  # cores
+        self.since = now
+        self.before = others
+        # A process that never waits gets 0.67 of a core beside two threads that spin. In a virtual
+        # machine, what its host takes now and then (steal) counts too; that is mostly less.
+        is_busy = wanted > len(CORES) + 0.5
+        if is_busy and not self.idle_pool:
+            self.idle_pool = Event()
+            Thread(target=keep_pool, args=(self.idle_pool,), daemon=True).start()
+        elif self.idle_pool and not is_busy:
+            self.idle_pool.set()
+            self.idle_pool = None
+
+
+def keep_pool(end: Event) -> None:
+    """Make a pool of OpenMP's threads, which belongs to this thread, and keep it until `end`."""
+    torch.zeros(2**20).add_(1)  # large enough for several threads
+    end.wait()
+
+
+def others_seconds(root: Path = Path("/")) -> float:
+    """Return the CPU seconds that other processes have used so far on the cores that this process
+    may use. Without Linux's /proc, return 0."""
+    ticks = 0
+    with suppress(OSError):
+        for line in (root / "proc/stat").read_text().splitlines():
+            name, *fields = line.split()
+            if name in CORES:
+                # user, nice, system; not idle and iowait; irq, softirq, steal
+                ticks += sum(map(int, fields[:3] + fields[5:8]))
+        return ticks / os.sysconf("SC_CLK_TCK") - time.process_time()
+    return 0.0
+
+
+USER_DECIDES = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}
+affinity = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
+CORES = {f"cpu{i}" for i in affinity(0)}
+waiting = Waiting()
+
+# The files with a container's memory limit and usage, in version 2 and 1 of control groups.
+CGROUPS = {"memory.max": "memory.current", "memory/memory.limit_in_bytes": "memory.usage_in_bytes"}
+
+
+def free_memory(device: torch.device, root: Path = Path("/")) -> int:
+    """Return the bytes that this process can still allocate.
+
+    With CUDA it is the free memory of the GPU. Otherwise it is what the machine and the container
+    have left, divided by the number of ranks on this machine.
+
+    Args:
+        root: where /proc and /sys are, for tests.
+    """
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    # Systems without /proc: half of the physical memory.
+    free = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2]
+    # Cached files count as free, because the system drops them when memory is short.
+    with suppress(OSError):
+        found = re.findall(r"MemAvailable:\s+(\d+)", (root / "proc/meminfo").read_text())
+        free = [int(found[0]) * 1024]  # it is in kB
+    for limit, used in CGROUPS.items():
+        file = root / "sys/fs/cgroup" / limit
+        with suppress(OSError, ValueError):  # no such file; or "max", no limit
+            cached = re.findall(r"active_file (\d+)", file.with_name("memory.stat").read_text())
+            taken = int(file.with_name(used).read_text()) - sum(map(int, cached[-2:]))
+            free.append(max(0, int(file.read_text()) - taken))
+    return min(free) // int(os.getenv("LOCAL_WORLD_SIZE", "1"))
