@@ -306,14 +306,16 @@ def named_tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:
 
     The weight of a tied lm_head comes once, as the embedding's.
     """
-    for name, tensor in model.state_dict().items():
+    tensors = model.state_dict()
+    if is_tied(model):
+        del tensors["lm_head.weight"]
+    for name, tensor in tensors.items():
         path = name.rpartition(".")[0]  # "layers.0.mlp.gate_up_proj"
         own = path.rpartition(".")[2]
         # A FusedLinear, plain or quantised, has several parts. Any other module counts as one part.
         parts = getattr(model.get_submodule(path), "parts", None) or {own: len(tensor)}
         for part, view in zip(parts, tensor.split([*parts.values()])):
-            if not (is_tied(model) and part == "lm_head"):
-                yield name.replace(own, part), view
+            yield name.replace(own, part), view
 
 
 def locate_tensors(path: Path, words: JSON = RENAMED) -> Files:

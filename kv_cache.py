@@ -4,9 +4,9 @@ The keys and values of past tokens never change, so they are computed once and k
 costs one token instead of the whole text (Pope et al. 2022, arXiv:2211.05102, section 3.3, counts
 the bytes). A slab suits sequences whose longest length is known. Where many sequences come, grow
 and leave, use paged.py. This file knows the model's config and how to call attention; it knows
-nothing about text or about who is being served. Read: StaticCache.plan, Slab.attend, encode. Three
-parts can wait, which paged.py uses too: attention of a long prompt, how a key is stored, and what
-the compiler does not see. Next: sampling.py.
+nothing about text or about who is being served. Read: StaticCache.plan, Slab.attend, encode. Two
+parts can wait, which paged.py uses too: attention of a long prompt, and how a key is stored. Next:
+sampling.py.
 
     position    0    1    2    3    4    5    6    7        capacity 8
     slab       the  cat  sat  on    .    .    .    .        "on" runs: it is written to slot 3
@@ -14,8 +14,6 @@ the compiler does not see. Next: sampling.py.
 """
 
 from dataclasses import dataclass
-from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -40,30 +38,16 @@ class Slab(LayerCache):
     slots: Tensor
     mask: Tensor | None
 
-    def __post_init__(self) -> None:
-        if len(self.slots) > 1:
-            self.number = number_of(self)
-
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k and v, then attend to all that is visible. See model.LayerCache.attend."""
-        # A prompt on a CPU: see the end of this file.
-        if q.is_cpu and q.shape[2] > 1 and torch.compiler.is_dynamo_compiling():
-            return torch.ops.kilolm.opaque(q, [k, v], self.number, q.shape[3])
         new = encode(torch.cat((k, v), 1), self.kv.dtype)  # (B, 2 * K, T, stored_dim)
         # Not scatter_, which the compiler turns into a copy of the whole slab.
         self.kv.index_copy_(2, self.slots, new)
+        num_read = int(self.slots[-1]) + 1 if self.mask is None else self.mask.shape[3]
+        k, v = decode(self.kv[:, :, :num_read], q.dtype).chunk(2, 1)  # (B, K, S, H) each
         if self.mask is None:
-            y, lse = attend_causally(q, *decode(new, q.dtype).chunk(2, 1))
-            past = decode(self.kv[:, :, : int(self.slots[0])], q.dtype)
-            k, v = past.chunk(2, 1)
-            return with_past(q, k, v, y, lse)
-        stored = decode(self.kv[:, :, : self.mask.shape[3]], q.dtype)  # (B, 2 * K, S, H)
-        k, v = stored.chunk(2, 1)
+            return attend_to_prompt(q, k, v)
         return attention(q, k, v, self.mask)
-
-    def compute(self, *qkv: Tensor) -> Tensor:
-        """For `opaque`, which promises a contiguous result."""
-        return self.attend(*qkv).contiguous()
 
 
 class StaticCache:
@@ -151,28 +135,13 @@ LONG = 1024  # keys
 
 
 def is_long_prompt(positions: Tensor, end: int) -> bool:
-    """Whether new tokens that end at position `end` attend by attend_causally and with_past, in
-    layers without a window."""
+    """Whether new tokens that end at position `end` attend by attend_to_prompt, in layers without a
+    window."""
     return positions.is_cpu and end >= LONG and positions.shape[-1] >= 16
 
 
-def attend_causally(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention of T tokens to themselves.
-
-    Args:
-        q: (B, N, T, H).
-        k, v: (B, K, T, H), where K divides N.
-
-    Returns:
-        (B, N, T, H), and (B, N, T) float32, the logarithm of the sum of each query's exponentials.
-    """
-    copies = q.shape[1] // k.shape[1]
-    k, v = (x[:, :, None].expand(-1, -1, copies, -1, -1).flatten(1, 2) for x in (k, v))
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=True)
-
-
-def with_past(q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor) -> Tensor:
-    """Add earlier keys, which all queries see, to what attend_causally has returned.
+def attend_to_prompt(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of the last T of S tokens, without a mask.
 
     Softmax over both sets of keys is a mean of the two results, weighted by the sums of their
     exponentials. The weight of the earlier keys is e^p / (e^p + e^l) = sigmoid(p - l), where p and
@@ -180,18 +149,26 @@ def with_past(q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor) -> Tensor
 
     Args:
         q: (B, N, T, H).
-        k, v: (B, K, S, H), the earlier keys; S may be 0.
-        y, lse: (B, N, T, H) and (B, N, T), see attend_causally.
+        k, v: (B, K, S, H), where K divides N: the keys of the S - T tokens that came before, of
+            which there may be none, then those of the T tokens.
 
     Returns:
         (B, N, T, H).
     """
-    if not k.shape[2]:
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    # 1) The new tokens among themselves. The causal operator wants a key head for each query head.
+    past = k.shape[2] - q.shape[2]
+    copies = q.shape[1] // k.shape[1]
+    own_k, own_v = (x[:, :, past:].repeat_interleave(copies, 1) for x in (k, v))
+    y, y_sum = flash(q, own_k, own_v, is_causal=True)  # (B, N, T, H), (B, N, T) float32
+    if past == 0:
         return y
+    # 2) All of them and what came before.
     queries = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # as in model.attention
-    past, past_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(queries, k, v)
-    weight = (past_lse.reshape(lse.shape) - lse).sigmoid()[..., None]
-    return y.to(lse.dtype).lerp(past.reshape(y.shape).to(lse.dtype), weight).to(y.dtype)
+    z, z_sum = flash(queries, k[:, :, :past], v[:, :, :past])
+    # 3) Both together.
+    weight = (z_sum.reshape(y_sum.shape) - y_sum).sigmoid()[..., None]
+    return y.to(weight.dtype).lerp(z.reshape(y.shape).to(weight.dtype), weight).to(y.dtype)
 
 
 # --- How a key or a value is stored ---------------------------------------------------------------
@@ -242,40 +219,3 @@ def decode(stored: Tensor, dtype: torch.dtype) -> Tensor:
     # A plain clone() of a single key would keep strides of H + 4 bytes.
     scale = stored[..., -4:].clone(memory_format=torch.contiguous_format).view(torch.float32)
     return (stored[..., :-4] * scale).to(dtype)
-
-
-# --- What the compiler does not see ---------------------------------------------------------------
-
-# How a prompt attends depends on its place, and how many sequences attend together (paged.py)
-# differs from step to step. If the compiler saw that, it would compile again each time. So compiled
-# code calls the operator `opaque` with a number, and the operator looks up the object with that
-# number and calls its `compute`. (packed.py does the same for its matrices.) A cache's compute also
-# writes to its keys and values. The operator's schema does not say so, and need not, because the
-# code around it does not touch them.
-library = torch.library.Library("kilolm", "FRAGMENT")
-library.define("opaque(Tensor x, Tensor[] more, Tensor key, SymInt width) -> Tensor")
-# number -> object; weak, so that the object can be freed
-numbered: WeakValueDictionary[int, Any] = WeakValueDictionary()
-
-
-def number_of(thing: object) -> Tensor:
-    """Number an object that compiled code uses through `opaque`. The number is a tensor, so that
-    all layers compile to the same graph."""
-    numbered[id(thing)] = thing
-    return torch.tensor(id(thing))
-
-
-# Not torch.library.custom_op: its wrapper costs 8 us a call, this one 3 to 5. With packed matrices,
-# a step makes five calls a layer: one for attention and four for the matrices.
-@torch.library.impl(library, "opaque", "CompositeExplicitAutograd")
-def opaque(x: Tensor, more: list[Tensor], key: Tensor, width: int) -> Tensor:
-    """Call `compute` of the object with this number. It returns a tensor of x's shape, except that
-    the last size is `width`."""
-    return numbered[int(key)].compute(x, *more)
-
-
-@torch.library.register_fake("kilolm::opaque", lib=library)
-def _empty(x: Tensor, more: list[Tensor], key: Tensor, width: int) -> Tensor:
-    # The compiler knows only the result's shape and dtype. If x holds bytes (packed.Int8Linear),
-    # the result is float32.
-    return x.new_empty((*x.shape[:-1], width), dtype=torch.result_type(x, 1.0))

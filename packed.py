@@ -11,13 +11,14 @@ PackedLinear, form_of.
 
 import warnings
 from typing import Any, NoReturn
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
-from kv_cache import StaticCache, number_of
+from kv_cache import Slab, StaticCache
 from machine import progress
-from model import Transformer
+from model import LayerCache, Transformer
 from paged import Row, Runner
 from quantize import QuantLinear, round_to_nearest, unpack_bits
 from settings import CHUNK, blame, supported
@@ -62,7 +63,10 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
         torch._inductor.config.coordinate_descent_tuning = True
         # torch.compile must not replay a paged step, because it depends on numbers on the host that
         # change. (tools/cuda_graphs.py replays it in its own way.)
-        model.compile(mode="reduce-overhead" if batch_size else None)
+        # Its forward alone, as hide_caches, which runs before it, cannot be compiled.
+        mode = "reduce-overhead" if batch_size else None
+        vars(model)["forward"] = torch.compile(model.forward, mode=mode)
+    model.register_forward_pre_hook(hide_caches)
     # The default, 8 graphs for one piece of code, is too few for several models in a process.
     torch._dynamo.config.recompile_limit = 64
     # Two sizes that are equal by chance, such as the mask's and H, may differ later.
@@ -77,6 +81,78 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
             else:
                 row = Row([0] * CHUNK, 0, [0] * length, min(length, 2))
                 Runner(model, CHUNK, 16, kv_dtype).forward([row])
+
+
+# --- What the compiler does not see ---------------------------------------------------------------
+
+# A packed matrix has no strides, so compiled code cannot take it as an input. How a prompt attends
+# depends on its place, and how many sequences attend together differs from step to step, so if the
+# compiler saw that, it would compile again each time. Therefore compiled code calls the operator
+# `opaque` with a number, and the operator calls `compute` of the object with that number. A cache's
+# compute also writes to its keys and values. The operator's schema does not say so, and need not,
+# because the code around it does not touch them.
+library = torch.library.Library("kilolm", "FRAGMENT")
+library.define("opaque(Tensor x, Tensor[] more, Tensor key, SymInt width) -> Tensor")
+# number -> object; weak, so that the object can be freed
+numbered: WeakValueDictionary[int, Any] = WeakValueDictionary()
+
+
+def number_of(thing: object) -> Tensor:
+    """Number an object that compiled code uses through `opaque`. The number is a tensor, so that
+    all layers compile to the same graph."""
+    numbered[id(thing)] = thing
+    return torch.tensor(id(thing))
+
+
+# Not torch.library.custom_op: its wrapper costs 8 us a call, this one 3 to 5. With packed matrices,
+# a step makes five calls a layer: one for attention and four for the matrices.
+@torch.library.impl(library, "opaque", "CompositeExplicitAutograd")
+def opaque(x: Tensor, more: list[Tensor], key: Tensor, width: int) -> Tensor:
+    """Call `compute` of the object with this number. It returns a contiguous tensor of x's shape,
+    except that the last size is `width`."""
+    return numbered[int(key)].compute(x, *more)
+
+
+@torch.library.register_fake("kilolm::opaque", lib=library)
+def _empty(x: Tensor, more: list[Tensor], key: Tensor, width: int) -> Tensor:
+    # The compiler knows only the result's shape and dtype. If x holds bytes (Int8Linear), the
+    # result is float32.
+    return x.new_empty((*x.shape[:-1], width), dtype=torch.result_type(x, 1.0))
+
+
+class OpaqueCache(LayerCache):
+    """A layer's cache that the compiler does not look into."""
+
+    def __init__(self, layer: LayerCache) -> None:
+        self.layer = layer
+        self.number = number_of(self)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.ops.kilolm.opaque(q, [k, v], self.number, q.shape[3])
+
+    def compute(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.layer.attend(q, k, v).contiguous()
+
+
+def hide_caches(model: nn.Module, plan: tuple) -> tuple:
+    """Wrap each layer's cache in OpaqueCache, before a compiled model's forward.
+
+    A static cache's decoding steps all have the same form, so these are compiled; on a GPU, its
+    prompts are too.
+
+    Args:
+        plan: the arguments of Transformer.forward.
+    """
+    tokens, positions, *cache_and_select = plan
+    if not cache_and_select:  # nothing is kept; see model.NoCache
+        return plan
+    layers, *select = cache_and_select
+    if isinstance(layers[0], Slab) and (tokens.shape[1] == 1 or not tokens.is_cpu):
+        return plan
+    return tokens, positions, [OpaqueCache(layer) for layer in layers], *select
+
+
+# --- Which form a matrix gets ---------------------------------------------------------------------
 
 
 def pack_linears(model: nn.Module, alone: bool = False, kind: type = nn.Module) -> None:
@@ -166,9 +242,7 @@ SLOW_ROW = capabilities.get("avx512_bf16") and not capabilities["avx_vnni"]
 class PackedLinear(nn.Module):
     """A Linear with its weight in oneDNN's blocked order; x (..., K) -> (..., N), same dtype.
 
-    A packed tensor has no strides, so torch.compile cannot take it as an input. The compiled code
-    calls an operator with this module's number instead, and the operator calls `compute`; see
-    kv_cache.opaque.
+    Compiled code calls `opaque` with this module's number, and that calls `compute`.
     """
 
     def __init__(self, linear: Any) -> None:

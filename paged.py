@@ -25,15 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kv_cache import (
-    attend_causally,
-    decode,
-    empty_layers,
-    encode,
-    is_long_prompt,
-    number_of,
-    with_past,
-)
+from kv_cache import attend_to_prompt, decode, empty_layers, encode, is_long_prompt
 from machine import free_memory
 from model import LayerCache, Transformer, attention, visible
 from settings import Limits
@@ -235,10 +227,10 @@ class Group(NamedTuple):
 
     Attributes:
         T: new tokens of each row.
-        table: (B, W) int64, the blocks of each row in ascending order. A shorter row's last block
-            is there several times.
-        flat_table: (B, 2 * K, W) int64, the same blocks as indices into a layer's kv, its first two
-            dimensions flattened: block b of head h is at h * blocks + b.
+        flat_table: (B, 2 * K, W) int64, the blocks of each row, once for each head, as indices into
+            a layer's kv with its first two dimensions flattened: block b of head h is at
+            h * blocks + b. They are in ascending order, and a shorter row's last block is there
+            several times.
         span: the blocks of all rows as one slice, if each follows the one before it; else None.
         pieces: the new tokens' positions, (B, T) int64, cut along T. Each piece is one call of
             attention.
@@ -246,17 +238,22 @@ class Group(NamedTuple):
             each window (B, 1, N / K * t, W * block size) bool. It remembers only its last result.
             With one piece, all layers share that result; with several, each layer computes all
             masks again.
-        past: for a long prompt (kv_cache.is_long_prompt) that is alone in its group, the number of
-            keys before its new tokens; its blocks are in the order of the text. Else None.
+        end: for a long prompt (kv_cache.is_long_prompt) that is alone in its group, how many keys
+            it has, those of its new tokens included; its blocks are in the order of the text. Else
+            None.
     """
 
     T: int
-    table: Tensor
     flat_table: Tensor
     span: slice | None
     pieces: tuple
     masks: Callable
-    past: int | None = None
+    end: int | None = None
+
+    @property
+    def table(self) -> Tensor:
+        """(B, W) int64, the blocks of each row."""
+        return self.flat_table[:, 0]
 
 
 @dataclass
@@ -275,14 +272,9 @@ class Blocks(LayerCache):
     groups: list[Group]
     window: int | None
 
-    def __post_init__(self) -> None:
-        self.number = number_of(self)
-
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k and v, then attend group by group. The arguments have B = 1, and T counts the
         tokens of all rows; inside the loop, B and T are those of one group."""
-        if torch.compiler.is_dynamo_compiling():  # see the end of kv_cache.py
-            return torch.ops.kilolm.opaque(q, [k, v], self.number, q.shape[3])
         new = encode(torch.cat((k, v), 1)[0], self.kv.dtype)  # (2 * K, T, stored_dim)
         self.kv.flatten(1, 2).index_copy_(1, self.slots, new)
         sizes = [len(group.table) * group.T for group in self.groups]
@@ -290,17 +282,10 @@ class Blocks(LayerCache):
         for group, queries in zip(self.groups, q[0].split(sizes, dim=1)):  # (N, B * T, H)
             batch = queries.unflatten(1, (-1, group.T)).transpose(0, 1)  # (B, N, T, H)
             attended.append(self.read(batch, group).transpose(0, 1).flatten(1, 2))  # (N, B * T, H)
-        return torch.cat(attended, 1)[None]  # contiguous, as `opaque` promises
-
-    # `opaque` calls `compute` when compiled code runs; then is_dynamo_compiling() is False.
-    compute = attend
+        return torch.cat(attended, 1)[None]
 
     def read(self, q: Tensor, group: Group) -> Tensor:
         """Attend to the blocks of a group's rows.
-
-        Attention needs each row's keys in one tensor, so the blocks are copied side by side. A
-        short copy is still in the processor's cache when attention reads it, so it costs little. A
-        long one is not; therefore blocks that follow each other are read in place.
 
         Args:
             q: (B, N, T, H).
@@ -309,20 +294,22 @@ class Blocks(LayerCache):
             (B, N, T, H).
         """
         k, v = side_by_side(self.kv, group, q.dtype).chunk(2, 1)  # (B, K, S, H) each
-        if group.past is not None and self.window is None:
-            cuts = group.past, group.T, k.shape[2] - group.past - group.T
-            (old_k, new_k, _), (old_v, new_v, _) = k.split(cuts, 2), v.split(cuts, 2)
-            return with_past(q, old_k, old_v, *attend_causally(q, new_k, new_v))
-        queries = q.split(group.pieces[0].shape[1], 2)
+        if group.end and self.window is None:
+            return attend_to_prompt(q, k[:, :, : group.end], v[:, :, : group.end])
+        parts = q.split(group.pieces[0].shape[1], 2)
         attended = [
             attention(part, k, v, group.masks(piece)[self.window])
-            for part, piece in zip(queries, group.pieces)
+            for part, piece in zip(parts, group.pieces)
         ]
-        return attended[0] if len(attended) == 1 else torch.cat(attended, 2)
+        return torch.cat(attended, 2)
 
 
 def side_by_side(kv: Tensor, group: Group, dtype: torch.dtype) -> Tensor:
-    """Decode the keys and values of each row of a group into one tensor.
+    """Decode the keys and values of each row of a group into one tensor, as attention needs them.
+
+    The blocks are copied side by side. A short copy is still in the processor's cache when
+    attention reads it, so it costs little. A long one is not; therefore blocks that follow each
+    other are read in place.
 
     Args:
         kv: (2 * K, blocks, block size, stored_dim).
@@ -466,8 +453,8 @@ class Runner:
         # masks(piece) is visible(config, piece, keys). The last result is kept for the next layer.
         masks = lru_cache(1)(partial(visible, config, k_pos=keys))
         pieces = positions.split(max(1, self.pairs // keys.numel()), 1)
-        past = rows[0].start if is_long else None
-        return Group(positions.shape[1], table.to(device), flat_table, span, pieces, masks, past)
+        end = rows[0].positions.stop if is_long else None
+        return Group(positions.shape[1], flat_table, span, pieces, masks, end)
 
 
 # --- How many blocks fit --------------------------------------------------------------------------

@@ -268,7 +268,7 @@ class Limits:
 
     max_seq_len: int | None = setting(None, "tokens of prompt and output (default: the model's)", 2)
     max_num_seqs: int = setting(64, "sequences that run at once")
-    max_num_batched_tokens: int | None = setting(None, "most tokens in a step (README, Serving)")
+    max_num_batched_tokens: int | None = setting(None, "most tokens in a step (docs/serving.md)")
     # Unless that is set: prompt tokens in a step in which others decode; None: as in any step.
     small_chunk: int | None = None
     kv_memory: float = setting(

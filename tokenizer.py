@@ -12,7 +12,6 @@ import re
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -202,10 +201,10 @@ class Tokenizer:
                 is special, and takes in the spaces before it (lstrip) or after it (rstrip).
             named: texts of special tokens, not all of which exist.
         """
-        if not find_spec("tokenizers"):
-            raise ValueError("tokenizer.json needs: pip install tokenizers")
-        import tokenizers  # an extra, kilolm[hf]
-
+        try:
+            import tokenizers  # an extra, kilolm[hf]
+        except ImportError as error:
+            raise ValueError("tokenizer.json needs: pip install tokenizers") from error
         backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
         backend.no_truncation()  # training scripts may leave it on, which would cut prompts
         backend.no_padding()

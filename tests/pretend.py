@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import paged
+import packed
 
 aten = torch.ops.aten
 CUDA, MPS, CPU = torch.device("cuda", 0), torch.device("mps", 0), torch.device("cpu")
@@ -152,7 +152,7 @@ class Operators(TorchDispatchMode):
         if func is torch.ops.kilolm.opaque.default:
             self.gpu.pretending = False  # its function calls others, each for itself
             with self.gpu:
-                return paged.opaque(*args, **kwargs)
+                return packed.opaque(*args, **kwargs)
         tensors = [each for each in leaves((args, kwargs)) if isinstance(each, Tensor)]
         ours = {id(each.inner): each for each in tensors if isinstance(each, Pretended)}
         device = kwargs.get("device")

@@ -19,7 +19,7 @@ from generate import generate
 from kv_cache import StaticCache
 from llm import LLM
 from model import Config, FusedLinear, Transformer, attention
-from packed import LoopedLinear, PackedLinear, compile_model
+from packed import LoopedLinear, OpaqueCache, PackedLinear, compile_model
 from paged import Row, Runner
 from sampling import Sequence
 from settings import SamplingParams
@@ -102,7 +102,7 @@ def test_the_caches_are_written_in_place():
     assert buffers and not [line for line in buffers if "193" in line]
     torch.testing.assert_close(slab.kv[0, :, 5], kv[:, 0])
     (layer,) = Runner(model, 192, 4).plan([Row([3, 190], 0, [0] * 5)])[2]
-    buffers, code, kv = in_place(layer, 5)
+    buffers, code, kv = in_place(OpaqueCache(layer), 5)
     assert "opaque" in code and not [line for line in buffers if "192" in line]
     torch.testing.assert_close(layer.kv[:, 190, 0], kv[:, 4])
 

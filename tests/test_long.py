@@ -54,10 +54,10 @@ def test_long_prompts_equal_their_slow_twin(way, kv_dtype, window, monkeypatch):
     in another order than the text's, an int8 key that is not rounded."""
     model, calls = model_of(window), []
     ids = torch.randint(64, (T,)).tolist()
-    causally = kv_cache.attend_causally
+    attend = kv_cache.attend_to_prompt
     for module in (kv_cache, paged):
-        spy = lambda *qkv: calls.append(qkv[0].shape[2]) or causally(*qkv)  # noqa: E731
-        monkeypatch.setattr(module, "attend_causally", spy)
+        spy = lambda *qkv: calls.append(qkv[0].shape[2]) or attend(*qkv)  # noqa: E731
+        monkeypatch.setattr(module, "attend_to_prompt", spy)
     for cuts in ((), (LONG + 7,), (512, 1003, LONG + 100)):
         calls.clear()
         fast = torch.cat([*way(model, ids, cuts, kv_dtype)])

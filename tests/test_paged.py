@@ -396,7 +396,7 @@ def runner_of(blocks, size, N=2, K=1, window=None, kind=Runner):
 
 def shapes(layer):
     """Of each group: rows, new tokens of each, and blocks."""
-    return [(len(table), T, table.shape[1]) for T, table, *_ in layer.groups]
+    return [(len(each.table), each.T, each.table.shape[1]) for each in layer.groups]
 
 
 def slow_paged_attention(q, k, v, pool, rows, config):

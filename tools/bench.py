@@ -982,8 +982,7 @@ def write_random(config: Config, dtype: torch.dtype, folder: Path) -> None:
         "eos_token_id": 2,
     }
     (folder / "config.json").write_text(json.dumps(numbers, indent=1))
-    model = random_model(config, dtype, Ranks(torch.device("cpu")))
-    save_weights(model, folder)
+    save_weights(random_model(config, dtype, Ranks(torch.device("cpu"))), folder)
 
 
 # --- serve ----------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ def tensors_of(tokens: Tensor, positions: Tensor, layers: list, select: Tensor) 
     """Return the tensors of a plan that a forward reads. Layers share most of them."""
     slots, groups = layers[0].slots, layers[0].groups
     masks = [mask for group in groups for mask in group.masks(group.pieces[0]).values()]
-    tables = [tensor for group in groups for tensor in (group.table, group.flat_table)]
+    tables = [group.flat_table for group in groups]
     return [tokens, positions, select, slots, *tables, *masks]
 
 

@@ -24,11 +24,9 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORDS, COURSE = ROOT / "benchmarks", ROOT / "course"
 # In reading order: the engine; the techniques, without which it runs; its edges.
 ENGINE = ("model", "kv_cache", "sampling", "generate", "paged", "scheduler")
-TECHNIQUES = ("quantize", "speculative", "experts", "structured", "tp", "flex", "server")
-EDGES = (
-    "openai_api", "llm", "settings", "machine", "checkpoint", "families", "formats", "tokenizer",
-    "packed", "program",
-)  # fmt: skip
+TECHNIQUES = ("quantize", "formats", "speculative", "experts", "structured", "tp", "flex", "server")
+EDGES = ("openai_api", "llm", "settings", "machine", "checkpoint", "families", "tokenizer")
+EDGES += ("packed", "program")
 MODULES = (*ENGINE, *TECHNIQUES, *EDGES)
 
 
