@@ -25,7 +25,7 @@ RECORDS, COURSE = ROOT / "benchmarks", ROOT / "course"
 # In reading order: the engine; the techniques, without which it runs; its edges.
 ENGINE = ("model", "kv_cache", "sampling", "generate", "paged", "scheduler")
 TECHNIQUES = ("quantize", "speculative", "experts", "structured", "tp", "flex", "server")
-EDGES = ("openai_api", "llm", "settings", "checkpoint", "tokenizer", "packed", "program")
+EDGES = ("openai_api", "metrics", "llm", "settings", "checkpoint", "tokenizer", "packed", "program")
 MODULES = (*ENGINE, *TECHNIQUES, *EDGES)
 
 
