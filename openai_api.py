@@ -3,9 +3,8 @@
     completion = API(engine, "shakespeare", SamplingParams()).prepare(body, chat=False)
     for request in completion.requests:
         engine.submit(request)
-    while not completion.finished:
-        engine.step()
-    print(completion.whole())
+    for part in completion.parts(engine.step):
+        print(part)
 
 This file does no input or output, so that it can stand behind any server; server.py is one. Every
 field is checked before anything is allocated. References: platform.openai.com/docs/api-reference,
@@ -15,7 +14,9 @@ Choice.
 
 import re
 import secrets
+import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -40,7 +41,6 @@ class Problem(Exception):
     """An error for the client: its HTTP status and message, the field that is wrong, and a code."""
 
     def __init__(self, status: int, message: str, param: Any = None, code: Any = None) -> None:
-        super().__init__(status, message, param, code)
         self.status = status
         self.json = {
             "error": dict(
@@ -89,51 +89,48 @@ class API:
         Raises:
             Problem: 400 with the field that is wrong, or 404 for another model.
         """
-        source = "messages" if chat else "prompt"
-        context = self.engine.max_seq_len
         given = without_nulls(body)
         if given.get("model", self.name) != self.name:
             raise Problem(404, f"the model here is {self.name!r}", "model", "model_not_found")
-        uid = ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12)
+        source = "messages" if chat else "prompt"
         try:
             fields = translate(given, chat)
             params = self.sampling_params(fields, chat)
-            prompts = self.chat_ids(fields) if chat else fields.get("prompt", "")
+            prompts: Any = self.chat_ids(fields) if chat else fields.get("prompt", "")
             if not isinstance(prompts, list) or all(type(i) is int for i in prompts):
                 prompts = [prompts]
             check("n", len(prompts) * params.n, int, 1, 256)  # for all prompts together
-            requests = []
-            for i, prompt in enumerate(prompts):
-                check("prompt", prompt, str | list)
-                ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-                asked = len(ids) + fields.get("max_tokens", 1)
-                demand(
-                    asked <= context,
-                    400,
-                    # Clients search for this wording, which is OpenAI's.
-                    f"This model's maximum context length is {context} tokens. However, you "
-                    f"requested {asked} tokens, {len(ids)} of them in the prompt: ask for less.",
-                    source,
-                    "context_length_exceeded",
-                )
-                requests.append(
-                    self.engine.prepare(
-                        ids,
-                        params,
-                        id=f"{uid}-{i}",
-                        priority=fields.get("priority", 0),
-                        cache_salt=fields.get("cache_salt"),
-                    )
-                )
-            return Completion(self, fields, requests, chat, uid)
+            requests = [self.request(prompt, params, fields, source) for prompt in prompts]
+            return Completion(self, fields, requests, chat)
         except (ValueError, RecursionError) as error:
             field = getattr(error, "field", source)
-            param = next((each for each in (ALIASES.get(field), field) if each in given), source)
+            names = [ALIASES.get(field), field, source]  # the client's name of it, if it gave one
+            param = next(name for name in names if name in given or name == source)
             raise Problem(400, str(error)[:500], param) from None
+
+    def request(self, prompt: Any, params: SamplingParams, fields: JSON, source: str) -> Request:
+        """Make a request for one prompt, a text or ids, if it and the output fit."""
+        check("prompt", prompt, str | list)
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        longest = self.engine.max_seq_len
+        asked = len(ids) + fields.get("max_tokens", 1)
+        demand(
+            asked <= longest,
+            400,
+            # Clients search for this wording, which is OpenAI's.
+            f"This model's maximum context length is {longest} tokens. However, you requested "
+            f"{asked} tokens, {len(ids)} of them in the prompt: ask for less.",
+            source,
+            "context_length_exceeded",
+        )
+        priority = fields.get("priority", 0)
+        salt = fields.get("cache_salt")
+        return self.engine.prepare(ids, params, priority=priority, cache_salt=salt)
 
     def sampling_params(self, fields: JSON, chat: bool) -> SamplingParams:
         """Return the sampling settings of a request. Omitted ones come from the checkpoint, except
         max_tokens: it is 16 in a completion, and in a chat only the context limits it."""
+        # All keys that are no ids are listed here; SamplingParams would name one of them.
         check_ids("logit_bias", fields["logit_bias"], self.engine.config.vocab_size)
         defaults = vars(self.defaults) | dict(max_tokens=self.engine.max_seq_len if chat else 16)
         params = SamplingParams(**{name: fields.get(name, defaults[name]) for name in defaults})
@@ -207,9 +204,9 @@ def translate(given: JSON, chat: bool) -> JSON:
         fields["max_tokens"] = fields["max_completion_tokens"]
     # With echo, log-probabilities come for the prompt too, and max_tokens may be 0. The engine has
     # to generate one token, so it is hidden.
-    hidden = fields["echo"] and fields.get("max_tokens") == 0
-    fields |= dict(prompt_logprobs=fields["echo"], hidden=hidden)
-    if hidden:
+    fields["prompt_logprobs"] = fields["echo"]
+    fields["hidden"] = fields["echo"] and fields.get("max_tokens") == 0
+    if fields["hidden"]:
         fields["max_tokens"] = 1
     if chat:
         top = fields.get("top_logprobs", 0)
@@ -262,13 +259,12 @@ class Completion:
         stream: whether the answer is sent in chunks.
     """
 
-    def __init__(
-        self, api: API, fields: JSON, requests: list[Request], chat: bool, uid: str
-    ) -> None:
+    def __init__(self, api: API, fields: JSON, requests: list[Request], chat: bool) -> None:
         self.requests = requests
         self.fields = fields
         self.stream = fields["stream"]
         key = ("delta" if self.stream else "message") if chat else "text"
+        uid = ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12)
         self.base = dict(
             id=uid,
             object=OBJECTS[key],
@@ -276,20 +272,46 @@ class Completion:
             model=api.name,
             system_fingerprint=VERSION,
         )
+        for i, request in enumerate(requests):
+            request.id = f"{uid}-{i}"
         jobs = [job for request in requests for job in request.outputs]
         self.firsts = jobs[:: fields["n"]]  # one for each prompt
-        prefix = thought_prefix(
-            api.tokenizer, jobs[0], chat and fields["reasoning_format"] != "none"
-        )
-        skip = 2**31 if fields["hidden"] else 0  # more than there will ever be
+        prefix = THINK + THOUGHT  # an empty thought: all of the output is the answer
+        if chat and fields["reasoning_format"] != "none":
+            prefix = thought_prefix(api.tokenizer, jobs[0])
+        # A hidden output counts as taken: more characters and tokens than there will ever be.
+        hidden = sys.maxsize if fields["hidden"] else 0
         self.choices = [
-            Choice(i, job, key, api.tokenizer, prefix, [0, skip, skip])
+            Choice(i, job, key, api.tokenizer, prefix, [0, hidden, hidden])
             for i, job in enumerate(jobs)
         ]
 
-    @property
-    def finished(self) -> bool:
-        return all(request.finished for request in self.requests)
+    def parts(self, wait: Callable) -> Iterator[JSON]:
+        """Yield the whole answer, or the chunks of a stream as they come.
+
+        Args:
+            wait: returns when the engine has made progress.
+
+        Raises:
+            Problem: a sequence ended with an error.
+        """
+        finished = False
+        while not finished:
+            wait()
+            # Read first: what comes meanwhile is in these chunks, or in those of the next round.
+            finished = all(request.finished for request in self.requests)
+            for choice in self.choices if self.stream else ():
+                part = choice.take_new()
+                if part:
+                    yield self.json([part], self.fields["continuous_usage_stats"])
+        if not self.stream:
+            yield self.json([choice.take_new() for choice in self.choices], True)
+        elif self.fields["include_usage"]:
+            yield self.json([], True)
+
+    def json(self, choices: list, with_usage: bool) -> JSON:
+        usage = {"usage": self.usage()} if with_usage else {}
+        return self.base | {"choices": choices} | usage
 
     def usage(self) -> JSON:
         """Count the tokens so far."""
@@ -301,25 +323,6 @@ class Completion:
             total_tokens=num_prompt + num_new,
             prompt_tokens_details=dict(cached_tokens=sum(job.cached for job in self.firsts)),
         )
-
-    def chunks(self) -> list[JSON]:
-        """Return what is new since the last call: one chunk for each choice that has news.
-
-        Raises:
-            Problem: a sequence ended with an error.
-        """
-        parts = [choice.take_new() for choice in self.choices]
-        more = {"usage": self.usage()} if self.fields["continuous_usage_stats"] else {}
-        return [self.base | more | {"choices": [part]} for part in parts if part]
-
-    def whole(self) -> JSON:
-        """Return the whole answer, or the last chunk of a stream, which has only the usage.
-
-        Raises:
-            Problem: a sequence ended with an error.
-        """
-        choices = [] if self.stream else [choice.take_new() for choice in self.choices]
-        return self.base | dict(choices=choices, usage=self.usage())
 
 
 @dataclass
@@ -352,41 +355,24 @@ class Choice:
             Problem: the sequence ended with an error.
         """
         job = self.job
-        is_first = self.reason == ""
-        is_scored = job.params.logprobs is not None
         reason = job.finish_reason  # read first, because nothing changes after it is set
-        if reason == "error":  # its grammar became too complex, or the model produced NaN logits
-            complaint = job.matcher and job.matcher.get_error()
-            raise Problem(400 if complaint else 500, (complaint or BROKEN)[:100])
-        demand(reason != "abort", 500, "a step of the engine failed")
+        self.check_reason(reason)
+        is_scored = job.params.logprobs is not None
         # The tokens are copied, because meanwhile the engine's thread may append to them.
-        said = split_thought(self.prefix + job.text)
-        whole: list[Any] = [*said, job.tokens[:] if is_scored else []]
+        tokens = job.tokens[:] if is_scored else []
+        whole: list[Any] = [*split_thought(self.prefix + job.text), tokens]
         thought, text, tokens = (each[start:] for each, start in zip(whole, self.taken))
         if self.reason or not (reason or thought or text or tokens):
             return None
-        self.reason = reason
         self.taken = [len(each) for each in whole]
-        if is_first and job.params.prompt_logprobs:
-            # The answer begins with the prompt ("echo").
-            tokenizer = self.tokenizer
-            start = len(tokenizer.prefix)
-            if job.ids[:start] != tokenizer.prefix:
-                start = 0  # the prompt was given as ids
-            detokenizer = Detokenizer(tokenizer, [], show_special=True)
-            # What the tokenizer put in front of the text has no text. If the prompt ends in an
-            # incomplete character, the last token shows it as U+FFFD.
-            prompt = job.request.prompt_tokens
-            tokens = (
-                prompt[:start]
-                + [
-                    token._replace(text=detokenizer.push(token.id, token is prompt[-1]))
-                    for token in prompt[start:]
-                ]
-                + tokens
-            )
-            text = tokenizer.decode(job.ids[start : job.prompt_len], show_special=True) + text
-        message: JSON = dict(role="assistant", refusal=None) if is_first else {}
+        message: JSON = {}
+        if self.reason == "":  # the first part
+            message = dict(role="assistant", refusal=None)
+            if job.params.prompt_logprobs:
+                prompt, prompt_tokens = self.echo()
+                text = prompt + text
+                tokens = prompt_tokens + tokens
+        self.reason = reason
         if thought:
             message["reasoning_content"] = thought
         message["content"] = text
@@ -396,6 +382,28 @@ class Choice:
             "logprobs": self.logprobs(tokens) if is_scored else None,
             "finish_reason": reason,
         }
+
+    def check_reason(self, reason: str | None) -> None:
+        """Raise a Problem if the sequence ended with an error."""
+        demand(reason != "abort", 500, "a step of the engine failed")
+        if reason == "error":  # its grammar became too complex, or the model produced NaN logits
+            complaint = self.job.matcher and self.job.matcher.get_error()
+            raise Problem(400 if complaint else 500, (complaint or BROKEN)[:100])
+
+    def echo(self) -> tuple[str, list[Token]]:
+        """Return the prompt's text, and if it is scored its tokens, with their texts."""
+        job = self.job
+        ids = job.ids[: job.prompt_len]
+        # What the tokenizer put in front of the text has no text. A prompt that was given as ids
+        # may lack it.
+        start = len(self.tokenizer.prefix)
+        if ids[:start] != self.tokenizer.prefix:
+            start = 0
+        detokenizer = Detokenizer(self.tokenizer, [], show_special=True)
+        texts = [""] * start + [detokenizer.push(i) for i in ids[start:]]
+        texts[-1] += detokenizer.push(None, last=True)  # an incomplete character, as U+FFFD
+        scored = zip(job.request.prompt_tokens, texts)
+        return "".join(texts), [token._replace(text=text) for token, text in scored]
 
     def logprobs(self, tokens: list[Token]) -> JSON:
         """Return log-probabilities in the form of a completion or of a chat.
@@ -427,21 +435,15 @@ class Choice:
         )
 
 
-def thought_prefix(tokenizer: Tokenizer, job: Job, wanted: bool) -> str:
+def thought_prefix(tokenizer: Tokenizer, job: Job) -> str:
     """Return what to put in front of a sequence's output for split_thought.
 
     Some templates begin the thought, so that the output lacks the mark "<think>". Structured output
-    and models without a token for that mark have no thoughts. There, and where thoughts are not to
-    be split off, an empty thought is put in front, so that all of the output is the answer.
-
-    Args:
-        wanted: whether thoughts are to be split off.
+    and models without a token for that mark have no thoughts: there, an empty thought is put in
+    front, so that all of the output is the answer.
     """
-    if (
-        not wanted
-        or job.params.structured_outputs
-        or len(tokenizer.encode(THINK, add_special=False)) > 1
-    ):
+    has_mark = len(tokenizer.encode(THINK, add_special=False)) == 1
+    if job.params.structured_outputs or not has_mark:
         return THINK + THOUGHT
     return THINK if tokenizer.decode(job.ids[-16:]).rstrip().endswith(THINK) else ""
 

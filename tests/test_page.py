@@ -406,7 +406,7 @@ def test_the_server_goes_and_comes(page, local, monkeypatch):
     def away(*_: object) -> None:
         raise Problem(503, "away")
 
-    monkeypatch.setattr(server_module.Connection, "do_GET", away)
+    monkeypatch.setattr(server_module.Connection, "route", away)
     until(lambda: "away" in page.text("#state"))
     monkeypatch.undo()
     until(lambda: not page.text("#state"))

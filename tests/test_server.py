@@ -1079,7 +1079,7 @@ def test_nobody_reads_for_ever(make_local, monkeypatch):
     until(lambda: not local.server.busy, 60)
     local.settle()
     # Each has 8 sequences, of which some can end before the buffers are full on a busy machine.
-    assert local.server.served["request_success_total"][',finished_reason="abort"'] > 8
+    assert local.server.metrics.ended["request_success_total"]['{finished_reason="abort"}'] > 8
     for each in lazy:
         each.close()
 
@@ -1502,8 +1502,8 @@ def test_step_fails(make_local, printed):
         connection.close()
     local.settle()
     local.works()
-    counts = local.server.served["request_success_total"]
-    assert {key[18:-1]: n for key, n in counts.items()} == {"length": 1, "abort": 5}
+    counts = local.server.metrics.ended["request_success_total"]
+    assert {sample[18:-2]: n for sample, n in counts.items()} == {"length": 1, "abort": 5}
     assert printed == ["RuntimeError"]
 
 
@@ -1521,7 +1521,8 @@ def test_nan_is_the_fault_of_one(make_local):
         assert read(other).json["usage"]["completion_tokens"] == 100
         other.close()
         local.settle()
-        assert local.server.served["request_success_total"][',finished_reason="error"'] == 4
+        counts = local.server.metrics.ended["request_success_total"]
+        assert counts['{finished_reason="error"}'] == 4
         assert local.post(COMPLETIONS, fields).status == 200
 
 

@@ -1,0 +1,102 @@
+"""What an engine has done: as text for Prometheus, and as the JSON that page.html draws.
+
+The names are vLLM's, except engine_steps_total and computed_tokens_total. This file knows the
+engine and no HTTP. Read: Metrics.
+"""
+
+import json
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from itertools import pairwise
+
+from scheduler import Engine, Request
+
+# The upper bounds of a histogram's buckets, in seconds or in tokens.
+BOUNDS = "0.001 0.0025 0.005 0.01 0.025 0.05 0.1 0.25 0.5 1 2.5 5 10 30 60 300 1000 3000 10000 +Inf"
+# The last word of a metric's name -> its type, if it is no gauge.
+KINDS = dict(total="counter", seconds="histogram", tokens="histogram")
+
+
+class Metrics:
+    """The statistics of an engine and of the requests that it has finished.
+
+    Attributes:
+        model: the model's name.
+        ended: metric -> sample -> value, for the requests that have ended. The sample of a counter
+            is "{}" or has a label, such as '{finished_reason="stop"}'; in a histogram,
+            '_bucket{le="5"}' counts the values up to 5.
+    """
+
+    def __init__(self, engine: Engine, model: str) -> None:
+        self.engine = engine
+        self.model = model
+        self.ended: dict[str, Counter] = defaultdict(Counter)
+
+    def count(self, request: Request) -> None:
+        """Count a request that has ended."""
+        self.ended["prompt_tokens_total"]["{}"] += request.outputs[0].prompt_len
+        for job in request.outputs:
+            self.ended["request_success_total"][f'{{finished_reason="{job.finish_reason}"}}'] += 1
+            gaps = [after - before for before, after in pairwise(job.times)]
+            histograms: dict[str, list] = dict(
+                time_to_first_token_seconds=gaps[:1],
+                inter_token_latency_seconds=sorted(gaps[1:]),
+                e2e_request_latency_seconds=[sum(gaps)] if gaps else [],
+                request_prompt_tokens=[job.prompt_len],
+                request_generation_tokens=[len(job.tokens)],
+            )
+            for name, values in histograms.items():
+                samples = {
+                    f'_bucket{{le="{bound}"}}': bisect_right(values, float(bound))
+                    for bound in BOUNDS.split()
+                }
+                samples |= {"_sum{}": sum(values), "_count{}": len(values)}
+                self.ended[name].update(samples)  # a Counter adds
+
+    def now(self) -> dict[str, float]:
+        """Return the engine's counters and gauges."""
+        engine = self.engine
+        return {f"{name}_total": value for name, value in engine.stats.items()} | dict(
+            num_requests_running=len(engine.running),
+            num_requests_waiting=len(engine.waiting),
+            kv_cache_usage_perc=1 - len(engine.pool.available) / engine.pool.num_blocks,
+            spec_decode_num_draft_tokens_total=sum(engine.proposer.offered),
+            spec_decode_num_accepted_tokens_total=sum(engine.proposer.accepted),
+        )
+
+    def text(self) -> str:
+        """Return all statistics in Prometheus' text format. Any thread may call this."""
+        model = json.dumps(self.model, ensure_ascii=False)
+        families = {name: {"{}": value} for name, value in self.now().items()}
+        text = ""
+        for name, samples in (families | self.ended).items():
+            text += f"# TYPE vllm:{name} {KINDS.get(name.rpartition('_')[2], 'gauge')}\n"
+            for sample, value in samples.copy().items():
+                labelled = sample.replace("{", f"{{model_name={model},")
+                text += f"vllm:{name}{labelled} {value}\n"
+        return text
+
+    def snapshot(self) -> str:
+        """Return what the page shows, as JSON: which sequences run or wait, and which blocks they
+        have. Only the engine's thread may call this. It takes some microseconds a sequence."""
+        engine = self.engine
+        running = [
+            dict(
+                name=f"{job.request.id}.{job.request.outputs.index(job)}",
+                text=job.text[-40:],
+                prompt=job.prompt_len,
+                blocks=job.table.blocks,
+                length=job.table.length,
+                max=job.max_len,
+                ran=engine.ran.get(job, 0),
+            )
+            for job in engine.running
+        ]
+        state = dict(
+            blocks=engine.pool.num_blocks,
+            block_size=engine.pool.block_size,
+            cached=engine.pool.cached,
+            running=running,
+            waiting=[job.prompt_len for job in engine.waiting[:100]],
+        )
+        return json.dumps(self.now() | state)
