@@ -198,7 +198,7 @@ def measure(args: argparse.Namespace, ranks: Ranks) -> int:
     if args.command == "report":
         return report.main()
     check_numbers(args)
-    if ranks.ranks > 1 and args.command != "latency":
+    if ranks.world_size > 1 and args.command != "latency":
         raise ValueError(f"{args.command} runs as one process: only latency compares ranks")
     args.ranks = ranks
     if ranks.rank == 0:  # the only rank that writes
@@ -478,7 +478,7 @@ def latency(args: argparse.Namespace) -> int:
         return speculation(args)
     capacities = args.max_seq_len or [args.prompt_tokens + args.new_tokens]
     alone = Ranks(args.ranks.device)
-    shares = [args.ranks] if args.ranks.ranks == 1 else [alone, args.ranks]
+    shares = [args.ranks] if args.ranks.world_size == 1 else [alone, args.ranks]
     runs: dict[str, Run | None] = {}
     result: dict[str, Any] = {}
     for mode, share in itertools.product(args.quantize, shares):
@@ -493,7 +493,7 @@ def latency(args: argparse.Namespace) -> int:
             name += ", one rank" * (share is alone)
             runs[name] = None  # this rank waits meanwhile
             if works:
-                runs[name] = Run(model, batch, capacity, args, share.ranks)
+                runs[name] = Run(model, batch, capacity, args, share.world_size)
                 runs[name].generate()  # warm up: any graph for this batch size is compiled here
     result["peak_memory_gb"] = peak_memory(model.device)  # before the limits' own buffers exist
     gemm = gemm_peak(model)
@@ -600,7 +600,7 @@ def speculation(args: argparse.Namespace) -> int:
     The theory (Leviathan et al. 2022, theorem 3.8): a step makes 1 + (guesses accepted) tokens, and
     costs one step of the model and K of the draft. Both costs are measured, one token at a time.
     """
-    one_sequence = args.ranks.ranks == 1 and args.batch == [1] and len(args.quantize) == 1
+    one_sequence = args.ranks.world_size == 1 and args.batch == [1] and len(args.quantize) == 1
     if not one_sequence or args.new_tokens < 2:
         raise ValueError(
             "--speculate compares one sequence with itself: no ranks, one --batch of 1, one "
