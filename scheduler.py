@@ -185,8 +185,8 @@ class Proposer:
 # --- The engine -----------------------------------------------------------------------------------
 
 
-# Prompts that need log-probabilities run one at a time, and a step runs at most this many of their
-# tokens. Each of them needs its logits. For 256 tokens and a vocabulary of 150,000 the logits would
+# A step runs at most this many tokens of prompts that need log-probabilities, or one of each such
+# prompt. Each token needs its logits. For 256 tokens and a vocabulary of 150,000 the logits would
 # take 154 MB, and a copy as much again.
 SCORED = 64
 
@@ -251,9 +251,8 @@ class Engine:
         chunk = CHUNK if model.device.type == "cpu" else 2048  # vLLM's figure; not measured by us
         budget = limits.max_num_batched_tokens or needed + chunk
         self.max_num_batched_tokens = check("max_num_batched_tokens", budget, int, needed)
-        self.small_budget = budget
-        if limits.small_chunk and not limits.max_num_batched_tokens:
-            self.small_budget = needed + limits.small_chunk
+        small_chunk = limits.small_chunk or chunk
+        self.small_budget = limits.max_num_batched_tokens or needed + small_chunk
         num_blocks = limits.num_blocks
         size = limits.block_size
         if num_blocks is None:
@@ -406,7 +405,7 @@ class Engine:
         while len(batch) < len(self.running):
             job = self.running[len(batch)]
             later = len(self.running) - len(batch) - 1  # each of these keeps a share of the budget
-            count = self._share(job, budget - later * (1 + self.proposer.k))
+            count = self._share(job, budget - later * (1 + self.proposer.k), batch)
             if not self._has_room(job, count):
                 self._preempt_last()
                 preempted = True
@@ -419,7 +418,7 @@ class Engine:
             job = self.waiting[0]
             self.pool.reuse(job.table, job.findable)
             found = job.table.length
-            count = self._share(job, budget)
+            count = self._share(job, budget, batch)
             if not count or not self._has_room(job, count):
                 self.pool.free(job.table)  # gives back what reuse() took
                 break
@@ -433,7 +432,7 @@ class Engine:
             batch.append(job)
         return sorted(batch, key=run_order)
 
-    def _share(self, job: Job, budget: int) -> int:
+    def _share(self, job: Job, budget: int, batch: list[Job]) -> int:
         """How many tokens a job runs in this step, within the budget.
 
         A job runs with all of its guesses or with none, so that their number depends on the job
@@ -441,8 +440,8 @@ class Engine:
         because one forward must run them all.
         """
         if job.scores_prompt:
-            others = any(each.scores_prompt for each in self.running if each is not job)
-            budget = 0 if others else min(budget, SCORED)
+            taken = sum(each.num_scheduled for each in batch if each.scores_prompt)
+            budget = min(budget, max(1, SCORED - taken))
         known = len(job.ids) - job.table.length
         count = known + self.proposer.count(job)
         return count if count <= budget else min(known - 1, budget)

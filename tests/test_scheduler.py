@@ -541,7 +541,7 @@ def test_scored_prompts_stay_within_what_is_free():
     for i in range(3):  # which begin together
         at.add_request([i + 1, *[7, 8] * 150], params(2, prompt_logprobs=True))
     most = max(peak(at.step) for _ in range(4))
-    assert sum(at.ran.values()) == 64  # the others wait
+    assert sum(at.ran.values()) == 66  # the others run too, one token at a time
     assert most < 40e6 < step_bytes(at)
     drain(at)
 
