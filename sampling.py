@@ -56,8 +56,7 @@ def sample(logits: Tensor, rows: Rows) -> list[Token]:
         for start in range(0, len(rows), size):
             part = rows[start : start + size]
             u = torch.tensor([row.uniform() for row in part])
-            probs = distribution(logits[start : start + size], part)
-            ids += draw(probs, u).tolist()
+            ids += draw(distribution(logits[start : start + size], part), u).tolist()
     return scored(logits, ids, rows)
 
 
@@ -236,8 +235,7 @@ def scored(logits: Tensor, ids: Ids, rows: Rows) -> list[Token]:
         if count is None:
             tokens.append(Token(token_id))
         else:  # `top` has k log-probabilities, then their k ids
-            pairs = zip(map(int, top[k:]), top[:count])
-            tokens.append(Token(token_id, logprob, tuple(pairs)))
+            tokens.append(Token(token_id, logprob, tuple(zip(map(int, top[k:]), top[:count]))))
     return tokens
 
 
@@ -292,7 +290,7 @@ class Sequence:
         times: seconds on time.perf_counter's clock, the first when it was made, then one per token.
         matcher: decides which tokens may come next, if a structure is asked for; see structured.py.
         end_ids: the ids that end it.
-        adjusts, filters: whether it has SamplingParams.adjustments, and filters.
+        adjustments, filters: those of its SamplingParams.
         history: `ids` as an array, from which adjust_ makes a tensor without a copy; None: there
             are no penalties.
     """
@@ -340,8 +338,8 @@ class Sequence:
         if not params.ignore_eos:
             self.end_ids |= tokenizer.eos_ids(config) if tokenizer else {*config.eos_ids}
         self._stream = TextStream(tokenizer, prompt_ids, params.stop)
-        self.adjusts = bool(params.adjustments)
-        self.filters = bool(params.filters)
+        self.adjustments = params.adjustments  # kept, as they are looked up at each step
+        self.filters = params.filters
         self.history = array("q", prompt_ids) if params.penalties else None
 
     @property
@@ -356,7 +354,7 @@ class Sequence:
     @property
     def takes_argmax(self) -> bool:
         """Whether its next token is the likeliest one under the model's own logits."""
-        return not (self.params.temperature or self.adjusts or self.matcher)
+        return not (self.params.temperature or self.adjustments or self.matcher)
 
     def uniform(self, offset: int = 0) -> float:
         """The random number for its next token; `offset` is added to its index in the stream."""

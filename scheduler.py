@@ -251,8 +251,7 @@ class Engine:
         chunk = CHUNK if model.device.type == "cpu" else 2048  # vLLM's figure; not measured by us
         budget = limits.max_num_batched_tokens or needed + chunk
         self.max_num_batched_tokens = check("max_num_batched_tokens", budget, int, needed)
-        small_chunk = limits.small_chunk or chunk
-        self.small_budget = limits.max_num_batched_tokens or needed + small_chunk
+        self.small_budget = limits.max_num_batched_tokens or needed + (limits.small_chunk or chunk)
         num_blocks = limits.num_blocks
         size = limits.block_size
         if num_blocks is None:
@@ -465,9 +464,7 @@ class Engine:
         insort(self.waiting, last, key=place_in_line)
         self.stats["num_preemptions"] += 1
 
-    def _end_broken(
-        self, batch: list[Job], logits: Tensor, parts: tuple[Tensor, ...]
-    ) -> list[Request]:
+    def _end_broken(self, batch: list[Job], logits: Tensor, parts: tuple) -> list[Request]:
         """End the requests with NaN or infinity in their part of the logits, and return them."""
         if finite(logits).all():  # one read by the host, which waits for the GPU
             return []
@@ -476,7 +473,7 @@ class Engine:
             self.abort(request, "error")
         return broken
 
-    def _ready(self, batch: list[Job], parts: tuple[Tensor, ...]) -> tuple[list[Job], Tensor]:
+    def _ready(self, batch: list[Job], parts: tuple) -> tuple[list[Job], Tensor]:
         """Record that the jobs' rows have run, and find those whose next token can be drawn.
 
         Args:

@@ -132,10 +132,9 @@ NOT_SHAPING = {
     "temperature", "seed", "n", "max_tokens", "logprobs", "prompt_logprobs", "stop",
     "stop_token_ids", "ignore_eos", "structured_outputs",
 }  # fmt: skip
-
-
 FILTERS = {"top_k", "top_p", "min_p"}
 PENALTIES = {"repetition_penalty", "presence_penalty", "frequency_penalty"}
+ADJUSTMENTS = PENALTIES | {"logit_bias", "min_tokens"}
 
 
 @dataclass(frozen=True)
@@ -212,7 +211,7 @@ class SamplingParams:
     @property
     def filters(self) -> set[str]:
         """Names of those that drop tokens, but never the likeliest one."""
-        return self.shaping - PENALTIES - {"logit_bias", "min_tokens"}
+        return self.shaping - ADJUSTMENTS
 
     @property
     def penalties(self) -> set[str]:

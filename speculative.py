@@ -169,20 +169,19 @@ class DraftModel(Guesser):
         self.models = (draft,)
 
     def propose(self, jobs: list[Job]) -> None:
-        if not self.k:
-            return
-        # 1) In the first round the draft runs the known tokens that its cache lacks. It begins one
-        # token early: if all guesses of the last step were accepted, the draft has not run the last
-        # of them. Otherwise that token is written a second time, unchanged.
-        rows = {}
-        for job in jobs:
-            start = max(job.table.length - 1, 0)
-            known = job.ids[start : job.table.length + job.num_scheduled]
-            rows[job] = Row(job.table.blocks, start, known)
-        while rows:
-            logits = self.runners[0].forward([*rows.values()])  # (rows, V)
+        # Where each job's next row begins. The first row begins one token early: if all guesses of
+        # the last step were accepted, the draft has not run the last of them. Otherwise that token
+        # is written a second time, unchanged.
+        starts = {job: max(job.table.length - 1, 0) for job in jobs}
+        while starts and self.k:
+            # 1) Run what the draft's cache lacks: in the first round known tokens, later a guess.
+            rows = []
+            for job, start in starts.items():
+                known = job.ids[start : job.table.length + job.num_scheduled]
+                rows.append(Row(job.table.blocks, start, known + job.guess.ids[-1:]))
+            logits = self.runners[0].forward(rows)  # (rows, V)
             # 2) Draw one guess for each job that may have another, by the job's own settings.
-            wanted = {job: i for i, job in enumerate(rows) if guesses_left(job)}
+            wanted = {job: i for i, job in enumerate(starts) if guesses_left(job)}
             if not wanted:
                 return
             ahead = [job.ahead(job.guess.ids) for job in wanted]
@@ -193,7 +192,7 @@ class DraftModel(Guesser):
             # holds ids up to 2**24 exactly.
             drawn = torch.cat((ids.float(), q.gather(1, ids)), 1).tolist()
             # 3) Keep the guesses. If a job may have one more, this guess is its next row.
-            rows = {}
+            starts = {}
             for job, (token_id, chance), probs in zip(wanted, drawn, q):
                 # The chance is NaN where the draft's logits are NaN. That job stops guessing.
                 if chance > 0:
@@ -202,8 +201,7 @@ class DraftModel(Guesser):
                     guess.q.append(chance)
                     guess.probs.append(probs)
                     if guesses_left(job):
-                        start = len(job.ids) + len(guess.ids) - 1
-                        rows[job] = Row(job.table.blocks, start, guess.ids[-1:])
+                        starts[job] = len(job.ids) + len(guess.ids) - 1
 
 
 def guesses_left(job: Job) -> int:

@@ -217,8 +217,8 @@ def follow(model: Transformer) -> int:
     Returns:
         The exit status.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
     with blame(f"rank {dist.get_rank()}"):
         for message in iter(broadcast, None):  # rank 0 sends None at the end
             match message:

@@ -366,7 +366,7 @@ FAULTS = [
     (sampling, "distribution", "argmax(-1)", "argmax(-1) * logits.isnan().any().item()",
      "greedy and sampled", READS),
     (speculative.DraftModel, "propose", "logits[[*wanted.values()]]",
-     "logits[[job in wanted for job in rows]]", "draft", READS),
+     "logits[[job in wanted for job in starts]]", "draft", READS),
     (speculative, "accept", "torch.where(over.any(), over, p[n])", "over if over.any() else p[n]",
      "n-grams", READS),
     (speculative.DraftModel, "propose", "if chance > 0:", "if chance > 0 and ids.max() >= 0:",
