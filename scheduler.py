@@ -94,8 +94,7 @@ class Job(Sequence):
         self.request = request
         self.table = BlockTable(chain=[request.cache_salt])
         self.guess = Guess()
-        self.num_scheduled = 0
-        self.cached = 0
+        self.num_scheduled = self.cached = 0
 
     @property
     def scores_prompt(self) -> bool:

@@ -134,7 +134,6 @@ NOT_SHAPING = {
 }  # fmt: skip
 FILTERS = {"top_k", "top_p", "min_p"}
 PENALTIES = {"repetition_penalty", "presence_penalty", "frequency_penalty"}
-ADJUSTMENTS = PENALTIES | {"logit_bias", "min_tokens"}
 
 
 @dataclass(frozen=True)
@@ -199,9 +198,8 @@ class SamplingParams:
     def shaping(self) -> set[str]:
         """Names of those that change the distribution."""
         defaults = vars(type(self)())
-        return {
-            name for name, value in defaults.items() if getattr(self, name) != value
-        } - NOT_SHAPING
+        changed = {name for name, value in defaults.items() if getattr(self, name) != value}
+        return changed - NOT_SHAPING
 
     @property
     def adjustments(self) -> set[str]:
@@ -211,7 +209,7 @@ class SamplingParams:
     @property
     def filters(self) -> set[str]:
         """Names of those that drop tokens, but never the likeliest one."""
-        return self.shaping - ADJUSTMENTS
+        return self.shaping - PENALTIES - {"logit_bias", "min_tokens"}
 
     @property
     def penalties(self) -> set[str]:

@@ -30,6 +30,7 @@ tools/bench.py latency`). Read: shard, Leader, lead, follow, join.
 """
 
 import json
+import math
 import os
 import signal
 import sys
@@ -83,12 +84,9 @@ def shard(
         intermediate_size=c.intermediate_size,
         moe_intermediate_size=c.moe_intermediate_size or 0,
     )
-    possible = [
-        n
-        for n in range(1, c.num_attention_heads + 1)
-        if not any(size % n for size in sizes.values())
-        and (K % n == 0 or n % K == 0)  # several ranks may have the same kv head
-    ]
+    largest = math.gcd(*sizes.values())
+    # Several ranks may have the same kv head.
+    possible = [n for n in range(1, largest + 1) if largest % n == 0 and (K % n == 0 or n % K == 0)]
     if world_size not in possible:
         raise CheckpointError(
             f"{sizes | dict(num_key_value_heads=K)} cannot be shared evenly by {world_size} ranks, "
