@@ -26,7 +26,7 @@ from kv_cache import StaticCache
 from llm import cache_size, join, load_models, make_engine
 from machine import Ranks, launch, say, waiting
 from model import Transformer
-from sampling import BROKEN, FILTERS, PENALTIES, Sequence, Token, finite, sample
+from sampling import BROKEN, Sequence, Token, finite, sample
 from scheduler import Engine
 from settings import CHUNK, JSON, EngineArgs, SamplingParams, SettingError, blame
 from tokenizer import Tokenizer
@@ -98,9 +98,9 @@ def command(args: Namespace, ranks: Ranks) -> int:
     if sys.stdin is None and (args.chat or args.prompt_file == "-"):
         raise ValueError("stdin is closed: use --prompt TEXT or --prompt-file FILE")
     engine_args = EngineArgs(**settings.given(EngineArgs, args))
-    given = settings.given(SamplingParams, args)
+    flags = settings.given(SamplingParams, args)
     folder = suggested(engine_args.checkpoint)
-    params = SamplingParams(**folder | given)
+    params = SamplingParams(**folder | flags)
     if not hasattr(args, "max_num_seqs"):  # the cache is for what runs at once
         engine_args = replace(engine_args, max_num_seqs=1 if args.chat else params.n)
     text = args.prompt
@@ -108,16 +108,16 @@ def command(args: Namespace, ranks: Ranks) -> int:
     if file and ranks.rank == 0:  # the other ranks do not need the prompt
         with blame(file):  # the bytes, so that the ends of lines stay as they are
             text = sys.stdin.read() if file == "-" else Path(file).read_bytes().decode()
-    plain = params.n == ranks.world_size == 1 and not (
+    is_plain = params.n == ranks.world_size == 1 and not (
         args.chat or engine_args.speculate or engine_args.draft_checkpoint
     )
-    model, proposer = load_models(engine_args, ranks, 1 if plain else None)
+    model, proposer = load_models(engine_args, ranks, 1 if is_plain else None)
     if ranks.rank:
         from tp import follow
 
         return follow(model)
-    told = f"sampling: {describe(params, given, folder)}"
-    if plain:
+    told = f"sampling: {describe(params, flags, folder)}"
+    if is_plain:
         tokenizer = Tokenizer(engine_args.checkpoint)
         ids = tokenizer.encode(text)
         sequence = Sequence(ids, params, model.config, tokenizer, engine_args.max_seq_len)
@@ -128,7 +128,7 @@ def command(args: Namespace, ranks: Ranks) -> int:
     say(told)
     if args.chat:
         say(cache_size(engine))
-        if "max_tokens" not in given:
+        if "max_tokens" not in flags:
             params = replace(params, max_tokens=engine.max_seq_len)
         status = chat(engine, params, args.system)
     else:
@@ -138,10 +138,10 @@ def command(args: Namespace, ranks: Ranks) -> int:
     return status
 
 
-def describe(params: SamplingParams, given: JSON, folder: JSON) -> str:
+def describe(params: SamplingParams, flags: JSON, folder: JSON) -> str:
     """Say which sampling is used, and where each setting comes from."""
-    names = ["temperature", *(FILTERS | PENALTIES) & params.shaping]
-    sources = dict.fromkeys(folder, "the folder") | dict.fromkeys(given, "a flag")
+    names = ["temperature", *params.filters, *params.penalties]
+    sources = dict.fromkeys(folder, "the folder") | dict.fromkeys(flags, "a flag")
     return ", ".join(
         f"{name} {getattr(params, name):g} ({sources.get(name, 'the default')})" for name in names
     )
@@ -150,7 +150,8 @@ def describe(params: SamplingParams, given: JSON, folder: JSON) -> str:
 def complete(engine: Engine, prompt: str, params: SamplingParams) -> int:
     """Print n continuations of a prompt. They are made together and shown one after another."""
     for sequence in engine.add_request(prompt, params).outputs:
-        if status := stream(sequence, engine.run()):
+        status = stream(sequence, engine.run())
+        if status:
             return status
     return 0
 
@@ -163,10 +164,9 @@ def chat(engine: Engine, params: SamplingParams, system: str | None = None) -> i
     messages = [{"role": "system", "content": system}] if system else []
     start = len(messages)
     status = 0
-    say("Ctrl-D ends the chat, and Ctrl-C a reply.\n> ", end="")
-    for line in sys.stdin:
+    say("Ctrl-D ends the chat, and Ctrl-C a reply.")
+    for line in iter(ask, ""):
         if not line.strip():
-            say("> ", end="")
             continue
         turns = [*messages, {"role": "user", "content": line.strip()}]
         ids = tokenizer.encode_chat(turns)
@@ -178,17 +178,22 @@ def chat(engine: Engine, params: SamplingParams, system: str | None = None) -> i
             (sequence,) = engine.add_request(ids, params).outputs
         except SettingError as error:  # this message alone is too long
             say(f"error: {error}")
-        else:
-            if len(turns) <= len(messages):
-                say("the context is full: the oldest turns are forgotten")
-            status = stream(sequence, engine.run())
-            if status:
-                engine.reset()
-            if sequence.finish_reason == "length":
-                say(f"the reply was cut after {len(sequence.tokens)} tokens (--max-tokens)")
-            messages = [*turns, {"role": "assistant", "content": sequence.text}]
-        say("> ", end="")
+            continue
+        if len(turns) <= len(messages):
+            say("the context is full: the oldest turns are forgotten")
+        status = stream(sequence, engine.run())
+        if status:
+            engine.reset()
+        if sequence.finish_reason == "length":
+            say(f"the reply was cut after {len(sequence.tokens)} tokens (--max-tokens)")
+        messages = [*turns, {"role": "assistant", "content": sequence.text}]
     return status
+
+
+def ask() -> str:
+    """Show a prompt, and read a line; "" is the end of the input."""
+    say("> ", end="")
+    return sys.stdin.readline()
 
 
 def stream(sequence: Sequence, steps: Iterator[Any]) -> int:

@@ -42,7 +42,10 @@ class LLM:
         self.engine = make_engine(args, ranks, *load_models(args, ranks))
 
     def generate(
-        self, prompts: str | list | JSON, params: SamplingParams | list | None = None, **given: Any
+        self,
+        prompts: str | list | JSON,
+        params: SamplingParams | list | None = None,
+        **changes: Any,
     ) -> list[Request]:
         """Complete the prompts, all at once, with a progress bar.
 
@@ -51,7 +54,7 @@ class LLM:
                 with one of these as "prompt" or "prompt_token_ids".
             params: one SamplingParams for all prompts, or a list with one each; the checkpoint's
                 defaults are then ignored.
-            given: fields of SamplingParams by name, if there are no `params`. They replace the
+            changes: fields of SamplingParams by name, if there are no `params`. They replace the
                 checkpoint's defaults, as on the command line and in the server.
 
         Returns:
@@ -65,7 +68,7 @@ class LLM:
             prompts = [prompts]
         prompts = [prompt_of(each) for each in prompts]
         if params is None:
-            params = SamplingParams(**suggested(self.checkpoint) | given)
+            params = SamplingParams(**suggested(self.checkpoint) | changes)
         params = params if isinstance(params, list) else [params] * len(prompts)
         requests = [self.engine.prepare(*each) for each in zip(prompts, params, strict=True)]
         try:
@@ -80,15 +83,15 @@ class LLM:
         return requests
 
 
-def prompt_of(given: Any) -> str | Ids:
+def prompt_of(prompt: Any) -> str | Ids:
     """Return the text or the ids of one prompt of LLM.generate.
 
     Raises:
         SettingError: it is something else.
     """
-    if isinstance(given, dict):
-        given = given.get("prompt_token_ids", given.get("prompt"))
-    return check("prompt", given, str | list)
+    if isinstance(prompt, dict):
+        prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
+    return check("prompt", prompt, str | list)
 
 
 # --- Loading --------------------------------------------------------------------------------------
@@ -141,10 +144,10 @@ def make_engine(args: EngineArgs, ranks: Ranks, model: Transformer, proposer: Pr
     """Make an engine around what load_models has loaded."""
     tokenizer = Tokenizer(args.checkpoint)
 
-    def matcher(structure: JSON) -> Any:
-        from structured import make_matcher
+    def make_matcher(structure: JSON) -> Any:
+        import structured
 
-        return make_matcher(tokenizer, model.config, structure)
+        return structured.make_matcher(tokenizer, model.config, structure)
 
     runner = ranks.runner or Runner
     if args.attention == "flex":
@@ -154,7 +157,7 @@ def make_engine(args: EngineArgs, ranks: Ranks, model: Transformer, proposer: Pr
             raise SettingError("attention", "flex needs one GPU: use --attention copy")
         runner = FlexRunner
     limits = settings.given(settings.Limits, args)
-    return Engine(model, tokenizer, proposer, matcher, runner, **limits)
+    return Engine(model, tokenizer, proposer, make_matcher, runner, **limits)
 
 
 def cache_size(engine: Engine) -> str:

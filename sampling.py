@@ -1,11 +1,11 @@
-"""A sequence that is being generated, and the sampler that picks each of its tokens.
+"""The sampler, which picks the next token from the logits, and the sequence that it extends.
 
 `sample` is the engine's only sampler: the plain loop and the scheduler call it, and speculation
 draws from the same `distribution`. settings.SamplingParams lists what a request may ask for. This
 file knows nothing of the model but its config. Papers: Holtzman et al. 2019 (top-p,
 arXiv:1904.09751), Nguyen et al. 2024 (min-p, arXiv:2407.01082), Keskar et al. 2019 (repetition
-penalty, arXiv:1909.05858). Read: Sequence, sample, distribution, keep_likeliest, draw, uniform.
-Next: generate.py.
+penalty, arXiv:1909.05858). Read: sample, distribution, keep_likeliest, draw, uniform; then
+Sequence. Next: generate.py.
 """
 
 import copy
@@ -22,10 +22,6 @@ from model import Config
 from settings import SamplingParams, SettingError, check_ids
 from tokenizer import Ids, TextStream, Tokenizer
 
-FILTERS = {"top_k", "top_p", "min_p"}  # they never drop the likeliest token
-PENALTIES = {"repetition_penalty", "presence_penalty", "frequency_penalty"}
-ADJUSTMENTS = PENALTIES | {"logit_bias", "min_tokens"}  # adjust_ applies them to the logits
-
 
 class Token(NamedTuple):
     """A sampled token. The log-probabilities are the model's, before any setting changes them."""
@@ -36,145 +32,9 @@ class Token(NamedTuple):
     text: str = ""  # what it adds; the last token of a split character adds the whole character
 
 
-# --- The sequence ---------------------------------------------------------------------------------
-
-
-class Sequence:
-    """One sequence being generated: its ids, its text so far, and why it ended.
-
-    Attributes:
-        ids: the prompt's and the output's.
-        tokens: the output, with its log-probabilities.
-        finish_reason: None while it runs; then "stop" (EOS, a stop token or a stop string),
-            "length", "abort" (Engine.abort or Engine.reset was called), "error" (no token could be
-            drawn, or the grammar became too complex) or "interrupted" (Ctrl-C).
-        times: seconds on time.perf_counter's clock, the first when it was made, then one per token.
-        matcher: decides which tokens may come next, if a structure is asked for; see structured.py.
-        end_ids: the ids that end it.
-        adjusts: the names of its settings that change logits. filters: those that drop tokens.
-        bias: the ids and values of logit_bias, as tensors.
-        history: `ids` as an array, from which adjust_ makes a tensor without a copy; None: there
-            are no penalties.
-    """
-
-    def __init__(
-        self,
-        prompt_ids: Ids,
-        params: SamplingParams,
-        config: Config,
-        tokenizer: Tokenizer | None = None,
-        max_seq_len: int | None = None,
-    ) -> None:
-        """Start a sequence.
-
-        Args:
-            prompt_ids: at least one id.
-            config: gives the vocabulary, the EOS ids and the longest context.
-            tokenizer: None: there are ids only, and no text or stop strings.
-            max_seq_len: the longest prompt and output together; None: the model's longest context.
-
-        Raises:
-            SettingError: the prompt is empty or leaves no room for a token, or an id is unknown.
-        """
-        context = max_seq_len or config.max_position_embeddings
-        n = len(prompt_ids)
-        V = config.vocab_size
-        if not 0 < n < context:
-            way_out = "shorten it or raise --max-seq-len, --kv-memory" if n else "give it some text"
-            raise SettingError("prompt", f"has {n} tokens, context is {context}: {way_out}")
-        check_ids("prompt", prompt_ids, V)
-        check_ids("logit_bias", params.logit_bias, V)
-        check_ids("stop_token_ids", params.stop_token_ids, V)
-        self.ids = list(prompt_ids)
-        self.prompt_len = n
-        self.max_len = min(context, n + params.max_tokens)
-        self.params = params
-        self.seed = secrets.randbits(63) if params.seed is None else params.seed
-        self.tokens: list[Token] = []
-        self.times = [time.perf_counter()]
-        self.finish_reason: str | None = None
-        self.matcher = None
-        # A special token has no text in the output. As a stop string it means its id.
-        special = tokenizer.special if tokenizer else {}
-        self.end_ids = {*params.stop_token_ids, *(special[s] for s in params.stop if s in special)}
-        if not params.ignore_eos:
-            self.end_ids |= tokenizer.eos_ids(config) if tokenizer else {*config.eos_ids}
-        self._stream = TextStream(tokenizer, prompt_ids, params.stop)
-        # A new setting, which is in neither FILTERS nor ADJUSTMENTS, counts as both, so the sampler
-        # never skips it.
-        changed = params.shaping
-        self.adjusts = changed - FILTERS
-        self.filters = changed - ADJUSTMENTS
-        self.history = array("q", prompt_ids) if changed & PENALTIES else None
-        # The tensors are made once, and not at each step.
-        bias = params.logit_bias
-        self.bias = torch.tensor([*bias]), torch.tensor([*bias.values()], dtype=torch.float32)
-
-    @property
-    def text(self) -> str:
-        """The output's text, which only ever grows; see tokenizer.TextStream."""
-        return self._stream.text
-
-    @property
-    def output_ids(self) -> Ids:
-        return self.ids[self.prompt_len :]
-
-    @property
-    def takes_argmax(self) -> bool:
-        """Whether its next token is the likeliest one under the model's own logits."""
-        return not (self.params.temperature or self.matcher or self.adjusts)
-
-    def uniform(self, offset: int = 0) -> float:
-        """The random number for its next token; `offset` is added to its index in the stream."""
-        return uniform(self.seed, offset + len(self.ids) - self.prompt_len)
-
-    def ahead(self, guesses: Ids) -> "Sequence":
-        """Return a read-only copy of this sequence, as the sampler would see it with these ids
-        appended."""
-        if not guesses:
-            return self
-        other = copy.copy(self)
-        other.ids = self.ids + guesses
-        if self.history:
-            other.history = self.history + array("q", guesses)
-        if self.matcher:
-            other.matcher = self.matcher.deep_copy()
-            other.matcher.try_consume_tokens(guesses)  # stops at a guess that it does not allow
-        return other
-
-    def append(self, token: Token) -> None:
-        """Append a sampled token to ids and text, and decide whether the sequence ends here."""
-        self.ids.append(token.id)
-        if self.history:
-            self.history.append(token.id)
-        reason = self._reason_to_stop(token.id)
-        is_text = token.id not in self.end_ids and reason != "error"
-        can_stop = len(self.ids) > self.prompt_len + self.params.min_tokens
-        text, stopped = self._stream.push(token.id if is_text else None, bool(reason), can_stop)
-        self.tokens.append(token._replace(text=text))
-        self.times.append(time.perf_counter())
-        self.finish_reason = "stop" if stopped else reason
-
-    def finish(self, reason: str) -> None:
-        """End the sequence from outside, and show the text that was held back as a possible stop
-        string. Does nothing if it has ended already, as when Ctrl-C comes with the last word."""
-        if not self.finish_reason:
-            self._stream.push(None, last=True)
-            self.finish_reason = reason
-
-    def _reason_to_stop(self, token_id: int) -> str | None:
-        """Advance the matcher, and return why the sequence ends with this token, leaving stop
-        strings aside; None: it goes on."""
-        if self.matcher and (not self.matcher.consume_token(token_id) or self.matcher.is_error()):
-            return "error"
-        if token_id in self.end_ids or (self.matcher and self.matcher.is_stopped()):
-            return "stop"
-        return "length" if len(self.ids) >= self.max_len else None
-
-
 # --- The sampler ----------------------------------------------------------------------------------
 
-Rows = abc.Sequence[Sequence]  # the sequences of a batch
+Rows = abc.Sequence["Sequence"]  # the sequences of a batch
 
 
 def sample(logits: Tensor, rows: Rows) -> list[Token]:
@@ -188,15 +48,15 @@ def sample(logits: Tensor, rows: Rows) -> list[Token]:
         B tokens, with log-probabilities for the rows that ask for them.
     """
     if all(row.takes_argmax for row in rows):
-        ids = logits.float().argmax(-1).tolist()  # argmax of bfloat16 takes three times as long
+        ids = likeliest(logits)  # what the other branch would give, sooner
     else:
-        # A CPU takes 8 rows at a time, so that their intermediate tensors stay in its cache.
-        step = 8 if logits.is_cpu else len(rows)
         ids = []
-        for i in range(0, len(rows), step):
-            part = rows[i : i + step]
+        # A CPU takes 8 rows at a time, so that their intermediate tensors stay in its cache.
+        size = 8 if logits.is_cpu else len(rows)
+        for start in range(0, len(rows), size):
+            part = rows[start : start + size]
             u = torch.tensor([row.uniform() for row in part])
-            ids += draw(distribution(logits[i : i + step], part), u).tolist()
+            ids += draw(distribution(logits[start : start + size], part), u).tolist()
     return scored(logits, ids, rows)
 
 
@@ -219,9 +79,9 @@ def distribution(logits: Tensor, rows: Rows) -> Tensor:
         adjust_(scores, row)
     params = [row.params for row in rows]
     greedy = [b for b, p in enumerate(params) if p.temperature == 0]
-    likeliest = logits[greedy].argmax(-1)  # the first of several that tie
+    best = logits[greedy].argmax(-1)  # the first of several that tie
     logits[greedy] = -torch.inf
-    logits[greedy, likeliest] = 0
+    logits[greedy, best] = 0
     temperature = [[max(p.temperature, 1e-9)] for p in params]
     # The arithmetic is in place: to allocate another tensor (20 MB for 32 rows and a large
     # vocabulary) would take as long as the arithmetic itself. The maximum is subtracted first, so
@@ -230,14 +90,12 @@ def distribution(logits: Tensor, rows: Rows) -> Tensor:
     logits /= torch.tensor(temperature, device=logits.device)  # (B, 1)
     probs = logits.softmax(-1)
     filtered = [b for b, row in enumerate(rows) if row.filters]
-    if len(filtered) == len(rows):
-        probs = keep_likeliest_fast(probs, params)  # saves two copies
-    elif filtered:
+    if filtered:  # keep_likeliest_fast does what keep_likeliest does
         probs[filtered] = keep_likeliest_fast(probs[filtered], [params[b] for b in filtered])
     return probs
 
 
-def adjust_(scores: Tensor, row: Sequence) -> None:
+def adjust_(scores: Tensor, row: "Sequence") -> None:
     """Change one row's logits, (V,), in place, by its structure (or, without one, by min_tokens),
     its bias and its penalties."""
     p = row.params
@@ -250,8 +108,9 @@ def adjust_(scores: Tensor, row: Sequence) -> None:
         if len(end_ids) < len(scores):  # if every token ends the text, one has to be drawn anyway
             scores[end_ids] = -torch.inf
     if p.logit_bias:
-        ids, values = row.bias
-        scores.index_add_(0, ids.to(device), values.to(device))
+        ids = torch.tensor([*p.logit_bias], device=device)
+        values = torch.tensor([*p.logit_bias.values()], dtype=torch.float32, device=device)
+        scores.index_add_(0, ids, values)
     if row.history:
         # The tensor shares the array's memory. It must be gone before the next token is appended,
         # as Python cannot enlarge an array whose memory is shared.
@@ -263,6 +122,19 @@ def adjust_(scores: Tensor, row: Sequence) -> None:
         scores.index_copy_(0, ids, torch.where(old > 0, old / factor, old * factor))
         scores.index_copy_(0, output, scores.index_select(0, output) - p.presence_penalty)
         scores.index_add_(0, output, scores.new_full(output.shape, -p.frequency_penalty))
+
+
+def keep_likeliest(probs: Tensor, params: list[SamplingParams]) -> Tensor:
+    """Drop tokens by top_k, top_p and min_p, and normalise the others.
+
+    Args:
+        probs: (B, V), each row summing to 1.
+
+    Returns:
+        (B, V), each row summing to 1.
+    """
+    ranked, ids = probs.sort(dim=-1, descending=True, stable=True)
+    return torch.zeros_like(probs).scatter_(1, ids, filter_ranked(ranked, params))
 
 
 def filter_ranked(ranked: Tensor, params: list[SamplingParams]) -> Tensor:
@@ -290,47 +162,6 @@ def filter_ranked(ranked: Tensor, params: list[SamplingParams]) -> Tensor:
     # 3) min-p keeps a token if it has at least min_p times the likeliest one's probability
     ranked *= ranked >= min_p * ranked[:, :1]
     return ranked / ranked.cumsum(-1)[:, -1:]  # not sum(): its order of adding depends on B
-
-
-def keep_likeliest(probs: Tensor, params: list[SamplingParams]) -> Tensor:
-    """Drop tokens by top_k, top_p and min_p, and normalise the others.
-
-    Args:
-        probs: (B, V), each row summing to 1.
-
-    Returns:
-        (B, V), each row summing to 1.
-    """
-    ranked, ids = probs.sort(dim=-1, descending=True, stable=True)
-    return torch.zeros_like(probs).scatter_(1, ids, filter_ranked(ranked, params))
-
-
-SELECTED = 256  # tokens that keep_likeliest_fast sorts
-
-
-def keep_likeliest_fast(probs: Tensor, params: list[SamplingParams]) -> Tensor:
-    """Do what keep_likeliest does without sorting the whole vocabulary.
-
-    Sorting 150,000 tokens takes longer than a small model's step, and those that are kept are
-    nearly always among the first few hundred. So only these are selected and sorted, and a row
-    that turns out to need more goes through keep_likeliest.
-    """
-    if probs.shape[1] <= SELECTED:
-        return keep_likeliest(probs, params)
-    # Sort the selected ids first, so that the lower of two tied ids comes first, as in a stable
-    # sort of the whole vocabulary.
-    ids = probs.topk(SELECTED).indices.sort(-1).values
-    ranked, order = probs.gather(1, ids).sort(dim=-1, descending=True, stable=True)
-    ids = ids.gather(1, order)
-    filtered = filter_ranked(ranked, params)
-    kept = torch.zeros_like(probs).scatter_(1, ids, filtered)
-    # If a token as unlikely as the last one selected is kept, there may be equally likely tokens
-    # that were not selected.
-    reaches_last = ((filtered > 0) & (ranked <= ranked[:, -1:])).any(-1).tolist()
-    again = [b for b, p in enumerate(params) if reaches_last[b] or p.top_k > SELECTED]
-    if again:
-        kept[again] = keep_likeliest(probs[again], [params[b] for b in again])
-    return kept
 
 
 def draw(probs: Tensor, u: Tensor) -> Tensor:
@@ -390,7 +221,7 @@ def scored(logits: Tensor, ids: Ids, rows: Rows) -> list[Token]:
         B tokens.
     """
     counts = [row.params.logprobs for row in rows]
-    if all(n is None for n in counts):
+    if all(count is None for count in counts):
         return [Token(i) for i in ids]
     logprobs = logits.float().log_softmax(-1).clamp_(min=-9999)  # as vLLM: JSON has no infinity
     own = logprobs.gather(1, torch.tensor([ids], device=logits.device).t())  # (B, 1)
@@ -399,8 +230,175 @@ def scored(logits: Tensor, ids: Ids, rows: Rows) -> list[Token]:
     # One copy to the host for all numbers, because each copy waits for the GPU to finish. float32
     # holds ids up to 2**24.
     numbers = torch.cat((own, best.values, best.indices), 1).tolist()  # (B, 1 + 2k)
-    # `top` has k log-probabilities, then their k ids; zip stops after n.
-    return [
-        Token(i) if n is None else Token(i, logprob, tuple(zip(map(int, top[k:]), top[:n])))
-        for i, (logprob, *top), n in zip(ids, numbers, counts, strict=True)
-    ]
+    tokens = []
+    for token_id, count, (logprob, *top) in zip(ids, counts, numbers, strict=True):
+        if count is None:
+            tokens.append(Token(token_id))
+        else:  # `top` has k log-probabilities, then their k ids
+            tokens.append(Token(token_id, logprob, tuple(zip(map(int, top[k:]), top[:count]))))
+    return tokens
+
+
+# --- The same, sooner -----------------------------------------------------------------------------
+
+
+def likeliest(logits: Tensor) -> Ids:
+    """The id of each row's largest logit, the first of several that tie: (B, V) -> B ids."""
+    return logits.float().argmax(-1).tolist()  # argmax of bfloat16 takes three times as long
+
+
+SELECTED = 256  # tokens that keep_likeliest_fast sorts
+
+
+def keep_likeliest_fast(probs: Tensor, params: list[SamplingParams]) -> Tensor:
+    """Do what keep_likeliest does without sorting the whole vocabulary.
+
+    Sorting 150,000 tokens takes longer than a small model's step, and those that are kept are
+    nearly always among the first few hundred. So only these are selected and sorted, and a row
+    that turns out to need more goes through keep_likeliest.
+    """
+    if probs.shape[1] <= SELECTED:
+        return keep_likeliest(probs, params)
+    # Sort the selected ids first, so that the lower of two tied ids comes first, as in a stable
+    # sort of the whole vocabulary.
+    ids = probs.topk(SELECTED).indices.sort(-1).values
+    ranked, order = probs.gather(1, ids).sort(dim=-1, descending=True, stable=True)
+    ids = ids.gather(1, order)
+    filtered = filter_ranked(ranked, params)
+    kept = torch.zeros_like(probs).scatter_(1, ids, filtered)
+    # If a token as unlikely as the last one selected is kept, there may be equally likely tokens
+    # that were not selected.
+    reaches_last = ((filtered > 0) & (ranked <= ranked[:, -1:])).any(-1).tolist()
+    again = [b for b, p in enumerate(params) if reaches_last[b] or p.top_k > SELECTED]
+    if again:
+        kept[again] = keep_likeliest(probs[again], [params[b] for b in again])
+    return kept
+
+
+# --- The sequence ---------------------------------------------------------------------------------
+
+
+class Sequence:
+    """One sequence being generated: its ids, its text so far, and why it ended.
+
+    Attributes:
+        ids: the prompt's and the output's.
+        tokens: the output, with its log-probabilities.
+        finish_reason: None while it runs; then "stop" (EOS, a stop token or a stop string),
+            "length", "abort" (Engine.abort or Engine.reset was called), "error" (no token could be
+            drawn, or the grammar became too complex) or "interrupted" (Ctrl-C).
+        times: seconds on time.perf_counter's clock, the first when it was made, then one per token.
+        matcher: decides which tokens may come next, if a structure is asked for; see structured.py.
+        end_ids: the ids that end it.
+        adjustments, filters: those of its SamplingParams.
+        history: `ids` as an array, from which adjust_ makes a tensor without a copy; None: there
+            are no penalties.
+    """
+
+    def __init__(
+        self,
+        prompt_ids: Ids,
+        params: SamplingParams,
+        config: Config,
+        tokenizer: Tokenizer | None = None,
+        max_seq_len: int | None = None,
+    ) -> None:
+        """Start a sequence.
+
+        Args:
+            prompt_ids: at least one id.
+            config: gives the vocabulary, the EOS ids and the longest context.
+            tokenizer: None: there are ids only, and no text or stop strings.
+            max_seq_len: the longest prompt and output together; None: the model's longest context.
+
+        Raises:
+            SettingError: the prompt is empty or leaves no room for a token, or an id is unknown.
+        """
+        context = max_seq_len or config.max_position_embeddings
+        n = len(prompt_ids)
+        V = config.vocab_size
+        if not 0 < n < context:
+            way_out = "shorten it or raise --max-seq-len, --kv-memory" if n else "give it some text"
+            raise SettingError("prompt", f"has {n} tokens, context is {context}: {way_out}")
+        check_ids("prompt", prompt_ids, V)
+        check_ids("logit_bias", params.logit_bias, V)
+        check_ids("stop_token_ids", params.stop_token_ids, V)
+        self.ids = list(prompt_ids)
+        self.prompt_len = n
+        self.max_len = min(context, n + params.max_tokens)
+        self.params = params
+        self.seed = secrets.randbits(63) if params.seed is None else params.seed
+        self.tokens: list[Token] = []
+        self.times = [time.perf_counter()]
+        self.finish_reason: str | None = None
+        self.matcher = None
+        # A special token has no text in the output. As a stop string it means its id.
+        special = tokenizer.special if tokenizer else {}
+        self.end_ids = {*params.stop_token_ids, *(special[s] for s in params.stop if s in special)}
+        if not params.ignore_eos:
+            self.end_ids |= tokenizer.eos_ids(config) if tokenizer else {*config.eos_ids}
+        self._stream = TextStream(tokenizer, prompt_ids, params.stop)
+        self.adjustments = params.adjustments  # kept, as they are looked up at each step
+        self.filters = params.filters
+        self.history = array("q", prompt_ids) if params.penalties else None
+
+    @property
+    def text(self) -> str:
+        """The output's text, which only ever grows; see tokenizer.TextStream."""
+        return self._stream.text
+
+    @property
+    def output_ids(self) -> Ids:
+        return self.ids[self.prompt_len :]
+
+    @property
+    def takes_argmax(self) -> bool:
+        """Whether its next token is the likeliest one under the model's own logits."""
+        return not (self.params.temperature or self.adjustments or self.matcher)
+
+    def uniform(self, offset: int = 0) -> float:
+        """The random number for its next token; `offset` is added to its index in the stream."""
+        return uniform(self.seed, offset + len(self.ids) - self.prompt_len)
+
+    def ahead(self, guesses: Ids) -> "Sequence":
+        """Return a read-only copy of this sequence, as the sampler would see it with these ids
+        appended."""
+        if not guesses:
+            return self
+        other = copy.copy(self)
+        other.ids = self.ids + guesses
+        if self.history:
+            other.history = self.history + array("q", guesses)
+        if self.matcher:
+            other.matcher = self.matcher.deep_copy()
+            other.matcher.try_consume_tokens(guesses)  # stops at a guess that it does not allow
+        return other
+
+    def append(self, token: Token) -> None:
+        """Append a sampled token to ids and text, and decide whether the sequence ends here."""
+        self.ids.append(token.id)
+        if self.history:
+            self.history.append(token.id)
+        reason = self._reason_to_stop(token.id)
+        is_text = token.id not in self.end_ids and reason != "error"
+        can_stop = len(self.ids) > self.prompt_len + self.params.min_tokens
+        text, stopped = self._stream.push(token.id if is_text else None, bool(reason), can_stop)
+        self.tokens.append(token._replace(text=text))
+        self.times.append(time.perf_counter())
+        self.finish_reason = "stop" if stopped else reason
+
+    def finish(self, reason: str) -> None:
+        """End the sequence from outside, and show the text that was held back as a possible stop
+        string. Does nothing if it has ended already, as when Ctrl-C comes with the last word."""
+        if not self.finish_reason:
+            self._stream.push(None, last=True)
+            self.finish_reason = reason
+
+    def _reason_to_stop(self, token_id: int) -> str | None:
+        """Advance the matcher, and return why the sequence ends with this token, leaving stop
+        strings aside; None: it goes on."""
+        if self.matcher and (not self.matcher.consume_token(token_id) or self.matcher.is_error()):
+            return "error"
+        if token_id in self.end_ids or (self.matcher and self.matcher.is_stopped()):
+            return "stop"
+        return "length" if len(self.ids) >= self.max_len else None

@@ -19,7 +19,7 @@ them.
 
 When blocks run out, the last sequence in line gives its blocks back and is computed again later.
 That costs another prefill, less what the prefix cache still holds. The proposer that guesses tokens
-and the matcher that restricts them are handed in. This file knows nothing about HTTP or attention.
+and the matchers that restrict them are handed in. This file knows nothing about HTTP or attention.
 Papers: Yu et al. 2022 (Orca), Agrawal et al. 2023 (Sarathi, arXiv:2308.16369), Kwon et al. 2023
 (arXiv:2309.06180, section 4.5: preemption). Read: Engine.step, Engine.schedule, Job. This is the
 engine's last file. The techniques come next, each on its own: quantize.py, speculative.py, ...
@@ -84,9 +84,9 @@ class Job(Sequence):
 
     Attributes:
         table: its blocks; empty while it waits.
+        num_scheduled: how many tokens it may run in this step: known ones that are not in the cache
+            yet, then guesses. It keeps the last step's number; 0: it has never run.
         guess: the tokens that are guessed to follow, in this step.
-        end: the position up to which it may run in this step. It lies past the last id if tokens
-            may be guessed.
         cached: how many of the prompt's tokens were found in the prefix cache.
     """
 
@@ -95,7 +95,7 @@ class Job(Sequence):
         self.request = request
         self.table = BlockTable(chain=[request.cache_salt])
         self.guess = Guess()
-        self.end = self.cached = 0
+        self.num_scheduled = self.cached = 0
 
     @property
     def scores_prompt(self) -> bool:
@@ -103,10 +103,20 @@ class Job(Sequence):
         return self.params.prompt_logprobs and self.params.logprobs is not None and not self.tokens
 
     @property
+    def findable(self) -> Ids:
+        """The ids to look for in the prefix cache, which has no logits of what it finds."""
+        return [] if self.scores_prompt else self.ids
+
+    @property
+    def num_guesses(self) -> int:
+        """How many tokens may be guessed in this step."""
+        return max(0, self.table.length + self.num_scheduled - len(self.ids))
+
+    @property
     def row(self) -> Row:
         """What it runs in this step: known tokens that are not in the cache, then guesses."""
         start = self.table.length
-        ids = self.ids[start : self.end] + self.guess.ids
+        ids = self.ids[start : start + self.num_scheduled] + self.guess.ids
         wanted = len(ids) if self.scores_prompt else 1 + len(self.guess.ids)
         return Row(self.table.blocks, start, ids, wanted)
 
@@ -149,13 +159,8 @@ class Proposer:
         return min(self.k, room) if job.tokens else 0
 
     def propose(self, jobs: list[Job]) -> None:
-        """Fill each job's `guess`, which is empty, with tokens that may follow, up to its `end`.
+        """Fill each job's `guess`, which is empty, with up to `num_guesses` tokens that may follow.
         The next forward runs the jobs' rows: known tokens, then these guesses."""
-
-    def take_back(self, job: Job, runner: Runner) -> Tensor:
-        """Run a job again without its guesses, and empty its `guess`. Returns the logits after its
-        last token, (1, V)."""
-        raise NotImplementedError
 
     def verify(self, logits: Tensor, jobs: list[Job]) -> list[list[Token]]:
         """Choose the next tokens of each job: the guesses that are accepted, and one more.
@@ -163,7 +168,7 @@ class Proposer:
         Args:
             logits: (R, V), for each job those after its last known token and after each guess.
         """
-        return [[token] for token in sample(logits, jobs)]
+        raise NotImplementedError
 
     def summary(self) -> str:
         """Describe how many guesses were accepted, in one line; k must not be 0."""
@@ -180,9 +185,9 @@ class Proposer:
 # --- The engine -----------------------------------------------------------------------------------
 
 
-# A step runs at most this many tokens of a prompt that needs log-probabilities. Each of them needs
-# its logits. For 256 tokens and a vocabulary of 150,000 the logits would take 154 MB, and a copy
-# as much again.
+# A step runs at most this many tokens of prompts that need log-probabilities, or one of each such
+# prompt. Each token needs its logits. For 256 tokens and a vocabulary of 150,000 the logits would
+# take 154 MB, and a copy as much again.
 SCORED = 64
 
 # What the engine counts, under vLLM's names where vLLM counts the same.
@@ -210,7 +215,7 @@ class Engine:
         model: Transformer,
         tokenizer: Tokenizer | None = None,
         proposer: Proposer | None = None,
-        matcher: Callable | None = None,
+        make_matcher: Callable | None = None,
         runner: type[Runner] = Runner,
         **options: Any,
     ) -> None:
@@ -220,7 +225,8 @@ class Engine:
             model: on its device, compiled or not; see packed.compile_model.
             tokenizer: None: prompts are ids, and there is no text.
             proposer: guesses tokens; see speculative.py. None: no guesses.
-            matcher: compiles SamplingParams.structured_outputs; see structured.make_matcher. None:
+            make_matcher: compiles SamplingParams.structured_outputs; see structured.make_matcher.
+                None:
                 structured outputs are refused.
             runner: tp.Leader, if the model is one rank's share; or flex.FlexRunner.
             options: see settings.Limits. Unless num_blocks is set, there are no more blocks than
@@ -239,16 +245,14 @@ class Engine:
         self.config = model.config
         self.tokenizer = tokenizer
         self.proposer = proposer or Proposer()
-        self.matcher = matcher
+        self.make_matcher = make_matcher
         self.max_seq_len = limits.max_seq_len or self.config.max_position_embeddings
         self.max_num_seqs = limits.max_num_seqs
         needed = self.max_num_seqs * (1 + self.proposer.k)  # with less, a running one would wait
         chunk = CHUNK if model.device.type == "cpu" else 2048  # vLLM's figure; not measured by us
         budget = limits.max_num_batched_tokens or needed + chunk
         self.max_num_batched_tokens = check("max_num_batched_tokens", budget, int, needed)
-        self.small_budget = budget
-        if limits.small_chunk and not limits.max_num_batched_tokens:
-            self.small_budget = needed + limits.small_chunk
+        self.small_budget = limits.max_num_batched_tokens or needed + (limits.small_chunk or chunk)
         num_blocks = limits.num_blocks
         size = limits.block_size
         if num_blocks is None:
@@ -293,9 +297,9 @@ class Engine:
         check("cache_salt", request.cache_salt, str | None)
         matcher = None
         if params.structured_outputs is not None:
-            if not self.matcher:
-                raise SettingError("structured_outputs", "needs an engine that was given a matcher")
-            matcher = self.matcher(params.structured_outputs)
+            if not self.make_matcher:
+                raise SettingError("structured_outputs", "needs an engine that can make matchers")
+            matcher = self.make_matcher(params.structured_outputs)
         for i in range(params.n):
             job = Job(request, prompt, params, self.config, self.tokenizer, self.max_seq_len)
             job.seed += i
@@ -351,92 +355,108 @@ class Engine:
 
         Example: a budget of 4 tokens. A has ids [5 9 2], and the cache holds 5 9. B has the new
             prompt [5 9 2 7 4 8]. There are no guesses.
-                1) A may run up to its end, 3; B takes the three tokens that are left, up to 3
+                1) A may run its last token, and B the first three of its six
                 2) no guesses are made
                 3) rows [2] at 2 and [5 9 2] at 0 give the logits after their last tokens, (V,) each
-                4) A is at its end, so its logits give a token, 6; those of B are not used
-                5) A has ids [5 9 2 6], and the cache holds 3 of them; of B's, it holds 3 of 6
+                4) both have logits that are numbers
+                5) the cache holds all 3 ids of A, which draws a token now, and 3 of B's 6
+                6) A draws 6
+                7) A has ids [5 9 2 6], and the cache holds 3 of them
         """
-        # 1) schedule: each job's `end` says how far it is to run
+        # 1) schedule: set each job's num_scheduled
         batch = self.schedule()
         if not batch:
             return []
         waiting.adapt()
-        # 2) guess for the jobs whose `end` is past their last token
+        # 2) guess
         self.proposer.propose(batch)
         # 3) run. Guesses have made rows longer, so sort again.
         batch.sort(key=run_order)
         rows = [job.row for job in batch]
         logits = self.runner.forward(rows)  # (R, V)
-        # 4) sample for the jobs whose known tokens have all run
-        sound = self._sound(batch, logits)
-        drawing = []
-        parts = []
-        for job, part in sound.items():
-            if job.scores_prompt:
-                part = self._score(job, part)
-            ready = self._computed(job)
-            drawing += ready
-            parts += [part] * len(ready)
-        sampled = self.proposer.verify(torch.cat(parts), drawing) if parts else []
-        # 5) append, and retire the jobs that have ended
-        for job, tokens in zip(drawing, sampled, strict=True):
+        parts = logits.split([row.wanted for row in rows])
+        # 4) end the requests whose logits are NaN or infinite
+        failed = self._end_broken(batch, logits, parts)
+        # 5) record what has run, and find the jobs that draw a token now
+        jobs, logits = self._ready(batch, parts)
+        # 6) draw: where something is guessed, each job gets the guesses that are accepted, and one
+        # more token
+        if any(job.guess.ids for job in jobs):
+            drawn = self.proposer.verify(logits, jobs)
+        else:
+            drawn = [[token] for token in sample(logits, jobs)]
+        # 7) append, and retire the jobs that have ended
+        for job, tokens in zip(jobs, drawn, strict=True):
             self._append(job, tokens)
-        failed = [job.request for job in batch if job not in sound]
-        for request in failed:
-            self.abort(request, "error")
         self.ran = {job: len(row.ids) for job, row in zip(batch, rows)}
         self.stats["engine_steps"] += 1
         self.stats["computed_tokens"] += sum(self.ran.values())
-        return list(dict.fromkeys([job.request for job in drawing] + failed))
+        return list(dict.fromkeys([job.request for job in jobs] + failed))
 
     def schedule(self) -> list[Job]:
-        """Choose the sequences of this step, set their `end`, and make room for their tokens."""
+        """Choose the jobs of this step, set their `num_scheduled`, and find room for them."""
         # Where no sequence waits for its next token, prompts may take as long as they like.
         is_decoding = any(job.tokens for job in self.running)
         budget = self.small_budget if is_decoding else self.max_num_batched_tokens
-        pool = self.pool
         batch: list[Job] = []
-        copies: list[tuple[int, int]] = []
+        # 1) the running jobs, in line. If blocks are short, the last in line gives its own back, so
+        # `running` shrinks at its end while `batch` grows.
         preempted = False
-        # 1) the running jobs, in line. A share of the budget is reserved for each later one. If
-        # blocks are short, `running` shrinks at its end while `batch` grows.
         while len(batch) < len(self.running):
             job = self.running[len(batch)]
-            reserved = (len(self.running) - len(batch) - 1) * (1 + self.proposer.k)
-            end = self._end_of_step(job, budget - reserved, batch)
-            if pool.cost(job.table, end) > len(pool.available):
+            later = len(self.running) - len(batch) - 1  # each of these keeps a share of the budget
+            count = self._share(job, budget - later * (1 + self.proposer.k), batch)
+            if not self._has_room(job, count):
                 self._preempt_last()
                 preempted = True
                 continue
-            budget -= end - job.table.length
-            job.end = end
-            copies += pool.grow(job.table, end)
+            self._allocate(job, count)
+            budget -= count
             batch.append(job)
         # 2) the waiting jobs, while there are budget and blocks, but not after a preemption
         while self.waiting and len(self.running) < self.max_num_seqs and not preempted:
             job = self.waiting[0]
-            if not job.scores_prompt:  # the cache has no logits of what it finds
-                pool.reuse(job.table, job.ids)
+            self.pool.reuse(job.table, job.findable)
             found = job.table.length
-            end = self._end_of_step(job, budget, batch)
-            if end == found or pool.cost(job.table, end) > len(pool.available):
-                pool.free(job.table)  # gives back what reuse() took
+            count = self._share(job, budget, batch)
+            if not count or not self._has_room(job, count):
+                self.pool.free(job.table)  # gives back what reuse() took
                 break
-            if not job.scores_prompt:
-                self.stats["prefix_cache_queries"] += len(job.ids)
-                self.stats["prefix_cache_hits"] += found
-            if not job.end:  # it has never run before
+            self.stats["prefix_cache_queries"] += len(job.findable)
+            self.stats["prefix_cache_hits"] += found
+            if not job.num_scheduled:  # it has never run before
                 job.cached = found
-            budget -= end - found
-            job.end = end
-            copies += pool.grow(job.table, end)
+            self._allocate(job, count)
+            budget -= count
             insort(self.running, self.waiting.pop(0), key=place_in_line)
             batch.append(job)
-        if copies:
-            for each in (self.runner, *self.proposer.runners):
-                each.copy_blocks(copies)
         return sorted(batch, key=run_order)
+
+    def _share(self, job: Job, budget: int, batch: list[Job]) -> int:
+        """How many tokens a job runs in this step, within the budget.
+
+        A job runs with all of its guesses or with none, so that their number depends on the job
+        alone. If the guesses do not fit into the budget, the last known token waits with them,
+        because one forward must run them all.
+        """
+        if job.scores_prompt:
+            taken = sum(each.num_scheduled for each in batch if each.scores_prompt)
+            budget = min(budget, max(1, SCORED - taken))
+        known = len(job.ids) - job.table.length
+        count = known + self.proposer.count(job)
+        return count if count <= budget else min(known - 1, budget)
+
+    def _has_room(self, job: Job, count: int) -> bool:
+        """Whether there are blocks for the next tokens of a job."""
+        return self.pool.cost(job.table, job.table.length + count) <= len(self.pool.available)
+
+    def _allocate(self, job: Job, count: int) -> None:
+        """Let a job run so many tokens in this step, and give it blocks for them."""
+        job.num_scheduled = count
+        copies = self.pool.grow(job.table, job.table.length + count)
+        if copies:
+            for runner in (self.runner, *self.proposer.runners):
+                runner.copy_blocks(copies)
 
     def _preempt_last(self) -> None:
         """Take back the blocks of the last in line, which waits to be computed again."""
@@ -445,73 +465,51 @@ class Engine:
         insort(self.waiting, last, key=place_in_line)
         self.stats["num_preemptions"] += 1
 
-    def _end_of_step(self, job: Job, budget: int, batch: list[Job]) -> int:
-        """The position up to which a job runs within the budget.
-
-        A job runs with all of its guesses or with none, so that their number depends on the job
-        alone. If the guesses do not fit into the budget, the last known token waits with them,
-        because one forward must run them all. At most SCORED tokens of the first prompt that needs
-        log-probabilities run in a step, and one token of each further one.
-        """
-        known = len(job.ids)
-        start = job.table.length
-        if job.scores_prompt:
-            is_second = any(each.scores_prompt for each in batch)
-            budget = min(budget, 1 if is_second else SCORED)
-        end = known + self.proposer.count(job)
-        if end - start <= budget:
-            return end
-        return min(known - 1, start + budget)
-
-    def _sound(self, batch: list[Job], logits: Tensor) -> dict[Job, Tensor]:
-        """Split a step's logits, and leave out the jobs with NaN or infinity among theirs."""
-        parts = logits.split([job.row.wanted for job in batch])
-        sound = dict(zip(batch, parts))
+    def _end_broken(self, batch: list[Job], logits: Tensor, parts: tuple) -> list[Request]:
+        """End the requests with NaN or infinity in their part of the logits, and return them."""
         if finite(logits).all():  # one read by the host, which waits for the GPU
-            return sound
-        for job, part in zip(batch, parts):
-            if job.guess.ids and not finite(part).all():  # one of the guesses may be the reason
-                sound[job] = part = self.proposer.take_back(job, self.runner)
-            if not finite(part).all():
-                del sound[job]
-        return sound
+            return []
+        broken = [job.request for job, part in zip(batch, parts) if not finite(part).all()]
+        for request in broken:
+            self.abort(request, "error")
+        return broken
 
-    def _score(self, job: Job, logits: Tensor) -> Tensor:
-        """Record the log-probabilities of the prompt tokens that follow each token of a job's row.
+    def _ready(self, batch: list[Job], parts: tuple) -> tuple[list[Job], Tensor]:
+        """Record that the jobs' rows have run, and find those whose next token can be drawn.
 
         Args:
-            logits: (T, V), after each token of the row.
+            parts: the logits of each job's row.
 
         Returns:
-            The last logits, (1, V), to draw the next token from.
+            The jobs whose known tokens have all run, and their logits: for each job those after its
+            last known token and after each guess, (R, V).
         """
-        prompt = job.request.prompt_tokens
-        start = job.table.length + 1
-        ids = job.ids[start : start + len(logits)]
-        prompt[:1] = [Token(job.ids[0])]  # nothing comes before it
-        # This replaces what was recorded before a preemption.
-        prompt[start:] = scored(logits[: len(ids)], ids, [job] * len(ids))
-        return logits[-1:]
+        jobs: list[Job] = []
+        wanted = [parts[0][:0]]  # for torch.cat, where no job is ready
+        for job, part in zip(batch, parts):
+            if job.finish_reason:  # its logits, or those of another output, were NaN
+                continue
+            if job.scores_prompt:
+                self._score_prompt(job, part)
+            # The guesses are not committed.
+            end = min(job.table.length + job.num_scheduled, len(job.ids))
+            self.pool.commit(job.table, job.ids, end)
+            if end == len(job.ids):
+                drawing = [job] if job.tokens else self._fork(job)
+                jobs += drawing
+                wanted += [part[-1 - len(job.guess.ids) :]] * len(drawing)
+        return jobs, torch.cat(wanted)
 
-    def _computed(self, job: Job) -> list[Job]:
-        """Record that a job's row has run.
-
-        Returns:
-            The jobs that draw from its logits: none while known tokens are left; then the job; and
-            at the end of its prompt also the other outputs of its request, which share its blocks.
-        """
-        end = min(job.end, len(job.ids))  # the guesses are not committed
-        self.pool.commit(job.table, job.ids, end)
-        if end < len(job.ids):
-            return []
-        if job.tokens:
-            return [job]
+    def _fork(self, job: Job) -> list[Job]:
+        """Let the other outputs of a request begin, once its prompt has been computed. They share
+        its blocks. Returns all outputs."""
         for other in job.request.outputs[1:]:
             # An output beyond max_num_seqs gets this first token too, then waits without blocks.
-            has_room = len(self.running) < self.max_num_seqs
-            if has_room:
+            if len(self.running) < self.max_num_seqs:
                 other.table = self.pool.fork(job.table)
-            insort(self.running if has_room else self.waiting, other, key=place_in_line)
+                insort(self.running, other, key=place_in_line)
+            else:
+                insort(self.waiting, other, key=place_in_line)
         return job.request.outputs
 
     def _append(self, job: Job, tokens: list[Token]) -> None:
@@ -533,3 +531,18 @@ class Engine:
         if job in line:
             line.remove(job)
             self.pool.free(job.table)
+
+    # --- The log-probabilities of a prompt --------------------------------------------------------
+
+    def _score_prompt(self, job: Job, logits: Tensor) -> None:
+        """Record the log-probabilities of the prompt tokens that follow each token of a job's row.
+
+        Args:
+            logits: (T, V), after each token of the row.
+        """
+        prompt = job.request.prompt_tokens
+        start = job.table.length + 1
+        ids = job.ids[start : start + len(logits)]
+        prompt[:1] = [Token(job.ids[0])]  # nothing comes before it
+        # This replaces what was recorded before a preemption.
+        prompt[start:] = scored(logits[: len(ids)], ids, [job] * len(ids))

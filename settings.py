@@ -185,6 +185,8 @@ NOT_SHAPING = {
     "temperature", "seed", "n", "max_tokens", "logprobs", "prompt_logprobs", "stop",
     "stop_token_ids", "ignore_eos", "structured_outputs",
 }  # fmt: skip
+FILTERS = {"top_k", "top_p", "min_p"}
+PENALTIES = {"repetition_penalty", "presence_penalty", "frequency_penalty"}
 
 
 @dataclass(frozen=True)
@@ -240,13 +242,30 @@ class SamplingParams:
         for i, bias in self.logit_bias.items():
             check(f"logit_bias[{i}]", bias, float, -100, 100)
 
+    # The settings that differ from their defaults, by what they do. A setting that is in none of
+    # the sets above counts as an adjustment and as a filter, so the sampler cannot skip it.
+
     @property
     def shaping(self) -> set[str]:
-        """Names of distribution-shaping settings that differ from their defaults."""
+        """Names of those that change the distribution."""
         defaults = vars(type(self)())
-        return {
-            name for name, value in defaults.items() if getattr(self, name) != value
-        } - NOT_SHAPING
+        changed = {name for name, value in defaults.items() if getattr(self, name) != value}
+        return changed - NOT_SHAPING
+
+    @property
+    def adjustments(self) -> set[str]:
+        """Names of those that change logits."""
+        return self.shaping - FILTERS
+
+    @property
+    def filters(self) -> set[str]:
+        """Names of those that drop tokens, but never the likeliest one."""
+        return self.shaping - PENALTIES - {"logit_bias", "min_tokens"}
+
+    @property
+    def penalties(self) -> set[str]:
+        """Names of those that look at the tokens so far."""
+        return self.shaping & PENALTIES
 
 
 # --- The engine's settings ------------------------------------------------------------------------

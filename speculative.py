@@ -20,7 +20,6 @@ Saxena 2023 (github.com/apoorvumang/prompt-lookup-decoding). Read: accept, Guess
 DraftModel.
 """
 
-from itertools import accumulate
 from typing import ClassVar
 from weakref import WeakKeyDictionary
 
@@ -28,7 +27,7 @@ import torch
 from torch import Tensor
 
 from model import Transformer
-from paged import Row, Runner
+from paged import Row
 from sampling import Token, distribution, draw, scored
 from scheduler import Guess, Job, Proposer
 from settings import supported
@@ -76,44 +75,32 @@ class Guesser(Proposer):
 
     def verify(self, logits: Tensor, jobs: list[Job]) -> list[list[Token]]:
         """Accept guesses and add one token to each job; see scheduler.Proposer.verify."""
-        guesses = [job.guess for job in jobs]
-        sizes = [len(guess.ids) + 1 for guess in guesses]
-        if max(sizes) == 1:  # nothing is guessed
-            return super().verify(logits, jobs)
         # 1) The model's distribution at each guess, as if all guesses before it were accepted.
+        sizes = [len(job.guess.ids) + 1 for job in jobs]
         ahead = [job.ahead(job.guess.ids[:i]) for job, n in zip(jobs, sizes) for i in range(n)]
         p = distribution(logits, ahead)  # (R, V)
-        # 2) Accept. accept() does not read the number after a job's last guess.
-        ids = torch.tensor([[x] for guess in guesses for x in (*guess.ids, 0)], device=p.device)
+        # 2) Accept. accept() does not read the numbers after a job's last guess.
+        ids = torch.tensor([[x] for job in jobs for x in (*job.guess.ids, 0)], device=p.device)
         chances = p.gather(1, ids).flatten().cpu().split(sizes)
         u = torch.tensor([row.uniform(ACCEPT) for row in ahead], dtype=torch.float64).split(sizes)
-        accepted, rest = zip(*map(accept, p.split(sizes), chances, guesses, u))
-        # 3) Draw one more token for each job, by the random number that plain decoding would use.
-        u = torch.tensor([job.uniform(n) for job, n in zip(jobs, accepted)])
-        drawn = draw(torch.stack(rest), u).tolist()
-        # 4) Score one id for each row. The rows after the drawn token score refused guesses, and
-        # nobody reads these scores.
-        row_ids = []
-        for guess, n, token_id in zip(guesses, accepted, drawn):
-            for i in range(len(guess.ids)):
+        accepted = []
+        rest = []
+        for job, p_job, chances_job, u_job in zip(jobs, p.split(sizes), chances, u):
+            count, over = accept(p_job, chances_job, job.guess, u_job)
+            accepted.append(count)
+            rest.append(over)
+            for i in range(len(job.guess.ids)):
                 self.offered[i] += 1
-                self.accepted[i] += i < n
-            row_ids += [*guess.ids[:n], token_id, *guess.ids[n:]]
-        tokens = scored(logits, row_ids, ahead)
-        starts = accumulate(sizes, initial=0)
-        return [tokens[start : start + n + 1] for start, n in zip(starts, accepted)]
-
-    def take_back(self, job: Job, runner: Runner) -> Tensor:
-        """Run a job again without its guesses; see scheduler.Proposer.take_back.
-
-        A guess whose keys or values are NaN also spoils the tokens before it. Attention multiplies
-        masked values by 0, and 0 * NaN is NaN. So the job's last token is written into the guesses'
-        slots of the cache.
-        """
-        job.guess.ids[:] = job.ids[-1:] * len(job.guess.ids)
-        logits = runner.forward([job.row])
-        job.guess = Guess()
-        return logits[:1]
+                self.accepted[i] += i < count
+        # 3) Draw one more token for each job, by the random number that plain decoding would use.
+        u_last = torch.tensor([job.uniform(count) for job, count in zip(jobs, accepted)])
+        last = draw(torch.stack(rest), u_last).tolist()
+        # 4) Score the tokens that are kept.
+        results = []
+        for job, part, count, token_id in zip(jobs, logits.split(sizes), accepted, last):
+            kept = [*job.guess.ids[:count], token_id]
+            results.append(scored(part[: count + 1], kept, [job] * len(kept)))
+        return results
 
 
 class NGram(Guesser):
@@ -185,16 +172,16 @@ class DraftModel(Guesser):
         # Where each job's next row begins. The first row begins one token early: if all guesses of
         # the last step were accepted, the draft has not run the last of them. Otherwise that token
         # is written a second time, unchanged.
-        live = {job: max(job.table.length - 1, 0) for job in jobs}
-        while live and self.k:
+        starts = {job: max(job.table.length - 1, 0) for job in jobs}
+        while starts and self.k:
             # 1) Run what the draft's cache lacks: in the first round known tokens, later a guess.
-            rows = [
-                Row(job.table.blocks, start, job.ids[start : job.end] + job.guess.ids[-1:])
-                for job, start in live.items()
-            ]
+            rows = []
+            for job, start in starts.items():
+                known = job.ids[start : job.table.length + job.num_scheduled]
+                rows.append(Row(job.table.blocks, start, known + job.guess.ids[-1:]))
             logits = self.runners[0].forward(rows)  # (rows, V)
             # 2) Draw one guess for each job that may have another, by the job's own settings.
-            wanted = {job: i for i, job in enumerate(live) if guesses_left(job)}
+            wanted = {job: i for i, job in enumerate(starts) if guesses_left(job)}
             if not wanted:
                 return
             ahead = [job.ahead(job.guess.ids) for job in wanted]
@@ -205,7 +192,7 @@ class DraftModel(Guesser):
             # holds ids up to 2**24 exactly.
             drawn = torch.cat((ids.float(), q.gather(1, ids)), 1).tolist()
             # 3) Keep the guesses. If a job may have one more, this guess is its next row.
-            live = {}
+            starts = {}
             for job, (token_id, chance), probs in zip(wanted, drawn, q):
                 # The chance is NaN where the draft's logits are NaN. That job stops guessing.
                 if chance > 0:
@@ -214,9 +201,9 @@ class DraftModel(Guesser):
                     guess.q.append(chance)
                     guess.probs.append(probs)
                     if guesses_left(job):
-                        live[job] = len(job.ids) + len(guess.ids) - 1
+                        starts[job] = len(job.ids) + len(guess.ids) - 1
 
 
 def guesses_left(job: Job) -> int:
     """How many more guesses a job may have in this step."""
-    return max(0, job.end - len(job.ids) - len(job.guess.ids))
+    return job.num_guesses - len(job.guess.ids)

@@ -3,21 +3,8 @@
     torchrun --nproc-per-node 2 generate.py              two ranks on this machine
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:PORT generate.py
 
-The second command is started on each of two machines, with the same versions, options and
-checkpoint. HOST is one of them. Rank 0 is on the machine whose name, or --local-addr, sorts first.
-If a machine's host name does not resolve, or only to a loopback address, torchrun there needs
---local-addr ADDRESS, and on HOST also --rdzv-conf is_host=1. If the ranks then do not find each
-other, name the network interface in GLOO_SOCKET_IFNAME, and for NCCL in NCCL_SOCKET_IFNAME. A
-machine waits 600 s for the other (--rdzv-conf join_timeout=600), and 60 s for an answer from HOST
-(read_timeout=60).
-
-If a process dies, its machine closes the process's connections, and every other rank ends when it
-next exchanges data with that process. A machine that loses its power or its network cannot close
-its connections. Then rank 0 notices only after 15 minutes, when Linux gives up sending, and the
-other ranks, which only listen, never notice. To have all ranks notice within about 15 seconds, run
-`sysctl net.ipv4.tcp_retries2=5` and start torchrun with LD_PRELOAD=libkeepalive.so KEEPIDLE=5
-KEEPINTVL=5 KEEPCNT=2 (Debian's package libkeepalive0). A wrong option on one machine ends its rank
-before the ranks meet, and the others wait five minutes.
+Start the second command on each of two machines, with the same versions, options and checkpoint.
+docs/many-machines.md says what to do if they do not find each other, or if one is lost.
 
 The matrices are cut in pairs, so that a pair needs one sum over the ranks, not two (Megatron-LM,
 Shoeybi et al. 2019, arXiv:1909.08053). The first matrix is cut along its outputs, and the second
@@ -43,6 +30,7 @@ tools/bench.py latency`). Read: shard, Leader, lead, follow, join.
 """
 
 import json
+import math
 import os
 import signal
 import sys
@@ -71,7 +59,9 @@ from settings import BUNDLED, JSON, VERSION, CheckpointError, EngineArgs, blame,
 CUTS = dict(q_proj=0, k_proj=0, v_proj=0, o_proj=1, gate_proj=0, up_proj=0, down_proj=1, lm_head=0)
 
 
-def shard(model: Transformer, files: Files, rank: int, ranks: int) -> tuple[Transformer, Files]:
+def shard(
+    model: Transformer, files: Files, rank: int, world_size: int
+) -> tuple[Transformer, Files]:
     """Make one rank's share of an empty model, and of the files that will fill it.
 
     Args:
@@ -96,22 +86,19 @@ def shard(model: Transformer, files: Files, rank: int, ranks: int) -> tuple[Tran
         intermediate_size=c.intermediate_size,
         moe_intermediate_size=c.moe_intermediate_size or 0,
     )
-
-    def is_even(n: int) -> bool:
-        """Whether n ranks can share all sizes. Several ranks may have the same kv head."""
-        return not (any(size % n for size in sizes.values()) or (K % n and n % K))
-
-    if not is_even(ranks):
-        numbers = [n for n in range(1, c.num_attention_heads + 1) if is_even(n)]
+    largest = math.gcd(*sizes.values())
+    # Several ranks may have the same kv head.
+    possible = [n for n in range(1, largest + 1) if largest % n == 0 and (K % n == 0 or n % K == 0)]
+    if world_size not in possible:
         raise CheckpointError(
-            f"{sizes | dict(num_key_value_heads=K)} cannot be shared evenly by {ranks} ranks, "
-            f"but by {' or '.join(map(str, numbers))}"
+            f"{sizes | dict(num_key_value_heads=K)} cannot be shared evenly by {world_size} ranks, "
+            f"but by {' or '.join(map(str, possible))}"
         )
-    sizes = {name: size // ranks for name, size in sizes.items()}
-    sizes["num_key_value_heads"] = max(1, K // ranks)
+    sizes = {name: size // world_size for name, size in sizes.items()}
+    sizes["num_key_value_heads"] = max(1, K // world_size)
     with torch.device("meta"):
         share = build(replace(c, tie_word_embeddings=False, **sizes))
-        share.lm_head = nn.Linear(c.hidden_size, -(-c.vocab_size // ranks), bias=False)
+        share.lm_head = nn.Linear(c.hidden_size, -(-c.vocab_size // world_size), bias=False)
     share.requires_grad_(False).to(model.dtype)
     # These are hooks, because wrapper modules would change the names of the parameters. Quantised
     # and packed Linears can still take the place of the plain ones.
@@ -131,9 +118,9 @@ def shard(model: Transformer, files: Files, rank: int, ranks: int) -> tuple[Tran
             n = stored.empty.shape[dim]
             # If there is one piece, every rank reads it: a single kv head, or the only scale that
             # a row of a quantised weight has.
-            pieces = min(ranks, K if module in ("k_proj", "v_proj") else n)
+            pieces = min(world_size, K if module in ("k_proj", "v_proj") else n)
             size = -(-n // pieces)
-            files[name] = stored.changed(partial(cut, dim, rank * pieces // ranks, size))
+            files[name] = stored.changed(partial(cut, dim, rank * pieces // world_size, size))
     return share, files
 
 
@@ -152,10 +139,10 @@ def add_up(module: nn.Module, args: tuple, y: Tensor) -> Tensor:
 
 
 def gather(module: Transformer, args: tuple, logits: Tensor) -> Tensor:
-    """Concatenate the ranks' parts of the logits: (..., V / ranks) -> (..., V)."""
-    ranks = dist.get_world_size()
-    parts = _ops.wait_tensor(_ops.all_gather_into_tensor(logits.contiguous(), ranks, _world))
-    return torch.cat(parts.chunk(ranks), -1)[..., : module.config.vocab_size]
+    """Concatenate the ranks' parts of the logits: (..., V / world size) -> (..., V)."""
+    world_size = dist.get_world_size()
+    parts = _ops.wait_tensor(_ops.all_gather_into_tensor(logits.contiguous(), world_size, _world))
+    return torch.cat(parts.chunk(world_size), -1)[..., : module.config.vocab_size]
 
 
 _ops = torch.ops._c10d_functional  # collectives that torch.compile can put into a graph
@@ -209,7 +196,7 @@ def lead(name: str, act: Callable, *args: Any) -> Any:
             others notice when this rank closes its connections.
     """
     pressed = []
-    before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    before = signal.signal(signal.SIGINT, lambda signum, frame: pressed.append(signum))
     try:
         broadcast((name, *args))
         return act(*args)
@@ -217,11 +204,11 @@ def lead(name: str, act: Callable, *args: Any) -> Any:
         raise ConnectionError(f"rank 0 cannot go on: {error!r}") from error
     finally:
         signal.signal(signal.SIGINT, before)
-        for number in pressed:
+        for signum in pressed:
             # The signal is not raised again: the server has been told of it by signal.set_wakeup_fd
             # already, and a second one would end it at once.
             if callable(before):
-                before(number, None)
+                before(signum, None)
 
 
 def follow(model: Transformer) -> int:
@@ -230,10 +217,10 @@ def follow(model: Transformer) -> int:
     Returns:
         The exit status.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
     with blame(f"rank {dist.get_rank()}"):
-        while message := broadcast():
+        for message in iter(broadcast, None):  # rank 0 sends None at the end
             match message:
                 case "start", *shape:
                     runner = Runner(model, *shape)
@@ -282,10 +269,11 @@ def join(device: torch.device, args: Any = None) -> Iterator[Ranks]:
             dist.init_process_group(backend, timeout=timedelta(minutes=5))
             dist.distributed_c10d._set_pg_timeout(timedelta(days=365))
         rank = dist.get_rank()
-        ranks = dist.get_world_size()
+        world_size = dist.get_world_size()
         if args:
             agree(args)
-        yield Ranks(device, rank, ranks, partial(shard, rank=rank, ranks=ranks), Leader)
+        share = partial(shard, rank=rank, world_size=world_size)
+        yield Ranks(device, rank, world_size, share, Leader)
         if rank == 0:
             with suppress(RuntimeError):  # the others may be gone
                 broadcast()

@@ -96,7 +96,7 @@ def make_engine(
 def check(model: Transformer, weights: dict[str, Tensor], job: Job, wrong: str) -> None:
     """Assert that a job's guesses were drawn from what the twin says, by its own numbers."""
     guess = job.guess
-    wanted = max(0, job.end - len(job.ids))
+    wanted = job.num_guesses
     assert len(guess.ids) == wanted, f"{len(guess.ids)} guesses where {wanted} may be run"
     assert len(guess.probs) == len(guess.q) == wanted, (
         "a Guess needs the probs that each id was drawn from, and q: without these `accept` takes "
@@ -204,7 +204,7 @@ SCENES = {
     "preemption": (
         [IDS, LONG[:9], [9, 3] * 4, [4]], {"num_blocks": 11}, 1,
         "after preemption the features are computed again; until then nothing can be guessed, and "
-        "the last token has to wait, see Proposer.count and Engine._end_of_step",
+        "the last token has to wait, see Proposer.count and Engine._share",
     ),
 }  # fmt: skip
 

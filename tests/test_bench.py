@@ -454,7 +454,7 @@ def test_ranks():
 def test_a_rank_of_a_tied_shape():
     """KeyError: there is no file to take lm_head from."""
     config = Config(128, 64, 96, 2, 4, 2, 16, tie_word_embeddings=True)
-    ranks = Ranks(torch.device("cpu"), 1, 2, partial(tp.shard, rank=1, ranks=2))
+    ranks = Ranks(torch.device("cpu"), 1, 2, partial(tp.shard, rank=1, world_size=2))
     model = bench.random_model(config, torch.float32, ranks)
     assert (len(model.lm_head.weight), len(model.embed_tokens.weight)) == (64, 128)
 

@@ -232,8 +232,8 @@ def test_a_machine_dies(machines, who):
 
 @pytest.mark.slow
 def test_a_cable_is_pulled(machines):
-    """Ranks that wait for ever, since no connection is closed: what tp.py says against that did
-    nothing for the ranks, or for torchrun."""
+    """Ranks that wait for ever, since no connection is closed: what docs/many-machines.md says
+    against that did nothing for the ranks, or for torchrun."""
     if not (machines.names and ctypes.util.find_library("keepalive")):
         pytest.skip("needs two networks, and libkeepalive")
     alive = {"LD_PRELOAD": "libkeepalive.so", "KEEPIDLE": "5", "KEEPINTVL": "5", "KEEPCNT": "2"}
@@ -279,7 +279,7 @@ def test_ranks_that_cannot_reach_each_other(machines):
 @pytest.mark.slow
 @pytest.mark.parametrize(("who", "conf"), [(0, "join_timeout=3"), (1, "read_timeout=3")])
 def test_a_machine_that_never_comes(machines, who, conf):
-    """The options that tp.py names bound how long torchrun waits."""
+    """The options that docs/many-machines.md names bound how long torchrun waits."""
     machines.start(who, PROGRAM, *SOME, conf=f",{conf}")
     assert all(machines.end(40))
     assert not machines.said(who, "out") and "Timeout" in machines.said(who)

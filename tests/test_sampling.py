@@ -347,7 +347,7 @@ def test_what_was_seen_is_kept_up_to_date(logits, p, text, guesses):
         rows = kept.ahead(guesses), row(prompt, [*output[:n], *guesses], V, p)
         got, want = (distribution(logits, [each]) for each in rows)
         assert torch.equal(got, want)
-        assert bool(kept.history) == bool(p.shaping & sampling.PENALTIES)
+        assert bool(kept.history) == bool(p.penalties)
         kept.append(Token(token_id))
     assert kept.finish_reason == "length"
 
@@ -463,7 +463,7 @@ def test_nothing_is_written_to():
     rows = [row([0], [1, 1], V, logprobs=3, seed=1, **SETTINGS["all"]), row(V=V, temperature=0)]
 
     def states():
-        kept = [{**vars(each), "_stream": 0, "bias": [*map(list, each.bias)]} for each in rows]
+        kept = [{**vars(each), "_stream": 0} for each in rows]
         return copy.deepcopy(kept)
 
     start = states()

@@ -808,11 +808,11 @@ def test_nan_of_the_draft_alone():
 
 
 class Mistaken(Guesser):
-    """Guesses what ought not to come."""
+    """Guesses what cannot be run, for the texts that begin with 7."""
 
     def propose(self, jobs):
         for job in jobs:
-            ids = [[7, BAD, 8], [BAD] * 3][len(job.ids) % 2][: max(0, job.end - len(job.ids))]
+            ids = [8, BAD, 8][: job.num_guesses if job.ids[0] == 7 else 0]
             job.guess = Guess(ids, [1.0] * len(ids))
 
 
@@ -830,15 +830,19 @@ def poisoned_logits(model):
     "model", [poisoned(MODEL, math.nan), poisoned_logits(MODEL)], ids=["cache", "logits"]
 )
 @pytest.mark.parametrize("temperature", [0, 1.0])
-def test_a_guess_that_is_refused_may_be_nan(model, temperature):
-    """It ended its request, which would never have drawn it; its keys and values spoil what stands
-    before them, and then stay in the block."""
+def test_a_guess_that_is_nan_harms_no_other(model, temperature):
+    """It ended the neighbours' requests too; or its keys and values stayed in the block, and spoilt
+    what stood before them."""
     at = engine(model, num_blocks=40, speculate=3, max_num_batched_tokens=32)
     at.proposer = Mistaken(3)
+    bad = at.add_request([7, 1, 2], params(9, n=2, **AVOID))
     jobs = [(ids, params(9, temperature=temperature, n=2, **AVOID)) for ids in GOOD]
     requests = [at.add_request(*job) for job in jobs]
     drain(at)
-    for request, job in zip(requests, jobs, strict=True):
+    assert [job.finish_reason for job in bad.outputs] == ["error"] * 2
+    requests += [at.add_request(*job) for job in jobs * 3]  # every block is used again
+    drain(at)
+    for request, job in zip(requests, jobs * 4, strict=True):
         assert_same(request, alone(engine(), *job))
 
 

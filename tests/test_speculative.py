@@ -111,7 +111,7 @@ def play(guess: str, n: int = 3, **wish) -> list[tuple[int, ...]]:
         sequence.append(Token(FIRST))
     while live := [s for s in sequences if len(s.tokens) <= n]:
         for s in live:
-            s.end, s.table = len(s.ids) + proposer.count(s), BlockTable([], len(s.ids) - 1)
+            s.num_scheduled, s.table = 1 + proposer.count(s), BlockTable([], len(s.ids) - 1)
         proposer.propose(live)
         guesses += sum(len(s.guess.ids) for s in live)
         ids = [i for s in live for i in (s.ids[-1], *s.guess.ids)]
@@ -493,10 +493,10 @@ def test_guesses_are_all_or_none_and_cost_no_more_than_they_must():
     def listening(sequences):
         spent.append(0)
         for s in sequences:
-            count, known = s.end - len(s.ids), min(s.end, len(s.ids)) - s.table.length
-            assert count <= 0 or count == at.proposer.count(s)
-            seen.append((max(count, 0), known))
-            spent[-1] -= known + 1 + max(count, 0)  # each token, the one before, and the guesses
+            count, known = s.num_guesses, s.num_scheduled - s.num_guesses
+            assert count == 0 or count == at.proposer.count(s)
+            seen.append((count, known))
+            spent[-1] -= known + 1 + count  # each token, the one before, and the guesses
         propose(sequences)
 
     def counting(rows):
@@ -584,8 +584,8 @@ def test_a_resumed_sequence_waits_for_a_share_that_holds_its_guesses(blocks, seq
     propose = at.proposer.propose
 
     def checked(jobs):
-        counts = [(job.end - len(job.ids), at.proposer.count(job)) for job in jobs]
-        assert all(count <= 0 or count == wanted for count, wanted in counts)
+        counts = [(job.num_guesses, at.proposer.count(job)) for job in jobs]
+        assert all(count == 0 or count == wanted for count, wanted in counts)
         propose(jobs)
 
     at.proposer.propose = checked
@@ -631,7 +631,7 @@ class Script(Guesser):
     def propose(self, sequences):
         for s in sequences:
             ids = [(i + (j in self.wrong)) % 32 for j, i in enumerate(TEXT)]
-            ids = ids[len(s.output_ids) :][: max(0, s.end - len(s.ids))]
+            ids = ids[len(s.output_ids) :][: s.num_guesses]
             s.guess = Guess(ids, [1.0] * len(ids))
 
 
@@ -705,7 +705,7 @@ def test_no_guesses_cost_nothing(monkeypatch):
     proposer = DraftModel(NEAR, 0, NEAR.config.vocab_size)
     proposer.runners = (SimpleNamespace(forward=lambda rows: pytest.fail("it ran")),)
     job = started(9)
-    job.end = len(job.ids)
+    job.num_scheduled = len(job.ids)
     proposer.propose([job])
     assert not job.guess.ids
 
@@ -717,7 +717,7 @@ def test_guesses_cost_little_in_a_long_text():
 
     def step():
         job.ids.append(-len(job.ids) % 2**20)
-        job.end = len(job.ids) + 4
+        job.num_scheduled = len(job.ids) + 4
         guesser.propose(jobs)
 
     step()
@@ -728,7 +728,7 @@ def test_n_grams_of_each_sequence():
     """Bug: one sequence's text gives the guesses of another."""
     sequences = [started(9, 0, *ids) for ids in (((5, 6, 7), (5,)), ((1, 2), (1,)), ((1, 2), (3,)))]
     for s, count in zip(sequences, (2, 1, 2), strict=True):
-        s.end = len(s.ids) + count
+        s.num_scheduled = len(s.ids) + count
     NGram(2).propose(sequences)
     assert [s.guess for s in sequences] == [Guess([6, 7], [1.0, 1.0]), Guess([2], [1.0]), Guess()]
 
@@ -736,7 +736,7 @@ def test_n_grams_of_each_sequence():
 def test_large_ids():
     """Ids past the last character of Unicode, and those that stand for halves of characters."""
     job = started(2**24, 0, (2**23, 0xD800, 0xDFFF, 9), (0xD800, 0xDFFF))
-    job.end = len(job.ids) + 2
+    job.num_scheduled = len(job.ids) + 2
     NGram(2).propose([job])
     assert job.guess.ids == [9, 0xD800]
 

@@ -110,7 +110,8 @@ def folders(tmp_path_factory):
 
 
 def share_of(folder, rank, ranks, dtype=torch.float32):
-    return load_model(folder, "cpu", dtype, functools.partial(tp.shard, rank=rank, ranks=ranks))
+    shard = functools.partial(tp.shard, rank=rank, world_size=ranks)
+    return load_model(folder, "cpu", dtype, shard)
 
 
 # --- A rank's share -------------------------------------------------------------------------------

@@ -398,7 +398,7 @@ def kind_of(case: str, kind: str) -> tuple[Transformer, dict[str, Any]]:
     if kind == "structure":
         from structured import make_matcher
 
-        options["matcher"] = partial(make_matcher, Tokenizer(DRAFT), model.config)
+        options["make_matcher"] = partial(make_matcher, Tokenizer(DRAFT), model.config)
     return quantised(model, kind.split()[0]) if "weights" in kind else model, options
 
 
@@ -435,7 +435,7 @@ def expected(case: str, kind: str, job: int) -> Sequence:
         list(generate(model, sequence, cache))
         return sequence
     if kind == "structure":
-        sequence.matcher = options.pop("matcher")(STRUCTURE)
+        sequence.matcher = options.pop("make_matcher")(STRUCTURE)
     return plain(twin_of(case, kind), sequence, **options if params.temperature > 0 else {})
 
 
