@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
+from function_calls import FORMS, Tools, form_of, required_calls, split_calls, tools_of
 from sampling import BROKEN, Token
 from scheduler import Engine, Job, Request
 from settings import (
@@ -67,9 +68,13 @@ class API:
     Attributes:
         model: as /v1/models lists it.
         defaults: the sampling settings that a body may leave out.
+        form: how the model writes function calls; None: its chat template knows none.
     """
 
-    def __init__(self, engine: Engine, name: str, defaults: SamplingParams) -> None:
+    def __init__(
+        self, engine: Engine, name: str, defaults: SamplingParams, tool_format: str = "auto"
+    ) -> None:
+        """Args: tool_format: a name out of function_calls.FORMS; auto: see form_of."""
         assert engine.tokenizer
         self.engine = engine
         self.tokenizer = engine.tokenizer
@@ -82,6 +87,9 @@ class API:
             max_model_len=engine.max_seq_len,
         )
         self.defaults = defaults
+        if tool_format == "auto":
+            tool_format = form_of(self.tokenizer.template)
+        self.form = FORMS.get(tool_format)
 
     def prepare(self, body: JSON, chat: bool) -> "Completion":
         """Check a request's body, and make one request for each prompt. They are not submitted.
@@ -95,18 +103,30 @@ class API:
         source = "messages" if chat else "prompt"
         try:
             fields = translate(given, chat)
+            tools = self.tools(fields) if chat else None
             params = self.sampling_params(fields, chat)
-            prompts: Any = self.chat_ids(fields) if chat else fields.get("prompt", "")
+            prompts: Any = self.chat_ids(fields, tools) if tools else fields.get("prompt", "")
             if not isinstance(prompts, list) or all(type(i) is int for i in prompts):
                 prompts = [prompts]
             check("n", len(prompts) * params.n, int, 1, 256)  # for all prompts together
             requests = [self.request(prompt, params, fields, source) for prompt in prompts]
-            return Completion(self, fields, requests, chat)
+            return Completion(self, fields, requests, tools)
         except (ValueError, RecursionError) as error:
             field = getattr(error, "field", source)
             names = [ALIASES.get(field), field, source]  # the client's name of it, if it gave one
             param = next(name for name in names if name in given or name == source)
             raise Problem(400, str(error)[:500], param) from None
+
+    def tools(self, fields: JSON) -> Tools:
+        """Return what the reply of a chat may call, and restrict it if it has to call something."""
+        tools = tools_of(fields, self.form or FORMS["hermes"])
+        if tools.schemas and not self.form:
+            raise SettingError("tools", "are unknown to the chat template: use --tool-format")
+        calls = required_calls(fields.get("tool_choice", "auto"), tools)
+        if calls and "structured_outputs" in fields:
+            raise SettingError("tool_choice", "requires a call, which excludes another structure")
+        fields |= {"structured_outputs": calls} if calls else {}
+        return tools
 
     def request(self, prompt: Any, params: SamplingParams, fields: JSON, source: str) -> Request:
         """Make a request for one prompt, a text or ids, if it and the output fit."""
@@ -139,7 +159,7 @@ class API:
             params = replace(params, stop=(params.stop + self.tokenizer.chat_stop)[:16])
         return params
 
-    def chat_ids(self, fields: JSON) -> Ids:
+    def chat_ids(self, fields: JSON, tools: Tools) -> Ids:
         """Render the messages of a chat and encode them. The content of a message can be a list of
         parts, which are joined."""
         messages = fields["messages"]
@@ -160,7 +180,10 @@ class API:
                     400, f"role, content or tool_calls are wrong: {error}", f"messages[{i}]"
                 ) from None
         goes_on = fields["continue_final_message"]
-        options = dict(add_generation_prompt=fields["add_generation_prompt"] and not goes_on)
+        options = dict(
+            add_generation_prompt=fields["add_generation_prompt"] and not goes_on,
+            tools=fields["tools"] if tools.schemas else None,
+        )
         return self.tokenizer.encode_chat(
             messages, goes_on, **options | fields["chat_template_kwargs"]
         )
@@ -173,14 +196,15 @@ ALIASES = dict(max_tokens="max_completion_tokens", logprobs="top_logprobs",
 DEFAULTS: JSON = dict(
     messages=[], n=1, stream=False, stream_options={}, echo=False, logit_bias={},
     response_format={"type": "text"}, reasoning_format="auto", chat_template_kwargs={},
-    continue_final_message=False, add_generation_prompt=True)  # fmt: skip
+    continue_final_message=False, add_generation_prompt=True, tools=[],
+    parallel_tool_calls=True)  # fmt: skip
 # Fields that would change the answer, but are not supported. Those of REFUSED must be left out, and
 # the others must have the value that is given here. Fields that this file does not mention, such as
 # `user` or `store`, are ignored, even if they would change the answer.
 REFUSED = """audio grammar json_schema n_predict prompt_logprobs chat_template documents
     allowed_token_ids guided_json guided_regex guided_choice guided_grammar"""
 UNSUPPORTED = dict.fromkeys(REFUSED.split()) | dict(
-    tools=[], functions=[], tool_choice="auto", suffix="", bad_words=[], modalities=["text"],
+    functions=[], suffix="", bad_words=[], modalities=["text"],
     use_beam_search=False, skip_special_tokens=True, include_stop_str_in_output=False,
     add_special_tokens=True, return_token_ids=False)  # fmt: skip
 
@@ -235,6 +259,8 @@ def check_supported(fields: JSON, chat: bool) -> None:
         stream_options=fields["stream_options"] if fields["stream"] else {},
         echo=fields["echo"] and not chat,
     )
+    if not chat:
+        allowed |= dict(tools=[], tool_choice="auto")
     if fields.get("tool_choice", fields.get("function_call")) == "none":
         fields = fields | dict(tools=[], functions=[], tool_choice="auto")  # they have no effect
     for name, value in fields.items():
@@ -259,12 +285,15 @@ class Completion:
         stream: whether the answer is sent in chunks.
     """
 
-    def __init__(self, api: API, fields: JSON, requests: list[Request], chat: bool) -> None:
+    def __init__(
+        self, api: API, fields: JSON, requests: list[Request], tools: Tools | None
+    ) -> None:
+        """Args: tools: what a chat's reply may call; None: this is no chat."""
         self.requests = requests
         self.fields = fields
         self.stream = fields["stream"]
-        key = ("delta" if self.stream else "message") if chat else "text"
-        uid = ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12)
+        key = ("delta" if self.stream else "message") if tools else "text"
+        uid = ("chatcmpl-" if tools else "cmpl-") + secrets.token_hex(12)
         self.base = dict(
             id=uid,
             object=OBJECTS[key],
@@ -277,12 +306,12 @@ class Completion:
         jobs = [job for request in requests for job in request.outputs]
         self.firsts = jobs[:: fields["n"]]  # one for each prompt
         prefix = THINK + THOUGHT  # an empty thought: all of the output is the answer
-        if chat and fields["reasoning_format"] != "none":
+        if tools and fields["reasoning_format"] != "none":
             prefix = thought_prefix(api.tokenizer, jobs[0])
         # A hidden output counts as taken: more characters and tokens than there will ever be.
         hidden = sys.maxsize if fields["hidden"] else 0
         self.choices = [
-            Choice(i, job, key, api.tokenizer, prefix, [0, hidden, hidden])
+            Choice(i, job, key, api.tokenizer, prefix, tools, [0, hidden, hidden, 0])
             for i, job in enumerate(jobs)
         ]
 
@@ -333,8 +362,9 @@ class Choice:
         key: where the text goes: "text" for a completion, "message" for a chat, "delta" for a chat
             that is streamed.
         prefix: what split_thought needs in front of the output; see thought_prefix.
-        taken: how many characters of the thought, characters of the answer, and tokens with
-            log-probabilities have been taken.
+        tools: what a chat's reply may call.
+        taken: how many characters of the thought, characters of the answer, tokens with
+            log-probabilities, and calls have been taken.
         offset: characters in the texts of these tokens.
         reason: the last finish_reason; "" before the first part has been taken.
     """
@@ -344,6 +374,7 @@ class Choice:
     key: str
     tokenizer: Tokenizer
     prefix: str
+    tools: Tools | None
     taken: list[int]
     offset: int = 0
     reason: str | None = ""
@@ -360,9 +391,13 @@ class Choice:
         is_scored = job.params.logprobs is not None
         # The tokens are copied, because meanwhile the engine's thread may append to them.
         tokens = job.tokens[:] if is_scored else []
-        whole: list[Any] = [*split_thought(self.prefix + job.text), tokens]
-        thought, text, tokens = (each[start:] for each, start in zip(whole, self.taken))
-        if self.reason or not (reason or thought or text or tokens):
+        thought, text = split_thought(self.prefix + job.text)
+        calls: list[JSON] = []
+        if self.tools:
+            text, calls = split_calls(text, self.tools, bool(reason))
+        whole: list[Any] = [thought, text, tokens, calls]
+        thought, text, tokens, calls = (each[start:] for each, start in zip(whole, self.taken))
+        if self.reason or not (reason or thought or text or tokens or calls):
             return None
         self.taken = [len(each) for each in whole]
         message: JSON = {}
@@ -376,12 +411,31 @@ class Choice:
         if thought:
             message["reasoning_content"] = thought
         message["content"] = text
+        if calls:
+            message["content"] = text or None
+            message["tool_calls"] = self.tool_calls(calls)
+        has_called = self.taken[3] > 0 and reason == "stop"
         return {
             "index": self.index,
             self.key: text if self.key == "text" else message,
             "logprobs": self.logprobs(tokens) if is_scored else None,
-            "finish_reason": reason,
+            "finish_reason": "tool_calls" if has_called else reason,
         }
+
+    def tool_calls(self, calls: list[JSON]) -> list[JSON]:
+        """Return new calls in OpenAI's form. In a stream the name of each comes first, and then its
+        arguments."""
+        made: list[JSON] = []
+        for i, call in enumerate(calls, self.taken[3] - len(calls)):
+            head = dict(id=f"call_{secrets.token_hex(12)}", type="function", function=call)
+            if self.key == "delta":
+                named = dict(name=call["name"], arguments="")
+                arguments = dict(arguments=call["arguments"])
+                made.append({"index": i, **head, "function": named})
+                made.append({"index": i, "function": arguments})
+            else:
+                made.append(head)
+        return made
 
     def check_reason(self, reason: str | None) -> None:
         """Raise a Problem if the sequence ended with an error."""

@@ -44,6 +44,7 @@ if __name__ == "__main__":  # before PyTorch: Ctrl-C may come while it is import
 
 import settings
 from checkpoint import suggested
+from function_calls import FORMS
 from llm import cache_size, join, load_models, make_engine
 from machine import Ranks, launch, say
 from metrics import Metrics
@@ -68,6 +69,11 @@ class ServerArgs(EngineArgs):
     shutdown_timeout: float = setting(30.0, "seconds for running requests to finish", 0, 1e6)
     api_key: str | None = setting(None, "clients must send it (default: $KILOLM_API_KEY)")
     cors: str | None = setting(None, "an origin whose pages may use the API")
+    tool_format: str = setting(
+        "auto",
+        "how the model writes function calls; auto: as its chat template does",
+        choices=("auto", *FORMS),
+    )
 
 
 # --- The server -----------------------------------------------------------------------------------
@@ -95,7 +101,8 @@ class Server:
         self.engine = engine
         self.args = args
         name = args.served_model_name or args.checkpoint.resolve().name
-        self.api = API(engine, name, SamplingParams(**suggested(args.checkpoint)))
+        defaults = SamplingParams(**suggested(args.checkpoint))
+        self.api = API(engine, name, defaults, args.tool_format)
         self.metrics = Metrics(engine, name)
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.waiters: dict[Request, Connection] = {}

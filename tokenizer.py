@@ -134,7 +134,8 @@ class Tokenizer:
             added = {int(i): {"special": added[i]["content"] in named} | added[i] for i in added}
             read = self._read_fast if (path / "tokenizer.json").is_file() else self._read_slow
             read(path, dict(sorted(added.items())), named)
-            self._hidden = set(self.special.values())
+            # The marks of function calls are shown, as calls are found in the text.
+            self._hidden = {i for text, i in self.special.items() if "tool_call>" not in text}
             self.bos_id = self.special.get(config.get("bos_token", ""))
             self.eos_id = self.special.get(config.get("eos_token", ""))
             template = self._read_template(path)

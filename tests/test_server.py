@@ -255,7 +255,7 @@ def test_tokens_that_come_meanwhile(local):
     job = SimpleNamespace(
         params=SamplingParams(logprobs=0), tokens=tokens, text="", finish_reason=None
     )
-    choice = openai_api.Choice(0, job, "text", TOKENIZER, "", [0, 0, 0])
+    choice = openai_api.Choice(0, job, "text", TOKENIZER, "", None, [0, 0, 0, 0])
     parts = [choice.take_new() for _ in range(12)]
     found = [text for part in parts if part for text in part["logprobs"]["tokens"]]
     assert found == [f"{i} " for i in range(9)]

@@ -25,8 +25,8 @@ RECORDS, COURSE = ROOT / "benchmarks", ROOT / "course"
 # In reading order: the engine; the techniques, without which it runs; its edges.
 ENGINE = ("model", "kv_cache", "sampling", "generate", "paged", "scheduler")
 TECHNIQUES = ("quantize", "formats", "speculative", "experts", "structured", "tp", "flex", "server")
-EDGES = ("openai_api", "metrics", "llm", "settings", "machine", "checkpoint", "families")
-EDGES += ("tokenizer", "packed", "program")
+EDGES = ("openai_api", "function_calls", "metrics", "llm", "settings", "machine", "checkpoint")
+EDGES += ("families", "tokenizer", "packed", "program")
 MODULES = (*ENGINE, *TECHNIQUES, *EDGES)
 
 

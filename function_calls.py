@@ -1,0 +1,189 @@
+"""Function calls: the tools that a chat may use, and the calls in what a model writes.
+
+A chat template tells the model which functions there are, and the model was trained to answer with
+calls in the form that its template shows. A call is text like any other. So this file reads the
+whole reply so far, and splits it into text and calls; whatever is no valid call stays text. Where a
+call is required, a grammar allows nothing else (structured.py). This file knows neither the engine
+nor HTTP. Papers: Schick et al. 2023 (Toolformer, arXiv:2302.04761), Patil et al. 2023 (Gorilla,
+arXiv:2305.15334). Read: FORMS, split_calls, required_calls.
+
+    hermes   I look. <tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>
+    llama3   {"name": "weather", "parameters": {"city": "Rome"}}
+"""
+
+import json
+import re
+from typing import NamedTuple
+
+from settings import JSON, check, supported
+
+
+class Form(NamedTuple):
+    """How a model writes its calls.
+
+    Attributes:
+        arguments: its word for the arguments.
+        begin, end: what it writes around a call.
+        between: what it writes between two calls.
+        tag: matches where a call begins, or where it may begin once the text goes on.
+        close: matches the end of a call.
+    """
+
+    arguments: str
+    begin: str
+    end: str
+    between: str
+    tag: re.Pattern
+    close: re.Pattern
+
+
+OPEN = "<tool_call>"
+CUT = "|".join(OPEN[:length] for length in range(len(OPEN) - 1, 0, -1))  # by the end of the text
+FORMS = dict(
+    # Qwen, Hermes and SmolLM3
+    hermes=Form(
+        "arguments", f"{OPEN}\n", "\n</tool_call>", "\n",
+        re.compile(rf"\s*(?:{OPEN}\s*|(?:{CUT})?\Z)"), re.compile(r"\s*</tool_call>"),
+    ),
+    # In Llama 3's, calls are all of the reply.
+    llama3=Form(
+        "parameters", "", "", "; ",
+        re.compile(r"(?:\A|(?<=\}))[\s;]*(?=\{|\Z)"), re.compile(""),
+    ),
+)  # fmt: skip
+DECODER = json.JSONDecoder(parse_constant=int)  # int() refuses NaN and Infinity
+# How a required call is written. Without limits, a weak model writes white space for ever.
+SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+def form_of(template: str) -> str:
+    """Return the name of the form that a chat template shows its model; "" if it knows no tools."""
+    if OPEN in template:
+        return "hermes"
+    return "llama3" if "tools" in template and "parameters" in template else ""
+
+
+# --- What a request may call ----------------------------------------------------------------------
+
+
+class Tools(NamedTuple):
+    """What a reply may call.
+
+    Attributes:
+        form: how the calls are written.
+        schemas: each function's name -> the JSON schema of its arguments.
+        is_parallel: whether there may be several calls in a reply. If not, the first one counts.
+    """
+
+    form: Form
+    schemas: dict[str, JSON]
+    is_parallel: bool
+
+
+def tools_of(fields: JSON, form: Form) -> Tools:
+    """Read what a reply may call from a chat's `tools`, `tool_choice` and `parallel_tool_calls`.
+
+    Raises:
+        SettingError: `tools` has another form than OpenAI's.
+    """
+    schemas = {}
+    for i, tool in enumerate(fields["tools"]):
+        at = f"tools[{i}]"
+        function = check(f"{at}.function", check(at, tool, dict).get("function"), dict)
+        schema = check(f"{at}.function.parameters", function.get("parameters") or {}, dict)
+        schemas[check(f"{at}.function.name", function.get("name"), str)] = schema
+    if fields.get("tool_choice") == "none":
+        schemas = {}
+    return Tools(form, schemas, fields["parallel_tool_calls"])
+
+
+def required_calls(choice: str | JSON, tools: Tools) -> JSON | None:
+    """Return the structured_outputs that allow nothing but calls, if `tool_choice` requires a call;
+    None if it does not.
+
+    Raises:
+        SettingError: the choice is unknown, or names a function that is not in `tools`.
+    """
+    form, schemas, is_parallel = tools
+    if isinstance(choice, dict):
+        name = check("tool_choice", choice.get("function"), dict).get("name")
+        schemas = {supported("tool_choice", name, *schemas): schemas[name]}
+        choice = "required"
+    known = ("auto", "none", "required") if schemas else ("auto", "none")
+    if supported("tool_choice", choice, *known) != "required":
+        return None
+    calls = []
+    for i, (name, schema) in enumerate(schemas.items()):
+        # With an $id of its own, "#/$defs" in it means its own, and not the whole schema's.
+        arguments = {"$id": f"call:{i}", "type": "object"} | schema
+        calls.append(
+            dict(
+                type="object",
+                properties={"name": {"const": name}, form.arguments: arguments},
+                required=["name", form.arguments],
+                additionalProperties=False,
+            )
+        )
+    begin, end, between = (
+        json.dumps(text) if text else "" for text in (form.begin, form.end, form.between)
+    )
+    more = f"({between} call)*" if is_parallel else ""
+    any_of = json.dumps({"anyOf": calls, "x-guidance": SPACES})
+    return {"grammar": f"start: call {more}\ncall: {begin} object {end}\nobject: %json {any_of}"}
+
+
+# --- What a reply calls ---------------------------------------------------------------------------
+
+
+def split_calls(text: str, tools: Tools, ended: bool) -> tuple[str, list[JSON]]:
+    """Split a reply into its text and its calls.
+
+    Until the reply has ended, text that may still become a call, and white space that may stand
+    before one, is left out. So what this returns only grows with the reply.
+
+    Args:
+        text: the reply so far.
+        tools: the functions that it may call. A call of another one is text.
+        ended: whether the reply is complete.
+
+    Returns:
+        The text without white space around calls, and each call's name and arguments (as JSON).
+
+    Example: 'Look: <tool_call>{"name": "f", "arguments": {}}</tool_call>' is "Look:" and a call;
+        without its last letter it is "Look:" and no call, or, if it ends there, all of it is text
+    """
+    if not tools.schemas:
+        return text, []
+    find = tools.form.tag.search
+    shown = ""
+    calls: list[JSON] = []
+    start = 0
+    tag = find(text)
+    while tag and tag.end() < len(text):
+        call, end = read_call(text, tag.end(), tools)
+        if not (call or ended):
+            break
+        shown += text[start : tag.start() if call else end]
+        start = end
+        calls += [call] if call else []
+        tag = find(text, max(end, tag.start() + 1))
+    shown += text[start:] if ended or not tag else text[start : tag.start()]
+    return shown.rstrip() if calls else shown, calls if tools.is_parallel else calls[:1]
+
+
+def read_call(text: str, start: int, tools: Tools) -> tuple[JSON | None, int]:
+    """Read the call that begins at `start`.
+
+    Returns:
+        Its name and arguments, and where it ends; None and `start` if there is no valid call.
+    """
+    try:
+        call, end = DECODER.raw_decode(text, start)
+        close = tools.form.close.match(text, end)
+        arguments = call[tools.form.arguments]
+        if close and call["name"] in tools.schemas and isinstance(arguments, dict):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+            return dict(name=call["name"], arguments=arguments), close.end()
+    except (ValueError, TypeError, KeyError, RecursionError):
+        pass
+    return None, start
