@@ -330,8 +330,7 @@ class Completion:
             # Read first: what comes meanwhile is in these chunks, or in those of the next round.
             finished = all(request.finished for request in self.requests)
             for choice in self.choices if self.stream else ():
-                part = choice.take_new()
-                if part:
+                for part in named_first(choice.take_new()):
                     yield self.json([part], self.fields["continuous_usage_stats"])
         if not self.stream:
             yield self.json([choice.take_new() for choice in self.choices], True)
@@ -352,6 +351,25 @@ class Completion:
             total_tokens=num_prompt + num_new,
             prompt_tokens_details=dict(cached_tokens=sum(job.cached for job in self.firsts)),
         )
+
+
+def named_first(part: JSON | None) -> list[JSON]:
+    """Return a part of a streamed choice as those that are sent: none, itself, or, if it has calls,
+    the names of these and then their arguments, as clients expect them."""
+    if not part:
+        return []
+    calls = part.get("delta", {}).get("tool_calls", [])
+    if not calls:
+        return [part]
+    names = [call | {"function": call["function"] | {"arguments": ""}} for call in calls]
+    arguments = [
+        {"index": call["index"], "function": {"arguments": call["function"]["arguments"]}}
+        for call in calls
+    ]
+    return [
+        part | {"delta": part["delta"] | {"tool_calls": names}, "finish_reason": None},
+        part | {"delta": {"tool_calls": arguments}, "logprobs": None},
+    ]
 
 
 @dataclass
@@ -423,18 +441,12 @@ class Choice:
         }
 
     def tool_calls(self, calls: list[JSON]) -> list[JSON]:
-        """Return new calls in OpenAI's form. In a stream the name of each comes first, and then its
-        arguments."""
-        made: list[JSON] = []
+        """Return new calls in OpenAI's form; in a stream, with their indices."""
+        made = []
         for i, call in enumerate(calls, self.taken[3] - len(calls)):
-            head = dict(id=f"call_{secrets.token_hex(12)}", type="function", function=call)
-            if self.key == "delta":
-                named = dict(name=call["name"], arguments="")
-                arguments = dict(arguments=call["arguments"])
-                made.append({"index": i, **head, "function": named})
-                made.append({"index": i, "function": arguments})
-            else:
-                made.append(head)
+            index = {"index": i} if self.key == "delta" else {}
+            uid = f"call_{secrets.token_hex(12)}"
+            made.append(index | dict(id=uid, type="function", function=call))
         return made
 
     def check_reason(self, reason: str | None) -> None:
