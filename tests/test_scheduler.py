@@ -478,7 +478,7 @@ def test_attention_stays_within_kv_memory(kv_dtype):
     wide = {"max_num_seqs": 999, "max_num_batched_tokens": 2000}
     at = engine(num_blocks=None, kv_memory=2e5, kv_dtype=kv_dtype, **wide)
     places = torch.arange(at.pool.num_blocks).expand(1, 2 * at.config.num_key_value_heads, -1)
-    group = paged.Group(1, places[:, 0], places, None, (), None)  # no run: a copy
+    group = paged.Group(1, places, None, (), None)  # no run: a copy
     kept = []
     most = peak(lambda: kept.append(paged.side_by_side(at.runner.kv[0], group, at.model.dtype)))
     assert most > kept[0].nbytes / 2

@@ -71,7 +71,7 @@ MEASURED = {
 # A check of tests/on_device.py -> how many seconds it may take.
 CHECKS = {
     "machine": 90, "packed": 90, "tokens-trained": 90, "tokens-sliding": 90, "tokens-experts": 90,
-    "compiled": 240, "ranks": 90,
+    "tokens-sandwich": 90, "compiled": 240, "ranks": 90,
 }  # fmt: skip
 
 
