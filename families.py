@@ -20,18 +20,19 @@ from settings import JSON, check, check_items, choose, supported
 
 # The families that run here, each with the settings that its config.json may leave out or never
 # contains.
-MISTRAL = dict(num_key_value_heads=8, eos_token_id=2)
+MISTRAL = dict(num_key_value_heads=8, eos_token_id=2, max_position_embeddings=131072)
+QWEN = dict(num_key_value_heads=32, max_position_embeddings=32768)
 FAMILIES: dict[str, JSON] = dict(
     LlamaForCausalLM=dict(eos_token_id=2),
     MistralForCausalLM=dict(MISTRAL, sliding_window=4096),
     MixtralForCausalLM=dict(MISTRAL,  # without a window unless the file names one
         num_experts=8, num_experts_per_tok=2, rms_norm_eps=1e-5, rope_theta=1e6),
-    Qwen2ForCausalLM=dict(num_key_value_heads=32, qkv_bias=True, o_bias=False),
-    Qwen3ForCausalLM=dict(num_key_value_heads=32, head_dim=128, qk_norm=True),
-    Qwen3MoeForCausalLM=dict(num_key_value_heads=4, qk_norm=True, num_experts_per_tok=8,
+    Qwen2ForCausalLM=dict(QWEN, qkv_bias=True, o_bias=False),
+    Qwen3ForCausalLM=dict(QWEN, head_dim=128, qk_norm=True),
+    Qwen3MoeForCausalLM=dict(QWEN | dict(num_key_value_heads=4), qk_norm=True, num_experts_per_tok=8,
         norm_topk_prob=False),
     SmolLM3ForCausalLM=dict(num_key_value_heads=4, eos_token_id=128001, rope_theta=2e6,
-        tie_word_embeddings=True, no_rope_layer_interval=4),
+        tie_word_embeddings=True, no_rope_layer_interval=4, max_position_embeddings=32768),
     Phi3ForCausalLM=dict(eos_token_id=32000, rms_norm_eps=1e-5, max_position_embeddings=4096),
     # None: the file must have it, although transformers takes a missing multiplier as 1.
     GraniteForCausalLM=dict(eos_token_id=2, embedding_multiplier=None, attention_multiplier=None,
@@ -110,7 +111,10 @@ def layer_kinds(raw: JSON) -> JSON:
     usual = ["full_attention" if i in full else "sliding_attention" for i in range(layers)]
     kinds = raw.get("layer_types") or usual
     window = raw.get("sliding_window") if raw["use_sliding_window"] else None
-    sizes = dict(full_attention=None, sliding_attention=check("sliding_window", window, int | None))
+    check("sliding_window", window, int | None)
+    if window and window >= check("context", raw["max_position_embeddings"], int):
+        window = None  # as in Phi-4-mini; without a mask, long prompts are faster
+    sizes = dict(full_attention=None, sliding_attention=window)
     windows = tuple(choose("layer_types", kind, sizes) for kind in kinds)
     supported("the length of layer_types", len(windows), layers)
     is_second = [not has for has in has_rope]
@@ -132,9 +136,10 @@ def rope_and_folds(raw: JSON) -> JSON:
     local = rope.get("sliding_attention") or {"rope_theta": raw.get("rope_local_base_freq")}
     rope = rope.get("full_attention") or rope  # Gemma 3 has a dict for each kind of layer
     context = raw["max_position_embeddings"]
-    names = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
-    outside = {name: raw[name] for name in names if name in raw}
+    outside = {name: raw[name] for name in ("rope_theta", "partial_rotary_factor")}
     rope = dict(rope_type=rope.get("type", "default")) | outside | rope
+    if "original_max_position_embeddings" in raw:  # Phi-3's goes before the dict's, as there
+        rope["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
     kind = supported("rope_type", rope["rope_type"], *ROPES)
     if kind in ("yarn", "longrope"):
         usual = dict(original_max_position_embeddings=context, beta_fast=32, beta_slow=1)
