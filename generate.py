@@ -108,9 +108,9 @@ def command(args: Namespace, ranks: Ranks) -> int:
     if file and ranks.rank == 0:  # the other ranks do not need the prompt
         with blame(file):  # the bytes, so that the ends of lines stay as they are
             text = sys.stdin.read() if file == "-" else Path(file).read_bytes().decode()
-    is_plain = params.n == ranks.world_size == 1 and not (
-        args.chat or engine_args.speculate or engine_args.draft_checkpoint
-    )
+    is_alone = params.n == ranks.world_size == 1 and not args.chat
+    is_guessed = engine_args.speculate or engine_args.draft_checkpoint
+    is_plain = is_alone and not is_guessed and engine_args.attention == "copy"
     model, proposer = load_models(engine_args, ranks, 1 if is_plain else None)
     if ranks.rank:
         from tp import follow

@@ -600,9 +600,10 @@ def test_program():
 
 def test_flex_is_for_a_gpu(capsys):
     """On a CPU it would look at the whole pool for each row, without a word."""
-    words = ["--device", "cpu", "--attention", "flex", "--n", "2", "--max-tokens", "2"]
-    assert generate.main(words) == 2
-    assert "attention flex needs one GPU: use --attention copy" in capsys.readouterr().err
+    for more in ([], ["--n", "2"]):
+        words = ["--device", "cpu", "--attention", "flex", "--max-tokens", "2", *more]
+        assert generate.main(words) == 2
+        assert "attention flex needs one GPU: use --attention copy" in capsys.readouterr().err
 
 
 def test_stderr_is_closed():
