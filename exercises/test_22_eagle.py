@@ -46,7 +46,7 @@ def head(model: Transformer, weights: dict[str, Tensor], ids: list[int], before:
     block = Block(config).to(model.dtype)
     block.load_state_dict({name: weights[f"layers.0.{name}"] for name in block.state_dict()})
     positions = torch.arange(len(ids))[None]
-    x = torch.cat((model.embed_tokens(torch.tensor(ids)), before), 1)[None]  # (1, T, 2 D)
+    x = torch.cat((model.embed(torch.tensor(ids)), before), 1)[None]  # (1, T, 2 D)
     x = F.linear(x, weights["fc.weight"].to(x.dtype))
     return block(
         x, *model.rope(positions)[0], NoCache(visible(config, positions, positions)[None])

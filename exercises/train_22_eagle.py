@@ -67,7 +67,7 @@ class Head(nn.Module):
             (B, T, D), the feature of each token.
         """
         cos, sin = model.rope(torch.arange(tokens.shape[1])[None])[0]
-        x = self.fc(torch.cat((model.embed_tokens(tokens), before), -1))
+        x = self.fc(torch.cat((model.embed(tokens), before), -1))
         x = x.to(before.dtype)  # the stream stays float32, as the model's does, under autocast
         return self.layers[0](x, cos, sin, Causal())
 
