@@ -1,27 +1,33 @@
-"""Exercise 16: function calling, through OpenAI's own client. See 16-function-calling.md."""
+"""Exercise 16: Mistral's function calls, by OpenAI's own client. See 16-function-calling.md."""
 
 import json
 import os
+import re
+import shutil
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import openai
 import pytest
 import torch
-from common import bundled
+from common import SHAKESPEARE, bundled
 
+from function_calls import FORMS, Form, Tools, form_of, split_calls
 from llm import make_engine
 from machine import Ranks
+from openai_api import API
 from scheduler import Proposer
-from server import Server, ServerArgs
+from server import Server, ServerArgs, parse_args
+from settings import SamplingParams
+from tokenizer import Detokenizer, Tokenizer
 from tools.books import audit
 
 os.environ["NO_PROXY"] = "127.0.0.1"  # openai's client would use the environment's proxy
-TODO = "remove `tools` from the list of unsupported fields, and pass them to the chat template"
 WEATHER = {
     "type": "object",
     "properties": {"city": {"enum": ["Rome", "Verona"]}, "days": {"enum": [1, 2, 3]}},
@@ -45,28 +51,210 @@ FIGHT = {
     "required": ["where"],
     "additionalProperties": False,
 }
-
-
-def tool(name: str, parameters: dict | None = None) -> dict[str, Any]:
-    more = {} if parameters is None else {"parameters": parameters}
-    return {"type": "function", "function": {"name": name, "description": f"for {name}"} | more}
-
-
-TOOLS = [tool("weather", WEATHER), tool("travel", TRAVEL), tool("fight", FIGHT)]
-HI = [{"role": "user", "content": "How is the weather?"}]
 # Whether a function accepts its arguments.
 RIGHT = {
     "weather": lambda city, days: city in ("Rome", "Verona") and days in (1, 2, 3),
     "travel": lambda start, goal: {start, goal} <= {"Mantua", "Padua"},
     "fight": lambda where: where in ("here", "there"),
 }
+HI = [{"role": "user", "content": "How is the weather?"}]
+ONE: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": False}
+BOTH = ("mistral", "mistral_args")
+
+
+def tool(name: str, parameters: dict) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+TOOLS = [tool("weather", WEATHER), tool("travel", TRAVEL), tool("fight", FIGHT)]
+
+
+def form(name: str) -> Form:
+    """Return a form of calls, or fail with a message that says what to do."""
+    if name not in FORMS:
+        pytest.fail(f"function_calls.FORMS has no {name!r} yet: add this form", pytrace=False)
+    return FORMS[name]
+
+
+# --- Text and calls -------------------------------------------------------------------------------
+
+
+def written(form: str, *calls: tuple[str, Any], space: str = "") -> str:
+    """Write calls as a model of Mistral's does."""
+    if form == "mistral_args":
+        return space.join(f"[TOOL_CALLS]{name}[ARGS]{json.dumps(args)}" for name, args in calls)
+    made = [json.dumps({"name": name, "arguments": args}) for name, args in calls]
+    return f"[TOOL_CALLS]{space}[{', '.join(made)}]"
+
+
+ROME = {"city": "Rome", "days": 1}
+ODD = {"city": 'a ] [TOOL_CALLS][{"name"}, [ARGS]{', "days": [{"é": None}]}
+
+
+@cache
+def replies(form: str) -> dict[str, tuple]:
+    """What the model writes, and the text (...: all of it) and the calls in it."""
+    weather, travel, fight = ("weather", ROME), ("travel", {}), ("fight", ODD)
+    rome = written(form, weather)
+    one_wrong = written(form, weather, ("murder", {}))
+    same = {
+        "text": ("Good morrow, cousin.", ..., []),
+        "a call": (rome, None, [weather]),
+        "several calls": (written(form, weather, travel, fight), None, [weather, travel, fight]),
+        "the same call twice": (written(form, travel, travel), None, [travel, travel]),
+        "white space": (written(form, weather, fight, space=" "), None, [weather, fight]),
+        "text before it": (f"Let me see. {rome}", "Let me see.", [weather]),
+        "marks in a string": (written(form, fight), None, [fight]),
+        "an unknown function": (written(form, ("murder", ROME)), ..., []),
+        "arguments that are none": (written(form, ("weather", "Rome")), ..., []),
+        "never closed": (rome[:-1], ..., []),
+        "half a mark": ("a [b] [TOOL [TOOL_CA", ..., []),
+        "only the mark": ("[TOOL_CALLS]", ..., []),
+        "the mark twice": (f"[TOOL_CALLS]{rome}", "[TOOL_CALLS]", [weather]),
+        "the mark in text": (f"[TOOL_CALLS] O! {rome}", "[TOOL_CALLS] O!", [weather]),
+    }  # fmt: skip
+    if form == "mistral_args":
+        return same | {
+            "NaN": ('[TOOL_CALLS]weather[ARGS]{"days": NaN}', ..., []),
+            "no arguments": ("[TOOL_CALLS]weather[ARGS]", ..., []),
+            "no second mark": ('[TOOL_CALLS]weather{"city": "Rome"}', ..., []),
+            "no first mark": ('weather[ARGS]{"city": "Rome"}', ..., []),
+            "one of two is unknown": (
+                one_wrong, one_wrong.removeprefix(written(form, weather)), [weather]),
+        }  # fmt: skip
+    return same | {
+        "one of two is unknown": (one_wrong, ..., []),
+        "two lists": (f"{rome} {written(form, travel)}", None, [weather, travel]),
+        "other keys beside": (
+            '[TOOL_CALLS][{"arguments": {}, "name": "travel", "id": "a"}]', None, [travel]),
+        "not JSON": ("[TOOL_CALLS][{weather: Rome}]", ..., []),
+        "NaN": ('[TOOL_CALLS][{"name": "weather", "arguments": {"days": NaN}}]', ..., []),
+        "an empty list": ("[TOOL_CALLS][]", ..., []),
+        "no list": ('[TOOL_CALLS]{"name": "weather", "arguments": {}}', ..., []),
+        "no mark": ('[{"name": "weather", "arguments": {}}]', ..., []),
+        "no name": ('[TOOL_CALLS][{"arguments": {}}]', ..., []),
+        "no objects": ('[TOOL_CALLS][1, "weather", null]', ..., []),
+    }  # fmt: skip
+
+
+CASES = [(form, name) for form in BOTH for name in replies(form)]
+
+
+@pytest.mark.parametrize(("name", "case"), CASES)
+def test_what_is_returned_only_grows(name: str, case: str) -> None:
+    """A client has already read what was sent, so no later letter may change it."""
+    text, content, calls = replies(name)[case]
+    content = text if content is ... else content or ""
+    tools = Tools(form(name), RIGHT, True)
+    before: tuple[str, list] = ("", [])
+    for i in range(len(text) + 1):
+        now = split_calls(text[:i], tools, False)
+        grows = now[0].startswith(before[0]) and now[1][: len(before[1])] == before[1]
+        assert grows, f"after {text[:i]!r}, {before} has become {now}"
+        before = now
+    now = split_calls(text, tools, True)
+    grows = now[0].startswith(before[0]) and now[1][: len(before[1])] == before[1]
+    assert grows, f"at the end of {text!r}, {before} has become {now}"
+    got = [(each["name"], json.loads(each["arguments"])) for each in now[1]]
+    assert got == calls, f"the calls in {text!r} are wrong"
+    assert now[0] == content, f"the text around the calls in {text!r} is wrong"
+    assert split_calls(text, tools._replace(is_parallel=False), True) == (content, now[1][:1])
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_calls_come_when_they_are_complete(name: str) -> None:
+    tools = Tools(form(name), RIGHT, True)
+    text = f"Look: {written(name, ('weather', ROME), ('travel', {}))}"
+    assert len(split_calls(text, tools, False)[1]) == 2, f"{text!r} is complete"
+    for i in range(len("Look:"), len(text)):
+        shown, calls = split_calls(text[:i], tools, False)
+        assert shown == "Look:", f"after {text[:i]!r}, only the text before the mark can be shown"
+        assert not calls or name == "mistral_args", "a list that is not complete may turn out wrong"
+    assert split_calls("I [", tools, False)[0] == "I", "the mark may begin here"
+    assert split_calls("I [T]", tools, False)[0] == "I [T]", "this is no mark, so it can be shown"
+
+
+TEMPLATES = {
+    "hermes": "{{ tools }} <tool_call> parameters",
+    "llama3": '{%- if tools %}{"name": function name, "parameters": ...}',
+    "": "{{ messages }}",
+    "mistral": '{{ tools }} parameters {{ "[TOOL_CALLS] [" }}',
+    "mistral_args": '{{ tools }} parameters {{ "[TOOL_CALLS]" + name + "[ARGS]" + arguments }}',
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_form_follows_from_the_template(name: str) -> None:
+    got = form_of(TEMPLATES[name])
+    assert got == name, f"the template {TEMPLATES[name]!r} shows the form {name!r}, not {got!r}"
+
+
+# --- The mark is a special token ------------------------------------------------------------------
+
+
+def make_folder(folder: Path, template: str) -> Path:
+    """Copy the bundled tokenizer, and make two of its tokens marks. They are special tokens, as in
+    Mistral's tokenizers."""
+    folder.mkdir()
+    for name in ("tokenizer.model", "config.json", "generation_config.json"):
+        shutil.copy(SHAKESPEARE / name, folder)
+    config = json.loads((SHAKESPEARE / "tokenizer_config.json").read_text())
+    config["added_tokens_decoder"] = {
+        str(i): {"content": mark, "special": True} for mark, i in MARKS.items()
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+MARKS = {"[TOOL_CALLS]": 3, "[ARGS]": 4}  # two bytes that no text here has
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_the_tokenizer_shows_the_marks(name: str, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(make_folder(tmp_path / "words", ""))
+    text = written(name, ("weather", ROME))
+    ids = tokenizer.encode(text, add_special=False)
+    assert MARKS["[TOOL_CALLS]"] in ids
+    todo = "Tokenizer._hidden still has the marks of Mistral's calls, so decoding leaves them out"
+    shown = tokenizer.decode(ids).replace(" ", "")  # sentencepiece adds spaces after a mark
+    assert shown == text.replace(" ", ""), todo
+    stream = Detokenizer(tokenizer, [])
+    assert "[TOOL_CALLS]" in "".join(stream.push(i) for i in ids)
+    rest = tokenizer.decode([tokenizer.bos_id, *tokenizer.encode("Nay."), tokenizer.eos_id])
+    assert rest.strip() == "Nay.", "other special tokens stay hidden"
+
+
+# --- Through OpenAI's client ----------------------------------------------------------------------
+
+# In short, what Mistral's templates do, also with an id that has another form.
+TEMPLATE = """
+{%- if tools %}[AVAILABLE_TOOLS]{% for t in tools %}{{ t.function.name }} {% endfor %}{% endif %}
+{%- for m in messages %}
+{%- if m.tool_calls %}CALLS
+{%- for call in m.tool_calls %}
+{%- if call.id | length != 9 %}
+{{- raise_exception("Tool call IDs should be alphanumeric strings with length 9!") }}
+{%- endif %}{{ call.function.name }}{{ call.function.arguments | tojson }}{{ call.id }}
+{%- endfor %}</s>
+{%- elif m.role == "user" %}[INST]{{ m.content }}[/INST]
+{%- elif m.role == "tool" %}[TOOL_RESULTS]{{ m.content }}{{ m.tool_call_id }}[/TOOL_RESULTS]
+{%- else %}{{ m.content }}</s>{% endif %}
+{%- endfor %}"""
+CALLS = {"mistral": "[TOOL_CALLS][", "mistral_args": "[TOOL_CALLS][ARGS]"}
 
 
 class Local:
-    """A server in two threads of this process."""
+    """A server in two threads of this process. The bundled model has never seen a call, so a
+    grammar makes it write what a test needs."""
 
-    def __init__(self) -> None:
-        args = ServerArgs(port=0, num_blocks=400, max_num_seqs=16, device="cpu", dtype="float32")
+    def __init__(self, form: str, folder: Path) -> None:
+        self.form = form
+        folder = make_folder(folder / form, TEMPLATE.replace("CALLS", CALLS[form]))
+        args = ServerArgs(
+            checkpoint=folder, served_model_name="shakespeare", port=0, num_blocks=400,
+            max_num_seqs=16, device="cpu", dtype="float32",
+        )  # fmt: skip
         self.engine = make_engine(args, Ranks(torch.device("cpu")), bundled(), Proposer())
         self.server = Server(self.engine, args)
         self.threads = [
@@ -90,9 +278,9 @@ class Local:
         self.threads[1].join(10)
 
 
-@pytest.fixture(scope="module")
-def local() -> Iterator[Local]:
-    started = Local()
+@pytest.fixture(scope="module", params=BOTH)
+def local(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator:
+    started = Local(request.param, tmp_path_factory.mktemp("served"))
     yield started
     started.close()
 
@@ -107,13 +295,13 @@ class Reply(NamedTuple):
     text: str | None
     calls: list[Call]
     reason: str
-    parts: list[str]  # pieces of the text that came one after the other, if it was streamed
 
 
 def ask(local: Local, stream: bool = False, messages: Any = HI, **body: Any) -> list[Reply]:
     """Send a chat by openai's client. Returns the choices, joined from their pieces."""
-    body = {"tools": TOOLS, "max_tokens": 700, "seed": 1} | body
-    body = {name: value for name, value in body.items() if value is not None}
+    # Where the grammar allows a mark, the bias makes the model write it as one token.
+    bias = {str(i): 100 for i in MARKS.values()} if "structured_outputs" in body else {}
+    body = {"tools": TOOLS, "max_tokens": 700, "seed": 1, "logit_bias": bias} | body
     ours = {name: body.pop(name) for name in ("structured_outputs",) if name in body}
     try:
         answer = local.client.chat.completions.create(
@@ -121,320 +309,172 @@ def ask(local: Local, stream: bool = False, messages: Any = HI, **body: Any) -> 
         )
         return streamed(answer) if stream else [whole(choice) for choice in answer.choices]
     except openai.BadRequestError as error:
-        todo = TODO if error.param == "tools" else f"the request is refused for {error.param}"
-        return pytest.fail(f"{todo}: {error.body['message']}", pytrace=False)
+        problem = f"refused for {error.param}: {error.body['message']}"
+        if error.param == "tools":
+            problem += f" (form_of should find the form {local.form!r} in the template)"
+        return pytest.fail(problem, pytrace=False)
 
 
 def whole(choice: Any) -> Reply:
     message, calls = choice.message, choice.message.tool_calls or []
-    assert message.role == "assistant"
-    assert all(each.type == "function" for each in calls)
-    made = [Call(each.function.name, text_of(each), each.id) for each in calls]
-    return Reply(message.content, made, choice.finish_reason, [])
-
-
-def text_of(call: Any) -> str:
-    arguments = call.function.arguments
-    assert isinstance(arguments, str), f"the arguments must be a JSON string, not {arguments!r}"
-    return arguments
+    made = [Call(each.function.name, each.function.arguments, each.id) for each in calls]
+    return Reply(message.content, made, choice.finish_reason)
 
 
 def streamed(chunks: Any) -> list[Reply]:
-    """Join the chunks of a stream, as a client would. A call's id and name come once, and its
-    arguments may come in pieces."""
-    parts: dict[int, list[str]] = {}
+    """Join the chunks of a stream, as a client would."""
+    texts: dict[int, str] = {}
     calls: dict[int, list[Call]] = {}
     reasons: dict[int, str] = {}
     for choice in (choice for chunk in chunks for choice in chunk.choices):
         i, delta = choice.index, choice.delta
         assert i not in reasons, "something came after the finish_reason"
-        assert (delta.role is not None) == (i not in parts), "only the first delta has the role"
+        texts[i] = texts.get(i, "") + (delta.content or "")
         mine = calls.setdefault(i, [])
-        parts.setdefault(i, []).extend([delta.content] if delta.content else [])
         for each in delta.tool_calls or []:
-            assert each.index is not None, "a call in a delta must have an index"
             if each.id:
                 assert each.index == len(mine), f"call {len(mine)} has the index {each.index}"
-                assert each.type == "function"
                 mine.append(Call(each.function.name, "", each.id))
             old = mine[each.index]
-            mine[each.index] = old._replace(arguments=old.arguments + text_of(each))
+            mine[each.index] = old._replace(arguments=old.arguments + each.function.arguments)
         if choice.finish_reason:
             reasons[i] = choice.finish_reason
-    assert reasons.keys() == parts.keys(), "a choice has no finish_reason"
-    return [
-        Reply("".join(parts[i]) or None, calls[i], reasons[i], parts[i]) for i in sorted(reasons)
-    ]
+    assert reasons.keys() == texts.keys(), "a choice has no finish_reason"
+    return [Reply(texts[i] or None, calls[i], reasons[i]) for i in sorted(reasons)]
 
 
-def refused(local: Local, **body: Any) -> str | None:
-    """Return the field that the refusal of a request names."""
-    body = {"messages": HI, "tools": TOOLS, "max_tokens": 2} | body
-    try:
-        local.client.post("/chat/completions", body=body, cast_to=object)
-    except openai.BadRequestError as error:
-        return error.param
-    return pytest.fail(f"this should have been refused: {body}", pytrace=False)
-
-
-def check_call(reply: Reply, *names: str) -> Call:
-    """Check that a reply is one valid call of one of these functions. Returns the call."""
+def check_calls(reply: Reply) -> list[Call]:
+    """Check that a reply is one or more valid calls, and return them."""
     assert reply.text is None, f"without text, the content is null, not {reply.text!r}"
-    assert len(reply.calls) == 1, f"there should be one call: {reply}"
-    (call,) = reply.calls
-    assert call.name in names, f"{call.name} is called, which is not one of {names}"
-    arguments = json.loads(call.arguments)
-    wrong = f"{call.arguments} do not match the parameters of {call.name}"
-    try:
-        assert RIGHT[call.name](**arguments), wrong
-    except TypeError:
-        pytest.fail(wrong, pytrace=False)
-    assert reply.reason == "tool_calls", f"the finish_reason is {reply.reason!r}, not 'tool_calls'"
-    return call
-
-
-# --- A required call ------------------------------------------------------------------------------
+    assert reply.calls and reply.reason == "tool_calls", f"there should be a call: {reply}"
+    for name, arguments, _ in reply.calls:
+        wrong = f"{arguments} do not match the parameters of {name}"
+        try:
+            assert RIGHT[name](**json.loads(arguments)), wrong
+        except TypeError:
+            pytest.fail(wrong, pytrace=False)
+    return reply.calls
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_required(local: Local, stream: bool) -> None:
-    """The bundled model has never seen JSON, and would not write any without a grammar."""
-    replies = ask(local, stream, tool_choice="required", n=8, temperature=100)
-    calls = [check_call(reply, *RIGHT) for reply in replies]
-    assert len({call.name for call in calls}) > 1, "the grammar must allow every function"
-    assert len({call.id for call in calls}) == 8, "each call must have an id of its own"
+    """The grammar forces this form, and the reply is read in it."""
+    made = [check_calls(reply) for reply in ask(local, stream, **ONE, n=8, temperature=100)]
+    assert {len(calls) for calls in made} == {1}, "without parallel_tool_calls, there is one call"
+    assert len({calls[0].name for calls in made}) > 1, "the grammar must allow every function"
 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_by_name(local: Local, name: str) -> None:
     choice = {"type": "function", "function": {"name": name}}
-    for reply in ask(local, tool_choice=choice, n=2) + ask(local, True, tool_choice=choice):
-        check_call(reply, name)
+    for stream in (False, True):
+        (reply,) = ask(local, stream, tool_choice=choice, parallel_tool_calls=False)
+        assert [call.name for call in check_calls(reply)] == [name]
 
 
-def test_a_function_without_parameters(local: Local) -> None:
-    """A function without parameters takes any object as its arguments."""
-    for name in ("f", 'say "hi"'):
-        body = {"tools": [tool(name)], "tool_choice": "required"}
-        for reply in ask(local, max_tokens=30, n=2, **body):
-            if reply.reason == "tool_calls":  # the arguments may also reach max_tokens
-                assert [call.name for call in reply.calls] == [name], reply
-                assert isinstance(json.loads(reply.calls[0].arguments), dict)
-        none = {"type": "object", "properties": {}, "additionalProperties": False}
-        (reply,) = ask(local, tools=[tool(name, none)], tool_choice="required")
-        assert [call[:2] for call in reply.calls] == [(name, "{}")], reply
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_calls(local: Local, stream: bool) -> None:
+    """By default a required reply may have several calls, in Mistral's old form all in one list."""
+    more = {"max_tokens": 300, "temperature": 100}
+    replies = ask(local, stream, tool_choice="required", n=8, **more)
+    ended = [check_calls(reply) for reply in replies if reply.reason != "length"]
+    assert max(map(len, ended)) > 1, "the grammar must allow several calls"
+
+
+def test_the_grammar_is_this_form(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look at what the model has written, before it is split into text and calls."""
+    ask(local, max_tokens=1)
+    monkeypatch.setattr("openai_api.split_calls", lambda text, tools, ended: (text, []))
+    (reply,) = ask(local, **ONE)
+    begins = r"\[TOOL_CALLS\] ?" + ("[a-z]+" if local.form == "mistral_args" else r"\[ ?\{")
+    assert re.match(begins, reply.text or ""), f"this is not the form {local.form!r}: {reply.text}"
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_that_is_cut_off_is_text(local: Local, stream: bool) -> None:
-    """Bug: the client gets half of a call's JSON, and breaks when it parses it."""
-    (reply,) = ask(local, stream, tool_choice="required", max_tokens=12)
-    assert reply.reason == "length", (
-        "the finish_reason of a reply that reaches max_tokens is length"
-    )
-    assert not reply.calls, "an incomplete call must not be returned as a call"
-    assert reply.text, "an incomplete call must be returned as text at the end"
+    (reply,) = ask(local, stream, **ONE, max_tokens=12)
+    assert reply.reason == "length" and not reply.calls, f"this call is incomplete: {reply}"
+    assert "TOOL_CALLS" in (reply.text or ""), f"an incomplete call is text, with its mark: {reply}"
 
 
-# --- Calls in free text ---------------------------------------------------------------------------
-
-
-def tagged(name: str, arguments: Any, space: str = "") -> str:
-    call = json.dumps({"name": name, "arguments": arguments})
-    return f"<tool_call>{space}{call}{space}</tool_call>"
-
-
-ROME = {"city": "Rome", "days": 1}
-ODD = {"city": 'a </tool_call> <tool_call>{"}', "days": [{"é": None}]}
-A_CALL = tagged("weather", ROME)
-REPLIES = {  # what the model writes, and the text (...: all of it) and the calls in it
-    "text": ("Good morrow, cousin.", "Good morrow, cousin.", []),
-    "a call": (A_CALL, None, [("weather", ROME)]),
-    "on lines of its own": (tagged("travel", {}, "\n"), None, [("travel", {})]),
-    "text before it": (f"Let me see. {A_CALL}", "Let me see.", [("weather", ROME)]),
-    "two": (f"{A_CALL}\n{tagged('weather', {})}", None, [("weather", ROME), ("weather", {})]),
-    "tags in a string": (tagged("fight", ODD), None, [("fight", ODD)]),
-    "not JSON": ("<tool_call>{weather: Rome}</tool_call>", ..., []),
-    "NaN": ('<tool_call>{"name": "weather", "arguments": {"days": NaN}}</tool_call>', ..., []),
-    "an unknown function": (tagged("murder", ROME), ..., []),
-    "no name": ('<tool_call>{"arguments": {}}</tool_call>', ..., []),
-    "no object": ("<tool_call>[1]</tool_call>", ..., []),
-    "arguments that are none": (tagged("weather", "Rome"), ..., []),
-    "never closed": (A_CALL.removesuffix("</tool_call>"), ..., []),
-    "more before the end": (A_CALL.replace("</", "x</"), ..., []),
-    "half a tag": ("a <b> <tool <tool_ca", ..., []),
-    "both": (f"<tool_call>O</tool_call>{A_CALL}", "<tool_call>O</tool_call>", [("weather", ROME)]),
-}  # fmt: skip
-
-
-@cache
-def replies_to_all(local: Local, stream: bool) -> dict[str, Future]:
-    """Send all of them at once, which is faster."""
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_are_found_in_the_text(local: Local, stream: bool) -> None:
+    """A grammar with only one choice makes the model write the text, with the marks as tokens."""
 
     def one(text: str) -> Reply:
-        (reply,) = ask(local, stream, structured_outputs={"choice": [text]}, max_tokens=400)
+        (reply,) = ask(local, stream, structured_outputs={"choice": [text]}, temperature=0)
         return reply
 
-    with ThreadPoolExecutor(len(REPLIES)) as pool:
-        return {name: pool.submit(one, text) for name, (text, *_) in REPLIES.items()}
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("name", REPLIES)
-def test_calls_are_found_in_the_text(local: Local, name: str, stream: bool) -> None:
-    """A grammar with only one choice makes the model write the text."""
-    text, content, calls = REPLIES[name]
-    content = text if content is ... else content
-    reply = replies_to_all(local, stream)[name].result()
-    got = [(name, json.loads(arguments)) for name, arguments, _ in reply.calls]
-    assert got == calls, f"the calls in {text!r} are wrong"
-    assert reply.text == content, f"the content is the text outside calls, in {text!r}"
-    assert reply.reason == ("tool_calls" if calls else "stop")
-
-
-def test_text_does_not_wait(local: Local) -> None:
-    """Each token's text comes at once; only what may become a tag is held back."""
-    text = "Good morrow, cousin. Is the day so young? 1 < 2, and <b> is no tag, nor <tools>."
-    (reply,) = ask(local, True, structured_outputs={"choice": [text]})
-    assert reply.text == text
-    assert len(reply.parts) > 12, f"the text came in only {len(reply.parts)} parts"
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_none(local: Local, stream: bool) -> None:
-    """Without tools, a tag is plain text, and the model is not told of any tool."""
-    only = {"structured_outputs": {"choice": [A_CALL]}}
-    (reply,) = ask(local, stream, **only)
-    assert reply.calls, f"by default, {A_CALL!r} is a call"
-    for more in ({"tool_choice": "none"}, {"tools": None}):
-        (reply,) = ask(local, stream, **only, **more)
-        got = reply.text, reply.calls, reply.reason
-        assert got == (A_CALL, [], "stop"), f"with {more}, a tag is plain text"
-
-
-def test_each_choice_has_its_own(local: Local) -> None:
-    texts = [A_CALL, "Nay."]
-    replies = ask(local, True, n=8, structured_outputs={"choice": texts}, temperature=100)
-    calls = [reply.calls for reply in replies]
-    assert {*map(bool, calls)} == {True, False}, "the test is useless: all choices are alike"
-    for reply in replies:
-        assert (reply.text is None) == bool(reply.calls) == (reply.reason == "tool_calls")
-
-
-# --- The conversation -----------------------------------------------------------------------------
-
-TEMPLATE = """{% for m in messages %}{{ m.role }}:{{ m.content or '' }};
-{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }};
-{% endfor %}{% endfor %}
-{% if tools %}TOOLS{{ tools | tojson }}{% endif %}{{ tools is none }}"""
-
-
-@pytest.fixture
-def rendered(local: Local, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Collect the texts that the chat template makes; the last is that of the last request."""
-    texts, tokenizer = [], local.engine.tokenizer
-    encode = tokenizer.encode
-
-    def spy(text: str, *args: Any, **options: Any) -> list[int]:
-        if text != "<think>":  # the server only looks for this token
-            texts.append(text)
-        return encode(text, *args, **options)
-
-    monkeypatch.setattr(tokenizer, "template", TEMPLATE)
-    monkeypatch.setattr(tokenizer, "encode", spy)
-    return texts
-
-
-def test_the_template_is_given_the_tools(local: Local, rendered: list[str]) -> None:
-    ask(local, max_tokens=1)
-    assert f"TOOLS{json.dumps(TOOLS)}" in rendered[0], "pass the tools to the template unchanged"
-    rendered.clear()
-    for more in ({"tool_choice": "none"}, {"tools": None}, {"tools": []}):
-        ask(local, max_tokens=1, **more)
-    assert len(rendered) == 3
-    wrong = "without tools, the template's tools must be None"
-    assert all(text.endswith("True") for text in rendered), wrong
-
-
-def test_the_template_is_given_the_calls(local: Local, rendered: list[str]) -> None:
-    """The template gets the arguments as objects, because it writes the JSON itself."""
-    call = {"name": "weather", "arguments": json.dumps(ROME)}
-    messages = [
-        *HI,
-        {"role": "assistant", "tool_calls": [{"id": "x", "type": "function", "function": call}]},
-        {"role": "tool", "tool_call_id": "x", "content": "sunny"},
-    ]
-    ask(local, messages=messages, max_tokens=1)
-    wrong = "turn the arguments from OpenAI's JSON string into an object for the template"
-    assert f"weather{json.dumps(ROME)};" in rendered[0], wrong
-    assert "tool:sunny;" in rendered[0]
-    call["arguments"] = "{weather"
-    assert refused(local, messages=messages) == "messages[1]", "the arguments are invalid JSON"
+    cases = replies(local.form)
+    with ThreadPoolExecutor(len(cases)) as pool:
+        sent = [(case, pool.submit(one, case[0])) for case in cases.values()]
+    for (text, content, calls), future in sent:
+        reply = future.result()
+        got = [(name, json.loads(arguments)) for name, arguments, _ in reply.calls]
+        assert got == calls, f"the calls in {text!r} are wrong"
+        content = text if content is ... else content
+        assert reply.text == content, f"the content is the text outside calls, in {text!r}"
+        assert reply.reason == ("tool_calls" if calls else "stop")
 
 
 def test_the_loop(local: Local) -> None:
-    """Do what every agent does: ask, run the call, send its result, until there is a text."""
+    """Do what every agent does. Mistral's templates refuse ids that have not nine letters or
+    digits, and a client sends back those that it got."""
     messages: list[Any] = [*HI]
-    texts = ({"structured_outputs": {"choice": [text]}} for text in (A_CALL, "It is sunny."))
-    seen = []
+    text = written(local.form, ("weather", ROME), ("weather", ROME))
     ask(local, max_tokens=1)  # fails with a message that says what to do
-    for turn in ({"tool_choice": "required"}, *texts):
-        answer = local.client.chat.completions.create(
-            model="shakespeare", messages=messages, tools=TOOLS, max_tokens=700, extra_body=turn
-        )
-        message = answer.choices[0].message
-        messages.append(message)  # the client's own object
-        for call in message.tool_calls or []:
-            arguments = json.loads(call.function.arguments)
-            seen.append((call.function.name, arguments))
-            result = json.dumps({"done": arguments})
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
-    assert len(seen) == 2 and seen[1] == ("weather", ROME), f"the calls were {seen}"
-    assert message.content == "It is sunny." and not message.tool_calls, message
-    assert answer.choices[0].finish_reason == "stop"
-    assert [each.role if hasattr(each, "role") else each["role"] for each in messages] == [
-        "user", "assistant", "tool", "assistant", "tool", "assistant"
+    for turn in ({"structured_outputs": {"choice": [text]}}, {"max_tokens": 4}):
+        more = {"temperature": 0, "max_tokens": 300} | turn
+        try:
+            message = local.client.post(
+                "/chat/completions", body={"messages": messages, "tools": TOOLS, **more},
+                cast_to=object,
+            )["choices"][0]["message"]  # fmt: skip
+        except openai.BadRequestError as error:
+            pytest.fail(f"the ids of the calls are wrong: {error.body['message']}", pytrace=False)
+        messages.append(message)
+        for call in message.get("tool_calls") or []:
+            wrong = f"the id of a call must be nine letters or digits, and not {call['id']!r}"
+            assert re.fullmatch("[0-9A-Za-z]{9}", call["id"]), wrong
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": "sunny"})
+    assert [each["role"] for each in messages] == [
+        "user", "assistant", "tool", "tool", "assistant"
     ]  # fmt: skip
+    assert messages[2]["tool_call_id"] != messages[3]["tool_call_id"], "each call has its own id"
 
 
-# --- Errors ---------------------------------------------------------------------------------------
-
-NAMED = {"type": "function", "function": {"name": "murder"}}
-WRONG = {
-    "a function that is not there": ({"tool_choice": NAMED}, "tool_choice"),
-    "another choice": ({"tool_choice": "sometimes"}, "tool_choice"),
-    "no function": ({"tool_choice": {"type": "function"}}, "tool_choice"),
-    "no tool": ({"tool_choice": "required", "tools": []}, "tool_choice"),
-    "two structures": (
-        {"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
-    "not a list": ({"tools": TOOLS[0]}, "tools"),
-    "not a tool": ({"tools": ["weather"]}, "tools"),
-    "not a function": ({"tools": [{"type": "function"}]}, "tools"),
-    "not a name": ({"tools": [tool(5)]}, "tools"),
-    "no schema": ({"tools": [tool("f", [1])]}, "tools"),
-}  # fmt: skip
+@pytest.mark.parametrize("name", BOTH)
+def test_the_command_line(local: Local, name: str) -> None:
+    """--tool-format names a form, whatever the template shows."""
+    wanted = form(name)
+    args = parse_args(["--tool-format", name])
+    assert API(local.engine, "x", SamplingParams(), args.tool_format).form is wanted
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_a_wrong_request_is_refused(local: Local, what: str) -> None:
-    ask(local, max_tokens=1)
-    body, param = WRONG[what]
-    assert refused(local, **body) == param, f"the error must name the field {param}"
+OTHERS = {
+    "hermes": '<tool_call>\n{"name": "weather", "arguments": {"days": 1}}\n</tool_call>',
+    "llama3": '{"name": "weather", "parameters": {"days": 1}}',
+}
 
 
-def test_a_completion_has_no_tools(local: Local) -> None:
-    ask(local, max_tokens=1)
-    with pytest.raises(openai.BadRequestError, match="tools"):
-        local.client.completions.create(
-            model="shakespeare", prompt="a", extra_body={"tools": TOOLS}
-        )
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_other_forms_stay(local: Local, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are read and forced as before, and do not read Mistral's calls."""
+    monkeypatch.setattr(local.server.api, "form", FORMS[name])
+    for stream in (False, True):
+        for reply in ask(local, stream, **ONE, n=2):
+            assert len(check_calls(reply)) == 1
+    tools = Tools(FORMS[name], RIGHT, True)
+    call = {"name": "weather", "arguments": '{"days": 1}'}
+    assert split_calls(OTHERS[name], tools, True) == ("", [call])
+    for text in (written(each, ("weather", ROME)) for each in BOTH):
+        assert split_calls(text, tools, True) == (text, [])
 
 
 def test_nothing_is_left_behind(local: Local) -> None:
-    ask(local, tool_choice="required")
+    ask(local, **ONE)
     deadline = time.monotonic() + 10
-    while local.server.waiters or local.engine.queue:
-        assert time.monotonic() < deadline
+    while local.server.waiters or local.engine.queue or local.server.inbox.qsize():
+        assert time.monotonic() < deadline, "requests are left"
         time.sleep(0.01)
     audit(local.engine)
-    assert len(local.engine.pool.available) == local.engine.pool.num_blocks
