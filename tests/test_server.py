@@ -1591,22 +1591,16 @@ def test_the_command_line_and_a_signal(tmp_path):
         assert "Traceback" not in server.log.read_text()
 
 
-def test_requests_while_stopping(local, monkeypatch):
+def test_requests_while_stopping(make_local, monkeypatch):
     """A request that came after the signal was started, and then cut off."""
-    monkeypatch.setattr(local.server, "listen", None)
-    with contextlib.closing(local.open()) as connection:
-        local.send("GET", "/health", on=connection)
-        complete = server_module.Connection.complete
+    local, complete = make_local(), server_module.Connection.complete
 
-        def late(self, chat):
-            monkeypatch.setattr(local.server, "stopping", True)
-            try:
-                complete(self, chat)
-            finally:
-                monkeypatch.setattr(local.server, "stopping", False)
+    def late(self, chat):
+        local.server.stopping = True
+        complete(self, chat)
 
-        monkeypatch.setattr(server_module.Connection, "complete", late)
-        assert "stopping" in local.post(COMPLETIONS, SHORT, connection).fails(503)
+    monkeypatch.setattr(server_module.Connection, "complete", late)
+    assert "stopping" in local.post(COMPLETIONS, SHORT).fails(503)
     assert not local.engine.queue
 
 
