@@ -124,54 +124,30 @@ def layer_kinds(raw: JSON) -> JSON:
 
 
 def rope_and_folds(raw: JSON) -> JSON:
-    """Return Config's `rope_speeds` and `folds`, and max_position_embeddings.
+    """Return Config's `rope_theta`, `rope_speeds`, `folds` and `embedding_multiplier`, and the
+    context: max_position_embeddings.
 
-    Newer files have one dict `rope_parameters`; older ones have `rope_theta` and a dict
-    `rope_scaling`. If a file has both dicts, `rope_scaling` wins, as in transformers. longrope
-    changes its speeds, also of what is in the cache already, when a text grows beyond the original
-    context. So the context ends there.
+    longrope changes its speeds, also of what is in the cache already, when a text grows beyond the
+    original context. So the context ends there.
     """
     H = raw["head_dim"]
-    rope = check("rope", raw.get("rope_scaling", raw["rope_parameters"]), dict)
-    local = rope.get("sliding_attention") or {"rope_theta": raw.get("rope_local_base_freq")}
-    rope = rope.get("full_attention") or rope  # Gemma 3 has a dict for each kind of layer
+    rope = complete_rope(raw)
     context = raw["max_position_embeddings"]
-    outside = {name: raw[name] for name in ("rope_theta", "partial_rotary_factor")}
-    rope = dict(rope_type=rope.get("type", "default")) | outside | rope
-    if "original_max_position_embeddings" in raw:  # Phi-3's goes before the dict's, as there
-        rope["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
-    kind = supported("rope_type", rope["rope_type"], *ROPES)
-    if kind in ("yarn", "longrope"):
-        usual = dict(original_max_position_embeddings=context, beta_fast=32, beta_slow=1)
-        rope = usual | dict(truncate=True) | rope
-        check("original_max_position_embeddings", rope["original_max_position_embeddings"], int, 2)
-    if kind == "longrope":
-        rope = dict(factor=context / rope["original_max_position_embeddings"]) | rope
+    if rope["rope_type"] == "longrope":
         context = min(context, rope["original_max_position_embeddings"])
-    for name in ("rope_theta", *ROPES[kind]):
-        check(name if name == "rope_theta" else f"rope {name}", rope.get(name), float)
-    if kind == "llama3":
-        check("high_freq_factor - low", rope["high_freq_factor"] - rope["low_freq_factor"], float)
-    share = check("partial_rotary_factor", rope["partial_rotary_factor"], float, 0, 1)
-    if not raw.get("partial_rope"):
-        supported("partial_rotary_factor", share, 1.0)
-    dim = check("partial_rotary_factor * head_dim", int(H * share), int, 2)
-    if kind == "longrope":
-        factors = check_items("rope short_factor", rope.get("short_factor"), list, float)
-        supported("the length of rope short_factor", len(factors), dim // 2)
-    if dim % 2:
-        raise ValueError(f"rope rotates {dim} of {H} channels: the number must be even")
+    dim = rotated_channels(rope, H)
     found = [speeds(rope, dim)]
-    if any(raw["ropes"]):
-        second = torch.zeros(dim // 2, device="cpu")
-        if "rope_local_base_freq" in raw:
-            check("rope_local_base_freq", local["rope_theta"], float)
-            second = speeds(dict(rope_type="default") | local, dim)
-        found.append(second)
+    if "rope_local_base_freq" in raw:  # Gemma 3's layers with a window have another rope
+        parameters = raw["rope_parameters"].get("sliding_attention") or {}
+        theta = parameters.get("rope_theta", raw["rope_local_base_freq"])
+        check("rope_local_base_freq", theta, float)
+        found.append(speeds(dict(rope_type="default", rope_theta=theta), dim))
+    elif raw["ropes"]:  # SmolLM3's layers without rope
+        found.append(torch.zeros(dim // 2, device="cpu"))
     rest = [0.0] * (H // 2 - dim // 2)
-    embedding = (
-        raw["hidden_size"] ** 0.5 if raw.get("root_of_width") else raw["embedding_multiplier"]
-    )
+    embedding = raw["embedding_multiplier"]
+    if raw.get("root_of_width"):
+        embedding = raw["hidden_size"] ** 0.5
     return dict(
         rope_theta=rope["rope_theta"],
         max_position_embeddings=context,
@@ -179,6 +155,54 @@ def rope_and_folds(raw: JSON) -> JSON:
         folds=folds_of(raw, dim, attention_factor(rope) ** 2),
         embedding_multiplier=embedding,
     )
+
+
+def complete_rope(raw: JSON) -> JSON:
+    """Collect the settings of rope, with the defaults of its type, and check them.
+
+    Newer files have one dict `rope_parameters`, and Gemma 3's in it one for each kind of layer;
+    older files have `rope_theta` and a dict `rope_scaling`. If a file has both dicts,
+    `rope_scaling` wins, as in transformers.
+    """
+    given = check("rope", raw.get("rope_scaling", raw["rope_parameters"]), dict)
+    given = given.get("full_attention") or given
+    rope = dict(
+        rope_type=given.get("type", "default"),
+        rope_theta=raw["rope_theta"],
+        partial_rotary_factor=raw["partial_rotary_factor"],
+    )
+    rope |= given
+    context = raw["max_position_embeddings"]
+    original = "original_max_position_embeddings"
+    if original in raw:  # Phi-3's goes before the dict's, as there
+        rope[original] = raw[original]
+    kind = supported("rope_type", rope["rope_type"], *ROPES)
+    if kind in ("yarn", "longrope"):
+        rope = {original: context, "beta_fast": 32, "beta_slow": 1, "truncate": True} | rope
+        check(original, rope[original], int, 2)
+    if kind == "longrope":
+        rope = dict(factor=context / rope[original]) | rope
+    check("rope_theta", rope["rope_theta"], float)
+    for name in ROPES[kind]:
+        check(f"rope {name}", rope.get(name), float)
+    if kind == "llama3":
+        check("high_freq_factor - low", rope["high_freq_factor"] - rope["low_freq_factor"], float)
+    check("partial_rotary_factor", rope["partial_rotary_factor"], float, 0, 1)
+    if not raw.get("partial_rope"):
+        supported("partial_rotary_factor", rope["partial_rotary_factor"], 1.0)
+    return rope
+
+
+def rotated_channels(rope: JSON, head_dim: int) -> int:
+    """Return how many channels of a head rope rotates, the first ones."""
+    dim = int(head_dim * rope["partial_rotary_factor"])
+    check("partial_rotary_factor * head_dim", dim, int, 2)
+    if dim % 2:
+        raise ValueError(f"rope rotates {dim} of {head_dim} channels: the number must be even")
+    if rope["rope_type"] == "longrope":
+        factors = check_items("rope short_factor", rope.get("short_factor"), list, float)
+        supported("the length of rope short_factor", len(factors), dim // 2)
+    return dim
 
 
 def folds_of(raw: JSON, rope_dim: int, rotated: float) -> JSON:

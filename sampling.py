@@ -90,7 +90,9 @@ def distribution(logits: Tensor, rows: Rows) -> Tensor:
     logits /= torch.tensor(temperature, device=logits.device)  # (B, 1)
     probs = logits.softmax(-1)
     filtered = [b for b, row in enumerate(rows) if row.filters]
-    if filtered:  # keep_likeliest_fast does what keep_likeliest does
+    if len(filtered) == len(rows):  # without copies; it does what keep_likeliest does
+        return keep_likeliest_fast(probs, params)
+    if filtered:
         probs[filtered] = keep_likeliest_fast(probs[filtered], [params[b] for b in filtered])
     return probs
 

@@ -1,0 +1,13 @@
+# The server on a CPU, with the bundled model:
+#   docker build -t kilolm . && docker run -p 8000:8000 kilolm
+# or with another folder: docker run -p 8000:8000 -v FOLDER:/model kilolm --checkpoint /model
+FROM python:3.11-slim
+# --compile needs a C++ compiler
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+WORKDIR /kilolm
+RUN pip install --no-cache-dir "torch>=2.11,<2.14" --index-url https://download.pytorch.org/whl/cpu
+COPY . .
+RUN pip install --no-cache-dir -e ".[hf,structured]" && useradd --create-home kilolm
+USER kilolm
+EXPOSE 8000
+ENTRYPOINT ["python", "server.py", "--host", "0.0.0.0"]
