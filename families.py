@@ -5,7 +5,8 @@ at a speed, so each method of extending rope is a list of speeds, and a layer wi
 speeds of 0. A factor on queries, residuals or logits is a factor on the weights that make these. So
 model.py has none of them. This file knows config.json's names for these numbers, and the names of
 the weights; it does not read files. Every family has been compared with `transformers`, logit by
-logit (tests/test_model.py). Read: FAMILIES, layer_kinds, speeds, folded.
+logit (tests/test_model.py). Read: FAMILIES,
+layer_kinds, complete_rope, speeds, folded.
 """
 
 import math
@@ -281,14 +282,20 @@ def speeds(rope: JSON, dim: int) -> Tensor:
 
 
 def attention_factor(rope: JSON) -> float:
-    """The factor by which yarn and longrope multiply the rotated queries and keys."""
-    if rope.get("attention_factor") or rope["rope_type"] not in ("yarn", "longrope"):
-        return rope.get("attention_factor", 1.0)
+    """The factor by which yarn and longrope multiply the rotated queries and keys. The other types
+    have none, and ignore a given one, as in transformers."""
+    if rope["rope_type"] not in ("yarn", "longrope"):
+        return 1.0
+    if rope.get("attention_factor") is not None:
+        return check("rope attention_factor", rope["attention_factor"], float)
     growth = math.log(max(rope["factor"], 1))
     if rope["rope_type"] == "longrope":
         return math.sqrt(1 + growth / math.log(rope["original_max_position_embeddings"]))
-    both = rope.get("mscale") and rope.get("mscale_all_dim")
-    above, below = (rope["mscale"], rope["mscale_all_dim"]) if both else (1, 0)
+    above = 1.0
+    below = 0.0
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        above = check("rope mscale", rope["mscale"], float)
+        below = check("rope mscale_all_dim", rope["mscale_all_dim"], float)
     return (1 + 0.1 * above * growth) / (1 + 0.1 * below * growth)
 
 
@@ -309,12 +316,16 @@ def rotated_first(head_dim: int, dim: int) -> Tensor:
     return torch.cat([torch.cat(pair) for pair in halves])
 
 
+FOLDED = ("q_proj", "k_proj", "o_proj", "down_proj")  # and all norms
+
+
 def folded(config: Config, name: str, tensor: Tensor) -> Tensor:
-    """Return a stored tensor with the numbers of config.folds in it.
+    """Return a stored tensor with the numbers of config.folds in it, of the same shape and dtype.
 
     Args:
         name: this engine's name of the tensor. Of a quantised weight the rows are reordered, and
             only the scales are multiplied.
+        tensor: its first dimension counts output channels. It may be on the meta device.
 
     Example: with a residual_multiplier of 0.5, o_proj and down_proj are halved
     """
@@ -344,6 +355,3 @@ def folded(config: Config, name: str, tensor: Tensor) -> Tensor:
     if module == "norm":  # the last one, before lm_head
         x = x / folds["logits"]
     return x.to(tensor.dtype)
-
-
-FOLDED = ("q_proj", "k_proj", "o_proj", "down_proj")

@@ -38,7 +38,8 @@ class Form(NamedTuple):
 
 
 OPEN = "<tool_call>"
-CUT = "|".join(OPEN[:length] for length in range(len(OPEN) - 1, 0, -1))  # by the end of the text
+# What there may be of OPEN when the text so far ends within it, the longest first.
+CUT = "|".join(OPEN[:length] for length in range(len(OPEN) - 1, 0, -1))
 FORMS = dict(
     # Qwen, Hermes and SmolLM3
     hermes=Form(

@@ -133,6 +133,7 @@ class Transformer(nn.Module):
         """Look up the tokens' vectors: (B, T) -> (B, T, D)."""
         x = self.embed_tokens(tokens)
         if self.config.embedding_multiplier != 1:
+            # Rounded to the dtype first, as in training: in bfloat16 the root of 640 is 25.25.
             x = x * torch.tensor(self.config.embedding_multiplier, dtype=x.dtype)
         return x
 

@@ -104,6 +104,8 @@ class API:
         try:
             fields = translate(given, chat)
             tools = self.tools(fields) if chat else None
+            if tools:
+                restrict(fields, tools)
             params = self.sampling_params(fields, chat)
             prompts: Any = self.chat_ids(fields, tools) if tools else fields.get("prompt", "")
             if not isinstance(prompts, list) or all(type(i) is int for i in prompts):
@@ -118,14 +120,10 @@ class API:
             raise Problem(400, str(error)[:500], param) from None
 
     def tools(self, fields: JSON) -> Tools:
-        """Return what the reply of a chat may call, and restrict it if it has to call something."""
+        """Return what the reply of a chat may call."""
         tools = tools_of(fields, self.form or FORMS["hermes"])
         if tools.schemas and not self.form:
             raise SettingError("tools", "are unknown to the chat template: use --tool-format")
-        calls = required_calls(fields.get("tool_choice", "auto"), tools)
-        if calls and "structured_outputs" in fields:
-            raise SettingError("tool_choice", "requires a call, which excludes another structure")
-        fields |= {"structured_outputs": calls} if calls else {}
         return tools
 
     def request(self, prompt: Any, params: SamplingParams, fields: JSON, source: str) -> Request:
@@ -250,6 +248,15 @@ def translate(given: JSON, chat: bool) -> JSON:
             raise SettingError("structured_outputs", "excludes response_format")
         fields["structured_outputs"] = schema
     return fields
+
+
+def restrict(fields: JSON, tools: Tools) -> None:
+    """Let a chat's reply have nothing but calls, if `tool_choice` requires one."""
+    calls = required_calls(fields.get("tool_choice", "auto"), tools)
+    if calls:
+        if "structured_outputs" in fields:
+            raise SettingError("tool_choice", "requires a call, which excludes another structure")
+        fields["structured_outputs"] = calls
 
 
 def check_supported(fields: JSON, chat: bool) -> None:

@@ -1,12 +1,13 @@
-"""Fast matrix products: PyTorch's private operators for them, in one place.
+"""Compiling, and fast matrix products by PyTorch's private operators, in one place.
 
 compile_model replaces each Linear of a finished model, plain or quantised, by a form that its
 device multiplies fast, where PyTorch has one (on CUDA for int4 only), and leaves the rest to
 torch.compile. These forms are never stored. The form that a matrix gets depends on the processor
 and on the cache (one sequence, or many), never on timing, so the same command on the same machine
-gives the same tokens in each process. Skip this file at first: the engine needs it for --compile
-only. In it, N is output channels, K input channels, G groups, R rows. Read: compile_model,
-PackedLinear, form_of.
+gives the same tokens in each process. What changes from step to step, such as how a prompt attends,
+is hidden from the compiler. Skip this file at first: the engine needs it only for --compile, and
+for quantised weights on a CPU. In it, N is output channels, K input channels, G groups, R rows.
+Read: compile_model, OpaqueCache, PackedLinear, form_of.
 """
 
 import warnings
@@ -62,8 +63,8 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
         # them, so that no dequantised copy is written to memory.
         torch._inductor.config.coordinate_descent_tuning = True
         # torch.compile must not replay a paged step, because it depends on numbers on the host that
-        # change. (tools/cuda_graphs.py replays it in its own way.)
-        # Its forward alone, as hide_caches, which runs before it, cannot be compiled.
+        # change. (tools/cuda_graphs.py replays it in its own way.) Only the forward is compiled,
+        # and not the call around it, which runs hide_caches.
         mode = "reduce-overhead" if batch_size else None
         vars(model)["forward"] = torch.compile(model.forward, mode=mode)
     model.register_forward_pre_hook(hide_caches)

@@ -226,8 +226,7 @@ class Engine:
             tokenizer: None: prompts are ids, and there is no text.
             proposer: guesses tokens; see speculative.py. None: no guesses.
             make_matcher: compiles SamplingParams.structured_outputs; see structured.make_matcher.
-                None:
-                structured outputs are refused.
+                None: structured outputs are refused.
             runner: tp.Leader, if the model is one rank's share; or flex.FlexRunner.
             options: see settings.Limits. Unless num_blocks is set, there are no more blocks than
                 max_num_seqs sequences of max_seq_len can use. By default, a step's budget is one

@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 
 import openai
 import pytest
+from conftest import SHAKESPEARE
 from serving import CHAT, HI, Local, local, make_local, shared  # noqa: F401 (fixtures)
 
 from function_calls import FORMS, Tools, form_of, split_calls
+from tokenizer import Tokenizer
 
 # A schema as people write it, and two as pydantic writes them: a shared part is under $defs, and
 # "#" is the schema itself. The two have another $defs under the same name.
@@ -274,6 +276,33 @@ def test_the_form_of_llama_3(server: Local, monkeypatch: pytest.MonkeyPatch) -> 
         two = f"{bare('weather', ROME)}; {bare('weather', ROME)}"
         (reply,) = ask(server, stream, structured_outputs={"choice": [two]})
         assert [call.name for call in reply.calls] == ["weather"] * 2 and reply.text is None
+
+
+def test_the_name_of_a_call_comes_first(server: Local) -> None:
+    """Clients that merge chunks take what comes in one as different calls."""
+    choice = {"structured_outputs": {"choice": [f"Look: {A_CALL}"]}}
+    body = {"messages": HI, "tools": TOOLS, "stream": True, "max_tokens": 400} | choice
+    events = [json.loads(event) for event in server.post(CHAT, body).events[:-1]]
+    choices = [event["choices"][0] for event in events]
+    name, arguments = (each for each in choices if each["delta"].get("tool_calls"))
+    (first,), (second,) = name["delta"]["tool_calls"], arguments["delta"]["tool_calls"]
+    assert first["function"] == {"name": "weather", "arguments": ""} and first["id"]
+    assert second == {"index": 0, "function": {"arguments": json.dumps(ROME)}}
+    assert (name["finish_reason"], choices[-1]["finish_reason"]) == (None, "tool_calls")
+
+
+def test_marks_that_are_special_tokens(tmp_path) -> None:
+    """Special tokens have no text in the output, so no call was found in it."""
+    for file in ("config.json", "tokenizer.model"):
+        (tmp_path / file).write_bytes((SHAKESPEARE / file).read_bytes())
+    size = Tokenizer(SHAKESPEARE).vocab_size
+    words = "<tool_call>", "</tool_call>", "<other>"
+    added = {str(size + i): {"content": word, "special": True} for i, word in enumerate(words)}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+    tokenizer = Tokenizer(tmp_path)
+    ids = tokenizer.encode("<tool_call>{}</tool_call><other>", add_special=False)
+    assert {size, size + 1, size + 2} <= {*ids}
+    assert tokenizer.decode(ids) == "<tool_call>{}</tool_call>"
 
 
 def test_a_template_that_knows_no_tools(local) -> None:  # noqa: F811

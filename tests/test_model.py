@@ -85,6 +85,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-bias": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
     "qwen3-max_window_layers": ("Qwen3", {**SLIDING, "head_dim": 16, "max_window_layers": 2}),
     "qwen3-layer_types": ("Qwen3", {**SLIDING, "head_dim": 16, "layer_types": MIXED}),
+    "llama-linear-factor": ("Llama", {"rope_parameters": LINEAR | {"attention_factor": 2.0}}),
     "llama-yarn": ("Llama", {"head_dim": 16, "rope_parameters": YARN | NEAR}),
     "qwen2-yarn": ("Qwen2", {"rope_parameters": YARN | NEAR | {"truncate": False}}),
     "qwen3-yarn-mscale": ("Qwen3", {"head_dim": 16, "rope_parameters": YARN | NEAR | {
@@ -310,7 +311,10 @@ def test_what_a_family_leaves_out(tmp_path):
     mistral = config(architectures=["MistralForCausalLM"], num_attention_heads=16)
     assert (mistral.num_key_value_heads, mistral.windows) == (8, (4096, 4096))
     qwen3 = config(architectures=["Qwen3ForCausalLM"], num_key_value_heads=2)
-    assert qwen3.head_dim == 128
+    assert (qwen3.head_dim, qwen3.max_position_embeddings) == (128, 32768)
+    for window, windows in ((4095, (4095, 4095)), (4096, (None, None)), (262144, (None, None))):
+        phi3 = config(architectures=["Phi3ForCausalLM"], sliding_window=window)
+        assert phi3.windows == windows  # a window that hides nothing costs a mask
 
 
 def test_dtype_is_read_under_both_keys(llama, tmp_path):
