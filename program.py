@@ -41,9 +41,11 @@ def run(main: Callable[[], int]) -> None:
     if sys.stderr:  # None if it is closed
         sys.stderr = io.TextIOWrapper(Lossy(2, "w"), errors="backslashreplace", write_through=True)
     try:
-        signal.signal(signal.SIGINT, BEFORE)
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
-    finally:
-        signal.signal(signal.SIGINT, leave)  # while Python shuts down
+        try:
+            signal.signal(signal.SIGINT, BEFORE)
+            status = main()
+        finally:
+            signal.signal(signal.SIGINT, leave)  # while Python shuts down
+    except KeyboardInterrupt:  # from main, or from `finally` just before leave was set
+        status = 130
+    sys.exit(status)

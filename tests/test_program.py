@@ -58,6 +58,23 @@ def test_ctrl_c_while_it_ends(seconds):
     assert process.returncode in (0, 130, -signal.SIGINT)  # the last is 130 to a shell, too
 
 
+def test_ctrl_c_as_the_handler_changes():
+    """The signal came after main had returned, in the line that puts the last handler in place."""
+    code = """if True:
+        import signal, sys
+        import program
+        set_handler = signal.signal
+        def interrupted(number, handler):
+            if handler is program.leave:
+                signal.signal = set_handler
+                signal.raise_signal(signal.SIGINT)
+            return set_handler(number, handler)
+        signal.signal = interrupted
+        program.run(lambda: 0)"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True)
+    assert (done.returncode, done.stderr) == (130, b"")
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's /dev/full")
 @pytest.mark.parametrize(
     ("words", "status"),
