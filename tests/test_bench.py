@@ -526,7 +526,7 @@ def test_no_exponents():
     svgs = [pictures.draw(*picture) for picture in report.drawings().values()]
     shown = [text for svg in svgs for text in re.findall(r"<text[^>]*>([^<]*)", svg)]
     assert len(shown) > 100
-    for page in (*(write() for write in report.PAGES.values()), *shown):
+    for page in (*map(report.page, report.PARTS), *shown):
         assert not re.search(r"\de[+-]\d", page)
 
 
@@ -554,17 +554,19 @@ def test_without_matplotlib(monkeypatch, capsys, tmp_path):
     finds that its picture cannot be drawn."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(report, "ROOT", tmp_path)
-    for name in ("README.md", "benchmarks/README.md"):
+    for name, parts in report.PARTS.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("".join(f"<!-- {m} -->\n<!-- /{m} -->" for m in report.PARTS))
+        (tmp_path / name).write_text("".join(f"<!-- {m} -->\n<!-- /{m} -->" for m in parts))
     for name in report.MODULES:
         (tmp_path / f"{name}.py").write_text((ROOT / f"{name}.py").read_text())
     monkeypatch.setattr(report, "COURSE", tmp_path)
     assert bench.main(["report"]) == 0
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and 'pip install -e ".[bench]"' in err
-    assert "| times one after another |" in (tmp_path / "README.md").read_text()
-    assert "| run | weights, MB | perplexity |" in (tmp_path / "benchmarks/README.md").read_text()
+    assert "**" in (tmp_path / "README.md").read_text()
+    figures = (tmp_path / "benchmarks/README.md").read_text()
+    assert "| times one after another |" in figures
+    assert "| run | weights, MB | perplexity |" in figures
     assert not [*tmp_path.rglob("*.svg")]
     assert bench.main(["serve", "--plot", str(tmp_path / "x.svg")]) == 2
     out, err = capsys.readouterr()

@@ -28,15 +28,17 @@ TECHNIQUES = ("quantize", "formats", "speculative", "experts", "structured", "tp
 EDGES = ("openai_api", "function_calls", "metrics", "llm", "settings", "machine", "checkpoint")
 EDGES += ("families", "tokenizer", "packed", "program")
 MODULES = (*ENGINE, *TECHNIQUES, *EDGES)
+# What generate.py imports to run one prompt.
+NEEDED = (*ENGINE, "llm", "settings", "machine", "checkpoint", "families", "tokenizer")
 
 
 def main() -> int:
-    """Rewrite the generated parts of the pages, the line links of README.md and the course, and the
-    pictures. Without matplotlib the pictures stay as they are, and a line says so. Returns 0."""
-    for name, write in PAGES.items():
-        (ROOT / name).write_text(write())
-    for page in COURSE.glob("*.md"):
-        page.write_text(line_links(page.read_text(), page))
+    """Rewrite the generated parts of the pages, the line links of the course, and the pictures.
+    Without matplotlib the pictures stay as they are, and a line says so. Returns 0."""
+    for name in PARTS:
+        (ROOT / name).write_text(page(name))
+    for chapter in COURSE.glob("*.md"):
+        chapter.write_text(line_links(chapter.read_text(), chapter))
     try:
         for name, picture in drawings().items():
             (ROOT / name).write_text(pictures.draw(*picture))
@@ -45,10 +47,10 @@ def main() -> int:
     return 0
 
 
-def readme() -> str:
-    """Return README.md with its parts filled in."""
-    text = line_links((ROOT / "README.md").read_text())
-    for mark, write in PARTS.items():
+def page(name: str) -> str:
+    """Return a page with its parts filled in."""
+    text = speed_tables() if name == "benchmarks/README.md" else (ROOT / name).read_text()
+    for mark, write in PARTS[name].items():
         text = fill(text, mark, write())
     return text
 
@@ -95,12 +97,23 @@ def file_table() -> str:
         lines += own[0]
         nodes += own[1]
         idea = doc.split("\n")[0].rstrip(".")
-        file = f"[`{name}.py`]({name}.py)"
+        file = f"[`{name}.py`](../{name}.py)"
         rows.append([file, f"{own[0]:,}", f"{own[1]:,}", idea, ", ".join(links)])
         if name == ENGINE[-1]:
             rows.append(["the engine", f"{lines:,}", f"{nodes:,}", "", ""])
     rows.append(["all", f"{lines:,}", f"{nodes:,}", "", ""])
     return f"\n{markdown(rows)}\n"
+
+
+def size() -> str:
+    """Say how large the engine is, what it needs to run one prompt, and all."""
+    lines = {name: code_lines((ROOT / f"{name}.py").read_text()) for name in MODULES}
+    engine, needed = (sum(map(lines.get, names)) for names in (ENGINE, NEEDED))
+    return (
+        f"The engine is {len(ENGINE)} files with {engine:,} lines of code, an evening's reading. "
+        f"One prompt needs {len(NEEDED)} files\n({needed:,} lines); all {len(MODULES)}, with the "
+        f"techniques and the server, have {sum(lines.values()):,} lines.\n"
+    )
 
 
 def markdown(rows: list[list[str]]) -> str:
@@ -239,6 +252,20 @@ def summary() -> str:
     return f"\n{markdown(rows)}\n"
 
 
+def beside_others() -> str:
+    """Show tokens per second beside other engines, from one record of `versus`. The fastest engine
+    of a row is bold."""
+    run = json.loads((RECORDS / f"{PAGE['beside_others']}.json").read_text())
+    rows = [[f"{run['model']}, {run['dtype']}, tokens/s", *NAMES.values()]]
+    for label, row in medians(run).items():
+        speeds = [row.get(name, 0.0) for name in NAMES]
+        cells = [number(speed) if speed else "" for speed in speeds]
+        best = speeds.index(max(speeds))
+        cells[best] = f"**{cells[best]}**"
+        rows.append([label, *cells])
+    return markdown(rows)
+
+
 def model_name(run: dict, row: str) -> str:
     """Name the model of a record's row, and the form of its weights, such as "1b, bfloat16"."""
     name = "bundled" if run["model"] == "shakespeare" else run["model"]
@@ -272,13 +299,9 @@ def cell(median: float, low: float, high: float) -> str:
 
 # --- The pictures ---------------------------------------------------------------------------------
 
-# "... compiled" is a peer of records of older code; versus no longer has it.
 NAMES = {
-    "kilolm": "kilolm", "vllm": "vLLM", "llama_cpp": "llama.cpp", "transformers": "transformers",
-    "transformers_compiled": "... compiled",
+    "kilolm": "kilolm", "vllm": "vLLM", "llama_cpp": "llama.cpp", "transformers": "transformers"
 }  # fmt: skip
-# Records of older code, on a machine that was not available again -> the commit that made them.
-OLDER = {"versus-110m-epyc": "e7dd2f3"}
 SHAPE_NAMES = ("110m", "1b", "7b")  # bench.py's, whose weights are random
 Picture = tuple[list[list[Panel]], list[str]]  # rows of panels, and notes: see pictures.draw
 
@@ -292,19 +315,17 @@ def drawings() -> dict[str, Picture]:
 
 
 def purpose_picture() -> Picture:
-    """Show what the engine is for, then each record of `versus` in a row."""
+    """Show what the engine is for, then each record of `versus` of one machine in a row."""
     panels: list[Panel] = []
     for group in PAGE["purpose"]:
         run = latest(group["record"])
         rows = medians(run)
         bars = {label: rows[row][group["figure"]] for label, row in group["rows"].items()}
         panels.append(Bars(group["title"], bars, f"{group['unit']}; {run['hardware']}"))
-    beside = []
-    for file in sorted(RECORDS.glob("versus-*.json")):
-        # The processor itself does not say which Zen it is.
-        note = f", Zen {file.stem[-1]}" if "zen" in file.stem else ""
-        note += f"; older code, {OLDER[file.stem]}" if file.stem in OLDER else ""
-        beside.append(versus_panels(json.loads(file.read_text()), note))
+    beside = [
+        versus_panels(json.loads(file.read_text()))
+        for file in sorted(RECORDS.glob(f"versus-*-{PAGE['machine']}.json"))
+    ]
     notes = [
         "Medians. The bars of a group share a scale; the groups were measured at different hours.",
         "An engine without a bar was not measured there. "
@@ -313,10 +334,10 @@ def purpose_picture() -> Picture:
     return [panels[:2], panels[2:], *beside], notes
 
 
-def versus_panels(run: dict[str, Any], note: str = "") -> list[Panel]:
-    """Return a panel of bars for each row of a record of `versus`; the first has the note."""
+def versus_panels(run: dict[str, Any]) -> list[Panel]:
+    """Return a panel of bars for each row of a record of `versus`; the first has the unit."""
     panels: list[Panel] = []
-    note = f"tokens per second; {run['hardware']}{note}"
+    note = f"tokens per second; {run['hardware']}"
     others = {*NAMES.values()} - {"kilolm"}
     for label, row in medians(run).items():
         bars = {title: row[name] for name, title in NAMES.items() if name in row}
@@ -393,5 +414,8 @@ def load_picture(rows: dict[float, dict[str, float]], note: str) -> Picture:
     return [panels], [note]
 
 
-PARTS = {"files": file_table, "speed": summary}  # of README.md
-PAGES: dict[str, Callable[[], str]] = {"README.md": readme, "benchmarks/README.md": speed_tables}
+PARTS: dict[str, dict[str, Callable[[], str]]] = {  # page -> mark -> what writes the part
+    "README.md": {"size": size, "speed": beside_others},
+    "docs/files.md": {"files": file_table},
+    "benchmarks/README.md": {"summary": summary},
+}
