@@ -257,6 +257,19 @@ def test_the_first_page_stops():
     assert {*re.findall(r"(\w+)/ ", tree.split("```")[1])} == folders - {"kilolm.egg-info"}
 
 
+def test_the_chinese_page():
+    """It has another command, link, table, file or figure than README."""
+
+    def shared(page):
+        """Return the code without its remarks; then links, tables, marks and figures."""
+        page = re.sub(r"\[\S+\]\(README\S*\)", "", page)  # each links to the other
+        code = re.sub(r"(?<=\S) {3,}\S.*", "", "".join(page.split("```")[1::2]))
+        patterns = r"\]\(([^)]+)\)", r"^\|.*", r"^<!-- .*", r"\d[\d,.]+\d"
+        return code, *(sorted(re.findall(each, page, re.MULTILINE)) for each in patterns)
+
+    assert shared((ROOT / "README.zh-CN.md").read_text()) == shared(README)
+
+
 def test_papers():
     """The table of files leaves out a paper that a header names."""
     table = report.file_table()

@@ -13,7 +13,8 @@ import re
 import sys
 import tokenize
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,33 +88,30 @@ def file_table() -> str:
     """List each module with its lines and nodes, the first line of its header, and the papers that
     it names; and the sums of the engine and of all."""
     rows = [["file", "lines", "nodes", "idea", "papers"]]
-    lines = nodes = 0
     for name in MODULES:
-        source = (ROOT / f"{name}.py").read_text()
-        doc = ast.get_docstring(ast.parse(source))
+        doc = ast.get_docstring(ast.parse((ROOT / f"{name}.py").read_text()))
         papers = dict.fromkeys(PAPER.findall(" ".join(doc.split())))
         links = [f"[{who} {year}](https://arxiv.org/abs/{at})" for who, year, at in papers]
-        own = code_lines(source), code_nodes(source)
-        lines += own[0]
-        nodes += own[1]
         idea = doc.split("\n")[0].rstrip(".")
-        file = f"[`{name}.py`](../{name}.py)"
-        rows.append([file, f"{own[0]:,}", f"{own[1]:,}", idea, ", ".join(links)])
+        rows.append([f"[`{name}.py`](../{name}.py)", *counts([name]), idea, ", ".join(links)])
         if name == ENGINE[-1]:
-            rows.append(["the engine", f"{lines:,}", f"{nodes:,}", "", ""])
-    rows.append(["all", f"{lines:,}", f"{nodes:,}", "", ""])
+            rows.append(["the engine", *counts(ENGINE), "", ""])
+    rows.append(["all", *counts(MODULES), "", ""])
     return f"\n{markdown(rows)}\n"
 
 
-def size() -> str:
+def size(language: str) -> str:
     """Say how large the engine is, what it needs to run one prompt, and all."""
-    lines = {name: code_lines((ROOT / f"{name}.py").read_text()) for name in MODULES}
-    engine, needed = (sum(map(lines.get, names)) for names in (ENGINE, NEEDED))
-    return (
-        f"The engine is {len(ENGINE)} files with {engine:,} lines of code, an evening's reading. "
-        f"One prompt needs {len(NEEDED)} files\n({needed:,} lines); all {len(MODULES)}, with the "
-        f"techniques and the server, have {sum(lines.values()):,} lines.\n"
-    )
+    of = {"engine": ENGINE, "needed": NEEDED, "all": MODULES}
+    files = {f"{part}_files": len(names) for part, names in of.items()}
+    lines = {f"{part}_lines": counts(names)[0] for part, names in of.items()}
+    return PAGE["size"][language].format(**files, **lines)
+
+
+def counts(names: Iterable[str]) -> tuple[str, str]:
+    """Return the lines and nodes of some modules."""
+    sources = [(ROOT / f"{name}.py").read_text() for name in names]
+    return f"{sum(map(code_lines, sources)):,}", f"{sum(map(code_nodes, sources)):,}"
 
 
 def markdown(rows: list[list[str]]) -> str:
@@ -308,30 +306,17 @@ Picture = tuple[list[list[Panel]], list[str]]  # rows of panels, and notes: see 
 
 def drawings() -> dict[str, Picture]:
     """Return the pictures of the pages, by file."""
-    found = {"docs/purpose.svg": purpose_picture(), "docs/serve.svg": serve_picture()}
+    found = {"docs/speed.svg": speed_picture(), "docs/serve.svg": serve_picture()}
     for file in sorted(RECORDS.glob("growth-*.json")):
         found[f"benchmarks/{file.stem}.svg"] = growth_picture(json.loads(file.read_text()))
     return found
 
 
-def purpose_picture() -> Picture:
-    """Show what the engine is for, then each record of `versus` of one machine in a row."""
-    panels: list[Panel] = []
-    for group in PAGE["purpose"]:
-        run = latest(group["record"])
-        rows = medians(run)
-        bars = {label: rows[row][group["figure"]] for label, row in group["rows"].items()}
-        panels.append(Bars(group["title"], bars, f"{group['unit']}; {run['hardware']}"))
-    beside = [
-        versus_panels(json.loads(file.read_text()))
-        for file in sorted(RECORDS.glob(f"versus-*-{PAGE['machine']}.json"))
-    ]
-    notes = [
-        "Medians. The bars of a group share a scale; the groups were measured at different hours.",
-        "An engine without a bar was not measured there. "
-        "Commands, versions and spreads: benchmarks/README.md.",
-    ]
-    return [panels[:2], panels[2:], *beside], notes
+def speed_picture() -> Picture:
+    """Show each record of `versus` of one machine in a row."""
+    files = sorted(RECORDS.glob(f"versus-*-{PAGE['machine']}.json"))
+    notes = ["Medians. An engine without a bar was not measured there; see benchmarks/README.md."]
+    return [versus_panels(json.loads(file.read_text())) for file in files], notes
 
 
 def versus_panels(run: dict[str, Any]) -> list[Panel]:
@@ -415,7 +400,8 @@ def load_picture(rows: dict[float, dict[str, float]], note: str) -> Picture:
 
 
 PARTS: dict[str, dict[str, Callable[[], str]]] = {  # page -> mark -> what writes the part
-    "README.md": {"size": size, "speed": beside_others},
+    "README.md": {"size": partial(size, "en"), "speed": beside_others},
+    "README.zh-CN.md": {"size": partial(size, "zh"), "speed": beside_others},
     "docs/files.md": {"files": file_table},
     "benchmarks/README.md": {"summary": summary},
 }
