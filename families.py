@@ -28,9 +28,9 @@ FAMILIES: dict[str, JSON] = dict(
     MistralForCausalLM=dict(MISTRAL, sliding_window=4096),
     MixtralForCausalLM=dict(MISTRAL,  # without a window unless the file names one
         num_experts=8, num_experts_per_tok=2, rms_norm_eps=1e-5, rope_theta=1e6),
-    Qwen2ForCausalLM=dict(QWEN, qkv_bias=True, o_bias=False),
-    Qwen3ForCausalLM=dict(QWEN, head_dim=128, qk_norm=True),
-    Qwen3MoeForCausalLM=dict(QWEN | dict(num_key_value_heads=4), qk_norm=True,
+    Qwen2ForCausalLM=QWEN,
+    Qwen3ForCausalLM=dict(QWEN, head_dim=128),
+    Qwen3MoeForCausalLM=dict(QWEN | dict(num_key_value_heads=4),
         num_experts_per_tok=8, norm_topk_prob=False),
     SmolLM3ForCausalLM=dict(num_key_value_heads=4, eos_token_id=128001, rope_theta=2e6,
         tie_word_embeddings=True, no_rope_layer_interval=4, max_position_embeddings=32768),
@@ -55,7 +55,9 @@ FIXED: dict[str, JSON] = dict(
     LlamaForCausalLM=NO_LAYERS, GraniteForCausalLM=NO_LAYERS,
     MistralForCausalLM=ALL_LAYERS, MixtralForCausalLM=ALL_LAYERS | dict(layer_types=None),
     Phi3ForCausalLM=ALL_LAYERS | dict(layer_types=None, partial_rope=True),
-    Qwen3MoeForCausalLM=dict(max_window_layers=0, layer_types=None),
+    Qwen2ForCausalLM=dict(qkv_bias=True, o_bias=False),
+    Qwen3ForCausalLM=dict(qk_norm=True),
+    Qwen3MoeForCausalLM=dict(qk_norm=True, max_window_layers=0, layer_types=None),
     Gemma3ForCausalLM=ALL_LAYERS | dict(qk_norm=True, post_norm=True, gelu=True, norm_offset=1.0,
         root_of_width=True),
     Olmo2ForCausalLM=NO_LAYERS | dict(wide_qk_norm=True, pre_norm=False, post_norm=True),
@@ -65,10 +67,13 @@ FIXED: dict[str, JSON] = dict(
 ONLY: JSON = dict(hidden_act="silu", hidden_activation="gelu_pytorch_tanh", scoring_func="softmax",
     n_group=1, is_causal=True, use_bidirectional_attention=False, attn_logit_softcapping=None,
     final_logit_softcapping=None)  # fmt: skip
-# Settings that only some families read, those that have them in FAMILIES.
+# Settings that only some families read, those that have them in FAMILIES. The second part are this
+# engine's names, which no family reads from a file.
 OWN = {"embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling",
     "query_pre_attn_scalar", "rope_local_base_freq", "sliding_window_pattern",
-    "no_rope_layer_interval"}  # fmt: skip
+    "no_rope_layer_interval",
+    "qkv_bias", "o_bias", "qk_norm", "wide_qk_norm", "pre_norm", "post_norm", "gelu", "norm_offset",
+    "root_of_width", "partial_rope"}  # fmt: skip
 # Defaults for files of all families. None: the file must have it, and a later check refuses None.
 USUAL: JSON = dict(ONLY, num_hidden_layers=None, num_attention_heads=None, hidden_size=None,
     intermediate_size=None, vocab_size=None, eos_token_id=[], torch_dtype="float32",

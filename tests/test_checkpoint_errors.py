@@ -22,7 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from checkpoint import CheckpointError, load_model
+import families
+from checkpoint import CheckpointError, load_config, load_model
 
 RAW = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64,
@@ -474,6 +475,15 @@ def test_harmless(folder):
     change_tensors(folder, cast(NORM, torch.float16))
     change_tensors(folder, lambda t: t[NORM].fill_(math.nan))
     runs(load_model(folder))
+
+
+def test_settings_that_a_family_does_not_read(folder):
+    """A Llama whose file has Granite's multiplier or this engine's name `gelu` is another model."""
+    plain = load_config(folder)
+    flags = {name for name, value in vars(plain).items() if isinstance(value, bool)}
+    read = {"mlp_bias", "norm_topk_prob", "tie_word_embeddings"}
+    edit(folder, **dict.fromkeys(families.OWN | flags - read, 2))
+    assert load_config(folder) == plain
 
 
 # --- At random ------------------------------------------------------------------------------------
