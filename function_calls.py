@@ -41,10 +41,11 @@ OPEN = "<tool_call>"
 # What there may be of OPEN when the text so far ends within it, the longest first.
 CUT = "|".join(OPEN[:length] for length in range(len(OPEN) - 1, 0, -1))
 FORMS = dict(
-    # Qwen, Hermes and SmolLM3
+    # Qwen, Hermes and SmolLM3. White space is tried from its beginning only: from each of its
+    # characters, 4,000 of them would take 0.3 s.
     hermes=Form(
         "arguments", f"{OPEN}\n", "\n</tool_call>", "\n",
-        re.compile(rf"\s*(?:{OPEN}\s*|(?:{CUT})?\Z)"), re.compile(r"\s*</tool_call>"),
+        re.compile(rf"(?:(?<!\s)\s+)?(?:{OPEN}\s*|(?:{CUT})?\Z)"), re.compile(r"\s*</tool_call>"),
     ),
     # In Llama 3's, calls are all of the reply.
     llama3=Form(

@@ -24,7 +24,7 @@ import settings
 from checkpoint import suggested
 from kv_cache import StaticCache
 from llm import cache_size, join, load_models, make_engine
-from machine import Ranks, launch, say, waiting
+from machine import Ranks, launch, say, spinning
 from model import Transformer
 from sampling import BROKEN, Sequence, Token, finite, sample
 from scheduler import Engine
@@ -56,7 +56,7 @@ def generate(
     end = 0  # how many tokens' keys and values the cache holds
     last = torch.tensor([-1], device=model.device)  # the index of a forward's last token
     while not sequence.finish_reason:
-        waiting.adapt()
+        spinning.adapt()
         start = end
         end = min(start + chunk, len(ids))
         tokens = torch.tensor([ids[start:end]], device=model.device)  # (1, T)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import settings
-from checkpoint import load_model, suggested
+from checkpoint import load_model, named_tensors, suggested
 from machine import Ranks, pick_device, progress, use_threads
 from model import Transformer
 from paged import Runner
@@ -62,11 +62,14 @@ class LLM:
             its grammar became too complex, or the model produced NaN or infinite logits.
 
         Raises:
-            ValueError: one of the prompts cannot be run; then none of them is.
+            ValueError: one of the prompts cannot be run; then none of them is. Or there are both
+                `params` and `changes`.
         """
         if not isinstance(prompts, list) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
         prompts = [prompt_of(each) for each in prompts]
+        if params and changes:
+            raise ValueError(f"give params, or {', '.join(changes)}, not both")
         if params is None:
             params = SamplingParams(**suggested(self.checkpoint) | changes)
         params = params if isinstance(params, list) else [params] * len(prompts)
@@ -110,7 +113,7 @@ def load_models(
     """
     dtype = settings.DTYPES.get(args.dtype)
     model = load_model(args.checkpoint, ranks.device, dtype, ranks.shard)
-    use_threads(args.threads, sum(each.nbytes for each in model.state_dict().values()))
+    use_threads(args.threads, sum(each.nbytes for _, each in named_tensors(model)))
     if args.quantize:
         from quantize import quantize_model
 

@@ -1,7 +1,7 @@
 """How a program starts, and the machine that it runs on: its device, threads and memory.
 
 `launch` parses a command line, picks the device, joins the other ranks if there are any, and runs.
-This file knows neither the model nor any setting. Read: launch, use_threads, Waiting, free_memory.
+This file knows neither the model nor any setting. Read: launch, use_threads, Spinning, free_memory.
 """
 
 import os
@@ -133,7 +133,7 @@ def use_threads(threads: int | None, weights: int) -> None:
     torch.set_num_threads(threads)
 
 
-class Waiting:
+class Spinning:
     """How the threads of an operator wait for each other: they spin, or they sleep.
 
     On an idle machine spinning is best, because the next operator comes within microseconds. But if
@@ -197,7 +197,7 @@ def others_seconds(root: Path = Path("/")) -> float:
 USER_DECIDES = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}
 affinity = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
 CORES = {f"cpu{i}" for i in affinity(0)}
-waiting = Waiting()
+spinning = Spinning()
 
 # The files with a container's memory limit and usage, in version 2 and 1 of control groups.
 CGROUPS = {"memory.max": "memory.current", "memory/memory.limit_in_bytes": "memory.usage_in_bytes"}

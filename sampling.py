@@ -74,21 +74,23 @@ def distribution(logits: Tensor, rows: Rows) -> Tensor:
     Returns:
         (B, V) float32, each row summing to 1.
     """
+    # 1) structure, bias, penalties
     logits = logits.to(torch.float32, copy=True)
     for row, scores in zip(rows, logits, strict=True):
         adjust_(scores, row)
+    # 2) temperature. The arithmetic is in place: to allocate another tensor (20 MB for 32 rows and
+    # a large vocabulary) would take as long as the arithmetic itself. The maximum is subtracted
+    # first, so that a tiny temperature gives -inf, never inf - inf.
     params = [row.params for row in rows]
-    greedy = [b for b, p in enumerate(params) if p.temperature == 0]
-    best = logits[greedy].argmax(-1)  # the first of several that tie
-    logits[greedy] = -torch.inf
-    logits[greedy, best] = 0
     temperature = [[max(p.temperature, 1e-9)] for p in params]
-    # The arithmetic is in place: to allocate another tensor (20 MB for 32 rows and a large
-    # vocabulary) would take as long as the arithmetic itself. The maximum is subtracted first, so
-    # that a tiny temperature gives -inf, never inf - inf.
     logits -= logits.amax(-1, keepdim=True)
     logits /= torch.tensor(temperature, device=logits.device)  # (B, 1)
     probs = logits.softmax(-1)
+    greedy = [b for b, p in enumerate(params) if p.temperature == 0]
+    best = logits[greedy].argmax(-1)  # the first of several that tie
+    probs[greedy] = 0
+    probs[greedy, best] = 1
+    # 3) top-k, top-p, min-p
     filtered = [b for b, row in enumerate(rows) if row.filters]
     if len(filtered) == len(rows):  # without copies; it does what keep_likeliest does
         return keep_likeliest_fast(probs, params)
@@ -120,9 +122,11 @@ def adjust_(scores: Tensor, row: "Sequence") -> None:
         output = ids[row.prompt_len :]
         factor = p.repetition_penalty
         old = scores.index_select(0, ids)  # 6 times as fast as scores[ids]
-        # A repeated id receives the same score twice.
+        # repetition, of the prompt and the output. A repeated id receives the same score twice.
         scores.index_copy_(0, ids, torch.where(old > 0, old / factor, old * factor))
+        # presence, once for each id of the output
         scores.index_copy_(0, output, scores.index_select(0, output) - p.presence_penalty)
+        # frequency, as often as it occurs
         scores.index_add_(0, output, scores.new_full(output.shape, -p.frequency_penalty))
 
 
@@ -157,9 +161,10 @@ def filter_ranked(ranked: Tensor, params: list[SamplingParams]) -> Tensor:
     # 1) top-k keeps the first k. Ranks are compared and not values, so ties keep no more than k.
     rank = torch.arange(ranked.shape[1], device=ranked.device)
     ranked = ranked * ((rank < top_k) | (top_k <= 0))
-    # 2) top-p keeps a token if the tokens before it have less than the mass p
+    # 2) top-p keeps a token if the tokens before it have less than the mass p, a share of what
+    # top-k has kept, or without top-k of all V tokens
     mass = ranked.cumsum(-1)
-    total = mass[:, -1:].where(top_k > 0, 1.0)  # without top-k, the mass of all V tokens
+    total = mass[:, -1:].where(top_k > 0, 1.0)
     ranked *= mass - ranked < top_p * total
     # 3) min-p keeps a token if it has at least min_p times the likeliest one's probability
     ranked *= ranked >= min_p * ranked[:, :1]
@@ -195,10 +200,10 @@ def uniform(seed: int, index: int) -> float:
 
     Example: splitmix64 of seed 0 begins with 0xE220A8397B1DCDAF, so uniform(0, 0) = 0.8833108...
     """
-    z = seed + (index + 1) * 0x9E3779B97F4A7C15 & 2**64 - 1
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & 2**64 - 1
-    z = (z ^ z >> 27) * 0x94D049BB133111EB & 2**64 - 1
-    return ((z ^ z >> 31) >> 11) / 2**53
+    z = (seed + (index + 1) * 0x9E3779B97F4A7C15) % 2**64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % 2**64
+    return ((z ^ (z >> 31)) >> 11) / 2**53
 
 
 BROKEN = "the model's logits are NaN or infinite: the weights are damaged, or need another --dtype"

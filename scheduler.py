@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from machine import waiting
+from machine import spinning
 from model import Transformer
 from paged import BlockPool, BlockTable, Row, Runner, affordable_blocks
 from sampling import Sequence, Token, finite, sample, scored
@@ -168,7 +168,7 @@ class Proposer:
         Args:
             logits: (R, V), for each job those after its last known token and after each guess.
         """
-        raise NotImplementedError
+        return [[token] for token in sample(logits, jobs)]
 
     def summary(self) -> str:
         """Describe how many guesses were accepted, in one line; k must not be 0."""
@@ -366,24 +366,20 @@ class Engine:
         batch = self.schedule()
         if not batch:
             return []
-        waiting.adapt()
+        spinning.adapt()
         # 2) guess
         self.proposer.propose(batch)
         # 3) run. Guesses have made rows longer, so sort again.
         batch.sort(key=run_order)
         rows = [job.row for job in batch]
         logits = self.runner.forward(rows)  # (R, V)
-        parts = logits.split([row.wanted for row in rows])
+        sizes = [row.wanted for row in rows]
         # 4) end the requests whose logits are NaN or infinite
-        failed = self._end_broken(batch, logits, parts)
+        failed = self._end_broken(batch, finite(logits).cpu().split(sizes))
         # 5) record what has run, and find the jobs that draw a token now
-        jobs, logits = self._ready(batch, parts)
-        # 6) draw: where something is guessed, each job gets the guesses that are accepted, and one
-        # more token
-        if any(job.guess.ids for job in jobs):
-            drawn = self.proposer.verify(logits, jobs)
-        else:
-            drawn = [[token] for token in sample(logits, jobs)]
+        jobs, logits = self._ready(batch, logits.split(sizes))
+        # 6) draw the next tokens of each job: the guesses that are accepted, and one more
+        drawn = self.proposer.verify(logits, jobs)
         # 7) append, and retire the jobs that have ended
         for job, tokens in zip(jobs, drawn, strict=True):
             self._append(job, tokens)
@@ -400,19 +396,19 @@ class Engine:
         batch: list[Job] = []
         # 1) the running jobs, in line. If blocks are short, the last in line gives its own back, so
         # `running` shrinks at its end while `batch` grows.
-        preempted = False
+        num_running = len(self.running)
         while len(batch) < len(self.running):
-            job = self.running[len(batch)]
+            job = self.running[len(batch)]  # the next in line
             later = len(self.running) - len(batch) - 1  # each of these keeps a share of the budget
             count = self._share(job, budget - later * (1 + self.proposer.k), batch)
-            if not self._has_room(job, count):
-                self._preempt_last()
-                preempted = True
-                continue
-            self._allocate(job, count)
-            budget -= count
-            batch.append(job)
+            if self._has_room(job, count):
+                self._allocate(job, count)
+                budget -= count
+                batch.append(job)
+            else:
+                self._preempt_last()  # perhaps this job itself, which then is the last
         # 2) the waiting jobs, while there are budget and blocks, but not after a preemption
+        preempted = len(self.running) < num_running
         while self.waiting and len(self.running) < self.max_num_seqs and not preempted:
             job = self.waiting[0]
             self.pool.reuse(job.table, job.findable)
@@ -421,14 +417,16 @@ class Engine:
             if not count or not self._has_room(job, count):
                 self.pool.free(job.table)  # gives back what reuse() took
                 break
-            self.stats["prefix_cache_queries"] += len(job.findable)
-            self.stats["prefix_cache_hits"] += found
-            if not job.num_scheduled:  # it has never run before
-                job.cached = found
+            is_new = not job.num_scheduled
             self._allocate(job, count)
             budget -= count
             insort(self.running, self.waiting.pop(0), key=place_in_line)
             batch.append(job)
+            # what the prefix cache saved
+            self.stats["prefix_cache_queries"] += len(job.findable)
+            self.stats["prefix_cache_hits"] += found
+            if is_new:
+                job.cached = found
         return sorted(batch, key=run_order)
 
     def _share(self, job: Job, budget: int, batch: list[Job]) -> int:
@@ -442,8 +440,10 @@ class Engine:
             taken = sum(each.num_scheduled for each in batch if each.scores_prompt)
             budget = min(budget, max(1, SCORED - taken))
         known = len(job.ids) - job.table.length
-        count = known + self.proposer.count(job)
-        return count if count <= budget else min(known - 1, budget)
+        guesses = self.proposer.count(job)
+        if known + guesses <= budget:
+            return known + guesses
+        return min(known - 1, budget)
 
     def _has_room(self, job: Job, count: int) -> bool:
         """Whether there are blocks for the next tokens of a job."""
@@ -464,11 +464,13 @@ class Engine:
         insort(self.waiting, last, key=place_in_line)
         self.stats["num_preemptions"] += 1
 
-    def _end_broken(self, batch: list[Job], logits: Tensor, parts: tuple) -> list[Request]:
-        """End the requests with NaN or infinity in their part of the logits, and return them."""
-        if finite(logits).all():  # one read by the host, which waits for the GPU
-            return []
-        broken = [job.request for job, part in zip(batch, parts) if not finite(part).all()]
+    def _end_broken(self, batch: list[Job], is_finite: tuple) -> list[Request]:
+        """End the requests with NaN or infinity in their part of the logits, and return them.
+
+        Args:
+            is_finite: for each job, whether the logits of each token of its row are numbers.
+        """
+        broken = [job.request for job, each in zip(batch, is_finite) if not each.all()]
         for request in broken:
             self.abort(request, "error")
         return broken
@@ -494,7 +496,9 @@ class Engine:
             end = min(job.table.length + job.num_scheduled, len(job.ids))
             self.pool.commit(job.table, job.ids, end)
             if end == len(job.ids):
-                drawing = [job] if job.tokens else self._fork(job)
+                drawing = [job]
+                if not job.tokens:  # the prompt has been computed, and the other outputs begin
+                    drawing = self._fork(job)
                 jobs += drawing
                 wanted += [part[-1 - len(job.guess.ids) :]] * len(drawing)
         return jobs, torch.cat(wanted)

@@ -17,6 +17,7 @@ The server listens on loopback by default. Its HTTP needs only the standard libr
 Server.drive, Connection.complete, Connection.route, serve.
 """
 
+import errno
 import io
 import json
 import os
@@ -210,17 +211,28 @@ class Server:
 
 def listen_at(host: str, port: int) -> list[socket.socket]:
     """Listen at each address of a host: a name such as localhost has one in each version of IP. All
-    get the same port; 0 means any free one."""
+    get the same port; 0 means any free one. Raises OSError if the port is taken."""
     listeners = []
-    for family, *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        listener = socket.create_server(
-            (address[0], port, *address[2:]),
-            family=family,
-            backlog=128,
-            dualstack_ipv6=family == socket.AF_INET6,  # with --host ::, IPv4 too
-        )
+    absent = OSError(f"{host} has no address")
+    for family, *_, address in dict.fromkeys(
+        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    ):
+        try:
+            listener = socket.create_server(
+                (address[0], port, *address[2:]),
+                family=family,
+                backlog=128,
+                dualstack_ipv6=family == socket.AF_INET6,  # with --host ::, IPv4 too
+            )
+        except OSError as error:
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                raise
+            absent = error  # a name can have an IPv6 address where IPv6 is switched off
+            continue
         listeners.append(listener)
         port = listener.getsockname()[1]
+    if not listeners:
+        raise absent
     return listeners
 
 
@@ -293,7 +305,7 @@ class Connection(BaseHTTPRequestHandler):
             self.route()
         except Problem as problem:
             self.send(problem.json, problem.status)
-        except OSError:
+        except (ConnectionError, TimeoutError):  # the client's end
             raise
         except Exception:  # a bug in the server, whose details are not for the client
             traceback.print_exc()
@@ -348,12 +360,14 @@ class Connection(BaseHTTPRequestHandler):
         server.busy.add(self)
         demand(not server.stopping, 503, "the server is stopping")
         completion = server.api.prepare(body, chat)
-        waiting = len(server.engine.waiting) + server.inbox.qsize()
-        most = server.args.max_queue
+        engine = server.engine
+        waiting = len(engine.waiting) + server.inbox.qsize()
+        free = engine.max_num_seqs - len(engine.running)
+        limit = server.args.max_queue
         demand(
-            waiting + len(completion.requests) <= most,
+            waiting + len(completion.requests) - free <= limit,
             429,
-            f"{waiting} wait, --max-queue is {most}",
+            f"{waiting} wait, --max-queue is {limit}",
         )
         self.stream = completion.stream
         server.inbox.put(lambda: server.submit(completion.requests, self))
@@ -602,6 +616,7 @@ def serve(engine: Engine, args: ServerArgs) -> int:
     try:
         server.drive()
     finally:
+        server.stopping = True  # also after an error: clients would wait for ever
         listening.join()
     return 0
 

@@ -64,9 +64,9 @@ def accept(p: Tensor, chances: Tensor, guess: Guess, u: Tensor) -> tuple[int, Te
     for n, x in enumerate(guess.ids):
         if u[n] * guess.q[n] >= chances[n]:
             q = guess.probs[n] if guess.probs else 0
-            over = (p[n] - q).clamp(min=0)
-            over[x] = 0  # p(x) < q(x) here; a guess without probs was certain, so q(x) was 1
-            return n, torch.where(over.any(), over, p[n])  # rounding can leave nothing of p - q
+            rest = (p[n] - q).clamp(min=0)
+            rest[x] = 0  # p(x) < q(x) here; a guess without probs was certain, so q(x) was 1
+            return n, torch.where(rest.any(), rest, p[n])  # rounding can leave nothing of p - q
     return len(guess.ids), p[-1]
 
 
@@ -75,21 +75,23 @@ class Guesser(Proposer):
 
     def verify(self, logits: Tensor, jobs: list[Job]) -> list[list[Token]]:
         """Accept guesses and add one token to each job; see scheduler.Proposer.verify."""
+        if not any(job.guess.ids for job in jobs):
+            return super().verify(logits, jobs)  # the same, sooner
         # 1) The model's distribution at each guess, as if all guesses before it were accepted.
         sizes = [len(job.guess.ids) + 1 for job in jobs]
-        ahead = [job.ahead(job.guess.ids[:i]) for job, n in zip(jobs, sizes) for i in range(n)]
+        ahead = []
+        for job, size in zip(jobs, sizes):
+            ahead += [job.ahead(job.guess.ids[:i]) for i in range(size)]
         p = distribution(logits, ahead)  # (R, V)
         # 2) Accept. accept() does not read the numbers after a job's last guess.
         ids = torch.tensor([[x] for job in jobs for x in (*job.guess.ids, 0)], device=p.device)
         chances = p.gather(1, ids).flatten().cpu().split(sizes)
         u = torch.tensor([row.uniform(ACCEPT) for row in ahead], dtype=torch.float64).split(sizes)
-        accepted = []
-        rest = []
-        for job, p_job, chances_job, u_job in zip(jobs, p.split(sizes), chances, u):
-            count, over = accept(p_job, chances_job, job.guess, u_job)
-            accepted.append(count)
-            rest.append(over)
-            for i in range(len(job.guess.ids)):
+        guesses = [job.guess for job in jobs]
+        decided = map(accept, p.split(sizes), chances, guesses, u)
+        accepted, rest = zip(*decided)  # for each job: how many, and what the next is drawn from
+        for guess, count in zip(guesses, accepted):  # for summary()
+            for i in range(len(guess.ids)):
                 self.offered[i] += 1
                 self.accepted[i] += i < count
         # 3) Draw one more token for each job, by the random number that plain decoding would use.

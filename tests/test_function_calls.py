@@ -1,6 +1,7 @@
 """Function calls: what is text and what is a call, by OpenAI's own client, whole and streamed."""
 
 import json
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import Any, NamedTuple
@@ -501,3 +502,15 @@ def test_a_completion_has_no_tools(server: Local) -> None:
 def test_nothing_is_left_behind(server: Local) -> None:
     ask(server, **ONE)
     server.settle()
+
+
+def test_white_space_is_searched_once() -> None:
+    """20,000 spaces before a word took seconds, in which the server answered nobody."""
+    tools = Tools(FORMS["hermes"], {"f": {}}, True)
+    start = time.process_time()
+    assert split_calls(" " * 20_000 + "a", tools, False) == (" " * 20_000 + "a", [])
+    assert time.process_time() - start < 0.5
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    assert split_calls(f"a  <tool_call> {call}", tools, True)[1] == [
+        {"name": "f", "arguments": "{}"}
+    ]

@@ -531,7 +531,7 @@ def test_a_step_stays_within_what_is_free(monkeypatch, changes, guesses, prompt)
         wish = params(9, top_k=5, temperature=1.0, frequency_penalty=1.0, ignore_eos=True)
         at.add_request([i % 30 + 1, *[7, 8] * (prompt // 2)], wish)
     most = max(peak(at.step) for _ in range(4))
-    assert most < step_bytes(at) < 10 * most  # the small model has all of a large one's masks
+    assert most < step_bytes(at) < 15 * most  # the small model has all of a large one's masks
 
 
 def test_scored_prompts_stay_within_what_is_free():
@@ -1027,6 +1027,8 @@ def test_what_cannot_be_run_runs_none(llm, prompts, params):
     before = llm.engine.stats["engine_steps"]
     with pytest.raises(ValueError):
         llm.generate(prompts, params)
+    with pytest.raises(ValueError, match="max_tokens, not both"):  # it was ignored
+        llm.generate("a", SamplingParams(), max_tokens=3)
     assert_empty(llm.engine)
     assert llm.engine.stats["engine_steps"] == before
 

@@ -369,7 +369,10 @@ def test_openais_errors(local, monkeypatch):
     with pytest.raises(openai.APIStatusError) as caught:  # not a broken connection
         create(model="shakespeare", prompt="a" * 5_000_000)
     assert caught.value.status_code == 413
+    create(model="shakespeare", prompt="", max_tokens=1)
     monkeypatch.setitem(vars(local.args), "max_queue", 0)
+    create(model="shakespeare", prompt="", max_tokens=1)  # it need not wait
+    monkeypatch.setattr(local.engine, "max_num_seqs", 0)
     with pytest.raises(openai.RateLimitError):
         create(model="shakespeare", prompt="")
     monkeypatch.setitem(vars(local.args), "api_key", "secret")
@@ -1295,6 +1298,18 @@ def test_queue_full(local, monkeypatch):
         connection.close()
     local.settle()
     local.works()
+
+
+def test_a_name_with_an_address_that_is_switched_off(monkeypatch):
+    """In a container, localhost has ::1 though IPv6 is off: the server did not start."""
+    at = ("203.0.113.1", 0), ("127.0.0.1", 0), ("127.0.0.1", 0)  # the first is no host's
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", address) for address in at]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: found)
+    (listener,) = server_module.listen_at("localhost", 0)
+    listener.close()
+    found[1:] = []
+    with pytest.raises(OSError, match="assign"):
+        server_module.listen_at("localhost", 0)
 
 
 def test_cors(local, monkeypatch):

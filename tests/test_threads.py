@@ -86,19 +86,19 @@ def test_threads_sleep_while_others_are_busy(variable, threads, monkeypatch):
         monkeypatch.setenv(variable, "9")
     torch.set_num_threads(len(machine.CORES) or 2)
     monkeypatch.setattr(machine, "CORES", {*range(torch.get_num_threads())})
-    waiting = machine.Waiting()
+    spinning = machine.Spinning()
     seen = []
     for load in (0.1, 1, 1, 0.6, 0.3, 0.1, 1):
         clock[0] += 1
         used[0] += load
-        waiting.adapt()
-        seen.append(bool(waiting.idle_pool))
+        spinning.adapt()
+        seen.append(bool(spinning.idle_pool))
         clock[0] += 0.1  # too early to look again
-        waiting.adapt()
+        spinning.adapt()
     busy = [load > 0.5 for load in (0.1, 1, 1, 0.6, 0.3, 0.1, 1)]
     assert seen == ([False] * 7 if variable or threads() == 1 else busy)
-    if waiting.idle_pool:
-        waiting.idle_pool.set()
+    if spinning.idle_pool:
+        spinning.idle_pool.set()
 
 
 def test_the_load_of_others(tmp_path, monkeypatch):
