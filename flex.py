@@ -76,7 +76,7 @@ class FlexRunner(Runner):
 
     layer = FlexBlocks
     spare = 1
-    pairs = 2**62  # no limit: the kernel reads the boolean mask without widening it
+    pairs = 2**62  # no limit: the kernel reads the boolean mask without widening it (int8 does)
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -84,5 +84,5 @@ class FlexRunner(Runner):
             kv.zero_()  # the kernel computes with all slots of a block
 
     def filler(self, blocks: list[int]) -> int:
-        """A block of its own, as the kernel must not meet a block twice."""
+        """A block of its own, as the kernel must not meet a used block twice."""
         return self.num_blocks

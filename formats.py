@@ -9,8 +9,8 @@ both along the outputs, in the order 0 2 4 6 1 3 5 7. The conversion rounds noth
     GPTQ, 4 bits    qweight[0, n] = 0x87654321      output n; inputs 0..7 are 1, 2, ... 8
     AWQ             qweight[k, 0] = 0x75316420      input k; outputs 0..7 are 0, 1, ... 7
 
-This file knows no model and no file. Papers: Frantar et al. 2022 (GPTQ, arXiv:2210.17323), Lin et
-al. 2023 (AWQ, arXiv:2306.00978). Read: convert.
+This file knows no model and no format of files. Papers: Frantar et al. 2022 (GPTQ,
+arXiv:2210.17323), Lin et al. 2023 (AWQ, arXiv:2306.00978). Read: convert.
 """
 
 from collections.abc import Container

@@ -4,8 +4,8 @@
     python generate.py --checkpoint DIR --prompt "..."   any Hugging Face folder of a known family
 
 `generate` shows the three steps of generating text: forward, sample, append. Several sequences at
-once, a chat, guesses and ranks go through scheduler.Engine; see llm.py for how it is loaded.
-Read: generate; then main. Next: paged.py.
+once, a chat, guesses, ranks and --attention flex go through scheduler.Engine; see llm.py for how it
+is loaded. Read: generate; then main. Next: paged.py.
 """
 
 import sys

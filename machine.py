@@ -40,8 +40,8 @@ class Ranks(NamedTuple):
 def launch(program: str, argv: list | None, parse: Callable, run: Callable, join: Callable) -> int:
     """Parse a command line, join the other ranks and run.
 
-    An error is printed without a traceback. If all ranks have the same error, one rank of each
-    machine prints it.
+    An error that a user can mend is printed without a traceback. If all ranks have the same error,
+    one rank of each machine prints it.
 
     Args:
         program: its name, for errors.

@@ -1,7 +1,7 @@
 """What an engine has done: as text for Prometheus, and as the JSON that page.html draws.
 
-The names are vLLM's, except engine_steps_total and computed_tokens_total. This file knows the
-engine and no HTTP. Read: Metrics.
+The names are vLLM's; engine_steps_total and computed_tokens_total are formed like them. This file
+knows the engine and no HTTP. Read: Metrics.
 """
 
 import json

@@ -66,13 +66,15 @@ class Config:
     mlp_only_layers: list = field(default_factory=list)  # indices of layers with a plain MLP
 
     def __post_init__(self) -> None:
-        # By default all layers see everything. The dataclass is frozen, so this goes through vars.
+        # By default all layers see everything. An assignment would raise, as the dataclass is
+        # frozen.
         vars(self)["windows"] = self.windows or (None,) * self.num_hidden_layers
 
 
 class Transformer(nn.Module):
     """A decoder-only language model. Its parameters have the checkpoint's names, less the prefix
-    `model.`. Those of FusedLinear and of experts have other names; see checkpoint.py."""
+    `model.`. Those of FusedLinear, of experts and of norms after a part have other names; see
+    checkpoint.py."""
 
     inv_freq: Tensor
 
@@ -155,7 +157,7 @@ class Block(nn.Module):
         before = norm if config.pre_norm else nn.Identity
         after = norm if config.post_norm else nn.Identity
         self.input_layernorm = before()
-        self.post_attention_layernorm = before()
+        self.post_attention_layernorm = before()  # Hugging Face's name: it stands before the MLP
         self.attention_output_norm = after()
         self.mlp_output_norm = after()
 
@@ -191,9 +193,10 @@ class Attention(nn.Module):
         parts = {"q_proj": N * H, "k_proj": K * H, "v_proj": K * H}
         self.qkv_proj = FusedLinear(D, parts, config.qkv_bias)
         self.o_proj = nn.Linear(N * H, D, config.o_bias)
-        norm = nn.RMSNorm if config.qk_norm else nn.Identity
-        self.q_norm = norm(H, config.rms_norm_eps)
-        self.k_norm = norm(H, config.rms_norm_eps)
+        self.q_norm = self.k_norm = nn.Identity()
+        if config.qk_norm:
+            self.q_norm = nn.RMSNorm(H, config.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(H, config.rms_norm_eps)
         if config.wide_qk_norm:
             self.q_norm = WideNorm(N * H, config.rms_norm_eps)
             self.k_norm = WideNorm(K * H, config.rms_norm_eps)
@@ -278,7 +281,7 @@ def rope_frequencies(config: Config) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Masked softmax attention. Every cache calls it, but flex.py's only for int8 keys.
+    """Masked softmax attention. Caches call it where a mask is needed; a long prompt needs none.
 
     The N / K query heads that share a kv head become further queries of that head, so that each key
     is read once. `enable_gqa` reads it N / K times, which is 2 to 3 times slower at T = 1 on a CPU.

@@ -7,9 +7,9 @@
         print(part)
 
 This file does no input or output, so that it can stand behind any server; server.py is one. Every
-field is checked before anything is allocated. References: platform.openai.com/docs/api-reference,
-and docs.vllm.ai for the fields that OpenAI does not have. Read: API.prepare, translate, Completion,
-Choice.
+field is checked before the engine gets anything. References:
+platform.openai.com/docs/api-reference, and docs.vllm.ai for the fields that OpenAI does not have.
+Read: API.prepare, translate, Completion, Choice.
 """
 
 import re

@@ -8,10 +8,10 @@ weights of Linears are quantised. Embeddings, norms and activations stay as they
     python generate.py --checkpoint DIR --quantize int8                     on the fly
     python tools/convert.py --checkpoint DIR --mode int4 --out DIR2         or once, as a folder
 
-QuantLinear is the stored form and the oracle of the tests: it dequantises and multiplies. When a
-model is compiled, packed.py replaces it by a form that a processor multiplies fast. checkpoint.py
-reads QuantLinears from a folder. All that this file knows of a Linear's purpose is that routers
-stay as they are.
+QuantLinear is the stored form and the oracle of the tests: it dequantises and multiplies. On a CPU
+and in a compiled model, packed.py replaces it by a form that a processor multiplies fast.
+checkpoint.py reads QuantLinears from a folder. All that this file knows of a Linear's purpose is
+that routers stay as they are, and that a tied lm_head keeps 8 bits.
 
 In shapes here N is output channels, K input channels, G groups. Papers: Dettmers et al. 2022 (int8,
 arXiv:2208.07339), Frantar et al. 2022 (GPTQ, arXiv:2210.17323; see tools/convert.py), Lin et al.

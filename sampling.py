@@ -291,9 +291,10 @@ class Sequence:
     Attributes:
         ids: the prompt's and the output's.
         tokens: the output, with its log-probabilities.
-        finish_reason: None while it runs; then "stop" (EOS, a stop token or a stop string),
-            "length", "abort" (Engine.abort or Engine.reset was called), "error" (no token could be
-            drawn, or the grammar became too complex) or "interrupted" (Ctrl-C).
+        finish_reason: None while it runs; then "stop" (EOS, a stop token, a stop string, or the
+            end of the structure), "length", "abort" (Engine.abort or Engine.reset was called),
+            "error" (no token could be drawn, or the grammar became too complex) or "interrupted"
+            (Ctrl-C).
         times: seconds on time.perf_counter's clock, the first when it was made, then one per token.
         matcher: decides which tokens may come next, if a structure is asked for; see structured.py.
         end_ids: the ids that end it.

@@ -53,7 +53,7 @@ from openai_api import API, Problem, demand
 from scheduler import Engine, Request
 from settings import JSON, EngineArgs, SamplingParams, check, setting
 
-IDLE_S = 75  # seconds to wait for a client that neither sends nor reads
+IDLE_S = 75  # seconds that a client may be silent, or take to read a part of an answer
 CLIENTS = 1024  # connections at a time: each one has a thread
 PAGE = settings.BUNDLED.parents[1] / "page.html"
 
@@ -381,7 +381,7 @@ class Connection(BaseHTTPRequestHandler):
 
         Raises:
             ConnectionError: the client has left.
-            Problem: the server has been told to end.
+            Problem: the server is stopping, and the grace period is over.
         """
         while not self.news.wait(0.3):
             self.connection.settimeout(0)

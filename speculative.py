@@ -1,7 +1,7 @@
 """Speculative decoding: guess the next tokens cheaply, check all guesses in one forward.
 
-Decoding reads every weight to make one token, and checking five tokens costs little more than
-making one. So something cheap guesses k tokens, and the model runs over all of them at once. It
+Decoding reads every weight to make one token, and checking five tokens reads each weight only once,
+too. So something cheap guesses k tokens, and the model runs over all of them at once. It
 keeps the guesses up to the first that it disagrees with, and adds one token of its own. Rejection
 sampling decides which guesses to keep, in such a way that the output has exactly the distribution
 that it has without guesses. At temperature 0 the tokens themselves are the same.
@@ -173,7 +173,7 @@ class DraftModel(Guesser):
     def propose(self, jobs: list[Job]) -> None:
         # Where each job's next row begins. The first row begins one token early: if all guesses of
         # the last step were accepted, the draft has not run the last of them. Otherwise that token
-        # is written a second time, unchanged.
+        # is written a second time, the same but for rounding.
         starts = {job: max(job.table.length - 1, 0) for job in jobs}
         while starts and self.k:
             # 1) Run what the draft's cache lacks: in the first round known tokens, later a guess.

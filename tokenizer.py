@@ -2,9 +2,9 @@
 
 `tokenizer.json` is read by the package `tokenizers` (an extra), and `tokenizer.model` by
 sentencepiece; both are the reference implementations of their formats (Kudo & Richardson 2018,
-arXiv:1808.06226). This file does not know the model. Read: Tokenizer, then Detokenizer, which turns
-a stream of ids into a stream of text and never shows half a character, and TextStream, which ends
-the text at a stop string.
+arXiv:1808.06226). Of the model this file knows the config. Read: Tokenizer, then Detokenizer, which
+turns a stream of ids into a stream of text and never shows half a character, and TextStream, which
+ends the text at a stop string.
 """
 
 import json
@@ -101,7 +101,7 @@ class Tokenizer:
         vocab_size: the number of ids that can be decoded; the model's V may be larger.
         bos_id, eos_id: None if the checkpoint has none.
         special: the text of each special token -> its id. Encoding recognises these texts, as
-            Hugging Face does, and decoding leaves special tokens out.
+            Hugging Face does, and decoding leaves special tokens out, except marks of calls.
         prefix, suffix: the ids that encode() puts around a text, such as BOS.
         piece: a function from an id to its entry in the vocabulary.
         byte_level: whether these entries spell bytes as GPT-2 does.
