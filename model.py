@@ -156,8 +156,9 @@ class Block(nn.Module):
         norm = partial(nn.RMSNorm, config.hidden_size, config.rms_norm_eps)
         before = norm if config.pre_norm else nn.Identity
         after = norm if config.post_norm else nn.Identity
+        # Hugging Face's names: post_attention_layernorm stands before the feed-forward.
         self.input_layernorm = before()
-        self.post_attention_layernorm = before()  # Hugging Face's name: it stands before the MLP
+        self.post_attention_layernorm = before()
         self.attention_output_norm = after()
         self.mlp_output_norm = after()
 
