@@ -57,7 +57,7 @@ GUESSES = 3  # of a draft, in a step
 # One more: where only the likeliest are kept, whether more of them are to be looked at; where
 # log-probabilities are wanted, these, and once for each prompt of several tokens; with guesses,
 # their chances, and what each forward of a draft gives; in each layer with experts, how many tokens
-# each of them gets. A step in which logits are not finite looks at each sequence once.
+# each of them gets. So does a step in which logits are not finite.
 WAYS = {
     "greedy": ({}, {}, {}, 2),
     "windows": (dict(sliding_window=5), {}, {}, 2),
@@ -83,7 +83,7 @@ WAYS = {
     "int4": ({}, {}, dict(quantize="int4"), 2),
     "gptq": ("gptq", {}, {}, 2),
     "awq": ("awq", {}, {}, 2),
-    "not finite": ({}, {}, dict(prompts=[[1, NAN], *PROMPTS[1:]]), 2 + 6),
+    "not finite": ({}, {}, dict(prompts=[[1, NAN], *PROMPTS[1:]]), 2),
     "draft not finite": ({}, {}, dict(guess="draft", broken=8), 3 + GUESSES),
 }  # fmt: skip
 MOE = dict(architectures=["Qwen3MoeForCausalLM"], num_experts=4, num_experts_per_tok=2,
@@ -354,7 +354,7 @@ FAULTS = [
     (*LAYOUT, (*VIEW, "flash")),
     (*LAYOUT, (*VIEW, "cudnn")),
     # more reads
-    (scheduler.Engine, "_end_broken", "if finite(logits).all():", "if False:", "greedy", READS),
+    (scheduler.Engine, "step", "finite(logits).cpu()", "finite(logits)", "greedy", READS),
     (sampling, "likeliest", "logits.float().argmax(-1).tolist()",
      "[int(i) for i in logits.float().argmax(-1)]", "greedy", READS),
     (sampling, "likeliest", "logits.float().argmax(-1).tolist()",
@@ -367,7 +367,7 @@ FAULTS = [
      "greedy and sampled", READS),
     (speculative.DraftModel, "propose", "logits[[*wanted.values()]]",
      "logits[[job in wanted for job in starts]]", "draft", READS),
-    (speculative, "accept", "torch.where(over.any(), over, p[n])", "over if over.any() else p[n]",
+    (speculative, "accept", "torch.where(rest.any(), rest, p[n])", "rest if rest.any() else p[n]",
      "n-grams", READS),
     (speculative.DraftModel, "propose", "if chance > 0:", "if chance > 0 and ids.max() >= 0:",
      "draft", READS),

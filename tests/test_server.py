@@ -1584,7 +1584,7 @@ def test_the_command_line_and_a_signal(tmp_path):
         reply = server.post(COMPLETIONS, {**SHORT, "model": "mine"}, **key).json
         assert reply["choices"][0]["text"] == alone(**SHORT)[0].text
         server.post(COMPLETIONS, {"prompt": "a" * 1000}, **key).fails(413)
-        server.post(COMPLETIONS, {"prompt": ["a"] * 2}, **key).fails(429)
+        server.post(COMPLETIONS, {"prompt": ["a"] * 4}, **key).fails(429)
         idle, busy = server.open(), server.open()
         assert server.get("/health").json == {"status": "ok"}
         idle.connect()
