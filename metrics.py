@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from itertools import pairwise
 
 from scheduler import Engine, Request
+from tokenizer import PLAIN_TEMPLATE
 
 # The upper bounds of a histogram's buckets, in seconds or in tokens.
 BOUNDS = "0.001 0.0025 0.005 0.01 0.025 0.05 0.1 0.25 0.5 1 2.5 5 10 30 60 300 1000 3000 10000 +Inf"
@@ -77,9 +78,11 @@ class Metrics:
         return text
 
     def snapshot(self) -> str:
-        """Return what the page shows, as JSON: which sequences run or wait, and which blocks they
-        have. Only the engine's thread may call this. It takes some microseconds a sequence."""
+        """Return what the page shows, as JSON: which sequences run or wait, which blocks they have,
+        and whether the model has a chat template of its own. Only the engine's thread may call
+        this. It takes some microseconds a sequence."""
         engine = self.engine
+        tokenizer = engine.tokenizer
         running = [
             dict(
                 name=f"{job.request.id}.{job.request.outputs.index(job)}",
@@ -98,5 +101,6 @@ class Metrics:
             cached=engine.pool.cached,
             running=running,
             waiting=[job.prompt_len for job in engine.waiting[:100]],
+            has_chat_template=tokenizer is not None and tokenizer.template is not PLAIN_TEMPLATE,
         )
         return json.dumps(self.now() | state)

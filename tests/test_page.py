@@ -14,6 +14,7 @@ from selenium.webdriver import ActionChains, Chrome, ChromeOptions, ChromeServic
 from selenium.webdriver.common.by import By
 from serving import CHAT, COMPLETIONS, Broken, Local, until
 
+import openai_api
 import server as server_module
 from openai_api import Problem
 
@@ -53,8 +54,10 @@ class Page:
         self.expected = ""  # in the console
         for kind in ("browser", "performance"):
             chrome.get_log(kind)  # of the page before
+        local.server.snapshot_time = 0.0  # the last one may be older than what a test has changed
         chrome.get(self.url)
-        until(lambda: self.text("#model") == "shakespeare" or self.text("#state"))
+        name = local.server.api.model["id"]
+        until(lambda: self.text("#model") == name or self.text("#state"))
 
     def all(self, selector: str) -> list:
         return self.chrome.find_elements(By.CSS_SELECTOR, selector)
@@ -97,9 +100,13 @@ class Page:
             chain.key_up(key)
         chain.perform()
 
+    def resize(self, width: int) -> None:
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+        self.chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
     def replies(self) -> list[str]:
-        """What the model said, newest first; the prompts stand in spans of their own."""
-        return self.texts(".reply pre span:not(.asked)")
+        """What the model said: completions newest first, a conversation as it went."""
+        return self.texts(".reply .text")
 
     def notes(self) -> list[str]:
         return self.texts(".reply .note")
@@ -136,6 +143,7 @@ def page(chrome, local):
     opened = Page(chrome, local)
     yield opened
     opened.clean()
+    chrome.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     chrome.get("about:blank")  # leaves: whatever runs is aborted
     local.settle()
 
@@ -187,21 +195,179 @@ def test_several_prompts(page, local):
     assert len({*page.styles(".reply", "border-left-color")}) == 4
 
 
-@pytest.mark.slow
-def test_chat(page, local):
-    """The chat went to the completions, or the role was shown as text."""
+TEMPLATE = "{% for turn in messages %}{{ turn.role }}: {{ turn.content }}\n{% endfor %}ASSISTANT:\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "name", "kind", "box", "text", "max_tokens"),
+    [
+        (None, "shakespeare", "completion", "Prompt 1", "ROMEO:", "128"),
+        (None, "another", "completion", "Prompt 1", "", "128"),
+        (TEMPLATE, "another", "chat", "Message", "", "512"),  # half of what fits
+    ],
+)
+def test_it_opens_as_the_model_is(
+    chrome, local, monkeypatch, template, name, kind, box, text, max_tokens
+):
+    """A chat model was greeted with ROMEO, and its messages were completed."""
+    monkeypatch.setitem(local.server.api.model, "id", name)
+    if template:
+        monkeypatch.setattr(local.engine.tokenizer, "template", template)
+    page = Page(chrome, local)
+    assert page.js("return document.querySelector('[name=kind]:checked').value") == kind
+    assert page.js("return [document.activeElement.ariaLabel, document.activeElement.value]") == [
+        box,
+        text,
+    ]
+    assert page.all("#max_tokens")[0].get_attribute("value") == max_tokens
+    shown = [each.get_attribute("id") for each in page.all("button") if each.is_displayed()]
+    assert shown == ["run", "stop", "new" if kind == "chat" else "add", "crowd"]
+    assert page.all("#system")[0].is_displayed() == (kind == "chat")
+    page.clean()
+
+
+@pytest.fixture
+def asked(local, monkeypatch):
+    """The messages of each chat that the server was asked for."""
+    bodies, prepare = [], local.server.api.prepare
+
+    def record(body: dict, chat: bool):
+        bodies.append(body.get("messages"))
+        return prepare(body, chat)
+
+    monkeypatch.setattr(local.server.api, "prepare", record)
+    return bodies
+
+
+def turn(role: str, content: str) -> dict:
+    return {"role": role, "content": content}
+
+
+def test_conversation(page, local, asked):
+    """The model did not know what it had just been asked; a new chat went on with the old one."""
     page.click("[value=chat]")
-    page.type("textarea", "Who goes there?")
-    page.set(**SETTINGS, max_tokens=30)
+    page.set(**SETTINGS, max_tokens=30, system="Be brief.")
+    system = turn("system", "Be brief.")
+
+    def say(*keys: str) -> dict:
+        page.all("#message")[0].send_keys(*keys, Keys.ENTER)
+        until(lambda: all(page.replies()) and page.ended())
+        return turn("assistant", page.replies()[-1])
+
+    first, second = turn("user", "Who goes\nthere?"), turn("user", "What?")
+    reply = say("Who goes", Keys.SHIFT + Keys.ENTER + Keys.NULL, "there?")
+    later = say("What?")
+    say("Why?")
+    assert asked == [
+        [system, first],
+        [system, first, reply, second],
+        [system, first, reply, second, later, turn("user", "Why?")],
+    ]
+    assert page.texts("#turns .asked") == ["Who goes\nthere?", "What?", "Why?"]
+    body = {**SETTINGS, "max_tokens": 30, "messages": asked[1]}
+    assert local.post(CHAT, body).json["choices"][0]["message"] == later | {"refusal": None}
+    page.click("#new")
+    assert not page.all(".reply")
+    page.set(system="")
+    say("Why?")
+    assert asked[-1] == [turn("user", "Why?")] and page.texts("#turns .asked") == ["Why?"]
+
+
+CUT = "cut off at the token limit"
+LOST = "not kept in the conversation"
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "event", "says", "kept"),
+    [
+        ("completion", {"max_tokens": 5, "n": 2}, None, CUT, 0),
+        ("chat", {"max_tokens": 5}, None, CUT, 2),
+        ("chat", {"max_tokens": 400}, None, " tokens at ", 2),  # it ended by itself
+        ("chat", {"max_tokens": 900}, "#stop", ", stopped", 2),
+        ("chat", {"max_tokens": 900}, "broken", f"failed, {LOST}", 0),
+        ("chat", {"temperature": -1}, "refused", LOST, 0),
+        ("chat", {"max_tokens": 900}, "#new", None, 0),
+    ],
+)
+def test_how_a_reply_ends(page, local, slow, monkeypatch, kind, settings, event, says, kept):
+    """A reply that was cut looked like a whole one. What had failed was sent again as what the
+    model had said, and the message had to be typed again."""
+    if event == "broken":
+        monkeypatch.setattr(local.engine, "runner", Broken(local.engine.runner, 20))
+    if event == "refused":
+        page.expected = "400"
+    page.click(f"[value={kind}]")
+    page.set(seed=3, **settings)
+    page.type("#message" if kind == "chat" else "#prompts textarea", "Who goes there?")
     page.click("#run")
-    until(lambda: page.replies() and page.ended())
-    body = {
-        **SETTINGS,
-        "max_tokens": 30,
-        "messages": [{"role": "user", "content": "Who goes there?"}],
-    }
-    (choice,) = local.post(CHAT, body).json["choices"]
-    assert page.replies() == [choice["message"]["content"]]
+    until(lambda: any(page.replies()) or page.ended())
+    if event in ("#stop", "#new"):
+        aborted = 'request_success_total{finished_reason="abort"}'
+        before = local.metrics()[aborted]
+        page.click(event)
+        until(lambda: local.metrics()[aborted] > before)
+    until(page.ended)
+    notes = page.notes()
+    assert len(notes) == (0 if says is None else settings.get("n", 1))
+    assert all(says in note and (CUT in note) == (says == CUT) for note in notes), notes
+    assert bool(page.all(".error")) == (event in ("broken", "refused"))
+    turns, left = page.js("return [turns, document.getElementById('message').value]")
+    assert [each["content"] for each in turns] == ["Who goes there?", *page.replies()][:kept]
+    assert left == ("Who goes there?" if page.all(".error") else "")
+
+
+def test_thoughts_are_folded(page, asked, monkeypatch):
+    """A thought was not shown, or stood in the answer and was sent back with the next message."""
+    thought = "<b>Hm.</b><img src=x onerror=document.title=1>"
+    monkeypatch.setattr(openai_api, "split_thought", lambda text: (thought, thought + text[15:]))
+    page.click("[value=chat]")
+    page.set(max_tokens=5, seed=1)
+    for message in (thought, "And?"):
+        page.type("#message", message)
+        page.click("#run")
+        until(lambda: all(page.replies()) and page.ended())
+    assert page.texts("details div") == [thought] * 2
+    assert not any(each.is_displayed() for each in page.all("details div"))
+    page.click("summary")
+    assert page.all("details div")[0].is_displayed()
+    first = page.replies()[0]
+    assert first.startswith(thought) and len(first) > len(thought)
+    user, assistant = turn("user", thought), turn("assistant", first)
+    assert asked[-1] == [user, assistant, turn("user", "And?")]
+    assert not page.all("#turns b, #turns img") and page.chrome.title == "kilolm"
+
+
+@pytest.mark.parametrize(
+    ("width", "blocks", "each"),
+    [(1400, 64, 1), (1400, 1500, 1), (1400, 28_000, 16), (420, 28_000, 32), (420, 10**6, 2048)],
+)
+def test_the_cache_scales(page, width, blocks, each):
+    """Squares of a pixel, a picture of many thousand pixels' height, blocks that were not drawn."""
+    script = """const [blocks, cached, owners] = arguments;
+        const running = owners.map((blocks, name) => ({name, blocks}));
+        draw({blocks, block_size: 16, cached, running});
+        const canvas = document.getElementById("blocks"), {width, height} = canvas;
+        const copy = Object.assign(document.createElement("canvas"), {width, height});
+        const pen = copy.getContext("2d", {willReadFrequently: true}), seen = {};
+        pen.drawImage(canvas, 0, 0);
+        const {data} = pen.getImageData(0, 0, width, height);
+        for (let i = 0; i < data.length; i += 4) {
+            const pixel = data.slice(i, i + 4).join();
+            seen[pixel] = (seen[pixel] || 0) + 1;
+        }
+        const grey = getComputedStyle(document.documentElement).getPropertyValue("--cached");
+        const pixels = [grey, ...owners.map((_, name) => colour(name))].map(name => {
+            pen.fillStyle = name;
+            pen.fillRect(0, 0, 1, 1);
+            return seen[pen.getImageData(0, 0, 1, 1).data.join()] || 0;
+        });
+        return [document.getElementById("square").textContent, canvas.clientHeight, pixels]"""
+    page.resize(width)
+    owners = [[*range(each)], [each - 1], [blocks - 1]]  # the last block is alone in its square
+    text, height, pixels = page.js(script, blocks, [each], owners)
+    assert text == (f"{each} blocks of 16 tokens" if each > 1 else "a block of 16 tokens")
+    assert 20 <= height <= 210
+    assert min(pixels) >= 14, pixels
 
 
 def test_the_engine_is_shown(page, local, slow):
@@ -277,7 +443,7 @@ def test_stop(page, local, slow, how):
         page.click("#stop")
     else:
         page.press(Keys.ESCAPE)
-    until(lambda: page.notes() and page.notes()[0].endswith("; stopped"))
+    until(lambda: page.notes() and page.notes()[0].endswith(", stopped"))
     local.settle(5)
     before = page.replies()
     assert before[0]
@@ -289,17 +455,21 @@ def test_stop(page, local, slow, how):
 
 
 @pytest.mark.slow
-def test_crowd(page, local, slow):
-    """Sixteen prompts, of which one ran; or each opened a connection, and six ran."""
-    page.set(max_tokens=60, seed=1)
+def test_crowd(page, local):
+    """Sixteen prompts, of which one ran; or each opened a connection, and six ran. It ended before
+    one had looked, and nothing was preempted."""
+    page.set(max_tokens=6, seed=1)  # the crowd has its own
     page.click("#crowd")
     until(lambda: len(page.all("#running tr")) == 8 and page.text("#queue") != "0")  # 8 at once
     assert len(page.all(".reply")) == 16 and int(page.text("#queue")) <= 8
     assert page.text("#waiting").count("tokens") == int(page.text("#queue"))
     until(lambda: page.numbers()["prefix hits"] not in ("0 %", "–"))
+    until(lambda: page.numbers()["preemptions"] != "0")
+    assert not page.ended()
     until(lambda: sum(map(bool, page.replies())) >= 8)
-    until(lambda: sum(map(bool, page.replies())) == 16, 30)
-    page.click("#stop")
+    until(lambda: all(page.replies()) and page.ended(), 90)
+    assert sum("cut off" in note for note in page.notes()) > 8
+    assert all(" tokens at " in note for note in page.notes())
 
 
 @pytest.mark.parametrize(
@@ -365,36 +535,42 @@ def test_keyboard(page):
     script = "const a = document.activeElement; return a.id || a.name || a.ariaLabel || a.tagName"
     assert page.js(script) == "Prompt 1"  # to type at once
     seen = []
-    while len(seen) < 20 and "run" not in seen:
+    while len(seen) < 20 and "key" not in seen:
         page.press(Keys.TAB)
         seen.append(page.js(script))
-    assert seen == ["temperature", "top_p", "top_k", "max_tokens", "n", "seed", "key", "run"]
+    boxes = ["temperature", "top_p", "top_k", "max_tokens", "n", "seed", "key"]
+    assert seen == ["run", "stop", "add", "crowd", *boxes]
     width = page.js("return getComputedStyle(document.activeElement).outlineWidth")
     assert float(width.removesuffix("px")) >= 2
     page.set(max_tokens=5)
     page.js("document.getElementById('run').focus()")
     page.press(Keys.ENTER)
     until(lambda: page.replies() and page.replies()[0] and page.ended())
-    for control in page.all("textarea, input, button"):
-        assert control.accessible_name, control.get_attribute("outerHTML")
+    for kind in ("completion", "chat"):
+        page.click(f"[value={kind}]")
+        for control in page.all("textarea, input, button"):
+            assert control.accessible_name or not control.is_displayed(), control.id
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [320, 700, 1000])
-def test_no_horizontal_scroll(page, local, slow, width):
+@pytest.mark.parametrize("width", [320, 420, 700, 1000, 1400])
+@pytest.mark.parametrize("kind", ["completion", "chat"])
+def test_no_horizontal_scroll(page, local, slow, width, kind):
     """A phone had to scroll sideways, by the width of a table or of a long word."""
-    metrics = {"width": width, "height": 700, "deviceScaleFactor": 1, "mobile": width < 500}
-    page.chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    try:
-        page.type("textarea", "M" * 300)
-        page.set(max_tokens=200, n=3, seed=1)
-        page.click("#run")
-        until(lambda: page.all("#running tr") and any(page.replies()))
-        wide = page.js("return document.documentElement.scrollWidth - innerWidth")
-        assert wide <= 0
-        assert page.all("#blocks")[0].size["width"] > width / 3
-    finally:
-        page.chrome.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    page.resize(width)
+    page.click(f"[value={kind}]")
+    page.type("#message" if kind == "chat" else "#prompts textarea", "M" * 300)
+    page.set(max_tokens=200, seed=1)
+    page.click("#run")
+    until(lambda: page.all("#running tr") and any(page.replies()))
+    page.click("#crowd")
+    until(lambda: len(page.all("#running tr")) == 8)
+    script = """return ["html", "#replies", ".pinned"].map(x => document.querySelector(x)).map(
+        x => x.scrollWidth - x.clientWidth)"""
+    assert max(page.js(script)) <= 0
+    assert page.all("#blocks")[0].size["width"] > width / 3
+    boxes = [each for each in page.all("textarea, button") if each.is_displayed()]
+    assert all(box.rect["x"] + box.rect["width"] <= width for box in boxes)
 
 
 @pytest.mark.slow
