@@ -20,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -272,6 +272,10 @@ class Blocks(LayerCache):
     groups: list[Group]
     window: int | None
 
+    # A CPU attends to so many bytes of keys together. Larger copies get fresh pages from the system
+    # in each layer, which takes a third longer.
+    max_bytes: ClassVar[int] = 2**21
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k and v, then attend group by group. The arguments have B = 1, and T counts the
         tokens of all rows; inside the loop, B and T are those of one group."""
@@ -356,15 +360,15 @@ class Runner:
         K = model.config.num_key_value_heads
         H = model.config.head_dim
         self.model = model
+        # Where it is faster, packed.compile_model gives the model a kind of its own.
+        self.layer = getattr(model, "paged_layer", self.layer)
         self.num_blocks = num_blocks
         self.block_size = block_size
         # The heads come first, because attention takes one head at a time, and reads its keys up to
         # twice as fast if they are contiguous.
         self.kv = empty_layers(model, kv_dtype, 2 * K, num_blocks + self.spare, block_size)
-        # On a CPU, 2 MB of keys are attended together. Larger copies get fresh pages from the
-        # system in each layer, which takes a third longer. A GPU gets more, so that there are few
-        # calls; we have not measured that.
-        max_bytes = 2**21 if model.device.type == "cpu" else 2**25
+        # A GPU gets more, so that there are few calls; we have not measured that.
+        max_bytes = self.layer.max_bytes if model.device.type == "cpu" else 2**25
         # Bytes are counted in the model's dtype, because int8 is decoded.
         self.most = min(num_blocks, max_bytes // (block_size * K * H * model.dtype.itemsize))
 

@@ -3,8 +3,11 @@
 That its tokens equal the eager ones is a row of tests/test_equivalence.py.
 """
 
+import copy
+import random
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +17,8 @@ from torch._inductor.utils import run_and_get_code
 import flex
 import generate as command_line
 import packed
-from checkpoint import load_model
+import paged
+from checkpoint import build, load_model
 from generate import generate
 from kv_cache import StaticCache
 from llm import LLM
@@ -22,6 +26,7 @@ from model import Config, FusedLinear, Transformer, attention
 from packed import LoopedLinear, OpaqueCache, PackedLinear, compile_model
 from paged import Row, Runner
 from sampling import Sequence
+from scheduler import Engine
 from settings import SamplingParams
 
 slow = pytest.mark.slow
@@ -77,6 +82,43 @@ def test_nothing_is_compiled_after_warm_up_by_the_scheduler(guess, one_thread):
         for lengths in ([1], [2], [16], [40, 1], [300], [5, 5, 5, 90, 17]):
             llm.generate([[5] * length for length in lengths], WISH)
     assert llm.engine.stats["generation_tokens"] == 20 * 11
+
+
+@slow
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_whose_heads_share_no_keys_are_gathered(dtype, kv_dtype, one_thread):
+    """Attention that is compiled in the middle of the first crowd, or again for each number of
+    rows; other tokens than without it: under a window, in forks, behind shared prefixes, after a
+    preemption, of int8 keys, which it does not read."""
+    torch._dynamo.reset()
+    config = Config(300, 64, 96, 2, 4, 4, 16, windows=(None, 20))
+    model = build(config).to(dtype)
+    model.inv_freq = Transformer(config).inv_freq
+    twin = copy.deepcopy(model)
+    compile_model(model, None, kv_dtype)
+
+    def run(each, *counts, seed=0):
+        engine = Engine(each, num_blocks=22, block_size=8, kv_dtype=kv_dtype)
+        assert engine.runner.layer is (packed.Gathered if each is model else paged.Blocks)
+        texts = random.Random(seed)
+        outputs = []
+        for count in counts:
+            prompts = [[7] * 9 + texts.choices(range(300), k=length) for length in LENGTHS[:count]]
+            requests = [engine.add_request(ids, replace(WISH, n=1 + (i == 1)))
+                        for i, ids in enumerate(prompts)]  # fmt: skip
+            list(engine.run())
+            outputs += [job.ids for request in requests for job in request.outputs]
+        assert engine.stats["num_preemptions"] and engine.stats["prefix_cache_hits"]
+        return outputs
+
+    with torch.compiler.set_stance("fail_on_recompile"):
+        found = run(model, 1, 2, 5, 3, 5)
+    if dtype == torch.float32:
+        assert found == run(twin, 1, 2, 5, 3, 5)
+
+
+LENGTHS = (3, 40, 17, 60, 5)
 
 
 def in_place(layer, T):
