@@ -6,8 +6,9 @@ paged.Blocks copies the blocks of each row side by side, unless they follow each
 because PyTorch's ordinary attention wants each row's keys in one tensor. On a CPU the copy costs
 little beside the attention itself. On a GPU it is waste. FlexAttention compiles a kernel that is
 told which blocks each row reads, and which of their slots are visible. FlexRunner takes the place
-of paged.Runner and shares its plan; the scheduler and the model do not know of it. It has not run
-on a GPU yet, so it must be asked for. Paper: Dong et al. 2024 (arXiv:2412.05496). Read: FlexBlocks.
+of paged.Runner and shares its plan; the scheduler and the model do not know of it.
+It waits for a GPU: so far it has only been simulated on a CPU (docs/gpu.md), so it must be asked
+for. Paper: Dong et al. 2024 (arXiv:2412.05496). Read: FlexBlocks.
 """
 
 from typing import Any

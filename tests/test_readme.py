@@ -17,29 +17,30 @@ import generate
 from tools import bench, pictures, report
 
 README = (ROOT / "README.md").read_text()
-DOCS = {f"docs/{file.name}": file.read_text() for file in sorted(ROOT.glob("docs/*.md"))}
+FOLDERS = (".", "docs", "benchmarks", "checkpoints")
+PAGES = sorted(page for folder in FOLDERS for page in (ROOT / folder).glob("*.md"))
+QUANTISATION = (ROOT / "docs" / "quantisation.md").read_text()
 
 
-def lines_of(page):
-    """Return the lines of a page's shell blocks."""
-    blocks = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
+def shell_lines(text):
+    blocks = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
     return [line for block in blocks for line in block.splitlines()]
 
 
-LINES = lines_of(README)
+LINES = shell_lines(README)
 INSTALL = "pip install -e . && python generate.py --seed 1"
 REAL = [  # a real model; the tests have one that needs no hub, see test_real_model.py
     'pip install -e ".[hf]" huggingface_hub && '
     "hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir path/to/SmolLM2"
 ]
 TEST = 'pip install -e ".[test]" && python -m pytest'
-TESTED = [LINES, *(lines_of(DOCS[f"docs/{name}.md"]) for name in ("quantisation", "machines"))]
-COMMANDS = [
+COMMANDS = [line for line in LINES if line.startswith(("python ", "torchrun "))]
+ALSO_RUN = [
     line
-    for lines in TESTED
-    for line in lines
-    if line.startswith(("python generate", "python server", "python tools", "torchrun "))
+    for name in ("quantisation", "machines")
+    for line in shell_lines((ROOT / "docs" / f"{name}.md").read_text())
 ]
+ON_A_GPU = shell_lines((ROOT / "docs" / "gpu.md").read_text())
 SLOW = "python -m pytest -m slow"
 
 
@@ -63,7 +64,7 @@ def test_the_text_is_that_of_the_command(capfd):
     assert text and out.startswith(text + "\n") and err.startswith(f"sampling: {told}\n")
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [*COMMANDS, *ALSO_RUN, *ON_A_GPU])
 def test_command_is_understood(command):
     """An option is gone, or a file has moved; the slow tests also run the commands."""
     launcher, *words = shlex.split(command)
@@ -96,9 +97,10 @@ def succeeds(words, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [*COMMANDS, *ALSO_RUN])
 def test_command_runs(command, tmp_path):
     """Every other command works as it stands, with the bundled model in place of the reader's."""
+    command = command.replace("path/to/text.txt", str(ROOT / "course" / "README.md"))
     command = re.sub(r"path/to/new-\S+", str(tmp_path / "new"), command)
     words = shlex.split(re.sub(r"path/to/\S+", str(SHAKESPEARE), command))
     launchers = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}
@@ -280,10 +282,47 @@ def test_papers():
 
 
 def test_links_point_to_their_lines():
-    """A link to a line of a file that does not define its name; a page that is not there."""
+    """A link to a line of a file that does not define its name."""
     with pytest.raises(ValueError, match=r"Engine.nothing, which scheduler.py does not define"):
         report.line_links("[`Engine.nothing`](scheduler.py#L1)")
-    contributing = (ROOT / "CONTRIBUTING.md").read_text()
-    for page, text in {"README.md": README, "CONTRIBUTING.md": contributing, **DOCS}.items():
-        for link in re.findall(r"\]\(((?!http|#)[^)#]+)", text):
-            assert ((ROOT / page).parent / link).exists(), f"{page}: {link}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    """A page or a heading has another name now, or a file that a page names has moved."""
+    text = page.read_text()
+    for link in re.findall(r"\]\(((?!http)[^)]+)\)", text):
+        file, _, anchor = link.partition("#")
+        target = page.parent / file if file else page
+        assert target.exists(), link
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors(target.read_text()), link
+    for file in re.findall(r"`((?:tools|tests|docs)/[\w/.-]+\.\w+)`", text):
+        assert (ROOT / file).exists(), file
+
+
+def anchors(text):
+    """The anchors that GitHub gives a page's headings: `## What it does` has what-it-does."""
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}
+
+
+def test_figures_about_fewer_bits():
+    """docs/quantisation.md has a figure that no record has, or that was measured anew."""
+    paragraphs, named, figures = QUANTISATION.split("\n\n"), [], []
+    for text in paragraphs:
+        records = re.findall(r"`(\w[\w.]*-[\w.-]+)`", text)
+        records = [name for name in records if (report.RECORDS / f"{name}.json").exists()]
+        named += records
+        if records:
+            runs = [json.loads((report.RECORDS / f"{name}.json").read_text()) for name in records]
+            figures = [value for run in runs for row in report.medians(run).values()
+                       for value in row.values()]  # fmt: skip
+        shown = {report.number(value) for value in figures}
+        if text.startswith("|"):
+            cells = [cell for line in text.splitlines()[2:] for cell in line.split(" | ")[1:]]
+            assert {cell.rstrip(" |") for cell in cells} <= shown, text
+        elif records:  # without names, and what is in parentheses
+            words = re.sub(r"`[^`]*`|\([^)]*\)", "", text)
+            assert {*re.findall(r"(?<![\w-])\d+(?:\.\d+)?(?![\w-])", words)} <= shown, text
+    assert len(named) == 8 and "quality-smollm2-135m" in named

@@ -4,7 +4,8 @@ A GPU often finishes a step's kernels faster than Python launches them. A CUDA g
 launches, and then the whole step is one call, on the same memory each time. vLLM and nano-vllm
 decode so. torch.compile already replays the static cache's decoding (see packed.compile_model);
 this is for the paged cache, whose plan differs at each step: the plan is made as always, and copied
-to where the graph reads it. It has not run on a GPU yet, so it is not among the engine's files:
+to where the graph reads it. It waits for a GPU: so far it has only been simulated on a CPU
+(docs/gpu.md), so it is not among the engine's files:
 
     python tools/bench.py throughput --device cuda --cuda-graphs
 
