@@ -441,23 +441,24 @@ class Runner:
         # query sees. But it must not hold an old NaN either.
         padded = [blocks + [self.filler(blocks)] * (W - len(blocks)) for blocks in used]
         positions = torch.tensor([row.positions for row in rows], device=device)  # (B, T)
-        is_long = len(rows) == 1 and is_long_prompt(positions, rows[0].positions.stop)
         table = torch.tensor(padded)  # (B, W)
         order = torch.arange(W).expand_as(table)
-        # To a mask, the order of blocks does not matter. The cached blocks of a sequence that has
-        # ended are handed out again last to first, and sorting restores their order.
-        if not is_long:
+        # 2) their order. It matters only to a long prompt, which has no mask. The cached blocks of
+        # a sequence that has ended are handed out again last to first, and sorting restores it.
+        last = rows[0].positions.stop
+        end = last if len(rows) == 1 and is_long_prompt(positions, last) else None
+        if end is None:
             table, order = table.sort()
+        # 3) how a layer reads them: as one slice, or by an index for each head
         has_gap = (table.flatten().diff() != 1).any()
         span = None if has_gap else slice(int(table[0, 0]), int(table[-1, -1]) + 1)
         heads = torch.arange(2 * config.num_key_value_heads)[:, None] * self.kv[0].shape[1]
         flat_table = (table[:, None] + heads).to(device)  # (B, 2 * K, W)
-        # 2) the positions of the keys
+        # 4) the positions of the keys, and the masks
         keys = (order[..., None] * size + torch.arange(size)).flatten(1).to(device)  # (B, S)
         # masks(piece) is visible(config, piece, keys). The last result is kept for the next layer.
         masks = lru_cache(1)(partial(visible, config, k_pos=keys))
         pieces = positions.split(max(1, self.pairs // keys.numel()), 1)
-        end = rows[0].positions.stop if is_long else None
         return Group(positions.shape[1], flat_table, span, pieces, masks, end)
 
 
