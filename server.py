@@ -84,7 +84,7 @@ class Server:
     """The engine, and the connections that wait for it. Only drive() changes the engine's state.
 
     Attributes:
-        inbox: functions that drive() calls in turn, self.step among them; None ends drive().
+        inbox: functions that drive() calls in turn; None ends drive().
         waiters: each request in the engine -> the connection that answers it. Only drive() changes
             this and `metrics`.
         listeners: the sockets at which clients arrive.
@@ -119,8 +119,8 @@ class Server:
     # --- The engine's thread ----------------------------------------------------------------------
 
     def drive(self) -> None:
-        """Call what is in the inbox, until told to end. Whenever the inbox is empty and requests
-        are left, a step is put there.
+        """Call what is in the inbox, until told to end. While it is empty and requests are left,
+        run steps.
 
         After an error all requests end, and the engine goes on with the next ones. It cannot go on
         after another rank is lost.
@@ -128,8 +128,8 @@ class Server:
         for task in iter(self.inbox.get, None):
             try:
                 task()
-                if self.engine.queue and self.inbox.empty():
-                    self.inbox.put(self.step)
+                while self.engine.queue and self.inbox.empty():
+                    self.step()
             except Exception as error:
                 self.engine.reset()
                 self.wake([*self.waiters])
@@ -141,10 +141,14 @@ class Server:
     def step(self) -> None:
         """End the requests of clients that have left (all, once the grace period is over), then run
         a step."""
-        lost = [request for request, c in self.waiters.items() if c not in self.busy or self.over]
-        for request in lost:
+        unwanted = [
+            request
+            for request, connection in self.waiters.items()
+            if connection not in self.busy or self.over
+        ]
+        for request in unwanted:
             self.engine.abort(request)
-        self.wake(lost + self.engine.step())
+        self.wake(unwanted + self.engine.step())
 
     def submit(self, requests: list[Request], connection: "Connection") -> None:
         """Put the requests of one connection into the engine's queue."""
@@ -290,7 +294,7 @@ class Connection(BaseHTTPRequestHandler):
         self.connection.settimeout(IDLE_S)  # of each read and write
         self.server.connections.add(self)
         try:
-            with self.connection, suppress(OSError):  # it has left, or was silent for too long
+            with self.connection, suppress(OSError):  # the client left, or was silent for too long
                 self.answer()
                 self.connection.shutdown(socket.SHUT_WR)
                 while self.connection.recv(2**16):
@@ -346,8 +350,8 @@ class Connection(BaseHTTPRequestHandler):
         demand(method.replace("HEAD", "GET") == takes, 405, f"{path} takes {takes}, not {method}")
         # 3) Key.
         if args.api_key and path not in ("/", "/health"):
-            given = self.headers.get("Authorization", "")[len("Bearer ") :].encode("latin-1")
-            is_right = secrets.compare_digest(given, args.api_key.encode())
+            key = self.headers.get("Authorization", "")[len("Bearer ") :].encode("latin-1")
+            is_right = secrets.compare_digest(key, args.api_key.encode())
             demand(is_right, 401, "the API key is missing or wrong", None, "invalid_api_key")
         routes[path](self)
 
