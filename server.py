@@ -84,7 +84,7 @@ class Server:
     """The engine, and the connections that wait for it. Only drive() changes the engine's state.
 
     Attributes:
-        inbox: functions that drive() calls in turn; None ends drive().
+        inbox: functions that drive() calls in turn, self.step among them; None ends drive().
         waiters: each request in the engine -> the connection that answers it. Only drive() changes
             this and `metrics`.
         listeners: the sockets at which clients arrive.
@@ -119,8 +119,8 @@ class Server:
     # --- The engine's thread ----------------------------------------------------------------------
 
     def drive(self) -> None:
-        """Call what is in the inbox, until told to end. While it is empty and requests are left,
-        run steps.
+        """Call what is in the inbox, until told to end. Whenever the inbox is empty and requests
+        are left, a step is put there.
 
         After an error all requests end, and the engine goes on with the next ones. It cannot go on
         after another rank is lost.
@@ -128,8 +128,8 @@ class Server:
         for task in iter(self.inbox.get, None):
             try:
                 task()
-                while self.engine.queue and self.inbox.empty():
-                    self.step()
+                if self.engine.queue and self.inbox.empty():
+                    self.inbox.put(self.step)
             except Exception as error:
                 self.engine.reset()
                 self.wake([*self.waiters])
