@@ -733,6 +733,28 @@ def test_n_grams_of_each_sequence():
     assert [s.guess for s in sequences] == [Guess([6, 7], [1.0, 1.0]), Guess([2], [1.0]), Guess()]
 
 
+def test_wrong_guesses_become_rare(monkeypatch):
+    """Prose slower by a quarter, as each of its steps runs guesses; or a text that begins to repeat
+    itself, and is guessed no more. A guess that is right in part changes nothing."""
+    monkeypatch.setattr(speculative, "lookup", lambda text, count: "\1\2"[:count])
+    proposer, job = NGram(2), started(9)
+
+    def step(right):
+        """Run a step in which so many guesses are right; say whether there was a guess."""
+        job.num_scheduled = len(job.ids) + 2
+        job.guess = Guess()
+        proposer.propose([job])
+        job.ids += [*job.guess.ids[:right], 3]
+        return bool(job.guess.ids)
+
+    made = [i for i in range(140) if step(0)]
+    assert [b - a - 1 for a, b in itertools.pairwise(made)] == [1, 2, 4, 8, 16, 32, 32, 32]
+    while not step(1):  # right in part: it guesses again, and pauses for 32 again if that is wrong
+        pass
+    assert step(0) and not any(step(0) for _ in range(32))
+    assert step(2) and step(0) and not step(0) and step(0)  # right as a whole: it pauses for 1
+
+
 def test_large_ids():
     """Ids past the last character of Unicode, and those that stand for halves of characters."""
     job = started(2**24, 0, (2**23, 0xD800, 0xDFFF, 9), (0xD800, 0xDFFF))

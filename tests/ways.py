@@ -81,10 +81,11 @@ def plain(
     """Complete one sequence without a cache: guess, run the whole text, verify. Without guesses
     that is forward, sample, append. Returns the sequence."""
     guesser = Guesser(speculate)
+    pause = start = 0  # see speculative.NGram
     while not sequence.finish_reason:
         count = guesser.count(sequence)
         text = "".join(map(chr, sequence.ids))
-        ids = [] if draft else [*map(ord, lookup(text, count))]
+        ids = [] if draft or len(text) < start else [*map(ord, lookup(text, count))]
         guess = sequence.guess = Guess(ids, [1.0] * len(ids))
         for _ in range(count if draft else 0):
             ahead = sequence.ahead(guess.ids)
@@ -94,7 +95,13 @@ def plain(
             guess.q.append(q[0, i].item())
             guess.probs.append(q[0])
         logits = logits_of(model, sequence.ids + guess.ids)[-1 - len(guess.ids) :]
-        for token in guesser.verify(logits, [sequence])[0]:
+        tokens = guesser.verify(logits, [sequence])[0]
+        if ids and len(tokens) == 1:
+            pause = min(2 * pause or 1, 32)
+            start = len(text) + 1 + pause
+        elif ids and len(tokens) == len(ids) + 1:
+            pause = 0
+        for token in tokens:
             if not sequence.finish_reason:
                 sequence.append(token)
     return sequence
