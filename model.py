@@ -194,7 +194,8 @@ class Attention(nn.Module):
         parts = {"q_proj": N * H, "k_proj": K * H, "v_proj": K * H}
         self.qkv_proj = FusedLinear(D, parts, config.qkv_bias)
         self.o_proj = nn.Linear(N * H, D, config.o_bias)
-        self.q_norm = self.k_norm = nn.Identity()
+        self.q_norm: nn.Module = nn.Identity()
+        self.k_norm: nn.Module = nn.Identity()
         if config.qk_norm:
             self.q_norm = nn.RMSNorm(H, config.rms_norm_eps)
             self.k_norm = nn.RMSNorm(H, config.rms_norm_eps)
