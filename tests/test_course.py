@@ -143,6 +143,8 @@ def test_the_queue_of_one(monkeypatch):
     measured, predicted = tails["1 at once"], tails["predicted"]
     assert sorted(measured) == measured and sorted(predicted) == predicted
     assert all(p <= m < 1.5 * p for m, p in zip(measured, predicted, strict=True)), tails
+    low, *_, high = sorted(round(100 * (m / p - 1)) for m, p in zip(measured, predicted))
+    assert f"Here it is {low} to {high} % higher" in " ".join(page.split())
     longer = float(re.search(r"\nTwice as many requests .* p90 (\d+) ms", page)[1])
     assert 1.7 < longer / measured[-1] < 2.5
     text = page.partition("## The idea")[0]
@@ -287,6 +289,56 @@ def test_one_thread_and_a_clock(terminal, monkeypatch):
     finally:
         torch.set_num_threads(before)
     assert ("working,   1 s" in stderr.getvalue()) == terminal == bool(stderr.getvalue())
+
+
+# --- At full size ---------------------------------------------------------------------------------
+
+# What each page says in words of the counts that its script returns.
+SAID = {
+    "01_loop": ["{tokens} for {made} new ones"],
+    "02_cache": ["runs {recompute} tokens without a cache, and {cache} with one"],
+    "03_sampling": ["Without a cut all {as it is:,} tokens stay", "is written as its two bytes"],
+    "04_batching": ["takes {static batches} forwards", "is free, and takes {continuous}."],
+    "05_paging": ["hence {computed[blocks]:,} tokens"],
+    "06_bits": [],
+    "07_guessing": ["as 32 tokens take {100% right} forwards"],
+    "08_ranks": ["some kilobytes in {sums} sums"],
+}
+TIMED = r"^(milliseconds|seconds|times as|.* over [\d.]+ s\n|On average a forward takes)"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAID)
+def test_counts_are_those_of_the_page(name, monkeypatch, capsys):
+    """Bug: with --small all was well, but at full size chapter 5's engine computed 1,730 tokens,
+    and not 1,729 as on the page. The stopwatch stands still, as times are not compared. Chapters 10
+    and 11 are left out: on another processor a tie between tokens may go otherwise."""
+    if name == "06_bits" and "AVX512" not in torch.backends.cpu.get_cpu_capability():
+        pytest.skip("the page's bytes are those of a processor with AVX-512")
+    monkeypatch.syspath_prepend(COURSE)
+    import lesson
+
+    monkeypatch.setattr(lesson, "seconds", lambda act, repeat=5: 1e-9)
+    monkeypatch.setattr(lesson, "durations", lambda steps: [1.0, 1.0])
+    monkeypatch.setattr(lesson.Lesson, "bandwidth", 1e10)
+    module = runpy.run_path(str(COURSE / f"{name}.py"))
+    counts = module["run"](module["chapter"], [])
+    printed = without_times(capsys.readouterr().out)
+    page = PAGES[name.replace("_", "-") + ".md"]
+    for words in SAID[name]:
+        assert words.format(**counts) in " ".join(page.split()), words
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    shown = [text for kind, text in blocks if not kind and without_times(text)[0] in printed]
+    assert len(shown) == 1 + (name == "05_paging")  # the trace; others are drawn by hand
+    for part in "\n".join(shown).split("\n\n"):
+        if not re.match(TIMED, part):
+            missing = [line for line in without_times(part) if line not in printed]
+            assert missing == [], part
+
+
+def without_times(text):
+    """The lines of a text, with a mark in place of each time and speed."""
+    return [re.sub(r"[\d.,]+(?= (ms|s|GB/s)\b)", "?", line.rstrip()) for line in text.splitlines()]
 
 
 # --- What can go wrong ----------------------------------------------------------------------------
