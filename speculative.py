@@ -91,8 +91,8 @@ class Guesser(Proposer):
         guesses = [job.guess for job in jobs]
         decided = map(accept, p.split(sizes), chances, guesses, u)
         accepted, rest = zip(*decided)  # for each job: how many, and what the next is drawn from
-        for guess, count in zip(guesses, accepted):  # for summary()
-            for i in range(len(guess.ids)):
+        for job, count in zip(jobs, accepted):  # for summary()
+            for i in range(len(job.guess.ids)):
                 self.offered[i] += 1
                 self.accepted[i] += i < count
         # 3) Draw one more token for each job, by the random number that plain decoding would use.
