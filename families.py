@@ -5,8 +5,7 @@ at a speed, so each method of extending rope is a list of speeds, and a layer wi
 speeds of 0. A factor on queries, residuals or logits is a factor on the weights that make these. So
 model.py has none of them. This file knows config.json's names for these numbers, and the names of
 the weights; it does not read files. Every family has been compared with `transformers`, logit by
-logit (tests/test_model.py). Read: FAMILIES,
-layer_kinds, complete_rope, speeds, folded.
+logit (tests/test_model.py). Read: FAMILIES, layer_kinds, complete_rope, speeds, folded.
 """
 
 import math
@@ -67,7 +66,7 @@ FIXED: dict[str, JSON] = dict(
 ONLY: JSON = dict(hidden_act="silu", hidden_activation="gelu_pytorch_tanh", scoring_func="softmax",
     n_group=1, is_causal=True, use_bidirectional_attention=False, attn_logit_softcapping=None,
     final_logit_softcapping=None)  # fmt: skip
-# Settings that only some families read, those that have them in FAMILIES. The second part are this
+# Settings that only some families read, those that have them in FAMILIES; and at the end this
 # engine's names, which no family reads from a file.
 OWN = {"embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling",
     "query_pre_attn_scalar", "rope_local_base_freq", "sliding_window_pattern",

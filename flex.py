@@ -6,9 +6,9 @@ paged.Blocks copies the blocks of each row side by side, unless they follow each
 because PyTorch's ordinary attention wants each row's keys in one tensor. On a CPU the copy costs
 little beside the attention itself. On a GPU it is waste. FlexAttention compiles a kernel that is
 told which blocks each row reads, and which of their slots are visible. FlexRunner takes the place
-of paged.Runner and shares its plan; the scheduler and the model do not know of it.
-It waits for a GPU: so far it has only been simulated on a CPU (docs/gpu.md), so it must be asked
-for. Paper: Dong et al. 2024 (arXiv:2412.05496). Read: FlexBlocks.
+of paged.Runner and shares its plan; the scheduler and the model do not know of it. It waits for a
+GPU: so far it has only been simulated on a CPU (docs/gpu.md), so it must be asked for.
+Paper: Dong et al. 2024 (arXiv:2412.05496). Read: FlexBlocks.
 """
 
 from typing import Any
@@ -77,7 +77,9 @@ class FlexRunner(Runner):
 
     layer = FlexBlocks
     spare = 1
-    pairs = 2**62  # no limit: the kernel reads the boolean mask without widening it (int8 does)
+    # No limit: the kernel reads the boolean mask without widening it. (With int8 keys, attention
+    # widens it, and nothing bounds that.)
+    pairs = 2**62
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

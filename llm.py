@@ -68,7 +68,7 @@ class LLM:
         if not isinstance(prompts, list) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
         prompts = [prompt_of(each) for each in prompts]
-        if params and changes:
+        if params is not None and changes:
             raise ValueError(f"give params, or {', '.join(changes)}, not both")
         if params is None:
             params = SamplingParams(**suggested(self.checkpoint) | changes)

@@ -218,9 +218,8 @@ def listen_at(host: str, port: int) -> list[socket.socket]:
     get the same port; 0 means any free one. Raises OSError if the port is taken."""
     listeners = []
     absent = OSError(f"{host} has no address")
-    for family, *_, address in dict.fromkeys(
-        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    ):
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    for family, *_, address in dict.fromkeys(found):  # some hosts name an address twice
         try:
             listener = socket.create_server(
                 (address[0], port, *address[2:]),

@@ -1177,6 +1177,9 @@ def test_the_page_may_load_nothing_else(local, monkeypatch, tmp_path):
         assert headers["X-Content-Type-Options"] == "nosniff"
     monkeypatch.setattr(server_module, "PAGE", tmp_path / "page.html")
     local.get("/").fails(404)
+    unreadable = MagicMock(**{"read_text.side_effect": PermissionError})
+    monkeypatch.setattr(server_module, "PAGE", unreadable)
+    local.get("/").fails(500)  # not a connection that closes without a word
 
 
 # --- Keys, queues, origins ------------------------------------------------------------------------
@@ -1645,6 +1648,25 @@ def stopped(data: bytes, capsys, *options: str, signals: int = 1) -> list[Answer
         os.close(signal.set_wakeup_fd(-1))
         for number, handler in zip((signal.SIGTERM, signal.SIGINT), before, strict=True):
             signal.signal(number, handler)
+
+
+def test_an_engine_that_dies(monkeypatch):
+    """A Rust library's panic is no Exception: the server took clients and never answered them."""
+    ended = []
+
+    def drive(self):
+        raise BaseException("panic")
+
+    def listen(self):
+        ended.append(any(self.stopping or time.sleep(0.01) for _ in range(500)))
+        for listener in self.listeners:
+            listener.close()
+
+    monkeypatch.setattr(server_module.Server, "drive", drive)
+    monkeypatch.setattr(server_module.Server, "listen", listen)
+    with pytest.raises(BaseException, match="panic"):
+        stopped(b"", MagicMock(**{"readouterr.side_effect": ConnectionError}))
+    assert ended == [True]
 
 
 @pytest.mark.parametrize("data", [request_bytes()[:-1], FIRST[:-1]], ids=["body", "head"])

@@ -747,11 +747,11 @@ def test_wrong_guesses_become_rare(monkeypatch):
         job.ids += [*job.guess.ids[:right], 3]
         return bool(job.guess.ids)
 
-    made = [i for i in range(140) if step(0)]
-    assert [b - a - 1 for a, b in itertools.pairwise(made)] == [1, 2, 4, 8, 16, 32, 32, 32]
-    while not step(1):  # right in part: it guesses again, and pauses for 32 again if that is wrong
+    made = [i for i in range(24) if step(0)]
+    assert [b - a - 1 for a, b in itertools.pairwise(made)] == [1, 2, 4, 4, 4]
+    while not step(1):  # right in part: it guesses again, and pauses for 4 again if that is wrong
         pass
-    assert step(0) and not any(step(0) for _ in range(32))
+    assert step(0) and not any(step(0) for _ in range(4))
     assert step(2) and step(0) and not step(0) and step(0)  # right as a whole: it pauses for 1
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import ROOT, SHAKESPEARE
 
+import llm as llm_module
 import machine
 from llm import LLM
 
@@ -38,6 +39,15 @@ def test_the_rule(asked, variable, weights, expected, threads, monkeypatch):
     torch.set_num_threads(2)
     machine.use_threads(asked, weights)
     assert threads() == expected
+
+
+def test_a_tied_matrix_counts_once(monkeypatch):
+    """A tied model of 20 MB was taken for a large one."""
+    counted = []
+    monkeypatch.setattr(llm_module, "use_threads", lambda threads, weights: counted.append(weights))
+    model = LLM(SHAKESPEARE, device="cpu").engine.model
+    assert model.config.tie_word_embeddings
+    assert counted == [sum(each.nbytes for each in model.parameters())]
 
 
 @pytest.mark.parametrize(("options", "expected"), [({}, 1), ({"threads": 2}, 2)])

@@ -28,7 +28,7 @@ from packed import compile_model
 from quantize import QuantLinear, quantize_model
 from sampling import SamplingParams, Sequence, Token, distribution, draw
 from scheduler import Engine, Guess, Request
-from speculative import GUESS, DraftModel, Guesser, NGram, lookup
+from speculative import GUESS, LONGEST_PAUSE, DraftModel, Guesser, NGram, lookup
 from tokenizer import Tokenizer
 from tools.books import audit
 from tools.cuda_graphs import FlexGraphRunner, GraphRunner
@@ -97,7 +97,7 @@ def plain(
         logits = logits_of(model, sequence.ids + guess.ids)[-1 - len(guess.ids) :]
         tokens = guesser.verify(logits, [sequence])[0]
         if ids and len(tokens) == 1:
-            pause = min(2 * pause or 1, 32)
+            pause = min(2 * pause or 1, LONGEST_PAUSE)
             start = len(text) + 1 + pause
         elif ids and len(tokens) == len(ids) + 1:
             pause = 0
