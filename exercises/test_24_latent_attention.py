@@ -19,7 +19,7 @@ from sampling import Sequence
 from scheduler import Engine
 from settings import SamplingParams
 
-TODO = "make the file, with latent_model, LatentCache and LatentRunner"
+TODO = "make the file in the root, with latent_model, LatentCache and LatentRunner"
 N, H, R, P = 4, 8, 12, 4  # heads, head dim, width of the latent, width of the rope key
 CONFIG = Config(
     vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=3,
