@@ -266,13 +266,10 @@ def check_tensors(files: Files, model: Transformer) -> None:
     device. It counts all of them and lists the first 20."""
     have = {name: describe(stored.empty) for name, stored in files.items()}
     want = {name: describe(tensor) for name, tensor in named_tensors(model)}
-    names = sorted(have.keys() | want.keys())
-    wrong = [name for name in names if have.get(name) != want.get(name)]
-    if wrong:
-        lines = [f"{len(wrong)} tensors do not fit config.json"]
-        for name in wrong[:20]:
-            lines.append(f"{name}: {have.get(name, 'missing')}, wanted: {want.get(name, 'none')}")
-        raise CheckpointError("\n  ".join(lines))
+    wrong = [name for name in sorted(have | want) if have.get(name) != want.get(name)]
+    lines = [f"{n}: {have.get(n, 'missing')}, wanted: {want.get(n, 'none')}" for n in wrong[:20]]
+    if lines:
+        raise CheckpointError("\n  ".join([f"{len(wrong)} tensors do not fit config.json", *lines]))
 
 
 def describe(tensor: Tensor) -> str:
@@ -356,14 +353,10 @@ def unstack(path: list[str], stored: Stored) -> Files:
         "layers.0.mlp.experts.0.down_proj.weight", (32, 24), and the same for expert 1
     """
     above = ".".join(path[:-1])
-    parts = STACKED[path[-1]]
-    experts = check("experts", stored.empty.shape[0], int, 1, 1024)
-    matrices = stored.changed(lambda stack: stack.unflatten(1, (len(parts), -1)))
-    found: Files = {}
-    for e in range(experts):
-        for i, part in enumerate(parts):
-            found[f"{above}.{e}.{part}.weight"] = matrices.changed(itemgetter((e, i)))
-    return found
+    experts = range(check("experts", stored.empty.shape[0], int, 1, 1024))
+    names = [f"{above}.{e}.{part}.weight" for e in experts for part in STACKED[path[-1]]]
+    matrices = stored.changed(lambda stack: stack.flatten(0, 1).unflatten(0, (len(names), -1)))
+    return {name: matrices.changed(itemgetter(i)) for i, name in enumerate(names)}
 
 
 # --- What only some folders need ------------------------------------------------------------------

@@ -61,10 +61,10 @@ FIXED: dict[str, JSON] = dict(
         root_of_width=True),
     Olmo2ForCausalLM=NO_LAYERS | dict(wide_qk_norm=True, pre_norm=False, post_norm=True),
 )  # fmt: skip
-# Settings of the files that only some families read: those that have them in FAMILIES.
-OWN = {"embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling",
-    "query_pre_attn_scalar", "rope_local_base_freq", "sliding_window_pattern",
-    "no_rope_layer_interval"}  # fmt: skip
+# Settings that only some families read, those that have them in FAMILIES; and their types.
+OWN = dict(embedding_multiplier=float, attention_multiplier=float, residual_multiplier=float,
+    logits_scaling=float, query_pre_attn_scalar=float, rope_local_base_freq=float,
+    sliding_window_pattern=int, no_rope_layer_interval=int)  # fmt: skip
 # This engine's names, which no family reads from a file.
 INTERNAL = {"qkv_bias", "o_bias", "qk_norm", "wide_qk_norm", "pre_norm", "post_norm", "gelu",
     "norm_offset", "root_of_width", "partial_rope"}  # fmt: skip
@@ -86,22 +86,21 @@ NESTED = dict(Mistral3ForConditionalGeneration="MistralForCausalLM",
 
 
 def complete(raw: JSON) -> JSON:
-    """Return the settings of a config.json, with the defaults for those that the file leaves out,
-    and without those that its family does not read.
-
-    One that the file must have, but lacks, is None, which a later check refuses.
-    """
+    """Return the settings of a config.json, with the defaults for those that it leaves out, and
+    without those that its family does not read."""
     names = check("architectures", raw.get("architectures") or None, list)
     name = supported("architectures", names[0], *FAMILIES, *NESTED)
     if name in NESTED:  # the text model runs, and an image in a chat is refused
         raw = raw | check("text_config", raw.get("text_config"), dict)
         name = NESTED[name]
     family = FAMILIES[name]
-    unread = (OWN | INTERNAL) - family.keys()
+    unread = (OWN.keys() | INTERNAL) - family.keys()
     read = {key: raw[key] for key in raw.keys() - unread}
-    required = {key: None for key in family if family[key] is None}
     # A null in the file removes the family's default too (in Mistral, the sliding window).
-    settings = DEFAULTS | required | without_nulls(family | read) | FIXED.get(name, {})
+    given = without_nulls(family | read)
+    for setting in OWN.keys() & family.keys():
+        check(setting, given.get(setting), OWN[setting])
+    settings = DEFAULTS | given | FIXED.get(name, {})
     for setting, only in ONLY.items():
         supported(setting, settings[setting], only)
     return settings
@@ -114,53 +113,48 @@ def layer_settings(raw: JSON) -> JSON:
     """Return Config's `windows` and `ropes`, which say for each layer how many tokens a query sees
     (None: all of them), and which rope it has (0, or 1 for the second one).
 
-    Example: 3 layers, sliding_window 5, max_window_layers 1: windows (None, 5, 5), ropes (0, 0, 0)
-    """
-    kinds = layer_kinds(raw)
-    # Qwen2's files name a window even where it is switched off.
-    window = raw.get("sliding_window") if raw["use_sliding_window"] else None
-    check("sliding_window", window, int | None)
-    if window and window >= check("context", raw["max_position_embeddings"], int):
-        window = None  # as in Phi-4-mini; without a mask, long prompts are faster
-    sizes = dict(full_attention=None, sliding_attention=window)
-    windows = [choose("layer_types", kind, sizes) for kind in kinds]
-    return dict(windows=tuple(windows), ropes=tuple(layer_ropes(raw, kinds)))
+    Newer files list the kind of each layer in `layer_types`. Otherwise, where a window is switched
+    on, the first `max_window_layers` layers still see everything.
 
-
-def layer_kinds(raw: JSON) -> list[str]:
-    """Return the kind of each layer, "full_attention" or "sliding_attention".
-
-    Newer files of any family list them in `layer_types`. Otherwise, where a window is switched on,
-    the first `max_window_layers` layers still see everything.
+    Example: 3 layers, sliding_window 5, max_window_layers 1: windows (None, 5, 5), ropes ()
     """
     layers = check("num_hidden_layers", raw["num_hidden_layers"], int, 1, 1024)
     full: Sequence[int] = range(raw["max_window_layers"])
     if "sliding_window_pattern" in raw:  # Gemma 3: the last of so many layers sees everything
-        every = check("sliding_window_pattern", raw["sliding_window_pattern"], int)
+        every = raw["sliding_window_pattern"]
         full = range(every - 1, layers, every)
-    elif "no_rope_layer_interval" in raw:  # SmolLM3: only layers without rope may have a window
+    if "no_rope_layer_interval" in raw:  # SmolLM3: only layers without rope may have a window
         full = layers_with_rope(raw)
     usual = ["full_attention" if i in full else "sliding_attention" for i in range(layers)]
     kinds = raw.get("layer_types") or usual
     supported("the length of layer_types", len(kinds), layers)
-    return kinds
-
-
-def layer_ropes(raw: JSON, kinds: list[str]) -> list[int]:
-    """Return for each layer which rope it has: 0, or 1 for the second one of rope_settings."""
-    if "rope_local_base_freq" in raw:  # Gemma 3: layers with a window have another rope
-        return [int(kind == "sliding_attention") for kind in kinds]
+    sizes = dict(full_attention=None, sliding_attention=window(raw))
+    ropes: list[bool] = []
+    if "rope_local_base_freq" in raw:  # Gemma 3: the second rope is that of layers with a window
+        ropes = [kind == "sliding_attention" for kind in kinds]
     if "no_rope_layer_interval" in raw:  # SmolLM3: the second rope does not rotate
-        return [int(i not in layers_with_rope(raw)) for i in range(len(kinds))]
-    return [0] * len(kinds)
+        ropes = [i not in full for i in range(layers)]
+    return dict(
+        windows=tuple(choose("layer_types", kind, sizes) for kind in kinds),
+        ropes=tuple(map(int, ropes)),
+    )
+
+
+def window(raw: JSON) -> int | None:
+    """Return how many tokens a query sees in the layers that have a window; None: all of them."""
+    if not raw["use_sliding_window"]:  # Qwen2's files name a window all the same
+        return None
+    size = check("sliding_window", raw.get("sliding_window"), int | None)
+    if size and size >= check("context", raw["max_position_embeddings"], int):
+        return None  # as in Phi-4-mini; without a mask, long prompts are faster
+    return size
 
 
 def layers_with_rope(raw: JSON) -> list[int]:
     """Return the layers of SmolLM3 that have rope: all but every n-th, or those that the file marks
     with 1 in `no_rope_layers`, in spite of the name."""
     layers = raw["num_hidden_layers"]
-    every = check("no_rope_layer_interval", raw["no_rope_layer_interval"], int)
-    usual = [(i + 1) % every for i in range(layers)]
+    usual = [(i + 1) % raw["no_rope_layer_interval"] for i in range(layers)]
     has_rope = check("no_rope_layers", raw.get("no_rope_layers", usual), list)
     supported("the length of no_rope_layers", len(has_rope), layers)
     return [i for i in range(layers) if has_rope[i]]
@@ -317,14 +311,11 @@ def fold_settings(raw: JSON, rope: JSON) -> JSON:
         rope: see complete_rope.
     """
     H = raw["head_dim"]
-    for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling"):
-        check(name, raw[name], float)
     query_factor = 1.0  # attention divides the products of queries and keys by the root of H
     if "attention_multiplier" in raw:  # Granite multiplies by this instead
-        query_factor = check("attention_multiplier", raw["attention_multiplier"], float) * H**0.5
+        query_factor = raw["attention_multiplier"] * H**0.5
     if "query_pre_attn_scalar" in raw:  # Gemma 3 divides by the root of this instead
-        scalar = check("query_pre_attn_scalar", raw["query_pre_attn_scalar"], float)
-        query_factor = (H / scalar) ** 0.5
+        query_factor = (H / raw["query_pre_attn_scalar"]) ** 0.5
     folds = dict(
         rope_dim=rotated_channels(rope, H),
         query_factor=query_factor,
@@ -355,7 +346,8 @@ def folded(config: Config, name: str, tensor: Tensor) -> Tensor:
     """
     folds = config.folds
     *path, module, kind = name.split(".")  # "layers.0.self_attn.q_proj.weight"
-    if not (module in FOLDED or module.endswith("norm")):
+    is_norm = module.endswith("norm")
+    if not (module in FOLDED or is_norm):
         return tensor
     H = config.head_dim
     if module in ("q_proj", "k_proj") and folds["rope_dim"] < H:
@@ -364,7 +356,7 @@ def folded(config: Config, name: str, tensor: Tensor) -> Tensor:
     if kind in ("qweight", "zeros"):
         return tensor
     x = tensor.float()
-    if module.endswith("norm"):
+    if is_norm:
         x = x + folds["norm_offset"]
     # A norm of the queries would undo a factor on what it reads.
     if module == ("q_norm" if config.qk_norm or config.wide_qk_norm else "q_proj"):
@@ -396,7 +388,7 @@ def query_factors(config: Config, layer: int) -> Tensor:
     channels that are rotated, and layers that have the first rope."""
     H = config.head_dim
     factors = torch.full((H,), config.folds["query_factor"])
-    if not config.ropes[layer]:
+    if not (config.ropes and config.ropes[layer]):
         pairs = torch.arange(H) % (H // 2)
         factors[pairs < config.folds["rope_dim"] // 2] *= config.folds["rotated_factor"]
     return factors
