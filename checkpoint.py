@@ -214,7 +214,7 @@ def load_model(
         if config.folds and not is_own:
             for name, stored in files.items():
                 files[name] = stored.changed(partial(folded, config, name))
-        # 3) One rank's share has plain Linears again.
+        # 3) One rank's share, which shard makes with plain Linears.
         if shard:
             model, files = shard(model, files)
             insert_quantised(model, files)

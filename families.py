@@ -98,8 +98,9 @@ def complete(raw: JSON) -> JSON:
     read = {key: raw[key] for key in raw.keys() - unread}
     # A null in the file removes the family's default too (in Mistral, the sliding window).
     given = without_nulls(family | read)
-    for setting in OWN.keys() & family.keys():
-        check(setting, given.get(setting), OWN[setting])
+    for setting, kind in OWN.items():
+        if setting in family:
+            check(setting, given.get(setting), kind)
     settings = DEFAULTS | given | FIXED.get(name, {})
     for setting, only in ONLY.items():
         supported(setting, settings[setting], only)

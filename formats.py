@@ -45,7 +45,8 @@ def convert(files: dict, config: JSON, wanted: Container[str]) -> None:
     for name, stored in [*files.items()]:
         kind = name.rpartition(".")[2]
         with blame(name):
-            if kind == "scales" or (kind in changes and stored.empty.dtype == torch.int32):
+            is_packed = stored.empty.dtype == torch.int32
+            if kind in changes and (is_packed or kind == "scales"):
                 files[name] = stored.changed(changes[kind])
             elif kind == "g_idx":
                 check_order(files.pop(name).read(), config["group_size"])

@@ -58,14 +58,15 @@ class Tokenizer:
             # Without any names, sentencepiece's hold, as in llama2.c and llama.cpp.
             names = config or dict(bos_token="<s>", eos_token="</s>")
             self.config = config = {name: text_of(token) for name, token in names.items()}
+            # The texts of special tokens that the config names; some may not exist.
+            named = {config[name] for name in config if name.endswith("_token")}
             extra = config.get("extra_special_tokens", [])  # a list, or tokens with names
             others = [*config.get("additional_special_tokens", [])]
             others += extra.values() if isinstance(extra, dict) else extra
-            special = {config[name] for name in config if name.endswith("_token")}
-            special |= {text_of(token) for token in others}
-            added = {int(i): {"special": added[i]["content"] in special} | added[i] for i in added}
+            named |= {text_of(token) for token in others}
+            added = {int(i): {"special": added[i]["content"] in named} | added[i] for i in added}
             read = self._read_fast if (path / "tokenizer.json").is_file() else self._read_slow
-            read(path, dict(sorted(added.items())), special)
+            read(path, dict(sorted(added.items())), named)
             # The marks of function calls are shown, as calls are found in the text.
             self._hidden = {i for text, i in self.special.items() if "tool_call>" not in text}
             self.bos_id = self.special.get(config.get("bos_token", ""))
@@ -106,7 +107,8 @@ class Tokenizer:
         Args:
             messages: [{"role": "user", "content": "..."}, ...].
             goes_on: continue the last message instead of answering it.
-            options: variables for the template, such as Qwen3's enable_thinking.
+            options: variables for the template, such as Qwen3's enable_thinking. They may have any
+                names, also those of the other arguments.
 
         Raises:
             ValueError: the template does not compile or refuses these messages.
@@ -126,13 +128,13 @@ class Tokenizer:
 
     # --- How the files are read -------------------------------------------------------------------
 
-    def _read_fast(self, path: Path, added: dict[int, JSON], special: set) -> None:
+    def _read_fast(self, path: Path, added: dict[int, JSON], named: set) -> None:
         """Read tokenizer.json.
 
         Args:
             added: id -> a token that other files add to the vocabulary: its content, and whether it
                 is special, and takes in the spaces before it (lstrip) or after it (rstrip).
-            special: texts of special tokens, not all of which exist.
+            named: texts of special tokens, not all of which exist.
         """
         try:
             import tokenizers  # an extra, kilolm[hf]
@@ -145,7 +147,7 @@ class Tokenizer:
             backend.add_tokens([tokenizers.AddedToken(**token)])
             supported(f"the id of {token['content']}", i, backend.token_to_id(token["content"]))
         vocab = backend.get_vocab()
-        backend.add_special_tokens([*special & vocab.keys()])
+        backend.add_special_tokens([*named & vocab.keys()])
         self._encode = lambda text: backend.encode(text, add_special_tokens=False).ids
         self._decode: Callable[[Ids], str] = partial(backend.decode, skip_special_tokens=False)
         self.piece: Callable[[int], str | None] = backend.id_to_token
@@ -160,7 +162,7 @@ class Tokenizer:
         self.prefix = letter.ids[:start]
         self.suffix = letter.ids[start + marks.count(0) :]
 
-    def _read_slow(self, path: Path, added: dict[int, JSON], special: set) -> None:
+    def _read_slow(self, path: Path, added: dict[int, JSON], named: set) -> None:
         """Read tokenizer.model. The arguments are those of _read_fast."""
         file = path / "tokenizer.model"
         if not file.is_file():
@@ -180,7 +182,7 @@ class Tokenizer:
         # 2) The vocabulary: sentencepiece's pieces and the added tokens.
         pieces = {i: sp.id_to_piece(i) for i in range(sp.vocab_size())}
         for i, piece in pieces.items():
-            if sp.is_control(i) or piece in special:
+            if sp.is_control(i) or piece in named:
                 added.setdefault(i, dict(content=piece, special=True))
         ids = {token["content"]: i for i, token in added.items()}
         self.special = {text: i for text, i in ids.items() if added[i]["special"]}
