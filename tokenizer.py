@@ -64,9 +64,12 @@ class Tokenizer:
             others = [*config.get("additional_special_tokens", [])]
             others += extra.values() if isinstance(extra, dict) else extra
             named |= {text_of(token) for token in others}
-            added = {int(i): {"special": added[i]["content"] in named} | added[i] for i in added}
+            tokens: dict[int, JSON] = {}
+            for i in sorted(added, key=int):
+                token = added[i]
+                tokens[int(i)] = {"special": token["content"] in named} | token
             read = self._read_fast if (path / "tokenizer.json").is_file() else self._read_slow
-            read(path, dict(sorted(added.items())), named)
+            read(path, tokens, named)
             # The marks of function calls are shown, as calls are found in the text.
             self._hidden = {i for text, i in self.special.items() if "tool_call>" not in text}
             self.bos_id = self.special.get(config.get("bos_token", ""))
@@ -302,7 +305,8 @@ class Detokenizer:
         """
         if token_id is not None:
             self._new.append(token_id)
-        text = self._decode(self._context + self._new)[len(self._decode(self._context)) :]
+        before = self._decode(self._context)
+        text = self._decode(self._context + self._new)[len(before) :]
         # An incomplete character decodes to U+FFFD, and may spoil complete ones beside it: wait for
         # more. Bytes that are really invalid are returned as soon as other text follows.
         if text.endswith("\ufffd") and len(self._new) < 32 and not last:
