@@ -12,7 +12,6 @@ them is a fast path for one case.
 """
 
 import warnings
-from collections.abc import Callable
 from functools import cache
 from typing import Any, NoReturn
 from weakref import WeakValueDictionary
@@ -45,7 +44,11 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
     """
     device = supported("--compile on", model.device.type, "cpu", "cuda")
     pack_linears(model, batch_size == 1)
-    leave_out_experts(model)
+    for block in model.layers:
+        if hasattr(block.mlp, "mix"):
+            # Experts stay outside the graph, because each step runs different ones on different
+            # numbers of rows.
+            block.mlp.mix = torch.compiler.disable(block.mlp.mix)
     if device == "cpu":
         compile_for_cpu(model)
     else:
@@ -64,8 +67,8 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
                 rows = [Row([0] * CHUNK, 0, [0] * length) for length in lengths]
                 Runner(model, CHUNK, 16, kv_dtype).forward(rows)
             else:
-                cache = StaticCache(model, batch_size, CHUNK, kv_dtype)
-                positions, layers = cache.plan(0, max(lengths))
+                slabs = StaticCache(model, batch_size, CHUNK, kv_dtype)
+                positions, layers = slabs.plan(0, max(lengths))
                 select = positions[0, :2].clone()  # one token's logits, then two tokens'
                 model(torch.zeros_like(positions), positions, layers, select)
 
@@ -78,7 +81,7 @@ def compile_for_cpu(model: Transformer) -> None:
         block.compile(dynamic=True)
     for module in model.modules():
         if isinstance(module, Int4Linear):
-            module.unpack = torch.compile(dequantize, dynamic=False)
+            module.unpack = compiled(dequantize, dynamic=False)
     if model.config.num_attention_heads == model.config.num_key_value_heads:
         vars(model)["paged_layer"] = CompiledBlocks
 
@@ -94,12 +97,7 @@ def compile_for_cuda(model: Transformer, batch_size: int | None) -> None:
     vars(model)["forward"] = torch.compile(model.forward, mode=mode)
 
 
-def leave_out_experts(model: Transformer) -> None:
-    """Keep experts outside the graph, because each step runs different ones on different numbers of
-    rows."""
-    for block in model.layers:
-        if hasattr(block.mlp, "mix"):
-            block.mlp.mix = torch.compiler.disable(block.mlp.mix)
+compiled = cache(torch.compile)  # at the first use, as it takes two seconds to import
 
 
 # --- What the compiler does not see ---------------------------------------------------------------
@@ -200,28 +198,20 @@ def form_of(linear: nn.Module, alone: bool = False) -> "type[PackedLinear] | Non
         alone: whether the model runs one sequence at a time, so that most products have one row.
     """
     if isinstance(linear, QuantLinear):
-        return form_of_quantised(linear)
-    if isinstance(linear, nn.Linear) and linear.weight.is_cpu:
-        return form_of_plain(linear.weight.dtype, alone)
+        q = linear.qweight
+        if linear.bits == 4 and linear.group_size in (32, 64, 128, 256) and has_int4(q):
+            return Int4Linear
+        if q.is_cpu and HAS_FBGEMM:
+            return Int8Linear if torch.cpu._is_vnni_supported() else Int8WithoutVNNI
+    elif isinstance(linear, nn.Linear) and linear.weight.is_cpu:
+        dtype = linear.weight.dtype
+        if alone and dtype == torch.float32 and torch.cpu._is_amx_tile_supported():
+            return None  # see "One sequence alone"
+        if has_arithmetic(dtype):
+            return LoopedLinear if alone and SLOW_ROW else PackedLinear
+        if HAS_FBGEMM:
+            return HalfLinear
     return None
-
-
-def form_of_quantised(linear: QuantLinear) -> "type[PackedLinear] | None":
-    q = linear.qweight
-    if linear.bits == 4 and linear.group_size in (32, 64, 128, 256) and has_int4(q):
-        return Int4Linear
-    if not (q.is_cpu and HAS_FBGEMM):
-        return None
-    return Int8Linear if torch.cpu._is_vnni_supported() else Int8WithoutVNNI
-
-
-def form_of_plain(dtype: torch.dtype, alone: bool) -> "type[PackedLinear] | None":
-    """The form of a weight in float32, bfloat16 or float16 on a CPU."""
-    if alone and dtype == torch.float32 and torch.cpu._is_amx_tile_supported():
-        return None  # see "One sequence alone"
-    if has_arithmetic(dtype):
-        return LoopedLinear if alone and SLOW_ROW else PackedLinear
-    return HalfLinear if HAS_FBGEMM else None
 
 
 HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines
@@ -499,7 +489,7 @@ class LoopedLinear(PackedLinear):
     def pack(self, linear: Any) -> None:
         self.packed = linear.weight  # still a parameter, so compiled code takes its shape as fixed
         # What is not compiled (lm_head, experts) calls the same loop, compiled by itself.
-        self.loop = torch.compile(dot, dynamic=False)
+        self.loop = compiled(dot, dynamic=False)
 
     def multiply(self, rows: Tensor) -> Tensor:
         return self.loop(self.packed, rows) if len(rows) == 1 else super().multiply(rows)
@@ -548,13 +538,7 @@ class CompiledBlocks(Blocks):
         mask = group.masks(group.pieces[0])[self.window]
         # The compiled code is for one order of q in memory, so this is a copy in that order.
         q = q.clone(memory_format=torch.contiguous_format)
-        return compiled(attend_to_blocks)(q, self.kv, group.table, mask)
-
-
-@cache
-def compiled(function: Callable) -> Callable:
-    """torch.compile at the first use, as it takes two seconds to import."""
-    return torch.compile(function, dynamic=True)
+        return compiled(attend_to_blocks, dynamic=True)(q, self.kv, group.table, mask)
 
 
 def attend_to_blocks(q: Tensor, kv: Tensor, table: Tensor, mask: Tensor) -> Tensor:
