@@ -160,7 +160,8 @@ def hide_caches(model: nn.Module, args: tuple) -> tuple:
     if len(args) == 2:  # there is no cache; see model.NoCache
         return args
     tokens, positions, layers, *select = args
-    if isinstance(layers[0], Slab) and (tokens.shape[1] == 1 or not tokens.is_cpu):
+    may_compile = tokens.shape[1] == 1 or not tokens.is_cpu
+    if isinstance(layers[0], Slab) and may_compile:
         return args
     return tokens, positions, [OpaqueCache(layer) for layer in layers], *select
 
@@ -358,12 +359,13 @@ class Int4Linear(PackedLinear):
     """int4 weights for PyTorch's own operators, which dequantise inside the product.
 
     They compute scale * (q - 8) + zero, and we store scale * (q - z), so their zero is
-    scale * (8 - z). They are fast only in bfloat16, and on a CPU only with AVX-512 (without it,
-    form_of chooses Int8Linear) and few rows. For more rows, or another dtype, a CPU dequantises the
-    weight and multiplies it like any other. The CPU's operator dequantises once for every four
-    rows. So a step with three guesses, which has four rows, takes 1.3 times as long as one without
-    guesses, and a step with four guesses takes 2.2 times as long. We have not run this class on
-    CUDA.
+    scale * (8 - z). They are fast only in bfloat16, and on a CPU only for few rows. For more rows,
+    or another dtype, a CPU dequantises the weight and multiplies it like any other.
+
+    The CPU's operator dequantises once for every four rows. So a step with three guesses, which has
+    four rows, takes 1.3 times as long as one without guesses, and a step with four guesses takes
+    2.2 times as long. Without AVX-512 the operator is slow for any number of rows, and form_of
+    chooses Int8Linear. We have not run this class on CUDA.
     """
 
     def pack(self, linear: Any) -> None:
@@ -400,6 +402,14 @@ class Int4Linear(PackedLinear):
         return torch.cat(products, -1)
 
 
+# Up to this many rows, PyTorch's int4 operator is faster than dequantising the weight first. For a
+# weight of 2048 x 11264, they take so many ms:
+#                          32 rows with AMX   48 rows on a Zen 5   64 rows on a Zen 5
+#     the operator         9.0                10.1                 13.8
+#     dequantising first   7.6                10.5                 11.0
+FEW_ROWS = 24 if torch.cpu._is_amx_tile_supported() else 56
+
+
 def dequantize(packed: Tensor, scales: Tensor, lanes: int = 32) -> Tensor:
     """Dequantise a weight that is stored in the CPU operator's order.
 
@@ -423,14 +433,6 @@ def dequantize(packed: Tensor, scales: Tensor, lanes: int = 32) -> Tensor:
     q = (q >> shifts & 15).permute(1, 2, 0, 3, 4).flatten(2)  # (G, K / G, N)
     scale, zero = scales[:, :, None]
     return ((q - 8) * scale + zero).flatten(0, 1)
-
-
-# Up to this many rows, PyTorch's int4 operator is faster than dequantising the weight first. For a
-# weight of 2048 x 11264, in ms:
-#                          32 rows with AMX   48 rows on a Zen 5   64 rows on a Zen 5
-#     the operator         9.0                10.1                 13.8
-#     dequantising first   7.6                10.5                 11.0
-FEW_ROWS = 24 if torch.cpu._is_amx_tile_supported() else 56
 
 
 class HalfLinear(PackedLinear):
@@ -492,7 +494,9 @@ class LoopedLinear(PackedLinear):
         self.loop = compiled(dot, dynamic=False)
 
     def multiply(self, rows: Tensor) -> Tensor:
-        return self.loop(self.packed, rows) if len(rows) == 1 else super().multiply(rows)
+        if len(rows) == 1:
+            return self.loop(self.packed, rows)
+        return super().multiply(rows)
 
 
 def dot(weight: Tensor, row: Tensor) -> Tensor:
@@ -507,7 +511,8 @@ def dot(weight: Tensor, row: Tensor) -> Tensor:
     # store the row for it. Otherwise it would compute the row, and the norm or silu that makes it,
     # anew for each output channel.
     row = row.cumsum(0)
-    products = weight.unflatten(1, (pieces, -1)).float() * row.view(pieces, -1).float()
+    x = row.view(pieces, -1).float()
+    products = weight.unflatten(1, (pieces, -1)).float() * x  # (N, pieces, K / pieces)
     return products.sum(-1).sum(-1)[None].to(row.dtype)
 
 
@@ -558,7 +563,9 @@ def attend_to_blocks(q: Tensor, kv: Tensor, table: Tensor, mask: Tensor) -> Tens
     scores = scores.flatten(2).masked_fill(~mask[:, 0], -torch.inf)  # (B, N, S)
     # The softmax's division comes last, so that it divides H numbers and not S. Nor is q scaled
     # first: the compiler would compute the root anew for each key.
-    weights = ((scores - scores.amax(-1, True)) * q.shape[3] ** -0.5).exp()
+    scores = scores - scores.amax(-1, True)
+    weights = (scores * q.shape[3] ** -0.5).exp()
     parts = weights.unflatten(2, (table.shape[1], -1))[..., None] * values
-    y = parts.sum(3).sum(2) / weights.sum(-1, True)  # (B, N, H): within each block, then of all
+    total = parts.sum(3).sum(2)  # (B, N, H): within each block, then of all
+    y = total / weights.sum(-1, True)
     return y[:, :, None].to(q.dtype)

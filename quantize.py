@@ -72,9 +72,10 @@ class QuantLinear(nn.Module):
 
     def dequantize(self) -> Tensor:
         """Return scale * (q - zero), (N, K) float32."""
-        # (N, K) -> (N, G, K / G)
-        q = unpack_bits(self.qweight, self.bits).unflatten(1, (-1, self.group_size))
-        return (self.scales[..., None] * (q.float() - self.zeros[..., None])).flatten(1)
+        q = unpack_bits(self.qweight, self.bits)  # (N, K)
+        q = q.unflatten(1, (-1, self.group_size)).float()  # (N, G, K / G)
+        w = self.scales[..., None] * (q - self.zeros[..., None])
+        return w.flatten(1)
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.dequantize().to(x.dtype), self.bias)
@@ -140,8 +141,8 @@ def group_scales(w: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """
     low = w.amin(-1).clamp(max=0)
     high = w.amax(-1).clamp(min=0)
-    steps = torch.maximum(-low, high) / 127 if bits == 8 else (high - low) / 15
-    scales = steps.where(steps > 0, 1)  # a step of 0: all weights of the group are 0
+    scales = torch.maximum(-low, high) / 127 if bits == 8 else (high - low) / 15
+    scales = scales.where(scales > 0, 1)  # it is 0 if all weights of the group are
     zeros = torch.full_like(scales, 128) if bits == 8 else (-low / scales).round()
     return scales, zeros
 

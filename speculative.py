@@ -158,7 +158,8 @@ class NGram(Guesser):
         for job in jobs:
             state = self.states.setdefault(job, NGramState())
             # Python has about 2**20 characters. Two ids that share one can only cause a bad guess.
-            new = "".join(chr(i % 2**20) for i in job.ids[len(state.text) :])
+            new_ids = job.ids[len(state.text) :]
+            new = "".join(chr(i % 2**20) for i in new_ids)
             state.text += new
             # 1) Judge the last guess by the tokens that came since.
             if state.guess and new.startswith(state.guess):  # all of it was right

@@ -90,8 +90,8 @@ def shard(
     for block in blocks:
         block.self_attn.register_forward_hook(add_up)  # after o_proj
         block.mlp.register_forward_hook(add_up)  # after down_proj, the experts' too
-    # 3) The slices of the files. Of a tied embedding, each rank has all, to look up rows, and as
-    # lm_head a part.
+    # 3) The slices of the files. A rank has all of a tied embedding, to look up rows, and a part of
+    # it as lm_head.
     if is_tied(model):
         files["lm_head.weight"] = files["embed_tokens.weight"]
     for name, stored in files.items():
@@ -117,7 +117,7 @@ def share_sizes(c: Config, world_size: int) -> JSON:
     Raises:
         CheckpointError: a size cannot be shared evenly.
     """
-    # Its mean over all heads would need another exchange.
+    # This norm takes a mean over all heads, which would need another exchange.
     supported("wide_qk_norm under torchrun", c.wide_qk_norm, False)
     K = c.num_key_value_heads
     sizes: JSON = dict(
@@ -135,8 +135,8 @@ def share_sizes(c: Config, world_size: int) -> JSON:
             f"{sizes | dict(num_key_value_heads=K)} cannot be shared evenly by {world_size} ranks, "
             f"but by {' or '.join(map(str, possible))}"
         )
-    share = {name: size // world_size for name, size in sizes.items()}
-    return share | dict(num_key_value_heads=max(1, K // world_size))
+    shares = {name: size // world_size for name, size in sizes.items()}
+    return shares | dict(num_key_value_heads=max(1, K // world_size))
 
 
 def cut(dim: int, i: int, size: int, whole: Tensor) -> Tensor:
