@@ -451,8 +451,8 @@ def test_paged_attention_equals_its_slow_twin(way, N, K, size, window, monkeypat
     runner = runner_of(blocks, size, N, K, window, kind)
     near = {}
     if way == "gathered":
-        monkeypatch.setattr(packed, "compiled", lambda function: function)
-        runner.layer = packed.Gathered
+        monkeypatch.setattr(packed, "compiled", lambda function, dynamic: function)
+        runner.layer = packed.CompiledBlocks
         near = {"rtol": 1e-5, "atol": 1e-5}  # its queries are rounded to float32
     for seed in range(6):
         runner.most = 4 ** (seed % 4)
