@@ -24,7 +24,7 @@ import settings
 from checkpoint import suggested
 from kv_cache import StaticCache
 from llm import cache_size, join, load_models, make_engine
-from machine import Ranks, launch, say, spinning
+from machine import Ranks, ctrl_c_held_back, launch, say, spinning
 from model import Transformer
 from sampling import BROKEN, Sequence, Token, finite, sample
 from scheduler import Engine
@@ -100,6 +100,8 @@ def command(args: Namespace, ranks: Ranks) -> int:
     defaults = suggested(engine_args.checkpoint)
     params = SamplingParams(**defaults | flags)
     text = read_prompt(args, ranks)
+    if args.system and not args.chat:
+        raise ValueError("--system needs --chat")
     told = f"sampling: {describe(params, flags, defaults)}"
     is_alone = params.n == ranks.world_size == 1 and not args.chat
     is_guessed = engine_args.speculate or engine_args.draft_checkpoint
@@ -223,13 +225,22 @@ def chat(engine: Engine, params: SamplingParams, system: str | None = None) -> i
             continue
         if len(turns) <= len(messages):
             say("the context is full: the oldest turns are forgotten")
-        status = stream(sequence, engine.run())
+        status = stream(sequence, run_whole_steps(engine))
         if status:
-            engine.reset()
+            engine.abort(sequence.request)
         if sequence.finish_reason == "length":
             say(f"the reply was cut after {len(sequence.tokens)} tokens (--max-tokens)")
         messages = [*turns, {"role": "assistant", "content": sequence.text}]
     return status
+
+
+def run_whole_steps(engine: Engine) -> Iterator[None]:
+    """Step until no request is left. Ctrl-C takes effect between two steps, when all blocks are in
+    order, so that they can be kept."""
+    while engine.queue:
+        with ctrl_c_held_back():
+            engine.step()
+        yield
 
 
 def ask() -> str:

@@ -26,7 +26,10 @@ from tokenizer import Ids, Tokenizer
 
 
 class LLM:
-    """This engine with the interface of vLLM's LLM class: LLM(path).generate(prompts)."""
+    """This engine with the interface of vLLM's LLM class: LLM(path).generate(prompts).
+
+    A chat is a prompt of ids: llm.generate([llm.engine.tokenizer.encode_chat(messages)]).
+    """
 
     def __init__(self, checkpoint: Path | str, **options: Any) -> None:
         """Load a checkpoint, plain or quantised.

@@ -6,10 +6,11 @@ This file knows neither the model nor any setting. Read: launch, use_threads, Sp
 
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any, NamedTuple
@@ -72,6 +73,23 @@ def launch(program: str, argv: list | None, parse: Callable, run: Callable, join
     except (ValueError, OSError, ImportError) as error:
         say(f"{program}: error: {error}")
         return 2
+
+
+@contextmanager
+def ctrl_c_held_back() -> Iterator[None]:
+    """Let Ctrl-C take effect only at the end. Only the main thread may call this, which is where
+    engines run."""
+    pressed = []
+    before = signal.signal(signal.SIGINT, lambda signum, frame: pressed.append(signum))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        for signum in pressed:
+            # The signal is not raised again: the server has been told of it by signal.set_wakeup_fd
+            # already, and a second one would end it at once.
+            if callable(before):
+                before(signum, None)
 
 
 def say(text: str, end: str = "\n") -> None:

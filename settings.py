@@ -319,7 +319,9 @@ class EngineArgs(Limits):
     attention: str = setting(
         "copy", "how to read the cache's blocks: copy, or flex on a GPU", choices=("copy", "flex")
     )
-    compile: bool = setting(False, "start slower, run faster (README)", action="store_true")
+    compile: bool = setting(
+        False, "start slower, run faster (docs/quantisation.md)", action="store_true"
+    )
     threads: int | None = setting(
         None,
         "CPU threads (default: $OMP_NUM_THREADS; else 1 for weights below 32 MB, or all cores)",
@@ -327,7 +329,7 @@ class EngineArgs(Limits):
         1024,
     )
     draft_checkpoint: Path | None = setting(None, "a small model that guesses tokens")
-    speculate: int | None = setting(None, "tokens to guess in a step (README)", 0, 64)
+    speculate: int | None = setting(None, "tokens to guess in a step (docs/quantisation.md)", 0, 64)
 
 
 def add_flags(parser: Any, settings: type, **aliases: str) -> None:

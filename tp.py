@@ -47,7 +47,7 @@ import torch.distributed.nn
 from torch import Tensor, nn
 
 from checkpoint import Files, build, is_tied
-from machine import Ranks
+from machine import Ranks, ctrl_c_held_back
 from model import Config, Transformer
 from paged import Row, Runner
 from settings import BUNDLED, JSON, VERSION, CheckpointError, EngineArgs, blame, given, supported
@@ -210,28 +210,11 @@ def lead(name: str, act: Callable, *args: Any) -> Any:
             others notice when this rank closes its connections.
     """
     try:
-        with ctrl_c_held_back():
+        with ctrl_c_held_back():  # in the middle it would leave the other ranks waiting
             broadcast((name, *args))
             return act(*args)
     except Exception as error:
         raise ConnectionError(f"rank 0 cannot go on: {error!r}") from error
-
-
-@contextmanager
-def ctrl_c_held_back() -> Iterator[None]:
-    """Let Ctrl-C take effect only at the end, because in the middle it would leave the other ranks
-    waiting. Only the main thread may call this, which is where engines run."""
-    pressed = []
-    before = signal.signal(signal.SIGINT, lambda signum, frame: pressed.append(signum))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        for signum in pressed:
-            # The signal is not raised again: the server has been told of it by signal.set_wakeup_fd
-            # already, and a second one would end it at once.
-            if callable(before):
-                before(signum, None)
 
 
 def follow(model: Transformer) -> int:
