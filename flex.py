@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad
 
+from model import Transformer
 from paged import Blocks, Group, Runner
 
 QUERIES = 128  # the kernel takes this many queries together
@@ -46,7 +47,7 @@ class FlexBlocks(Blocks):
         # table gets W, one past the last index, and there the padded mask is False.
         index = group.table.new_full((B, num_blocks), W)
         index.scatter_(1, group.table, torch.arange(W, device=q.device).expand(B, W))
-        visible = pad(group.masks(group.pieces[0])[self.window], (0, size))
+        visible = pad(group.masks[self.window], (0, size))
 
         def sees(row: Tensor, head: Tensor, query: Tensor, slot: Tensor) -> Tensor:
             column = index[row, slot // size] * size + slot % size
@@ -76,16 +77,16 @@ class FlexRunner(Runner):
     """A Runner that attends to the blocks in place."""
 
     layer = FlexBlocks
-    spare = 1
     # No limit: the kernel reads the boolean mask without widening it. (With int8 keys, attention
     # widens it, and nothing bounds that.)
-    pairs = 2**62
+    max_pairs = 2**62
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, model: Transformer, num_blocks: int, *args: Any) -> None:
+        super().__init__(model, num_blocks + 1, *args)  # one more, which is never written
+        self.num_blocks = num_blocks
         for kv in self.kv:
             kv.zero_()  # the kernel computes with all slots of a block
 
     def filler(self, blocks: list[int]) -> int:
-        """A block of its own, as the kernel must not meet a used block twice."""
+        """The last block of all, as the kernel must not meet a used block twice."""
         return self.num_blocks
