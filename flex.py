@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad
 
+from model import Transformer
 from paged import Blocks, Group, Runner
 
 QUERIES = 128  # the kernel takes this many queries together
@@ -47,7 +48,7 @@ class FlexBlocks(Blocks):
         # gets W, one past the last index, and there the padded mask is False.
         index = group.table.new_full((B, num_blocks), W)
         index.scatter_(1, group.table, torch.arange(W, device=q.device).expand(B, W))
-        mask = pad(group.masks(group.pieces[0])[self.window], (0, size))
+        mask = pad(group.masks[self.window], (0, size))
 
         def sees(row: Tensor, head: Tensor, query: Tensor, slot: Tensor) -> Tensor:
             column = index[row, slot // size] * size + slot % size
@@ -81,14 +82,14 @@ class FlexRunner(Runner):
     layer = FlexBlocks
     # No limit: the kernel reads the boolean mask without widening it. (With int8 keys, attention
     # widens it, and nothing bounds that.)
-    pairs = 2**62
-    spare = 1  # one more block, the last; see filler
+    max_pairs = 2**62
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, model: Transformer, num_blocks: int, *args: Any) -> None:
+        super().__init__(model, num_blocks + 1, *args)  # one more, which is never written
+        self.num_blocks = num_blocks
         for kv in self.kv:
             kv.zero_()  # the kernel computes with all slots of a block
 
     def filler(self, blocks: list[int]) -> int:
-        """The spare block, as the kernel must not meet a used block twice."""
+        """The last block of all, as the kernel must not meet a used block twice."""
         return self.num_blocks

@@ -538,9 +538,9 @@ class CompiledBlocks(Blocks):
     max_bytes = 2**25
 
     def read(self, q: Tensor, group: Group) -> Tensor:
-        if group.T > 1 or self.kv.dtype != q.dtype:  # prompts and guesses; int8
+        if q.shape[2] > 1 or self.kv.dtype != q.dtype:  # prompts and guesses; int8
             return super().read(q, group)
-        mask = group.masks(group.pieces[0])[self.window]
+        mask = group.masks[self.window]
         # The compiled code is for one order of q in memory, so this is a copy in that order.
         q = q.clone(memory_format=torch.contiguous_format)
         return compiled(attend_to_blocks, dynamic=True)(q, self.kv, group.table, mask)

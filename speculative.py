@@ -30,7 +30,7 @@ from model import Transformer
 from paged import Row
 from sampling import Token, distribution, draw, scored
 from scheduler import Guess, Job, Proposer
-from settings import supported
+from settings import check, supported
 
 # Each seed has one stream of random numbers, and each purpose takes its numbers from a range of its
 # own. The tokens use the places from 0, one each, and a text has at most 2**31 tokens. The ranges
@@ -74,7 +74,18 @@ def accept(p: Tensor, chances: Tensor, guess: Guess, u: Tensor) -> tuple[int, Te
 
 
 class Guesser(Proposer):
-    """The verification that all guessers share."""
+    """What all guessers share: how many guesses a job gets, and their verification."""
+
+    def __init__(self, k: int) -> None:
+        """Raises SettingError if k is out of range."""
+        self.k = check("speculate", k, int, 0, 64)
+        self.offered: list[int] = [0] * k
+        self.accepted: list[int] = [0] * k
+
+    def count(self, job: Job) -> int:
+        """How many tokens to guess; see scheduler.Proposer.count."""
+        room = job.max_len - len(job.ids) - 1  # one token comes after the guesses
+        return min(self.k, room) if job.tokens else 0
 
     def verify(self, logits: Tensor, jobs: list[Job]) -> list[list[Token]]:
         """Accept guesses and add one token to each job; see scheduler.Proposer.verify."""
@@ -112,6 +123,17 @@ class Guesser(Proposer):
             kept = [*job.guess.ids[:count], token_id]
             results.append(scored(part[: count + 1], kept, [job] * len(kept)))
         return results
+
+    def summary(self) -> str:
+        """Describe in one line how many guesses were accepted; k must not be 0."""
+        times = self.offered[0]
+        if not times:
+            return "0 times guessed"
+        rates = " ".join(f"{a / n:.0%}" for a, n in zip(self.accepted, self.offered) if n)
+        return (
+            f"{times} times guessed, {sum(self.accepted) / times:.2f} accepted on average "
+            f"(by position: {rates})"
+        )
 
 
 @dataclass

@@ -41,7 +41,7 @@ def make_matcher(tokenizer: Tokenizer, config: Config, constraint: JSON) -> Any:
     try:
         import llguidance  # here: the package is an extra
     except ImportError as error:
-        way_out = 'needs: pip install -e ".[structured]"'
+        way_out = 'needs llguidance: pip install -e ".[structured]"'
         raise SettingError("structured_outputs", way_out) from error
     try:
         kind, text = read_constraint(constraint)

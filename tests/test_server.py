@@ -359,9 +359,9 @@ def test_the_examples_of_the_page(local, capfd):
     text = (ROOT / "docs" / "serving.md").read_text().replace(":8000", f":{local.port}")
     (curl,) = re.findall(r"^curl .*", text, re.MULTILINE)
     answer = subprocess.run(curl, shell=True, capture_output=True, text=True, timeout=30)
-    assert len(json.loads(answer.stdout)["choices"][0]["text"]) > 20
+    assert json.loads(answer.stdout)["choices"][0]["text"]
     exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], {})
-    assert len(capfd.readouterr().out) > 20
+    assert capfd.readouterr().out
 
 
 def test_openais_errors(local, monkeypatch):
