@@ -493,9 +493,8 @@ class Engine:
         """Let the other outputs of a request begin, once its prompt has been computed. They share
         its blocks. Returns all outputs."""
         for other in job.request.outputs[1:]:
-            line = (
-                self.waiting
-            )  # an output beyond max_num_seqs gets this first token too, then waits
+            # An output beyond max_num_seqs gets this first token too, then waits without blocks.
+            line = self.waiting
             if len(self.running) < self.max_num_seqs:
                 other.table = self.pool.fork(job.table)
                 line = self.running

@@ -192,7 +192,7 @@ class NGram(Guesser):
             # 2) Guess, unless the job pauses.
             state.guess = ""
             if len(state.text) >= state.start:
-                state.guess = lookup(state.text, guesses_left(job))
+                state.guess = lookup(state.text, job.num_guesses)
             ids = [ord(character) for character in state.guess]
             job.guess = Guess(ids, [1.0] * len(ids))
 
@@ -254,7 +254,7 @@ class DraftModel(Guesser):
             # 1) Run.
             logits = self.runners[0].forward([*rows.values()])  # (rows, V)
             # 2) Draw one guess for each job that may have another, by the job's own settings.
-            guessing = {job: i for i, job in enumerate(rows) if guesses_left(job)}
+            guessing = {job: i for i, job in enumerate(rows) if job.num_guesses}
             if not guessing:  # as while prompts are computed
                 return
             ahead = [job.ahead(job.guess.ids) for job in guessing]
@@ -273,11 +273,6 @@ class DraftModel(Guesser):
                     guess.ids.append(int(token_id))
                     guess.q.append(chance)
                     guess.probs.append(probs)
-                    if guesses_left(job):
+                    if len(guess.ids) < job.num_guesses:
                         start = len(job.ids) + len(guess.ids) - 1
                         rows[job] = Row(job.table.blocks, start, guess.ids[-1:])
-
-
-def guesses_left(job: Job) -> int:
-    """How many more guesses a job may have in this step."""
-    return job.num_guesses - len(job.guess.ids)
