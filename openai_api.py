@@ -111,7 +111,7 @@ class API:
             return Completion(self, fields, requests, tools, chat)
         except (ValueError, RecursionError) as error:
             name = getattr(error, "field", source)
-            names = (ALIASES.get(name), name)
+            names = (ALIASES.get(name), name)  # the error gives the one that stands in the body
             param = next((name for name in names if name in given), source)
             raise Problem(400, str(error)[:500], param) from None
 
@@ -130,9 +130,9 @@ class API:
             source,
             "context_length_exceeded",
         )
-        priority = fields.get("priority", 0)
-        salt = fields.get("cache_salt")
-        return self.engine.prepare(ids, params, priority=priority, cache_salt=salt)
+        return self.engine.prepare(
+            ids, params, priority=fields.get("priority", 0), cache_salt=fields.get("cache_salt")
+        )
 
     def sampling_params(self, fields: JSON, chat: bool) -> SamplingParams:
         """Return the sampling settings of a request. Omitted ones come from the checkpoint, except
@@ -422,17 +422,14 @@ class Choice:
         # 2) leave out what has been taken
         taken = self.taken or [0, 0, 0, 0]
         thought, text, tokens, calls = (each[start:] for each, start in zip(whole, taken))
-        if self.ended or not (reason or thought or text or tokens or calls):
-            return None
-        is_first = self.taken is None
-        self.taken = [len(each) for each in whole]
-        self.ended = bool(reason)
         if self.hidden:
             text = ""
             tokens = []
+        if self.ended or not (reason or thought or text or tokens or calls):
+            return None
         # 3) write it in OpenAI's form
         message: JSON = {}
-        if is_first:
+        if self.taken is None:  # this is the first part
             message = dict(role="assistant", refusal=None)
             if job.params.prompt_logprobs:
                 prompt, prompt_tokens = self.echo()
@@ -443,7 +440,9 @@ class Choice:
         message["content"] = text
         if calls:
             message["content"] = text or None
-            message["tool_calls"] = self.tool_calls(calls, len(whole[3]) - len(calls))
+            message["tool_calls"] = self.tool_calls(calls, taken[3])
+        self.taken = [len(each) for each in whole]
+        self.ended = bool(reason)
         has_called = whole[3] and reason == "stop"
         return {
             "index": self.index,

@@ -52,7 +52,7 @@ from scheduler import Engine, Request
 from settings import JSON, EngineArgs, SamplingParams, check, setting
 
 IDLE_S = 75  # seconds that a client may be silent, or take to read a part of an answer
-MAX_THREADS = 1028  # one for each of 1,024 connections, and four others
+MAX_THREADS = 1028  # one for each of 1,024 connections, and four that serve them all
 PAGE = settings.BUNDLED.parents[1] / "page.html"
 
 
@@ -88,7 +88,7 @@ class Server:
         busy: the connections that are answering a completion. After a signal they may finish it. A
             connection leaves this set when it has answered, and when its client has left.
         refused: the sockets of the last clients that were too many; see refuse.
-        stopping: a signal has arrived.
+        stopping: a signal has arrived, or the engine has died.
         over: running completions have had the time that they get after a signal.
         snapshot: the engine's state for the page, as JSON.
         snapshot_time: when a page last caused a snapshot, on time.monotonic's clock.
@@ -116,7 +116,7 @@ class Server:
 
     def drive(self) -> None:
         """Call what is in the inbox, until None comes. While requests are left in the engine, a
-        step is put there whenever the inbox is empty."""
+        step is put there whenever nothing else is there."""
         for task in iter(self.inbox.get, None):
             try:
                 task()
@@ -368,9 +368,8 @@ class Connection:
         server.busy.add(self)  # before this check: a server that stops waits for all that pass it
         demand(not server.stopping, 503, "the server is stopping")
         completion = server.api.prepare(body, chat)
-        engine = server.engine
         # The requests in the inbox have yet to be submitted.
-        waiting = len(engine.queue) + server.inbox.qsize() - engine.max_num_seqs
+        waiting = len(server.engine.queue) + server.inbox.qsize() - server.engine.max_num_seqs
         limit = server.args.max_queue
         fits = waiting + len(completion.requests) <= limit
         demand(fits, 429, f"{max(waiting, 0)} wait, --max-queue is {limit}")
@@ -524,9 +523,8 @@ class Connection:
     def check_host(self) -> None:
         """Refuse a page of another site, which may reach this address by that site's own name (DNS
         rebinding): a server on loopback answers only to names of this host."""
-        hosts = self.headers.get_all("Host", ["localhost"])
-        demand(len(hosts) == 1, 400, "there is more than one Host")
-        host = hosts[0]
+        host, *others = self.headers.get_all("Host", ["localhost"])
+        demand(not others, 400, "there is more than one Host")
         demand(
             re.fullmatch(LOOPBACK, host) or not re.fullmatch(LOOPBACK, self.server.args.host),
             403,
