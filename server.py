@@ -4,11 +4,11 @@
     python server.py --checkpoint DIR --compile --api-key SECRET
 
 This file holds HTTP, the engine's thread and the signals; what the bodies mean is in
-openai_api.py. The main thread runs the engine. Each connection has a thread of its own, which reads
-a request, puts it into the inbox of the engine's thread, and waits for news. After each step the
-engine's thread tells those that have something to send. A slow client delays nobody: its thread
-reads the state of its sequences only when the client has taken the previous part, so there is no
-queue of tokens.
+openai_api.py. The engine's thread, which is the main one, runs the engine. Each connection has a
+thread of its own, which reads a request, puts it into the inbox of the engine's thread, and waits
+for news. After each step the engine's thread wakes the connections that have something to send. A
+slow client delays nobody: its thread reads the state of its sequences only when the client has
+taken the previous part, so there is no queue of tokens. Clients arrive in the listening thread.
 
     client --> Connection.complete --> API.prepare --> inbox --> Server.drive: submit, step, step
     client <-- Connection.send <-- Completion.parts <-- news <--- Server.wake <----+
@@ -273,7 +273,7 @@ class Connection:
         reader: what the client sends, as a file.
         request: its method and path, such as "GET /health"; "" until they have been read.
         version: that of HTTP, as the request says.
-        content_type: of the answer; "" until its head is sent.
+        content_type: of the answer, which has begun once this is not "".
         stream: whether it wants to know of each step, and not only of the end.
         news: set when the sequences of this connection have made progress.
     """
@@ -332,7 +332,7 @@ class Connection:
             found = re.fullmatch(HEADER, line)
             if not found:
                 raise Problem(400, "a header is not `name: value`, CRLF")
-            self.headers[found[1]] = found[2].strip()  # adds one, even if there is one of that name
+            self.headers[found[1]] = found[2].strip()  # keeps an earlier one of the same name
             size += len(line)
             fits = size < 2**16 and len(self.headers) < 100
             demand(fits, 431, "the headers are over 64 KiB, or 100 in number")
@@ -368,11 +368,12 @@ class Connection:
         server.busy.add(self)  # before this check: a server that stops waits for all that pass it
         demand(not server.stopping, 503, "the server is stopping")
         completion = server.api.prepare(body, chat)
-        # The requests in the inbox have yet to be submitted.
-        waiting = len(server.engine.queue) + server.inbox.qsize() - server.engine.max_num_seqs
+        engine = server.engine
+        # The engine's own, those that are on their way to it, and the new ones.
+        num_requests = len(engine.queue) + server.inbox.qsize() + len(completion.requests)
         limit = server.args.max_queue
-        fits = waiting + len(completion.requests) <= limit
-        demand(fits, 429, f"{max(waiting, 0)} wait, --max-queue is {limit}")
+        fits = num_requests <= engine.max_num_seqs + limit
+        demand(fits, 429, f"{len(engine.waiting)} wait, --max-queue is {limit}")
         self.stream = completion.stream
         server.inbox.put(lambda: server.submit(completion.requests, self))
         for part in completion.parts(self.wait_for_news):
