@@ -110,9 +110,9 @@ class API:
             requests = [self.request(prompt, params, fields, source) for prompt in prompts]
             return Completion(self, fields, requests, tools, chat)
         except (ValueError, RecursionError) as error:
-            name = getattr(error, "field", source)
-            names = (ALIASES.get(name), name)  # the error gives the one that stands in the body
-            param = next((name for name in names if name in given), source)
+            field = getattr(error, "field", source)
+            # The error gives the field the name that it has in the body.
+            param = next((name for name in (ALIASES.get(field), field) if name in given), source)
             raise Problem(400, str(error)[:500], param) from None
 
     def request(self, prompt: Any, params: SamplingParams, fields: JSON, source: str) -> Request:
@@ -154,8 +154,9 @@ class API:
             try:
                 check_message(message)
             except Exception as error:  # a value of any other form than check_message expects
-                problem = f"role, content or tool_calls are wrong: {error}"
-                raise Problem(400, problem, f"messages[{i}]") from None
+                raise Problem(
+                    400, f"role, content or tool_calls are wrong: {error}", f"messages[{i}]"
+                ) from None
         goes_on = fields["continue_final_message"]
         options = dict(
             add_generation_prompt=fields["add_generation_prompt"] and not goes_on,
@@ -203,8 +204,9 @@ def translate(given: JSON, chat: bool) -> JSON:
     for name, default in DEFAULTS.items():
         check(name, fields[name], type(default))
     for name in ("include_usage", "continuous_usage_stats"):
-        value = fields["stream_options"].get(name) or False
-        fields[name] = check(f"stream_options[{name}]", value, bool)
+        fields[name] = check(
+            f"stream_options[{name}]", fields["stream_options"].get(name) or False, bool
+        )
     check_supported(fields, chat)
     if "max_completion_tokens" in fields:
         fields["max_tokens"] = fields["max_completion_tokens"]
@@ -253,8 +255,9 @@ def split_prompts(fields: JSON) -> list:
     """Return the prompts of a completion. Its `prompt` is one, a text or a list of ids, or a list
     of prompts."""
     prompt = fields.get("prompt", "")
-    is_one = not isinstance(prompt, list) or all(type(i) is int for i in prompt)
-    return [prompt] if is_one else prompt
+    if isinstance(prompt, list) and not all(type(i) is int for i in prompt):
+        return prompt
+    return [prompt]
 
 
 def check_message(message: JSON) -> None:
