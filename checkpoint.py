@@ -23,7 +23,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from families import FAMILIES, FIXED, NESTED, ONLY, OWN, USUAL, folded, layer_kinds, rope_and_folds
+from families import complete, complete_rope, fold_settings, folded, layer_settings, rope_settings
 from machine import progress
 from model import Config, FusedLinear, Transformer, rope_frequencies
 from settings import (
@@ -38,8 +38,6 @@ from settings import (
     choose,
     read_json,
     read_optional,
-    supported,
-    without_nulls,
 )
 
 # --- config.json ----------------------------------------------------------------------------------
@@ -62,18 +60,8 @@ def load_config(path: Path | str) -> Config:
         )
     raw = read_json(file)
     with blame(file):
-        # 1) What the file says, what its family adds, and what holds for all families.
-        names = check("architectures", raw.get("architectures") or None, list)
-        name = supported("architectures", names[0], *FAMILIES, *NESTED)
-        if name in NESTED:  # its text model runs, and an image in a chat is refused
-            raw |= check("text_config", raw.get("text_config"), dict)
-            name = NESTED[name]
-        family = FAMILIES[name]
-        raw = {key: raw[key] for key in raw if key in family or key not in OWN}
-        required = dict.fromkeys(key for key in family if family[key] is None)
-        raw = USUAL | required | without_nulls(family | raw) | FIXED.get(name, {})
-        for setting, only in ONLY.items():
-            supported(setting, raw[setting], only)
+        # 1) What the file says, and what its family adds.
+        raw = complete(raw)
         # 2) Defaults that follow from other settings.
         heads = check("num_attention_heads", raw["num_attention_heads"], int)
         raw = {
@@ -92,8 +80,11 @@ def load_config(path: Path | str) -> Config:
             num_experts=raw.get("num_local_experts", raw["num_experts"]),
             quantization=quantization(file.parent, raw),
         )
-        raw |= layer_kinds(raw)
-        raw |= rope_and_folds(raw)
+        # 4) What differs from layer to layer, and numbers that are folded into the weights.
+        raw |= layer_settings(raw)
+        rope = complete_rope(raw)
+        raw |= rope_settings(raw, rope)
+        raw |= fold_settings(raw, rope)
         config = Config(**{name: raw[name] for name in raw.keys() & Config.__annotations__})
         check_config(config)
     return config
@@ -172,27 +163,8 @@ class Stored(NamedTuple):
         return Stored(change(self.empty), lambda: change(self.read()))
 
 
-Files = dict[str, Stored]  # the keys are this engine's names of the parameters
-
-# RENAMED: a word in the names of Mixtral or GPTQ -> our word. OUTPUT_NORMS: the same for models
-# with norms after attention and the feed-forward. STACKED: a tensor that stacks all experts -> the
-# matrices that it holds for each expert. IMAGES: parts of models with images, which are not read.
-RENAMED = dict(block_sparse_moe="mlp", w1="gate_proj", w2="down_proj", w3="up_proj", qzeros="zeros")
-OUTPUT_NORMS = dict(post_attention_layernorm="attention_output_norm",
-    pre_feedforward_layernorm="post_attention_layernorm",
-    post_feedforward_layernorm="mlp_output_norm")  # fmt: skip
-STACKED = dict(gate_up_proj=("gate_proj", "up_proj"), down_proj=("down_proj",))
-IMAGES = ("vision_tower", "multi_modal_projector")
-
-
-def build(config: Config) -> Transformer:
-    """Make a model with random weights, in eval mode and without gradients."""
-    model = Transformer(config)
-    if config.num_experts > 1:
-        from experts import add_experts  # only where a model has experts
-
-        add_experts(model)
-    return model.requires_grad_(False).eval()
+# What the files of a folder hold: this engine's name of a parameter -> the stored tensor.
+Files = dict[str, Stored]
 
 
 def load_model(
@@ -226,74 +198,45 @@ def load_model(
             quantization_config is unknown or contradicts the files.
     """
     config = load_config(path)
-    # A folder that this engine has written has its own names, and all numbers are folded in.
-    is_own = config.quantization.get("quant_method") == "kilolm"
-    words = RENAMED | (OUTPUT_NORMS if config.post_norm and not is_own else {})
-    files = locate_tensors(Path(path), words)
+    # 1) What the files hold, and an empty model for it.
+    files = locate_tensors(Path(path))
     config = without_second_copy(config, files)
     with torch.device("meta"):
         model = build(config).to(dtype or config.dtype)
     with blame(Path(path)):
-        if config.quantization and not is_own:
-            from formats import convert  # only where another tool has quantised
-
-            convert(files, config.quantization, dict(named_tensors(model)))
+        # 2) Make the names, then the numbers, those of the model; a folder of this engine has them.
+        is_own = config.quantization.get("quant_method") == "kilolm"
+        if not is_own:
+            files = adapt(files, model)
         split_fused(files, model)
         insert_quantised(model, files)
         check_tensors(files, model)
         if config.folds and not is_own:
             for name, stored in files.items():
                 files[name] = stored.changed(partial(folded, config, name))
+        # 3) One rank's share, which shard makes with plain Linears.
         if shard:
             model, files = shard(model, files)
             insert_quantised(model, files)
+    # 4) Read the weights. to_empty erases inv_freq, and separates a tied lm_head's weight.
     tied = is_tied(model)
     model.to_empty(device=device)
+    model.inv_freq = rope_frequencies(config).to(device)
     if tied:
-        model.lm_head.weight = model.embed_tokens.weight  # to_empty has separated them
+        model.lm_head.weight = model.embed_tokens.weight
     for name, tensor in progress([*named_tensors(model)], f"loading {Path(path).name}"):
         tensor.copy_(files[name].read())
-    model.inv_freq = rope_frequencies(config).to(device)  # to_empty has erased it
     return model
 
 
-def without_second_copy(config: Config, files: Files) -> Config:
-    """Return the config of a model of these files, where lm_head may share the embedding's weight.
+def build(config: Config) -> Transformer:
+    """Make a model with random weights, in eval mode and without gradients."""
+    model = Transformer(config)
+    if config.num_experts > 1:
+        from experts import add_experts  # only where a model has experts
 
-    Some files store the shared matrix twice. An equal copy is dropped from them; if the two differ,
-    they are not shared. Both are read, and neither is kept in memory.
-    """
-    head = files.get("lm_head.weight")
-    embedding = files.get("embed_tokens.weight")
-    if not (config.tie_word_embeddings and head and embedding):
-        return config
-    if torch.equal(head.read().to(embedding.empty.dtype), embedding.read()):
-        del files["lm_head.weight"]
-        return config
-    return replace(config, tie_word_embeddings=False)
-
-
-def insert_quantised(model: Transformer, files: Files) -> None:
-    """Replace Linears of an empty model by QuantLinears where the files hold quantised weights.
-
-    Raises:
-        ValueError: the quantization_config is not supported, or does not fit the model.
-    """
-    config = model.config.quantization
-    if not config:
-        return
-    from quantize import QuantLinear, linears  # only where a model is quantised
-
-    for path in linears(model):
-        linear: Any = model.get_submodule(path)
-        name = path.rpartition(".")[2]
-        part, *_ = getattr(linear, "parts", [name])  # a FusedLinear's first part
-        stored = files.get(path.replace(name, part) + ".qweight")
-        if stored:  # most folders keep lm_head plain
-            form = config["bits"], config["group_size"]
-            if path == "lm_head" and stored.empty.shape[1:] == (linear.in_features,):
-                form = (8, -1)  # see quantize_model
-            model.set_submodule(path, QuantLinear(linear, *form))
+        add_experts(model)
+    return model.requires_grad_(False).eval()
 
 
 def is_tied(model: Transformer) -> bool:
@@ -318,14 +261,31 @@ def named_tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:
             yield name.replace(own, part), view
 
 
-def locate_tensors(path: Path, words: JSON = RENAMED) -> Files:
+def check_tensors(files: Files, model: Transformer) -> None:
+    """Raise one CheckpointError if tensors differ between the files and the model on the meta
+    device. It counts all of them and lists the first 20."""
+    have = {name: describe(stored.empty) for name, stored in files.items()}
+    want = {name: describe(tensor) for name, tensor in named_tensors(model)}
+    wrong = [name for name in sorted(have | want) if have.get(name) != want.get(name)]
+    lines = [f"{n}: {have.get(n, 'missing')}, wanted: {want.get(n, 'none')}" for n in wrong[:20]]
+    if lines:
+        raise CheckpointError("\n  ".join([f"{len(wrong)} tensors do not fit config.json", *lines]))
+
+
+def describe(tensor: Tensor) -> str:
+    """Return a tensor's dtype and shape. Each of DTYPES is "float", as any of them can be cast."""
+    kind = "float" if tensor.dtype in DTYPES.values() else tensor.dtype
+    return f"{kind} {tuple(tensor.shape)}"
+
+
+# --- The files ------------------------------------------------------------------------------------
+
+
+def locate_tensors(path: Path) -> Files:
     """List a checkpoint's tensors from the headers of its files; no data is read.
 
     A folder can hold shards that are not in use, and old copies of a tensor. So the index decides.
     As in transformers, a whole model.safetensors goes before the index.
-
-    Args:
-        words: see RENAMED.
 
     Raises:
         CheckpointError: a header or the index is damaged; or a file is missing that the index
@@ -333,8 +293,8 @@ def locate_tensors(path: Path, words: JSON = RENAMED) -> Files:
     """
     whole = path / "model.safetensors"
     index = path / "model.safetensors.index.json"
-    files = {whole}
-    places = None  # in the index: the name of a tensor -> the name of its file
+    shards = {whole}
+    places = None  # in the index: the name of a tensor -> the name of its shard
     if not whole.exists():
         if not index.exists():
             raise CheckpointError(
@@ -343,15 +303,15 @@ def locate_tensors(path: Path, words: JSON = RENAMED) -> Files:
             )
         with blame(index):
             places = read_json(index)["weight_map"]
-            files = {path / Path(file).name for file in places.values()}
-    found: Files = {}
-    for file in sorted(files):
-        with blame(file), safe_open(file, "pt") as reader:
+            shards = {path / Path(name).name for name in places.values()}
+    files: Files = {}
+    for shard in sorted(shards):
+        with blame(shard), safe_open(shard, "pt") as reader:
             for name in reader.keys():  # noqa: SIM118 (it is no dict)
-                if places is None or places.get(name) == file.name:
+                if places is None or places.get(name) == shard.name:
                     empty = reader.get_tensor(name).to("meta")  # maps the file, reads none of it
-                    found |= renamed(name, Stored(empty, partial(read_tensor, file, name)), words)
-    return found
+                    files |= entries(name, Stored(empty, partial(read_tensor, shard, name)))
+    return files
 
 
 def read_tensor(file: Path, name: str) -> Tensor:
@@ -361,28 +321,80 @@ def read_tensor(file: Path, name: str) -> Tensor:
         return reader.get_tensor(name)
 
 
-def renamed(name: str, stored: Stored, words: JSON) -> Files:
-    """Return a stored tensor under this engine's name; a stack of experts is cut into matrices.
+# Words in the names of Mixtral or GPTQ -> this engine's words.
+WORDS = dict(block_sparse_moe="mlp", w1="gate_proj", w2="down_proj", w3="up_proj", qzeros="zeros")
+# The parts of a model with images that are not read.
+IMAGES = ("vision_tower", "multi_modal_projector")
+# A tensor that stacks all experts -> the matrices that it holds for each expert.
+STACKED = dict(gate_up_proj=("gate_proj", "up_proj"), down_proj=("down_proj",))
 
-    Args:
-        words: see RENAMED.
 
-    Example: "model.layers.0.mlp.experts.down_proj", (2, 32, 24), becomes
-        "layers.0.mlp.experts.0.down_proj.weight", (32, 24), and the same for expert 1
-    """
-    path = name.split(".")
+def entries(name: str, stored: Stored) -> Files:
+    """Return a stored tensor under this engine's name; {} if it is not read."""
+    path = renamed(name, WORDS).split(".")
     while path[0] in ("model", "language_model"):
         del path[0]
     if path[0] in IMAGES or path[-1] == "inv_freq":  # the latter follows from the config
         return {}
-    name = ".".join(words.get(word, word) for word in path)
-    above, _, last = name.rpartition(".")
-    if last not in STACKED:
-        return {name: stored}
+    if path[-1] in STACKED:
+        return unstack(path, stored)
+    return {".".join(path): stored}
+
+
+def renamed(name: str, words: JSON) -> str:
+    """Translate those words of a name that `words` has."""
+    return ".".join(words.get(word, word) for word in name.split("."))
+
+
+def unstack(path: list[str], stored: Stored) -> Files:
+    """Cut a stack of experts into matrices.
+
+    Example: "layers.0.mlp.experts.down_proj", (2, 32, 24), becomes
+        "layers.0.mlp.experts.0.down_proj.weight", (32, 24), and the same for expert 1
+    """
+    above = ".".join(path[:-1])
     experts = range(check("experts", stored.empty.shape[0], int, 1, 1024))
-    matrices = [f"{above}.{e}.{part}.weight" for e in experts for part in STACKED[last]]
-    cut = stored.changed(lambda stack: stack.flatten(0, 1).unflatten(0, (len(matrices), -1)))
-    return {matrix: cut.changed(itemgetter(i)) for i, matrix in enumerate(matrices)}
+    names = [f"{above}.{e}.{part}.weight" for e in experts for part in STACKED[path[-1]]]
+    matrices = stored.changed(lambda stack: stack.flatten(0, 1).unflatten(0, (len(names), -1)))
+    return {name: matrices.changed(itemgetter(i)) for i, name in enumerate(names)}
+
+
+# --- What only some folders need ------------------------------------------------------------------
+
+
+def without_second_copy(config: Config, files: Files) -> Config:
+    """Return the config of a model of these files, where lm_head may share the embedding's weight.
+
+    Some files store the shared matrix twice. An equal copy is dropped from them; if the two differ,
+    they are not shared. Both are read, and neither is kept in memory.
+    """
+    head = files.get("lm_head.weight")
+    embedding = files.get("embed_tokens.weight")
+    if not (config.tie_word_embeddings and head and embedding):
+        return config
+    if torch.equal(head.read().to(embedding.empty.dtype), embedding.read()):
+        del files["lm_head.weight"]
+        return config
+    return replace(config, tie_word_embeddings=False)
+
+
+# Hugging Face's names of norms in models with norms after attention and the feed-forward -> ours.
+OUTPUT_NORMS = dict(post_attention_layernorm="attention_output_norm",
+    pre_feedforward_layernorm="post_attention_layernorm",
+    post_feedforward_layernorm="mlp_output_norm")  # fmt: skip
+
+
+def adapt(files: Files, model: Transformer) -> Files:
+    """Return the tensors of a folder that this engine has not written, under the names and in the
+    formats that it would have given them."""
+    config = model.config
+    if config.post_norm:
+        files = {renamed(name, OUTPUT_NORMS): stored for name, stored in files.items()}
+    if config.quantization:
+        from formats import convert  # only where another tool has quantised
+
+        convert(files, config.quantization, dict(named_tensors(model)))
+    return files
 
 
 def split_fused(files: Files, model: Transformer) -> None:
@@ -403,18 +415,24 @@ def split_fused(files: Files, model: Transformer) -> None:
                 start += size
 
 
-def check_tensors(files: Files, model: Transformer) -> None:
-    """Raise one CheckpointError if tensors differ between the files and the model on the meta
-    device. It counts all of them and lists the first 20."""
-    have = {name: describe(stored.empty) for name, stored in files.items()}
-    want = {name: describe(tensor) for name, tensor in named_tensors(model)}
-    wrong = sorted(dict(have.items() ^ want.items()))  # what only one of them contains
-    lines = [f"{n}: {have.get(n, 'missing')}, wanted: {want.get(n, 'none')}" for n in wrong[:20]]
-    if lines:
-        raise CheckpointError("\n  ".join([f"{len(wrong)} tensors do not fit config.json", *lines]))
+def insert_quantised(model: Transformer, files: Files) -> None:
+    """Replace Linears of an empty model by QuantLinears where the files hold quantised weights.
 
+    Raises:
+        ValueError: the quantization_config is not supported, or does not fit the model.
+    """
+    config = model.config.quantization
+    if not config:
+        return
+    from quantize import QuantLinear, linears  # only where a model is quantised
 
-def describe(tensor: Tensor) -> str:
-    """Return a tensor's dtype and shape. Each of DTYPES is "float", as any of them can be cast."""
-    kind = "float" if tensor.dtype in DTYPES.values() else tensor.dtype
-    return f"{kind} {tuple(tensor.shape)}"
+    for path in linears(model):
+        linear: Any = model.get_submodule(path)
+        name = path.rpartition(".")[2]
+        parts = [*getattr(linear, "parts", [name])]  # all parts of a FusedLinear are quantised
+        stored = files.get(path.replace(name, parts[0]) + ".qweight")
+        if stored:  # most folders keep lm_head plain
+            form = config["bits"], config["group_size"]
+            if path == "lm_head" and stored.empty.shape[1:] == (linear.in_features,):
+                form = (8, -1)  # a byte for each value; see quantize_model
+            model.set_submodule(path, QuantLinear(linear, *form))

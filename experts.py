@@ -67,16 +67,19 @@ class SparseMLP(nn.Module):
             2 and 3 to token 1. Sorted by expert they are 1 | 3 | 0, 2: expert 0 runs on token 0,
             expert 1 on token 1, and expert 2 on both
         """
-        pairs = chosen.flatten()  # (B * T * k,)
+        # 1) Sort the pairs by expert.
+        pairs = chosen.flatten()  # (B * T * k,), the expert of each pair
         order = pairs.argsort(stable=True)
-        rows = x.flatten(0, 1).index_select(0, order // chosen.shape[-1])  # (B * T * k, D)
-        # Not bincount: on a GPU it makes the host wait once more.
+        tokens = order // chosen.shape[-1]  # the token of each pair, in that order
+        rows = x.flatten(0, 1).index_select(0, tokens)  # (B * T * k, D)
+        # 2) Run each chosen expert. To count its rows by bincount would make the host wait for a
+        # GPU once more.
         counts = pairs.new_zeros(len(self.experts)).scatter_(0, pairs, 1, reduce="add")  # (E,)
-        results = [
-            expert(part)
-            for expert, part in zip(self.experts, rows.split(counts.tolist()))
-            if len(part)
-        ]
-        # In the order of `pairs` again: (B, T, k, D)
-        y = torch.cat(results).index_select(0, order.argsort()).unflatten(0, chosen.shape)
+        results = []
+        for expert, part in zip(self.experts, rows.split(counts.tolist())):
+            if len(part):
+                results.append(expert(part))
+        # 3) Add up each token's results.
+        place = order.argsort()  # where each pair has gone
+        y = torch.cat(results).index_select(0, place).unflatten(0, chosen.shape)  # (B, T, k, D)
         return (weights[..., None] * y).sum(-2).to(x.dtype)

@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad
 
+from model import Transformer
 from paged import Blocks, Group, Runner
 
 QUERIES = 128  # the kernel takes this many queries together
-compiled = torch.compile(flex_attention, dynamic=True)
+compiled_attention = torch.compile(flex_attention, dynamic=True)
 
 
 class FlexBlocks(Blocks):
@@ -42,23 +43,24 @@ class FlexBlocks(Blocks):
         B, W = group.table.shape
         queries = q.reshape(B, heads // 2, -1, H)  # as in model.attention
         num_queries = queries.shape[2]
-        # 1) For each block of the pool, its index in each row's table. A block that is not in the
-        # table gets W, one past the last index, and there the padded mask is False.
+        # 1) Which slots a query sees. `index` is the table turned round: for each row and each
+        # block of the pool, the block's index in the row's table. A block that is not in the table
+        # gets W, one past the last index, and there the padded mask is False.
         index = group.table.new_full((B, num_blocks), W)
         index.scatter_(1, group.table, torch.arange(W, device=q.device).expand(B, W))
-        visible = pad(group.masks(group.pieces[0])[self.window], (0, size))
+        mask = pad(group.masks[self.window], (0, size))
 
         def sees(row: Tensor, head: Tensor, query: Tensor, slot: Tensor) -> Tensor:
             column = index[row, slot // size] * size + slot % size
-            return visible[row, 0, query, column]
+            return mask[row, 0, query, column]
 
-        # 2) Which blocks each row reads. PyTorch wants a list as long as the pool, of which the
-        # first W entries count.
-        parts = -(-num_queries // QUERIES)
-        blocks = pad(group.table, (0, num_blocks - W))
-        blocks = blocks[:, None, None].expand(B, 1, parts, num_blocks).int()
-        counts = blocks.new_full((B, 1, parts), W)
-        plan = BlockMask.from_kv_blocks(
+        # 2) Which blocks each row reads, for each part of QUERIES queries. PyTorch wants a list as
+        # long as the pool, and how many of its first entries count.
+        num_parts = -(-num_queries // QUERIES)
+        table = pad(group.table, (0, num_blocks - W))  # (B, num_blocks)
+        blocks = table[:, None, None].expand(B, 1, num_parts, num_blocks).int()
+        counts = blocks.new_full((B, 1, num_parts), W)
+        block_mask = BlockMask.from_kv_blocks(
             counts,
             blocks,
             BLOCK_SIZE=(QUERIES, size),
@@ -67,25 +69,27 @@ class FlexBlocks(Blocks):
             compute_q_blocks=False,  # only training needs them
         )
         # 3) Attend. Without a GPU, in tests, the uncompiled function computes all blocks.
-        k, v = self.kv.flatten(1, 2)[None].chunk(2, 1)
-        attend = compiled if q.is_cuda else flex_attention
-        return attend(queries, k, v, block_mask=plan).reshape(q.shape)
+        k, v = self.kv.flatten(1, 2)[None].chunk(2, 1)  # (1, K, all slots, H) each
+        attend = compiled_attention if q.is_cuda else flex_attention
+        return attend(queries, k, v, block_mask=block_mask).reshape(q.shape)
 
 
 class FlexRunner(Runner):
-    """A Runner that attends to the blocks in place."""
+    """A Runner that attends to the blocks in place. It replaces four things of Runner: the kind of
+    cache, the pairs of a query and a key in one call, what fills up a short table, and what a new
+    block holds."""
 
     layer = FlexBlocks
-    spare = 1
     # No limit: the kernel reads the boolean mask without widening it. (With int8 keys, attention
     # widens it, and nothing bounds that.)
-    pairs = 2**62
+    max_pairs = 2**62
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, model: Transformer, num_blocks: int, *args: Any) -> None:
+        super().__init__(model, num_blocks + 1, *args)  # one more, which is never written
+        self.num_blocks = num_blocks
         for kv in self.kv:
             kv.zero_()  # the kernel computes with all slots of a block
 
     def filler(self, blocks: list[int]) -> int:
-        """A block of its own, as the kernel must not meet a used block twice."""
+        """The last block of all, as the kernel must not meet a used block twice."""
         return self.num_blocks

@@ -13,7 +13,7 @@ This file knows no model and no format of files. Papers: Frantar et al. 2022 (GP
 arXiv:2210.17323), Lin et al. 2023 (AWQ, arXiv:2306.00978). Read: convert.
 """
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 
 import torch
 from torch import Tensor
@@ -35,9 +35,31 @@ def convert(files: dict, config: JSON, wanted: Container[str]) -> None:
     Args:
         files: see checkpoint.locate_tensors. Their qweight, scales and zeros become those of
             quantize.QuantLinear.
+        config: see conversions, which changes it.
+        wanted: the names of the model's plain tensors.
+
+    Raises:
+        ValueError: see conversions and check_order.
+    """
+    changes = conversions(config)
+    for name, stored in [*files.items()]:
+        kind = name.rpartition(".")[2]
+        with blame(name):
+            is_packed = stored.empty.dtype == torch.int32
+            if kind in changes and (is_packed or kind == "scales"):
+                files[name] = stored.changed(changes[kind])
+            elif kind == "g_idx":
+                check_order(files.pop(name).read(), config["group_size"])
+            elif name not in wanted and not stored.read().any():
+                del files[name]  # some tools store biases that are all zero
+
+
+def conversions(config: JSON) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Return what converts a qweight, zero points and scales.
+
+    Args:
         config: the settings of quantised weights. It gets `bits` and `group_size` where the folder
             has other names for them.
-        wanted: the names of the model's plain tensors.
 
     Raises:
         ValueError: the tool, its version or the number of bits is not supported; or the inputs were
@@ -49,13 +71,13 @@ def convert(files: dict, config: JSON, wanted: Container[str]) -> None:
     config.setdefault("bits", config.get("w_bit"))
     config.setdefault("group_size", config.get("q_group_size"))
     bits = check("bits", config["bits"], int)
-    size = check("group_size", config["group_size"], int, -1)
+    check("group_size", config["group_size"], int, -1)
     places = choose("bits", bits, PLACES[method])
     supported("desc_act", config.get("desc_act", method == "gptq"), False)
     mask = 2**bits - 1
 
-    def unpacked(words: Tensor) -> Tensor:
-        """(K or G, N * bits / 32) words -> (N, K or G) values."""
+    def unpack(words: Tensor) -> Tensor:
+        """Unpack what is packed along the outputs: (K or G, N * bits / 32) -> (N, K or G)."""
         columns = words.t()
         values = [columns >> bits * place & mask for place in places]
         return torch.stack(values, 1).flatten(0, 1)
@@ -63,24 +85,23 @@ def convert(files: dict, config: JSON, wanted: Container[str]) -> None:
     def qweight(words: Tensor) -> Tensor:
         if method == "gptq":  # the bytes of its words, output by output, are in our order
             return words.t().contiguous().view(torch.uint8)
-        return pack_bits(unpacked(words), bits)
+        return pack_bits(unpack(words), bits)
 
     def zeros(words: Tensor) -> Tensor:
-        values = unpacked(words)
+        values = unpack(words)
         if version == "gptq":  # stored less one: 0 as all ones, of which this makes 0 again
             values = values + 1 & mask
         return values.byte()
 
-    changes = dict(qweight=qweight, zeros=zeros, scales=Tensor.t)
-    for name, stored in [*files.items()]:
-        kind = name.rpartition(".")[2]
-        with blame(name):
-            if kind == "g_idx":  # each input's group
-                groups = files.pop(name).read()
-                in_order = torch.arange(len(groups)) // (size if size > 0 else len(groups))
-                if (groups != in_order).any():
-                    raise ValueError("the inputs are not grouped in order (desc_act)")
-            elif kind == "scales" or (kind in changes and stored.empty.dtype == torch.int32):
-                files[name] = stored.changed(changes[kind])
-            elif name not in wanted and not stored.read().any():
-                del files[name]  # some tools store biases that are all zero
+    return dict(qweight=qweight, zeros=zeros, scales=Tensor.t)
+
+
+def check_order(groups: Tensor, group_size: int) -> None:
+    """Refuse groups of inputs that are not neighbours.
+
+    Args:
+        groups: (K,) the group of each input.
+    """
+    size = group_size if group_size > 0 else len(groups)
+    if (groups != torch.arange(len(groups)) // size).any():
+        raise ValueError("the inputs are not grouped in order (desc_act)")

@@ -24,7 +24,7 @@ import settings
 from checkpoint import suggested
 from kv_cache import StaticCache
 from llm import cache_size, join, load_models, make_engine
-from machine import Ranks, launch, say, spinning
+from machine import Ranks, ctrl_c_held_back, launch, say, spinning
 from model import Transformer
 from sampling import BROKEN, Sequence, Token, finite, sample
 from scheduler import Engine
@@ -53,18 +53,18 @@ def generate(
         ValueError: the cache is too short for the sequence, or the logits are NaN or infinite.
     """
     ids = sequence.ids
-    end = 0  # how many tokens' keys and values the cache holds
+    cached = 0  # how many tokens' keys and values the cache holds
     last = torch.tensor([-1], device=model.device)  # the index of a forward's last token
     while not sequence.finish_reason:
         spinning.adapt()
-        start = end
-        end = min(start + chunk, len(ids))
-        tokens = torch.tensor([ids[start:end]], device=model.device)  # (1, T)
-        positions, layers = cache.plan(start, end)
+        end = min(cached + chunk, len(ids))
+        tokens = torch.tensor([ids[cached:end]], device=model.device)  # (1, T)
+        positions, layers = cache.plan(cached, end)
         logits = model(tokens, positions, layers, last)  # (1, V)
+        cached = end
         if not finite(logits).all():
             raise ValueError(BROKEN)
-        if end == len(ids):
+        if cached == len(ids):
             (token,) = sample(logits, [sequence])
             sequence.append(token)
             yield token
@@ -95,35 +95,32 @@ def parse_args(argv: list[str] | None) -> Namespace:
 
 def command(args: Namespace, ranks: Ranks) -> int:
     """Load, generate, and report: text on stdout, everything else on stderr."""
-    if sys.stdin is None and (args.chat or args.prompt_file == "-"):
-        raise ValueError("stdin is closed: use --prompt TEXT or --prompt-file FILE")
     engine_args = EngineArgs(**settings.given(EngineArgs, args))
     flags = settings.given(SamplingParams, args)
-    folder = suggested(engine_args.checkpoint)
-    params = SamplingParams(**folder | flags)
-    if not hasattr(args, "max_num_seqs"):  # the cache is for what runs at once
-        engine_args = replace(engine_args, max_num_seqs=1 if args.chat else params.n)
-    text = args.prompt
-    file = args.prompt_file
-    if file and ranks.rank == 0:  # the other ranks do not need the prompt
-        with blame(file):  # the bytes, so that the ends of lines stay as they are
-            text = sys.stdin.read() if file == "-" else Path(file).read_bytes().decode()
+    defaults = suggested(engine_args.checkpoint)
+    params = SamplingParams(**defaults | flags)
+    text = read_prompt(args, ranks)
+    if args.system and not args.chat:
+        raise ValueError("--system needs --chat")
+    told = f"sampling: {describe(params, flags, defaults)}"
     is_alone = params.n == ranks.world_size == 1 and not args.chat
     is_guessed = engine_args.speculate or engine_args.draft_checkpoint
-    is_plain = is_alone and not is_guessed and engine_args.attention == "copy"
-    model, proposer = load_models(engine_args, ranks, 1 if is_plain else None)
-    if ranks.rank:
-        from tp import follow
-
-        return follow(model)
-    told = f"sampling: {describe(params, flags, folder)}"
-    if is_plain:
+    if is_alone and not is_guessed and engine_args.attention == "copy":
+        model, _ = load_models(engine_args, ranks, batch_size=1)
         tokenizer = Tokenizer(engine_args.checkpoint)
         ids = tokenizer.encode(text)
         sequence = Sequence(ids, params, model.config, tokenizer, engine_args.max_seq_len)
         cache = StaticCache(model, 1, sequence.max_len, engine_args.kv_dtype)
         say(told)
         return stream(sequence, generate(model, sequence, cache))
+    # All else runs on an Engine.
+    if not hasattr(args, "max_num_seqs"):  # the cache is for what runs at once
+        engine_args = replace(engine_args, max_num_seqs=1 if args.chat else params.n)
+    model, proposer = load_models(engine_args, ranks)
+    if ranks.rank:
+        from tp import follow
+
+        return follow(model)
     engine = make_engine(engine_args, ranks, model, proposer)
     say(told)
     if args.chat:
@@ -138,13 +135,60 @@ def command(args: Namespace, ranks: Ranks) -> int:
     return status
 
 
-def describe(params: SamplingParams, flags: JSON, folder: JSON) -> str:
-    """Say which sampling is used, and where each setting comes from."""
+def read_prompt(args: Namespace, ranks: Ranks) -> str:
+    """Return the text to continue. Ranks other than the first do not need it, and read no file."""
+    file = args.prompt_file
+    if sys.stdin is None and (args.chat or file == "-"):
+        raise ValueError("stdin is closed: use --prompt TEXT or --prompt-file FILE")
+    if not file or ranks.rank:
+        return args.prompt
+    with blame(file):  # the bytes, so that the ends of lines stay as they are
+        return sys.stdin.read() if file == "-" else Path(file).read_bytes().decode()
+
+
+def describe(params: SamplingParams, flags: JSON, defaults: JSON) -> str:
+    """Say which sampling is used, and where each setting comes from.
+
+    Args:
+        defaults: what the checkpoint's folder suggests.
+    """
     names = ["temperature", *params.filters, *params.penalties]
-    sources = dict.fromkeys(folder, "the folder") | dict.fromkeys(flags, "a flag")
+    sources = dict.fromkeys(defaults, "the folder") | dict.fromkeys(flags, "a flag")
     return ", ".join(
         f"{name} {getattr(params, name):g} ({sources.get(name, 'the default')})" for name in names
     )
+
+
+def stream(sequence: Sequence, steps: Iterator[Any]) -> int:
+    """Run `steps`, and write the text to stdout as it comes, then a line of statistics to stderr.
+
+    Args:
+        steps: extends the sequence; what it yields does not matter.
+
+    Returns:
+        0; or 130 after Ctrl-C, which ends the sequence with the text so far.
+
+    Raises:
+        ValueError: the sequence ended with an error.
+    """
+    shown = 0
+    try:
+        for _ in steps:
+            print(sequence.text[shown:], end="", flush=True)
+            shown = len(sequence.text)
+    except KeyboardInterrupt:
+        sequence.finish("interrupted")
+    if sequence.finish_reason == "error":
+        raise ValueError(BROKEN)
+    print(sequence.text[shown:], flush=True)
+    if sequence.tokens:
+        start, first, *later = sequence.times
+        rate = len(later) / max(sequence.times[-1] - first, 1e-9)
+        say(
+            f"{len(sequence.tokens)} new tokens after {sequence.prompt_len} of the prompt, "
+            f"the first in {first - start:.3f} s, then {rate:.1f} tokens/s"
+        )
+    return 130 if sequence.finish_reason == "interrupted" else 0
 
 
 def complete(engine: Engine, prompt: str, params: SamplingParams) -> int:
@@ -181,51 +225,28 @@ def chat(engine: Engine, params: SamplingParams, system: str | None = None) -> i
             continue
         if len(turns) <= len(messages):
             say("the context is full: the oldest turns are forgotten")
-        status = stream(sequence, engine.run())
+        status = stream(sequence, run_whole_steps(engine))
         if status:
-            engine.reset()
+            engine.abort(sequence.request)
         if sequence.finish_reason == "length":
             say(f"the reply was cut after {len(sequence.tokens)} tokens (--max-tokens)")
         messages = [*turns, {"role": "assistant", "content": sequence.text}]
     return status
 
 
+def run_whole_steps(engine: Engine) -> Iterator[None]:
+    """Step until no request is left. Ctrl-C takes effect between two steps, when all blocks are in
+    order, so that they can be kept."""
+    while engine.queue:
+        with ctrl_c_held_back():
+            engine.step()
+        yield
+
+
 def ask() -> str:
     """Show a prompt, and read a line; "" is the end of the input."""
     say("> ", end="")
     return sys.stdin.readline()
-
-
-def stream(sequence: Sequence, steps: Iterator[Any]) -> int:
-    """Run `steps`, and write the text to stdout as it comes, then a line of statistics to stderr.
-
-    Args:
-        steps: extends the sequence; what it yields does not matter.
-
-    Returns:
-        0; or 130 after Ctrl-C, which ends the sequence with the text so far.
-
-    Raises:
-        ValueError: the sequence ended with an error.
-    """
-    shown = 0
-    try:
-        for _ in steps:
-            print(sequence.text[shown:], end="", flush=True)
-            shown = len(sequence.text)
-    except KeyboardInterrupt:
-        sequence.finish("interrupted")
-    if sequence.finish_reason == "error":
-        raise ValueError(BROKEN)
-    print(sequence.text[shown:], flush=True)
-    if sequence.tokens:
-        start, first, *later = sequence.times
-        rate = len(later) / max(sequence.times[-1] - first, 1e-9)
-        say(
-            f"{len(sequence.tokens)} new tokens after {sequence.prompt_len} of the prompt, "
-            f"the first in {first - start:.3f} s, then {rate:.1f} tokens/s"
-        )
-    return 130 if sequence.finish_reason == "interrupted" else 0
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ class Slab(LayerCache):
         kv: (B, 2 * K, num_slots, stored_dim), encoded: the heads' keys, then their values.
         slots: (T,) int64, where the new tokens go, the same in each sequence.
         mask: (1, 1, N / K * T, S) bool, what the new tokens see; S is the slots that are read.
-            None: they are a long prompt's, see is_long_prompt.
+            None: see attend_to_prompt, which needs none.
     """
 
     kv: Tensor
@@ -53,8 +53,7 @@ class Slab(LayerCache):
 class StaticCache:
     """Keys and values of a batch of sequences, in slabs of `max_seq_len` positions.
 
-    Bytes: 2 * layers * B * K * num_slots * stored_dim * itemsize, where num_slots is max_seq_len
-    rounded up to a multiple of BUCKET, plus 1.
+    Bytes: 2 * layers * B * K * num_slots * stored_dim * itemsize.
 
     Nothing is ever cleared: a position is written before it can be seen, because a query sees only
     positions up to its own. That also makes rolling back free, since generation just continues from
@@ -76,19 +75,19 @@ class StaticCache:
         Raises:
             ValueError: there is not enough memory.
         """
-        # The slots fill whole buckets, and one more is never used. Without it, a view of all slots
-        # would be contiguous, and torch.compile would compile again for the last bucket.
+        # A slot for each position, and more to fill whole buckets. One more is never used: without
+        # it, a view of all slots would be contiguous, and torch.compile would compile again for the
+        # last bucket.
         num_slots = -(-max_seq_len // BUCKET) * BUCKET + 1
         self.config = model.config
         self.batch_size = batch_size
         self.max_seq_len = max_seq_len
         self.slots = torch.arange(num_slots, device=model.device)
         heads = 2 * model.config.num_key_value_heads  # those of the keys, then those of the values
-        self.slabs = [
-            slab.zero_() for slab in empty_layers(model, kv_dtype, batch_size, heads, num_slots)
-        ]
-        if model.device.type == "cuda":
-            for slab in self.slabs:
+        self.slabs = empty_layers(model, kv_dtype, batch_size, heads, num_slots)
+        for slab in self.slabs:
+            slab.zero_()
+            if slab.is_cuda:
                 torch._dynamo.mark_static_address(slab)  # so that a CUDA graph need not copy it
 
     def plan(self, start: int, end: int) -> tuple[Tensor, list[Slab]]:
@@ -111,16 +110,14 @@ class StaticCache:
         new = self.slots[start:end]  # (T,)
         num_read = -(-end // BUCKET) * BUCKET  # rounded up
         is_long = is_long_prompt(new, end)
-        masks: dict[int | None, Tensor | None] = {}
+        masks = {}
         if not is_long or any(self.config.windows):
-            masks |= visible(self.config, new[None], self.slots[None, :num_read])
-        if is_long:
-            masks[None] = None
-        layers = zip(self.slabs, self.config.windows, strict=True)
-        return (
-            new.expand(self.batch_size, -1),
-            [Slab(kv, new, masks[window]) for kv, window in layers],
-        )
+            masks = visible(self.config, new[None], self.slots[None, :num_read])
+        layers = []
+        for kv, window in zip(self.slabs, self.config.windows, strict=True):
+            needs_mask = not is_long or window
+            layers.append(Slab(kv, new, masks[window] if needs_mask else None))
+        return new.expand(self.batch_size, -1), layers
 
 
 # --- Attention of a long prompt -------------------------------------------------------------------
@@ -135,8 +132,8 @@ LONG = 1024  # keys
 
 
 def is_long_prompt(positions: Tensor, end: int) -> bool:
-    """Whether new tokens that end at position `end` attend by attend_to_prompt, in layers without a
-    window."""
+    """Whether new tokens that end before position `end` attend by attend_to_prompt, in layers
+    without a window."""
     return positions.is_cpu and end >= LONG and positions.shape[-1] >= 16
 
 
@@ -159,16 +156,18 @@ def attend_to_prompt(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     # 1) The new tokens among themselves. The causal operator wants a key head for each query head.
     past = k.shape[2] - q.shape[2]
     copies = q.shape[1] // k.shape[1]
-    own_k, own_v = (x[:, :, past:].repeat_interleave(copies, 1) for x in (k, v))
+    own_k = k[:, :, past:].repeat_interleave(copies, 1)  # (B, N, T, H)
+    own_v = v[:, :, past:].repeat_interleave(copies, 1)
     y, y_sum = flash(q, own_k, own_v, is_causal=True)  # (B, N, T, H), (B, N, T) float32
     if past == 0:
         return y
-    # 2) All of them and what came before.
-    queries = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # as in model.attention
+    # 2) The new tokens and what came before. Query heads become queries, as in model.attention.
+    queries = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # (B, K, N / K * T, H)
     z, z_sum = flash(queries, k[:, :, :past], v[:, :, :past])
-    # 3) Both together.
-    weight = (z_sum.reshape(y_sum.shape) - y_sum).sigmoid()[..., None]
-    return y.to(weight.dtype).lerp(z.reshape(y.shape).to(weight.dtype), weight).to(y.dtype)
+    z = z.reshape(y.shape)
+    # 3) Both together, in the dtype of the sums.
+    weight = (z_sum.reshape(y_sum.shape) - y_sum).sigmoid()[..., None]  # (B, N, T, 1)
+    return torch.lerp(y.to(weight.dtype), z.to(weight.dtype), weight).to(y.dtype)
 
 
 # --- How a key or a value is stored ---------------------------------------------------------------
@@ -185,9 +184,14 @@ def empty_layers(model: Transformer, kv_dtype: str, *shape: int) -> list[Tensor]
     Raises:
         ValueError: there is not enough memory.
     """
-    dtype = {"auto": model.dtype, "int8": torch.int8}[kv_dtype]
-    shape = (*shape, model.config.head_dim + 4 * (kv_dtype == "int8"))
+    dtype = model.dtype
+    stored_dim = model.config.head_dim
+    if kv_dtype == "int8":
+        dtype = torch.int8
+        stored_dim += 4
+    shape = (*shape, stored_dim)
     try:
+        # new_empty allocates on the device of the tensor that it belongs to.
         return [model.inv_freq.new_empty(shape, dtype=dtype) for _ in model.layers]
     except RuntimeError as error:
         raise ValueError(

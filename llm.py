@@ -26,7 +26,10 @@ from tokenizer import Ids, Tokenizer
 
 
 class LLM:
-    """This engine with the interface of vLLM's LLM class: LLM(path).generate(prompts)."""
+    """This engine with the interface of vLLM's LLM class: LLM(path).generate(prompts).
+
+    A chat is a prompt of ids: llm.generate([llm.engine.tokenizer.encode_chat(messages)]).
+    """
 
     def __init__(self, checkpoint: Path | str, **options: Any) -> None:
         """Load a checkpoint, plain or quantised.
@@ -78,8 +81,9 @@ class LLM:
             for request in requests:
                 self.engine.submit(request)
             finished = (request for request in self.engine.run() if request.finished)
-            # The engine steps only as this generator is consumed.
-            list(zip(progress(requests, "generating"), finished))
+            # `finished` runs the engine until the next request has finished.
+            for _ in zip(progress(requests, "generating"), finished):
+                pass
         except BaseException:  # Ctrl-C, at any line
             self.engine.reset()
             raise
@@ -129,17 +133,17 @@ def load_models(
         from speculative import NGram
 
         proposer = NGram(args.speculate)
+    is_on_cpu = ranks.device.type == "cpu"
     for each in (model, *proposer.models):
         if args.compile:
             from packed import compile_model
 
             compile_model(each, batch_size, args.kv_dtype)
-        elif args.quantize or each.config.quantization:
+        elif is_on_cpu and (args.quantize or each.config.quantization):
             from packed import pack_linears
             from quantize import QuantLinear
 
-            if ranks.device.type == "cpu":
-                pack_linears(each, kind=QuantLinear)
+            pack_linears(each, kind=QuantLinear)
     return model, proposer
 
 

@@ -6,10 +6,11 @@ This file knows neither the model nor any setting. Read: launch, use_threads, Sp
 
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any, NamedTuple
@@ -53,14 +54,16 @@ def launch(program: str, argv: list | None, parse: Callable, run: Callable, join
     Returns:
         The exit status: 2 after an error, 130 after Ctrl-C.
     """
-    alone = os.getenv("RANK", "0") == "0" and os.getenv("WORLD_SIZE", "1") == "1"
-    # Another rank prints the same, or stderr is closed.
+    # The first rank of each machine prints for all of them. So the others are silent, unless
+    # tp.join gives them their stderr back. If stderr is closed, it is None.
     if os.getenv("LOCAL_RANK", "0") != "0" or not sys.stderr:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (tp.join gives it back)
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     args = parse(argv)
     try:
         device = pick_device(getattr(args, "device", "auto"))
-        with nullcontext(Ranks(device)) if alone else join(device, args) as ranks:
+        alone = os.getenv("RANK", "0") == "0" and os.getenv("WORLD_SIZE", "1") == "1"
+        context = nullcontext(Ranks(device)) if alone else join(device, args)
+        with context as ranks:
             return run(args, ranks)
     except BrokenPipeError:  # as after `| head`
         sys.stdout = None  # or Python would print an error at exit
@@ -70,6 +73,23 @@ def launch(program: str, argv: list | None, parse: Callable, run: Callable, join
     except (ValueError, OSError, ImportError) as error:
         say(f"{program}: error: {error}")
         return 2
+
+
+@contextmanager
+def ctrl_c_held_back() -> Iterator[None]:
+    """Let Ctrl-C take effect only at the end. Only the main thread may call this, which is where
+    engines run."""
+    pressed = []
+    before = signal.signal(signal.SIGINT, lambda signum, frame: pressed.append(signum))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        for signum in pressed:
+            # The signal is not raised again: the server has been told of it by signal.set_wakeup_fd
+            # already, and a second one would end it at once.
+            if callable(before):
+                before(signum, None)
 
 
 def say(text: str, end: str = "\n") -> None:
@@ -133,6 +153,12 @@ def use_threads(threads: int | None, weights: int) -> None:
     torch.set_num_threads(threads)
 
 
+# Where one of these variables is set, the user has chosen how threads wait.
+USER_DECIDES = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}
+affinity = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
+CORES = {f"cpu{i}" for i in affinity(0)}  # on which this process may run
+
+
 class Spinning:
     """How the threads of an operator wait for each other: they spin, or they sleep.
 
@@ -140,8 +166,8 @@ class Spinning:
     another process takes a core, the threads that spin wait for one that does not run, and on two
     cores a step takes 3 to 7 times as long. PyTorch's OpenMP (libgomp) lets threads sleep soon once
     it has more of them than there are cores. So while other processes are busy, a second pool of
-    threads is kept, which does nothing. The arithmetic is the same. Tokens/s of one sequence on two
-    cores of a Zen 4, beside a process that never waits:
+    threads is kept, which does nothing. The arithmetic is the same. Beside a process that never
+    waits, one sequence made so many tokens/s on two cores of a Zen 4:
                                    idle     busy, spinning   busy, sleeping   idle, sleeping
         110m, float32, compiled     52            15               36               38
         135m, bfloat16              26             7               17               18
@@ -160,12 +186,12 @@ class Spinning:
         if seconds < 0.5 or USER_DECIDES & os.environ.keys() or torch.get_num_threads() == 1:
             return
         others = others_seconds()
-        wanted = torch.get_num_threads() + (others - self.before) / seconds  # cores
+        other_cores = (others - self.before) / seconds  # how many cores other processes had
         self.since = now
         self.before = others
         # A process that never waits gets 0.67 of a core beside two threads that spin. In a virtual
         # machine, what its host takes now and then (steal) counts too; that is mostly less.
-        is_busy = wanted > len(CORES) + 0.5
+        is_busy = torch.get_num_threads() + other_cores > len(CORES) + 0.5
         if is_busy and not self.idle_pool:
             self.idle_pool = Event()
             Thread(target=keep_pool, args=(self.idle_pool,), daemon=True).start()
@@ -194,10 +220,8 @@ def others_seconds(root: Path = Path("/")) -> float:
     return 0.0
 
 
-USER_DECIDES = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}
-affinity = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
-CORES = {f"cpu{i}" for i in affinity(0)}
 spinning = Spinning()
+
 
 # The files with a container's memory limit and usage, in version 2 and 1 of control groups.
 CGROUPS = {"memory.max": "memory.current", "memory/memory.limit_in_bytes": "memory.usage_in_bytes"}
@@ -223,6 +247,8 @@ def free_memory(device: torch.device, root: Path = Path("/")) -> int:
     for limit, used in CGROUPS.items():
         file = root / "sys/fs/cgroup" / limit
         with suppress(OSError, ValueError):  # no such file; or "max", no limit
+            # Cached files are in the sum of inactive_file and active_file. In version 1 the last
+            # two of these lines are the totals.
             cached = re.findall(r"active_file (\d+)", file.with_name("memory.stat").read_text())
             taken = int(file.with_name(used).read_text()) - sum(map(int, cached[-2:]))
             free.append(max(0, int(file.read_text()) - taken))

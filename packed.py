@@ -7,11 +7,11 @@ and on the cache (one sequence, or many), never on timing, so the same command o
 gives the same tokens in each process. What changes from step to step, such as how a prompt attends,
 is hidden from the compiler. Skip this file at first: the engine needs it only for --compile, and
 for quantised weights on a CPU. In it, N is output channels, K input channels, G groups, R rows.
-Read: compile_model, OpaqueCache, PackedLinear, form_of.
+Read: compile_model, OpaqueCache, form_of, PackedLinear. The last two sections can wait, as each of
+them is a fast path for one case.
 """
 
 import warnings
-from collections.abc import Callable
 from functools import cache
 from typing import Any, NoReturn
 from weakref import WeakValueDictionary
@@ -32,12 +32,6 @@ from settings import CHUNK, blame, supported
 def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str = "auto") -> None:
     """Make a finished model fast: pack its weights for its device and compile it, in place.
 
-    On a CPU one block is compiled and serves all layers, which differ only in their tensors. That
-    takes seconds where one graph of all layers takes a minute, and the code is as fast. Lengths are
-    symbolic, so nothing is compiled again later. On CUDA the whole model is one graph, except that
-    experts stay outside. With a static cache the graph is replayed as a CUDA graph for each length
-    bucket.
-
     Args:
         batch_size: sequences in the static cache with which the model will run; None: the model
             will run with a paged cache.
@@ -50,43 +44,60 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
     """
     device = supported("--compile on", model.device.type, "cpu", "cuda")
     pack_linears(model, batch_size == 1)
-    for module in model.modules():
-        if isinstance(module, Int4Linear):
-            module.unpack = torch.compile(dequantize, dynamic=False)
     for block in model.layers:
         if hasattr(block.mlp, "mix"):
-            # This stays outside the graph, because each step runs different experts on different
+            # Experts stay outside the graph, because each step runs different ones on different
             # numbers of rows.
             block.mlp.mix = torch.compiler.disable(block.mlp.mix)
-        if device == "cpu":
-            block.compile(dynamic=True)
-    if device == "cuda":
-        # With this, a product with one row becomes a loop that dequantises int8 weights as it reads
-        # them, so that no dequantised copy is written to memory.
-        torch._inductor.config.coordinate_descent_tuning = True
-        # torch.compile must not replay a paged step, because it depends on numbers on the host that
-        # change. (tools/cuda_graphs.py replays it in its own way.) Only the forward is compiled,
-        # and not the call around it, which runs hide_caches.
-        mode = "reduce-overhead" if batch_size else None
-        vars(model)["forward"] = torch.compile(model.forward, mode=mode)
-    elif model.config.num_attention_heads == model.config.num_key_value_heads:
-        vars(model)["paged_layer"] = Gathered
+    if device == "cpu":
+        compile_for_cpu(model)
+    else:
+        compile_for_cuda(model, batch_size)
+    # This runs before each forward, and outside the compiled code.
     model.register_forward_pre_hook(hide_caches)
     # The default, 8 graphs for one piece of code, is too few for several models in a process.
     torch._dynamo.config.recompile_limit = 64
     # Two sizes that are equal by chance, such as the mask's and H, may differ later.
     torch.fx.experimental._config.use_duck_shape = False
+    # The first forward makes the compiler compile all that follows. To the compiler, two tokens, or
+    # two rows, stand for any larger number: so one row of one token is run, then more of both.
     with torch.no_grad(), blame("--compile"):  # PyTorch raises an error if there is no compiler
         for lengths in progress([[1], [1, 1, CHUNK]], "compiling decode, prefill"):
-            # The first forward computes the logits of one token, and the second those of more. To
-            # the compiler, two tokens, or two rows, stand for any larger number.
-            if batch_size:
-                cache = StaticCache(model, batch_size, CHUNK, kv_dtype)
-                positions, layers = cache.plan(0, lengths[-1])
-                model(torch.zeros_like(positions), positions, layers, positions[0, :2].clone())
-            else:
+            if batch_size is None:
                 rows = [Row([0] * CHUNK, 0, [0] * length) for length in lengths]
                 Runner(model, CHUNK, 16, kv_dtype).forward(rows)
+            else:
+                slabs = StaticCache(model, batch_size, CHUNK, kv_dtype)
+                positions, layers = slabs.plan(0, max(lengths))
+                select = positions[0, :2].clone()  # one token's logits, then two tokens'
+                model(torch.zeros_like(positions), positions, layers, select)
+
+
+def compile_for_cpu(model: Transformer) -> None:
+    """Compile one block, which serves all layers, as these differ only in their tensors. That takes
+    seconds where one graph of all layers takes a minute, and the code is as fast. Lengths are
+    symbolic, so nothing is compiled again later."""
+    for block in model.layers:
+        block.compile(dynamic=True)
+    for module in model.modules():
+        if isinstance(module, Int4Linear):
+            module.unpack = compiled(dequantize, dynamic=False)
+    if model.config.num_attention_heads == model.config.num_key_value_heads:
+        vars(model)["paged_layer"] = CompiledBlocks
+
+
+def compile_for_cuda(model: Transformer, batch_size: int | None) -> None:
+    """Compile the whole model as one graph. With a static cache it is replayed as a CUDA graph for
+    each length bucket. A paged step is not, because it depends on numbers on the host that change.
+    (tools/cuda_graphs.py replays it in its own way.)"""
+    # With this, a product with one row becomes a loop that dequantises int8 weights as it reads
+    # them, so that no dequantised copy is written to memory.
+    torch._inductor.config.coordinate_descent_tuning = True
+    mode = "reduce-overhead" if batch_size else None
+    vars(model)["forward"] = torch.compile(model.forward, mode=mode)
+
+
+compiled = cache(torch.compile)  # at the first use, as it takes two seconds to import
 
 
 # --- What the compiler does not see ---------------------------------------------------------------
@@ -98,7 +109,7 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
 # compute also writes to its keys and values. The operator's schema does not say so, and need not,
 # because the code around it does not touch them.
 library = torch.library.Library("kilolm", "FRAGMENT")
-library.define("opaque(Tensor x, Tensor[] more, Tensor key, SymInt width) -> Tensor")
+library.define("opaque(Tensor x, Tensor[] more, Tensor number, SymInt width) -> Tensor")
 # number -> object; weak, so that the object can be freed
 numbered: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
@@ -110,17 +121,17 @@ def number_of(thing: object) -> Tensor:
     return torch.tensor(id(thing))
 
 
-# Not torch.library.custom_op: its wrapper costs 8 us a call, this one 3 to 5. With packed matrices,
-# a step makes five calls a layer: one for attention and four for the matrices.
+# The wrapper of torch.library.custom_op would cost 8 us a call; this one costs 3 to 5. With packed
+# matrices, a step makes five calls a layer: one for attention and four for the matrices.
 @torch.library.impl(library, "opaque", "CompositeExplicitAutograd")
-def opaque(x: Tensor, more: list[Tensor], key: Tensor, width: int) -> Tensor:
+def opaque(x: Tensor, more: list[Tensor], number: Tensor, width: int) -> Tensor:
     """Call `compute` of the object with this number. It returns a contiguous tensor of x's shape,
     except that the last size is `width`."""
-    return numbered[int(key)].compute(x, *more)
+    return numbered[int(number)].compute(x, *more)
 
 
 @torch.library.register_fake("kilolm::opaque", lib=library)
-def _empty(x: Tensor, more: list[Tensor], key: Tensor, width: int) -> Tensor:
+def _empty(x: Tensor, more: list[Tensor], number: Tensor, width: int) -> Tensor:
     # The compiler knows only the result's shape and dtype. If x holds bytes (Int8Linear), the
     # result is float32.
     return x.new_empty((*x.shape[:-1], width), dtype=torch.result_type(x, 1.0))
@@ -140,81 +151,19 @@ class OpaqueCache(LayerCache):
         return self.layer.attend(q, k, v).contiguous()
 
 
-def hide_caches(model: nn.Module, plan: tuple) -> tuple:
-    """Wrap each layer's cache in OpaqueCache, before a compiled model's forward.
+def hide_caches(model: nn.Module, args: tuple) -> tuple:
+    """Replace each layer's cache by an OpaqueCache in the arguments of Transformer.forward.
 
-    A static cache's decoding steps all have the same form, so these are compiled; on a GPU, its
-    prompts are too.
-
-    Args:
-        plan: the arguments of Transformer.forward.
+    A decoding step with a static cache always has the same form, so it is compiled as a whole. On a
+    GPU, a prompt with a static cache is too.
     """
-    tokens, positions, *cache_and_select = plan
-    if not cache_and_select:  # nothing is kept; see model.NoCache
-        return plan
-    layers, *select = cache_and_select
-    if isinstance(layers[0], Slab) and (tokens.shape[1] == 1 or not tokens.is_cpu):
-        return plan
+    if len(args) == 2:  # there is no cache; see model.NoCache
+        return args
+    tokens, positions, layers, *select = args
+    may_compile = tokens.shape[1] == 1 or not tokens.is_cpu
+    if isinstance(layers[0], Slab) and may_compile:
+        return args
     return tokens, positions, [OpaqueCache(layer) for layer in layers], *select
-
-
-# --- Decoding rows attend without copies ----------------------------------------------------------
-
-
-class Gathered(Blocks):
-    """One layer's keys and values in blocks, of which decoding rows need no copy.
-
-    PyTorch's attention wants a row's keys side by side. Plain operators do as well where no query
-    heads share a key: the compiler puts the look-up of the blocks into the loops that multiply
-    them. A step of the 110m shape on a Zen 4, in ms, and what it is with Blocks:
-                                float32       bfloat16
-        32 rows of 128 tokens   70 (80)       43 (82)
-        32 rows of 512 tokens   136 (150)     73 (222)
-        1 row of 512 tokens     26.5 (26.5)   17.4 (20.5)
-    A key that several heads share would be read once for each. With 2 to 4 heads that took 1.5 to
-    1.9 times as long as Blocks in float32; in bfloat16 0.85 for 2 or 3 heads, and 1.4 for 4.
-    """
-
-    # There are no copies, which would have to fit into the processor's cache, so few calls are
-    # best. With 2**21, a step takes as long as with Blocks.
-    max_bytes = 2**25
-
-    def read(self, q: Tensor, group: Group) -> Tensor:
-        if group.T > 1 or self.kv.dtype != q.dtype:  # prompts and guesses; int8
-            return super().read(q, group)
-        mask = group.masks(group.pieces[0])[self.window]
-        # The compiled code is for one order of q in memory, so this is a copy in that order.
-        q = q.clone(memory_format=torch.contiguous_format)
-        return compiled(attend_to_blocks)(q, self.kv, group.table, mask)
-
-
-@cache
-def compiled(function: Callable) -> Callable:
-    """torch.compile at the first use, as it takes two seconds to import."""
-    return torch.compile(function, dynamic=True)
-
-
-def attend_to_blocks(q: Tensor, kv: Tensor, table: Tensor, mask: Tensor) -> Tensor:
-    """Do what model.attention does, for one query of each row and head, and add up in float32.
-
-    Args:
-        q: (B, N, 1, H).
-        kv: (2 * N, blocks, block size, H); see Blocks.
-        table: (B, W) int64, the blocks of each row.
-        mask: (B, 1, 1, W * block size) bool.
-
-    Returns:
-        (B, N, 1, H).
-    """
-    keys, values = kv[:, table].transpose(0, 1).chunk(2, 1)  # (B, N, W, block size, H) each
-    scores = (q[:, :, :, None].float() * keys).sum(-1)  # (B, N, W, block size)
-    scores = scores.flatten(2).masked_fill(~mask[:, 0], -torch.inf)  # (B, N, S)
-    # The softmax's division comes last, so that it divides H numbers and not S. Nor is q scaled
-    # first: the compiler would compute the root anew for each key.
-    weights = ((scores - scores.amax(-1, True)) * q.shape[3] ** -0.5).exp()
-    parts = weights.unflatten(2, (table.shape[1], -1))[..., None] * values
-    y = parts.sum(3).sum(2) / weights.sum(-1, True)  # (B, N, H): within each block, then of all
-    return y[:, :, None].to(q.dtype)
 
 
 # --- Which form a matrix gets ---------------------------------------------------------------------
@@ -233,11 +182,13 @@ def pack_linears(model: nn.Module, alone: bool = False, kind: type = nn.Module) 
         kind: replace only these modules.
     """
     # A list of paths, since a reference to a Linear would keep its plain weight alive.
-    for path in progress([*dict(model.named_modules())], "packing"):
+    paths = [path for path, _ in model.named_modules()]
+    for path in progress(paths, "packing"):
         linear = model.get_submodule(path)
-        form = form_of(linear, alone) if isinstance(linear, kind) else None
-        if form:
-            model.set_submodule(path, form(linear))
+        if isinstance(linear, kind):
+            form = form_of(linear, alone)
+            if form:
+                model.set_submodule(path, form(linear))
 
 
 def form_of(linear: nn.Module, alone: bool = False) -> "type[PackedLinear] | None":
@@ -247,26 +198,24 @@ def form_of(linear: nn.Module, alone: bool = False) -> "type[PackedLinear] | Non
     Args:
         alone: whether the model runs one sequence at a time, so that most products have one row.
     """
-    has_fbgemm = "fbgemm" in torch.backends.quantized.supported_engines
     if isinstance(linear, QuantLinear):
         q = linear.qweight
         if linear.bits == 4 and linear.group_size in (32, 64, 128, 256) and has_int4(q):
             return Int4Linear
-        if q.is_cpu and has_fbgemm:
-            return Int8Linear
+        if q.is_cpu and HAS_FBGEMM:
+            return Int8Linear if torch.cpu._is_vnni_supported() else Int8WithoutVNNI
     elif isinstance(linear, nn.Linear) and linear.weight.is_cpu:
         dtype = linear.weight.dtype
-        # With AMX, one sequence in float32 is faster with plain weights. A matrix of 4096 x 768
-        # takes MKL 0.48 ms for one row, and oneDNN with a packed weight 0.60. The 110m shape writes
-        # 47.6 tokens/s instead of 40.8. A prompt of 16 tokens takes 41 ms instead of 35, and one of
-        # 512 as long as before. On AMD's processors MKL is slower than oneDNN.
         if alone and dtype == torch.float32 and torch.cpu._is_amx_tile_supported():
-            return None
+            return None  # see "One sequence alone"
         if has_arithmetic(dtype):
             return LoopedLinear if alone and SLOW_ROW else PackedLinear
-        if has_fbgemm:
+        if HAS_FBGEMM:
             return HalfLinear
     return None
+
+
+HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines
 
 
 def has_int4(q: Tensor) -> bool:
@@ -289,25 +238,13 @@ def has_arithmetic(dtype: torch.dtype) -> bool:
 
 # --- The forms ------------------------------------------------------------------------------------
 
-# Whether oneDNN takes longer for one row than for six, as on AMD's Zen 4, which multiplies bfloat16
-# but lacks AVX-VNNI. There, one or two rows are filled up to six (see PackedLinear.compute), and
-# form_of's `alone` chooses LoopedLinear for plain weights. The speed of one sequence on a Zen 4, as
-# a multiple of the speed with packed weights and rows that are not filled up:
-#                                    110m, float32   1b, bfloat16   1b, int8
-#     decoding, filled up to six     1.03            1.19           1.23
-#     decoding, LoopedLinear         1.38            1.40
-#     a prompt of 256, LoopedLinear  0.96            0.96
-# For int8, FBGEMM's product is not used: it decodes 1.07 times as fast as six rows by oneDNN, but
-# reads a prompt 0.80 times as fast. Processors with AVX-VNNI (Zen 5, Intel's) gain little from
-# filling up, or lose. LoopedLinear as it stands, inside its block, has run on a Zen 4 only.
-capabilities = torch.cpu.get_capabilities()
-SLOW_ROW = capabilities.get("avx512_bf16") and not capabilities["avx_vnni"]
-
 
 class PackedLinear(nn.Module):
     """A Linear with its weight in oneDNN's blocked order; x (..., K) -> (..., N), same dtype.
 
-    Compiled code calls `opaque` with this module's number, and that calls `compute`.
+    A form has three parts. `pack` makes the packed weight. `multiply` is compiled, with the code
+    around it, and calls `opaque` with this module's number. `opaque` calls `compute`, which the
+    compiler does not see, for the product itself.
     """
 
     def __init__(self, linear: Any) -> None:
@@ -319,62 +256,29 @@ class PackedLinear(nn.Module):
         self.pack(linear)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.multiply(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+        rows = x.flatten(0, -2)
+        y = self.multiply(rows).unflatten(0, x.shape[:-1])
         return y if self.bias is None else y + self.bias
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse to be copied or pickled. Some packed tensors cannot be, and a copy would still
-        have the number of the original."""
-        raise TypeError("a packed model cannot be copied: copy it before compile_model")
-
-    def multiply(self, rows: Tensor) -> Tensor:
-        """(R, K) -> (R, N), in compiled code."""
-        return torch.ops.kilolm.opaque(rows, [], self.number, self.out_features)
 
     def pack(self, linear: Any) -> None:
         # 32 is a hint for how many rows x will have. With a hint of 1, more rows are a fifth to two
         # thirds slower on each kind of processor, and one row is no faster.
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), 32)
 
-    def compute(self, rows: Tensor) -> Tensor:
-        """(R, K) -> (R, N), inside the operator. Where oneDNN is slow for one row, one or two rows
-        (such as a token's two digits in Int8Linear) are repeated up to six."""
-        times = 6 // len(rows) if SLOW_ROW and 0 < len(rows) < 3 else 1
-        return self.product(rows.repeat(times, 1) if times > 1 else rows)[: len(rows)]
-
-    def product(self, rows: Tensor) -> Tensor:
-        """(R, K) -> (R, N), by oneDNN. Int8Linear has its own."""
-        return torch.ops.mkldnn._linear_pointwise(rows, self.packed, None, "none", [], "")
-
-
-class LoopedLinear(PackedLinear):
-    """A Linear that multiplies one row by a loop over the plain weight, which is compiled as a part
-    of its block. If there are more rows, those of a prompt, oneDNN reorders the weight on the way.
-    """
-
-    def pack(self, linear: Any) -> None:
-        self.packed = linear.weight  # still a parameter, so compiled code takes its shape as fixed
-        # What is not compiled (lm_head, experts) calls the same loop, compiled by itself.
-        self.loop = torch.compile(dot, dynamic=False)
-
     def multiply(self, rows: Tensor) -> Tensor:
-        return self.loop(self.packed, rows) if len(rows) == 1 else super().multiply(rows)
+        """(R, K) -> (R, N)."""
+        return torch.ops.kilolm.opaque(rows, [], self.number, self.out_features)
 
+    def compute(self, rows: Tensor) -> Tensor:
+        """(R, K) -> (R, N)."""
+        x = filled_up(rows)
+        y = torch.ops.mkldnn._linear_pointwise(x, self.packed, None, "none", [], "")
+        return y[: len(rows)]
 
-def dot(weight: Tensor, row: Tensor) -> Tensor:
-    """(N, K), (1, K) -> (1, N), added up in float32."""
-    # Each sum is made of pieces, because the compiler adds more than 4,096 numbers in cascades,
-    # which takes three times as long.
-    K = weight.shape[1]
-    pieces = -(-K // 4096)
-    while K % pieces:
-        pieces += 1
-    # This sum over one row is the row itself. The compiler leaves such sums to PyTorch and has to
-    # store the row for it. Otherwise it would compute the row, and the norm or silu that makes it,
-    # anew for each output channel.
-    row = row.cumsum(0)
-    products = weight.unflatten(1, (pieces, -1)).float() * row.view(pieces, -1).float()
-    return products.sum(-1).sum(-1)[None].to(row.dtype)
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse to be copied or pickled. Some packed tensors cannot be, and a copy would still
+        have the number of the original."""
+        raise TypeError("a packed model cannot be copied: copy it before compile_model")
 
 
 class Int8Linear(PackedLinear):
@@ -387,73 +291,81 @@ class Int8Linear(PackedLinear):
     integer product as separate rows.
     For one token the second row is free: the time goes into reading the weights, which are half as
     many bytes as in bfloat16. For many rows, twice the products at twice the speed cost about what
-    bfloat16 costs. A processor without VNNI has no instruction that adds products of bytes in 32
-    bits, so FBGEMM adds two of them in 16. To keep this sum from overflowing, `high` then stays
-    below 64, and one bit is lost.
-
-    Weights that are stored in groups, or in 4 bits if no operator multiplies these, are rounded
-    once more, to 8 bits with one scale per output channel. In float16 they would take twice the
-    bytes. The second rounding costs little beside the first: for the bundled model in 4 bits, the
-    KL divergence to the plain model grows by a hundredth.
+    bfloat16 costs.
 
     Example: x = [1.0, -0.3], s = 1 / 16256: digits 127 | 0 and -38 | -13 (128 * -38 - 13 = -4877)
     """
 
-    most = 127 if torch.cpu._is_vnni_supported() else 63  # the largest value of `high`
+    most = 127  # the largest value of `high`
 
     def pack(self, linear: Any) -> None:
         q = linear.qweight
         scales = linear.scales
         if scales.shape[1] > 1 or (linear.zeros != 128).any():
+            # The weights are stored in groups, or in 4 bits that no operator multiplies. They are
+            # rounded once more, to 8 bits with one scale per output channel. In float16 they would
+            # take twice the bytes. The second rounding costs little beside the first: for the
+            # bundled model in 4 bits, the KL divergence to the plain model grows by a hundredth.
             q, scales, _ = round_to_nearest(linear.dequantize(), 8, linear.in_features)
-        signed = (q.byte() - 128).view(torch.int8)  # the subtraction wraps around within a byte
         # These are no buffers, because .to(dtype) would round them.
-        scales = scales.flatten()
-        zeros = torch.zeros(len(signed)).long()
-        if self.most == 127:
-            self.packed = torch.ops.onednn.qlinear_prepack(signed, None)
-            self.more: Any = scales, zeros, None, 1.0, 0, torch.float32, "none", [], ""
-        else:
-            with warnings.catch_warnings(action="ignore"):  # such tensors are deprecated
-                q = torch._make_per_channel_quantized_tensor(signed, scales, zeros, 0)
-            self.packed = torch.ops.quantized.linear_prepack(q, None)
+        self.scales = scales.flatten()  # (N,)
+        self.zeros = torch.zeros(len(q)).long()
+        signed = q.byte() - 128  # the subtraction wraps around within a byte
+        self.packed = self.prepack(signed.view(torch.int8))
+
+    def prepack(self, signed: Tensor) -> Any:
+        return torch.ops.onednn.qlinear_prepack(signed, None)
 
     def multiply(self, rows: Tensor) -> Tensor:
         # Without a compiler each operation has a price of its own, so there are few.
         x = rows.float()
-        most = torch.linalg.vector_norm(x, torch.inf, -1, keepdim=True)
-        s = most.clamp_(min=1e-30).div_(self.most * 128)
+        largest = torch.linalg.vector_norm(x, torch.inf, -1, keepdim=True).clamp_(min=1e-30)
+        s = largest.div_(128 * self.most)  # (R, 1)
         digits = (x / s).round_()
         high = (digits / 128).round_()
-        pair = torch.cat((high, digits.sub_(high, alpha=128))).add_(self.most + 1)  # (2R, K)
-        high, low = super().multiply(pair.byte()).chunk(2)  # (R, N) each
+        low = digits.sub_(high, alpha=128)
+        # The bytes have no sign, so they hold each digit plus most + 1.
+        pair = torch.cat((high, low)).add_(self.most + 1).byte()  # (2R, K)
+        high, low = super().multiply(pair).chunk(2)  # (R, N) each
         return low.add_(high, alpha=128).mul_(s).to(rows.dtype)
 
-    def product(self, rows: Tensor) -> Tensor:
-        if self.most == 63:
-            product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
-            return product(rows.float() - 64, 1.0, 64, self.packed)
-        return torch.ops.onednn.qlinear_pointwise(rows, 1.0, 128, self.packed, *self.more)
+    def compute(self, rows: Tensor) -> Tensor:
+        x = filled_up(rows)
+        options: Any = (None, 1.0, 0, torch.float32, "none", [], "")  # no bias; float32 results
+        y = torch.ops.onednn.qlinear_pointwise(
+            x, 1.0, 128, self.packed, self.scales, self.zeros, *options
+        )
+        return y[: len(rows)]
 
 
-# Up to this many rows, PyTorch's int4 operator is faster than dequantising the weight first. For a
-# weight of 2048 x 11264, in ms:
-#                          32 rows with AMX   48 rows on a Zen 5   64 rows on a Zen 5
-#     the operator         9.0                10.1                 13.8
-#     dequantising first   7.6                10.5                 11.0
-FEW_ROWS = 24 if torch.cpu._is_amx_tile_supported() else 56
+class Int8WithoutVNNI(Int8Linear):
+    """The same by FBGEMM, for a processor without VNNI. Such a processor has no instruction that
+    adds products of bytes in 32 bits, so FBGEMM adds two of them in 16. To keep this sum from
+    overflowing, `high` stays below 64, and one bit of x is lost."""
+
+    most = 63
+
+    def prepack(self, signed: Tensor) -> Any:
+        with warnings.catch_warnings(action="ignore"):  # such tensors are deprecated
+            q = torch._make_per_channel_quantized_tensor(signed, self.scales, self.zeros, 0)
+        return torch.ops.quantized.linear_prepack(q, None)
+
+    def compute(self, rows: Tensor) -> Tensor:
+        product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
+        return product(rows.float() - 64, 1.0, 64, self.packed)
 
 
 class Int4Linear(PackedLinear):
     """int4 weights for PyTorch's own operators, which dequantise inside the product.
 
     They compute scale * (q - 8) + zero, and we store scale * (q - z), so their zero is
-    scale * (8 - z). They are fast only in bfloat16, and on a CPU only with AVX-512 (without it,
-    form_of chooses Int8Linear) and few rows. For more rows, or another dtype, a CPU dequantises the
-    weight and multiplies it like any other. The CPU's operator dequantises once for every four
-    rows. So a step with three guesses, which has four rows, takes 1.3 times as long as one without
-    guesses, and a step with four guesses takes 2.2 times as long. We have not run this class on
-    CUDA.
+    scale * (8 - z). They are fast only in bfloat16, and on a CPU only for few rows. For more rows,
+    or another dtype, a CPU dequantises the weight and multiplies it like any other.
+
+    The CPU's operator dequantises once for every four rows. So a step with three guesses, which has
+    four rows, takes 1.3 times as long as one without guesses, and a step with four guesses takes
+    2.2 times as long. Without AVX-512 the operator is slow for any number of rows, and form_of
+    chooses Int8Linear. We have not run this class on CUDA.
     """
 
     def pack(self, linear: Any) -> None:
@@ -467,11 +379,12 @@ class Int4Linear(PackedLinear):
         else:
             self.operator = aten._weight_int4pack_mm_for_cpu
             self.packed = aten._convert_weight_to_int4pack_for_cpu(unpack_bits(q, 4).int(), 1)
-            self.unpack = dequantize  # compile_model compiles it
         zeros = linear.scales * (8 - linear.zeros.float())
-        self.group_size = linear.group_size
+        # many_rows reads `scales`, and the operator reads them rounded and in its own order.
         self.scales = torch.stack((linear.scales, zeros)).mT.contiguous()  # (2, G, N)
         self.rounded = self.scales.permute(1, 2, 0).bfloat16().contiguous()  # (G, N, 2)
+        self.group_size = linear.group_size
+        self.unpack = dequantize  # compile_for_cpu compiles it
 
     def compute(self, rows: Tensor) -> Tensor:
         if rows.is_cpu and (len(rows) > FEW_ROWS or rows.dtype != torch.bfloat16):
@@ -482,27 +395,19 @@ class Int4Linear(PackedLinear):
     def many_rows(self, rows: Tensor) -> Tensor:
         """Dequantise and multiply 512 output channels at a time, so that each dequantised piece is
         still in the processor's cache when it is multiplied."""
-        pieces = zip(self.packed.split(512), self.scales.split(512, 2))
-        return torch.cat([rows @ self.unpack(*piece).to(rows.dtype) for piece in pieces], -1)
+        products = []
+        for packed, scales in zip(self.packed.split(512), self.scales.split(512, 2)):
+            weight = self.unpack(packed, scales).to(rows.dtype)  # (K, 512)
+            products.append(rows @ weight)
+        return torch.cat(products, -1)
 
 
-class HalfLinear(PackedLinear):
-    """float16 weights, which FBGEMM widens to float32 inside the product, for processors on which
-    oneDNN does not multiply the stored dtype; see has_arithmetic.
-
-    Each output channel is divided by a power of two, so that nothing overflows. A weight keeps 11
-    bits, where bfloat16 has 8, unless it is smaller than 2**-28 of the channel's largest one. With
-    AVX2 alone this is two to eight times as fast as PyTorch's own product in bfloat16.
-    """
-
-    def pack(self, linear: Any) -> None:
-        weight = linear.weight.float()
-        self.scales = (weight.abs().amax(1).frexp().exponent - 15).exp2()  # largest: 2**14 to 2**15
-        self.packed = torch.ops.quantized.linear_prepack_fp16(weight / self.scales[:, None], None)
-
-    def compute(self, rows: Tensor) -> Tensor:
-        y = torch.ops.quantized.linear_dynamic_fp16(rows.float(), self.packed)
-        return (y * self.scales).to(rows.dtype)
+# Up to this many rows, PyTorch's int4 operator is faster than dequantising the weight first. For a
+# weight of 2048 x 11264, they take so many ms:
+#                          32 rows with AMX   48 rows on a Zen 5   64 rows on a Zen 5
+#     the operator         9.0                10.1                 13.8
+#     dequantising first   7.6                10.5                 11.0
+FEW_ROWS = 24 if torch.cpu._is_amx_tile_supported() else 56
 
 
 def dequantize(packed: Tensor, scales: Tensor, lanes: int = 32) -> Tensor:
@@ -528,3 +433,139 @@ def dequantize(packed: Tensor, scales: Tensor, lanes: int = 32) -> Tensor:
     q = (q >> shifts & 15).permute(1, 2, 0, 3, 4).flatten(2)  # (G, K / G, N)
     scale, zero = scales[:, :, None]
     return ((q - 8) * scale + zero).flatten(0, 1)
+
+
+class HalfLinear(PackedLinear):
+    """float16 weights, which FBGEMM widens to float32 inside the product, for processors on which
+    oneDNN does not multiply the stored dtype; see has_arithmetic.
+
+    Each output channel is divided by a power of two, so that nothing overflows. A weight keeps 11
+    bits, where bfloat16 has 8, unless it is smaller than 2**-28 of the channel's largest one. With
+    AVX2 alone this is two to eight times as fast as PyTorch's own product in bfloat16.
+    """
+
+    def pack(self, linear: Any) -> None:
+        weight = linear.weight.float()
+        self.scales = (weight.abs().amax(1).frexp().exponent - 15).exp2()  # largest: 2**14 to 2**15
+        self.packed = torch.ops.quantized.linear_prepack_fp16(weight / self.scales[:, None], None)
+
+    def compute(self, rows: Tensor) -> Tensor:
+        y = torch.ops.quantized.linear_dynamic_fp16(rows.float(), self.packed)
+        return (y * self.scales).to(rows.dtype)
+
+
+# --- One sequence alone ---------------------------------------------------------------------------
+
+# 1) With AMX, one sequence in float32 is faster with plain weights. For one row and a matrix of
+# 4096 x 768, MKL takes 0.48 ms, and oneDNN with a packed weight 0.60. The 110m shape writes 47.6
+# tokens/s instead of 40.8. A prompt of 16 tokens takes 41 ms instead of 35, and one of 512 takes as
+# long as before. On AMD's processors MKL is slower than oneDNN.
+# 2) SLOW_ROW: oneDNN takes longer for one row than for six, as on AMD's Zen 4, which multiplies
+# bfloat16 but lacks AVX-VNNI. There one or two rows are filled up to six. In a model that runs one
+# sequence at a time, LoopedLinear takes the place of PackedLinear. The speed of one sequence on a
+# Zen 4, as a multiple of the speed with packed weights and rows that are not filled up, is
+#                                    110m, float32   1b, bfloat16   1b, int8
+#     decoding, filled up to six     1.03            1.19           1.23
+#     decoding, LoopedLinear         1.38            1.40
+#     a prompt of 256, LoopedLinear  0.96            0.96
+# For int8, FBGEMM's product is not used: it decodes 1.07 times as fast as six rows by oneDNN, but
+# reads a prompt 0.80 times as fast. Processors with AVX-VNNI (Zen 5, Intel's) gain little from
+# filling up, or lose. LoopedLinear as it stands, inside its block, has run on a Zen 4 only.
+capabilities = torch.cpu.get_capabilities()
+SLOW_ROW = capabilities.get("avx512_bf16") and not capabilities["avx_vnni"]
+
+
+def filled_up(rows: Tensor) -> Tensor:
+    """Repeat one or two rows (such as a token's two digits in Int8Linear) up to six, where oneDNN
+    is slow for one row. Other rows stay as they are."""
+    if SLOW_ROW and len(rows) in (1, 2):
+        return rows.repeat(6 // len(rows), 1)
+    return rows
+
+
+class LoopedLinear(PackedLinear):
+    """A Linear that multiplies one row by a loop over the plain weight, which is compiled as a part
+    of its block. If there are more rows, those of a prompt, oneDNN reorders the weight on the way.
+    """
+
+    def pack(self, linear: Any) -> None:
+        self.packed = linear.weight  # still a parameter, so compiled code takes its shape as fixed
+        # What is not compiled (lm_head, experts) calls the same loop, compiled by itself.
+        self.loop = compiled(dot, dynamic=False)
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        if len(rows) == 1:
+            return self.loop(self.packed, rows)
+        return super().multiply(rows)
+
+
+def dot(weight: Tensor, row: Tensor) -> Tensor:
+    """(N, K), (1, K) -> (1, N), added up in float32."""
+    # Each sum is made of pieces, because the compiler adds more than 4,096 numbers in cascades,
+    # which takes three times as long.
+    K = weight.shape[1]
+    pieces = -(-K // 4096)
+    while K % pieces:
+        pieces += 1
+    # This sum over one row is the row itself. The compiler leaves such sums to PyTorch and has to
+    # store the row for it. Otherwise it would compute the row, and the norm or silu that makes it,
+    # anew for each output channel.
+    row = row.cumsum(0)
+    x = row.view(pieces, -1).float()
+    products = weight.unflatten(1, (pieces, -1)).float() * x  # (N, pieces, K / pieces)
+    return products.sum(-1).sum(-1)[None].to(row.dtype)
+
+
+# --- Decoding rows attend without copies ----------------------------------------------------------
+
+
+class CompiledBlocks(Blocks):
+    """One layer's keys and values in blocks, of which decoding rows need no copy.
+
+    PyTorch's attention wants a row's keys side by side. Plain operators do as well where no query
+    heads share a key: the compiler puts the look-up of the blocks into the loops that multiply
+    them. A step of the 110m shape on a Zen 4 takes so many ms (and so many with Blocks):
+                                float32       bfloat16
+        32 rows of 128 tokens   70 (80)       43 (82)
+        32 rows of 512 tokens   136 (150)     73 (222)
+        1 row of 512 tokens     26.5 (26.5)   17.4 (20.5)
+    A key that several heads share would be read once for each. With 2 to 4 heads that took 1.5 to
+    1.9 times as long as Blocks in float32; in bfloat16 0.85 for 2 or 3 heads, and 1.4 for 4.
+    """
+
+    # There are no copies, which would have to fit into the processor's cache, so few calls are
+    # best. With 2**21, a step takes as long as with Blocks.
+    max_bytes = 2**25
+
+    def read(self, q: Tensor, group: Group) -> Tensor:
+        if q.shape[2] > 1 or self.kv.dtype != q.dtype:  # prompts and guesses; int8
+            return super().read(q, group)
+        mask = group.masks[self.window]
+        # The compiled code is for one order of q in memory, so this is a copy in that order.
+        q = q.clone(memory_format=torch.contiguous_format)
+        return compiled(attend_to_blocks, dynamic=True)(q, self.kv, group.table, mask)
+
+
+def attend_to_blocks(q: Tensor, kv: Tensor, table: Tensor, mask: Tensor) -> Tensor:
+    """Do what model.attention does, for one query of each row and head, and add up in float32.
+
+    Args:
+        q: (B, N, 1, H).
+        kv: (2 * N, blocks, block size, H); see Blocks.
+        table: (B, W) int64, the blocks of each row.
+        mask: (B, 1, 1, W * block size) bool.
+
+    Returns:
+        (B, N, 1, H).
+    """
+    keys, values = kv[:, table].transpose(0, 1).chunk(2, 1)  # (B, N, W, block size, H) each
+    scores = (q[:, :, :, None].float() * keys).sum(-1)  # (B, N, W, block size)
+    scores = scores.flatten(2).masked_fill(~mask[:, 0], -torch.inf)  # (B, N, S)
+    # The softmax's division comes last, so that it divides H numbers and not S. Nor is q scaled
+    # first: the compiler would compute the root anew for each key.
+    scores = scores - scores.amax(-1, True)
+    weights = (scores * q.shape[3] ** -0.5).exp()
+    parts = weights.unflatten(2, (table.shape[1], -1))[..., None] * values
+    total = parts.sum(3).sum(2)  # (B, N, H): within each block, then of all
+    y = total / weights.sum(-1, True)
+    return y[:, :, None].to(q.dtype)

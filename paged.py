@@ -8,7 +8,10 @@ integers: who owns which block. The second is tensors: what a block holds, and a
 of many sequences. A short third part counts how many blocks fit into memory. The file knows nothing
 about requests or text. Papers: Kwon et al. 2023 (PagedAttention, arXiv:2309.06180), Zheng et al.
 2023 (prefix sharing, arXiv:2312.07104). Read: BlockTable, BlockPool; then Row, Blocks, Runner.
-Next: scheduler.py. In shape comments W is blocks per row, and R wanted logits.
+Next: scheduler.py.
+
+Rows that are attended together have B and T as everywhere. The whole forward has B = 1, and M new
+tokens, those of all rows. W is blocks per row, and R wanted logits.
 
     ids      t h e   k i n g   i s      t h e   k i n g   h a t h        block_size = 4
     tables   [   2,   5,   1   ]        [   2,   5,   7,   3    ]
@@ -17,9 +20,9 @@ Next: scheduler.py. In shape comments W is blocks per row, and R wanted logits.
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import cached_property, partial
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -27,7 +30,7 @@ from torch import Tensor
 
 from kv_cache import attend_to_prompt, decode, empty_layers, encode, is_long_prompt
 from machine import free_memory
-from model import LayerCache, Transformer, attention, visible
+from model import Config, LayerCache, Transformer, attention, visible
 from settings import Limits
 
 # --- Who owns which block -------------------------------------------------------------------------
@@ -42,7 +45,7 @@ class BlockTable:
 
     blocks: list[int] = field(default_factory=list)  # enough for `length` tokens, perhaps for more
     length: int = 0  # tokens whose keys and values are in the blocks
-    # The salt, then the mark of each full block's content; see BlockPool._key_of.
+    # The salt, then for each full block a mark of the text up to its end; see BlockPool._key_of.
     chain: list[object] = field(default_factory=lambda: [None])
 
 
@@ -51,8 +54,7 @@ class BlockPool:
 
     A block is free (holds nothing of use), used (`refs` counts the tables that hold it) or cached
     (in no table, but its content can be found again). Free blocks are handed out first, then the
-    cached ones, least recently used first. A table gets the block after its highest one, if that is
-    free, because attention need not copy blocks that follow each other; see Blocks.read.
+    cached ones, least recently used first.
     """
 
     def __init__(self, num_blocks: int, block_size: int = 16) -> None:
@@ -63,7 +65,7 @@ class BlockPool:
         self.block_size = block_size
         self.refs = [0] * num_blocks
         self.available = OrderedDict.fromkeys(range(num_blocks))  # free or cached, next one first
-        self._found: dict[tuple, tuple[int, object]] = {}  # key -> block, mark; see _key_of
+        self._by_key: dict[tuple, tuple[int, object]] = {}  # key -> block, mark; see _key_of
         self._keys: dict[int, tuple] = {}  # block -> key
 
     @property
@@ -79,10 +81,10 @@ class BlockPool:
         """
         assert not table.blocks
         for i in range((len(ids) - 1) // self.block_size):
-            found = self._found.get(self._key_of(table, ids, i))
-            if found is None:
+            entry = self._by_key.get(self._key_of(table, ids, i))
+            if entry is None:
                 break
-            block, mark = found
+            block, mark = entry
             self.available.pop(block, None)
             self.refs[block] += 1
             table.blocks.append(block)
@@ -128,10 +130,9 @@ class BlockPool:
         table.length = end
         for i in range(len(table.chain) - 1, end // self.block_size):
             key = self._key_of(table, ids, i)
-            if key not in self._found:
-                self._found[key] = table.blocks[i], object()
-                self._keys[table.blocks[i]] = key
-            table.chain.append(self._found[key][1])
+            block, mark = self._by_key.setdefault(key, (table.blocks[i], object()))
+            self._keys[block] = key
+            table.chain.append(mark)
 
     def fork(self, table: BlockTable) -> BlockTable:
         """Make a second table over the same blocks."""
@@ -145,21 +146,25 @@ class BlockPool:
         # the block before it is gone.
         for block in reversed(table.blocks):
             self.refs[block] -= 1
-            if not self.refs[block]:
-                self.available[block] = None
-                self.available.move_to_end(block, last=block in self._keys)
+            if self.refs[block] == 0:
+                self.available[block] = None  # at the end, if it is cached
+                if block not in self._keys:
+                    self.available.move_to_end(block, last=False)  # it is free: to the beginning
         table.blocks = []
         table.length = 0
         del table.chain[1:]  # all but the salt
 
     def _take(self, table: BlockTable) -> int:
-        """Take the block after the table's highest one if it is free, else the next in order."""
-        block = max(table.blocks, default=-2) + 1
-        if block not in self.available or block in self._keys:
-            block = next(iter(self.available))
+        """Take the next block in order, or the one after the table's highest, if that is free.
+        Attention need not copy blocks that follow each other; see side_by_side."""
+        block = next(iter(self.available))
+        if table.blocks:
+            following = max(table.blocks) + 1
+            if following in self.available and following not in self._keys:
+                block = following
         del self.available[block]
         if block in self._keys:  # or its old content would still be found (nano-vllm#163)
-            del self._found[self._keys.pop(block)]
+            del self._by_key[self._keys.pop(block)]
         self.refs[block] = 1
         return block
 
@@ -191,7 +196,7 @@ class Row(NamedTuple):
     blocks: list[int]  # its block table's
     start: int  # the position of the first new token
     ids: list[int]  # the new tokens
-    wanted: int = 1  # how many of the last tokens need logits
+    num_logits: int = 1  # how many of the last tokens need logits
 
     @property
     def positions(self) -> range:
@@ -202,58 +207,66 @@ class Row(NamedTuple):
         return -(-self.positions.stop // block_size)
 
 
-def groups_of(rows: list[Row], block_size: int, most: int, width: int) -> Iterator[list[Row]]:
+def groups_of(
+    rows: list[Row], block_size: int, max_blocks: int, min_width: int
+) -> Iterator[list[Row]]:
     """Split rows into groups that are attended together, each as one batch.
 
-    A group is a run of rows with equally many new tokens. Each row is charged as many blocks as
-    the first one needs, but at least `width`. A group has at most `most` blocks in all, unless it
-    is a single row. Rows are padded to the longest, so sort them by length, longest first; see
-    scheduler.run_order.
+    A group is a run of rows with equally many new tokens. All are padded to the width of the
+    longest, so sort them by length, longest first; see scheduler.run_order.
 
-    Example: block_size 4, most 4. Three rows have 1 new token each, at positions 5, 3 and 2, and a
-        fourth has 3 tokens from position 4. The groups have 2, 1 and 1 rows. The first row needs
-        two blocks, so with most 4 its group holds two rows
+    Args:
+        max_blocks: how many blocks a group may have, padding included, unless it is a single row.
+        min_width: the least number of blocks to which a row is padded.
+
+    Example: block_size 4, max_blocks 4. Three rows have 1 new token each, at positions 5, 3 and 2.
+        The first of them needs two blocks, so only one other fits beside it. A fourth row has 3 new
+        tokens. So the groups have 2, 1 and 1 rows.
     """
     for _, alike in itertools.groupby(rows, key=lambda row: len(row.ids)):
         left = list(alike)
         while left:
-            count = max(1, most // max(width, left[0].num_blocks(block_size)))
+            width = max(min_width, left[0].num_blocks(block_size))
+            count = max(1, max_blocks // width)
             yield left[:count]
             left = left[count:]
 
 
-class Group(NamedTuple):
+@dataclass
+class Group:
     """B rows with T new tokens each, attended together as one batch. Runner.group makes it.
 
     Attributes:
-        T: new tokens of each row.
+        config: the model's.
+        positions: (B, T) int64, the new tokens' positions.
+        key_positions: (B, S) int64, those of the keys, block after block; S = W * block size.
         flat_table: (B, 2 * K, W) int64, the blocks of each row, once for each head, as indices into
             a layer's kv with its first two dimensions flattened: block b of head h is at
             h * blocks + b. They are in ascending order, and a shorter row's last block is there
             several times.
         span: the blocks of all rows as one slice, if each follows the one before it; else None.
-        pieces: the new tokens' positions, (B, T) int64, cut along T. Each piece is one call of
-            attention.
-        masks: a function from a piece of t tokens to its masks, as model.visible returns them: for
-            each window (B, 1, N / K * t, W * block size) bool. It remembers only its last result.
-            With one piece, all layers share that result; with several, each layer computes all
-            masks again.
-        end: for a long prompt (kv_cache.is_long_prompt) that is alone in its group, how many keys
-            it has, those of its new tokens included; its blocks are in the order of the text. Else
-            None.
+        is_long: whether this is one row of a long prompt; see kv_cache.is_long_prompt. Its blocks
+            are in the order of the text.
+        max_tokens: how many tokens of each row may have their masks made at once.
     """
 
-    T: int
+    config: Config
+    positions: Tensor
+    key_positions: Tensor
     flat_table: Tensor
     span: slice | None
-    pieces: tuple
-    masks: Callable
-    end: int | None = None
+    is_long: bool
+    max_tokens: int
 
     @property
     def table(self) -> Tensor:
         """(B, W) int64, the blocks of each row."""
         return self.flat_table[:, 0]
+
+    @cached_property
+    def masks(self) -> dict[int | None, Tensor]:
+        """For each window (B, 1, N / K * T, S) bool. All layers share them."""
+        return visible(self.config, self.positions, self.key_positions)
 
 
 @dataclass
@@ -262,7 +275,7 @@ class Blocks(LayerCache):
 
     Attributes:
         kv: (2 * K, blocks, block size, stored_dim), encoded: the heads' keys, then their values.
-        slots: (T,) int64, where each new token goes: block * block size + offset.
+        slots: (M,) int64, where each new token goes: block * block size + offset.
         groups: in the order of the tokens.
         window: this layer's window, which selects its masks.
     """
@@ -277,16 +290,16 @@ class Blocks(LayerCache):
     max_bytes: ClassVar[int] = 2**21
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store k and v, then attend group by group. The arguments have B = 1, and T counts the
-        tokens of all rows; inside the loop, B and T are those of one group."""
-        new = encode(torch.cat((k, v), 1)[0], self.kv.dtype)  # (2 * K, T, stored_dim)
+        """Store k and v, then attend group by group. See model.LayerCache.attend; here the
+        arguments are (1, N, M, H) and (1, K, M, H)."""
+        new = encode(torch.cat((k, v), 1)[0], self.kv.dtype)  # (2 * K, M, stored_dim)
         self.kv.flatten(1, 2).index_copy_(1, self.slots, new)
-        sizes = [len(group.table) * group.T for group in self.groups]
         attended = []
+        sizes = [group.positions.numel() for group in self.groups]
         for group, queries in zip(self.groups, q[0].split(sizes, dim=1)):  # (N, B * T, H)
-            batch = queries.unflatten(1, (-1, group.T)).transpose(0, 1)  # (B, N, T, H)
+            batch = queries.unflatten(1, group.positions.shape).transpose(0, 1)  # (B, N, T, H)
             attended.append(self.read(batch, group).transpose(0, 1).flatten(1, 2))  # (N, B * T, H)
-        return torch.cat(attended, 1)[None]
+        return torch.cat(attended, 1)[None]  # (1, N, M, H)
 
     def read(self, q: Tensor, group: Group) -> Tensor:
         """Attend to the blocks of a group's rows.
@@ -298,13 +311,21 @@ class Blocks(LayerCache):
             (B, N, T, H).
         """
         k, v = side_by_side(self.kv, group, q.dtype).chunk(2, 1)  # (B, K, S, H) each
-        if group.end and self.window is None:
-            return attend_to_prompt(q, k[:, :, : group.end], v[:, :, : group.end])
-        parts = q.split(group.pieces[0].shape[1], 2)
-        attended = [
-            attention(part, k, v, group.masks(piece)[self.window])
-            for part, piece in zip(parts, group.pieces)
-        ]
+        if group.is_long and self.window is None:
+            end = int(group.positions[0, -1]) + 1
+            return attend_to_prompt(q, k[:, :, :end], v[:, :, :end])
+        if q.shape[2] > group.max_tokens:
+            return self.attend_in_pieces(q, k, v, group)
+        return attention(q, k, v, group.masks[self.window])
+
+    def attend_in_pieces(self, q: Tensor, k: Tensor, v: Tensor, group: Group) -> Tensor:
+        """Attention of a few tokens at a time, so that masks stay small. Each layer makes them
+        again."""
+        size = group.max_tokens
+        attended = []
+        for queries, positions in zip(q.split(size, 2), group.positions.split(size, 1)):
+            masks = visible(group.config, positions, group.key_positions)
+            attended.append(attention(queries, k, v, masks[self.window]))
         return torch.cat(attended, 2)
 
 
@@ -322,7 +343,8 @@ def side_by_side(kv: Tensor, group: Group, dtype: torch.dtype) -> Tensor:
         (B, 2 * K, S, H) of `dtype`: a view of kv if the blocks follow each other and are stored in
         that dtype, else a copy.
 
-    Example: the table [[2, 3], [4, 5]] is read as kv[:, 2:6]; [[2, 3], [5, 6]] is copied
+    Example: with the table [[2, 3], [4, 5]] it is a view of kv[:, 2:6]; with [[2, 3], [5, 6]] it is
+        a copy.
     """
     if group.span:
         blocks = kv[:, group.span].unflatten(1, group.table.shape).transpose(0, 1)
@@ -338,20 +360,19 @@ class Runner:
     """A model, and the keys and values of all its sequences in small blocks.
 
     Bytes: 2 * layers * blocks * block_size * K * stored_dim * itemsize. A forward copies at most
-    `most` blocks at a time, or those of one row, if they are more.
+    `max_blocks` blocks at a time, or those of one row, if they are more.
     """
 
     layer = Blocks  # the kind of cache; flex.py has another
-    spare = 0  # blocks beyond num_blocks, which are never written; see flex.py
     # Tables are padded to at least this many blocks. tools/cuda_graphs.py sets it to the length of
     # the longest table, rounded up to a power of two. Then only a few widths occur, and it records
     # few graphs: one for each number of rows and width.
-    width = 2
+    min_width = 2
     # One call of attention has at most this many pairs of a new token and a key, unless one token
     # alone sees more keys. PyTorch widens a call's mask to the queries' dtype: for 257 tokens, 32
     # query heads, 4 kv heads and 32,000 keys in float32 that is 263 MB. In pieces it is 33 MB, and
     # as fast on a CPU.
-    pairs = 2**20
+    max_pairs = 2**20
 
     def __init__(
         self, model: Transformer, num_blocks: int, block_size: int, kv_dtype: str = "auto"
@@ -366,23 +387,17 @@ class Runner:
         self.block_size = block_size
         # The heads come first, because attention takes one head at a time, and reads its keys up to
         # twice as fast if they are contiguous.
-        self.kv = empty_layers(model, kv_dtype, 2 * K, num_blocks + self.spare, block_size)
+        self.kv = empty_layers(model, kv_dtype, 2 * K, num_blocks, block_size)
         # A GPU gets more, so that there are few calls; we have not measured that.
         max_bytes = self.layer.max_bytes if model.device.type == "cpu" else 2**25
         # Bytes are counted in the model's dtype, because int8 is decoded.
-        self.most = min(num_blocks, max_bytes // (block_size * K * H * model.dtype.itemsize))
+        block_bytes = block_size * K * H * model.dtype.itemsize
+        self.max_blocks = min(num_blocks, max_bytes // block_bytes)
 
     @torch.no_grad()
     def forward(self, rows: list[Row]) -> Tensor:
         """Run the rows' new tokens. Returns the wanted logits, row after row: (R, V)."""
-        # A block is wiped when its first slot is written. A NaN that its last owner left there
-        # would be masked, but attention multiplies what is masked by 0, and 0 * NaN is NaN.
-        size = self.block_size
-        new = [row.blocks[p // size] for row in rows for p in row.positions if p % size == 0]
-        if new:
-            blocks = torch.tensor(new, device=self.model.device)
-            for kv in self.kv:
-                kv.index_fill_(1, blocks, 0)
+        self.wipe_new_blocks(rows)
         return self.model(*self.plan(rows))
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
@@ -398,7 +413,7 @@ class Runner:
         together, see groups_of.
 
         Returns:
-            The tokens and their positions, (1, T) int64 each; one Blocks per layer, for this
+            The tokens and their positions, (1, M) int64 each; one Blocks per layer, for this
             forward; and the indices of the tokens whose logits are wanted. All in the order of the
             rows.
 
@@ -415,64 +430,77 @@ class Runner:
             tokens += row.ids
             positions += row.positions
             slots += [row.blocks[p // size] * size + p % size for p in row.positions]
-            select += range(len(tokens) - row.wanted, len(tokens))
+            select += range(len(tokens) - row.num_logits, len(tokens))
         tensor = partial(torch.tensor, device=self.model.device)
         places = tensor(slots)
-        groups = [self.group(each) for each in groups_of(rows, size, self.most, self.width)]
+        split = groups_of(rows, size, self.max_blocks, self.min_width)
+        groups = [self.group(each) for each in split]
         layers = [
             self.layer(kv, places, groups, window)
             for kv, window in zip(self.kv, self.model.config.windows, strict=True)
         ]
         return tensor([tokens]), tensor([positions]), layers, tensor(select)
 
-    def filler(self, blocks: list[int]) -> int:
-        """The block that fills up a row's table."""
-        return blocks[-1]
-
     def group(self, rows: list[Row]) -> Group:
         """Plan the attention of rows with equally many new tokens."""
         size = self.block_size
         config = self.model.config
         device = self.model.device
-        # 1) the blocks, without those that no token has reached: they may still hold an old NaN
+        positions = torch.tensor([row.positions for row in rows], device=device)  # (B, T)
+        is_long = len(rows) == 1 and is_long_prompt(positions, rows[0].positions.stop)
+        # 1) the blocks of each row that a token has reached; others may still hold an old NaN
         used = [row.blocks[: row.num_blocks(size)] for row in rows]
-        W = max(self.width, *map(len, used))
+        W = max(self.min_width, *map(len, used))
         # Any block will do to fill up the shorter ones, as its slots count as positions that no
         # query sees. But it must not hold an old NaN either.
         padded = [blocks + [self.filler(blocks)] * (W - len(blocks)) for blocks in used]
-        positions = torch.tensor([row.positions for row in rows], device=device)  # (B, T)
         table = torch.tensor(padded)  # (B, W)
-        order = torch.arange(W).expand_as(table)
-        # 2) their order. It matters only to a long prompt, which has no mask. The cached blocks of
-        # a sequence that has ended are handed out again last to first, and sorting restores it.
-        last = rows[0].positions.stop
-        end = last if len(rows) == 1 and is_long_prompt(positions, last) else None
-        if end is None:
+        order = torch.arange(W).expand_as(table)  # the place of each block in its row's text
+        # 2) in ascending order, because blocks often follow each other then: the cached blocks of a
+        # sequence that has ended are handed out again last to first. A long prompt has no mask that
+        # could tell the order of its keys, so it keeps that of the text.
+        if not is_long:
             table, order = table.sort()
+        key_positions = order[..., None] * size + torch.arange(size)  # (B, W, block size)
         # 3) how a layer reads them: as one slice, or by an index for each head
         has_gap = (table.flatten().diff() != 1).any()
         span = None if has_gap else slice(int(table[0, 0]), int(table[-1, -1]) + 1)
         heads = torch.arange(2 * config.num_key_value_heads)[:, None] * self.kv[0].shape[1]
         flat_table = (table[:, None] + heads).to(device)  # (B, 2 * K, W)
-        # 4) the positions of the keys, and the masks
-        keys = (order[..., None] * size + torch.arange(size)).flatten(1).to(device)  # (B, S)
-        # masks(piece) is visible(config, piece, keys). The last result is kept for the next layer.
-        masks = lru_cache(1)(partial(visible, config, k_pos=keys))
-        pieces = positions.split(max(1, self.pairs // keys.numel()), 1)
-        return Group(positions.shape[1], flat_table, span, pieces, masks, end)
+        # 4) how many tokens' masks are made at once
+        max_tokens = max(1, self.max_pairs // key_positions.numel())
+        key_positions = key_positions.flatten(1).to(device)  # (B, S)
+        return Group(config, positions, key_positions, flat_table, span, is_long, max_tokens)
+
+    def filler(self, blocks: list[int]) -> int:
+        """The block that fills up a row's table; flex.py has another."""
+        return blocks[-1]
+
+    def wipe_new_blocks(self, rows: list[Row]) -> None:
+        """Wipe the blocks whose first slot is about to be written. A NaN that the last owner left
+        there would be masked, but attention multiplies what is masked by 0, and 0 * NaN is NaN."""
+        size = self.block_size
+        new = []
+        for row in rows:
+            first = -(-row.start // size)  # of the blocks that begin at row.start or later
+            new += row.blocks[first : row.num_blocks(size)]
+        if new:
+            blocks = torch.tensor(new, device=self.model.device)
+            for kv in self.kv:
+                kv.index_fill_(1, blocks, 0)
 
 
 # --- How many blocks fit --------------------------------------------------------------------------
 
 
-MOST_BYTES = 2**32  # of the cache on a CPU, as in vLLM: other programs want memory too
+MAX_BYTES = 2**32  # of the cache on a CPU, as in vLLM: other programs want memory too
 
 
 def affordable_blocks(
     models: list[Transformer], limits: Limits, num_tokens: int, num_logits: int
 ) -> int:
     """How many blocks fit into limits.kv_memory, which is a number of bytes or, below 1, a share of
-    the free memory that a step leaves (see step_bytes), on a CPU at most MOST_BYTES.
+    the free memory that a step leaves (see step_bytes), on a CPU at most MAX_BYTES.
 
     Args:
         models: the model, then those that guess; each of them has as many blocks as the model.
@@ -487,15 +515,15 @@ def affordable_blocks(
     # more: 1 as int8, 4 as float32, and at most 1 for the scale, whose two copies take 8 bytes for
     # H numbers.
     copied = 2 * model.dtype.itemsize + (12 if limits.kv_dtype == "int8" else 0)
-    block = size * config.num_key_value_heads * config.head_dim * copied
+    block_bytes = size * config.num_key_value_heads * config.head_dim * copied
     for each in models:
-        block += sum(kv.nbytes for kv in Runner(each, 1, size, limits.kv_dtype).kv)  # one block
+        block_bytes += sum(kv.nbytes for kv in Runner(each, 1, size, limits.kv_dtype).kv)  # of one
     memory = limits.kv_memory
     if memory < 1:
         memory *= free_memory(model.device) - step_bytes(model, num_tokens, num_logits)
         if model.device.type == "cpu":
-            memory = min(memory, MOST_BYTES)
-    return max(0, int(memory // block))
+            memory = min(memory, MAX_BYTES)
+    return max(0, int(memory // block_bytes))
 
 
 def step_bytes(model: Transformer, num_tokens: int, num_logits: int) -> int:
@@ -509,5 +537,5 @@ def step_bytes(model: Transformer, num_tokens: int, num_logits: int) -> int:
     activations = num_tokens * 4 * widths * itemsize
     logits = num_logits * 6 * 4 * config.vocab_size
     # To make a mask takes up to four bool tensors, and attention widens it to the queries' dtype.
-    group = config.num_attention_heads // config.num_key_value_heads
-    return activations + logits + Runner.pairs * group * (itemsize + 4)
+    heads = config.num_attention_heads // config.num_key_value_heads  # of a kv head
+    return activations + logits + Runner.max_pairs * heads * (itemsize + 4)

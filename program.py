@@ -21,7 +21,8 @@ def leave(*_: Any) -> None:
     os._exit(130)
 
 
-BEFORE = signal.signal(signal.SIGINT, leave)
+# From the import of this file until `run`, Ctrl-C calls leave.
+PYTHONS_HANDLER = signal.signal(signal.SIGINT, leave)
 
 
 class Lossy(io.FileIO):
@@ -42,10 +43,10 @@ def run(main: Callable[[], int]) -> None:
         sys.stderr = io.TextIOWrapper(Lossy(2, "w"), errors="backslashreplace", write_through=True)
     try:
         try:
-            signal.signal(signal.SIGINT, BEFORE)
+            signal.signal(signal.SIGINT, PYTHONS_HANDLER)
             status = main()
         finally:
             signal.signal(signal.SIGINT, leave)  # while Python shuts down
-    except KeyboardInterrupt:  # from main, or from `finally` just before leave was set
+    except KeyboardInterrupt:  # from main; the outer `try` also covers `finally` itself
         status = 130
     sys.exit(status)

@@ -72,9 +72,10 @@ class QuantLinear(nn.Module):
 
     def dequantize(self) -> Tensor:
         """Return scale * (q - zero), (N, K) float32."""
-        # (N, K) -> (N, G, K / G)
-        q = unpack_bits(self.qweight, self.bits).unflatten(1, (-1, self.group_size))
-        return (self.scales[..., None] * (q.float() - self.zeros[..., None])).flatten(1)
+        q = unpack_bits(self.qweight, self.bits)  # (N, K)
+        q = q.unflatten(1, (-1, self.group_size)).float()  # (N, G, K / G)
+        w = self.scales[..., None] * (q - self.zeros[..., None])
+        return w.flatten(1)
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.dequantize().to(x.dtype), self.bias)
@@ -88,10 +89,11 @@ def num_groups(K: int, group_size: int) -> int:
     """
     size = K if group_size == -1 else group_size
     if size < 2 or size % 2 or K % size:
+        largest = K & -K  # the largest power of two that divides K
         # Under torchrun, a rank checks its own share of the channels.
         raise ValueError(
             f"group_size {size} does not divide {K} input channels (under torchrun, one rank's "
-            f"share of them) into groups of even size: try {K & -K}"
+            f"share of them) into groups of even size: try {largest}"
         )
     return K // size
 
@@ -140,18 +142,19 @@ def group_scales(w: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     low = w.amin(-1).clamp(max=0)
     high = w.amax(-1).clamp(min=0)
     scales = torch.maximum(-low, high) / 127 if bits == 8 else (high - low) / 15
-    scales = scales.where(scales > 0, 1)  # all weights of the group are 0
-    if bits == 8:
-        return scales, torch.full_like(scales, 128)
-    return scales, (-low / scales).round()
+    scales = scales.where(scales > 0, 1)  # it is 0 if all weights of the group are
+    zeros = torch.full_like(scales, 128) if bits == 8 else (-low / scales).round()
+    return scales, zeros
 
 
 def usual_group_size(model: Transformer) -> int:
     """Return the largest of 128, 64 and 32 that divides the input channels of all Linears; 128 if
     none does."""
     modules: list[Any] = [model.get_submodule(path) for path in linears(model)]
-    channels = [each.in_features for each in modules]
-    return next((size for size in (128, 64, 32) if not any(K % size for K in channels)), 128)
+    for size in (128, 64, 32):
+        if all(linear.in_features % size == 0 for linear in modules):
+            return size
+    return 128
 
 
 def quantize_model(
@@ -168,23 +171,25 @@ def quantize_model(
     Raises:
         ValueError: see plain_linears. The model has not been changed then.
     """
-    if group_size is None:
+    if mode == "int8":
+        group_size = -1
+    elif group_size is None:
         group_size = usual_group_size(model)
-    size = -1 if mode == "int8" else group_size
-    for path in progress(plain_linears(model, size, skip), f"quantising to {mode}"):
+    for path in progress(plain_linears(model, group_size, skip), f"quantising to {mode}"):
         linear: Any = model.get_submodule(path)
-        # A tied lm_head is the embedding, and suffers more from 4 bits than all other matrices.
-        form = (MODES[mode], size)
         if path == "lm_head" and linear.weight is model.embed_tokens.weight:
-            form = (8, -1)
-        quantised = QuantLinear(linear, *form)
+            # It is the embedding too, and suffers more from 4 bits than all other matrices.
+            quantised = QuantLinear(linear, 8, -1)
+        else:
+            quantised = QuantLinear(linear, MODES[mode], group_size)
         quantised.store(*round_to_nearest(linear.weight, quantised.bits, quantised.group_size))
         model.set_submodule(path, quantised)
     return model
 
 
 def plain_linears(model: Transformer, group_size: int, skip: tuple) -> list[str]:
-    """Return the paths of the Linears to quantise: those of linears() that are not in `skip`.
+    """Return the paths of the Linears to quantise, those of linears() that are not in `skip`, and
+    check that they can be.
 
     Raises:
         ValueError: the model is quantised already, or the group size does not fit a Linear.
@@ -194,7 +199,7 @@ def plain_linears(model: Transformer, group_size: int, skip: tuple) -> list[str]
     found = [path for path in linears(model) if path not in skip]
     for path in found:
         linear: Any = model.get_submodule(path)
-        num_groups(linear.in_features, group_size)
+        num_groups(linear.in_features, group_size)  # raises the error
     return found
 
 

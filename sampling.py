@@ -4,7 +4,7 @@
 draws from the same `distribution`. settings.SamplingParams lists what a request may ask for. This
 file knows nothing of the model but its config. Papers: Holtzman et al. 2019 (top-p,
 arXiv:1904.09751), Nguyen et al. 2024 (min-p, arXiv:2407.01082), Keskar et al. 2019 (repetition
-penalty, arXiv:1909.05858). Read: sample, distribution, keep_likeliest, draw, uniform; then
+penalty, arXiv:1909.05858). Read: choose_ids, distribution, keep_likeliest, draw, uniform; then
 Sequence. Next: generate.py.
 """
 
@@ -34,34 +34,32 @@ class Token(NamedTuple):
 
 # --- The sampler ----------------------------------------------------------------------------------
 
-Rows = abc.Sequence["Sequence"]  # the sequences of a batch
+Batch = abc.Sequence["Sequence"]  # B of the class below: a list of them, or of a subclass
 
 
-def sample(logits: Tensor, rows: Rows) -> list[Token]:
-    """Choose the next token of each row by the row's own parameters and seed.
+def sample(logits: Tensor, batch: Batch) -> list[Token]:
+    """Choose the next token of each sequence by its own parameters and seed.
 
     Args:
         logits: (B, V), any float dtype; finite() holds for each row.
-        rows: B sequences, which are read and not changed.
+        batch: B sequences, which are read and not changed.
 
     Returns:
-        B tokens, with log-probabilities for the rows that ask for them.
+        B tokens, with log-probabilities for the sequences that ask for them.
     """
-    if all(row.takes_argmax for row in rows):
-        ids = likeliest(logits)  # what the other branch would give, sooner
-    else:
-        ids = []
-        # A CPU takes 8 rows at a time, so that their intermediate tensors stay in its cache.
-        size = 8 if logits.is_cpu else len(rows)
-        for start in range(0, len(rows), size):
-            part = rows[start : start + size]
-            u = torch.tensor([row.uniform() for row in part])
-            ids += draw(distribution(logits[start : start + size], part), u).tolist()
-    return scored(logits, ids, rows)
+    ids = choose_ids_fast(logits, batch)  # what choose_ids gives, sooner
+    return scored(logits, ids, batch)
 
 
-def distribution(logits: Tensor, rows: Rows) -> Tensor:
-    """The probabilities that each row draws from, after every setting of its SamplingParams.
+def choose_ids(logits: Tensor, batch: Batch) -> Ids:
+    """Draw the next id of each sequence: (B, V) -> B ids."""
+    probs = distribution(logits, batch)  # (B, V)
+    u = torch.tensor([sequence.uniform() for sequence in batch])
+    return draw(probs, u).tolist()
+
+
+def distribution(logits: Tensor, batch: Batch) -> Tensor:
+    """The probabilities that each sequence draws from, after every setting of its SamplingParams.
 
     Order: structure, bias, penalties, temperature, top-k, top-p, min-p, as in Hugging Face.
     Temperature 0 gives probability 1 to the likeliest token, so that greedy decoding is no special
@@ -69,65 +67,73 @@ def distribution(logits: Tensor, rows: Rows) -> Tensor:
 
     Args:
         logits: (B, V).
-        rows: B sequences.
+        batch: B sequences.
 
     Returns:
         (B, V) float32, each row summing to 1.
     """
-    # 1) structure, bias, penalties
+    # The copy is changed in place from here on. To allocate another tensor (20 MB for 32 rows and a
+    # large vocabulary) would take as long as the arithmetic itself.
     logits = logits.to(torch.float32, copy=True)
-    for row, scores in zip(rows, logits, strict=True):
-        adjust_(scores, row)
-    # 2) temperature. The arithmetic is in place: to allocate another tensor (20 MB for 32 rows and
-    # a large vocabulary) would take as long as the arithmetic itself. The maximum is subtracted
-    # first, so that a tiny temperature gives -inf, never inf - inf.
-    params = [row.params for row in rows]
+    # 1) structure, bias, penalties
+    for scores, sequence in zip(logits, batch, strict=True):
+        adjust_(scores, sequence)
+    # 2) temperature. The maximum is subtracted first, so that a tiny temperature gives -inf, never
+    # inf - inf.
+    params = [sequence.params for sequence in batch]
     temperature = [[max(p.temperature, 1e-9)] for p in params]
     logits -= logits.amax(-1, keepdim=True)
     logits /= torch.tensor(temperature, device=logits.device)  # (B, 1)
     probs = logits.softmax(-1)
+    # 3) temperature 0: of several that tie, the first has probability 1
     greedy = [b for b, p in enumerate(params) if p.temperature == 0]
-    best = logits[greedy].argmax(-1)  # the first of several that tie
+    best = logits[greedy].argmax(-1)
     probs[greedy] = 0
     probs[greedy, best] = 1
-    # 3) top-k, top-p, min-p
-    filtered = [b for b, row in enumerate(rows) if row.filters]
-    if len(filtered) == len(rows):  # without copies; it does what keep_likeliest does
-        return keep_likeliest_fast(probs, params)
+    # 4) top-k, top-p, min-p, in the rows that have one of them
+    filtered = [b for b, sequence in enumerate(batch) if sequence.filters]
+    if len(filtered) == len(batch):
+        return keep_likeliest_fast(probs, params)  # without a copy of the rows
     if filtered:
         probs[filtered] = keep_likeliest_fast(probs[filtered], [params[b] for b in filtered])
     return probs
 
 
-def adjust_(scores: Tensor, row: "Sequence") -> None:
-    """Change one row's logits, (V,), in place, by its structure (or, without one, by min_tokens),
-    its bias and its penalties."""
-    p = row.params
-    device = scores.device
-    if row.matcher:  # gives 0 or 200 for each id
-        allowed = torch.frombuffer(bytearray(row.matcher.compute_logit_bias()), dtype=torch.uint8)
-        scores.masked_fill_(allowed[: len(scores)].to(device) == 0, -torch.inf)
-    elif len(row.ids) < row.prompt_len + p.min_tokens:
-        end_ids = [i for i in row.end_ids if i < len(scores)]
+def adjust_(scores: Tensor, sequence: "Sequence") -> None:
+    """Change one sequence's logits, (V,), in place, by its structure (or, without one, by
+    min_tokens), its bias and its penalties."""
+    p = sequence.params
+    if sequence.matcher:  # its bias is 0 for the ids that it forbids, and 200 for the others
+        bias = bytearray(sequence.matcher.compute_logit_bias())
+        is_forbidden = torch.frombuffer(bias, dtype=torch.uint8)[: len(scores)] == 0
+        scores.masked_fill_(is_forbidden.to(scores.device), -torch.inf)
+    elif len(sequence.ids) < sequence.prompt_len + p.min_tokens:
+        end_ids = [i for i in sequence.end_ids if i < len(scores)]
         if len(end_ids) < len(scores):  # if every token ends the text, one has to be drawn anyway
             scores[end_ids] = -torch.inf
     if p.logit_bias:
-        ids = torch.tensor([*p.logit_bias], device=device)
-        values = torch.tensor([*p.logit_bias.values()], dtype=torch.float32, device=device)
+        ids = torch.tensor([*p.logit_bias], device=scores.device)
+        values = torch.tensor([*p.logit_bias.values()], dtype=torch.float32, device=scores.device)
         scores.index_add_(0, ids, values)
-    if row.history:
-        # The tensor shares the array's memory. It must be gone before the next token is appended,
-        # as Python cannot enlarge an array whose memory is shared.
-        ids = torch.frombuffer(row.history, dtype=torch.int64).to(device)
-        output = ids[row.prompt_len :]
-        factor = p.repetition_penalty
-        old = scores.index_select(0, ids)  # 6 times as fast as scores[ids]
-        # repetition, of the prompt and the output. A repeated id receives the same score twice.
-        scores.index_copy_(0, ids, torch.where(old > 0, old / factor, old * factor))
-        # presence, once for each id of the output
-        scores.index_copy_(0, output, scores.index_select(0, output) - p.presence_penalty)
-        # frequency, as often as it occurs
-        scores.index_add_(0, output, scores.new_full(output.shape, -p.frequency_penalty))
+    if sequence.history:
+        penalize_(scores, sequence)
+
+
+def penalize_(scores: Tensor, sequence: "Sequence") -> None:
+    """Change one sequence's logits, (V,), in place, by its penalties."""
+    p = sequence.params
+    # The tensor shares the array's memory. It must be gone before the next token is appended, as
+    # Python cannot enlarge an array whose memory is shared.
+    ids = torch.frombuffer(sequence.history, dtype=torch.int64).to(scores.device)
+    output = ids[sequence.prompt_len :]
+    # 1) repetition, of the prompt and the output. A repeated id receives the same score twice.
+    old = scores.index_select(0, ids)  # 6 times as fast as scores[ids]
+    new = torch.where(old > 0, old / p.repetition_penalty, old * p.repetition_penalty)
+    scores.index_copy_(0, ids, new)
+    # 2) presence, once for each id of the output
+    scores.index_copy_(0, output, scores.index_select(0, output) - p.presence_penalty)
+    # 3) frequency, as often as it occurs
+    scores.index_add_(0, output, scores.new_full(output.shape, -p.frequency_penalty))
 
 
 def keep_likeliest(probs: Tensor, params: list[SamplingParams]) -> Tensor:
@@ -148,6 +154,7 @@ def filter_ranked(ranked: Tensor, params: list[SamplingParams]) -> Tensor:
 
     Args:
         ranked: (B, m), the probabilities of the m likeliest tokens of each row, likeliest first.
+        params: of each row. top_k is 0 or -1 where all may stay.
 
     Returns:
         (B, m), each row summing to 1.
@@ -156,15 +163,15 @@ def filter_ranked(ranked: Tensor, params: list[SamplingParams]) -> Tensor:
         keeps [0.5, 0.3, 0, 0], as 0.5 is less than 0.8 * 0.95, and 0.5 + 0.3 is not. The result
         is [0.625, 0.375, 0, 0].
     """
-    settings = torch.tensor([[p.top_k, p.top_p, p.min_p] for p in params], device=ranked.device)
-    top_k, top_p, min_p = settings.split(1, dim=1)  # (B, 1) each
+    limits = torch.tensor([[p.top_k, p.top_p, p.min_p] for p in params], device=ranked.device)
+    top_k, top_p, min_p = limits.split(1, dim=1)  # (B, 1) each
     # 1) top-k keeps the first k. Ranks are compared and not values, so ties keep no more than k.
     rank = torch.arange(ranked.shape[1], device=ranked.device)
     ranked = ranked * ((rank < top_k) | (top_k <= 0))
-    # 2) top-p keeps a token if the tokens before it have less than the mass p, a share of what
-    # top-k has kept, or without top-k of all V tokens
+    # 2) top-p keeps a token if the tokens before it have less than the share p of what top-k has
+    # kept. Without top-k that is the mass of all V tokens, 1.
     mass = ranked.cumsum(-1)
-    total = mass[:, -1:].where(top_k > 0, 1.0)
+    total = torch.where(top_k > 0, mass[:, -1:], 1.0)
     ranked *= mass - ranked < top_p * total
     # 3) min-p keeps a token if it has at least min_p times the likeliest one's probability
     ranked *= ranked >= min_p * ranked[:, :1]
@@ -185,8 +192,9 @@ def draw(probs: Tensor, u: Tensor) -> Tensor:
     """
     mass = probs.cumsum(-1)
     total = mass[:, -1:]
-    # u * total may be rounded up to the total, which no id passes; then take the next float below.
-    target = torch.minimum(u[:, None].to(mass) * total, total * (1 - 2**-24))
+    target = u[:, None].to(mass) * total
+    # It may be rounded up to the total, which no id passes; then take the next float below.
+    target = torch.minimum(target, total * (1 - 2**-24))
     # In a row of NaN no id passes. A grammar can cause one by allowing only tokens of logit -inf.
     return torch.searchsorted(mass, target, right=True)[:, 0].clamp(max=probs.shape[-1] - 1)
 
@@ -215,21 +223,22 @@ def finite(logits: Tensor) -> Tensor:
     return logits.amax(-1).isfinite()
 
 
-def scored(logits: Tensor, ids: Ids, rows: Rows) -> list[Token]:
+def scored(logits: Tensor, ids: Ids, batch: Batch) -> list[Token]:
     """Add log-probabilities to token ids.
 
     Args:
         logits: (B, V), any float dtype.
         ids: the B tokens' ids.
-        rows: the B sequences that they belong to. params.logprobs says how many of the likeliest
+        batch: the B sequences that they belong to. params.logprobs says how many of the likeliest
             tokens are added; None: the token gets no log-probabilities.
 
     Returns:
         B tokens.
     """
-    counts = [row.params.logprobs for row in rows]
+    tokens = [Token(i) for i in ids]
+    counts = [sequence.params.logprobs for sequence in batch]
     if all(count is None for count in counts):
-        return [Token(i) for i in ids]
+        return tokens
     logprobs = logits.float().log_softmax(-1).clamp_(min=-9999)  # as vLLM: JSON has no infinity
     own = logprobs.gather(1, torch.tensor([ids], device=logits.device).t())  # (B, 1)
     k = min(20, logits.shape[-1])  # params.logprobs allows no more
@@ -237,24 +246,31 @@ def scored(logits: Tensor, ids: Ids, rows: Rows) -> list[Token]:
     # One copy to the host for all numbers, because each copy waits for the GPU to finish. float32
     # holds ids up to 2**24.
     numbers = torch.cat((own, best.values, best.indices), 1).tolist()  # (B, 1 + 2k)
-    tokens = []
-    for token_id, count, (logprob, *top) in zip(ids, counts, numbers, strict=True):
-        if count is None:
-            tokens.append(Token(token_id))
-        else:  # `top` has k log-probabilities, then their k ids
-            tokens.append(Token(token_id, logprob, tuple(zip(map(int, top[k:]), top[:count]))))
+    for b, (own_logprob, *both) in enumerate(numbers):
+        count = counts[b]
+        if count is not None:
+            top_ids = map(int, both[k:])
+            tokens[b] = Token(ids[b], own_logprob, tuple(zip(top_ids, both[:count])))
     return tokens
 
 
 # --- The same, sooner -----------------------------------------------------------------------------
 
 
-def likeliest(logits: Tensor) -> Ids:
-    """The id of each row's largest logit, the first of several that tie: (B, V) -> B ids."""
-    return logits.float().argmax(-1).tolist()  # argmax of bfloat16 takes three times as long
+def choose_ids_fast(logits: Tensor, batch: Batch) -> Ids:
+    """Do what choose_ids does. If all take the likeliest token, no distribution is needed; and a
+    CPU takes 8 rows at a time, so that their intermediate tensors stay in its cache."""
+    if all(sequence.takes_argmax for sequence in batch):
+        return logits.float().argmax(-1).tolist()  # argmax of bfloat16 takes three times as long
+    size = 8 if logits.is_cpu else len(batch)
+    ids = []
+    for start in range(0, len(batch), size):
+        rows = slice(start, start + size)
+        ids += choose_ids(logits[rows], batch[rows])
+    return ids
 
 
-SELECTED = 256  # tokens that keep_likeliest_fast sorts
+NUM_SELECTED = 256  # tokens that keep_likeliest_fast sorts
 
 
 def keep_likeliest_fast(probs: Tensor, params: list[SamplingParams]) -> Tensor:
@@ -264,19 +280,20 @@ def keep_likeliest_fast(probs: Tensor, params: list[SamplingParams]) -> Tensor:
     nearly always among the first few hundred. So only these are selected and sorted, and a row
     that turns out to need more goes through keep_likeliest.
     """
-    if probs.shape[1] <= SELECTED:
+    if probs.shape[1] <= NUM_SELECTED:
         return keep_likeliest(probs, params)
-    # Sort the selected ids first, so that the lower of two tied ids comes first, as in a stable
+    # 1) Sort the selected ids first, so that the lower of two tied ids comes first, as in a stable
     # sort of the whole vocabulary.
-    ids = probs.topk(SELECTED).indices.sort(-1).values
+    ids = probs.topk(NUM_SELECTED).indices.sort(-1).values
     ranked, order = probs.gather(1, ids).sort(dim=-1, descending=True, stable=True)
     ids = ids.gather(1, order)
+    # 2) Filter.
     filtered = filter_ranked(ranked, params)
     kept = torch.zeros_like(probs).scatter_(1, ids, filtered)
-    # If a token as unlikely as the last one selected is kept, there may be equally likely tokens
-    # that were not selected.
-    reaches_last = ((filtered > 0) & (ranked <= ranked[:, -1:])).any(-1).tolist()
-    again = [b for b, p in enumerate(params) if reaches_last[b] or p.top_k > SELECTED]
+    # 3) Sort all of a row that may keep more than these: by its top_k, or because it keeps one as
+    # unlikely as the last of them, to which others may be equal that were not selected.
+    keeps_last = ((filtered > 0) & (ranked <= ranked[:, -1:])).any(-1).tolist()
+    again = [b for b, p in enumerate(params) if keeps_last[b] or p.top_k > NUM_SELECTED]
     if again:
         kept[again] = keep_likeliest(probs[again], [params[b] for b in again])
     return kept
@@ -324,13 +341,12 @@ class Sequence:
         """
         context = max_seq_len or config.max_position_embeddings
         n = len(prompt_ids)
-        V = config.vocab_size
         if not 0 < n < context:
             way_out = "shorten it or raise --max-seq-len, --kv-memory" if n else "give it some text"
             raise SettingError("prompt", f"has {n} tokens, context is {context}: {way_out}")
-        check_ids("prompt", prompt_ids, V)
-        check_ids("logit_bias", params.logit_bias, V)
-        check_ids("stop_token_ids", params.stop_token_ids, V)
+        check_ids("prompt", prompt_ids, config.vocab_size)
+        check_ids("logit_bias", params.logit_bias, config.vocab_size)
+        check_ids("stop_token_ids", params.stop_token_ids, config.vocab_size)
         self.ids = list(prompt_ids)
         self.prompt_len = n
         self.max_len = min(context, n + params.max_tokens)
@@ -388,9 +404,11 @@ class Sequence:
         if self.history:
             self.history.append(token.id)
         reason = self._reason_to_stop(token.id)
-        is_text = token.id not in self.end_ids and reason != "error"
+        # What ends a text is no part of it, nor is a token that the structure does not allow.
+        has_text = token.id not in self.end_ids and reason != "error"
+        shown_id = token.id if has_text else None
         can_stop = len(self.ids) > self.prompt_len + self.params.min_tokens
-        text, stopped = self._stream.push(token.id if is_text else None, bool(reason), can_stop)
+        text, stopped = self._stream.push(shown_id, bool(reason), can_stop)
         self.tokens.append(token._replace(text=text))
         self.times.append(time.perf_counter())
         self.finish_reason = "stop" if stopped else reason

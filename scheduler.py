@@ -27,7 +27,7 @@ engine's last file. The techniques come next, each on its own: quantize.py, spec
 
 import itertools
 from bisect import insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,28 +84,19 @@ class Job(Sequence):
 
     Attributes:
         table: its blocks; empty while it waits.
-        num_scheduled: how many tokens it may run in this step: known ones that are not in the cache
-            yet, then guesses. It keeps the last step's number; 0: it has never run.
+        num_scheduled: how many tokens it may run in this step, or could in its last one: known ones
+            that are not in the cache yet, then guesses.
         guess: the tokens that are guessed to follow, in this step.
-        cached: how many of the prompt's tokens were found in the prefix cache.
+        cached: how many tokens were found in the prefix cache when it began to run.
     """
 
     def __init__(self, request: Request, *args: Any) -> None:
         super().__init__(*args)
         self.request = request
         self.table = BlockTable(chain=[request.cache_salt])
+        self.num_scheduled = 0
         self.guess = Guess()
-        self.num_scheduled = self.cached = 0
-
-    @property
-    def scores_prompt(self) -> bool:
-        """Whether its prompt is being run and needs log-probabilities."""
-        return self.params.prompt_logprobs and self.params.logprobs is not None and not self.tokens
-
-    @property
-    def findable(self) -> Ids:
-        """The ids to look for in the prefix cache, which has no logits of what it finds."""
-        return [] if self.scores_prompt else self.ids
+        self.cached = 0
 
     @property
     def num_guesses(self) -> int:
@@ -117,8 +108,13 @@ class Job(Sequence):
         """What it runs in this step: known tokens that are not in the cache, then guesses."""
         start = self.table.length
         ids = self.ids[start : start + self.num_scheduled] + self.guess.ids
-        wanted = len(ids) if self.scores_prompt else 1 + len(self.guess.ids)
-        return Row(self.table.blocks, start, ids, wanted)
+        num_logits = len(ids) if self.scores_prompt else 1 + len(self.guess.ids)
+        return Row(self.table.blocks, start, ids, num_logits)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether its prompt is being run and needs log-probabilities."""
+        return self.params.prompt_logprobs and self.params.logprobs is not None and not self.tokens
 
 
 def place_in_line(job: Job) -> tuple[int, int]:
@@ -143,20 +139,16 @@ class Proposer:
             and how many were accepted.
     """
 
+    k: int = 0
     models: tuple[Transformer, ...] = ()
     runners: tuple[Runner, ...] = ()
-
-    def __init__(self, k: int = 0) -> None:
-        """Raises SettingError if k is out of range."""
-        self.k = check("speculate", k, int, 0, 64)
-        self.offered = [0] * k
-        self.accepted = [0] * k
+    offered: Collection[int] = ()
+    accepted: Collection[int] = ()
 
     def count(self, job: Job) -> int:
         """How many tokens to guess. The number depends on the job alone. So the random numbers that
         it uses, and with them its tokens, do not depend on its neighbours."""
-        room = job.max_len - len(job.ids) - 1  # one token comes after the guesses
-        return min(self.k, room) if job.tokens else 0
+        return 0
 
     def propose(self, jobs: list[Job]) -> None:
         """Fill each job's `guess`, which is empty, with up to `num_guesses` tokens that may follow.
@@ -171,15 +163,8 @@ class Proposer:
         return [[token] for token in sample(logits, jobs)]
 
     def summary(self) -> str:
-        """Describe how many guesses were accepted, in one line; k must not be 0."""
-        times = self.offered[0]
-        if not times:
-            return "0 times guessed"
-        rates = " ".join(f"{a / n:.0%}" for a, n in zip(self.accepted, self.offered) if n)
-        return (
-            f"{times} times guessed, {sum(self.accepted) / times:.2f} accepted on average "
-            f"(by position: {rates})"
-        )
+        """Describe in one line how many guesses were accepted."""
+        return "there were no guesses"
 
 
 # --- The engine -----------------------------------------------------------------------------------
@@ -188,7 +173,7 @@ class Proposer:
 # A step runs at most this many tokens of prompts that need log-probabilities, or one of each such
 # prompt. Each token needs its logits. For 256 tokens and a vocabulary of 150,000 the logits would
 # take 154 MB, and a copy as much again.
-SCORED = 64
+MAX_SCORED = 64
 
 # What the engine counts, under vLLM's names where vLLM counts the same.
 STATS = ("engine_steps", "num_preemptions", "generation_tokens", "computed_tokens",
@@ -256,7 +241,7 @@ class Engine:
         size = limits.block_size
         if num_blocks is None:
             models = [model, *self.proposer.models]
-            num_logits = needed + SCORED  # at most, in a step
+            num_logits = needed + MAX_SCORED  # at most, in a step
             affordable = affordable_blocks(models, limits, budget, num_logits)
             num_blocks = min(affordable, self.max_num_seqs * -(-self.max_seq_len // size))
         self.pool = BlockPool(num_blocks, size)
@@ -373,7 +358,7 @@ class Engine:
         batch.sort(key=run_order)
         rows = [job.row for job in batch]
         logits = self.runner.forward(rows)  # (R, V)
-        sizes = [row.wanted for row in rows]
+        sizes = [row.num_logits for row in rows]
         # 4) end the requests whose logits are NaN or infinite
         failed = self._end_broken(batch, finite(logits).cpu().split(sizes))
         # 5) record what has run, and find the jobs that draw a token now
@@ -386,7 +371,7 @@ class Engine:
         self.ran = {job: len(row.ids) for job, row in zip(batch, rows)}
         self.stats["engine_steps"] += 1
         self.stats["computed_tokens"] += sum(self.ran.values())
-        return list(dict.fromkeys([job.request for job in jobs] + failed))
+        return list(dict.fromkeys([job.request for job in jobs] + failed))  # each once
 
     def schedule(self) -> list[Job]:
         """Choose the jobs of this step, set their `num_scheduled`, and find room for them."""
@@ -394,42 +379,41 @@ class Engine:
         is_decoding = any(job.tokens for job in self.running)
         budget = self.small_budget if is_decoding else self.max_num_batched_tokens
         batch: list[Job] = []
-        # 1) the running jobs, in line. If blocks are short, the last in line gives its own back, so
-        # `running` shrinks at its end while `batch` grows.
-        num_running = len(self.running)
+        # 1) the running jobs, in line. Each that is later in line keeps a share of the budget. If
+        # blocks are short, the last in line gives its own back, so `running` shrinks at its end
+        # while `batch` grows.
+        num_preempted = 0
         while len(batch) < len(self.running):
-            job = self.running[len(batch)]  # the next in line
-            later = len(self.running) - len(batch) - 1  # each of these keeps a share of the budget
-            count = self._share(job, budget - later * (1 + self.proposer.k), batch)
-            if self._has_room(job, count):
-                self._allocate(job, count)
-                budget -= count
+            job = self.running[len(batch)]
+            num_later = len(self.running) - len(batch) - 1
+            num_tokens = self._num_to_run(job, budget - num_later * (1 + self.proposer.k), batch)
+            if self._allocate(job, num_tokens):
+                budget -= num_tokens
                 batch.append(job)
             else:
                 self._preempt_last()  # perhaps this job itself, which then is the last
+                num_preempted += 1
         # 2) the waiting jobs, while there are budget and blocks, but not after a preemption
-        preempted = len(self.running) < num_running
-        while self.waiting and len(self.running) < self.max_num_seqs and not preempted:
+        while self.waiting and len(self.running) < self.max_num_seqs and not num_preempted:
             job = self.waiting[0]
-            self.pool.reuse(job.table, job.findable)
-            found = job.table.length
-            count = self._share(job, budget, batch)
-            if not count or not self._has_room(job, count):
+            ids = [] if job.scores_prompt else job.ids  # what is found there has no logits
+            self.pool.reuse(job.table, ids)
+            num_cached = job.table.length
+            num_tokens = self._num_to_run(job, budget, batch)
+            is_new = not job.num_scheduled  # it has never run
+            if not num_tokens or not self._allocate(job, num_tokens):
                 self.pool.free(job.table)  # gives back what reuse() took
                 break
-            is_new = not job.num_scheduled
-            self._allocate(job, count)
-            budget -= count
+            budget -= num_tokens
             insort(self.running, self.waiting.pop(0), key=place_in_line)
             batch.append(job)
-            # what the prefix cache saved
-            self.stats["prefix_cache_queries"] += len(job.findable)
-            self.stats["prefix_cache_hits"] += found
+            self.stats["prefix_cache_queries"] += len(ids)
+            self.stats["prefix_cache_hits"] += num_cached
             if is_new:
-                job.cached = found
+                job.cached = num_cached
         return sorted(batch, key=run_order)
 
-    def _share(self, job: Job, budget: int, batch: list[Job]) -> int:
+    def _num_to_run(self, job: Job, budget: int, batch: list[Job]) -> int:
         """How many tokens a job runs in this step, within the budget.
 
         A job runs with all of its guesses or with none, so that their number depends on the job
@@ -438,24 +422,25 @@ class Engine:
         """
         if job.scores_prompt:
             taken = sum(each.num_scheduled for each in batch if each.scores_prompt)
-            budget = min(budget, max(1, SCORED - taken))
+            budget = min(budget, max(1, MAX_SCORED - taken))
         known = len(job.ids) - job.table.length
         guesses = self.proposer.count(job)
         if known + guesses <= budget:
             return known + guesses
         return min(known - 1, budget)
 
-    def _has_room(self, job: Job, count: int) -> bool:
-        """Whether there are blocks for the next tokens of a job."""
-        return self.pool.cost(job.table, job.table.length + count) <= len(self.pool.available)
-
-    def _allocate(self, job: Job, count: int) -> None:
-        """Let a job run so many tokens in this step, and give it blocks for them."""
-        job.num_scheduled = count
-        copies = self.pool.grow(job.table, job.table.length + count)
+    def _allocate(self, job: Job, num_tokens: int) -> bool:
+        """Let a job run so many tokens in this step, and give it blocks for them. Returns False if
+        there are too few blocks."""
+        end = job.table.length + num_tokens
+        if self.pool.cost(job.table, end) > len(self.pool.available):
+            return False
+        job.num_scheduled = num_tokens
+        copies = self.pool.grow(job.table, end)
         if copies:
             for runner in (self.runner, *self.proposer.runners):
                 runner.copy_blocks(copies)
+        return True
 
     def _preempt_last(self) -> None:
         """Take back the blocks of the last in line, which waits to be computed again."""
@@ -475,44 +460,46 @@ class Engine:
             self.abort(request, "error")
         return broken
 
-    def _ready(self, batch: list[Job], parts: tuple) -> tuple[list[Job], Tensor]:
+    def _ready(self, batch: list[Job], split_logits: tuple) -> tuple[list[Job], Tensor]:
         """Record that the jobs' rows have run, and find those whose next token can be drawn.
 
         Args:
-            parts: the logits of each job's row.
+            split_logits: for each job, those of its row.
 
         Returns:
             The jobs whose known tokens have all run, and their logits: for each job those after its
             last known token and after each guess, (R, V).
         """
-        jobs: list[Job] = []
-        wanted = [parts[0][:0]]  # for torch.cat, where no job is ready
-        for job, part in zip(batch, parts):
+        ready: list[Job] = []
+        wanted = [split_logits[0][:0]]  # an empty one, as torch.cat needs at least one
+        for job, logits in zip(batch, split_logits):
             if job.finish_reason:  # its logits, or those of another output, were NaN
                 continue
             if job.scores_prompt:
-                self._score_prompt(job, part)
+                self._score_prompt(job, logits)
             # The guesses are not committed.
             end = min(job.table.length + job.num_scheduled, len(job.ids))
             self.pool.commit(job.table, job.ids, end)
-            if end == len(job.ids):
-                drawing = [job]
-                if not job.tokens:  # the prompt has been computed, and the other outputs begin
-                    drawing = self._fork(job)
-                jobs += drawing
-                wanted += [part[-1 - len(job.guess.ids) :]] * len(drawing)
-        return jobs, torch.cat(wanted)
+            if end < len(job.ids):  # the rest of a prompt comes in a later step
+                continue
+            # When a prompt has been computed, all outputs of its request begin.
+            outputs = [job] if job.tokens else self._fork(job)
+            for output in outputs:
+                ready.append(output)
+                wanted.append(logits[-1 - len(job.guess.ids) :])
+        return ready, torch.cat(wanted)
 
     def _fork(self, job: Job) -> list[Job]:
         """Let the other outputs of a request begin, once its prompt has been computed. They share
         its blocks. Returns all outputs."""
         for other in job.request.outputs[1:]:
-            # An output beyond max_num_seqs gets this first token too, then waits without blocks.
+            line = (
+                self.waiting
+            )  # an output beyond max_num_seqs gets this first token too, then waits
             if len(self.running) < self.max_num_seqs:
                 other.table = self.pool.fork(job.table)
-                insort(self.running, other, key=place_in_line)
-            else:
-                insort(self.waiting, other, key=place_in_line)
+                line = self.running
+            insort(line, other, key=place_in_line)
         return job.request.outputs
 
     def _append(self, job: Job, tokens: list[Token]) -> None:

@@ -49,8 +49,11 @@ def check(name: str, value: Any, kind: Any, *bounds: float) -> Any:
     Raises:
         SettingError: the value has another type or is out of bounds.
     """
-    limits = (*bounds, 2**31)[:2] if bounds else RANGES.get(kind)
+    if len(bounds) == 1:
+        bounds = (*bounds, 2**31)
+    limits = bounds or RANGES.get(kind)
     types = int | float if kind is float else kind
+    # To Python, True is an int.
     is_kind = isinstance(value, types) and isinstance(value, bool) == (kind is bool)
     if is_kind and (value is None or not limits or limits[0] <= value <= limits[1]):
         return value
@@ -64,8 +67,8 @@ def supported(name: str, value: Any, *known: Any) -> Any:
     None, "", [] and {} mean that a setting is left out, so the list does not contain them.
     """
     if value not in known:
-        names = ", ".join(sorted({str(each) for each in known if each or each is False}))
-        way_out = f"supported: {names}" if names else "leave it out"
+        names = sorted({str(each) for each in known if each or each is False})
+        way_out = f"supported: {', '.join(names)}" if names else "leave it out"
         raise SettingError(name, f"{value!r:.100} is not supported; {way_out}")
     return value
 
@@ -98,8 +101,9 @@ def check_fields(settings: Any) -> None:
         value = getattr(settings, f.name)
         if f.type in (*RANGES, bool, list):
             check(f.name, value, f.type, *f.metadata.get("range", ()))
-        # Without choices, every value that has passed the check above is accepted.
-        supported(f.name, value, *f.metadata.get("flag", {}).get("choices", [value]), f.default)
+        choices = f.metadata.get("flag", {}).get("choices")
+        if choices:
+            supported(f.name, value, *choices, f.default)
 
 
 def check_items(name: str, values: Any, kind: Any, *each: Any, max_len: int = 1024) -> tuple:
@@ -169,18 +173,15 @@ def read_optional(path: Path) -> JSON:
 
 
 def without_nulls(raw: JSON) -> JSON:
-    """Drop the names whose value is null. In a request, null means that a field is left out. In
-    load_config, where the file's values come after the family's, a null also removes the family's
-    default (in Mistral, the sliding window)."""
+    """Drop the names whose value is null, which means that a setting is left out."""
     return {name: value for name, value in raw.items() if value is not None}
 
 
 # --- What a request may set -----------------------------------------------------------------------
 
 
-# Settings that `shaping` leaves out: temperature and structured_outputs, which the sampler handles
-# separately, and those that do not change the distribution. A new setting counts as shaping unless
-# it is added here, so the sampler cannot skip it by mistake.
+# Settings that are not among SamplingParams.shaping: those that do not change the distribution, and
+# temperature and structured_outputs, which the sampler handles separately.
 NOT_SHAPING = {
     "temperature", "seed", "n", "max_tokens", "logprobs", "prompt_logprobs", "stop",
     "stop_token_ids", "ignore_eos", "structured_outputs",
@@ -242,8 +243,8 @@ class SamplingParams:
         for i, bias in self.logit_bias.items():
             check(f"logit_bias[{i}]", bias, float, -100, 100)
 
-    # The settings that differ from their defaults, by what they do. A setting that is in none of
-    # the sets above counts as an adjustment and as a filter, so the sampler cannot skip it.
+    # The settings that differ from their defaults, by what they do. A new setting, which is in none
+    # of the sets above, counts as an adjustment and as a filter, so the sampler cannot skip it.
 
     @property
     def shaping(self) -> set[str]:
@@ -288,7 +289,8 @@ class Limits:
     max_seq_len: int | None = setting(None, "tokens of prompt and output (default: the model's)", 2)
     max_num_seqs: int = setting(64, "sequences that run at once")
     max_num_batched_tokens: int | None = setting(None, "most tokens in a step (docs/serving.md)")
-    # Unless that is set: prompt tokens in a step in which others decode; None: as in any step.
+    # Unless max_num_batched_tokens is set: how many prompt tokens run in a step in which other
+    # sequences decode; None: as many as in any step.
     small_chunk: int | None = None
     kv_memory: float = setting(
         0.5, "memory for the cache: bytes (4e9), or a share of the free memory if below 1"
@@ -317,7 +319,9 @@ class EngineArgs(Limits):
     attention: str = setting(
         "copy", "how to read the cache's blocks: copy, or flex on a GPU", choices=("copy", "flex")
     )
-    compile: bool = setting(False, "start slower, run faster (README)", action="store_true")
+    compile: bool = setting(
+        False, "start slower, run faster (docs/quantisation.md)", action="store_true"
+    )
     threads: int | None = setting(
         None,
         "CPU threads (default: $OMP_NUM_THREADS; else 1 for weights below 32 MB, or all cores)",
@@ -325,7 +329,7 @@ class EngineArgs(Limits):
         1024,
     )
     draft_checkpoint: Path | None = setting(None, "a small model that guesses tokens")
-    speculate: int | None = setting(None, "tokens to guess in a step (README)", 0, 64)
+    speculate: int | None = setting(None, "tokens to guess in a step (docs/quantisation.md)", 0, 64)
 
 
 def add_flags(parser: Any, settings: type, **aliases: str) -> None:
@@ -336,9 +340,13 @@ def add_flags(parser: Any, settings: type, **aliases: str) -> None:
     """
     for f in fields(settings):
         if "flag" in f.metadata:
-            names = ["--" + f.name.replace("_", "-"), aliases.get(f.name)]
-            kind = {} if f.type is bool else dict(type=(get_args(f.type) or [f.type])[0])
-            parser.add_argument(*filter(None, names), **f.metadata["flag"], **kind)
+            names = ["--" + f.name.replace("_", "-")]
+            if f.name in aliases:
+                names.append(aliases[f.name])
+            flag = dict(f.metadata["flag"])
+            if f.type is not bool:
+                flag["type"] = (get_args(f.type) or [f.type])[0]  # int also for int | None
+            parser.add_argument(*names, **flag)
 
 
 def given(settings: type, args: Any) -> JSON:

@@ -21,7 +21,6 @@ DraftModel.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,7 +30,7 @@ from model import Transformer
 from paged import Row
 from sampling import Token, distribution, draw, scored
 from scheduler import Guess, Job, Proposer
-from settings import supported
+from settings import check, supported
 
 # Each seed has one stream of random numbers, and each purpose takes its numbers from a range of its
 # own. The tokens use the places from 0, one each, and a text has at most 2**31 tokens. The ranges
@@ -50,7 +49,8 @@ def accept(p: Tensor, chances: Tensor, guess: Guess, u: Tensor) -> tuple[int, Te
 
     Args:
         p: (k + 1, V), the model's distribution after the last known token and after each guess.
-        chances: (k + 1,) on the CPU, p of each guess. The last is not read.
+        chances: (k + 1,), p of each guess, on the CPU, because to read them one by one from p would
+            make the host wait for a GPU each time. The last is not read.
         guess: k ids, and how they were drawn.
         u: (k + 1,) on the CPU, uniform in [0, 1). The last is not read.
 
@@ -63,36 +63,55 @@ def accept(p: Tensor, chances: Tensor, guess: Guess, u: Tensor) -> tuple[int, Te
         out with probability 0.8 * 0.625 = 0.5.
     """
     for n, x in enumerate(guess.ids):
-        if u[n] * guess.q[n] >= chances[n]:
+        if u[n] * guess.q[n] >= chances[n]:  # x is refused
             q = guess.probs[n] if guess.probs else 0
             rest = (p[n] - q).clamp(min=0)
-            rest[x] = 0  # p(x) < q(x) here; a guess without probs was certain, so q(x) was 1
-            return n, torch.where(rest.any(), rest, p[n])  # rounding can leave nothing of p - q
+            # Here p(x) < q(x). A guess that was certain has no probs: q(x) was 1, and q else 0.
+            rest[x] = 0
+            # Rounding can leave nothing of p - q.
+            return n, torch.where(rest.any(), rest, p[n])
     return len(guess.ids), p[-1]
 
 
 class Guesser(Proposer):
-    """The verification that all guessers share."""
+    """What all guessers share: how many guesses a job gets, and their verification."""
+
+    def __init__(self, k: int) -> None:
+        """Raises SettingError if k is out of range."""
+        self.k = check("speculate", k, int, 0, 64)
+        self.offered: list[int] = [0] * k
+        self.accepted: list[int] = [0] * k
+
+    def count(self, job: Job) -> int:
+        """How many tokens to guess; see scheduler.Proposer.count."""
+        room = job.max_len - len(job.ids) - 1  # one token comes after the guesses
+        return min(self.k, room) if job.tokens else 0
 
     def verify(self, logits: Tensor, jobs: list[Job]) -> list[list[Token]]:
         """Accept guesses and add one token to each job; see scheduler.Proposer.verify."""
         if not any(job.guess.ids for job in jobs):
             return super().verify(logits, jobs)  # the same, sooner
-        # 1) The model's distribution at each guess, as if all guesses before it were accepted.
+        # 1) Compute the model's distribution at each guess, as if all guesses before it were
+        # accepted, and once more after the last guess. `ids` has a 0 there, which is not used.
         sizes = [len(job.guess.ids) + 1 for job in jobs]
         ahead = []
+        ids = []
         for job, size in zip(jobs, sizes):
             ahead += [job.ahead(job.guess.ids[:i]) for i in range(size)]
+            ids += [*job.guess.ids, 0]
         p = distribution(logits, ahead)  # (R, V)
-        # 2) Accept. accept() does not read the numbers after a job's last guess.
-        ids = torch.tensor([[x] for job in jobs for x in (*job.guess.ids, 0)], device=p.device)
-        chances = p.gather(1, ids).flatten().cpu().split(sizes)
-        u = torch.tensor([row.uniform(ACCEPT) for row in ahead], dtype=torch.float64).split(sizes)
-        guesses = [job.guess for job in jobs]
-        decided = map(accept, p.split(sizes), chances, guesses, u)
-        accepted, rest = zip(*decided)  # for each job: how many, and what the next is drawn from
-        for job, count in zip(jobs, accepted):  # for summary()
-            for i in range(len(job.guess.ids)):
+        chances = p.gather(1, torch.tensor(ids, device=p.device)[:, None])  # (R, 1)
+        chances = chances.flatten().cpu()  # one read by the host for all jobs
+        u = torch.tensor([row.uniform(ACCEPT) for row in ahead], dtype=torch.float64)
+        # 2) Accept.
+        accepted = []  # for each job, how many guesses
+        rest = []  # for each job, what the token after them is drawn from
+        parts = zip(jobs, p.split(sizes), chances.split(sizes), u.split(sizes))
+        for job, job_p, job_chances, job_u in parts:
+            count, remaining = accept(job_p, job_chances, job.guess, job_u)
+            accepted.append(count)
+            rest.append(remaining)
+            for i in range(len(job.guess.ids)):  # for summary()
                 self.offered[i] += 1
                 self.accepted[i] += i < count
         # 3) Draw one more token for each job, by the random number that plain decoding would use.
@@ -105,14 +124,25 @@ class Guesser(Proposer):
             results.append(scored(part[: count + 1], kept, [job] * len(kept)))
         return results
 
+    def summary(self) -> str:
+        """Describe in one line how many guesses were accepted; k must not be 0."""
+        times = self.offered[0]
+        if not times:
+            return "0 times guessed"
+        rates = " ".join(f"{a / n:.0%}" for a, n in zip(self.accepted, self.offered) if n)
+        return (
+            f"{times} times guessed, {sum(self.accepted) / times:.2f} accepted on average "
+            f"(by position: {rates})"
+        )
+
 
 @dataclass
-class Lookup:
-    """What is known of one job's guesses.
+class NGramState:
+    """What NGram remembers of one job.
 
     Attributes:
         text: the job's ids, one character each.
-        guess: what was guessed last.
+        guess: what was guessed last, as characters.
         pause: how many tokens the job waited after its last wrong guess.
         start: how long the text must be for the next guess.
     """
@@ -140,29 +170,31 @@ class NGram(Guesser):
     cost up to a quarter of the speed, so a job whose guesses fail pauses: after a guess of which
     nothing was right for 1 token, after the next one for 2, then for 4 each time. A guess that is
     right as a whole ends this. All of it depends on the job's own text, not on its neighbours.
-
-    Attributes:
-        lookups: each job's record, which is removed when the job is no longer in use.
     """
 
-    lookups: ClassVar[WeakKeyDictionary] = WeakKeyDictionary()
+    def __init__(self, k: int) -> None:
+        super().__init__(k)
+        self.states: WeakKeyDictionary = WeakKeyDictionary()  # job -> NGramState, while it lives
 
     def propose(self, jobs: list[Job]) -> None:
         for job in jobs:
-            known = self.lookups.setdefault(job, Lookup())
+            state = self.states.setdefault(job, NGramState())
             # Python has about 2**20 characters. Two ids that share one can only cause a bad guess.
-            new = "".join(chr(i % 2**20) for i in job.ids[len(known.text) :])
-            known.text += new
+            new_ids = job.ids[len(state.text) :]
+            new = "".join(chr(i % 2**20) for i in new_ids)
+            state.text += new
             # 1) Judge the last guess by the tokens that came since.
-            if known.guess and new.startswith(known.guess):
-                known.pause = 0
-            elif known.guess and not new.startswith(known.guess[0]):
-                known.pause = min(max(1, 2 * known.pause), LONGEST_PAUSE)
-                known.start = len(known.text) + known.pause
+            if state.guess and new.startswith(state.guess):  # all of it was right
+                state.pause = 0
+            elif state.guess and not new.startswith(state.guess[0]):  # nothing was
+                state.pause = min(max(1, 2 * state.pause), LONGEST_PAUSE)
+                state.start = len(state.text) + state.pause
             # 2) Guess, unless the job pauses.
-            count = guesses_left(job) if len(known.text) >= known.start else 0
-            known.guess = lookup(known.text, count)
-            job.guess = Guess([*map(ord, known.guess)], [1.0] * len(known.guess))
+            state.guess = ""
+            if len(state.text) >= state.start:
+                state.guess = lookup(state.text, guesses_left(job))
+            ids = [ord(character) for character in state.guess]
+            job.guess = Guess(ids, [1.0] * len(ids))
 
 
 def lookup(text: str, count: int, longest: int = 3) -> str:
@@ -179,7 +211,7 @@ def lookup(text: str, count: int, longest: int = 3) -> str:
     Example: "abcxbc", count 2: the last two, "bc", occurred before "xb", which is returned
     """
     for n in range(longest, 0, -1):
-        at = text.rfind(text[-n:], 0, -1)
+        at = text.rfind(text[-n:], 0, -1)  # it must end before the text does
         if at >= 0:
             return text[at + n : at + n + count]
     return ""
@@ -208,31 +240,33 @@ class DraftModel(Guesser):
         self.models = (draft,)
 
     def propose(self, jobs: list[Job]) -> None:
-        # Where each job's next row begins. The first row begins one token early: if all guesses of
-        # the last step were accepted, the draft has not run the last of them. Otherwise that token
-        # is written a second time, the same but for rounding.
-        starts = {job: max(job.table.length - 1, 0) for job in jobs}
-        while starts and self.k:
-            # 1) Run what the draft's cache lacks: in the first round known tokens, later a guess.
-            rows = []
-            for job, start in starts.items():
-                known = job.ids[start : job.table.length + job.num_scheduled]
-                rows.append(Row(job.table.blocks, start, known + job.guess.ids[-1:]))
-            logits = self.runners[0].forward(rows)  # (rows, V)
+        if not self.k:
+            return
+        # A job's first row is its known tokens that the draft's cache lacks. It begins one token
+        # early: if all guesses of the last step were accepted, the draft has not run the last of
+        # them. Otherwise that token is written a second time, the same but for rounding.
+        rows = {}
+        for job in jobs:
+            start = max(job.table.length - 1, 0)
+            known = job.ids[start : job.table.length + job.num_scheduled]
+            rows[job] = Row(job.table.blocks, start, known)
+        while rows:
+            # 1) Run.
+            logits = self.runners[0].forward([*rows.values()])  # (rows, V)
             # 2) Draw one guess for each job that may have another, by the job's own settings.
-            wanted = {job: i for i, job in enumerate(starts) if guesses_left(job)}
-            if not wanted:
+            guessing = {job: i for i, job in enumerate(rows) if guesses_left(job)}
+            if not guessing:  # as while prompts are computed
                 return
-            ahead = [job.ahead(job.guess.ids) for job in wanted]
-            q = distribution(logits[[*wanted.values()]], ahead)
+            ahead = [job.ahead(job.guess.ids) for job in guessing]
+            q = distribution(logits[[*guessing.values()]], ahead)  # (rows that guess, V)
             u = torch.tensor([row.uniform(GUESS) for row in ahead])
             ids = draw(q, u)[:, None]  # (rows that guess, 1)
             # All numbers are read at once, as each read makes the host wait for a GPU. float32
             # holds ids up to 2**24 exactly.
             drawn = torch.cat((ids.float(), q.gather(1, ids)), 1).tolist()
             # 3) Keep the guesses. If a job may have one more, this guess is its next row.
-            starts = {}
-            for job, (token_id, chance), probs in zip(wanted, drawn, q):
+            rows = {}
+            for job, (token_id, chance), probs in zip(guessing, drawn, q):
                 # The chance is NaN where the draft's logits are NaN. That job stops guessing.
                 if chance > 0:
                     guess = job.guess
@@ -240,7 +274,8 @@ class DraftModel(Guesser):
                     guess.q.append(chance)
                     guess.probs.append(probs)
                     if guesses_left(job):
-                        starts[job] = len(job.ids) + len(guess.ids) - 1
+                        start = len(job.ids) + len(guess.ids) - 1
+                        rows[job] = Row(job.table.blocks, start, guess.ids[-1:])
 
 
 def guesses_left(job: Job) -> int:

@@ -22,21 +22,6 @@ from model import Config
 from settings import JSON, SettingError, check, supported
 from tokenizer import Ids, Tokenizer
 
-# The white space allowed in JSON. Without a limit, a weak model writes spaces until max_tokens.
-SPACES: Any = {"whitespace_pattern": "( |\n {0,20})?"}
-# The longest schema, regex, choice or grammar, in characters. That is enough for a choice among
-# 10,000 words, which compiles in a tenth of a second.
-MAX_LENGTH = 2**18
-# All patterns inside an allOf must hold at once. To find out whether any text can satisfy 16 of
-# them takes a second, and each further pattern triples the time. To be on the safe side, all
-# patterns of a schema that contains an allOf are counted, wherever they are.
-MAX_PATTERNS = 14
-# In a regex, as in a schema's pattern, these mean ASCII, as in vLLM.
-ASCII = dict(d="[0-9]", w="[0-9A-Za-z_]", s=r"[ \t\n\r\f\v]",
-             D="[^0-9]", W="[^0-9A-Za-z_]", S=r"[^ \t\n\r\f\v]")  # fmt: skip
-# GPT-2's spelling of bytes as characters: printable bytes stay, the others are numbered from 256.
-BYTE_LEVEL = dict(enumerate([*range(33), *range(127, 161), 173], 256))
-
 
 def make_matcher(tokenizer: Tokenizer, config: Config, constraint: JSON) -> Any:
     """Compile SamplingParams.structured_outputs into a llguidance.LLMatcher.
@@ -55,20 +40,11 @@ def make_matcher(tokenizer: Tokenizer, config: Config, constraint: JSON) -> Any:
     """
     try:
         import llguidance  # here: the package is an extra
-
-        kinds = dict(json=dict | str, regex=str, choice=list, grammar=str)
-        kind = supported("the key", " and ".join(check("it", constraint, dict)), *kinds)
-        text = check(kind, constraint[kind], kinds[kind])
-        if text == []:
-            raise ValueError("the choice is empty")
-        if kind == "regex":
-            text = re.sub(r"\\(.)", lambda found: ASCII.get(found[1], found[0]), text)
-        if not isinstance(text, str):
-            # llguidance crashes on an object that is nested too deeply. json.dumps raises.
-            text = json.dumps(text, ensure_ascii=False)
-        check("its length", len(text), int, 0, MAX_LENGTH)
-        patterns = text.count('"pattern"') if "allOf" in text else 0
-        check("the number of patterns beside an allOf", patterns, int, 0, MAX_PATTERNS)
+    except ImportError as error:
+        way_out = 'needs llguidance: pip install -e ".[structured]"'
+        raise SettingError("structured_outputs", way_out) from error
+    try:
+        kind, text = read_constraint(constraint)
         if kind == "json":
             grammar = llguidance.LLMatcher.grammar_from_json_schema(text, SPACES)
         else:
@@ -81,13 +57,55 @@ def make_matcher(tokenizer: Tokenizer, config: Config, constraint: JSON) -> Any:
         # also prepares a regex as far as a million units of fuel go, which takes a second and
         # 200 MB for (a{1000}){1000}; 100,000 units take a twentieth.
         limits = llguidance.LLParserLimits(max_items_in_row=MAX_LENGTH, initial_lexer_fuel=100_000)
-        compiled = llguidance.LLMatcher(trie, grammar, log_level=0, limits=limits)
-        compiled.compute_logit_bias()  # a constraint that no token can begin fails here
-        if compiled.is_error():
-            raise ValueError(compiled.get_error())
+        matcher = llguidance.LLMatcher(trie, grammar, log_level=0, limits=limits)
+        matcher.compute_logit_bias()  # a constraint that no token can begin fails here
+        if matcher.is_error():
+            raise ValueError(matcher.get_error())
     except Exception as error:  # compilers raise anything for a bad schema
         raise SettingError("structured_outputs", f"cannot be used: {error}") from error
-    return compiled
+    return matcher
+
+
+# --- The constraint -------------------------------------------------------------------------------
+
+KINDS: JSON = dict(json=dict | str, regex=str, choice=list, grammar=str)  # key -> type of its value
+# The white space allowed in JSON. Without a limit, a weak model writes spaces until max_tokens.
+SPACES: Any = {"whitespace_pattern": "( |\n {0,20})?"}
+# In a regex, as in a schema's pattern, these mean ASCII, as in vLLM.
+ASCII = dict(d="[0-9]", w="[0-9A-Za-z_]", s=r"[ \t\n\r\f\v]",
+             D="[^0-9]", W="[^0-9A-Za-z_]", S=r"[^ \t\n\r\f\v]")  # fmt: skip
+# The longest schema, regex, choice or grammar, in characters. That is enough for a choice among
+# 10,000 words, which compiles in a tenth of a second.
+MAX_LENGTH = 2**18
+# All patterns inside an allOf must hold at once. To find out whether any text can satisfy 16 of
+# them takes a second, and each further pattern triples the time. To be on the safe side, all
+# patterns of a schema that contains an allOf are counted, wherever they are.
+MAX_PATTERNS = 14
+
+
+def read_constraint(constraint: JSON) -> tuple[Any, str]:
+    """Check a constraint, and return its key and its value as a text for the compiler.
+
+    Raises:
+        ValueError: it has not one of the keys, a value of another type, or is too large.
+    """
+    keys = " and ".join(check("it", constraint, dict))  # two keys are an unknown one
+    kind = supported("the key", keys, *KINDS)
+    text = check(kind, constraint[kind], KINDS[kind])
+    if text == []:
+        raise ValueError("the choice is empty")
+    if kind == "regex":
+        text = re.sub(r"\\(.)", lambda found: ASCII.get(found[1], found[0]), text)
+    if not isinstance(text, str):
+        # llguidance crashes on an object that is nested too deeply. json.dumps raises.
+        text = json.dumps(text, ensure_ascii=False)
+    check("its length", len(text), int, 0, MAX_LENGTH)
+    patterns = text.count('"pattern"') if "allOf" in text else 0
+    check("the number of patterns beside an allOf", patterns, int, 0, MAX_PATTERNS)
+    return kind, text
+
+
+# --- The vocabulary -------------------------------------------------------------------------------
 
 
 @cache
@@ -99,7 +117,7 @@ def vocabulary(tokenizer: Tokenizer, V: int, eos_ids: tuple[int, ...]) -> Any:
     """
     import llguidance
 
-    tokens = token_bytes(tokenizer)
+    pieces = token_bytes(tokenizer)
 
     def spell(text: str) -> Ids:
         """Tokenize a text that must come next.
@@ -111,20 +129,20 @@ def vocabulary(tokenizer: Tokenizer, V: int, eos_ids: tuple[int, ...]) -> Any:
         """
         first = tokenizer.encode("\2", add_special=False)
         ids = tokenizer.encode(f"\2{text}", add_special=False)[len(first) :]
-        spelt = b"".join(tokens[i] for i in ids if tokenizer.is_text(i))
+        spelt = b"".join(pieces[i] for i in ids if tokenizer.is_text(i))
         if spelt == text.encode():
             return ids
         return trie.greedy_tokenize(text)
 
-    # llguidance reads these attributes of a tokenizer that is a function.
-    wrapper: Any = spell
-    vars(wrapper).update(
-        tokens=(tokens + [b""] * (V + 1))[: V + 1],
-        special_token_ids=[i for i in range(V + 1) if not tokenizer.is_text(i)],
+    # llguidance calls this function, and reads these attributes of it.
+    vars(spell).update(
         is_tokenizer_wrapper=True,
+        tokens=pieces[: V + 1] + [b""] * (V + 1 - len(pieces)),
+        special_token_ids=[i for i in range(V + 1) if not tokenizer.is_text(i)],
         eos_token_id=V,
         bos_token_id=None,
     )
+    wrapper: Any = spell
     trie = llguidance.LLTokenizer(wrapper, eos_token=[*eos_ids] or [V])
     return trie
 
@@ -143,9 +161,18 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
         if tokenizer.byte_level and not re.search("[^\0-\xff]", letters):
             return letters.encode("latin-1")
         byte = re.fullmatch("<0x(..)>", piece)  # sentencepiece's byte fallback
-        return bytes.fromhex(byte[1]) if byte else piece.replace("\u2581", " ").encode()
+        if byte:
+            return bytes.fromhex(byte[1])
+        return piece.replace("\u2581", " ").encode()  # sentencepiece's space
 
     return [bytes_of(tokenizer.piece(i) or "") for i in range(tokenizer.vocab_size)]
+
+
+# GPT-2's spelling of bytes as characters: printable bytes stay, the others are numbered from 256.
+BYTE_LEVEL = dict(enumerate([*range(33), *range(127, 161), 173], 256))
+
+
+# --- OpenAI's name for it -------------------------------------------------------------------------
 
 
 def structure(response_format: Any) -> JSON:

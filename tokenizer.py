@@ -22,75 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment as Sandbox
 from model import Config
 from settings import JSON, blame, pointers, read_optional, supported, without_nulls
 
-# For checkpoints without a chat template. It writes the turns as a play, which any base model can
-# continue, and which the bundled model was trained on.
-PLAIN_TEMPLATE = (
-    "{% for turn in messages %}"
-    "{{ turn.role | upper }}:\n{{ (turn.content or '') | trim }}\n\n"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}ASSISTANT:\n{% endif %}"
-)
-
-# For checkpoints that have several chat templates with names, and none named "default".
-NO_DEFAULT = "{{ raise_exception('the templates have names, and none is named \"default\"') }}"
-# It marks where the text of a last message ends that is to be continued. It consists of characters
-# that no text has, and no letters or spaces, so templates leave it as it is.
-END = "\U000f5ec3\U000f5ec4"
-
 Ids = list[int]  # token ids
-
-
-def refuse(message: str) -> None:
-    """Raise an error, for templates that reject a conversation."""
-    raise ValueError(message)
-
-
-# A chat template comes with the checkpoint, so it is untrusted code. It runs in a sandbox, where it
-# can neither reach Python's internals nor change its inputs. It gets the functions, filters and
-# variables that Hugging Face gives it.
-CHAT = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-CHAT.globals.update(raise_exception=refuse, strftime_now=time.strftime, tools=None, documents=None)
-CHAT.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-
-
-class Null(str):
-    """The content of a message that is null. To templates it is none, but where they print it or
-    add it to a text, it is empty."""
-
-
-CHAT.tests["none"] = lambda value: value is None or isinstance(value, Null)
-
-
-class Arguments(dict):
-    """The arguments of a function call in a history: an object, as most templates expect, but where
-    a template prints it or adds it to a text, it is a string of JSON."""
-
-    def __str__(self) -> str:
-        return json.dumps(self, ensure_ascii=False)
-
-    def __add__(self, text: str) -> str:
-        return str(self) + text
-
-    def __radd__(self, text: str) -> str:
-        return text + str(self)
-
-
-def plain_turn(message: JSON) -> JSON:
-    """Return a message of OpenAI's API as chat templates expect it: without nulls, and without an
-    empty list of calls."""
-    turn = without_nulls(message)
-    if message.get("content", "") is None:
-        turn["content"] = Null()
-    calls = [without_nulls(call) for call in turn.pop("tool_calls", [])]
-    for call in calls:
-        function = without_nulls(call["function"])
-        arguments = function.get("arguments") or {}
-        if isinstance(arguments, str):
-            arguments = json.loads(arguments)
-        call["function"] = function | {"arguments": Arguments(arguments)}
-    if calls:
-        turn["tool_calls"] = calls
-    return turn
 
 
 class Tokenizer:
@@ -126,14 +58,18 @@ class Tokenizer:
             # Without any names, sentencepiece's hold, as in llama2.c and llama.cpp.
             names = config or dict(bos_token="<s>", eos_token="</s>")
             self.config = config = {name: text_of(token) for name, token in names.items()}
+            # The texts of special tokens that the config names; some may not exist.
+            named = {config[name] for name in config if name.endswith("_token")}
             extra = config.get("extra_special_tokens", [])  # a list, or tokens with names
             others = [*config.get("additional_special_tokens", [])]
             others += extra.values() if isinstance(extra, dict) else extra
-            named = {config[name] for name in config if name.endswith("_token")}
             named |= {text_of(token) for token in others}
-            added = {int(i): {"special": added[i]["content"] in named} | added[i] for i in added}
+            tokens: dict[int, JSON] = {}
+            for i in sorted(added, key=int):
+                token = added[i]
+                tokens[int(i)] = {"special": token["content"] in named} | token
             read = self._read_fast if (path / "tokenizer.json").is_file() else self._read_slow
-            read(path, dict(sorted(added.items())), named)
+            read(path, tokens, named)
             # The marks of function calls are shown, as calls are found in the text.
             self._hidden = {i for text, i in self.special.items() if "tool_call>" not in text}
             self.bos_id = self.special.get(config.get("bos_token", ""))
@@ -157,8 +93,8 @@ class Tokenizer:
     def decode(self, ids: Ids, show_special: bool = False) -> str:
         """Turn ids into text, and leave out those that are not text: padding of the vocabulary and,
         unless they are to be shown, special tokens."""
-        shown = self._hidden if show_special else ()
-        return self._decode([i for i in ids if i in shown or self.is_text(i)])
+        hidden = () if show_special else self._hidden
+        return self._decode([i for i in ids if i < self.vocab_size and i not in hidden])
 
     def is_text(self, token_id: int) -> bool:
         """Whether an id is text, and neither a special token nor padding of the vocabulary."""
@@ -174,7 +110,8 @@ class Tokenizer:
         Args:
             messages: [{"role": "user", "content": "..."}, ...].
             goes_on: continue the last message instead of answering it.
-            options: variables for the template, such as Qwen3's enable_thinking.
+            options: variables for the template, such as Qwen3's enable_thinking. They may have any
+                names, also those of the other arguments.
 
         Raises:
             ValueError: the template does not compile or refuses these messages.
@@ -182,7 +119,7 @@ class Tokenizer:
         variables = {"add_generation_prompt": not goes_on, **self.config, **options}
         with blame("chat template"):  # it can raise any exception
             turns = [plain_turn(message) for message in messages]
-            for turn in turns:
+            for turn in turns:  # "developer" is OpenAI's newer name of the role "system"
                 if turn.get("role") == "developer" and "developer" not in self.template:
                     turn["role"] = "system"
             if goes_on:
@@ -233,17 +170,19 @@ class Tokenizer:
         file = path / "tokenizer.model"
         if not file.is_file():
             raise ValueError("tokenizer.json is missing, and there is no tokenizer.model")
+        # 1) sentencepiece, as `first` for the beginning of a text, and as `later` for a text that
+        # follows a special token. Most models put a space in front of a text; `bare` does not, as
+        # these four bytes set its normalizer_spec.add_dummy_prefix to False (in a protocol buffer
+        # the last value wins). Later texts get the space too, unless `legacy` is off, as it is by
+        # default in LlamaTokenizer.
         config = self.config
-        # Most models put a space in front of a text. `bare` does not: these four bytes set its
-        # normalizer_spec.add_dummy_prefix to False, as in a protocol buffer the last value wins.
         proto = file.read_bytes()
         sp = sentencepiece.SentencePieceProcessor(model_proto=proto or b"?")
         bare = sentencepiece.SentencePieceProcessor(model_proto=proto + b"\x1a\x02\x18\x00")
         first = sp if config.get("add_prefix_space", True) else bare
-        # A text that follows a special token gets this space too, unless `legacy` is off, as it is
-        # by default in LlamaTokenizer.
         is_llama = config.get("tokenizer_class", "").startswith("LlamaTokenizer")
         later = first if config.get("legacy", not is_llama) else bare
+        # 2) The vocabulary: sentencepiece's pieces and the added tokens.
         pieces = {i: sp.id_to_piece(i) for i in range(sp.vocab_size())}
         for i, piece in pieces.items():
             if sp.is_control(i) or piece in named:
@@ -251,34 +190,34 @@ class Tokenizer:
         ids = {token["content"]: i for i, token in added.items()}
         self.special = {text: i for text, i in ids.items() if added[i]["special"]}
         self.vocab_size = max([*pieces, *added]) + 1
-        # The ids that sentencepiece does not decode: those between added tokens, which have no
-        # text, the added tokens, and the unknown.
-        texts = dict.fromkeys(range(len(pieces), self.vocab_size), "")
-        texts |= {i: text for text, i in ids.items()}
-        texts[sp.unk_id()] = ""
-        self.piece = (pieces | texts).get
         self.byte_level = False
-        # A text begins with BOS unless the config says no.
+        # 3) A text begins with BOS unless the config says no.
         self.prefix = []
         self.suffix = []
         if config.get("add_bos_token", True) and config.get("bos_token") in self.special:
             self.prefix = [self.special[config["bos_token"]]]
         if config.get("add_eos_token") and config.get("eos_token") in self.special:
             self.suffix = [self.special[config["eos_token"]]]
-        # sentencepiece would encode the text "<s>" as three characters, so these tokens are split
-        # off first. In reverse order "<|im_start|>" is tried before "<|im". (?!) matches nothing.
+        # 4) sentencepiece would encode the text "<s>" as three characters, so these tokens are
+        # split off first; in reverse order "<|im_start|>" is tried before "<|im". (?!) finds none.
         patterns = [pattern_of(added[ids[text]]) for text in sorted(ids, reverse=True)]
         pattern = re.compile(f"({'|'.join(patterns) or '(?!)'})")
 
         def encode(text: str) -> Ids:
-            result = []
             # Because of the parentheses, every second part is what the pattern matched.
-            for n, part in enumerate(pattern.split(text)):
-                if n % 2:
-                    result.append(ids[part if part in ids else part.strip()])
-                else:
-                    result += (later if n else first).encode(part)
+            start, *parts = pattern.split(text)
+            result = first.encode(start)
+            for token, after in zip(parts[::2], parts[1::2]):
+                result.append(ids[token if token in ids else token.strip()])
+                result += later.encode(after)
             return result
+
+        # 5) The ids that sentencepiece does not decode: those between added tokens, which have no
+        # text, the added tokens, and the unknown.
+        texts = dict.fromkeys(range(len(pieces), self.vocab_size), "")
+        texts |= {i: text for text, i in ids.items()}
+        texts[sp.unk_id()] = ""
+        self.piece = (pieces | texts).get
 
         def decode(token_ids: Ids) -> str:
             text = ""
@@ -366,7 +305,8 @@ class Detokenizer:
         """
         if token_id is not None:
             self._new.append(token_id)
-        text = self._decode(self._context + self._new)[len(self._decode(self._context)) :]
+        before = self._decode(self._context)
+        text = self._decode(self._context + self._new)[len(before) :]
         # An incomplete character decodes to U+FFFD, and may spoil complete ones beside it: wait for
         # more. Bytes that are really invalid are returned as soon as other text follows.
         if text.endswith("\ufffd") and len(self._new) < 32 and not last:
@@ -412,21 +352,86 @@ class TextStream:
         """
         new = self._detokenizer.push(token_id, last)
         held = self._held + new
-        places = range(len(held))
-        # A stop string that has ended earlier, within min_tokens, does not count later either.
-        found = [
-            i
-            for i in places
-            for stop in self._stops
-            if can_stop and held.startswith(stop, i) and i + len(stop) > len(self._held)
-        ]
-        begun = [
-            i
-            for i in places
-            for stop in self._stops
-            if stop.startswith(held[i:]) and stop != held[i:]
-        ]
+        found = []  # where a stop string stands
+        begun = []  # where one may have begun
+        for stop in self._stops:
+            for i in range(len(held)):
+                # One that has ended earlier, within min_tokens, does not count later either.
+                is_new = i + len(stop) > len(self._held)
+                if held.startswith(stop, i) and is_new and can_stop:
+                    found.append(i)
+                elif stop.startswith(held[i:]) and stop != held[i:]:
+                    begun.append(i)
         cut = min(found if found or last else begun, default=len(held))
         self.text += held[:cut]
         self._held = held[cut:]
         return new, bool(found)
+
+
+# --- Chats ----------------------------------------------------------------------------------------
+
+# For checkpoints without a chat template. It writes the turns as a play, which any base model can
+# continue, and which the bundled model was trained on.
+PLAIN_TEMPLATE = (
+    "{% for turn in messages %}"
+    "{{ turn.role | upper }}:\n{{ (turn.content or '') | trim }}\n\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT:\n{% endif %}"
+)
+
+# For checkpoints that have several chat templates with names, and none named "default".
+NO_DEFAULT = "{{ raise_exception('the templates have names, and none is named \"default\"') }}"
+# It marks where the text of a last message ends that is to be continued. It consists of characters
+# that no text has, and no letters or spaces, so templates leave it as it is.
+END = "\U000f5ec3\U000f5ec4"
+
+
+def plain_turn(message: JSON) -> JSON:
+    """Return a message of OpenAI's API as chat templates expect it: without nulls, and without an
+    empty list of calls."""
+    turn = without_nulls(message)
+    if message.get("content", "") is None:
+        turn["content"] = Null()
+    calls = [without_nulls(call) for call in turn.pop("tool_calls", [])]
+    for call in calls:
+        function = without_nulls(call["function"])
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        call["function"] = function | {"arguments": Arguments(arguments)}
+    if calls:
+        turn["tool_calls"] = calls
+    return turn
+
+
+class Null(str):
+    """The content of a message that is null. To templates it is none, but where they print it or
+    add it to a text, it is empty."""
+
+
+class Arguments(dict):
+    """The arguments of a function call in a history: an object, as most templates expect, but where
+    a template prints it or adds it to a text, it is a string of JSON."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, text: str) -> str:
+        return str(self) + text
+
+    def __radd__(self, text: str) -> str:
+        return text + str(self)
+
+
+def refuse(message: str) -> None:
+    """Raise an error, for templates that reject a conversation."""
+    raise ValueError(message)
+
+
+# A chat template comes with the checkpoint, so it is untrusted code. It runs in a sandbox, where it
+# can neither reach Python's internals nor change its inputs. It gets the functions, filters and
+# variables that Hugging Face gives it.
+CHAT = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+CHAT.globals.update(raise_exception=refuse, strftime_now=time.strftime, tools=None, documents=None)
+CHAT.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+CHAT.tests["none"] = lambda value: value is None or isinstance(value, Null)

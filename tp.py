@@ -30,7 +30,6 @@ tools/bench.py latency`). Read: shard, Leader, lead, follow, join.
 """
 
 import json
-import math
 import os
 import signal
 import sys
@@ -48,8 +47,8 @@ import torch.distributed.nn
 from torch import Tensor, nn
 
 from checkpoint import Files, build, is_tied
-from machine import Ranks
-from model import Transformer
+from machine import Ranks, ctrl_c_held_back
+from model import Config, Transformer
 from paged import Row, Runner
 from settings import BUNDLED, JSON, VERSION, CheckpointError, EngineArgs, blame, given, supported
 
@@ -78,50 +77,66 @@ def shard(
     Example: 4 query heads and 2 kv heads of 8 channels on 4 ranks. Rank 3 reads rows 24..31 of q
         and columns 24..31 of o. Two ranks share a kv head, so it reads rows 8..15 of k and v
     """
+    # 1) A smaller model.
     c = model.config
-    supported("wide_qk_norm, a norm over the heads of all ranks,", c.wide_qk_norm, False)
+    with torch.device("meta"):
+        share = build(replace(c, tie_word_embeddings=False, **share_sizes(c, world_size)))
+        share.lm_head = nn.Linear(c.hidden_size, -(-c.vocab_size // world_size), bias=False)
+    share.requires_grad_(False).to(model.dtype)
+    # 2) The exchanges. These are hooks, because wrapper modules would change the names of the
+    # parameters. Quantised and packed Linears can still take the place of the plain ones.
+    share.register_forward_hook(gather)
+    blocks: Any = share.layers
+    for block in blocks:
+        block.self_attn.register_forward_hook(add_up)  # after o_proj
+        block.mlp.register_forward_hook(add_up)  # after down_proj, the experts' too
+    # 3) The slices of the files. A rank has all of a tied embedding, to look up rows, and a part of
+    # it as lm_head.
+    if is_tied(model):
+        files["lm_head.weight"] = files["embed_tokens.weight"]
+    for name, stored in files.items():
+        *_, module, kind = name.split(".")  # "layers.0.self_attn.o_proj.weight"
+        dim = CUTS.get(module)
+        if dim is None:  # every rank reads all of it
+            continue
+        if dim == 1 and kind == "bias":  # rank 0 adds it
+            files[name] = stored.changed(lambda bias: bias * (rank == 0))
+            continue
+        n = stored.empty.shape[dim]
+        # There can be fewer pieces than ranks: kv heads, or the only scale that a row of a
+        # quantised weight has. Then several ranks read the same piece.
+        pieces = min(world_size, c.num_key_value_heads if module in ("k_proj", "v_proj") else n)
+        i = rank * pieces // world_size
+        files[name] = stored.changed(partial(cut, dim, i, -(-n // pieces)))
+    return share, files
+
+
+def share_sizes(c: Config, world_size: int) -> JSON:
+    """Return the sizes in a rank's config that differ from the whole model's.
+
+    Raises:
+        CheckpointError: a size cannot be shared evenly.
+    """
+    # This norm takes a mean over all heads, which would need another exchange.
+    supported("wide_qk_norm under torchrun", c.wide_qk_norm, False)
     K = c.num_key_value_heads
     sizes: JSON = dict(
         num_attention_heads=c.num_attention_heads,
         intermediate_size=c.intermediate_size,
         moe_intermediate_size=c.moe_intermediate_size or 0,
     )
-    largest = math.gcd(*sizes.values())
-    # Several ranks may have the same kv head.
-    possible = [n for n in range(1, largest + 1) if largest % n == 0 and (K % n == 0 or n % K == 0)]
+    possible = []
+    for n in range(1, c.num_attention_heads + 1):
+        fits_heads = K % n == 0 or n % K == 0  # several ranks may have the same kv head
+        if fits_heads and all(size % n == 0 for size in sizes.values()):
+            possible.append(n)
     if world_size not in possible:
         raise CheckpointError(
             f"{sizes | dict(num_key_value_heads=K)} cannot be shared evenly by {world_size} ranks, "
             f"but by {' or '.join(map(str, possible))}"
         )
-    sizes = {name: size // world_size for name, size in sizes.items()}
-    sizes["num_key_value_heads"] = max(1, K // world_size)
-    with torch.device("meta"):
-        share = build(replace(c, tie_word_embeddings=False, **sizes))
-        share.lm_head = nn.Linear(c.hidden_size, -(-c.vocab_size // world_size), bias=False)
-    share.requires_grad_(False).to(model.dtype)
-    # These are hooks, because wrapper modules would change the names of the parameters. Quantised
-    # and packed Linears can still take the place of the plain ones.
-    share.register_forward_hook(gather)
-    blocks: Any = share.layers
-    for block in blocks:
-        block.self_attn.register_forward_hook(add_up)  # after o_proj
-        block.mlp.register_forward_hook(add_up)  # after down_proj, the experts' too
-    if is_tied(model):  # each rank has the whole embedding, to look up rows, and a part of lm_head
-        files["lm_head.weight"] = files["embed_tokens.weight"]
-    for name, stored in files.items():
-        *_, module, kind = name.split(".")  # "layers.0.self_attn.o_proj.weight"
-        dim = CUTS.get(module)
-        if dim == 1 and kind == "bias":
-            files[name] = stored.changed(lambda bias: bias * (rank == 0))  # rank 0 adds it
-        elif dim is not None:
-            n = stored.empty.shape[dim]
-            # If there is one piece, every rank reads it: a single kv head, or the only scale that
-            # a row of a quantised weight has.
-            pieces = min(world_size, K if module in ("k_proj", "v_proj") else n)
-            size = -(-n // pieces)
-            files[name] = stored.changed(partial(cut, dim, rank * pieces // world_size, size))
-    return share, files
+    shares = {name: size // world_size for name, size in sizes.items()}
+    return shares | dict(num_key_value_heads=max(1, K // world_size))
 
 
 def cut(dim: int, i: int, size: int, whole: Tensor) -> Tensor:
@@ -131,6 +146,16 @@ def cut(dim: int, i: int, size: int, whole: Tensor) -> Tensor:
     """
     piece = whole.movedim(dim, -1)[..., i * size : (i + 1) * size]
     return nn.functional.pad(piece, (0, size - piece.shape[-1])).movedim(-1, dim)
+
+
+# Collectives that torch.compile can put into a graph, and the name that PyTorch gives the group of
+# all ranks. Nothing may keep that group alive when join ends: its threads would outlive Python, and
+# now and then one of them would abort the process. Compiled code that asks the group for its name
+# keeps it alive, hence the constant. So do the default arguments of torch.distributed.nn's
+# functions, if that module is imported while the group exists. So it is imported above, before the
+# group is made.
+_ops = torch.ops._c10d_functional
+_world = "0"
 
 
 def add_up(module: nn.Module, args: tuple, y: Tensor) -> Tensor:
@@ -143,15 +168,6 @@ def gather(module: Transformer, args: tuple, logits: Tensor) -> Tensor:
     world_size = dist.get_world_size()
     parts = _ops.wait_tensor(_ops.all_gather_into_tensor(logits.contiguous(), world_size, _world))
     return torch.cat(parts.chunk(world_size), -1)[..., : module.config.vocab_size]
-
-
-_ops = torch.ops._c10d_functional  # collectives that torch.compile can put into a graph
-# The name that PyTorch gives the group of all ranks. Nothing may keep that group alive when join
-# ends: its threads would outlive Python, and now and then one of them would abort the process.
-# Compiled code that asks the group for its name keeps it alive. So do the default arguments of
-# torch.distributed.nn's functions, if that module is imported while the group exists. So it is
-# imported above, before the group is made.
-_world = "0"
 
 
 # --- One schedules, the others follow -------------------------------------------------------------
@@ -176,6 +192,7 @@ class Leader(Runner):
     """Rank 0's Runner: it tells the others what it is about to do, then does its share."""
 
     def __init__(self, model: Transformer, *shape: Any) -> None:
+        # The model is not sent, as each rank has its own.
         lead("start", partial(super().__init__, model), *shape)
 
     def forward(self, rows: list[Row]) -> Tensor:
@@ -188,27 +205,16 @@ class Leader(Runner):
 def lead(name: str, act: Callable, *args: Any) -> Any:
     """Let all ranks do what this rank does now.
 
-    Ctrl-C in the middle would leave the others waiting, so it is held back until the end. Only the
-    main thread may call this, which is where engines run.
-
     Raises:
         ConnectionError: the act failed here, or another rank is lost, so no rank can go on. The
             others notice when this rank closes its connections.
     """
-    pressed = []
-    before = signal.signal(signal.SIGINT, lambda signum, frame: pressed.append(signum))
     try:
-        broadcast((name, *args))
-        return act(*args)
+        with ctrl_c_held_back():  # in the middle it would leave the other ranks waiting
+            broadcast((name, *args))
+            return act(*args)
     except Exception as error:
         raise ConnectionError(f"rank 0 cannot go on: {error!r}") from error
-    finally:
-        signal.signal(signal.SIGINT, before)
-        for signum in pressed:
-            # The signal is not raised again: the server has been told of it by signal.set_wakeup_fd
-            # already, and a second one would end it at once.
-            if callable(before):
-                before(signum, None)
 
 
 def follow(model: Transformer) -> int:
@@ -220,7 +226,7 @@ def follow(model: Transformer) -> int:
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
     with blame(f"rank {dist.get_rank()}"):
-        for message in iter(broadcast, None):  # rank 0 sends None at the end
+        for message in iter(broadcast, None):  # until rank 0 sends None
             match message:
                 case "start", *shape:
                     runner = Runner(model, *shape)
@@ -240,13 +246,8 @@ with a GPU each or --device cpu; if machines do not find each other, set GLOO_SO
 
 @contextmanager
 def join(device: torch.device, args: Any = None) -> Iterator[Ranks]:
-    """Join the other processes that torchrun has started.
-
-    When rank 0 is done, it tells the others. A rank that fails or is killed closes its connections.
-    The next exchange of the others with it fails, and they end as well. The first rank of each
-    machine prints a line that says so, and the rest are silent. Every rank prints an error of any
-    other kind. All but the first rank of each machine wait 3 s before they print it: if all ranks
-    have the same error, the first has printed it by then, and torchrun has ended the others.
+    """Join the other processes that torchrun has started, for as long as the context lasts. When
+    rank 0 leaves it, it tells the others.
 
     Args:
         args: a command line's, in which all ranks must agree; None: nothing is compared.
@@ -258,16 +259,7 @@ def join(device: torch.device, args: Any = None) -> Iterator[Ranks]:
     """
     try:
         with blame(MEET):
-            # Messages are CPU tensors and travel over gloo, even if the model runs on GPUs.
-            backend = "gloo"
-            if device.type == "cuda":
-                backend = "cpu:gloo,cuda:nccl"
-                torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-            # All ranks start at the same time, but one may read PyTorch from a slow disk, so they
-            # wait 5 minutes, even for a rank that cannot be reached. Later there is no deadline, as
-            # the next prompt may be late.
-            dist.init_process_group(backend, timeout=timedelta(minutes=5))
-            dist.distributed_c10d._set_pg_timeout(timedelta(days=365))
+            meet(device)
         rank = dist.get_rank()
         world_size = dist.get_world_size()
         if args:
@@ -278,6 +270,12 @@ def join(device: torch.device, args: Any = None) -> Iterator[Ranks]:
             with suppress(RuntimeError):  # the others may be gone
                 broadcast()
     except Exception as error:
+        # A rank that fails or is killed closes its connections. The next exchange of the others
+        # with it fails (an error of gloo), and they end as well. The first rank of each machine
+        # prints a line that says so, and machine.launch keeps the rest silent. But every rank
+        # prints an error of any other kind. All but the first rank of each machine wait 3 s before
+        # they do: if all ranks have the same error, the first has printed it by then, and torchrun
+        # has ended the others.
         if os.getenv("LOCAL_RANK", "0") != "0" and "gloo" not in str(error):
             time.sleep(3)
             sys.stderr = sys.__stderr__
@@ -285,6 +283,20 @@ def join(device: torch.device, args: Any = None) -> Iterator[Ranks]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def meet(device: torch.device) -> None:
+    """Make the group of all ranks."""
+    # Messages are CPU tensors and travel over gloo, even if the model runs on GPUs.
+    backend = "gloo"
+    if device.type == "cuda":
+        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # All ranks start at the same time, but one may read PyTorch from a slow disk, so they wait 5
+    # minutes, even for a rank that cannot be reached. Later there is no deadline, as the next
+    # prompt may be late.
+    dist.init_process_group(backend, timeout=timedelta(minutes=5))
+    dist.distributed_c10d._set_pg_timeout(timedelta(days=365))
 
 
 # --- The same on every machine --------------------------------------------------------------------
@@ -306,8 +318,9 @@ def agree(args: Any) -> None:
     folder = facts.pop("checkpoint", None) or BUNDLED
     for file in folder.glob("*.[js]*"):  # .json, .jinja and .safetensors; not tokenizer.model
         facts[file.name] = zlib.crc32(file.open("rb").read(2**26))
-    first, *others = [broadcast(facts, rank).items() for rank in range(dist.get_world_size())]
-    for rank, theirs in enumerate(others, 1):
+    first = broadcast(facts, 0).items()
+    for rank in range(1, dist.get_world_size()):
+        theirs = broadcast(facts, rank).items()
         if theirs != first:
             raise ValueError(
                 f"all ranks must be alike: rank {rank} has {dict(theirs - first)}, "

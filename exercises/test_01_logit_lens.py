@@ -14,7 +14,9 @@ IDS = [3, 14, 15, 9, 2, 6, 5]
 
 
 def lens(model: Transformer, ids: list[int] = IDS) -> Tensor:
-    logit_lens = needs("lens", "logit_lens", "make the file, with logit_lens(model, tokens)")
+    logit_lens = needs(
+        "lens", "logit_lens", "make the file in the root, with logit_lens(model, tokens)"
+    )
     return logit_lens(model, torch.tensor([ids]))
 
 
@@ -48,7 +50,9 @@ def test_each_is_what_a_shorter_model_says() -> None:
 
 def test_texts_of_a_batch_are_apart_and_have_no_gradients() -> None:
     model, texts = tiny_model().requires_grad_(True), (IDS, IDS[::-1])
-    logit_lens = needs("lens", "logit_lens", "make the file, with logit_lens(model, tokens)")
+    logit_lens = needs(
+        "lens", "logit_lens", "make the file in the root, with logit_lens(model, tokens)"
+    )
     both = logit_lens(model, torch.tensor(texts))
     assert both.shape[1] == 2, "the result has a row for each of the B texts"
     assert not both.requires_grad, "nothing is trained here: see torch.no_grad"

@@ -91,7 +91,7 @@ def test_fewer_guesses_than_asked_for_may_all_be_right() -> None:
 
 
 def test_each_sequence_has_its_own_number() -> None:
-    """Bug: a sequence's tokens depend on its neighbours; see Proposer.count."""
+    """Bug: a sequence's tokens depend on its neighbours; see Guesser.count."""
     proposer, good, bad, other = adaptive(), running(), running(), running()
     outcome(proposer, (bad, 1, 0), (good, 1, 1), (other, 0, 0))
     outcome(proposer, (good, 3, 3), (bad, 1, 0))

@@ -99,8 +99,8 @@ def test_no_block_goes_before_those_that_come_after_it(evict: str) -> None:
             at.commit(table, ids, len(ids))
             running.append(table)
         audit_pool(at, running)
-        marks = {None} | {mark for _, mark in at._found.values()}  # None: there is no salt
-        lost = [key for key in at._found if key[0] not in marks]
+        marks = {None} | {mark for _, mark in at._by_key.values()}  # None: there is no salt
+        lost = [key for key in at._by_key if key[0] not in marks]
         assert not lost, "a block was evicted while a block that follows it stayed"
 
 

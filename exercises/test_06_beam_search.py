@@ -23,7 +23,9 @@ def engine(num_blocks: int = 64, model: Transformer = MODEL) -> Engine:
 
 
 def search(at: Engine, ids: list[int], width: int, max_tokens: int) -> list[Any]:
-    make = needs("beam", "beam_search", "make the file, with beam_search(engine, ids, width, n)")
+    make = needs(
+        "beam", "beam_search", "make the file in the root, with beam_search(engine, ids, width, n)"
+    )
     beams = make(at, ids, width, max_tokens)
     for beam in beams:
         for name in ("ids", "logprob"):

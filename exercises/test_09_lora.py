@@ -21,7 +21,9 @@ SIZES: dict[str, Any] = {"num_key_value_heads": 1, "intermediate_size": 24, "qkv
 
 
 def apply_lora(model: Transformer, path: Path) -> list:
-    make = needs("lora", "apply_lora", "make the file, with apply_lora(model, path) -> handles")
+    make = needs(
+        "lora", "apply_lora", "make the file in the root, with apply_lora(model, path) -> handles"
+    )
     return make(model, path)
 
 
@@ -156,7 +158,9 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     make_adapter(tmp_path / "wider", tiny_model(**SIZES | {"intermediate_size": 32}))
     plain = logits_of(model, IDS)
     for folder, name in (("deeper", r"layers\.2\."), ("wider", "up_proj")):
-        apply = needs("lora", "apply_lora", "make the file, with apply_lora(model, path)")
+        apply = needs(
+            "lora", "apply_lora", "make the file in the root, with apply_lora(model, path)"
+        )
         with pytest.raises(CheckpointError, match=name):
             apply(model, tmp_path / folder)
         assert torch.equal(logits_of(model, IDS), plain)

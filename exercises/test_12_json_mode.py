@@ -42,7 +42,9 @@ def id_of(text: str) -> int:
 
 @cache
 def json_mode() -> Processor:
-    kind = needs("json_mode", "JsonMode", "make the file, with the class JsonMode(tokenizer)")
+    kind = needs(
+        "json_mode", "JsonMode", "make the file in the root, with the class JsonMode(tokenizer)"
+    )
     return kind(tokenizer())
 
 

@@ -17,7 +17,9 @@ from paged import Runner
 from scheduler import Engine
 from settings import SamplingParams
 
-TODO = "make the file, with stage(model, files, rank, ranks), which is used like tp.shard"
+TODO = (
+    "make the file in the root, with stage(model, files, rank, ranks), which is used like tp.shard"
+)
 PROMPTS = [[10, 20, 30], [*range(100, 140)], [7] * 9]
 
 

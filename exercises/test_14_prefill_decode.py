@@ -23,7 +23,7 @@ from scheduler import Engine, Request
 from settings import SamplingParams
 from tools.books import audit, audit_pool
 
-TODO = "make the file, with serve_prompts, add_prefilled and stop"
+TODO = "make the file in the root, with serve_prompts, add_prefilled and stop"
 SIZE = 8  # tokens in a block
 LONG = [*range(100, 170)]
 PROMPTS = [LONG, [10, 20, 30, 40, 50], [7] * 17, [*LONG[:40], 3, 4], [11], [5] * 9]

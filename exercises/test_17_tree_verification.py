@@ -18,7 +18,7 @@ from sampling import Sequence, Token, distribution, draw, uniform
 from settings import SamplingParams
 from speculative import ACCEPT
 
-TODO = "make the file, with Tree, plan, accept, verify and write"
+TODO = "make the file in the root, with Tree, plan, accept, verify and write"
 MODEL = tiny_model(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
 SLIDING = tiny_model(num_hidden_layers=3, windows=(5, None, 3), qk_norm=True)
 TEXT = random.Random(2).choices(range(1, 32), k=60)

@@ -13,7 +13,7 @@ from speculative import NGram
 from tools.books import audit
 
 MODEL = tiny_model()
-TODO = "make the file, with the class FeedbackEngine(Engine)"
+TODO = "make the file in the root, with the class FeedbackEngine(Engine)"
 LONGEST = 60  # every request's max_tokens, so that nobody can know which ends sooner
 MIX = [60, 5, 4, 60, 3, 7, 5, 60, 4, 6, 3, 5, 60, 4, 8, 5, 3, 60, 4, 5, 6, 4, 3, 5]
 

@@ -14,7 +14,9 @@ from tools.books import audit
 
 MODEL = tiny_model()
 SIZE = 4  # tokens in a block
-TODO = "make the file, with Router(engines, bound=4): add_request, abort, queue, step, run"
+TODO = (
+    "make the file in the root, with Router(engines, bound=4): add_request, abort, queue, step, run"
+)
 
 
 def make(count: int = 2, **changes: int) -> list[Engine]:

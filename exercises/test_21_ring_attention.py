@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tp
 from model import Transformer, attention
 
-TODO = "make the file, with prefill, partial and merge"
+TODO = "make the file in the root, with prefill, partial and merge"
 TEXT = random.Random(5).choices(range(1, 32), k=120)
 LENGTHS = [len(TEXT), 40, 17, 5, 3]
 

@@ -204,7 +204,7 @@ SCENES = {
     "preemption": (
         [IDS, LONG[:9], [9, 3] * 4, [4]], {"num_blocks": 11}, 1,
         "after preemption the features are computed again; until then nothing can be guessed, and "
-        "the last token has to wait, see Proposer.count and Engine._share",
+        "the last token has to wait, see Guesser.count and Engine._num_to_run",
     ),
 }  # fmt: skip
 

@@ -14,7 +14,7 @@ from model import Transformer
 from sampling import Sequence
 from settings import SamplingParams
 
-TODO = "make the file, with Window, plan, verify and write"
+TODO = "make the file in the root, with Window, plan, verify and write"
 MODEL = tiny_model(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
 SLIDING = tiny_model(num_hidden_layers=3, windows=(5, None, 3), qk_norm=True)
 MODELS = pytest.mark.parametrize("model", [MODEL, SLIDING], ids=["plain", "sliding"])

@@ -19,7 +19,7 @@ from sampling import Sequence
 from scheduler import Engine
 from settings import SamplingParams
 
-TODO = "make the file, with latent_model, LatentCache and LatentRunner"
+TODO = "make the file in the root, with latent_model, LatentCache and LatentRunner"
 N, H, R, P = 4, 8, 12, 4  # heads, head dim, width of the latent, width of the rope key
 CONFIG = Config(
     vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=3,
@@ -217,7 +217,7 @@ def test_a_batch_in_the_static_cache() -> None:
 def test_the_paged_cache(kind: str, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two texts, in rows of equal and of different lengths. The blocks of one follow each other,
     those of the other do not. Queries are attended in pieces, as where a prompt is long."""
-    monkeypatch.setattr(Runner, "pairs", 200)
+    monkeypatch.setattr(Runner, "max_pairs", 200)
     model = latent_model(config)
     runner = (latent_runner if kind == "LatentRunner" else Runner)(model, 24, 8)
     tables = [[*range(3, 11)], [22, 1, 12, 0, 17, 23, 11, 2]]
@@ -228,7 +228,7 @@ def test_the_paged_cache(kind: str, config: Config, monkeypatch: pytest.MonkeyPa
             for i in (0, 1)
             if ends[i] > at[i]
         ]
-        logits = runner.forward(rows).split([row.wanted for row in rows])
+        logits = runner.forward(rows).split([row.num_logits for row in rows])
         for row, part in zip(rows, logits):
             parts[tables.index(row.blocks)].append(part)
         at = ends

@@ -22,7 +22,7 @@ from model import MLP, Config, Transformer
 from scheduler import Engine
 from settings import SamplingParams
 
-TODO = "make the file, with spread and finish"
+TODO = "make the file in the root, with spread and finish"
 # For three ranks: rank 0 has two of them, and the most to do; the others end early.
 TEXTS = [[*range(1, 20)], [7, 3, 9, 3, 9], [30, 2], [5, 6, 7, 8] * 6]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

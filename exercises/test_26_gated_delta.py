@@ -21,7 +21,7 @@ from sampling import Sequence
 from scheduler import Engine
 from settings import SamplingParams
 
-TODO = "make the file, with delta_model and DeltaCache"
+TODO = "make the file in the root, with delta_model and DeltaCache"
 D, K, N, HK, HV, W = 16, 2, 4, 6, 5, 4  # K key heads and N value heads, their widths, the kernel
 C = 2 * K * HK + N * HV
 SIZES = {"k_heads": K, "v_heads": N, "k_dim": HK, "v_dim": HV, "kernel": W}

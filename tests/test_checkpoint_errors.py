@@ -482,7 +482,7 @@ def test_settings_that_a_family_does_not_read(folder):
     plain = load_config(folder)
     flags = {name for name, value in vars(plain).items() if isinstance(value, bool)}
     read = {"mlp_bias", "norm_topk_prob", "tie_word_embeddings"}
-    edit(folder, **dict.fromkeys(families.OWN | flags - read, 2))
+    edit(folder, **dict.fromkeys(families.OWN.keys() | families.INTERNAL | flags - read, 2))
     assert load_config(folder) == plain
 
 

@@ -173,7 +173,7 @@ def test_experts_are_quantised_and_packed_and_the_router_is_not_quantised():
     assert kinds == [torch.nn.Linear] + 2 * E * [QuantLinear]
     pack_linears(model)
     table = {type(m) for m in model.layers[1].mlp.experts.modules() if not [*m.children()]}
-    assert table <= {Int4Linear, Int8Linear}
+    assert all(issubclass(kind, (Int4Linear, Int8Linear)) for kind in table)
     plain = sparse()
     pack_linears(plain)
     assert all(type(m) is PackedLinear for m in plain.modules() if not [*m.children()])

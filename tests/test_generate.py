@@ -542,7 +542,7 @@ def interrupt(request, monkeypatch):
 
             def sampling(*args, count=count, sample=sample):
                 if next(count) == n:
-                    raise KeyboardInterrupt
+                    signal.raise_signal(signal.SIGINT)
                 return sample(*args)
 
             monkeypatch.setattr(module, "sample", sampling)
@@ -565,14 +565,21 @@ def test_interrupt(cli, interrupt, monkeypatch):
     assert cli(*SEEDED)[:3] == (130, "", "")
 
 
+def test_system_without_chat(cli):
+    """Bug: --system was ignored."""
+    fails(cli("--system", "Be kind"), "--system needs --chat")
+
+
 def test_interrupt_in_chat(cli, interrupt, heard):
-    """Bug: Ctrl-C during a reply ends the conversation, or leaves that reply in the engine."""
+    """Bug: Ctrl-C during a reply ends the conversation, or leaves that reply in the engine, or the
+    earlier turns are computed again."""
     chat = ("--chat", "--max-tokens", 5, "--ignore-eos", "--seed", 1, *interrupt(4))
-    result = cli(*chat, stdin="Hello\nAgain\n")
+    result = cli(*chat, stdin="Hello, my good and gentle cousin\nAgain\n")
     assert result.code == 0
     assert len(heard) == 2
     assert result.out.startswith(heard[1][1]["content"] + "\n")
-    assert "3 new tokens" in result.err and "5 new tokens" in result.err
+    assert "4 new tokens" in result.err and "5 new tokens" in result.err
+    assert result.sequences[1].cached >= 16, "the first turn was computed again"
 
 
 def start(*argv):

@@ -41,7 +41,7 @@ from tools import bench
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-V = 300  # more than sampling.SELECTED
+V = 300  # more than sampling.NUM_SELECTED
 NAN = 299  # a token that makes logits NaN
 REPEATS = [3, 1, 4, 1, 5] * 4
 PROMPTS = [REPEATS, REPEATS[:7], [9, 2, 6], [5], REPEATS[1:], [8] * 17]
@@ -321,10 +321,10 @@ FAULTS = [
     # tensors that stay on the CPU
     (llm, "load_model", "rope_frequencies(config).to(device)", "rope_frequencies(config)",
      "greedy", MIXED),
-    (paged.Runner, "forward", "(new, device=self.model.device)", "(new)", "greedy", MIXED),
+    (paged.Runner, "wipe_new_blocks", "(new, device=self.model.device)", "(new)", "greedy", MIXED),
     (paged.Runner, "group", "for row in rows], device=device", "for row in rows]", "greedy",
      MIXED),
-    (paged.Runner, "group", "arange(size)).flatten(1).to(device)", "arange(size)).flatten(1)",
+    (paged.Runner, "group", "key_positions.flatten(1).to(device)", "key_positions.flatten(1)",
      "greedy", MIXED),
     (paged.Runner, "group", "+ heads).to(device)", "+ heads)", "greedy", MIXED),
     (paged.Runner, "plan", "tensor, device=self.model.device)", "tensor)", "greedy", MIXED),
@@ -337,10 +337,10 @@ FAULTS = [
      "every setting", MIXED),
     (sampling, "distribution", "(temperature, device=logits.device)", "(temperature)",
      "greedy and sampled", MIXED),
-    (sampling, "adjust_", "int64).to(device)", "int64)", "every setting", MIXED),
+    (sampling, "penalize_", "int64).to(scores.device)", "int64)", "every setting", MIXED),
     (sampling, "scored", "[ids], device=logits.device", "[ids]", "log-probabilities", MIXED),
     (sampling, "draw", "u[:, None].to(mass)", "u[:, None]", "several outputs", MIXED),
-    (speculative.Guesser, "verify", "guess.ids, 0)], device=p.device)", "guess.ids, 0)])",
+    (speculative.Guesser, "verify", "torch.tensor(ids, device=p.device)", "torch.tensor(ids)",
      "n-grams", MIXED),
     (quantize.QuantLinear, "dequantize", "self.zeros[..., None]", "self.zeros[..., None].cpu()",
      "int4", MIXED),
@@ -355,18 +355,18 @@ FAULTS = [
     (*LAYOUT, (*VIEW, "cudnn")),
     # more reads
     (scheduler.Engine, "step", "finite(logits).cpu()", "finite(logits)", "greedy", READS),
-    (sampling, "likeliest", "logits.float().argmax(-1).tolist()",
+    (sampling, "choose_ids_fast", "logits.float().argmax(-1).tolist()",
      "[int(i) for i in logits.float().argmax(-1)]", "greedy", READS),
-    (sampling, "likeliest", "logits.float().argmax(-1).tolist()",
+    (sampling, "choose_ids_fast", "logits.float().argmax(-1).tolist()",
      "(ids := logits.float().argmax(-1))[ids >= 0].tolist()", "greedy", READS),
-    (sampling, "likeliest", "logits.float().argmax(-1).tolist()",
+    (sampling, "choose_ids_fast", "logits.float().argmax(-1).tolist()",
      "(ids := logits.float().argmax(-1)).cpu()[ids.cpu() >= 0].tolist()", "greedy", READS),
     (sampling, "keep_likeliest_fast", ".any(-1).tolist()",
      ".any(-1).tolist() + [probs[0, 0].item()]", "every setting", READS),
     (sampling, "distribution", "argmax(-1)", "argmax(-1) * logits.isnan().any().item()",
      "greedy and sampled", READS),
-    (speculative.DraftModel, "propose", "logits[[*wanted.values()]]",
-     "logits[[job in wanted for job in starts]]", "draft", READS),
+    (speculative.DraftModel, "propose", "logits[[*guessing.values()]]",
+     "logits[[job in guessing for job in rows]]", "draft", READS),
     (speculative, "accept", "torch.where(rest.any(), rest, p[n])", "rest if rest.any() else p[n]",
      "n-grams", READS),
     (speculative.DraftModel, "propose", "if chance > 0:", "if chance > 0 and ids.max() >= 0:",

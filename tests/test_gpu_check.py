@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import on_device
 import pytest
@@ -169,7 +170,7 @@ def own_key_hidden(config, q_pos, k_pos):
 def last_block_of_another(pool, group, dtype):
     table = torch.cat((group.table[:, :-1], group.table[:, -1:].roll(1, 0)), 1)
     flat_table = group.flat_table + (table - group.table)[:, None]
-    return side_by_side(pool, group._replace(flat_table=flat_table, span=None), dtype)
+    return side_by_side(pool, replace(group, flat_table=flat_table, span=None), dtype)
 
 
 side_by_side = paged.side_by_side

@@ -220,6 +220,10 @@ def test_it_opens_as_the_model_is(
         text,
     ]
     assert page.all("#max_tokens")[0].get_attribute("value") == max_tokens
+    # The folder's own temperature holds. It was always 0.8, and a real model wrote nonsense.
+    assert page.js("return Object.keys(settings()).sort()") == [
+        "max_tokens", "n", "stream", "stream_options"
+    ]  # fmt: skip
     shown = [each.get_attribute("id") for each in page.all("button") if each.is_displayed()]
     assert shown == ["run", "stop", "new" if kind == "chat" else "add", "crowd"]
     assert page.all("#system")[0].is_displayed() == (kind == "chat")
@@ -301,12 +305,15 @@ def test_how_a_reply_ends(page, local, slow, monkeypatch, kind, settings, event,
     page.type("#message" if kind == "chat" else "#prompts textarea", "Who goes there?")
     page.click("#run")
     until(lambda: any(page.replies()) or page.ended())
+    is_grey = "return document.getElementById('run').disabled"
+    assert page.ended() or page.js(is_grey) == (kind == "chat")  # nothing is sent meanwhile
     if event in ("#stop", "#new"):
         aborted = 'request_success_total{finished_reason="abort"}'
         before = local.metrics()[aborted]
         page.click(event)
         until(lambda: local.metrics()[aborted] > before)
     until(page.ended)
+    until(lambda: not page.js(is_grey))
     notes = page.notes()
     assert len(notes) == (0 if says is None else settings.get("n", 1))
     assert all(says in note and (CUT in note) == (says == CUT) for note in notes), notes

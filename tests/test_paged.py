@@ -6,7 +6,7 @@ written there, and after every step each table must read back exactly its own.
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -397,7 +397,9 @@ def runner_of(blocks, size, N=2, K=1, window=None, kind=Runner):
 
 def shapes(layer):
     """Of each group: rows, new tokens of each, and blocks."""
-    return [(len(each.table), each.T, each.table.shape[1]) for each in layer.groups]
+    return [
+        (len(each.table), each.positions.shape[1], each.table.shape[1]) for each in layer.groups
+    ]
 
 
 def slow_paged_attention(q, k, v, pool, rows, config):
@@ -451,11 +453,11 @@ def test_paged_attention_equals_its_slow_twin(way, N, K, size, window, monkeypat
     runner = runner_of(blocks, size, N, K, window, kind)
     near = {}
     if way == "gathered":
-        monkeypatch.setattr(packed, "compiled", lambda function: function)
-        runner.layer = packed.Gathered
+        monkeypatch.setattr(packed, "compiled", lambda function, dynamic: function)
+        runner.layer = packed.CompiledBlocks
         near = {"rtol": 1e-5, "atol": 1e-5}  # its queries are rounded to float32
     for seed in range(6):
-        runner.most = 4 ** (seed % 4)
+        runner.max_blocks = 4 ** (seed % 4)
         rows = random_rows(random.Random(seed), blocks, size)
         tokens, positions, layers, select = runner.plan(rows)
         assert tokens.tolist() == [[i for row in rows for i in row.ids]]
@@ -507,7 +509,7 @@ def test_blocks_that_follow_each_other_are_not_copied(tables, is_view):
     assert torch.equal(kv, kept.flatten(2, 3).transpose(0, 1))
     assert is_view == (kv.untyped_storage().data_ptr() == pool.untyped_storage().data_ptr())
     int8 = encode(pool, torch.int8)  # is decoded, either way
-    both = [side_by_side(int8, each, pool.dtype) for each in (group, group._replace(span=None))]
+    both = [side_by_side(int8, each, pool.dtype) for each in (group, replace(group, span=None))]
     assert torch.equal(*both)
 
 
@@ -571,9 +573,12 @@ def test_rows_that_stand_together():
     """No more of them than `most` blocks hold, by the longest: one long sequence made all others as
     slow as itself, padded to its length, and 48 at once took new memory each time."""
     runner = runner_of(80, 16)
-    large = [Runner(runner.model, 2**14, 16, kv_dtype).most for kv_dtype in ("auto", "int8")]
-    assert (runner.most, large) == (80, 2 * [2**21 // (16 * 8 * 8)])  # int8 is attended as floats
-    runner.most = 40
+    large = [Runner(runner.model, 2**14, 16, kv_dtype).max_blocks for kv_dtype in ("auto", "int8")]
+    assert (runner.max_blocks, large) == (
+        80,
+        2 * [2**21 // (16 * 8 * 8)],
+    )  # int8 is attended as floats
+    runner.max_blocks = 40
     ends = (1000, 600, 250, 200, 5, 3)  # in blocks: 63, 38, 16, 13, 1, 1
     rows = [Row([*range(-(-end // 16))], end - 1, [end % 32]) for end in ends]
     tokens, _, layers, select = runner.plan(rows)

@@ -31,6 +31,7 @@ from packed import (
     HalfLinear,
     Int4Linear,
     Int8Linear,
+    Int8WithoutVNNI,
     LoopedLinear,
     PackedLinear,
     form_of,
@@ -234,27 +235,22 @@ def test_plain_weights_are_freed_one_by_one(tmp_path, monkeypatch):
 # --- Packed forms ---------------------------------------------------------------------------------
 
 
-class ByFBGEMM(Int8Linear):
-    """As where the processor has no VNNI."""
-
-    most = 63
-
-
 class ByOneDNN(Int8Linear):
     """As where the processor has VNNI; elsewhere oneDNN's product is played: the
     same integers, in floats."""
 
-    most = 127
-
     def pack(self, linear):
         super().pack(linear)
         self.signed = linear.qweight.double() - 128
-        self.scales = linear.scales.flatten()
 
-    def product(self, rows):
+    def compute(self, rows):
         if torch.cpu._is_vnni_supported():
-            return super().product(rows)
-        return ((rows.double() - 128) @ self.signed.t() * self.scales).float()
+            return super().compute(rows)
+        x = packed.filled_up(rows).double() - 128
+        return (x @ self.signed.t() * self.scales).float()[: len(rows)]
+
+
+INT8 = Int8Linear if torch.cpu._is_vnni_supported() else Int8WithoutVNNI  # what form_of chooses
 
 
 @pytest.fixture(autouse=True)
@@ -267,13 +263,13 @@ def lanes(monkeypatch):
 FORMS = {  # form, how its Linear is made
     "plain": (PackedLinear, linear_of),
     "looped": (LoopedLinear, linear_of),
-    "int8 by FBGEMM": (ByFBGEMM, lambda **options: quant_linear(8, -1, **options)),
+    "int8 by FBGEMM": (Int8WithoutVNNI, lambda **options: quant_linear(8, -1, **options)),
     "int8 by oneDNN": (ByOneDNN, lambda **options: quant_linear(8, -1, **options)),
     "int4": (Int4Linear, lambda **options: quant_linear(4, 128, **options)),
     "int4 in groups": (Int4Linear, lambda **options: quant_linear(4, 32, **options)),
     "half": (HalfLinear, linear_of),
-    "int8 of groups": (Int8Linear, lambda **options: quant_linear(8, 64, **options)),
-    "int8 of int4": (Int8Linear, lambda **options: quant_linear(4, 32, **options)),
+    "int8 of groups": (INT8, lambda **options: quant_linear(8, 64, **options)),
+    "int8 of int4": (INT8, lambda **options: quant_linear(4, 32, **options)),
 }
 BITS = {torch.float32: 2**-17, torch.bfloat16: 2**-7, torch.float16: 2**-9}
 
@@ -363,7 +359,7 @@ def test_int8_linear_docstring_example():
     torch.testing.assert_close(y, torch.tensor([[-4877 / 16256]]))
 
 
-@pytest.mark.parametrize("form", [ByFBGEMM, ByOneDNN])
+@pytest.mark.parametrize("form", [Int8WithoutVNNI, ByOneDNN])
 def test_int8_linear_at_the_ends_of_its_range(form):
     """All digits and weights at their largest, where a sum of products of bytes saturates that is
     kept in 16 bits; and weights of -128, which other tools store."""
@@ -377,7 +373,7 @@ def test_int8_linear_at_the_ends_of_its_range(form):
     y = form(linear)(x)
     torch.testing.assert_close(y, x.sum(1, keepdim=True) * weights, rtol=1e-5, atol=1e-4)
     linear.zeros.fill_(10)  # as GPTQ without `sym` has it: q - zero needs nine bits
-    y = ByFBGEMM(linear)(torch.ones(2, 256))
+    y = Int8WithoutVNNI(linear)(torch.ones(2, 256))
     torch.testing.assert_close(y, (256.0 * (q[:, 0] - 10)).expand(2, 3), rtol=1e-4, atol=0)
 
 
@@ -412,14 +408,14 @@ def test_int4_linear_on_cuda_stands_for_the_same_weight(monkeypatch):
 def test_pack_linears_picks_the_form():
     """A form that does not fit its bits or groups; one that could be packed and is left slow; a
     packed form that keeps the weight it replaced, or is kept alive by the operator's table."""
-    int4 = Int8Linear if torch.backends.cpu.get_cpu_capability() == "AVX2" else Int4Linear
+    int4 = INT8 if torch.backends.cpu.get_cpu_capability() == "AVX2" else Int4Linear
     plain = [linear_of(), quant_linear(8, -1), quant_linear(8, 64), quant_linear(4, 128, N=64)]
     model = nn.Sequential(*plain, nn.Sequential(quant_linear(4, 32), quant_linear(4, 2, N=64)))
     stored = weakref.ref(plain.pop().qweight)
     plain.clear()
     pack_linears(model)
     kinds = [type(module) for module in model.modules() if not [*module.children()]]
-    assert kinds == [PackedLinear, Int8Linear, Int8Linear, int4, Int8Linear, Int8Linear]
+    assert kinds == [PackedLinear, INT8, INT8, int4, INT8, INT8]
     assert stored() is None
     form = weakref.ref(model[0])
     del model
@@ -441,7 +437,7 @@ def test_forms_for_one_sequence(monkeypatch, amx, slow_row):
         assert form_of(linear, True) is looped.get(many, many) is not None
 
 
-@pytest.mark.parametrize("name", ["plain", "int8 by oneDNN", "int8 by FBGEMM"])
+@pytest.mark.parametrize("name", ["plain", "int8 by oneDNN"])
 def test_few_rows_are_filled_up(name, monkeypatch):
     """One row, or a token's two digits, left to be slow; many rows copied for nothing; a row of
     another token in the result."""
@@ -449,8 +445,14 @@ def test_few_rows_are_filled_up(name, monkeypatch):
     x = torch.randn(4, 128)
     digits = 1 if name == "plain" else 2
     sizes = []
-    product = form.product
-    monkeypatch.setattr(form, "product", lambda rows: sizes.append(len(rows)) or product(rows))
+    filled_up = packed.filled_up
+
+    def noting(rows):
+        filled = filled_up(rows)
+        sizes.append(len(filled))
+        return filled
+
+    monkeypatch.setattr(packed, "filled_up", noting)
     for slow_row in (False, True):
         monkeypatch.setattr(packed, "SLOW_ROW", slow_row)
         for R in (1, 2, 3, 4):
@@ -781,8 +783,8 @@ def test_a_signal_leaves_nothing_behind(tmp_path, number):
 
 
 @pytest.mark.parametrize(("options", "forms"), [
-    ({"quantize": "int8"}, {Int8Linear}),
-    ({"quantize": "int4"}, {Int4Linear, Int8Linear}),
+    ({"quantize": "int8"}, {INT8}),
+    ({"quantize": "int4"}, {Int4Linear, INT8}),
     ({}, set()),
 ])  # fmt: skip
 def test_quantised_weights_are_packed_without_compiling(options, forms):

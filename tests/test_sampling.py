@@ -27,7 +27,7 @@ import sampling
 from checkpoint import suggested
 from model import Config
 from sampling import (
-    SELECTED,
+    NUM_SELECTED,
     Sequence,
     Token,
     distribution,
@@ -277,7 +277,7 @@ def some_distributions():
 
 
 FILTERS = [
-    *({"top_k": k} for k in (1, 20, SELECTED - 1, SELECTED, SELECTED + 1, 300, 2**31)),
+    *({"top_k": k} for k in (1, 20, NUM_SELECTED - 1, NUM_SELECTED, NUM_SELECTED + 1, 300, 2**31)),
     *({"top_p": p} for p in (1e-6, 0.1, 0.5, 0.9, 0.999)),
     *({"min_p": p} for p in (1e-9, 0.01, 0.3, 1.0)),
     {"top_k": 20, "top_p": 0.95}, {"top_k": 300, "top_p": 0.5}, {"top_p": 0.9, "min_p": 0.001},
@@ -287,7 +287,7 @@ FILTERS = [
 
 def test_selecting_gives_what_sorting_gives(monkeypatch):
     """Bug: of equals at a border others are kept than by a stable sort; a token that was not
-    selected is lost, where more than SELECTED are to be kept; the mass is that of the selected
+    selected is lost, where more than NUM_SELECTED are to be kept; the mass is that of the selected
     alone; one row's fallback to the sort changes its neighbours; all rows are sorted."""
     kinds = some_distributions()
     table = [(name, SamplingParams(**each)) for each in FILTERS for name in kinds]

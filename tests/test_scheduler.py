@@ -14,6 +14,7 @@ import timeit
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -478,7 +479,7 @@ def test_attention_stays_within_kv_memory(kv_dtype):
     wide = {"max_num_seqs": 999, "max_num_batched_tokens": 2000}
     at = engine(num_blocks=None, kv_memory=2e5, kv_dtype=kv_dtype, **wide)
     places = torch.arange(at.pool.num_blocks).expand(1, 2 * at.config.num_key_value_heads, -1)
-    group = paged.Group(1, places, None, (), None)  # no run: a copy
+    group = SimpleNamespace(flat_table=places, span=None)  # no run: a copy
     kept = []
     most = peak(lambda: kept.append(paged.side_by_side(at.runner.kv[0], group, at.model.dtype)))
     assert most > kept[0].nbytes / 2
@@ -486,7 +487,7 @@ def test_attention_stays_within_kv_memory(kv_dtype):
 
 
 def step_bytes(at: Engine) -> int:
-    logits = at.max_num_seqs * (1 + at.proposer.k) + scheduler.SCORED
+    logits = at.max_num_seqs * (1 + at.proposer.k) + scheduler.MAX_SCORED
     return paged.step_bytes(at.model, at.max_num_batched_tokens, logits)
 
 
@@ -507,7 +508,7 @@ def test_kv_memory_as_a_share(monkeypatch):
     for too_little in (0.001, 1):  # 1 is a byte, and fewer than 0 blocks do not fit
         with pytest.raises(ValueError, match=r"^0 blocks fit into --kv-memory"):
             engine(num_blocks=None, kv_memory=too_little)
-    monkeypatch.setattr(paged, "MOST_BYTES", 9 * 3 * 512)  # other programs want memory too
+    monkeypatch.setattr(paged, "MAX_BYTES", 9 * 3 * 512)  # other programs want memory too
     assert engine(num_blocks=None, kv_memory=0.5).pool.num_blocks == 9
 
 
@@ -561,7 +562,7 @@ def test_masks_stay_within_what_is_free(windows):
 
 def test_a_mask_in_pieces_is_the_whole_mask(monkeypatch):
     """A piece that gets the mask of another, or of the layer before it; tokens in another order."""
-    monkeypatch.setattr(paged.Runner, "pairs", 40)
+    monkeypatch.setattr(paged.Runner, "max_pairs", 40)
     jobs = [(WORDS[i : i + n], params(3)) for i, n in ((0, 25), (9, 14), (30, 14), (50, 3))]
     for model in (MODEL, SLIDING):
         check(engine(model, num_blocks=40, max_num_batched_tokens=80), *jobs)

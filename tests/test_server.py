@@ -354,6 +354,16 @@ def test_64_streams_at_once(local):
     assert len(set(texts)) > 60
 
 
+def test_the_examples_of_the_page(local, capfd):
+    """docs/serving.md: a header was missing, or the client had moved a name."""
+    text = (ROOT / "docs" / "serving.md").read_text().replace(":8000", f":{local.port}")
+    (curl,) = re.findall(r"^curl .*", text, re.MULTILINE)
+    answer = subprocess.run(curl, shell=True, capture_output=True, text=True, timeout=30)
+    assert json.loads(answer.stdout)["choices"][0]["text"]
+    exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], {})
+    assert capfd.readouterr().out
+
+
 def test_openais_errors(local, monkeypatch):
     """openai's client raised a general error instead of the one that a program can catch."""
     create = local.openai().completions.create

@@ -549,7 +549,7 @@ def test_rows_stand_together_whatever_is_guessed(guess, most):
             counts.append((len({len(row.ids) for row in rows}), len(tables), len(rows)))
             return result
 
-        runner.most, runner.plan = most, planned
+        runner.max_blocks, runner.plan = most, planned
     for i in range(8):
         at.add_request((WORDS[i : i + 4] * 4)[: 6 + i], params(14 + i, ignore_eos=True))
         step(at)

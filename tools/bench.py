@@ -30,10 +30,12 @@ import re
 import signal
 import socket
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -50,7 +52,7 @@ from torch import Tensor
 import tp
 from checkpoint import build, load_config, load_model, named_tensors
 from kv_cache import StaticCache
-from machine import Ranks, launch, progress
+from machine import ALL_THREADS, Ranks, launch, progress
 from model import Config, Transformer, rope_frequencies
 from packed import compile_model
 from paged import BlockPool, BlockTable, Row, Runner
@@ -171,7 +173,8 @@ OPTIONS: dict[str, tuple] = {
         ("--prompt-tokens", 512, "length of the prompt whose prefill is measured"),
         ("--new-tokens", 32), ("--repeat", 3), ("--sampling", "greedy", "", SAMPLING),
         ("--sequences", 32, "sequences in the batch, with prompts of 16 to 64 tokens"),
-        ("--threads", int, "of each engine (default: as many as PyTorch takes)"),
+        ("--busy", 0, "other processes that never wait, meanwhile"),
+        ("--threads", ALL_THREADS, "of each engine"),
         ("--timeout", 600.0, "seconds an engine may take for an answer"),
         ("--gguf", Path, "the checkpoint in llama.cpp's format"),
         ("--vllm-python", Path, "Python of the environment that has vLLM"),
@@ -255,7 +258,7 @@ EITHER = (("checkpoint", "shape"), ("speculate", "speculate_ngram"), ("profile",
 LEAST = {
     "speculate": 0, "speculate_ngram": 0, "prefixes": 0, "draft_noise": 0.0, "vocab_size": 4,
     "rate": 1e-6, "ttft_limit": 1e-6, "tpot_limit": 1e-6, "group_size": -1, "kv_memory": 1e-6,
-    "price_per_hour": 1e-6, "shares": 1e-6,
+    "price_per_hour": 1e-6, "shares": 1e-6, "busy": 0,
 }  # fmt: skip
 
 
@@ -939,25 +942,25 @@ def versus(args: argparse.Namespace) -> int:
             raise ValueError(f"{flag} {path}: there is no such file")
     check("--new-tokens", args.new_tokens, int, 2)  # the first is the prompt's
     length = max(args.prompt_tokens, versus_tool.BATCH[1]) + args.new_tokens + 1
-    args.threads = args.threads or torch.get_num_threads()
     with tempfile.TemporaryDirectory() as temporary:
-        folder, config = args.checkpoint, args.checkpoint and load_config(args.checkpoint)
-        if not folder:
-            folder, config = Path(temporary), SHAPES[args.shape]
-            write_random(config, DTYPES[args.dtype], folder)
-        longest = config.max_position_embeddings
-        check("--prompt-tokens and --new-tokens", length, int, 1, longest)
+        folder = args.checkpoint or Path(temporary)
+        if not args.checkpoint:
+            write_random(SHAPES[args.shape], DTYPES[args.dtype], folder)
+        config = load_config(folder)
+        check("--prompt-tokens and --new-tokens", length, int, 1, config.max_position_embeddings)
         setup = {**vars(args), "folder": folder, "device": args.ranks.device.type}
-        setup |= {"length": length, "vocab_size": config.vocab_size}
-        setup["sampling"] = SAMPLING[args.sampling]
-        peers = dict.fromkeys(args.peers, sys.executable)
-        if args.vllm_python and "vllm" in peers:
-            peers["vllm"] = str(args.vllm_python)
+        setup |= dict(length=length, vocab_size=config.vocab_size, sampling=SAMPLING[args.sampling])
+        python = {"vllm": args.vllm_python or sys.executable}
+        peers = {name: str(python.get(name, sys.executable)) for name in args.peers}
         sizes = versus_tool.Sizes(args.prompt_tokens, args.new_tokens, args.sequences)
         rows, result = Rows(), {"dtype": args.dtype}
-        result["engines"], result["notes"] = versus_tool.compare(
-            setup, peers, sizes, partial(rounds, args.repeat), args.timeout, rows.add
-        )
+        with ExitStack() as others:
+            for _ in range(args.busy):
+                spin = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+                others.callback(spin.kill)
+            result["engines"], result["notes"] = versus_tool.compare(
+                setup, peers, sizes, partial(rounds, args.repeat), args.timeout, rows.add
+            )
     status = publish(args, rows, result)
     if args.plot:
         args.plot.write_text(pictures.draw(*report.versus_picture(result)))

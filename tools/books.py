@@ -37,5 +37,5 @@ def audit_pool(pool: BlockPool, tables: Iterable[BlockTable]) -> None:
     assert pool.refs == [counts[b] for b in blocks], "reference counts differ from the tables"
     each = [*counts, *pool.available]
     assert sorted(each) == [*blocks], "a block is lost, or in two states"
-    assert {b: k for k, (b, _) in pool._found.items()} == pool._keys, "a stale key"
+    assert {b: k for k, (b, _) in pool._by_key.items()} == pool._keys, "a stale key"
     assert pool._keys.keys() <= {*each}

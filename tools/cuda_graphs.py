@@ -59,7 +59,7 @@ class Replayed:
 def tensors_of(tokens: Tensor, positions: Tensor, layers: list, select: Tensor) -> list[Tensor]:
     """Return the tensors of a plan that a forward reads. Layers share most of them."""
     slots, groups = layers[0].slots, layers[0].groups
-    masks = [mask for group in groups for mask in group.masks(group.pieces[0]).values()]
+    masks = [mask for group in groups for mask in group.masks.values()]
     tables = [group.flat_table for group in groups]
     return [tokens, positions, select, slots, *tables, *masks]
 
@@ -93,12 +93,12 @@ class GraphRunner(Runner):
 
     def plan(self, rows: list[Row]) -> tuple:
         if self.model.size is None:
-            self.width = Runner.width
+            self.min_width = Runner.min_width
             return super().plan(rows)
-        self.width = self.model.size[1]
+        self.min_width = self.model.size[1]
         plan = super().plan(rows)
-        groups = plan[2][0].groups  # all layers have these
-        groups[:] = [group._replace(span=None) for group in groups]  # a graph reads by the table
+        for group in plan[2][0].groups:  # all layers have these
+            group.span = None  # a graph reads by the table
         return plan
 
 

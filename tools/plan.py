@@ -78,21 +78,21 @@ SHARES = (0.3, 0.6, 0.9, 1.2)  # the rates at which `check` measures, as shares 
 WORK = ("step", "prompts", "rows", "tokens", "root of tokens", "blocks", "pairs", "requests")
 
 
-def work_of(rows: list[Row], block_size: int, most: int) -> list[float]:
+def work_of(rows: list[Row], block_size: int, max_blocks: int) -> list[float]:
     """Count what a forward has to do, in the order of WORK, without the requests.
 
     Args:
-        most: Runner.most, which bounds a group.
+        max_blocks: Runner.max_blocks, which bounds a group.
 
     Example: block_size 4; rows of 1 token at positions 5 and 3, and of 2 tokens at 4:
         [1, 1, 3, 4, 2, 6, 8]: groups of 2 rows x 1 token x 2 blocks, and 1 row x 2 tokens x 2
         blocks
     """
     prompts = tokens = blocks = pairs = 0
-    width = Runner.width
-    for group in groups_of(rows, block_size, most, width):
+    min_width = Runner.min_width
+    for group in groups_of(rows, block_size, max_blocks, min_width):
         T = len(group[0].ids)
-        read = len(group) * max(width, group[0].num_blocks(block_size))  # padded to the longest
+        read = len(group) * max(min_width, group[0].num_blocks(block_size))  # padded to the longest
         prompts += len(group) if T > 1 else 0
         tokens += T * len(group)
         blocks += read
@@ -368,7 +368,7 @@ def held(engine: Engine, ids: list[int]) -> int:
     queue has run. This does not call BlockPool.reuse(), because it must change nothing, not even
     the order in which blocks are evicted."""
     pool, table = engine.pool, BlockTable()
-    while found := pool._found.get(pool._key_of(table, ids, len(table.chain) - 1)):
+    while found := pool._by_key.get(pool._key_of(table, ids, len(table.chain) - 1)):
         table.chain.append(found[1])
     longest = len(table.chain) - 1
     for job in engine.queue:
@@ -692,7 +692,7 @@ def timed(args: argparse.Namespace) -> int:
     def watched(engine: Engine, options: server.ServerArgs) -> int:
         work: list[float] = []
         step, forward, submit = engine.step, engine.runner.forward, engine.submit
-        size, most = engine.pool.block_size, engine.runner.most
+        size, most = engine.pool.block_size, engine.runner.max_blocks
 
         def note(*event: Any) -> None:
             print(json.dumps(event), file=file, flush=True)

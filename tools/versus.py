@@ -131,7 +131,8 @@ def compare(
         ValueError: this engine itself did not run.
     """
     rng = random.Random(0)
-    rows = dict(zip(FIGURES, row_names(sizes)))
+    prefill = f"prefill of {sizes.prompt_tokens:,} tokens"
+    rows = dict(zip(FIGURES, ("one sequence", prefill, f"{sizes.sequences} sequences")))
     versions, notes = {}, []
 
     def ids(count: int) -> list[int]:
@@ -167,12 +168,6 @@ def compare(
     except Absent as why:
         raise ValueError(str(why)) from why
     return versions, notes
-
-
-def row_names(sizes: Sizes) -> tuple[str, str, str]:
-    """Name the rows, in the order of FIGURES."""
-    prefill = f"prefill of {sizes.prompt_tokens:,} tokens"
-    return "one sequence", prefill, f"{sizes.sequences} sequences"
 
 
 # --- The child ------------------------------------------------------------------------------------

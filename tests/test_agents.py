@@ -1,0 +1,135 @@
+"""The agent loops of LangChain and of the AI SDK, whole and streamed: they send tools, run what the
+model calls, and send the results back until the model answers. Without the packages or Node.js the
+tests skip; where KILOLM_NEEDS_ALL is set, as in CI, they fail."""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, program
+from serving import Local
+from test_function_calls import tagged
+
+import openai_api
+
+pytestmark = pytest.mark.slow
+
+ROME, TWO = {"city": "Rome", "days": 1}, {"city": "Verona", "days": 2}
+SCRIPT = [  # what the model writes: a text and a call, two calls, the answer
+    f"Let me see. {tagged('weather', ROME)}",
+    f"{tagged('weather', TWO)}\n{tagged('weather', ROME)}",
+    "It is sunny in both.",
+]
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A server whose model writes the script, one text a request: a grammar allows nothing else.
+    Yields the server and the bodies that it got."""
+    local = Local("--tool-format", "hermes", num_blocks=400, max_num_batched_tokens=64)
+    bodies: list[dict] = []
+    translate = openai_api.translate
+
+    def direct(body: dict, chat: bool) -> dict:
+        text = SCRIPT[len(bodies)]
+        bodies.append(body)
+        return translate(body | {"structured_outputs": {"choice": [text]}}, chat)
+
+    monkeypatch.setattr(openai_api, "translate", direct)
+    yield local, bodies
+    local.close()
+
+
+def check_histories(bodies: list[dict]) -> None:
+    """Each request has the whole conversation, and a result for each call under the call's id."""
+    assert len(bodies) == len(SCRIPT), "a turn is missing"
+    messages = bodies[-1]["messages"]
+    roles = [message["role"] for message in messages]
+    assert roles == ["user", "assistant", "tool", "assistant", "tool", "tool"]
+    assert messages[1]["content"] == "Let me see."
+    calls = [call for each in messages for call in each.get("tool_calls") or []]
+    results = {each["tool_call_id"]: each["content"] for each in messages if each["role"] == "tool"}
+    assert [json.loads(call["function"]["arguments"]) for call in calls] == [ROME, TWO, ROME]
+    assert [*results] == [call["id"] for call in calls]
+    assert [*results.values()] == ["sunny in Rome", "sunny in Verona", "sunny in Rome"]
+
+
+def langchain(url: str, stream: bool) -> dict:
+    from langchain.agents import create_agent
+    from langchain_openai import ChatOpenAI
+
+    asked = []
+
+    def weather(city: str, days: int) -> str:
+        """The weather."""
+        asked.append({"city": city, "days": days})
+        return f"sunny in {city}"
+
+    chat: Any = ChatOpenAI
+    model = chat(model="shakespeare", base_url=url, api_key="none", streaming=stream, max_retries=0)
+    agent = create_agent(model, tools=[weather])
+    question: Any = {"messages": [("user", "What is the weather?")]}
+    if stream:  # the pieces of the model's messages, as they come
+        pieces = [piece for piece, _ in agent.stream(question, stream_mode="messages")]
+        said = [piece for piece in pieces if piece.type == "AIMessageChunk"]
+        assert len(said) > 2 * len(SCRIPT), "the messages came whole"
+        by_id: dict = {}
+        for piece in said:
+            by_id[piece.id] = by_id[piece.id] + piece if piece.id in by_id else piece
+        replies = [*by_id.values()]
+    else:
+        replies = [each for each in agent.invoke(question)["messages"] if each.type == "ai"]
+    return dict(
+        asked=asked,
+        first=replies[0].content,
+        text=replies[-1].content,
+        reasons=[each.response_metadata["finish_reason"] for each in replies],
+    )
+
+
+def ai_sdk(url: str, stream: bool, folder: Path) -> dict:
+    command = ["node", folder / "loop.js", url, "streamed" if stream else "whole"]
+    return json.loads(subprocess.check_output(command, text=True, timeout=60))
+
+
+@pytest.fixture(scope="module")
+def node_modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the AI SDK and tests/agents/loop.js."""
+    program("node")
+    folder = tmp_path_factory.mktemp("agents") / "app"
+    shutil.copytree(ROOT / "tests/agents", folder)
+    install = [program("npm"), "install", "--no-audit", "--no-fund", "--no-package-lock"]
+    subprocess.run(install, cwd=folder, check=True, timeout=300)
+    return folder
+
+
+@pytest.fixture
+def loop(request: pytest.FixtureRequest) -> Callable:
+    if request.param == "AI SDK":
+        return partial(ai_sdk, folder=request.getfixturevalue("node_modules"))
+    if not importlib.util.find_spec("langchain_openai"):
+        assert "KILOLM_NEEDS_ALL" not in os.environ, "KILOLM_NEEDS_ALL is set, without langchain"
+        pytest.skip("needs: pip install -e '.[agents]'")
+    return langchain
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("loop", ["LangChain", "AI SDK"], indirect=True)
+def test_the_loop(scripted: Any, loop: Callable, stream: bool) -> None:
+    local, bodies = scripted
+    seen = loop(f"http://127.0.0.1:{local.port}/v1", stream)
+    assert seen["asked"] == [ROME, TWO, ROME]
+    assert (seen["first"].strip(), seen["text"]) == ("Let me see.", SCRIPT[-1])
+    assert [reason.replace("-", "_") for reason in seen["reasons"]] == [
+        "tool_calls", "tool_calls", "stop"
+    ]  # fmt: skip
+    assert all(bool(body.get("stream")) == stream for body in bodies)
+    check_histories(bodies)
+    local.settle()
