@@ -5,7 +5,7 @@ calls in the form that its template shows. A call is text like any other. So thi
 whole reply so far, and splits it into text and calls; whatever is no valid call stays text. Where a
 call is required, a grammar allows nothing else (structured.py). This file knows neither the engine
 nor HTTP. Papers: Schick et al. 2023 (Toolformer, arXiv:2302.04761), Patil et al. 2023 (Gorilla,
-arXiv:2305.15334). Read: FORMS, split_calls, required_calls.
+arXiv:2305.15334). Read: FORMS, split_calls, restrict.
 
     hermes   I look. <tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>
     llama3   {"name": "weather", "parameters": {"city": "Rome"}}
@@ -15,7 +15,7 @@ import json
 import re
 from typing import NamedTuple
 
-from settings import JSON, check, supported
+from settings import JSON, SettingError, check, supported
 
 
 class Form(NamedTuple):
@@ -25,8 +25,9 @@ class Form(NamedTuple):
         arguments: its word for the arguments.
         begin, end: what it writes around a call.
         between: what it writes between two calls.
-        tag: matches where a call begins, or where it may begin once the text goes on.
-        close: matches the end of a call.
+        tag: matches what stands before a call; at the end of the text so far, also what may become
+            that once the text goes on.
+        close: matches what stands after a call.
     """
 
     arguments: str
@@ -38,16 +39,18 @@ class Form(NamedTuple):
 
 
 OPEN = "<tool_call>"
-# What there may be of OPEN when the text so far ends within it, the longest first.
+# The beginnings of OPEN, the longest first: the text so far can end within it.
 CUT = "|".join(OPEN[:length] for length in range(len(OPEN) - 1, 0, -1))
 FORMS = dict(
-    # Qwen, Hermes and SmolLM3. White space is tried from its beginning only: from each of its
-    # characters, 4,000 of them would take 0.3 s.
+    # Qwen, Hermes and SmolLM3. Before a call stand white space, if any, and OPEN, or at the end of
+    # the text a beginning of OPEN. (?<!\s) lets white space match as a whole only: tried from each
+    # of its characters, 4,000 of them would take 0.3 s.
     hermes=Form(
         "arguments", f"{OPEN}\n", "\n</tool_call>", "\n",
         re.compile(rf"(?:(?<!\s)\s+)?(?:{OPEN}\s*|(?:{CUT})?\Z)"), re.compile(r"\s*</tool_call>"),
     ),
-    # In Llama 3's, calls are all of the reply.
+    # Llama 3. The reply is nothing but calls, so the first begins with the text, and each other one
+    # follows the brace of the one before. It is an object, so it has no tag of its own.
     llama3=Form(
         "parameters", "", "", "; ",
         re.compile(r"(?:\A|(?<=\}))[\s;]*(?=\{|\Z)"), re.compile(""),
@@ -69,7 +72,7 @@ def form_of(template: str) -> str:
 
 
 class Tools(NamedTuple):
-    """What a reply may call.
+    """What a reply may call. Without schemas, it may call nothing, and its form is not used.
 
     Attributes:
         form: how the calls are written.
@@ -82,40 +85,54 @@ class Tools(NamedTuple):
     is_parallel: bool
 
 
-def tools_of(fields: JSON, form: Form) -> Tools:
+NO_TOOLS = Tools(FORMS["hermes"], {}, True)
+
+
+def tools_of(fields: JSON, form: Form | None) -> Tools:
     """Read what a reply may call from a chat's `tools`, `tool_choice` and `parallel_tool_calls`.
 
     Raises:
-        SettingError: `tools` has another form than OpenAI's.
+        SettingError: `tools` has another form than OpenAI's, or the model has no form for calls.
     """
     schemas = {}
     for i, tool in enumerate(fields["tools"]):
-        at = f"tools[{i}]"
-        function = check(f"{at}.function", check(at, tool, dict).get("function"), dict)
-        schema = check(f"{at}.function.parameters", function.get("parameters") or {}, dict)
-        schemas[check(f"{at}.function.name", function.get("name"), str)] = schema
-    if fields.get("tool_choice") == "none":
-        schemas = {}
+        check(f"tools[{i}]", tool, dict)
+        at = f"tools[{i}].function"
+        function = check(at, tool.get("function"), dict)
+        name = check(f"{at}.name", function.get("name"), str)
+        schemas[name] = check(f"{at}.parameters", function.get("parameters") or {}, dict)
+    if not schemas or fields.get("tool_choice") == "none":
+        return NO_TOOLS
+    if not form:
+        raise SettingError("tools", "are unknown to the chat template: use --tool-format")
     return Tools(form, schemas, fields["parallel_tool_calls"])
 
 
-def required_calls(choice: str | JSON, tools: Tools) -> JSON | None:
-    """Return the structured_outputs that allow nothing but calls, if `tool_choice` requires a call;
-    None if it does not.
+def restrict(fields: JSON, tools: Tools) -> None:
+    """Let the reply have nothing but calls, if `tool_choice` requires a call.
 
     Raises:
-        SettingError: the choice is unknown, or names a function that is not in `tools`.
+        SettingError: the choice is unknown, or names a function that is not in `tools`; or another
+            structure is asked for.
     """
-    form, schemas, is_parallel = tools
-    if isinstance(choice, dict):
+    schemas = tools.schemas
+    choice = fields.get("tool_choice", "auto")
+    if isinstance(choice, dict):  # one function by name
         name = check("tool_choice", choice.get("function"), dict).get("name")
         schemas = {supported("tool_choice", name, *schemas): schemas[name]}
         choice = "required"
     known = ("auto", "none", "required") if schemas else ("auto", "none")
-    if supported("tool_choice", choice, *known) != "required":
-        return None
+    if supported("tool_choice", choice, *known) == "required":
+        if "structured_outputs" in fields:
+            raise SettingError("tool_choice", "requires a call, which excludes another structure")
+        fields["structured_outputs"] = {"grammar": grammar_of(tools._replace(schemas=schemas))}
+
+
+def grammar_of(tools: Tools) -> str:
+    """Return a grammar that allows nothing but calls."""
+    form = tools.form
     calls = []
-    for i, (name, schema) in enumerate(schemas.items()):
+    for i, (name, schema) in enumerate(tools.schemas.items()):
         # With an $id of its own, "#/$defs" in it means its own, and not the whole schema's.
         arguments = {"$id": f"call:{i}", "type": "object"} | schema
         calls.append(
@@ -126,12 +143,10 @@ def required_calls(choice: str | JSON, tools: Tools) -> JSON | None:
                 additionalProperties=False,
             )
         )
-    begin, end, between = (
-        json.dumps(text) if text else "" for text in (form.begin, form.end, form.between)
-    )
-    more = f"({between} call)*" if is_parallel else ""
+    begin, end, between = map(json.dumps, (form.begin, form.end, form.between))
+    more = f"({between} call)*" if tools.is_parallel else ""
     any_of = json.dumps({"anyOf": calls, "x-guidance": SPACES})
-    return {"grammar": f"start: call {more}\ncall: {begin} object {end}\nobject: %json {any_of}"}
+    return f"start: call {more}\ncall: {begin} object {end}\nobject: %json {any_of}"
 
 
 # --- What a reply calls ---------------------------------------------------------------------------
@@ -140,8 +155,8 @@ def required_calls(choice: str | JSON, tools: Tools) -> JSON | None:
 def split_calls(text: str, tools: Tools, ended: bool) -> tuple[str, list[JSON]]:
     """Split a reply into its text and its calls.
 
-    Until the reply has ended, text that may still become a call, and white space that may stand
-    before one, is left out. So what this returns only grows with the reply.
+    Until the reply has ended, text that may still become a call is left out, and so is white space
+    that may stand before a call. So what this returns only grows with the reply.
 
     Args:
         text: the reply so far.
@@ -159,16 +174,19 @@ def split_calls(text: str, tools: Tools, ended: bool) -> tuple[str, list[JSON]]:
     find = tools.form.tag.search
     shown = ""
     calls: list[JSON] = []
-    start = 0
+    start = 0  # before it, all has been split
     tag = find(text)
     while tag and tag.end() < len(text):
         call, end = read_call(text, tag.end(), tools)
-        if not (call or ended):
-            break
-        shown += text[start : tag.start() if call else end]
+        if call:
+            shown += text[start : tag.start()]
+            calls.append(call)
+        elif ended:
+            shown += text[start:end]  # this is no call, so the tag is text
+        else:
+            break  # it may still become a call
         start = end
-        calls += [call] if call else []
-        tag = find(text, max(end, tag.start() + 1))
+        tag = find(text, max(end, tag.start() + 1))  # an empty tag is not found twice
     shown += text[start:] if ended or not tag else text[start : tag.start()]
     return shown.rstrip() if calls else shown, calls if tools.is_parallel else calls[:1]
 

@@ -23,9 +23,10 @@ class Metrics:
 
     Attributes:
         model: the model's name.
-        ended: metric -> sample -> value, for the requests that have ended. The sample of a counter
-            is "{}" or has a label, such as '{finished_reason="stop"}'; in a histogram,
-            '_bucket{le="5"}' counts the values up to 5.
+        ended: metric -> sample -> value, for the requests that have ended. A sample is what follows
+            the metric's name in a line of Prometheus' format, without the label that all have, the
+            model's name: "{}", or '{finished_reason="stop"}', or in a histogram '_bucket{le="5"}',
+            which counts the values up to 5.
     """
 
     def __init__(self, engine: Engine, model: str) -> None:
@@ -38,8 +39,10 @@ class Metrics:
         self.ended["prompt_tokens_total"]["{}"] += request.outputs[0].prompt_len
         for job in request.outputs:
             self.ended["request_success_total"][f'{{finished_reason="{job.finish_reason}"}}'] += 1
+            # job.times begins with the time at which the job was made, so the first gap ends with
+            # the first token.
             gaps = [after - before for before, after in pairwise(job.times)]
-            histograms: dict[str, list] = dict(
+            histograms: dict[str, list] = dict(  # the values of each are in order
                 time_to_first_token_seconds=gaps[:1],
                 inter_token_latency_seconds=sorted(gaps[1:]),
                 e2e_request_latency_seconds=[sum(gaps)] if gaps else [],
@@ -47,6 +50,7 @@ class Metrics:
                 request_generation_tokens=[len(job.tokens)],
             )
             for name, values in histograms.items():
+                # In sorted values, bisect_right returns how many are up to the bound.
                 samples = {
                     f'_bucket{{le="{bound}"}}': bisect_right(values, float(bound))
                     for bound in BOUNDS.split()
@@ -67,12 +71,12 @@ class Metrics:
 
     def text(self) -> str:
         """Return all statistics in Prometheus' text format. Any thread may call this."""
-        model = json.dumps(self.model, ensure_ascii=False)
-        families = {name: {"{}": value} for name, value in self.now().items()}
+        model = json.dumps(self.model, ensure_ascii=False)  # Prometheus quotes text as JSON does
+        now = {name: {"{}": value} for name, value in self.now().items()}
         text = ""
-        for name, samples in (families | self.ended).items():
+        for name, samples in (now | self.ended).items():
             text += f"# TYPE vllm:{name} {KINDS.get(name.rpartition('_')[2], 'gauge')}\n"
-            for sample, value in samples.copy().items():
+            for sample, value in samples.copy().items():  # a copy: the engine's thread adds others
                 labelled = sample.replace("{", f"{{model_name={model},")
                 text += f"vllm:{name}{labelled} {value}\n"
         return text

@@ -14,14 +14,13 @@ Read: API.prepare, translate, Completion, Choice.
 
 import re
 import secrets
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from function_calls import FORMS, Tools, form_of, required_calls, split_calls, tools_of
+from function_calls import FORMS, NO_TOOLS, Tools, form_of, restrict, split_calls, tools_of
 from sampling import BROKEN, Token
 from scheduler import Engine, Job, Request
 from settings import (
@@ -103,28 +102,18 @@ class API:
         source = "messages" if chat else "prompt"
         try:
             fields = translate(given, chat)
-            tools = self.tools(fields) if chat else None
-            if tools:
-                restrict(fields, tools)
+            tools = tools_of(fields, self.form) if chat else NO_TOOLS
+            restrict(fields, tools)
             params = self.sampling_params(fields, chat)
-            prompts: Any = self.chat_ids(fields, tools) if tools else fields.get("prompt", "")
-            if not isinstance(prompts, list) or all(type(i) is int for i in prompts):
-                prompts = [prompts]
+            prompts = [self.chat_ids(fields, tools)] if chat else split_prompts(fields)
             check("n", len(prompts) * params.n, int, 1, 256)  # for all prompts together
             requests = [self.request(prompt, params, fields, source) for prompt in prompts]
-            return Completion(self, fields, requests, tools)
+            return Completion(self, fields, requests, tools, chat)
         except (ValueError, RecursionError) as error:
             field = getattr(error, "field", source)
-            names = [ALIASES.get(field), field, source]  # the client's name of it, if it gave one
-            param = next(name for name in names if name in given or name == source)
+            # The error gives the field the name that it has in the body.
+            param = next((name for name in (ALIASES.get(field), field) if name in given), source)
             raise Problem(400, str(error)[:500], param) from None
-
-    def tools(self, fields: JSON) -> Tools:
-        """Return what the reply of a chat may call."""
-        tools = tools_of(fields, self.form or FORMS["hermes"])
-        if tools.schemas and not self.form:
-            raise SettingError("tools", "are unknown to the chat template: use --tool-format")
-        return tools
 
     def request(self, prompt: Any, params: SamplingParams, fields: JSON, source: str) -> Request:
         """Make a request for one prompt, a text or ids, if it and the output fit."""
@@ -141,14 +130,14 @@ class API:
             source,
             "context_length_exceeded",
         )
-        priority = fields.get("priority", 0)
-        salt = fields.get("cache_salt")
-        return self.engine.prepare(ids, params, priority=priority, cache_salt=salt)
+        return self.engine.prepare(
+            ids, params, priority=fields.get("priority", 0), cache_salt=fields.get("cache_salt")
+        )
 
     def sampling_params(self, fields: JSON, chat: bool) -> SamplingParams:
         """Return the sampling settings of a request. Omitted ones come from the checkpoint, except
         max_tokens: it is 16 in a completion, and in a chat only the context limits it."""
-        # All keys that are no ids are listed here; SamplingParams would name one of them.
+        # This error lists all keys that are no ids; that of SamplingParams would name only one.
         check_ids("logit_bias", fields["logit_bias"], self.engine.config.vocab_size)
         defaults = vars(self.defaults) | dict(max_tokens=self.engine.max_seq_len if chat else 16)
         params = SamplingParams(**{name: fields.get(name, defaults[name]) for name in defaults})
@@ -158,22 +147,13 @@ class API:
         return params
 
     def chat_ids(self, fields: JSON, tools: Tools) -> Ids:
-        """Render the messages of a chat and encode them. The content of a message can be a list of
-        parts, which are joined."""
+        """Render the messages of a chat and encode them."""
         messages = fields["messages"]
         demand(messages, 400, "messages must have at least one message", "messages")
         for i, message in enumerate(messages):
             try:
-                check("role", message.get("role"), str)
-                text = message.get("content")
-                if isinstance(text, list):
-                    for part in text:
-                        supported("content of type", part.get("type", "text"), "text")
-                    text = "\n".join(part["text"] for part in text)
-                check("content", text, str | None if message.get("tool_calls") else str)
-                message["content"] = text
-                plain_turn(message)  # encode_chat does it; here an error names the message
-            except Exception as error:  # a value of any other form than these lines expect
+                check_message(message)
+            except Exception as error:  # a value of any other form than check_message expects
                 raise Problem(
                     400, f"role, content or tool_calls are wrong: {error}", f"messages[{i}]"
                 ) from None
@@ -187,7 +167,7 @@ class API:
         )
 
 
-# This engine's name of a setting -> OpenAI's name, where they differ.
+# The engine's name of a setting -> OpenAI's name for it, where they differ.
 ALIASES = dict(max_tokens="max_completion_tokens", logprobs="top_logprobs",
                structured_outputs="response_format")  # fmt: skip
 # The fields' defaults. A value of another type is refused.
@@ -208,8 +188,14 @@ UNSUPPORTED = dict.fromkeys(REFUSED.split()) | dict(
 
 
 def translate(given: JSON, chat: bool) -> JSON:
-    """Return the fields of a body with their defaults. Settings that have another name in OpenAI's
-    API are added under the engine's name.
+    """Return the fields of a body with their defaults, and add what the rest of this file reads:
+
+        max_tokens, logprobs, structured_outputs   from fields that have other names in OpenAI's API
+        include_usage, continuous_usage_stats      out of stream_options
+        prompt_logprobs                            with echo, the prompt is scored too
+        hidden                                     whether nothing is to be generated: max_tokens is
+                                                   0. The engine has to generate one token, which is
+                                                   not shown
 
     Raises:
         SettingError: a field has the wrong type, or asks for what is not supported.
@@ -224,8 +210,6 @@ def translate(given: JSON, chat: bool) -> JSON:
     check_supported(fields, chat)
     if "max_completion_tokens" in fields:
         fields["max_tokens"] = fields["max_completion_tokens"]
-    # With echo, log-probabilities come for the prompt too, and max_tokens may be 0. The engine has
-    # to generate one token, so it is hidden.
     fields["prompt_logprobs"] = fields["echo"]
     fields["hidden"] = fields["echo"] and fields.get("max_tokens") == 0
     if fields["hidden"]:
@@ -238,6 +222,7 @@ def translate(given: JSON, chat: bool) -> JSON:
             raise SettingError("top_logprobs", "needs logprobs: true")
         if fields["continue_final_message"] and given.get("add_generation_prompt"):
             raise SettingError("add_generation_prompt", "excludes continue_final_message: true")
+    # What is no id stays a text, which check_ids refuses.
     fields["logit_bias"] = {
         int(i) if re.fullmatch("0|[1-9][0-9]{,8}", i) else i: bias
         for i, bias in fields["logit_bias"].items()
@@ -250,15 +235,6 @@ def translate(given: JSON, chat: bool) -> JSON:
     return fields
 
 
-def restrict(fields: JSON, tools: Tools) -> None:
-    """Let a chat's reply have nothing but calls, if `tool_choice` requires one."""
-    calls = required_calls(fields.get("tool_choice", "auto"), tools)
-    if calls:
-        if "structured_outputs" in fields:
-            raise SettingError("tool_choice", "requires a call, which excludes another structure")
-        fields["structured_outputs"] = calls
-
-
 def check_supported(fields: JSON, chat: bool) -> None:
     """Raise SettingError if a field asks for what is not supported."""
     allowed = UNSUPPORTED | dict(
@@ -268,17 +244,41 @@ def check_supported(fields: JSON, chat: bool) -> None:
     )
     if not chat:
         allowed |= dict(tools=[], tool_choice="auto")
-    if fields.get("tool_choice", fields.get("function_call")) == "none":
-        fields = fields | dict(tools=[], functions=[], tool_choice="auto")  # they have no effect
+    if fields.get("tool_choice", fields.get("function_call")) == "none":  # then these do nothing
+        fields = fields | dict(tools=[], functions=[], tool_choice="auto")
     for name, value in fields.items():
         supported(name, value, allowed.get(name, value))
     supported("reasoning_format", fields["reasoning_format"], "auto", "deepseek", "none")
 
 
+def split_prompts(fields: JSON) -> list:
+    """Return the prompts of a completion. Its `prompt` is one, a text or a list of ids, or a list
+    of prompts."""
+    prompt = fields.get("prompt", "")
+    if isinstance(prompt, list) and not all(type(i) is int for i in prompt):
+        return prompt
+    return [prompt]
+
+
+def check_message(message: JSON) -> None:
+    """Raise an exception of any kind if a message of a chat has another form than OpenAI's. If its
+    content is a list of parts, join them."""
+    check("role", message.get("role"), str)
+    text = message.get("content")
+    if isinstance(text, list):
+        for part in text:
+            supported("content of type", part.get("type", "text"), "text")
+        text = "\n".join(part["text"] for part in text)
+    check("content", text, str | None if message.get("tool_calls") else str)
+    message["content"] = text
+    plain_turn(message)  # encode_chat does it too; here the error names the message
+
+
 # --- Answers out ----------------------------------------------------------------------------------
 
 THINK = "<think>"
-THOUGHT = "</think>"
+THINK_END = "</think>"
+NO_THOUGHT = THINK + THINK_END  # in front of an output: all of it is the answer
 # A choice's key for its text -> the type of the object that holds the choice.
 OBJECTS = dict(text="text_completion", message="chat.completion", delta="chat.completion.chunk")
 
@@ -288,19 +288,20 @@ class Completion:
 
     Attributes:
         requests: one for each prompt.
+        firsts: the first output of each request.
         choices: the outputs of all requests.
         stream: whether the answer is sent in chunks.
+        base: what all chunks have in common.
     """
 
     def __init__(
-        self, api: API, fields: JSON, requests: list[Request], tools: Tools | None
+        self, api: API, fields: JSON, requests: list[Request], tools: Tools, chat: bool
     ) -> None:
-        """Args: tools: what a chat's reply may call; None: this is no chat."""
         self.requests = requests
         self.fields = fields
         self.stream = fields["stream"]
-        key = ("delta" if self.stream else "message") if tools else "text"
-        uid = ("chatcmpl-" if tools else "cmpl-") + secrets.token_hex(12)
+        key = ("delta" if self.stream else "message") if chat else "text"
+        uid = ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12)
         self.base = dict(
             id=uid,
             object=OBJECTS[key],
@@ -310,15 +311,13 @@ class Completion:
         )
         for i, request in enumerate(requests):
             request.id = f"{uid}-{i}"
+        self.firsts = [request.outputs[0] for request in requests]
+        prefix = NO_THOUGHT
+        if chat and fields["reasoning_format"] != "none":
+            prefix = thought_prefix(api.tokenizer, self.firsts[0])
         jobs = [job for request in requests for job in request.outputs]
-        self.firsts = jobs[:: fields["n"]]  # one for each prompt
-        prefix = THINK + THOUGHT  # an empty thought: all of the output is the answer
-        if tools and fields["reasoning_format"] != "none":
-            prefix = thought_prefix(api.tokenizer, jobs[0])
-        # A hidden output counts as taken: more characters and tokens than there will ever be.
-        hidden = sys.maxsize if fields["hidden"] else 0
         self.choices = [
-            Choice(i, job, key, api.tokenizer, prefix, tools, [0, hidden, hidden, 0])
+            Choice(i, job, key, api.tokenizer, prefix, tools, fields["hidden"])
             for i, job in enumerate(jobs)
         ]
 
@@ -336,9 +335,10 @@ class Completion:
             wait()
             # Read first: what comes meanwhile is in these chunks, or in those of the next round.
             finished = all(request.finished for request in self.requests)
-            for choice in self.choices if self.stream else ():
-                for part in named_first(choice.take_new()):
-                    yield self.json([part], self.fields["continuous_usage_stats"])
+            if self.stream:
+                for choice in self.choices:
+                    for part in named_first(choice.take_new()):
+                        yield self.json([part], self.fields["continuous_usage_stats"])
         if not self.stream:
             yield self.json([choice.take_new() for choice in self.choices], True)
         elif self.fields["include_usage"]:
@@ -387,11 +387,12 @@ class Choice:
         key: where the text goes: "text" for a completion, "message" for a chat, "delta" for a chat
             that is streamed.
         prefix: what split_thought needs in front of the output; see thought_prefix.
-        tools: what a chat's reply may call.
+        tools: what the reply may call.
+        hidden: whether only the prompt is shown.
         taken: how many characters of the thought, characters of the answer, tokens with
-            log-probabilities, and calls have been taken.
+            log-probabilities, and calls have been taken; None: nothing has been taken yet.
         offset: characters in the texts of these tokens.
-        reason: the last finish_reason; "" before the first part has been taken.
+        ended: whether the last part has been taken.
     """
 
     index: int
@@ -399,10 +400,11 @@ class Choice:
     key: str
     tokenizer: Tokenizer
     prefix: str
-    tools: Tools | None
-    taken: list[int]
+    tools: Tools
+    hidden: bool
+    taken: list[int] | None = None
     offset: int = 0
-    reason: str | None = ""
+    ended: bool = False
 
     def take_new(self) -> JSON | None:
         """Return what has been generated since the last call, or None if that is nothing.
@@ -413,33 +415,38 @@ class Choice:
         job = self.job
         reason = job.finish_reason  # read first, because nothing changes after it is set
         self.check_reason(reason)
+        # 1) read the whole output
         is_scored = job.params.logprobs is not None
         # The tokens are copied, because meanwhile the engine's thread may append to them.
         tokens = job.tokens[:] if is_scored else []
         thought, text = split_thought(self.prefix + job.text)
-        calls: list[JSON] = []
-        if self.tools:
-            text, calls = split_calls(text, self.tools, bool(reason))
+        text, calls = split_calls(text, self.tools, bool(reason))
         whole: list[Any] = [thought, text, tokens, calls]
-        thought, text, tokens, calls = (each[start:] for each, start in zip(whole, self.taken))
-        if self.reason or not (reason or thought or text or tokens or calls):
+        # 2) leave out what has been taken
+        taken = self.taken or [0, 0, 0, 0]
+        thought, text, tokens, calls = (each[start:] for each, start in zip(whole, taken))
+        if self.hidden:
+            text = ""
+            tokens = []
+        if self.ended or not (reason or thought or text or tokens or calls):
             return None
-        self.taken = [len(each) for each in whole]
+        # 3) write it in OpenAI's form
         message: JSON = {}
-        if self.reason == "":  # the first part
+        if self.taken is None:  # this is the first part
             message = dict(role="assistant", refusal=None)
             if job.params.prompt_logprobs:
                 prompt, prompt_tokens = self.echo()
                 text = prompt + text
                 tokens = prompt_tokens + tokens
-        self.reason = reason
         if thought:
             message["reasoning_content"] = thought
         message["content"] = text
         if calls:
             message["content"] = text or None
-            message["tool_calls"] = self.tool_calls(calls)
-        has_called = self.taken[3] > 0 and reason == "stop"
+            message["tool_calls"] = self.tool_calls(calls, taken[3])
+        self.taken = [len(each) for each in whole]
+        self.ended = bool(reason)
+        has_called = whole[3] and reason == "stop"
         return {
             "index": self.index,
             self.key: text if self.key == "text" else message,
@@ -447,10 +454,10 @@ class Choice:
             "finish_reason": "tool_calls" if has_called else reason,
         }
 
-    def tool_calls(self, calls: list[JSON]) -> list[JSON]:
-        """Return new calls in OpenAI's form; in a stream, with their indices."""
+    def tool_calls(self, calls: list[JSON], start: int) -> list[JSON]:
+        """Return new calls in OpenAI's form; in a stream, with their indices, from `start` on."""
         made = []
-        for i, call in enumerate(calls, self.taken[3] - len(calls)):
+        for i, call in enumerate(calls, start):
             index = {"index": i} if self.key == "delta" else {}
             uid = f"call_{secrets.token_hex(12)}"
             made.append(index | dict(id=uid, type="function", function=call))
@@ -512,12 +519,11 @@ def thought_prefix(tokenizer: Tokenizer, job: Job) -> str:
     """Return what to put in front of a sequence's output for split_thought.
 
     Some templates begin the thought, so that the output lacks the mark "<think>". Structured output
-    and models without a token for that mark have no thoughts: there, an empty thought is put in
-    front, so that all of the output is the answer.
+    and models without a token for that mark have no thoughts.
     """
     has_mark = len(tokenizer.encode(THINK, add_special=False)) == 1
     if job.params.structured_outputs or not has_mark:
-        return THINK + THOUGHT
+        return NO_THOUGHT
     return THINK if tokenizer.decode(job.ids[-16:]).rstrip().endswith(THINK) else ""
 
 
@@ -532,5 +538,5 @@ def split_thought(text: str) -> tuple[str, str]:
     before, _, rest = text.partition(THINK)  # without the mark, `before` is all of the text
     if before.strip():
         return "", text
-    thought, _, answer = rest.partition(THOUGHT)
+    thought, _, answer = rest.partition(THINK_END)
     return thought, before + answer  # `before` may have been sent already, so it stays

@@ -4,11 +4,11 @@
     python server.py --checkpoint DIR --compile --api-key SECRET
 
 This file holds HTTP, the engine's thread and the signals; what the bodies mean is in
-openai_api.py. The main thread runs the engine. Each connection has a thread of its own, which reads
-a request, puts it into the inbox of the engine's thread, and waits for news. After each step the
-engine's thread tells those that have something to send. A slow client delays nobody: its thread
-reads the state of its sequences only when the client has taken the previous part, so there is no
-queue of tokens.
+openai_api.py. The engine's thread, which is the main one, runs the engine. Each connection has a
+thread of its own, which reads a request, puts it into the inbox of the engine's thread, and waits
+for news. After each step the engine's thread wakes the connections that have something to send. A
+slow client delays nobody: its thread reads the state of its sequences only when the client has
+taken the previous part, so there is no queue of tokens. Clients arrive in the listening thread.
 
     client --> Connection.complete --> API.prepare --> inbox --> Server.drive: submit, step, step
     client <-- Connection.send <-- Completion.parts <-- news <--- Server.wake <----+
@@ -18,7 +18,6 @@ Server.drive, Connection.complete, Connection.route, serve.
 """
 
 import errno
-import io
 import json
 import os
 import queue
@@ -34,9 +33,8 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from email.message import Message
-from http.client import parse_headers
-from http.server import BaseHTTPRequestHandler
-from threading import Event, Thread
+from http import HTTPStatus
+from threading import Event, Thread, active_count
 from typing import Any
 from urllib.parse import unquote
 
@@ -54,7 +52,7 @@ from scheduler import Engine, Request
 from settings import JSON, EngineArgs, SamplingParams, check, setting
 
 IDLE_S = 75  # seconds that a client may be silent, or take to read a part of an answer
-CLIENTS = 1024  # connections at a time: each one has a thread
+MAX_THREADS = 1028  # one for each of 1,024 connections, and four that serve them all
 PAGE = settings.BUNDLED.parents[1] / "page.html"
 
 
@@ -84,15 +82,14 @@ class Server:
     """The engine, and the connections that wait for it. Only drive() changes the engine's state.
 
     Attributes:
-        inbox: functions that drive() calls in turn, self.step among them; None ends drive().
-        waiters: each request in the engine -> the connection that answers it. Only drive() changes
+        inbox: what drive() calls next, functions without arguments; None ends it.
+        owners: each request in the engine -> the connection that answers it. Only drive() changes
             this and `metrics`.
-        listeners: the sockets at which clients arrive.
-        connections: all open connections.
-        refused: the sockets of the last clients that were too many.
-        busy: connections that are answering a completion. They may finish after a signal.
-        stopping: a signal arrived.
-        over: the grace period has expired.
+        busy: the connections that are answering a completion. After a signal they may finish it. A
+            connection leaves this set when it has answered, and when its client has left.
+        refused: the sockets of the last clients that were too many; see refuse.
+        stopping: a signal has arrived, or the engine has died.
+        over: running completions have had the time that they get after a signal.
         snapshot: the engine's state for the page, as JSON.
         snapshot_time: when a page last caused a snapshot, on time.monotonic's clock.
     """
@@ -105,12 +102,11 @@ class Server:
         defaults = SamplingParams(**suggested(args.checkpoint))
         self.api = API(engine, name, defaults, args.tool_format)
         self.metrics = Metrics(engine, name)
-        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.waiters: dict[Request, Connection] = {}
         self.listeners = listen_at(args.host, args.port)
-        self.connections: set[Connection] = set()
-        self.refused: deque[socket.socket] = deque(maxlen=64)
+        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.owners: dict[Request, Connection] = {}
         self.busy: set[Connection] = set()
+        self.refused: deque[socket.socket] = deque(maxlen=64)
         self.stopping = False
         self.over = False
         self.snapshot_time = 0.0
@@ -119,68 +115,71 @@ class Server:
     # --- The engine's thread ----------------------------------------------------------------------
 
     def drive(self) -> None:
-        """Call what is in the inbox, until told to end. Whenever the inbox is empty and requests
-        are left, a step is put there.
-
-        After an error all requests end, and the engine goes on with the next ones. It cannot go on
-        after another rank is lost.
-        """
+        """Call what is in the inbox, until None comes. While requests are left in the engine, a
+        step is put there whenever nothing else is there."""
         for task in iter(self.inbox.get, None):
             try:
                 task()
                 if self.engine.queue and self.inbox.empty():
                     self.inbox.put(self.step)
             except Exception as error:
-                self.engine.reset()
-                self.wake([*self.waiters])
-                if isinstance(error, ConnectionError):
-                    self.stopping = True
-                    raise
-                traceback.print_exc()
+                self.recover(error)
 
     def step(self) -> None:
-        """End the requests of clients that have left (all, once the grace period is over), then run
-        a step."""
-        unwanted = [
-            request
-            for request, connection in self.waiters.items()
-            if connection not in self.busy or self.over
-        ]
+        """End the requests of connections that no longer wait for them, then run a step."""
+        unwanted = [request for request, owner in self.owners.items() if owner not in self.busy]
         for request in unwanted:
             self.engine.abort(request)
         self.wake(unwanted + self.engine.step())
 
     def submit(self, requests: list[Request], connection: "Connection") -> None:
-        """Put the requests of one connection into the engine's queue."""
+        """Put the requests of a connection into the engine's queue."""
         for request in requests:
-            self.waiters[request] = connection
+            self.owners[request] = connection
             self.engine.submit(request)
 
     def wake(self, requests: list[Request]) -> None:
-        """Wake the connections whose requests have made progress, and count finished requests."""
+        """Wake the connections whose requests have made progress. One that streams is woken for
+        each step, another one only when a request has finished."""
         for request in requests:
-            connection = self.waiters[request]
+            connection = self.owners[request]
             if request.finished:
-                del self.waiters[request]
-                self.metrics.count(request)
-                # A request and its outputs refer to each other. Unless this cycle is broken, they
-                # stay in memory until Python collects cycles. The connection has its own list.
-                while request.outputs:
-                    self.engine.ran.pop(request.outputs.pop(), None)
+                self.forget(request)
             if request.finished or connection.stream:
                 connection.news.set()
+
+    def forget(self, request: Request) -> None:
+        """Count a request that has finished, and drop it.
+
+        It and its outputs refer to each other. Unless this cycle is broken, they stay in memory
+        until Python collects cycles. The connection has a list of the outputs of its own.
+        """
+        self.metrics.count(request)
+        for job in request.outputs:
+            self.engine.ran.pop(job, None)
+        request.outputs.clear()
+        del self.owners[request]
 
     def take_snapshot(self) -> None:
         self.snapshot = self.metrics.snapshot()
 
+    def recover(self, error: Exception) -> None:
+        """End all requests after an error, so that the engine can go on with the next ones. Without
+        another rank it cannot go on: then raise the error again."""
+        self.engine.reset()
+        self.wake([*self.owners])
+        if isinstance(error, ConnectionError):  # a rank is lost
+            raise error
+        traceback.print_exc()
+
     # --- The listening thread ---------------------------------------------------------------------
 
     def listen(self) -> None:
-        """Accept connections until a signal arrives, then let the running completions finish."""
+        """Accept connections until a signal arrives, then let the running completions finish within
+        --shutdown-timeout, and end drive()."""
         host, port = self.listeners[-1].getsockname()[:2]
-        host = f"[{host}]" if ":" in host else host
+        host = f"[{host}]" if ":" in host else host  # IPv6
         say(f"serving {self.api.name} on http://{host}:{port}")
-        self.port = port
         while not self.stopping:
             for listener in select.select(self.listeners, [], [], 0.1)[0]:
                 try:
@@ -194,68 +193,67 @@ class Server:
         while self.busy and time.monotonic() < end + 1:  # one more second, to send the errors
             self.over = time.monotonic() > end
             time.sleep(0.05)
-        for connection in [*self.connections]:
-            with suppress(OSError):  # it has ended
-                connection.connection.shutdown(socket.SHUT_RDWR)
         self.inbox.put(None)
 
     def accept(self, listener: socket.socket) -> None:
-        """Start a thread for the next client, if there are not too many. A refused connection is
-        closed when many others have been: to close it before its request has come would lose the
-        answer."""
-        client, address = listener.accept()
-        if len(self.connections) < CLIENTS:
-            Thread(target=Connection, args=[client, address, self], daemon=True).start()
+        """Start a thread for the next client, if there are not too many."""
+        client, _ = listener.accept()
+        if active_count() < MAX_THREADS:
+            Thread(target=Connection(client, self).handle, daemon=True).start()
         else:
-            self.refused.append(client)
-            with suppress(OSError):  # the client has left already
-                client.sendall(BUSY)
-                client.shutdown(socket.SHUT_WR)
+            self.refuse(client)
+
+    def refuse(self, client: socket.socket) -> None:
+        """Answer a client that is one too many. If its socket were closed before its request has
+        come, it would lose the answer. So the last sockets are kept, and the oldest is closed."""
+        self.refused.append(client)
+        with suppress(OSError):  # the client has left already
+            client.sendall(BUSY)
+            client.shutdown(socket.SHUT_WR)
 
 
 def listen_at(host: str, port: int) -> list[socket.socket]:
     """Listen at each address of a host: a name such as localhost has one in each version of IP. All
     get the same port; 0 means any free one. Raises OSError if the port is taken."""
     listeners = []
-    absent = OSError(f"{host} has no address")
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     for family, *_, address in dict.fromkeys(found):  # some hosts name an address twice
         try:
             listener = socket.create_server(
-                (address[0], port, *address[2:]),
+                (address[0], port, *address[2:]),  # in IPv6, two numbers follow the port
                 family=family,
-                backlog=128,
                 dualstack_ipv6=family == socket.AF_INET6,  # with --host ::, IPv4 too
             )
+            listeners.append(listener)
+            port = listener.getsockname()[1]
         except OSError as error:
+            # A name can have an IPv6 address where IPv6 is switched off.
             if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                 raise
-            absent = error  # a name can have an IPv6 address where IPv6 is switched off
-            continue
-        listeners.append(listener)
-        port = listener.getsockname()[1]
+            unavailable = error
     if not listeners:
-        raise absent
+        raise unavailable
     return listeners
 
 
 # --- HTTP -----------------------------------------------------------------------------------------
 
-# The first line of a request: method and path, a query, the version.
-REQUEST = rb"([A-Z]+ [!->@-~]+)(?:\?[!-~]*)? (HTTP/1\.[01])\r\n"
-# A header. http.client would also take what a proxy could read differently: bare line feeds, folded
-# headers, a space before the colon.
-HEADER = rb"[!-9;-~]+:[^\r\n\0]*\r\n"
-# X-Accel-Buffering keeps nginx from collecting the events of a stream before it sends them on. The
-# Content-Security-Policy, with which the page loads nothing from elsewhere, is in page.html itself.
-HEADERS = {
-    "Connection": "close",
-    "Cache-Control": "no-store",
-    "Allow": "GET, HEAD, POST",
-    "X-Accel-Buffering": "no",
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-}
+# The first line of a request: method and path, a query (which is ignored), the version.
+REQUEST = r"([A-Z]+ [!->@-~]+)(?:\?[!-~]*)? (HTTP/1\.[01])\r\n"
+# A header. What a proxy could read differently is refused: bare line feeds, folded headers, a space
+# before the colon.
+HEADER = r"([!-9;-~]+):([^\r\n\0]*)\r\n"
+# The headers of each answer. X-Accel-Buffering keeps nginx from collecting the events of a stream
+# before it sends them on. The Content-Security-Policy, with which the page loads nothing from
+# elsewhere, is in page.html itself.
+HEADERS = """\
+Connection: close
+Cache-Control: no-store
+Allow: GET, HEAD, POST
+X-Accel-Buffering: no
+X-Content-Type-Options: nosniff
+X-Frame-Options: DENY
+"""
 JSON_TYPE = "application/json"
 EVENTS = "text/event-stream"
 METRICS_TYPE = "text/plain; version=0.0.4"
@@ -264,7 +262,7 @@ LOOPBACK = r"(?i)(([\w-]+\.)*localhost\.?|127[.0-9]+|::1|\[::1\])(:[0-9]+)?"
 BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
 
 
-class Connection(BaseHTTPRequestHandler):
+class Connection:
     """A connection to one client, in a thread of its own: reads a request and answers it.
 
     It serves only one request, so a client connects again for the next one, which takes a tenth of
@@ -272,34 +270,38 @@ class Connection(BaseHTTPRequestHandler):
     refused body ends, and HTTP/1.0, which proxies may speak, works as 1.1 does.
 
     Attributes:
-        line: the request's method and path, such as "GET /health".
-        content_type: of the answer; "" until its head has been sent.
-        news: set when the sequences of this connection have made progress.
+        reader: what the client sends, as a file.
+        request: its method and path, such as "GET /health"; "" until they have been read.
+        version: that of HTTP, as the request says.
+        content_type: of the answer, which has begun once this is not "".
         stream: whether it wants to know of each step, and not only of the end.
+        news: set when the sequences of this connection have made progress.
     """
 
-    server: Server  # type: ignore[assignment]  # socketserver passes on what accept() gives
-    rfile: Any
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # or an answer's body could wait for the head's acknowledgement
-    line = content_type = request_version = ""
-    headers = Message()
+    request = ""
+    version = ""
+    content_type = ""
     stream = False
+
+    def __init__(self, client: socket.socket, server: Server) -> None:
+        self.socket = client
+        self.server = server
+        self.reader = client.makefile("rb")
+        self.headers = Message()
+        self.news = Event()
 
     def handle(self) -> None:
         """Answer, then wait until the client closes: if this side closed first while the client
         still sends, the answer would be lost."""
-        self.news = Event()
-        self.connection.settimeout(IDLE_S)  # of each read and write
-        self.server.connections.add(self)
-        try:
-            with self.connection, suppress(OSError):  # the client left, or was silent for too long
-                self.answer()
-                self.connection.shutdown(socket.SHUT_WR)
-                while self.connection.recv(2**16):
-                    pass
-        finally:
-            self.server.connections.discard(self)
+        # An OSError means that the client has left, or was silent for too long.
+        with self.socket, self.reader, suppress(OSError):
+            self.socket.settimeout(IDLE_S)  # of each read and write
+            # Do not hold a small event back until the one before is acknowledged.
+            self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self.answer()
+            self.socket.shutdown(socket.SHUT_WR)
+            while self.socket.recv(2**16):
+                pass
 
     def answer(self) -> None:
         """Read the request and answer it, with an error if need be."""
@@ -316,41 +318,45 @@ class Connection(BaseHTTPRequestHandler):
         finally:
             self.server.busy.discard(self)
 
-    def route(self) -> None:
-        """Check the head of a request and call the function that answers it.
+    def read_head(self) -> None:
+        """Read the first line and the headers."""
+        if self.reader.peek(1).startswith(b"\x16"):  # a TLS hello, which ends no line
+            self.request = "TLS"
+            raise Problem(400, "this server speaks HTTP without TLS: use http://")
+        found = re.fullmatch(REQUEST, self.read_line())
+        if not found:
+            raise Problem(400, "this is not an HTTP/1 request")
+        self.request = unquote(found[1])
+        self.version = found[2]
+        size = 0
+        for line in iter(self.read_line, "\r\n"):
+            found = re.fullmatch(HEADER, line)
+            if not found:
+                raise Problem(400, "a header is not `name: value`, CRLF")
+            self.headers[found[1]] = found[2].strip()  # keeps an earlier one of the same name
+            size += len(line)
+            fits = size < 2**16 and len(self.headers) < 100
+            demand(fits, 431, "the headers are over 64 KiB, or 100 in number")
 
-        Raises:
-            Problem: the request is refused.
-        """
-        args = self.server.args
-        # 1) Host. A page of another site may reach this address by that site's own name (DNS
-        # rebinding), so a server on loopback answers only to names of this host.
-        hosts = self.headers.get_all("Host", ["localhost"])
-        demand(len(hosts) == 1, 400, "there is more than one Host")
-        host = hosts[0].strip()
+    def route(self) -> None:
+        """Check the head of the request, and call the function that answers it."""
+        self.check_host()
+        method, _, path = self.request.partition(" ")
+        name = self.server.api.name
+        routes = ROUTES | {f"/v1/models/{name}": lambda c: c.send(c.server.api.model)}
         demand(
-            re.fullmatch(LOOPBACK, host) or not re.fullmatch(LOOPBACK, args.host),
-            403,
-            f"the Host is {host!r:.100}, and this server answers to localhost: let the proxy in "
-            "front send `Host: localhost`, or start the server with --host 0.0.0.0",
+            path in routes, 404, f"there is no {path:.100}: try /v1/chat/completions, /v1/models"
         )
-        # 2) Path and method.
-        method, _, path = self.line.partition(" ")
-        routes = ROUTES | {
-            f"/v1/models/{self.server.api.name}": lambda c: c.send(c.server.api.model)
-        }
-        demand(
-            path in routes, 404, f"there is no {path[:100]}: try /v1/chat/completions, /v1/models"
-        )
-        if method == "OPTIONS" and args.cors:  # a CORS preflight: no key, any success will do
-            self.send({})
+        if method == "OPTIONS" and self.server.args.cors:
+            self.send({})  # to a browser that asks whether it may: it needs no key, only a success
             return
-        takes = "POST" if path.endswith("/completions") else "GET"
-        demand(method.replace("HEAD", "GET") == takes, 405, f"{path} takes {takes}, not {method}")
-        # 3) Key.
-        if args.api_key and path not in ("/", "/health"):
-            key = self.headers.get("Authorization", "")[len("Bearer ") :].encode("latin-1")
-            is_right = secrets.compare_digest(key, args.api_key.encode())
+        methods = ["POST"] if path.endswith("/completions") else ["GET", "HEAD"]
+        demand(method in methods, 405, f"{path} takes {methods[0]}, not {method}")
+        key = self.server.args.api_key
+        if key and path not in ("/", "/health"):
+            # Header values are bytes, one for each character.
+            sent = self.headers.get("Authorization", "")[len("Bearer ") :].encode("latin-1")
+            is_right = secrets.compare_digest(sent, key.encode())
             demand(is_right, 401, "the API key is missing or wrong", None, "invalid_api_key")
         routes[path](self)
 
@@ -360,17 +366,17 @@ class Connection(BaseHTTPRequestHandler):
         """Answer a completion, whole or streamed."""
         server = self.server
         body = self.read_json()
-        server.busy.add(self)
+        server.busy.add(self)  # before this check: a server that stops waits for all that pass it
         demand(not server.stopping, 503, "the server is stopping")
         completion = server.api.prepare(body, chat)
         engine = server.engine
-        waiting = len(engine.waiting) + server.inbox.qsize()
-        free = engine.max_num_seqs - len(engine.running)
+        # The engine's own, those that are on their way to it, and the new ones.
+        num_requests = len(engine.queue) + server.inbox.qsize() + len(completion.requests)
         limit = server.args.max_queue
         demand(
-            waiting + len(completion.requests) - free <= limit,
+            num_requests <= engine.max_num_seqs + limit,
             429,
-            f"{waiting} wait, --max-queue is {limit}",
+            f"{len(engine.waiting)} wait, --max-queue is {limit}",
         )
         self.stream = completion.stream
         server.inbox.put(lambda: server.submit(completion.requests, self))
@@ -380,19 +386,14 @@ class Connection(BaseHTTPRequestHandler):
             self.send("[DONE]")
 
     def wait_for_news(self) -> None:
-        """Wait until the engine has made progress. What the client sends meanwhile is discarded.
+        """Wait until the engine has made progress.
 
         Raises:
             ConnectionError: the client has left.
             Problem: the server is stopping, and the grace period is over.
         """
-        while not self.news.wait(0.3):
-            self.connection.settimeout(0)
-            with suppress(BlockingIOError):  # the client waits
-                if not self.connection.recv(2**16):
-                    self.log("gone")
-                    raise ConnectionError
-            self.connection.settimeout(IDLE_S)
+        while not (self.news.wait(0.3) or self.server.over):
+            self.check_client()
         self.news.clear()
         demand(not self.server.over, 503, "the server is stopping")
 
@@ -400,7 +401,7 @@ class Connection(BaseHTTPRequestHandler):
         """Answer with the engine's state. Pages ask for it again and again; all that ask within a
         tenth of a second share one snapshot."""
         server = self.server
-        if time.monotonic() > server.snapshot_time + 0.09:
+        if time.monotonic() > server.snapshot_time + 0.1:
             server.snapshot_time = time.monotonic()
             server.inbox.put(server.take_snapshot)
         time.sleep(0.1)
@@ -417,51 +418,76 @@ class Connection(BaseHTTPRequestHandler):
         else:
             self.send({"status": "ok"})
 
-    # --- On the wire ------------------------------------------------------------------------------
+    # --- The answer on the wire -------------------------------------------------------------------
 
-    def read_head(self) -> None:
-        """Read the first line and the headers."""
-        if self.rfile.peek(1).startswith(b"\x16"):  # a TLS hello, which ends no line
-            self.line = "TLS"
-            raise Problem(400, "this server speaks HTTP without TLS: use http://")
-        found = re.fullmatch(REQUEST, self.read_line())
-        if not found:
-            raise Problem(400, "this is not an HTTP/1 request")
-        self.line = unquote(found[1].decode())
-        self.request_version = found[2].decode()
-        head = b""
-        for line in iter(self.read_line, b"\r\n"):
-            demand(re.fullmatch(HEADER, line), 400, "a header is not `name: value`, CRLF")
-            head += line
-            fits = len(head) < 2**16 and head.count(b"\n") < 100
-            demand(fits, 431, "the headers are over 64 KiB, or 100 in number")
-        self.headers = parse_headers(io.BytesIO(head))
+    def send(self, item: JSON | str, status: int = 200, content_type: str = JSON_TYPE) -> None:
+        """Send an answer, or one event of a stream (content_type EVENTS).
+
+        The first call sends the head, which alone has a status and a type. Hence an error within a
+        stream is one more event.
+        """
+        is_first = not self.content_type
+        if is_first:
+            self.content_type = content_type
+        text = item if isinstance(item, str) else json.dumps(item)
+        if self.content_type == EVENTS:
+            text = f"data: {text}\n\n"
+        body = text.encode()
+        head = self.head(status, len(body)) if is_first else b""
+        self.socket.sendall(head if self.request.startswith("HEAD ") else head + body)
+
+    def head(self, status: int, size: int) -> bytes:
+        """Make the status line and the headers of an answer, whose body has so many bytes unless it
+        is a stream."""
+        self.log(status)
+        cors = self.server.args.cors
+        uid = self.headers.get("X-Request-Id") or secrets.token_hex(12)
+        head = (
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\n{HEADERS}"
+            f"Content-Type: {self.content_type}\nX-Request-Id: {uid}\n"
+        )
+        if self.content_type != EVENTS:
+            head += f"Content-Length: {size}\n"
+        if status in (429, 503):
+            head += "Retry-After: 1\n"
+        if cors:
+            head += (
+                f"Access-Control-Allow-Origin: {cors}\n"
+                "Access-Control-Allow-Headers: Authorization, *\n"
+            )
+        return f"{head}\n".replace("\n", "\r\n").encode("latin-1")
+
+    def log(self, status: int | str) -> None:
+        if self.request != "GET /engine" or status != 200:  # a page asks ten times a second
+            with suppress(OSError):  # if the log cannot be written, the answer is still sent
+                say(f"{self.request!r:.200} {status}\n", end="")  # whole: other threads write too
+
+    # --- The body of a request --------------------------------------------------------------------
 
     def read_json(self) -> JSON:
         """Read the body, which must be a JSON object."""
         demand(self.headers.get_content_type() == JSON_TYPE, 415, f"the body must be {JSON_TYPE}")
         data = self.read_body()
-        try:  # json.loads would accept NaN and Infinity, which are not JSON; int() raises for both
+        try:
+            # NaN and Infinity are not JSON: int raises ValueError for them.
             return check("body", json.loads(data, parse_constant=int), dict)
         except (ValueError, RecursionError) as error:
             raise Problem(400, f"the body must be a JSON object: {str(error)[:200]}") from None
 
     def read_body(self) -> bytes | bytearray:
         """Read as many bytes as Content-Length says, or a body in chunks."""
-        headers = self.headers
-        lengths = headers.get_all("Content-Length", [])
-        framing = ",".join(lengths + headers.get_all("Transfer-Encoding", [])).strip()
-        is_chunked = framing.lower() == "chunked"
-        demand(
-            is_chunked or re.fullmatch("[0-9]{1,18}", framing),
-            411,
-            "send the body with one Content-Length, or in chunks",
-        )
-        size = 0 if is_chunked else int(framing)
-        self.check_size(size)
-        if "Expect" in headers and self.request_version != "HTTP/1.0":
-            self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        return self.read_chunks() if is_chunked else self.read(size)
+        # There must be one of these two headers, and only once. Otherwise a proxy could find the
+        # end of the body elsewhere.
+        lengths = self.headers.get_all("Content-Length", [])
+        framing = ",".join(lengths + self.headers.get_all("Transfer-Encoding", []))
+        if framing.lower() == "chunked":
+            self.send_continue()
+            return self.read_chunks()
+        is_length = re.fullmatch("[0-9]{1,18}", framing)
+        demand(is_length, 411, "send the body with one Content-Length, or in chunks")
+        self.check_size(int(framing))
+        self.send_continue()
+        return self.read(int(framing))
 
     def read_chunks(self) -> bytearray:
         """Read a body in chunks. A chunk is its size in hex, CRLF, that many bytes, CRLF; the last
@@ -470,73 +496,60 @@ class Connection(BaseHTTPRequestHandler):
         size = 1
         while size:
             line = self.read_line()
-            demand(re.fullmatch(b"[0-9A-Fa-f]{1,8}\r\n", line), 400, "a chunk has no size")
+            demand(re.fullmatch("[0-9A-Fa-f]{1,8}\r\n", line), 400, "a chunk has no size")
             size = int(line, 16)
             self.check_size(len(data) + size)
             data += self.read(size)
             demand(self.read(2) == b"\r\n", 400, "a chunk has another size than it says")
         return data
 
-    def read_line(self) -> bytes:
+    def read_line(self) -> str:
         """Read a line. Raises ConnectionError if the client leaves before its end."""
-        line = self.rfile.readline(2**16)
+        line = self.reader.readline(2**16)
         demand(len(line) < 2**16, 431, "a line has over 64 KiB")
         if not line.endswith(b"\n"):
             raise ConnectionError
-        return line
+        return line.decode("latin-1")
 
     def read(self, size: int) -> bytes:
         """Read exactly so many bytes. Raises ConnectionError if the client leaves before."""
-        data = self.rfile.read(size)
+        data = self.reader.read(size)
         if len(data) < size:
             raise ConnectionError
         return data
+
+    def send_continue(self) -> None:
+        """Tell a client that waits for it to send its body. HTTP/1.0 has no such message."""
+        if "Expect" in self.headers and self.version != "HTTP/1.0":
+            self.socket.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    # --- Checks -----------------------------------------------------------------------------------
+
+    def check_host(self) -> None:
+        """Refuse a page of another site, which may reach this address by that site's own name (DNS
+        rebinding): a server on loopback answers only to names of this host."""
+        host, *others = self.headers.get_all("Host", ["localhost"])
+        demand(not others, 400, "there is more than one Host")
+        demand(
+            re.fullmatch(LOOPBACK, host) or not re.fullmatch(LOOPBACK, self.server.args.host),
+            403,
+            f"the Host is {host!r:.100}, and this server answers to localhost: let the proxy in "
+            "front send `Host: localhost`, or start the server with --host 0.0.0.0",
+        )
 
     def check_size(self, size: int) -> None:
         """Raise a Problem if a body is longer than --max-body."""
         most = self.server.args.max_body
         demand(size <= most, 413, f"the body has {size} bytes, --max-body is {most}")
 
-    def send(self, item: JSON | str, status: int = 200, content_type: str = JSON_TYPE) -> None:
-        """Send an answer, or one event of a stream (content_type EVENTS).
-
-        The first call sends the head, which alone has a status. Hence an error within a stream is
-        one more event.
-        """
-        text = item if isinstance(item, str) else json.dumps(item)
-        if (self.content_type or content_type) == EVENTS:
-            text = f"data: {text}\n\n"
-        data = text.encode()
-        if not self.content_type:
-            self.content_type = content_type
-            self.send_head(status, len(data))
-        if not self.line.startswith("HEAD "):
-            self.wfile.write(data)
-
-    def send_head(self, status: int, size: int) -> None:
-        """Send the status and the headers of an answer, whose body has so many bytes unless it is a
-        stream."""
-        headers: JSON = HEADERS | {
-            "Content-Type": self.content_type,
-            "X-Request-Id": self.headers.get("X-Request-Id") or secrets.token_hex(12),
-        }
-        if self.content_type != EVENTS:
-            headers["Content-Length"] = size
-        if status in (429, 503):
-            headers["Retry-After"] = 1
-        if self.server.args.cors:
-            headers["Access-Control-Allow-Origin"] = self.server.args.cors
-            headers["Access-Control-Allow-Headers"] = "Authorization, *"
-        self.send_response_only(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.log(status)
-
-    def log(self, status: int | str) -> None:
-        if self.line != "GET /engine" or status != 200:  # a page asks ten times a second
-            with suppress(OSError):  # if the log cannot be written, the answer is still sent
-                say(f"{self.line!r:.200} {status}\n", end="")  # whole: other threads write too
+    def check_client(self) -> None:
+        """Raise ConnectionError if the client has left. What it has sent meanwhile is discarded."""
+        self.socket.settimeout(0)
+        with suppress(BlockingIOError):  # nothing has come: the client waits
+            if not self.socket.recv(2**16):
+                self.log("gone")
+                raise ConnectionError
+        self.socket.settimeout(IDLE_S)
 
 
 ROUTES = {
@@ -575,7 +588,7 @@ def command(flags: Namespace, ranks: Ranks) -> int:
     args = ServerArgs(**defaults | settings.given(ServerArgs, flags))
     if "" in (args.host, args.api_key):
         raise ValueError("--host and --api-key (or $KILOLM_API_KEY) must not be empty")
-    if not re.fullmatch(r"\*|https?://[\w.:\[\]-]+", args.cors or "*"):
+    if args.cors and not re.fullmatch(r"\*|https?://[\w.:\[\]-]+", args.cors):
         raise ValueError(f"--cors {args.cors}: must be like http://localhost:3000, or *")
     model, proposer = load_models(args, ranks)
     if ranks.rank:
@@ -596,24 +609,7 @@ def serve(engine: Engine, args: ServerArgs) -> int:
     """
     say(cache_size(engine))
     server = Server(engine, args)
-    reading, writing = os.pipe()
-
-    def watch() -> None:
-        """Wait for signals, each of which arrives as one byte."""
-        while os.read(reading, 1):
-            if server.stopping:
-                os._exit(1)  # the second signal ends the server at once
-            server.stopping = True
-
-    # Python runs signal handlers in the main thread, between two instructions, so not while that
-    # thread waits in a collective for a rank that is stopped. But it writes each signal's number
-    # into this pipe at once, and another thread can read it. Python does so only for a signal that
-    # has a handler, even an empty one.
-    os.set_blocking(writing, False)
-    signal.set_wakeup_fd(writing)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
-    Thread(target=watch, daemon=True).start()
+    watch_signals(server)
     listening = Thread(target=server.listen)
     listening.start()
     try:
@@ -622,6 +618,29 @@ def serve(engine: Engine, args: ServerArgs) -> int:
         server.stopping = True  # also after an error: clients would wait for ever
         listening.join()
     return 0
+
+
+def watch_signals(server: Server) -> None:
+    """Stop the server at the first signal, and end it at once at the second.
+
+    Python runs signal handlers in the main thread, between two instructions, so not while that
+    thread waits in a collective for a rank that is stopped. But it writes each signal's number into
+    a pipe at once, and another thread can read it. Python does so only for a signal that has a
+    handler, even an empty one.
+    """
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+
+    def watch() -> None:
+        while os.read(reading, 1):
+            if server.stopping:
+                os._exit(1)
+            server.stopping = True
+
+    Thread(target=watch, daemon=True).start()
 
 
 if __name__ == "__main__":

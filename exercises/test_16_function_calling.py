@@ -263,11 +263,8 @@ class Local:
         ]
         for thread in self.threads:
             thread.start()
-        deadline = time.monotonic() + 20
-        while not hasattr(self.server, "port"):
-            assert time.monotonic() < deadline, "the server does not start"
-            time.sleep(0.01)
-        url = f"http://127.0.0.1:{self.server.port}/v1"
+        port = self.server.listeners[0].getsockname()[1]
+        url = f"http://127.0.0.1:{port}/v1"
         self.client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60)
 
     def close(self) -> None:
@@ -474,7 +471,7 @@ def test_the_other_forms_stay(local: Local, name: str, monkeypatch: pytest.Monke
 def test_nothing_is_left_behind(local: Local) -> None:
     ask(local, **ONE)
     deadline = time.monotonic() + 10
-    while local.server.waiters or local.engine.queue or local.server.inbox.qsize():
+    while local.server.owners or local.engine.queue or local.server.inbox.qsize():
         assert time.monotonic() < deadline, "requests are left"
         time.sleep(0.01)
     audit(local.engine)

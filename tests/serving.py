@@ -207,15 +207,22 @@ class Local(Client):
         self.engine = make_engine(self.args, Ranks(torch.device("cpu")), model(), None)
         self.server = server_module.Server(self.engine, self.args)
         self.listening = threading.Thread(target=self.server.listen)
-        self.running = threading.Thread(target=self.server.drive)
+        self.running = threading.Thread(target=self.drive)
         self.listening.start()
-        self.port = until(lambda: getattr(self.server, "port", None))
+        self.port = self.server.listeners[0].getsockname()[1]
         self.running.start()
+
+    def drive(self) -> None:
+        """As serve() does."""
+        try:
+            self.server.drive()
+        finally:
+            self.server.stopping = True
 
     def settle(self, seconds: float = 10) -> None:
         """Wait until nothing is left of any request, and all memory is free."""
         server, engine = self.server, self.engine
-        until(lambda: not (server.waiters or engine.queue or server.inbox.qsize()), seconds)
+        until(lambda: not (server.owners or engine.queue or server.inbox.qsize()), seconds)
         audit(self.engine)
         assert len(self.engine.pool.available) == self.engine.pool.num_blocks
 
