@@ -94,15 +94,15 @@ class Server:
         snapshot_time: when a page last caused a snapshot, on time.monotonic's clock.
     """
 
-    def __init__(self, engine: Engine, args: ServerArgs) -> None:
-        """Listen; clients wait until listen() is called. Raises OSError if the port is taken."""
+    def __init__(self, engine: Engine, args: ServerArgs, listeners: list[socket.socket]) -> None:
+        """Args: listeners: where clients arrive; see listen_at. They wait for listen()."""
         self.engine = engine
         self.args = args
         name = args.served_model_name or args.checkpoint.resolve().name
         defaults = SamplingParams(**suggested(args.checkpoint))
         self.api = API(engine, name, defaults, args.tool_format)
         self.metrics = Metrics(engine, name)
-        self.listeners = listen_at(args.host, args.port)
+        self.listeners = listeners
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.owners: dict[Request, Connection] = {}
         self.busy: set[Connection] = set()
@@ -344,9 +344,7 @@ class Connection:
         method, _, path = self.request.partition(" ")
         name = self.server.api.name
         routes = ROUTES | {f"/v1/models/{name}": lambda c: c.send(c.server.api.model)}
-        demand(
-            path in routes, 404, f"there is no {path:.100}: try /v1/chat/completions, /v1/models"
-        )
+        demand(path in routes, 404, f"there is no {path:.100}: there are {', '.join(routes)}")
         if method == "OPTIONS" and self.server.args.cors:
             self.send({})  # to a browser that asks whether it may: it needs no key, only a success
             return
@@ -466,7 +464,8 @@ class Connection:
 
     def read_json(self) -> JSON:
         """Read the body, which must be a JSON object."""
-        demand(self.headers.get_content_type() == JSON_TYPE, 415, f"the body must be {JSON_TYPE}")
+        is_json = self.headers.get_content_type() == JSON_TYPE
+        demand(is_json, 415, f"send the header Content-Type: {JSON_TYPE}")
         data = self.read_body()
         try:
             # NaN and Infinity are not JSON: int raises ValueError for them.
@@ -590,16 +589,18 @@ def command(flags: Namespace, ranks: Ranks) -> int:
         raise ValueError("--host and --api-key (or $KILOLM_API_KEY) must not be empty")
     if args.cors and not re.fullmatch(r"\*|https?://[\w.:\[\]-]+", args.cors):
         raise ValueError(f"--cors {args.cors}: must be like http://localhost:3000, or *")
+    # First, as loading takes long, and the port may be taken. One rank serves.
+    listeners = [] if ranks.rank else listen_at(args.host, args.port)
     model, proposer = load_models(args, ranks)
     if ranks.rank:
         from tp import follow
 
         return follow(model)
     engine = make_engine(args, ranks, model, proposer)
-    return serve(engine, args)
+    return serve(engine, args, listeners)
 
 
-def serve(engine: Engine, args: ServerArgs) -> int:
+def serve(engine: Engine, args: ServerArgs, listeners: list[socket.socket]) -> int:
     """Serve until SIGTERM or SIGINT, then finish running requests within --shutdown-timeout.
 
     The model runs in this thread, where it was loaded, and the connections in others. PyTorch's
@@ -608,7 +609,7 @@ def serve(engine: Engine, args: ServerArgs) -> int:
     after each operation: on two cores the bundled model was slower by half.
     """
     say(cache_size(engine))
-    server = Server(engine, args)
+    server = Server(engine, args, listeners)
     watch_signals(server)
     listening = Thread(target=server.listen)
     listening.start()

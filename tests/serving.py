@@ -205,7 +205,9 @@ class Local(Client):
         small = {"num_blocks": 128, "max_num_seqs": 8, "max_num_batched_tokens": 32}
         self.args = make_args("--max-body", "200000", *options, **small | limits)
         self.engine = make_engine(self.args, Ranks(torch.device("cpu")), model(), None)
-        self.server = server_module.Server(self.engine, self.args)
+        self.server = server_module.Server(
+            self.engine, self.args, server_module.listen_at(self.args.host, self.args.port)
+        )
         self.listening = threading.Thread(target=self.server.listen)
         self.running = threading.Thread(target=self.drive)
         self.listening.start()

@@ -63,7 +63,7 @@ import sampling
 import server as server_module
 from machine import Ranks
 from scheduler import Engine
-from server import parse_args, serve
+from server import listen_at, parse_args, serve
 from settings import VERSION, SamplingParams
 from structured import token_bytes
 
@@ -1375,16 +1375,26 @@ def test_errors_at_the_start(capfd, tmp_path, monkeypatch):
             assert server_module.main(["--device", "cpu", "--kv-memory", "16e6", *options]) == 2
             error = capfd.readouterr().err
             assert error.count("server.py: error: ") == 1 and "Traceback" not in error
+        with monkeypatch.context() as patch:  # a large model was loaded before the port was tried
+            patch.setattr(server_module, "load_models", lambda *_: pytest.fail("it was loaded"))
+            assert server_module.main(["--device", "cpu", "--port", port]) == 2
     with pytest.raises(SystemExit) as stop:
         parse_args(["--kv-memory", "much"])
     assert stop.value.code == 2
     served: list[server_module.ServerArgs] = []
+
+    def serving(engine, args, listeners):
+        for listener in listeners:
+            listener.close()
+        served.append(args)
+        return 0
+
     for name, fake in (("load_models", lambda *_: (None, None)), ("make_engine", MagicMock()),
-                       ("serve", lambda _, args: served.append(args) or 0)):  # fmt: skip
+                       ("serve", serving)):  # fmt: skip
         monkeypatch.setattr(server_module, name, fake)
     for key, options, status in (("a", [], 0), ("a", ["--api-key", "b"], 0), ("", [], 2)):
         monkeypatch.setenv("KILOLM_API_KEY", key)
-        assert server_module.main(options) == status
+        assert server_module.main(["--port", "0", *options]) == status
     assert [args.api_key for args in served] == ["a", "b"]
     assert served[0].host == "127.0.0.1"  # nobody else, unless told so
 
@@ -1657,7 +1667,8 @@ def stopped(data: bytes, capsys, *options: str, signals: int = 1) -> list[Answer
     try:
         with ThreadPoolExecutor(1) as pool:
             answers = pool.submit(client)
-            assert serve(engine, make_args(*options)) == 0
+            args = make_args(*options)
+            assert serve(engine, args, listen_at(args.host, args.port)) == 0
             return answers.result()
     finally:
         os.close(signal.set_wakeup_fd(-1))
