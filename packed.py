@@ -209,7 +209,7 @@ def form_of(linear: nn.Module, alone: bool = False) -> "type[PackedLinear] | Non
         if alone and dtype == torch.float32 and torch.cpu._is_amx_tile_supported():
             return None  # see "One sequence alone"
         if has_arithmetic(dtype):
-            return LoopedLinear if alone and SLOW_ROW else PackedLinear
+            return LoopedLinear if alone and LOOPS else PackedLinear
         if HAS_FBGEMM:
             return HalfLinear
     return None
@@ -461,18 +461,23 @@ class HalfLinear(PackedLinear):
 # tokens/s instead of 40.8. A prompt of 16 tokens takes 41 ms instead of 35, and one of 512 takes as
 # long as before. On AMD's processors MKL is slower than oneDNN.
 # 2) SLOW_ROW: oneDNN takes longer for one row than for six, as on AMD's Zen 4, which multiplies
-# bfloat16 but lacks AVX-VNNI. There one or two rows are filled up to six. In a model that runs one
-# sequence at a time, LoopedLinear takes the place of PackedLinear. The speed of one sequence on a
-# Zen 4, as a multiple of the speed with packed weights and rows that are not filled up, is
-#                                    110m, float32   1b, bfloat16   1b, int8
-#     decoding, filled up to six     1.03            1.19           1.23
-#     decoding, LoopedLinear         1.38            1.40
-#     a prompt of 256, LoopedLinear  0.96            0.96
+# bfloat16 but lacks AVX-VNNI. There one or two rows are filled up to six.
+# 3) LOOPS: there, and on processors with AVX2 alone such as AMD's Zen 3, a loop is faster than
+# oneDNN for one row. So in a model that runs one sequence at a time, LoopedLinear takes the place
+# of PackedLinear. The speed of one sequence, as a multiple of the speed with packed weights and
+# rows that are not filled up, is
+#                                    Zen 4: 110m   1b         1b      Zen 3: 110m   135m
+#                                           float  bfloat16   int8           float  float
+#     decoding, filled up to six            1.03   1.19       1.23
+#     decoding, LoopedLinear                1.38   1.40                      1.26   1.38
+#     a prompt (256; 512), LoopedLinear     0.96   0.96                      0.94   1.00
 # For int8, FBGEMM's product is not used: it decodes 1.07 times as fast as six rows by oneDNN, but
 # reads a prompt 0.80 times as fast. Processors with AVX-VNNI (Zen 5, Intel's) gain little from
-# filling up, or lose. LoopedLinear as it stands, inside its block, has run on a Zen 4 only.
+# filling up, or lose. LoopedLinear as it stands, inside its block, has run on these two only.
 capabilities = torch.cpu.get_capabilities()
-SLOW_ROW = capabilities.get("avx512_bf16") and not capabilities["avx_vnni"]
+AVX_VNNI = capabilities.get("avx_vnni")
+SLOW_ROW = capabilities.get("avx512_bf16") and not AVX_VNNI
+LOOPS = SLOW_ROW or (torch.backends.cpu.get_cpu_capability() == "AVX2" and not AVX_VNNI)
 
 
 def filled_up(rows: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ def compiled(request, one_thread):
     model = load_model(DRAFT, dtype=torch.float32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: request.param == "AMX")
-        patch.setattr(packed, "SLOW_ROW", request.param == "a slow row")
+        patch.setattr(packed, "LOOPS", request.param == "a slow row")
         compile_model(model)
     forms = {"AMX": FusedLinear, "a slow row": LoopedLinear, "neither": PackedLinear}
     assert type(model.layers[0].mlp.gate_up_proj) is forms[request.param]

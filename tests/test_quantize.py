@@ -422,13 +422,13 @@ def test_pack_linears_picks_the_form():
     assert form() is None
 
 
-@pytest.mark.parametrize(("amx", "slow_row"), [(True, False), (False, True), (False, False)])
-def test_forms_for_one_sequence(monkeypatch, amx, slow_row):
+@pytest.mark.parametrize(("amx", "loops"), [(True, False), (False, True), (False, False)])
+def test_forms_for_one_sequence(monkeypatch, amx, loops):
     """bfloat16 stays plain with AMX, or quantised weights are dequantised at each step; a processor
     that is slow for one row gets the forms for many; others get those for one."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
-    monkeypatch.setattr(packed, "SLOW_ROW", slow_row)
-    looped = {PackedLinear: LoopedLinear} if slow_row else {}
+    monkeypatch.setattr(packed, "LOOPS", loops)
+    looped = {PackedLinear: LoopedLinear} if loops else {}
     plain = linear_of()
     assert form_of(plain) is PackedLinear
     assert form_of(plain, True) is (None if amx else looped.get(PackedLinear, PackedLinear))
