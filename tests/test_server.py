@@ -1351,8 +1351,13 @@ def test_addresses(capfd, make_local):
         pytest.skip("needs IPv6")
     for host, shown in (("::1", r"\[::1\]"), ("localhost", r"(127.0.0.1|\[::1\])")):
         local = make_local("--host", host)
-        printed = until(lambda: capfd.readouterr().err)
-        assert re.search(rf"http://{shown}:{local.port}\n", printed)
+        printed: list[str] = []
+
+        def is_told(want=rf"http://{shown}:{local.port}\n", printed=printed):
+            printed.append(capfd.readouterr().err)  # perhaps others' lines first
+            return re.search(want, "".join(printed))
+
+        until(is_told)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
