@@ -73,7 +73,7 @@ INTERNAL = {"qkv_bias", "o_bias", "qk_norm", "wide_qk_norm", "pre_norm", "post_n
 ONLY: JSON = dict(hidden_act="silu", hidden_activation="gelu_pytorch_tanh", scoring_func="softmax",
     n_group=1, is_causal=True, use_bidirectional_attention=False, attn_logit_softcapping=None,
     final_logit_softcapping=None)  # fmt: skip
-# Defaults for files of all families. None: the file must have it.
+# Defaults for files of all families. None: the file must have it, or, in ONLY, must not.
 DEFAULTS: JSON = dict(ONLY, num_hidden_layers=None, num_attention_heads=None, hidden_size=None,
     intermediate_size=None, vocab_size=None, eos_token_id=[], torch_dtype="float32",
     attention_bias=False, num_experts=1, use_sliding_window=False, max_window_layers=28,

@@ -79,7 +79,7 @@ class FlexRunner(Runner):
     cache, the pairs of a query and a key in one call, what fills up a short table, and what a new
     block holds."""
 
-    layer = FlexBlocks
+    layer_class = FlexBlocks
     # No limit: the kernel reads the boolean mask without widening it. (With int8 keys, attention
     # widens it, and nothing bounds that.)
     max_pairs = 2**62

@@ -152,7 +152,7 @@ def describe(params: SamplingParams, flags: JSON, defaults: JSON) -> str:
     Args:
         defaults: what the checkpoint's folder suggests.
     """
-    names = ["temperature", *params.filters, *params.penalties]
+    names = ["temperature", *sorted(params.filters | params.penalties)]
     sources = dict.fromkeys(defaults, "the folder") | dict.fromkeys(flags, "a flag")
     return ", ".join(
         f"{name} {getattr(params, name):g} ({sources.get(name, 'the default')})" for name in names

@@ -112,7 +112,10 @@ class API:
         except (ValueError, RecursionError) as error:
             field = getattr(error, "field", source)
             # The error gives the field the name that it has in the body.
-            param = next((name for name in (ALIASES.get(field), field) if name in given), source)
+            param = source
+            for name in (field, ALIASES.get(field)):
+                if name in given:
+                    param = name
             raise Problem(400, str(error)[:500], param) from None
 
     def request(self, prompt: Any, params: SamplingParams, fields: JSON, source: str) -> Request:
@@ -278,7 +281,7 @@ def check_message(message: JSON) -> None:
 
 THINK = "<think>"
 THINK_END = "</think>"
-NO_THOUGHT = THINK + THINK_END  # in front of an output: all of it is the answer
+NO_THOUGHT = THINK + THINK_END  # put in front of an output, it makes all of it the answer
 # A choice's key for its text -> the type of the object that holds the choice.
 OBJECTS = dict(text="text_completion", message="chat.completion", delta="chat.completion.chunk")
 
@@ -368,6 +371,8 @@ def named_first(part: JSON | None) -> list[JSON]:
     calls = part.get("delta", {}).get("tool_calls", [])
     if not calls:
         return [part]
+    # {"name": "f", "arguments": "{}"} is sent as {"name": "f", "arguments": ""} and then as
+    # {"arguments": "{}"}.
     names = [call | {"function": call["function"] | {"arguments": ""}} for call in calls]
     arguments = [
         {"index": call["index"], "function": {"arguments": call["function"]["arguments"]}}
@@ -494,7 +499,8 @@ class Choice:
         """
 
         def entry(token: Token, i: int, value: float | None) -> JSON:
-            word = b"".join(token_bytes(self.tokenizer)[i : i + 1])  # V may be padded
+            words = token_bytes(self.tokenizer)
+            word = words[i] if i < len(words) else b""  # V may be padded
             text = token.text if i == token.id else word.decode(errors="replace")
             return dict(token=text, logprob=value, bytes=list(word))
 
@@ -530,8 +536,8 @@ def thought_prefix(tokenizer: Tokenizer, job: Job) -> str:
 def split_thought(text: str) -> tuple[str, str]:
     """Split a reply into the thought and the answer.
 
-    In models that think, each mark is one token, so it arrives whole. The exception is a stop
-    string that begins like the end of a mark, such as ">": then that end is held back at first.
+    In models that think, each mark is one token, so it arrives whole. (Unless a stop string begins
+    with ">": then the mark's last character is held back at first.)
 
     Example: "<think>Hm, </think>Yes" -> "Hm, ", "Yes"; and "Yes" -> "", "Yes"
     """

@@ -45,7 +45,8 @@ class BlockTable:
 
     blocks: list[int] = field(default_factory=list)  # enough for `length` tokens, perhaps for more
     length: int = 0  # tokens whose keys and values are in the blocks
-    # The salt, then for each full block a mark of the text up to its end; see BlockPool._key_of.
+    # chain[0] is the salt. chain[i + 1] is a mark that stands for the whole text up to the end of
+    # the i-th full block; see BlockPool._key_of.
     chain: list[object] = field(default_factory=lambda: [None])
 
 
@@ -242,11 +243,10 @@ class Group:
         key_positions: (B, S) int64, those of the keys, block after block; S = W * block size.
         flat_table: (B, 2 * K, W) int64, the blocks of each row, once for each head, as indices into
             a layer's kv with its first two dimensions flattened: block b of head h is at
-            h * blocks + b. They are in ascending order, and a shorter row's last block is there
-            several times.
+            h * blocks + b. They are in ascending order, except those of a long prompt, which are in
+            the order of the text. A shorter row's last block is there several times.
         span: the blocks of all rows as one slice, if each follows the one before it; else None.
-        is_long: whether this is one row of a long prompt; see kv_cache.is_long_prompt. Its blocks
-            are in the order of the text.
+        is_long: whether this is one row of a long prompt; see kv_cache.is_long_prompt.
         max_tokens: how many tokens of each row may have their masks made at once.
     """
 
@@ -260,7 +260,7 @@ class Group:
 
     @property
     def table(self) -> Tensor:
-        """(B, W) int64, the blocks of each row."""
+        """(B, W) int64, the blocks of each row: those of head 0, to which nothing is added."""
         return self.flat_table[:, 0]
 
     @cached_property
@@ -285,8 +285,8 @@ class Blocks(LayerCache):
     groups: list[Group]
     window: int | None
 
-    # A CPU attends to so many bytes of keys together. Larger copies get fresh pages from the system
-    # in each layer, which takes a third longer.
+    # On a CPU, one call attends to at most this many bytes of keys. Larger copies get fresh pages
+    # from the system in each layer, which takes a third longer.
     max_bytes: ClassVar[int] = 2**21
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -363,7 +363,7 @@ class Runner:
     `max_blocks` blocks at a time, or those of one row, if they are more.
     """
 
-    layer = Blocks  # the kind of cache; flex.py has another
+    layer_class = Blocks  # flex.py has another
     # Tables are padded to at least this many blocks. tools/cuda_graphs.py sets it to the length of
     # the longest table, rounded up to a power of two. Then only a few widths occur, and it records
     # few graphs: one for each number of rows and width.
@@ -381,15 +381,15 @@ class Runner:
         K = model.config.num_key_value_heads
         H = model.config.head_dim
         self.model = model
-        # Where it is faster, packed.compile_model gives the model a kind of its own.
-        self.layer = getattr(model, "paged_layer", self.layer)
+        # packed.compile_model sets model.paged_layer where another class is faster.
+        self.layer_class = getattr(model, "paged_layer", self.layer_class)
         self.num_blocks = num_blocks
         self.block_size = block_size
         # The heads come first, because attention takes one head at a time, and reads its keys up to
         # twice as fast if they are contiguous.
         self.kv = empty_layers(model, kv_dtype, 2 * K, num_blocks, block_size)
         # A GPU gets more, so that there are few calls; we have not measured that.
-        max_bytes = self.layer.max_bytes if model.device.type == "cpu" else 2**25
+        max_bytes = self.layer_class.max_bytes if model.device.type == "cpu" else 2**25
         # Bytes are counted in the model's dtype, because int8 is decoded.
         block_bytes = block_size * K * H * model.dtype.itemsize
         self.max_blocks = min(num_blocks, max_bytes // block_bytes)
@@ -436,7 +436,7 @@ class Runner:
         split = groups_of(rows, size, self.max_blocks, self.min_width)
         groups = [self.group(each) for each in split]
         layers = [
-            self.layer(kv, places, groups, window)
+            self.layer_class(kv, places, groups, window)
             for kv, window in zip(self.kv, self.model.config.windows, strict=True)
         ]
         return tensor([tokens]), tensor([positions]), layers, tensor(select)
@@ -456,9 +456,9 @@ class Runner:
         padded = [blocks + [self.filler(blocks)] * (W - len(blocks)) for blocks in used]
         table = torch.tensor(padded)  # (B, W)
         order = torch.arange(W).expand_as(table)  # the place of each block in its row's text
-        # 2) in ascending order, because blocks often follow each other then: the cached blocks of a
-        # sequence that has ended are handed out again last to first. A long prompt has no mask that
-        # could tell the order of its keys, so it keeps that of the text.
+        # 2) in ascending order, because blocks often follow each other then: a sequence that has
+        # ended gives back 5 6 7, and the next one gets 7 6 5. A long prompt has no mask that could
+        # tell the order of its keys, so it keeps that of the text.
         if not is_long:
             table, order = table.sort()
         key_positions = order[..., None] * size + torch.arange(size)  # (B, W, block size)
@@ -511,13 +511,14 @@ def affordable_blocks(
     size = limits.block_size
     config = model.config
     # One row may have all blocks, and attention then copies all of them, one layer at a time. Each
-    # number, of a key or of a value, is copied in the model's dtype. In int8 it takes up to 6 bytes
-    # more: 1 as int8, 4 as float32, and at most 1 for the scale, whose two copies take 8 bytes for
-    # H numbers.
+    # number, of a key and of a value, is copied in the model's dtype. In int8, each of the two
+    # takes up to 6 bytes more: 1 as int8, 4 as float32, and at most 1 for the scale, whose two
+    # copies take 8 bytes for H numbers.
     copied = 2 * model.dtype.itemsize + (12 if limits.kv_dtype == "int8" else 0)
     block_bytes = size * config.num_key_value_heads * config.head_dim * copied
     for each in models:
-        block_bytes += sum(kv.nbytes for kv in Runner(each, 1, size, limits.kv_dtype).kv)  # of one
+        one_block = Runner(each, 1, size, limits.kv_dtype)
+        block_bytes += sum(kv.nbytes for kv in one_block.kv)
     memory = limits.kv_memory
     if memory < 1:
         memory *= free_memory(model.device) - step_bytes(model, num_tokens, num_logits)
@@ -535,7 +536,7 @@ def step_bytes(model: Transformer, num_tokens: int, num_logits: int) -> int:
     # is enough for models with N * H > D as well.
     widths = 2 * config.hidden_size + config.intermediate_size * config.num_experts_per_tok
     activations = num_tokens * 4 * widths * itemsize
-    logits = num_logits * 6 * 4 * config.vocab_size
+    logits = num_logits * 6 * 4 * config.vocab_size  # six float32 tensors
     # To make a mask takes up to four bool tensors, and attention widens it to the queries' dtype.
     heads = config.num_attention_heads // config.num_key_value_heads  # of a kv head
     return activations + logits + Runner.max_pairs * heads * (itemsize + 4)

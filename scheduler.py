@@ -84,8 +84,8 @@ class Job(Sequence):
 
     Attributes:
         table: its blocks; empty while it waits.
-        num_scheduled: how many tokens it may run in this step, or could in its last one: known ones
-            that are not in the cache yet, then guesses.
+        num_scheduled: how many tokens schedule() last gave it: known ones that are not in the cache
+            yet, then guesses. 0: it has never run.
         guess: the tokens that are guessed to follow, in this step.
         cached: how many tokens were found in the prefix cache when it began to run.
     """
@@ -170,9 +170,9 @@ class Proposer:
 # --- The engine -----------------------------------------------------------------------------------
 
 
-# A step runs at most this many tokens of prompts that need log-probabilities, or one of each such
-# prompt. Each token needs its logits. For 256 tokens and a vocabulary of 150,000 the logits would
-# take 154 MB, and a copy as much again.
+# A step runs at most this many tokens of prompts that need log-probabilities, but at least one of
+# each such prompt. Each token needs its logits. For 256 tokens and a vocabulary of 150,000 the
+# logits would take 154 MB, and a copy as much again.
 MAX_SCORED = 64
 
 # What the engine counts, under vLLM's names where vLLM counts the same.
@@ -310,8 +310,8 @@ class Engine:
             job.finish(reason)
 
     def reset(self) -> None:
-        """Drop every request and the prefix cache. After an exception in step(), such as Ctrl-C
-        between two lines, the blocks may be in any state."""
+        """Drop every request and the prefix cache. After an exception in the middle of step(),
+        such as Ctrl-C, the blocks may be in any state."""
         dropped = self.queue
         self.running = []
         self.waiting = []
@@ -380,8 +380,8 @@ class Engine:
         budget = self.small_budget if is_decoding else self.max_num_batched_tokens
         batch: list[Job] = []
         # 1) the running jobs, in line. Each that is later in line keeps a share of the budget. If
-        # blocks are short, the last in line gives its own back, so `running` shrinks at its end
-        # while `batch` grows.
+        # blocks are short, the last in line gives its own back. So `running` shrinks at its end
+        # while `batch` grows, and a job in the batch is never preempted.
         num_preempted = 0
         while len(batch) < len(self.running):
             job = self.running[len(batch)]
@@ -396,7 +396,8 @@ class Engine:
         # 2) the waiting jobs, while there are budget and blocks, but not after a preemption
         while self.waiting and len(self.running) < self.max_num_seqs and not num_preempted:
             job = self.waiting[0]
-            ids = [] if job.scores_prompt else job.ids  # what is found there has no logits
+            # Tokens that are found in the prefix cache do not run, so they would get no logits.
+            ids = [] if job.scores_prompt else job.ids
             self.pool.reuse(job.table, ids)
             num_cached = job.table.length
             num_tokens = self._num_to_run(job, budget, batch)
@@ -427,7 +428,7 @@ class Engine:
         guesses = self.proposer.count(job)
         if known + guesses <= budget:
             return known + guesses
-        return min(known - 1, budget)
+        return min(known - 1, budget)  # 0 only for a waiting job
 
     def _allocate(self, job: Job, num_tokens: int) -> bool:
         """Let a job run so many tokens in this step, and give it blocks for them. Returns False if
@@ -508,8 +509,9 @@ class Engine:
                 job.append(token)
                 self.stats["generation_tokens"] += 1
         job.guess = Guess()
-        # The blocks hold the accepted guesses too, and refused ones will be overwritten. commit()
-        # comes in the next step, because the draft model has not run the last guess yet.
+        # All guesses have run. The blocks of the accepted ones stay, and refused ones will be
+        # overwritten. commit() comes in the next step, because the draft has not run the last
+        # guess.
         job.table.length += len(tokens) - 1
         if job.finish_reason:
             self._leave(job)

@@ -4,11 +4,14 @@
     python server.py --checkpoint DIR --compile --api-key SECRET
 
 This file holds HTTP, the engine's thread and the signals; what the bodies mean is in
-openai_api.py. The engine's thread, which is the main one, runs the engine. Each connection has a
-thread of its own, which reads a request, puts it into the inbox of the engine's thread, and waits
-for news. After each step the engine's thread wakes the connections that have something to send. A
-slow client delays nobody: its thread reads the state of its sequences only when the client has
-taken the previous part, so there is no queue of tokens. Clients arrive in the listening thread.
+openai_api.py. There are three kinds of threads:
+
+    - The engine's, the main one, runs the engine, and after each step wakes the connections that
+      have something to send.
+    - The listening one accepts clients.
+    - Each connection's reads a request, puts it into the inbox of the engine's thread, and waits
+      for news. It reads the state of its sequences only when the client has taken the previous
+      part. So there is no queue of tokens, and a slow client delays nobody.
 
     client --> Connection.complete --> API.prepare --> inbox --> Server.drive: submit, step, step
     client <-- Connection.send <-- Completion.parts <-- news <--- Server.wake <----+
@@ -83,6 +86,7 @@ class Server:
 
     Attributes:
         inbox: what drive() calls next, functions without arguments; None ends it.
+        incoming: requests on their way to the engine.
         owners: each request in the engine -> the connection that answers it. Only drive() changes
             this and `metrics`.
         busy: the connections that are answering a completion. After a signal they may finish it. A
@@ -104,6 +108,7 @@ class Server:
         self.metrics = Metrics(engine, name)
         self.listeners = listeners
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.incoming: set[Request] = set()
         self.owners: dict[Request, Connection] = {}
         self.busy: set[Connection] = set()
         self.refused: deque[socket.socket] = deque(maxlen=64)
@@ -115,8 +120,8 @@ class Server:
     # --- The engine's thread ----------------------------------------------------------------------
 
     def drive(self) -> None:
-        """Call what is in the inbox, until None comes. While requests are left in the engine, a
-        step is put there whenever nothing else is there."""
+        """Call what is in the inbox, until None comes. A step is put there whenever the inbox is
+        empty and requests are left in the engine."""
         for task in iter(self.inbox.get, None):
             try:
                 task()
@@ -134,6 +139,7 @@ class Server:
 
     def submit(self, requests: list[Request], connection: "Connection") -> None:
         """Put the requests of a connection into the engine's queue."""
+        self.incoming.difference_update(requests)
         for request in requests:
             self.owners[request] = connection
             self.engine.submit(request)
@@ -364,12 +370,12 @@ class Connection:
         """Answer a completion, whole or streamed."""
         server = self.server
         body = self.read_json()
-        server.busy.add(self)  # before this check: a server that stops waits for all that pass it
+        # In this order: a server that stops waits for the busy ones, so none can slip through.
+        server.busy.add(self)
         demand(not server.stopping, 503, "the server is stopping")
         completion = server.api.prepare(body, chat)
         engine = server.engine
-        # The engine's own, those that are on their way to it, and the new ones.
-        num_requests = len(engine.queue) + server.inbox.qsize() + len(completion.requests)
+        num_requests = len(engine.queue) + len(server.incoming) + len(completion.requests)
         limit = server.args.max_queue
         demand(
             num_requests <= engine.max_num_seqs + limit,
@@ -377,6 +383,7 @@ class Connection:
             f"{len(engine.waiting)} wait, --max-queue is {limit}",
         )
         self.stream = completion.stream
+        server.incoming.update(completion.requests)
         server.inbox.put(lambda: server.submit(completion.requests, self))
         for part in completion.parts(self.wait_for_news):
             self.send(part, content_type=EVENTS if self.stream else JSON_TYPE)

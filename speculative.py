@@ -66,7 +66,7 @@ def accept(p: Tensor, chances: Tensor, guess: Guess, u: Tensor) -> tuple[int, Te
         if u[n] * guess.q[n] >= chances[n]:  # x is refused
             q = guess.probs[n] if guess.probs else 0
             rest = (p[n] - q).clamp(min=0)
-            # Here p(x) < q(x). A guess that was certain has no probs: q(x) was 1, and q else 0.
+            # Here p(x) < q(x). A guess that was certain has no probs: its q is 1 at x, 0 elsewhere.
             rest[x] = 0
             # Rounding can leave nothing of p - q.
             return n, torch.where(rest.any(), rest, p[n])
@@ -102,7 +102,7 @@ class Guesser(Proposer):
         p = distribution(logits, ahead)  # (R, V)
         chances = p.gather(1, torch.tensor(ids, device=p.device)[:, None])  # (R, 1)
         chances = chances.flatten().cpu()  # one read by the host for all jobs
-        u = torch.tensor([row.uniform(ACCEPT) for row in ahead], dtype=torch.float64)
+        u = torch.tensor([each.uniform(ACCEPT) for each in ahead], dtype=torch.float64)
         # 2) Accept.
         accepted = []  # for each job, how many guesses
         rest = []  # for each job, what the token after them is drawn from
@@ -167,8 +167,8 @@ class NGram(Guesser):
     """Prompt lookup: guess what followed the last few tokens when they occurred before.
 
     It is right where a text repeats itself: in code, summaries and corrections. Elsewhere it would
-    cost up to a quarter of the speed, so a job whose guesses fail pauses: after a guess of which
-    nothing was right for 1 token, after the next one for 2, then for 4 each time. A guess that is
+    cost up to a quarter of the speed, so a job whose guesses fail pauses: for 1 token after the
+    first guess of which nothing was right, for 2 after the second, then for 4. A guess that is
     right as a whole ends this. All of it depends on the job's own text, not on its neighbours.
     """
 
@@ -244,7 +244,8 @@ class DraftModel(Guesser):
             return
         # A job's first row is its known tokens that the draft's cache lacks. It begins one token
         # early: if all guesses of the last step were accepted, the draft has not run the last of
-        # them. Otherwise that token is written a second time, the same but for rounding.
+        # them. (Of guesses a b it ran a, to draw b.) Otherwise that token is written a second time,
+        # the same but for rounding.
         rows = {}
         for job in jobs:
             start = max(job.table.length - 1, 0)
@@ -254,12 +255,13 @@ class DraftModel(Guesser):
             # 1) Run.
             logits = self.runners[0].forward([*rows.values()])  # (rows, V)
             # 2) Draw one guess for each job that may have another, by the job's own settings.
+            # job -> its row in the logits
             guessing = {job: i for i, job in enumerate(rows) if job.num_guesses}
             if not guessing:  # as while prompts are computed
                 return
             ahead = [job.ahead(job.guess.ids) for job in guessing]
             q = distribution(logits[[*guessing.values()]], ahead)  # (rows that guess, V)
-            u = torch.tensor([row.uniform(GUESS) for row in ahead])
+            u = torch.tensor([each.uniform(GUESS) for each in ahead])
             ids = draw(q, u)[:, None]  # (rows that guess, 1)
             # All numbers are read at once, as each read makes the host wait for a GPU. float32
             # holds ids up to 2**24 exactly.
@@ -267,7 +269,8 @@ class DraftModel(Guesser):
             # 3) Keep the guesses. If a job may have one more, this guess is its next row.
             rows = {}
             for job, (token_id, chance), probs in zip(guessing, drawn, q):
-                # The chance is NaN where the draft's logits are NaN. That job stops guessing.
+                # Where the draft's logits are NaN, so is the chance, and the job stops guessing.
+                # (At temperature 0 it is 1, and the model refuses the guess.)
                 if chance > 0:
                     guess = job.guess
                     guess.ids.append(int(token_id))

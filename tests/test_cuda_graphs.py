@@ -114,7 +114,7 @@ def test_each_setting_has_its_runner():
     """A setting has no effect; graphs are made without CUDA."""
     kinds = [runner_for(way, graphs) for way in ("copy", "flex") for graphs in (False, True)]
     assert kinds == [Runner, GraphRunner, FlexRunner, FlexGraphRunner]
-    assert FlexGraphRunner.layer is FlexRunner.layer is not Runner.layer
+    assert FlexGraphRunner.layer_class is FlexRunner.layer_class is not Runner.layer_class
     model = Transformer(Config(32, 16, 16, 1, 2, 1, 8))
     with pytest.raises(SettingError, match="--cuda-graphs on 'cpu' is not supported"):
         GraphRunner(model, 8, 4)

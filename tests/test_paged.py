@@ -454,7 +454,7 @@ def test_paged_attention_equals_its_slow_twin(way, N, K, size, window, monkeypat
     near = {}
     if way == "gathered":
         monkeypatch.setattr(packed, "compiled", lambda function, dynamic: function)
-        runner.layer = packed.CompiledBlocks
+        runner.layer_class = packed.CompiledBlocks
         near = {"rtol": 1e-5, "atol": 1e-5}  # its queries are rounded to float32
     for seed in range(6):
         runner.max_blocks = 4 ** (seed % 4)

@@ -1317,6 +1317,21 @@ def test_queue_full(local, monkeypatch):
     local.works()
 
 
+def test_only_requests_fill_the_queue(local, monkeypatch):
+    """While the engine was busy, snapshots for the page that waited in the inbox were counted as
+    requests, and a body of many prompts as one."""
+    monkeypatch.setitem(vars(local.args), "max_queue", 0)
+    go_on = threading.Event()
+    for _ in range(9):
+        local.server.inbox.put(go_on.wait)
+    connection = local.begin({**SHORT, "prompt": ["a"] * 8})
+    until(lambda: len(local.server.incoming) == 8)  # as many as may run at once
+    local.post(COMPLETIONS, SHORT).fails(429)
+    go_on.set()
+    assert read(connection).status == 200
+    assert not local.server.incoming
+
+
 def test_a_name_with_an_address_that_is_switched_off(monkeypatch):
     """In a container, localhost has ::1 though IPv6 is off: the server did not start."""
     at = ("203.0.113.1", 0), ("127.0.0.1", 0), ("127.0.0.1", 0)  # the first is no host's
