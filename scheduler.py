@@ -400,8 +400,9 @@ class Engine:
             ids = [] if job.scores_prompt else job.ids
             self.pool.reuse(job.table, ids)
             num_cached = job.table.length
+            if not job.num_scheduled:  # it has never run
+                job.cached = num_cached
             num_tokens = self._num_to_run(job, budget, batch)
-            is_new = not job.num_scheduled  # it has never run
             if not num_tokens or not self._allocate(job, num_tokens):
                 self.pool.free(job.table)  # gives back what reuse() took
                 break
@@ -410,8 +411,6 @@ class Engine:
             batch.append(job)
             self.stats["prefix_cache_queries"] += len(ids)
             self.stats["prefix_cache_hits"] += num_cached
-            if is_new:
-                job.cached = num_cached
         return sorted(batch, key=run_order)
 
     def _num_to_run(self, job: Job, budget: int, batch: list[Job]) -> int:
