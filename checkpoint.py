@@ -159,7 +159,8 @@ class Stored(NamedTuple):
     read: Callable[[], Tensor]
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> "Stored":
-        """Return what `change` will make of this tensor when it is read."""
+        """Return what `change` will make of this tensor when it is read. The empty one is changed
+        at once, which gives the new shape."""
         return Stored(change(self.empty), lambda: change(self.read()))
 
 
@@ -204,7 +205,8 @@ def load_model(
     with torch.device("meta"):
         model = build(config).to(dtype or config.dtype)
     with blame(Path(path)):
-        # 2) Make the names, then the numbers, those of the model; a folder of this engine has them.
+        # 2) Give the tensors the names of the model, then fold numbers into them. In a folder that
+        # this engine has written, both has been done.
         is_own = config.quantization.get("quant_method") == "kilolm"
         if not is_own:
             files = adapt(files, model)
@@ -248,6 +250,9 @@ def named_tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:
     """Yield each weight with its name in a checkpoint (less `model.`), as a view to read or fill.
 
     The weight of a tied lm_head comes once, as the embedding's.
+
+    Example: the weight of layers.0.mlp.gate_up_proj, (2 * F, D), comes as that of gate_proj and
+        that of up_proj, (F, D) each
     """
     tensors = model.state_dict()
     if is_tied(model):

@@ -43,11 +43,13 @@ FAMILIES: dict[str, JSON] = dict(
         tie_word_embeddings=True, rope_theta=1e6, rope_local_base_freq=1e4,
         sliding_window_pattern=6, query_pre_attn_scalar=256),
     Olmo2ForCausalLM=dict(eos_token_id=50279, rms_norm_eps=1e-5))  # fmt: skip
-# What a family does whatever its file says: fields of model.Config; and for this file norm_offset
-# (added to the weights of norms), root_of_width (a factor on embeddings: the root of D) and
-# partial_rope (rope may rotate a part of each head). Some families do not read all settings that
-# say which layers have a window: in Llama none has, in Mistral all (unless layer_types says
-# otherwise), and in Qwen3-MoE all or none.
+# What a family does whatever its file says. Most are fields of model.Config. This file reads
+#   norm_offset    is added to the weights of norms
+#   root_of_width  whether embeddings are multiplied by the root of D
+#   partial_rope   whether rope may rotate a part of each head only
+# and, as some families do not read all settings that say which layers have a window, those: in
+# Llama no layer has one, in Mistral all (unless layer_types says otherwise), in Qwen3-MoE all or
+# none.
 NO_LAYERS = dict(use_sliding_window=False, layer_types=None)
 ALL_LAYERS = dict(use_sliding_window=True, max_window_layers=0)
 FIXED: dict[str, JSON] = dict(
@@ -96,7 +98,8 @@ def complete(raw: JSON) -> JSON:
     family = FAMILIES[name]
     unread = (OWN.keys() | INTERNAL) - family.keys()
     read = {key: raw[key] for key in raw.keys() - unread}
-    # A null in the file removes the family's default too (in Mistral, the sliding window).
+    # A null in the file removes the family's default too (in Mistral, the sliding window). What
+    # holds for all families comes back with DEFAULTS.
     given = without_nulls(family | read)
     for setting, kind in OWN.items():
         if setting in family:
@@ -186,7 +189,7 @@ def complete_rope(raw: JSON) -> JSON:
     rope |= given
     context = raw["max_position_embeddings"]
     original = "original_max_position_embeddings"
-    if original in raw:  # Phi-3's goes before the dict's, as there
+    if original in raw:  # Phi-3's goes before the dict's, as in transformers
         rope[original] = raw[original]
     kind = supported("rope_type", rope["rope_type"], *ROPES)
     if kind in ("yarn", "longrope"):
@@ -224,7 +227,8 @@ def rope_settings(raw: JSON, rope: JSON) -> JSON:
     others = [0.0] * (H // 2 - dim // 2)  # the pairs that rope leaves as they are
     context = raw["max_position_embeddings"]
     if rope["rope_type"] == "longrope":
-        # Beyond the original context the speeds would be others, also those of keys in the cache.
+        # A longer text needs other speeds from its first token on, and keys in the cache have
+        # these.
         context = min(context, rope["original_max_position_embeddings"])
     return dict(
         rope_theta=rope["rope_theta"],
@@ -306,7 +310,7 @@ def attention_factor(rope: JSON) -> float:
 
 def fold_settings(raw: JSON, rope: JSON) -> JSON:
     """Return Config's `embedding_multiplier`, and in its `folds` what `folded` needs: how many
-    channels rope rotates, and factors. It is {} if none of these changes a weight.
+    channels rope rotates, and factors. `folds` is {} if none of these changes a weight.
 
     Args:
         rope: see complete_rope.

@@ -154,8 +154,8 @@ class OpaqueCache(LayerCache):
 def hide_caches(model: nn.Module, args: tuple) -> tuple:
     """Replace each layer's cache by an OpaqueCache in the arguments of Transformer.forward.
 
-    A decoding step with a static cache always has the same form, so it is compiled as a whole. On a
-    GPU, a prompt with a static cache is too.
+    Two kinds of steps need none, as they always have the same form: decoding with a static cache,
+    and on a GPU also a prompt with a static cache.
     """
     if len(args) == 2:  # there is no cache; see model.NoCache
         return args
@@ -473,7 +473,8 @@ class HalfLinear(PackedLinear):
 #     a prompt (256; 512), LoopedLinear     0.96   0.96                      0.94   1.00
 # For int8, FBGEMM's product is not used: it decodes 1.07 times as fast as six rows by oneDNN, but
 # reads a prompt 0.80 times as fast. Processors with AVX-VNNI (Zen 5, Intel's) gain little from
-# filling up, or lose. LoopedLinear as it stands, inside its block, has run on these two only.
+# filling up, or lose. LoopedLinear as it stands, inside its block, has run on a Zen 3 and a Zen 4
+# only.
 capabilities = torch.cpu.get_capabilities()
 AVX_VNNI = capabilities.get("avx_vnni")
 SLOW_ROW = capabilities.get("avx512_bf16") and not AVX_VNNI
@@ -512,9 +513,9 @@ def dot(weight: Tensor, row: Tensor) -> Tensor:
     pieces = -(-K // 4096)
     while K % pieces:
         pieces += 1
-    # This sum over one row is the row itself. The compiler leaves such sums to PyTorch and has to
-    # store the row for it. Otherwise it would compute the row, and the norm or silu that makes it,
-    # anew for each output channel.
+    # This sum over one row is the row itself, so it changes nothing. But the compiler leaves such
+    # sums to PyTorch, and has to store the row for it. Otherwise it would compute the row, and the
+    # norm or silu that makes it, anew for each output channel.
     row = row.cumsum(0)
     x = row.view(pieces, -1).float()
     products = weight.unflatten(1, (pieces, -1)).float() * x  # (N, pieces, K / pieces)

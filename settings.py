@@ -214,7 +214,7 @@ class SamplingParams:
     n: int = setting(1, "continuations of each prompt, with consecutive seeds", 1, 128)
     max_tokens: int = setting(256, "generate at most this many tokens", 1)
     min_tokens: int = setting(
-        0, "nothing ends the text before this many tokens, except structured output", 0
+        0, "no EOS or stop string ends the text before this many tokens, but a structure does", 0
     )
     # Return log-probabilities of the sampled tokens, and of this many likeliest ones.
     logprobs: int | None = field(default=None, metadata=dict(range=(0, 20)))

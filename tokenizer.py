@@ -158,7 +158,8 @@ class Tokenizer:
         self.vocab_size = max(vocab.values()) + 1
         tokens = backend.get_added_tokens_decoder()
         self.special = {token.content: i for i, token in tokens.items() if token.special}
-        # Its post-processor puts ids around a text, which it marks with 1.
+        # Its post-processor puts ids around a text. To find them, encode a letter: they are marked
+        # with 1.
         letter = backend.encode("a")
         marks = letter.special_tokens_mask
         start = [*marks, 0].index(0)  # a vocabulary may lack the letter
@@ -170,11 +171,12 @@ class Tokenizer:
         file = path / "tokenizer.model"
         if not file.is_file():
             raise ValueError("tokenizer.json is missing, and there is no tokenizer.model")
-        # 1) sentencepiece, as `first` for the beginning of a text, and as `later` for a text that
-        # follows a special token. Most models put a space in front of a text; `bare` does not, as
-        # these four bytes set its normalizer_spec.add_dummy_prefix to False (in a protocol buffer
-        # the last value wins). Later texts get the space too, unless `legacy` is off, as it is by
-        # default in LlamaTokenizer.
+        # 1) sentencepiece. Most models put a space in front of a text.
+        #   bare    puts none: these four bytes set its normalizer_spec.add_dummy_prefix to False
+        #           (in a protocol buffer the last value wins)
+        #   first   encodes the beginning of a text
+        #   later   encodes what follows a special token; it puts the space too, unless `legacy` is
+        #           off, as it is by default in LlamaTokenizer
         config = self.config
         proto = file.read_bytes()
         sp = sentencepiece.SentencePieceProcessor(model_proto=proto or b"?")
@@ -235,7 +237,7 @@ class Tokenizer:
         """Return the chat template, which is empty if there is none."""
         file = path / "chat_template.jinja"
         if pointers(file):
-            raise ValueError  # blame says which file is a pointer
+            raise ValueError  # in its place, blame says that the file is a pointer
         template = file.read_text("utf-8") if file.is_file() else self.config.get("chat_template")
         if isinstance(template, list):  # several templates with names
             templates = {entry["name"]: entry["template"] for entry in template}
