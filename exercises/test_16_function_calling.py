@@ -22,7 +22,7 @@ from llm import make_engine
 from machine import Ranks
 from openai_api import API
 from scheduler import Proposer
-from server import Server, ServerArgs, parse_args
+from server import Server, ServerArgs, listen_at, parse_args
 from settings import SamplingParams
 from tokenizer import Detokenizer, Tokenizer
 from tools.books import audit
@@ -256,7 +256,7 @@ class Local:
             max_num_seqs=16, device="cpu", dtype="float32",
         )  # fmt: skip
         self.engine = make_engine(args, Ranks(torch.device("cpu")), bundled(), Proposer())
-        self.server = Server(self.engine, args)
+        self.server = Server(self.engine, args, listen_at(args.host, args.port))
         self.threads = [
             threading.Thread(target=self.server.listen, daemon=True),
             threading.Thread(target=self.server.drive, daemon=True),

@@ -689,7 +689,7 @@ def timed(args: argparse.Namespace) -> int:
     """
     serve = server.serve
 
-    def watched(engine: Engine, options: server.ServerArgs) -> int:
+    def watched(engine: Engine, options: server.ServerArgs, listeners: list) -> int:
         work: list[float] = []
         step, forward, submit = engine.step, engine.runner.forward, engine.submit
         size, most = engine.pool.block_size, engine.runner.max_blocks
@@ -727,7 +727,7 @@ def timed(args: argparse.Namespace) -> int:
         }
         with args.events.open("w") as file:
             note("limits", limits, torch.get_num_threads())
-            return serve(engine, options)
+            return serve(engine, options, listeners)
 
     server.serve = watched
     return server.main(args.server)
