@@ -38,7 +38,10 @@ def test_same_tokens(case, path, kind):
     some = range(15) if kind == "plain" and path in WHOLE else ways.FEW
     model, options = ways.kind_of(case, kind)
     found = PATHS[path](model, [ways.jobs_of(case, kind)[job] for job in some], **options)
-    error, faults = ways.compare(case, kind, some, found)
+    # Without AVX-512, packed int4 weights are held as int8, which rounds them once more.
+    has_int4 = "AVX512" in torch.backends.cpu.get_cpu_capability()
+    exact = has_int4 or not (kind == "int4 weights" and "compiled" in path)
+    error, faults = ways.compare(case, kind, some, found, exact)
     assert not faults
     # int8 keys are rounded by position, and int8 weights multiplied by activations of 15 bits.
     rounds = kind == "int8 cache" or ("weights" in kind and "compiled" in path)
