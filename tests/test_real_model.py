@@ -118,7 +118,9 @@ def test_the_chat_template(folder, words):
 def test_a_chat(folder):
     """Three turns, in which the model knows what was said before."""
     asked = "What is the capital of France?\n\nWhich country did I ask about?\nThank you!\n"
-    command = ["generate.py", "--chat", "--temperature", "0", "--max-tokens", "40"]
+    # In bfloat16 the first two words nearly tie, and without bfloat16's instructions the other wins.
+    quiet = ["--temperature", "0", "--dtype", "float32"]
+    command = ["generate.py", "--chat", "--max-tokens", "40", *quiet]
     done = subprocess.run(
         [sys.executable, *command, "--checkpoint", str(folder)],
         cwd=ROOT, input=asked, capture_output=True, text=True, timeout=120,

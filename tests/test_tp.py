@@ -610,6 +610,8 @@ LONG = (*TEXT, "--max-tokens", "9000", "--max-seq-len", "9999")
 COMMANDS = [(*SOME, "--temperature", "0", "--draft-checkpoint", str(DRAFT)),
             (*SOME, "--num-samples", "2")]  # fmt: skip
 ALL, ONE = [*tp_worker.ROWS], ["batched"]
+# Without AVX-512, packed int4 weights are held as int8, and each rank rounds its share by itself.
+PACKED = "bundled int4" if "AVX512" in torch.backends.cpu.get_cpu_capability() else "bundled"
 FEW = ["batched", "n = 3", "preempted", "draft", "int8 cache", "interrupted"]
 
 
@@ -618,7 +620,7 @@ FEW = ["batched", "n = 3", "preempted", "draft", "int8 cache", "interrupted"]
     [
         (2, [], [("bundled", "", FEW), ("bundled int4", "", ONE)], COMMANDS),
         pytest.param(2, [], [("one kv head", "", ONE)], [], marks=pytest.mark.slow),
-        pytest.param(2, ["--compile"], [("bundled int4", "", FEW), ("experts", "", ONE)], [SOME],
+        pytest.param(2, ["--compile"], [(PACKED, "", FEW), ("experts", "", ONE)], [SOME],
                      marks=pytest.mark.slow),
         pytest.param(4, [], [("bundled", "", ALL), ("nine words", "", ONE),
                              ("two kv heads int4", "", ONE), ("two kv heads", "int4", ONE),
