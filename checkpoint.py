@@ -206,7 +206,7 @@ def load_model(
         model = build(config).to(dtype or config.dtype)
     with blame(Path(path)):
         # 2) Give the tensors the names of the model, then fold numbers into them. In a folder that
-        # this engine has written, both has been done.
+        # this engine has written, both have been done.
         is_own = config.quantization.get("quant_method") == "kilolm"
         if not is_own:
             files = adapt(files, model)

@@ -124,7 +124,7 @@ def layer_settings(raw: JSON) -> JSON:
     """
     layers = check("num_hidden_layers", raw["num_hidden_layers"], int, 1, 1024)
     full: Sequence[int] = range(raw["max_window_layers"])
-    if "sliding_window_pattern" in raw:  # Gemma 3: the last of so many layers sees everything
+    if "sliding_window_pattern" in raw:  # Gemma 3: the last layer of each group sees everything
         every = raw["sliding_window_pattern"]
         full = range(every - 1, layers, every)
     if "no_rope_layer_interval" in raw:  # SmolLM3: only layers without rope may have a window

@@ -110,7 +110,7 @@ def load_models(
     """Load what the arguments ask for.
 
     Args:
-        batch_size: compile for a static cache of so many sequences; None: for a paged cache.
+        batch_size: sequences in the static cache to compile for; None: a paged cache.
 
     Returns:
         The model, or this rank's share of it; and the proposer, which only the first rank uses.

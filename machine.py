@@ -166,8 +166,8 @@ class Spinning:
     another process takes a core, the threads that spin wait for one that does not run, and on two
     cores a step takes 3 to 7 times as long. PyTorch's OpenMP (libgomp) lets threads sleep soon once
     it has more of them than there are cores. So while other processes are busy, a second pool of
-    threads is kept, which does nothing. The arithmetic is the same. Beside a process that never
-    waits, one sequence made so many tokens/s on two cores of a Zen 4:
+    threads is kept, which does nothing. The arithmetic is the same. Tokens/s of one sequence on two
+    cores of a Zen 4, idle, and busy with another process that never waits:
                                    idle     busy, spinning   busy, sleeping   idle, sleeping
         110m, float32, compiled     52            15               36               38
         135m, bfloat16              26             7               17               18
@@ -221,7 +221,6 @@ def others_seconds(root: Path = Path("/")) -> float:
 
 
 spinning = Spinning()
-
 
 # The files with a container's memory limit and usage, in version 2 and 1 of control groups.
 CGROUPS = {"memory.max": "memory.current", "memory/memory.limit_in_bytes": "memory.usage_in_bytes"}

@@ -403,7 +403,7 @@ class Int4Linear(PackedLinear):
 
 
 # Up to this many rows, PyTorch's int4 operator is faster than dequantising the weight first. For a
-# weight of 2048 x 11264, they take so many ms:
+# weight of 2048 x 11264, in ms:
 #                          32 rows with AMX   48 rows on a Zen 5   64 rows on a Zen 5
 #     the operator         9.0                10.1                 13.8
 #     dequantising first   7.6                10.5                 11.0
@@ -530,7 +530,7 @@ class CompiledBlocks(Blocks):
 
     PyTorch's attention wants a row's keys side by side. Plain operators do as well where no query
     heads share a key: the compiler puts the look-up of the blocks into the loops that multiply
-    them. A step of the 110m shape on a Zen 4 takes so many ms (and so many with Blocks):
+    them. A step of the 110m shape on a Zen 4, in ms, and in parentheses that of Blocks:
                                 float32       bfloat16
         32 rows of 128 tokens   70 (80)       43 (82)
         32 rows of 512 tokens   136 (150)     73 (222)

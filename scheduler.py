@@ -430,8 +430,8 @@ class Engine:
         return min(known - 1, budget)  # 0 only for a waiting job
 
     def _allocate(self, job: Job, num_tokens: int) -> bool:
-        """Let a job run so many tokens in this step, and give it blocks for them. Returns False if
-        there are too few blocks."""
+        """Let a job run this many tokens in this step, and give it blocks for them. Returns False
+        if there are too few blocks."""
         end = job.table.length + num_tokens
         if self.pool.cost(job.table, end) > len(self.pool.available):
             return False

@@ -442,8 +442,11 @@ class Connection:
         self.socket.sendall(head if self.request.startswith("HEAD ") else head + body)
 
     def head(self, status: int, size: int) -> bytes:
-        """Make the status line and the headers of an answer, whose body has so many bytes unless it
-        is a stream."""
+        """Make the status line and the headers of an answer.
+
+        Args:
+            size: bytes of the body; a stream's answer does not name it.
+        """
         self.log(status)
         cors = self.server.args.cors
         uid = self.headers.get("X-Request-Id") or secrets.token_hex(12)
@@ -518,7 +521,7 @@ class Connection:
         return line.decode("latin-1")
 
     def read(self, size: int) -> bytes:
-        """Read exactly so many bytes. Raises ConnectionError if the client leaves before."""
+        """Read exactly `size` bytes. Raises ConnectionError if the client leaves before."""
         data = self.reader.read(size)
         if len(data) < size:
             raise ConnectionError

@@ -255,7 +255,7 @@ class DraftModel(Guesser):
             # 1) Run.
             logits = self.runners[0].forward([*rows.values()])  # (rows, V)
             # 2) Draw one guess for each job that may have another, by the job's own settings.
-            # job -> its row in the logits
+            # `guessing`: job -> its row in the logits.
             guessing = {job: i for i, job in enumerate(rows) if job.num_guesses}
             if not guessing:  # as while prompts are computed
                 return

@@ -199,6 +199,20 @@ def test_versus(measure, fake, tmp_path, monkeypatch):
     assert not [*tmp_path.glob("tmp*")]
 
 
+def test_busy(measure, monkeypatch, capsys):
+    """Nothing ran beside the engines, or it ran on after them."""
+    made, popen = [], subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *args: made.append(popen(*args)) or made[-1])
+
+    def compare(*_):
+        raise ValueError(f"{sum(process.poll() is None for process in made)} run")
+
+    monkeypatch.setattr(versus, "compare", compare)
+    assert bench.main([*VERSUS.split(), "--busy", "2"]) == 2
+    assert "error: 2 run" in capsys.readouterr().err
+    assert [process.wait(5) for process in made] == [-signal.SIGKILL] * 2
+
+
 VLLM = """
 __version__ = "1.2"
 print("a banner, on stdout")

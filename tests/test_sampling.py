@@ -30,6 +30,8 @@ from sampling import (
     NUM_SELECTED,
     Sequence,
     Token,
+    choose_ids,
+    choose_ids_fast,
     distribution,
     draw,
     keep_likeliest,
@@ -305,6 +307,20 @@ def test_selecting_gives_what_sorting_gives(monkeypatch):
         assert torch.equal(draw(fast, u), draw(slow, u))
     for each, p, together in zip(probs, params, fast, strict=True):
         assert torch.equal(keep_likeliest_fast(each[None], [p])[0], together)  # to the last bit
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ids_are_chosen_as_one_by_one(dtype):
+    """Bug: where all take the likeliest, another one of several that tie; eight sequences at a
+    time, a setting or a random number of another one's."""
+    logits = torch.randn(19, 2000).to(dtype)  # in bfloat16 there are ties
+    logits[:, 7] = logits[:, 1900] = logits.amax(-1) + 1
+    greedy = [row(temperature=0) for _ in logits]
+    mixed = [row(temperature=b % 3 / 2, top_k=b % 5 * 9, seed=b) for b in range(len(logits))]
+    for batch in (greedy, mixed):
+        one_by_one = [choose_ids(logits[b : b + 1], [batch[b]])[0] for b in range(len(batch))]
+        assert choose_ids_fast(logits, batch) == choose_ids(logits, batch) == one_by_one
+    assert choose_ids_fast(logits, greedy) == [7] * 19
 
 
 # --- By example, and at the edge ------------------------------------------------------------------

@@ -1324,10 +1324,12 @@ def test_only_requests_fill_the_queue(local, monkeypatch):
     go_on = threading.Event()
     for _ in range(9):
         local.server.inbox.put(go_on.wait)
-    connection = local.begin({**SHORT, "prompt": ["a"] * 8})
-    until(lambda: len(local.server.incoming) == 8)  # as many as may run at once
-    local.post(COMPLETIONS, SHORT).fails(429)
-    go_on.set()
+    try:
+        connection = local.begin({**SHORT, "prompt": ["a"] * 8})
+        until(lambda: len(local.server.incoming) == 8)  # as many as may run at once
+        local.post(COMPLETIONS, SHORT).fails(429)
+    finally:
+        go_on.set()
     assert read(connection).status == 200
     assert not local.server.incoming
 

@@ -956,7 +956,7 @@ def versus(args: argparse.Namespace) -> int:
         rows, result = Rows(), {"dtype": args.dtype}
         with ExitStack() as others:
             for _ in range(args.busy):
-                spin = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+                spin = subprocess.Popen(["sh", "-c", "while :; do :; done"])
                 others.callback(spin.kill)
             result["engines"], result["notes"] = versus_tool.compare(
                 setup, peers, sizes, partial(rounds, args.repeat), args.timeout, rows.add

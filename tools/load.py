@@ -25,7 +25,7 @@ class Load(NamedTuple):
     requests: int
     prompt_tokens: tuple[int, int]  # least and most
     new_tokens: tuple[int, int]
-    prefixes: int  # prompts begin with one of so many shared texts
+    prefixes: int  # number of shared texts, with one of which each prompt begins
     prefix_tokens: int
     vocab_size: int  # ids are drawn below this
     sampling: dict[str, float]  # such as {"temperature": 0}
@@ -66,7 +66,7 @@ class Outcome:
 
 
 def arrivals(load: Load, rate: float) -> Iterator[Arrival]:
-    """The load's requests at so many a second, as its seed draws them; plan.py simulates the same.
+    """The load's requests at a rate per second, as its seed draws them; plan.py simulates the same.
 
     Args:
         rate: infinite: all at once.
@@ -87,7 +87,7 @@ def arrivals(load: Load, rate: float) -> Iterator[Arrival]:
 
 
 async def run(load: Load, rate: float, start: float | None = None) -> list[Outcome]:
-    """Send the load at so many requests a second.
+    """Send the load at a rate, in requests per second.
 
     Args:
         rate: infinite: all at once.
