@@ -1361,20 +1361,17 @@ def test_cors(local, monkeypatch):
         assert each.headers["Access-Control-Allow-Origin"] == "http://a.test"
 
 
-def test_addresses(capfd, make_local):
+def test_addresses(make_local, monkeypatch):
     """The printed address was not one that a browser takes; or of the two addresses of a name only
     one was served."""
     if not socket.has_ipv6:
         pytest.skip("needs IPv6")
+    said: list[str] = []
+    monkeypatch.setattr(server_module, "say", said.append)
     for host, shown in (("::1", r"\[::1\]"), ("localhost", r"(127.0.0.1|\[::1\])")):
         local = make_local("--host", host)
-        printed: list[str] = []
-
-        def is_told(want=rf"http://{shown}:{local.port}\n", printed=printed):
-            printed.append(capfd.readouterr().err)  # perhaps others' lines first
-            return re.search(want, "".join(printed))
-
-        until(is_told)
+        want = rf"serving shakespeare on http://{shown}:{local.port}"
+        until(lambda want=want: any(re.fullmatch(want, line) for line in said))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -1669,15 +1666,16 @@ def test_requests_while_stopping(make_local, monkeypatch):
     assert not local.engine.queue
 
 
-def stopped(data: bytes, capsys, *options: str, signals: int = 1) -> list[Answer]:
+def stopped(data: bytes, *options: str, signals: int = 1) -> list[Answer]:
     """Serve in the main thread, as main() does; send bytes, then signals; return what comes."""
     engine = Engine(model(), TOKENIZER, num_blocks=80)
+    args = make_args(*options)
+    listeners = listen_at(args.host, args.port)
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
 
     def client() -> list[Answer]:
-        while "serving" not in (line := capsys.readouterr().err):
-            time.sleep(0.01)
-        with socket.create_connection(("127.0.0.1", int(line.strip().rpartition(":")[2]))) as s:
-            s.settimeout(10)
+        until(lambda: signal.getsignal(signal.SIGINT) != before[1])  # set after SIGTERM's
+        with socket.create_connection(listeners[0].getsockname(), 10) as s:
             s.sendall(data)
             time.sleep(0.3)
             for _ in range(signals):
@@ -1685,12 +1683,10 @@ def stopped(data: bytes, capsys, *options: str, signals: int = 1) -> list[Answer
                 time.sleep(0.2)
             return parse(receive(s))
 
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     try:
         with ThreadPoolExecutor(1) as pool:
             answers = pool.submit(client)
-            args = make_args(*options)
-            assert serve(engine, args, listen_at(args.host, args.port)) == 0
+            assert serve(engine, args, listeners) == 0
             return answers.result()
     finally:
         os.close(signal.set_wakeup_fd(-1))
@@ -1713,7 +1709,7 @@ def test_an_engine_that_dies(monkeypatch):
     monkeypatch.setattr(server_module.Server, "drive", drive)
     monkeypatch.setattr(server_module.Server, "listen", listen)
     with pytest.raises(BaseException, match="panic"):
-        stopped(b"", MagicMock(**{"readouterr.side_effect": ConnectionError}))
+        stopped(b"", signals=0)
     assert ended == [True]
 
 
@@ -1730,32 +1726,32 @@ def test_signal_while_requests_are_half_sent(tmp_path):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_signal_and_too_long(capsys, stream):
+def test_signal_and_too_long(stream):
     """The server did not end, or it ended without an error to the clients that still waited."""
     data = request_bytes({**LONG, "stream": stream})
-    (answer,) = stopped(data, capsys, "--shutdown-timeout", "0.3")
+    (answer,) = stopped(data, "--shutdown-timeout", "0.3")
     assert "stopping" in answer.fails(503)
 
 
-def test_second_signal(capsys, monkeypatch):
+def test_second_signal(monkeypatch):
     """A second Ctrl-C did not end the server at once."""
     codes: list[int] = []
     monkeypatch.setattr(server_module.os, "_exit", codes.append)
-    stopped(request_bytes({**LONG, "max_tokens": 100}), capsys, signals=2)
+    stopped(request_bytes({**LONG, "max_tokens": 100}), signals=2)
     assert codes == [1]
 
 
 def test_an_idle_connection_is_no_error(capsys, caplog):
     """A browser's open connection filled the log with tracebacks at the end."""
-    assert stopped(FIRST, capsys)[0].status == 200
+    assert stopped(FIRST)[0].status == 200
     assert "Traceback" not in caplog.text + capsys.readouterr().err
 
 
-def test_signal_while_a_prompt_is_encoded(capsys, monkeypatch):
+def test_signal_while_a_prompt_is_encoded(monkeypatch):
     """The connection was cut because the request had not reached the engine yet."""
     encode = TOKENIZER.encode
     monkeypatch.setattr(TOKENIZER, "encode", lambda text: time.sleep(0.6) or encode(text))
-    assert stopped(request_bytes(), capsys)[0].status == 200
+    assert stopped(request_bytes())[0].status == 200
 
 
 @pytest.mark.slow
