@@ -54,13 +54,14 @@ def launch(program: str, argv: list | None, parse: Callable, run: Callable, join
     Returns:
         The exit status: 2 after an error, 130 after Ctrl-C.
     """
-    # The first rank of each machine prints for all of them. So the others are silent, unless
-    # tp.join gives them their stderr back. If stderr is closed, it is None.
+    # Only the first rank of each machine prints, until tp.join gives the others their stderr back.
+    # A closed stderr is None.
     if os.getenv("LOCAL_RANK", "0") != "0" or not sys.stderr:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     args = parse(argv)
     try:
         device = pick_device(getattr(args, "device", "auto"))
+        # If only one of torchrun's variables is set, join() says which are missing.
         alone = os.getenv("RANK", "0") == "0" and os.getenv("WORLD_SIZE", "1") == "1"
         context = nullcontext(Ranks(device)) if alone else join(device, args)
         with context as ranks:
@@ -85,16 +86,17 @@ def ctrl_c_held_back() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+        # Call the handler, if there is one. If the signal were raised again instead, the server,
+        # which signal.set_wakeup_fd has told of it, would take it for a second one, and end.
         for signum in pressed:
-            # The signal is not raised again: the server has been told of it by signal.set_wakeup_fd
-            # already, and a second one would end it at once.
             if callable(before):
                 before(signum, None)
 
 
 def say(text: str, end: str = "\n") -> None:
-    """Write to stderr at once what a program says beside its results."""
-    print(text, end=end, file=sys.stderr, flush=True)
+    """Write to stderr at once what a program says beside its results. A line is one write, or those
+    of several threads would mix."""
+    print(text + end, end="", file=sys.stderr, flush=True)
 
 
 def progress(items: Collection, label: str) -> Iterator[Any]:
@@ -155,8 +157,9 @@ def use_threads(threads: int | None, weights: int) -> None:
 
 # Where one of these variables is set, the user has chosen how threads wait.
 USER_DECIDES = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}
+# The cores on which this process may run. Where the system cannot say, these are all cores.
 affinity = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
-CORES = {f"cpu{i}" for i in affinity(0)}  # on which this process may run
+CORES = {f"cpu{i}" for i in affinity(0)}
 
 
 class Spinning:
@@ -164,10 +167,11 @@ class Spinning:
 
     On an idle machine spinning is best, because the next operator comes within microseconds. But if
     another process takes a core, the threads that spin wait for one that does not run, and on two
-    cores a step takes 3 to 7 times as long. PyTorch's OpenMP (libgomp) lets threads sleep soon once
-    it has more of them than there are cores. So while other processes are busy, a second pool of
-    threads is kept, which does nothing. The arithmetic is the same. Tokens/s of one sequence on two
-    cores of a Zen 4, idle, and busy with another process that never waits:
+    cores a step takes 3 to 7 times as long. PyTorch's OpenMP (libgomp) spins only while it has no
+    more threads than there are cores. So while other processes are busy, this class keeps threads
+    that do nothing, a second pool of them, and all go to sleep soon. The arithmetic is the same.
+    Tokens/s of one sequence on two cores of a Zen 4, idle, and busy with another process that never
+    waits:
                                    idle     busy, spinning   busy, sleeping   idle, sleeping
         110m, float32, compiled     52            15               36               38
         135m, bfloat16              26             7               17               18
@@ -189,8 +193,9 @@ class Spinning:
         other_cores = (others - self.before) / seconds  # how many cores other processes had
         self.since = now
         self.before = others
-        # A process that never waits gets 0.67 of a core beside two threads that spin. In a virtual
-        # machine, what its host takes now and then (steal) counts too; that is mostly less.
+        # Busy: all together want more than the cores, and half a core more. Of two cores, a process
+        # that never waits gets 0.67 of one beside two threads that spin. What the host of a virtual
+        # machine takes (steal) counts too, and is mostly less than a half.
         is_busy = torch.get_num_threads() + other_cores > len(CORES) + 0.5
         if is_busy and not self.idle_pool:
             self.idle_pool = Event()
@@ -237,17 +242,17 @@ def free_memory(device: torch.device, root: Path = Path("/")) -> int:
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    # Systems without /proc: half of the physical memory.
-    free = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2]
     # Cached files count as free, because the system drops them when memory is short.
-    with suppress(OSError):
+    try:
         found = re.findall(r"MemAvailable:\s+(\d+)", (root / "proc/meminfo").read_text())
         free = [int(found[0]) * 1024]  # it is in kB
+    except (OSError, IndexError):  # no /proc, or an old one: half of the physical memory
+        free = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2]
     for limit, used in CGROUPS.items():
         file = root / "sys/fs/cgroup" / limit
         with suppress(OSError, ValueError):  # no such file; or "max", no limit
-            # Cached files are in the sum of inactive_file and active_file. In version 1 the last
-            # two of these lines are the totals.
+            # This finds two lines, inactive_file and active_file, whose sum contains the cached
+            # files; in version 1, two more after them, which are the totals.
             cached = re.findall(r"active_file (\d+)", file.with_name("memory.stat").read_text())
             taken = int(file.with_name(used).read_text()) - sum(map(int, cached[-2:]))
             free.append(max(0, int(file.read_text()) - taken))

@@ -23,10 +23,9 @@ class Metrics:
 
     Attributes:
         model: the model's name.
-        ended: metric -> sample -> value, for the requests that have ended. A sample is what follows
-            the metric's name in a line of Prometheus' format, without the label that all have, the
-            model's name: "{}", or '{finished_reason="stop"}', or in a histogram '_bucket{le="5"}',
-            which counts the values up to 5.
+        ended: metric -> sample -> value, for the requests that have ended. A sample is named as in
+            Prometheus' format, by its labels: "{}", '{finished_reason="stop"}', or in a histogram
+            '_bucket{le="5"}', which counts the values up to 5. text() adds a label, the model.
     """
 
     def __init__(self, engine: Engine, model: str) -> None:
@@ -71,14 +70,14 @@ class Metrics:
 
     def text(self) -> str:
         """Return all statistics in Prometheus' text format. Any thread may call this."""
-        model = json.dumps(self.model, ensure_ascii=False)  # Prometheus quotes text as JSON does
+        # Prometheus quotes text as JSON does.
+        label = "{model_name=" + json.dumps(self.model, ensure_ascii=False) + ","
         now = {name: {"{}": value} for name, value in self.now().items()}
         text = ""
         for name, samples in (now | self.ended).items():
             text += f"# TYPE vllm:{name} {KINDS.get(name.rpartition('_')[2], 'gauge')}\n"
             for sample, value in samples.copy().items():  # a copy: the engine's thread adds others
-                labelled = sample.replace("{", f"{{model_name={model},")
-                text += f"vllm:{name}{labelled} {value}\n"
+                text += f"vllm:{name}{sample.replace('{', label)} {value}\n"
         return text
 
     def snapshot(self) -> str:
@@ -92,6 +91,7 @@ class Metrics:
                 name=f"{job.request.id}.{job.request.outputs.index(job)}",
                 text=job.text[-40:],
                 prompt=job.prompt_len,
+                tokens=len(job.ids),
                 blocks=job.table.blocks,
                 length=job.table.length,
                 max=job.max_len,

@@ -47,6 +47,6 @@ def run(main: Callable[[], int]) -> None:
             status = main()
         finally:
             signal.signal(signal.SIGINT, leave)  # while Python shuts down
-    except KeyboardInterrupt:  # from main; the outer `try` also covers `finally` itself
+    except KeyboardInterrupt:  # from main, or just before `leave` is in place
         status = 130
     sys.exit(status)

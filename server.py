@@ -3,8 +3,8 @@
     python server.py                            the bundled model, on http://127.0.0.1:8000
     python server.py --checkpoint DIR --compile --api-key SECRET
 
-This file holds HTTP, the engine's thread and the signals; what the bodies mean is in
-openai_api.py. There are three kinds of threads:
+This file holds the threads, the routes and the signals; what the bodies mean is in openai_api.py,
+and how a request is read and an answer sent in http1.py. There are three kinds of threads:
 
     - The engine's, the main one, runs the engine, and after each step wakes the connections that
       have something to send.
@@ -14,14 +14,12 @@ openai_api.py. There are three kinds of threads:
       part. So there is no queue of tokens, and a slow client delays nobody.
 
     client --> Connection.complete --> API.prepare --> inbox --> Server.drive: submit, step, step
-    client <-- Connection.send <-- Completion.parts <-- news <--- Server.wake <----+
+    client <-- Exchange.send <---- Completion.parts <-- news <--- Server.wake <----+
 
 The server listens on loopback by default. Its HTTP needs only the standard library. Read:
 Server.drive, Connection.complete, Connection.route, serve.
 """
 
-import errno
-import json
 import os
 import queue
 import re
@@ -35,11 +33,8 @@ from argparse import ArgumentParser, Namespace
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
-from email.message import Message
-from http import HTTPStatus
 from threading import Event, Thread, active_count
 from typing import Any
-from urllib.parse import unquote
 
 if __name__ == "__main__":  # before PyTorch: Ctrl-C may come while it is imported
     import program
@@ -47,12 +42,13 @@ if __name__ == "__main__":  # before PyTorch: Ctrl-C may come while it is import
 import settings
 from checkpoint import suggested
 from function_calls import FORMS
+from http1 import EVENTS, JSON_TYPE, Exchange, listen_at
 from llm import cache_size, join, load_models, make_engine
 from machine import Ranks, launch, say
 from metrics import Metrics
 from openai_api import API, Problem, demand
 from scheduler import Engine, Request
-from settings import JSON, EngineArgs, SamplingParams, check, setting
+from settings import JSON, EngineArgs, SamplingParams, setting
 
 IDLE_S = 75  # seconds that a client may be silent, or take to read a part of an answer
 MAX_THREADS = 1028  # one for each of 1,024 connections, and four that serve them all
@@ -91,7 +87,7 @@ class Server:
             this and `metrics`.
         busy: the connections that are answering a completion. After a signal they may finish it. A
             connection leaves this set when it has answered, and when its client has left.
-        refused: the sockets of the last clients that were too many; see refuse.
+        refused: the sockets of the last clients that were too many; see accept.
         stopping: a signal has arrived, or the engine has died.
         over: running completions have had the time that they get after a signal.
         snapshot: the engine's state for the page, as JSON.
@@ -103,8 +99,7 @@ class Server:
         self.engine = engine
         self.args = args
         name = args.served_model_name or args.checkpoint.resolve().name
-        defaults = SamplingParams(**suggested(args.checkpoint))
-        self.api = API(engine, name, defaults, args.tool_format)
+        self.api = API(engine, name, SamplingParams(**suggested(args.checkpoint)), args.tool_format)
         self.metrics = Metrics(engine, name)
         self.listeners = listeners
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -131,7 +126,8 @@ class Server:
                 self.recover(error)
 
     def step(self) -> None:
-        """End the requests of connections that no longer wait for them, then run a step."""
+        """Run a step. Before it, end the requests whose connections no longer wait for them; wake()
+        drops these as it drops those that the step finishes."""
         unwanted = [request for request, owner in self.owners.items() if owner not in self.busy]
         for request in unwanted:
             self.engine.abort(request)
@@ -157,8 +153,9 @@ class Server:
     def forget(self, request: Request) -> None:
         """Count a request that has finished, and drop it.
 
-        It and its outputs refer to each other. Unless this cycle is broken, they stay in memory
-        until Python collects cycles. The connection has a list of the outputs of its own.
+        It and its outputs refer to each other, and the engine to the outputs that ran last. Unless
+        all this is undone, they stay in memory until Python collects cycles. The connection has a
+        list of the outputs of its own.
         """
         self.metrics.count(request)
         for job in request.outputs:
@@ -170,11 +167,11 @@ class Server:
         self.snapshot = self.metrics.snapshot()
 
     def recover(self, error: Exception) -> None:
-        """End all requests after an error, so that the engine can go on with the next ones. Without
-        another rank it cannot go on: then raise the error again."""
+        """End all requests after an error, so that the engine can go on with the next ones. If a
+        rank is lost, it cannot go on: then raise the error again."""
         self.engine.reset()
         self.wake([*self.owners])
-        if isinstance(error, ConnectionError):  # a rank is lost
+        if isinstance(error, ConnectionError):  # to a rank
             raise error
         traceback.print_exc()
 
@@ -195,105 +192,51 @@ class Server:
                     time.sleep(1)
         for listener in self.listeners:
             listener.close()
-        end = time.monotonic() + self.args.shutdown_timeout
-        while self.busy and time.monotonic() < end + 1:  # one more second, to send the errors
-            self.over = time.monotonic() > end
-            time.sleep(0.05)
+        self.wait_for_busy(self.args.shutdown_timeout)
+        self.over = True
+        self.wait_for_busy(1.0)  # until those that are left have sent an error
         self.inbox.put(None)
 
+    def wait_for_busy(self, seconds: float) -> None:
+        """Wait until no connection is busy, at most this long."""
+        end = time.monotonic() + seconds
+        while self.busy and time.monotonic() < end:
+            time.sleep(0.05)
+
     def accept(self, listener: socket.socket) -> None:
-        """Start a thread for the next client, if there are not too many."""
+        """Start a thread for the next client.
+
+        One that is too many gets its answer here. If its socket were closed before its request has
+        come, it would lose the answer. So the last sockets are kept, and the oldest is closed.
+        """
         client, _ = listener.accept()
         if active_count() < MAX_THREADS:
             Thread(target=Connection(client, self).handle, daemon=True).start()
-        else:
-            self.refuse(client)
-
-    def refuse(self, client: socket.socket) -> None:
-        """Answer a client that is one too many. If its socket were closed before its request has
-        come, it would lose the answer. So the last sockets are kept, and the oldest is closed."""
+            return
         self.refused.append(client)
         with suppress(OSError):  # the client has left already
             client.sendall(BUSY)
             client.shutdown(socket.SHUT_WR)
 
 
-def listen_at(host: str, port: int) -> list[socket.socket]:
-    """Listen at each address of a host: a name such as localhost has one in each version of IP. All
-    get the same port; 0 means any free one. Raises OSError if the port is taken."""
-    listeners = []
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    for family, *_, address in dict.fromkeys(found):  # some hosts name an address twice
-        try:
-            listener = socket.create_server(
-                (address[0], port, *address[2:]),  # in IPv6, two numbers follow the port
-                family=family,
-                dualstack_ipv6=family == socket.AF_INET6,  # with --host ::, IPv4 too
-            )
-            listeners.append(listener)
-            port = listener.getsockname()[1]
-        except OSError as error:
-            # A name can have an IPv6 address where IPv6 is switched off.
-            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-                raise
-            unavailable = error
-    if not listeners:
-        raise unavailable
-    return listeners
+# --- A connection ---------------------------------------------------------------------------------
 
-
-# --- HTTP -----------------------------------------------------------------------------------------
-
-# The first line of a request: method and path, a query (which is ignored), the version.
-REQUEST = r"([A-Z]+ [!->@-~]+)(?:\?[!-~]*)? (HTTP/1\.[01])\r\n"
-# A header. What a proxy could read differently is refused: bare line feeds, folded headers, a space
-# before the colon.
-HEADER = r"([!-9;-~]+):([^\r\n\0]*)\r\n"
-# The headers of each answer. X-Accel-Buffering keeps nginx from collecting the events of a stream
-# before it sends them on. The Content-Security-Policy, with which the page loads nothing from
-# elsewhere, is in page.html itself.
-HEADERS = """\
-Connection: close
-Cache-Control: no-store
-Allow: GET, HEAD, POST
-X-Accel-Buffering: no
-X-Content-Type-Options: nosniff
-X-Frame-Options: DENY
-"""
-JSON_TYPE = "application/json"
-EVENTS = "text/event-stream"
-METRICS_TYPE = "text/plain; version=0.0.4"
 # All names that end in .localhost mean this host (RFC 6761), with or without a final dot.
 LOOPBACK = r"(?i)(([\w-]+\.)*localhost\.?|127[.0-9]+|::1|\[::1\])(:[0-9]+)?"
 BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
 
 
-class Connection:
-    """A connection to one client, in a thread of its own: reads a request and answers it.
-
-    It serves only one request, so a client connects again for the next one, which takes a tenth of
-    a millisecond on one machine. In return it is never in doubt where a request, an answer or a
-    refused body ends, and HTTP/1.0, which proxies may speak, works as 1.1 does.
+class Connection(Exchange):
+    """A connection to one client, in a thread of its own: answers its request.
 
     Attributes:
-        reader: what the client sends, as a file.
-        request: its method and path, such as "GET /health"; "" until they have been read.
-        version: that of HTTP, as the request says.
-        content_type: of the answer, which has begun once this is not "".
-        stream: whether it wants to know of each step, and not only of the end.
+        stream: whether it wants to know of each step, and not only of the end; set by complete().
         news: set when the sequences of this connection have made progress.
     """
 
-    request = ""
-    version = ""
-    content_type = ""
-    stream = False
-
     def __init__(self, client: socket.socket, server: Server) -> None:
-        self.socket = client
+        super().__init__(client, server.args.max_body, server.args.cors)
         self.server = server
-        self.reader = client.makefile("rb")
-        self.headers = Message()
         self.news = Event()
 
     def handle(self) -> None:
@@ -324,26 +267,6 @@ class Connection:
         finally:
             self.server.busy.discard(self)
 
-    def read_head(self) -> None:
-        """Read the first line and the headers."""
-        if self.reader.peek(1).startswith(b"\x16"):  # a TLS hello, which ends no line
-            self.request = "TLS"
-            raise Problem(400, "this server speaks HTTP without TLS: use http://")
-        found = re.fullmatch(REQUEST, self.read_line())
-        if not found:
-            raise Problem(400, "this is not an HTTP/1 request")
-        self.request = unquote(found[1])
-        self.version = found[2]
-        size = 0
-        for line in iter(self.read_line, "\r\n"):
-            found = re.fullmatch(HEADER, line)
-            if not found:
-                raise Problem(400, "a header is not `name: value`, CRLF")
-            self.headers[found[1]] = found[2].strip()  # keeps an earlier one of the same name
-            size += len(line)
-            fits = size < 2**16 and len(self.headers) < 100
-            demand(fits, 431, "the headers are over 64 KiB, or 100 in number")
-
     def route(self) -> None:
         """Check the head of the request, and call the function that answers it."""
         self.check_host()
@@ -351,17 +274,13 @@ class Connection:
         name = self.server.api.name
         routes = ROUTES | {f"/v1/models/{name}": lambda c: c.send(c.server.api.model)}
         demand(path in routes, 404, f"there is no {path:.100}: there are {', '.join(routes)}")
-        if method == "OPTIONS" and self.server.args.cors:
+        if method == "OPTIONS" and self.cors:
             self.send({})  # to a browser that asks whether it may: it needs no key, only a success
             return
         methods = ["POST"] if path.endswith("/completions") else ["GET", "HEAD"]
         demand(method in methods, 405, f"{path} takes {methods[0]}, not {method}")
-        key = self.server.args.api_key
-        if key and path not in ("/", "/health"):
-            # Header values are bytes, one for each character.
-            sent = self.headers.get("Authorization", "")[len("Bearer ") :].encode("latin-1")
-            is_right = secrets.compare_digest(sent, key.encode())
-            demand(is_right, 401, "the API key is missing or wrong", None, "invalid_api_key")
+        if path not in ("/", "/health"):
+            self.check_key()
         routes[path](self)
 
     # --- What is answered -------------------------------------------------------------------------
@@ -374,14 +293,7 @@ class Connection:
         server.busy.add(self)
         demand(not server.stopping, 503, "the server is stopping")
         completion = server.api.prepare(body, chat)
-        engine = server.engine
-        num_requests = len(engine.queue) + len(server.incoming) + len(completion.requests)
-        limit = server.args.max_queue
-        demand(
-            num_requests <= engine.max_num_seqs + limit,
-            429,
-            f"{len(engine.waiting)} wait, --max-queue is {limit}",
-        )
+        self.check_queue(len(completion.requests))
         self.stream = completion.stream
         server.incoming.update(completion.requests)
         server.inbox.put(lambda: server.submit(completion.requests, self))
@@ -404,12 +316,12 @@ class Connection:
 
     def send_snapshot(self) -> None:
         """Answer with the engine's state. Pages ask for it again and again; all that ask within a
-        tenth of a second share one snapshot."""
+        tenth of a second share one snapshot, for which the first of them sends."""
         server = self.server
         if time.monotonic() > server.snapshot_time + 0.1:
             server.snapshot_time = time.monotonic()
             server.inbox.put(server.take_snapshot)
-        time.sleep(0.1)
+        time.sleep(0.1)  # meanwhile the engine's thread takes it
         self.send(server.snapshot)
 
     def send_page(self) -> None:
@@ -423,114 +335,9 @@ class Connection:
         else:
             self.send({"status": "ok"})
 
-    # --- The answer on the wire -------------------------------------------------------------------
-
-    def send(self, item: JSON | str, status: int = 200, content_type: str = JSON_TYPE) -> None:
-        """Send an answer, or one event of a stream (content_type EVENTS).
-
-        The first call sends the head, which alone has a status and a type. Hence an error within a
-        stream is one more event.
-        """
-        is_first = not self.content_type
-        if is_first:
-            self.content_type = content_type
-        text = item if isinstance(item, str) else json.dumps(item)
-        if self.content_type == EVENTS:
-            text = f"data: {text}\n\n"
-        body = text.encode()
-        head = self.head(status, len(body)) if is_first else b""
-        self.socket.sendall(head if self.request.startswith("HEAD ") else head + body)
-
-    def head(self, status: int, size: int) -> bytes:
-        """Make the status line and the headers of an answer.
-
-        Args:
-            size: bytes of the body; a stream's answer does not name it.
-        """
-        self.log(status)
-        cors = self.server.args.cors
-        uid = self.headers.get("X-Request-Id") or secrets.token_hex(12)
-        head = (
-            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\n{HEADERS}"
-            f"Content-Type: {self.content_type}\nX-Request-Id: {uid}\n"
-        )
-        if self.content_type != EVENTS:
-            head += f"Content-Length: {size}\n"
-        if status in (429, 503):
-            head += "Retry-After: 1\n"
-        if cors:
-            head += (
-                f"Access-Control-Allow-Origin: {cors}\n"
-                "Access-Control-Allow-Headers: Authorization, *\n"
-            )
-        return f"{head}\n".replace("\n", "\r\n").encode("latin-1")
-
     def log(self, status: int | str) -> None:
         if self.request != "GET /engine" or status != 200:  # a page asks ten times a second
-            with suppress(OSError):  # if the log cannot be written, the answer is still sent
-                say(f"{self.request!r:.200} {status}\n", end="")  # whole: other threads write too
-
-    # --- The body of a request --------------------------------------------------------------------
-
-    def read_json(self) -> JSON:
-        """Read the body, which must be a JSON object."""
-        is_json = self.headers.get_content_type() == JSON_TYPE
-        demand(is_json, 415, f"send the header Content-Type: {JSON_TYPE}")
-        data = self.read_body()
-        try:
-            # NaN and Infinity are not JSON: int raises ValueError for them.
-            return check("body", json.loads(data, parse_constant=int), dict)
-        except (ValueError, RecursionError) as error:
-            raise Problem(400, f"the body must be a JSON object: {str(error)[:200]}") from None
-
-    def read_body(self) -> bytes | bytearray:
-        """Read as many bytes as Content-Length says, or a body in chunks."""
-        # There must be one of these two headers, and only once. Otherwise a proxy could find the
-        # end of the body elsewhere.
-        lengths = self.headers.get_all("Content-Length", [])
-        framing = ",".join(lengths + self.headers.get_all("Transfer-Encoding", []))
-        if framing.lower() == "chunked":
-            self.send_continue()
-            return self.read_chunks()
-        is_length = re.fullmatch("[0-9]{1,18}", framing)
-        demand(is_length, 411, "send the body with one Content-Length, or in chunks")
-        self.check_size(int(framing))
-        self.send_continue()
-        return self.read(int(framing))
-
-    def read_chunks(self) -> bytearray:
-        """Read a body in chunks. A chunk is its size in hex, CRLF, that many bytes, CRLF; the last
-        one has size 0."""
-        data = bytearray()  # with bytes, each += would copy everything read so far
-        size = 1
-        while size:
-            line = self.read_line()
-            demand(re.fullmatch("[0-9A-Fa-f]{1,8}\r\n", line), 400, "a chunk has no size")
-            size = int(line, 16)
-            self.check_size(len(data) + size)
-            data += self.read(size)
-            demand(self.read(2) == b"\r\n", 400, "a chunk has another size than it says")
-        return data
-
-    def read_line(self) -> str:
-        """Read a line. Raises ConnectionError if the client leaves before its end."""
-        line = self.reader.readline(2**16)
-        demand(len(line) < 2**16, 431, "a line has over 64 KiB")
-        if not line.endswith(b"\n"):
-            raise ConnectionError
-        return line.decode("latin-1")
-
-    def read(self, size: int) -> bytes:
-        """Read exactly `size` bytes. Raises ConnectionError if the client leaves before."""
-        data = self.reader.read(size)
-        if len(data) < size:
-            raise ConnectionError
-        return data
-
-    def send_continue(self) -> None:
-        """Tell a client that waits for it to send its body. HTTP/1.0 has no such message."""
-        if "Expect" in self.headers and self.version != "HTTP/1.0":
-            self.socket.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+            super().log(status)
 
     # --- Checks -----------------------------------------------------------------------------------
 
@@ -539,33 +346,36 @@ class Connection:
         rebinding): a server on loopback answers only to names of this host."""
         host, *others = self.headers.get_all("Host", ["localhost"])
         demand(not others, 400, "there is more than one Host")
-        demand(
-            re.fullmatch(LOOPBACK, host) or not re.fullmatch(LOOPBACK, self.server.args.host),
-            403,
-            f"the Host is {host!r:.100}, and this server answers to localhost: let the proxy in "
-            "front send `Host: localhost`, or start the server with --host 0.0.0.0",
-        )
+        if re.fullmatch(LOOPBACK, self.server.args.host):
+            demand(
+                re.fullmatch(LOOPBACK, host),
+                403,
+                f"the Host is {host!r:.100}, and this server answers to localhost: let the proxy "
+                "in front send `Host: localhost`, or start the server with --host 0.0.0.0",
+            )
 
-    def check_size(self, size: int) -> None:
-        """Raise a Problem if a body is longer than --max-body."""
-        most = self.server.args.max_body
-        demand(size <= most, 413, f"the body has {size} bytes, --max-body is {most}")
+    def check_key(self) -> None:
+        """Raise a Problem if the server has a key and the client has sent another one, or none."""
+        key = self.server.args.api_key
+        if key:
+            # What follows "Bearer ". Header values are bytes, one for each character.
+            sent = self.headers.get("Authorization", "")[7:].encode("latin-1")
+            is_right = secrets.compare_digest(sent, key.encode())
+            demand(is_right, 401, "the API key is missing or wrong", None, "invalid_api_key")
 
-    def check_client(self) -> None:
-        """Raise ConnectionError if the client has left. What it has sent meanwhile is discarded."""
-        self.socket.settimeout(0)
-        with suppress(BlockingIOError):  # nothing has come: the client waits
-            if not self.socket.recv(2**16):
-                self.log("gone")
-                raise ConnectionError
-        self.socket.settimeout(IDLE_S)
+    def check_queue(self, num_new: int) -> None:
+        """Raise a Problem if more than --max-queue requests would wait."""
+        engine = self.server.engine
+        num_waiting = len(engine.queue) + len(self.server.incoming) + num_new - engine.max_num_seqs
+        most = self.server.args.max_queue
+        demand(num_waiting <= most, 429, f"{len(engine.waiting)} wait, --max-queue is {most}")
 
 
 ROUTES = {
     "/": Connection.send_page,
     "/version": lambda c: c.send({"version": settings.VERSION}),
     "/health": Connection.send_health,
-    "/metrics": lambda c: c.send(c.server.metrics.text(), content_type=METRICS_TYPE),
+    "/metrics": lambda c: c.send(c.server.metrics.text(), content_type="text/plain; version=0.0.4"),
     "/engine": Connection.send_snapshot,
     "/v1/models": lambda c: c.send({"object": "list", "data": [c.server.api.model]}),
     "/v1/completions": lambda c: c.complete(chat=False),
@@ -634,10 +444,10 @@ def serve(engine: Engine, args: ServerArgs, listeners: list[socket.socket]) -> i
 def watch_signals(server: Server) -> None:
     """Stop the server at the first signal, and end it at once at the second.
 
-    Python runs signal handlers in the main thread, between two instructions, so not while that
-    thread waits in a collective for a rank that is stopped. But it writes each signal's number into
-    a pipe at once, and another thread can read it. Python does so only for a signal that has a
-    handler, even an empty one.
+    Python runs a signal's handler in the main thread, between two instructions, so not while that
+    thread waits in a collective for a rank that is stopped. So these handlers do nothing. But for
+    each signal that has a handler Python also writes a byte into a pipe at once, and another thread
+    reads it.
     """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)

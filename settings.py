@@ -35,7 +35,7 @@ class SettingError(ValueError):
 RANGES = {int: (1, 2**24), int | None: (1, 2**24), float: (1e-15, 1e15)}
 
 
-def check(name: str, value: Any, kind: Any, *bounds: float) -> Any:
+def check(name: str, value: Any, kind: Any, least: float | None = None, most: float = 2**31) -> Any:
     """Return `value` if it has the right type and is within its bounds.
 
     An int counts as a float, but True does not count as a number. NaN is outside all bounds, and
@@ -43,21 +43,18 @@ def check(name: str, value: Any, kind: Any, *bounds: float) -> Any:
 
     Args:
         kind: a type, or a union such as int | None.
-        bounds: the least value and the greatest, which is 2**31 if it is left out. If both are left
-            out, they are those of RANGES, if any.
+        least, most: the bounds. Without `least`, they are those of RANGES, if any.
 
     Raises:
         SettingError: the value has another type or is out of bounds.
     """
-    if len(bounds) == 1:
-        bounds = (*bounds, 2**31)
-    limits = bounds or RANGES.get(kind)
+    if least is None and kind in RANGES:
+        least, most = RANGES[kind]
     types = int | float if kind is float else kind
-    # To Python, True is an int.
-    is_kind = isinstance(value, types) and isinstance(value, bool) == (kind is bool)
-    if is_kind and (value is None or not limits or limits[0] <= value <= limits[1]):
+    is_right = isinstance(value, types) and (kind is bool or type(value) is not bool)
+    if is_right and (value is None or least is None or least <= value <= most):
         return value
-    span = " in {}..{}".format(*limits) if limits else ""
+    span = "" if least is None else f" in {least}..{most}"
     raise SettingError(name, f"must be {getattr(kind, '__name__', kind)}{span}, is {value!r:.100}")
 
 
@@ -103,7 +100,7 @@ def check_fields(settings: Any) -> None:
             check(f.name, value, f.type, *f.metadata.get("range", ()))
         choices = f.metadata.get("flag", {}).get("choices")
         if choices:
-            supported(f.name, value, *choices, f.default)
+            supported(f.name, value, *choices, f.default)  # a default of None is no choice
 
 
 def check_items(name: str, values: Any, kind: Any, *each: Any, max_len: int = 1024) -> tuple:
@@ -146,11 +143,16 @@ def blame(what: Path | str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = error if isinstance(error, ValueError | OSError) else repr(error)
-        names = pointers(what) if isinstance(what, Path) else []
-        if names:
-            reason = f"{names} are pointers of Git LFS and not the files: run git lfs pull"
-        raise CheckpointError(f"{what}: {reason}") from error
+        raise CheckpointError(f"{what}: {reason_of(error, what)}") from error
+
+
+def reason_of(error: Exception, what: Path | str) -> object:
+    """Return what the message of a CheckpointError says after `what`."""
+    if isinstance(what, Path) and pointers(what):
+        return f"{pointers(what)} are pointers of Git LFS and not the files: run git lfs pull"
+    if isinstance(error, OSError) and str(error.filename) == str(what):
+        return error.strerror  # the error's whole text would name the file again
+    return error if isinstance(error, ValueError | OSError) else repr(error)
 
 
 def pointers(path: Path) -> list[str]:
@@ -180,14 +182,16 @@ def without_nulls(raw: JSON) -> JSON:
 # --- What a request may set -----------------------------------------------------------------------
 
 
-# Settings that are not among SamplingParams.shaping: those that do not change the distribution, and
-# temperature and structured_outputs, which the sampler handles separately.
-NOT_SHAPING = {
-    "temperature", "seed", "n", "max_tokens", "logprobs", "prompt_logprobs", "stop",
-    "stop_token_ids", "ignore_eos", "structured_outputs",
-}  # fmt: skip
-FILTERS = {"top_k", "top_p", "min_p"}
+# What the settings do. A new one, which stands in none of these sets, counts as one that changes
+# logits and as one that drops tokens, so the sampler cannot skip it.
+FILTERS = {"top_k", "top_p", "min_p"}  # drop tokens, but never the likeliest one
 PENALTIES = {"repetition_penalty", "presence_penalty", "frequency_penalty"}
+ADJUSTMENTS = PENALTIES | {"logit_bias", "min_tokens"}  # change logits
+# Not the distribution; or, the first two, in a way that the sampler handles separately.
+NOT_SHAPING = {
+    "temperature", "structured_outputs", "seed", "n", "max_tokens", "logprobs", "prompt_logprobs",
+    "stop", "stop_token_ids", "ignore_eos",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -233,6 +237,7 @@ class SamplingParams:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         # Through vars, as the dataclass is frozen.
         vars(self).update(
+            # str, of which a list has been made, is there for the error's text.
             stop=check_items("stop", stop, str | list | tuple, str, max_len=16),
             seed=None if self.seed == -1 else self.seed,
         )
@@ -243,12 +248,9 @@ class SamplingParams:
         for i, bias in self.logit_bias.items():
             check(f"logit_bias[{i}]", bias, float, -100, 100)
 
-    # The settings that differ from their defaults, by what they do. A new setting, which is in none
-    # of the sets above, counts as an adjustment and as a filter, so the sampler cannot skip it.
-
     @property
     def shaping(self) -> set[str]:
-        """Names of those that change the distribution."""
+        """Names of the settings that change the distribution, and differ from their defaults."""
         defaults = vars(type(self)())
         changed = {name for name, value in defaults.items() if getattr(self, name) != value}
         return changed - NOT_SHAPING
@@ -260,8 +262,8 @@ class SamplingParams:
 
     @property
     def filters(self) -> set[str]:
-        """Names of those that drop tokens, but never the likeliest one."""
-        return self.shaping - PENALTIES - {"logit_bias", "min_tokens"}
+        """Names of those that drop tokens."""
+        return self.shaping - ADJUSTMENTS
 
     @property
     def penalties(self) -> set[str]:

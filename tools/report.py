@@ -26,8 +26,8 @@ RECORDS, COURSE = ROOT / "benchmarks", ROOT / "course"
 # In reading order: the engine; the techniques, without which it runs; its edges.
 ENGINE = ("model", "kv_cache", "sampling", "generate", "paged", "scheduler")
 TECHNIQUES = ("quantize", "formats", "speculative", "experts", "structured", "tp", "flex", "server")
-EDGES = ("openai_api", "function_calls", "metrics", "llm", "settings", "machine", "checkpoint")
-EDGES += ("families", "tokenizer", "packed", "program")
+EDGES = ("http1", "openai_api", "function_calls", "metrics", "llm", "settings", "machine")
+EDGES += ("checkpoint", "families", "tokenizer", "packed", "program")
 MODULES = (*ENGINE, *TECHNIQUES, *EDGES)
 # What generate.py imports to run one prompt.
 NEEDED = (*ENGINE, "llm", "settings", "machine", "checkpoint", "families", "tokenizer")
