@@ -103,9 +103,15 @@ def command(args: Namespace, ranks: Ranks) -> int:
     if args.system and not args.chat:
         raise ValueError("--system needs --chat")
     told = f"sampling: {describe(params, flags, defaults)}"
-    is_alone = params.n == ranks.world_size == 1 and not args.chat
-    is_guessed = engine_args.speculate or engine_args.draft_checkpoint
-    if is_alone and not is_guessed and engine_args.attention == "copy":
+    needs_engine = (
+        args.chat
+        or params.n > 1
+        or ranks.world_size > 1
+        or engine_args.speculate
+        or engine_args.draft_checkpoint
+        or engine_args.attention != "copy"
+    )
+    if not needs_engine:
         model, _ = load_models(engine_args, ranks, batch_size=1)
         tokenizer = Tokenizer(engine_args.checkpoint)
         ids = tokenizer.encode(text)
@@ -113,8 +119,7 @@ def command(args: Namespace, ranks: Ranks) -> int:
         cache = StaticCache(model, 1, sequence.max_len, engine_args.kv_dtype)
         say(told)
         return stream(sequence, generate(model, sequence, cache))
-    # All else runs on an Engine.
-    if not hasattr(args, "max_num_seqs"):  # the cache is for what runs at once
+    if "max_num_seqs" not in args:  # the cache is for what runs at once
         engine_args = replace(engine_args, max_num_seqs=1 if args.chat else params.n)
     model, proposer = load_models(engine_args, ranks)
     if ranks.rank:
@@ -138,7 +143,8 @@ def command(args: Namespace, ranks: Ranks) -> int:
 def read_prompt(args: Namespace, ranks: Ranks) -> str:
     """Return the text to continue. Ranks other than the first do not need it, and read no file."""
     file = args.prompt_file
-    if sys.stdin is None and (args.chat or file == "-"):
+    needs_stdin = args.chat or file == "-"
+    if needs_stdin and sys.stdin is None:
         raise ValueError("stdin is closed: use --prompt TEXT or --prompt-file FILE")
     if not file or ranks.rank:
         return args.prompt
@@ -181,8 +187,10 @@ def stream(sequence: Sequence, steps: Iterator[Any]) -> int:
     if sequence.finish_reason == "error":
         raise ValueError(BROKEN)
     print(sequence.text[shown:], flush=True)
+    if sequence.finish_reason == "length" and len(sequence.tokens) < sequence.params.max_tokens:
+        say("the context is full")
     if sequence.tokens:
-        start, first, *later = sequence.times
+        start, first, *later = sequence.times  # the first is when the sequence was made
         rate = len(later) / max(sequence.times[-1] - first, 1e-9)
         say(
             f"{len(sequence.tokens)} new tokens after {sequence.prompt_len} of the prompt, "
@@ -193,7 +201,9 @@ def stream(sequence: Sequence, steps: Iterator[Any]) -> int:
 
 def complete(engine: Engine, prompt: str, params: SamplingParams) -> int:
     """Print n continuations of a prompt. They are made together and shown one after another."""
-    for sequence in engine.add_request(prompt, params).outputs:
+    for i, sequence in enumerate(engine.add_request(prompt, params).outputs):
+        if i:
+            print("---")
         status = stream(sequence, engine.run())
         if status:
             return status
@@ -201,7 +211,8 @@ def complete(engine: Engine, prompt: str, params: SamplingParams) -> int:
 
 
 def chat(engine: Engine, params: SamplingParams, system: str | None = None) -> int:
-    """Talk until the input ends. The engine's prefix cache holds the earlier turns."""
+    """Talk until the input ends, and return the status of the last reply. The engine's prefix cache
+    holds the earlier turns."""
     tokenizer = engine.tokenizer
     assert tokenizer
     params = replace(params, n=1, stop=(params.stop + tokenizer.chat_stop)[:16])
@@ -229,8 +240,9 @@ def chat(engine: Engine, params: SamplingParams, system: str | None = None) -> i
         if status:
             engine.abort(sequence.request)
         if sequence.finish_reason == "length":
-            say(f"the reply was cut after {len(sequence.tokens)} tokens (--max-tokens)")
+            say(f"the reply was cut after {len(sequence.tokens)} tokens")
         messages = [*turns, {"role": "assistant", "content": sequence.text}]
+    say("")  # Ctrl-D leaves the cursor behind the prompt
     return status
 
 

@@ -10,6 +10,7 @@ files. Read: LLM, then load_models and make_engine.
 """
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,7 @@ from tokenizer import Ids, Tokenizer
 
 
 class LLM:
-    """This engine with the interface of vLLM's LLM class: LLM(path).generate(prompts).
-
-    A chat is a prompt of ids: llm.generate([llm.engine.tokenizer.encode_chat(messages)]).
-    """
+    """This engine with the interface of vLLM's LLM class: generate and chat."""
 
     def __init__(self, checkpoint: Path | str, **options: Any) -> None:
         """Load a checkpoint, plain or quantised.
@@ -81,13 +79,26 @@ class LLM:
             for request in requests:
                 self.engine.submit(request)
             finished = (request for request in self.engine.run() if request.finished)
-            # `finished` runs the engine until the next request has finished.
-            for _ in zip(progress(requests, "generating"), finished):
-                pass
+            for _ in progress(requests, "generating"):
+                next(finished)  # runs the engine until one more has finished
         except BaseException:  # Ctrl-C, at any line
             self.engine.reset()
             raise
         return requests
+
+    def chat(self, messages: list, **changes: Any) -> list[Request]:
+        """Answer a chat, or several at once, with the checkpoint's chat template.
+
+        Args:
+            messages: [{"role": "user", "content": "Hi"}, ...], or a list of such lists.
+            changes: see generate.
+        """
+        tokenizer = self.engine.tokenizer
+        assert tokenizer
+        chats = messages if messages and isinstance(messages[0], list) else [messages]
+        params = SamplingParams(**suggested(self.checkpoint) | changes)
+        params = replace(params, stop=(params.stop + tokenizer.chat_stop)[:16])
+        return self.generate([tokenizer.encode_chat(each) for each in chats], params)
 
 
 def prompt_of(prompt: Any) -> str | Ids:
@@ -122,17 +133,7 @@ def load_models(
         from quantize import quantize_model
 
         quantize_model(model, args.quantize, args.group_size)
-    proposer = Proposer()
-    if ranks.rank == 0 and args.draft_checkpoint:
-        from speculative import DraftModel
-
-        draft = load_model(args.draft_checkpoint, ranks.device, dtype)
-        k = 4 if args.speculate is None else args.speculate
-        proposer = DraftModel(draft, k, model.config.vocab_size)
-    elif args.speculate:
-        from speculative import NGram
-
-        proposer = NGram(args.speculate)
+    proposer = Proposer() if ranks.rank else load_proposer(args, ranks.device, model)
     is_on_cpu = ranks.device.type == "cpu"
     for each in (model, *proposer.models):
         if args.compile:
@@ -145,6 +146,21 @@ def load_models(
 
             pack_linears(each, kind=QuantLinear)
     return model, proposer
+
+
+def load_proposer(args: EngineArgs, device: torch.device, model: Transformer) -> Proposer:
+    """Load what guesses tokens for a model, if anything does."""
+    if args.draft_checkpoint:
+        from speculative import DraftModel
+
+        draft = load_model(args.draft_checkpoint, device, settings.DTYPES.get(args.dtype))
+        k = 4 if args.speculate is None else args.speculate
+        return DraftModel(draft, k, model.config.vocab_size)
+    if args.speculate:
+        from speculative import NGram
+
+        return NGram(args.speculate)
+    return Proposer()
 
 
 def make_engine(args: EngineArgs, ranks: Ranks, model: Transformer, proposer: Proposer) -> Engine:

@@ -110,13 +110,11 @@ class API:
             requests = [self.request(prompt, params, fields, source) for prompt in prompts]
             return Completion(self, fields, requests, tools, chat)
         except (ValueError, RecursionError) as error:
-            field = getattr(error, "field", source)
-            # The error gives the field the name that it has in the body.
-            param = source
-            for name in (field, ALIASES.get(field)):
-                if name in given:
-                    param = name
-            raise Problem(400, str(error)[:500], param) from None
+            field = getattr(error, "field", "")
+            alias = ALIASES.get(field, "")
+            if alias in given:
+                field = alias
+            raise Problem(400, str(error)[:500], field if field in given else source) from None
 
     def request(self, prompt: Any, params: SamplingParams, fields: JSON, source: str) -> Request:
         """Make a request for one prompt, a text or ids, if it and the output fit."""
@@ -144,8 +142,9 @@ class API:
         check_ids("logit_bias", fields["logit_bias"], self.engine.config.vocab_size)
         defaults = vars(self.defaults) | dict(max_tokens=self.engine.max_seq_len if chat else 16)
         params = SamplingParams(**{name: fields.get(name, defaults[name]) for name in defaults})
+        # A structure ends by itself, and may contain the template's stop strings. The user's own
+        # come first, so that none of sixteen is dropped.
         if chat and not params.structured_outputs:
-            # The user's stop strings come first, so that none of sixteen is dropped.
             params = replace(params, stop=(params.stop + self.tokenizer.chat_stop)[:16])
         return params
 
@@ -154,23 +153,17 @@ class API:
         messages = fields["messages"]
         demand(messages, 400, "messages must have at least one message", "messages")
         for i, message in enumerate(messages):
-            try:
-                check_message(message)
-            except Exception as error:  # a value of any other form than check_message expects
-                raise Problem(
-                    400, f"role, content or tool_calls are wrong: {error}", f"messages[{i}]"
-                ) from None
+            check_message(message, f"messages[{i}]")
         goes_on = fields["continue_final_message"]
         options = dict(
             add_generation_prompt=fields["add_generation_prompt"] and not goes_on,
             tools=fields["tools"] if tools.schemas else None,
         )
-        return self.tokenizer.encode_chat(
-            messages, goes_on, **options | fields["chat_template_kwargs"]
-        )
+        options |= fields["chat_template_kwargs"]
+        return self.tokenizer.encode_chat(messages, goes_on, **options)
 
 
-# The engine's name of a setting -> OpenAI's name for it, where they differ.
+# The engine's name of a setting -> the body's name for it, where they differ.
 ALIASES = dict(max_tokens="max_completion_tokens", logprobs="top_logprobs",
                structured_outputs="response_format")  # fmt: skip
 # The fields' defaults. A value of another type is refused.
@@ -217,11 +210,12 @@ def translate(given: JSON, chat: bool) -> JSON:
     fields["hidden"] = fields["echo"] and fields.get("max_tokens") == 0
     if fields["hidden"]:
         fields["max_tokens"] = 1
-    if chat:
-        top = fields.get("top_logprobs", 0)
-        if check("logprobs", fields.pop("logprobs", False), bool):
-            fields["logprobs"] = top
-        elif top:
+    if chat:  # here `logprobs` is a bool, and `top_logprobs` the number
+        num_top = fields.get("top_logprobs", 0)
+        is_scored = check("logprobs", fields.pop("logprobs", False), bool)
+        if is_scored:
+            fields["logprobs"] = num_top
+        elif num_top:
             raise SettingError("top_logprobs", "needs logprobs: true")
         if fields["continue_final_message"] and given.get("add_generation_prompt"):
             raise SettingError("add_generation_prompt", "excludes continue_final_message: true")
@@ -240,17 +234,18 @@ def translate(given: JSON, chat: bool) -> JSON:
 
 def check_supported(fields: JSON, chat: bool) -> None:
     """Raise SettingError if a field asks for what is not supported."""
-    allowed = UNSUPPORTED | dict(
-        best_of=fields["n"],
-        stream_options=fields["stream_options"] if fields["stream"] else {},
-        echo=fields["echo"] and not chat,
-    )
-    if not chat:
+    allowed = UNSUPPORTED | dict(best_of=fields["n"])
+    if not fields["stream"]:
+        allowed["stream_options"] = {}
+    if chat:
+        allowed["echo"] = False
+    else:
         allowed |= dict(tools=[], tool_choice="auto")
     if fields.get("tool_choice", fields.get("function_call")) == "none":  # then these do nothing
         fields = fields | dict(tools=[], functions=[], tool_choice="auto")
     for name, value in fields.items():
-        supported(name, value, allowed.get(name, value))
+        if name in allowed:
+            supported(name, value, allowed[name])
     supported("reasoning_format", fields["reasoning_format"], "auto", "deepseek", "none")
 
 
@@ -263,18 +258,24 @@ def split_prompts(fields: JSON) -> list:
     return [prompt]
 
 
-def check_message(message: JSON) -> None:
-    """Raise an exception of any kind if a message of a chat has another form than OpenAI's. If its
-    content is a list of parts, join them."""
-    check("role", message.get("role"), str)
-    text = message.get("content")
-    if isinstance(text, list):
-        for part in text:
-            supported("content of type", part.get("type", "text"), "text")
-        text = "\n".join(part["text"] for part in text)
-    check("content", text, str | None if message.get("tool_calls") else str)
-    message["content"] = text
-    plain_turn(message)  # encode_chat does it too; here the error names the message
+def check_message(message: JSON, name: str) -> None:
+    """Join the content of a chat's message if it is a list of parts.
+
+    Raises:
+        Problem: the message has another form than OpenAI's.
+    """
+    try:
+        check("role", message.get("role"), str)
+        text = message.get("content")
+        if isinstance(text, list):
+            for part in text:
+                supported("content of type", part.get("type", "text"), "text")
+            text = "\n".join(part["text"] for part in text)
+        check("content", text, str | None if message.get("tool_calls") else str)
+        message["content"] = text
+        plain_turn(message)  # encode_chat does it too; here the error names the message
+    except Exception as error:  # of any kind, as values have any type
+        raise Problem(400, f"role, content or tool_calls are wrong: {error}", name) from None
 
 
 # --- Answers out ----------------------------------------------------------------------------------
@@ -282,7 +283,7 @@ def check_message(message: JSON) -> None:
 THINK = "<think>"
 THINK_END = "</think>"
 NO_THOUGHT = THINK + THINK_END  # put in front of an output, it makes all of it the answer
-# A choice's key for its text -> the type of the object that holds the choice.
+# Where a choice has its text -> the `object` of the answer.
 OBJECTS = dict(text="text_completion", message="chat.completion", delta="chat.completion.chunk")
 
 
@@ -340,7 +341,8 @@ class Completion:
             finished = all(request.finished for request in self.requests)
             if self.stream:
                 for choice in self.choices:
-                    for part in named_first(choice.take_new()):
+                    new = choice.take_new()
+                    for part in events_of(new) if new else []:
                         yield self.json([part], self.fields["continuous_usage_stats"])
         if not self.stream:
             yield self.json([choice.take_new() for choice in self.choices], True)
@@ -361,27 +363,6 @@ class Completion:
             total_tokens=num_prompt + num_new,
             prompt_tokens_details=dict(cached_tokens=sum(job.cached for job in self.firsts)),
         )
-
-
-def named_first(part: JSON | None) -> list[JSON]:
-    """Return a part of a streamed choice as those that are sent: none, itself, or, if it has calls,
-    the names of these and then their arguments, as clients expect them."""
-    if not part:
-        return []
-    calls = part.get("delta", {}).get("tool_calls", [])
-    if not calls:
-        return [part]
-    # {"name": "f", "arguments": "{}"} is sent as {"name": "f", "arguments": ""} and then as
-    # {"arguments": "{}"}.
-    names = [call | {"function": call["function"] | {"arguments": ""}} for call in calls]
-    arguments = [
-        {"index": call["index"], "function": {"arguments": call["function"]["arguments"]}}
-        for call in calls
-    ]
-    return [
-        part | {"delta": part["delta"] | {"tool_calls": names}, "finish_reason": None},
-        part | {"delta": {"tool_calls": arguments}, "logprobs": None},
-    ]
 
 
 @dataclass
@@ -407,7 +388,7 @@ class Choice:
     prefix: str
     tools: Tools
     hidden: bool
-    taken: list[int] | None = None
+    taken: tuple[int, int, int, int] | None = None
     offset: int = 0
     ended: bool = False
 
@@ -426,18 +407,25 @@ class Choice:
         tokens = job.tokens[:] if is_scored else []
         thought, text = split_thought(self.prefix + job.text)
         text, calls = split_calls(text, self.tools, bool(reason))
-        whole: list[Any] = [thought, text, tokens, calls]
+        has_called = calls and reason == "stop"
         # 2) leave out what has been taken
-        taken = self.taken or [0, 0, 0, 0]
-        thought, text, tokens, calls = (each[start:] for each, start in zip(whole, taken))
+        is_first = self.taken is None
+        thought_start, start, token_start, call_start = self.taken or (0, 0, 0, 0)
+        taken = len(thought), len(text), len(tokens), len(calls)
+        thought = thought[thought_start:]
+        text = text[start:]
+        tokens = tokens[token_start:]
+        calls = calls[call_start:]
         if self.hidden:
             text = ""
             tokens = []
         if self.ended or not (reason or thought or text or tokens or calls):
             return None
+        self.taken = taken
+        self.ended = bool(reason)
         # 3) write it in OpenAI's form
         message: JSON = {}
-        if self.taken is None:  # this is the first part
+        if is_first:
             message = dict(role="assistant", refusal=None)
             if job.params.prompt_logprobs:
                 prompt, prompt_tokens = self.echo()
@@ -448,10 +436,7 @@ class Choice:
         message["content"] = text
         if calls:
             message["content"] = text or None
-            message["tool_calls"] = self.tool_calls(calls, taken[3])
-        self.taken = [len(each) for each in whole]
-        self.ended = bool(reason)
-        has_called = whole[3] and reason == "stop"
+            message["tool_calls"] = self.tool_calls(calls, call_start)
         return {
             "index": self.index,
             self.key: text if self.key == "text" else message,
@@ -504,21 +489,48 @@ class Choice:
             text = token.text if i == token.id else word.decode(errors="replace")
             return dict(token=text, logprob=value, bytes=list(word))
 
-        # In each row: the likeliest tokens, then the one that was sampled.
-        rows = [[entry(token, *each) for each in (*token.top, token[:2])] for token in tokens]
+        rows = []  # the sampled token, and the likeliest ones in its place
+        for token in tokens:
+            top = [entry(token, i, value) for i, value in token.top]
+            rows.append((entry(token, token.id, token.logprob), top))
         if self.key != "text":
-            return {"content": [sampled | {"top_logprobs": top} for *top, sampled in rows]}
+            return {"content": [sampled | {"top_logprobs": top} for sampled, top in rows]}
+        likely: list[JSON | None] = []
+        for sampled, top in rows:
+            # The sampled token is in here even if it is unlikely, as in vLLM.
+            likely.append({each["token"]: each["logprob"] for each in (*top, sampled)})
+            if sampled["logprob"] is None:  # the first token of a prompt
+                likely[-1] = None
         texts = [token.text for token in tokens]
-        *offsets, self.offset = accumulate(map(len, texts), initial=self.offset)
-        # The sampled token is in here even if it is unlikely, as in vLLM.
-        likely = [{each["token"]: each["logprob"] for each in row} for row in rows]
+        ends = [*accumulate(map(len, texts), initial=self.offset)]
+        self.offset = ends[-1]
         return dict(
             tokens=texts,
-            text_offset=offsets,
+            text_offset=ends[:-1],
             token_logprobs=[token.logprob for token in tokens],
-            # The first token of a prompt has no log-probabilities.
-            top_logprobs=[None if None in each.values() else each for each in likely],
+            top_logprobs=likely,
         )
+
+
+def events_of(part: JSON) -> list[JSON]:
+    """Return a new part of a choice as the events of a stream: one, or, if it has calls, first
+    their names and then their arguments, as clients expect them.
+
+    Example: {"name": "f", "arguments": "{}"} is sent as {"name": "f", "arguments": ""}, and then as
+        {"arguments": "{}"}
+    """
+    calls = part.get("delta", {}).get("tool_calls")
+    if not calls:
+        return [part]
+    names = [call | {"function": call["function"] | {"arguments": ""}} for call in calls]
+    arguments = [
+        {"index": call["index"], "function": {"arguments": call["function"]["arguments"]}}
+        for call in calls
+    ]
+    return [
+        part | {"delta": part["delta"] | {"tool_calls": names}, "finish_reason": None},
+        part | {"delta": {"tool_calls": arguments}, "logprobs": None},
+    ]
 
 
 def thought_prefix(tokenizer: Tokenizer, job: Job) -> str:

@@ -405,6 +405,16 @@ def test_the_engine_is_shown(page, local, slow):
     assert page.canvas() not in (free, used)  # what is cached is drawn in another way
 
 
+def test_a_preempted_sequence_runs_its_tokens_again(page):
+    """It was said to decode."""
+    script = """const row = {name: "a", blocks: [], prompt: 5, tokens: 9, max: 20, ran: 4};
+        render({...last, running: [{...row, text: "", length: arguments[0]}]});
+        return document.getElementById("running").textContent"""
+    until(lambda: page.numbers())
+    for length, phase in ((4, "prefill 4"), (5, "prefill 4"), (7, "prefill 4"), (8, "decode 4")):
+        assert phase in page.js(script, length)
+
+
 def test_the_rate_is_never_0_while_tokens_come(page, local, monkeypatch):
     """0 tokens/s while twelve ran: no step had ended since the last snapshot, a tenth of a second
     before."""
