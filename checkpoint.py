@@ -216,7 +216,7 @@ def load_model(
         if config.folds and not is_own:
             for name, stored in files.items():
                 files[name] = stored.changed(partial(folded, config, name))
-        # 3) One rank's share, which shard makes with plain Linears.
+        # 3) One rank's share. It is a new model, so QuantLinears are inserted once more.
         if shard:
             model, files = shard(model, files)
             insert_quantised(model, files)
@@ -258,12 +258,25 @@ def named_tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:
     if is_tied(model):
         del tensors["lm_head.weight"]
     for name, tensor in tensors.items():
-        path = name.rpartition(".")[0]  # "layers.0.mlp.gate_up_proj"
-        own = path.rpartition(".")[2]
-        # A FusedLinear, plain or quantised, has several parts. Any other module counts as one part.
-        parts = getattr(model.get_submodule(path), "parts", None) or {own: len(tensor)}
-        for part, view in zip(parts, tensor.split([*parts.values()])):
-            yield name.replace(own, part), view
+        path, _, kind = name.rpartition(".")
+        for part, rows in parts_of(model, path).items():
+            yield f"{part}.{kind}", tensor[rows]
+
+
+def parts_of(model: Transformer, path: str) -> dict[str, slice]:
+    """Return the path in a checkpoint of each part of a FusedLinear, plain or quantised, and its
+    rows. Any other module is one part.
+
+    Example: if F is 8, layers.0.mlp.gate_up_proj has two parts: layers.0.mlp.gate_proj, rows 0..7,
+        and layers.0.mlp.up_proj, rows 8..15
+    """
+    above = path.rpartition(".")[0]
+    parts = {}
+    start = 0
+    for part, size in getattr(model.get_submodule(path), "parts", {}).items():
+        parts[f"{above}.{part}"] = slice(start, start + size)
+        start += size
+    return parts or {path: slice(None)}
 
 
 def check_tensors(files: Files, model: Transformer) -> None:
@@ -296,27 +309,33 @@ def locate_tensors(path: Path) -> Files:
         CheckpointError: a header or the index is damaged; or a file is missing that the index
             names, or, without an index, model.safetensors.
     """
-    whole = path / "model.safetensors"
-    index = path / "model.safetensors.index.json"
+    whole = "model.safetensors"
     shards = {whole}
-    places = None  # in the index: the name of a tensor -> the name of its shard
-    if not whole.exists():
-        if not index.exists():
-            raise CheckpointError(
-                f"{path}: there is no {whole.name}, and no {index.name} that says which shards to "
-                "read; convert .bin and .pth files"
-            )
-        with blame(index):
-            places = read_json(index)["weight_map"]
-            shards = {path / Path(name).name for name in places.values()}
+    places: dict[str, str] = {}  # the shard of each tensor; {}: all are in one file
+    if not (path / whole).exists():
+        places = read_index(path)
+        shards = {*places.values()}
     files: Files = {}
     for shard in sorted(shards):
-        with blame(shard), safe_open(shard, "pt") as reader:
+        file = path / shard
+        with blame(file), safe_open(file, "pt") as reader:
             for name in reader.keys():  # noqa: SIM118 (it is no dict)
-                if places is None or places.get(name) == shard.name:
+                if places.get(name, whole) == shard:
                     empty = reader.get_tensor(name).to("meta")  # maps the file, reads none of it
-                    files |= entries(name, Stored(empty, partial(read_tensor, shard, name)))
+                    files |= entries(name, Stored(empty, partial(read_tensor, file, name)))
     return files
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """Return the shard of each tensor, as a folder's index names it."""
+    file = path / "model.safetensors.index.json"
+    if not file.exists():
+        raise CheckpointError(
+            f"{path}: there is no model.safetensors, and no {file.name} that says which shards to "
+            "read; convert .bin and .pth files"
+        )
+    with blame(file):
+        return {name: Path(shard).name for name, shard in read_json(file)["weight_map"].items()}
 
 
 def read_tensor(file: Path, name: str) -> Tensor:
@@ -330,8 +349,8 @@ def read_tensor(file: Path, name: str) -> Tensor:
 WORDS = dict(block_sparse_moe="mlp", w1="gate_proj", w2="down_proj", w3="up_proj", qzeros="zeros")
 # The parts of a model with images that are not read.
 IMAGES = ("vision_tower", "multi_modal_projector")
-# A tensor that stacks all experts -> the matrices that it holds for each expert.
-STACKED = dict(gate_up_proj=("gate_proj", "up_proj"), down_proj=("down_proj",))
+# The tensors that stack the matrices of all experts.
+STACKED = ("gate_up_proj", "down_proj")
 
 
 def entries(name: str, stored: Stored) -> Files:
@@ -352,26 +371,24 @@ def renamed(name: str, words: JSON) -> str:
 
 
 def unstack(path: list[str], stored: Stored) -> Files:
-    """Cut a stack of experts into matrices.
+    """Cut a stack of experts into one matrix for each.
 
     Example: "layers.0.mlp.experts.down_proj", (2, 32, 24), becomes
         "layers.0.mlp.experts.0.down_proj.weight", (32, 24), and the same for expert 1
     """
-    above = ".".join(path[:-1])
-    experts = range(check("experts", stored.empty.shape[0], int, 1, 1024))
-    names = [f"{above}.{e}.{part}.weight" for e in experts for part in STACKED[path[-1]]]
-    matrices = stored.changed(lambda stack: stack.flatten(0, 1).unflatten(0, (len(names), -1)))
-    return {name: matrices.changed(itemgetter(i)) for i, name in enumerate(names)}
+    *above, own = path
+    experts = range(check("experts", len(stored.empty), int, 1, 1024))
+    return {f"{'.'.join(above)}.{e}.{own}.weight": stored.changed(itemgetter(e)) for e in experts}
 
 
 # --- What only some folders need ------------------------------------------------------------------
 
 
 def without_second_copy(config: Config, files: Files) -> Config:
-    """Return the config of a model of these files, where lm_head may share the embedding's weight.
+    """Drop an lm_head that is stored beside an embedding whose weight it shares, and return the
+    config. If the two differ, they are not shared, and the config that is returned says so.
 
-    Some files store the shared matrix twice. An equal copy is dropped from them; if the two differ,
-    they are not shared. Both are read, and neither is kept in memory.
+    Both are read, and neither is kept in memory.
     """
     head = files.get("lm_head.weight")
     embedding = files.get("embed_tokens.weight")
@@ -383,7 +400,7 @@ def without_second_copy(config: Config, files: Files) -> Config:
     return replace(config, tie_word_embeddings=False)
 
 
-# Hugging Face's names of norms in models with norms after attention and the feed-forward -> ours.
+# For models with post_norm: Hugging Face's names of norms -> ours.
 OUTPUT_NORMS = dict(post_attention_layernorm="attention_output_norm",
     pre_feedforward_layernorm="post_attention_layernorm",
     post_feedforward_layernorm="mlp_output_norm")  # fmt: skip
@@ -403,21 +420,18 @@ def adapt(files: Files, model: Transformer) -> Files:
 
 
 def split_fused(files: Files, model: Transformer) -> None:
-    """Cut tensors that are stored fused, as the model has them (Phi-3), into their parts, in place.
+    """Cut tensors that are stored fused, as the model has them, into their parts, in place: those
+    of Phi-3, and stacks of experts.
 
     Example: "layers.0.mlp.gate_up_proj.weight" becomes that of gate_proj and that of up_proj
     """
-    fused = {path: each for path, each in model.named_modules() if isinstance(each, FusedLinear)}
+    fused = {path for path, each in model.named_modules() if isinstance(each, FusedLinear)}
     for name, stored in [*files.items()]:
         path, _, kind = name.rpartition(".")
         if path in fused:
             del files[name]
-            start = 0
-            for part, size in fused[path].parts.items():
-                above = path.rpartition(".")[0]
-                rows = slice(start, start + size)
-                files[f"{above}.{part}.{kind}"] = stored.changed(itemgetter(rows))
-                start += size
+            for part, rows in parts_of(model, path).items():
+                files[f"{part}.{kind}"] = stored.changed(itemgetter(rows))
 
 
 def insert_quantised(model: Transformer, files: Files) -> None:
@@ -433,9 +447,8 @@ def insert_quantised(model: Transformer, files: Files) -> None:
 
     for path in linears(model):
         linear: Any = model.get_submodule(path)
-        name = path.rpartition(".")[2]
-        parts = [*getattr(linear, "parts", [name])]  # all parts of a FusedLinear are quantised
-        stored = files.get(path.replace(name, parts[0]) + ".qweight")
+        first = next(iter(parts_of(model, path)))  # all parts of a FusedLinear are quantised
+        stored = files.get(f"{first}.qweight")
         if stored:  # most folders keep lm_head plain
             form = config["bits"], config["group_size"]
             if path == "lm_head" and stored.empty.shape[1:] == (linear.in_features,):

@@ -47,11 +47,9 @@ FAMILIES: dict[str, JSON] = dict(
 #   norm_offset    is added to the weights of norms
 #   root_of_width  whether embeddings are multiplied by the root of D
 #   partial_rope   whether rope may rotate a part of each head only
-# and, as some families do not read all settings that say which layers have a window, those: in
-# Llama no layer has one, in Mistral all (unless layer_types says otherwise), in Qwen3-MoE all or
-# none.
+# and the settings that say which layers have a window, where a family does not read them.
 NO_LAYERS = dict(use_sliding_window=False, layer_types=None)
-ALL_LAYERS = dict(use_sliding_window=True, max_window_layers=0)
+ALL_LAYERS = dict(use_sliding_window=True, max_window_layers=0)  # unless layer_types says otherwise
 FIXED: dict[str, JSON] = dict(
     LlamaForCausalLM=NO_LAYERS, GraniteForCausalLM=NO_LAYERS,
     MistralForCausalLM=ALL_LAYERS, MixtralForCausalLM=ALL_LAYERS | dict(layer_types=None),
@@ -70,13 +68,13 @@ OWN = dict(embedding_multiplier=float, attention_multiplier=float, residual_mult
 # This engine's names, which no family reads from a file.
 INTERNAL = {"qkv_bias", "o_bias", "qk_norm", "wide_qk_norm", "pre_norm", "post_norm", "gelu",
     "norm_offset", "root_of_width", "partial_rope"}  # fmt: skip
-# Settings that must have this value. Shared experts need no check here, because models that have
-# them have other architecture names.
+# Settings that must have this value, or be left out. Shared experts need no check here, because
+# models that have them have other architecture names.
 ONLY: JSON = dict(hidden_act="silu", hidden_activation="gelu_pytorch_tanh", scoring_func="softmax",
     n_group=1, is_causal=True, use_bidirectional_attention=False, attn_logit_softcapping=None,
     final_logit_softcapping=None)  # fmt: skip
-# Defaults for files of all families. None: the file must have it, or, in ONLY, must not.
-DEFAULTS: JSON = dict(ONLY, num_hidden_layers=None, num_attention_heads=None, hidden_size=None,
+# Defaults for files of all families. None: the file must have it.
+DEFAULTS: JSON = dict(num_hidden_layers=None, num_attention_heads=None, hidden_size=None,
     intermediate_size=None, vocab_size=None, eos_token_id=[], torch_dtype="float32",
     attention_bias=False, num_experts=1, use_sliding_window=False, max_window_layers=28,
     max_position_embeddings=2048, rope_theta=1e4, partial_rotary_factor=1.0, rope_parameters={},
@@ -98,13 +96,13 @@ def complete(raw: JSON) -> JSON:
     family = FAMILIES[name]
     unread = (OWN.keys() | INTERNAL) - family.keys()
     read = {key: raw[key] for key in raw.keys() - unread}
-    # A null in the file removes the family's default too (in Mistral, the sliding window). What
-    # holds for all families comes back with DEFAULTS.
+    # A null in the file takes the place of the family's default (in Mistral, of the window). Then
+    # it counts as left out.
     given = without_nulls(family | read)
     for setting, kind in OWN.items():
         if setting in family:
             check(setting, given.get(setting), kind)
-    settings = DEFAULTS | given | FIXED.get(name, {})
+    settings = ONLY | DEFAULTS | given | FIXED.get(name, {})
     for setting, only in ONLY.items():
         supported(setting, settings[setting], only)
     return settings
@@ -123,25 +121,28 @@ def layer_settings(raw: JSON) -> JSON:
     Example: 3 layers, sliding_window 5, max_window_layers 1: windows (None, 5, 5), ropes ()
     """
     layers = check("num_hidden_layers", raw["num_hidden_layers"], int, 1, 1024)
-    full: Sequence[int] = range(raw["max_window_layers"])
-    if "sliding_window_pattern" in raw:  # Gemma 3: the last layer of each group sees everything
-        every = raw["sliding_window_pattern"]
-        full = range(every - 1, layers, every)
-    if "no_rope_layer_interval" in raw:  # SmolLM3: only layers without rope may have a window
-        full = layers_with_rope(raw)
+    full = full_layers(raw)
     usual = ["full_attention" if i in full else "sliding_attention" for i in range(layers)]
     kinds = raw.get("layer_types") or usual
     supported("the length of layer_types", len(kinds), layers)
     sizes = dict(full_attention=None, sliding_attention=window(raw))
-    ropes: list[bool] = []
+    windows = tuple(choose("layer_types", kind, sizes) for kind in kinds)
+    ropes: tuple[int, ...] = ()
     if "rope_local_base_freq" in raw:  # Gemma 3: the second rope is that of layers with a window
-        ropes = [kind == "sliding_attention" for kind in kinds]
+        ropes = tuple(int(kind == "sliding_attention") for kind in kinds)
     if "no_rope_layer_interval" in raw:  # SmolLM3: the second rope does not rotate
-        ropes = [i not in full for i in range(layers)]
-    return dict(
-        windows=tuple(choose("layer_types", kind, sizes) for kind in kinds),
-        ropes=tuple(map(int, ropes)),
-    )
+        ropes = tuple(int(i not in full) for i in range(layers))
+    return dict(windows=windows, ropes=ropes)
+
+
+def full_layers(raw: JSON) -> Sequence[int]:
+    """Return the layers that see everything, if the file has no layer_types."""
+    if "sliding_window_pattern" in raw:  # Gemma 3: the last layer of each group
+        every = raw["sliding_window_pattern"]
+        return range(every - 1, raw["num_hidden_layers"], every)
+    if "no_rope_layer_interval" in raw:  # SmolLM3: all that have rope
+        return layers_with_rope(raw)
+    return range(raw["max_window_layers"])
 
 
 def window(raw: JSON) -> int | None:
@@ -179,24 +180,27 @@ def complete_rope(raw: JSON) -> JSON:
     older files have `rope_theta` and a dict `rope_scaling`. If a file has both dicts,
     `rope_scaling` wins, as in transformers.
     """
+    # 1) What the file says.
     given = check("rope", raw.get("rope_scaling", raw["rope_parameters"]), dict)
     given = given.get("full_attention") or given
     rope = dict(
-        rope_type=given.get("type", "default"),
         rope_theta=raw["rope_theta"],
         partial_rotary_factor=raw["partial_rotary_factor"],
+        rope_type=given.get("type", "default"),  # older files have `type` for `rope_type`
     )
     rope |= given
-    context = raw["max_position_embeddings"]
     original = "original_max_position_embeddings"
     if original in raw:  # Phi-3's goes before the dict's, as in transformers
         rope[original] = raw[original]
+    # 2) The defaults of its type.
     kind = supported("rope_type", rope["rope_type"], *ROPES)
+    context = raw["max_position_embeddings"]
     if kind in ("yarn", "longrope"):
         rope = {original: context, "beta_fast": 32, "beta_slow": 1, "truncate": True} | rope
         check(original, rope[original], int, 2)
     if kind == "longrope":
-        rope = dict(factor=context / rope[original]) | rope
+        rope.setdefault("factor", context / rope[original])
+    # 3) Check all values.
     check("rope_theta", rope["rope_theta"], float)
     for name in ROPES[kind]:
         check(f"rope {name}", rope.get(name), float)
@@ -222,13 +226,12 @@ def rope_settings(raw: JSON, rope: JSON) -> JSON:
         theta = parameters.get("rope_theta", raw["rope_local_base_freq"])
         check("rope_local_base_freq", theta, float)
         found.append(speeds(dict(rope_type="default", rope_theta=theta), dim))
-    elif any(raw["ropes"]):  # SmolLM3's layers without rope
-        found.append(torch.zeros(dim // 2, device="cpu"))
+    elif any(raw["ropes"]):  # SmolLM3: the second rope does not rotate
+        found.append(0 * found[0])
     others = [0.0] * (H // 2 - dim // 2)  # the pairs that rope leaves as they are
     context = raw["max_position_embeddings"]
     if rope["rope_type"] == "longrope":
-        # A longer text needs other speeds from its first token on, and keys in the cache have
-        # these.
+        # In a longer text, all tokens would need other speeds, but keys in the cache keep theirs.
         context = min(context, rope["original_max_position_embeddings"])
     return dict(
         rope_theta=rope["rope_theta"],
@@ -363,8 +366,9 @@ def folded(config: Config, name: str, tensor: Tensor) -> Tensor:
     x = tensor.float()
     if is_norm:
         x = x + folds["norm_offset"]
-    # A norm of the queries would undo a factor on what it reads.
-    if module == ("q_norm" if config.qk_norm or config.wide_qk_norm else "q_proj"):
+    # A norm of the queries would undo factors in q_proj. So where there is one, it gets them.
+    is_normed = config.qk_norm or config.wide_qk_norm
+    if module == ("q_norm" if is_normed else "q_proj"):
         factors = query_factors(config, int(path[1])).to(x.device)
         x = (x.t() * factors.repeat(len(x) // H)).t()  # row by row; of a bias, value by value
     if module in ("o_proj", "down_proj"):
@@ -391,9 +395,8 @@ def rotated_first(head_dim: int, dim: int) -> Tensor:
 def query_factors(config: Config, layer: int) -> Tensor:
     """The factors on the channels of each head of queries: (H,). Those of rope concern only the
     channels that are rotated, and layers that have the first rope."""
-    H = config.head_dim
-    factors = torch.full((H,), config.folds["query_factor"])
-    if not (config.ropes and config.ropes[layer]):
-        pairs = torch.arange(H) % (H // 2)
-        factors[pairs < config.folds["rope_dim"] // 2] *= config.folds["rotated_factor"]
-    return factors
+    folds = config.folds
+    factors = torch.full((2, config.head_dim // 2), folds["query_factor"])  # a column for a pair
+    if not config.ropes or config.ropes[layer] == 0:  # the first rope
+        factors[:, : folds["rope_dim"] // 2] *= folds["rotated_factor"]
+    return factors.flatten()

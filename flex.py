@@ -39,9 +39,9 @@ class FlexBlocks(Blocks):
         """
         if self.kv.dtype != q.dtype:  # int8 keys must be decoded first
             return super().read(q, group)
-        heads, num_blocks, size, H = self.kv.shape
+        two_K, num_blocks, size, H = self.kv.shape
         B, W = group.table.shape
-        queries = q.reshape(B, heads // 2, -1, H)  # as in model.attention
+        queries = q.reshape(B, two_K // 2, -1, H)  # (B, K, N / K * T, H), as in model.attention
         num_queries = queries.shape[2]
         # 1) Which slots a query sees. `index` is the table turned round: for each row and each
         # block of the pool, the block's index in the row's table. A block that is not in the table

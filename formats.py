@@ -2,9 +2,10 @@
 
 Both store integers q with scales and zero points, as quantize.py does. But they pack them into
 32-bit words and transpose them: (K, N) where quantize.py has (N, K). N is the number of output
-channels, K of input channels, G of groups. GPTQ packs q along the inputs, lowest bits first (and
-zero points along the outputs), and stores each zero point less one (gptq_v2 does not). AWQ packs
-both along the outputs, in the order 0 2 4 6 1 3 5 7. The conversion rounds nothing.
+channels, K of input channels, G of groups. GPTQ packs q along the inputs and zero points along the
+outputs, the first one into the lowest bits. It stores each zero point less one; the newer format
+gptq_v2 does not. AWQ packs both along the outputs, in the order 0 2 4 6 1 3 5 7. The conversion
+rounds nothing.
 
     GPTQ, 4 bits    qweight[0, n] = 0x87654321      output n; inputs 0..7 are 1, 2, ... 8
     AWQ             qweight[k, 0] = 0x75316420      input k; outputs 0..7 are 0, 1, ... 7
@@ -22,7 +23,8 @@ from quantize import pack_bits
 from settings import JSON, blame, check, choose, supported
 
 VERSIONS = dict(gptq=("gptq", "gptq_v2"), awq=("awq", "gemm", "GEMM"))
-# For each tool and number of bits: where each value stands in a word, counted from the lowest bits.
+# For each tool and number of bits: the places in a word of values 0, 1, 2, ..., counted from its
+# lowest bits. In AWQ's word above, output 1 has place 4.
 PLACES: JSON = dict(gptq={4: range(8), 8: range(4)}, awq={4: (0, 4, 1, 5, 2, 6, 3, 7)})
 
 
@@ -46,7 +48,7 @@ def convert(files: dict, config: JSON, wanted: Container[str]) -> None:
         kind = name.rpartition(".")[2]
         with blame(name):
             is_packed = stored.empty.dtype == torch.int32
-            if kind in changes and (is_packed or kind == "scales"):
+            if kind == "scales" or (is_packed and kind in changes):
                 files[name] = stored.changed(changes[kind])
             elif kind == "g_idx":
                 check_order(files.pop(name).read(), config["group_size"])
@@ -73,24 +75,25 @@ def conversions(config: JSON) -> dict[str, Callable[[Tensor], Tensor]]:
     bits = check("bits", config["bits"], int)
     check("group_size", config["group_size"], int, -1)
     places = choose("bits", bits, PLACES[method])
+    # GPTQ's default is True.
     supported("desc_act", config.get("desc_act", method == "gptq"), False)
     mask = 2**bits - 1
 
     def unpack(words: Tensor) -> Tensor:
         """Unpack what is packed along the outputs: (K or G, N * bits / 32) -> (N, K or G)."""
         columns = words.t()
-        values = [columns >> bits * place & mask for place in places]
+        values = [(columns >> bits * place) & mask for place in places]
         return torch.stack(values, 1).flatten(0, 1)
 
     def qweight(words: Tensor) -> Tensor:
         if method == "gptq":  # the bytes of its words, output by output, are in our order
-            return words.t().contiguous().view(torch.uint8)
+            return words.t().contiguous().view(torch.uint8)  # (N, K * bits / 8)
         return pack_bits(unpack(words), bits)
 
     def zeros(words: Tensor) -> Tensor:
         values = unpack(words)
-        if version == "gptq":  # stored less one: 0 as all ones, of which this makes 0 again
-            values = values + 1 & mask
+        if version == "gptq":  # stored less one, which made of 0 the largest value
+            values = (values + 1) & mask
         return values.byte()
 
     return dict(qweight=qweight, zeros=zeros, scales=Tensor.t)

@@ -44,11 +44,7 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
     """
     device = supported("--compile on", model.device.type, "cpu", "cuda")
     pack_linears(model, batch_size == 1)
-    for block in model.layers:
-        if hasattr(block.mlp, "mix"):
-            # Experts stay outside the graph, because each step runs different ones on different
-            # numbers of rows.
-            block.mlp.mix = torch.compiler.disable(block.mlp.mix)
+    leave_out_experts(model)
     if device == "cpu":
         compile_for_cpu(model)
     else:
@@ -59,18 +55,28 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
     torch._dynamo.config.recompile_limit = 64
     # Two sizes that are equal by chance, such as the mask's and H, may differ later.
     torch.fx.experimental._config.use_duck_shape = False
-    # The first forward makes the compiler compile all that follows. To the compiler, two tokens, or
-    # two rows, stand for any larger number: so one row of one token is run, then more of both.
+    # Code is compiled when it first runs. The compiler takes a size of 1 as fixed, and another as
+    # standing for all larger ones. So these two forwards have one of everything, then more.
     with torch.no_grad(), blame("--compile"):  # PyTorch raises an error if there is no compiler
         for lengths in progress([[1], [1, 1, CHUNK]], "compiling decode, prefill"):
             if batch_size is None:
+                # One row of one token; then two such rows, and a prompt.
                 rows = [Row([0] * CHUNK, 0, [0] * length) for length in lengths]
                 Runner(model, CHUNK, 16, kv_dtype).forward(rows)
             else:
+                # One token, and its logits; then a prompt, and the logits of two tokens.
                 slabs = StaticCache(model, batch_size, CHUNK, kv_dtype)
                 positions, layers = slabs.plan(0, max(lengths))
-                select = positions[0, :2].clone()  # one token's logits, then two tokens'
+                select = positions[0, :2].clone()
                 model(torch.zeros_like(positions), positions, layers, select)
+
+
+def leave_out_experts(model: Transformer) -> None:
+    """Keep experts outside the graph, because each step runs different ones on different numbers of
+    rows."""
+    for block in model.layers:
+        if hasattr(block.mlp, "mix"):
+            block.mlp.mix = torch.compiler.disable(block.mlp.mix)
 
 
 def compile_for_cpu(model: Transformer) -> None:
@@ -97,7 +103,8 @@ def compile_for_cuda(model: Transformer, batch_size: int | None) -> None:
     vars(model)["forward"] = torch.compile(model.forward, mode=mode)
 
 
-compiled = cache(torch.compile)  # at the first use, as it takes two seconds to import
+# torch.compile imports the compiler, which takes two seconds. So this runs at the first use.
+compiled = cache(torch.compile)
 
 
 # --- What the compiler does not see ---------------------------------------------------------------
@@ -223,7 +230,7 @@ def has_int4(q: Tensor) -> bool:
     N, half = q.shape
     if q.is_cpu:
         return N % 64 == 0 and "AVX512" in torch.backends.cpu.get_cpu_capability()
-    return q.is_cuda and N % 8 == half % 64 == 0
+    return q.is_cuda and N % 8 == 0 and half % 64 == 0
 
 
 def has_arithmetic(dtype: torch.dtype) -> bool:
@@ -288,10 +295,9 @@ class Int8Linear(PackedLinear):
     digit: x = s * (128 * high + low), where s is the row's largest absolute value / 16256. Every
     value is rounded to a multiple of s: the largest one in the row has 15 bits (sign included), and
     smaller ones have fewer, while bfloat16 gives every value 8 bits. Both digits go through one
-    integer product as separate rows.
-    For one token the second row is free: the time goes into reading the weights, which are half as
-    many bytes as in bfloat16. For many rows, twice the products at twice the speed cost about what
-    bfloat16 costs.
+    integer product as separate rows. For one token the second row is free: the time goes into
+    reading the weights, which are half as many bytes as in bfloat16. For many rows, twice the
+    products at twice the speed cost about what bfloat16 costs.
 
     Example: x = [1.0, -0.3], s = 1 / 16256: digits 127 | 0 and -38 | -13 (128 * -38 - 13 = -4877)
     """
@@ -302,10 +308,10 @@ class Int8Linear(PackedLinear):
         q = linear.qweight
         scales = linear.scales
         if scales.shape[1] > 1 or (linear.zeros != 128).any():
-            # The weights are stored in groups, or in 4 bits that no operator multiplies. They are
-            # rounded once more, to 8 bits with one scale per output channel. In float16 they would
-            # take twice the bytes. The second rounding costs little beside the first: for the
-            # bundled model in 4 bits, the KL divergence to the plain model grows by a hundredth.
+            # No operator multiplies weights in groups, or with zero points other than 128, which 4
+            # bits have. So they are rounded once more, to 8 bits with one scale per output channel.
+            # That costs little beside the first rounding: for the bundled model in 4 bits, the KL
+            # divergence to the plain model grows by a hundredth.
             q, scales, _ = round_to_nearest(linear.dequantize(), 8, linear.in_features)
         # These are no buffers, because .to(dtype) would round them.
         self.scales = scales.flatten()  # (N,)
@@ -351,6 +357,7 @@ class Int8WithoutVNNI(Int8Linear):
         return torch.ops.quantized.linear_prepack(q, None)
 
     def compute(self, rows: Tensor) -> Tensor:
+        # The operator takes floats, and makes bytes of them by adding 64: those of `rows` again.
         product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
         return product(rows.float() - 64, 1.0, 64, self.packed)
 
@@ -428,10 +435,11 @@ def dequantize(packed: Tensor, scales: Tensor, lanes: int = 32) -> Tensor:
     # This computes in int32, because the compiler does not vectorise uint8; with one shift for both
     # halves, because stacking them would be a second pass; and in float32, because compiled code
     # rounds to bfloat16 slowly.
-    q = packed.view(N // (2 * lanes), G, -1, 1, lanes).int()
+    q = packed.view(N // (2 * lanes), G, -1, 1, lanes).int()  # (blocks, G, K / G, 1, lanes)
     shifts = torch.arange(0, 8, 4, dtype=torch.int32)[:, None]  # the low half, then the high one
-    q = (q >> shifts & 15).permute(1, 2, 0, 3, 4).flatten(2)  # (G, K / G, N)
-    scale, zero = scales[:, :, None]
+    q = (q >> shifts) & 15  # (blocks, G, K / G, 2, lanes)
+    q = q.permute(1, 2, 0, 3, 4).flatten(2)  # (G, K / G, N)
+    scale, zero = scales[:, :, None]  # (G, 1, N) each
     return ((q - 8) * scale + zero).flatten(0, 1)
 
 
@@ -456,25 +464,26 @@ class HalfLinear(PackedLinear):
 
 # --- One sequence alone ---------------------------------------------------------------------------
 
-# 1) With AMX, one sequence in float32 is faster with plain weights. For one row and a matrix of
-# 4096 x 768, MKL takes 0.48 ms, and oneDNN with a packed weight 0.60. The 110m shape writes 47.6
-# tokens/s instead of 40.8. A prompt of 16 tokens takes 41 ms instead of 35, and one of 512 takes as
-# long as before. On AMD's processors MKL is slower than oneDNN.
-# 2) SLOW_ROW: oneDNN takes longer for one row than for six, as on AMD's Zen 4, which multiplies
-# bfloat16 but lacks AVX-VNNI. There one or two rows are filled up to six.
-# 3) LOOPS: there, and on processors with AVX2 alone such as AMD's Zen 3, a loop is faster than
-# oneDNN for one row. So in a model that runs one sequence at a time, LoopedLinear takes the place
-# of PackedLinear. The speed of one sequence, as a multiple of the speed with packed weights and
-# rows that are not filled up, is
-#                                    Zen 4: 110m   1b         1b      Zen 3: 110m   135m
-#                                           float  bfloat16   int8           float  float
-#     decoding, filled up to six            1.03   1.19       1.23
-#     decoding, LoopedLinear                1.38   1.40                      1.26   1.38
-#     a prompt (256; 512), LoopedLinear     0.96   0.96                      0.94   1.00
+# Decoding one sequence multiplies one row. On some processors oneDNN's product with a packed weight
+# is slow for one row. What is done about it depends on the processor:
+#     Intel with AMX   float32 weights stay plain (see form_of), and MKL multiplies them. The 110m
+#                      shape writes 47.6 tokens/s instead of 40.8, a prompt of 16 tokens takes 41 ms
+#                      instead of 35, and one of 512 as long as before. On AMD's, MKL is slower.
+#     SLOW_ROW         One row takes longer than six, so one or two are filled up to six. These are
+#                      AMD's Zen 4: they multiply bfloat16 but lack AVX-VNNI.
+#     LOOPS            If the model runs one sequence at a time, LoopedLinear takes the place of
+#                      PackedLinear. These are Zen 4, and processors with AVX2 alone (AMD's Zen 3).
+# Others with AVX-VNNI (Zen 5, Intel's) gain little from filling up, or lose. The speed of one
+# sequence, as a multiple of the speed with packed weights and rows that are not filled up:
+#                                          on a Zen 4                     on a Zen 3
+#                                          110m    1b         1b          110m    135m
+#                                          float   bfloat16   int8        float   float
+#     decoding, filled up to six           1.03    1.19       1.23
+#     decoding, LoopedLinear               1.38    1.40                   1.26    1.38
+#     a prompt (256; 512), LoopedLinear    0.96    0.96                   0.94    1.00
 # For int8, FBGEMM's product is not used: it decodes 1.07 times as fast as six rows by oneDNN, but
-# reads a prompt 0.80 times as fast. Processors with AVX-VNNI (Zen 5, Intel's) gain little from
-# filling up, or lose. LoopedLinear as it stands, inside its block, has run on a Zen 3 and a Zen 4
-# only.
+# reads a prompt 0.80 times as fast. LoopedLinear as it stands, inside its block, has run on a Zen 3
+# and a Zen 4 only.
 capabilities = torch.cpu.get_capabilities()
 AVX_VNNI = capabilities.get("avx_vnni")
 SLOW_ROW = capabilities.get("avx512_bf16") and not AVX_VNNI
@@ -513,9 +522,9 @@ def dot(weight: Tensor, row: Tensor) -> Tensor:
     pieces = -(-K // 4096)
     while K % pieces:
         pieces += 1
-    # This sum over one row is the row itself, so it changes nothing. But the compiler leaves such
-    # sums to PyTorch, and has to store the row for it. Otherwise it would compute the row, and the
-    # norm or silu that makes it, anew for each output channel.
+    # The cumulative sum over one row is the row itself, so this changes nothing. But the compiler
+    # leaves such sums to PyTorch, and has to store the row for it. Otherwise it would compute the
+    # row, and the norm or silu that makes it, anew for each output channel.
     row = row.cumsum(0)
     x = row.view(pieces, -1).float()
     products = weight.unflatten(1, (pieces, -1)).float() * x  # (N, pieces, K / pieces)
@@ -539,8 +548,8 @@ class CompiledBlocks(Blocks):
     1.9 times as long as Blocks in float32; in bfloat16 0.85 for 2 or 3 heads, and 1.4 for 4.
     """
 
-    # There are no copies, which would have to fit into the processor's cache, so few calls are
-    # best. With 2**21, a step takes as long as with Blocks.
+    # Blocks makes copies, which have to fit into the processor's cache, so it reads fewer bytes in
+    # one call. Here there are none, and few calls are best.
     max_bytes = 2**25
 
     def read(self, q: Tensor, group: Group) -> Tensor:

@@ -90,7 +90,6 @@ def num_groups(K: int, group_size: int) -> int:
     size = K if group_size == -1 else group_size
     if size < 2 or size % 2 or K % size:
         largest = K & -K  # the largest power of two that divides K
-        # Under torchrun, a rank checks its own share of the channels.
         raise ValueError(
             f"group_size {size} does not divide {K} input channels (under torchrun, one rank's "
             f"share of them) into groups of even size: try {largest}"
@@ -188,8 +187,7 @@ def quantize_model(
 
 
 def plain_linears(model: Transformer, group_size: int, skip: tuple) -> list[str]:
-    """Return the paths of the Linears to quantise, those of linears() that are not in `skip`, and
-    check that they can be.
+    """Return the paths of the Linears to quantise: those of linears() that are not in `skip`.
 
     Raises:
         ValueError: the model is quantised already, or the group size does not fit a Linear.

@@ -31,7 +31,6 @@ class Tokenizer:
 
     Attributes:
         vocab_size: the number of ids that can be decoded; the model's V may be larger.
-        bos_id, eos_id: None if the checkpoint has none.
         special: the text of each special token -> its id. Encoding recognises these texts, as
             Hugging Face does, and decoding leaves special tokens out, except marks of calls.
         prefix, suffix: the ids that encode() puts around a text, such as BOS.
@@ -58,12 +57,7 @@ class Tokenizer:
             # Without any names, sentencepiece's hold, as in llama2.c and llama.cpp.
             names = config or dict(bos_token="<s>", eos_token="</s>")
             self.config = config = {name: text_of(token) for name, token in names.items()}
-            # The texts of special tokens that the config names; some may not exist.
-            named = {config[name] for name in config if name.endswith("_token")}
-            extra = config.get("extra_special_tokens", [])  # a list, or tokens with names
-            others = [*config.get("additional_special_tokens", [])]
-            others += extra.values() if isinstance(extra, dict) else extra
-            named |= {text_of(token) for token in others}
+            named = special_texts(config)
             tokens: dict[int, JSON] = {}
             for i in sorted(added, key=int):
                 token = added[i]
@@ -72,12 +66,20 @@ class Tokenizer:
             read(path, tokens, named)
             # The marks of function calls are shown, as calls are found in the text.
             self._hidden = {i for text, i in self.special.items() if "tool_call>" not in text}
-            self.bos_id = self.special.get(config.get("bos_token", ""))
-            self.eos_id = self.special.get(config.get("eos_token", ""))
             template = self._read_template(path)
         self.template = template or PLAIN_TEMPLATE
         # With the plain template a model would go on and write the user's next turn.
         self.chat_stop = () if template else ("\n\n",)
+
+    @property
+    def bos_id(self) -> int | None:
+        """BOS, if the checkpoint has one."""
+        return self.special.get(self.config.get("bos_token", ""))
+
+    @property
+    def eos_id(self) -> int | None:
+        """EOS, if the checkpoint has one."""
+        return self.special.get(self.config.get("eos_token", ""))
 
     def encode(self, text: str, add_special: bool = True) -> Ids:
         """Turn text into ids, with BOS and EOS if the checkpoint asks for them.
@@ -158,13 +160,13 @@ class Tokenizer:
         self.vocab_size = max(vocab.values()) + 1
         tokens = backend.get_added_tokens_decoder()
         self.special = {token.content: i for i, token in tokens.items() if token.special}
-        # Its post-processor puts ids around a text. To find them, encode a letter: they are marked
-        # with 1.
+        # Its post-processor puts ids around a text. They have a 1 in the mask: 1 0 1 is the mask of
+        # BOS, a letter, EOS, and 1 1 if the vocabulary lacks the letter.
         letter = backend.encode("a")
-        marks = letter.special_tokens_mask
-        start = [*marks, 0].index(0)  # a vocabulary may lack the letter
+        mask = letter.special_tokens_mask
+        start = mask.index(0) if 0 in mask else len(mask)
         self.prefix = letter.ids[:start]
-        self.suffix = letter.ids[start + marks.count(0) :]
+        self.suffix = letter.ids[start + mask.count(0) :]
 
     def _read_slow(self, path: Path, added: dict[int, JSON], named: set) -> None:
         """Read tokenizer.model. The arguments are those of _read_fast."""
@@ -178,9 +180,9 @@ class Tokenizer:
         #   later   encodes what follows a special token; it puts the space too, unless `legacy` is
         #           off, as it is by default in LlamaTokenizer
         config = self.config
-        proto = file.read_bytes()
-        sp = sentencepiece.SentencePieceProcessor(model_proto=proto or b"?")
-        bare = sentencepiece.SentencePieceProcessor(model_proto=proto + b"\x1a\x02\x18\x00")
+        sp = sentencepiece.SentencePieceProcessor(model_file=str(file))
+        no_space = file.read_bytes() + b"\x1a\x02\x18\x00"
+        bare = sentencepiece.SentencePieceProcessor(model_proto=no_space)
         first = sp if config.get("add_prefix_space", True) else bare
         is_llama = config.get("tokenizer_class", "").startswith("LlamaTokenizer")
         later = first if config.get("legacy", not is_llama) else bare
@@ -196,14 +198,14 @@ class Tokenizer:
         # 3) A text begins with BOS unless the config says no.
         self.prefix = []
         self.suffix = []
-        if config.get("add_bos_token", True) and config.get("bos_token") in self.special:
-            self.prefix = [self.special[config["bos_token"]]]
-        if config.get("add_eos_token") and config.get("eos_token") in self.special:
-            self.suffix = [self.special[config["eos_token"]]]
-        # 4) sentencepiece would encode the text "<s>" as three characters, so these tokens are
-        # split off first; in reverse order "<|im_start|>" is tried before "<|im". (?!) finds none.
+        if config.get("add_bos_token", True) and self.bos_id is not None:
+            self.prefix = [self.bos_id]
+        if config.get("add_eos_token") and self.eos_id is not None:
+            self.suffix = [self.eos_id]
+        # 4) sentencepiece would encode the text "<s>" as three characters, so the texts of these
+        # tokens are found first. In reverse order "<|im_start|>" is tried before "<|im".
         patterns = [pattern_of(added[ids[text]]) for text in sorted(ids, reverse=True)]
-        pattern = re.compile(f"({'|'.join(patterns) or '(?!)'})")
+        pattern = re.compile(f"({'|'.join(patterns) or '(?!)'})")  # (?!) matches nothing
 
         def encode(text: str) -> Ids:
             # Because of the parentheses, every second part is what the pattern matched.
@@ -214,8 +216,8 @@ class Tokenizer:
                 result += later.encode(after)
             return result
 
-        # 5) The ids that sentencepiece does not decode: those between added tokens, which have no
-        # text, the added tokens, and the unknown.
+        # 5) The texts of ids that sentencepiece does not decode: those of added tokens. The ids
+        # between these have none, nor has the unknown token.
         texts = dict.fromkeys(range(len(pieces), self.vocab_size), "")
         texts |= {i: text for text, i in ids.items()}
         texts[sp.unk_id()] = ""
@@ -223,11 +225,11 @@ class Tokenizer:
 
         def decode(token_ids: Ids) -> str:
             text = ""
-            for known, run in groupby(token_ids, texts.get):
-                if known is None:
+            for is_known, run in groupby(token_ids, texts.__contains__):
+                if is_known:
+                    text += "".join(texts[i] for i in run)
+                else:  # at the beginning of a text, its space is dropped
                     text += (bare if text else first).decode([*run])
-                else:
-                    text += known * len([*run])
             return text
 
         self._encode = encode
@@ -239,11 +241,21 @@ class Tokenizer:
         if pointers(file):
             raise ValueError  # in its place, blame says that the file is a pointer
         template = file.read_text("utf-8") if file.is_file() else self.config.get("chat_template")
-        if isinstance(template, list):  # several templates with names
+        if template and isinstance(template, list):  # several templates with names
             templates = {entry["name"]: entry["template"] for entry in template}
-            template = templates and templates.get("default", NO_DEFAULT)
+            template = templates.get("default", NO_DEFAULT)
         # {% generation %} marks replies for training. Jinja lacks it, so it becomes {% with %}.
         return re.sub(r"({%[-+]?\s*(?:end)?)generation\b", r"\1with", template or "")
+
+
+def special_texts(config: JSON) -> set:
+    """Return the texts of special tokens that a config names. Some of them may not exist."""
+    extra = config.get("extra_special_tokens", [])
+    if isinstance(extra, dict):  # tokens with names
+        extra = extra.values()
+    others = [*config.get("additional_special_tokens", []), *extra]
+    named = {text for name, text in config.items() if name.endswith("_token")}
+    return named | {text_of(token) for token in others}
 
 
 def text_of(token: Any) -> Any:
@@ -358,13 +370,13 @@ class TextStream:
         begun = []  # where one may have begun
         for stop in self._stops:
             for i in range(len(held)):
-                # One that has ended earlier, within min_tokens, does not count later either.
-                is_new = i + len(stop) > len(self._held)
-                if held.startswith(stop, i) and is_new and can_stop:
-                    found.append(i)
-                elif stop.startswith(held[i:]) and stop != held[i:]:
+                if held.startswith(stop, i):
+                    # One that has ended earlier, within min_tokens, does not count later either.
+                    if can_stop and i + len(stop) > len(self._held):
+                        found.append(i)
+                elif stop.startswith(held[i:]) and not last:
                     begun.append(i)
-        cut = min(found if found or last else begun, default=len(held))
+        cut = min(found or begun, default=len(held))
         self.text += held[:cut]
         self._held = held[cut:]
         return new, bool(found)
