@@ -43,10 +43,10 @@ class Slab(LayerCache):
         new = encode(torch.cat((k, v), 1), self.kv.dtype)  # (B, 2 * K, T, stored_dim)
         # Not scatter_, which the compiler turns into a copy of the whole slab.
         self.kv.index_copy_(2, self.slots, new)
-        num_read = int(self.slots[-1]) + 1 if self.mask is None else self.mask.shape[3]
-        k, v = decode(self.kv[:, :, :num_read], q.dtype).chunk(2, 1)  # (B, K, S, H) each
         if self.mask is None:
-            return attend_to_prompt(q, k, v)
+            end = int(self.slots[-1]) + 1
+            return attend_to_prompt(q, *decode(self.kv[:, :, :end], q.dtype).chunk(2, 1))
+        k, v = decode(self.kv[:, :, : self.mask.shape[3]], q.dtype).chunk(2, 1)  # (B, K, S, H) each
         return attention(q, k, v, self.mask)
 
 
@@ -110,23 +110,25 @@ class StaticCache:
         new = self.slots[start:end]  # (T,)
         num_read = -(-end // BUCKET) * BUCKET  # rounded up
         is_long = is_long_prompt(new, end)
-        masks = {}
+        masks: dict = {}
         if not is_long or any(self.config.windows):
             masks = visible(self.config, new[None], self.slots[None, :num_read])
-        layers = []
-        for kv, window in zip(self.slabs, self.config.windows, strict=True):
-            needs_mask = not is_long or window
-            layers.append(Slab(kv, new, masks[window] if needs_mask else None))
+        if is_long:  # its layers without a window need no mask
+            masks[None] = None
+        layers = [
+            Slab(kv, new, masks[window])
+            for kv, window in zip(self.slabs, self.config.windows, strict=True)
+        ]
         return new.expand(self.batch_size, -1), layers
 
 
 # --- Attention of a long prompt -------------------------------------------------------------------
 
-# PyTorch's kernel for a CPU computes all pairs of a query and a key that a mask hides, and widens
-# the mask to the queries' dtype, which in a long text is more memory than the keys. Without a mask,
-# its causal form skips what no query sees. So the new tokens attend to themselves causally, and to
-# all that came before without a mask, and the two results are joined. For 512 new tokens and 4,096
-# keys that is 1.1 to 1.4 times as fast on a Zen 4; for 512 keys, or for fewer than 16 tokens, it is
+# With a mask, PyTorch's kernel for a CPU also computes what the mask hides, and it widens the mask
+# to the queries' dtype, which in a long text is more memory than the keys. Without a mask, its
+# causal form skips what no query sees. So the new tokens attend to themselves causally, and to all
+# that came before without a mask, and the two results are joined. For 512 new tokens and 4,096 keys
+# that is 1.1 to 1.4 times as fast on a Zen 4; for 512 keys, or for fewer than 16 tokens, it is
 # slower.
 LONG = 1024  # keys
 
@@ -140,9 +142,10 @@ def is_long_prompt(positions: Tensor, end: int) -> bool:
 def attend_to_prompt(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention of the last T of S tokens, without a mask.
 
-    Softmax over both sets of keys is a mean of the two results, weighted by the sums of their
-    exponentials. The weight of the earlier keys is e^p / (e^p + e^l) = sigmoid(p - l), where p and
-    l are the logarithms of the two sums.
+    Attention over two sets of keys is a mean of the two results, weighted by the softmax's sums of
+    exponentials. For each result the kernel returns the logarithm of its sum, here log_sum and
+    past_log_sum. So the weight of the past is
+    exp(past_log_sum) / (exp(past_log_sum) + exp(log_sum)) = sigmoid(past_log_sum - log_sum).
 
     Args:
         q: (B, N, T, H).
@@ -154,20 +157,20 @@ def attend_to_prompt(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     # 1) The new tokens among themselves. The causal operator wants a key head for each query head.
-    past = k.shape[2] - q.shape[2]
+    num_past = k.shape[2] - q.shape[2]
     copies = q.shape[1] // k.shape[1]
-    own_k = k[:, :, past:].repeat_interleave(copies, 1)  # (B, N, T, H)
-    own_v = v[:, :, past:].repeat_interleave(copies, 1)
-    y, y_sum = flash(q, own_k, own_v, is_causal=True)  # (B, N, T, H), (B, N, T) float32
-    if past == 0:
+    own_k = k[:, :, num_past:].repeat_interleave(copies, 1)  # (B, N, T, H)
+    own_v = v[:, :, num_past:].repeat_interleave(copies, 1)
+    y, log_sum = flash(q, own_k, own_v, is_causal=True)  # (B, N, T, H), (B, N, T) float32
+    if num_past == 0:
         return y
     # 2) The new tokens and what came before. Query heads become queries, as in model.attention.
     queries = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # (B, K, N / K * T, H)
-    z, z_sum = flash(queries, k[:, :, :past], v[:, :, :past])
-    z = z.reshape(y.shape)
+    past_y, past_log_sum = flash(queries, k[:, :, :num_past], v[:, :, :num_past])
+    past_y = past_y.reshape(y.shape)
     # 3) Both together, in the dtype of the sums.
-    weight = (z_sum.reshape(y_sum.shape) - y_sum).sigmoid()[..., None]  # (B, N, T, 1)
-    return torch.lerp(y.to(weight.dtype), z.to(weight.dtype), weight).to(y.dtype)
+    weight = (past_log_sum.reshape(log_sum.shape) - log_sum).sigmoid()[..., None]  # (B, N, T, 1)
+    return torch.lerp(y.to(weight.dtype), past_y.to(weight.dtype), weight).to(y.dtype)
 
 
 # --- How a key or a value is stored ---------------------------------------------------------------
@@ -191,8 +194,7 @@ def empty_layers(model: Transformer, kv_dtype: str, *shape: int) -> list[Tensor]
         stored_dim += 4
     shape = (*shape, stored_dim)
     try:
-        # new_empty allocates on the device of the tensor that it belongs to.
-        return [model.inv_freq.new_empty(shape, dtype=dtype) for _ in model.layers]
+        return [torch.empty(shape, dtype=dtype, device=model.device) for _ in model.layers]
     except RuntimeError as error:
         raise ValueError(
             f"no memory for a cache of {len(model.layers)} x {shape}, "

@@ -3,10 +3,10 @@
 One decoder covers Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, SmolLM3, Phi-3 and Phi-4,
 Granite 3, Gemma 3 and OLMo 2. They differ only in what Config holds: sizes, tied embeddings,
 biases, where norms stand, a sliding window, which layers have which rope, and experts in place of
-the feed-forward (experts.py puts those in). What is only a number is folded into the weights when a
-folder is read; see families.py. This file knows nothing about files, text, scheduling, or how a
-cache lays out its memory. Attention hands q, k and v to one layer of a cache and gets the attended
-values back, so one forward serves every cache.
+the feed-forward (experts.py puts those in). families.py folds constant factors, such as those of
+Granite 3, into the weights when a folder is read. This file knows nothing about files, text,
+scheduling, or how a cache lays out its memory. Attention hands q, k and v to one layer of a cache
+and gets the attended values back, so one forward serves every cache.
 
 Papers: Vaswani et al. 2017 (arXiv:1706.03762), Touvron et al. 2023 (Llama, arXiv:2302.13971),
 Su et al. 2021 (rope, arXiv:2104.09864), Ainslie et al. 2023 (grouped-query, arXiv:2305.13245).
@@ -66,9 +66,8 @@ class Config:
     mlp_only_layers: list = field(default_factory=list)  # indices of layers with a plain MLP
 
     def __post_init__(self) -> None:
-        # By default all layers see everything. An assignment would raise, as the dataclass is
-        # frozen.
-        vars(self)["windows"] = self.windows or (None,) * self.num_hidden_layers
+        # By default all layers see everything.
+        object.__setattr__(self, "windows", self.windows or (None,) * self.num_hidden_layers)
 
 
 class Transformer(nn.Module):
@@ -124,9 +123,9 @@ class Transformer(nn.Module):
             masks = visible(self.config, positions, positions)
             cache = [NoCache(masks[window]) for window in self.config.windows]
         x = self.embed(tokens)  # (B, T, D)
-        ropes = self.rope(positions)
-        for block, rope, layer in zip(self.layers, self.ropes, cache, strict=True):
-            x = block(x, *ropes[rope], layer)
+        rotations = self.rope(positions)
+        for block, which, layer in zip(self.layers, self.ropes, cache, strict=True):
+            x = block(x, *rotations[which], layer)
         if select is not None:
             x = x.flatten(0, 1)[select]  # (len(select), D)
         return self.lm_head(self.norm(x))
@@ -143,7 +142,7 @@ class Transformer(nn.Module):
         """For each rope, cosine and sine of each position's angles: (B, T) -> (B, 1, T, H/2)
         twice."""
         angles = [positions[:, None, :, None] * speeds for speeds in self.inv_freq]
-        return [(each.cos().to(self.dtype), each.sin().to(self.dtype)) for each in angles]
+        return [(angle.cos().to(self.dtype), angle.sin().to(self.dtype)) for angle in angles]
 
 
 class Block(nn.Module):
@@ -319,7 +318,11 @@ def visible(config: Config, q_pos: Tensor, k_pos: Tensor) -> dict[int | None, Te
     q_pos = q_pos.repeat(1, group)[:, None, :, None]  # (B, 1, N / K * T, 1)
     k_pos = k_pos[:, None, None, :]  # (B or 1, 1, 1, S)
     causal = k_pos <= q_pos  # (B, 1, N / K * T, S)
-    return {w: causal if w is None else causal & (k_pos > q_pos - w) for w in set(config.windows)}
+    masks = dict.fromkeys(config.windows, causal)
+    for window in masks:
+        if window is not None:
+            masks[window] = causal & (k_pos > q_pos - window)
+    return masks
 
 
 @dataclass

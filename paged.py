@@ -10,8 +10,8 @@ about requests or text. Papers: Kwon et al. 2023 (PagedAttention, arXiv:2309.061
 2023 (prefix sharing, arXiv:2312.07104). Read: BlockTable, BlockPool; then Row, Blocks, Runner.
 Next: scheduler.py.
 
-Rows that are attended together have B and T as everywhere. The whole forward has B = 1, and M new
-tokens, those of all rows. W is blocks per row, and R wanted logits.
+Shapes besides those of model.py: M new tokens of a whole forward, which has B = 1; W blocks of a
+row; R wanted logits. B and T count the rows that are attended together, and the tokens of each.
 
     ids      t h e   k i n g   i s      t h e   k i n g   h a t h        block_size = 4
     tables   [   2,   5,   1   ]        [   2,   5,   7,   3    ]
@@ -45,8 +45,8 @@ class BlockTable:
 
     blocks: list[int] = field(default_factory=list)  # enough for `length` tokens, perhaps for more
     length: int = 0  # tokens whose keys and values are in the blocks
-    # chain[0] is the salt. chain[i + 1] is a mark that stands for the whole text up to the end of
-    # the i-th full block; see BlockPool._key_of.
+    # chain[i] is a mark that stands for the whole text in the first i blocks, which are full.
+    # chain[0] is the salt. See BlockPool._key_of.
     chain: list[object] = field(default_factory=lambda: [None])
 
 
@@ -131,6 +131,7 @@ class BlockPool:
         table.length = end
         for i in range(len(table.chain) - 1, end // self.block_size):
             key = self._key_of(table, ids, i)
+            # If an equal block can be found already, that one stays in both dicts.
             block, mark = self._by_key.setdefault(key, (table.blocks[i], object()))
             self._keys[block] = key
             table.chain.append(mark)
@@ -175,17 +176,14 @@ class BlockPool:
         return [i for i in range(first, len(table.blocks)) if self.refs[table.blocks[i]] > 1]
 
     def _key_of(self, table: BlockTable, ids: list[int], i: int) -> tuple:
-        """The key of the i-th block of `ids`, where `table.chain` covers the i blocks before it.
-
-        It is a pair of what precedes the block and the tokens in it. What precedes it is given by
-        the mark of the block before it, or by the salt for the first block.
+        """The key of the i-th block of `ids`: the mark of the text before it, and its tokens.
 
         A mark is a plain object(), which equals only itself, so equal keys mean equal texts from
         the start. This is vLLM's hash chain with a dict in place of sha256. A dict compares the
         keys and not just their hashes, so a collision cannot serve one user another's text
         (CVE-2025-25183).
         """
-        return table.chain[-1], tuple(ids[i * self.block_size : (i + 1) * self.block_size])
+        return table.chain[i], tuple(ids[i * self.block_size : (i + 1) * self.block_size])
 
 
 # --- What the blocks hold -------------------------------------------------------------------------
@@ -241,11 +239,9 @@ class Group:
         config: the model's.
         positions: (B, T) int64, the new tokens' positions.
         key_positions: (B, S) int64, those of the keys, block after block; S = W * block size.
-        flat_table: (B, 2 * K, W) int64, the blocks of each row, once for each head, as indices into
-            a layer's kv with its first two dimensions flattened: block b of head h is at
-            h * blocks + b. They are in ascending order, except those of a long prompt, which are in
-            the order of the text. A shorter row's last block is there several times.
-        span: the blocks of all rows as one slice, if each follows the one before it; else None.
+        flat_table: (B, 2 * K, W) int64, where the blocks of `table` are in kv.flatten(0, 1), for
+            each head: block b of head h is at h * blocks + b.
+        span: the blocks of `table` as one slice, if each follows the one before it; else None.
         is_long: whether this is one row of a long prompt; see kv_cache.is_long_prompt.
         max_tokens: how many tokens of each row may have their masks made at once.
     """
@@ -260,8 +256,9 @@ class Group:
 
     @property
     def table(self) -> Tensor:
-        """(B, W) int64, the blocks of each row: those of head 0, to which nothing is added."""
-        return self.flat_table[:, 0]
+        """(B, W) int64, the blocks of each row, in ascending order; those of a long prompt are in
+        the order of its text. A shorter row's last block is there several times."""
+        return self.flat_table[:, 0]  # head 0, whose blocks are at 0 + b
 
     @cached_property
     def masks(self) -> dict[int | None, Tensor]:
@@ -294,10 +291,10 @@ class Blocks(LayerCache):
         arguments are (1, N, M, H) and (1, K, M, H)."""
         new = encode(torch.cat((k, v), 1)[0], self.kv.dtype)  # (2 * K, M, stored_dim)
         self.kv.flatten(1, 2).index_copy_(1, self.slots, new)
-        attended = []
         sizes = [group.positions.numel() for group in self.groups]
-        for group, queries in zip(self.groups, q[0].split(sizes, dim=1)):  # (N, B * T, H)
-            batch = queries.unflatten(1, group.positions.shape).transpose(0, 1)  # (B, N, T, H)
+        attended = []
+        for group, rows in zip(self.groups, q[0].split(sizes, dim=1)):  # (N, B * T, H)
+            batch = rows.unflatten(1, group.positions.shape).transpose(0, 1)  # (B, N, T, H)
             attended.append(self.read(batch, group).transpose(0, 1).flatten(1, 2))  # (N, B * T, H)
         return torch.cat(attended, 1)[None]  # (1, N, M, H)
 
@@ -311,10 +308,10 @@ class Blocks(LayerCache):
             (B, N, T, H).
         """
         k, v = side_by_side(self.kv, group, q.dtype).chunk(2, 1)  # (B, K, S, H) each
-        if group.is_long and self.window is None:
+        if group.is_long and self.window is None:  # one row, which needs no mask
             end = int(group.positions[0, -1]) + 1
             return attend_to_prompt(q, k[:, :, :end], v[:, :, :end])
-        if q.shape[2] > group.max_tokens:
+        if q.shape[2] > group.max_tokens:  # a mask of all its tokens would be too large
             return self.attend_in_pieces(q, k, v, group)
         return attention(q, k, v, group.masks[self.window])
 
@@ -379,19 +376,18 @@ class Runner:
     ) -> None:
         """Allocate the blocks of each layer; kv_dtype as in kv_cache.StaticCache."""
         K = model.config.num_key_value_heads
-        H = model.config.head_dim
         self.model = model
-        # packed.compile_model sets model.paged_layer where another class is faster.
-        self.layer_class = getattr(model, "paged_layer", self.layer_class)
         self.num_blocks = num_blocks
         self.block_size = block_size
         # The heads come first, because attention takes one head at a time, and reads its keys up to
         # twice as fast if they are contiguous.
         self.kv = empty_layers(model, kv_dtype, 2 * K, num_blocks, block_size)
-        # A GPU gets more, so that there are few calls; we have not measured that.
+        # packed.compile_model sets model.paged_layer where another class is faster.
+        self.layer_class = getattr(model, "paged_layer", self.layer_class)
+        # How many blocks one call attends to. Their keys are counted in the model's dtype, because
+        # int8 is decoded. A GPU gets more, so that there are few calls; we have not measured that.
         max_bytes = self.layer_class.max_bytes if model.device.type == "cpu" else 2**25
-        # Bytes are counted in the model's dtype, because int8 is decoded.
-        block_bytes = block_size * K * H * model.dtype.itemsize
+        block_bytes = block_size * K * model.config.head_dim * model.dtype.itemsize
         self.max_blocks = min(num_blocks, max_bytes // block_bytes)
 
     @torch.no_grad()
@@ -444,15 +440,13 @@ class Runner:
     def group(self, rows: list[Row]) -> Group:
         """Plan the attention of rows with equally many new tokens."""
         size = self.block_size
-        config = self.model.config
         device = self.model.device
         positions = torch.tensor([row.positions for row in rows], device=device)  # (B, T)
         is_long = len(rows) == 1 and is_long_prompt(positions, rows[0].positions.stop)
-        # 1) the blocks of each row that a token has reached; others may still hold an old NaN
+        # 1) the blocks of each row that a token has reached; others may still hold an old NaN.
+        # Shorter rows are filled up, with slots that count as positions which no query sees.
         used = [row.blocks[: row.num_blocks(size)] for row in rows]
         W = max(self.min_width, *map(len, used))
-        # Any block will do to fill up the shorter ones, as its slots count as positions that no
-        # query sees. But it must not hold an old NaN either.
         padded = [blocks + [self.filler(blocks)] * (W - len(blocks)) for blocks in used]
         table = torch.tensor(padded)  # (B, W)
         order = torch.arange(W).expand_as(table)  # the place of each block in its row's text
@@ -465,15 +459,17 @@ class Runner:
         # 3) how a layer reads them: as one slice, or by an index for each head
         has_gap = (table.flatten().diff() != 1).any()
         span = None if has_gap else slice(int(table[0, 0]), int(table[-1, -1]) + 1)
-        heads = torch.arange(2 * config.num_key_value_heads)[:, None] * self.kv[0].shape[1]
+        num_heads, num_blocks = self.kv[0].shape[:2]
+        heads = torch.arange(num_heads)[:, None] * num_blocks
         flat_table = (table[:, None] + heads).to(device)  # (B, 2 * K, W)
         # 4) how many tokens' masks are made at once
         max_tokens = max(1, self.max_pairs // key_positions.numel())
         key_positions = key_positions.flatten(1).to(device)  # (B, S)
+        config = self.model.config
         return Group(config, positions, key_positions, flat_table, span, is_long, max_tokens)
 
     def filler(self, blocks: list[int]) -> int:
-        """The block that fills up a row's table; flex.py has another."""
+        """The block that fills up a row's table: any without an old NaN; flex.py has another."""
         return blocks[-1]
 
     def wipe_new_blocks(self, rows: list[Row]) -> None:
@@ -511,11 +507,10 @@ def affordable_blocks(
     size = limits.block_size
     config = model.config
     # One row may have all blocks, and attention then copies all of them, one layer at a time. Each
-    # number, of a key and of a value, is copied in the model's dtype. In int8, each of the two
-    # takes up to 6 bytes more: 1 as int8, 4 as float32, and at most 1 for the scale, whose two
-    # copies take 8 bytes for H numbers.
-    copied = 2 * model.dtype.itemsize + (12 if limits.kv_dtype == "int8" else 0)
-    block_bytes = size * config.num_key_value_heads * config.head_dim * copied
+    # number is copied in the model's dtype; and if it is stored as int8, also as it is stored, as
+    # float32, and with at most a byte for its share of two copies of the scale.
+    copied = model.dtype.itemsize + (6 if limits.kv_dtype == "int8" else 0)
+    block_bytes = 2 * size * config.num_key_value_heads * config.head_dim * copied
     for each in models:
         one_block = Runner(each, 1, size, limits.kv_dtype)
         block_bytes += sum(kv.nbytes for kv in one_block.kv)

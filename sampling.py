@@ -34,7 +34,7 @@ class Token(NamedTuple):
 
 # --- The sampler ----------------------------------------------------------------------------------
 
-Batch = abc.Sequence["Sequence"]  # B of the class below: a list of them, or of a subclass
+Batch = abc.Sequence["Sequence"]  # B objects of class Sequence, below, or of a subclass
 
 
 def sample(logits: Tensor, batch: Batch) -> list[Token]:
@@ -93,7 +93,7 @@ def distribution(logits: Tensor, batch: Batch) -> Tensor:
     # 4) top-k, top-p, min-p, in the rows that have one of them
     filtered = [b for b, sequence in enumerate(batch) if sequence.filters]
     if len(filtered) == len(batch):
-        return keep_likeliest_fast(probs, params)  # without a copy of the rows
+        return keep_likeliest_fast(probs, params)  # the same as below, without a copy of the rows
     if filtered:
         probs[filtered] = keep_likeliest_fast(probs[filtered], [params[b] for b in filtered])
     return probs
@@ -109,7 +109,7 @@ def adjust_(scores: Tensor, sequence: "Sequence") -> None:
         scores.masked_fill_(is_forbidden.to(scores.device), -torch.inf)
     elif len(sequence.ids) < sequence.prompt_len + p.min_tokens:
         end_ids = [i for i in sequence.end_ids if i < len(scores)]
-        if len(end_ids) < len(scores):  # if every token ends the text, one has to be drawn anyway
+        if len(end_ids) < len(scores):  # else every token ends the text, and one has to be drawn
             scores[end_ids] = -torch.inf
     if p.logit_bias:
         ids = torch.tensor([*p.logit_bias], device=scores.device)
@@ -246,11 +246,11 @@ def scored(logits: Tensor, ids: Ids, batch: Batch) -> list[Token]:
     # One copy to the host for all numbers, because each copy waits for the GPU to finish. float32
     # holds ids up to 2**24.
     numbers = torch.cat((own, best.values, best.indices), 1).tolist()  # (B, 1 + 2k)
-    for b, (own_logprob, *both) in enumerate(numbers):
-        count = counts[b]
+    for b, count in enumerate(counts):
         if count is not None:
-            top_ids = map(int, both[k:])
-            tokens[b] = Token(ids[b], own_logprob, tuple(zip(top_ids, both[:count])))
+            own_logprob, *rest = numbers[b]
+            top_ids = map(int, rest[k:])
+            tokens[b] = Token(ids[b], own_logprob, tuple(zip(top_ids, rest[:count])))
     return tokens
 
 
@@ -290,8 +290,8 @@ def keep_likeliest_fast(probs: Tensor, params: list[SamplingParams]) -> Tensor:
     # 2) Filter.
     filtered = filter_ranked(ranked, params)
     kept = torch.zeros_like(probs).scatter_(1, ids, filtered)
-    # 3) Sort all of a row that may keep more than these: by its top_k, or because it keeps one as
-    # unlikely as the last of them, to which others may be equal that were not selected.
+    # 3) Sort all of a row that may keep more than these: because its top_k is larger, or because it
+    # keeps the last of them, or an equal one, so that tokens that were not selected may stay too.
     keeps_last = ((filtered > 0) & (ranked <= ranked[:, -1:])).any(-1).tolist()
     again = [b for b, p in enumerate(params) if keeps_last[b] or p.top_k > NUM_SELECTED]
     if again:
@@ -407,8 +407,8 @@ class Sequence:
         # What ends a text is no part of it, nor is a token that the structure does not allow.
         has_text = token.id not in self.end_ids and reason != "error"
         shown_id = token.id if has_text else None
-        can_stop = len(self.ids) > self.prompt_len + self.params.min_tokens
-        text, stopped = self._stream.push(shown_id, bool(reason), can_stop)
+        can_stop = len(self.ids) > self.prompt_len + self.params.min_tokens  # by a stop string
+        text, stopped = self._stream.push(shown_id, last=bool(reason), can_stop=can_stop)
         self.tokens.append(token._replace(text=text))
         self.times.append(time.perf_counter())
         self.finish_reason = "stop" if stopped else reason

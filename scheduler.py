@@ -230,23 +230,23 @@ class Engine:
         self.tokenizer = tokenizer
         self.proposer = proposer or Proposer()
         self.make_matcher = make_matcher
-        self.max_seq_len = limits.max_seq_len or self.config.max_position_embeddings
         self.max_num_seqs = limits.max_num_seqs
         needed = self.max_num_seqs * (1 + self.proposer.k)  # with less, a running one would wait
         chunk = CHUNK if model.device.type == "cpu" else 2048  # vLLM's figure; not measured by us
         budget = limits.max_num_batched_tokens or needed + chunk
         self.max_num_batched_tokens = check("max_num_batched_tokens", budget, int, needed)
         self.small_budget = limits.max_num_batched_tokens or needed + (limits.small_chunk or chunk)
+        longest = limits.max_seq_len or self.config.max_position_embeddings
         num_blocks = limits.num_blocks
         size = limits.block_size
         if num_blocks is None:
             models = [model, *self.proposer.models]
             num_logits = needed + MAX_SCORED  # at most, in a step
             affordable = affordable_blocks(models, limits, budget, num_logits)
-            num_blocks = min(affordable, self.max_num_seqs * -(-self.max_seq_len // size))
+            num_blocks = min(affordable, self.max_num_seqs * -(-longest // size))
         self.pool = BlockPool(num_blocks, size)
         # A sequence's last token is sampled and never run, so it needs no slot.
-        self.max_seq_len = min(self.max_seq_len, num_blocks * size + 1)
+        self.max_seq_len = min(longest, num_blocks * size + 1)
         shape = (num_blocks, size, limits.kv_dtype)
         self.runner = runner(model, *shape)
         self.proposer.runners = tuple(Runner(each, *shape) for each in self.proposer.models)
@@ -379,19 +379,21 @@ class Engine:
         is_decoding = any(job.tokens for job in self.running)
         budget = self.small_budget if is_decoding else self.max_num_batched_tokens
         batch: list[Job] = []
-        # 1) the running jobs, in line. Each that is later in line keeps a share of the budget. If
-        # blocks are short, the last in line gives its own back. So `running` shrinks at its end
-        # while `batch` grows, and a job in the batch is never preempted.
+        # 1) the running jobs, in line. Each of them is sure of a share of the budget. If blocks are
+        # short, the last in line gives its own back. So `running` shrinks at its end while `batch`
+        # grows, and a job in the batch is never preempted.
+        share = 1 + self.proposer.k
+        budget -= share * len(self.running)  # what is left beside the shares
         num_preempted = 0
         while len(batch) < len(self.running):
             job = self.running[len(batch)]
-            num_later = len(self.running) - len(batch) - 1
-            num_tokens = self._num_to_run(job, budget - num_later * (1 + self.proposer.k), batch)
+            num_tokens = self._num_to_run(job, budget + share, batch)
             if self._allocate(job, num_tokens):
-                budget -= num_tokens
+                budget += share - num_tokens
                 batch.append(job)
             else:
                 self._preempt_last()  # perhaps this job itself, which then is the last
+                budget += share
                 num_preempted += 1
         # 2) the waiting jobs, while there are budget and blocks, but not after a preemption
         while self.waiting and len(self.running) < self.max_num_seqs and not num_preempted:
@@ -399,9 +401,8 @@ class Engine:
             # Tokens that are found in the prefix cache do not run, so they would get no logits.
             ids = [] if job.scores_prompt else job.ids
             self.pool.reuse(job.table, ids)
-            num_cached = job.table.length
             if not job.num_scheduled:  # it has never run
-                job.cached = num_cached
+                job.cached = job.table.length
             num_tokens = self._num_to_run(job, budget, batch)
             if not num_tokens or not self._allocate(job, num_tokens):
                 self.pool.free(job.table)  # gives back what reuse() took
@@ -410,7 +411,7 @@ class Engine:
             insort(self.running, self.waiting.pop(0), key=place_in_line)
             batch.append(job)
             self.stats["prefix_cache_queries"] += len(ids)
-            self.stats["prefix_cache_hits"] += num_cached
+            self.stats["prefix_cache_hits"] += job.table.length
         return sorted(batch, key=run_order)
 
     def _num_to_run(self, job: Job, budget: int, batch: list[Job]) -> int:
@@ -427,7 +428,7 @@ class Engine:
         guesses = self.proposer.count(job)
         if known + guesses <= budget:
             return known + guesses
-        return min(known - 1, budget)  # 0 only for a waiting job
+        return min(known - 1, budget)  # never 0 for a running job, as schedule() keeps its share
 
     def _allocate(self, job: Job, num_tokens: int) -> bool:
         """Let a job run this many tokens in this step, and give it blocks for them. Returns False
@@ -471,7 +472,7 @@ class Engine:
             last known token and after each guess, (R, V).
         """
         ready: list[Job] = []
-        wanted = [split_logits[0][:0]]  # an empty one, as torch.cat needs at least one
+        wanted = [split_logits[0][:0]]  # none yet; torch.cat needs at least one tensor
         for job, logits in zip(batch, split_logits):
             if job.finish_reason:  # its logits, or those of another output, were NaN
                 continue
@@ -480,25 +481,22 @@ class Engine:
             # The guesses are not committed.
             end = min(job.table.length + job.num_scheduled, len(job.ids))
             self.pool.commit(job.table, job.ids, end)
-            if end < len(job.ids):  # the rest of a prompt comes in a later step
-                continue
-            # When a prompt has been computed, all outputs of its request begin.
-            outputs = [job] if job.tokens else self._fork(job)
-            for output in outputs:
-                ready.append(output)
-                wanted.append(logits[-1 - len(job.guess.ids) :])
+            if end == len(job.ids):  # else the rest of a prompt comes in a later step
+                # When a prompt has been computed, all outputs of its request begin.
+                outputs = [job] if job.tokens else self._fork(job)
+                ready += outputs
+                wanted += [logits[-1 - len(job.guess.ids) :]] * len(outputs)
         return ready, torch.cat(wanted)
 
     def _fork(self, job: Job) -> list[Job]:
         """Let the other outputs of a request begin, once its prompt has been computed. They share
         its blocks. Returns all outputs."""
         for other in job.request.outputs[1:]:
-            # An output beyond max_num_seqs gets this first token too, then waits without blocks.
-            line = self.waiting
             if len(self.running) < self.max_num_seqs:
                 other.table = self.pool.fork(job.table)
-                line = self.running
-            insort(line, other, key=place_in_line)
+                insort(self.running, other, key=place_in_line)
+            else:  # it gets its first token in this step too, then waits without blocks
+                insort(self.waiting, other, key=place_in_line)
         return job.request.outputs
 
     def _append(self, job: Job, tokens: list[Token]) -> None:
@@ -508,9 +506,8 @@ class Engine:
                 job.append(token)
                 self.stats["generation_tokens"] += 1
         job.guess = Guess()
-        # All guesses have run. The blocks of the accepted ones stay, and refused ones will be
-        # overwritten. commit() comes in the next step, because the draft has not run the last
-        # guess.
+        # The cache has all guesses, but only the accepted ones count. Their blocks are committed in
+        # the next step, as the draft's cache does not have the last guess yet.
         job.table.length += len(tokens) - 1
         if job.finish_reason:
             self._leave(job)
@@ -532,7 +529,7 @@ class Engine:
         """
         prompt = job.request.prompt_tokens
         start = job.table.length + 1
-        ids = job.ids[start : start + len(logits)]
-        prompt[:1] = [Token(job.ids[0])]  # nothing comes before it
-        # This replaces what was recorded before a preemption.
-        prompt[start:] = scored(logits[: len(ids)], ids, [job] * len(ids))
+        if start == 1:  # the prompt begins, perhaps once more after a preemption
+            prompt[:] = [Token(job.ids[0])]  # nothing comes before it
+        ids = job.ids[start : start + len(logits)]  # one less at the end of the prompt
+        prompt += scored(logits[: len(ids)], ids, [job] * len(ids))

@@ -32,9 +32,9 @@ from sampling import Token, distribution, draw, scored
 from scheduler import Guess, Job, Proposer
 from settings import check, supported
 
-# Each seed has one stream of random numbers, and each purpose takes its numbers from a range of its
-# own. The tokens use the places from 0, one each, and a text has at most 2**31 tokens. The ranges
-# of the guesses and of the tests of guesses begin here.
+# Each seed has one stream of random numbers. Number i draws token i of the output, number GUESS + i
+# draws a guess of that token, and number ACCEPT + i decides whether the guess is accepted. A text
+# has at most 2**31 tokens.
 GUESS = 2**32
 ACCEPT = 2**33
 
@@ -104,24 +104,24 @@ class Guesser(Proposer):
         chances = chances.flatten().cpu()  # one read by the host for all jobs
         u = torch.tensor([each.uniform(ACCEPT) for each in ahead], dtype=torch.float64)
         # 2) Accept.
-        accepted = []  # for each job, how many guesses
-        rest = []  # for each job, what the token after them is drawn from
+        counts = []  # for each job, how many guesses are accepted
+        rests = []  # for each job, what the token after them is drawn from
         parts = zip(jobs, p.split(sizes), chances.split(sizes), u.split(sizes))
         for job, job_p, job_chances, job_u in parts:
-            count, remaining = accept(job_p, job_chances, job.guess, job_u)
-            accepted.append(count)
-            rest.append(remaining)
+            count, rest = accept(job_p, job_chances, job.guess, job_u)
+            counts.append(count)
+            rests.append(rest)
             for i in range(len(job.guess.ids)):  # for summary()
                 self.offered[i] += 1
                 self.accepted[i] += i < count
         # 3) Draw one more token for each job, by the random number that plain decoding would use.
-        u_last = torch.tensor([job.uniform(count) for job, count in zip(jobs, accepted)])
-        last = draw(torch.stack(rest), u_last).tolist()
+        u_last = torch.tensor([job.uniform(count) for job, count in zip(jobs, counts)])
+        last_ids = draw(torch.stack(rests), u_last).tolist()
         # 4) Score the tokens that are kept.
         results = []
-        for job, part, count, token_id in zip(jobs, logits.split(sizes), accepted, last):
-            kept = [*job.guess.ids[:count], token_id]
-            results.append(scored(part[: count + 1], kept, [job] * len(kept)))
+        for job, job_logits, count, last_id in zip(jobs, logits.split(sizes), counts, last_ids):
+            kept = [*job.guess.ids[:count], last_id]
+            results.append(scored(job_logits[: count + 1], kept, [job] * len(kept)))
         return results
 
     def summary(self) -> str:
@@ -180,15 +180,14 @@ class NGram(Guesser):
         for job in jobs:
             state = self.states.setdefault(job, NGramState())
             # Python has about 2**20 characters. Two ids that share one can only cause a bad guess.
-            new_ids = job.ids[len(state.text) :]
-            new = "".join(chr(i % 2**20) for i in new_ids)
+            new = "".join(chr(i % 2**20) for i in job.ids[len(state.text) :])
             state.text += new
-            # 1) Judge the last guess by the tokens that came since.
-            if state.guess and new.startswith(state.guess):  # all of it was right
-                state.pause = 0
-            elif state.guess and not new.startswith(state.guess[0]):  # nothing was
+            # 1) Judge the last guess, if there was one, by the tokens that came since.
+            if not new.startswith(state.guess[:1]):  # nothing of it was right
                 state.pause = min(max(1, 2 * state.pause), LONGEST_PAUSE)
                 state.start = len(state.text) + state.pause
+            elif state.guess and new.startswith(state.guess):  # all of it was
+                state.pause = 0
             # 2) Guess, unless the job pauses.
             state.guess = ""
             if len(state.text) >= state.start:
@@ -242,10 +241,9 @@ class DraftModel(Guesser):
     def propose(self, jobs: list[Job]) -> None:
         if not self.k:
             return
-        # A job's first row is its known tokens that the draft's cache lacks. It begins one token
-        # early: if all guesses of the last step were accepted, the draft has not run the last of
-        # them. (Of guesses a b it ran a, to draw b.) Otherwise that token is written a second time,
-        # the same but for rounding.
+        # A job's first row is its known tokens that the draft's cache may lack. It begins one token
+        # before the model's row: of guesses a b the model has run both, and the draft only a, to
+        # draw b. Where the draft has that token, it is written again, the same but for rounding.
         rows = {}
         for job in jobs:
             start = max(job.table.length - 1, 0)

@@ -89,7 +89,7 @@ def read_constraint(constraint: JSON) -> tuple[Any, str]:
     Raises:
         ValueError: it has not one of the keys, a value of another type, or is too large.
     """
-    keys = " and ".join(check("it", constraint, dict))  # two keys are an unknown one
+    keys = " and ".join(check("it", constraint, dict))  # of two keys it makes an unknown one
     kind = supported("the key", keys, *KINDS)
     text = check(kind, constraint[kind], KINDS[kind])
     if text == []:
@@ -119,6 +119,7 @@ def vocabulary(tokenizer: Tokenizer, V: int, eos_ids: tuple[int, ...]) -> Any:
 
     pieces = token_bytes(tokenizer)
 
+    # The trie, made below, calls this function and reads some attributes of it.
     def spell(text: str) -> Ids:
         """Tokenize a text that must come next.
 
@@ -134,7 +135,6 @@ def vocabulary(tokenizer: Tokenizer, V: int, eos_ids: tuple[int, ...]) -> Any:
             return ids
         return trie.greedy_tokenize(text)
 
-    # llguidance calls this function, and reads these attributes of it.
     vars(spell).update(
         is_tokenizer_wrapper=True,
         tokens=pieces[: V + 1] + [b""] * (V + 1 - len(pieces)),
@@ -157,7 +157,7 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
 
     def bytes_of(piece: str) -> bytes:
         letters = piece.translate(BYTE_LEVEL)
-        # A piece with a character beyond \xff was added to the vocabulary as plain text.
+        # Where other characters are left, the piece was added to the vocabulary as plain text.
         if tokenizer.byte_level and not re.search("[^\0-\xff]", letters):
             return letters.encode("latin-1")
         byte = re.fullmatch("<0x(..)>", piece)  # sentencepiece's byte fallback

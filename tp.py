@@ -96,18 +96,16 @@ def shard(
         files["lm_head.weight"] = files["embed_tokens.weight"]
     for name, stored in files.items():
         *_, module, kind = name.split(".")  # "layers.0.self_attn.o_proj.weight"
-        dim = CUTS.get(module)
-        if dim is None:  # every rank reads all of it
-            continue
+        dim = CUTS.get(module)  # None: every rank reads all of it
         if dim == 1 and kind == "bias":  # rank 0 adds it
             files[name] = stored.changed(lambda bias: bias * (rank == 0))
-            continue
-        n = stored.empty.shape[dim]
-        # There can be fewer pieces than ranks: kv heads, or the only scale that a row of a
-        # quantised weight has. Then several ranks read the same piece.
-        pieces = min(world_size, c.num_key_value_heads if module in ("k_proj", "v_proj") else n)
-        i = rank * pieces // world_size
-        files[name] = stored.changed(partial(cut, dim, i, -(-n // pieces)))
+        elif dim is not None:
+            n = stored.empty.shape[dim]
+            # There can be fewer pieces than ranks: kv heads, or the only scale that a row of a
+            # quantised weight has. Then several ranks read the same piece.
+            pieces = min(world_size, c.num_key_value_heads if module in ("k_proj", "v_proj") else n)
+            i = rank * pieces // world_size
+            files[name] = stored.changed(partial(cut, dim, i, -(-n // pieces)))
     return share, files
 
 
@@ -148,12 +146,11 @@ def cut(dim: int, i: int, size: int, whole: Tensor) -> Tensor:
     return nn.functional.pad(piece, (0, size - piece.shape[-1])).movedim(-1, dim)
 
 
-# Collectives that torch.compile can put into a graph, and the name that PyTorch gives the group of
-# all ranks. Nothing may keep that group alive when join ends: its threads would outlive Python, and
-# now and then one of them would abort the process. Compiled code that asks the group for its name
-# keeps it alive, hence the constant. So do the default arguments of torch.distributed.nn's
-# functions, if that module is imported while the group exists. So it is imported above, before the
-# group is made.
+# Collectives that torch.compile can put into a graph. They take the group of all ranks by its name.
+# The name is a constant, because compiled code that asks the group for it would keep the group
+# alive after join. Then its threads outlive Python, and now and then one aborts the process.
+# (torch.distributed.nn would keep it alive too, if that were first imported while there is a group;
+# so it is imported above.)
 _ops = torch.ops._c10d_functional
 _world = "0"
 
@@ -270,12 +267,11 @@ def join(device: torch.device, args: Any = None) -> Iterator[Ranks]:
             with suppress(RuntimeError):  # the others may be gone
                 broadcast()
     except Exception as error:
-        # A rank that fails or is killed closes its connections. The next exchange of the others
-        # with it fails (an error of gloo), and they end as well. The first rank of each machine
-        # prints a line that says so, and machine.launch keeps the rest silent. But every rank
-        # prints an error of any other kind. All but the first rank of each machine wait 3 s before
-        # they do: if all ranks have the same error, the first has printed it by then, and torchrun
-        # has ended the others.
+        # If a rank fails or is killed, the others' next exchange with it fails by an error of gloo.
+        # Only the first rank of each machine prints that one; machine.launch keeps the rest silent.
+        # Any other error is printed by each rank that has it. If all of them have the same, one
+        # line is enough. So all but the first of each machine wait 3 s before they print it, and by
+        # then torchrun has ended them.
         if os.getenv("LOCAL_RANK", "0") != "0" and "gloo" not in str(error):
             time.sleep(3)
             sys.stderr = sys.__stderr__
@@ -318,7 +314,7 @@ def agree(args: Any) -> None:
     folder = facts.pop("checkpoint", None) or BUNDLED
     for file in folder.glob("*.[js]*"):  # .json, .jinja and .safetensors; not tokenizer.model
         facts[file.name] = zlib.crc32(file.open("rb").read(2**26))
-    first = broadcast(facts, 0).items()
+    first = broadcast(facts).items()
     for rank in range(1, dist.get_world_size()):
         theirs = broadcast(facts, rank).items()
         if theirs != first:

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 from functools import cache
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -25,6 +26,7 @@ from serving import COMPLETIONS, shared  # noqa: F401 (a fixture)
 from ways import plain
 
 import generate
+import kv_cache
 import llm
 import scheduler
 from checkpoint import load_model, suggested
@@ -521,7 +523,7 @@ def test_wrong_values(cli, tmp_path, monkeypatch):
         fails(cli(*words, stdin=None), "stdin is closed")
     fails(cli("--quantize", "int4", "--group-size", 24), "group_size 24 .* try")
     with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "new_empty", out_of_memory)
+        patch.setattr(kv_cache, "torch", SimpleNamespace(**vars(torch) | {"empty": out_of_memory}))
         for path in PATHS.values():
             fails(cli("--prompt", "a", "--max-seq-len", 500, *path), "no memory for a cache")
     prompt = "what " * TRAINED  # is not cut without a word
