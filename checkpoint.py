@@ -320,6 +320,7 @@ def locate_tensors(path: Path) -> Files:
         file = path / shard
         with blame(file), safe_open(file, "pt") as reader:
             for name in reader.keys():  # noqa: SIM118 (it is no dict)
+                # Of shards, a tensor that the index leaves out is not read.
                 if places.get(name, whole) == shard:
                     empty = reader.get_tensor(name).to("meta")  # maps the file, reads none of it
                     files |= entries(name, Stored(empty, partial(read_tensor, file, name)))
@@ -385,8 +386,8 @@ def unstack(path: list[str], stored: Stored) -> Files:
 
 
 def without_second_copy(config: Config, files: Files) -> Config:
-    """Drop an lm_head that is stored beside an embedding whose weight it shares, and return the
-    config. If the two differ, they are not shared, and the config that is returned says so.
+    """Where the config ties lm_head to the embedding and both are stored, drop lm_head if they are
+    equal. If they differ, return a config that does not tie them.
 
     Both are read, and neither is kept in memory.
     """
@@ -400,7 +401,8 @@ def without_second_copy(config: Config, files: Files) -> Config:
     return replace(config, tie_word_embeddings=False)
 
 
-# For models with post_norm: Hugging Face's names of norms -> ours.
+# For models with post_norm: Hugging Face's names of norms -> ours, which are Llama's. There
+# post_attention_layernorm is the one before the MLP. Each name is replaced once.
 OUTPUT_NORMS = dict(post_attention_layernorm="attention_output_norm",
     pre_feedforward_layernorm="post_attention_layernorm",
     post_feedforward_layernorm="mlp_output_norm")  # fmt: skip

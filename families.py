@@ -35,7 +35,7 @@ FAMILIES: dict[str, JSON] = dict(
     SmolLM3ForCausalLM=dict(num_key_value_heads=4, eos_token_id=128001, rope_theta=2e6,
         tie_word_embeddings=True, no_rope_layer_interval=4, max_position_embeddings=32768),
     Phi3ForCausalLM=dict(eos_token_id=32000, rms_norm_eps=1e-5, max_position_embeddings=4096),
-    # transformers takes a missing multiplier as 1.
+    # The file must have them, although transformers takes a missing multiplier as 1.
     GraniteForCausalLM=dict(eos_token_id=2, embedding_multiplier=None, attention_multiplier=None,
         residual_multiplier=None, logits_scaling=None),
     Gemma3ForCausalLM=dict(num_attention_heads=8, num_key_value_heads=4, head_dim=256,
@@ -43,23 +43,25 @@ FAMILIES: dict[str, JSON] = dict(
         tie_word_embeddings=True, rope_theta=1e6, rope_local_base_freq=1e4,
         sliding_window_pattern=6, query_pre_attn_scalar=256),
     Olmo2ForCausalLM=dict(eos_token_id=50279, rms_norm_eps=1e-5))  # fmt: skip
-# What a family does whatever its file says. Most are fields of model.Config. This file reads
+# What a family does whatever its file says. Most are fields of model.Config. The others:
 #   norm_offset    is added to the weights of norms
 #   root_of_width  whether embeddings are multiplied by the root of D
 #   partial_rope   whether rope may rotate a part of each head only
-# and the settings that say which layers have a window, where a family does not read them.
-NO_LAYERS = dict(use_sliding_window=False, layer_types=None)
-ALL_LAYERS = dict(use_sliding_window=True, max_window_layers=0)  # unless layer_types says otherwise
+#   NO_WINDOWS, ALL_WINDOWS   for families that do not read which layers have a window
+NO_WINDOWS = dict(use_sliding_window=False, layer_types=None)
+ALL_WINDOWS = dict(
+    use_sliding_window=True, max_window_layers=0
+)  # unless layer_types says otherwise
 FIXED: dict[str, JSON] = dict(
-    LlamaForCausalLM=NO_LAYERS, GraniteForCausalLM=NO_LAYERS,
-    MistralForCausalLM=ALL_LAYERS, MixtralForCausalLM=ALL_LAYERS | dict(layer_types=None),
-    Phi3ForCausalLM=ALL_LAYERS | dict(layer_types=None, partial_rope=True),
+    LlamaForCausalLM=NO_WINDOWS, GraniteForCausalLM=NO_WINDOWS,
+    MistralForCausalLM=ALL_WINDOWS, MixtralForCausalLM=ALL_WINDOWS | dict(layer_types=None),
+    Phi3ForCausalLM=ALL_WINDOWS | dict(layer_types=None, partial_rope=True),
     Qwen2ForCausalLM=dict(qkv_bias=True, o_bias=False),
     Qwen3ForCausalLM=dict(qk_norm=True),
     Qwen3MoeForCausalLM=dict(qk_norm=True, max_window_layers=0, layer_types=None),
-    Gemma3ForCausalLM=ALL_LAYERS | dict(qk_norm=True, post_norm=True, gelu=True, norm_offset=1.0,
+    Gemma3ForCausalLM=ALL_WINDOWS | dict(qk_norm=True, post_norm=True, gelu=True, norm_offset=1.0,
         root_of_width=True),
-    Olmo2ForCausalLM=NO_LAYERS | dict(wide_qk_norm=True, pre_norm=False, post_norm=True),
+    Olmo2ForCausalLM=NO_WINDOWS | dict(wide_qk_norm=True, pre_norm=False, post_norm=True),
 )  # fmt: skip
 # Settings that only some families read, those that have them in FAMILIES; and their types.
 OWN = dict(embedding_multiplier=float, attention_multiplier=float, residual_multiplier=float,

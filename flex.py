@@ -91,5 +91,5 @@ class FlexRunner(Runner):
             kv.zero_()  # the kernel computes with all slots of a block
 
     def filler(self, blocks: list[int]) -> int:
-        """The last block of all, as the kernel must not meet a used block twice."""
+        """The extra block, which no query sees. One of the row's own would be seen twice."""
         return self.num_blocks

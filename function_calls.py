@@ -38,7 +38,7 @@ class Form(NamedTuple):
     close: re.Pattern
 
 
-# White space as a whole. Tried from each of its characters, 4,000 of them would take 0.3 s.
+# White space, from its beginning only. If each of 4,000 characters were tried, it would take 0.3 s.
 SPACE = r"(?:(?<!\s)\s+)?"
 OPEN = "<tool_call>"
 # The beginnings of OPEN, the longest first: the text so far can end within it.
@@ -194,9 +194,11 @@ def split_calls(text: str, tools: Tools, ended: bool) -> tuple[str, list[JSON]]:
         elif ended:
             shown += text[start:end]  # this is no call, so the tag is text
         else:
-            break  # it may still become a call
+            break  # it may still become a call, or it is none, which the end will tell
         start = end
-        tag = find(text, max(end, tag.start() + 1))  # an empty tag is not found twice
+        tag = find(
+            text, max(end, tag.start() + 1)
+        )  # llama3's tag can be empty, and is not found twice
     if ended or not tag:
         shown += text[start:]
     else:  # this tag is at the end, or its call is not complete

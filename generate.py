@@ -119,7 +119,7 @@ def command(args: Namespace, ranks: Ranks) -> int:
         cache = StaticCache(model, 1, sequence.max_len, engine_args.kv_dtype)
         say(told)
         return stream(sequence, generate(model, sequence, cache))
-    if "max_num_seqs" not in args:  # the cache is for what runs at once
+    if "max_num_seqs" not in args:  # the cache needs room for these
         engine_args = replace(engine_args, max_num_seqs=1 if args.chat else params.n)
     model, proposer = load_models(engine_args, ranks)
     if ranks.rank:
@@ -148,7 +148,8 @@ def read_prompt(args: Namespace, ranks: Ranks) -> str:
         raise ValueError("stdin is closed: use --prompt TEXT or --prompt-file FILE")
     if not file or ranks.rank:
         return args.prompt
-    with blame(file):  # the bytes, so that the ends of lines stay as they are
+    with blame(file):
+        # Bytes, because read_text would change the ends of lines.
         return sys.stdin.read() if file == "-" else Path(file).read_bytes().decode()
 
 
@@ -190,11 +191,11 @@ def stream(sequence: Sequence, steps: Iterator[Any]) -> int:
     if sequence.finish_reason == "length" and len(sequence.tokens) < sequence.params.max_tokens:
         say("the context is full")
     if sequence.tokens:
-        start, first, *later = sequence.times  # the first is when the sequence was made
+        made, first, *later = sequence.times  # when the sequence was made, and each of its tokens
         rate = len(later) / max(sequence.times[-1] - first, 1e-9)
         say(
             f"{len(sequence.tokens)} new tokens after {sequence.prompt_len} of the prompt, "
-            f"the first in {first - start:.3f} s, then {rate:.1f} tokens/s"
+            f"the first in {first - made:.3f} s, then {rate:.1f} tokens/s"
         )
     return 130 if sequence.finish_reason == "interrupted" else 0
 
@@ -234,7 +235,7 @@ def chat(engine: Engine, params: SamplingParams, system: str | None = None) -> i
         except SettingError as error:  # this message alone is too long
             say(f"error: {error}")
             continue
-        if len(turns) <= len(messages):
+        if turns[:-1] != messages:
             say("the context is full: the oldest turns are forgotten")
         status = stream(sequence, run_whole_steps(engine))
         if status:

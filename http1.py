@@ -8,8 +8,8 @@
     exchange.send({"answer": 42})   or, as often as there is news: send(event, content_type=EVENTS)
 
 It is strict: what a proxy in front of the server could read differently is refused. Python's own
-http.server accepts such requests. This file knows neither the engine nor what is answered. Read:
-Exchange.read_head, Exchange.read_body, Exchange.send.
+http.server accepts such requests. This file knows neither the engine nor what is answered; its
+errors are openai_api's. Read: Exchange.read_head, Exchange.read_body, Exchange.send.
 """
 
 import errno
@@ -26,7 +26,8 @@ from machine import say
 from openai_api import Problem, demand
 from settings import JSON, check
 
-# The first line of a request: method and path, a query (which is ignored), the version.
+# The first line of a request: method and path, a query (which is ignored), the version. Below,
+# [!->@-~] is any visible character but "?", and [!-9;-~] any but ":".
 REQUEST = r"([A-Z]+ [!->@-~]+)(?:\?[!-~]*)? (HTTP/1\.[01])\r\n"
 # A header. What a proxy could read differently is refused: bare line feeds, folded headers, a space
 # before the colon.
@@ -87,12 +88,14 @@ class Exchange:
             found = re.fullmatch(HEADER, line)
             if not found:
                 raise Problem(400, "a header is not `name: value`, CRLF")
-            self.headers[found[1]] = found[2].strip()  # keeps an earlier one of the same name
+            self.headers[found[1]] = found[2].strip(" \t")  # keeps an earlier one of the same name
             size += len(line)
             fits = size < 2**16 and len(self.headers) < 100
             demand(fits, 431, "the headers are over 64 KiB, or 100 in number")
         if version == "HTTP/1.0":
             del self.headers["Expect"]  # in 1.0 nothing can be said before the answer
+        else:
+            demand("Host" in self.headers, 400, "there is no Host")
 
     def read_json(self) -> JSON:
         """Read the body, which must be a JSON object."""
@@ -217,12 +220,14 @@ def listen_at(host: str, port: int) -> list[socket.socket]:
     get the same port; 0 means any free one. Raises OSError if the port is taken."""
     listeners = []
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    for family, *_, (ip, _, *more) in dict.fromkeys(found):  # some hosts name an address twice
+    for family, *_, address in dict.fromkeys(found):  # some hosts name an address twice
+        ip, _, *more = address  # in IPv6, two numbers follow the port
         try:
             listener = socket.create_server(
-                (ip, port, *more),  # in IPv6, two numbers follow the port
+                (ip, port, *more),
                 family=family,
-                dualstack_ipv6=family == socket.AF_INET6,  # with --host ::, IPv4 too
+                # With --host ::, IPv4 too. Without IPv6 in the kernel, True raises ValueError.
+                dualstack_ipv6=family == socket.AF_INET6 and socket.has_dualstack_ipv6(),
             )
         except OSError as error:
             # A name can have an IPv6 address where IPv6 is switched off.

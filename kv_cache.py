@@ -111,9 +111,10 @@ class StaticCache:
         num_read = -(-end // BUCKET) * BUCKET  # rounded up
         is_long = is_long_prompt(new, end)
         masks: dict = {}
+        # Of a long prompt, only the layers with a window need a mask.
         if not is_long or any(self.config.windows):
             masks = visible(self.config, new[None], self.slots[None, :num_read])
-        if is_long:  # its layers without a window need no mask
+        if is_long:
             masks[None] = None
         layers = [
             Slab(kv, new, masks[window])
@@ -221,7 +222,7 @@ def decode(stored: Tensor, dtype: torch.dtype) -> Tensor:
     as it is."""
     if stored.dtype != torch.int8:
         return stored
-    # view(float32) needs strides that are multiples of 4, so the scale is copied to be contiguous.
-    # A plain clone() of a single key would keep strides of H + 4 bytes.
+    # view(float32) needs strides that are multiples of 4, and H + 4 need not be one. So the scale
+    # is copied to be contiguous; a plain clone() of a single key would keep its stride.
     scale = stored[..., -4:].clone(memory_format=torch.contiguous_format).view(torch.float32)
     return (stored[..., :-4] * scale).to(dtype)

@@ -79,8 +79,8 @@ class LLM:
             for request in requests:
                 self.engine.submit(request)
             finished = (request for request in self.engine.run() if request.finished)
-            for _ in progress(requests, "generating"):
-                next(finished)  # runs the engine until one more has finished
+            for _ in progress(requests, "generating"):  # one turn for each that finishes
+                next(finished)
         except BaseException:  # Ctrl-C, at any line
             self.engine.reset()
             raise

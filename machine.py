@@ -61,7 +61,7 @@ def launch(program: str, argv: list | None, parse: Callable, run: Callable, join
     args = parse(argv)
     try:
         device = pick_device(getattr(args, "device", "auto"))
-        # If only one of torchrun's variables is set, join() says which are missing.
+        # Either variable can say that there are other ranks. If one is missing, join() says so.
         alone = os.getenv("RANK", "0") == "0" and os.getenv("WORLD_SIZE", "1") == "1"
         context = nullcontext(Ranks(device)) if alone else join(device, args)
         with context as ranks:
@@ -86,8 +86,8 @@ def ctrl_c_held_back() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-        # Call the handler, if there is one. If the signal were raised again instead, the server,
-        # which signal.set_wakeup_fd has told of it, would take it for a second one, and end.
+        # Call the handler, if there is one. Raising the signal again would tell the server of a
+        # second one, by signal.set_wakeup_fd, and at a second one it ends at once.
         for signum in pressed:
             if callable(before):
                 before(signum, None)
@@ -168,10 +168,10 @@ class Spinning:
     On an idle machine spinning is best, because the next operator comes within microseconds. But if
     another process takes a core, the threads that spin wait for one that does not run, and on two
     cores a step takes 3 to 7 times as long. PyTorch's OpenMP (libgomp) spins only while it has no
-    more threads than there are cores. So while other processes are busy, this class keeps threads
-    that do nothing, a second pool of them, and all go to sleep soon. The arithmetic is the same.
-    Tokens/s of one sequence on two cores of a Zen 4, idle, and busy with another process that never
-    waits:
+    more threads than there are cores. So while other processes are busy, this class keeps a second
+    pool, whose threads do nothing. Then libgomp has more threads than cores, and those that compute
+    soon sleep where they wait. The arithmetic is the same. Tokens/s of one sequence on two cores of
+    a Zen 4, idle, and busy with another process that never waits:
                                    idle     busy, spinning   busy, sleeping   idle, sleeping
         110m, float32, compiled     52            15               36               38
         135m, bfloat16              26             7               17               18
@@ -251,8 +251,8 @@ def free_memory(device: torch.device, root: Path = Path("/")) -> int:
     for limit, used in CGROUPS.items():
         file = root / "sys/fs/cgroup" / limit
         with suppress(OSError, ValueError):  # no such file; or "max", no limit
-            # This finds two lines, inactive_file and active_file, whose sum contains the cached
-            # files; in version 1, two more after them, which are the totals.
+            # The pattern finds inactive_file too; both together are the cached files. In version 1
+            # their totals come after them, so the last two count.
             cached = re.findall(r"active_file (\d+)", file.with_name("memory.stat").read_text())
             taken = int(file.with_name(used).read_text()) - sum(map(int, cached[-2:]))
             free.append(max(0, int(file.read_text()) - taken))

@@ -40,8 +40,8 @@ class Config:
     max_position_embeddings: int = 2048  # tokens: the longest context the model was trained for
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
-    rope_speeds: tuple = ()  # of each rope, its H/2 speeds; (): one plain rope; see families.py
-    ropes: tuple[int, ...] = ()  # which of them each layer has; (): the first
+    rope_speeds: tuple = ()  # for each rope, its H/2 speeds; (): a single plain rope
+    ropes: tuple[int, ...] = ()  # for each layer, the index of its rope; (): 0
     windows: tuple[int | None, ...] = ()  # per layer: tokens that a query sees, or None: all
     qkv_bias: bool = False
     o_bias: bool = False
@@ -72,8 +72,8 @@ class Config:
 
 class Transformer(nn.Module):
     """A decoder-only language model. Its parameters have the checkpoint's names, less the prefix
-    `model.`. Those of FusedLinear, of experts and of norms after a part have other names; see
-    checkpoint.py."""
+    `model.`. A FusedLinear, the experts and the norms after attention and feed-forward have other
+    names; see checkpoint.py."""
 
     inv_freq: Tensor
 
@@ -87,8 +87,9 @@ class Transformer(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
-        # In float32 on purpose: in bfloat16, positions past 256 would collide. `.to(dtype)` casts
-        # buffers too, so checkpoint.load_model computes this one again.
+        # In float32 on purpose: a product with bfloat16 would round the positions too, and those
+        # past 256 would collide. `.to(dtype)` casts buffers, so checkpoint.load_model computes this
+        # one again.
         self.register_buffer("inv_freq", rope_frequencies(config), persistent=False)
 
     @property

@@ -342,8 +342,9 @@ class Completion:
             if self.stream:
                 for choice in self.choices:
                     new = choice.take_new()
-                    for part in events_of(new) if new else []:
-                        yield self.json([part], self.fields["continuous_usage_stats"])
+                    if new:
+                        for part in events_of(new):
+                            yield self.json([part], self.fields["continuous_usage_stats"])
         if not self.stream:
             yield self.json([choice.take_new() for choice in self.choices], True)
         elif self.fields["include_usage"]:
@@ -377,7 +378,7 @@ class Choice:
         hidden: whether only the prompt is shown.
         taken: how many characters of the thought, characters of the answer, tokens with
             log-probabilities, and calls have been taken; None: nothing has been taken yet.
-        offset: characters in the texts of these tokens.
+        offset: characters in the texts of the tokens that have been taken.
         ended: whether the last part has been taken.
     """
 
@@ -419,18 +420,17 @@ class Choice:
         if self.hidden:
             text = ""
             tokens = []
+            reason = reason and "length"
         if self.ended or not (reason or thought or text or tokens or calls):
             return None
         self.taken = taken
         self.ended = bool(reason)
+        if is_first and job.params.prompt_logprobs:  # a completion with `echo`
+            prompt, prompt_tokens = self.echo()
+            text = prompt + text
+            tokens = prompt_tokens + tokens
         # 3) write it in OpenAI's form
-        message: JSON = {}
-        if is_first:
-            message = dict(role="assistant", refusal=None)
-            if job.params.prompt_logprobs:
-                prompt, prompt_tokens = self.echo()
-                text = prompt + text
-                tokens = prompt_tokens + tokens
+        message: JSON = dict(role="assistant", refusal=None) if is_first else {}
         if thought:
             message["reasoning_content"] = thought
         message["content"] = text
@@ -498,9 +498,9 @@ class Choice:
         likely: list[JSON | None] = []
         for sampled, top in rows:
             # The sampled token is in here even if it is unlikely, as in vLLM.
-            likely.append({each["token"]: each["logprob"] for each in (*top, sampled)})
-            if sampled["logprob"] is None:  # the first token of a prompt
-                likely[-1] = None
+            values = {each["token"]: each["logprob"] for each in (*top, sampled)}
+            is_scored = sampled["logprob"] is not None  # all but the first token of a prompt
+            likely.append(values if is_scored else None)
         texts = [token.text for token in tokens]
         ends = [*accumulate(map(len, texts), initial=self.offset)]
         self.offset = ends[-1]

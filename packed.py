@@ -103,7 +103,8 @@ def compile_for_cuda(model: Transformer, batch_size: int | None) -> None:
     vars(model)["forward"] = torch.compile(model.forward, mode=mode)
 
 
-# torch.compile imports the compiler, which takes two seconds. So this runs at the first use.
+# Compiles each function once, at its first use, as torch.compile takes two seconds to import the
+# compiler.
 compiled = cache(torch.compile)
 
 
@@ -222,6 +223,7 @@ def form_of(linear: nn.Module, alone: bool = False) -> "type[PackedLinear] | Non
     return None
 
 
+# Only x86 has it. Both forms of int8 need x86.
 HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines
 
 
@@ -480,7 +482,8 @@ class HalfLinear(PackedLinear):
 #                                          float   bfloat16   int8        float   float
 #     decoding, filled up to six           1.03    1.19       1.23
 #     decoding, LoopedLinear               1.38    1.40                   1.26    1.38
-#     a prompt (256; 512), LoopedLinear    0.96    0.96                   0.94    1.00
+#     a prompt of 256, LoopedLinear        0.96    0.96
+#     a prompt of 512, LoopedLinear                                       0.94    1.00
 # For int8, FBGEMM's product is not used: it decodes 1.07 times as fast as six rows by oneDNN, but
 # reads a prompt 0.80 times as fast. LoopedLinear as it stands, inside its block, has run on a Zen 3
 # and a Zen 4 only.

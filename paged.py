@@ -10,8 +10,8 @@ about requests or text. Papers: Kwon et al. 2023 (PagedAttention, arXiv:2309.061
 2023 (prefix sharing, arXiv:2312.07104). Read: BlockTable, BlockPool; then Row, Blocks, Runner.
 Next: scheduler.py.
 
-Shapes besides those of model.py: M new tokens of a whole forward, which has B = 1; W blocks of a
-row; R wanted logits. B and T count the rows that are attended together, and the tokens of each.
+The model runs one row of M new tokens, (1, M), those of all sequences one after another. Attention
+takes them apart again: B rows at a time, with T tokens each. W blocks of a row; R wanted logits.
 
     ids      t h e   k i n g   i s      t h e   k i n g   h a t h        block_size = 4
     tables   [   2,   5,   1   ]        [   2,   5,   7,   3    ]
@@ -105,7 +105,8 @@ class BlockPool:
             write, because the outputs of one prompt diverge within a shared block (copy-on-write).
 
         Example: block_size 4, blocks [7, 2], length 6, block 2 in two tables, end 10: the blocks
-            become [7, 0, 1], and (2, 0) is returned. If block 8 were free, 2 would be copied to 8.
+            become [7, 0, 1], and (2, 0) is returned. If block 8 were free, it would be taken in
+            place of 0, as it follows 7; see _take.
         """
         assert self.cost(table, end) <= len(self.available), "out of blocks"
         copies = []
@@ -293,8 +294,8 @@ class Blocks(LayerCache):
         self.kv.flatten(1, 2).index_copy_(1, self.slots, new)
         sizes = [group.positions.numel() for group in self.groups]
         attended = []
-        for group, rows in zip(self.groups, q[0].split(sizes, dim=1)):  # (N, B * T, H)
-            batch = rows.unflatten(1, group.positions.shape).transpose(0, 1)  # (B, N, T, H)
+        for group, queries in zip(self.groups, q[0].split(sizes, dim=1)):  # (N, B * T, H)
+            batch = queries.unflatten(1, group.positions.shape).transpose(0, 1)  # (B, N, T, H)
             attended.append(self.read(batch, group).transpose(0, 1).flatten(1, 2))  # (N, B * T, H)
         return torch.cat(attended, 1)[None]  # (1, N, M, H)
 
@@ -444,7 +445,8 @@ class Runner:
         positions = torch.tensor([row.positions for row in rows], device=device)  # (B, T)
         is_long = len(rows) == 1 and is_long_prompt(positions, rows[0].positions.stop)
         # 1) the blocks of each row that a token has reached; others may still hold an old NaN.
-        # Shorter rows are filled up, with slots that count as positions which no query sees.
+        # Shorter rows are filled up with another block. Its slots count as positions after the
+        # row's last token, which no query sees.
         used = [row.blocks[: row.num_blocks(size)] for row in rows]
         W = max(self.min_width, *map(len, used))
         padded = [blocks + [self.filler(blocks)] * (W - len(blocks)) for blocks in used]
@@ -507,8 +509,8 @@ def affordable_blocks(
     size = limits.block_size
     config = model.config
     # One row may have all blocks, and attention then copies all of them, one layer at a time. Each
-    # number is copied in the model's dtype; and if it is stored as int8, also as it is stored, as
-    # float32, and with at most a byte for its share of two copies of the scale.
+    # number of the copy has the model's dtype. If it is stored as int8, there are up to 6 bytes
+    # more: 1 as it is stored, 4 as float32, and 1 for its share of two copies of the scale.
     copied = model.dtype.itemsize + (6 if limits.kv_dtype == "int8" else 0)
     block_bytes = 2 * size * config.num_key_value_heads * config.head_dim * copied
     for each in models:

@@ -290,9 +290,10 @@ def keep_likeliest_fast(probs: Tensor, params: list[SamplingParams]) -> Tensor:
     # 2) Filter.
     filtered = filter_ranked(ranked, params)
     kept = torch.zeros_like(probs).scatter_(1, ids, filtered)
-    # 3) Sort all of a row that may keep more than these: because its top_k is larger, or because it
-    # keeps the last of them, or an equal one, so that tokens that were not selected may stay too.
-    keeps_last = ((filtered > 0) & (ranked <= ranked[:, -1:])).any(-1).tolist()
+    # 3) Sort all of a row that may keep more than these: one that keeps a token as unlikely as the
+    # last selected one, or whose top_k is larger.
+    pivot = ranked[:, -1:]
+    keeps_last = ((filtered > 0) & (ranked == pivot)).any(-1).tolist()
     again = [b for b, p in enumerate(params) if keeps_last[b] or p.top_k > NUM_SELECTED]
     if again:
         kept[again] = keep_likeliest(probs[again], [params[b] for b in again])
@@ -395,7 +396,7 @@ class Sequence:
             other.history = self.history + array("q", guesses)
         if self.matcher:
             other.matcher = self.matcher.deep_copy()
-            other.matcher.try_consume_tokens(guesses)  # stops at a guess that it does not allow
+            other.matcher.try_consume_tokens(guesses)  # up to one that it forbids, which is refused
         return other
 
     def append(self, token: Token) -> None:

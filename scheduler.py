@@ -379,21 +379,20 @@ class Engine:
         is_decoding = any(job.tokens for job in self.running)
         budget = self.small_budget if is_decoding else self.max_num_batched_tokens
         batch: list[Job] = []
-        # 1) the running jobs, in line. Each of them is sure of a share of the budget. If blocks are
-        # short, the last in line gives its own back. So `running` shrinks at its end while `batch`
-        # grows, and a job in the batch is never preempted.
+        # 1) the running jobs, in line. Each that is later in line is sure of a share of the budget.
+        # If blocks are short, the last in line gives its own back. So `running` shrinks at its end
+        # while `batch` grows, and a job in the batch is never preempted.
         share = 1 + self.proposer.k
-        budget -= share * len(self.running)  # what is left beside the shares
         num_preempted = 0
         while len(batch) < len(self.running):
             job = self.running[len(batch)]
-            num_tokens = self._num_to_run(job, budget + share, batch)
+            num_later = len(self.running) - len(batch) - 1
+            num_tokens = self._num_to_run(job, budget - share * num_later, batch)
             if self._allocate(job, num_tokens):
-                budget += share - num_tokens
+                budget -= num_tokens
                 batch.append(job)
             else:
                 self._preempt_last()  # perhaps this job itself, which then is the last
-                budget += share
                 num_preempted += 1
         # 2) the waiting jobs, while there are budget and blocks, but not after a preemption
         while self.waiting and len(self.running) < self.max_num_seqs and not num_preempted:
@@ -428,7 +427,8 @@ class Engine:
         guesses = self.proposer.count(job)
         if known + guesses <= budget:
             return known + guesses
-        return min(known - 1, budget)  # never 0 for a running job, as schedule() keeps its share
+        # Not 0 for a running job, whose share has room for one known token and all its guesses.
+        return min(known - 1, budget)
 
     def _allocate(self, job: Job, num_tokens: int) -> bool:
         """Let a job run this many tokens in this step, and give it blocks for them. Returns False
@@ -506,8 +506,8 @@ class Engine:
                 job.append(token)
                 self.stats["generation_tokens"] += 1
         job.guess = Guess()
-        # The cache has all guesses, but only the accepted ones count. Their blocks are committed in
-        # the next step, as the draft's cache does not have the last guess yet.
+        # The accepted guesses, all tokens but the last, are in the cache. The next step commits
+        # their blocks, as the draft's cache does not have the last guess yet.
         job.table.length += len(tokens) - 1
         if job.finish_reason:
             self._leave(job)

@@ -51,7 +51,7 @@ from scheduler import Engine, Request
 from settings import JSON, EngineArgs, SamplingParams, setting
 
 IDLE_S = 75  # seconds that a client may be silent, or take to read a part of an answer
-MAX_THREADS = 1028  # one for each of 1,024 connections, and four that serve them all
+MAX_THREADS = 1028  # one for each of 1,024 connections, and four others
 PAGE = settings.BUNDLED.parents[1] / "page.html"
 
 
@@ -95,7 +95,7 @@ class Server:
     """
 
     def __init__(self, engine: Engine, args: ServerArgs, listeners: list[socket.socket]) -> None:
-        """Args: listeners: where clients arrive; see listen_at. They wait for listen()."""
+        """Args: listeners: where clients arrive, even before listen() runs; see listen_at."""
         self.engine = engine
         self.args = args
         name = args.served_model_name or args.checkpoint.resolve().name
@@ -316,7 +316,7 @@ class Connection(Exchange):
 
     def send_snapshot(self) -> None:
         """Answer with the engine's state. Pages ask for it again and again; all that ask within a
-        tenth of a second share one snapshot, for which the first of them sends."""
+        tenth of a second share one snapshot, which the first of them causes."""
         server = self.server
         if time.monotonic() > server.snapshot_time + 0.1:
             server.snapshot_time = time.monotonic()
@@ -407,7 +407,7 @@ def command(flags: Namespace, ranks: Ranks) -> int:
     args = ServerArgs(**defaults | settings.given(ServerArgs, flags))
     if "" in (args.host, args.api_key):
         raise ValueError("--host and --api-key (or $KILOLM_API_KEY) must not be empty")
-    if args.cors and not re.fullmatch(r"\*|https?://[\w.:\[\]-]+", args.cors):
+    if args.cors and not re.fullmatch(r"\*|https?://[A-Za-z0-9.:\[\]-]+", args.cors):
         raise ValueError(f"--cors {args.cors}: must be like http://localhost:3000, or *")
     # First, as loading takes long, and the port may be taken. One rank serves.
     listeners = [] if ranks.rank else listen_at(args.host, args.port)

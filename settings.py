@@ -100,7 +100,7 @@ def check_fields(settings: Any) -> None:
             check(f.name, value, f.type, *f.metadata.get("range", ()))
         choices = f.metadata.get("flag", {}).get("choices")
         if choices:
-            supported(f.name, value, *choices, f.default)  # a default of None is no choice
+            supported(f.name, value, *choices, f.default)  # a default of None is not in choices
 
 
 def check_items(name: str, values: Any, kind: Any, *each: Any, max_len: int = 1024) -> tuple:
@@ -187,7 +187,7 @@ def without_nulls(raw: JSON) -> JSON:
 FILTERS = {"top_k", "top_p", "min_p"}  # drop tokens, but never the likeliest one
 PENALTIES = {"repetition_penalty", "presence_penalty", "frequency_penalty"}
 ADJUSTMENTS = PENALTIES | {"logit_bias", "min_tokens"}  # change logits
-# Not the distribution; or, the first two, in a way that the sampler handles separately.
+# These do not change the distribution; but for the first two, which the sampler handles separately.
 NOT_SHAPING = {
     "temperature", "structured_outputs", "seed", "n", "max_tokens", "logprobs", "prompt_logprobs",
     "stop", "stop_token_ids", "ignore_eos",
@@ -237,7 +237,7 @@ class SamplingParams:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         # Through vars, as the dataclass is frozen.
         vars(self).update(
-            # str, of which a list has been made, is there for the error's text.
+            # `stop` is no str here: that kind is only for the text of the error.
             stop=check_items("stop", stop, str | list | tuple, str, max_len=16),
             seed=None if self.seed == -1 else self.seed,
         )

@@ -64,10 +64,10 @@ def accept(p: Tensor, chances: Tensor, guess: Guess, u: Tensor) -> tuple[int, Te
     """
     for n, x in enumerate(guess.ids):
         if u[n] * guess.q[n] >= chances[n]:  # x is refused
+            # A guess that was certain has no probs: its q is 1 at x, and 0 elsewhere.
             q = guess.probs[n] if guess.probs else 0
             rest = (p[n] - q).clamp(min=0)
-            # Here p(x) < q(x). A guess that was certain has no probs: its q is 1 at x, 0 elsewhere.
-            rest[x] = 0
+            rest[x] = 0  # p(x) < q(x), or x would not be refused
             # Rounding can leave nothing of p - q.
             return n, torch.where(rest.any(), rest, p[n])
     return len(guess.ids), p[-1]
@@ -183,7 +183,7 @@ class NGram(Guesser):
             new = "".join(chr(i % 2**20) for i in job.ids[len(state.text) :])
             state.text += new
             # 1) Judge the last guess, if there was one, by the tokens that came since.
-            if not new.startswith(state.guess[:1]):  # nothing of it was right
+            if not new.startswith(state.guess[:1]):  # nothing was right; "" begins every text
                 state.pause = min(max(1, 2 * state.pause), LONGEST_PAUSE)
                 state.start = len(state.text) + state.pause
             elif state.guess and new.startswith(state.guess):  # all of it was
@@ -241,9 +241,10 @@ class DraftModel(Guesser):
     def propose(self, jobs: list[Job]) -> None:
         if not self.k:
             return
-        # A job's first row is its known tokens that the draft's cache may lack. It begins one token
-        # before the model's row: of guesses a b the model has run both, and the draft only a, to
-        # draw b. Where the draft has that token, it is written again, the same but for rounding.
+        # After a step with guesses a b, the model's cache has both, but the draft's only a, which
+        # it ran to draw b. So a job's first row here begins one token before the model's, at b.
+        # After other steps the draft has that token already. It is written again, the same but for
+        # rounding.
         rows = {}
         for job in jobs:
             start = max(job.table.length - 1, 0)
@@ -267,9 +268,7 @@ class DraftModel(Guesser):
             # 3) Keep the guesses. If a job may have one more, this guess is its next row.
             rows = {}
             for job, (token_id, chance), probs in zip(guessing, drawn, q):
-                # Where the draft's logits are NaN, so is the chance, and the job stops guessing.
-                # (At temperature 0 it is 1, and the model refuses the guess.)
-                if chance > 0:
+                if chance > 0:  # not if the draft's logits are NaN; then the job stops guessing
                     guess = job.guess
                     guess.ids.append(int(token_id))
                     guess.q.append(chance)

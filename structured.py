@@ -6,7 +6,7 @@ vocabulary's bytes in a trie. It walks the trie along the bytes that its parser 
 and returns a mask over V in tens of microseconds. The sampler removes the masked tokens before it
 applies any other setting (sampling.py).
 
-    schema   {"enum": ["on", "off"]}      text so far  "o          allowed  n  n"  f  ff  ff"
+    schema: {"enum": ["on", "off"]}    text so far: "o    allowed: n or n" or f or ff or ff"
 
 This file knows the tokenizer and does not know the sampler. Papers: Willard and Louf 2023
 (arXiv:2307.09702), Koo et al. 2024 (arXiv:2407.08103). Read: make_matcher, token_bytes. Next:
@@ -53,7 +53,8 @@ def make_matcher(tokenizer: Tokenizer, config: Config, constraint: JSON) -> Any:
         trie = vocabulary(tokenizer, config.vocab_size, tuple(sorted(ends)))
         if trie.decode_bytes(trie.tokenize_str(text)) != text.encode():
             raise ValueError("the tokenizer has no tokens for some of its characters")
-        # By default the parser allows 2,000 items at a time, so a choice of 2,000 words at most. It
+        # By default the parser allows 2,000 items at a time, so a choice of 2,000 words at most; a
+        # constraint cannot have more items than characters. It
         # also prepares a regex as far as a million units of fuel go, which takes a second and
         # 200 MB for (a{1000}){1000}; 100,000 units take a twentieth.
         limits = llguidance.LLParserLimits(max_items_in_row=MAX_LENGTH, initial_lexer_fuel=100_000)
@@ -89,7 +90,7 @@ def read_constraint(constraint: JSON) -> tuple[Any, str]:
     Raises:
         ValueError: it has not one of the keys, a value of another type, or is too large.
     """
-    keys = " and ".join(check("it", constraint, dict))  # of two keys it makes an unknown one
+    keys = " and ".join(check("it", constraint, dict))  # two keys are none of KINDS
     kind = supported("the key", keys, *KINDS)
     text = check(kind, constraint[kind], KINDS[kind])
     if text == []:
@@ -119,7 +120,6 @@ def vocabulary(tokenizer: Tokenizer, V: int, eos_ids: tuple[int, ...]) -> Any:
 
     pieces = token_bytes(tokenizer)
 
-    # The trie, made below, calls this function and reads some attributes of it.
     def spell(text: str) -> Ids:
         """Tokenize a text that must come next.
 
@@ -135,11 +135,13 @@ def vocabulary(tokenizer: Tokenizer, V: int, eos_ids: tuple[int, ...]) -> Any:
             return ids
         return trie.greedy_tokenize(text)
 
+    # llguidance takes what Hugging Face's tokenizers are: an object that it calls, and that has
+    # these attributes. A function can have them.
     vars(spell).update(
         is_tokenizer_wrapper=True,
         tokens=pieces[: V + 1] + [b""] * (V + 1 - len(pieces)),
         special_token_ids=[i for i in range(V + 1) if not tokenizer.is_text(i)],
-        eos_token_id=V,
+        eos_token_id=V,  # eos_token, below, goes before it
         bos_token_id=None,
     )
     wrapper: Any = spell

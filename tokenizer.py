@@ -54,9 +54,9 @@ class Tokenizer:
             ids = read_optional(path / "added_tokens.json")
             added = {i: {"content": text} for text, i in ids.items()}
         with blame(path):
-            # Without any names, sentencepiece's hold, as in llama2.c and llama.cpp.
-            names = config or dict(bos_token="<s>", eos_token="</s>")
-            self.config = config = {name: text_of(token) for name, token in names.items()}
+            # Without a config they are sentencepiece's, as in llama2.c and llama.cpp.
+            config = config or dict(bos_token="<s>", eos_token="</s>")
+            self.config = config = {name: text_of(token) for name, token in config.items()}
             named = special_texts(config)
             tokens: dict[int, JSON] = {}
             for i in sorted(added, key=int):
@@ -160,8 +160,8 @@ class Tokenizer:
         self.vocab_size = max(vocab.values()) + 1
         tokens = backend.get_added_tokens_decoder()
         self.special = {token.content: i for i, token in tokens.items() if token.special}
-        # Its post-processor puts ids around a text. They have a 1 in the mask: 1 0 1 is the mask of
-        # BOS, a letter, EOS, and 1 1 if the vocabulary lacks the letter.
+        # Its post-processor puts ids around a text. They have a 1 in the mask: that of BOS, a
+        # letter, EOS is 1 0 1. If the vocabulary lacks the letter, all ids count as prefix.
         letter = backend.encode("a")
         mask = letter.special_tokens_mask
         start = mask.index(0) if 0 in mask else len(mask)
@@ -174,13 +174,14 @@ class Tokenizer:
         if not file.is_file():
             raise ValueError("tokenizer.json is missing, and there is no tokenizer.model")
         # 1) sentencepiece. Most models put a space in front of a text.
-        #   bare    puts none: these four bytes set its normalizer_spec.add_dummy_prefix to False
-        #           (in a protocol buffer the last value wins)
+        #   bare    puts none
         #   first   encodes the beginning of a text
         #   later   encodes what follows a special token; it puts the space too, unless `legacy` is
         #           off, as it is by default in LlamaTokenizer
         config = self.config
         sp = sentencepiece.SentencePieceProcessor(model_file=str(file))
+        # These four bytes set normalizer_spec.add_dummy_prefix to False: in a protocol buffer the
+        # last value wins.
         no_space = file.read_bytes() + b"\x1a\x02\x18\x00"
         bare = sentencepiece.SentencePieceProcessor(model_proto=no_space)
         first = sp if config.get("add_prefix_space", True) else bare
@@ -212,6 +213,7 @@ class Tokenizer:
             start, *parts = pattern.split(text)
             result = first.encode(start)
             for token, after in zip(parts[::2], parts[1::2]):
+                # The match may have spaces that a token with lstrip or rstrip takes in.
                 result.append(ids[token if token in ids else token.strip()])
                 result += later.encode(after)
             return result
@@ -225,8 +227,8 @@ class Tokenizer:
 
         def decode(token_ids: Ids) -> str:
             text = ""
-            for is_known, run in groupby(token_ids, texts.__contains__):
-                if is_known:
+            for is_added, run in groupby(token_ids, texts.__contains__):
+                if is_added:
                     text += "".join(texts[i] for i in run)
                 else:  # at the beginning of a text, its space is dropped
                     text += (bare if text else first).decode([*run])
@@ -371,7 +373,8 @@ class TextStream:
         for stop in self._stops:
             for i in range(len(held)):
                 if held.startswith(stop, i):
-                    # One that has ended earlier, within min_tokens, does not count later either.
+                    # It must end in the new text. One that ended before, within min_tokens, does
+                    # not count.
                     if can_stop and i + len(stop) > len(self._held):
                         found.append(i)
                 elif stop.startswith(held[i:]) and not last:

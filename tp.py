@@ -147,10 +147,9 @@ def cut(dim: int, i: int, size: int, whole: Tensor) -> Tensor:
 
 
 # Collectives that torch.compile can put into a graph. They take the group of all ranks by its name.
-# The name is a constant, because compiled code that asks the group for it would keep the group
-# alive after join. Then its threads outlive Python, and now and then one aborts the process.
-# (torch.distributed.nn would keep it alive too, if that were first imported while there is a group;
-# so it is imported above.)
+# Compiled code that asked the group for its name would keep the group alive after join, and then
+# the group's threads now and then abort the process. (So would torch.distributed.nn, if it were
+# first imported while there is a group.)
 _ops = torch.ops._c10d_functional
 _world = "0"
 
@@ -178,7 +177,8 @@ def broadcast(message: Any = None, source: int = 0) -> Any:
             None at the end, and agree() sends a rank's settings.
         source: the rank that sends.
     """
-    data = torch.frombuffer(bytearray(json.dumps(message), "ascii"), dtype=torch.uint8).clone()
+    data = torch.frombuffer(bytearray(json.dumps(message), "ascii"), dtype=torch.uint8)
+    data = data.clone()  # which can be resized
     size = torch.tensor(len(data))
     dist.broadcast(size, source)
     dist.broadcast(data.resize_(int(size)), source)
@@ -267,11 +267,10 @@ def join(device: torch.device, args: Any = None) -> Iterator[Ranks]:
             with suppress(RuntimeError):  # the others may be gone
                 broadcast()
     except Exception as error:
-        # If a rank fails or is killed, the others' next exchange with it fails by an error of gloo.
-        # Only the first rank of each machine prints that one; machine.launch keeps the rest silent.
-        # Any other error is printed by each rank that has it. If all of them have the same, one
-        # line is enough. So all but the first of each machine wait 3 s before they print it, and by
-        # then torchrun has ended them.
+        # All ranks but the first of each machine are silent; see machine.launch. They stay so if
+        # another rank is lost, which is an error of gloo in all of them. Any other error may be
+        # this rank's alone, so it is printed; but after 3 s, because if the first rank has the same
+        # error, torchrun has ended this one by then.
         if os.getenv("LOCAL_RANK", "0") != "0" and "gloo" not in str(error):
             time.sleep(3)
             sys.stderr = sys.__stderr__

@@ -74,7 +74,7 @@ def test_what_must_be_the_same(folder, monkeypatch, name):
     act, message = DIFFERENCES[name]
     sent = []
 
-    def broadcast(facts, source):
+    def broadcast(facts, source=0):
         if source == len(sent):
             sent.append(json.loads(json.dumps(facts)))
         return sent[min(source, len(sent) - 1)]

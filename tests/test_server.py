@@ -193,6 +193,8 @@ def test_echo_shows_special_tokens(ask):
     assert "".join(choice.logprobs["tokens"]) == prompt
     ids = TOKENIZER.encode(prompt, add_special=False)  # as ids, there is no BOS to leave out
     assert ask(prompt=ids, echo=True, max_tokens=0).choices[0].text.strip() == prompt
+    hidden = ask(prompt=prompt, echo=True, max_tokens=0, logit_bias={"5": 100}, stop_token_ids=[5])
+    assert hidden.choices[0].reason == "length"  # not "stop", of a token that nobody sees
 
 
 def test_stop_at_a_special_token(ask):
@@ -623,8 +625,9 @@ def test_more_of_openais_http(local, monkeypatch):
     message = local.post(COMPLETIONS, body).fails(400, "logit_bias")
     assert "2003" in message and "500" in message and len(message) < 250
     monkeypatch.setattr(server_module, "load_models", None)  # or it would begin to serve
-    with pytest.raises(ValueError, match=r"--cors example.com: must be like http://"):
-        server_module.command(parse_args(["--cors", "example.com"]), Ranks(torch.device("cpu")))
+    for origin in ("example.com", "https://\u4f8b.jp"):  # headers have no such letters
+        with pytest.raises(ValueError, match=rf"--cors {origin}: must be like http://"):
+            server_module.command(parse_args(["--cors", origin]), Ranks(torch.device("cpu")))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "settings.VERSION"}
     version = VERSION
@@ -896,6 +899,7 @@ MALFORMED = {
     "one word": (b"GET\r\n\r\n", 400),
     "two words": (b"GET /\r\n\r\n", 400),
     "four words": (b"GET / HTTP/1.1 x\r\n\r\n", 400),
+    "no Host": (b"GET /health HTTP/1.1\r\n\r\n", 400),
     "two Hosts": (b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: a\r\n\r\n", 400),
     "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
     "HTTP/1.2": (b"GET / HTTP/1.2\r\n\r\n", 400),
@@ -921,6 +925,7 @@ MALFORMED = {
     "length astronomic": (request_bytes(head=f"Content-Length: {'9' * 5000}\r\n"), 411),
     "two forms": (request_bytes(b"0\r\n\r\n", f"Content-Length: 5\r\n{CHUNKED}"), 411),
     "twice in chunks": (request_bytes(b"0\r\n\r\n", CHUNKED * 2), 411),
+    "white space that is not HTTP's": (request_bytes(b"", CHUNKED.replace(" ", "\x0b")), 411),
     "coded": (request_bytes(b"", "Transfer-Encoding: gzip, chunked\r\n"), 411),
     **{f"chunks, {name}": (request_bytes(data, CHUNKED), status) for name, data, status in (
         ("no size", b"\r\n\r\n", 400), ("a sign", b"+2\r\n{}\r\n0\r\n\r\n", 400),
@@ -1341,6 +1346,12 @@ def test_a_name_with_an_address_that_is_switched_off(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: found)
     (listener,) = server_module.listen_at("localhost", 0)
     listener.close()
+    with monkeypatch.context() as patch:  # off in the kernel
+        patch.setattr(socket, "has_dualstack_ipv6", lambda: False)
+        address = (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", 0, 0, 0))
+        patch.setattr(socket, "getaddrinfo", lambda *args, **options: [address, found[1]])
+        for listener in server_module.listen_at("localhost", 0):
+            listener.close()
     found[1:] = []
     with pytest.raises(OSError, match="assign"):
         server_module.listen_at("localhost", 0)
