@@ -94,8 +94,6 @@ class Exchange:
             demand(fits, 431, "the headers are over 64 KiB, or 100 in number")
         if version == "HTTP/1.0":
             del self.headers["Expect"]  # in 1.0 nothing can be said before the answer
-        else:
-            demand("Host" in self.headers, 400, "there is no Host")
 
     def read_json(self) -> JSON:
         """Read the body, which must be a JSON object."""

@@ -899,7 +899,6 @@ MALFORMED = {
     "one word": (b"GET\r\n\r\n", 400),
     "two words": (b"GET /\r\n\r\n", 400),
     "four words": (b"GET / HTTP/1.1 x\r\n\r\n", 400),
-    "no Host": (b"GET /health HTTP/1.1\r\n\r\n", 400),
     "two Hosts": (b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: a\r\n\r\n", 400),
     "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
     "HTTP/1.2": (b"GET / HTTP/1.2\r\n\r\n", 400),
