@@ -47,11 +47,10 @@ FAMILIES: dict[str, JSON] = dict(
 #   norm_offset    is added to the weights of norms
 #   root_of_width  whether embeddings are multiplied by the root of D
 #   partial_rope   whether rope may rotate a part of each head only
-#   NO_WINDOWS, ALL_WINDOWS   for families that do not read which layers have a window
+# NO_WINDOWS and ALL_WINDOWS are for families that do not read use_sliding_window and
+# max_window_layers. With ALL_WINDOWS, layer_types counts, unless it is None here.
 NO_WINDOWS = dict(use_sliding_window=False, layer_types=None)
-ALL_WINDOWS = dict(
-    use_sliding_window=True, max_window_layers=0
-)  # unless layer_types says otherwise
+ALL_WINDOWS = dict(use_sliding_window=True, max_window_layers=0)
 FIXED: dict[str, JSON] = dict(
     LlamaForCausalLM=NO_WINDOWS, GraniteForCausalLM=NO_WINDOWS,
     MistralForCausalLM=ALL_WINDOWS, MixtralForCausalLM=ALL_WINDOWS | dict(layer_types=None),
@@ -63,7 +62,7 @@ FIXED: dict[str, JSON] = dict(
         root_of_width=True),
     Olmo2ForCausalLM=NO_WINDOWS | dict(wide_qk_norm=True, pre_norm=False, post_norm=True),
 )  # fmt: skip
-# Settings that only some families read, those that have them in FAMILIES; and their types.
+# Settings, with their types, that a family reads only if its entry in FAMILIES has them.
 OWN = dict(embedding_multiplier=float, attention_multiplier=float, residual_multiplier=float,
     logits_scaling=float, query_pre_attn_scalar=float, rope_local_base_freq=float,
     sliding_window_pattern=int, no_rope_layer_interval=int)  # fmt: skip
@@ -98,8 +97,8 @@ def complete(raw: JSON) -> JSON:
     family = FAMILIES[name]
     unread = (OWN.keys() | INTERNAL) - family.keys()
     read = {key: raw[key] for key in raw.keys() - unread}
-    # A null in the file takes the place of the family's default (in Mistral, of the window). Then
-    # it counts as left out.
+    # A null in the file removes the family's default (in Mistral, the window). Then the one of
+    # DEFAULTS counts, if there is one.
     given = without_nulls(family | read)
     for setting, kind in OWN.items():
         if setting in family:
@@ -113,7 +112,7 @@ def complete(raw: JSON) -> JSON:
 # --- Layers: windows and ropes --------------------------------------------------------------------
 
 
-def layer_settings(raw: JSON) -> JSON:
+def layer_settings(settings: JSON) -> JSON:
     """Return Config's `windows` and `ropes`, which say for each layer how many tokens a query sees
     (None: all of them), and which rope it has (0, or 1 for the second one).
 
@@ -122,47 +121,50 @@ def layer_settings(raw: JSON) -> JSON:
 
     Example: 3 layers, sliding_window 5, max_window_layers 1: windows (None, 5, 5), ropes ()
     """
-    layers = check("num_hidden_layers", raw["num_hidden_layers"], int, 1, 1024)
-    full = full_layers(raw)
+    layers = check("num_hidden_layers", settings["num_hidden_layers"], int, 1, 1024)
+    full = full_layers(settings)
     usual = ["full_attention" if i in full else "sliding_attention" for i in range(layers)]
-    kinds = raw.get("layer_types") or usual
+    kinds = settings.get("layer_types") or usual
     supported("the length of layer_types", len(kinds), layers)
-    sizes = dict(full_attention=None, sliding_attention=window(raw))
+    sizes = dict(full_attention=None, sliding_attention=window(settings))
     windows = tuple(choose("layer_types", kind, sizes) for kind in kinds)
     ropes: tuple[int, ...] = ()
-    if "rope_local_base_freq" in raw:  # Gemma 3: the second rope is that of layers with a window
+    if (
+        "rope_local_base_freq" in settings
+    ):  # Gemma 3: the second rope is that of layers with a window
         ropes = tuple(int(kind == "sliding_attention") for kind in kinds)
-    if "no_rope_layer_interval" in raw:  # SmolLM3: the second rope does not rotate
+    if "no_rope_layer_interval" in settings:  # SmolLM3: the second rope does not rotate
+        # Here `full` is layers_with_rope, whatever layer_types says.
         ropes = tuple(int(i not in full) for i in range(layers))
     return dict(windows=windows, ropes=ropes)
 
 
-def full_layers(raw: JSON) -> Sequence[int]:
+def full_layers(settings: JSON) -> Sequence[int]:
     """Return the layers that see everything, if the file has no layer_types."""
-    if "sliding_window_pattern" in raw:  # Gemma 3: the last layer of each group
-        every = raw["sliding_window_pattern"]
-        return range(every - 1, raw["num_hidden_layers"], every)
-    if "no_rope_layer_interval" in raw:  # SmolLM3: all that have rope
-        return layers_with_rope(raw)
-    return range(raw["max_window_layers"])
+    if "sliding_window_pattern" in settings:  # Gemma 3: the last layer of each group
+        every = settings["sliding_window_pattern"]
+        return range(every - 1, settings["num_hidden_layers"], every)
+    if "no_rope_layer_interval" in settings:  # SmolLM3: all that have rope
+        return layers_with_rope(settings)
+    return range(settings["max_window_layers"])
 
 
-def window(raw: JSON) -> int | None:
+def window(settings: JSON) -> int | None:
     """Return how many tokens a query sees in the layers that have a window; None: all of them."""
-    if not raw["use_sliding_window"]:  # Qwen2's files name a window all the same
+    if not settings["use_sliding_window"]:  # Qwen2's files name a window all the same
         return None
-    size = check("sliding_window", raw.get("sliding_window"), int | None)
-    if size and size >= check("context", raw["max_position_embeddings"], int):
+    size = check("sliding_window", settings.get("sliding_window"), int | None)
+    if size and size >= check("context", settings["max_position_embeddings"], int):
         return None  # as in Phi-4-mini; without a mask, long prompts are faster
     return size
 
 
-def layers_with_rope(raw: JSON) -> list[int]:
+def layers_with_rope(settings: JSON) -> list[int]:
     """Return the layers of SmolLM3 that have rope: all but every n-th, or those that the file marks
     with 1 in `no_rope_layers`, in spite of the name."""
-    layers = raw["num_hidden_layers"]
-    usual = [(i + 1) % raw["no_rope_layer_interval"] for i in range(layers)]
-    has_rope = check("no_rope_layers", raw.get("no_rope_layers", usual), list)
+    layers = settings["num_hidden_layers"]
+    usual = [(i + 1) % settings["no_rope_layer_interval"] for i in range(layers)]
+    has_rope = check("no_rope_layers", settings.get("no_rope_layers", usual), list)
     supported("the length of no_rope_layers", len(has_rope), layers)
     return [i for i in range(layers) if has_rope[i]]
 
@@ -175,7 +177,7 @@ ROPES: dict[str, tuple] = dict(default=(), linear=("factor",), longrope=(), yarn
     "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"))  # fmt: skip
 
 
-def complete_rope(raw: JSON) -> JSON:
+def complete_rope(settings: JSON) -> JSON:
     """Collect the settings of rope, with the defaults of its type, and check them.
 
     Newer files have one dict `rope_parameters`, and Gemma 3's in it one for each kind of layer;
@@ -183,20 +185,20 @@ def complete_rope(raw: JSON) -> JSON:
     `rope_scaling` wins, as in transformers.
     """
     # 1) What the file says.
-    given = check("rope", raw.get("rope_scaling", raw["rope_parameters"]), dict)
+    given = check("rope", settings.get("rope_scaling", settings["rope_parameters"]), dict)
     given = given.get("full_attention") or given
     rope = dict(
-        rope_theta=raw["rope_theta"],
-        partial_rotary_factor=raw["partial_rotary_factor"],
+        rope_theta=settings["rope_theta"],
+        partial_rotary_factor=settings["partial_rotary_factor"],
         rope_type=given.get("type", "default"),  # older files have `type` for `rope_type`
     )
     rope |= given
     original = "original_max_position_embeddings"
-    if original in raw:  # Phi-3's goes before the dict's, as in transformers
-        rope[original] = raw[original]
+    if original in settings:  # Phi-3's goes before the dict's, as in transformers
+        rope[original] = settings[original]
     # 2) The defaults of its type.
     kind = supported("rope_type", rope["rope_type"], *ROPES)
-    context = raw["max_position_embeddings"]
+    context = settings["max_position_embeddings"]
     if kind in ("yarn", "longrope"):
         rope = {original: context, "beta_fast": 32, "beta_slow": 1, "truncate": True} | rope
         check(original, rope[original], int, 2)
@@ -209,29 +211,31 @@ def complete_rope(raw: JSON) -> JSON:
     if kind == "llama3":
         check("high_freq_factor - low", rope["high_freq_factor"] - rope["low_freq_factor"], float)
     check("partial_rotary_factor", rope["partial_rotary_factor"], float, 0, 1)
-    if not raw.get("partial_rope"):
+    if not settings.get("partial_rope"):
         supported("partial_rotary_factor", rope["partial_rotary_factor"], 1.0)
     return rope
 
 
-def rope_settings(raw: JSON, rope: JSON) -> JSON:
+def rope_settings(settings: JSON, rope: JSON) -> JSON:
     """Return Config's `rope_theta`, `rope_speeds`, and the context, `max_position_embeddings`.
 
     Args:
         rope: see complete_rope.
     """
-    H = raw["head_dim"]
+    H = settings["head_dim"]
     dim = rotated_channels(rope, H)
     found = [speeds(rope, dim)]
-    if "rope_local_base_freq" in raw:  # Gemma 3: the rope of layers with a window is a plain one
-        parameters = raw["rope_parameters"].get("sliding_attention") or {}
-        theta = parameters.get("rope_theta", raw["rope_local_base_freq"])
+    if (
+        "rope_local_base_freq" in settings
+    ):  # Gemma 3: the rope of layers with a window is a plain one
+        parameters = settings["rope_parameters"].get("sliding_attention") or {}
+        theta = parameters.get("rope_theta", settings["rope_local_base_freq"])
         check("rope_local_base_freq", theta, float)
         found.append(speeds(dict(rope_type="default", rope_theta=theta), dim))
-    elif any(raw["ropes"]):  # SmolLM3: the second rope does not rotate
+    elif any(settings["ropes"]):  # SmolLM3: the second rope does not rotate
         found.append(0 * found[0])
     others = [0.0] * (H // 2 - dim // 2)  # the pairs that rope leaves as they are
-    context = raw["max_position_embeddings"]
+    context = settings["max_position_embeddings"]
     if rope["rope_type"] == "longrope":
         # In a longer text, all tokens would need other speeds, but keys in the cache keep theirs.
         context = min(context, rope["original_max_position_embeddings"])
@@ -313,31 +317,31 @@ def attention_factor(rope: JSON) -> float:
 # --- Numbers that are folded into the weights -----------------------------------------------------
 
 
-def fold_settings(raw: JSON, rope: JSON) -> JSON:
+def fold_settings(settings: JSON, rope: JSON) -> JSON:
     """Return Config's `embedding_multiplier`, and in its `folds` what `folded` needs: how many
     channels rope rotates, and factors. `folds` is {} if none of these changes a weight.
 
     Args:
         rope: see complete_rope.
     """
-    H = raw["head_dim"]
+    H = settings["head_dim"]
     query_factor = 1.0  # attention divides the products of queries and keys by the root of H
-    if "attention_multiplier" in raw:  # Granite multiplies by this instead
-        query_factor = raw["attention_multiplier"] * H**0.5
-    if "query_pre_attn_scalar" in raw:  # Gemma 3 divides by the root of this instead
-        query_factor = (H / raw["query_pre_attn_scalar"]) ** 0.5
+    if "attention_multiplier" in settings:  # Granite multiplies by this instead
+        query_factor = settings["attention_multiplier"] * H**0.5
+    if "query_pre_attn_scalar" in settings:  # Gemma 3 divides by the root of this instead
+        query_factor = (H / settings["query_pre_attn_scalar"]) ** 0.5
     folds = dict(
         rope_dim=rotated_channels(rope, H),
         query_factor=query_factor,
         rotated_factor=attention_factor(rope) ** 2,  # the square, as keys are left as they are
-        residual_factor=raw["residual_multiplier"],
-        logits_divisor=raw["logits_scaling"],
-        norm_offset=raw.get("norm_offset", 0.0),
+        residual_factor=settings["residual_multiplier"],
+        logits_divisor=settings["logits_scaling"],
+        norm_offset=settings.get("norm_offset", 0.0),
     )
     neutral = dict.fromkeys(folds, 1.0) | dict(rope_dim=H, norm_offset=0.0)
-    embedding_multiplier = raw["embedding_multiplier"]
-    if raw.get("root_of_width"):
-        embedding_multiplier = raw["hidden_size"] ** 0.5
+    embedding_multiplier = settings["embedding_multiplier"]
+    if settings.get("root_of_width"):
+        embedding_multiplier = settings["hidden_size"] ** 0.5
     return dict(embedding_multiplier=embedding_multiplier, folds={} if folds == neutral else folds)
 
 
@@ -372,7 +376,7 @@ def folded(config: Config, name: str, tensor: Tensor) -> Tensor:
     is_normed = config.qk_norm or config.wide_qk_norm
     if module == ("q_norm" if is_normed else "q_proj"):
         factors = query_factors(config, int(path[1])).to(x.device)
-        x = (x.t() * factors.repeat(len(x) // H)).t()  # row by row; of a bias, value by value
+        x = (x.t() * factors.repeat(len(x) // H)).t()  # by rows; a bias or norm has one dimension
     if module in ("o_proj", "down_proj"):
         x = x * folds["residual_factor"]
     if module == "norm":  # the last one, before lm_head

@@ -119,7 +119,7 @@ def command(args: Namespace, ranks: Ranks) -> int:
         cache = StaticCache(model, 1, sequence.max_len, engine_args.kv_dtype)
         say(told)
         return stream(sequence, generate(model, sequence, cache))
-    if "max_num_seqs" not in args:  # the cache needs room for these
+    if "max_num_seqs" not in args:  # the cache gets room for what runs at once
         engine_args = replace(engine_args, max_num_seqs=1 if args.chat else params.n)
     model, proposer = load_models(engine_args, ranks)
     if ranks.rank:
@@ -201,7 +201,8 @@ def stream(sequence: Sequence, steps: Iterator[Any]) -> int:
 
 
 def complete(engine: Engine, prompt: str, params: SamplingParams) -> int:
-    """Print n continuations of a prompt. They are made together and shown one after another."""
+    """Print n continuations of a prompt. The first call of run() makes all of them, and shows the
+    first one as it comes."""
     for i, sequence in enumerate(engine.add_request(prompt, params).outputs):
         if i:
             print("---")

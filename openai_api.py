@@ -103,7 +103,7 @@ class API:
         try:
             fields = translate(given, chat)
             tools = tools_of(fields, self.form) if chat else NO_TOOLS
-            restrict(fields, tools)
+            restrict(fields, tools)  # sets structured_outputs where a call is required
             params = self.sampling_params(fields, chat)
             prompts = [self.chat_ids(fields, tools)] if chat else split_prompts(fields)
             check("n", len(prompts) * params.n, int, 1, 256)  # for all prompts together
@@ -188,10 +188,11 @@ def translate(given: JSON, chat: bool) -> JSON:
 
         max_tokens, logprobs, structured_outputs   from fields that have other names in OpenAI's API
         include_usage, continuous_usage_stats      out of stream_options
-        prompt_logprobs                            with echo, the prompt is scored too
-        hidden                                     whether nothing is to be generated: max_tokens is
-                                                   0. The engine has to generate one token, which is
-                                                   not shown
+        prompt_logprobs                            whether the prompt is scored too: with echo. A
+                                                   body may not have this field
+        hidden                                     whether nothing is to be generated: with echo,
+                                                   and max_tokens is 0. The engine has to generate
+                                                   one token, which is not shown
 
     Raises:
         SettingError: a field has the wrong type, or asks for what is not supported.
@@ -241,7 +242,7 @@ def check_supported(fields: JSON, chat: bool) -> None:
         allowed["echo"] = False
     else:
         allowed |= dict(tools=[], tool_choice="auto")
-    if fields.get("tool_choice", fields.get("function_call")) == "none":  # then these do nothing
+    if fields.get("tool_choice", fields.get("function_call")) == "none":  # then tools do nothing
         fields = fields | dict(tools=[], functions=[], tool_choice="auto")
     for name, value in fields.items():
         if name in allowed:
@@ -557,4 +558,4 @@ def split_thought(text: str) -> tuple[str, str]:
     if before.strip():
         return "", text
     thought, _, answer = rest.partition(THINK_END)
-    return thought, before + answer  # `before` may have been sent already, so it stays
+    return thought, before + answer  # white space, which may have been sent already, stays

@@ -51,12 +51,13 @@ def make_matcher(tokenizer: Tokenizer, config: Config, constraint: JSON) -> Any:
             grammar = llguidance.grammar_from(kind, text)
         ends = tokenizer.eos_ids(config) & {*range(config.vocab_size)}
         trie = vocabulary(tokenizer, config.vocab_size, tuple(sorted(ends)))
+        # The output may have any character of the constraint, so each needs tokens.
         if trie.decode_bytes(trie.tokenize_str(text)) != text.encode():
             raise ValueError("the tokenizer has no tokens for some of its characters")
-        # By default the parser allows 2,000 items at a time, so a choice of 2,000 words at most; a
-        # constraint cannot have more items than characters. It
-        # also prepares a regex as far as a million units of fuel go, which takes a second and
-        # 200 MB for (a{1000}){1000}; 100,000 units take a twentieth.
+        # By default the parser allows 2,000 items at a time, so a choice of 2,000 words at most. A
+        # constraint has no more items than characters. By default the parser also prepares a regex
+        # as far as a million units of fuel go, which takes a second and 200 MB for
+        # (a{1000}){1000}; 100,000 units take a twentieth.
         limits = llguidance.LLParserLimits(max_items_in_row=MAX_LENGTH, initial_lexer_fuel=100_000)
         matcher = llguidance.LLMatcher(trie, grammar, log_level=0, limits=limits)
         matcher.compute_logit_bias()  # a constraint that no token can begin fails here
@@ -72,7 +73,7 @@ def make_matcher(tokenizer: Tokenizer, config: Config, constraint: JSON) -> Any:
 KINDS: JSON = dict(json=dict | str, regex=str, choice=list, grammar=str)  # key -> type of its value
 # The white space allowed in JSON. Without a limit, a weak model writes spaces until max_tokens.
 SPACES: Any = {"whitespace_pattern": "( |\n {0,20})?"}
-# In a regex, as in a schema's pattern, these mean ASCII, as in vLLM.
+# What these mean in a regex: ASCII, as in vLLM. llguidance does it in a schema's pattern.
 ASCII = dict(d="[0-9]", w="[0-9A-Za-z_]", s=r"[ \t\n\r\f\v]",
              D="[^0-9]", W="[^0-9A-Za-z_]", S=r"[^ \t\n\r\f\v]")  # fmt: skip
 # The longest schema, regex, choice or grammar, in characters. That is enough for a choice among
@@ -88,18 +89,18 @@ def read_constraint(constraint: JSON) -> tuple[Any, str]:
     """Check a constraint, and return its key and its value as a text for the compiler.
 
     Raises:
-        ValueError: it has not one of the keys, a value of another type, or is too large.
+        ValueError: it does not have exactly one of the keys, its value has another type, or it is
+            too large.
     """
-    keys = " and ".join(check("it", constraint, dict))  # two keys are none of KINDS
+    keys = " and ".join(check("it", constraint, dict))  # several make a name that is not in KINDS
     kind = supported("the key", keys, *KINDS)
-    text = check(kind, constraint[kind], KINDS[kind])
-    if text == []:
+    value = check(kind, constraint[kind], KINDS[kind])
+    if value == []:
         raise ValueError("the choice is empty")
     if kind == "regex":
-        text = re.sub(r"\\(.)", lambda found: ASCII.get(found[1], found[0]), text)
-    if not isinstance(text, str):
-        # llguidance crashes on an object that is nested too deeply. json.dumps raises.
-        text = json.dumps(text, ensure_ascii=False)
+        value = re.sub(r"\\(.)", lambda found: ASCII.get(found[1], found[0]), value)
+    # llguidance crashes on an object that is nested too deeply. json.dumps raises.
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     check("its length", len(text), int, 0, MAX_LENGTH)
     patterns = text.count('"pattern"') if "allOf" in text else 0
     check("the number of patterns beside an allOf", patterns, int, 0, MAX_PATTERNS)
@@ -141,7 +142,7 @@ def vocabulary(tokenizer: Tokenizer, V: int, eos_ids: tuple[int, ...]) -> Any:
         is_tokenizer_wrapper=True,
         tokens=pieces[: V + 1] + [b""] * (V + 1 - len(pieces)),
         special_token_ids=[i for i in range(V + 1) if not tokenizer.is_text(i)],
-        eos_token_id=V,  # eos_token, below, goes before it
+        eos_token_id=V,  # is needed, but eos_token, below, overrides it
         bos_token_id=None,
     )
     wrapper: Any = spell

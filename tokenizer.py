@@ -54,7 +54,7 @@ class Tokenizer:
             ids = read_optional(path / "added_tokens.json")
             added = {i: {"content": text} for text, i in ids.items()}
         with blame(path):
-            # Without a config they are sentencepiece's, as in llama2.c and llama.cpp.
+            # Without a config, BOS and EOS are sentencepiece's, as in llama2.c and llama.cpp.
             config = config or dict(bos_token="<s>", eos_token="</s>")
             self.config = config = {name: text_of(token) for name, token in config.items()}
             named = special_texts(config)
@@ -160,8 +160,9 @@ class Tokenizer:
         self.vocab_size = max(vocab.values()) + 1
         tokens = backend.get_added_tokens_decoder()
         self.special = {token.content: i for i, token in tokens.items() if token.special}
-        # Its post-processor puts ids around a text. They have a 1 in the mask: that of BOS, a
-        # letter, EOS is 1 0 1. If the vocabulary lacks the letter, all ids count as prefix.
+        # The file's post-processor puts ids around a text, and the mask has a 1 for each of them:
+        # for BOS, a letter and EOS it is 1 0 1. If the vocabulary lacks the letter, all ids count
+        # as prefix.
         letter = backend.encode("a")
         mask = letter.special_tokens_mask
         start = mask.index(0) if 0 in mask else len(mask)
@@ -230,7 +231,7 @@ class Tokenizer:
             for is_added, run in groupby(token_ids, texts.__contains__):
                 if is_added:
                     text += "".join(texts[i] for i in run)
-                else:  # at the beginning of a text, its space is dropped
+                else:  # `first` drops the space that it puts in front of a text
                     text += (bare if text else first).decode([*run])
             return text
 
@@ -241,7 +242,7 @@ class Tokenizer:
         """Return the chat template, which is empty if there is none."""
         file = path / "chat_template.jinja"
         if pointers(file):
-            raise ValueError  # in its place, blame says that the file is a pointer
+            raise ValueError  # blame finds the pointers of Git LFS, and says so
         template = file.read_text("utf-8") if file.is_file() else self.config.get("chat_template")
         if template and isinstance(template, list):  # several templates with names
             templates = {entry["name"]: entry["template"] for entry in template}
@@ -251,7 +252,8 @@ class Tokenizer:
 
 
 def special_texts(config: JSON) -> set:
-    """Return the texts of special tokens that a config names. Some of them may not exist."""
+    """Return the texts of special tokens that a config names. Some of them may not exist. Other
+    values may be among them (add_bos_token), which are no token's text."""
     extra = config.get("extra_special_tokens", [])
     if isinstance(extra, dict):  # tokens with names
         extra = extra.values()
@@ -327,8 +329,8 @@ class Detokenizer:
         # more. Bytes that are really invalid are returned as soon as other text follows.
         if text.endswith("\ufffd") and len(self._new) < 32 and not last:
             return ""
-        # The ids of this text are the next context. If they are only spaces, or have no text, the
-        # old context stays, and they join it if it has fewer than 8 ids.
+        # The next context is these ids, if their text has more than spaces. Otherwise the old
+        # context stays, and while it is shorter than 8 ids they are added to it.
         if text.strip():
             self._context = []
         if len(self._context) < 8:
