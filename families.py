@@ -129,9 +129,8 @@ def layer_settings(settings: JSON) -> JSON:
     sizes = dict(full_attention=None, sliding_attention=window(settings))
     windows = tuple(choose("layer_types", kind, sizes) for kind in kinds)
     ropes: tuple[int, ...] = ()
-    if (
-        "rope_local_base_freq" in settings
-    ):  # Gemma 3: the second rope is that of layers with a window
+    # Gemma 3: the second rope is that of layers with a window.
+    if "rope_local_base_freq" in settings:
         ropes = tuple(int(kind == "sliding_attention") for kind in kinds)
     if "no_rope_layer_interval" in settings:  # SmolLM3: the second rope does not rotate
         # Here `full` is layers_with_rope, whatever layer_types says.
@@ -225,9 +224,8 @@ def rope_settings(settings: JSON, rope: JSON) -> JSON:
     H = settings["head_dim"]
     dim = rotated_channels(rope, H)
     found = [speeds(rope, dim)]
-    if (
-        "rope_local_base_freq" in settings
-    ):  # Gemma 3: the rope of layers with a window is a plain one
+    # Gemma 3: the rope of layers with a window is a plain one.
+    if "rope_local_base_freq" in settings:
         parameters = settings["rope_parameters"].get("sliding_attention") or {}
         theta = parameters.get("rope_theta", settings["rope_local_base_freq"])
         check("rope_local_base_freq", theta, float)

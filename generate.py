@@ -217,7 +217,7 @@ def chat(engine: Engine, params: SamplingParams, system: str | None = None) -> i
     holds the earlier turns."""
     tokenizer = engine.tokenizer
     assert tokenizer
-    params = replace(params, n=1, stop=(params.stop + tokenizer.chat_stop)[:16])
+    params = replace(params, n=1).with_stop(tokenizer.chat_stop)
     messages = [{"role": "system", "content": system}] if system else []
     start = len(messages)
     status = 0

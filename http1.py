@@ -64,7 +64,11 @@ class Exchange:
     content_type = ""
 
     def __init__(self, client: socket.socket, max_body: int, cors: str | None) -> None:
-        """Args: cors: an origin whose pages may read the answer."""
+        """
+        Args:
+            max_body: the most bytes of a body.
+            cors: an origin whose pages may read the answer; None: of the server's own only.
+        """
         self.socket = client
         self.max_body = max_body
         self.cors = cors

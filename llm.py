@@ -10,7 +10,6 @@ files. Read: LLM, then load_models and make_engine.
 """
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +91,18 @@ class LLM:
         Args:
             messages: [{"role": "user", "content": "Hi"}, ...], or a list of such lists.
             changes: see generate.
+
+        Returns:
+            One finished request for each chat, in order.
+
+        Raises:
+            ValueError: the template refuses a chat, or see generate.
         """
         tokenizer = self.engine.tokenizer
         assert tokenizer
         chats = messages if messages and isinstance(messages[0], list) else [messages]
         params = SamplingParams(**suggested(self.checkpoint) | changes)
-        params = replace(params, stop=(params.stop + tokenizer.chat_stop)[:16])
+        params = params.with_stop(tokenizer.chat_stop)
         return self.generate([tokenizer.encode_chat(each) for each in chats], params)
 
 

@@ -16,7 +16,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -142,10 +142,9 @@ class API:
         check_ids("logit_bias", fields["logit_bias"], self.engine.config.vocab_size)
         defaults = vars(self.defaults) | dict(max_tokens=self.engine.max_seq_len if chat else 16)
         params = SamplingParams(**{name: fields.get(name, defaults[name]) for name in defaults})
-        # A structure ends by itself, and may contain the template's stop strings. The user's own
-        # come first, so that none of sixteen is dropped.
+        # A structure ends by itself, and may contain the template's stop strings.
         if chat and not params.structured_outputs:
-            params = replace(params, stop=(params.stop + self.tokenizer.chat_stop)[:16])
+            params = params.with_stop(self.tokenizer.chat_stop)
         return params
 
     def chat_ids(self, fields: JSON, tools: Tools) -> Ids:

@@ -10,7 +10,7 @@ import json
 from argparse import SUPPRESS
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -247,6 +247,11 @@ class SamplingParams:
         check_items("logit_bias", self.logit_bias, dict, int, 0)
         for i, bias in self.logit_bias.items():
             check(f"logit_bias[{i}]", bias, float, -100, 100)
+
+    def with_stop(self, more: tuple[str, ...]) -> "SamplingParams":
+        """Return these settings with more stop strings, as a chat template needs them. The user's
+        own come first, so that none of sixteen is dropped."""
+        return replace(self, stop=(self.stop + more)[:16])
 
     @property
     def shaping(self) -> set[str]:

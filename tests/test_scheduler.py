@@ -611,6 +611,10 @@ def test_free_memory(monkeypatch, tmp_path, system, ranks):
     assert free_memory(cpu, tmp_path) == free // int(ranks or 1)
     assert 2**20 < free_memory(cpu) < 2**50
     assert 2**20 < free_memory(cpu, tmp_path / "a system without /proc") < 2**50
+    old = tmp_path / "old" / "proc" / "meminfo"  # without the line, this was an IndexError
+    old.parent.mkdir(parents=True)
+    old.write_text("MemFree: 5 kB\n")
+    assert 2**20 < free_memory(cpu, tmp_path / "old") < 2**50
 
 
 @pytest.mark.parametrize(
