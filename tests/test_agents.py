@@ -125,7 +125,8 @@ def loop(request: pytest.FixtureRequest) -> Callable:
 def test_the_loop(scripted: Any, loop: Callable, stream: bool) -> None:
     local, bodies = scripted
     seen = loop(f"http://127.0.0.1:{local.port}/v1", stream)
-    assert seen["asked"] == [ROME, TWO, ROME]
+    # LangChain runs the two calls of a turn in threads, so either may come first.
+    assert seen["asked"] in ([ROME, TWO, ROME], [ROME, ROME, TWO])
     assert (seen["first"].strip(), seen["text"]) == ("Let me see.", SCRIPT[-1])
     assert [reason.replace("-", "_") for reason in seen["reasons"]] == [
         "tool_calls", "tool_calls", "stop"

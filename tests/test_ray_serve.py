@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,12 +19,14 @@ from urllib.request import Request, urlopen
 import openai
 import pytest
 from conftest import ROOT
-from serving import SHORT, alone, until
+from serving import SHORT, alone
+from serving import until as wait_until
 
 DEPLOY = ROOT / "deploy"
 PROMPT = SHORT["prompt"]
 # Ray averages over half a minute, and waits for ten before it ends a replica.
 SMALL = "--device cpu --dtype float32 --max-num-seqs 8"
+until = partial(wait_until, seconds=120)  # Ray starts and ends processes, beside other tests
 QUICK = {"metrics_interval_s": 0.5, "look_back_period_s": 1, "upscale_delay_s": 1,
          "downscale_delay_s": 2}  # fmt: skip
 
@@ -115,7 +118,7 @@ def ended(ray, reason, **headers):
     return sum(map(int, re.findall(rf'finished_reason="{reason}"}} (\d+)', text)))
 
 
-def stream(ray, tokens=900, **body):
+def stream(ray, tokens=300, **body):
     return ray.client.completions.create(
         model="shakespeare", prompt=PROMPT, max_tokens=tokens, stream=True,
         extra_body={"ignore_eos": True}, **body,
@@ -166,20 +169,20 @@ def test_two_replicas(module, ray):
         whole(ray, **session)
         assert ended(ray, "length", **session) == counts[-1] + 1
     assert counts != sorted(counts)  # they are of two replicas
-    until(lambda: len(processes()) == 2, 60)  # an earlier test's replica may still be stopping
+    until(lambda: len(processes()) == 2)  # an earlier test's replica may still be stopping
     before = processes()
     # What is killed here is the actor, whose server must not outlive it.
     child, actor = before.popitem()
     os.kill(actor, 9)
     sessions = [whole(ray, **{"X-Session-Id": str(i)}) for i in range(8)]
     assert sessions == [expected.text] * 8
-    until(lambda: child not in processes(), 10)
-    until(lambda: len(processes()) == 2, 60)
+    until(lambda: child not in processes())
+    until(lambda: len(processes()) == 2)
     # And here it is the server, whose actor says so when it is asked for its health.
     child, actor = processes().popitem()
     os.kill(child, 9)
-    until(lambda: len(processes()) == 2 and child not in processes(), 60)
-    until(lambda: whole(ray) == expected.text, 30)
+    until(lambda: len(processes()) == 2 and child not in processes())
+    until(lambda: whole(ray) == expected.text)
 
 
 @pytest.mark.slow
@@ -190,11 +193,11 @@ def test_draining(module, ray):
     with ThreadPoolExecutor(13) as pool:
         endings = [pool.submit(last, stream(ray)) for _ in range(12)]
         change = pool.submit(deploy, module, min_replicas=2, max_replicas=2, ranks=1, options=SMALL)
-        until(lambda: states(module)["STOPPING"], 30)
+        until(lambda: states(module)["STOPPING"])
         assert not any(each.done() for each in endings)
         assert [each.result() for each in endings] == ["length"] * 12
         change.result()
-    until(lambda: not old.keys() & processes().keys(), 20)
+    until(lambda: not old.keys() & processes().keys())
 
 
 @pytest.mark.slow
@@ -202,8 +205,8 @@ def test_scaling(module, ray):
     """A second replica that never comes, or never goes again; a client that has left, and whose
     request runs on."""
     deploy(module, max_replicas=2, target_ongoing_requests=1, **QUICK)
-    until(lambda: len(processes()) == 1, 60)
-    events = stream(ray, n=8)
+    until(lambda: len(processes()) == 1)
+    events = stream(ray, 900, n=8)
     next(events)
     events.close()
     until(lambda: ended(ray, "abort") == 8)
@@ -212,11 +215,11 @@ def test_scaling(module, ray):
         users = [pool.submit(lambda: [last(stream(ray)) for _ in iter(done.is_set, True)])
                  for _ in range(8)]  # fmt: skip
         try:
-            until(lambda: len(processes()) == 2, 60)
+            until(lambda: len(processes()) == 2)
         finally:
             done.set()
         assert {reason for user in users for reason in user.result()} == {"length"}
-    until(lambda: len(processes()) == 1, 60)
+    until(lambda: len(processes()) == 1)
 
 
 @pytest.mark.slow
@@ -224,14 +227,14 @@ def test_ranks(module, ray):
     """Ranks for which no cores are set aside; ranks that outlive their replica."""
     (expected,) = alone(**SHORT)
     deploy(module, ranks=2)
-    until(lambda: len(processes()) == 3, 60)  # torchrun, and two ranks
+    until(lambda: len(processes()) == 3)  # torchrun, and two ranks
     until(lambda: ray.cores() == 4 - 2)
     assert whole(ray) == expected.text
     old = processes()
     (actor,) = set(old.values()) - old.keys()
     os.kill(actor, 9)
-    until(lambda: not old.keys() & processes().keys(), 20)
-    until(lambda: len(processes()) == 3, 60)
+    until(lambda: not old.keys() & processes().keys())
+    until(lambda: len(processes()) == 3)
     assert whole(ray) == expected.text
     module.serve.delete("default")  # Ray kills what an actor has started, which is torchrun alone
-    until(lambda: not processes(), 20)
+    until(lambda: not processes())
