@@ -1,11 +1,12 @@
 """What differs between families of models: what config.json may leave out, and what is folded.
 
-A difference that is only a number is folded when a folder is read. Rope turns each pair of channels
-at a speed, so each method of extending rope is a list of speeds, and a layer without rope has
-speeds of 0. A factor on queries, residuals or logits is a factor on the weights that make these. So
-model.py has none of them. This file knows config.json's names for these numbers, and the names of
-the weights; it does not read files. Every family has been compared with `transformers`, logit by
-logit (tests/test_model.py). Read: FAMILIES, complete; then layer_settings, rope_settings, folded.
+A difference that is only a number is folded into speeds of rope or into weights when a folder is
+read, so model.py has none of them. Rope turns each pair of channels at a speed, so each method of
+extending rope is a list of speeds, and a layer without rope has speeds of 0. A factor on queries,
+residuals or logits is a factor on the weights that make these. This file knows config.json's names
+for these numbers, and the names of the weights; it does not read files. Every family has been
+compared with `transformers`, logit by logit (tests/test_model.py). Read: FAMILIES, complete; then
+layer_settings, rope_settings, folded.
 """
 
 import math
@@ -26,6 +27,9 @@ QWEN = dict(num_key_value_heads=32, max_position_embeddings=32768)
 FAMILIES: dict[str, JSON] = dict(
     LlamaForCausalLM=dict(eos_token_id=2),
     MistralForCausalLM=dict(MISTRAL, sliding_window=4096),
+    Ministral3ForCausalLM=dict(MISTRAL, head_dim=128, max_position_embeddings=262144,
+        rope_parameters=dict(rope_type="yarn", rope_theta=1e6, factor=16.0, mscale=1.0,
+            mscale_all_dim=1.0, original_max_position_embeddings=16384, llama_4_scaling_beta=0.1)),
     MixtralForCausalLM=dict(MISTRAL,  # without a window unless the file names one
         num_experts=8, num_experts_per_tok=2, rms_norm_eps=1e-5, rope_theta=1e6),
     Qwen2ForCausalLM=QWEN,
@@ -43,17 +47,19 @@ FAMILIES: dict[str, JSON] = dict(
         tie_word_embeddings=True, rope_theta=1e6, rope_local_base_freq=1e4,
         sliding_window_pattern=6, query_pre_attn_scalar=256),
     Olmo2ForCausalLM=dict(eos_token_id=50279, rms_norm_eps=1e-5))  # fmt: skip
-# What a family does whatever its file says. Most are fields of model.Config. The others:
+# What a family does whatever its file says: fields of model.Config, settings of config.json that it
+# does not read, and
 #   norm_offset    is added to the weights of norms
 #   root_of_width  whether embeddings are multiplied by the root of D
 #   partial_rope   whether rope may rotate a part of each head only
-# NO_WINDOWS and ALL_WINDOWS are for families that do not read use_sliding_window and
-# max_window_layers. With ALL_WINDOWS, layer_types counts, unless it is None here.
+# Most families do not read use_sliding_window and max_window_layers: NO_WINDOWS and ALL_WINDOWS
+# stand for them. A layer_types of None is not read either.
 NO_WINDOWS = dict(use_sliding_window=False, layer_types=None)
 ALL_WINDOWS = dict(use_sliding_window=True, max_window_layers=0)
 FIXED: dict[str, JSON] = dict(
     LlamaForCausalLM=NO_WINDOWS, GraniteForCausalLM=NO_WINDOWS,
     MistralForCausalLM=ALL_WINDOWS, MixtralForCausalLM=ALL_WINDOWS | dict(layer_types=None),
+    Ministral3ForCausalLM=ALL_WINDOWS | dict(layer_types=None),
     Phi3ForCausalLM=ALL_WINDOWS | dict(layer_types=None, partial_rope=True),
     Qwen2ForCausalLM=dict(qkv_bias=True, o_bias=False),
     Qwen3ForCausalLM=dict(qk_norm=True),
@@ -81,9 +87,10 @@ DEFAULTS: JSON = dict(num_hidden_layers=None, num_attention_heads=None, hidden_s
     max_position_embeddings=2048, rope_theta=1e4, partial_rotary_factor=1.0, rope_parameters={},
     embedding_multiplier=1.0, residual_multiplier=1.0, logits_scaling=1.0,
     quantization_config={})  # fmt: skip
-# Folders with images: the family of their text model, whose settings are in `text_config`.
-NESTED = dict(Mistral3ForConditionalGeneration="MistralForCausalLM",
-    Gemma3ForConditionalGeneration="Gemma3ForCausalLM")  # fmt: skip
+# Folders with images. The settings of their text model, with its type, are in `text_config`.
+NESTED = ("Mistral3ForConditionalGeneration", "Gemma3ForConditionalGeneration")
+TEXT_MODELS = dict(mistral="MistralForCausalLM", ministral3="Ministral3ForCausalLM",
+    gemma3_text="Gemma3ForCausalLM")  # fmt: skip
 
 
 def complete(raw: JSON) -> JSON:
@@ -92,8 +99,9 @@ def complete(raw: JSON) -> JSON:
     names = check("architectures", raw.get("architectures") or None, list)
     name = supported("architectures", names[0], *FAMILIES, *NESTED)
     if name in NESTED:  # the text model runs, and an image in a chat is refused
-        raw = raw | check("text_config", raw.get("text_config"), dict)
-        name = NESTED[name]
+        text = check("text_config", raw.get("text_config"), dict)
+        name = choose("the model_type of text_config", text.get("model_type"), TEXT_MODELS)
+        raw = raw | text
     family = FAMILIES[name]
     unread = (OWN.keys() | INTERNAL) - family.keys()
     read = {key: raw[key] for key in raw.keys() - unread}
@@ -133,8 +141,8 @@ def layer_settings(settings: JSON) -> JSON:
     if "rope_local_base_freq" in settings:
         ropes = tuple(int(kind == "sliding_attention") for kind in kinds)
     if "no_rope_layer_interval" in settings:  # SmolLM3: the second rope does not rotate
-        # Here `full` is layers_with_rope, whatever layer_types says.
-        ropes = tuple(int(i not in full) for i in range(layers))
+        with_rope = layers_with_rope(settings)
+        ropes = tuple(int(i not in with_rope) for i in range(layers))
     return dict(windows=windows, ropes=ropes)
 
 
@@ -154,7 +162,7 @@ def window(settings: JSON) -> int | None:
         return None
     size = check("sliding_window", settings.get("sliding_window"), int | None)
     if size and size >= check("context", settings["max_position_embeddings"], int):
-        return None  # as in Phi-4-mini; without a mask, long prompts are faster
+        return None  # it hides nothing (in Phi-4-mini), and no mask is faster
     return size
 
 
@@ -171,9 +179,10 @@ def layers_with_rope(settings: JSON) -> list[int]:
 # --- Rope -----------------------------------------------------------------------------------------
 
 # The numbers that each method of extending rope needs.
-ROPES: dict[str, tuple] = dict(default=(), linear=("factor",), longrope=(), yarn=("factor",
-    "beta_fast", "beta_slow", "original_max_position_embeddings"), llama3=("factor",
-    "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"))  # fmt: skip
+ORIGINAL = "original_max_position_embeddings"  # the context before it was extended
+ROPES: dict[str, tuple] = dict(default=(), linear=("factor",), longrope=(),
+    yarn=("factor", "beta_fast", "beta_slow", ORIGINAL),
+    llama3=("factor", "low_freq_factor", "high_freq_factor", ORIGINAL))  # fmt: skip
 
 
 def complete_rope(settings: JSON) -> JSON:
@@ -192,18 +201,17 @@ def complete_rope(settings: JSON) -> JSON:
         rope_type=given.get("type", "default"),  # older files have `type` for `rope_type`
     )
     rope |= given
-    original = "original_max_position_embeddings"
-    if original in settings:  # Phi-3's goes before the dict's, as in transformers
-        rope[original] = settings[original]
+    if ORIGINAL in settings:  # Phi-3's; it wins over the dict's, as in transformers
+        rope[ORIGINAL] = settings[ORIGINAL]
     # 2) The defaults of its type.
     kind = supported("rope_type", rope["rope_type"], *ROPES)
     context = settings["max_position_embeddings"]
     if kind in ("yarn", "longrope"):
-        rope = {original: context, "beta_fast": 32, "beta_slow": 1, "truncate": True} | rope
-        check(original, rope[original], int, 2)
+        rope = {ORIGINAL: context, "beta_fast": 32, "beta_slow": 1, "truncate": True} | rope
+        check(ORIGINAL, rope[ORIGINAL], int, 2)
     if kind == "longrope":
-        rope.setdefault("factor", context / rope[original])
-    # 3) Check all values.
+        rope.setdefault("factor", context / rope[ORIGINAL])
+    # 3) Check all values. They must be above 0, which is what `float` means to check.
     check("rope_theta", rope["rope_theta"], float)
     for name in ROPES[kind]:
         check(f"rope {name}", rope.get(name), float)
@@ -234,9 +242,10 @@ def rope_settings(settings: JSON, rope: JSON) -> JSON:
         found.append(0 * found[0])
     others = [0.0] * (H // 2 - dim // 2)  # the pairs that rope leaves as they are
     context = settings["max_position_embeddings"]
-    if rope["rope_type"] == "longrope":
-        # In a longer text, all tokens would need other speeds, but keys in the cache keep theirs.
-        context = min(context, rope["original_max_position_embeddings"])
+    # In a longer text, longrope would need other speeds for all tokens, but keys in the cache keep
+    # theirs. Ministral 3 multiplies queries by a factor that grows there, by llama_4_scaling_beta.
+    if rope["rope_type"] == "longrope" or rope.get("llama_4_scaling_beta"):
+        context = min(context, rope.get(ORIGINAL, context))
     return dict(
         rope_theta=rope["rope_theta"],
         rope_speeds=tuple((*each.tolist(), *others) for each in found),
@@ -275,7 +284,7 @@ def speeds(rope: JSON, dim: int) -> Tensor:
     slow = plain / rope["factor"]
     if kind == "linear":  # the same factor for all (Chen et al. 2023, arXiv:2306.15595)
         return slow
-    turns = rope["original_max_position_embeddings"] * plain / (2 * math.pi)
+    turns = rope[ORIGINAL] * plain / (2 * math.pi)
     if kind == "llama3":
         # Pairs that make many turns within the original context keep their speed, those that make
         # few get the slow one, and those between a blend (Llama 3.1's release).
@@ -286,6 +295,7 @@ def speeds(rope: JSON, dim: int) -> Tensor:
     # (Peng et al. 2023, arXiv:2309.00071). ln(turns) falls by the same step from pair to pair.
     step = 2 * math.log(rope["rope_theta"]) / dim
     first = max(0, math.log(turns[0] / rope["beta_fast"]) / step)
+    # (dim - 1, where dim/2 - 1 is the last pair, is transformers' bound.)
     last = min(dim - 1, math.log(turns[0] / rope["beta_slow"]) / step)
     if rope["truncate"]:
         first = math.floor(first)
@@ -303,7 +313,7 @@ def attention_factor(rope: JSON) -> float:
         return check("rope attention_factor", rope["attention_factor"], float)
     growth = math.log(max(rope["factor"], 1))
     if rope["rope_type"] == "longrope":
-        return math.sqrt(1 + growth / math.log(rope["original_max_position_embeddings"]))
+        return math.sqrt(1 + growth / math.log(rope[ORIGINAL]))
     mscale = 1.0
     mscale_all_dim = 0.0
     if rope.get("mscale") and rope.get("mscale_all_dim"):
@@ -364,7 +374,7 @@ def folded(config: Config, name: str, tensor: Tensor) -> Tensor:
     H = config.head_dim
     if module in ("q_proj", "k_proj") and folds["rope_dim"] < H:
         heads = tensor.unflatten(0, (-1, H))
-        tensor = heads[:, rotated_first(H, folds["rope_dim"])].flatten(0, 1)
+        tensor = heads[:, rope_order(H, folds["rope_dim"])].flatten(0, 1)
     if kind in ("qweight", "zeros"):
         return tensor
     x = tensor.float()
@@ -374,7 +384,7 @@ def folded(config: Config, name: str, tensor: Tensor) -> Tensor:
     is_normed = config.qk_norm or config.wide_qk_norm
     if module == ("q_norm" if is_normed else "q_proj"):
         factors = query_factors(config, int(path[1])).to(x.device)
-        x = (x.t() * factors.repeat(len(x) // H)).t()  # by rows; a bias or norm has one dimension
+        x = (x.t() * factors.repeat(len(x) // H)).t()  # scales rows; t() leaves a bias as it is
     if module in ("o_proj", "down_proj"):
         x = x * folds["residual_factor"]
     if module == "norm":  # the last one, before lm_head
@@ -382,7 +392,7 @@ def folded(config: Config, name: str, tensor: Tensor) -> Tensor:
     return x.to(tensor.dtype)
 
 
-def rotated_first(head_dim: int, dim: int) -> Tensor:
+def rope_order(head_dim: int, dim: int) -> Tensor:
     """The order of a head's channels for a family that rotates only the first `dim`.
 
     Rope rotates channel i with i + dim/2, and model.apply_rope with i + H/2. So the second half of
@@ -397,8 +407,8 @@ def rotated_first(head_dim: int, dim: int) -> Tensor:
 
 
 def query_factors(config: Config, layer: int) -> Tensor:
-    """The factors on the channels of each head of queries: (H,). Those of rope concern only the
-    channels that are rotated, and layers that have the first rope."""
+    """The factors on the channels of each head of queries: (H,). `rotated_factor` concerns only the
+    channels that are rotated, in layers that have the first rope."""
     folds = config.folds
     factors = torch.full((2, config.head_dim // 2), folds["query_factor"])  # a column for a pair
     if not config.ropes or config.ropes[layer] == 0:  # the first rope

@@ -3,9 +3,9 @@
     python generate.py                                   the bundled model, with no download
     python generate.py --checkpoint DIR --prompt "..."   any Hugging Face folder of a known family
 
-`generate` shows the three steps of generating text: forward, sample, append. Several sequences at
-once, a chat, guesses, ranks and --attention flex go through scheduler.Engine; see llm.py for how it
-is loaded. Read: generate; then main. Next: paged.py.
+`generate` shows the three steps of generating text: forward, sample, append. A chat, guesses,
+several samples, several processes (ranks) and --attention flex need scheduler.Engine, which llm.py
+makes. Read: generate; then main. Next: paged.py.
 """
 
 import sys
@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # Ctrl-C may come while PyTorch is imported
+if __name__ == "__main__":  # this import sees to Ctrl-C, which may come in those that follow
     import program
 
 import torch
@@ -56,7 +56,7 @@ def generate(
     cached = 0  # how many tokens' keys and values the cache holds
     last = torch.tensor([-1], device=model.device)  # the index of a forward's last token
     while not sequence.finish_reason:
-        spinning.adapt()
+        spinning.adapt()  # how the CPU's threads wait for each other
         end = min(cached + chunk, len(ids))
         tokens = torch.tensor([ids[cached:end]], device=model.device)  # (1, T)
         positions, layers = cache.plan(cached, end)
@@ -67,7 +67,7 @@ def generate(
         if cached == len(ids):
             (token,) = sample(logits, [sequence])
             sequence.append(token)
-            yield token
+            yield sequence.tokens[-1]  # this one with its text
 
 
 # --- The command line -----------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def command(args: Namespace, ranks: Ranks) -> int:
     if ranks.rank:
         from tp import follow
 
-        return follow(model)
+        return follow(model)  # computes its share until the first rank ends
     engine = make_engine(engine_args, ranks, model, proposer)
     say(told)
     if args.chat:
@@ -135,7 +135,7 @@ def command(args: Namespace, ranks: Ranks) -> int:
         status = chat(engine, params, args.system)
     else:
         status = complete(engine, text, params)
-    if proposer.k:
+    if proposer.k:  # it may guess
         say(proposer.summary())
     return status
 
@@ -149,7 +149,7 @@ def read_prompt(args: Namespace, ranks: Ranks) -> str:
     if not file or ranks.rank:
         return args.prompt
     with blame(file):
-        # Bytes, because read_text would change the ends of lines.
+        # Neither way changes the ends of lines (for stdin see program.run), as read_text would.
         return sys.stdin.read() if file == "-" else Path(file).read_bytes().decode()
 
 
@@ -170,7 +170,7 @@ def stream(sequence: Sequence, steps: Iterator[Any]) -> int:
     """Run `steps`, and write the text to stdout as it comes, then a line of statistics to stderr.
 
     Args:
-        steps: extends the sequence; what it yields does not matter.
+        steps: each turn may extend the sequence; what it yields does not matter.
 
     Returns:
         0; or 130 after Ctrl-C, which ends the sequence with the text so far.
@@ -178,12 +178,14 @@ def stream(sequence: Sequence, steps: Iterator[Any]) -> int:
     Raises:
         ValueError: the sequence ended with an error.
     """
-    shown = 0
+    shown = status = 0
     try:
         for _ in steps:
-            print(sequence.text[shown:], end="", flush=True)
-            shown = len(sequence.text)
+            new = sequence.text[shown:]
+            shown = len(sequence.text)  # before it is printed: Ctrl-C there must not print it twice
+            print(new, end="", flush=True)
     except KeyboardInterrupt:
+        status = 130
         sequence.finish("interrupted")
     if sequence.finish_reason == "error":
         raise ValueError(BROKEN)
@@ -197,12 +199,12 @@ def stream(sequence: Sequence, steps: Iterator[Any]) -> int:
             f"{len(sequence.tokens)} new tokens after {sequence.prompt_len} of the prompt, "
             f"the first in {first - made:.3f} s, then {rate:.1f} tokens/s"
         )
-    return 130 if sequence.finish_reason == "interrupted" else 0
+    return status
 
 
 def complete(engine: Engine, prompt: str, params: SamplingParams) -> int:
-    """Print n continuations of a prompt. The first call of run() makes all of them, and shows the
-    first one as it comes."""
+    """Print n continuations of a prompt. All are made while the first one is shown, so run() has
+    nothing left to do for the others."""
     for i, sequence in enumerate(engine.add_request(prompt, params).outputs):
         if i:
             print("---")
@@ -233,7 +235,7 @@ def chat(engine: Engine, params: SamplingParams, system: str | None = None) -> i
             ids = tokenizer.encode_chat(turns)
         try:
             (sequence,) = engine.add_request(ids, params).outputs
-        except SettingError as error:  # this message alone is too long
+        except SettingError as error:  # such as a message that alone is too long
             say(f"error: {error}")
             continue
         if turns[:-1] != messages:
@@ -244,7 +246,7 @@ def chat(engine: Engine, params: SamplingParams, system: str | None = None) -> i
         if sequence.finish_reason == "length":
             say(f"the reply was cut after {len(sequence.tokens)} tokens")
         messages = [*turns, {"role": "assistant", "content": sequence.text}]
-    say("")  # Ctrl-D leaves the cursor behind the prompt
+    say("")  # Ctrl-D leaves the cursor behind "> "
     return status
 
 
@@ -258,7 +260,7 @@ def run_whole_steps(engine: Engine) -> Iterator[None]:
 
 
 def ask() -> str:
-    """Show a prompt, and read a line; "" is the end of the input."""
+    """Show "> ", and read a line; "" is the end of the input."""
     say("> ", end="")
     return sys.stdin.readline()
 

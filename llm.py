@@ -17,7 +17,7 @@ import torch
 
 import settings
 from checkpoint import load_model, named_tensors, suggested
-from machine import Ranks, pick_device, progress, use_threads
+from machine import Ranks, pick_device, progress, say, use_threads
 from model import Transformer
 from paged import Runner
 from scheduler import Engine, Proposer, Request
@@ -133,6 +133,9 @@ def load_models(
     """
     dtype = settings.DTYPES.get(args.dtype)
     model = load_model(args.checkpoint, ranks.device, dtype, ranks.shard)
+    context = model.config.max_position_embeddings
+    if args.max_seq_len and args.max_seq_len > context and not ranks.rank:
+        say(f"--max-seq-len {args.max_seq_len} is beyond this model's context of {context} tokens")
     use_threads(args.threads, sum(each.nbytes for _, each in named_tensors(model)))
     if args.quantize:
         from quantize import quantize_model

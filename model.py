@@ -1,7 +1,7 @@
 """The transformer: tokens and positions in, logits out.
 
-One decoder covers Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, SmolLM3, Phi-3 and Phi-4,
-Granite 3, Gemma 3 and OLMo 2. They differ only in what Config holds: sizes, tied embeddings,
+One decoder covers Llama, Mistral, Ministral 3, Mixtral, Qwen2, Qwen3, Qwen3-MoE, SmolLM3, Phi-3,
+Phi-4, Granite 3, Gemma 3 and OLMo 2. They differ only in what Config holds: sizes, tied embeddings,
 biases, where norms stand, a sliding window, which layers have which rope, and experts in place of
 the feed-forward (experts.py puts those in). families.py folds constant factors, such as those of
 Granite 3, into the weights when a folder is read. This file knows nothing about files, text,

@@ -6,7 +6,7 @@ vocabulary's bytes in a trie. It walks the trie along the bytes that its parser 
 and returns a mask over V in tens of microseconds. The sampler removes the masked tokens before it
 applies any other setting (sampling.py).
 
-    schema: {"enum": ["on", "off"]}    text so far: "o    allowed: n or n" or f or ff or ff"
+    schema: {"enum": ["on", "off"]}    text so far: "o    allowed tokens: n  n"  f  ff  ff"
 
 This file knows the tokenizer and does not know the sampler. Papers: Willard and Louf 2023
 (arXiv:2307.09702), Koo et al. 2024 (arXiv:2407.08103). Read: make_matcher, token_bytes. Next:
@@ -35,8 +35,7 @@ def make_matcher(tokenizer: Tokenizer, config: Config, constraint: JSON) -> Any:
         constraint: one key out of json, regex, choice and grammar, with its value.
 
     Raises:
-        SettingError: the constraint does not compile, llguidance is not installed, or the model has
-            no tokenizer.
+        SettingError: the constraint does not compile, or llguidance is not installed.
     """
     try:
         import llguidance  # here: the package is an extra
@@ -54,10 +53,9 @@ def make_matcher(tokenizer: Tokenizer, config: Config, constraint: JSON) -> Any:
         # The output may have any character of the constraint, so each needs tokens.
         if trie.decode_bytes(trie.tokenize_str(text)) != text.encode():
             raise ValueError("the tokenizer has no tokens for some of its characters")
-        # By default the parser allows 2,000 items at a time, so a choice of 2,000 words at most. A
-        # constraint has no more items than characters. By default the parser also prepares a regex
-        # as far as a million units of fuel go, which takes a second and 200 MB for
-        # (a{1000}){1000}; 100,000 units take a twentieth.
+        # llguidance's own limits are 2,000 items, of which a choice has one for each word, and a
+        # million units of fuel, with which (a{1000}){1000} takes a second and 200 MB. No constraint
+        # has more items than characters; with a tenth of the fuel this regex takes a twentieth.
         limits = llguidance.LLParserLimits(max_items_in_row=MAX_LENGTH, initial_lexer_fuel=100_000)
         matcher = llguidance.LLMatcher(trie, grammar, log_level=0, limits=limits)
         matcher.compute_logit_bias()  # a constraint that no token can begin fails here
@@ -73,7 +71,8 @@ def make_matcher(tokenizer: Tokenizer, config: Config, constraint: JSON) -> Any:
 KINDS: JSON = dict(json=dict | str, regex=str, choice=list, grammar=str)  # key -> type of its value
 # The white space allowed in JSON. Without a limit, a weak model writes spaces until max_tokens.
 SPACES: Any = {"whitespace_pattern": "( |\n {0,20})?"}
-# What these mean in a regex: ASCII, as in vLLM. llguidance does it in a schema's pattern.
+# What \d, \w, ... mean in a regex: ASCII, as in vLLM, and as llguidance has it in a schema. Within
+# a class they make a class in a class, such as [[0-9].], which it understands.
 ASCII = dict(d="[0-9]", w="[0-9A-Za-z_]", s=r"[ \t\n\r\f\v]",
              D="[^0-9]", W="[^0-9A-Za-z_]", S=r"[^ \t\n\r\f\v]")  # fmt: skip
 # The longest schema, regex, choice or grammar, in characters. That is enough for a choice among
@@ -92,17 +91,19 @@ def read_constraint(constraint: JSON) -> tuple[Any, str]:
         ValueError: it does not have exactly one of the keys, its value has another type, or it is
             too large.
     """
-    keys = " and ".join(check("it", constraint, dict))  # several make a name that is not in KINDS
+    keys = " and ".join(check("it", constraint, dict))  # none or several: a name not in KINDS
     kind = supported("the key", keys, *KINDS)
     value = check(kind, constraint[kind], KINDS[kind])
     if value == []:
         raise ValueError("the choice is empty")
     if kind == "regex":
         value = re.sub(r"\\(.)", lambda found: ASCII.get(found[1], found[0]), value)
-    # llguidance crashes on an object that is nested too deeply. json.dumps raises.
+    # json.dumps refuses a dict that is nested too deeply, on which llguidance would crash.
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     check("its length", len(text), int, 0, MAX_LENGTH)
-    patterns = text.count('"pattern"') if "allOf" in text else 0
+    # JSON may spell any letter as \u and four digits.
+    spelt = re.sub(r"\\u([0-9a-fA-F]{4})", lambda found: chr(int(found[1], 16)), text)
+    patterns = spelt.count('"pattern"') if "allOf" in spelt else 0
     check("the number of patterns beside an allOf", patterns, int, 0, MAX_PATTERNS)
     return kind, text
 
@@ -122,12 +123,12 @@ def vocabulary(tokenizer: Tokenizer, V: int, eos_ids: tuple[int, ...]) -> Any:
     pieces = token_bytes(tokenizer)
 
     def spell(text: str) -> Ids:
-        """Tokenize a text that must come next.
+        """Tokenize a text that stands in the middle of another.
 
-        Many tokenizers put a space in front of what they take for the beginning of a text, so a
-        control character is encoded in front of it, and its ids are cut off again. Some tokenizers
-        drop spaces, or have a special token that is spelt like part of the text. Their ids do not
-        decode to the text, which is then spelt by the longest pieces of the trie.
+        Many tokenizers put a space in front of what they take for the beginning of a text, so the
+        control character STX is encoded in front of it, and its ids are cut off again. Some
+        tokenizers drop spaces, or have a special token that is spelt like part of the text. Their
+        ids do not decode to the text, which is then spelt by the longest pieces of `trie`, below.
         """
         first = tokenizer.encode("\2", add_special=False)
         ids = tokenizer.encode(f"\2{text}", add_special=False)[len(first) :]
@@ -136,8 +137,8 @@ def vocabulary(tokenizer: Tokenizer, V: int, eos_ids: tuple[int, ...]) -> Any:
             return ids
         return trie.greedy_tokenize(text)
 
-    # llguidance takes what Hugging Face's tokenizers are: an object that it calls, and that has
-    # these attributes. A function can have them.
+    # llguidance takes a tokenizer that it can call, and that has these attributes. A function can
+    # have them.
     vars(spell).update(
         is_tokenizer_wrapper=True,
         tokens=pieces[: V + 1] + [b""] * (V + 1 - len(pieces)),
@@ -160,7 +161,7 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
 
     def bytes_of(piece: str) -> bytes:
         letters = piece.translate(BYTE_LEVEL)
-        # Where other characters are left, the piece was added to the vocabulary as plain text.
+        # A piece with any other character is taken as it stands, as the package tokenizers does.
         if tokenizer.byte_level and not re.search("[^\0-\xff]", letters):
             return letters.encode("latin-1")
         byte = re.fullmatch("<0x(..)>", piece)  # sentencepiece's byte fallback
@@ -171,7 +172,8 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
     return [bytes_of(tokenizer.piece(i) or "") for i in range(tokenizer.vocab_size)]
 
 
-# GPT-2's spelling of bytes as characters: printable bytes stay, the others are numbered from 256.
+# GPT-2 spells printable bytes as themselves, and the others as the characters from 256 on. This
+# turns the latter back.
 BYTE_LEVEL = dict(enumerate([*range(33), *range(127, 161), 173], 256))
 
 

@@ -26,13 +26,14 @@ Ids = list[int]  # token ids
 
 
 class Tokenizer:
-    """The tokenizer of one checkpoint folder. Its files mean what they mean to transformers, except
-    that sentencepiece itself reads tokenizer.model.
+    """The tokenizer of one checkpoint folder. Its files mean what they mean to transformers, which
+    converts a tokenizer.model, while here sentencepiece reads it.
 
     Attributes:
         vocab_size: the number of ids that can be decoded; the model's V may be larger.
         special: the text of each special token -> its id. Encoding recognises these texts, as
-            Hugging Face does, and decoding leaves special tokens out, except marks of calls.
+            Hugging Face does, and decoding leaves special tokens out, except <tool_call> and its
+            like.
         prefix, suffix: the ids that encode() puts around a text, such as BOS.
         piece: a function from an id to its entry in the vocabulary.
         byte_level: whether these entries spell bytes as GPT-2 does.
@@ -99,7 +100,7 @@ class Tokenizer:
         return self._decode([i for i in ids if i < self.vocab_size and i not in hidden])
 
     def is_text(self, token_id: int) -> bool:
-        """Whether an id is text, and neither a special token nor padding of the vocabulary."""
+        """Whether decode() shows an id, which is then neither padding nor hidden."""
         return token_id < self.vocab_size and token_id not in self._hidden
 
     def eos_ids(self, config: Config) -> set[int]:
@@ -152,14 +153,19 @@ class Tokenizer:
             backend.add_tokens([tokenizers.AddedToken(**token)])
             supported(f"the id of {token['content']}", i, backend.token_to_id(token["content"]))
         vocab = backend.get_vocab()
-        backend.add_special_tokens([*named & vocab.keys()])
+
+        def special() -> dict[str, int]:
+            tokens = backend.get_added_tokens_decoder()
+            return {token.content: i for i, token in tokens.items() if token.special}
+
+        # To add one that is special already would reset its settings, such as rstrip.
+        backend.add_special_tokens([*(named & vocab.keys()) - special().keys()])
+        self.special = special()
         self._encode = lambda text: backend.encode(text, add_special_tokens=False).ids
         self._decode: Callable[[Ids], str] = partial(backend.decode, skip_special_tokens=False)
         self.piece: Callable[[int], str | None] = backend.id_to_token
         self.byte_level = "ByteLevel" in str(backend.decoder)
         self.vocab_size = max(vocab.values()) + 1
-        tokens = backend.get_added_tokens_decoder()
-        self.special = {token.content: i for i, token in tokens.items() if token.special}
         # The file's post-processor puts ids around a text, and the mask has a 1 for each of them:
         # for BOS, a letter and EOS it is 1 0 1. If the vocabulary lacks the letter, all ids count
         # as prefix.
@@ -177,8 +183,8 @@ class Tokenizer:
         # 1) sentencepiece. Most models put a space in front of a text.
         #   bare    puts none
         #   first   encodes the beginning of a text
-        #   later   encodes what follows a special token; it puts the space too, unless `legacy` is
-        #           off, as it is by default in LlamaTokenizer
+        #   later   encodes what follows a special token; this is `first`, or `bare` if `legacy` is
+        #           off, which is LlamaTokenizer's default
         config = self.config
         sp = sentencepiece.SentencePieceProcessor(model_file=str(file))
         # These four bytes set normalizer_spec.add_dummy_prefix to False: in a protocol buffer the
@@ -219,8 +225,8 @@ class Tokenizer:
                 result += later.encode(after)
             return result
 
-        # 5) The texts of ids that sentencepiece does not decode: those of added tokens. The ids
-        # between these have none, nor has the unknown token.
+        # 5) The texts of ids that sentencepiece does not decode. Added tokens have one; the ids
+        # between them and the unknown token have none.
         texts = dict.fromkeys(range(len(pieces), self.vocab_size), "")
         texts |= {i: text for text, i in ids.items()}
         texts[sp.unk_id()] = ""
@@ -242,7 +248,8 @@ class Tokenizer:
         """Return the chat template, which is empty if there is none."""
         file = path / "chat_template.jinja"
         if pointers(file):
-            raise ValueError  # blame finds the pointers of Git LFS, and says so
+            # As text, a pointer of Git LFS would pass for a template. blame says what it is.
+            raise ValueError
         template = file.read_text("utf-8") if file.is_file() else self.config.get("chat_template")
         if template and isinstance(template, list):  # several templates with names
             templates = {entry["name"]: entry["template"] for entry in template}
@@ -252,8 +259,8 @@ class Tokenizer:
 
 
 def special_texts(config: JSON) -> set:
-    """Return the texts of special tokens that a config names. Some of them may not exist. Other
-    values may be among them (add_bos_token), which are no token's text."""
+    """Return the texts of special tokens that a config names. Not all of these tokens exist, and
+    some values, such as add_bos_token's, are no texts."""
     extra = config.get("extra_special_tokens", [])
     if isinstance(extra, dict):  # tokens with names
         extra = extra.values()
@@ -329,8 +336,8 @@ class Detokenizer:
         # more. Bytes that are really invalid are returned as soon as other text follows.
         if text.endswith("\ufffd") and len(self._new) < 32 and not last:
             return ""
-        # The next context is these ids, if their text has more than spaces. Otherwise the old
-        # context stays, and while it is shorter than 8 ids they are added to it.
+        # The next context is these ids. But decoders may drop spaces, so if there is nothing else,
+        # the old context stays, and takes these ids in while it is shorter than 8.
         if text.strip():
             self._context = []
         if len(self._context) < 8:
@@ -400,8 +407,8 @@ PLAIN_TEMPLATE = (
 
 # For checkpoints that have several chat templates with names, and none named "default".
 NO_DEFAULT = "{{ raise_exception('the templates have names, and none is named \"default\"') }}"
-# It marks where the text of a last message ends that is to be continued. It consists of characters
-# that no text has, and no letters or spaces, so templates leave it as it is.
+# The end of a last message that is to be continued, so that the rendered text can be cut there. No
+# text has these characters, and templates do not change them, as they are no letters or spaces.
 END = "\U000f5ec3\U000f5ec4"
 
 
@@ -424,8 +431,8 @@ def plain_turn(message: JSON) -> JSON:
 
 
 class Null(str):
-    """The content of a message that is null. To templates it is none, but where they print it or
-    add it to a text, it is empty."""
+    """A content that is null. A template's `is none` holds for it (see CHAT.tests below), and where
+    it is printed or added to a text, it is empty."""
 
 
 class Arguments(dict):

@@ -249,6 +249,8 @@ CASES = {
         ("'Gemma2ForCausalLM' is not supported", family_of("Gemma2")),
         ("text_config", {"architectures": ["Gemma3ForConditionalGeneration"]}),
         ("text_config", {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": 5}),
+        ("the model_type of text_config 'mistral4'", {"text_config": {"model_type": "mistral4"},
+            "architectures": ["Mistral3ForConditionalGeneration"]}),
         ("length of no_rope_layers 1", family_of("SmolLM3", no_rope_layers=[1])),
         ("no_rope_layers", family_of("SmolLM3", no_rope_layers=4)),
         ("no_rope_layer_interval", family_of("SmolLM3", no_rope_layer_interval=-1)),

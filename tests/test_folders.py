@@ -84,6 +84,12 @@ TOKENIZERS = {  # name -> tokenizer_config.json, other files, added texts
         LLAMA_CONFIG | added(
             LLAMA_SIZE, token("<|l|>", lstrip=True), token("<|r|>", rstrip=True),
             token("<|b|>", lstrip=True, rstrip=True)), SLOW, ["<|l|>", "<|r|>", "<|b|>"]),
+    "a named token that takes in spaces": (
+        NAMES | added(BEYOND, token("<|r|>", rstrip=True)) | {"pad_token": "<|r|>"}, FAST,
+        ["<|r|>"]),
+    "a named token that tokenizer.json adds as a word": (
+        NAMES | {"pad_token": "wombat"},
+        {"tokenizer_json": byte_level("<s>", "</s>", plain=("wombat",)).to_str()}, ["wombat"]),
     "a token that is a word of its own": (
         LLAMA_CONFIG | added(LLAMA_SIZE, token("king", single_word=True)), SLOW,
         ["king", "a king, a kingdom, king"]),

@@ -567,6 +567,11 @@ def test_interrupt(cli, interrupt, monkeypatch):
     """Bug: Ctrl-C loses the text, its statistics, or the shell's exit status 130; or a further
     sample is begun."""
     want = cli(*SEEDED, "--max-tokens", 5)
+    first, second = cli(*SEEDED, "--n", 2, "--max-tokens", 20).out.split("\n---\n")
+    stop = next(letter for letter in first if letter not in second)
+    # Here the first sample has ended before.
+    result = cli(*SEEDED, "--max-tokens", 20, "--stop", stop, *interrupt(18), "--n", 2)
+    assert (result.code, "---" in result.out) == (130, False)
     result = cli(*SEEDED, *interrupt(6))
     assert (result.code, result.out) == (130, want.out)
     assert re.fullmatch(STATISTICS, result.err)

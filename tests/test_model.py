@@ -74,6 +74,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-linear": ("Llama", {"rope_parameters": LINEAR | NEAR}),
     "mistral-window": ("Mistral", {"sliding_window": WINDOW}),
     "mistral-null": ("Mistral", {"sliding_window": None}),
+    "ministral3": ("Ministral3", {"head_dim": 20, "max_position_embeddings": 400,
+        "rope_parameters": YARN | NEAR | {"original_max_position_embeddings": T,
+            "llama_4_scaling_beta": 0.5}}),
+    "ministral3-window": ("Ministral3", {"sliding_window": WINDOW}),
     "mistral-head_dim": ("Mistral", {"sliding_window": None, "head_dim": 20}),
     "qwen2": ("Qwen2", {}),
     "qwen2-tied": ("Qwen2", TIED),
@@ -448,16 +452,17 @@ def test_peak_memory_of_loading_is_the_weights(llama, tmp_path):
 FOLDED = ("smollm3-window-yarn", "phi4-mini", "granite-tied-biases", "gemma3-linear", "olmo2")
 
 
-@pytest.mark.parametrize("case", ["gemma3", "mistral-window"])
+@pytest.mark.parametrize("case", ["gemma3", "mistral-window", "ministral3"])
 @pytest.mark.parametrize("prefixes", [("language_model.model.", "language_model."),
                                       ("model.language_model.", "")])  # fmt: skip
 def test_text_models_of_models_with_images(case, prefixes, tmp_path):
     """The text model was refused, or the tensors of the other were read."""
     built = build(case, tmp_path / "plain")
     raw = json.loads((built.folder / "config.json").read_text())
-    family = raw.pop("architectures")[0].replace("MistralFor", "Mistral3For")
+    family = raw.pop("architectures")[0]
+    family = "Gemma3For" if "Gemma3" in family else "Mistral3For"
     whole = {
-        "architectures": [family.replace("CausalLM", "ConditionalGeneration")],
+        "architectures": [family + "ConditionalGeneration"],
         "text_config": raw,
         "vision_config": {"hidden_size": 8},
     }
@@ -469,7 +474,10 @@ def test_text_models_of_models_with_images(case, prefixes, tmp_path):
     for name in ("vision_tower.a.weight", "multi_modal_projector.b", "model.vision_tower.a.weight"):
         tensors[name] = torch.ones(3)
     save_file(tensors, tmp_path / "model.safetensors")
-    same(load_model(tmp_path), built)
+    model = load_model(tmp_path)
+    same(model, built)
+    # Beyond that, Ministral 3 scales its queries.
+    assert (model.config.max_position_embeddings == T) == (case == "ministral3")
 
 
 @pytest.mark.parametrize("case", FOLDED)

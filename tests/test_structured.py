@@ -225,6 +225,10 @@ BAD = {
     "too many words": ({"choice": [f"word {i}" for i in range(100_000)]}, "length must be int in"),
     "too many at once": ({"json": {"allOf": [{"pattern": f".*{i}.*"} for i in range(99)]}},
                          "number of patterns .* is 99"),
+    "too many at once, spelt otherwise": (
+        {"json": json.dumps({"a\0": [{"p\0": f".*{i}.*"} for i in range(15)]}).replace(
+            "a\\u0000", r"\u0061llOf").replace("p\\u0000", r"p\u0061ttern")},
+        "number of patterns .* is 15"),
 }  # fmt: skip
 
 
