@@ -41,7 +41,7 @@ ALSO_RUN = [
     for line in shell_lines((ROOT / "docs" / f"{name}.md").read_text())
 ]
 ON_A_GPU = shell_lines((ROOT / "docs" / "gpu.md").read_text())
-SLOW = "python -m pytest -m slow"
+SLOW, RAY = "python -m pytest -m slow", "tests/test_ray_serve.py"
 
 
 def test_the_first_commands_are_what_ci_runs():
@@ -52,7 +52,9 @@ def test_the_first_commands_are_what_ci_runs():
     (needed,) = re.findall(r'"(torch[^"]*)"', (ROOT / "pyproject.toml").read_text())[:1]
     assert f'"{needed}"' in others[1]
     ci = (ROOT / ".ci" / "run").read_text().splitlines()
-    assert {INSTALL, TEST, SLOW} <= {*ci} and SLOW in README
+    assert {INSTALL, TEST} <= {*ci} and SLOW in README
+    # In two parts, as one part runs alone.
+    assert f"{SLOW} --ignore {RAY}" in ci and any(f"{SLOW} -n 0 {RAY}" in line for line in ci)
 
 
 def test_the_text_is_that_of_the_command(capfd):
