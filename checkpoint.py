@@ -60,7 +60,9 @@ def load_config(path: Path | str) -> Config:
         )
     raw = read_json(file)
     with blame(file):
-        # 1) What the file says, and what its family adds.
+        # 1) What the file says, and what its family adds. Its EOS counts if no file names one.
+        if "eos_token_id" in read_optional(file.with_name("generation_config.json")):
+            raw.setdefault("eos_token_id", [])
         raw = complete(raw)
         # 2) Defaults that follow from other settings.
         heads = check("num_attention_heads", raw["num_attention_heads"], int)
@@ -137,8 +139,8 @@ def suggested(path: Path | str) -> JSON:
     """
     file = Path(path) / "generation_config.json"
     stored = read_optional(file)
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    found = {name: stored[name] for name in names if name in stored}
+    names = "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty"
+    found = {name: stored[name] for name in names.split() if name in stored}
     with blame(file):
         SamplingParams(**found)
     return found
@@ -387,13 +389,17 @@ def unstack(path: list[str], stored: Stored) -> Files:
 
 def without_second_copy(config: Config, files: Files) -> Config:
     """Where the config ties lm_head to the embedding and both are stored, drop lm_head if they are
-    equal. If they differ, return a config that does not tie them.
+    equal. If they differ, return a config that does not tie them. If lm_head alone is stored, it is
+    the embedding.
 
     Both are read, and neither is kept in memory.
     """
     head = files.get("lm_head.weight")
     embedding = files.get("embed_tokens.weight")
-    if not (config.tie_word_embeddings and head and embedding):
+    if not (config.tie_word_embeddings and head):
+        return config
+    if not embedding:
+        files["embed_tokens.weight"] = files.pop("lm_head.weight")
         return config
     if torch.equal(head.read().to(embedding.empty.dtype), embedding.read()):
         del files["lm_head.weight"]
@@ -453,6 +459,7 @@ def insert_quantised(model: Transformer, files: Files) -> None:
         stored = files.get(f"{first}.qweight")
         if stored:  # most folders keep lm_head plain
             form = config["bits"], config["group_size"]
-            if path == "lm_head" and stored.empty.shape[1:] == (linear.in_features,):
-                form = (8, -1)  # a byte for each value; see quantize_model
+            has_bytes = stored.empty.shape[1:] == (linear.in_features,)
+            if path == "lm_head" and has_bytes and config["bits"] == 4:
+                form = (8, -1)  # see quantize_model
             model.set_submodule(path, QuantLinear(linear, *form))

@@ -27,7 +27,9 @@ QWEN = dict(num_key_value_heads=32, max_position_embeddings=32768)
 FAMILIES: dict[str, JSON] = dict(
     LlamaForCausalLM=dict(eos_token_id=2),
     MistralForCausalLM=dict(MISTRAL, sliding_window=4096),
+    MinistralForCausalLM=dict(MISTRAL, sliding_window=4096),
     Ministral3ForCausalLM=dict(MISTRAL, head_dim=128, max_position_embeddings=262144,
+        rms_norm_eps=1e-5,
         rope_parameters=dict(rope_type="yarn", rope_theta=1e6, factor=16.0, mscale=1.0,
             mscale_all_dim=1.0, original_max_position_embeddings=16384, llama_4_scaling_beta=0.1)),
     MixtralForCausalLM=dict(MISTRAL,  # without a window unless the file names one
@@ -35,10 +37,11 @@ FAMILIES: dict[str, JSON] = dict(
     Qwen2ForCausalLM=QWEN,
     Qwen3ForCausalLM=dict(QWEN, head_dim=128),
     Qwen3MoeForCausalLM=dict(QWEN | dict(num_key_value_heads=4),
-        num_experts_per_tok=8, norm_topk_prob=False),
+        num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=False),
     SmolLM3ForCausalLM=dict(num_key_value_heads=4, eos_token_id=128001, rope_theta=2e6,
         tie_word_embeddings=True, no_rope_layer_interval=4, max_position_embeddings=32768),
-    Phi3ForCausalLM=dict(eos_token_id=32000, rms_norm_eps=1e-5, max_position_embeddings=4096),
+    Phi3ForCausalLM=dict(eos_token_id=32000, rms_norm_eps=1e-5, max_position_embeddings=4096,
+        original_max_position_embeddings=4096),
     # The file must have them, although transformers takes a missing multiplier as 1.
     GraniteForCausalLM=dict(eos_token_id=2, embedding_multiplier=None, attention_multiplier=None,
         residual_multiplier=None, logits_scaling=None),
@@ -58,7 +61,8 @@ NO_WINDOWS = dict(use_sliding_window=False, layer_types=None)
 ALL_WINDOWS = dict(use_sliding_window=True, max_window_layers=0)
 FIXED: dict[str, JSON] = dict(
     LlamaForCausalLM=NO_WINDOWS, GraniteForCausalLM=NO_WINDOWS,
-    MistralForCausalLM=ALL_WINDOWS, MixtralForCausalLM=ALL_WINDOWS | dict(layer_types=None),
+    MistralForCausalLM=ALL_WINDOWS, MinistralForCausalLM=ALL_WINDOWS,
+    MixtralForCausalLM=ALL_WINDOWS | dict(layer_types=None),
     Ministral3ForCausalLM=ALL_WINDOWS | dict(layer_types=None),
     Phi3ForCausalLM=ALL_WINDOWS | dict(layer_types=None, partial_rope=True),
     Qwen2ForCausalLM=dict(qkv_bias=True, o_bias=False),
@@ -196,20 +200,18 @@ def complete_rope(settings: JSON) -> JSON:
     given = check("rope", settings.get("rope_scaling", settings["rope_parameters"]), dict)
     given = given.get("full_attention") or given
     rope = dict(
-        rope_theta=settings["rope_theta"],
-        partial_rotary_factor=settings["partial_rotary_factor"],
-        rope_type=given.get("type", "default"),  # older files have `type` for `rope_type`
+        rope_theta=settings["rope_theta"], partial_rotary_factor=settings["partial_rotary_factor"]
     )
-    rope |= given
+    rope |= without_nulls(given)
     if ORIGINAL in settings:  # Phi-3's; it wins over the dict's, as in transformers
         rope[ORIGINAL] = settings[ORIGINAL]
     # 2) The defaults of its type.
-    kind = supported("rope_type", rope["rope_type"], *ROPES)
+    kind = given.get("rope_type", given.get("type", "default"))  # older files have `type`
+    rope["rope_type"] = supported("rope_type", kind, *ROPES)
     context = settings["max_position_embeddings"]
+    rope = {ORIGINAL: context, "beta_fast": 32, "beta_slow": 1, "truncate": True} | rope
     if kind in ("yarn", "longrope"):
-        rope = {ORIGINAL: context, "beta_fast": 32, "beta_slow": 1, "truncate": True} | rope
         check(ORIGINAL, rope[ORIGINAL], int, 2)
-    if kind == "longrope":
         rope.setdefault("factor", context / rope[ORIGINAL])
     # 3) Check all values. They must be above 0, which is what `float` means to check.
     check("rope_theta", rope["rope_theta"], float)
@@ -245,7 +247,7 @@ def rope_settings(settings: JSON, rope: JSON) -> JSON:
     # In a longer text, longrope would need other speeds for all tokens, but keys in the cache keep
     # theirs. Ministral 3 multiplies queries by a factor that grows there, by llama_4_scaling_beta.
     if rope["rope_type"] == "longrope" or rope.get("llama_4_scaling_beta"):
-        context = min(context, rope.get(ORIGINAL, context))
+        context = min(context, rope[ORIGINAL])
     return dict(
         rope_theta=rope["rope_theta"],
         rope_speeds=tuple((*each.tolist(), *others) for each in found),
@@ -309,7 +311,7 @@ def attention_factor(rope: JSON) -> float:
     have none, and ignore a given one, as in transformers."""
     if rope["rope_type"] not in ("yarn", "longrope"):
         return 1.0
-    if rope.get("attention_factor") is not None:
+    if "attention_factor" in rope:
         return check("rope attention_factor", rope["attention_factor"], float)
     growth = math.log(max(rope["factor"], 1))
     if rope["rope_type"] == "longrope":

@@ -44,6 +44,8 @@ def convert(files: dict, config: JSON, wanted: Container[str]) -> None:
         ValueError: see conversions and check_order.
     """
     changes = conversions(config)
+    if not any(name.endswith("g_idx") for name in files):  # else check_order sees what it did
+        supported("desc_act", config.get("desc_act", False), False)
     for name, stored in [*files.items()]:
         kind = name.rpartition(".")[2]
         with blame(name):
@@ -64,19 +66,17 @@ def conversions(config: JSON) -> dict[str, Callable[[Tensor], Tensor]]:
             has other names for them.
 
     Raises:
-        ValueError: the tool, its version or the number of bits is not supported; or the inputs were
-            sorted before they were grouped (desc_act), so that a group's inputs are not neighbours.
+        ValueError: the tool, its version or the number of bits is not supported.
     """
     method = supported("quant_method", config.get("quant_method"), *VERSIONS)
-    version = config.get("checkpoint_format") or config.get("version", method)
-    supported("checkpoint_format or version", version, *VERSIONS[method])
+    names = ("checkpoint_format", "format", "version")
+    version = next((config[name] for name in names if name in config), method)
+    supported(" or ".join(names), version, *VERSIONS[method])
     config.setdefault("bits", config.get("w_bit"))
     config.setdefault("group_size", config.get("q_group_size"))
     bits = check("bits", config["bits"], int)
     check("group_size", config["group_size"], int, -1)
     places = choose("bits", bits, PLACES[method])
-    # GPTQ's default is True.
-    supported("desc_act", config.get("desc_act", method == "gptq"), False)
     mask = 2**bits - 1
 
     def unpack(words: Tensor) -> Tensor:
@@ -100,7 +100,8 @@ def conversions(config: JSON) -> dict[str, Callable[[Tensor], Tensor]]:
 
 
 def check_order(groups: Tensor, group_size: int) -> None:
-    """Refuse groups of inputs that are not neighbours.
+    """Refuse inputs that were sorted before they were grouped, as GPTQ's desc_act can do, so that
+    those of a group are not neighbours.
 
     Args:
         groups: (K,) the group of each input.

@@ -130,6 +130,7 @@ def restrict(fields: JSON, tools: Tools) -> None:
         name = check("tool_choice", choice.get("function"), dict).get("name")
         schemas = {supported("tool_choice", name, *schemas): schemas[name]}
         choice = "required"
+        tools = tools._replace(is_parallel=False)
     known = ("auto", "none", "required") if schemas else ("auto", "none")
     supported("tool_choice", choice, *known)
     if choice == "required":
@@ -219,7 +220,8 @@ def read_call(text: str, start: int, tools: Tools) -> tuple[JSON | None, int]:
         close = tools.form.close.match(text, end)
         arguments = call[tools.form.arguments]
         if close and call["name"] in tools.schemas and isinstance(arguments, dict):
-            arguments = json.dumps(arguments, ensure_ascii=False)
+            # A number that is too large has become Infinity, which is no JSON.
+            arguments = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
             return dict(name=call["name"], arguments=arguments), close.end()
     except (ValueError, TypeError, KeyError, RecursionError):
         pass

@@ -77,7 +77,8 @@ class LLM:
         try:
             for request in requests:
                 self.engine.submit(request)
-            finished = (request for request in self.engine.run() if request.finished)
+            mine = {*requests}  # the engine may run others too
+            finished = (each for each in self.engine.run() if each.finished and each in mine)
             for _ in progress(requests, "generating"):  # one turn for each that finishes
                 next(finished)
         except BaseException:  # Ctrl-C, at any line

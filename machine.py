@@ -94,9 +94,10 @@ def ctrl_c_held_back() -> Iterator[None]:
 
 
 def say(text: str, end: str = "\n") -> None:
-    """Write to stderr at once what a program says beside its results. A line is one write, or those
-    of several threads would mix."""
-    print(text + end, end="", file=sys.stderr, flush=True)
+    """Write to stderr, if it is open, what a program says beside its results. A line is one write,
+    or those of several threads would mix."""
+    if sys.stderr:
+        print(text + end, end="", file=sys.stderr, flush=True)
 
 
 def progress(items: Collection, label: str) -> Iterator[Any]:
@@ -110,7 +111,7 @@ def progress(items: Collection, label: str) -> Iterator[Any]:
     for done, item in enumerate(items, 1):
         yield item
         seconds = time.monotonic() - start
-        if seconds > 1 and sys.stderr.isatty():
+        if seconds > 1 and sys.stderr and sys.stderr.isatty():
             bar = "#" * (24 * done // total)
             left = seconds * (total / done - 1)
             end = "\n" if done == total else ""

@@ -87,7 +87,7 @@ class API:
         )
         self.defaults = defaults
         if tool_format == "auto":
-            tool_format = form_of(self.tokenizer.template)
+            tool_format = form_of(self.tokenizer.tool_template)
         self.form = FORMS.get(tool_format)
 
     def prepare(self, body: JSON, chat: bool) -> "Completion":

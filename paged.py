@@ -61,7 +61,8 @@ class BlockPool:
     def __init__(self, num_blocks: int, block_size: int = 16) -> None:
         """Raises ValueError if there is no block."""
         if num_blocks < 1:
-            raise ValueError(f"{num_blocks} blocks fit into --kv-memory: raise it")
+            way_out = "raise it, or lower --max-num-batched-tokens or --max-num-seqs"
+            raise ValueError(f"{num_blocks} blocks fit into --kv-memory: {way_out}")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.refs = [0] * num_blocks

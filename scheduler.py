@@ -296,7 +296,8 @@ class Engine:
         """Queue a request and return it. step() advances it."""
         request.arrival = next(self._arrivals)
         request.id = request.id or f"request-{request.arrival}"
-        insort(self.waiting, request.outputs[0], key=place_in_line)
+        if not request.finished:  # it may have been aborted before
+            insort(self.waiting, request.outputs[0], key=place_in_line)
         return request
 
     def add_request(self, *args: Any, **options: Any) -> Request:

@@ -33,7 +33,7 @@ from argparse import ArgumentParser, Namespace
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
-from threading import Event, Thread, active_count
+from threading import Event, Thread, active_count, stack_size
 from typing import Any
 
 if __name__ == "__main__":  # before PyTorch: Ctrl-C may come while it is imported
@@ -231,6 +231,7 @@ class Connection(Exchange):
 
     Attributes:
         stream: whether it wants to know of each step, and not only of the end; set by complete().
+        sent_at: when the last part of a completion was sent.
         news: set when the sequences of this connection have made progress.
     """
 
@@ -297,8 +298,10 @@ class Connection(Exchange):
         self.stream = completion.stream
         server.incoming.update(completion.requests)
         server.inbox.put(lambda: server.submit(completion.requests, self))
+        self.sent_at = time.monotonic()
         for part in completion.parts(self.wait_for_news):
             self.send(part, content_type=EVENTS if self.stream else JSON_TYPE)
+            self.sent_at = time.monotonic()
         if self.stream:
             self.send("[DONE]")
 
@@ -310,6 +313,9 @@ class Connection(Exchange):
             Problem: the server is stopping, and the grace period is over.
         """
         while not (self.news.wait(0.3) or self.server.over):
+            self.check_client()
+        # There may be news for long and nothing to send, as while the model writes a call.
+        if time.monotonic() > self.sent_at + 0.3:
             self.check_client()
         self.news.clear()
         demand(not self.server.over, 503, "the server is stopping")
@@ -429,6 +435,9 @@ def serve(engine: Engine, args: ServerArgs, listeners: list[socket.socket]) -> i
     after each operation: on two cores the bundled model was slower by half.
     """
     say(cache_size(engine))
+    # A connection's thread compiles its grammar. llguidance's compiler recurses along references,
+    # and for one of structured.MAX_LENGTH needs up to 100 MB. Unused stack takes no memory.
+    stack_size(2**27)
     server = Server(engine, args, listeners)
     watch_signals(server)
     listening = Thread(target=server.listen)

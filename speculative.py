@@ -28,7 +28,7 @@ from torch import Tensor
 
 from model import Transformer
 from paged import Row
-from sampling import Token, distribution, draw, scored
+from sampling import Token, distribution, draw, parts, scored
 from scheduler import Guess, Job, Proposer
 from settings import check, supported
 
@@ -63,7 +63,7 @@ def accept(p: Tensor, chances: Tensor, guess: Guess, u: Tensor) -> tuple[int, Te
         out with probability 0.8 * 0.625 = 0.5.
     """
     for n, x in enumerate(guess.ids):
-        if u[n] * guess.q[n] >= chances[n]:  # x is refused
+        if not u[n] * guess.q[n] < chances[n]:  # x is refused, also where p is NaN
             # A guess that was certain has no probs: its q is 1 at x, and 0 elsewhere.
             q = guess.probs[n] if guess.probs else 0
             rest = (p[n] - q).clamp(min=0)
@@ -99,15 +99,15 @@ class Guesser(Proposer):
         for job, size in zip(jobs, sizes):
             ahead += [job.ahead(job.guess.ids[:i]) for i in range(size)]
             ids += [*job.guess.ids, 0]
-        p = distribution(logits, ahead)  # (R, V)
+        p = torch.cat([distribution(*part) for part in parts(logits, ahead)])  # (R, V)
         chances = p.gather(1, torch.tensor(ids, device=p.device)[:, None])  # (R, 1)
         chances = chances.flatten().cpu()  # one read by the host for all jobs
         u = torch.tensor([each.uniform(ACCEPT) for each in ahead], dtype=torch.float64)
         # 2) Accept.
         counts = []  # for each job, how many guesses are accepted
         rests = []  # for each job, what the token after them is drawn from
-        parts = zip(jobs, p.split(sizes), chances.split(sizes), u.split(sizes))
-        for job, job_p, job_chances, job_u in parts:
+        of_jobs = zip(jobs, p.split(sizes), chances.split(sizes), u.split(sizes))
+        for job, job_p, job_chances, job_u in of_jobs:
             count, rest = accept(job_p, job_chances, job.guess, job_u)
             counts.append(count)
             rests.append(rest)

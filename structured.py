@@ -19,7 +19,7 @@ from functools import cache
 from typing import Any
 
 from model import Config
-from settings import JSON, SettingError, check, supported
+from settings import JSON, SettingError, check, check_items, supported, without_nulls
 from tokenizer import Ids, Tokenizer
 
 
@@ -91,11 +91,14 @@ def read_constraint(constraint: JSON) -> tuple[Any, str]:
         ValueError: it does not have exactly one of the keys, its value has another type, or it is
             too large.
     """
-    keys = " and ".join(check("it", constraint, dict))  # none or several: a name not in KINDS
+    constraint = without_nulls(check("it", constraint, dict))
+    keys = " and ".join(constraint)  # none or several: a name not in KINDS
     kind = supported("the key", keys, *KINDS)
     value = check(kind, constraint[kind], KINDS[kind])
     if value == []:
         raise ValueError("the choice is empty")
+    if kind == "choice":
+        check_items(kind, value, list, str, max_len=MAX_LENGTH)
     if kind == "regex":
         value = re.sub(r"\\(.)", lambda found: ASCII.get(found[1], found[0]), value)
     # json.dumps refuses a dict that is nested too deeply, on which llguidance would crash.

@@ -37,7 +37,8 @@ class Tokenizer:
         prefix, suffix: the ids that encode() puts around a text, such as BOS.
         piece: a function from an id to its entry in the vocabulary.
         byte_level: whether these entries spell bytes as GPT-2 does.
-        template: the chat template.
+        template, tool_template: the chat template, and the one for chats with tools, which is
+            mostly the same.
         chat_stop: stop strings that chats need.
     """
 
@@ -57,6 +58,8 @@ class Tokenizer:
         with blame(path):
             # Without a config, BOS and EOS are sentencepiece's, as in llama2.c and llama.cpp.
             config = config or dict(bos_token="<s>", eos_token="</s>")
+            # Where models with images have their template.
+            config = read_optional(path / "chat_template.json") | config
             self.config = config = {name: text_of(token) for name, token in config.items()}
             named = special_texts(config)
             tokens: dict[int, JSON] = {}
@@ -67,10 +70,11 @@ class Tokenizer:
             read(path, tokens, named)
             # The marks of function calls are shown, as calls are found in the text.
             self._hidden = {i for text, i in self.special.items() if "tool_call>" not in text}
-            template = self._read_template(path)
-        self.template = template or PLAIN_TEMPLATE
+            templates = self._read_templates(path)
+        self.template = templates.get("default", NO_DEFAULT) if templates else PLAIN_TEMPLATE
+        self.tool_template = templates.get("tool_use", self.template)
         # With the plain template a model would go on and write the user's next turn.
-        self.chat_stop = () if template else ("\n\n",)
+        self.chat_stop = () if templates else ("\n\n",)
 
     @property
     def bos_id(self) -> int | None:
@@ -120,17 +124,18 @@ class Tokenizer:
             ValueError: the template does not compile or refuses these messages.
         """
         variables = {"add_generation_prompt": not goes_on, **self.config, **options}
+        template = self.tool_template if options.get("tools") else self.template
         with blame("chat template"):  # it can raise any exception
             turns = [plain_turn(message) for message in messages]
             for turn in turns:  # "developer" is OpenAI's newer name of the role "system"
-                if turn.get("role") == "developer" and "developer" not in self.template:
+                if turn.get("role") == "developer" and "developer" not in template:
                     turn["role"] = "system"
             if goes_on:
                 turns[-1]["content"] += END
-            text = CHAT.from_string(self.template).render(variables, messages=turns)
+            text = CHAT.from_string(template).render(variables, messages=turns)
             if goes_on:
                 text = text[: text.index(END)]
-        return self.encode(text, add_special=self.template is PLAIN_TEMPLATE)
+        return self.encode(text, add_special=template is PLAIN_TEMPLATE)
 
     # --- How the files are read -------------------------------------------------------------------
 
@@ -244,18 +249,23 @@ class Tokenizer:
         self._encode = encode
         self._decode = decode
 
-    def _read_template(self, path: Path) -> str:
-        """Return the chat template, which is empty if there is none."""
+    def _read_templates(self, path: Path) -> dict[str, str]:
+        """Return the chat templates by their names. A single one is named "default"."""
         file = path / "chat_template.jinja"
         if pointers(file):
             # As text, a pointer of Git LFS would pass for a template. blame says what it is.
             raise ValueError
-        template = file.read_text("utf-8") if file.is_file() else self.config.get("chat_template")
-        if template and isinstance(template, list):  # several templates with names
-            templates = {entry["name"]: entry["template"] for entry in template}
-            template = templates.get("default", NO_DEFAULT)
+        found = file.read_text("utf-8") if file.is_file() else self.config.get("chat_template")
+        if not found:
+            return {}
+        if isinstance(found, str):
+            found = [{"name": "default", "template": found}]
+        templates = {entry["name"]: entry["template"] for entry in found}
+        for other in path.glob("additional_chat_templates/*.jinja"):
+            templates[other.stem] = other.read_text("utf-8")
         # {% generation %} marks replies for training. Jinja lacks it, so it becomes {% with %}.
-        return re.sub(r"({%[-+]?\s*(?:end)?)generation\b", r"\1with", template or "")
+        mark = re.compile(r"({%[-+]?\s*(?:end)?)generation\b")
+        return {name: mark.sub(r"\1with", text) for name, text in templates.items()}
 
 
 def special_texts(config: JSON) -> set:
@@ -418,6 +428,8 @@ def plain_turn(message: JSON) -> JSON:
     turn = without_nulls(message)
     if message.get("content", "") is None:
         turn["content"] = Null()
+    if "reasoning" in turn:  # vLLM's name of it, which templates do not know
+        turn.setdefault("reasoning_content", turn["reasoning"])
     calls = [without_nulls(call) for call in turn.pop("tool_calls", [])]
     for call in calls:
         function = without_nulls(call["function"])

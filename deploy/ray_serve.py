@@ -60,7 +60,8 @@ class Replica:
         """Pass a request on, and the answer back as it comes."""
         given = {name: request.headers.get(name, "") for name in PASSED_ON}
         body = await request.body()
-        reply = await self.http.request(request.method, request.url.path, headers=given, data=body)
+        path = "/" + request.url.path.lstrip("/")  # aiohttp takes //host/path for another host
+        reply = await self.http.request(request.method, path, headers=given, data=body)
 
         async def pieces() -> AsyncIterator[bytes]:
             async with reply:  # where the client has gone, the server's request ends, too

@@ -188,12 +188,13 @@ CASES = {
     ],
     "llama3": [
         (f"rope {name}", {"rope_scaling": {**LLAMA3, name: value}})
-        for name in list(LLAMA3)[1:] for value in (*NUMBERS, None)
+        for name in list(LLAMA3)[1:]
+        for value in (*NUMBERS, *[None] * (name != "original_max_position_embeddings"))
     ],
     # A stretched rope run as a plain one is right for short texts only.
     "rope": [(word, {key: rope}) for key in ("rope_scaling", "rope_parameters") for word, rope in (
         ("'ntk' is not supported", {"rope_type": "ntk", "factor": 4.0}),
-        ("rope factor", {"rope_type": "yarn"}), ("rope factor", {"rope_type": "yarn", "factor": 0}),
+        ("rope factor", {"rope_type": "yarn", "factor": 0}),
         ("rope beta_fast", {"rope_type": "yarn", "factor": 4.0, "beta_fast": "32"}),
         ("rope short_factor", {"rope_type": "longrope"}),
         ("the length of rope short_factor 1", {"rope_type": "longrope", "short_factor": [1.0]}),

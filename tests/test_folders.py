@@ -228,6 +228,17 @@ def test_a_tied_folder_that_stores_lm_head(is_other, tmp_path):
     assert is_tied(ours) != is_other
 
 
+def test_a_tied_folder_that_stores_lm_head_alone(tmp_path):
+    """safetensors.torch.save_model keeps one name of a tied tensor, the first: refused."""
+    built = build("llama-tied", tmp_path)
+    tensors = load_file(tmp_path / WHOLE)
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, tmp_path / WHOLE, {"format": "pt"})
+    ours = load_model(tmp_path)
+    torch.testing.assert_close(our_logits(ours, built.tokens), built.logits, atol=ATOL, rtol=0)
+    assert is_tied(ours)
+
+
 WINDOWS = {  # a case of test_model.py -> what its config.json says besides
     "mistral-window": [
         {"use_sliding_window": None}, {"max_window_layers": None}, {"use_sliding_window": False},
@@ -326,6 +337,27 @@ def test_arguments_around_a_text(tmp_path):
     ours, _ = chatter(tmp_path, "{{ messages[0].tool_calls[0].function.arguments + '.' }}")
     ids = ours.encode_chat([{"role": "assistant", "content": None, "tool_calls": [CALL]}])
     assert ours.decode(ids) == '{"a": 1}.'
+
+
+def test_where_templates_are(tmp_path):
+    """The play's template in place of that of a model with images; the plain template in a chat
+    with tools, where the folder has one for these."""
+    turns = "{% for m in messages %}{{ m.content }}{{ m.reasoning_content }}{% endfor %}"
+    thought = [ASKED | {"reasoning": "hm"}]
+    tools = {"tools": [{"type": "function", "function": {"name": "f"}}]}
+    named = [{"name": "default", "template": turns}, {"name": "tool_use", "template": "t" + turns}]
+    files = {"tokenizer_json": byte_level("<s>", "</s>").to_str()}
+    beside = {"chat_template.json": {"chat_template": turns}}
+    ours = Tokenizer(write(tmp_path / "beside", NAMES, **files, **beside))
+    assert ours.decode(ours.encode_chat(thought)) == "the cathm"
+    ours, theirs = chatter(tmp_path / "named", named)
+    theirs.save_pretrained(tmp_path / "saved")
+    assert (tmp_path / "saved" / "additional_chat_templates" / "tool_use.jinja").is_file()
+    for ours in (ours, Tokenizer(tmp_path / "saved")):  # noqa: B020
+        for more in ({}, tools):
+            want = theirs.apply_chat_template([ASKED], tokenize=False, **more)
+            assert ours.decode(ours.encode_chat([ASKED], **more)) == want
+        assert ours.decode(ours.encode_chat(thought, **tools)) == "tthe cathm"
 
 
 def test_roles_and_names(tmp_path):

@@ -77,6 +77,7 @@ REPLIES = {  # what the model writes, and the text (...: all of it) and the call
     "tags in a string": (tagged("fight", ODD), None, [("fight", ODD)]),
     "not JSON": ("<tool_call>{weather: Rome}</tool_call>", ..., []),
     "NaN": ('<tool_call>{"name": "weather", "arguments": {"days": NaN}}</tool_call>', ..., []),
+    "a number that is none": (tagged("weather", {"days": 5}).replace("5", "1e999"), ..., []),
     "an unknown function": (tagged("murder", ROME), ..., []),
     "no name": ('<tool_call>{"arguments": {}}</tool_call>', ..., []),
     "no object": ("<tool_call>[1]</tool_call>", ..., []),
@@ -252,7 +253,7 @@ def test_required(server: Local, stream: bool) -> None:
 @pytest.mark.parametrize("name", RIGHT)
 def test_by_name(server: Local, name: str) -> None:
     choice = {"type": "function", "function": {"name": name}}
-    one = {"tool_choice": choice, "parallel_tool_calls": False}
+    one = {"tool_choice": choice}  # a choice by name is one call, whatever is said
     for reply in ask(server, n=2, **one) + ask(server, True, **one):
         check_call(reply, name)
 
@@ -410,6 +411,7 @@ def rendered(server: Local, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return encode(text, *args, **options)
 
     monkeypatch.setattr(tokenizer, "template", TEMPLATE)
+    monkeypatch.setattr(tokenizer, "tool_template", TEMPLATE)
     monkeypatch.setattr(tokenizer, "encode", spy)
     return texts
 

@@ -405,6 +405,15 @@ FOLDERS = {
     "gptq v2 sym": {"v2": True, "sym": True},
     "gptq whole channels": {"group_size": -1},
     "gptq 8 bits": {"bits": 8},
+    "gptq 8 bits lm_head": {"bits": 8, "lm_head": True},
+    "gptq v2 under transformers' name": {
+        "v2": True,
+        "config": {"quant_method": "gptq", "bits": 4, "group_size": 32, "format": "gptq_v2"},
+    },
+    "gptq desc_act of one group": {
+        "group_size": -1,
+        "config": {"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": True},
+    },
     "gptq 8 bits v2": {"bits": 8, "v2": True},
     "gptq 8 bits whole channels": {"bits": 8, "group_size": -1},
     "gptq 8 bits sym whole channels": {"bits": 8, "group_size": -1, "sym": True},
@@ -432,7 +441,7 @@ def test_folders_of_other_tools(tmp_path, name):
     folder, weights, source = other_folder(tmp_path, **FOLDERS[name])
     model = load_model(folder, dtype=torch.float32)
     plain = load_model(source, dtype=torch.float32)
-    kept = 0 if "lm_head" in FOLDERS[name] else 1
+    kept = 0 if FOLDERS[name].get("lm_head") else 1
     assert len(weights) == 7 * 2 + 1 - kept
     assert len(linears(model)) == kept
     found = dict(weights_of(model))
@@ -498,13 +507,20 @@ def test_damaged_folders(tmp_path, name):
 @pytest.mark.parametrize("said", [True, False])
 def test_groups_of_other_than_neighbours_are_refused(tmp_path, options, said):
     """desc_act, which sorts channels by importance before it groups them: read as if its groups
-    were of neighbours, the model rambles. So does one whose file does not say that it is off."""
+    were of neighbours, the model rambles. What the file says of it does not matter, g_idx does."""
     folder, _, _ = other_folder(tmp_path, desc_act=True, **options)
     file = folder / "config.json"
     raw = json.loads(file.read_text())
     if not said:
         del raw["quantization_config"]["desc_act"]
     file.write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match=r"g_idx: the inputs are not grouped in order"):
+        load_model(folder)
+
+
+def test_an_order_that_nothing_tells(tmp_path):
+    """desc_act, and no g_idx that says in which order."""
+    folder, _, _ = other_folder(tmp_path, desc_act=True, g_idx=False)
     with pytest.raises(CheckpointError, match="desc_act True is not supported; supported: False"):
         load_model(folder)
 

@@ -5,6 +5,7 @@ missing bias, a missing norm and any mistake in attention: `randomise` draws all
 """
 
 import json
+import math
 import subprocess
 import sys
 import types
@@ -20,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 import machine
 from checkpoint import is_tied, load_config, load_model, named_tensors
+from families import FAMILIES
 from generate import generate
 from kv_cache import StaticCache
 from machine import progress
@@ -78,6 +80,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "rope_parameters": YARN | NEAR | {"original_max_position_embeddings": T,
             "llama_4_scaling_beta": 0.5}}),
     "ministral3-window": ("Ministral3", {"sliding_window": WINDOW}),
+    "ministral": ("Ministral", {"head_dim": 8, "sliding_window": WINDOW, "layer_types": MIXED,
+        "num_hidden_layers": 3}),
+    "ministral3-defaults": ("Ministral3", {"rope_parameters": None, "head_dim": 20}),
     "mistral-head_dim": ("Mistral", {"sliding_window": None, "head_dim": 20}),
     "qwen2": ("Qwen2", {}),
     "qwen2-tied": ("Qwen2", TIED),
@@ -321,6 +326,48 @@ def test_what_a_family_leaves_out(tmp_path):
         assert phi3.windows == windows  # a window that hides nothing costs a mask
 
 
+@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - {"GraniteForCausalLM"}))
+def test_defaults_are_those_of_transformers(name, tmp_path):
+    """A file with little in it: another epsilon, base of rope, context or EOS than transformers
+    takes. (Granite's file must have its multipliers.)"""
+    family = name.removesuffix("ForCausalLM").replace("Gemma3", "Gemma3Text")
+    raw = dict(vocab_size=96, hidden_size=256, intermediate_size=56, num_hidden_layers=12,
+               num_attention_heads=32, architectures=[name],
+               model_type=getattr(transformers, f"{family}Config").model_type)  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    ours, theirs = load_config(tmp_path), transformers.AutoConfig.from_pretrained(tmp_path)
+    for field in ("num_key_value_heads", "rms_norm_eps", "tie_word_embeddings"):
+        assert getattr(ours, field) == getattr(theirs, field), field
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 8)
+    rope = theirs.rope_parameters
+    rope = rope.get("full_attention", rope)
+    assert ours.rope_theta == rope["rope_theta"]
+    # Less than the file's for Ministral 3; see families.rope_settings.
+    beyond = "llama_4_scaling_beta" in rope and rope["original_max_position_embeddings"]
+    assert ours.max_position_embeddings == (beyond or theirs.max_position_embeddings)
+    eos = theirs.eos_token_id
+    assert ours.eos_ids == (() if eos is None else (eos,))
+    experts = ("num_experts_per_tok", "norm_topk_prob")
+    for field in experts if ours.num_experts > 1 else ():
+        assert getattr(ours, field) == getattr(theirs, field, True), field
+    window = getattr(theirs, "sliding_window", None) if theirs.model_type != "qwen2" else None
+    assert {*ours.windows} <= {None, window}
+    assert (None in ours.windows) == (not window or "gemma3" in theirs.model_type)
+
+
+def test_phi3_ignores_another_original_context(tmp_path):
+    """The original context of the dict of rope does not count, and 4,096 is its default."""
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [9.0] * 4}
+    for more in ({}, {"original_max_position_embeddings": 32768}):
+        raw = {key: SIZES[key] for key in list(SIZES)[:6]} | {"max_position_embeddings": 131072}
+        raw |= dict(architectures=["Phi3ForCausalLM"], model_type="phi3", rope_scaling=rope | more)
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        theirs = transformers.AutoConfig.from_pretrained(tmp_path).rope_parameters
+        ours = load_config(tmp_path)
+        assert ours.max_position_embeddings == theirs["original_max_position_embeddings"] == 4096
+        assert ours.folds["rotated_factor"] == pytest.approx(1 + math.log(32) / math.log(4096))
+
+
 def test_dtype_is_read_under_both_keys(llama, tmp_path):
     """transformers 5 renamed `torch_dtype` to `dtype`; unread, a bf16 model doubles in memory."""
     for other, key in (("dtype", "torch_dtype"), ("torch_dtype", "dtype")):
@@ -335,13 +382,15 @@ def test_dtype_is_read_under_both_keys(llama, tmp_path):
         ([7, 8, 9], 7, (7, 8, 9)),  # Llama 3.1 Instruct: end of text, of turn, of message
         (7, 1, (1, 7)), (0, 5, (5, 0)),  # id 0 is an id, not a missing one
         (None, 1, (1,)), (None, [1, 2], (1, 2)), ("absent", 1, (1,)), ("no file", [1, 2], (1, 2)),
+        ([7, 8], "absent", (7, 8)),
         ("no file", 0, (0,)), ([5], None, (5,)), (None, None, ()), ("no file", None, ()),
     ],
 )  # fmt: skip
 def test_eos_ids(llama, tmp_path, generation, config, expected):
     """Only the first EOS id honoured, or config.json's where generation_config.json says more: the
     model then runs past the end of its turn."""
-    folder = copy_with(llama, tmp_path, eos_token_id=config)
+    absent = {"drop": ("eos_token_id",)} if config == "absent" else {"eos_token_id": config}
+    folder = copy_with(llama, tmp_path, **absent)
     if generation != "no file":
         content = {} if generation == "absent" else {"eos_token_id": generation}
         (folder / "generation_config.json").write_text(json.dumps(content))
@@ -604,3 +653,7 @@ def test_progress(monkeypatch, capsys):
     assert (err[-1], err.count("\n")) == ("\n", 1)
     assert watch(0.01, "abcd") == watch(2, "abcd", terminal=False) == ""
     assert list(progress([], "nothing")) == []  # must not divide by zero
+    monkeypatch.setattr(sys, "stderr", None)  # as in a daemon
+    assert list(progress("abcd", "loading x")) == list("abcd")
+    machine.say("not on stdout")
+    assert capsys.readouterr().out == ""

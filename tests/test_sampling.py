@@ -134,6 +134,9 @@ def test_good_values(tmp_path):
     ours = given_by_flags(SamplingParams, flags)
     assert SamplingParams(**suggested(tmp_path) | ours) == SamplingParams(0.0, 0, seed=0)
     assert suggested(tmp_path / "none") == {}
+    stored = {"presence_penalty": 1.5, "frequency_penalty": 0.5}  # as vLLM reads them
+    (tmp_path / "generation_config.json").write_text(json.dumps(stored))
+    assert suggested(tmp_path) == stored
 
 
 # --- distribution() against a plain reference -----------------------------------------------------

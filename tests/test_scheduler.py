@@ -321,6 +321,19 @@ def test_a_budget_follows_from_what_is_to_run(options):
         LLM(SHAKESPEARE, device="cpu", max_num_batched_tokens=seqs * (1 + k) - 1, **options)
 
 
+def test_requests_of_others():
+    """LLM.generate returned unfinished requests where the engine had others; one that was aborted
+    before it was submitted ran for ever."""
+    llm = LLM(SHAKESPEARE, device="cpu", num_blocks=40)
+    other = llm.engine.add_request("JULIET:", params(2, ignore_eos=True))
+    (mine,) = llm.generate("ROMEO:", params(9, ignore_eos=True))
+    assert produced(other, mine) == [2, 9]
+    aborted = llm.engine.prepare("ROMEO:", params(9))
+    llm.engine.abort(aborted)
+    llm.engine.submit(aborted)
+    assert_empty(llm.engine)
+
+
 def test_choices_are_listed_once():
     """The default stood in the error's list twice."""
     with pytest.raises(
@@ -513,23 +526,30 @@ def test_kv_memory_as_a_share(monkeypatch):
 
 
 WIDE = dict(hidden_size=64, intermediate_size=192, vocab_size=3000)
+TOP_K = dict(top_k=5, temperature=1.0, frequency_penalty=1.0)
 
 
 @pytest.mark.parametrize(
-    ("changes", "guesses", "prompt"),
-    [(WIDE, 0, 300), (WIDE, 3, 2), (WIDE | dict(vocab_size=40), 0, 300),
-     (WIDE | dict(num_experts=4, num_experts_per_tok=3), 0, 300)],
+    ("changes", "guesses", "prompt", "filters"),
+    [(WIDE, 0, 300, TOP_K), (WIDE, 3, 2, TOP_K), (WIDE | dict(vocab_size=40), 0, 300, TOP_K),
+     (WIDE | dict(num_experts=4, num_experts_per_tok=3), 0, 300, TOP_K),
+     (WIDE | dict(vocab_size=20_000), DraftModel, 2, dict(top_p=0.95, temperature=99.0))],
 )  # fmt: skip
-def test_a_step_stays_within_what_is_free(monkeypatch, changes, guesses, prompt):
+def test_a_step_stays_within_what_is_free(monkeypatch, changes, guesses, prompt, filters):
     """All that was free went to the cache: the first long prompt, or the first step of many
-    sequences, had none for its activations or its logits."""
-    free = 60_000_000
+    sequences, had none for its activations or its logits; the verification of guesses sorted the
+    whole vocabulary for all rows at once."""
+    free = 300_000_000
     monkeypatch.setattr(paged, "free_memory", lambda device: free)
     model = random_model(**changes, max_position_embeddings=400)
     limits = dict(num_blocks=None, kv_memory=0.999, max_num_seqs=64, max_num_batched_tokens=1024)
-    at = Engine(model, None, NGram(guesses), **limits)
+    if guesses is DraftModel:
+        proposer = DraftModel(model, 3, model.config.vocab_size)
+    else:
+        proposer = NGram(guesses)
+    at = Engine(model, None, proposer, **limits)
     for i in range(64):
-        wish = params(9, top_k=5, temperature=1.0, frequency_penalty=1.0, ignore_eos=True)
+        wish = params(30, ignore_eos=True, **filters)
         at.add_request([i % 30 + 1, *[7, 8] * (prompt // 2)], wish)
     most = max(peak(at.step) for _ in range(4))
     assert most < step_bytes(at) < 15 * most  # the small model has all of a large one's masks

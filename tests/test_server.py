@@ -1047,6 +1047,22 @@ def test_bodies_in_chunks(local):
         assert read(connection).status == 200
 
 
+def test_a_client_that_leaves_while_nothing_is_sent(make_local):
+    """While a call is written, nothing is sent, so nothing told that the client had left."""
+    long = {
+        "type": "object",
+        "properties": {"s": {"type": "string", "minLength": 3000}},
+        "required": ["s"],
+    }
+    call = {"type": "function", "function": {"name": "f", "parameters": long}}
+    body = {"messages": HI, "tools": [call], "tool_choice": "required", "stream": True, "n": 8}
+    local = make_local("--tool-format", "hermes", num_blocks=600)
+    connection = local.begin(body, CHAT)
+    until(lambda: local.engine.running)
+    connection.close()
+    until(lambda: not local.engine.queue, 4)
+
+
 def test_a_client_that_says_no_more(local):
     """A client that closes its sending half, as `nc -N` does, looks like one that has left. In a
     stream it is sent all the same, and what is sent tells. Who waits in silence has left."""
@@ -1721,6 +1737,21 @@ def test_an_engine_that_dies(monkeypatch):
     with pytest.raises(BaseException, match="panic"):
         stopped(b"", signals=0)
     assert ended == [True]
+
+
+def test_long_chains_of_references(tmp_path):
+    """The compiler of grammars recurses along them: its thread's stack overflowed, and the server
+    was gone."""
+    names = [f"d{i}" for i in range(3500)]
+    chain = {a: {"items": {"$ref": f"#/$defs/{b}"}} for a, b in itertools.pairwise(names)}
+    schema = {"$defs": chain | {names[-1]: {"type": "null"}}, "$ref": "#/$defs/d0"}
+    rules = "\n".join(f"a{i}: {'(' * 20}a{i + 1}{')' * 20}" for i in range(300))
+    with Process(tmp_path) as server:
+        for wish in ({"json": schema}, {"grammar": f'start: a0\n{rules}\na300: "b"'}):
+            server.post(
+                COMPLETIONS, {**SHORT, "structured_outputs": wish}
+            )  # an answer, or an error
+            assert server.post(COMPLETIONS, SHORT).status == 200
 
 
 def test_signal_while_requests_are_half_sent(tmp_path):

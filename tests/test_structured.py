@@ -213,6 +213,7 @@ BAD = {
     "not a regex": ({"regex": 5}, "regex must be str"),
     "not a choice": ({"choice": 5}, "."),
     "no choice": ({"choice": []}, "the choice is empty"),
+    "not a text": ({"choice": ["a", ["b"]]}, "choice must be str"),
     "grammar": ({"grammar": "rubbish !!"}, "rubbish"),
     "two": ({"json": {}, "regex": "a"}, "supported: choice, grammar, json, regex"),
     "another": ({"xml": ""}, "supported: choice, grammar, json, regex"),
