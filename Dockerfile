@@ -1,6 +1,7 @@
 # The server on a CPU, with the bundled model:
-#   docker build -t kilolm . && docker run -p 8000:8000 kilolm
-# or with another folder: docker run -p 8000:8000 -v FOLDER:/model kilolm --checkpoint /model
+#   docker build -t kilolm . && docker run --init --stop-timeout 40 -p 127.0.0.1:8000:8000 kilolm
+# or with another folder: add -v FOLDER:/model before kilolm, and --checkpoint /model after it.
+# Without 127.0.0.1 the network can use it too: then add --api-key.
 FROM python:3.11-slim
 # --compile needs a C++ compiler
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*

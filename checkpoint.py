@@ -60,7 +60,7 @@ def load_config(path: Path | str) -> Config:
         )
     raw = read_json(file)
     with blame(file):
-        # 1) What the file says, and what its family adds. Its EOS counts if no file names one.
+        # 1) What the file says, and what its family adds: its EOS only if no file names one.
         if "eos_token_id" in read_optional(file.with_name("generation_config.json")):
             raw.setdefault("eos_token_id", [])
         raw = complete(raw)
@@ -392,7 +392,7 @@ def without_second_copy(config: Config, files: Files) -> Config:
     equal. If they differ, return a config that does not tie them. If lm_head alone is stored, it is
     the embedding.
 
-    Both are read, and neither is kept in memory.
+    To be compared, both are read; neither is kept in memory.
     """
     head = files.get("lm_head.weight")
     embedding = files.get("embed_tokens.weight")

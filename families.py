@@ -1,6 +1,6 @@
 """What differs between families of models: what config.json may leave out, and what is folded.
 
-A difference that is only a number is folded into speeds of rope or into weights when a folder is
+Differences that are only numbers are folded into speeds of rope or into weights when a folder is
 read, so model.py has none of them. Rope turns each pair of channels at a speed, so each method of
 extending rope is a list of speeds, and a layer without rope has speeds of 0. A factor on queries,
 residuals or logits is a factor on the weights that make these. This file knows config.json's names
@@ -56,7 +56,7 @@ FAMILIES: dict[str, JSON] = dict(
 #   root_of_width  whether embeddings are multiplied by the root of D
 #   partial_rope   whether rope may rotate a part of each head only
 # Most families do not read use_sliding_window and max_window_layers: NO_WINDOWS and ALL_WINDOWS
-# stand for them. A layer_types of None is not read either.
+# stand for them. Where layer_types is None here, the file's is not read either.
 NO_WINDOWS = dict(use_sliding_window=False, layer_types=None)
 ALL_WINDOWS = dict(use_sliding_window=True, max_window_layers=0)
 FIXED: dict[str, JSON] = dict(
@@ -91,8 +91,10 @@ DEFAULTS: JSON = dict(num_hidden_layers=None, num_attention_heads=None, hidden_s
     max_position_embeddings=2048, rope_theta=1e4, partial_rotary_factor=1.0, rope_parameters={},
     embedding_multiplier=1.0, residual_multiplier=1.0, logits_scaling=1.0,
     quantization_config={})  # fmt: skip
-# Folders with images. The settings of their text model, with its type, are in `text_config`.
-NESTED = ("Mistral3ForConditionalGeneration", "Gemma3ForConditionalGeneration")
+# Folders with images, and the usual type of their text model. Its settings, and its type if it is
+# another one, are in `text_config`.
+NESTED = dict(Mistral3ForConditionalGeneration="mistral",
+    Gemma3ForConditionalGeneration="gemma3_text")  # fmt: skip
 TEXT_MODELS = dict(mistral="MistralForCausalLM", ministral3="Ministral3ForCausalLM",
     gemma3_text="Gemma3ForCausalLM")  # fmt: skip
 
@@ -104,7 +106,8 @@ def complete(raw: JSON) -> JSON:
     name = supported("architectures", names[0], *FAMILIES, *NESTED)
     if name in NESTED:  # the text model runs, and an image in a chat is refused
         text = check("text_config", raw.get("text_config"), dict)
-        name = choose("the model_type of text_config", text.get("model_type"), TEXT_MODELS)
+        kind = text.get("model_type", NESTED[name])
+        name = choose("the model_type of text_config", kind, TEXT_MODELS)
         raw = raw | text
     family = FAMILIES[name]
     unread = (OWN.keys() | INTERNAL) - family.keys()
@@ -166,7 +169,7 @@ def window(settings: JSON) -> int | None:
         return None
     size = check("sliding_window", settings.get("sliding_window"), int | None)
     if size and size >= check("context", settings["max_position_embeddings"], int):
-        return None  # it hides nothing (in Phi-4-mini), and no mask is faster
+        return None  # it hides nothing, as in Phi-4-mini, and without a mask prompts are faster
     return size
 
 
@@ -244,8 +247,8 @@ def rope_settings(settings: JSON, rope: JSON) -> JSON:
         found.append(0 * found[0])
     others = [0.0] * (H // 2 - dim // 2)  # the pairs that rope leaves as they are
     context = settings["max_position_embeddings"]
-    # In a longer text, longrope would need other speeds for all tokens, but keys in the cache keep
-    # theirs. Ministral 3 multiplies queries by a factor that grows there, by llama_4_scaling_beta.
+    # Beyond the original context, longrope would need other speeds for all tokens, but keys in the
+    # cache keep theirs, and Ministral 3's llama_4_scaling_beta would need a factor for each query.
     if rope["rope_type"] == "longrope" or rope.get("llama_4_scaling_beta"):
         context = min(context, rope[ORIGINAL])
     return dict(

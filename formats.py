@@ -44,7 +44,7 @@ def convert(files: dict, config: JSON, wanted: Container[str]) -> None:
         ValueError: see conversions and check_order.
     """
     changes = conversions(config)
-    if not any(name.endswith("g_idx") for name in files):  # else check_order sees what it did
+    if not any(name.endswith("g_idx") for name in files):  # else check_order looks at the order
         supported("desc_act", config.get("desc_act", False), False)
     for name, stored in [*files.items()]:
         kind = name.rpartition(".")[2]
@@ -69,9 +69,9 @@ def conversions(config: JSON) -> dict[str, Callable[[Tensor], Tensor]]:
         ValueError: the tool, its version or the number of bits is not supported.
     """
     method = supported("quant_method", config.get("quant_method"), *VERSIONS)
-    names = ("checkpoint_format", "format", "version")
-    version = next((config[name] for name in names if name in config), method)
-    supported(" or ".join(names), version, *VERSIONS[method])
+    version = config.get("checkpoint_format") or config.get("format")
+    version = version or config.get("version", method)
+    supported("checkpoint_format, format or version", version, *VERSIONS[method])
     config.setdefault("bits", config.get("w_bit"))
     config.setdefault("group_size", config.get("q_group_size"))
     bits = check("bits", config["bits"], int)

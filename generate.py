@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # this import sees to Ctrl-C, which may come in those that follow
+if __name__ == "__main__":  # first, as Ctrl-C may come while PyTorch is imported
     import program
 
 import torch
@@ -67,7 +67,7 @@ def generate(
         if cached == len(ids):
             (token,) = sample(logits, [sequence])
             sequence.append(token)
-            yield sequence.tokens[-1]  # this one with its text
+            yield sequence.tokens[-1]  # the same, with its text
 
 
 # --- The command line -----------------------------------------------------------------------------

@@ -187,7 +187,7 @@ class Server:
             for listener in select.select(self.listeners, [], [], 0.1)[0]:
                 try:
                     self.accept(listener)
-                except (OSError, RuntimeError) as error:  # no descriptor or no thread is left
+                except OSError as error:  # no descriptor is left
                     say(str(error))
                     time.sleep(1)
         for listener in self.listeners:
@@ -211,8 +211,9 @@ class Server:
         """
         client, _ = listener.accept()
         if active_count() < MAX_THREADS:
-            Thread(target=Connection(client, self).handle, daemon=True).start()
-            return
+            with suppress(RuntimeError):  # the system has no thread left
+                Thread(target=Connection(client, self).handle, daemon=True).start()
+                return
         self.refused.append(client)
         with suppress(OSError):  # the client has left already
             client.sendall(BUSY)
@@ -314,7 +315,7 @@ class Connection(Exchange):
         """
         while not (self.news.wait(0.3) or self.server.over):
             self.check_client()
-        # There may be news for long and nothing to send, as while the model writes a call.
+        # News may come for long while there is nothing to send, as when the model writes a call.
         if time.monotonic() > self.sent_at + 0.3:
             self.check_client()
         self.news.clear()
@@ -436,7 +437,8 @@ def serve(engine: Engine, args: ServerArgs, listeners: list[socket.socket]) -> i
     """
     say(cache_size(engine))
     # A connection's thread compiles its grammar. llguidance's compiler recurses along references,
-    # and for one of structured.MAX_LENGTH needs up to 100 MB. Unused stack takes no memory.
+    # for which the longest structure that is allowed needs up to 100 MB of stack. What is not used
+    # of it takes no memory.
     stack_size(2**27)
     server = Server(engine, args, listeners)
     watch_signals(server)

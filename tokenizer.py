@@ -58,7 +58,7 @@ class Tokenizer:
         with blame(path):
             # Without a config, BOS and EOS are sentencepiece's, as in llama2.c and llama.cpp.
             config = config or dict(bos_token="<s>", eos_token="</s>")
-            # Where models with images have their template.
+            # Models with images have their template here.
             config = read_optional(path / "chat_template.json") | config
             self.config = config = {name: text_of(token) for name, token in config.items()}
             named = special_texts(config)
@@ -256,11 +256,9 @@ class Tokenizer:
             # As text, a pointer of Git LFS would pass for a template. blame says what it is.
             raise ValueError
         found = file.read_text("utf-8") if file.is_file() else self.config.get("chat_template")
-        if not found:
-            return {}
-        if isinstance(found, str):
+        if isinstance(found, str) and found:
             found = [{"name": "default", "template": found}]
-        templates = {entry["name"]: entry["template"] for entry in found}
+        templates = {entry["name"]: entry["template"] for entry in found or []}
         for other in path.glob("additional_chat_templates/*.jinja"):
             templates[other.stem] = other.read_text("utf-8")
         # {% generation %} marks replies for training. Jinja lacks it, so it becomes {% with %}.
@@ -417,7 +415,7 @@ PLAIN_TEMPLATE = (
 
 # For checkpoints that have several chat templates with names, and none named "default".
 NO_DEFAULT = "{{ raise_exception('the templates have names, and none is named \"default\"') }}"
-# The end of a last message that is to be continued, so that the rendered text can be cut there. No
+# It marks the end of a last message that is to be continued, where the rendered text is cut. No
 # text has these characters, and templates do not change them, as they are no letters or spaces.
 END = "\U000f5ec3\U000f5ec4"
 
@@ -428,7 +426,7 @@ def plain_turn(message: JSON) -> JSON:
     turn = without_nulls(message)
     if message.get("content", "") is None:
         turn["content"] = Null()
-    if "reasoning" in turn:  # vLLM's name of it, which templates do not know
+    if "reasoning" in turn:  # vLLM's name of a thought; most templates know the other
         turn.setdefault("reasoning_content", turn["reasoning"])
     calls = [without_nulls(call) for call in turn.pop("tool_calls", [])]
     for call in calls:

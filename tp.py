@@ -313,11 +313,16 @@ def agree(args: Any) -> None:
     folder = facts.pop("checkpoint", None) or BUNDLED
     for file in folder.glob("*.[js]*"):  # .json, .jinja and .safetensors; not tokenizer.model
         facts[file.name] = zlib.crc32(file.open("rb").read(2**26))
-    first = broadcast(facts).items()
+    first = broadcast(facts)
     for rank in range(1, dist.get_world_size()):
-        theirs = broadcast(facts, rank).items()
+        theirs = broadcast(facts, rank)
         if theirs != first:
             raise ValueError(
-                f"all ranks must be alike: rank {rank} has {dict(theirs - first)}, "
-                f"rank 0 {dict(first - theirs)}"
+                f"all ranks must be alike: rank {rank} has {differing(theirs, first)}, "
+                f"rank 0 {differing(first, theirs)}"
             )
+
+
+def differing(facts: JSON, others: JSON) -> JSON:
+    """Return those facts that are not among the others."""
+    return {name: fact for name, fact in facts.items() if others.get(name) != fact}

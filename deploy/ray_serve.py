@@ -37,8 +37,8 @@ class Replica:
     """A server of its own, on a port that only this actor talks to."""
 
     def __init__(self, options: str, ranks: int) -> None:
-        # setpriv makes each process get SIGTERM when its parent ends, even if the parent is killed.
-        python = f"setpriv --pdeathsig TERM {sys.executable}"
+        # Each process ends with its parent, even a killed one. Ray would give each rank all cores.
+        python = f"env OMP_NUM_THREADS=1 setpriv --pdeathsig TERM '{sys.executable}'"
         run = f"{python} -m torch.distributed.run --standalone --no-python --nproc-per-node {ranks}"
         command = f"{run if ranks > 1 else ''} {python} '{SERVER}' --port 0 {options}"
         self.server = subprocess.Popen(shlex.split(command), stderr=subprocess.PIPE, text=True)

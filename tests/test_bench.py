@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from argparse import Namespace
 from dataclasses import replace
 from functools import partial
 from xml.etree import ElementTree
@@ -463,6 +464,15 @@ def test_ranks():
     assert [*result["runs"]] == ["batch 1, one rank", "batch 1"]
     assert result["runs"]["batch 1"]["collectives_ms"][0] > 0
     assert result["command"].startswith("torchrun --standalone --nproc-per-node 2 tools/bench.py ")
+
+
+def test_keys_are_not_recorded():
+    """A server's key in a file that is committed."""
+    for key in (["--api-key", "SECRET"], ["--api-key=SECRET"]):
+        words = ["serve", *key, "--record", "x"]
+        args = Namespace(words=words, checkpoint=None, shape="1b")
+        command = bench.provenance(torch.device("cpu"), args)["command"]
+        assert "SECRET" not in command and command.endswith("... --record x")
 
 
 def test_a_rank_of_a_tied_shape():

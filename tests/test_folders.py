@@ -19,6 +19,7 @@ from checkpoint import CheckpointError, is_tied, load_config, load_model
 from sampling import Sequence
 from settings import SamplingParams
 from tokenizer import Tokenizer
+from tools.convert import copy_rest
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
@@ -340,8 +341,8 @@ def test_arguments_around_a_text(tmp_path):
 
 
 def test_where_templates_are(tmp_path):
-    """The play's template in place of that of a model with images; the plain template in a chat
-    with tools, where the folder has one for these."""
+    """A model with images spoke in plays; in a chat with tools, the template for chats without; a
+    thought under vLLM's name was lost."""
     turns = "{% for m in messages %}{{ m.content }}{{ m.reasoning_content }}{% endfor %}"
     thought = [ASKED | {"reasoning": "hm"}]
     tools = {"tools": [{"type": "function", "function": {"name": "f"}}]}
@@ -353,11 +354,13 @@ def test_where_templates_are(tmp_path):
     ours, theirs = chatter(tmp_path / "named", named)
     theirs.save_pretrained(tmp_path / "saved")
     assert (tmp_path / "saved" / "additional_chat_templates" / "tool_use.jinja").is_file()
-    for ours in (ours, Tokenizer(tmp_path / "saved")):  # noqa: B020
+    for each in (ours, Tokenizer(tmp_path / "saved")):
         for more in ({}, tools):
             want = theirs.apply_chat_template([ASKED], tokenize=False, **more)
-            assert ours.decode(ours.encode_chat([ASKED], **more)) == want
-        assert ours.decode(ours.encode_chat(thought, **tools)) == "tthe cathm"
+            assert each.decode(each.encode_chat([ASKED], **more)) == want
+        assert each.decode(each.encode_chat(thought, **tools)) == "tthe cathm"
+    copy_rest(tmp_path / "saved", tmp_path)
+    assert Tokenizer(tmp_path).tool_template == ours.tool_template
 
 
 def test_roles_and_names(tmp_path):

@@ -245,7 +245,9 @@ def test_max_seq_len(path, cli):
         assert len(ids_of(result)) == room
         assert result.sequences[0].finish_reason == "length"
         assert result.err.startswith("the context is full\n")
-    assert cli(*PATHS[path], "--max-tokens", 2, "--max-seq-len", TRAINED + 1).code == 0
+    assert cli(*PATHS[path], "--max-tokens", 2, "--max-seq-len", TRAINED).code == 0
+    result = cli(*PATHS[path], "--max-tokens", 2, "--max-seq-len", TRAINED + 1)
+    assert result.code == 0 and f"beyond this model's context of {TRAINED} tokens" in result.err
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "auto"])
@@ -569,8 +571,8 @@ def test_interrupt(cli, interrupt, monkeypatch):
     want = cli(*SEEDED, "--max-tokens", 5)
     first, second = cli(*SEEDED, "--n", 2, "--max-tokens", 20).out.split("\n---\n")
     stop = next(letter for letter in first if letter not in second)
-    # Here the first sample has ended before.
     result = cli(*SEEDED, "--max-tokens", 20, "--stop", stop, *interrupt(18), "--n", 2)
+    assert result.sequences[0].finish_reason == "stop", "the first sample has ended before"
     assert (result.code, "---" in result.out) == (130, False)
     result = cli(*SEEDED, *interrupt(6))
     assert (result.code, result.out) == (130, want.out)

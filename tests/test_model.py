@@ -347,7 +347,7 @@ def test_defaults_are_those_of_transformers(name, tmp_path):
     assert ours.max_position_embeddings == (beyond or theirs.max_position_embeddings)
     eos = theirs.eos_token_id
     assert ours.eos_ids == (() if eos is None else (eos,))
-    experts = ("num_experts_per_tok", "norm_topk_prob")
+    experts = ("num_experts", "num_experts_per_tok", "norm_topk_prob")
     for field in experts if ours.num_experts > 1 else ():
         assert getattr(ours, field) == getattr(theirs, field, True), field
     window = getattr(theirs, "sliding_window", None) if theirs.model_type != "qwen2" else None

@@ -519,7 +519,7 @@ def test_kv_memory_as_a_share(monkeypatch):
     monkeypatch.setattr(paged, "step_bytes", lambda *step: 0)
     assert engine(num_blocks=None, kv_memory=0.5).pool.num_blocks == 20
     for too_little in (0.001, 1):  # 1 is a byte, and fewer than 0 blocks do not fit
-        with pytest.raises(ValueError, match=r"^0 blocks fit into --kv-memory"):
+        with pytest.raises(ValueError, match=r"^0 blocks fit into --kv-memory: .*batched"):
             engine(num_blocks=None, kv_memory=too_little)
     monkeypatch.setattr(paged, "MAX_BYTES", 9 * 3 * 512)  # other programs want memory too
     assert engine(num_blocks=None, kv_memory=0.5).pool.num_blocks == 9

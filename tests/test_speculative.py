@@ -327,6 +327,8 @@ def test_the_example_of_accept():
         chances = torch.tensor([p[x], 0.0])
         got = accept(p.expand(2, -1), chances, drawn_guess([q], [x]), torch.tensor([u, 0.5]))
         assert (got[0], got[1].tolist()) == (n, [*rest])
+    nan = torch.full((2, 3), torch.nan)  # as of a grammar that allows only tokens of logit -inf
+    assert accept(nan, nan[:, 0], drawn_guess([q], [0]), torch.tensor([0.5, 0.5]))[0] == 0
     results = Counter()
     for seed in range(1000):
         ids = ids_of(logits, started(3, seed), drawn_guess([q], [0]))

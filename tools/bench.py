@@ -432,11 +432,12 @@ def provenance(device: torch.device, args: argparse.Namespace) -> dict[str, str]
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next((x.split(": ")[1] for x in lines if x.startswith("model name")), name)
         name += f" ({torch.backends.cpu.get_cpu_capability()})"  # some names do not tell it
-    threads = getattr(args, "threads", None) or torch.get_num_threads()
+    threads, words = getattr(args, "threads", None) or torch.get_num_threads(), " ".join(args.words)
     return {
         "hardware": f"{name}, {threads} threads" + " a rank" * (ranks > 1),
         "versions": f"torch {torch.__version__}, Python {platform.python_version()}",
-        "command": f"{launcher} tools/bench.py " + " ".join(args.words),
+        # without the key
+        "command": re.sub(r"(--api-key[ =])\S+", r"\1...", f"{launcher} tools/bench.py " + words),
         "model": args.checkpoint.name if args.checkpoint else args.shape,
     }
 
@@ -592,11 +593,11 @@ class Run:
         return figures
 
     def exchange(self) -> None:
-        """Repeat a step's exchanges between ranks: a sum after the embedding and two in each layer,
-        and one gather of the logits' parts."""
-        c, vocab_part = self.model.config, len(self.model.embed_tokens.weight)
+        """Repeat a step's exchanges between ranks: two sums in each layer, and one gather of the
+        logits' parts."""
+        c, vocab_part = self.model.config, self.model.lm_head.out_features
         x = torch.zeros(self.batch, c.hidden_size, dtype=self.model.dtype, device=self.model.device)
-        for _ in range(1 + 2 * c.num_hidden_layers):
+        for _ in range(2 * c.num_hidden_layers):
             tp.add_up(None, (), x)
         tp.gather(self.model, (), x.new_zeros(self.batch, vocab_part))[0, 0].item()
 

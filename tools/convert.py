@@ -65,7 +65,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         convert(args)
-    except (ValueError, OSError, SafetensorError) as error:  # the last where the disk is full
+    # RuntimeError: PyTorch's, of NaN or memory; SafetensorError: the disk is full.
+    except (ValueError, OSError, RuntimeError, SafetensorError) as error:
         print(f"convert.py: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -81,8 +82,7 @@ def convert(args: argparse.Namespace) -> None:
     with appearing(args.out) as folder:
         copy_rest(args.checkpoint, folder)
         if args.calibrate:
-            text = args.calibrate.read_text(encoding="utf-8")
-            ids = Tokenizer(args.checkpoint).encode(text)
+            ids = Tokenizer(args.checkpoint).encode(args.calibrate.read_text(encoding="utf-8"))
         model = load_model(args.checkpoint)
         size = usual_group_size(model) if args.group_size is None else args.group_size
         size = -1 if args.mode == "int8" else size
@@ -121,11 +121,12 @@ def copy_rest(source: Path, folder: Path) -> None:
     """Copy a checkpoint's other files, such as the tokenizer's; never weights, in whatever format,
     nor their index. Only contents are copied: a file that is read-only there need not be so here.
     """
-    read_json(source / "config.json")
-    for file in source.iterdir():
+    for file in (*source.iterdir(), *source.glob("additional_chat_templates/*.jinja")):
         kept = file.suffix in (".json", ".model", ".txt", ".jinja", ".md")
         if kept and not file.name.endswith(".index.json") and file.is_file():  # no dangling link
-            shutil.copyfile(file, folder / file.name)
+            copy = folder / file.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copy)
 
 
 # Tensors in a file. A reader parses the names of all of them, 1 ms for a thousand; a model with
