@@ -51,7 +51,7 @@ FORMS = dict(
         begin=f"{OPEN}\n",
         end="\n</tool_call>",
         between="\n",
-        tag=re.compile(rf"{RUN}(?:{OPEN}\s*|(?:{CUT})?\Z)"),
+        tag=re.compile(rf"{RUN}(?:{OPEN}\s*(?=\{{|\Z)|(?:{CUT})?\Z)"),
         close=re.compile(r"\s*</tool_call>"),
     ),
     # Llama 3. A call is an object without a tag. The reply is nothing but calls, so the first one
@@ -145,7 +145,7 @@ def grammar_of(tools: Tools) -> str:
     calls = []
     for i, (name, schema) in enumerate(tools.schemas.items()):
         # With an $id of its own, "#/$defs" in it means its own, and not the whole schema's.
-        arguments = {"$id": f"call:{i}", "type": "object"} | schema
+        arguments = {"$id": f"call:{i}"} | schema | {"type": "object"}
         calls.append(
             dict(
                 type="object",
@@ -181,7 +181,9 @@ def split_calls(text: str, tools: Tools, ended: bool) -> tuple[str, list[JSON]]:
         'Look: <tool_call>{"name": "f", "arguments": {}}</tool_call>' -> "Look:" and a call
         'Look: <tool_call>{"name": "f",' -> "Look:" and no call yet; if it ends so, all of it
     """
-    if not tools.schemas:
+    # Without a tag, a reply that begins as a text has no call in it.
+    has_text = not tools.form.begin and text.lstrip(" \t\r\n;")[:1] not in ("", "{")
+    if has_text or not tools.schemas:
         return text, []
     find = tools.form.tag.search
     shown = ""

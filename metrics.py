@@ -55,7 +55,10 @@ class Metrics:
                     for bound in BOUNDS.split()
                 }
                 samples |= {"_sum{}": sum(values), "_count{}": len(values)}
-                self.ended[name].update(samples)  # a Counter adds
+                # In place, a scrape could see some of them added, and others not.
+                sums = self.ended[name].copy()
+                sums.update(samples)  # a Counter adds
+                self.ended[name] = sums
 
     def now(self) -> dict[str, float]:
         """Return the engine's counters and gauges."""

@@ -11,7 +11,7 @@ import pytest
 from conftest import SHAKESPEARE
 from serving import CHAT, HI, Local, local, make_local, shared  # noqa: F401 (fixtures)
 
-from function_calls import FORMS, Tools, form_of, split_calls
+from function_calls import FORMS, OPEN, Tools, form_of, split_calls
 from tokenizer import Tokenizer
 
 # A schema as people write it, and two as pydantic writes them: a shared part is under $defs, and
@@ -96,6 +96,7 @@ BARE = {
             [("weather", ROME), ("fight", ODD)]),
     "another object": ('{"a": 1}', ..., []),
     "cut off": (bare("weather", ROME)[:-1], ..., []),
+    "an object after text": (f"Use {{x}}{bare('weather', ROME)}", ..., []),
     "code": ("if (a) {\n b }\n else {}\n{x}", ..., []),
 }  # fmt: skip
 
@@ -120,6 +121,14 @@ def test_what_is_returned_only_grows(form, name):
     assert before[0] == content
     assert split_calls(text, Tools(FORMS[form], {}, True), False) == (text, [])
     assert split_calls(text, tools._replace(is_parallel=False), True) == (content, before[1][:1])
+
+
+@pytest.mark.parametrize(
+    ("form", "text"), [("llama3", r"\frac{1}{2} is a half"), ("hermes", f"Write {OPEN} first")]
+)
+def test_text_that_is_no_call_is_not_held_back(form, text):
+    """A stream was silent from there on, until the reply had ended."""
+    assert split_calls(text, Tools(FORMS[form], RIGHT, True), False) == (text, [])
 
 
 def test_the_form_follows_from_the_template():
