@@ -265,9 +265,9 @@ def choose_ids_fast(logits: Tensor, batch: Batch) -> Ids:
 
 
 def parts(logits: Tensor, batch: Batch) -> abc.Iterator[tuple[Tensor, Batch]]:
-    """Split a batch and its logits. A CPU takes 8 rows at a time, so that their intermediate
-    tensors stay in its cache."""
-    size = 8 if logits.is_cpu else len(batch)
+    """Split a batch and its logits. A CPU takes few rows at a time, so that their intermediate
+    tensors, of a megabyte each, stay in its cache."""
+    size = max(8, 2**18 // logits.shape[1]) if logits.is_cpu else len(batch)
     for start in range(0, len(batch), size):
         rows = slice(start, start + size)
         yield logits[rows], batch[rows]
