@@ -185,8 +185,8 @@ def layers_with_rope(settings: JSON) -> list[int]:
 
 # --- Rope -----------------------------------------------------------------------------------------
 
-# The numbers that each method of extending rope needs.
 ORIGINAL = "original_max_position_embeddings"  # the context before it was extended
+# The numbers that each method of extending rope needs.
 ROPES: dict[str, tuple] = dict(default=(), linear=("factor",), longrope=(),
     yarn=("factor", "beta_fast", "beta_slow", ORIGINAL),
     llama3=("factor", "low_freq_factor", "high_freq_factor", ORIGINAL))  # fmt: skip
@@ -216,7 +216,7 @@ def complete_rope(settings: JSON) -> JSON:
     if kind in ("yarn", "longrope"):
         check(ORIGINAL, rope[ORIGINAL], int, 2)
         rope.setdefault("factor", context / rope[ORIGINAL])
-    # 3) Check all values. They must be above 0, which is what `float` means to check.
+    # 3) Check all values. Without other bounds, a float must be above 0; see settings.RANGES.
     check("rope_theta", rope["rope_theta"], float)
     for name in ROPES[kind]:
         check(f"rope {name}", rope.get(name), float)
@@ -300,7 +300,7 @@ def speeds(rope: JSON, dim: int) -> Tensor:
     # (Peng et al. 2023, arXiv:2309.00071). ln(turns) falls by the same step from pair to pair.
     step = 2 * math.log(rope["rope_theta"]) / dim
     first = max(0, math.log(turns[0] / rope["beta_fast"]) / step)
-    # (dim - 1, where dim/2 - 1 is the last pair, is transformers' bound.)
+    # The last pair is dim/2 - 1, but the bound here is transformers'.
     last = min(dim - 1, math.log(turns[0] / rope["beta_slow"]) / step)
     if rope["truncate"]:
         first = math.floor(first)

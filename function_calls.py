@@ -181,7 +181,7 @@ def split_calls(text: str, tools: Tools, ended: bool) -> tuple[str, list[JSON]]:
         'Look: <tool_call>{"name": "f", "arguments": {}}</tool_call>' -> "Look:" and a call
         'Look: <tool_call>{"name": "f",' -> "Look:" and no call yet; if it ends so, all of it
     """
-    # Without a tag, a reply that begins as a text has no call in it.
+    # Where calls have no tag, a reply that begins with text has none in it.
     has_text = not tools.form.begin and text.lstrip(" \t\r\n;")[:1] not in ("", "{")
     if has_text or not tools.schemas:
         return text, []

@@ -4,6 +4,7 @@ The server runs in this process (see test_server), so that a test can slow its e
 watch it. Without chromium the tests skip; where KILOLM_NEEDS_ALL is set, as in CI, they fail.
 """
 
+import itertools
 import json
 import os
 import time
@@ -518,6 +519,23 @@ def test_error_in_the_middle(page, local, slow, monkeypatch):
     page.click("#run")
     until(lambda: len(page.replies()) == 2 and page.replies()[0] and page.ended())
     assert len(page.all(".error")) == 1
+
+
+@pytest.mark.slow
+def test_a_stream_that_is_cut(page, local, monkeypatch):
+    """Half a reply was kept as a whole one: the server had died, and its stream had just ended."""
+    send, count = server_module.Connection.send, itertools.count()
+
+    def cut(connection, *args, **options):
+        if connection.content_type == server_module.EVENTS and next(count) == 9:
+            raise ConnectionError
+        send(connection, *args, **options)
+
+    monkeypatch.setattr(server_module.Connection, "send", cut)
+    page.set(max_tokens=200, seed=1)
+    page.click("#run")
+    until(lambda: page.all(".reply .note.error"))
+    assert "closed the connection" in page.notes()[0] and page.replies()[0]
 
 
 def test_api_key(chrome, local, monkeypatch):

@@ -1268,6 +1268,18 @@ def test_more_clients_than_threads(local, monkeypatch):
     assert local.get("/health").status == 200
 
 
+def test_no_thread_is_left(local, monkeypatch):
+    """A client was cut off without an answer where the system starts no more threads."""
+
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(server_module.Thread, "start", start)
+    assert local.get("/health").status == 503
+    monkeypatch.undo()
+    local.works()
+
+
 @pytest.mark.slow
 def test_more_clients_than_descriptors(tmp_path):
     """Each of hundreds of failures to accept one was tried again, on its own, a second later: they
