@@ -6,9 +6,9 @@ paged.Blocks copies the blocks of each row side by side, unless they follow each
 because PyTorch's ordinary attention wants each row's keys in one tensor. On a CPU the copy costs
 little beside the attention itself. On a GPU it is waste. FlexAttention compiles a kernel that is
 told which blocks each row reads, and which of their slots are visible. FlexRunner takes the place
-of paged.Runner and shares its plan; the scheduler and the model do not know of it. It waits for a
-GPU: so far it has only been simulated on a CPU (docs/gpu.md), so it must be asked for.
-Paper: Dong et al. 2024 (arXiv:2412.05496). Read: FlexBlocks.
+of paged.Runner and shares its plan; the scheduler and the model do not know of it. On an H200 its
+tokens are right (docs/gpu.md); how much faster it is has not been measured, so it must be asked
+for. Paper: Dong et al. 2024 (arXiv:2412.05496). Read: FlexBlocks.
 """
 
 from typing import Any
@@ -23,6 +23,9 @@ from paged import Blocks, Group, Runner
 
 QUERIES = 128  # the kernel takes this many queries together
 compiled_attention = torch.compile(flex_attention, dynamic=True)
+# The compiler takes each size of 1 as fixed, so it makes a kernel for each set of them. After the
+# default, 8 kernels, it would silently run the uncompiled function, which computes all blocks.
+torch._dynamo.config.recompile_limit = 64
 
 
 class FlexBlocks(Blocks):

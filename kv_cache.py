@@ -87,8 +87,6 @@ class StaticCache:
         self.slabs = empty_layers(model, kv_dtype, batch_size, heads, num_slots)
         for slab in self.slabs:
             slab.zero_()
-            if slab.is_cuda:
-                torch._dynamo.mark_static_address(slab)  # so that a CUDA graph need not copy it
 
     def plan(self, start: int, end: int) -> tuple[Tensor, list[Slab]]:
         """Plan a forward over positions start .. end - 1 of each sequence.
@@ -107,7 +105,7 @@ class StaticCache:
             raise ValueError(
                 f"the cache has {self.max_seq_len} positions, {end} are needed: raise --max-seq-len"
             )
-        new = self.slots[start:end]  # (T,)
+        new = self.slots[start:end].clone()  # (T,); a CUDA graph writes over it
         num_read = -(-end // BUCKET) * BUCKET  # rounded up
         is_long = is_long_prompt(new, end)
         masks: dict = {}

@@ -143,13 +143,17 @@ def load_models(
 
         quantize_model(model, args.quantize, args.group_size)
     proposer = Proposer() if ranks.rank else load_proposer(args, ranks.device, model)
-    is_on_cpu = ranks.device.type == "cpu"
+    device = ranks.device.type
     for each in (model, *proposer.models):
         if args.compile:
             from packed import compile_model
 
             compile_model(each, batch_size, args.kv_dtype)
-        elif is_on_cpu and (args.quantize or each.config.quantization):
+        elif device == "cuda" and batch_size:
+            from packed import replay_steps
+
+            replay_steps(each)
+        elif device == "cpu" and (args.quantize or each.config.quantization):
             from packed import pack_linears
             from quantize import QuantLinear
 

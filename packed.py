@@ -2,7 +2,8 @@
 
 compile_model replaces each Linear of a finished model, plain or quantised, by a form that its
 device multiplies fast, where PyTorch has one (on CUDA for int4 only), and leaves the rest to
-torch.compile. These forms are never stored. The form that a matrix gets depends on the processor
+torch.compile. On CUDA, steps with a static cache are recorded and replayed, compiled or not. These
+forms are never stored. The form that a matrix gets depends on the processor
 and on the cache (one sequence, or many), never on timing, so the same command on the same machine
 gives the same tokens in each process. What changes from step to step, such as how a prompt attends,
 is hidden from the compiler. Skip this file at first: the engine needs it only for --compile, and
@@ -12,12 +13,14 @@ them is a fast path for one case.
 """
 
 import warnings
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NoReturn
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from kv_cache import Slab, StaticCache
 from machine import progress
@@ -45,6 +48,11 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
     device = supported("--compile on", model.device.type, "cpu", "cuda")
     pack_linears(model, batch_size == 1)
     leave_out_experts(model)
+    # One block is compiled, and serves all layers, as these differ only in their tensors. That
+    # takes seconds where one graph of all layers takes minutes. Lengths are symbolic, so nothing is
+    # compiled again later.
+    for block in model.layers:
+        block.compile(dynamic=True)
     if device == "cpu":
         compile_for_cpu(model)
     else:
@@ -80,11 +88,6 @@ def leave_out_experts(model: Transformer) -> None:
 
 
 def compile_for_cpu(model: Transformer) -> None:
-    """Compile one block, which serves all layers, as these differ only in their tensors. That takes
-    seconds where one graph of all layers takes a minute, and the code is as fast. Lengths are
-    symbolic, so nothing is compiled again later."""
-    for block in model.layers:
-        block.compile(dynamic=True)
     for module in model.modules():
         if isinstance(module, Int4Linear):
             module.unpack = compiled(dequantize, dynamic=False)
@@ -93,14 +96,75 @@ def compile_for_cpu(model: Transformer) -> None:
 
 
 def compile_for_cuda(model: Transformer, batch_size: int | None) -> None:
-    """Compile the whole model as one graph. With a static cache it is replayed as a CUDA graph for
-    each length bucket. A paged step is not, because it depends on numbers on the host that change.
-    (tools/cuda_graphs.py replays it in its own way.)"""
     # With this, a product with one row becomes a loop that dequantises int8 weights as it reads
     # them, so that no dequantised copy is written to memory.
     torch._inductor.config.coordinate_descent_tuning = True
-    mode = "reduce-overhead" if batch_size else None
-    vars(model)["forward"] = torch.compile(model.forward, mode=mode)
+    model.lm_head.compile(dynamic=True)
+    if batch_size:
+        replay_steps(model)
+
+
+# --- Replayed -------------------------------------------------------------------------------------
+
+
+def replay_steps(model: Transformer) -> None:
+    """Let a model on CUDA replay decoding with a static cache, in place. On an H200 that makes one
+    sequence of 1b (1.1 billion parameters) 5 times as fast: Python needs 10 ms to launch a step's
+    kernels, and the GPU 2 ms to run them. A model with experts is left as it is, as the host reads
+    their sizes in the middle of a step. A paged step needs more; see tools/cuda_graphs.py."""
+    if not any(hasattr(block.mlp, "mix") for block in model.layers):
+        vars(model)["forward"] = Replayed(model.forward)
+
+
+class Replayed:
+    """A model's forward whose steps are recorded as CUDA graphs, and then replayed.
+
+    A GPU often finishes a step's kernels faster than Python launches them. A CUDA graph records the
+    launches, and then the whole step is one call, on the same memory each time. What the step reads
+    is copied to where the graph reads it. Each set of sizes has its own graph, so a static cache
+    has one for each BUCKET of positions.
+    """
+
+    def __init__(self, forward: Callable[..., Tensor]) -> None:
+        self.forward = forward
+        # A cache's first tensor -> sizes -> a graph, what it reads, and the logits that it writes.
+        # Weak, so that the cache can be freed.
+        self.graphs: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def __call__(self, *plan: Any) -> Tensor:
+        """Do what Transformer.forward does."""
+        is_slab = len(plan) > 2 and isinstance(plan[2][0], Slab)
+        if is_slab and plan[0].shape[1] == 1 and not torch.distributed.is_initialized():
+            return self.replay(plan[0].clone(), *plan[1:])  # a graph writes over its own tokens
+        return self.forward(*plan)
+
+    @torch.no_grad()
+    def replay(self, *plan: Any) -> Tensor:
+        """Do the same, for a plan with one token in each row whose tensors a graph may keep."""
+        graphs = self.graphs.setdefault(plan[2][0].kv, {})
+        reads = tensors_of(*plan)
+        sizes = tuple(tensor.shape for tensor in reads)
+        if sizes not in graphs:
+            self.forward(*plan)  # what only the first run does is not recorded
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                logits = self.forward(*plan)
+            graphs[sizes] = graph, reads, logits
+        graph, recorded, logits = graphs[sizes]
+        for old, new in zip(recorded, reads, strict=True):
+            old.copy_(new)
+        graph.replay()
+        return logits
+
+
+def tensors_of(tokens: Tensor, positions: Tensor, layers: list, *select: Tensor) -> list[Tensor]:
+    """Return the tensors of a plan that a forward reads. Layers share most of them."""
+    first = layers[0]
+    if isinstance(first, Slab):  # its positions are a view of its slots
+        return [tokens, *select, first.slots, *dict.fromkeys(layer.mask for layer in layers)]
+    masks = [mask for group in first.groups for mask in group.masks.values()]
+    tables = [group.flat_table for group in first.groups]
+    return [tokens, positions, *select, first.slots, *tables, *masks]
 
 
 # Compiles each function once, at its first use, as torch.compile takes two seconds to import the
@@ -163,14 +227,16 @@ def hide_caches(model: nn.Module, args: tuple) -> tuple:
     """Replace each layer's cache by an OpaqueCache in the arguments of Transformer.forward.
 
     Two kinds of steps need none, as they always have the same form: decoding with a static cache,
-    and on a GPU also a prompt with a static cache.
+    and on a GPU also a prompt with a static cache, unless that stores int8, whose scale the
+    compiler for a GPU fails to take apart into bytes.
     """
     if len(args) == 2:  # there is no cache; see model.NoCache
         return args
     tokens, positions, layers, *select = args
-    may_compile = tokens.shape[1] == 1 or not tokens.is_cpu
-    if isinstance(layers[0], Slab) and may_compile:
-        return args
+    if isinstance(layers[0], Slab):
+        may_compile = tokens.shape[1] == 1 if tokens.is_cpu else layers[0].kv.dtype != torch.int8
+        if may_compile:
+            return args
     return tokens, positions, [OpaqueCache(layer) for layer in layers], *select
 
 

@@ -105,8 +105,8 @@ def tokens(case: str, device: str, tiny: bool) -> Iterator[Row]:
                 yield try_way(case, dtype, path, kind, device, tiny)
 
 
-# The ways that `compiled` tries, the most important first. On a GPU, compiled code with a static
-# cache is replayed as CUDA graphs, and so are ways.REPLAYED.
+# The ways that `compiled` tries, the most important first. On a GPU, steps with a static cache are
+# replayed as CUDA graphs, compiled or not, and so are ways.REPLAYED.
 COMPILED = [
     ("trained", "float32", "paged, compiled", "plain"),
     ("trained", "float32", "compiled", "plain"),

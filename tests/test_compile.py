@@ -23,7 +23,7 @@ from generate import generate
 from kv_cache import StaticCache
 from llm import LLM
 from model import Config, FusedLinear, Transformer, attention
-from packed import LoopedLinear, OpaqueCache, PackedLinear, compile_model
+from packed import LoopedLinear, OpaqueCache, PackedLinear, compile_model, hide_caches
 from paged import Row, Runner
 from sampling import Sequence
 from scheduler import Engine
@@ -148,6 +148,18 @@ def test_the_caches_are_written_in_place():
     buffers, code, kv = in_place(OpaqueCache(layer), 5)
     assert "opaque" in code and not [line for line in buffers if "192" in line]
     torch.testing.assert_close(layer.kv[:, 190, 0], kv[:, 4])
+
+
+@pytest.mark.parametrize(("device", "length", "kv_dtype", "is_hidden"), [
+    ("cpu", 1, "auto", False), ("cpu", 1, "int8", False), ("cpu", 2, "auto", True),
+    ("meta", 2, "auto", False), ("meta", 1, "int8", True),
+])  # fmt: skip
+def test_what_is_hidden_from_the_compiler(device, length, kv_dtype, is_hidden):
+    """On an H200, PyTorch's compiler refused int8 keys. (The meta device stands for a GPU.)"""
+    model = Transformer(TINY).to(device)
+    positions, layers = StaticCache(model, 1, 4, kv_dtype).plan(0, length)
+    _, _, (found,) = hide_caches(model, (torch.zeros_like(positions), positions, layers))
+    assert isinstance(found, OpaqueCache) == is_hidden
 
 
 @slow

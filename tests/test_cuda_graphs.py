@@ -3,13 +3,20 @@ same memory. That finds what a graph does not see: a tensor made anew by the hos
 differs, a value that Python read. What a GPU makes of it is for on_device.py."""
 
 import contextlib
+import gc
+import weakref
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import ways
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import packed
+from checkpoint import build
 from flex import FlexBlocks, FlexRunner
+from kv_cache import StaticCache
 from model import Config, Transformer, attention
 from paged import Row, Runner
 from settings import SettingError
@@ -63,11 +70,12 @@ def faults(run, case, kind):
     """Return the faults in the tokens of replayed steps."""
     model, options = ways.kind_of(case, kind)
     jobs = [ways.jobs_of(case)[job] for job in ways.FEW]
-    found = run(model, jobs, runner=GraphRunner, **options)
-    return ways.compare(case, kind, ways.FEW, found)[1]
+    if run is not ways.run_replayed:
+        run = partial(run, runner=GraphRunner)
+    return ways.compare(case, kind, ways.FEW, run(model, jobs, **options))[1]
 
 
-@pytest.mark.parametrize("run", [ways.run_engine, ways.run_preempted])
+@pytest.mark.parametrize("run", [ways.run_engine, ways.run_preempted, ways.run_replayed])
 @pytest.mark.parametrize(("case", "kind"), [("trained", "plain"), ("sliding", "plain"),
     ("trained", "int8 cache"), ("sliding", "int8 cache")])  # fmt: skip
 def test_same_tokens(graphs, case, kind, run):
@@ -76,18 +84,50 @@ def test_same_tokens(graphs, case, kind, run):
     assert 0 < Recorded.made < 20  # few sizes
 
 
-def test_the_stand_in_can_fail(graphs, monkeypatch):
-    """A tensor that is not copied into the graph's memory keeps its value of the recorded step."""
-    whole = cuda_graphs.tensors_of
-    for left_out in range(6):  # tokens, positions, wanted, slots, places, masks
+@pytest.mark.parametrize(("run", "count", "constant"), [
+    (ways.run_engine, 6, 2),  # tokens, positions, wanted, slots, tables, masks
+    (ways.run_replayed, 4, 1),  # tokens, wanted, slots, mask
+])  # fmt: skip
+def test_the_stand_in_can_fail(graphs, monkeypatch, run, count, constant):
+    """A tensor that is not copied into the graph's memory keeps its value of the recorded step.
+    Which logits are wanted is the same in each step."""
+    whole = packed.tensors_of
+    for left_out in range(count):
 
         def some(*plan, left_out=left_out):
             found = whole(*plan)
+            assert len(found) == count
             return found[:left_out] + found[left_out + 1 :]
 
-        monkeypatch.setattr(cuda_graphs, "tensors_of", some)
-        same = not faults(ways.run_engine, "trained", "plain")
-        assert same == (left_out == 2)  # always the same
+        monkeypatch.setattr(packed, "tensors_of", some)
+        same = not faults(run, "trained", "plain")
+        assert same == (left_out == constant)
+
+
+def test_graphs_of_a_static_cache(graphs):
+    """A graph writes over the caller's tokens, or over the cache's own numbers of its slots; a new
+    cache is read by another's graphs; graphs keep a cache's memory for ever."""
+    model = Transformer(Config(32, 16, 16, 1, 2, 1, 8)).eval()
+    steps = packed.Replayed(model.forward)
+    for _ in range(2):
+        cache, twin = StaticCache(model, 2, 128), StaticCache(model, 2, 128)
+        tokens = torch.randint(32, (128, 2, 1))
+        kept = tokens.clone()
+        for i in range(128):
+            got = steps(tokens[i], *cache.plan(i, i + 1))
+            torch.testing.assert_close(got, model(tokens[i], *twin.plan(i, i + 1)).detach())
+        assert tokens.equal(kept) and cache.slots.equal(torch.arange(129))
+        (recorded,) = steps.graphs.values()
+        for graph, _, _ in recorded.values():
+            graph.calls.clear()  # a real graph holds no tensors
+        weak = weakref.ref(cache.slabs[0])
+        del cache
+        gc.collect()
+        assert weak() is None and not steps.graphs
+    assert Recorded.made == 4  # one for each 64 positions
+    mixed = build(replace(model.config, num_experts=2, num_experts_per_tok=1))
+    packed.replay_steps(mixed)
+    assert "forward" not in vars(mixed)
 
 
 @pytest.mark.parametrize("kind", [GraphRunner, FlexGraphRunner])

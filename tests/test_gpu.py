@@ -25,6 +25,7 @@ import experts
 import generate
 import llm
 import model
+import packed
 import paged
 import quantize
 import sampling
@@ -274,6 +275,8 @@ def test_mps_is_not_compiled_for(folder):
 def cuda(monkeypatch):
     """PyTorch finds the device."""
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: CUDA)
+    # There are no graphs here; see test_cuda_graphs.
+    monkeypatch.setattr(packed.Replayed, "replay", lambda self, *plan: self.forward(*plan))
     for name, value in (("mem_get_info", (2**30, 2**31)), ("get_device_name", "Pretended"),
                         ("max_memory_allocated", 2**30)):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)

@@ -80,7 +80,7 @@ def test_a_busy_machine():
             other.kill()
             other.wait()
     # Its fair share is a third: three processes on a core. With two threads it was a twentieth.
-    assert beside > 30 and beside > alone / 6, (alone, beside)
+    assert beside > alone / 6, (alone, beside)
 
 
 @pytest.mark.parametrize("variable", ["", "GOMP_SPINCOUNT"])

@@ -24,7 +24,7 @@ from flex import FlexRunner
 from generate import generate
 from kv_cache import StaticCache
 from model import Config, Transformer
-from packed import compile_model
+from packed import compile_model, replay_steps
 from quantize import QuantLinear, quantize_model
 from sampling import SamplingParams, Sequence, Token, distribution, draw
 from scheduler import Engine, Guess, Request
@@ -128,6 +128,12 @@ def run_alone(
 
 def run_compiled(model: Transformer, jobs: list[Job], kv_dtype: str = "auto") -> Tokens:
     return run_alone(compiled_twin(model, 1, kv_dtype), jobs, kv_dtype=kv_dtype)
+
+
+def run_replayed(model: Transformer, jobs: list[Job], **options: Any) -> Tokens:
+    model = copy.deepcopy(model)
+    replay_steps(model)
+    return run_alone(model, jobs, **options)
 
 
 @cache
@@ -266,6 +272,7 @@ ENGINES: dict[str, Way] = {
 PATHS |= ENGINES
 # These need CUDA.
 REPLAYED: dict[str, Way] = {
+    "replayed": run_replayed,
     "paged, replayed": partial(run_engine, runner=GraphRunner),
     "paged, followed, replayed": partial(
         run_engine, runner=FlexGraphRunner, block_size=128, num_blocks=40

@@ -54,7 +54,7 @@ from checkpoint import build, load_config, load_model, named_tensors
 from kv_cache import StaticCache
 from machine import ALL_THREADS, Ranks, launch, progress
 from model import Config, Transformer, rope_frequencies
-from packed import compile_model
+from packed import compile_model, replay_steps
 from paged import BlockPool, BlockTable, Row, Runner
 from quantize import MODES, quantize_model
 from sampling import Sequence, sample
@@ -387,13 +387,17 @@ def prepare(
 def compile_models(
     args: argparse.Namespace, result: dict[str, Any], batch: int | None, *models: Transformer
 ) -> None:
-    """Compile models where --compile asks for it, and note the seconds.
+    """Compile models where --compile asks for it, and note the seconds; or do what llm.py does
+    without it.
 
     Args:
         batch: the most sequences that run at once, with a static cache; None: for an Engine.
     """
     if args.compile:
         result["compile_s"] = sum(seconds(compile_model, model, batch) for model in models)
+    elif batch and args.ranks.device.type == "cuda":
+        for model in models:
+            replay_steps(model)
 
 
 def publish(args: argparse.Namespace, rows: Rows, result: dict[str, Any]) -> int:

@@ -1,67 +1,24 @@
 """Paged decoding as CUDA graphs: a step of one token for each row is recorded once, and replayed.
 
-A GPU often finishes a step's kernels faster than Python launches them. A CUDA graph records the
-launches, and then the whole step is one call, on the same memory each time. vLLM and nano-vllm
-decode so. torch.compile already replays the static cache's decoding (see packed.compile_model);
-this is for the paged cache, whose plan differs at each step: the plan is made as always, and copied
-to where the graph reads it. It waits for a GPU: so far it has only been simulated on a CPU
-(docs/gpu.md), so it is not among the engine's files:
+vLLM and nano-vllm decode so. packed.Replayed does it for every model with a static cache. This is
+for the paged cache, whose plan differs at each step: the plan is made as always, with rows and
+blocks filled up so that few sizes occur. Only the bench uses it, so it is not among the engine's
+files:
 
     python tools/bench.py throughput --device cuda --cuda-graphs
 
-Read: GraphRunner, then Replayed.
+Read: packed.Replayed, then GraphRunner.
 """
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from flex import FlexRunner
 from model import Transformer
+from packed import Replayed
 from paged import Row, Runner
 from settings import supported
-
-
-class Replayed:
-    """A model whose forwards are recorded once for each size, and then replayed.
-
-    Attributes:
-        size: (rows, blocks that each attends to); None: run without a graph.
-        graphs: size -> the graph, the plan that it reads, and the logits that it writes.
-    """
-
-    def __init__(self, model: Transformer) -> None:
-        self.model = model
-        self.size: tuple[int, int] | None = None
-        self.graphs = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name)
-
-    def __call__(self, *plan: Any) -> Tensor:
-        """Do what Transformer.forward does with the result of Runner.plan."""
-        if self.size is None:
-            return self.model(*plan)
-        if self.size not in self.graphs:
-            self.model(*plan)  # what only the first run does is not recorded
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                logits = self.model(*plan)
-            self.graphs[self.size] = graph, plan, logits
-        graph, recorded, logits = self.graphs[self.size]
-        for old, new in zip(tensors_of(*recorded), tensors_of(*plan), strict=True):
-            old.copy_(new)
-        graph.replay()
-        return logits
-
-
-def tensors_of(tokens: Tensor, positions: Tensor, layers: list, select: Tensor) -> list[Tensor]:
-    """Return the tensors of a plan that a forward reads. Layers share most of them."""
-    slots, groups = layers[0].slots, layers[0].groups
-    masks = [mask for group in groups for mask in group.masks.values()]
-    tables = [group.flat_table for group in groups]
-    return [tokens, positions, select, slots, *tables, *masks]
 
 
 class GraphRunner(Runner):
@@ -69,6 +26,9 @@ class GraphRunner(Runner):
 
     To need few graphs, the rows are filled up to a power of two by repeating the first row, which
     writes the same values to the same slot; the blocks of the longest row are filled up as well.
+
+    Attributes:
+        width: the blocks that each row of this step attends to; None: the step is not replayed.
     """
 
     def __init__(self, model: Transformer, *shape: Any) -> None:
@@ -80,23 +40,26 @@ class GraphRunner(Runner):
         """
         supported("--cuda-graphs on", model.device.type, "cuda")
         supported("--cuda-graphs with num_experts", model.config.num_experts, 1)
-        super().__init__(Replayed(model), *shape)
+        super().__init__(model, *shape)
+        self.steps = Replayed(model)
+        self.width: int | None = None
 
     def forward(self, rows: list[Row]) -> Tensor:
-        self.model.size = None
+        self.width = None
         if max(len(row.ids) for row in rows) > 1:
             return super().forward(rows)
         longest = max(row.num_blocks(self.block_size) for row in rows)
+        self.width = max(2, 1 << (longest - 1).bit_length())
         count = 1 << (len(rows) - 1).bit_length()
-        self.model.size = count, max(2, 1 << (longest - 1).bit_length())
-        return super().forward(rows + rows[:1] * (count - len(rows)))[: len(rows)]
+        self.wipe_new_blocks(rows)
+        plan = self.plan(rows + rows[:1] * (count - len(rows)))
+        return self.steps.replay(*plan)[: len(rows)]
 
     def plan(self, rows: list[Row]) -> tuple:
-        if self.model.size is None:
-            self.min_width = Runner.min_width
-            return super().plan(rows)
-        self.min_width = self.model.size[1]
+        self.min_width = self.width or Runner.min_width
         plan = super().plan(rows)
+        if self.width is None:
+            return plan
         for group in plan[2][0].groups:  # all layers have these
             group.span = None  # a graph reads by the table
         return plan
