@@ -1,7 +1,8 @@
 """What differs between families of models: what config.json may leave out, and what is folded.
 
-Differences that are only numbers are folded into speeds of rope or into weights when a folder is
-read, so model.py has none of them. Rope turns each pair of channels at a speed, so each method of
+Most differences that are only numbers are folded into speeds of rope or into weights when a folder
+is read, so model.py need not know them. (The factor on embeddings is not, as lm_head may share
+their weight.) Rope turns each pair of channels at a speed, so each method of
 extending rope is a list of speeds, and a layer without rope has speeds of 0. A factor on queries,
 residuals or logits is a factor on the weights that make these. This file knows config.json's names
 for these numbers, and the names of the weights; it does not read files. Every family has been
@@ -36,13 +37,13 @@ FAMILIES: dict[str, JSON] = dict(
         num_experts=8, num_experts_per_tok=2, rms_norm_eps=1e-5, rope_theta=1e6),
     Qwen2ForCausalLM=QWEN,
     Qwen3ForCausalLM=dict(QWEN, head_dim=128),
-    Qwen3MoeForCausalLM=dict(QWEN | dict(num_key_value_heads=4),
+    Qwen3MoeForCausalLM=dict(QWEN, num_key_value_heads=4,
         num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=False),
     SmolLM3ForCausalLM=dict(num_key_value_heads=4, eos_token_id=128001, rope_theta=2e6,
         tie_word_embeddings=True, no_rope_layer_interval=4, max_position_embeddings=32768),
     Phi3ForCausalLM=dict(eos_token_id=32000, rms_norm_eps=1e-5, max_position_embeddings=4096,
         original_max_position_embeddings=4096),
-    # The file must have them, although transformers takes a missing multiplier as 1.
+    # transformers takes a missing multiplier as 1; here that is an error.
     GraniteForCausalLM=dict(eos_token_id=2, embedding_multiplier=None, attention_multiplier=None,
         residual_multiplier=None, logits_scaling=None),
     Gemma3ForCausalLM=dict(num_attention_heads=8, num_key_value_heads=4, head_dim=256,
@@ -55,8 +56,8 @@ FAMILIES: dict[str, JSON] = dict(
 #   norm_offset    is added to the weights of norms
 #   root_of_width  whether embeddings are multiplied by the root of D
 #   partial_rope   whether rope may rotate a part of each head only
-# Most families do not read use_sliding_window and max_window_layers: NO_WINDOWS and ALL_WINDOWS
-# stand for them. Where layer_types is None here, the file's is not read either.
+# Most families do not read use_sliding_window and max_window_layers, so NO_WINDOWS or ALL_WINDOWS
+# sets them. With layer_types=None, the file's list is not read either.
 NO_WINDOWS = dict(use_sliding_window=False, layer_types=None)
 ALL_WINDOWS = dict(use_sliding_window=True, max_window_layers=0)
 FIXED: dict[str, JSON] = dict(
@@ -84,15 +85,15 @@ INTERNAL = {"qkv_bias", "o_bias", "qk_norm", "wide_qk_norm", "pre_norm", "post_n
 ONLY: JSON = dict(hidden_act="silu", hidden_activation="gelu_pytorch_tanh", scoring_func="softmax",
     n_group=1, is_causal=True, use_bidirectional_attention=False, attn_logit_softcapping=None,
     final_logit_softcapping=None)  # fmt: skip
-# Defaults for files of all families. None: the file must have it.
+# Defaults for all families. None: the file, or the family, must have it.
 DEFAULTS: JSON = dict(num_hidden_layers=None, num_attention_heads=None, hidden_size=None,
     intermediate_size=None, vocab_size=None, eos_token_id=[], torch_dtype="float32",
     attention_bias=False, num_experts=1, use_sliding_window=False, max_window_layers=28,
     max_position_embeddings=2048, rope_theta=1e4, partial_rotary_factor=1.0, rope_parameters={},
     embedding_multiplier=1.0, residual_multiplier=1.0, logits_scaling=1.0,
     quantization_config={})  # fmt: skip
-# Folders with images, and the usual type of their text model. Its settings, and its type if it is
-# another one, are in `text_config`.
+# Models that also read images -> the usual type of their text model. `text_config` has the text
+# model's settings, and its type if that is another.
 NESTED = dict(Mistral3ForConditionalGeneration="mistral",
     Gemma3ForConditionalGeneration="gemma3_text")  # fmt: skip
 TEXT_MODELS = dict(mistral="MistralForCausalLM", ministral3="Ministral3ForCausalLM",
@@ -102,7 +103,7 @@ TEXT_MODELS = dict(mistral="MistralForCausalLM", ministral3="Ministral3ForCausal
 def complete(raw: JSON) -> JSON:
     """Return the settings of a config.json, with the defaults for those that it leaves out, and
     without those that its family does not read."""
-    names = check("architectures", raw.get("architectures") or None, list)
+    names = check("architectures", raw.get("architectures") or None, list)  # [] is an error, too
     name = supported("architectures", names[0], *FAMILIES, *NESTED)
     if name in NESTED:  # the text model runs, and an image in a chat is refused
         text = check("text_config", raw.get("text_config"), dict)
@@ -114,11 +115,11 @@ def complete(raw: JSON) -> JSON:
     read = {key: raw[key] for key in raw.keys() - unread}
     # A null in the file removes the family's default (in Mistral, the window). Then the one of
     # DEFAULTS counts, if there is one.
-    given = without_nulls(family | read)
+    own = without_nulls(family | read)
     for setting, kind in OWN.items():
         if setting in family:
-            check(setting, given.get(setting), kind)
-    settings = ONLY | DEFAULTS | given | FIXED.get(name, {})
+            check(setting, own.get(setting), kind)
+    settings = ONLY | DEFAULTS | own | FIXED.get(name, {})
     for setting, only in ONLY.items():
         supported(setting, settings[setting], only)
     return settings
@@ -131,8 +132,7 @@ def layer_settings(settings: JSON) -> JSON:
     """Return Config's `windows` and `ropes`, which say for each layer how many tokens a query sees
     (None: all of them), and which rope it has (0, or 1 for the second one).
 
-    Newer files list the kind of each layer in `layer_types`. Otherwise, where a window is switched
-    on, the first `max_window_layers` layers still see everything.
+    Newer files list the kind of each layer in `layer_types`; for others see full_layers.
 
     Example: 3 layers, sliding_window 5, max_window_layers 1: windows (None, 5, 5), ropes ()
     """
@@ -154,7 +154,8 @@ def layer_settings(settings: JSON) -> JSON:
 
 
 def full_layers(settings: JSON) -> Sequence[int]:
-    """Return the layers that see everything, if the file has no layer_types."""
+    """Return the layers that see everything, if the file has no layer_types: in most families the
+    first `max_window_layers`."""
     if "sliding_window_pattern" in settings:  # Gemma 3: the last layer of each group
         every = settings["sliding_window_pattern"]
         return range(every - 1, settings["num_hidden_layers"], every)
@@ -177,6 +178,7 @@ def layers_with_rope(settings: JSON) -> list[int]:
     """Return the layers of SmolLM3 that have rope: all but every n-th, or those that the file marks
     with 1 in `no_rope_layers`, in spite of the name."""
     layers = settings["num_hidden_layers"]
+    # 0, without rope, for every n-th.
     usual = [(i + 1) % settings["no_rope_layer_interval"] for i in range(layers)]
     has_rope = check("no_rope_layers", settings.get("no_rope_layers", usual), list)
     supported("the length of no_rope_layers", len(has_rope), layers)
@@ -193,10 +195,11 @@ ROPES: dict[str, tuple] = dict(default=(), linear=("factor",), longrope=(),
 
 
 def complete_rope(settings: JSON) -> JSON:
-    """Collect the settings of rope, with the defaults of its type, and check them.
+    """Collect the settings of rope, with the defaults of its type, and check the numbers that it
+    needs.
 
-    Newer files have one dict `rope_parameters`, and Gemma 3's in it one for each kind of layer;
-    older files have `rope_theta` and a dict `rope_scaling`. If a file has both dicts,
+    Newer files have a dict `rope_parameters`, which in Gemma 3's holds a dict for each kind of
+    layer; older files have `rope_theta` and a dict `rope_scaling`. If a file has both dicts,
     `rope_scaling` wins, as in transformers.
     """
     # 1) What the file says.
@@ -216,7 +219,7 @@ def complete_rope(settings: JSON) -> JSON:
     if kind in ("yarn", "longrope"):
         check(ORIGINAL, rope[ORIGINAL], int, 2)
         rope.setdefault("factor", context / rope[ORIGINAL])
-    # 3) Check all values. Without other bounds, a float must be above 0; see settings.RANGES.
+    # 3) Check them. Without other bounds, a float must be above 0; see settings.RANGES.
     check("rope_theta", rope["rope_theta"], float)
     for name in ROPES[kind]:
         check(f"rope {name}", rope.get(name), float)
@@ -232,6 +235,7 @@ def rope_settings(settings: JSON, rope: JSON) -> JSON:
     """Return Config's `rope_theta`, `rope_speeds`, and the context, `max_position_embeddings`.
 
     Args:
+        settings: with those of layer_settings.
         rope: see complete_rope.
     """
     H = settings["head_dim"]
@@ -247,8 +251,9 @@ def rope_settings(settings: JSON, rope: JSON) -> JSON:
         found.append(0 * found[0])
     others = [0.0] * (H // 2 - dim // 2)  # the pairs that rope leaves as they are
     context = settings["max_position_embeddings"]
-    # Beyond the original context, longrope would need other speeds for all tokens, but keys in the
-    # cache keep theirs, and Ministral 3's llama_4_scaling_beta would need a factor for each query.
+    # Two methods end at the original context here. Beyond it, longrope would need other speeds for
+    # all tokens, also for keys in the cache, and Ministral 3's llama_4_scaling_beta would need a
+    # factor for each query.
     if rope["rope_type"] == "longrope" or rope.get("llama_4_scaling_beta"):
         context = min(context, rope[ORIGINAL])
     return dict(
@@ -259,7 +264,7 @@ def rope_settings(settings: JSON, rope: JSON) -> JSON:
 
 
 def rotated_channels(rope: JSON, head_dim: int) -> int:
-    """Return how many channels of a head rope rotates, the first ones."""
+    """Return how many channels rope rotates in each head. They are the first ones."""
     dim = int(head_dim * rope["partial_rotary_factor"])
     check("partial_rotary_factor * head_dim", dim, int, 2)
     if dim % 2:
@@ -296,8 +301,9 @@ def speeds(rope: JSON, dim: int) -> Tensor:
         low = rope["low_freq_factor"]
         high = rope["high_freq_factor"]
         return slow.lerp(plain, ((turns - low) / (high - low)).clamp(0, 1))
-    # yarn blends along the index of the pair, between those that make beta_fast and beta_slow turns
-    # (Peng et al. 2023, arXiv:2309.00071). ln(turns) falls by the same step from pair to pair.
+    # yarn blends evenly from pair `first`, which makes beta_fast turns, to pair `last`, which makes
+    # beta_slow (Peng et al. 2023, arXiv:2309.00071). ln(turns) falls by the same step from pair to
+    # pair, so both can be computed; they need not be whole.
     step = 2 * math.log(rope["rope_theta"]) / dim
     first = max(0, math.log(turns[0] / rope["beta_fast"]) / step)
     # The last pair is dim/2 - 1, but the bound here is transformers'.
@@ -319,6 +325,7 @@ def attention_factor(rope: JSON) -> float:
     growth = math.log(max(rope["factor"], 1))
     if rope["rope_type"] == "longrope":
         return math.sqrt(1 + growth / math.log(rope[ORIGINAL]))
+    # Only both of them together count, as in transformers.
     mscale = 1.0
     mscale_all_dim = 0.0
     if rope.get("mscale") and rope.get("mscale_all_dim"):
@@ -331,8 +338,8 @@ def attention_factor(rope: JSON) -> float:
 
 
 def fold_settings(settings: JSON, rope: JSON) -> JSON:
-    """Return Config's `embedding_multiplier`, and in its `folds` what `folded` needs: how many
-    channels rope rotates, and factors. `folds` is {} if none of these changes a weight.
+    """Return Config's `embedding_multiplier` and `folds`. The latter is what folded() needs: how
+    many channels rope rotates, factors, and the offset of norms; or {} if nothing changes a weight.
 
     Args:
         rope: see complete_rope.
@@ -365,8 +372,7 @@ def folded(config: Config, name: str, tensor: Tensor) -> Tensor:
     """Return a stored tensor with the numbers of config.folds in it, of the same shape and dtype.
 
     Args:
-        name: this engine's name of the tensor. Of a quantised weight the rows are reordered, and
-            only the scales are multiplied.
+        name: this engine's name of the tensor.
         tensor: its first dimension counts output channels. It may be on the meta device.
 
     Example: with a residual_multiplier of 0.5, o_proj and down_proj are halved
@@ -380,7 +386,7 @@ def folded(config: Config, name: str, tensor: Tensor) -> Tensor:
     if module in ("q_proj", "k_proj") and folds["rope_dim"] < H:
         heads = tensor.unflatten(0, (-1, H))
         tensor = heads[:, rope_order(H, folds["rope_dim"])].flatten(0, 1)
-    if kind in ("qweight", "zeros"):
+    if kind in ("qweight", "zeros"):  # of a quantised weight, only the scales are multiplied
         return tensor
     x = tensor.float()
     if is_norm:
@@ -392,7 +398,7 @@ def folded(config: Config, name: str, tensor: Tensor) -> Tensor:
         x = (x.t() * factors.repeat(len(x) // H)).t()  # scales rows; t() leaves a bias as it is
     if module in ("o_proj", "down_proj"):
         x = x * folds["residual_factor"]
-    if module == "norm":  # the last one, before lm_head
+    if module == "norm":  # the last one, as lm_head's weight may be that of the embeddings
         x = x / folds["logits_divisor"]
     return x.to(tensor.dtype)
 
@@ -400,9 +406,9 @@ def folded(config: Config, name: str, tensor: Tensor) -> Tensor:
 def rope_order(head_dim: int, dim: int) -> Tensor:
     """The order of a head's channels for a family that rotates only the first `dim`.
 
-    Rope rotates channel i with i + dim/2, and model.apply_rope with i + H/2. So the second half of
-    the rotated channels moves to the second half of the head. Queries and keys change alike, so
-    their products stay the same.
+    Such a family rotates channel i with i + dim/2, and model.apply_rope with i + H/2. So the second
+    half of the rotated channels moves to the second half of the head. Queries and keys change
+    alike, so their products stay the same.
 
     Example: head_dim 8, dim 4: 0 1 4 5 2 3 6 7; the pairs 0, 2 and 1, 3 turn, the others do not
     """

@@ -24,7 +24,7 @@ from paged import Blocks, Group, Runner
 QUERIES = 128  # the kernel takes this many queries together
 compiled_attention = torch.compile(flex_attention, dynamic=True)
 # The compiler takes each size of 1 as fixed, so it makes a kernel for each set of them. After the
-# default, 8 kernels, it would silently run the uncompiled function, which computes all blocks.
+# default, 8 kernels, it would run the uncompiled function, which computes all blocks.
 torch._dynamo.config.recompile_limit = 64
 
 

@@ -5,7 +5,7 @@
 
 `generate` shows the three steps of generating text: forward, sample, append. A chat, guesses,
 several samples, several processes (ranks) and --attention flex need scheduler.Engine, which llm.py
-makes. Read: generate; then main. Next: paged.py.
+makes. Read: generate; then command. Next: paged.py.
 """
 
 import sys
@@ -52,11 +52,11 @@ def generate(
     Raises:
         ValueError: the cache is too short for the sequence, or the logits are NaN or infinite.
     """
-    ids = sequence.ids
+    ids = sequence.ids  # the list itself, which append() makes longer
     cached = 0  # how many tokens' keys and values the cache holds
     last = torch.tensor([-1], device=model.device)  # the index of a forward's last token
     while not sequence.finish_reason:
-        spinning.adapt()  # how the CPU's threads wait for each other
+        spinning.adapt()  # not the algorithm: lets the CPU's threads spin or sleep (machine.py)
         end = min(cached + chunk, len(ids))
         tokens = torch.tensor([ids[cached:end]], device=model.device)  # (1, T)
         positions, layers = cache.plan(cached, end)
@@ -102,7 +102,7 @@ def command(args: Namespace, ranks: Ranks) -> int:
     text = read_prompt(args, ranks)
     if args.system and not args.chat:
         raise ValueError("--system needs --chat")
-    told = f"sampling: {describe(params, flags, defaults)}"
+    summary = f"sampling: {describe(params, flags, defaults)}"
     needs_engine = (
         args.chat
         or params.n > 1
@@ -117,9 +117,9 @@ def command(args: Namespace, ranks: Ranks) -> int:
         ids = tokenizer.encode(text)
         sequence = Sequence(ids, params, model.config, tokenizer, engine_args.max_seq_len)
         cache = StaticCache(model, 1, sequence.max_len, engine_args.kv_dtype)
-        say(told)
+        say(summary)
         return stream(sequence, generate(model, sequence, cache))
-    if "max_num_seqs" not in args:  # the cache gets room for what runs at once
+    if "max_num_seqs" not in args:  # then the cache has room for no more than will run
         engine_args = replace(engine_args, max_num_seqs=1 if args.chat else params.n)
     model, proposer = load_models(engine_args, ranks)
     if ranks.rank:
@@ -127,7 +127,7 @@ def command(args: Namespace, ranks: Ranks) -> int:
 
         return follow(model)  # computes its share until the first rank ends
     engine = make_engine(engine_args, ranks, model, proposer)
-    say(told)
+    say(summary)
     if args.chat:
         say(cache_size(engine))
         if "max_tokens" not in flags:
@@ -149,12 +149,12 @@ def read_prompt(args: Namespace, ranks: Ranks) -> str:
     if not file or ranks.rank:
         return args.prompt
     with blame(file):
-        # Neither way changes the ends of lines (for stdin see program.run), as read_text would.
+        # Both ways keep the ends of lines, which read_text would change. For stdin see program.run.
         return sys.stdin.read() if file == "-" else Path(file).read_bytes().decode()
 
 
 def describe(params: SamplingParams, flags: JSON, defaults: JSON) -> str:
-    """Say which sampling is used, and where each setting comes from.
+    """Return a line that names the settings of sampling, and where each comes from.
 
     Args:
         defaults: what the checkpoint's folder suggests.
@@ -221,7 +221,7 @@ def chat(engine: Engine, params: SamplingParams, system: str | None = None) -> i
     assert tokenizer
     params = replace(params, n=1).with_stop(tokenizer.chat_stop)
     messages = [{"role": "system", "content": system}] if system else []
-    start = len(messages)
+    start = len(messages)  # where the turns begin that may be forgotten
     status = 0
     say("Ctrl-D ends the chat, and Ctrl-C a reply.")
     for line in iter(ask, ""):
@@ -242,7 +242,7 @@ def chat(engine: Engine, params: SamplingParams, system: str | None = None) -> i
             say("the context is full: the oldest turns are forgotten")
         status = stream(sequence, run_whole_steps(engine))
         if status:
-            engine.abort(sequence.request)
+            engine.abort(sequence.request)  # frees the blocks of what Ctrl-C has ended
         if sequence.finish_reason == "length":
             say(f"the reply was cut after {len(sequence.tokens)} tokens")
         messages = [*turns, {"role": "assistant", "content": sequence.text}]

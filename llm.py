@@ -5,7 +5,7 @@
         print(request.outputs[0].text)
 
 generate.py and server.py load their models here too. The techniques, such as quantisation and
-speculation, are imported only when an option asks for them, so a plain model runs without their
+speculation, are imported only when they are needed, so on a CPU a plain model runs without their
 files. Read: LLM, then load_models and make_engine.
 """
 

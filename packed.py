@@ -2,14 +2,14 @@
 
 compile_model replaces each Linear of a finished model, plain or quantised, by a form that its
 device multiplies fast, where PyTorch has one (on CUDA for int4 only), and leaves the rest to
-torch.compile. On CUDA, steps with a static cache are recorded and replayed, compiled or not. These
-forms are never stored. The form that a matrix gets depends on the processor
+torch.compile. These forms are never stored. The form that a matrix gets depends on the processor
 and on the cache (one sequence, or many), never on timing, so the same command on the same machine
 gives the same tokens in each process. What changes from step to step, such as how a prompt attends,
-is hidden from the compiler. Skip this file at first: the engine needs it only for --compile, and
-for quantised weights on a CPU. In it, N is output channels, K input channels, G groups, R rows.
-Read: compile_model, OpaqueCache, form_of, PackedLinear. The last two sections can wait, as each of
-them is a fast path for one case.
+is hidden from the compiler. On CUDA, decoding with a static cache is recorded and replayed,
+compiled or not. Skip this file at first: it is needed only for --compile, for quantised weights on
+a CPU, and for one sequence on CUDA. In it, N is output channels, K input channels (in the last
+section they are heads, as elsewhere), G groups, R rows. Read: compile_model, OpaqueCache, form_of,
+PackedLinear. The last two sections can wait, as each of them is a fast path for one case.
 """
 
 import warnings
@@ -48,9 +48,9 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
     device = supported("--compile on", model.device.type, "cpu", "cuda")
     pack_linears(model, batch_size == 1)
     leave_out_experts(model)
-    # One block is compiled, and serves all layers, as these differ only in their tensors. That
-    # takes seconds where one graph of all layers takes minutes. Lengths are symbolic, so nothing is
-    # compiled again later.
+    # This only marks the blocks. The first one that runs is compiled, and its code serves all that
+    # differ from it only in their tensors. That takes seconds where one graph of all layers takes
+    # minutes. Lengths are symbolic, so nothing is compiled again later.
     for block in model.layers:
         block.compile(dynamic=True)
     if device == "cpu":
@@ -61,21 +61,21 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
     model.register_forward_pre_hook(hide_caches)
     # The default, 8 graphs for one piece of code, is too few for several models in a process.
     torch._dynamo.config.recompile_limit = 64
-    # Two sizes that are equal by chance, such as the mask's and H, may differ later.
+    # Without this, two sizes that are equal by chance, such as S and H, would be taken as one.
     torch.fx.experimental._config.use_duck_shape = False
     # Code is compiled when it first runs. The compiler takes a size of 1 as fixed, and another as
     # standing for all larger ones. So these two forwards have one of everything, then more.
     with torch.no_grad(), blame("--compile"):  # PyTorch raises an error if there is no compiler
         for lengths in progress([[1], [1, 1, CHUNK]], "compiling decode, prefill"):
             if batch_size is None:
-                # One row of one token; then two such rows, and a prompt.
+                # One row of one token; then two such rows, and a prompt. All write to block 0.
                 rows = [Row([0] * CHUNK, 0, [0] * length) for length in lengths]
                 Runner(model, CHUNK, 16, kv_dtype).forward(rows)
             else:
                 # One token, and its logits; then a prompt, and the logits of two tokens.
-                slabs = StaticCache(model, batch_size, CHUNK, kv_dtype)
-                positions, layers = slabs.plan(0, max(lengths))
-                select = positions[0, :2].clone()
+                static = StaticCache(model, batch_size, CHUNK, kv_dtype)
+                positions, layers = static.plan(0, max(lengths))
+                select = positions[0, :2].clone()  # tokens 0 and 1, which have positions 0 and 1
                 model(torch.zeros_like(positions), positions, layers, select)
 
 
@@ -91,6 +91,7 @@ def compile_for_cpu(model: Transformer) -> None:
     for module in model.modules():
         if isinstance(module, Int4Linear):
             module.unpack = compiled(dequantize, dynamic=False)
+    # Where no heads share a key, paged.Runner uses a class that makes no copies.
     if model.config.num_attention_heads == model.config.num_key_value_heads:
         vars(model)["paged_layer"] = CompiledBlocks
 
@@ -108,11 +109,13 @@ def compile_for_cuda(model: Transformer, batch_size: int | None) -> None:
 
 
 def replay_steps(model: Transformer) -> None:
-    """Let a model on CUDA replay decoding with a static cache, in place. On an H200 that makes one
-    sequence of 1b (1.1 billion parameters) 5 times as fast: Python needs 10 ms to launch a step's
-    kernels, and the GPU 2 ms to run them. A model with experts is left as it is, as the host reads
-    their sizes in the middle of a step. A paged step needs more; see tools/cuda_graphs.py."""
-    if not any(hasattr(block.mlp, "mix") for block in model.layers):
+    """Let a model on CUDA replay decoding with a static cache, in place. On an H200 that makes a
+    step of 1.1 billion parameters 5 times as fast: Python needs 10 ms to launch its kernels, and
+    the GPU 2 ms to run them. A model with experts is left as it is, as the host reads
+    their sizes in the middle of a step. For a paged cache see tools/cuda_graphs.py."""
+    # Ranks exchange sums in the middle of a step. We have not tried to record that.
+    has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not has_ranks and not any(hasattr(block.mlp, "mix") for block in model.layers):
         vars(model)["forward"] = Replayed(model.forward)
 
 
@@ -121,8 +124,8 @@ class Replayed:
 
     A GPU often finishes a step's kernels faster than Python launches them. A CUDA graph records the
     launches, and then the whole step is one call, on the same memory each time. What the step reads
-    is copied to where the graph reads it. Each set of sizes has its own graph, so a static cache
-    has one for each BUCKET of positions.
+    is copied to where the graph reads it. Other sizes need another graph, so with a static cache
+    one is recorded for each BUCKET of positions.
     """
 
     def __init__(self, forward: Callable[..., Tensor]) -> None:
@@ -131,21 +134,27 @@ class Replayed:
         # Weak, so that the cache can be freed.
         self.graphs: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
-    def __call__(self, *plan: Any) -> Tensor:
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, layers: list | None = None, *select: Tensor
+    ) -> Tensor:
         """Do what Transformer.forward does."""
-        is_slab = len(plan) > 2 and isinstance(plan[2][0], Slab)
-        if is_slab and plan[0].shape[1] == 1 and not torch.distributed.is_initialized():
-            return self.replay(plan[0].clone(), *plan[1:])  # a graph writes over its own tokens
-        return self.forward(*plan)
+        if layers and isinstance(layers[0], Slab) and tokens.shape[1] == 1:
+            select = tuple(each.clone() for each in select)
+            return self.replay(tokens.clone(), positions, layers, *select)
+        return self.forward(tokens, positions, layers, *select)
 
     @torch.no_grad()
-    def replay(self, *plan: Any) -> Tensor:
-        """Do the same, for a plan with one token in each row whose tensors a graph may keep."""
-        graphs = self.graphs.setdefault(plan[2][0].kv, {})
+    def replay(self, tokens: Tensor, positions: Tensor, layers: list, *select: Tensor) -> Tensor:
+        """Do the same for a step of one token in each row. A graph keeps these tensors, and what
+        later steps read is written over them."""
+        plan: Any = (tokens, positions, layers, *select)
+        graphs = self.graphs.setdefault(layers[0].kv, {})
         reads = tensors_of(*plan)
         sizes = tuple(tensor.shape for tensor in reads)
         if sizes not in graphs:
-            self.forward(*plan)  # what only the first run does is not recorded
+            if isinstance(layers[0], Slab):
+                graphs.clear()  # a text only grows, and each graph keeps memory of its own
+            self.forward(*plan)  # what only the first run does must not be recorded
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 logits = self.forward(*plan)
@@ -154,7 +163,7 @@ class Replayed:
         for old, new in zip(recorded, reads, strict=True):
             old.copy_(new)
         graph.replay()
-        return logits
+        return logits.clone()
 
 
 def tensors_of(tokens: Tensor, positions: Tensor, layers: list, *select: Tensor) -> list[Tensor]:
@@ -167,8 +176,8 @@ def tensors_of(tokens: Tensor, positions: Tensor, layers: list, *select: Tensor)
     return [tokens, positions, *select, first.slots, *tables, *masks]
 
 
-# Compiles each function once, at its first use, as torch.compile takes two seconds to import the
-# compiler.
+# torch.compile, once for each function. It is called where a function is needed, and is no
+# decorator, because importing the compiler takes two seconds.
 compiled = cache(torch.compile)
 
 
@@ -194,7 +203,7 @@ def number_of(thing: object) -> Tensor:
 
 
 # The wrapper of torch.library.custom_op would cost 8 us a call; this one costs 3 to 5. With packed
-# matrices, a step makes five calls a layer: one for attention and four for the matrices.
+# matrices, a paged step makes five calls a layer: one for attention and four for the matrices.
 @torch.library.impl(library, "opaque", "CompositeExplicitAutograd")
 def opaque(x: Tensor, more: list[Tensor], number: Tensor, width: int) -> Tensor:
     """Call `compute` of the object with this number. It returns a contiguous tensor of x's shape,
@@ -226,9 +235,9 @@ class OpaqueCache(LayerCache):
 def hide_caches(model: nn.Module, args: tuple) -> tuple:
     """Replace each layer's cache by an OpaqueCache in the arguments of Transformer.forward.
 
-    Two kinds of steps need none, as they always have the same form: decoding with a static cache,
-    and on a GPU also a prompt with a static cache, unless that stores int8, whose scale the
-    compiler for a GPU fails to take apart into bytes.
+    A static cache mostly needs none, as its steps always have the same form: on a CPU when it
+    decodes; on a GPU always, unless it stores int8. (The compiler for a GPU fails to take a scale
+    apart into bytes. Such a step is not replayed either.)
     """
     if len(args) == 2:  # there is no cache; see model.NoCache
         return args
@@ -245,8 +254,8 @@ def hide_caches(model: nn.Module, args: tuple) -> tuple:
 
 def pack_linears(model: nn.Module, alone: bool = False, kind: type = nn.Module) -> None:
     """Replace each Linear, plain or quantised, that has a packed form (see form_of), in place. This
-    comes before compiling. A quantised model is packed even if it is not compiled, which makes a
-    step 4 to 9 times as fast.
+    comes before compiling. On a CPU, a quantised model is packed even if it is not compiled, which
+    makes a step 4 to 9 times as fast.
 
     The packed weight replaces the plain one and serves every batch size, so memory peaks at one
     extra weight. (Inductor's freezing packs too, but keeps a copy for each compiled graph.)
@@ -289,7 +298,7 @@ def form_of(linear: nn.Module, alone: bool = False) -> "type[PackedLinear] | Non
     return None
 
 
-# Only x86 has it. Both forms of int8 need x86.
+# FBGEMM is for x86 alone, so this also stands for x86, which both forms of int8 need.
 HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines
 
 
@@ -376,10 +385,10 @@ class Int8Linear(PackedLinear):
         q = linear.qweight
         scales = linear.scales
         if scales.shape[1] > 1 or (linear.zeros != 128).any():
-            # No operator multiplies weights in groups, or with zero points other than 128, which 4
-            # bits have. So they are rounded once more, to 8 bits with one scale per output channel.
-            # That costs little beside the first rounding: for the bundled model in 4 bits, the KL
-            # divergence to the plain model grows by a hundredth.
+            # The operators for bytes know neither groups nor zero points other than 128, and 4-bit
+            # weights have both. So these are rounded once more, to 8 bits with one scale per output
+            # channel. That costs little beside the first rounding: for the bundled model in 4 bits,
+            # the KL divergence to the plain model grows by a hundredth.
             q, scales, _ = round_to_nearest(linear.dequantize(), 8, linear.in_features)
         # These are no buffers, because .to(dtype) would round them.
         self.scales = scales.flatten()  # (N,)
@@ -400,12 +409,13 @@ class Int8Linear(PackedLinear):
         low = digits.sub_(high, alpha=128)
         # The bytes have no sign, so they hold each digit plus most + 1.
         pair = torch.cat((high, low)).add_(self.most + 1).byte()  # (2R, K)
-        high, low = super().multiply(pair).chunk(2)  # (R, N) each
-        return low.add_(high, alpha=128).mul_(s).to(rows.dtype)
+        y_high, y_low = super().multiply(pair).chunk(2)  # (R, N) each
+        return y_low.add_(y_high, alpha=128).mul_(s).to(rows.dtype)
 
     def compute(self, rows: Tensor) -> Tensor:
         x = filled_up(rows)
         options: Any = (None, 1.0, 0, torch.float32, "none", [], "")  # no bias; float32 results
+        # 1.0 and 128 are the scale and the zero point of the bytes in x.
         y = torch.ops.onednn.qlinear_pointwise(
             x, 1.0, 128, self.packed, self.scales, self.zeros, *options
         )
@@ -425,7 +435,8 @@ class Int8WithoutVNNI(Int8Linear):
         return torch.ops.quantized.linear_prepack(q, None)
 
     def compute(self, rows: Tensor) -> Tensor:
-        # The operator takes floats, and makes bytes of them by adding 64: those of `rows` again.
+        # The operator takes floats, and adds a zero point of 64 to make bytes of them. So 64 is
+        # taken off before.
         product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
         return product(rows.float() - 64, 1.0, 64, self.packed)
 
@@ -440,7 +451,7 @@ class Int4Linear(PackedLinear):
     The CPU's operator dequantises once for every four rows. So a step with three guesses, which has
     four rows, takes 1.3 times as long as one without guesses, and a step with four guesses takes
     2.2 times as long. Without AVX-512 the operator is slow for any number of rows, and form_of
-    chooses Int8Linear. We have not run this class on CUDA.
+    chooses a form of int8.
     """
 
     def pack(self, linear: Any) -> None:
@@ -536,13 +547,14 @@ class HalfLinear(PackedLinear):
 # is slow for one row. What is done about it depends on the processor:
 #     Intel with AMX   float32 weights stay plain (see form_of), and MKL multiplies them. The 110m
 #                      shape writes 47.6 tokens/s instead of 40.8, a prompt of 16 tokens takes 41 ms
-#                      instead of 35, and one of 512 as long as before. On AMD's, MKL is slower.
+#                      instead of 35, and one of 512 as long as before. On AMD processors, MKL is
+#                      slower.
 #     SLOW_ROW         One row takes longer than six, so one or two are filled up to six. These are
 #                      AMD's Zen 4: they multiply bfloat16 but lack AVX-VNNI.
 #     LOOPS            If the model runs one sequence at a time, LoopedLinear takes the place of
 #                      PackedLinear. These are Zen 4, and processors with AVX2 alone (AMD's Zen 3).
-# Others with AVX-VNNI (Zen 5, Intel's) gain little from filling up, or lose. The speed of one
-# sequence, as a multiple of the speed with packed weights and rows that are not filled up:
+# Other processors with AVX-VNNI (Zen 5, Intel) gain little from filling up, or lose. The speed of
+# one sequence, as a multiple of the speed with packed weights and rows that are not filled up:
 #                                          on a Zen 4                     on a Zen 3
 #                                          110m    1b         1b          110m    135m
 #                                          float   bfloat16   int8        float   float
@@ -551,8 +563,8 @@ class HalfLinear(PackedLinear):
 #     a prompt of 256, LoopedLinear        0.96    0.96
 #     a prompt of 512, LoopedLinear                                       0.94    1.00
 # For int8, FBGEMM's product is not used: it decodes 1.07 times as fast as six rows by oneDNN, but
-# reads a prompt 0.80 times as fast. LoopedLinear as it stands, inside its block, has run on a Zen 3
-# and a Zen 4 only.
+# reads a prompt 0.80 times as fast. LoopedLinear, compiled as a part of its block, has run on a
+# Zen 3 and a Zen 4 only.
 capabilities = torch.cpu.get_capabilities()
 AVX_VNNI = capabilities.get("avx_vnni")
 SLOW_ROW = capabilities.get("avx512_bf16") and not AVX_VNNI
@@ -568,13 +580,15 @@ def filled_up(rows: Tensor) -> Tensor:
 
 
 class LoopedLinear(PackedLinear):
-    """A Linear that multiplies one row by a loop over the plain weight, which is compiled as a part
-    of its block. If there are more rows, those of a prompt, oneDNN reorders the weight on the way.
-    """
+    """A Linear that multiplies one row by a loop over the plain weight. The loop is compiled as a
+    part of its block. If there are more rows, those of a prompt, oneDNN reorders the weight on the
+    way."""
 
     def pack(self, linear: Any) -> None:
-        self.packed = linear.weight  # still a parameter, so compiled code takes its shape as fixed
-        # What is not compiled (lm_head, experts) calls the same loop, compiled by itself.
+        # Plain, and still a parameter, so compiled code takes its shape as fixed.
+        self.packed = linear.weight
+        # A compiled block takes the loop in. lm_head and experts, which stand outside, call it as
+        # it is compiled here.
         self.loop = compiled(dot, dynamic=False)
 
     def multiply(self, rows: Tensor) -> Tensor:
@@ -604,11 +618,12 @@ def dot(weight: Tensor, row: Tensor) -> Tensor:
 
 
 class CompiledBlocks(Blocks):
-    """One layer's keys and values in blocks, of which decoding rows need no copy.
+    """One layer's keys and values in blocks, which decoding rows read without a copy.
 
-    PyTorch's attention wants a row's keys side by side. Plain operators do as well where no query
-    heads share a key: the compiler puts the look-up of the blocks into the loops that multiply
-    them. A step of the 110m shape on a Zen 4, in ms, and in parentheses that of Blocks:
+    PyTorch's attention wants a row's keys side by side. Where no query heads share a key, plain
+    operators are no slower and need no copy: the compiler puts the look-up of the blocks into the
+    loops that multiply them. A step of the 110m shape on a Zen 4, in ms, and in parentheses that of
+    Blocks:
                                 float32       bfloat16
         32 rows of 128 tokens   70 (80)       43 (82)
         32 rows of 512 tokens   136 (150)     73 (222)
@@ -617,8 +632,8 @@ class CompiledBlocks(Blocks):
     1.9 times as long as Blocks in float32; in bfloat16 0.85 for 2 or 3 heads, and 1.4 for 4.
     """
 
-    # Blocks makes copies, which have to fit into the processor's cache, so it reads fewer bytes in
-    # one call. Here there are none, and few calls are best.
+    # Blocks reads fewer bytes in one call, as it copies them. Here nothing is copied, and few calls
+    # are best.
     max_bytes = 2**25
 
     def read(self, q: Tensor, group: Group) -> Tensor:

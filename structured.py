@@ -6,7 +6,7 @@ vocabulary's bytes in a trie. It walks the trie along the bytes that its parser 
 and returns a mask over V in tens of microseconds. The sampler removes the masked tokens before it
 applies any other setting (sampling.py).
 
-    schema: {"enum": ["on", "off"]}    text so far: "o    allowed tokens: n  n"  f  ff  ff"
+    schema {"enum": ["on", "off"]}    text so far, with JSON's quote: "o    allowed: n  n"  f  ff"
 
 This file knows the tokenizer and does not know the sampler. Papers: Willard and Louf 2023
 (arXiv:2307.09702), Koo et al. 2024 (arXiv:2407.08103). Read: make_matcher, token_bytes. Next:
@@ -48,17 +48,19 @@ def make_matcher(tokenizer: Tokenizer, config: Config, constraint: JSON) -> Any:
             grammar = llguidance.LLMatcher.grammar_from_json_schema(text, SPACES)
         else:
             grammar = llguidance.grammar_from(kind, text)
+        # The tokenizer's own EOS may lie outside V.
         ends = tokenizer.eos_ids(config) & {*range(config.vocab_size)}
         trie = vocabulary(tokenizer, config.vocab_size, tuple(sorted(ends)))
-        # The output may have any character of the constraint, so each needs tokens.
+        # The output may need any character of the constraint, so there must be tokens for each.
         if trie.decode_bytes(trie.tokenize_str(text)) != text.encode():
-            raise ValueError("the tokenizer has no tokens for some of its characters")
-        # llguidance's own limits are 2,000 items, of which a choice has one for each word, and a
-        # million units of fuel, with which (a{1000}){1000} takes a second and 200 MB. No constraint
-        # has more items than characters; with a tenth of the fuel this regex takes a twentieth.
+            raise ValueError("the tokenizer has no tokens for some characters of the constraint")
+        # llguidance's own limits are 2,000 items (a choice has one for each word), and a million
+        # units of fuel, on which (a{1000}){1000} takes a second and 200 MB. MAX_LENGTH items are
+        # enough, as no constraint has more items than characters. On a tenth of the fuel this regex
+        # takes a twentieth of the time.
         limits = llguidance.LLParserLimits(max_items_in_row=MAX_LENGTH, initial_lexer_fuel=100_000)
         matcher = llguidance.LLMatcher(trie, grammar, log_level=0, limits=limits)
-        matcher.compute_logit_bias()  # a constraint that no token can begin fails here
+        matcher.compute_logit_bias()  # fails here if no token can come first
         if matcher.is_error():
             raise ValueError(matcher.get_error())
     except Exception as error:  # compilers raise anything for a bad schema
@@ -71,8 +73,8 @@ def make_matcher(tokenizer: Tokenizer, config: Config, constraint: JSON) -> Any:
 KINDS: JSON = dict(json=dict | str, regex=str, choice=list, grammar=str)  # key -> type of its value
 # The white space allowed in JSON. Without a limit, a weak model writes spaces until max_tokens.
 SPACES: Any = {"whitespace_pattern": "( |\n {0,20})?"}
-# What \d, \w, ... mean in a regex: ASCII, as in vLLM, and as llguidance has it in a schema. Within
-# a class they make a class in a class, such as [[0-9].], which it understands.
+# What \d, \w, ... mean in a regex: ASCII, as in vLLM, and as llguidance has it in a schema. In
+# brackets they nest: [\d.] becomes [[0-9].], which llguidance understands.
 ASCII = dict(d="[0-9]", w="[0-9A-Za-z_]", s=r"[ \t\n\r\f\v]",
              D="[^0-9]", W="[^0-9A-Za-z_]", S=r"[^ \t\n\r\f\v]")  # fmt: skip
 # The longest schema, regex, choice or grammar, in characters. That is enough for a choice among
@@ -92,19 +94,20 @@ def read_constraint(constraint: JSON) -> tuple[Any, str]:
             too large.
     """
     constraint = without_nulls(check("it", constraint, dict))
-    keys = " and ".join(constraint)  # none or several: a name not in KINDS
+    keys = " and ".join(constraint)  # no key, or several, make a name that is not in KINDS
     kind = supported("the key", keys, *KINDS)
     value = check(kind, constraint[kind], KINDS[kind])
     if value == []:
         raise ValueError("the choice is empty")
     if kind == "choice":
         check_items(kind, value, list, str, max_len=MAX_LENGTH)
-    if kind == "regex":
+    if kind == "regex":  # in \\d the backslash is escaped, and the d is a d, so pairs are matched
         value = re.sub(r"\\(.)", lambda found: ASCII.get(found[1], found[0]), value)
-    # json.dumps refuses a dict that is nested too deeply, on which llguidance would crash.
+    # llguidance gets a text, as it would crash on a dict that is nested too deeply. json.dumps
+    # refuses such a dict.
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     check("its length", len(text), int, 0, MAX_LENGTH)
-    # JSON may spell any letter as \u and four digits.
+    # A grammar may hold a schema, too. JSON may spell any letter as \u and four digits.
     spelt = re.sub(r"\\u([0-9a-fA-F]{4})", lambda found: chr(int(found[1], 16)), text)
     patterns = spelt.count('"pattern"') if "allOf" in spelt else 0
     check("the number of patterns beside an allOf", patterns, int, 0, MAX_PATTERNS)
@@ -128,10 +131,10 @@ def vocabulary(tokenizer: Tokenizer, V: int, eos_ids: tuple[int, ...]) -> Any:
     def spell(text: str) -> Ids:
         """Tokenize a text that stands in the middle of another.
 
-        Many tokenizers put a space in front of what they take for the beginning of a text, so the
-        control character STX is encoded in front of it, and its ids are cut off again. Some
-        tokenizers drop spaces, or have a special token that is spelt like part of the text. Their
-        ids do not decode to the text, which is then spelt by the longest pieces of `trie`, below.
+        Many tokenizers put a space in front of what they take for the beginning of a text. So the
+        control character STX goes in front, and STX's ids are cut off again. Some tokenizers drop
+        spaces, or have a special token that is spelt like part of the text. Where the ids do not
+        decode to the text, the longest pieces of `trie`, below, spell it.
         """
         first = tokenizer.encode("\2", add_special=False)
         ids = tokenizer.encode(f"\2{text}", add_special=False)[len(first) :]
@@ -156,7 +159,8 @@ def vocabulary(tokenizer: Tokenizer, V: int, eos_ids: tuple[int, ...]) -> Any:
 
 @cache
 def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
-    """Return the bytes of each id. The bytes of a special token are its name.
+    """Return the bytes of each id. The bytes of a special token are its name, with a space for each
+    \u2581.
 
     Example: byte-level BPE's "\u0120the" and sentencepiece's "\u2581the" are b" the"; "<0xC3>" is
         one byte
@@ -164,7 +168,7 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
 
     def bytes_of(piece: str) -> bytes:
         letters = piece.translate(BYTE_LEVEL)
-        # A piece with any other character is taken as it stands, as the package tokenizers does.
+        # A piece with a character that stands for no byte is text, as in the package tokenizers.
         if tokenizer.byte_level and not re.search("[^\0-\xff]", letters):
             return letters.encode("latin-1")
         byte = re.fullmatch("<0x(..)>", piece)  # sentencepiece's byte fallback
@@ -180,7 +184,7 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
 BYTE_LEVEL = dict(enumerate([*range(33), *range(127, 161), 173], 256))
 
 
-# --- OpenAI's name for it -------------------------------------------------------------------------
+# --- OpenAI's response_format ---------------------------------------------------------------------
 
 
 def structure(response_format: Any) -> JSON:
@@ -197,7 +201,7 @@ def structure(response_format: Any) -> JSON:
     if supported(name, kind, "text", "json_object", "json_schema") == "text":
         return {}
     if kind == "json_schema":
-        holder = check(name, response_format.get(kind), dict)
+        holder = check(name, response_format.get("json_schema"), dict)
     else:
         # llama.cpp's json_object may bring a schema as well.
         holder = {"schema": {"type": "object"}, **response_format}

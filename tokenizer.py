@@ -2,9 +2,9 @@
 
 `tokenizer.json` is read by the package `tokenizers` (an extra), and `tokenizer.model` by
 sentencepiece; both are the reference implementations of their formats (Kudo & Richardson 2018,
-arXiv:1808.06226). Of the model this file knows the config. Read: Tokenizer, then Detokenizer, which
-turns a stream of ids into a stream of text and never shows half a character, and TextStream, which
-ends the text at a stop string.
+arXiv:1808.06226). Of the model, this file knows only the config. Read: Tokenizer, then Detokenizer,
+which turns a stream of ids into a stream of text and never shows half a character, and TextStream,
+which ends the text at a stop string.
 """
 
 import json
@@ -26,19 +26,19 @@ Ids = list[int]  # token ids
 
 
 class Tokenizer:
-    """The tokenizer of one checkpoint folder. Its files mean what they mean to transformers, which
-    converts a tokenizer.model, while here sentencepiece reads it.
+    """The tokenizer of one checkpoint folder. Its files mean what they mean to transformers. That
+    converts a tokenizer.model to its own format; here sentencepiece reads it.
 
     Attributes:
-        vocab_size: the number of ids that can be decoded; the model's V may be larger.
+        vocab_size: the highest id + 1; the model's V may be larger.
         special: the text of each special token -> its id. Encoding recognises these texts, as
             Hugging Face does, and decoding leaves special tokens out, except <tool_call> and its
             like.
         prefix, suffix: the ids that encode() puts around a text, such as BOS.
         piece: a function from an id to its entry in the vocabulary.
         byte_level: whether these entries spell bytes as GPT-2 does.
-        template, tool_template: the chat template, and the one for chats with tools, which is
-            mostly the same.
+        template, tool_template: the chat template, and the one for chats with tools; in most
+            folders these are one.
         chat_stop: stop strings that chats need.
     """
 
@@ -53,16 +53,18 @@ class Tokenizer:
         added = config.get("added_tokens_decoder")
         if added is None:  # older folders have two more files
             config |= read_optional(path / "special_tokens_map.json")
-            ids = read_optional(path / "added_tokens.json")
-            added = {i: {"content": text} for text, i in ids.items()}
+            id_of = read_optional(path / "added_tokens.json")
+            added = {i: {"content": text} for text, i in id_of.items()}
         with blame(path):
             # Without a config, BOS and EOS are sentencepiece's, as in llama2.c and llama.cpp.
             config = config or dict(bos_token="<s>", eos_token="</s>")
             # Models with images have their template here.
             config = read_optional(path / "chat_template.json") | config
-            self.config = config = {name: text_of(token) for name, token in config.items()}
+            self.config = config = {name: text_of(value) for name, value in config.items()}
             named = special_texts(config)
             tokens: dict[int, JSON] = {}
+            # In the order of their ids, because add_tokens numbers them so. A token may say itself
+            # whether it is special.
             for i in sorted(added, key=int):
                 token = added[i]
                 tokens[int(i)] = {"special": token["content"] in named} | token
@@ -123,6 +125,7 @@ class Tokenizer:
         Raises:
             ValueError: the template does not compile or refuses these messages.
         """
+        # Templates use bos_token and other values of the config.
         variables = {"add_generation_prompt": not goes_on, **self.config, **options}
         template = self.tool_template if options.get("tools") else self.template
         with blame("chat template"):  # it can raise any exception
@@ -143,8 +146,8 @@ class Tokenizer:
         """Read tokenizer.json.
 
         Args:
-            added: id -> a token that other files add to the vocabulary: its content, and whether it
-                is special, and takes in the spaces before it (lstrip) or after it (rstrip).
+            added: id -> a token that the other files add: its content, whether it is special, and
+                whether it takes in the spaces before it (lstrip) or after it (rstrip).
             named: texts of special tokens, not all of which exist.
         """
         try:
@@ -156,6 +159,7 @@ class Tokenizer:
         backend.no_padding()
         for i, token in added.items():
             backend.add_tokens([tokenizers.AddedToken(**token)])
+            # The files must agree on its id.
             supported(f"the id of {token['content']}", i, backend.token_to_id(token["content"]))
         vocab = backend.get_vocab()
 
@@ -164,7 +168,7 @@ class Tokenizer:
             return {token.content: i for i, token in tokens.items() if token.special}
 
         # To add one that is special already would reset its settings, such as rstrip.
-        backend.add_special_tokens([*(named & vocab.keys()) - special().keys()])
+        backend.add_special_tokens(list((named & vocab.keys()) - special().keys()))
         self.special = special()
         self._encode = lambda text: backend.encode(text, add_special_tokens=False).ids
         self._decode: Callable[[Ids], str] = partial(backend.decode, skip_special_tokens=False)
@@ -188,8 +192,8 @@ class Tokenizer:
         # 1) sentencepiece. Most models put a space in front of a text.
         #   bare    puts none
         #   first   encodes the beginning of a text
-        #   later   encodes what follows a special token; this is `first`, or `bare` if `legacy` is
-        #           off, which is LlamaTokenizer's default
+        #   later   encodes what follows an added token: as `first` does, but as `bare` if `legacy`
+        #           is off, which a LlamaTokenizer has by default
         config = self.config
         sp = sentencepiece.SentencePieceProcessor(model_file=str(file))
         # These four bytes set normalizer_spec.add_dummy_prefix to False: in a protocol buffer the
@@ -199,13 +203,14 @@ class Tokenizer:
         first = sp if config.get("add_prefix_space", True) else bare
         is_llama = config.get("tokenizer_class", "").startswith("LlamaTokenizer")
         later = first if config.get("legacy", not is_llama) else bare
-        # 2) The vocabulary: sentencepiece's pieces and the added tokens.
+        # 2) The vocabulary: sentencepiece's pieces and the added tokens. From here on, control
+        # pieces such as <s> count as added.
         pieces = {i: sp.id_to_piece(i) for i in range(sp.vocab_size())}
         for i, piece in pieces.items():
             if sp.is_control(i) or piece in named:
                 added.setdefault(i, dict(content=piece, special=True))
-        ids = {token["content"]: i for i, token in added.items()}
-        self.special = {text: i for text, i in ids.items() if added[i]["special"]}
+        id_of = {token["content"]: i for i, token in added.items()}
+        self.special = {text: i for text, i in id_of.items() if added[i]["special"]}
         self.vocab_size = max([*pieces, *added]) + 1
         self.byte_level = False
         # 3) A text begins with BOS unless the config says no.
@@ -215,9 +220,9 @@ class Tokenizer:
             self.prefix = [self.bos_id]
         if config.get("add_eos_token") and self.eos_id is not None:
             self.suffix = [self.eos_id]
-        # 4) sentencepiece would encode the text "<s>" as three characters, so the texts of these
-        # tokens are found first. In reverse order "<|im_start|>" is tried before "<|im".
-        patterns = [pattern_of(added[ids[text]]) for text in sorted(ids, reverse=True)]
+        # 4) sentencepiece would encode the text "<s>" as three characters, so the added tokens are
+        # found first. In reverse order "<|im_start|>" is tried before "<|im".
+        patterns = [pattern_of(added[id_of[text]]) for text in sorted(id_of, reverse=True)]
         pattern = re.compile(f"({'|'.join(patterns) or '(?!)'})")  # (?!) matches nothing
 
         def encode(text: str) -> Ids:
@@ -226,23 +231,23 @@ class Tokenizer:
             result = first.encode(start)
             for token, after in zip(parts[::2], parts[1::2]):
                 # The match may have spaces that a token with lstrip or rstrip takes in.
-                result.append(ids[token if token in ids else token.strip()])
+                result.append(id_of[token if token in id_of else token.strip()])
                 result += later.encode(after)
             return result
 
-        # 5) The texts of ids that sentencepiece does not decode. Added tokens have one; the ids
-        # between them and the unknown token have none.
+        # 5) The texts of ids that sentencepiece does not decode. Added tokens have one; the unknown
+        # token, and ids that no token has, have none.
         texts = dict.fromkeys(range(len(pieces), self.vocab_size), "")
-        texts |= {i: text for text, i in ids.items()}
+        texts |= {i: text for text, i in id_of.items()}
         texts[sp.unk_id()] = ""
         self.piece = (pieces | texts).get
 
         def decode(token_ids: Ids) -> str:
             text = ""
-            for is_added, run in groupby(token_ids, texts.__contains__):
-                if is_added:
+            for has_own_text, run in groupby(token_ids, texts.__contains__):
+                if has_own_text:
                     text += "".join(texts[i] for i in run)
-                else:  # `first` drops the space that it puts in front of a text
+                else:  # only at the beginning is there a space to drop, which `first` put there
                     text += (bare if text else first).decode([*run])
             return text
 
@@ -253,7 +258,8 @@ class Tokenizer:
         """Return the chat templates by their names. A single one is named "default"."""
         file = path / "chat_template.jinja"
         if pointers(file):
-            # As text, a pointer of Git LFS would pass for a template. blame says what it is.
+            # As text, a pointer of Git LFS would pass for a template. The caller's blame writes the
+            # message.
             raise ValueError
         found = file.read_text("utf-8") if file.is_file() else self.config.get("chat_template")
         if isinstance(found, str) and found:
@@ -277,10 +283,10 @@ def special_texts(config: JSON) -> set:
     return named | {text_of(token) for token in others}
 
 
-def text_of(token: Any) -> Any:
-    """Return the text of a special token, which is also written as {"content": text, ...}. Another
-    value of a config stays as it is."""
-    return token.get("content", token) if isinstance(token, dict) else token
+def text_of(value: Any) -> Any:
+    """Return the text of a special token that is written as {"content": text, ...}, and any other
+    value of a config as it is."""
+    return value.get("content", value) if isinstance(value, dict) else value
 
 
 def pattern_of(token: JSON) -> str:
@@ -319,9 +325,8 @@ class Detokenizer:
         decode = tokenizer.decode if tokenizer else lambda ids, show_special: ""
         self._decode = partial(decode, show_special=show_special)
         self._new: Ids = []
-        # A context should begin with a whole character. A character has at most four bytes, so of
-        # the contexts of 8, 7, 6 and 5 ids, one begins with a whole character. If none of them has
-        # any text, a long one may.
+        # A context should begin with a whole character, and have text. A character has at most four
+        # bytes, so one of the contexts of 8, 7, 6 and 5 ids will mostly do; if not, a long one may.
         for length in (8, 7, 6, 5, 128):
             self._context = prompt_ids[-length:]
             text = self._decode(self._context)
@@ -340,12 +345,13 @@ class Detokenizer:
             self._new.append(token_id)
         before = self._decode(self._context)
         text = self._decode(self._context + self._new)[len(before) :]
-        # An incomplete character decodes to U+FFFD, and may spoil complete ones beside it: wait for
-        # more. Bytes that are really invalid are returned as soon as other text follows.
+        # An incomplete character decodes to U+FFFD, and may turn complete ones beside it into
+        # U+FFFD: wait for more. Bytes that are really invalid are returned once other text follows,
+        # or after 32 ids.
         if text.endswith("\ufffd") and len(self._new) < 32 and not last:
             return ""
-        # The next context is these ids. But decoders may drop spaces, so if there is nothing else,
-        # the old context stays, and takes these ids in while it is shorter than 8.
+        # These ids become the context, unless they have no text but spaces, which a decoder may
+        # drop at the beginning. Then they join the old context, while it is shorter than 8.
         if text.strip():
             self._context = []
         if len(self._context) < 8:
@@ -358,8 +364,8 @@ class TextStream:
     """The text of a sequence as it grows, up to the first of its stop strings.
 
     Attributes:
-        text: what may be shown. Its end is held back while it may be part of a stop string or half
-            a character, so `text` never shrinks.
+        text: what may be shown, so it never shrinks. The end of what is decoded is held back while
+            it may be part of a stop string or half a character.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, prompt_ids: Ids, stops: tuple) -> None:
@@ -378,7 +384,7 @@ class TextStream:
             can_stop: whether a stop string may end here; see SamplingParams.min_tokens.
 
         Returns:
-            The text of this id, and whether a stop string was found.
+            The text that this id completes, uncut, and whether a stop string was found.
 
         Example: the stop string is "ab". After "xa" the text is "x", and "a" is held back. If "c"
             follows, the text is "xac"; if "ab" follows, it ends with "xa", before the stop string.
@@ -391,7 +397,7 @@ class TextStream:
             for i in range(len(held)):
                 if held.startswith(stop, i):
                     # It must end in the new text. One that ended before, within min_tokens, does
-                    # not count.
+                    # not count; it may still be held, because another may have begun.
                     if can_stop and i + len(stop) > len(self._held):
                         found.append(i)
                 elif stop.startswith(held[i:]) and not last:
@@ -415,14 +421,17 @@ PLAIN_TEMPLATE = (
 
 # For checkpoints that have several chat templates with names, and none named "default".
 NO_DEFAULT = "{{ raise_exception('the templates have names, and none is named \"default\"') }}"
-# It marks the end of a last message that is to be continued, where the rendered text is cut. No
-# text has these characters, and templates do not change them, as they are no letters or spaces.
+
+# END is put behind a last message that is to be continued, and the rendered text is cut there. It
+# has two characters for private use, which templates do not change, as they are no letters or
+# spaces.
 END = "\U000f5ec3\U000f5ec4"
 
 
 def plain_turn(message: JSON) -> JSON:
-    """Return a message of OpenAI's API as chat templates expect it: without nulls, and without an
-    empty list of calls."""
+    """Return a message of OpenAI's API as chat templates expect it: without nulls, but with a
+    content that is null as Null(); without an empty list of calls; and with the arguments of calls
+    as objects."""
     turn = without_nulls(message)
     if message.get("content", "") is None:
         turn["content"] = Null()

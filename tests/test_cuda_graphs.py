@@ -105,21 +105,25 @@ def test_the_stand_in_can_fail(graphs, monkeypatch, run, count, constant):
 
 
 def test_graphs_of_a_static_cache(graphs):
-    """A graph writes over the caller's tokens, or over the cache's own numbers of its slots; a new
-    cache is read by another's graphs; graphs keep a cache's memory for ever."""
+    """A graph writes over the caller's tokens, over the logits that it has returned, or over the
+    cache's own numbers of its slots; a new cache is read by another's graphs; a cache has a graph
+    for each 64 positions, each with its own memory; graphs keep a cache's memory for ever."""
     model = Transformer(Config(32, 16, 16, 1, 2, 1, 8)).eval()
     steps = packed.Replayed(model.forward)
     for _ in range(2):
         cache, twin = StaticCache(model, 2, 128), StaticCache(model, 2, 128)
         tokens = torch.randint(32, (128, 2, 1))
         kept = tokens.clone()
+        got = []
         for i in range(128):
-            got = steps(tokens[i], *cache.plan(i, i + 1))
-            torch.testing.assert_close(got, model(tokens[i], *twin.plan(i, i + 1)).detach())
+            row = torch.tensor([i % 2])
+            got.append((steps(tokens[i], *cache.plan(i, i + 1), row), row))
+        for i, (logits, row) in enumerate(got):
+            assert row == i % 2
+            torch.testing.assert_close(logits, model(tokens[i], *twin.plan(i, i + 1), row).detach())
         assert tokens.equal(kept) and cache.slots.equal(torch.arange(129))
-        (recorded,) = steps.graphs.values()
-        for graph, _, _ in recorded.values():
-            graph.calls.clear()  # a real graph holds no tensors
+        ((graph, _, _),) = steps.graphs[cache.slabs[0]].values()  # the last, for all others' memory
+        graph.calls.clear()  # a real graph holds no tensors
         weak = weakref.ref(cache.slabs[0])
         del cache
         gc.collect()

@@ -105,7 +105,8 @@ def _seconds(run: Callable[[], torch.Tensor], repeats: int = 5) -> float:
 
 
 def peak_memory(device: torch.device) -> float:
-    """Return the most memory that this process has held so far, in GB: on a GPU, or resident."""
+    """Return the most memory that this process has held so far, in GB: resident, or on a GPU what
+    tensors have taken (without what CUDA graphs keep for themselves)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 1e9
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB

@@ -237,7 +237,7 @@ class Kilolm(Peer):
 
         from checkpoint import load_model
         from kv_cache import StaticCache
-        from packed import compile_model
+        from packed import compile_model, replay_steps
         from scheduler import Engine
         from settings import DTYPES
 
@@ -247,6 +247,8 @@ class Kilolm(Peer):
             model = load_model(setup["folder"], setup["device"], DTYPES[setup["dtype"]])
             if not setup["eager"]:
                 compile_model(model, batch_size)
+            elif batch_size and model.device.type == "cuda":
+                replay_steps(model)
             return model
 
         self.model = load(1)
