@@ -1,9 +1,9 @@
 """From a Hugging Face folder to a model: config.json, safetensors, and what may be wrong in them.
 
 Values of the wrong type or size, missing or damaged files, tensors that do not fit: each failure
-raises one error that names the file. What differs between families of models stands in families.py.
-Folders of GPTQ and AWQ tools are converted while they are read; see formats.py. This file does not
-know what runs the model. Read: load_config, load_model.
+raises one error that names the file or folder. What differs between families of models stands in
+families.py. Folders of GPTQ and AWQ tools are converted while they are read; see formats.py. This
+file does not know what runs the model. Read: load_config, load_model.
 """
 
 import os
@@ -55,12 +55,13 @@ def load_config(path: Path | str) -> Config:
     if not file.parent.is_dir():
         raise CheckpointError(
             f"{path}: there is no such folder; `hf download OWNER/NAME --local-dir FOLDER` makes "
-            "one, and of a GGUF file, transformers makes one (from_pretrained with gguf_file=NAME, "
-            "then save_pretrained)"
+            "one, and a GGUF file is made into one by transformers (from_pretrained with "
+            "gguf_file=NAME, then save_pretrained)"
         )
     raw = read_json(file)
     with blame(file):
-        # 1) What the file says, and what its family adds: its EOS only if no file names one.
+        # 1) What the file says, and its family's defaults. If generation_config.json names an EOS,
+        # which eos_ids will add, [] keeps out the family's.
         if "eos_token_id" in read_optional(file.with_name("generation_config.json")):
             raw.setdefault("eos_token_id", [])
         raw = complete(raw)
@@ -102,7 +103,8 @@ def check_config(config: Config) -> None:
     heads = config.num_attention_heads
     check("num_experts", config.num_experts, int, 1, 1024)  # more take half a minute to build
     check("num_experts_per_tok", config.num_experts_per_tok, int, 1, config.num_experts)
-    # Without this bound, a matrix could have more bytes than int64 can count.
+    # The product, too, must be within check's bounds for an int, or a matrix could have more bytes
+    # than int64 can count.
     check("heads * head_dim", heads * config.head_dim, int)
     if heads % config.num_key_value_heads:
         raise ValueError(
@@ -121,8 +123,8 @@ def eos_ids(folder: Path, raw: JSON) -> tuple[int, ...]:
 
 
 def quantization(folder: Path, raw: JSON) -> JSON:
-    """Collect the settings of quantised weights. GPTQ and AWQ tools have written them to files of
-    their own; where config.json has them too, it wins."""
+    """Collect the settings of quantised weights. Some GPTQ and AWQ tools write them to a file of
+    their own. A setting that config.json has too is taken from there."""
     found = check("quantization_config", raw["quantization_config"], dict)
     for method, name in dict(gptq="quantize_config.json", awq="quant_config.json").items():
         stored = read_optional(folder / name)
@@ -142,7 +144,7 @@ def suggested(path: Path | str) -> JSON:
     names = "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty"
     found = {name: stored[name] for name in names.split() if name in stored}
     with blame(file):
-        SamplingParams(**found)
+        SamplingParams(**found)  # this checks them
     return found
 
 
@@ -183,8 +185,9 @@ def load_model(
     is copied out of the mapped files, so the peak memory is the weights plus one tensor. Nothing is
     unpickled.
 
-    The integers, scales and zero points of quantised folders are kept exactly. Folders of this
-    engine, of GPTQ (4 and 8 bits) and of AWQ can be read.
+    The integers and zero points of quantised folders are kept exactly. So are the scales, unless a
+    number is folded into them. Folders of this engine, of GPTQ (4 and 8 bits) and of AWQ can be
+    read.
 
     Args:
         path: a folder with config.json and model.safetensors, or shards and their index.
@@ -203,12 +206,12 @@ def load_model(
     config = load_config(path)
     # 1) What the files hold, and an empty model for it.
     files = locate_tensors(Path(path))
-    config = without_second_copy(config, files)
+    config = settle_tie(config, files)
     with torch.device("meta"):
         model = build(config).to(dtype or config.dtype)
     with blame(Path(path)):
-        # 2) Give the tensors the names of the model, then fold numbers into them. In a folder that
-        # this engine has written, both have been done.
+        # 2) Give the tensors the model's names, check them, then fold numbers into them. A folder
+        # that this engine has quantised has the names and the numbers already.
         is_own = config.quantization.get("quant_method") == "kilolm"
         if not is_own:
             files = adapt(files, model)
@@ -322,7 +325,8 @@ def locate_tensors(path: Path) -> Files:
         file = path / shard
         with blame(file), safe_open(file, "pt") as reader:
             for name in reader.keys():  # noqa: SIM118 (it is no dict)
-                # Of shards, a tensor that the index leaves out is not read.
+                # An index decides which shard is read, and a tensor that it leaves out is not
+                # read. Without an index, `places` is {} and all are read.
                 if places.get(name, whole) == shard:
                     empty = reader.get_tensor(name).to("meta")  # maps the file, reads none of it
                     files |= entries(name, Stored(empty, partial(read_tensor, file, name)))
@@ -338,21 +342,23 @@ def read_index(path: Path) -> dict[str, str]:
             "read; convert .bin and .pth files"
         )
     with blame(file):
+        # A shard is read from the folder itself, whatever path the index gives.
         return {name: Path(shard).name for name, shard in read_json(file)["weight_map"].items()}
 
 
 def read_tensor(file: Path, name: str) -> Tensor:
-    """Map a tensor. The file is opened for each tensor and closed again, which frees the pages that
-    were read through its mapping; otherwise the resident memory would double."""
+    """Map a tensor, through a mapping of its own. That ends when the tensor is dropped, which frees
+    the pages that were read; one mapping for all tensors would double the resident memory."""
     with safe_open(file, "pt") as reader:
         return reader.get_tensor(name)
 
 
-# Words in the names of Mixtral or GPTQ -> this engine's words.
+# Words in the names of Mixtral, GPTQ or AWQ -> this engine's words.
 WORDS = dict(block_sparse_moe="mlp", w1="gate_proj", w2="down_proj", w3="up_proj", qzeros="zeros")
 # The parts of a model with images that are not read.
 IMAGES = ("vision_tower", "multi_modal_projector")
-# The tensors that stack the matrices of all experts.
+# The last word in the name of a tensor that stacks the matrices of all experts. A single matrix has
+# a name that ends in "weight" or "qweight".
 STACKED = ("gate_up_proj", "down_proj")
 
 
@@ -387,12 +393,12 @@ def unstack(path: list[str], stored: Stored) -> Files:
 # --- What only some folders need ------------------------------------------------------------------
 
 
-def without_second_copy(config: Config, files: Files) -> Config:
-    """Where the config ties lm_head to the embedding and both are stored, drop lm_head if they are
-    equal. If they differ, return a config that does not tie them. If lm_head alone is stored, it is
-    the embedding.
+def settle_tie(config: Config, files: Files) -> Config:
+    """Settle whether lm_head shares the embedding's weight, and return a config that says so.
 
-    To be compared, both are read; neither is kept in memory.
+    Where the config ties them and both are stored, lm_head is dropped from `files` if they are
+    equal; if they differ, the result does not tie them. If lm_head alone is stored, it becomes the
+    embedding. To be compared, both are read; neither is kept in memory.
     """
     head = files.get("lm_head.weight")
     embedding = files.get("embed_tokens.weight")
@@ -407,8 +413,9 @@ def without_second_copy(config: Config, files: Files) -> Config:
     return replace(config, tie_word_embeddings=False)
 
 
-# For models with post_norm: Hugging Face's names of norms -> ours, which are Llama's. There
-# post_attention_layernorm is the one before the MLP. Each name is replaced once.
+# For models with post_norm: Hugging Face's names of norms -> ours. Where Llama has such a norm,
+# ours has Llama's name, so the one before the MLP is post_attention_layernorm. A name is replaced
+# only once, so the new post_attention_layernorm stays.
 OUTPUT_NORMS = dict(post_attention_layernorm="attention_output_norm",
     pre_feedforward_layernorm="post_attention_layernorm",
     post_feedforward_layernorm="mlp_output_norm")  # fmt: skip
@@ -428,8 +435,8 @@ def adapt(files: Files, model: Transformer) -> Files:
 
 
 def split_fused(files: Files, model: Transformer) -> None:
-    """Cut tensors that are stored fused, as the model has them, into their parts, in place: those
-    of Phi-3, and stacks of experts.
+    """Cut tensors that are stored fused, as the model's FusedLinears are, into their parts, in
+    place: those of Phi-3, and each expert's matrix that unstack has cut out of a stack.
 
     Example: "layers.0.mlp.gate_up_proj.weight" becomes that of gate_proj and that of up_proj
     """
@@ -455,11 +462,13 @@ def insert_quantised(model: Transformer, files: Files) -> None:
 
     for path in linears(model):
         linear: Any = model.get_submodule(path)
-        first = next(iter(parts_of(model, path)))  # all parts of a FusedLinear are quantised
+        first = next(iter(parts_of(model, path)))  # one part will do: all are quantised, or none
         stored = files.get(f"{first}.qweight")
-        if stored:  # most folders keep lm_head plain
+        if stored:  # else the Linear stays plain, as lm_head does in most folders
             form = config["bits"], config["group_size"]
-            has_bytes = stored.empty.shape[1:] == (linear.in_features,)
-            if path == "lm_head" and has_bytes and config["bits"] == 4:
-                form = (8, -1)  # see quantize_model
+            # In a folder of 4 bits, a tied lm_head may have 8, a byte for each input; see
+            # quantize_model.
+            has_8_bits = stored.empty.shape[1:] == (linear.in_features,)
+            if path == "lm_head" and has_8_bits and config["bits"] == 4:
+                form = (8, -1)
             model.set_submodule(path, QuantLinear(linear, *form))

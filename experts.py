@@ -1,11 +1,11 @@
 """Mixture of experts: a router sends each token through k of E feed-forwards.
 
 Mixtral and Qwen3-MoE have E MLPs where a dense model has one, and each token passes through only k
-of them. So the model has many times the weights that one token needs, and a step reads the weights
-of the chosen experts alone. This file changes a model from outside. The layers in model.py, the
+of them. So the model has many times the weights that one token needs, and of all experts a step
+reads only the chosen ones. This file changes a model from outside. The layers in model.py, the
 caches and the scheduler do not know of experts. Config has their settings, paged.py counts them in
-its estimate of a step's memory, and the files that load, quantise, split and compile a model treat
-them apart. Papers: Shazeer et al. 2017 (arXiv:1701.06538), Jiang et al. 2024
+its estimate of a step's memory, and the files that load, quantise, split and compile a model have a
+few lines for them. Papers: Shazeer et al. 2017 (arXiv:1701.06538), Jiang et al. 2024
 (Mixtral, arXiv:2401.04088). Read: SparseMLP.
 
 Two more letters for shapes here: E experts, k experts for each token.
@@ -70,10 +70,10 @@ class SparseMLP(nn.Module):
         # 1) Sort the pairs by expert.
         pairs = chosen.flatten()  # (B * T * k,), the expert of each pair
         order = pairs.argsort(stable=True)
-        tokens = order // chosen.shape[-1]  # the token of each pair, in that order
+        tokens = order // chosen.shape[-1]  # the token of each sorted pair: pair // k
         rows = x.flatten(0, 1).index_select(0, tokens)  # (B * T * k, D)
-        # 2) Run each chosen expert. To count its rows by bincount would make the host wait for a
-        # GPU once more.
+        # 2) Run each chosen expert. The host waits for a GPU once, in tolist. To count the rows by
+        # bincount would make it wait a second time.
         counts = pairs.new_zeros(len(self.experts)).scatter_(0, pairs, 1, reduce="add")  # (E,)
         results = []
         for expert, part in zip(self.experts, rows.split(counts.tolist())):

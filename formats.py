@@ -1,16 +1,16 @@
-"""Folders that GPTQ and AWQ tools have written, in this engine's own format.
+"""How the tensors of GPTQ's and AWQ's folders become those of this engine's own format.
 
-Both store integers q with scales and zero points, as quantize.py does. But they pack them into
-32-bit words and transpose them: (K, N) where quantize.py has (N, K). N is the number of output
-channels, K of input channels, G of groups. GPTQ packs q along the inputs and zero points along the
-outputs, the first one into the lowest bits. It stores each zero point less one; the newer format
-gptq_v2 does not. AWQ packs both along the outputs, in the order 0 2 4 6 1 3 5 7. The conversion
-rounds nothing.
+Both tools store integers q with scales and zero points, as quantize.py does. But they pack q and
+the zero points into 32-bit words and transpose all three: (K, N) where quantize.py has (N, K). N is
+the number of output channels, K of input channels, G of groups. GPTQ packs q along the inputs and
+zero points along the outputs; a word's lowest bits hold its first value. It stores each zero point
+less one; the newer format gptq_v2 does not. AWQ packs both along the outputs, from a word's lowest
+bits on in the order 0 2 4 6 1 3 5 7. The conversion rounds nothing.
 
-    GPTQ, 4 bits    qweight[0, n] = 0x87654321      output n; inputs 0..7 are 1, 2, ... 8
-    AWQ             qweight[k, 0] = 0x75316420      input k; outputs 0..7 are 0, 1, ... 7
+    GPTQ, 4 bits    qweight[0, n] = 0x87654321      output n: q of inputs 0..7 is 1, 2, ... 8
+    AWQ             qweight[k, 0] = 0x75316420      input k: q of outputs 0..7 is 0, 1, ... 7
 
-This file knows no model and no format of files. Papers: Frantar et al. 2022 (GPTQ,
+This file knows neither the model nor how a file stores tensors. Papers: Frantar et al. 2022 (GPTQ,
 arXiv:2210.17323), Lin et al. 2023 (AWQ, arXiv:2306.00978). Read: convert.
 """
 
@@ -22,23 +22,24 @@ from torch import Tensor
 from quantize import pack_bits
 from settings import JSON, blame, check, choose, supported
 
+# For each tool, the versions of its format that are read. Where none is named, the first counts.
 VERSIONS = dict(gptq=("gptq", "gptq_v2"), awq=("awq", "gemm", "GEMM"))
-# For each tool and number of bits: the places in a word of values 0, 1, 2, ..., counted from its
-# lowest bits. In AWQ's word above, output 1 has place 4.
+# For each tool and number of bits: where a word holds its values 0, 1, 2, ... Place 0 is its lowest
+# bits. In AWQ's word above, output 1 has place 4.
 PLACES: JSON = dict(gptq={4: range(8), 8: range(4)}, awq={4: (0, 4, 1, 5, 2, 6, 3, 7)})
 
 
 def convert(files: dict, config: JSON, wanted: Container[str]) -> None:
     """Convert the stored tensors of a GPTQ or AWQ folder to this engine's format, in place.
 
-    Each tensor is converted by itself. One that is missing, or has the wrong shape or dtype, is
+    Each tensor is converted by itself. One that is missing, or has a wrong size or dtype, is
     missing or wrong in the result too, and checkpoint.check_tensors reports it.
 
     Args:
         files: see checkpoint.locate_tensors. Their qweight, scales and zeros become those of
             quantize.QuantLinear.
         config: see conversions, which changes it.
-        wanted: the names of the model's plain tensors.
+        wanted: the names of the model's tensors while all its Linears are still plain.
 
     Raises:
         ValueError: see conversions and check_order.
@@ -49,17 +50,17 @@ def convert(files: dict, config: JSON, wanted: Container[str]) -> None:
     for name, stored in [*files.items()]:
         kind = name.rpartition(".")[2]
         with blame(name):
-            is_packed = stored.empty.dtype == torch.int32
-            if kind == "scales" or (is_packed and kind in changes):
+            is_int32 = stored.empty.dtype == torch.int32  # as packed words are
+            if kind == "scales" or (is_int32 and kind in changes):
                 files[name] = stored.changed(changes[kind])
             elif kind == "g_idx":
                 check_order(files.pop(name).read(), config["group_size"])
             elif name not in wanted and not stored.read().any():
-                del files[name]  # some tools store biases that are all zero
+                del files[name]  # a bias of zeros, which some tools add where the model has none
 
 
 def conversions(config: JSON) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Return what converts a qweight, zero points and scales.
+    """Return the functions that convert qweight, zeros and scales, under these names.
 
     Args:
         config: the settings of quantised weights. It gets `bits` and `group_size` where the folder
@@ -81,18 +82,18 @@ def conversions(config: JSON) -> dict[str, Callable[[Tensor], Tensor]]:
 
     def unpack(words: Tensor) -> Tensor:
         """Unpack what is packed along the outputs: (K or G, N * bits / 32) -> (N, K or G)."""
-        columns = words.t()
+        columns = words.t()  # (N * bits / 32, K or G)
         values = [(columns >> bits * place) & mask for place in places]
         return torch.stack(values, 1).flatten(0, 1)
 
     def qweight(words: Tensor) -> Tensor:
-        if method == "gptq":  # the bytes of its words, output by output, are in our order
+        if method == "gptq":  # an output's words, one after another, have our order of bytes
             return words.t().contiguous().view(torch.uint8)  # (N, K * bits / 8)
         return pack_bits(unpack(words), bits)
 
     def zeros(words: Tensor) -> Tensor:
         values = unpack(words)
-        if version == "gptq":  # stored less one, which made of 0 the largest value
+        if version == "gptq":  # it stores zero - 1, and a zero of 0 as the largest value
             values = (values + 1) & mask
         return values.byte()
 
@@ -100,8 +101,8 @@ def conversions(config: JSON) -> dict[str, Callable[[Tensor], Tensor]]:
 
 
 def check_order(groups: Tensor, group_size: int) -> None:
-    """Refuse inputs that were sorted before they were grouped, as GPTQ's desc_act can do, so that
-    those of a group are not neighbours.
+    """Refuse a weight whose inputs were sorted before they were grouped, which GPTQ does under
+    desc_act. Then the inputs of a group are not neighbours.
 
     Args:
         groups: (K,) the group of each input.

@@ -15,14 +15,14 @@ import json
 import re
 from typing import NamedTuple
 
-from settings import JSON, SettingError, check, supported
+from settings import JSON, SettingError, check, choose, supported
 
 
 class Form(NamedTuple):
     """How a model writes its calls.
 
     Attributes:
-        arguments: its word for the arguments.
+        arguments: the key under which a call has its arguments.
         begin, end: what it writes around a call.
         between: what it writes between two calls.
         tag: matches what stands before a call; at the end of the text so far, also what may become
@@ -38,8 +38,8 @@ class Form(NamedTuple):
     close: re.Pattern
 
 
-# A run of white space, or nothing. It matches from its beginning only: if each of 4,000 characters
-# were tried, it would take 0.3 s.
+# A run of white space, or nothing. A match can begin only where the run begins: if one were tried
+# at each of 4,000 spaces, it would take 0.3 s.
 RUN = r"(?:(?<!\s)\s+)?"
 OPEN = "<tool_call>"
 # The beginnings of OPEN, the longest first: the text so far can end within it.
@@ -51,11 +51,13 @@ FORMS = dict(
         begin=f"{OPEN}\n",
         end="\n</tool_call>",
         between="\n",
+        # White space, then OPEN before a brace or at the end of the text; or, at the end of the
+        # text, a beginning of OPEN or nothing. So there is always a match.
         tag=re.compile(rf"{RUN}(?:{OPEN}\s*(?=\{{|\Z)|(?:{CUT})?\Z)"),
         close=re.compile(r"\s*</tool_call>"),
     ),
-    # Llama 3. A call is an object without a tag. The reply is nothing but calls, so the first one
-    # begins with the text, and each other one follows the brace of the one before.
+    # Llama 3. A call is an object without a tag. The reply is nothing but calls: the first stands
+    # at the beginning of the text, and each other one follows the brace of the one before.
     llama3=Form(
         arguments="parameters",
         begin="",
@@ -98,7 +100,7 @@ NO_TOOLS = Tools(FORMS["hermes"], {}, True)
 
 
 def tools_of(fields: JSON, form: Form | None) -> Tools:
-    """Read what a reply may call from a chat's `tools`, `tool_choice` and `parallel_tool_calls`.
+    """Return what a reply may call, by a chat's `tools`, `tool_choice` and `parallel_tool_calls`.
 
     Raises:
         SettingError: `tools` has another form than OpenAI's, or the model has no form for calls.
@@ -118,7 +120,8 @@ def tools_of(fields: JSON, form: Form | None) -> Tools:
 
 
 def restrict(fields: JSON, tools: Tools) -> None:
-    """Let the reply have nothing but calls, if `tool_choice` requires a call.
+    """If `tool_choice` requires a call, set `structured_outputs` in `fields` to a grammar that
+    allows nothing but calls.
 
     Raises:
         SettingError: the choice is unknown, or names a function that is not in `tools`; or another
@@ -128,7 +131,7 @@ def restrict(fields: JSON, tools: Tools) -> None:
     choice = fields.get("tool_choice", "auto")
     if isinstance(choice, dict):  # one function by name
         name = check("tool_choice", choice.get("function"), dict).get("name")
-        schemas = {supported("tool_choice", name, *schemas): schemas[name]}
+        schemas = {name: choose("tool_choice", name, schemas)}
         choice = "required"
         tools = tools._replace(is_parallel=False)
     known = ("auto", "none", "required") if schemas else ("auto", "none")
@@ -144,7 +147,8 @@ def grammar_of(tools: Tools) -> str:
     form = tools.form
     calls = []
     for i, (name, schema) in enumerate(tools.schemas.items()):
-        # With an $id of its own, "#/$defs" in it means its own, and not the whole schema's.
+        # With an $id of its own, "#/$defs" in a function's schema means the $defs of that schema,
+        # and not those of the whole schema.
         arguments = {"$id": f"call:{i}"} | schema | {"type": "object"}
         calls.append(
             dict(
@@ -166,8 +170,9 @@ def grammar_of(tools: Tools) -> str:
 def split_calls(text: str, tools: Tools, ended: bool) -> tuple[str, list[JSON]]:
     """Split a reply into its text and its calls.
 
-    Until the reply has ended, text that may still become a call is left out, and so is white space
-    that may stand before a call. So what this returns only grows with the reply.
+    Until the reply has ended, this leaves out text that may still become a call, and white space
+    that may stand before a call. Of what begins like a call only the end tells that it is none: it
+    and all that follows are left out until then. So what this returns only grows with the reply.
 
     Args:
         text: the reply so far.
@@ -175,16 +180,19 @@ def split_calls(text: str, tools: Tools, ended: bool) -> tuple[str, list[JSON]]:
         ended: whether the reply is complete.
 
     Returns:
-        The text without white space around calls, and each call's name and arguments (as JSON).
+        The text, less the white space directly before a call and, if there are calls, at the end;
+        and each call's name and arguments (as JSON).
 
     Example:
         'Look: <tool_call>{"name": "f", "arguments": {}}</tool_call>' -> "Look:" and a call
         'Look: <tool_call>{"name": "f",' -> "Look:" and no call yet; if it ends so, all of it
     """
-    # Where calls have no tag, a reply that begins with text has none in it.
-    has_text = not tools.form.begin and text.lstrip(" \t\r\n;")[:1] not in ("", "{")
-    if has_text or not tools.schemas:
+    # In a form without tags, a reply that does not begin with a brace has no calls.
+    is_text = not tools.form.begin and text.lstrip(" \t\r\n;")[:1] not in ("", "{")
+    if is_text or not tools.schemas:
         return text, []
+    # What the search finds: a tag before a brace; or, at the end, what may become one (in hermes
+    # this may be ""); or, in llama3, nothing.
     find = tools.form.tag.search
     shown = ""
     calls: list[JSON] = []
@@ -198,13 +206,13 @@ def split_calls(text: str, tools: Tools, ended: bool) -> tuple[str, list[JSON]]:
         elif ended:
             shown += text[start:end]  # this is no call, so the tag is text
         else:
-            break  # it may still become a call, or it is none, which the end will tell
+            break  # no call yet, or never one: only the end of the reply will tell
         start = end
-        # llama3's tag can be empty. It must not be found twice.
+        # llama3's tag can be empty. The search goes on behind it, or it would find it again.
         tag = find(text, max(end, tag.start() + 1))
     if ended or not tag:
         shown += text[start:]
-    else:  # this tag is at the end, or its call is not complete
+    else:  # hold back what may become a call: it is not complete, or its tag is at the end
         shown += text[start : tag.start()]
     if calls:
         shown = shown.rstrip()

@@ -57,7 +57,7 @@ class Exchange:
     Attributes:
         reader: what the client sends, as a file.
         request: its method and path, such as "GET /health"; "" until they have been read.
-        content_type: of the answer, which has begun once this is not "".
+        content_type: the answer's; "" until the answer has begun.
     """
 
     request = ""
@@ -67,26 +67,26 @@ class Exchange:
         """
         Args:
             max_body: the most bytes of a body.
-            cors: an origin whose pages may read the answer; None: of the server's own only.
+            cors: an origin whose pages may read the answer; None: only the server's own pages may.
         """
         self.socket = client
         self.max_body = max_body
         self.cors = cors
         self.reader = client.makefile("rb")
-        self.headers = Message()
+        self.headers = Message()  # finds a name in any case, and can hold it several times
 
     # --- The request ------------------------------------------------------------------------------
 
     def read_head(self) -> None:
         """Read the first line and the headers."""
-        if self.reader.peek(1).startswith(b"\x16"):  # a TLS hello, which ends no line
+        if self.reader.peek(1).startswith(b"\x16"):  # a TLS hello, in which no line would end
             self.request = "TLS"
             raise Problem(400, "this server speaks HTTP without TLS: use http://")
         found = re.fullmatch(REQUEST, self.read_line())
         if not found:
             raise Problem(400, "this is not an HTTP/1 request")
-        target, version = found.groups()
-        self.request = unquote(target)
+        request, version = found.groups()
+        self.request = unquote(request)
         size = 0
         for line in iter(self.read_line, "\r\n"):
             found = re.fullmatch(HEADER, line)
@@ -112,8 +112,8 @@ class Exchange:
 
     def read_body(self) -> bytes | bytearray:
         """Read as many bytes as Content-Length says, or a body in chunks."""
-        # Two of these headers, even if they are equal, make a text that is refused: a proxy could
-        # go by the other one, and find the end of the body elsewhere.
+        # Joined, two of these headers are neither a number nor "chunked", so they are refused, even
+        # if they are equal: a proxy could go by the other one, and find another end of the body.
         lengths = self.headers.get_all("Content-Length", [])
         framing = ",".join(lengths + self.headers.get_all("Transfer-Encoding", [])).lower()
         if framing != "chunked":
@@ -159,7 +159,8 @@ class Exchange:
         demand(size <= most, 413, f"the body has {size} bytes, --max-body is {most}")
 
     def check_client(self) -> None:
-        """Raise ConnectionError if the client has left. What it has sent meanwhile is discarded."""
+        """Raise ConnectionError if the client has left. One that has closed only its sending half
+        looks the same. What a client has sent meanwhile is discarded."""
         seconds = self.socket.gettimeout()
         self.socket.settimeout(0)
         with suppress(BlockingIOError):  # nothing has come: the client waits
@@ -173,8 +174,8 @@ class Exchange:
     def send(self, item: JSON | str, status: int = 200, content_type: str = JSON_TYPE) -> None:
         """Send an answer, or one event of a stream (content_type EVENTS).
 
-        The first call sends the head, which alone has a status and a type. Hence an error within a
-        stream is one more event.
+        The first call also sends the head, which alone has a status and a type. So an error after
+        the first event of a stream can only be sent as one more event.
         """
         is_first = not self.content_type
         if is_first:
@@ -187,7 +188,7 @@ class Exchange:
         self.socket.sendall(head if self.request.startswith("HEAD ") else head + body)
 
     def head(self, status: int, size: int) -> bytes:
-        """Make the status line and the headers of an answer.
+        """Log the status, and make the status line and the headers of an answer.
 
         Args:
             size: bytes of the body; a stream's answer does not name it.

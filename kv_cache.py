@@ -4,9 +4,9 @@ The keys and values of past tokens never change, so they are computed once and k
 costs one token instead of the whole text (Pope et al. 2022, arXiv:2211.05102, section 3.3, counts
 the bytes). A slab suits sequences whose longest length is known. Where many sequences come, grow
 and leave, use paged.py. This file knows the model's config and how to call attention; it knows
-nothing about text or about who is being served. Read: StaticCache.plan, Slab.attend, encode. Two
-parts can wait, which paged.py uses too: attention of a long prompt, and how a key is stored. Next:
-sampling.py.
+nothing about text or about who is being served. Read: StaticCache.plan, Slab.attend, encode. The
+attention of a long prompt, and how a key is stored, can wait; paged.py uses these two parts too.
+Next: sampling.py.
 
     position    0    1    2    3    4    5    6    7        capacity 8
     slab       the  cat  sat  on    .    .    .    .        "on" runs: it is written to slot 3
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from model import LayerCache, Transformer, attention, visible
 
-BUCKET = 64  # positions
+BUCKET = 64  # positions; a forward reads a multiple of this many, see StaticCache.plan
 
 
 @dataclass
@@ -28,10 +28,11 @@ class Slab(LayerCache):
     """One layer's slabs, of all B sequences, and the plan of one forward. Slot s holds position s.
 
     Attributes:
-        kv: (B, 2 * K, num_slots, stored_dim), encoded: the heads' keys, then their values.
+        kv: (B, 2 * K, num_slots, stored_dim), encoded: the heads' keys, then their values. For
+            stored_dim see empty_layers.
         slots: (T,) int64, where the new tokens go, the same in each sequence.
-        mask: (1, 1, N / K * T, S) bool, what the new tokens see; S is the slots that are read.
-            None: see attend_to_prompt, which needs none.
+        mask: (1, 1, N / K * T, S) bool, what the new tokens see; S is how many slots are read.
+            None: they attend by attend_to_prompt, without a mask.
     """
 
     kv: Tensor
@@ -43,7 +44,7 @@ class Slab(LayerCache):
         new = encode(torch.cat((k, v), 1), self.kv.dtype)  # (B, 2 * K, T, stored_dim)
         # Not scatter_, which the compiler turns into a copy of the whole slab.
         self.kv.index_copy_(2, self.slots, new)
-        if self.mask is None:
+        if self.mask is None:  # a long prompt; the slots after it must not be seen
             end = int(self.slots[-1]) + 1
             return attend_to_prompt(q, *decode(self.kv[:, :, :end], q.dtype).chunk(2, 1))
         k, v = decode(self.kv[:, :, : self.mask.shape[3]], q.dtype).chunk(2, 1)  # (B, K, S, H) each
@@ -55,10 +56,10 @@ class StaticCache:
 
     Bytes: 2 * layers * B * K * num_slots * stored_dim * itemsize.
 
-    Nothing is ever cleared: a position is written before it can be seen, because a query sees only
-    positions up to its own. That also makes rolling back free, since generation just continues from
-    an earlier position. Masked values must still be finite, as attention multiplies them by 0, and
-    0 * NaN is NaN. So generate() stops at the first NaN.
+    After the slabs are zeroed once, nothing is ever cleared: a position is written before it can be
+    seen, because a query sees only positions up to its own. That also makes rolling back free,
+    since generation just continues from an earlier position. Masked values must still be finite, as
+    attention multiplies them by 0, and 0 * NaN is NaN. So generate() stops at the first NaN.
     """
 
     def __init__(
@@ -75,9 +76,9 @@ class StaticCache:
         Raises:
             ValueError: there is not enough memory.
         """
-        # A slot for each position, and more to fill whole buckets. One more is never used: without
-        # it, a view of all slots would be contiguous, and torch.compile would compile again for the
-        # last bucket.
+        # There is a slot for each position, and there are more to fill whole buckets. One extra
+        # slot at the end is never read: without it, a view of all slots would be contiguous, and
+        # torch.compile would compile again for the last bucket.
         num_slots = -(-max_seq_len // BUCKET) * BUCKET + 1
         self.config = model.config
         self.batch_size = batch_size
@@ -85,6 +86,7 @@ class StaticCache:
         self.slots = torch.arange(num_slots, device=model.device)
         heads = 2 * model.config.num_key_value_heads  # those of the keys, then those of the values
         self.slabs = empty_layers(model, kv_dtype, batch_size, heads, num_slots)
+        # The memory may hold a NaN, and a forward also reads slots that are not written yet.
         for slab in self.slabs:
             slab.zero_()
 
@@ -105,7 +107,8 @@ class StaticCache:
             raise ValueError(
                 f"the cache has {self.max_seq_len} positions, {end} are needed: raise --max-seq-len"
             )
-        new = self.slots[start:end].clone()  # (T,); a CUDA graph writes over it
+        # (T,), a copy, because a CUDA graph keeps this tensor and writes later steps' slots into it
+        new = self.slots[start:end].clone()
         num_read = -(-end // BUCKET) * BUCKET  # rounded up
         is_long = is_long_prompt(new, end)
         masks: dict = {}
@@ -113,7 +116,7 @@ class StaticCache:
         if not is_long or any(self.config.windows):
             masks = visible(self.config, new[None], self.slots[None, :num_read])
         if is_long:
-            masks[None] = None
+            masks[None] = None  # layers without a window get no mask
         layers = [
             Slab(kv, new, masks[window])
             for kv, window in zip(self.slabs, self.config.windows, strict=True)
@@ -155,7 +158,8 @@ def attend_to_prompt(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         (B, N, T, H).
     """
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    # 1) The new tokens among themselves. The causal operator wants a key head for each query head.
+    # 1) The new tokens among themselves. Causal attention needs the T queries of each head in
+    # order, so heads cannot become queries as in 2), and each query head wants its own key head.
     num_past = k.shape[2] - q.shape[2]
     copies = q.shape[1] // k.shape[1]
     own_k = k[:, :, num_past:].repeat_interleave(copies, 1)  # (B, N, T, H)
@@ -179,9 +183,9 @@ def empty_layers(model: Transformer, kv_dtype: str, *shape: int) -> list[Tensor]
     """Allocate the keys and values of each layer.
 
     Returns:
-        A tensor (*shape, stored_dim) per layer, with any content: so the system hands its memory
-        out only when it is written. stored_dim is H; for int8 it is H + 4, as the scale takes four
-        bytes.
+        A tensor (*shape, stored_dim) per layer. Its content is arbitrary, because a CPU's system
+        hands memory out only when it is first written. stored_dim is H; for int8 it is H + 4, as
+        the scale takes four bytes.
 
     Raises:
         ValueError: there is not enough memory.
@@ -220,7 +224,8 @@ def decode(stored: Tensor, dtype: torch.dtype) -> Tensor:
     as it is."""
     if stored.dtype != torch.int8:
         return stored
-    # view(float32) needs strides that are multiples of 4, and H + 4 need not be one. So the scale
-    # is copied to be contiguous; a plain clone() of a single key would keep its stride.
+    # view(float32) needs strides that are multiples of 4, and a slice of rows of H + 4 bytes need
+    # not have them. So the scale is copied to be contiguous. A plain clone() would not always do:
+    # that of a single key keeps its stride.
     scale = stored[..., -4:].clone(memory_format=torch.contiguous_format).view(torch.float32)
     return (stored[..., :-4] * scale).to(dtype)

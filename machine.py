@@ -1,7 +1,8 @@
 """How a program starts, and the machine that it runs on: its device, threads and memory.
 
 `launch` parses a command line, picks the device, joins the other ranks if there are any, and runs.
-This file knows neither the model nor any setting. Read: launch, use_threads, Spinning, free_memory.
+This file knows no model, and no setting but --device. Read: launch, use_threads, Spinning,
+free_memory.
 """
 
 import os
@@ -28,7 +29,7 @@ class Ranks(NamedTuple):
         rank: its number. Rank 0 schedules, samples and prints.
         world_size: how many processes there are.
         shard: for checkpoint.load_model: makes this rank's share of a model; None: all of it.
-        runner: the Engine's runner; None: paged.Runner.
+        runner: the class of the Engine's runner; None: paged.Runner.
     """
 
     device: torch.device
@@ -46,16 +47,16 @@ def launch(program: str, argv: list | None, parse: Callable, run: Callable, join
 
     Args:
         program: its name, for errors.
-        parse: argv -> Namespace; the device is "auto" unless it has one.
+        parse: argv -> Namespace. If that has no `device`, the device is "auto".
         run: (Namespace, Ranks) -> exit status.
-        join: (device, Namespace) -> a context that gives Ranks; called if torchrun started several
-            processes.
+        join: (device, Namespace) -> a context that gives Ranks. It is called if torchrun's
+            variables say that there are other processes.
 
     Returns:
-        The exit status: 2 after an error, 130 after Ctrl-C.
+        What `run` returns; or 2 after an error, 130 after Ctrl-C, 0 if stdout was closed early.
     """
-    # Only the first rank of each machine prints, until tp.join gives the others their stderr back.
-    # A closed stderr is None.
+    # Only the first rank of each machine writes to stderr. Another one gets its stderr back in
+    # tp.join, after an error that may be its own alone. Where stderr is closed, it is None.
     if os.getenv("LOCAL_RANK", "0") != "0" or not sys.stderr:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     args = parse(argv)
@@ -78,24 +79,24 @@ def launch(program: str, argv: list | None, parse: Callable, run: Callable, join
 
 @contextmanager
 def ctrl_c_held_back() -> Iterator[None]:
-    """Let Ctrl-C take effect only at the end. Only the main thread may call this, which is where
-    engines run."""
+    """Let Ctrl-C take effect only at the end. Only the main thread may call this; engines run in
+    it."""
     pressed = []
     before = signal.signal(signal.SIGINT, lambda signum, frame: pressed.append(signum))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-        # Call the handler, if there is one. Raising the signal again would tell the server of a
-        # second one, by signal.set_wakeup_fd, and at a second one it ends at once.
+        # Call the handler, if there is one. If the signal were raised again instead, the server
+        # would count a second Ctrl-C (see server.watch_signals), and end at once.
         for signum in pressed:
             if callable(before):
                 before(signum, None)
 
 
 def say(text: str, end: str = "\n") -> None:
-    """Write to stderr, if it is open, what a program says beside its results. A line is one write,
-    or those of several threads would mix."""
+    """Write to stderr, if it is open, what a program says beside its results. Text and end are one
+    write, so that the lines of several threads do not mix."""
     if sys.stderr:
         print(text + end, end="", file=sys.stderr, flush=True)
 
@@ -151,14 +152,15 @@ def use_threads(threads: int | None, weights: int) -> None:
         weights: bytes of the model's weights, as loaded (before --quantize).
     """
     if threads is None:
-        is_small = weights < SMALL and "OMP_NUM_THREADS" not in os.environ
-        threads = 1 if is_small else ALL_THREADS
+        takes_one = weights < SMALL and "OMP_NUM_THREADS" not in os.environ
+        threads = 1 if takes_one else ALL_THREADS
     torch.set_num_threads(threads)
 
 
 # Where one of these variables is set, the user has chosen how threads wait.
 USER_DECIDES = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}
-# The cores on which this process may run. Where the system cannot say, these are all cores.
+# sched_getaffinity gives the cores on which this process may run. Where it is missing, all cores
+# count.
 affinity = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
 CORES = {f"cpu{i}" for i in affinity(0)}
 
@@ -168,7 +170,7 @@ class Spinning:
 
     On an idle machine spinning is best, because the next operator comes within microseconds. But if
     another process takes a core, the threads that spin wait for one that does not run, and on two
-    cores a step takes 3 to 7 times as long. PyTorch's OpenMP (libgomp) spins only while it has no
+    cores a step takes over 3 times as long. PyTorch's OpenMP (libgomp) spins only while it has no
     more threads than there are cores. So while other processes are busy, this class keeps a second
     pool, whose threads do nothing. Then libgomp has more threads than cores, and those that compute
     soon sleep where they wait. The arithmetic is the same. Tokens/s of one sequence on two cores of
@@ -182,10 +184,10 @@ class Spinning:
     def __init__(self) -> None:
         self.since = time.monotonic()
         self.before = others_seconds()
-        self.idle_pool: Event | None = None  # the event that ends it, if there is one
+        self.idle_pool: Event | None = None  # ends the second pool; None: there is none
 
     def adapt(self) -> None:
-        """Look at the load twice a second, and choose. Called before each step."""
+        """Choose by the load of the last half second or more. Called before each step."""
         now = time.monotonic()
         seconds = now - self.since
         if seconds < 0.5 or USER_DECIDES & os.environ.keys() or torch.get_num_threads() == 1:
@@ -194,9 +196,10 @@ class Spinning:
         other_cores = (others - self.before) / seconds  # how many cores other processes had
         self.since = now
         self.before = others
-        # Busy: all together want more than the cores, and half a core more. Of two cores, a process
-        # that never waits gets 0.67 of one beside two threads that spin. What the host of a virtual
-        # machine takes (steal) counts too, and is mostly less than a half.
+        # Busy: this process and the others together want over half a core more than there are. A
+        # whole core would be too much to ask: on two cores, a process that never waits gets 0.67 of
+        # one beside two threads that spin. What the host of a virtual machine takes (steal) counts
+        # too, and is mostly less than a half.
         is_busy = torch.get_num_threads() + other_cores > len(CORES) + 0.5
         if is_busy and not self.idle_pool:
             self.idle_pool = Event()
@@ -252,8 +255,8 @@ def free_memory(device: torch.device, root: Path = Path("/")) -> int:
     for limit, used in CGROUPS.items():
         file = root / "sys/fs/cgroup" / limit
         with suppress(OSError, ValueError):  # no such file; or "max", no limit
-            # The pattern finds inactive_file too; both together are the cached files. In version 1
-            # their totals come after them, so the last two count.
+            # The pattern finds inactive_file too, and the sum of both is the cached files. Version
+            # 1 lists them for this group alone, then with its subgroups (total_...): the last two.
             cached = re.findall(r"active_file (\d+)", file.with_name("memory.stat").read_text())
             taken = int(file.with_name(used).read_text()) - sum(map(int, cached[-2:]))
             free.append(max(0, int(file.read_text()) - taken))

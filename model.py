@@ -47,12 +47,12 @@ class Config:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False  # Qwen3 applies RMSNorm over H to q and k, before rope
-    wide_qk_norm: bool = False  # OLMo 2: over all heads together
+    wide_qk_norm: bool = False  # OLMo 2: RMSNorm over the channels of all heads together
     pre_norm: bool = True  # norms before attention and before the feed-forward
     post_norm: bool = False  # norms after them; Gemma 3 has both, OLMo 2 only these
     gelu: bool = False  # gelu in place of silu
     embedding_multiplier: float = 1.0
-    folds: dict[str, Any] = field(default_factory=dict)  # what loading folds in; see families.py
+    folds: dict[str, Any] = field(default_factory=dict)  # how loading changes weights; families.py
     tie_word_embeddings: bool = False
     eos_ids: tuple[int, ...] = ()  # each of them ends a sequence
     dtype: torch.dtype = torch.float32  # in which the weights are stored
@@ -66,7 +66,8 @@ class Config:
     mlp_only_layers: list = field(default_factory=list)  # indices of layers with a plain MLP
 
     def __post_init__(self) -> None:
-        # By default all layers see everything.
+        # By default, queries see all tokens in every layer. The dataclass is frozen, hence
+        # object.__setattr__.
         object.__setattr__(self, "windows", self.windows or (None,) * self.num_hidden_layers)
 
 
@@ -75,7 +76,7 @@ class Transformer(nn.Module):
     `model.`. A FusedLinear, the experts and the norms after attention and feed-forward have other
     names; see checkpoint.py."""
 
-    inv_freq: Tensor
+    inv_freq: Tensor  # (ropes, H/2), the speeds that rope_frequencies returns
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -87,9 +88,9 @@ class Transformer(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
-        # In float32 on purpose: a product with bfloat16 would round the positions too, and those
-        # past 256 would collide. `.to(dtype)` casts buffers, so checkpoint.load_model computes this
-        # one again.
+        # inv_freq is float32 on purpose: a product with bfloat16 would round the positions too, and
+        # those past 256 would collide. `.to(dtype)` casts buffers, so checkpoint.load_model
+        # computes this one again.
         self.register_buffer("inv_freq", rope_frequencies(config), persistent=False)
 
     @property
@@ -125,8 +126,8 @@ class Transformer(nn.Module):
             cache = [NoCache(masks[window]) for window in self.config.windows]
         x = self.embed(tokens)  # (B, T, D)
         rotations = self.rope(positions)
-        for block, which, layer in zip(self.layers, self.ropes, cache, strict=True):
-            x = block(x, *rotations[which], layer)
+        for block, rope, layer_cache in zip(self.layers, self.ropes, cache, strict=True):
+            x = block(x, *rotations[rope], layer_cache)
         if select is not None:
             x = x.flatten(0, 1)[select]  # (len(select), D)
         return self.lm_head(self.norm(x))
@@ -147,7 +148,8 @@ class Transformer(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then the feed-forward. Each reads a normalised copy of x and adds to x."""
+    """Attention, then the feed-forward. Each adds its output to x. A norm stands before each, after
+    each, or both; see Config."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -283,7 +285,8 @@ def rope_frequencies(config: Config) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Masked softmax attention. Caches call it where a mask is needed; a long prompt needs none.
+    """Masked softmax attention. Caches call it unless they can do without a mask; see
+    kv_cache.attend_to_prompt.
 
     The N / K query heads that share a kv head become further queries of that head, so that each key
     is read once. `enable_gqa` reads it N / K times, which is 2 to 3 times slower at T = 1 on a CPU.
@@ -319,11 +322,10 @@ def visible(config: Config, q_pos: Tensor, k_pos: Tensor) -> dict[int | None, Te
     q_pos = q_pos.repeat(1, group)[:, None, :, None]  # (B, 1, N / K * T, 1)
     k_pos = k_pos[:, None, None, :]  # (B or 1, 1, 1, S)
     causal = k_pos <= q_pos  # (B, 1, N / K * T, S)
-    masks = dict.fromkeys(config.windows, causal)
-    for window in masks:
-        if window is not None:
-            masks[window] = causal & (k_pos > q_pos - window)
-    return masks
+    return {
+        window: causal if window is None else causal & (k_pos > q_pos - window)
+        for window in {*config.windows}
+    }
 
 
 @dataclass

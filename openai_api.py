@@ -91,7 +91,7 @@ class API:
         self.form = FORMS.get(tool_format)
 
     def prepare(self, body: JSON, chat: bool) -> "Completion":
-        """Check a request's body, and make one request for each prompt. They are not submitted.
+        """Check a body, and make a Request for each prompt. They are not submitted.
 
         Raises:
             Problem: 400 with the field that is wrong, or 404 for another model.
@@ -110,6 +110,8 @@ class API:
             requests = [self.request(prompt, params, fields, source) for prompt in prompts]
             return Completion(self, fields, requests, tools, chat)
         except (ValueError, RecursionError) as error:
+            # The error has the engine's name of a field. A client gets the body's name for it, or
+            # `source` if the body has no such field.
             field = getattr(error, "field", "")
             alias = ALIASES.get(field, "")
             if alias in given:
@@ -121,7 +123,7 @@ class API:
         check("prompt", prompt, str | list)
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         longest = self.engine.max_seq_len
-        asked = len(ids) + fields.get("max_tokens", 1)
+        asked = len(ids) + fields.get("max_tokens", 1)  # at least one token has to fit
         demand(
             asked <= longest,
             400,
@@ -138,7 +140,7 @@ class API:
     def sampling_params(self, fields: JSON, chat: bool) -> SamplingParams:
         """Return the sampling settings of a request. Omitted ones come from the checkpoint, except
         max_tokens: it is 16 in a completion, and in a chat only the context limits it."""
-        # This error lists all keys that are no ids; that of SamplingParams would name only one.
+        # This error lists up to nine keys that are no ids; that of SamplingParams would name one.
         check_ids("logit_bias", fields["logit_bias"], self.engine.config.vocab_size)
         defaults = vars(self.defaults) | dict(max_tokens=self.engine.max_seq_len if chat else 16)
         params = SamplingParams(**{name: fields.get(name, defaults[name]) for name in defaults})
@@ -172,8 +174,8 @@ DEFAULTS: JSON = dict(
     continue_final_message=False, add_generation_prompt=True, tools=[],
     parallel_tool_calls=True)  # fmt: skip
 # Fields that would change the answer, but are not supported. Those of REFUSED must be left out, and
-# the others must have the value that is given here. Fields that this file does not mention, such as
-# `user` or `store`, are ignored, even if they would change the answer.
+# the others may have only the value that is given here. Fields that this file does not mention,
+# such as `user` or `store`, are ignored, even if they would change the answer.
 REFUSED = """audio grammar json_schema n_predict prompt_logprobs chat_template documents
     allowed_token_ids guided_json guided_regex guided_choice guided_grammar"""
 UNSUPPORTED = dict.fromkeys(REFUSED.split()) | dict(
@@ -187,11 +189,11 @@ def translate(given: JSON, chat: bool) -> JSON:
 
         max_tokens, logprobs, structured_outputs   from fields that have other names in OpenAI's API
         include_usage, continuous_usage_stats      out of stream_options
-        prompt_logprobs                            whether the prompt is scored too: with echo. A
-                                                   body may not have this field
-        hidden                                     whether nothing is to be generated: with echo,
-                                                   and max_tokens is 0. The engine has to generate
-                                                   one token, which is not shown
+        prompt_logprobs                            true with echo: with logprobs, the prompt is
+                                                   scored too. A body may not have this field
+        hidden                                     true with echo if max_tokens is 0: nothing is to
+                                                   be generated. The engine has to generate one
+                                                   token, which is not shown
 
     Raises:
         SettingError: a field has the wrong type, or asks for what is not supported.
@@ -200,12 +202,13 @@ def translate(given: JSON, chat: bool) -> JSON:
     for name, default in DEFAULTS.items():
         check(name, fields[name], type(default))
     for name in ("include_usage", "continuous_usage_stats"):
-        fields[name] = check(
-            f"stream_options[{name}]", fields["stream_options"].get(name) or False, bool
-        )
+        value = fields["stream_options"].get(name)
+        fields[name] = value is not None and check(f"stream_options[{name}]", value, bool)
     check_supported(fields, chat)
     if "max_completion_tokens" in fields:
         fields["max_tokens"] = fields["max_completion_tokens"]
+    if fields["echo"]:  # False is no 0 below
+        check("max_tokens", fields.get("max_tokens"), int | None, 0)
     fields["prompt_logprobs"] = fields["echo"]
     fields["hidden"] = fields["echo"] and fields.get("max_tokens") == 0
     if fields["hidden"]:
@@ -250,8 +253,8 @@ def check_supported(fields: JSON, chat: bool) -> None:
 
 
 def split_prompts(fields: JSON) -> list:
-    """Return the prompts of a completion. Its `prompt` is one, a text or a list of ids, or a list
-    of prompts."""
+    """Return the prompts of a completion: its field `prompt` is a single prompt (a text or a list
+    of ids) or a list of prompts."""
     prompt = fields.get("prompt", "")
     if isinstance(prompt, list) and not all(type(i) is int for i in prompt):
         return prompt
@@ -259,7 +262,7 @@ def split_prompts(fields: JSON) -> list:
 
 
 def check_message(message: JSON, name: str) -> None:
-    """Join the content of a chat's message if it is a list of parts.
+    """Check a chat's message. If its content is a list of parts, replace it by their joined texts.
 
     Raises:
         Problem: the message has another form than OpenAI's.
@@ -337,7 +340,7 @@ class Completion:
         finished = False
         while not finished:
             wait()
-            # Read first: what comes meanwhile is in these chunks, or in those of the next round.
+            # Before the choices are read: what comes in between is sent now or in the next round.
             finished = all(request.finished for request in self.requests)
             if self.stream:
                 for choice in self.choices:
@@ -368,7 +371,8 @@ class Completion:
 
 @dataclass
 class Choice:
-    """One sequence, and how much of it has been sent, as a `choice` object of OpenAI's API.
+    """One sequence of the answer, as a `choice` object of OpenAI's API, and how much of it has been
+    sent.
 
     Attributes:
         key: where the text goes: "text" for a completion, "message" for a chat, "delta" for a chat
@@ -461,11 +465,11 @@ class Choice:
             raise Problem(400 if complaint else 500, (complaint or BROKEN)[:100])
 
     def echo(self) -> tuple[str, list[Token]]:
-        """Return the prompt's text, and if it is scored its tokens, with their texts."""
+        """Return the prompt's text and, if it is scored, its tokens with their texts."""
         job = self.job
         ids = job.ids[: job.prompt_len]
-        # What the tokenizer put in front of the text has no text. A prompt that was given as ids
-        # may lack it.
+        # The ids that the tokenizer puts in front, such as BOS, show no text. A prompt that was
+        # given as ids may lack them.
         start = len(self.tokenizer.prefix)
         if ids[:start] != self.tokenizer.prefix:
             start = 0
@@ -478,11 +482,13 @@ class Choice:
     def logprobs(self, tokens: list[Token]) -> JSON:
         """Return log-probabilities in the form of a completion or of a chat.
 
-        The texts of the sampled tokens, joined, are the whole output: the thought with the marks
-        around it, the choice's text, and a stop string, which the choice's text leaves out. The
-        other likely tokens have the text that they have in the vocabulary.
+        The texts of the sampled tokens, joined, are the whole output as it was written: also the
+        marks around the thought, the calls, and a stop string, which the choice's text leaves out.
+        The other likely tokens have the text that they have in the vocabulary.
         """
 
+        # `i` is the entry's own id. `token` is the sampled token of its place, whose text can
+        # differ from the vocabulary's.
         def entry(token: Token, i: int, value: float | None) -> JSON:
             words = token_bytes(self.tokenizer)
             word = words[i] if i < len(words) else b""  # V may be padded
@@ -549,7 +555,8 @@ def split_thought(text: str) -> tuple[str, str]:
     """Split a reply into the thought and the answer.
 
     In models that think, each mark is one token, so it arrives whole. (Unless a stop string begins
-    with ">": then the mark's last character is held back at first.)
+    with ">": then the mark's last character is held back at first, and "</think" is sent as part of
+    the thought.)
 
     Example: "<think>Hm, </think>Yes" -> "Hm, ", "Yes"; and "Yes" -> "", "Yes"
     """

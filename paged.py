@@ -10,8 +10,9 @@ about requests or text. Papers: Kwon et al. 2023 (PagedAttention, arXiv:2309.061
 2023 (prefix sharing, arXiv:2312.07104). Read: BlockTable, BlockPool; then Row, Blocks, Runner.
 Next: scheduler.py.
 
-The model runs one row of M new tokens, (1, M), those of all sequences one after another. Attention
-takes them apart again: B rows at a time, with T tokens each. W blocks of a row; R wanted logits.
+The model runs the M new tokens of all sequences one after another, as a batch of one: (1, M).
+Attention takes them apart again, into groups of B rows; a row is one sequence's share of the
+forward, with T new tokens and W blocks. The model returns logits for R of the M tokens: (R, V).
 
     ids      t h e   k i n g   i s      t h e   k i n g   h a t h        block_size = 4
     tables   [   2,   5,   1   ]        [   2,   5,   7,   3    ]
@@ -46,7 +47,8 @@ class BlockTable:
     blocks: list[int] = field(default_factory=list)  # enough for `length` tokens, perhaps for more
     length: int = 0  # tokens whose keys and values are in the blocks
     # chain[i] is a mark that stands for the whole text in the first i blocks, which are full.
-    # chain[0] is the salt. See BlockPool._key_of.
+    # chain[0] is the request's salt: a prefix is found only from a table with the same one. See
+    # BlockPool._key_of.
     chain: list[object] = field(default_factory=lambda: [None])
 
 
@@ -54,8 +56,8 @@ class BlockPool:
     """Hands out blocks, counts who uses them, and keeps freed ones for the next equal prefix.
 
     A block is free (holds nothing of use), used (`refs` counts the tables that hold it) or cached
-    (in no table, but its content can be found again). Free blocks are handed out first, then the
-    cached ones, least recently used first.
+    (in no table, but found again as long as the block before it can be). Free blocks are handed out
+    first, then the cached ones, least recently used first.
     """
 
     def __init__(self, num_blocks: int, block_size: int = 16) -> None:
@@ -105,9 +107,9 @@ class BlockPool:
             Pairs of blocks (from, to). The content of `from` must be copied to `to` before the
             write, because the outputs of one prompt diverge within a shared block (copy-on-write).
 
-        Example: block_size 4, blocks [7, 2], length 6, block 2 in two tables, end 10: the blocks
-            become [7, 0, 1], and (2, 0) is returned. If block 8 were free, it would be taken in
-            place of 0, as it follows 7; see _take.
+        Example: block_size 4, blocks [7, 2], length 6, block 2 in two tables, end 10. If 0 and 1
+            are the next in `available` and 8 is not free, the blocks become [7, 0, 1], and [(2, 0)]
+            is returned. A free block 8 would be taken before 0; see _take.
         """
         assert self.cost(table, end) <= len(self.available), "out of blocks"
         copies = []
@@ -124,16 +126,16 @@ class BlockPool:
     def commit(self, table: BlockTable, ids: list[int], end: int) -> None:
         """Record that positions before `end` have been computed, and let full blocks be found.
 
-        This comes after the forward, so a block is found only once it holds keys and values, and a
-        sequence whose logits are NaN leaves nothing to be found. If two sequences compute blocks of
-        equal content in one step, only the block that is committed first can be found. The other
-        one serves its own sequence only (nano-vllm#219).
+        This comes after the forward, so a block is found only once it holds keys and values, and
+        what a sequence computes in a step with NaN logits is never found. If two sequences compute
+        blocks of equal content in one step, only the block that is committed first can be found.
+        The other one serves its own sequence only (nano-vllm#219).
         """
         assert table.length <= end <= len(table.blocks) * self.block_size
         table.length = end
         for i in range(len(table.chain) - 1, end // self.block_size):
             key = self._key_of(table, ids, i)
-            # If an equal block can be found already, that one stays in both dicts.
+            # If an equal block can be found already, setdefault returns it, and no entry changes.
             block, mark = self._by_key.setdefault(key, (table.blocks[i], object()))
             self._keys[block] = key
             table.chain.append(mark)
@@ -146,8 +148,8 @@ class BlockPool:
 
     def free(self, table: BlockTable) -> None:
         """Empty a table. Blocks that no other table uses become cached or free."""
-        # The last block is freed first and so evicted first, since a block cannot be found once
-        # the block before it is gone.
+        # From the end, so that of the cached blocks the last one is evicted first: a block cannot
+        # be found once the block before it is gone.
         for block in reversed(table.blocks):
             self.refs[block] -= 1
             if self.refs[block] == 0:
@@ -167,7 +169,7 @@ class BlockPool:
             if following in self.available and following not in self._keys:
                 block = following
         del self.available[block]
-        if block in self._keys:  # or its old content would still be found (nano-vllm#163)
+        if block in self._keys:  # its old content must not be found any more (nano-vllm#163)
             del self._by_key[self._keys.pop(block)]
         self.refs[block] = 1
         return block
@@ -213,8 +215,9 @@ def groups_of(
 ) -> Iterator[list[Row]]:
     """Split rows into groups that are attended together, each as one batch.
 
-    A group is a run of rows with equally many new tokens. All are padded to the width of the
-    longest, so sort them by length, longest first; see scheduler.run_order.
+    A group is a run of rows with equally many new tokens. The first row decides to how many blocks
+    each row of the group is padded. So among rows with equally many new tokens, the one with the
+    longest context must come first; see scheduler.run_order.
 
     Args:
         max_blocks: how many blocks a group may have, padding included, unless it is a single row.
@@ -241,8 +244,8 @@ class Group:
         config: the model's.
         positions: (B, T) int64, the new tokens' positions.
         key_positions: (B, S) int64, those of the keys, block after block; S = W * block size.
-        flat_table: (B, 2 * K, W) int64, where the blocks of `table` are in kv.flatten(0, 1), for
-            each head: block b of head h is at h * blocks + b.
+        flat_table: (B, 2 * K, W) int64: for each head, the indices of the row's blocks in
+            kv.flatten(0, 1). There, block b of head h has the index h * num_blocks + b.
         span: the blocks of `table` as one slice, if each follows the one before it; else None.
         is_long: whether this is one row of a long prompt; see kv_cache.is_long_prompt.
         max_tokens: how many tokens of each row may have their masks made at once.
@@ -259,7 +262,8 @@ class Group:
     @property
     def table(self) -> Tensor:
         """(B, W) int64, the blocks of each row, in ascending order; those of a long prompt are in
-        the order of its text. A shorter row's last block is there several times."""
+        the order of its text. A shorter row is filled up with the block that Runner.filler
+        chooses."""
         return self.flat_table[:, 0]  # head 0, whose blocks are at 0 + b
 
     @cached_property
@@ -284,8 +288,8 @@ class Blocks(LayerCache):
     groups: list[Group]
     window: int | None
 
-    # On a CPU, one call attends to at most this many bytes of keys. Larger copies get fresh pages
-    # from the system in each layer, which takes a third longer.
+    # On a CPU, one call attends to at most this many bytes of keys, unless a single row has more.
+    # Larger copies get fresh pages from the system in each layer, which takes a third longer.
     max_bytes: ClassVar[int] = 2**21
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -331,9 +335,8 @@ class Blocks(LayerCache):
 def side_by_side(kv: Tensor, group: Group, dtype: torch.dtype) -> Tensor:
     """Decode the keys and values of each row of a group into one tensor, as attention needs them.
 
-    The blocks are copied side by side. A short copy is still in the processor's cache when
-    attention reads it, so it costs little. A long one is not; therefore blocks that follow each
-    other are read in place.
+    Blocks that follow each other are read in place; others are copied side by side. A short copy is
+    still in the processor's cache when attention reads it, so it costs little. A long one is not.
 
     Args:
         kv: (2 * K, blocks, block size, stored_dim).
@@ -363,14 +366,14 @@ class Runner:
     """
 
     layer_class = Blocks  # flex.py has another
-    # Tables are padded to at least this many blocks. tools/cuda_graphs.py sets it to the length of
-    # the longest table, rounded up to a power of two. Then only a few widths occur, and it records
-    # few graphs: one for each number of rows and width.
+    # Tables are padded to at least this many blocks: two, as the compiler takes a size of 1 as a
+    # case of its own. tools/cuda_graphs.py sets it to the length of the longest table, rounded up
+    # to a power of two. Then it records few graphs: one for each number of rows and width.
     min_width = 2
-    # One call of attention has at most this many pairs of a new token and a key, unless one token
-    # alone sees more keys. PyTorch widens a call's mask to the queries' dtype: for 257 tokens, 32
-    # query heads, 4 kv heads and 32,000 keys in float32 that is 263 MB. In pieces it is 33 MB, and
-    # as fast on a CPU.
+    # One call of attention with a mask has at most this many pairs of a new token and a key, unless
+    # one token alone sees more keys. PyTorch widens the mask to the queries' dtype: for 257 tokens,
+    # 32 query heads, 4 kv heads and 32,000 keys in float32 that is 263 MB. In pieces it is 33 MB,
+    # and as fast on a CPU.
     max_pairs = 2**20
 
     def __init__(
@@ -417,7 +420,8 @@ class Runner:
 
         Example: block_size 4, rows ([7, 2], 5, [a]), ([3], 2, [b]), ([0, 1], 4, [c, d, e]):
             tokens [a, b, c, d, e], positions [5, 2, 4, 5, 6], slots [9, 14, 4, 5, 6],
-            select [0, 1, 4]; groups with the tables [[2, 7], [3, 3]] and [[0, 1]]
+            select [0, 1, 4]; groups with the tables [[2, 7], [3, 3]], in ascending order and filled
+            up, and [[0, 1]]
         """
         size = self.block_size
         tokens: list[int] = []
@@ -446,8 +450,8 @@ class Runner:
         positions = torch.tensor([row.positions for row in rows], device=device)  # (B, T)
         is_long = len(rows) == 1 and is_long_prompt(positions, rows[0].positions.stop)
         # 1) the blocks of each row that a token has reached; others may still hold an old NaN.
-        # Shorter rows are filled up with another block. Its slots count as positions after the
-        # row's last token, which no query sees.
+        # Shorter rows are filled up with a block that holds no NaN; see filler. There its slots
+        # count as positions after the row's last token, which no query sees.
         used = [row.blocks[: row.num_blocks(size)] for row in rows]
         W = max(self.min_width, *map(len, used))
         padded = [blocks + [self.filler(blocks)] * (W - len(blocks)) for blocks in used]
@@ -462,9 +466,9 @@ class Runner:
         # 3) how a layer reads them: as one slice, or by an index for each head
         has_gap = (table.flatten().diff() != 1).any()
         span = None if has_gap else slice(int(table[0, 0]), int(table[-1, -1]) + 1)
-        num_heads, num_blocks = self.kv[0].shape[:2]
-        heads = torch.arange(num_heads)[:, None] * num_blocks
-        flat_table = (table[:, None] + heads).to(device)  # (B, 2 * K, W)
+        num_heads, num_blocks = self.kv[0].shape[:2]  # 2 * K heads
+        first_of_head = torch.arange(num_heads)[:, None] * num_blocks
+        flat_table = (table[:, None] + first_of_head).to(device)  # (B, 2 * K, W)
         # 4) how many tokens' masks are made at once
         max_tokens = max(1, self.max_pairs // key_positions.numel())
         key_positions = key_positions.flatten(1).to(device)  # (B, S)
@@ -498,8 +502,10 @@ MAX_BYTES = 2**32  # of the cache on a CPU, as in vLLM: other programs want memo
 def affordable_blocks(
     models: list[Transformer], limits: Limits, num_tokens: int, num_logits: int
 ) -> int:
-    """How many blocks fit into limits.kv_memory, which is a number of bytes or, below 1, a share of
-    the free memory that a step leaves (see step_bytes), on a CPU at most MAX_BYTES.
+    """How many blocks fit into limits.kv_memory.
+
+    1 or more is a number of bytes. Below 1 it is a share of the free memory that a step leaves (see
+    step_bytes); on a CPU this share is at most MAX_BYTES.
 
     Args:
         models: the model, then those that guess; each of them has as many blocks as the model.
@@ -509,7 +515,8 @@ def affordable_blocks(
     model = models[0]
     size = limits.block_size
     config = model.config
-    # One row may have all blocks, and attention then copies all of them, one layer at a time. Each
+    # A block's bytes are its share of attention's copy, and its place in each model's cache. One
+    # row may have all blocks, and attention then copies all of them, one layer at a time. Each
     # number of the copy has the model's dtype. If it is stored as int8, there are up to 6 bytes
     # more: 1 as it is stored, 4 as float32, and 1 for its share of two copies of the scale.
     copied = model.dtype.itemsize + (6 if limits.kv_dtype == "int8" else 0)

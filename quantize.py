@@ -2,16 +2,17 @@
 
 Decoding reads every weight once per token, so its speed is the speed of reading the weights. int8
 halves the bytes of bfloat16, and int4 takes a little over a quarter. A weight w becomes an integer
-q. Each group of input channels has a scale and a zero point, and w = scale * (q - zero). Only the
-weights of Linears are quantised. Embeddings, norms and activations stay as they are.
+q, which stands for scale * (q - zero). Each output channel has a scale and a zero point for each
+group of its input channels. Only the weights of Linears are quantised. Embeddings, norms and
+activations stay as they are.
 
     python generate.py --checkpoint DIR --quantize int8                     on the fly
     python tools/convert.py --checkpoint DIR --mode int4 --out DIR2         or once, as a folder
 
-QuantLinear is the stored form and the oracle of the tests: it dequantises and multiplies. On a CPU
-and in a compiled model, packed.py replaces it by a form that a processor multiplies fast.
-checkpoint.py reads QuantLinears from a folder. All that this file knows of a Linear's purpose is
-that routers stay as they are, and that a tied lm_head keeps 8 bits.
+QuantLinear is the stored form and the oracle of the tests: it dequantises and multiplies. On a CPU,
+and in a compiled model on any device, packed.py replaces it where it has a form that the processor
+multiplies fast. checkpoint.py reads QuantLinears from a folder. All that this file knows of a
+Linear's purpose is that routers stay as they are, and that a tied lm_head keeps 8 bits.
 
 In shapes here N is output channels, K input channels, G groups. Papers: Dettmers et al. 2022 (int8,
 arXiv:2208.07339), Frantar et al. 2022 (GPTQ, arXiv:2210.17323; see tools/convert.py), Lin et al.
@@ -49,7 +50,7 @@ class QuantLinear(nn.Module):
         """Make an empty one with a Linear's shape and bias, on its device.
 
         Raises:
-            ValueError: bits is not 4 or 8, or see num_groups.
+            ValueError: bits is neither 4 nor 8, or the group size does not fit; see num_groups.
         """
         super().__init__()
         self.out_features = N = linear.out_features
@@ -92,7 +93,7 @@ def num_groups(K: int, group_size: int) -> int:
         largest = K & -K  # the largest power of two that divides K
         raise ValueError(
             f"group_size {size} does not divide {K} input channels (under torchrun, one rank's "
-            f"share of them) into groups of even size: try {largest}"
+            f"share of them) into groups of even size: try {largest} (if that is 1, none will do)"
         )
     return K // size
 
@@ -121,6 +122,9 @@ def unpack_bits(packed: Tensor, bits: int) -> Tensor:
 def round_to_nearest(weight: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Quantise a weight (N, K), each value to the nearest step of its group.
 
+    Args:
+        group_size: input channels in a group, never -1.
+
     Returns:
         q (N, K), scales (N, G), zeros (N, G), all float32.
 
@@ -133,7 +137,7 @@ def round_to_nearest(weight: Tensor, bits: int, group_size: int) -> tuple[Tensor
 
 
 def group_scales(w: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Choose each group's scale and zero point: w (..., group_size) -> (...), (...).
+    """Choose each group's scale and zero point: w (..., group_size) -> scales (...), zeros (...).
 
     With 8 bits the range is symmetric around 0, and the zero point is 128. With 4 bits the range
     goes from the smallest value of the group to the largest, and always includes 0.
@@ -141,14 +145,14 @@ def group_scales(w: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     low = w.amin(-1).clamp(max=0)
     high = w.amax(-1).clamp(min=0)
     scales = torch.maximum(-low, high) / 127 if bits == 8 else (high - low) / 15
-    scales = scales.where(scales > 0, 1)  # it is 0 if all weights of the group are
+    scales = scales.where(scales > 0, 1)  # it is 0 if all weights of the group are 0
     zeros = torch.full_like(scales, 128) if bits == 8 else (-low / scales).round()
     return scales, zeros
 
 
 def usual_group_size(model: Transformer) -> int:
-    """Return the largest of 128, 64 and 32 that divides the input channels of all Linears; 128 if
-    none does."""
+    """Return the largest of 128, 64 and 32 that divides the input channels of all Linears; if none
+    does, 128, which plain_linears will refuse."""
     modules: list[Any] = [model.get_submodule(path) for path in linears(model)]
     for size in (128, 64, 32):
         if all(linear.in_features % size == 0 for linear in modules):
@@ -177,7 +181,7 @@ def quantize_model(
     for path in progress(plain_linears(model, group_size, skip), f"quantising to {mode}"):
         linear: Any = model.get_submodule(path)
         if path == "lm_head" and linear.weight is model.embed_tokens.weight:
-            # It is the embedding too, and suffers more from 4 bits than all other matrices.
+            # Of all matrices, lm_head suffers most from 4 bits. The embedding itself stays plain.
             quantised = QuantLinear(linear, 8, -1)
         else:
             quantised = QuantLinear(linear, MODES[mode], group_size)

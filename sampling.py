@@ -24,12 +24,13 @@ from tokenizer import Ids, TextStream, Tokenizer
 
 
 class Token(NamedTuple):
-    """A sampled token. The log-probabilities are the model's, before any setting changes them."""
+    """A token of the output, or of a prompt that is scored. The log-probabilities are the model's,
+    before any setting changes them."""
 
     id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()  # (id, logprob) of the likeliest, likeliest first
-    text: str = ""  # what it adds; the last token of a split character adds the whole character
+    text: str = ""  # what it adds; of several tokens that make one character, the last adds it
 
 
 # --- The sampler ----------------------------------------------------------------------------------
@@ -61,7 +62,8 @@ def choose_ids(logits: Tensor, batch: Batch) -> Ids:
 def distribution(logits: Tensor, batch: Batch) -> Tensor:
     """The probabilities that each sequence draws from, after every setting of its SamplingParams.
 
-    Order: structure, bias, penalties, temperature, top-k, top-p, min-p, as in Hugging Face.
+    Order: structure or min_tokens, bias, penalties; then temperature, top-k, top-p and min-p, as in
+    Hugging Face.
     Temperature 0 gives probability 1 to the likeliest token, so that greedy decoding is no special
     case downstream.
 
@@ -72,8 +74,8 @@ def distribution(logits: Tensor, batch: Batch) -> Tensor:
     Returns:
         (B, V) float32, each row summing to 1.
     """
-    # The copy is changed in place from here on. To allocate another tensor (20 MB for 32 rows and a
-    # large vocabulary) would take as long as the arithmetic itself.
+    # All steps but the softmax change this copy in place. To allocate another tensor (20 MB for 32
+    # rows and a large vocabulary) would take as long as the arithmetic itself.
     logits = logits.to(torch.float32, copy=True)
     # 1) structure, bias, penalties
     for scores, sequence in zip(logits, batch, strict=True):
@@ -100,8 +102,8 @@ def distribution(logits: Tensor, batch: Batch) -> Tensor:
 
 
 def adjust_(scores: Tensor, sequence: "Sequence") -> None:
-    """Change one sequence's logits, (V,), in place, by its structure (or, without one, by
-    min_tokens), its bias and its penalties."""
+    """Change one sequence's logits, (V,), in place: by its structure, or by min_tokens if it has
+    none; then by its bias and its penalties."""
     p = sequence.params
     if sequence.matcher:  # its bias is 0 for the ids that it forbids, and 200 for the others
         bias = bytearray(sequence.matcher.compute_logit_bias())
@@ -122,8 +124,8 @@ def adjust_(scores: Tensor, sequence: "Sequence") -> None:
 def penalize_(scores: Tensor, sequence: "Sequence") -> None:
     """Change one sequence's logits, (V,), in place, by its penalties."""
     p = sequence.params
-    # The tensor shares the array's memory. It must be gone before the next token is appended, as
-    # Python cannot enlarge an array whose memory is shared.
+    # The tensor shares the array's memory, and Python cannot enlarge an array whose memory is
+    # shared. So it must not outlive this function, as the next token is appended to the array.
     ids = torch.frombuffer(sequence.history, dtype=torch.int64).to(scores.device)
     output = ids[sequence.prompt_len :]
     # 1) repetition, of the prompt and the output. A repeated id receives the same score twice.
@@ -172,7 +174,7 @@ def filter_ranked(ranked: Tensor, params: list[SamplingParams]) -> Tensor:
     # kept. Without top-k that is the mass of all V tokens, 1.
     mass = ranked.cumsum(-1)
     total = torch.where(top_k > 0, mass[:, -1:], 1.0)
-    ranked *= mass - ranked < top_p * total
+    ranked *= (mass - ranked) < (top_p * total)
     # 3) min-p keeps a token if it has at least min_p times the likeliest one's probability
     ranked *= ranked >= min_p * ranked[:, :1]
     return ranked / ranked.cumsum(-1)[:, -1:]  # not sum(): its order of adding depends on B
@@ -193,7 +195,8 @@ def draw(probs: Tensor, u: Tensor) -> Tensor:
     mass = probs.cumsum(-1)
     total = mass[:, -1:]
     target = u[:, None].to(mass) * total
-    # It may be rounded up to the total, which no id passes; then take the next float below.
+    # Rounding can make the target equal to the total, which no id passes. So it is at most the next
+    # float below.
     target = torch.minimum(target, total * (1 - 2**-24))
     # In a row of NaN no id passes. A grammar can cause one by allowing only tokens of logit -inf.
     return torch.searchsorted(mass, target, right=True)[:, 0].clamp(max=probs.shape[-1] - 1)
@@ -249,7 +252,7 @@ def scored(logits: Tensor, ids: Ids, batch: Batch) -> list[Token]:
     for b, count in enumerate(counts):
         if count is not None:
             own_logprob, *rest = numbers[b]
-            top_ids = map(int, rest[k:])
+            top_ids = map(int, rest[k:])  # all k of them; zip stops after `count`
             tokens[b] = Token(ids[b], own_logprob, tuple(zip(top_ids, rest[:count])))
     return tokens
 
@@ -266,7 +269,7 @@ def choose_ids_fast(logits: Tensor, batch: Batch) -> Ids:
 
 def parts(logits: Tensor, batch: Batch) -> abc.Iterator[tuple[Tensor, Batch]]:
     """Split a batch and its logits. A CPU takes few rows at a time, so that their intermediate
-    tensors, of a megabyte each, stay in its cache."""
+    tensors stay in its cache: as many rows as fill a megabyte, but at least eight."""
     size = max(8, 2**18 // logits.shape[1]) if logits.is_cpu else len(batch)
     for start in range(0, len(batch), size):
         rows = slice(start, start + size)
@@ -293,8 +296,8 @@ def keep_likeliest_fast(probs: Tensor, params: list[SamplingParams]) -> Tensor:
     # 2) Filter.
     filtered = filter_ranked(ranked, params)
     kept = torch.zeros_like(probs).scatter_(1, ids, filtered)
-    # 3) Sort all of a row that may keep more than these: one that keeps a token as unlikely as the
-    # last selected one, or whose top_k is larger.
+    # 3) A row may keep more tokens than the selected ones if it keeps one that is as unlikely as
+    # the last of them, or if its top_k is larger. Then sort the whole row.
     pivot = ranked[:, -1:]
     keeps_last = ((filtered > 0) & (ranked == pivot)).any(-1).tolist()
     again = [b for b, p in enumerate(params) if keeps_last[b] or p.top_k > NUM_SELECTED]
@@ -316,11 +319,12 @@ class Sequence:
             end of the structure), "length", "abort" (Engine.abort or Engine.reset was called),
             "error" (no token could be drawn, or the grammar became too complex) or "interrupted"
             (Ctrl-C).
-        times: seconds on time.perf_counter's clock, the first when it was made, then one per token.
+        times: seconds on time.perf_counter's clock: when the sequence was made, then when each
+            token came.
         matcher: decides which tokens may come next, if a structure is asked for; see structured.py.
         end_ids: the ids that end it.
         adjustments, filters: those of its SamplingParams.
-        history: `ids` as an array, from which adjust_ makes a tensor without a copy; None: there
+        history: `ids` as an array, from which penalize_ makes a tensor without a copy; None: there
             are no penalties.
     """
 
@@ -360,7 +364,8 @@ class Sequence:
         self.times = [time.perf_counter()]
         self.finish_reason: str | None = None
         self.matcher = None
-        # A special token has no text in the output. As a stop string it means its id.
+        # Most special tokens have no text in the output; see Tokenizer.special. So, as a stop
+        # string, each of them means its id.
         special = tokenizer.special if tokenizer else {}
         self.end_ids = {*params.stop_token_ids, *(special[s] for s in params.stop if s in special)}
         if not params.ignore_eos:
@@ -381,7 +386,8 @@ class Sequence:
 
     @property
     def takes_argmax(self) -> bool:
-        """Whether its next token is the likeliest one under the model's own logits."""
+        """Whether its next token is the likeliest one under the model's own logits. Filters do not
+        matter, as they never drop that one."""
         return not (self.params.temperature or self.adjustments or self.matcher)
 
     def uniform(self, offset: int = 0) -> float:
@@ -399,7 +405,8 @@ class Sequence:
             other.history = self.history + array("q", guesses)
         if self.matcher:
             other.matcher = self.matcher.deep_copy()
-            other.matcher.try_consume_tokens(guesses)  # up to one that it forbids, which is refused
+            # It stops at a guess that it forbids; verification refuses that guess.
+            other.matcher.try_consume_tokens(guesses)
         return other
 
     def append(self, token: Token) -> None:

@@ -100,7 +100,8 @@ class Job(Sequence):
 
     @property
     def num_guesses(self) -> int:
-        """How many tokens may be guessed in this step."""
+        """How many tokens may be guessed in this step: those that are scheduled after the last
+        known one."""
         return max(0, self.table.length + self.num_scheduled - len(self.ids))
 
     @property
@@ -113,7 +114,7 @@ class Job(Sequence):
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether its prompt is being run and needs log-probabilities."""
+        """Whether its prompt needs log-probabilities and has not run to its end."""
         return self.params.prompt_logprobs and self.params.logprobs is not None and not self.tokens
 
 
@@ -146,8 +147,8 @@ class Proposer:
     accepted: Collection[int] = ()
 
     def count(self, job: Job) -> int:
-        """How many tokens to guess. The number depends on the job alone. So the random numbers that
-        it uses, and with them its tokens, do not depend on its neighbours."""
+        """How many tokens to guess for a job. This must depend on the job alone. Then the random
+        numbers that the job uses, and with them its tokens, do not depend on its neighbours."""
         return 0
 
     def propose(self, jobs: list[Job]) -> None:
@@ -170,9 +171,9 @@ class Proposer:
 # --- The engine -----------------------------------------------------------------------------------
 
 
-# A step runs at most this many tokens of prompts that need log-probabilities, but at least one of
-# each such prompt. Each token needs its logits. For 256 tokens and a vocabulary of 150,000 the
-# logits would take 154 MB, and a copy as much again.
+# A step runs at most this many tokens of prompts that need log-probabilities; but each such prompt
+# that runs has at least one. Each token needs its logits. For 64 tokens and a vocabulary of 150,000
+# the logits take 38 MB, and a copy as much again.
 MAX_SCORED = 64
 
 # What the engine counts, under vLLM's names where vLLM counts the same.
@@ -184,14 +185,15 @@ class Engine:
     """Runs many requests at once, step by step. One thread must make all calls but prepare().
 
     Attributes:
-        max_seq_len: the longest prompt and output together, no more than all blocks can hold.
+        max_seq_len: the longest prompt and output together. All blocks can hold it without its last
+            token, which never runs.
         running: the sequences that hold blocks, in the order of place_in_line. The last one is
             preempted first.
         waiting: the sequences without blocks, in the same order.
         ran: the sequences of the last step, and how many tokens of each it ran.
         stats: counts since the engine was made, by name. computed_tokens have run through the
             model: those of prompts, outputs and guesses. prefix_cache_queries are the tokens of
-            sequences that began or resumed running (without those whose prompts are scored), and
+            sequences that left `waiting` to run (without those whose prompts are scored), and
             prefix_cache_hits those that the cache had.
     """
 
@@ -214,10 +216,10 @@ class Engine:
                 None: structured outputs are refused.
             runner: tp.Leader, if the model is one rank's share; or flex.FlexRunner.
             options: see settings.Limits. Unless num_blocks is set, there are no more blocks than
-                max_num_seqs sequences of max_seq_len can use. By default, a step's budget is one
-                token of each sequence with its guesses, plus CHUNK tokens of prompts (2,048 on a
-                GPU), or small_chunk in a step in which others decode. A larger budget finishes
-                prompts sooner; with a smaller one, tokens come more evenly.
+                max_num_seqs sequences of max_seq_len can use. By default, a step's budget has room
+                for a token and the guesses of each of max_num_seqs sequences, and for CHUNK prompt
+                tokens (2,048 on a GPU), or small_chunk ones while a sequence decodes. A larger
+                budget finishes prompts sooner; with a smaller one, tokens come more evenly.
 
         Raises:
             SettingError: a limit is out of range, or the budget is too small for one token (and its
@@ -241,7 +243,7 @@ class Engine:
         size = limits.block_size
         if num_blocks is None:
             models = [model, *self.proposer.models]
-            num_logits = needed + MAX_SCORED  # at most, in a step
+            num_logits = needed + MAX_SCORED  # at most, from the model; _fork repeats rows
             affordable = affordable_blocks(models, limits, budget, num_logits)
             num_blocks = min(affordable, self.max_num_seqs * -(-longest // size))
         self.pool = BlockPool(num_blocks, size)
@@ -317,7 +319,7 @@ class Engine:
         self.running = []
         self.waiting = []
         self.pool = BlockPool(self.pool.num_blocks, self.pool.block_size)
-        for job in dropped:
+        for job in dropped:  # in no line now, so no block of theirs goes to the new pool
             self.abort(job.request)
 
     # --- A step -----------------------------------------------------------------------------------
@@ -339,10 +341,10 @@ class Engine:
         After an exception, such as running out of memory, call reset() before the next step.
 
         Example: a budget of 4 tokens. A has ids [5 9 2], and the cache holds 5 9. B has the new
-            prompt [5 9 2 7 4 8]. There are no guesses.
+            prompt [7 4 8 1 3 6]. There are no guesses.
                 1) A may run its last token, and B the first three of its six
                 2) no guesses are made
-                3) rows [2] at 2 and [5 9 2] at 0 give the logits after their last tokens, (V,) each
+                3) rows [2] at 2 and [7 4 8] at 0 give the logits after their last tokens, (V,) each
                 4) both have logits that are numbers
                 5) the cache holds all 3 ids of A, which draws a token now, and 3 of B's 6
                 6) A draws 6
@@ -352,7 +354,7 @@ class Engine:
         batch = self.schedule()
         if not batch:
             return []
-        spinning.adapt()
+        spinning.adapt()  # by the machine's load, how CPU threads wait; see machine.Spinning
         # 2) guess
         self.proposer.propose(batch)
         # 3) run. Guesses have made rows longer, so sort again.
@@ -376,15 +378,17 @@ class Engine:
 
     def schedule(self) -> list[Job]:
         """Choose the jobs of this step, set their `num_scheduled`, and find room for them."""
-        # Where no sequence waits for its next token, prompts may take as long as they like.
-        is_decoding = any(job.tokens for job in self.running)
+        # If a running sequence decodes, prompts get a smaller budget, so that its next token is not
+        # late.
+        is_decoding = any(job.table.length >= job.prompt_len for job in self.running)
         budget = self.small_budget if is_decoding else self.max_num_batched_tokens
         batch: list[Job] = []
-        # 1) the running jobs, in line. Each that is later in line is sure of a share of the budget.
-        # If blocks are short, the last in line gives its own back. So `running` shrinks at its end
-        # while `batch` grows, and a job in the batch is never preempted.
+        # 1) the running jobs, in line. Each leaves one share of the budget for each job after it,
+        # which is enough for a token and its guesses. If blocks are short, the last in line gives
+        # its own back. So `running` shrinks at its end while `batch` grows, and a job in the batch
+        # is never preempted.
         share = 1 + self.proposer.k
-        num_preempted = 0
+        preempted = False
         while len(batch) < len(self.running):
             job = self.running[len(batch)]
             num_later = len(self.running) - len(batch) - 1
@@ -394,11 +398,12 @@ class Engine:
                 batch.append(job)
             else:
                 self._preempt_last()  # perhaps this job itself, which then is the last
-                num_preempted += 1
+                preempted = True
         # 2) the waiting jobs, while there are budget and blocks, but not after a preemption
-        while self.waiting and len(self.running) < self.max_num_seqs and not num_preempted:
+        while self.waiting and len(self.running) < self.max_num_seqs and not preempted:
             job = self.waiting[0]
-            # Tokens that are found in the prefix cache do not run, so they would get no logits.
+            # A prompt that is scored needs the logits of all its tokens. What is found in the
+            # prefix cache would not run, and give none, so nothing is looked for.
             ids = [] if job.scores_prompt else job.ids
             self.pool.reuse(job.table, ids)
             if not job.num_scheduled:  # it has never run
@@ -412,7 +417,7 @@ class Engine:
             batch.append(job)
             self.stats["prefix_cache_queries"] += len(ids)
             self.stats["prefix_cache_hits"] += job.table.length
-        return sorted(batch, key=run_order)
+        return sorted(batch, key=run_order)  # for the proposer's forward; step() sorts for its own
 
     def _num_to_run(self, job: Job, budget: int, batch: list[Job]) -> int:
         """How many tokens a job runs in this step, within the budget.
@@ -428,7 +433,8 @@ class Engine:
         guesses = self.proposer.count(job)
         if known + guesses <= budget:
             return known + guesses
-        # Not 0 for a running job, whose share has room for one known token and all its guesses.
+        # A running job's budget has room for one known token and all its guesses. So here it has
+        # two known tokens or more, and the result is not 0.
         return min(known - 1, budget)
 
     def _allocate(self, job: Job, num_tokens: int) -> bool:
@@ -452,10 +458,10 @@ class Engine:
         self.stats["num_preemptions"] += 1
 
     def _end_broken(self, batch: list[Job], is_finite: tuple) -> list[Request]:
-        """End the requests with NaN or infinity in their part of the logits, and return them.
+        """End the requests from whose logits no token can be drawn, and return them.
 
         Args:
-            is_finite: for each job, whether the logits of each token of its row are numbers.
+            is_finite: for each job, what sampling.finite says of each row of its logits.
         """
         broken = [job.request for job, each in zip(batch, is_finite) if not each.all()]
         for request in broken:
@@ -491,7 +497,7 @@ class Engine:
 
     def _fork(self, job: Job) -> list[Job]:
         """Let the other outputs of a request begin, once its prompt has been computed. They share
-        its blocks. Returns all outputs."""
+        its blocks, as far as max_num_seqs lets them run. Returns all outputs."""
         for other in job.request.outputs[1:]:
             if len(self.running) < self.max_num_seqs:
                 other.table = self.pool.fork(job.table)
@@ -507,8 +513,8 @@ class Engine:
                 job.append(token)
                 self.stats["generation_tokens"] += 1
         job.guess = Guess()
-        # The accepted guesses, all tokens but the last, are in the cache. The next step commits
-        # their blocks, as the draft's cache does not have the last guess yet.
+        # All tokens but the last are accepted guesses. Their keys and values are in the cache. The
+        # next step commits them, as a draft's cache does not have the last guess yet.
         job.table.length += len(tokens) - 1
         if job.finish_reason:
             self._leave(job)

@@ -1,17 +1,18 @@
-"""An HTTP server in front of the scheduler that OpenAI's clients can talk to.
+"""An HTTP server that OpenAI's clients can talk to, in front of the scheduler.
 
     python server.py                            the bundled model, on http://127.0.0.1:8000
     python server.py --checkpoint DIR --compile --api-key SECRET
 
 This file holds the threads, the routes and the signals; what the bodies mean is in openai_api.py,
-and how a request is read and an answer sent in http1.py. There are three kinds of threads:
+and how a request is read and an answer sent in http1.py. These threads run:
 
-    - The engine's, the main one, runs the engine, and after each step wakes the connections that
-      have something to send.
-    - The listening one accepts clients.
-    - Each connection's reads a request, puts it into the inbox of the engine's thread, and waits
-      for news. It reads the state of its sequences only when the client has taken the previous
-      part. So there is no queue of tokens, and a slow client delays nobody.
+    - The engine's thread, the main one, runs the engine, and after each step wakes the connections
+      whose requests have made progress.
+    - The listening thread accepts clients.
+    - Each connection has a thread. It reads a request, puts it into the inbox of the engine's
+      thread, and waits for news. It reads the state of its sequences only when the client has taken
+      the previous part. So there is no queue of tokens, and a slow client delays nobody.
+    - One more thread watches for signals.
 
     client --> Connection.complete --> API.prepare --> inbox --> Server.drive: submit, step, step
     client <-- Exchange.send <---- Completion.parts <-- news <--- Server.wake <----+
@@ -51,8 +52,8 @@ from scheduler import Engine, Request
 from settings import JSON, EngineArgs, SamplingParams, setting
 
 IDLE_S = 75  # seconds that a client may be silent, or take to read a part of an answer
-MAX_THREADS = 1028  # one for each of 1,024 connections, and four others
-PAGE = settings.BUNDLED.parents[1] / "page.html"
+MAX_THREADS = 1028  # 1,024 connections, and main, listen, watch and machine.keep_pool
+PAGE = settings.BUNDLED.parents[1] / "page.html"  # in the folder of this file
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class ServerArgs(EngineArgs):
     port: int = setting(8000, "0: any free port", 0, 65535)
     served_model_name: str | None = setting(None, "in the API (default: the folder's name)")
     max_queue: int = setting(1024, "waiting requests before a 429", 0)
-    max_body: int = setting(2**22, "bytes of a request", 1)
+    max_body: int = setting(2**22, "bytes of a request's body", 1)
     shutdown_timeout: float = setting(30.0, "seconds for running requests to finish", 0, 1e6)
     api_key: str | None = setting(None, "clients must send it (default: $KILOLM_API_KEY)")
     cors: str | None = setting(None, "an origin whose pages may use the API")
@@ -87,15 +88,15 @@ class Server:
             this and `metrics`.
         busy: the connections that are answering a completion. After a signal they may finish it. A
             connection leaves this set when it has answered, and when its client has left.
-        refused: the sockets of the last clients that were too many; see accept.
+        refused: the sockets of the last clients that found no thread free; see accept.
         stopping: a signal has arrived, or the engine has died.
-        over: running completions have had the time that they get after a signal.
+        over: the wait for running completions has ended. Those that are left get an error.
         snapshot: the engine's state for the page, as JSON.
         snapshot_time: when a page last caused a snapshot, on time.monotonic's clock.
     """
 
     def __init__(self, engine: Engine, args: ServerArgs, listeners: list[socket.socket]) -> None:
-        """Args: listeners: where clients arrive, even before listen() runs; see listen_at."""
+        """Args: listeners: listening sockets; clients queue there until listen() accepts them."""
         self.engine = engine
         self.args = args
         name = args.served_model_name or args.checkpoint.resolve().name
@@ -126,8 +127,8 @@ class Server:
                 self.recover(error)
 
     def step(self) -> None:
-        """Run a step. Before it, end the requests whose connections no longer wait for them; wake()
-        drops these as it drops those that the step finishes."""
+        """Run a step, but first end the requests whose connections no longer wait for them. wake()
+        drops these, and those that the step finishes."""
         unwanted = [request for request, owner in self.owners.items() if owner not in self.busy]
         for request in unwanted:
             self.engine.abort(request)
@@ -141,8 +142,8 @@ class Server:
             self.engine.submit(request)
 
     def wake(self, requests: list[Request]) -> None:
-        """Wake the connections whose requests have made progress. One that streams is woken for
-        each step, another one only when a request has finished."""
+        """Wake the connections whose requests have made progress: one that streams at each step,
+        and any other only when a request has finished."""
         for request in requests:
             connection = self.owners[request]
             if request.finished:
@@ -153,9 +154,9 @@ class Server:
     def forget(self, request: Request) -> None:
         """Count a request that has finished, and drop it.
 
-        It and its outputs refer to each other, and the engine to the outputs that ran last. Unless
-        all this is undone, they stay in memory until Python collects cycles. The connection has a
-        list of the outputs of its own.
+        It and its outputs refer to each other, and engine.ran refers to the outputs that ran last.
+        Here both are undone, or these objects would stay in memory until Python collects cycles.
+        The connection keeps its own list of the outputs.
         """
         self.metrics.count(request)
         for job in request.outputs:
@@ -206,12 +207,13 @@ class Server:
     def accept(self, listener: socket.socket) -> None:
         """Start a thread for the next client.
 
-        One that is too many gets its answer here. If its socket were closed before its request has
-        come, it would lose the answer. So the last sockets are kept, and the oldest is closed.
+        A client for which no thread is free gets its answer here. If its socket were closed before
+        its request has come, the answer would be lost. So `refused` keeps the last such sockets,
+        and closes the oldest one to make room.
         """
         client, _ = listener.accept()
         if active_count() < MAX_THREADS:
-            with suppress(RuntimeError):  # the system has no thread left
+            with suppress(RuntimeError):  # the system has no thread left: then go on below
                 Thread(target=Connection(client, self).handle, daemon=True).start()
                 return
         self.refused.append(client)
@@ -232,7 +234,7 @@ class Connection(Exchange):
 
     Attributes:
         stream: whether it wants to know of each step, and not only of the end; set by complete().
-        sent_at: when the last part of a completion was sent.
+        sent_at: when the last part of a completion was sent; at first, when it was asked for.
         news: set when the sequences of this connection have made progress.
     """
 
@@ -261,7 +263,7 @@ class Connection(Exchange):
             self.route()
         except Problem as problem:
             self.send(problem.json, problem.status)
-        except (ConnectionError, TimeoutError):  # the client's end
+        except (ConnectionError, TimeoutError):  # the client has left, or is silent for too long
             raise
         except Exception:  # a bug in the server, whose details are not for the client
             traceback.print_exc()
@@ -277,7 +279,7 @@ class Connection(Exchange):
         routes = ROUTES | {f"/v1/models/{name}": lambda c: c.send(c.server.api.model)}
         demand(path in routes, 404, f"there is no {path:.100}: there are {', '.join(routes)}")
         if method == "OPTIONS" and self.cors:
-            self.send({})  # to a browser that asks whether it may: it needs no key, only a success
+            self.send({})  # a browser's preflight, which has no key and needs only a success
             return
         methods = ["POST"] if path.endswith("/completions") else ["GET", "HEAD"]
         demand(method in methods, 405, f"{path} takes {methods[0]}, not {method}")
@@ -315,20 +317,22 @@ class Connection(Exchange):
         """
         while not (self.news.wait(0.3) or self.server.over):
             self.check_client()
-        # News may come for long while there is nothing to send, as when the model writes a call.
+        # While the model writes a call, there is news but nothing to send. Only a send would fail
+        # if the client has left, so look here.
         if time.monotonic() > self.sent_at + 0.3:
             self.check_client()
         self.news.clear()
         demand(not self.server.over, 503, "the server is stopping")
 
     def send_snapshot(self) -> None:
-        """Answer with the engine's state. Pages ask for it again and again; all that ask within a
-        tenth of a second share one snapshot, which the first of them causes."""
+        """Answer with the engine's state, or, while a long step runs, with an older one. Pages ask
+        for it again and again; all that ask within a tenth of a second share one snapshot, which
+        the first of them causes."""
         server = self.server
         if time.monotonic() > server.snapshot_time + 0.1:
             server.snapshot_time = time.monotonic()
             server.inbox.put(server.take_snapshot)
-        time.sleep(0.1)  # meanwhile the engine's thread takes it
+        time.sleep(0.1)  # the engine's thread takes it meanwhile, unless its step lasts longer
         self.send(server.snapshot)
 
     def send_page(self) -> None:
@@ -343,7 +347,7 @@ class Connection(Exchange):
             self.send({"status": "ok"})
 
     def log(self, status: int | str) -> None:
-        if self.request != "GET /engine" or status != 200:  # a page asks ten times a second
+        if (self.request, status) != ("GET /engine", 200):  # a page asks ten times a second
             super().log(status)
 
     # --- Checks -----------------------------------------------------------------------------------
@@ -371,11 +375,12 @@ class Connection(Exchange):
             demand(is_right, 401, "the API key is missing or wrong", None, "invalid_api_key")
 
     def check_queue(self, num_new: int) -> None:
-        """Raise a Problem if more than --max-queue requests would wait."""
+        """Raise a Problem if more than --max-queue would wait: sequences in the engine's queue,
+        requests on their way to it, and the new ones."""
         engine = self.server.engine
         num_waiting = len(engine.queue) + len(self.server.incoming) + num_new - engine.max_num_seqs
         most = self.server.args.max_queue
-        demand(num_waiting <= most, 429, f"{len(engine.waiting)} wait, --max-queue is {most}")
+        demand(num_waiting <= most, 429, f"{num_waiting} would wait, --max-queue is {most}")
 
 
 ROUTES = {
@@ -416,7 +421,7 @@ def command(flags: Namespace, ranks: Ranks) -> int:
         raise ValueError("--host and --api-key (or $KILOLM_API_KEY) must not be empty")
     if args.cors and not re.fullmatch(r"\*|https?://[A-Za-z0-9.:\[\]-]+", args.cors):
         raise ValueError(f"--cors {args.cors}: must be like http://localhost:3000, or *")
-    # First, as loading takes long, and the port may be taken. One rank serves.
+    # Listen first: loading takes long, and the port may be taken. Only rank 0 serves.
     listeners = [] if ranks.rank else listen_at(args.host, args.port)
     model, proposer = load_models(args, ranks)
     if ranks.rank:
@@ -436,9 +441,9 @@ def serve(engine: Engine, args: ServerArgs, listeners: list[socket.socket]) -> i
     after each operation: on two cores the bundled model was slower by half.
     """
     say(cache_size(engine))
-    # A connection's thread compiles its grammar. llguidance's compiler recurses along references,
-    # for which the longest structure that is allowed needs up to 100 MB of stack. What is not used
-    # of it takes no memory.
+    # A connection's thread compiles its grammar. llguidance's compiler recurses along references:
+    # the longest structure that is allowed needs up to 100 MB of stack. Stack that is not used
+    # takes no memory.
     stack_size(2**27)
     server = Server(engine, args, listeners)
     watch_signals(server)
@@ -447,18 +452,18 @@ def serve(engine: Engine, args: ServerArgs, listeners: list[socket.socket]) -> i
     try:
         server.drive()
     finally:
-        server.stopping = True  # also after an error: clients would wait for ever
+        server.stopping = True  # also after an error, or clients would wait for ever
         listening.join()
     return 0
 
 
 def watch_signals(server: Server) -> None:
-    """Stop the server at the first signal, and end it at once at the second.
+    """Stop the server at the first signal, and exit at once at the second.
 
-    Python runs a signal's handler in the main thread, between two instructions, so not while that
-    thread waits in a collective for a rank that is stopped. So these handlers do nothing. But for
-    each signal that has a handler Python also writes a byte into a pipe at once, and another thread
-    reads it.
+    Python calls a signal's handler in the main thread, between two instructions. So it calls none
+    while that thread waits in a collective for a rank that hangs. The handlers here do nothing.
+    They are there because Python, as soon as a signal with a handler arrives, also writes a byte
+    into the pipe of set_wakeup_fd, and another thread reads it.
     """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)

@@ -89,7 +89,8 @@ def setting(default: Any, text: str, *bounds: float, **flag: Any) -> Any:
 
 
 def check_fields(settings: Any) -> None:
-    """Check a settings dataclass: types and ranges of numbers, bools and lists, and all choices.
+    """Check the fields of a dataclass, one of this file's or model.Config: types and ranges of
+    numbers, bools and lists, and all choices. Other types are not checked here.
 
     Raises:
         SettingError: a value has another type, or is not among those allowed.
@@ -108,8 +109,11 @@ def check_items(name: str, values: Any, kind: Any, *each: Any, max_len: int = 10
 
     Args:
         kind: the type of the list or dict.
-        each: the type, and the bounds if any, of the values.
-        max_len: how many values there may be.
+        each: the type of the values (of a dict, the keys), and their bounds if any.
+        max_len: how many there may be.
+
+    Returns:
+        The values (of a dict, the keys).
     """
     if len(check(name, values, kind)) > max_len:
         raise SettingError(name, f"has {len(values)} entries, but may have {max_len} at most")
@@ -128,7 +132,8 @@ def check_ids(name: str, ids: Iterable, vocab_size: int) -> None:
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be loaded. The message is for the user."""
+    """A checkpoint, or something else from outside, cannot be used: a prompt file, a chat template,
+    the other ranks. The message is for the user."""
 
 
 @contextmanager
@@ -156,7 +161,8 @@ def reason_of(error: Exception, what: Path | str) -> object:
 
 
 def pointers(path: Path) -> list[str]:
-    """Return the names of files, in a folder or this one, that Git LFS has left as pointers."""
+    """Return the names of files that Git LFS has left as pointers: those in a folder, or that of
+    `path` itself."""
     files = path.iterdir() if path.is_dir() else [path]
     mark = b"version https://git-lfs"
     return [f.name for f in files if f.is_file() and f.open("rb").read(len(mark)) == mark]
@@ -182,12 +188,13 @@ def without_nulls(raw: JSON) -> JSON:
 # --- What a request may set -----------------------------------------------------------------------
 
 
-# What the settings do. A new one, which stands in none of these sets, counts as one that changes
-# logits and as one that drops tokens, so the sampler cannot skip it.
+# What the settings do. A new setting that is in none of these sets counts as both: it changes
+# logits, and it drops tokens. So the sampler cannot skip it.
 FILTERS = {"top_k", "top_p", "min_p"}  # drop tokens, but never the likeliest one
 PENALTIES = {"repetition_penalty", "presence_penalty", "frequency_penalty"}
 ADJUSTMENTS = PENALTIES | {"logit_bias", "min_tokens"}  # change logits
-# These do not change the distribution; but for the first two, which the sampler handles separately.
+# These do not change the distribution, except for the first two. The sampler handles those two by
+# itself.
 NOT_SHAPING = {
     "temperature", "structured_outputs", "seed", "n", "max_tokens", "logprobs", "prompt_logprobs",
     "stop", "stop_token_ids", "ignore_eos",
@@ -200,7 +207,8 @@ class SamplingParams:
     prompt_logprobs is a bool here.
 
     Raises:
-        SettingError: a value has the wrong type, or is out of its range, NaN or infinite.
+        SettingError: a value has the wrong type, or is out of its range, NaN or infinite. But
+            structured_outputs is checked later; see structured.make_matcher.
     """
 
     temperature: float = setting(1.0, "0 always takes the likeliest token", 0, 1e4)
@@ -213,7 +221,7 @@ class SamplingParams:
     presence_penalty: float = setting(0.0, "subtract this from an output token's logit", -2, 2)
     frequency_penalty: float = setting(0.0, "subtract this for each time a token was output", -2, 2)
     seed: int | None = setting(
-        None, "the same seed gives the same tokens; -1: another at each run", -(2**63), 2**63 - 1
+        None, "the same seed gives the same tokens; -1: a random seed", -(2**63), 2**63 - 1
     )
     n: int = setting(1, "continuations of each prompt, with consecutive seeds", 1, 128)
     max_tokens: int = setting(256, "generate at most this many tokens", 1)
@@ -237,7 +245,7 @@ class SamplingParams:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         # Through vars, as the dataclass is frozen.
         vars(self).update(
-            # `stop` is no str here: that kind is only for the text of the error.
+            # `stop` is a list or tuple here. The type includes str only for the text of the error.
             stop=check_items("stop", stop, str | list | tuple, str, max_len=16),
             seed=None if self.seed == -1 else self.seed,
         )
@@ -250,12 +258,13 @@ class SamplingParams:
 
     def with_stop(self, more: tuple[str, ...]) -> "SamplingParams":
         """Return these settings with more stop strings, as a chat template needs them. The user's
-        own come first, so that none of sixteen is dropped."""
+        own come first. If there are more than 16 in all, the last ones are dropped."""
         return replace(self, stop=(self.stop + more)[:16])
 
     @property
     def shaping(self) -> set[str]:
-        """Names of the settings that change the distribution, and differ from their defaults."""
+        """Names of the settings that shape the distribution and differ from their defaults, without
+        temperature and structured_outputs; see NOT_SHAPING."""
         defaults = vars(type(self)())
         changed = {name for name, value in defaults.items() if getattr(self, name) != value}
         return changed - NOT_SHAPING
@@ -296,8 +305,8 @@ class Limits:
     max_seq_len: int | None = setting(None, "tokens of prompt and output (default: the model's)", 2)
     max_num_seqs: int = setting(64, "sequences that run at once")
     max_num_batched_tokens: int | None = setting(None, "most tokens in a step (docs/serving.md)")
-    # Unless max_num_batched_tokens is set: how many prompt tokens run in a step in which other
-    # sequences decode; None: as many as in any step.
+    # The most prompt tokens in a step in which other sequences decode; None: as many as in any
+    # step. It is not read if max_num_batched_tokens is set.
     small_chunk: int | None = None
     kv_memory: float = setting(
         0.5, "memory for the cache: bytes (4e9), or a share of the free memory if below 1"
@@ -321,7 +330,7 @@ class EngineArgs(Limits):
     group_size: int | None = setting(
         None,
         "input channels per scale, for int4 (default: the largest of 128, 64, 32 that fits)",
-        -1,
+        -1,  # one scale for all input channels
     )
     attention: str = setting(
         "copy", "how to read the cache's blocks: copy, or flex on a GPU", choices=("copy", "flex")
@@ -351,8 +360,8 @@ def add_flags(parser: Any, settings: type, **aliases: str) -> None:
             if f.name in aliases:
                 names.append(aliases[f.name])
             flag = dict(f.metadata["flag"])
-            if f.type is not bool:
-                flag["type"] = (get_args(f.type) or [f.type])[0]  # int also for int | None
+            if f.type is not bool:  # int of int | None, str of tuple[str, ...]
+                flag["type"] = (get_args(f.type) or [f.type])[0]
             parser.add_argument(*names, **flag)
 
 

@@ -1,10 +1,10 @@
 """Speculative decoding: guess the next tokens cheaply, check all guesses in one forward.
 
-Decoding reads every weight to make one token, and checking five tokens reads each weight only once,
-too. So something cheap guesses k tokens, and the model runs over all of them at once. It keeps the
-guesses up to the first that it disagrees with, and adds one token of its own. Rejection sampling
-decides which guesses to keep, in such a way that the output has exactly the distribution that it
-has without guesses. At temperature 0 the tokens themselves are the same.
+Decoding reads every weight to make one token. A forward that checks five tokens also reads each
+weight only once. So something cheap guesses k tokens, and the model runs over all of them at once.
+It keeps the guesses up to the first that it disagrees with, and adds one token of its own.
+Rejection sampling decides which guesses to keep, in such a way that the output has exactly the
+distribution that it has without guesses. At temperature 0 the tokens themselves are the same.
 
     ids        the  cat                     known; "cat" has not been run yet
     guesses              sat  on   a        from a draft model, or from what the text repeats
@@ -43,15 +43,15 @@ def accept(p: Tensor, chances: Tensor, guess: Guess, u: Tensor) -> tuple[int, Te
     """Decide how many guesses of one sequence are accepted, and what comes after them.
 
     A guess x was drawn with probability q(x). It is accepted with probability min(1, p(x) / q(x)).
-    Where it is refused, the token is drawn from max(0, p - q), normalised, instead. So x comes out
-    with probability
-    q(x) min(1, p(x) / q(x)) + P(refused) * max(0, p(x) - q(x)) / P(refused) = p(x).
+    Where it is refused, the token is drawn from max(0, p - q), normalised, instead. That sums to
+    the probability of a refusal, so the two cancel, and x comes out with probability
+    q(x) * min(1, p(x) / q(x)) + max(0, p(x) - q(x)) = p(x).
 
     Args:
         p: (k + 1, V), the model's distribution after the last known token and after each guess.
         chances: (k + 1,), p of each guess, on the CPU, because to read them one by one from p would
             make the host wait for a GPU each time. The last is not read.
-        guess: k ids, and how they were drawn.
+        guess: the k guesses: their ids, and how they were drawn.
         u: (k + 1,) on the CPU, uniform in [0, 1). The last is not read.
 
     Returns:
@@ -64,10 +64,12 @@ def accept(p: Tensor, chances: Tensor, guess: Guess, u: Tensor) -> tuple[int, Te
     """
     for n, x in enumerate(guess.ids):
         if not u[n] * guess.q[n] < chances[n]:  # x is refused, also where p is NaN
-            # A guess that was certain has no probs: its q is 1 at x, and 0 elsewhere.
+            # A guess that was certain has no probs: q is 1 at x, and 0 elsewhere. There 0 serves as
+            # q, and x, which must not be drawn again, is set to 0 afterwards. (With probs it is 0
+            # already, as p(x) < q(x), or x would not be refused.)
             q = guess.probs[n] if guess.probs else 0
             rest = (p[n] - q).clamp(min=0)
-            rest[x] = 0  # p(x) < q(x), or x would not be refused
+            rest[x] = 0
             # Rounding can leave nothing of p - q.
             return n, torch.where(rest.any(), rest, p[n])
     return len(guess.ids), p[-1]
@@ -85,7 +87,7 @@ class Guesser(Proposer):
     def count(self, job: Job) -> int:
         """How many tokens to guess; see scheduler.Proposer.count."""
         room = job.max_len - len(job.ids) - 1  # one token comes after the guesses
-        return min(self.k, room) if job.tokens else 0
+        return min(self.k, room) if job.tokens else 0  # 0 until it has its first token
 
     def verify(self, logits: Tensor, jobs: list[Job]) -> list[list[Token]]:
         """Accept guesses and add one token to each job; see scheduler.Proposer.verify."""
@@ -143,7 +145,7 @@ class NGramState:
     Attributes:
         text: the job's ids, one character each.
         guess: what was guessed last, as characters.
-        pause: how many tokens the job waited after its last wrong guess.
+        pause: for how many tokens the job paused after its last wrong guess; 0 after a right one.
         start: how long the text must be for the next guess.
     """
 
@@ -153,10 +155,11 @@ class NGramState:
     start: int = 0
 
 
-# Tokens. With longer pauses, a text that begins to repeat itself is noticed late. Tokens/s of a
-# 135M model in float32 on a Zen 4, for prose at temperature 1, at 0.7, and for a repeated file:
+# LONGEST_PAUSE is in tokens. With longer pauses, a text that begins to repeat itself is noticed
+# late. Tokens/s of a 135M model in float32 on a Zen 4, for prose at temperature 1, at 0.7, and for
+# a repeated file:
 #     without guesses                 15.2   15.6   14.4
-#     a guess for each token          14.6   18.8   49.4
+#     without pauses                  14.6   18.8   49.4
 #     pauses of at most  4            15.5   17.1   47.7
 #                        8            15.3   17.5   47.7
 #                       32            15.1   15.7   44.2
@@ -183,7 +186,7 @@ class NGram(Guesser):
             new = "".join(chr(i % 2**20) for i in job.ids[len(state.text) :])
             state.text += new
             # 1) Judge the last guess, if there was one, by the tokens that came since.
-            if not new.startswith(state.guess[:1]):  # nothing was right; "" begins every text
+            if not new.startswith(state.guess[:1]):  # the first was wrong; "" begins every text
                 state.pause = min(max(1, 2 * state.pause), LONGEST_PAUSE)
                 state.start = len(state.text) + state.pause
             elif state.guess and new.startswith(state.guess):  # all of it was
@@ -241,22 +244,22 @@ class DraftModel(Guesser):
     def propose(self, jobs: list[Job]) -> None:
         if not self.k:
             return
-        # After a step with guesses a b, the model's cache has both, but the draft's only a, which
-        # it ran to draw b. So a job's first row here begins one token before the model's, at b.
-        # After other steps the draft has that token already. It is written again, the same but for
-        # rounding.
+        # Suppose that the guesses a and b were accepted. The model's cache then holds both, but the
+        # draft's holds only a: the draft ran a to draw b, and never ran b. So a job's first row
+        # here begins one token before the model's row, at b. In all other cases the draft's cache
+        # has that token already. It is written again, the same but for rounding.
         rows = {}
         for job in jobs:
             start = max(job.table.length - 1, 0)
             known = job.ids[start : job.table.length + job.num_scheduled]
             rows[job] = Row(job.table.blocks, start, known)
         while rows:
-            # 1) Run.
+            # 1) Run the draft. The engine has made its Runner; see scheduler.Proposer.
             logits = self.runners[0].forward([*rows.values()])  # (rows, V)
             # 2) Draw one guess for each job that may have another, by the job's own settings.
             # `guessing`: job -> its row in the logits.
             guessing = {job: i for i, job in enumerate(rows) if job.num_guesses}
-            if not guessing:  # as while prompts are computed
+            if not guessing:  # for example, while all jobs run their prompts
                 return
             ahead = [job.ahead(job.guess.ids) for job in guessing]
             q = distribution(logits[[*guessing.values()]], ahead)  # (rows that guess, V)

@@ -43,7 +43,7 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.nn
+import torch.distributed.nn  # here, before there is a group; see _world
 from torch import Tensor, nn
 
 from checkpoint import Files, build, is_tied
@@ -65,8 +65,8 @@ def shard(
 
     Args:
         model: the whole model on the meta device, with QuantLinears where the files have them.
-        files: the tensors of checkpoint.locate_tensors, which fit the model. {} where there are no
-            files and the weights will be random; then the model's lm_head must not be tied.
+        files: the tensors of checkpoint.locate_tensors, made to fit the model. {}: there are no
+            files, and the weights will be random. Then the model's lm_head must not be tied.
 
     Returns:
         The share, with plain Linears, and the files that it reads.
@@ -101,8 +101,8 @@ def shard(
             files[name] = stored.changed(lambda bias: bias * (rank == 0))
         elif dim is not None:
             n = stored.empty.shape[dim]
-            # There can be fewer pieces than ranks: kv heads, or the only scale that a row of a
-            # quantised weight has. Then several ranks read the same piece.
+            # There are fewer pieces than ranks if there are fewer kv heads, or if a row of a
+            # quantised weight has a single scale. Then several ranks read the same piece.
             pieces = min(world_size, c.num_key_value_heads if module in ("k_proj", "v_proj") else n)
             i = rank * pieces // world_size
             files[name] = stored.changed(partial(cut, dim, i, -(-n // pieces)))
@@ -138,18 +138,16 @@ def share_sizes(c: Config, world_size: int) -> JSON:
 
 
 def cut(dim: int, i: int, size: int, whole: Tensor) -> Tensor:
-    """Return piece i of a tensor, filled up with zeros.
-
-    The last pieces reach past the end of a vocabulary that cannot be shared evenly.
-    """
+    """Return piece i of a tensor: `size` entries along `dim`. Where the tensor ends earlier, as a
+    vocabulary does that cannot be shared evenly, zeros fill the piece up."""
     piece = whole.movedim(dim, -1)[..., i * size : (i + 1) * size]
     return nn.functional.pad(piece, (0, size - piece.shape[-1])).movedim(-1, dim)
 
 
-# Collectives that torch.compile can put into a graph. They take the group of all ranks by its name.
-# Compiled code that asked the group for its name would keep the group alive after join, and then
-# the group's threads now and then abort the process. (So would torch.distributed.nn, if it were
-# first imported while there is a group.)
+# Collectives that torch.compile can put into a graph. They take the group of all ranks by its name,
+# which is "0". Compiled code that asked the group for its name would keep the group alive after
+# join, and then the group's threads now and then abort the process. The same happens if
+# torch.distributed.nn is first imported while there is a group, so it is imported above.
 _ops = torch.ops._c10d_functional
 _world = "0"
 
@@ -189,7 +187,7 @@ class Leader(Runner):
     """Rank 0's Runner: it tells the others what it is about to do, then does its share."""
 
     def __init__(self, model: Transformer, *shape: Any) -> None:
-        # The model is not sent, as each rank has its own.
+        # The model is not sent, as each rank has its own. `shape`: Runner's other arguments.
         lead("start", partial(super().__init__, model), *shape)
 
     def forward(self, rows: list[Row]) -> Tensor:
@@ -200,7 +198,7 @@ class Leader(Runner):
 
 
 def lead(name: str, act: Callable, *args: Any) -> Any:
-    """Let all ranks do what this rank does now.
+    """Tell the other ranks to do the act called `name`, and do it on this rank by `act`.
 
     Raises:
         ConnectionError: the act failed here, or another rank is lost, so no rank can go on. The
@@ -228,7 +226,7 @@ def follow(model: Transformer) -> int:
                 case "start", *shape:
                     runner = Runner(model, *shape)
                 case "forward", rows:
-                    runner.forward([Row(*row) for row in rows])  # a list in JSON
+                    runner.forward([Row(*row) for row in rows])  # JSON turns a Row into a list
                 case "copy_blocks", pairs:
                     runner.copy_blocks(pairs)
     return 0
@@ -237,25 +235,27 @@ def follow(model: Transformer) -> int:
 # --- Joining --------------------------------------------------------------------------------------
 
 
-MEET = """to run one process, unset RANK and WORLD_SIZE; to run several, start them by torchrun, \
-with a GPU each or --device cpu; if machines do not find each other, set GLOO_SOCKET_IFNAME"""
+# The beginning of the error if meet() fails.
+MEET_HELP = """to run one process, unset RANK and WORLD_SIZE; to run several, start them by \
+torchrun, with a GPU each or --device cpu; if machines do not find each other, set \
+GLOO_SOCKET_IFNAME"""
 
 
 @contextmanager
 def join(device: torch.device, args: Any = None) -> Iterator[Ranks]:
-    """Join the other processes that torchrun has started, for as long as the context lasts. When
-    rank 0 leaves it, it tells the others.
+    """Join the other processes that torchrun has started, until the context ends. Then rank 0 tells
+    the others to stop.
 
     Args:
-        args: a command line's, in which all ranks must agree; None: nothing is compared.
+        args: the command line, which agree() compares among the ranks; None: nothing is compared.
 
     Raises:
         ValueError: some of torchrun's variables are missing, this machine has fewer GPUs than
-            ranks, or the ranks cannot reach each other.
+            ranks, or the ranks cannot reach each other, or differ (see agree).
         ConnectionError: see lead.
     """
     try:
-        with blame(MEET):
+        with blame(MEET_HELP):
             meet(device)
         rank = dist.get_rank()
         world_size = dist.get_world_size()
@@ -267,10 +267,10 @@ def join(device: torch.device, args: Any = None) -> Iterator[Ranks]:
             with suppress(RuntimeError):  # the others may be gone
                 broadcast()
     except Exception as error:
-        # All ranks but the first of each machine are silent; see machine.launch. They stay so if
-        # another rank is lost, which is an error of gloo in all of them. Any other error may be
-        # this rank's alone, so it is printed; but after 3 s, because if the first rank has the same
-        # error, torchrun has ended this one by then.
+        # Only the first rank of each machine prints; see machine.launch. That is enough when a rank
+        # is lost, because then all ranks have an error of gloo. Any other error may be this rank's
+        # alone, so this rank prints it too. But it waits 3 s: if the first rank has the same error,
+        # torchrun ends this rank in the meantime, and the error is printed once.
         if os.getenv("LOCAL_RANK", "0") != "0" and "gloo" not in str(error):
             time.sleep(3)
             sys.stderr = sys.__stderr__

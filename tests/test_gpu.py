@@ -329,7 +329,7 @@ FAULTS = [
      MIXED),
     (paged.Runner, "group", "key_positions.flatten(1).to(device)", "key_positions.flatten(1)",
      "greedy", MIXED),
-    (paged.Runner, "group", "+ heads).to(device)", "+ heads)", "greedy", MIXED),
+    (paged.Runner, "group", "+ first_of_head).to(device)", "+ first_of_head)", "greedy", MIXED),
     (paged.Runner, "plan", "tensor, device=self.model.device)", "tensor)", "greedy", MIXED),
     (paged.Blocks, "attend", "torch.cat(attended, 1)", "torch.cat(attended, 1).cpu()", "greedy",
      MIXED),

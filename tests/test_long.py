@@ -90,9 +90,15 @@ def test_prompts_get_small_steps_only_beside_streams():
         assert sum(at.ran.values()) == alone
         while not at.running[0].tokens:
             at.step()
-        at.add_request([3, *prompt], long)
+        second = at.add_request([3, *prompt], long)
         at.step()
         assert sum(at.ran.values()) == beside
+        at.abort(second)
+        at._preempt_last()  # it decodes again only when its prompt has run once more
+        at.pool.reuse = lambda table, ids: None
+        for _ in range(2):
+            at.step()
+            assert sum(at.ran.values()) == alone
 
 
 def test_memory_is_taken_when_it_is_used():

@@ -483,6 +483,8 @@ def test_what_is_not_supported_says_so(local, path):
     assert "structured_outputs" in local.post(path, body | more).fails(400, "response_format")
     if path == CHAT:
         local.post(path, body | {"echo": True}).fails(400, "echo")
+    else:
+        local.post(path, body | {"echo": True, "max_tokens": False}).fails(400, "max_tokens")
     plain = local.post(path, body).json["choices"]
     for more in NOTHING:
         assert local.post(path, body | more).json["choices"] == plain
@@ -677,7 +679,8 @@ WRONG = {
     "stream": (1, 0, "true", []),
     "echo": (1, 0, "true", []),
     "stream_options": (1, "x", [], True, {"include_usage": True}, {"include_usage": 5},
-                       {"include_usage": False}, {"continuous_usage_stats": "yes"}),
+                       {"include_usage": False}, {"continuous_usage_stats": "yes"},
+                       {"include_usage": True}, {"include_usage": 0}),
     "cache_salt": (1, True, [], {}),
     "priority": ("1", 1.5, True, 2**40),
     "prompt": (5, {}, [], [[]], [None], [1, "a"], [1.5], [True], [[True]], [["a"]], [[1], 2], [-1],
@@ -1338,7 +1341,7 @@ def test_queue_full(local, monkeypatch):
     gauges = until(lambda: (m := local.metrics())["num_requests_waiting"] == 2 and m)
     assert gauges["num_requests_running"] == 8 and 0 < gauges["kv_cache_usage_perc"] <= 1
     answer = local.post(COMPLETIONS, {**fields, "prompt": ["a", "b"]})  # one too many
-    assert re.search(r"\b2\b.*\b3\b", answer.fails(429))
+    assert re.search(r"\b4\b.*\b3\b", answer.fails(429))
     assert answer.headers["Retry-After"] == "1"
     waiting.append(local.begin(fields))
     until(lambda: len(local.engine.waiting) == 3)
