@@ -221,7 +221,7 @@ def chat(engine: Engine, params: SamplingParams, system: str | None = None) -> i
     assert tokenizer
     params = replace(params, n=1).with_stop(tokenizer.chat_stop)
     messages = [{"role": "system", "content": system}] if system else []
-    start = len(messages)  # where the turns begin that may be forgotten
+    start = len(messages)  # the turns from here on may be forgotten
     status = 0
     say("Ctrl-D ends the chat, and Ctrl-C a reply.")
     for line in iter(ask, ""):

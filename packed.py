@@ -88,6 +88,7 @@ def leave_out_experts(model: Transformer) -> None:
 
 
 def compile_for_cpu(model: Transformer) -> None:
+    """Do what only a CPU needs beside the blocks."""
     for module in model.modules():
         if isinstance(module, Int4Linear):
             module.unpack = compiled(dequantize, dynamic=False)
@@ -97,6 +98,7 @@ def compile_for_cpu(model: Transformer) -> None:
 
 
 def compile_for_cuda(model: Transformer, batch_size: int | None) -> None:
+    """Do what only CUDA needs. There, lm_head has no packed form in int8, so it is compiled too."""
     # With this, a product with one row becomes a loop that dequantises int8 weights as it reads
     # them, so that no dequantised copy is written to memory.
     torch._inductor.config.coordinate_descent_tuning = True
@@ -111,8 +113,8 @@ def compile_for_cuda(model: Transformer, batch_size: int | None) -> None:
 def replay_steps(model: Transformer) -> None:
     """Let a model on CUDA replay decoding with a static cache, in place. On an H200 that makes a
     step of 1.1 billion parameters 5 times as fast: Python needs 10 ms to launch its kernels, and
-    the GPU 2 ms to run them. A model with experts is left as it is, as the host reads
-    their sizes in the middle of a step. For a paged cache see tools/cuda_graphs.py."""
+    the GPU 2 ms to run them. A model with experts is left as it is, as the host reads their sizes
+    in the middle of a step. For a paged cache see tools/cuda_graphs.py."""
     # Ranks exchange sums in the middle of a step. We have not tried to record that.
     has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
     if not has_ranks and not any(hasattr(block.mlp, "mix") for block in model.layers):

@@ -93,7 +93,7 @@ def num_groups(K: int, group_size: int) -> int:
         largest = K & -K  # the largest power of two that divides K
         raise ValueError(
             f"group_size {size} does not divide {K} input channels (under torchrun, one rank's "
-            f"share of them) into groups of even size: try {largest} (if that is 1, none will do)"
+            f"share of them) into groups of even size: try {largest}"
         )
     return K // size
 

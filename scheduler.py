@@ -354,7 +354,7 @@ class Engine:
         batch = self.schedule()
         if not batch:
             return []
-        spinning.adapt()  # by the machine's load, how CPU threads wait; see machine.Spinning
+        spinning.adapt()  # chooses by the machine's load how CPU threads wait; see machine.Spinning
         # 2) guess
         self.proposer.propose(batch)
         # 3) run. Guesses have made rows longer, so sort again.

@@ -1,9 +1,8 @@
 """Paged decoding as CUDA graphs: a step of one token for each row is recorded once, and replayed.
 
-vLLM and nano-vllm decode so. packed.Replayed does it for a static cache. This is
-for the paged cache, whose plan differs at each step: the plan is made as always, with rows and
-blocks filled up so that few sizes occur. Only the bench uses it, so it is not among the engine's
-files:
+vLLM and nano-vllm decode so. packed.Replayed does it for a static cache. This is for the paged
+cache, whose plan differs at each step: the plan is made as always, with rows and blocks filled up
+so that few sizes occur. Only the bench uses it, so it is not among the engine's files:
 
     python tools/bench.py throughput --device cuda --cuda-graphs
 
