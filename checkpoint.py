@@ -60,8 +60,8 @@ def load_config(path: Path | str) -> Config:
         )
     raw = read_json(file)
     with blame(file):
-        # 1) What the file says, and its family's defaults. If generation_config.json names an EOS,
-        # which eos_ids will add, [] keeps out the family's.
+        # 1) What the file says, and its family's defaults. The family's EOS counts only if neither
+        # file names one. If generation_config.json does, [] takes its place, and eos_ids adds that.
         if "eos_token_id" in read_optional(file.with_name("generation_config.json")):
             raw.setdefault("eos_token_id", [])
         raw = complete(raw)
@@ -123,8 +123,8 @@ def eos_ids(folder: Path, raw: JSON) -> tuple[int, ...]:
 
 
 def quantization(folder: Path, raw: JSON) -> JSON:
-    """Collect the settings of quantised weights. Some GPTQ and AWQ tools write them to a file of
-    their own. A setting that config.json has too is taken from there."""
+    """Collect the settings of quantised weights. Some GPTQ and AWQ tools write a file of settings
+    beside config.json. Where both files have a setting, config.json's value counts."""
     found = check("quantization_config", raw["quantization_config"], dict)
     for method, name in dict(gptq="quantize_config.json", awq="quant_config.json").items():
         stored = read_optional(folder / name)
@@ -413,17 +413,17 @@ def settle_tie(config: Config, files: Files) -> Config:
     return replace(config, tie_word_embeddings=False)
 
 
-# For models with post_norm: Hugging Face's names of norms -> ours. Where Llama has such a norm,
-# ours has Llama's name, so the one before the MLP is post_attention_layernorm. A name is replaced
-# only once, so the new post_attention_layernorm stays.
+# For models with post_norm: Hugging Face's names of norms -> ours. A norm that Llama has too gets
+# Llama's name, so the norm before the MLP becomes post_attention_layernorm. `renamed` replaces each
+# word once, so it does not go on to replace this one.
 OUTPUT_NORMS = dict(post_attention_layernorm="attention_output_norm",
     pre_feedforward_layernorm="post_attention_layernorm",
     post_feedforward_layernorm="mlp_output_norm")  # fmt: skip
 
 
 def adapt(files: Files, model: Transformer) -> Files:
-    """Return the tensors of a folder that this engine has not written, under the names and in the
-    formats that it would have given them."""
+    """Convert what differs in a folder that this engine has not written: the names of norms in
+    models with post_norm, and the format of quantised weights. The result may be `files` itself."""
     config = model.config
     if config.post_norm:
         files = {renamed(name, OUTPUT_NORMS): stored for name, stored in files.items()}
@@ -435,8 +435,8 @@ def adapt(files: Files, model: Transformer) -> Files:
 
 
 def split_fused(files: Files, model: Transformer) -> None:
-    """Cut tensors that are stored fused, as the model's FusedLinears are, into their parts, in
-    place: those of Phi-3, and each expert's matrix that unstack has cut out of a stack.
+    """Cut the stored tensors of whole FusedLinears into their parts, in place. Phi-3's files hold
+    such tensors, and unstack makes one for each expert if a stack is fused.
 
     Example: "layers.0.mlp.gate_up_proj.weight" becomes that of gate_proj and that of up_proj
     """

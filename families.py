@@ -92,8 +92,8 @@ DEFAULTS: JSON = dict(num_hidden_layers=None, num_attention_heads=None, hidden_s
     max_position_embeddings=2048, rope_theta=1e4, partial_rotary_factor=1.0, rope_parameters={},
     embedding_multiplier=1.0, residual_multiplier=1.0, logits_scaling=1.0,
     quantization_config={})  # fmt: skip
-# Models that also read images -> the usual type of their text model. `text_config` has the text
-# model's settings, and its type if that is another.
+# Models that also read images -> the type of their text model where `text_config` names none.
+# `text_config` has the settings of the text model.
 NESTED = dict(Mistral3ForConditionalGeneration="mistral",
     Gemma3ForConditionalGeneration="gemma3_text")  # fmt: skip
 TEXT_MODELS = dict(mistral="MistralForCausalLM", ministral3="Ministral3ForCausalLM",
@@ -115,11 +115,11 @@ def complete(raw: JSON) -> JSON:
     read = {key: raw[key] for key in raw.keys() - unread}
     # A null in the file removes the family's default (in Mistral, the window). Then the one of
     # DEFAULTS counts, if there is one.
-    own = without_nulls(family | read)
+    merged = without_nulls(family | read)
     for setting, kind in OWN.items():
         if setting in family:
-            check(setting, own.get(setting), kind)
-    settings = ONLY | DEFAULTS | own | FIXED.get(name, {})
+            check(setting, merged.get(setting), kind)
+    settings = ONLY | DEFAULTS | merged | FIXED.get(name, {})
     for setting, only in ONLY.items():
         supported(setting, settings[setting], only)
     return settings
@@ -325,7 +325,7 @@ def attention_factor(rope: JSON) -> float:
     growth = math.log(max(rope["factor"], 1))
     if rope["rope_type"] == "longrope":
         return math.sqrt(1 + growth / math.log(rope[ORIGINAL]))
-    # Only both of them together count, as in transformers.
+    # mscale and mscale_all_dim count only if the file has both, as in transformers.
     mscale = 1.0
     mscale_all_dim = 0.0
     if rope.get("mscale") and rope.get("mscale_all_dim"):
@@ -391,7 +391,8 @@ def folded(config: Config, name: str, tensor: Tensor) -> Tensor:
     x = tensor.float()
     if is_norm:
         x = x + folds["norm_offset"]
-    # A norm of the queries would undo factors in q_proj. So where there is one, it gets them.
+    # A norm of the queries would undo factors in q_proj, so in models with such a norm its weight
+    # gets the factors.
     is_normed = config.qk_norm or config.wide_qk_norm
     if module == ("q_norm" if is_normed else "q_proj"):
         factors = query_factors(config, int(path[1])).to(x.device)

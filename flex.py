@@ -23,16 +23,17 @@ from paged import Blocks, Group, Runner
 
 QUERIES = 128  # the kernel takes this many queries together
 compiled_attention = torch.compile(flex_attention, dynamic=True)
-# The compiler takes each size of 1 as fixed, so it makes a kernel for each set of them. After the
-# default, 8 kernels, it would run the uncompiled function, which computes all blocks.
+# The compiler takes a size of 1 as fixed, so it makes a kernel for each combination of sizes that
+# are 1. After 8 kernels, the default limit, it would run the uncompiled function, which computes
+# all blocks.
 torch._dynamo.config.recompile_limit = 64
 
 
 class FlexBlocks(Blocks):
     """One layer's pool, whose blocks are attended to in place."""
 
-    def read(self, q: Tensor, group: Group) -> Tensor:
-        """Do what Blocks.read does, without a copy.
+    def attend_group(self, q: Tensor, group: Group) -> Tensor:
+        """Do what Blocks.attend_group does, without a copy.
 
         FlexAttention is given the whole pool as one long sequence of slots. A row sees the slots of
         its own blocks, as far as their positions are visible to its queries.
@@ -41,7 +42,7 @@ class FlexBlocks(Blocks):
             the table, so column 1 * 4 + 1 = 5 of the mask says which queries see it
         """
         if self.kv.dtype != q.dtype:  # int8 keys must be decoded first
-            return super().read(q, group)
+            return super().attend_group(q, group)
         two_K, num_blocks, size, H = self.kv.shape
         B, W = group.table.shape
         queries = q.reshape(B, two_K // 2, -1, H)  # (B, K, N / K * T, H), as in model.attention
@@ -79,8 +80,8 @@ class FlexBlocks(Blocks):
 
 class FlexRunner(Runner):
     """A Runner that attends to the blocks in place. It replaces four things of Runner: the kind of
-    cache, the pairs of a query and a key in one call, what fills up a short table, and what a new
-    block holds."""
+    cache, the limit on pairs in one call, the block that fills up a short table, and what the
+    memory holds at first."""
 
     layer_class = FlexBlocks
     # No limit: the kernel reads the boolean mask without widening it. (With int8 keys, attention
@@ -91,7 +92,8 @@ class FlexRunner(Runner):
         super().__init__(model, num_blocks + 1, *args)  # one more, which is never written
         self.num_blocks = num_blocks
         for kv in self.kv:
-            kv.zero_()  # the kernel computes with all slots of a block
+            # Nothing else wipes the extra block, and the uncompiled function computes all blocks.
+            kv.zero_()
 
     def filler(self, blocks: list[int]) -> int:
         """The extra block, which no query sees. One of the row's own would be seen twice."""

@@ -45,12 +45,13 @@ def convert(files: dict, config: JSON, wanted: Container[str]) -> None:
         ValueError: see conversions and check_order.
     """
     changes = conversions(config)
-    if not any(name.endswith("g_idx") for name in files):  # else check_order looks at the order
+    # Without g_idx, only desc_act says whether inputs were sorted; with it, check_order looks.
+    if not any(name.endswith("g_idx") for name in files):
         supported("desc_act", config.get("desc_act", False), False)
     for name, stored in [*files.items()]:
         kind = name.rpartition(".")[2]
         with blame(name):
-            is_int32 = stored.empty.dtype == torch.int32  # as packed words are
+            is_int32 = stored.empty.dtype == torch.int32  # no other word can be unpacked
             if kind == "scales" or (is_int32 and kind in changes):
                 files[name] = stored.changed(changes[kind])
             elif kind == "g_idx":

@@ -25,8 +25,8 @@ class Form(NamedTuple):
         arguments: the key under which a call has its arguments.
         begin, end: what it writes around a call.
         between: what it writes between two calls.
-        tag: matches what stands before a call; at the end of the text so far, also what may become
-            that once the text goes on.
+        tag: matches what stands before a call. At the end of the text so far, it also matches a
+            beginning of that, because the rest may follow.
         close: matches what stands after a call.
     """
 
@@ -38,8 +38,8 @@ class Form(NamedTuple):
     close: re.Pattern
 
 
-# A run of white space, or nothing. A match can begin only where the run begins: if one were tried
-# at each of 4,000 spaces, it would take 0.3 s.
+# A run of white space, or nothing. The lookbehind lets the run begin only at its first space. If
+# the search tried each of 4,000 spaces, it would take 0.3 s.
 RUN = r"(?:(?<!\s)\s+)?"
 OPEN = "<tool_call>"
 # The beginnings of OPEN, the longest first: the text so far can end within it.
@@ -56,8 +56,9 @@ FORMS = dict(
         tag=re.compile(rf"{RUN}(?:{OPEN}\s*(?=\{{|\Z)|(?:{CUT})?\Z)"),
         close=re.compile(r"\s*</tool_call>"),
     ),
-    # Llama 3. A call is an object without a tag. The reply is nothing but calls: the first stands
-    # at the beginning of the text, and each other one follows the brace of the one before.
+    # Llama 3. A call is an object with no mark around it, so its tag is only the white space and
+    # semicolons before it, if any. The reply is nothing but calls: the first stands at the
+    # beginning of the text, and each other one follows the brace of the one before.
     llama3=Form(
         arguments="parameters",
         begin="",
@@ -171,8 +172,9 @@ def split_calls(text: str, tools: Tools, ended: bool) -> tuple[str, list[JSON]]:
     """Split a reply into its text and its calls.
 
     Until the reply has ended, this leaves out text that may still become a call, and white space
-    that may stand before a call. Of what begins like a call only the end tells that it is none: it
-    and all that follows are left out until then. So what this returns only grows with the reply.
+    that may stand before a call. If text begins like a call but cannot be read as one, it may be
+    incomplete or wrong, and only the end of the reply tells which. Until then, this text and all
+    that follows it are left out. So what this returns only grows with the reply.
 
     Args:
         text: the reply so far.
@@ -185,14 +187,14 @@ def split_calls(text: str, tools: Tools, ended: bool) -> tuple[str, list[JSON]]:
 
     Example:
         'Look: <tool_call>{"name": "f", "arguments": {}}</tool_call>' -> "Look:" and a call
-        'Look: <tool_call>{"name": "f",' -> "Look:" and no call yet; if it ends so, all of it
+        'Look: <tool_call>{"name": "f",' -> "Look:" and no call; if it has ended, the whole text
     """
-    # In a form without tags, a reply that does not begin with a brace has no calls.
+    # In llama3, whose calls have no mark, a reply that does not begin with a brace has no calls.
     is_text = not tools.form.begin and text.lstrip(" \t\r\n;")[:1] not in ("", "{")
     if is_text or not tools.schemas:
         return text, []
-    # What the search finds: a tag before a brace; or, at the end, what may become one (in hermes
-    # this may be ""); or, in llama3, nothing.
+    # The search finds a tag before a brace or, at the end of the text, what may become a tag, which
+    # may be "". In hermes it always finds one of the two. In llama3 it may find nothing (None).
     find = tools.form.tag.search
     shown = ""
     calls: list[JSON] = []
@@ -208,7 +210,7 @@ def split_calls(text: str, tools: Tools, ended: bool) -> tuple[str, list[JSON]]:
         else:
             break  # no call yet, or never one: only the end of the reply will tell
         start = end
-        # llama3's tag can be empty. The search goes on behind it, or it would find it again.
+        # llama3's tag can be empty. A search from its own place would find it again, for ever.
         tag = find(text, max(end, tag.start() + 1))
     if ended or not tag:
         shown += text[start:]

@@ -119,7 +119,7 @@ def command(args: Namespace, ranks: Ranks) -> int:
         cache = StaticCache(model, 1, sequence.max_len, engine_args.kv_dtype)
         say(summary)
         return stream(sequence, generate(model, sequence, cache))
-    if "max_num_seqs" not in args:  # then the cache has room for no more than will run
+    if "max_num_seqs" not in args:  # then make the cache only as large as these sequences need
         engine_args = replace(engine_args, max_num_seqs=1 if args.chat else params.n)
     model, proposer = load_models(engine_args, ranks)
     if ranks.rank:

@@ -112,8 +112,8 @@ class Exchange:
 
     def read_body(self) -> bytes | bytearray:
         """Read as many bytes as Content-Length says, or a body in chunks."""
-        # Joined, two of these headers are neither a number nor "chunked", so they are refused, even
-        # if they are equal: a proxy could go by the other one, and find another end of the body.
+        # There may be only one of these headers, so that no proxy can go by another one than this
+        # file. Two of them, even two equal ones, are joined to what is no length and not "chunked".
         lengths = self.headers.get_all("Content-Length", [])
         framing = ",".join(lengths + self.headers.get_all("Transfer-Encoding", [])).lower()
         if framing != "chunked":
@@ -229,7 +229,7 @@ def listen_at(host: str, port: int) -> list[socket.socket]:
             listener = socket.create_server(
                 (ip, port, *more),
                 family=family,
-                # With --host ::, IPv4 too. Without IPv6 in the kernel, True raises ValueError.
+                # With --host :: this listens on IPv4 too. True raises ValueError without IPv6.
                 dualstack_ipv6=family == socket.AF_INET6 and socket.has_dualstack_ipv6(),
             )
         except OSError as error:

@@ -4,9 +4,9 @@ The keys and values of past tokens never change, so they are computed once and k
 costs one token instead of the whole text (Pope et al. 2022, arXiv:2211.05102, section 3.3, counts
 the bytes). A slab suits sequences whose longest length is known. Where many sequences come, grow
 and leave, use paged.py. This file knows the model's config and how to call attention; it knows
-nothing about text or about who is being served. Read: StaticCache.plan, Slab.attend, encode. The
-attention of a long prompt, and how a key is stored, can wait; paged.py uses these two parts too.
-Next: sampling.py.
+nothing about text or about who is being served. Read: StaticCache.plan, Slab.attend. The attention
+of a long prompt, and the form in which a key is stored, can wait; paged.py uses these two parts
+too. Next: sampling.py.
 
     position    0    1    2    3    4    5    6    7        capacity 8
     slab       the  cat  sat  on    .    .    .    .        "on" runs: it is written to slot 3
@@ -127,7 +127,7 @@ class StaticCache:
 # --- Attention of a long prompt -------------------------------------------------------------------
 
 # With a mask, PyTorch's kernel for a CPU also computes what the mask hides, and it widens the mask
-# to the queries' dtype, which in a long text is more memory than the keys. Without a mask, its
+# to the queries' dtype, so that the mask can be larger than the keys. Without a mask, the kernel's
 # causal form skips what no query sees. So the new tokens attend to themselves causally, and to all
 # that came before without a mask, and the two results are joined. For 512 new tokens and 4,096 keys
 # that is 1.1 to 1.4 times as fast on a Zen 4; for 512 keys, or for fewer than 16 tokens, it is
@@ -183,9 +183,9 @@ def empty_layers(model: Transformer, kv_dtype: str, *shape: int) -> list[Tensor]
     """Allocate the keys and values of each layer.
 
     Returns:
-        A tensor (*shape, stored_dim) per layer. Its content is arbitrary, because a CPU's system
-        hands memory out only when it is first written. stored_dim is H; for int8 it is H + 4, as
-        the scale takes four bytes.
+        A tensor (*shape, stored_dim) per layer. It is not zeroed, because on a CPU memory is taken
+        from the system only when it is first written, so slots that are never used cost nothing.
+        stored_dim is H; for int8 it is H + 4, as the scale takes four bytes.
 
     Raises:
         ValueError: there is not enough memory.
@@ -225,7 +225,7 @@ def decode(stored: Tensor, dtype: torch.dtype) -> Tensor:
     if stored.dtype != torch.int8:
         return stored
     # view(float32) needs strides that are multiples of 4, and a slice of rows of H + 4 bytes need
-    # not have them. So the scale is copied to be contiguous. A plain clone() would not always do:
-    # that of a single key keeps its stride.
+    # not have them. So the scale is copied to be contiguous. A plain clone() of a single scale
+    # would keep the strides.
     scale = stored[..., -4:].clone(memory_format=torch.contiguous_format).view(torch.float32)
     return (stored[..., :-4] * scale).to(dtype)

@@ -1,4 +1,4 @@
-"""Many sequences at once: LLM, vLLM's interface to the scheduler, and how all parts are loaded.
+"""Many sequences at once: LLM, a class with the interface of vLLM's, and how all parts are loaded.
 
     llm = LLM("checkpoints/shakespeare")
     for request in llm.generate(["ROMEO:", "JULIET:"], max_tokens=20):
@@ -79,7 +79,7 @@ class LLM:
                 self.engine.submit(request)
             mine = {*requests}  # the engine may run others too
             finished = (each for each in self.engine.run() if each.finished and each in mine)
-            for _ in progress(requests, "generating"):  # one turn for each that finishes
+            for _ in progress(requests, "generating"):  # each turn waits until one more finishes
                 next(finished)
         except BaseException:  # Ctrl-C, at any line
             self.engine.reset()
@@ -127,7 +127,8 @@ def load_models(
     """Load what the arguments ask for.
 
     Args:
-        batch_size: sequences in the static cache to compile for; None: a paged cache.
+        batch_size: how many sequences the static cache holds with which the model will run; None:
+            it will run with a paged cache.
 
     Returns:
         The model, or this rank's share of it; and the proposer, which only the first rank uses.

@@ -160,7 +160,7 @@ def use_threads(threads: int | None, weights: int) -> None:
 # Where one of these variables is set, the user has chosen how threads wait.
 USER_DECIDES = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}
 # sched_getaffinity gives the cores on which this process may run. Where it is missing, all cores
-# count.
+# count. They are named as in /proc/stat.
 affinity = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
 CORES = {f"cpu{i}" for i in affinity(0)}
 
@@ -182,9 +182,9 @@ class Spinning:
     """
 
     def __init__(self) -> None:
-        self.since = time.monotonic()
-        self.before = others_seconds()
-        self.idle_pool: Event | None = None  # ends the second pool; None: there is none
+        self.since = time.monotonic()  # when adapt() last looked at the load
+        self.before = others_seconds()  # what others_seconds() was then
+        self.end_pool: Event | None = None  # set it to end the second pool; None: there is none
 
     def adapt(self) -> None:
         """Choose by the load of the last half second or more. Called before each step."""
@@ -201,12 +201,12 @@ class Spinning:
         # one beside two threads that spin. What the host of a virtual machine takes (steal) counts
         # too, and is mostly less than a half.
         is_busy = torch.get_num_threads() + other_cores > len(CORES) + 0.5
-        if is_busy and not self.idle_pool:
-            self.idle_pool = Event()
-            Thread(target=keep_pool, args=(self.idle_pool,), daemon=True).start()
-        elif self.idle_pool and not is_busy:
-            self.idle_pool.set()
-            self.idle_pool = None
+        if is_busy and not self.end_pool:
+            self.end_pool = Event()
+            Thread(target=keep_pool, args=(self.end_pool,), daemon=True).start()
+        elif self.end_pool and not is_busy:
+            self.end_pool.set()
+            self.end_pool = None
 
 
 def keep_pool(end: Event) -> None:
@@ -256,7 +256,8 @@ def free_memory(device: torch.device, root: Path = Path("/")) -> int:
         file = root / "sys/fs/cgroup" / limit
         with suppress(OSError, ValueError):  # no such file; or "max", no limit
             # The pattern finds inactive_file too, and the sum of both is the cached files. Version
-            # 1 lists them for this group alone, then with its subgroups (total_...): the last two.
+            # 1 lists the two for this group alone, and then for it with its subgroups (total_...).
+            # The last two numbers are right in both versions.
             cached = re.findall(r"active_file (\d+)", file.with_name("memory.stat").read_text())
             taken = int(file.with_name(used).read_text()) - sum(map(int, cached[-2:]))
             free.append(max(0, int(file.read_text()) - taken))

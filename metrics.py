@@ -55,7 +55,8 @@ class Metrics:
                     for bound in BOUNDS.split()
                 }
                 samples |= {"_sum{}": sum(values), "_count{}": len(values)}
-                # In place, a scrape could see some of them added, and others not.
+                # The counts change in a copy, or a scrape could see some of them added and others
+                # not.
                 sums = self.ended[name].copy()
                 sums.update(samples)  # a Counter adds
                 self.ended[name] = sums
@@ -73,14 +74,15 @@ class Metrics:
 
     def text(self) -> str:
         """Return all statistics in Prometheus' text format. Any thread may call this."""
-        # Prometheus quotes text as JSON does.
-        label = "{model_name=" + json.dumps(self.model, ensure_ascii=False) + ","
+        # `head` replaces a sample's "{". The comma at its end may stand before "}" too. The format
+        # escapes quotes, backslashes and newlines as JSON does.
+        head = "{model_name=" + json.dumps(self.model, ensure_ascii=False) + ","
         now = {name: {"{}": value} for name, value in self.now().items()}
         text = ""
         for name, samples in (now | self.ended).items():
             text += f"# TYPE vllm:{name} {KINDS.get(name.rpartition('_')[2], 'gauge')}\n"
             for sample, value in samples.copy().items():  # a copy: the engine's thread adds others
-                text += f"vllm:{name}{sample.replace('{', label)} {value}\n"
+                text += f"vllm:{name}{sample.replace('{', head)} {value}\n"
         return text
 
     def snapshot(self) -> str:

@@ -136,7 +136,8 @@ class Transformer(nn.Module):
         """Look up the tokens' vectors: (B, T) -> (B, T, D)."""
         x = self.embed_tokens(tokens)
         if self.config.embedding_multiplier != 1:
-            # Rounded to the dtype first, as in training: in bfloat16 the root of 640 is 25.25.
+            # Rounded to the dtype first, as in training. Gemma's factor is the root of D: for
+            # D = 640 it is 25.25 in bfloat16.
             x = x * torch.tensor(self.config.embedding_multiplier, dtype=x.dtype)
         return x
 

@@ -189,8 +189,8 @@ def translate(given: JSON, chat: bool) -> JSON:
 
         max_tokens, logprobs, structured_outputs   from fields that have other names in OpenAI's API
         include_usage, continuous_usage_stats      out of stream_options
-        prompt_logprobs                            true with echo: with logprobs, the prompt is
-                                                   scored too. A body may not have this field
+        prompt_logprobs                            is `echo`: if logprobs are asked for, the prompt
+                                                   gets them too. A body may not have this field
         hidden                                     true with echo if max_tokens is 0: nothing is to
                                                    be generated. The engine has to generate one
                                                    token, which is not shown
@@ -207,7 +207,7 @@ def translate(given: JSON, chat: bool) -> JSON:
     check_supported(fields, chat)
     if "max_completion_tokens" in fields:
         fields["max_tokens"] = fields["max_completion_tokens"]
-    if fields["echo"]:  # False is no 0 below
+    if fields["echo"]:  # refuse false, which would count as 0 below
         check("max_tokens", fields.get("max_tokens"), int | None, 0)
     fields["prompt_logprobs"] = fields["echo"]
     fields["hidden"] = fields["echo"] and fields.get("max_tokens") == 0
@@ -340,7 +340,8 @@ class Completion:
         finished = False
         while not finished:
             wait()
-            # Before the choices are read: what comes in between is sent now or in the next round.
+            # Read this before the choices. In the other order, the last part of an output could
+            # come in between, and would never be sent.
             finished = all(request.finished for request in self.requests)
             if self.stream:
                 for choice in self.choices:
@@ -424,7 +425,7 @@ class Choice:
         if self.hidden:
             text = ""
             tokens = []
-            reason = reason and "length"
+            reason = reason and "length"  # even if the token that is not shown is EOS
         if self.ended or not (reason or thought or text or tokens or calls):
             return None
         self.taken = taken
@@ -508,11 +509,11 @@ class Choice:
             is_scored = sampled["logprob"] is not None  # all but the first token of a prompt
             likely.append(values if is_scored else None)
         texts = [token.text for token in tokens]
-        ends = [*accumulate(map(len, texts), initial=self.offset)]
-        self.offset = ends[-1]
+        offsets = [*accumulate(map(len, texts), initial=self.offset)]
+        self.offset = offsets[-1]
         return dict(
             tokens=texts,
-            text_offset=ends[:-1],
+            text_offset=offsets[:-1],
             token_logprobs=[token.logprob for token in tokens],
             top_logprobs=likely,
         )
@@ -554,9 +555,9 @@ def thought_prefix(tokenizer: Tokenizer, job: Job) -> str:
 def split_thought(text: str) -> tuple[str, str]:
     """Split a reply into the thought and the answer.
 
-    In models that think, each mark is one token, so it arrives whole. (Unless a stop string begins
-    with ">": then the mark's last character is held back at first, and "</think" is sent as part of
-    the thought.)
+    In models that think, each mark is one token, so it arrives whole. One case is different: if a
+    stop string begins with ">", the last character of a mark is held back at first. Then a stream
+    sends "<think" as part of the answer, or "</think" as part of the thought.
 
     Example: "<think>Hm, </think>Yes" -> "Hm, ", "Yes"; and "Yes" -> "", "Yes"
     """

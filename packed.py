@@ -68,7 +68,8 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
     with torch.no_grad(), blame("--compile"):  # PyTorch raises an error if there is no compiler
         for lengths in progress([[1], [1, 1, CHUNK]], "compiling decode, prefill"):
             if batch_size is None:
-                # One row of one token; then two such rows, and a prompt. All write to block 0.
+                # One row of one token; then two such rows, and a prompt. All write to block 0. The
+                # tables and the pool have CHUNK blocks, which is more than they need.
                 rows = [Row([0] * CHUNK, 0, [0] * length) for length in lengths]
                 Runner(model, CHUNK, 16, kv_dtype).forward(rows)
             else:
@@ -98,7 +99,8 @@ def compile_for_cpu(model: Transformer) -> None:
 
 
 def compile_for_cuda(model: Transformer, batch_size: int | None) -> None:
-    """Do what only CUDA needs. There, lm_head has no packed form in int8, so it is compiled too."""
+    """Do what only CUDA needs. lm_head stands outside the blocks, and in int8 it has no packed form
+    on CUDA, so it is compiled by itself."""
     # With this, a product with one row becomes a loop that dequantises int8 weights as it reads
     # them, so that no dequantised copy is written to memory.
     torch._inductor.config.coordinate_descent_tuning = True
@@ -113,8 +115,8 @@ def compile_for_cuda(model: Transformer, batch_size: int | None) -> None:
 def replay_steps(model: Transformer) -> None:
     """Let a model on CUDA replay decoding with a static cache, in place. On an H200 that makes a
     step of 1.1 billion parameters 5 times as fast: Python needs 10 ms to launch its kernels, and
-    the GPU 2 ms to run them. A model with experts is left as it is, as the host reads their sizes
-    in the middle of a step. For a paged cache see tools/cuda_graphs.py."""
+    the GPU 2 ms to run them. A model with experts is left as it is, because in the middle of a step
+    the host reads how many rows each expert gets. For a paged cache see tools/cuda_graphs.py."""
     # Ranks exchange sums in the middle of a step. We have not tried to record that.
     has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
     if not has_ranks and not any(hasattr(block.mlp, "mix") for block in model.layers):
@@ -139,16 +141,18 @@ class Replayed:
     def __call__(
         self, tokens: Tensor, positions: Tensor, layers: list | None = None, *select: Tensor
     ) -> Tensor:
-        """Do what Transformer.forward does."""
+        """Do what Transformer.forward does. `select` is one tensor, or is left out."""
         if layers and isinstance(layers[0], Slab) and tokens.shape[1] == 1:
+            # A graph keeps its arguments and writes over them. Positions are a copy already.
             select = tuple(each.clone() for each in select)
             return self.replay(tokens.clone(), positions, layers, *select)
         return self.forward(tokens, positions, layers, *select)
 
     @torch.no_grad()
     def replay(self, tokens: Tensor, positions: Tensor, layers: list, *select: Tensor) -> Tensor:
-        """Do the same for a step of one token in each row. A graph keeps these tensors, and what
-        later steps read is written over them."""
+        """Do the same for a step of one token in each row. tools/cuda_graphs.py calls this with a
+        paged cache too. A graph keeps these tensors, and what later steps read is written over
+        them."""
         plan: Any = (tokens, positions, layers, *select)
         graphs = self.graphs.setdefault(layers[0].kv, {})
         reads = tensors_of(*plan)
@@ -237,9 +241,9 @@ class OpaqueCache(LayerCache):
 def hide_caches(model: nn.Module, args: tuple) -> tuple:
     """Replace each layer's cache by an OpaqueCache in the arguments of Transformer.forward.
 
-    A static cache mostly needs none, as its steps always have the same form: on a CPU when it
-    decodes; on a GPU always, unless it stores int8. (The compiler for a GPU fails to take a scale
-    apart into bytes. Such a step is not replayed either.)
+    The compiler may look into a static cache where all its forwards have the same form: on a CPU,
+    those of one token; on a GPU, all of them. But a GPU's int8 cache is hidden, because the
+    compiler fails to take a scale apart into bytes. Then steps are not replayed either.
     """
     if len(args) == 2:  # there is no cache; see model.NoCache
         return args
@@ -276,6 +280,10 @@ def pack_linears(model: nn.Module, alone: bool = False, kind: type = nn.Module) 
                 model.set_submodule(path, form(linear))
 
 
+# FBGEMM is for x86 alone, so this also stands for x86, which both forms of int8 need.
+HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines
+
+
 def form_of(linear: nn.Module, alone: bool = False) -> "type[PackedLinear] | None":
     """Which packed form a module gets, by its device and its kind of weight. None: the module stays
     as it is, and a QuantLinear is dequantised at each step.
@@ -298,10 +306,6 @@ def form_of(linear: nn.Module, alone: bool = False) -> "type[PackedLinear] | Non
         if HAS_FBGEMM:
             return HalfLinear
     return None
-
-
-# FBGEMM is for x86 alone, so this also stands for x86, which both forms of int8 need.
-HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines
 
 
 def has_int4(q: Tensor) -> bool:
@@ -357,7 +361,7 @@ class PackedLinear(nn.Module):
 
     def compute(self, rows: Tensor) -> Tensor:
         """(R, K) -> (R, N)."""
-        x = filled_up(rows)
+        x = filled_up(rows)  # where one row is slow; see "One sequence alone"
         y = torch.ops.mkldnn._linear_pointwise(x, self.packed, None, "none", [], "")
         return y[: len(rows)]
 
@@ -371,14 +375,14 @@ class Int8Linear(PackedLinear):
     """int8 weights multiplied as integers, with next to no loss in the activations.
 
     The operator multiplies bytes, so each row of x becomes two rows of bytes, a high and a low
-    digit: x = s * (128 * high + low), where s is the row's largest absolute value / 16256. Every
-    value is rounded to a multiple of s: the largest one in the row has 15 bits (sign included), and
-    smaller ones have fewer, while bfloat16 gives every value 8 bits. Both digits go through one
-    integer product as separate rows. For one token the second row is free: the time goes into
-    reading the weights, which are half as many bytes as in bfloat16. For many rows, twice the
-    products at twice the speed cost about what bfloat16 costs.
+    digit: x = s * (128 * high + low), where s is the row's largest absolute value / (128 * 127).
+    Every value is rounded to a multiple of s: the largest one in the row has 15 bits (sign
+    included), and smaller ones have fewer, while bfloat16 gives every value 8 bits. Both digits go
+    through one integer product as separate rows. For one token the second row is free: the time
+    goes into reading the weights, which are half as many bytes as in bfloat16. For many rows, twice
+    the products at twice the speed cost about what bfloat16 costs.
 
-    Example: x = [1.0, -0.3], s = 1 / 16256: digits 127 | 0 and -38 | -13 (128 * -38 - 13 = -4877)
+    Example: x = [1.0, -0.3], s = 1 / (128 * 127): 127 | 0 and -38 | -13 (128 * -38 - 13 = -4877)
     """
 
     most = 127  # the largest value of `high`
@@ -416,8 +420,10 @@ class Int8Linear(PackedLinear):
 
     def compute(self, rows: Tensor) -> Tensor:
         x = filled_up(rows)
-        options: Any = (None, 1.0, 0, torch.float32, "none", [], "")  # no bias; float32 results
-        # 1.0 and 128 are the scale and the zero point of the bytes in x.
+        # There is no bias. The results are float32, so their own scale and zero point, 1.0 and 0,
+        # have no effect.
+        options: Any = (None, 1.0, 0, torch.float32, "none", [], "")
+        # The bytes in x have the scale 1.0 and the zero point 128.
         y = torch.ops.onednn.qlinear_pointwise(
             x, 1.0, 128, self.packed, self.scales, self.zeros, *options
         )
@@ -513,8 +519,8 @@ def dequantize(packed: Tensor, scales: Tensor, lanes: int = 32) -> Tensor:
         (K, N) float32.
     """
     _, G, N = scales.shape
-    # This computes in int32, because the compiler does not vectorise uint8; with one shift for both
-    # halves, because stacking them would be a second pass; and in float32, because compiled code
+    # q is int32, because the compiler does not vectorise uint8. One shift gives both halves,
+    # because stacking them would be a second pass. The result is float32, because compiled code
     # rounds to bfloat16 slowly.
     q = packed.view(N // (2 * lanes), G, -1, 1, lanes).int()  # (blocks, G, K / G, 1, lanes)
     shifts = torch.arange(0, 8, 4, dtype=torch.int32)[:, None]  # the low half, then the high one
@@ -535,7 +541,9 @@ class HalfLinear(PackedLinear):
 
     def pack(self, linear: Any) -> None:
         weight = linear.weight.float()
-        self.scales = (weight.abs().amax(1).frexp().exponent - 15).exp2()  # largest: 2**14 to 2**15
+        # frexp's exponent e says that 2**(e - 1) <= largest < 2**e. So the largest weight of each
+        # channel is scaled to between 2**14 and 2**15, and float16 ends at 2**16.
+        self.scales = (weight.abs().amax(1).frexp().exponent - 15).exp2()
         self.packed = torch.ops.quantized.linear_prepack_fp16(weight / self.scales[:, None], None)
 
     def compute(self, rows: Tensor) -> Tensor:
@@ -546,16 +554,17 @@ class HalfLinear(PackedLinear):
 # --- One sequence alone ---------------------------------------------------------------------------
 
 # Decoding one sequence multiplies one row. On some processors oneDNN's product with a packed weight
-# is slow for one row. What is done about it depends on the processor:
+# is slow for one row. What is done about it depends on the processor (110m and 1b are shapes of
+# tools/bench.py, with random weights; 135m is SmolLM2-135M):
 #     Intel with AMX   float32 weights stay plain (see form_of), and MKL multiplies them. The 110m
 #                      shape writes 47.6 tokens/s instead of 40.8, a prompt of 16 tokens takes 41 ms
 #                      instead of 35, and one of 512 as long as before. On AMD processors, MKL is
 #                      slower.
-#     SLOW_ROW         One row takes longer than six, so one or two are filled up to six. These are
-#                      AMD's Zen 4: they multiply bfloat16 but lack AVX-VNNI.
-#     LOOPS            If the model runs one sequence at a time, LoopedLinear takes the place of
-#                      PackedLinear. These are Zen 4, and processors with AVX2 alone (AMD's Zen 3).
-# Other processors with AVX-VNNI (Zen 5, Intel) gain little from filling up, or lose. The speed of
+#     SLOW_ROW         On AMD's Zen 4, one row takes longer than six, so one or two are filled up to
+#                      six. It is recognised by bfloat16 products without AVX-VNNI.
+#     LOOPS            On Zen 4, and with AVX2 alone (AMD's Zen 3), LoopedLinear takes the place of
+#                      PackedLinear if the model runs one sequence at a time.
+# Processors with AVX-VNNI (Zen 5, Intel) gain little from filling up, or lose. The speed of
 # one sequence, as a multiple of the speed with packed weights and rows that are not filled up:
 #                                          on a Zen 4                     on a Zen 3
 #                                          110m    1b         1b          110m    135m
@@ -564,9 +573,9 @@ class HalfLinear(PackedLinear):
 #     decoding, LoopedLinear               1.38    1.40                   1.26    1.38
 #     a prompt of 256, LoopedLinear        0.96    0.96
 #     a prompt of 512, LoopedLinear                                       0.94    1.00
-# For int8, FBGEMM's product is not used: it decodes 1.07 times as fast as six rows by oneDNN, but
-# reads a prompt 0.80 times as fast. LoopedLinear, compiled as a part of its block, has run on a
-# Zen 3 and a Zen 4 only.
+# On a Zen 4, int8 keeps oneDNN's product: FBGEMM's decodes 1.07 times as fast as six rows by
+# oneDNN, but reads a prompt 0.80 times as fast. LoopedLinear, compiled as a part of its block, has
+# run on a Zen 3 and a Zen 4 only.
 capabilities = torch.cpu.get_capabilities()
 AVX_VNNI = capabilities.get("avx_vnni")
 SLOW_ROW = capabilities.get("avx512_bf16") and not AVX_VNNI
@@ -589,8 +598,8 @@ class LoopedLinear(PackedLinear):
     def pack(self, linear: Any) -> None:
         # Plain, and still a parameter, so compiled code takes its shape as fixed.
         self.packed = linear.weight
-        # A compiled block takes the loop in. lm_head and experts, which stand outside, call it as
-        # it is compiled here.
+        # A compiled block inlines the loop. lm_head and experts stand outside the blocks, and call
+        # the loop as it is compiled here.
         self.loop = compiled(dot, dynamic=False)
 
     def multiply(self, rows: Tensor) -> Tensor:
@@ -638,9 +647,9 @@ class CompiledBlocks(Blocks):
     # are best.
     max_bytes = 2**25
 
-    def read(self, q: Tensor, group: Group) -> Tensor:
+    def attend_group(self, q: Tensor, group: Group) -> Tensor:
         if q.shape[2] > 1 or self.kv.dtype != q.dtype:  # prompts and guesses; int8
-            return super().read(q, group)
+            return super().attend_group(q, group)
         mask = group.masks[self.window]
         # The compiled code is for one order of q in memory, so this is a copy in that order.
         q = q.clone(memory_format=torch.contiguous_format)

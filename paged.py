@@ -14,8 +14,8 @@ The model runs the M new tokens of all sequences one after another, as a batch o
 Attention takes them apart again, into groups of B rows; a row is one sequence's share of the
 forward, with T new tokens and W blocks. The model returns logits for R of the M tokens: (R, V).
 
-    ids      t h e   k i n g   i s      t h e   k i n g   h a t h        block_size = 4
-    tables   [   2,   5,   1   ]        [   2,   5,   7,   3    ]
+    ids      the_  king  _is        the_  king  _hat  h       block_size = 4; a letter is a token
+    tables   [ 2,    5,   1 ]       [ 2,    5,    7,  3 ]
     pool     0:free  1:used x1  2:used x2  3:used x1  4:cached  5:used x2  6:free  7:used x1
 """
 
@@ -56,7 +56,7 @@ class BlockPool:
     """Hands out blocks, counts who uses them, and keeps freed ones for the next equal prefix.
 
     A block is free (holds nothing of use), used (`refs` counts the tables that hold it) or cached
-    (in no table, but found again as long as the block before it can be). Free blocks are handed out
+    (in no table, but kept in case an equal prefix comes). Free blocks are handed out
     first, then the cached ones, least recently used first.
     """
 
@@ -107,9 +107,9 @@ class BlockPool:
             Pairs of blocks (from, to). The content of `from` must be copied to `to` before the
             write, because the outputs of one prompt diverge within a shared block (copy-on-write).
 
-        Example: block_size 4, blocks [7, 2], length 6, block 2 in two tables, end 10. If 0 and 1
-            are the next in `available` and 8 is not free, the blocks become [7, 0, 1], and [(2, 0)]
-            is returned. A free block 8 would be taken before 0; see _take.
+        Example: 8 blocks of size 4, a table with blocks [7, 2] and length 6, block 2 in two tables,
+            end 10. If 0 and 1 are the next in `available`, the blocks become [7, 0, 1], and
+            [(2, 0)] is returned.
         """
         assert self.cost(table, end) <= len(self.available), "out of blocks"
         copies = []
@@ -244,11 +244,11 @@ class Group:
         config: the model's.
         positions: (B, T) int64, the new tokens' positions.
         key_positions: (B, S) int64, those of the keys, block after block; S = W * block size.
-        flat_table: (B, 2 * K, W) int64: for each head, the indices of the row's blocks in
-            kv.flatten(0, 1). There, block b of head h has the index h * num_blocks + b.
+        flat_table: (B, 2 * K, W) int64: for each head, the row's blocks as indices into
+            Blocks.kv.flatten(0, 1), where block b of head h has the index h * num_blocks + b.
         span: the blocks of `table` as one slice, if each follows the one before it; else None.
         is_long: whether this is one row of a long prompt; see kv_cache.is_long_prompt.
-        max_tokens: how many tokens of each row may have their masks made at once.
+        tokens_per_mask: how many tokens of each row may have their masks made at once.
     """
 
     config: Config
@@ -257,7 +257,7 @@ class Group:
     flat_table: Tensor
     span: slice | None
     is_long: bool
-    max_tokens: int
+    tokens_per_mask: int
 
     @property
     def table(self) -> Tensor:
@@ -295,16 +295,19 @@ class Blocks(LayerCache):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k and v, then attend group by group. See model.LayerCache.attend; here the
         arguments are (1, N, M, H) and (1, K, M, H)."""
+        # 1) store: flatten gives a view of all slots, so this writes into kv
         new = encode(torch.cat((k, v), 1)[0], self.kv.dtype)  # (2 * K, M, stored_dim)
         self.kv.flatten(1, 2).index_copy_(1, self.slots, new)
+        # 2) attend: cut the M queries into groups, and join what comes of them
         sizes = [group.positions.numel() for group in self.groups]
         attended = []
-        for group, queries in zip(self.groups, q[0].split(sizes, dim=1)):  # (N, B * T, H)
-            batch = queries.unflatten(1, group.positions.shape).transpose(0, 1)  # (B, N, T, H)
-            attended.append(self.read(batch, group).transpose(0, 1).flatten(1, 2))  # (N, B * T, H)
+        for group, part in zip(self.groups, q[0].split(sizes, dim=1)):  # (N, B * T, H)
+            queries = part.unflatten(1, group.positions.shape).transpose(0, 1)  # (B, N, T, H)
+            y = self.attend_group(queries, group)  # (B, N, T, H)
+            attended.append(y.transpose(0, 1).flatten(1, 2))  # (N, B * T, H)
         return torch.cat(attended, 1)[None]  # (1, N, M, H)
 
-    def read(self, q: Tensor, group: Group) -> Tensor:
+    def attend_group(self, q: Tensor, group: Group) -> Tensor:
         """Attend to the blocks of a group's rows.
 
         Args:
@@ -317,14 +320,14 @@ class Blocks(LayerCache):
         if group.is_long and self.window is None:  # one row, which needs no mask
             end = int(group.positions[0, -1]) + 1
             return attend_to_prompt(q, k[:, :, :end], v[:, :, :end])
-        if q.shape[2] > group.max_tokens:  # a mask of all its tokens would be too large
+        if q.shape[2] > group.tokens_per_mask:  # a mask of all its tokens would be too large
             return self.attend_in_pieces(q, k, v, group)
         return attention(q, k, v, group.masks[self.window])
 
     def attend_in_pieces(self, q: Tensor, k: Tensor, v: Tensor, group: Group) -> Tensor:
         """Attention of a few tokens at a time, so that masks stay small. Each layer makes them
         again."""
-        size = group.max_tokens
+        size = group.tokens_per_mask
         attended = []
         for queries, positions in zip(q.split(size, 2), group.positions.split(size, 1)):
             masks = visible(group.config, positions, group.key_positions)
@@ -367,8 +370,8 @@ class Runner:
 
     layer_class = Blocks  # flex.py has another
     # Tables are padded to at least this many blocks: two, as the compiler takes a size of 1 as a
-    # case of its own. tools/cuda_graphs.py sets it to the length of the longest table, rounded up
-    # to a power of two. Then it records few graphs: one for each number of rows and width.
+    # case of its own. tools/cuda_graphs.py sets a power of two at each step that it replays, so
+    # that few widths occur.
     min_width = 2
     # One call of attention with a mask has at most this many pairs of a new token and a key, unless
     # one token alone sees more keys. PyTorch widens the mask to the queries' dtype: for 257 tokens,
@@ -450,8 +453,8 @@ class Runner:
         positions = torch.tensor([row.positions for row in rows], device=device)  # (B, T)
         is_long = len(rows) == 1 and is_long_prompt(positions, rows[0].positions.stop)
         # 1) the blocks of each row that a token has reached; others may still hold an old NaN.
-        # Shorter rows are filled up with a block that holds no NaN; see filler. There its slots
-        # count as positions after the row's last token, which no query sees.
+        # Shorter rows are filled up with a block that holds no NaN; see filler. A block that fills
+        # up stands for positions after the row's last token, which no query sees.
         used = [row.blocks[: row.num_blocks(size)] for row in rows]
         W = max(self.min_width, *map(len, used))
         padded = [blocks + [self.filler(blocks)] * (W - len(blocks)) for blocks in used]
@@ -470,10 +473,10 @@ class Runner:
         first_of_head = torch.arange(num_heads)[:, None] * num_blocks
         flat_table = (table[:, None] + first_of_head).to(device)  # (B, 2 * K, W)
         # 4) how many tokens' masks are made at once
-        max_tokens = max(1, self.max_pairs // key_positions.numel())
+        tokens_per_mask = max(1, self.max_pairs // key_positions.numel())
         key_positions = key_positions.flatten(1).to(device)  # (B, S)
         config = self.model.config
-        return Group(config, positions, key_positions, flat_table, span, is_long, max_tokens)
+        return Group(config, positions, key_positions, flat_table, span, is_long, tokens_per_mask)
 
     def filler(self, blocks: list[int]) -> int:
         """The block that fills up a row's table: any without an old NaN; flex.py has another."""
@@ -516,9 +519,10 @@ def affordable_blocks(
     size = limits.block_size
     config = model.config
     # A block's bytes are its share of attention's copy, and its place in each model's cache. One
-    # row may have all blocks, and attention then copies all of them, one layer at a time. Each
-    # number of the copy has the model's dtype. If it is stored as int8, there are up to 6 bytes
-    # more: 1 as it is stored, 4 as float32, and 1 for its share of two copies of the scale.
+    # row may have all blocks, and attention then copies all of them, one layer at a time. A number
+    # in the copy has the model's dtype. An int8 number takes up to 6 bytes more on its way through
+    # kv_cache.decode: 1 for its copy, 4 as float32, and 1 for its share of the scale, whose four
+    # bytes are copied twice for H numbers.
     copied = model.dtype.itemsize + (6 if limits.kv_dtype == "int8" else 0)
     block_bytes = 2 * size * config.num_key_value_heads * config.head_dim * copied
     for each in models:

@@ -1,8 +1,8 @@
 """How every program here begins and ends, so that Ctrl-C never shows a traceback.
 
 Importing PyTorch takes seconds, and Ctrl-C must end a program during that time too, with status 130
-and without a message. So a program imports this file before PyTorch when it is run (and not
-imported), and its last line is run(main). tools/convert.py ends in its own way, and the chapters of
+and without a message. So each program, if it is run and not imported, first imports this file, then
+PyTorch, and its last line is run(main). tools/convert.py ends in its own way, and the chapters of
 the course use lesson.run. Messages on stderr are not results: if they cannot be written, for
 example to a full disk, they are lost, and the program goes on.
 """

@@ -10,9 +10,9 @@ activations stay as they are.
     python tools/convert.py --checkpoint DIR --mode int4 --out DIR2         or once, as a folder
 
 QuantLinear is the stored form and the oracle of the tests: it dequantises and multiplies. On a CPU,
-and in a compiled model on any device, packed.py replaces it where it has a form that the processor
-multiplies fast. checkpoint.py reads QuantLinears from a folder. All that this file knows of a
-Linear's purpose is that routers stay as they are, and that a tied lm_head keeps 8 bits.
+and in a compiled model on any device, packed.py replaces it by a form that the device multiplies
+fast, where there is one. checkpoint.py reads QuantLinears from a folder. All that this file knows
+of a Linear's purpose is that routers stay as they are, and that a tied lm_head keeps 8 bits.
 
 In shapes here N is output channels, K input channels, G groups. Papers: Dettmers et al. 2022 (int8,
 arXiv:2208.07339), Frantar et al. 2022 (GPTQ, arXiv:2210.17323; see tools/convert.py), Lin et al.
@@ -181,7 +181,8 @@ def quantize_model(
     for path in progress(plain_linears(model, group_size, skip), f"quantising to {mode}"):
         linear: Any = model.get_submodule(path)
         if path == "lm_head" and linear.weight is model.embed_tokens.weight:
-            # Of all matrices, lm_head suffers most from 4 bits. The embedding itself stays plain.
+            # A tied lm_head is the embedding too, and no matrix suffers more from 4 bits. The
+            # embedding itself stays plain.
             quantised = QuantLinear(linear, 8, -1)
         else:
             quantised = QuantLinear(linear, MODES[mode], group_size)

@@ -4,8 +4,8 @@
 draws from the same `distribution`. settings.SamplingParams lists what a request may ask for. This
 file knows nothing of the model but its config. Papers: Holtzman et al. 2019 (top-p,
 arXiv:1904.09751), Nguyen et al. 2024 (min-p, arXiv:2407.01082), Keskar et al. 2019 (repetition
-penalty, arXiv:1909.05858). Read: choose_ids, distribution, keep_likeliest, draw, uniform; then
-Sequence. Next: generate.py.
+penalty, arXiv:1909.05858). Read: sample, choose_ids, distribution, keep_likeliest, draw, uniform;
+then Sequence. Next: generate.py.
 """
 
 import copy
@@ -48,7 +48,10 @@ def sample(logits: Tensor, batch: Batch) -> list[Token]:
     Returns:
         B tokens, with log-probabilities for the sequences that ask for them.
     """
-    ids = choose_ids_fast(logits, batch)  # what choose_ids gives, sooner
+    if all(sequence.takes_argmax for sequence in batch):  # what choose_ids gives, sooner
+        ids = logits.float().argmax(-1).tolist()  # argmax of bfloat16 takes three times as long
+    else:
+        ids = [i for part in parts(logits, batch) for i in choose_ids(*part)]
     return scored(logits, ids, batch)
 
 
@@ -74,8 +77,8 @@ def distribution(logits: Tensor, batch: Batch) -> Tensor:
     Returns:
         (B, V) float32, each row summing to 1.
     """
-    # All steps but the softmax change this copy in place. To allocate another tensor (20 MB for 32
-    # rows and a large vocabulary) would take as long as the arithmetic itself.
+    # Steps 1 and 2, except for the softmax, change this copy in place. To allocate another tensor
+    # (20 MB for 32 rows and a large vocabulary) would take as long as the arithmetic itself.
     logits = logits.to(torch.float32, copy=True)
     # 1) structure, bias, penalties
     for scores, sequence in zip(logits, batch, strict=True):
@@ -92,7 +95,7 @@ def distribution(logits: Tensor, batch: Batch) -> Tensor:
     best = logits[greedy].argmax(-1)
     probs[greedy] = 0
     probs[greedy, best] = 1
-    # 4) top-k, top-p, min-p, in the rows that have one of them
+    # 4) top-k, top-p, min-p, in the rows that have one of them: as keep_likeliest does, sooner
     filtered = [b for b, sequence in enumerate(batch) if sequence.filters]
     if len(filtered) == len(batch):
         return keep_likeliest_fast(probs, params)  # the same as below, without a copy of the rows
@@ -124,8 +127,8 @@ def adjust_(scores: Tensor, sequence: "Sequence") -> None:
 def penalize_(scores: Tensor, sequence: "Sequence") -> None:
     """Change one sequence's logits, (V,), in place, by its penalties."""
     p = sequence.params
-    # The tensor shares the array's memory, and Python cannot enlarge an array whose memory is
-    # shared. So it must not outlive this function, as the next token is appended to the array.
+    # On a CPU the tensor shares the array's memory. When the next token is appended, Python may
+    # move the array and free that memory, so the tensor must not outlive this function.
     ids = torch.frombuffer(sequence.history, dtype=torch.int64).to(scores.device)
     output = ids[sequence.prompt_len :]
     # 1) repetition, of the prompt and the output. A repeated id receives the same score twice.
@@ -161,9 +164,9 @@ def filter_ranked(ranked: Tensor, params: list[SamplingParams]) -> Tensor:
     Returns:
         (B, m), each row summing to 1.
 
-    Example: ranked [0.5, 0.3, 0.15, 0.05]: top_k = 3 keeps [0.5, 0.3, 0.15, 0]. Then top_p = 0.8
-        keeps [0.5, 0.3, 0, 0], as 0.5 is less than 0.8 * 0.95, and 0.5 + 0.3 is not. The result
-        is [0.625, 0.375, 0, 0].
+    Example: ranked [0.5, 0.3, 0.15, 0.05]: top_k = 3 keeps the first three, which sum to 0.95. Then
+        top_p = 0.8 keeps each token with less than 0.8 * 0.95 = 0.76 before it: 0.3 stays, with 0.5
+        before it, and 0.15 goes, with 0.8 before it. The result is [0.625, 0.375, 0, 0].
     """
     limits = torch.tensor([[p.top_k, p.top_p, p.min_p] for p in params], device=ranked.device)
     top_k, top_p, min_p = limits.split(1, dim=1)  # (B, 1) each
@@ -195,8 +198,8 @@ def draw(probs: Tensor, u: Tensor) -> Tensor:
     mass = probs.cumsum(-1)
     total = mass[:, -1:]
     target = u[:, None].to(mass) * total
-    # Rounding can make the target equal to the total, which no id passes. So it is at most the next
-    # float below.
+    # Rounding can make the target equal to the total, which no id passes. So the target is limited
+    # to the next float below the total.
     target = torch.minimum(target, total * (1 - 2**-24))
     # In a row of NaN no id passes. A grammar can cause one by allowing only tokens of logit -inf.
     return torch.searchsorted(mass, target, right=True)[:, 0].clamp(max=probs.shape[-1] - 1)
@@ -260,13 +263,6 @@ def scored(logits: Tensor, ids: Ids, batch: Batch) -> list[Token]:
 # --- The same, sooner -----------------------------------------------------------------------------
 
 
-def choose_ids_fast(logits: Tensor, batch: Batch) -> Ids:
-    """Do what choose_ids does. If all take the likeliest token, no distribution is needed."""
-    if all(sequence.takes_argmax for sequence in batch):
-        return logits.float().argmax(-1).tolist()  # argmax of bfloat16 takes three times as long
-    return [i for part in parts(logits, batch) for i in choose_ids(*part)]
-
-
 def parts(logits: Tensor, batch: Batch) -> abc.Iterator[tuple[Tensor, Batch]]:
     """Split a batch and its logits. A CPU takes few rows at a time, so that their intermediate
     tensors stay in its cache: as many rows as fill a megabyte, but at least eight."""
@@ -296,8 +292,9 @@ def keep_likeliest_fast(probs: Tensor, params: list[SamplingParams]) -> Tensor:
     # 2) Filter.
     filtered = filter_ranked(ranked, params)
     kept = torch.zeros_like(probs).scatter_(1, ids, filtered)
-    # 3) A row may keep more tokens than the selected ones if it keeps one that is as unlikely as
-    # the last of them, or if its top_k is larger. Then sort the whole row.
+    # 3) Sort a whole row if the selected tokens cannot decide it. If the row keeps the last of them
+    # or one as unlikely, it may have to keep others that were not selected. If its top_k is above
+    # NUM_SELECTED, the mass of its top_k tokens, which top-p needs, is not known.
     pivot = ranked[:, -1:]
     keeps_last = ((filtered > 0) & (ranked == pivot)).any(-1).tolist()
     again = [b for b, p in enumerate(params) if keeps_last[b] or p.top_k > NUM_SELECTED]
@@ -364,8 +361,9 @@ class Sequence:
         self.times = [time.perf_counter()]
         self.finish_reason: str | None = None
         self.matcher = None
-        # Most special tokens have no text in the output; see Tokenizer.special. So, as a stop
-        # string, each of them means its id.
+        # Most special tokens have no text in the output (see Tokenizer.special), so the search for
+        # stop strings would not find them. If a stop string is a special token, its id ends the
+        # sequence.
         special = tokenizer.special if tokenizer else {}
         self.end_ids = {*params.stop_token_ids, *(special[s] for s in params.stop if s in special)}
         if not params.ignore_eos:

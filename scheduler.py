@@ -185,8 +185,8 @@ class Engine:
     """Runs many requests at once, step by step. One thread must make all calls but prepare().
 
     Attributes:
-        max_seq_len: the longest prompt and output together. All blocks can hold it without its last
-            token, which never runs.
+        max_seq_len: the longest prompt and output together. The pool has blocks enough for all of
+            it but the last token, which never runs.
         running: the sequences that hold blocks, in the order of place_in_line. The last one is
             preempted first.
         waiting: the sequences without blocks, in the same order.
@@ -243,7 +243,7 @@ class Engine:
         size = limits.block_size
         if num_blocks is None:
             models = [model, *self.proposer.models]
-            num_logits = needed + MAX_SCORED  # at most, from the model; _fork repeats rows
+            num_logits = needed + MAX_SCORED  # the model's; _commit repeats rows for the outputs
             affordable = affordable_blocks(models, limits, budget, num_logits)
             num_blocks = min(affordable, self.max_num_seqs * -(-longest // size))
         self.pool = BlockPool(num_blocks, size)
@@ -319,7 +319,7 @@ class Engine:
         self.running = []
         self.waiting = []
         self.pool = BlockPool(self.pool.num_blocks, self.pool.block_size)
-        for job in dropped:  # in no line now, so no block of theirs goes to the new pool
+        for job in dropped:  # abort() frees no blocks, as the job is in no line now
             self.abort(job.request)
 
     # --- A step -----------------------------------------------------------------------------------
@@ -351,10 +351,10 @@ class Engine:
                 7) A has ids [5 9 2 6], and the cache holds 3 of them
         """
         # 1) schedule: set each job's num_scheduled
-        batch = self.schedule()
+        batch = sorted(self.schedule(), key=run_order)  # sorted for a draft's forward
         if not batch:
             return []
-        spinning.adapt()  # chooses by the machine's load how CPU threads wait; see machine.Spinning
+        spinning.adapt()  # CPU threads spin or sleep by the machine's load; see machine.Spinning
         # 2) guess
         self.proposer.propose(batch)
         # 3) run. Guesses have made rows longer, so sort again.
@@ -365,7 +365,7 @@ class Engine:
         # 4) end the requests whose logits are NaN or infinite
         failed = self._end_broken(batch, finite(logits).cpu().split(sizes))
         # 5) record what has run, and find the jobs that draw a token now
-        jobs, logits = self._ready(batch, logits.split(sizes))
+        jobs, logits = self._commit(batch, logits.split(sizes))
         # 6) draw the next tokens of each job: the guesses that are accepted, and one more
         drawn = self.proposer.verify(logits, jobs)
         # 7) append, and retire the jobs that have ended
@@ -383,16 +383,15 @@ class Engine:
         is_decoding = any(job.table.length >= job.prompt_len for job in self.running)
         budget = self.small_budget if is_decoding else self.max_num_batched_tokens
         batch: list[Job] = []
-        # 1) the running jobs, in line. Each leaves one share of the budget for each job after it,
-        # which is enough for a token and its guesses. If blocks are short, the last in line gives
-        # its own back. So `running` shrinks at its end while `batch` grows, and a job in the batch
-        # is never preempted.
-        share = 1 + self.proposer.k
+        # 1) the running jobs, in line. Each leaves a share of the budget for each job after it. If
+        # blocks are short, the last in line gives its own back. So `running` shrinks at its end
+        # while `batch` grows, and a job in the batch is never preempted.
+        share = 1 + self.proposer.k  # a token and its guesses
         preempted = False
         while len(batch) < len(self.running):
             job = self.running[len(batch)]
-            num_later = len(self.running) - len(batch) - 1
-            num_tokens = self._num_to_run(job, budget - share * num_later, batch)
+            later = self.running[len(batch) + 1 :]
+            num_tokens = self._num_to_run(job, budget - share * len(later), batch)
             if self._allocate(job, num_tokens):
                 budget -= num_tokens
                 batch.append(job)
@@ -402,8 +401,8 @@ class Engine:
         # 2) the waiting jobs, while there are budget and blocks, but not after a preemption
         while self.waiting and len(self.running) < self.max_num_seqs and not preempted:
             job = self.waiting[0]
-            # A prompt that is scored needs the logits of all its tokens. What is found in the
-            # prefix cache would not run, and give none, so nothing is looked for.
+            # A prompt that is scored needs the logits of all its tokens. A token found in the
+            # prefix cache does not run and has no logits, so none are looked for.
             ids = [] if job.scores_prompt else job.ids
             self.pool.reuse(job.table, ids)
             if not job.num_scheduled:  # it has never run
@@ -417,7 +416,7 @@ class Engine:
             batch.append(job)
             self.stats["prefix_cache_queries"] += len(ids)
             self.stats["prefix_cache_hits"] += job.table.length
-        return sorted(batch, key=run_order)  # for the proposer's forward; step() sorts for its own
+        return batch
 
     def _num_to_run(self, job: Job, budget: int, batch: list[Job]) -> int:
         """How many tokens a job runs in this step, within the budget.
@@ -433,8 +432,10 @@ class Engine:
         guesses = self.proposer.count(job)
         if known + guesses <= budget:
             return known + guesses
-        # A running job's budget has room for one known token and all its guesses. So here it has
-        # two known tokens or more, and the result is not 0.
+        # Without guesses, more tokens are known than the budget has room for, and the budget is the
+        # result. With guesses, at least the last known token waits. A running job's budget has room
+        # for one known token and all its guesses, so here it has two known tokens or more, and the
+        # result is not 0.
         return min(known - 1, budget)
 
     def _allocate(self, job: Job, num_tokens: int) -> bool:
@@ -468,7 +469,7 @@ class Engine:
             self.abort(request, "error")
         return broken
 
-    def _ready(self, batch: list[Job], split_logits: tuple) -> tuple[list[Job], Tensor]:
+    def _commit(self, batch: list[Job], split_logits: tuple) -> tuple[list[Job], Tensor]:
         """Record that the jobs' rows have run, and find those whose next token can be drawn.
 
         Args:
@@ -513,8 +514,9 @@ class Engine:
                 job.append(token)
                 self.stats["generation_tokens"] += 1
         job.guess = Guess()
-        # All tokens but the last are accepted guesses. Their keys and values are in the cache. The
-        # next step commits them, as a draft's cache does not have the last guess yet.
+        # All tokens but the last are accepted guesses, and the model's cache holds them. The next
+        # step commits them: until it has run, a draft's cache lacks the last of them, so no other
+        # sequence may find a block that holds it.
         job.table.length += len(tokens) - 1
         if job.finish_reason:
             self._leave(job)

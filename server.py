@@ -34,10 +34,11 @@ from argparse import ArgumentParser, Namespace
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Event, Thread, active_count, stack_size
 from typing import Any
 
-if __name__ == "__main__":  # before PyTorch: Ctrl-C may come while it is imported
+if __name__ == "__main__":  # first: program handles Ctrl-C while PyTorch is imported below
     import program
 
 import settings
@@ -53,7 +54,7 @@ from settings import JSON, EngineArgs, SamplingParams, setting
 
 IDLE_S = 75  # seconds that a client may be silent, or take to read a part of an answer
 MAX_THREADS = 1028  # 1,024 connections, and main, listen, watch and machine.keep_pool
-PAGE = settings.BUNDLED.parents[1] / "page.html"  # in the folder of this file
+PAGE = Path(__file__).resolve().with_name("page.html")
 
 
 @dataclass(frozen=True)
@@ -154,9 +155,10 @@ class Server:
     def forget(self, request: Request) -> None:
         """Count a request that has finished, and drop it.
 
-        It and its outputs refer to each other, and engine.ran refers to the outputs that ran last.
-        Here both are undone, or these objects would stay in memory until Python collects cycles.
-        The connection keeps its own list of the outputs.
+        A request and its outputs refer to each other, so all of them would stay in memory until
+        Python collects cycles; and engine.ran holds the outputs that ran last until the next step.
+        So this removes them from both. The connection's Completion keeps them. Without outputs,
+        `request.finished` is still true.
         """
         self.metrics.count(request)
         for job in request.outputs:
@@ -293,7 +295,8 @@ class Connection(Exchange):
         """Answer a completion, whole or streamed."""
         server = self.server
         body = self.read_json()
-        # In this order: a server that stops waits for the busy ones, so none can slip through.
+        # Join `busy` before the check. In the other order, a server that stops could find nobody
+        # busy between the two, and end without waiting for this completion.
         server.busy.add(self)
         demand(not server.stopping, 503, "the server is stopping")
         completion = server.api.prepare(body, chat)
@@ -317,8 +320,8 @@ class Connection(Exchange):
         """
         while not (self.news.wait(0.3) or self.server.over):
             self.check_client()
-        # While the model writes a call, there is news but nothing to send. Only a send would fail
-        # if the client has left, so look here.
+        # For a while there can be news but nothing to send, as when the model writes a function
+        # call. Then no send fails if the client has left, so look here.
         if time.monotonic() > self.sent_at + 0.3:
             self.check_client()
         self.news.clear()
@@ -375,8 +378,9 @@ class Connection(Exchange):
             demand(is_right, 401, "the API key is missing or wrong", None, "invalid_api_key")
 
     def check_queue(self, num_new: int) -> None:
-        """Raise a Problem if more than --max-queue would wait: sequences in the engine's queue,
-        requests on their way to it, and the new ones."""
+        """Raise a Problem if more than --max-queue sequences would wait. This counts those that
+        run or wait in the engine, the requests on their way to it and the new ones, less the
+        max_num_seqs that can run at once."""
         engine = self.server.engine
         num_waiting = len(engine.queue) + len(self.server.incoming) + num_new - engine.max_num_seqs
         most = self.server.args.max_queue
@@ -411,8 +415,8 @@ def parse_args(argv: list[str] | None) -> Namespace:
 
 def command(flags: Namespace, ranks: Ranks) -> int:
     """Load the model and serve it."""
-    # On a CPU, few prompt tokens in a step let others wait less for their next token: the 99th
-    # percentile is half as long with 32 as with 512.
+    # On a CPU, a step with few prompt tokens delays the sequences that decode less: the 99th
+    # percentile of the time between their tokens is half as long with 32 as with 512.
     defaults: JSON = dict(
         api_key=os.getenv("KILOLM_API_KEY"), small_chunk=32 if ranks.device.type == "cpu" else None
     )

@@ -30,8 +30,9 @@ class SettingError(ValueError):
         self.field = field.partition("[")[0]  # "logit_bias[7]" belongs to logit_bias
 
 
-# No model comes near the upper bounds. They keep a damaged number from filling the memory, from
-# causing an endless loop and from overflowing float32.
+# The bounds of a number for which check() is given none. No model comes near the upper ones. They
+# keep a damaged number from filling the memory, from causing an endless loop and from overflowing
+# float32.
 RANGES = {int: (1, 2**24), int | None: (1, 2**24), float: (1e-15, 1e15)}
 
 
@@ -188,13 +189,13 @@ def without_nulls(raw: JSON) -> JSON:
 # --- What a request may set -----------------------------------------------------------------------
 
 
-# What the settings do. A new setting that is in none of these sets counts as both: it changes
-# logits, and it drops tokens. So the sampler cannot skip it.
+# What the settings do. `filters` and `adjustments`, below, subtract these sets from all settings.
+# So a new setting that is in no set counts as both, and the sampler cannot skip it.
 FILTERS = {"top_k", "top_p", "min_p"}  # drop tokens, but never the likeliest one
 PENALTIES = {"repetition_penalty", "presence_penalty", "frequency_penalty"}
 ADJUSTMENTS = PENALTIES | {"logit_bias", "min_tokens"}  # change logits
-# These do not change the distribution, except for the first two. The sampler handles those two by
-# itself.
+# Neither filters nor adjustments. The sampler looks at the first two, temperature and
+# structured_outputs, separately; the others do not change the distribution.
 NOT_SHAPING = {
     "temperature", "structured_outputs", "seed", "n", "max_tokens", "logprobs", "prompt_logprobs",
     "stop", "stop_token_ids", "ignore_eos",
@@ -226,7 +227,7 @@ class SamplingParams:
     n: int = setting(1, "continuations of each prompt, with consecutive seeds", 1, 128)
     max_tokens: int = setting(256, "generate at most this many tokens", 1)
     min_tokens: int = setting(
-        0, "no EOS or stop string ends the text before this many tokens, but a structure does", 0
+        0, "no EOS, stop token or stop string ends the text earlier, but a structure does", 0
     )
     # Return log-probabilities of the sampled tokens, and of this many likeliest ones.
     logprobs: int | None = field(default=None, metadata=dict(range=(0, 20)))
@@ -330,7 +331,7 @@ class EngineArgs(Limits):
     group_size: int | None = setting(
         None,
         "input channels per scale, for int4 (default: the largest of 128, 64, 32 that fits)",
-        -1,  # one scale for all input channels
+        -1,  # the least; -1 means one scale for all input channels
     )
     attention: str = setting(
         "copy", "how to read the cache's blocks: copy, or flex on a GPU", choices=("copy", "flex")
@@ -360,7 +361,8 @@ def add_flags(parser: Any, settings: type, **aliases: str) -> None:
             if f.name in aliases:
                 names.append(aliases[f.name])
             flag = dict(f.metadata["flag"])
-            if f.type is not bool:  # int of int | None, str of tuple[str, ...]
+            if f.type is not bool:
+                # The type in a union or a tuple: int of int | None, str of tuple[str, ...].
                 flag["type"] = (get_args(f.type) or [f.type])[0]
             parser.add_argument(*names, **flag)
 

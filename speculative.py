@@ -7,7 +7,7 @@ Rejection sampling decides which guesses to keep, in such a way that the output 
 distribution that it has without guesses. At temperature 0 the tokens themselves are the same.
 
     ids        the  cat                     known; "cat" has not been run yet
-    guesses              sat  on   a        from a draft model, or from what the text repeats
+    guesses              sat  on   a        drawn from a draft's distribution q, or looked up: q = 1
     forward         cat  sat  on   a        logits after each: four distributions p
     accept              yes  yes  no        each guess x with probability min(1, p(x) / q(x))
     output               sat  on  the       after a refusal, draw from what p has beyond q
@@ -43,8 +43,8 @@ def accept(p: Tensor, chances: Tensor, guess: Guess, u: Tensor) -> tuple[int, Te
     """Decide how many guesses of one sequence are accepted, and what comes after them.
 
     A guess x was drawn with probability q(x). It is accepted with probability min(1, p(x) / q(x)).
-    Where it is refused, the token is drawn from max(0, p - q), normalised, instead. That sums to
-    the probability of a refusal, so the two cancel, and x comes out with probability
+    Where it is refused, the token is drawn from max(0, p - q), divided by its sum, instead. This
+    sum is also the probability of a refusal, so the two cancel, and x comes out with probability
     q(x) * min(1, p(x) / q(x)) + max(0, p(x) - q(x)) = p(x).
 
     Args:
@@ -64,9 +64,9 @@ def accept(p: Tensor, chances: Tensor, guess: Guess, u: Tensor) -> tuple[int, Te
     """
     for n, x in enumerate(guess.ids):
         if not u[n] * guess.q[n] < chances[n]:  # x is refused, also where p is NaN
-            # A guess that was certain has no probs: q is 1 at x, and 0 elsewhere. There 0 serves as
-            # q, and x, which must not be drawn again, is set to 0 afterwards. (With probs it is 0
-            # already, as p(x) < q(x), or x would not be refused.)
+            # A guess without probs was certain: q is 1 at x, and 0 elsewhere. So nothing is
+            # subtracted from p, and the entry of x is set to 0 afterwards. With probs that entry is
+            # 0 already, because x is refused only if p(x) < q(x).
             q = guess.probs[n] if guess.probs else 0
             rest = (p[n] - q).clamp(min=0)
             rest[x] = 0
@@ -105,15 +105,12 @@ class Guesser(Proposer):
         chances = p.gather(1, torch.tensor(ids, device=p.device)[:, None])  # (R, 1)
         chances = chances.flatten().cpu()  # one read by the host for all jobs
         u = torch.tensor([each.uniform(ACCEPT) for each in ahead], dtype=torch.float64)
-        # 2) Accept.
-        counts = []  # for each job, how many guesses are accepted
-        rests = []  # for each job, what the token after them is drawn from
-        of_jobs = zip(jobs, p.split(sizes), chances.split(sizes), u.split(sizes))
-        for job, job_p, job_chances, job_u in of_jobs:
-            count, rest = accept(job_p, job_chances, job.guess, job_u)
-            counts.append(count)
-            rests.append(rest)
-            for i in range(len(job.guess.ids)):  # for summary()
+        # 2) Accept: for each job, how many guesses, and what the token after them is drawn from.
+        guesses = [job.guess for job in jobs]
+        of_jobs = zip(p.split(sizes), chances.split(sizes), guesses, u.split(sizes))
+        counts, rests = zip(*[accept(*each) for each in of_jobs])
+        for guess, count in zip(guesses, counts):  # for summary()
+            for i in range(len(guess.ids)):
                 self.offered[i] += 1
                 self.accepted[i] += i < count
         # 3) Draw one more token for each job, by the random number that plain decoding would use.
@@ -169,8 +166,8 @@ LONGEST_PAUSE = 4
 class NGram(Guesser):
     """Prompt lookup: guess what followed the last few tokens when they occurred before.
 
-    It is right where a text repeats itself: in code, summaries and corrections. Elsewhere it would
-    cost up to a quarter of the speed, so a job whose guesses fail pauses: for 1 token after the
+    It is right where a text repeats itself: in code, summaries and corrections. Elsewhere its wrong
+    guesses cost speed, so a job whose guesses fail pauses: for 1 token after the
     first guess of which nothing was right, for 2 after the second, then for 4. A guess that is
     right as a whole ends this. All of it depends on the job's own text, not on its neighbours.
     """
@@ -185,11 +182,12 @@ class NGram(Guesser):
             # Python has about 2**20 characters. Two ids that share one can only cause a bad guess.
             new = "".join(chr(i % 2**20) for i in job.ids[len(state.text) :])
             state.text += new
-            # 1) Judge the last guess, if there was one, by the tokens that came since.
-            if not new.startswith(state.guess[:1]):  # the first was wrong; "" begins every text
+            # 1) Judge the last guess by the tokens that came since. If there was none, it is "",
+            # with which every text begins, and nothing changes.
+            if not new.startswith(state.guess[:1]):  # its first token was wrong
                 state.pause = min(max(1, 2 * state.pause), LONGEST_PAUSE)
                 state.start = len(state.text) + state.pause
-            elif state.guess and new.startswith(state.guess):  # all of it was
+            elif state.guess and new.startswith(state.guess):  # all its tokens were right
                 state.pause = 0
             # 2) Guess, unless the job pauses.
             state.guess = ""
@@ -208,7 +206,7 @@ def lookup(text: str, count: int, longest: int = 3) -> str:
     Args:
         text: one character for each token.
         count: the largest number of characters to return.
-        longest: the largest n to try. Matches of more than 3 seldom lead to another guess.
+        longest: the largest n to try. A match of more than 3 seldom gives a different guess.
 
     Example: "abcxbc", count 2: the last two, "bc", occurred before "xb", which is returned
     """

@@ -6,7 +6,9 @@ vocabulary's bytes in a trie. It walks the trie along the bytes that its parser 
 and returns a mask over V in tens of microseconds. The sampler removes the masked tokens before it
 applies any other setting (sampling.py).
 
-    schema {"enum": ["on", "off"]}    text so far, with JSON's quote: "o    allowed: n  n"  f  ff"
+    schema            {"enum": ["on", "off"]}
+    text so far       "o                          (JSON's quote, then the first letter)
+    tokens allowed    n   n"   f   ff   ff"
 
 This file knows the tokenizer and does not know the sampler. Papers: Willard and Louf 2023
 (arXiv:2307.09702), Koo et al. 2024 (arXiv:2407.08103). Read: make_matcher, token_bytes. Next:
@@ -54,10 +56,10 @@ def make_matcher(tokenizer: Tokenizer, config: Config, constraint: JSON) -> Any:
         # The output may need any character of the constraint, so there must be tokens for each.
         if trie.decode_bytes(trie.tokenize_str(text)) != text.encode():
             raise ValueError("the tokenizer has no tokens for some characters of the constraint")
-        # llguidance's own limits are 2,000 items (a choice has one for each word), and a million
-        # units of fuel, on which (a{1000}){1000} takes a second and 200 MB. MAX_LENGTH items are
-        # enough, as no constraint has more items than characters. On a tenth of the fuel this regex
-        # takes a twentieth of the time.
+        # By default llguidance allows 2,000 items (a choice has one for each word) and a million
+        # units of fuel. MAX_LENGTH items are always enough, as no constraint has more items than
+        # characters. With a million units, the regex (a{1000}){1000} takes a second and 200 MB to
+        # compile; with a tenth of them, a twentieth of the time.
         limits = llguidance.LLParserLimits(max_items_in_row=MAX_LENGTH, initial_lexer_fuel=100_000)
         matcher = llguidance.LLMatcher(trie, grammar, log_level=0, limits=limits)
         matcher.compute_logit_bias()  # fails here if no token can come first
@@ -101,7 +103,8 @@ def read_constraint(constraint: JSON) -> tuple[Any, str]:
         raise ValueError("the choice is empty")
     if kind == "choice":
         check_items(kind, value, list, str, max_len=MAX_LENGTH)
-    if kind == "regex":  # in \\d the backslash is escaped, and the d is a d, so pairs are matched
+    if kind == "regex":
+        # A backslash is matched together with what it escapes, so the d of \\d is left alone.
         value = re.sub(r"\\(.)", lambda found: ASCII.get(found[1], found[0]), value)
     # llguidance gets a text, as it would crash on a dict that is nested too deeply. json.dumps
     # refuses such a dict.
@@ -197,7 +200,8 @@ def structure(response_format: Any) -> JSON:
         SettingError: an unknown type, or no schema where there must be one.
     """
     name = "response_format"
-    kind = check(name, response_format, dict).get("type")
+    response_format = without_nulls(check(name, response_format, dict))
+    kind = response_format.get("type")
     if supported(name, kind, "text", "json_object", "json_schema") == "text":
         return {}
     if kind == "json_schema":

@@ -26,8 +26,8 @@ Ids = list[int]  # token ids
 
 
 class Tokenizer:
-    """The tokenizer of one checkpoint folder. Its files mean what they mean to transformers. That
-    converts a tokenizer.model to its own format; here sentencepiece reads it.
+    """The tokenizer of one checkpoint folder. Its files mean what they mean to transformers, which
+    converts a tokenizer.model to its own format; here sentencepiece reads the file.
 
     Attributes:
         vocab_size: the highest id + 1; the model's V may be larger.
@@ -63,8 +63,8 @@ class Tokenizer:
             self.config = config = {name: text_of(value) for name, value in config.items()}
             named = special_texts(config)
             tokens: dict[int, JSON] = {}
-            # In the order of their ids, because add_tokens numbers them so. A token may say itself
-            # whether it is special.
+            # Sorted by id, because _read_fast adds them in this order, and each new token gets the
+            # next id. A token may say itself whether it is special.
             for i in sorted(added, key=int):
                 token = added[i]
                 tokens[int(i)] = {"special": token["content"] in named} | token
@@ -167,7 +167,8 @@ class Tokenizer:
             tokens = backend.get_added_tokens_decoder()
             return {token.content: i for i, token in tokens.items() if token.special}
 
-        # To add one that is special already would reset its settings, such as rstrip.
+        # Make the named tokens special. One that is special already is left out, because to add it
+        # again would reset its settings, such as rstrip.
         backend.add_special_tokens(list((named & vocab.keys()) - special().keys()))
         self.special = special()
         self._encode = lambda text: backend.encode(text, add_special_tokens=False).ids
@@ -192,8 +193,8 @@ class Tokenizer:
         # 1) sentencepiece. Most models put a space in front of a text.
         #   bare    puts none
         #   first   encodes the beginning of a text
-        #   later   encodes what follows an added token: as `first` does, but as `bare` if `legacy`
-        #           is off, which a LlamaTokenizer has by default
+        #   later   encodes what follows an added token. It is `first` if `legacy` is on, and `bare`
+        #           if not. By default, legacy is off in a LlamaTokenizer and on in all others
         config = self.config
         sp = sentencepiece.SentencePieceProcessor(model_file=str(file))
         # These four bytes set normalizer_spec.add_dummy_prefix to False: in a protocol buffer the
@@ -235,8 +236,8 @@ class Tokenizer:
                 result += later.encode(after)
             return result
 
-        # 5) The texts of ids that sentencepiece does not decode. Added tokens have one; the unknown
-        # token, and ids that no token has, have none.
+        # 5) The texts of ids that sentencepiece does not decode. An added token has its own; the
+        # unknown token, and ids that no token has, have an empty one.
         texts = dict.fromkeys(range(len(pieces), self.vocab_size), "")
         texts |= {i: text for text, i in id_of.items()}
         texts[sp.unk_id()] = ""
@@ -350,8 +351,8 @@ class Detokenizer:
         # or after 32 ids.
         if text.endswith("\ufffd") and len(self._new) < 32 and not last:
             return ""
-        # These ids become the context, unless they have no text but spaces, which a decoder may
-        # drop at the beginning. Then they join the old context, while it is shorter than 8.
+        # The new ids become the context. But if they are only spaces, which a decoder may drop at
+        # the beginning, the old context stays, and takes them in while it has fewer than 8 ids.
         if text.strip():
             self._context = []
         if len(self._context) < 8:
@@ -396,8 +397,8 @@ class TextStream:
         for stop in self._stops:
             for i in range(len(held)):
                 if held.startswith(stop, i):
-                    # It must end in the new text. One that ended before, within min_tokens, does
-                    # not count; it may still be held, because another may have begun.
+                    # A stop string counts only if it ends in the new text. An earlier one came
+                    # within min_tokens. It is still held if a longer stop string may contain it.
                     if can_stop and i + len(stop) > len(self._held):
                         found.append(i)
                 elif stop.startswith(held[i:]) and not last:
@@ -429,9 +430,9 @@ END = "\U000f5ec3\U000f5ec4"
 
 
 def plain_turn(message: JSON) -> JSON:
-    """Return a message of OpenAI's API as chat templates expect it: without nulls, but with a
-    content that is null as Null(); without an empty list of calls; and with the arguments of calls
-    as objects."""
+    """Return a message of OpenAI's API as chat templates expect it: without nulls, except that a
+    null content becomes Null(); without an empty list of calls; and with the arguments of calls as
+    objects."""
     turn = without_nulls(message)
     if message.get("content", "") is None:
         turn["content"] = Null()

@@ -89,7 +89,7 @@ def shard(
     blocks: Any = share.layers
     for block in blocks:
         block.self_attn.register_forward_hook(add_up)  # after o_proj
-        block.mlp.register_forward_hook(add_up)  # after down_proj, the experts' too
+        block.mlp.register_forward_hook(add_up)  # after down_proj; with experts, after their sum
     # 3) The slices of the files. A rank has all of a tied embedding, to look up rows, and a part of
     # it as lm_head.
     if is_tied(model):
@@ -101,8 +101,9 @@ def shard(
             files[name] = stored.changed(lambda bias: bias * (rank == 0))
         elif dim is not None:
             n = stored.empty.shape[dim]
-            # There are fewer pieces than ranks if there are fewer kv heads, or if a row of a
-            # quantised weight has a single scale. Then several ranks read the same piece.
+            # Most tensors have a piece for each rank. Some have fewer, and several ranks read the
+            # same piece: k and v if there are fewer kv heads, and the scales and zeros of o or down
+            # if each of their rows has a single one.
             pieces = min(world_size, c.num_key_value_heads if module in ("k_proj", "v_proj") else n)
             i = rank * pieces // world_size
             files[name] = stored.changed(partial(cut, dim, i, -(-n // pieces)))

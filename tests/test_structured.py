@@ -310,6 +310,7 @@ def test_response_format():
     schema = {"type": "object"}
     assert structure({"type": "text"}) == {}
     assert structure({"type": "json_object"}) == {"json": schema}
+    assert structure({"type": "json_object", "schema": None}) == {"json": schema}  # left out
     form = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
     assert structure(form) == {"json": schema}
     for bad in ({}, {"type": "xml"}, "json", {"type": "json_schema"}, {"type": ["text"]}):

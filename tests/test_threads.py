@@ -102,13 +102,13 @@ def test_threads_sleep_while_others_are_busy(variable, threads, monkeypatch):
         clock[0] += 1
         used[0] += load
         spinning.adapt()
-        seen.append(bool(spinning.idle_pool))
+        seen.append(bool(spinning.end_pool))
         clock[0] += 0.1  # too early to look again
         spinning.adapt()
     busy = [load > 0.5 for load in (0.1, 1, 1, 0.6, 0.3, 0.1, 1)]
     assert seen == ([False] * 7 if variable or threads() == 1 else busy)
-    if spinning.idle_pool:
-        spinning.idle_pool.set()
+    if spinning.end_pool:
+        spinning.end_pool.set()
 
 
 def test_the_load_of_others(tmp_path, monkeypatch):
