@@ -25,8 +25,8 @@ class Form(NamedTuple):
         arguments: the key under which a call has its arguments.
         begin, end: what it writes around a call.
         between: what it writes between two calls.
-        tag: matches what stands before a call. At the end of the text so far, it also matches a
-            beginning of that, because the rest may follow.
+        tag: matches what stands before a call. At the end of the text it also matches an incomplete
+            tag, because the rest may follow.
         close: matches what stands after a call.
     """
 
@@ -51,8 +51,8 @@ FORMS = dict(
         begin=f"{OPEN}\n",
         end="\n</tool_call>",
         between="\n",
-        # White space, then OPEN before a brace or at the end of the text; or, at the end of the
-        # text, a beginning of OPEN or nothing. So there is always a match.
+        # White space, if any, then OPEN before a brace; or, at the end of the text, white space, if
+        # any, then OPEN, a beginning of OPEN, or nothing. So there is always a match.
         tag=re.compile(rf"{RUN}(?:{OPEN}\s*(?=\{{|\Z)|(?:{CUT})?\Z)"),
         close=re.compile(r"\s*</tool_call>"),
     ),
@@ -193,8 +193,8 @@ def split_calls(text: str, tools: Tools, ended: bool) -> tuple[str, list[JSON]]:
     is_text = not tools.form.begin and text.lstrip(" \t\r\n;")[:1] not in ("", "{")
     if is_text or not tools.schemas:
         return text, []
-    # The search finds a tag before a brace or, at the end of the text, what may become a tag, which
-    # may be "". In hermes it always finds one of the two. In llama3 it may find nothing (None).
+    # The search finds a tag before a brace or, at the end of the text, a tag that may be incomplete
+    # or even empty. In hermes it always finds one of the two. In llama3 it may find none.
     find = tools.form.tag.search
     shown = ""
     calls: list[JSON] = []

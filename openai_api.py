@@ -140,7 +140,8 @@ class API:
     def sampling_params(self, fields: JSON, chat: bool) -> SamplingParams:
         """Return the sampling settings of a request. Omitted ones come from the checkpoint, except
         max_tokens: it is 16 in a completion, and in a chat only the context limits it."""
-        # This error lists up to nine keys that are no ids; that of SamplingParams would name one.
+        # Checked here, because this error shows up to nine keys that are no ids; SamplingParams
+        # would name only one.
         check_ids("logit_bias", fields["logit_bias"], self.engine.config.vocab_size)
         defaults = vars(self.defaults) | dict(max_tokens=self.engine.max_seq_len if chat else 16)
         params = SamplingParams(**{name: fields.get(name, defaults[name]) for name in defaults})
@@ -189,8 +190,9 @@ def translate(given: JSON, chat: bool) -> JSON:
 
         max_tokens, logprobs, structured_outputs   from fields that have other names in OpenAI's API
         include_usage, continuous_usage_stats      out of stream_options
-        prompt_logprobs                            is `echo`: if logprobs are asked for, the prompt
-                                                   gets them too. A body may not have this field
+        prompt_logprobs                            equals `echo`: if logprobs are asked for, the
+                                                   prompt gets them too. A body that has this field
+                                                   itself is refused
         hidden                                     true with echo if max_tokens is 0: nothing is to
                                                    be generated. The engine has to generate one
                                                    token, which is not shown
@@ -207,7 +209,8 @@ def translate(given: JSON, chat: bool) -> JSON:
     check_supported(fields, chat)
     if "max_completion_tokens" in fields:
         fields["max_tokens"] = fields["max_completion_tokens"]
-    if fields["echo"]:  # refuse false, which would count as 0 below
+    if fields["echo"]:
+        # Checked here, because max_tokens: false would count as 0 below.
         check("max_tokens", fields.get("max_tokens"), int | None, 0)
     fields["prompt_logprobs"] = fields["echo"]
     fields["hidden"] = fields["echo"] and fields.get("max_tokens") == 0
@@ -244,7 +247,8 @@ def check_supported(fields: JSON, chat: bool) -> None:
         allowed["echo"] = False
     else:
         allowed |= dict(tools=[], tool_choice="auto")
-    if fields.get("tool_choice", fields.get("function_call")) == "none":  # then tools do nothing
+    # Tools that may not be called are allowed. `function_call` is OpenAI's older `tool_choice`.
+    if fields.get("tool_choice", fields.get("function_call")) == "none":
         fields = fields | dict(tools=[], functions=[], tool_choice="auto")
     for name, value in fields.items():
         if name in allowed:
@@ -520,8 +524,8 @@ class Choice:
 
 
 def events_of(part: JSON) -> list[JSON]:
-    """Return a new part of a choice as the events of a stream: one, or, if it has calls, first
-    their names and then their arguments, as clients expect them.
+    """Return a new part of a choice as the events of a stream. A part without calls is one event.
+    One with calls becomes two, as clients expect: the calls' names, then their arguments.
 
     Example: {"name": "f", "arguments": "{}"} is sent as {"name": "f", "arguments": ""}, and then as
         {"arguments": "{}"}

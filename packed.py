@@ -63,20 +63,21 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
     torch._dynamo.config.recompile_limit = 64
     # Without this, two sizes that are equal by chance, such as S and H, would be taken as one.
     torch.fx.experimental._config.use_duck_shape = False
-    # Code is compiled when it first runs. The compiler takes a size of 1 as fixed, and another as
-    # standing for all larger ones. So these two forwards have one of everything, then more.
+    # Code is compiled when it first runs. The compiler takes a size of 1 as fixed, and any other as
+    # standing for all sizes above 1. So these forwards have one of everything, then more.
     with torch.no_grad(), blame("--compile"):  # PyTorch raises an error if there is no compiler
-        for lengths in progress([[1], [1, 1, CHUNK]], "compiling decode, prefill"):
+        warm_up = [[1], [1, 1], [1, 2], [1, 1, CHUNK]]
+        for lengths in progress(warm_up, "compiling decode, prefill"):
             if batch_size is None:
-                # One row of one token; then two such rows, and a prompt. All write to block 0. The
-                # tables and the pool have CHUNK blocks, which is more than they need.
+                # Rows with these numbers of tokens: one or two of one, alone and beside a prompt.
+                # All write to block 0. Tables and pool have CHUNK blocks, more than they need.
                 rows = [Row([0] * CHUNK, 0, [0] * length) for length in lengths]
                 Runner(model, CHUNK, 16, kv_dtype).forward(rows)
             else:
-                # One token, and its logits; then a prompt, and the logits of two tokens.
+                # As many tokens as the longest of these rows, and the logits of one or two.
                 static = StaticCache(model, batch_size, CHUNK, kv_dtype)
                 positions, layers = static.plan(0, max(lengths))
-                select = positions[0, :2].clone()  # tokens 0 and 1, which have positions 0 and 1
+                select = positions[0, :2]  # the first tokens: their indices are their positions
                 model(torch.zeros_like(positions), positions, layers, select)
 
 
@@ -113,10 +114,11 @@ def compile_for_cuda(model: Transformer, batch_size: int | None) -> None:
 
 
 def replay_steps(model: Transformer) -> None:
-    """Let a model on CUDA replay decoding with a static cache, in place. On an H200 that makes a
-    step of 1.1 billion parameters 5 times as fast: Python needs 10 ms to launch its kernels, and
-    the GPU 2 ms to run them. A model with experts is left as it is, because in the middle of a step
-    the host reads how many rows each expert gets. For a paged cache see tools/cuda_graphs.py."""
+    """Change a model on CUDA in place, so that it replays the steps of decoding with a static cache
+    (see Replayed). On an H200 that makes a step of 1.1 billion parameters 5 times as fast: Python
+    needs 10 ms to launch its kernels, and the GPU 2 ms to run them. A model with experts is left as
+    it is, because in the middle of a step the host reads how many rows each expert gets. For a
+    paged cache see tools/cuda_graphs.py."""
     # Ranks exchange sums in the middle of a step. We have not tried to record that.
     has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
     if not has_ranks and not any(hasattr(block.mlp, "mix") for block in model.layers):
@@ -143,7 +145,8 @@ class Replayed:
     ) -> Tensor:
         """Do what Transformer.forward does. `select` is one tensor, or is left out."""
         if layers and isinstance(layers[0], Slab) and tokens.shape[1] == 1:
-            # A graph keeps its arguments and writes over them. Positions are a copy already.
+            # A graph keeps the tensors of the step that it recorded, and later steps are copied
+            # over them. So these two are clones. StaticCache.plan has copied the positions.
             select = tuple(each.clone() for each in select)
             return self.replay(tokens.clone(), positions, layers, *select)
         return self.forward(tokens, positions, layers, *select)
@@ -175,7 +178,7 @@ class Replayed:
 def tensors_of(tokens: Tensor, positions: Tensor, layers: list, *select: Tensor) -> list[Tensor]:
     """Return the tensors of a plan that a forward reads. Layers share most of them."""
     first = layers[0]
-    if isinstance(first, Slab):  # its positions are a view of its slots
+    if isinstance(first, Slab):  # no positions: they are a view of first.slots
         return [tokens, *select, first.slots, *dict.fromkeys(layer.mask for layer in layers)]
     masks = [mask for group in first.groups for mask in group.masks.values()]
     tables = [group.flat_table for group in first.groups]
@@ -239,20 +242,39 @@ class OpaqueCache(LayerCache):
 
 
 def hide_caches(model: nn.Module, args: tuple) -> tuple:
-    """Replace each layer's cache by an OpaqueCache in the arguments of Transformer.forward.
-
-    The compiler may look into a static cache where all its forwards have the same form: on a CPU,
-    those of one token; on a GPU, all of them. But a GPU's int8 cache is hidden, because the
-    compiler fails to take a scale apart into bytes. Then steps are not replayed either.
-    """
+    """Replace each layer's cache by an OpaqueCache in the arguments of Transformer.forward, unless
+    the compiler may look into it."""
     if len(args) == 2:  # there is no cache; see model.NoCache
         return args
     tokens, positions, layers, *select = args
-    if isinstance(layers[0], Slab):
-        may_compile = tokens.shape[1] == 1 if tokens.is_cpu else layers[0].kv.dtype != torch.int8
-        if may_compile:
-            return args
+    if may_compile(tokens, layers[0]):
+        return args
     return tokens, positions, [OpaqueCache(layer) for layer in layers], *select
+
+
+def may_compile(tokens: Tensor, layer: Any) -> bool:
+    """Whether the compiler may look into the caches of a forward: whether all such forwards attend
+    in the same way. For a static cache on a GPU, all of them do. But if it stores int8, it is
+    hidden, because the compiler fails to take a scale apart into bytes. Then steps are not replayed
+    either.
+
+    On a CPU, all forwards of one new token in each sequence do. (A long prompt attends without a
+    mask.) With a paged cache this holds only for one group whose blocks are few enough for a copy;
+    a longer row is better read in place. Attention as a part of its block saves many small calls:
+    with 32 sequences of 64 tokens, a step of the 110m shape on a Zen 3 takes 0.84 times as long.
+    """
+    if isinstance(layer, Slab):
+        return tokens.shape[1] == 1 if tokens.is_cpu else layer.kv.dtype != torch.int8
+    if not tokens.is_cpu or type(layer) not in (Blocks, CompiledBlocks):
+        return False
+    group, *others = layer.groups
+    bytes_read = group.table.numel() * layer.kv[:, 0].nbytes
+    if others or group.positions.shape[1] > 1 or bytes_read > layer.max_bytes:
+        return False
+    # The compiler would take these two as fixed. All layers share the group.
+    group.span = None
+    group.tokens_per_mask = 1
+    return bool(group.masks)  # made here, once
 
 
 # --- Which form a matrix gets ---------------------------------------------------------------------
@@ -280,7 +302,8 @@ def pack_linears(model: nn.Module, alone: bool = False, kind: type = nn.Module) 
                 model.set_submodule(path, form(linear))
 
 
-# FBGEMM is for x86 alone, so this also stands for x86, which both forms of int8 need.
+# FBGEMM is for x86 alone, so this also tells whether the processor is an x86, which Int8Linear and
+# Int8WithoutVNNI need.
 HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines
 
 
@@ -391,10 +414,10 @@ class Int8Linear(PackedLinear):
         q = linear.qweight
         scales = linear.scales
         if scales.shape[1] > 1 or (linear.zeros != 128).any():
-            # The operators for bytes know neither groups nor zero points other than 128, and 4-bit
-            # weights have both. So these are rounded once more, to 8 bits with one scale per output
-            # channel. That costs little beside the first rounding: for the bundled model in 4 bits,
-            # the KL divergence to the plain model grows by a hundredth.
+            # The operators for bytes know neither groups nor zero points other than 128. So weights
+            # that have either, as all 4-bit weights do, are rounded once more, to 8 bits with one
+            # scale per output channel. That costs little beside the first rounding: for the bundled
+            # model in 4 bits, the KL divergence to the plain model grows by a hundredth.
             q, scales, _ = round_to_nearest(linear.dequantize(), 8, linear.in_features)
         # These are no buffers, because .to(dtype) would round them.
         self.scales = scales.flatten()  # (N,)
@@ -561,7 +584,8 @@ class HalfLinear(PackedLinear):
 #                      instead of 35, and one of 512 as long as before. On AMD processors, MKL is
 #                      slower.
 #     SLOW_ROW         On AMD's Zen 4, one row takes longer than six, so one or two are filled up to
-#                      six. It is recognised by bfloat16 products without AVX-VNNI.
+#                      six. A Zen 4 is recognised by its instructions for bfloat16, together with
+#                      the absence of AVX-VNNI.
 #     LOOPS            On Zen 4, and with AVX2 alone (AMD's Zen 3), LoopedLinear takes the place of
 #                      PackedLinear if the model runs one sequence at a time.
 # Processors with AVX-VNNI (Zen 5, Intel) gain little from filling up, or lose. The speed of
@@ -573,9 +597,9 @@ class HalfLinear(PackedLinear):
 #     decoding, LoopedLinear               1.38    1.40                   1.26    1.38
 #     a prompt of 256, LoopedLinear        0.96    0.96
 #     a prompt of 512, LoopedLinear                                       0.94    1.00
-# On a Zen 4, int8 keeps oneDNN's product: FBGEMM's decodes 1.07 times as fast as six rows by
-# oneDNN, but reads a prompt 0.80 times as fast. LoopedLinear, compiled as a part of its block, has
-# run on a Zen 3 and a Zen 4 only.
+# On a Zen 4, int8 keeps oneDNN's product. With FBGEMM's product, decoding is 1.07 times as fast as
+# with oneDNN's product of six rows, but a prompt is read only 0.80 times as fast. LoopedLinear,
+# compiled as a part of its block, has run on a Zen 3 and a Zen 4 only.
 capabilities = torch.cpu.get_capabilities()
 AVX_VNNI = capabilities.get("avx_vnni")
 SLOW_ROW = capabilities.get("avx512_bf16") and not AVX_VNNI
@@ -644,13 +668,16 @@ class CompiledBlocks(Blocks):
     """
 
     # Blocks reads fewer bytes in one call, as it copies them. Here nothing is copied, and few calls
-    # are best.
-    max_bytes = 2**25
+    # are best: with 2**27 in place of 2**25, a step of 32 rows of 512 tokens takes 0.85 times as
+    # long.
+    max_bytes = 2**27
 
     def attend_group(self, q: Tensor, group: Group) -> Tensor:
         if q.shape[2] > 1 or self.kv.dtype != q.dtype:  # prompts and guesses; int8
             return super().attend_group(q, group)
         mask = group.masks[self.window]
+        if torch.compiler.is_compiling():
+            return attend_to_blocks(q, self.kv, group.table, mask)
         # The compiled code is for one order of q in memory, so this is a copy in that order.
         q = q.clone(memory_format=torch.contiguous_format)
         return compiled(attend_to_blocks, dynamic=True)(q, self.kv, group.table, mask)
@@ -668,11 +695,12 @@ def attend_to_blocks(q: Tensor, kv: Tensor, table: Tensor, mask: Tensor) -> Tens
     Returns:
         (B, N, 1, H).
     """
+    torch._dynamo.mark_static(kv, 3)  # H, which as a constant makes the loops a quarter faster
     keys, values = kv[:, table].transpose(0, 1).chunk(2, 1)  # (B, N, W, block size, H) each
     scores = (q[:, :, :, None].float() * keys).sum(-1)  # (B, N, W, block size)
     scores = scores.flatten(2).masked_fill(~mask[:, 0], -torch.inf)  # (B, N, S)
-    # The softmax's division comes last, so that it divides H numbers and not S. Nor is q scaled
-    # first: the compiler would compute the root anew for each key.
+    # The softmax's division comes last, so that it divides H numbers and not S. The scores are
+    # scaled and not q, because for q the compiler would compute the root anew for each key.
     scores = scores - scores.amax(-1, True)
     weights = (scores * q.shape[3] ** -0.5).exp()
     parts = weights.unflatten(2, (table.shape[1], -1))[..., None] * values

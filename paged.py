@@ -10,7 +10,7 @@ about requests or text. Papers: Kwon et al. 2023 (PagedAttention, arXiv:2309.061
 2023 (prefix sharing, arXiv:2312.07104). Read: BlockTable, BlockPool; then Row, Blocks, Runner.
 Next: scheduler.py.
 
-The model runs the M new tokens of all sequences one after another, as a batch of one: (1, M).
+The M new tokens of all sequences are laid end to end and run as a batch of one: (1, M).
 Attention takes them apart again, into groups of B rows; a row is one sequence's share of the
 forward, with T new tokens and W blocks. The model returns logits for R of the M tokens: (R, V).
 
@@ -46,9 +46,9 @@ class BlockTable:
 
     blocks: list[int] = field(default_factory=list)  # enough for `length` tokens, perhaps for more
     length: int = 0  # tokens whose keys and values are in the blocks
-    # chain[i] is a mark that stands for the whole text in the first i blocks, which are full.
-    # chain[0] is the request's salt: a prefix is found only from a table with the same one. See
-    # BlockPool._key_of.
+    # chain[i] is a mark, an object that stands for the whole text of the first i blocks, all of
+    # them full. The mark of no text, chain[0], is the request's salt, so a prefix is found only by
+    # requests with the same salt. See BlockPool._key_of.
     chain: list[object] = field(default_factory=lambda: [None])
 
 
@@ -153,9 +153,9 @@ class BlockPool:
         for block in reversed(table.blocks):
             self.refs[block] -= 1
             if self.refs[block] == 0:
-                self.available[block] = None  # at the end, if it is cached
-                if block not in self._keys:
-                    self.available.move_to_end(block, last=False)  # it is free: to the beginning
+                self.available[block] = None  # at the end: cached blocks are handed out last
+                if block not in self._keys:  # it is free, and free blocks are handed out first
+                    self.available.move_to_end(block, last=False)
         table.blocks = []
         table.length = 0
         del table.chain[1:]  # all but the salt
@@ -215,9 +215,8 @@ def groups_of(
 ) -> Iterator[list[Row]]:
     """Split rows into groups that are attended together, each as one batch.
 
-    A group is a run of rows with equally many new tokens. The first row decides to how many blocks
-    each row of the group is padded. So among rows with equally many new tokens, the one with the
-    longest context must come first; see scheduler.run_order.
+    A group is a run of rows with equally many new tokens, which are padded to the longest of them.
+    There are fewest groups if the longest context comes first; see scheduler.run_order.
 
     Args:
         max_blocks: how many blocks a group may have, padding included, unless it is a single row.
@@ -230,7 +229,7 @@ def groups_of(
     for _, alike in itertools.groupby(rows, key=lambda row: len(row.ids)):
         left = list(alike)
         while left:
-            width = max(min_width, left[0].num_blocks(block_size))
+            width = max(min_width, *(row.num_blocks(block_size) for row in left))
             count = max(1, max_blocks // width)
             yield left[:count]
             left = left[count:]
@@ -248,7 +247,7 @@ class Group:
             Blocks.kv.flatten(0, 1), where block b of head h has the index h * num_blocks + b.
         span: the blocks of `table` as one slice, if each follows the one before it; else None.
         is_long: whether this is one row of a long prompt; see kv_cache.is_long_prompt.
-        tokens_per_mask: how many tokens of each row may have their masks made at once.
+        tokens_per_mask: the most new tokens of each row that one mask covers.
     """
 
     config: Config
@@ -452,17 +451,17 @@ class Runner:
         device = self.model.device
         positions = torch.tensor([row.positions for row in rows], device=device)  # (B, T)
         is_long = len(rows) == 1 and is_long_prompt(positions, rows[0].positions.stop)
-        # 1) the blocks of each row that a token has reached; others may still hold an old NaN.
-        # Shorter rows are filled up with a block that holds no NaN; see filler. A block that fills
-        # up stands for positions after the row's last token, which no query sees.
+        # 1) Each row's blocks, as far as its last new token; later ones may hold an old NaN. A
+        # shorter row is padded with a block that holds no NaN; see filler. That block stands for
+        # positions after the row's last token, which no query sees.
         used = [row.blocks[: row.num_blocks(size)] for row in rows]
         W = max(self.min_width, *map(len, used))
         padded = [blocks + [self.filler(blocks)] * (W - len(blocks)) for blocks in used]
         table = torch.tensor(padded)  # (B, W)
         order = torch.arange(W).expand_as(table)  # the place of each block in its row's text
-        # 2) in ascending order, because blocks often follow each other then: a sequence that has
-        # ended gives back 5 6 7, and the next one gets 7 6 5. A long prompt has no mask that could
-        # tell the order of its keys, so it keeps that of the text.
+        # 2) in ascending order, because blocks often follow each other then: the cached blocks
+        # 5 6 7 of a sequence that has ended are handed out again as 7 6 5. A long prompt keeps the
+        # order of its text: without a window it has no mask that could tell another order.
         if not is_long:
             table, order = table.sort()
         key_positions = order[..., None] * size + torch.arange(size)  # (B, W, block size)
@@ -472,14 +471,15 @@ class Runner:
         num_heads, num_blocks = self.kv[0].shape[:2]  # 2 * K heads
         first_of_head = torch.arange(num_heads)[:, None] * num_blocks
         flat_table = (table[:, None] + first_of_head).to(device)  # (B, 2 * K, W)
-        # 4) how many tokens' masks are made at once
+        # 4) how many tokens of each row one mask covers
         tokens_per_mask = max(1, self.max_pairs // key_positions.numel())
         key_positions = key_positions.flatten(1).to(device)  # (B, S)
         config = self.model.config
         return Group(config, positions, key_positions, flat_table, span, is_long, tokens_per_mask)
 
     def filler(self, blocks: list[int]) -> int:
-        """The block that fills up a row's table: any without an old NaN; flex.py has another."""
+        """The block with which a shorter row is padded: the row's last one, as it holds no old NaN.
+        FlexRunner takes another block."""
         return blocks[-1]
 
     def wipe_new_blocks(self, rows: list[Row]) -> None:
@@ -507,8 +507,8 @@ def affordable_blocks(
 ) -> int:
     """How many blocks fit into limits.kv_memory.
 
-    1 or more is a number of bytes. Below 1 it is a share of the free memory that a step leaves (see
-    step_bytes); on a CPU this share is at most MAX_BYTES.
+    A kv_memory of 1 or more is a number of bytes. Below 1 it is a share of the free memory that a
+    step leaves (see step_bytes); on a CPU this share is at most MAX_BYTES.
 
     Args:
         models: the model, then those that guess; each of them has as many blocks as the model.
@@ -518,11 +518,11 @@ def affordable_blocks(
     model = models[0]
     size = limits.block_size
     config = model.config
-    # A block's bytes are its share of attention's copy, and its place in each model's cache. One
-    # row may have all blocks, and attention then copies all of them, one layer at a time. A number
-    # in the copy has the model's dtype. An int8 number takes up to 6 bytes more on its way through
-    # kv_cache.decode: 1 for its copy, 4 as float32, and 1 for its share of the scale, whose four
-    # bytes are copied twice for H numbers.
+    # A block counts once in each model's cache, and once in attention's copy: one row may have all
+    # blocks, and attention then copies all of them, one layer at a time. A number in the copy has
+    # the model's dtype. On its way through kv_cache.decode, an int8 number takes up to 6 bytes
+    # more: 1 as int8, 4 as float32, and at most 1 for the scale, of which there are two copies of 4
+    # bytes for H numbers.
     copied = model.dtype.itemsize + (6 if limits.kv_dtype == "int8" else 0)
     block_bytes = 2 * size * config.num_key_value_heads * config.head_dim * copied
     for each in models:
@@ -547,5 +547,5 @@ def step_bytes(model: Transformer, num_tokens: int, num_logits: int) -> int:
     activations = num_tokens * 4 * widths * itemsize
     logits = num_logits * 6 * 4 * config.vocab_size  # six float32 tensors
     # To make a mask takes up to four bool tensors, and attention widens it to the queries' dtype.
-    heads = config.num_attention_heads // config.num_key_value_heads  # of a kv head
+    heads = config.num_attention_heads // config.num_key_value_heads  # query heads per kv head
     return activations + logits + Runner.max_pairs * heads * (itemsize + 4)

@@ -131,7 +131,8 @@ def penalize_(scores: Tensor, sequence: "Sequence") -> None:
     # move the array and free that memory, so the tensor must not outlive this function.
     ids = torch.frombuffer(sequence.history, dtype=torch.int64).to(scores.device)
     output = ids[sequence.prompt_len :]
-    # 1) repetition, of the prompt and the output. A repeated id receives the same score twice.
+    # 1) repetition, of the prompt and the output. An id that occurs twice is still changed once:
+    # index_copy_ writes the same new score twice.
     old = scores.index_select(0, ids)  # 6 times as fast as scores[ids]
     new = torch.where(old > 0, old / p.repetition_penalty, old * p.repetition_penalty)
     scores.index_copy_(0, ids, new)
@@ -201,7 +202,8 @@ def draw(probs: Tensor, u: Tensor) -> Tensor:
     # Rounding can make the target equal to the total, which no id passes. So the target is limited
     # to the next float below the total.
     target = torch.minimum(target, total * (1 - 2**-24))
-    # In a row of NaN no id passes. A grammar can cause one by allowing only tokens of logit -inf.
+    # In a row of NaN no id passes. Such a row can come from a grammar that allows only tokens whose
+    # logit is -inf.
     return torch.searchsorted(mass, target, right=True)[:, 0].clamp(max=probs.shape[-1] - 1)
 
 

@@ -76,7 +76,7 @@ class Guess:
 
     ids: Ids = field(default_factory=list)
     q: list[float] = field(default_factory=list)  # the probability with which each was drawn
-    probs: list[Tensor] = field(default_factory=list)  # (V,) each; empty: each was certain
+    probs: list[Tensor] = field(default_factory=list)  # (V,) each, drawn from; []: all were certain
 
 
 class Job(Sequence):
@@ -171,9 +171,9 @@ class Proposer:
 # --- The engine -----------------------------------------------------------------------------------
 
 
-# A step runs at most this many tokens of prompts that need log-probabilities; but each such prompt
-# that runs has at least one. Each token needs its logits. For 64 tokens and a vocabulary of 150,000
-# the logits take 38 MB, and a copy as much again.
+# Each token of a prompt that needs log-probabilities needs its logits. So a step runs at most this
+# many such tokens, except that each such prompt in the step runs at least one. For 64 tokens and a
+# vocabulary of 150,000 the logits take 38 MB, and a copy as much again.
 MAX_SCORED = 64
 
 # What the engine counts, under vLLM's names where vLLM counts the same.
@@ -233,7 +233,8 @@ class Engine:
         self.proposer = proposer or Proposer()
         self.make_matcher = make_matcher
         self.max_num_seqs = limits.max_num_seqs
-        needed = self.max_num_seqs * (1 + self.proposer.k)  # with less, a running one would wait
+        # The least budget: with less, a running sequence would have to wait.
+        needed = self.max_num_seqs * (1 + self.proposer.k)
         chunk = CHUNK if model.device.type == "cpu" else 2048  # vLLM's figure; not measured by us
         budget = limits.max_num_batched_tokens or needed + chunk
         self.max_num_batched_tokens = check("max_num_batched_tokens", budget, int, needed)
@@ -243,7 +244,9 @@ class Engine:
         size = limits.block_size
         if num_blocks is None:
             models = [model, *self.proposer.models]
-            num_logits = needed + MAX_SCORED  # the model's; _commit repeats rows for the outputs
+            # The most rows that the model computes. Rows that _commit repeats, for a prompt with
+            # several outputs, are not counted.
+            num_logits = needed + MAX_SCORED
             affordable = affordable_blocks(models, limits, budget, num_logits)
             num_blocks = min(affordable, self.max_num_seqs * -(-longest // size))
         self.pool = BlockPool(num_blocks, size)
@@ -401,8 +404,8 @@ class Engine:
         # 2) the waiting jobs, while there are budget and blocks, but not after a preemption
         while self.waiting and len(self.running) < self.max_num_seqs and not preempted:
             job = self.waiting[0]
-            # A prompt that is scored needs the logits of all its tokens. A token found in the
-            # prefix cache does not run and has no logits, so none are looked for.
+            # A prompt that is scored needs the logits of all its tokens, and a token found in the
+            # prefix cache does not run and has none. So no prefix is looked up.
             ids = [] if job.scores_prompt else job.ids
             self.pool.reuse(job.table, ids)
             if not job.num_scheduled:  # it has never run
@@ -432,10 +435,9 @@ class Engine:
         guesses = self.proposer.count(job)
         if known + guesses <= budget:
             return known + guesses
-        # Without guesses, more tokens are known than the budget has room for, and the budget is the
-        # result. With guesses, at least the last known token waits. A running job's budget has room
-        # for one known token and all its guesses, so here it has two known tokens or more, and the
-        # result is not 0.
+        # Without guesses, known > budget, and the result is the budget. With guesses, at least the
+        # last known token waits with them. The result is not 0 for a running job: its budget has
+        # room for one known token and all its guesses, so here it has two known tokens or more.
         return min(known - 1, budget)
 
     def _allocate(self, job: Job, num_tokens: int) -> bool:
@@ -493,6 +495,7 @@ class Engine:
                 # When a prompt has been computed, all outputs of its request begin.
                 outputs = [job] if job.tokens else self._fork(job)
                 ready += outputs
+                # A scored prompt's row also has logits after earlier tokens. They are left out.
                 wanted += [logits[-1 - len(job.guess.ids) :]] * len(outputs)
         return ready, torch.cat(wanted)
 
@@ -514,9 +517,9 @@ class Engine:
                 job.append(token)
                 self.stats["generation_tokens"] += 1
         job.guess = Guess()
-        # All tokens but the last are accepted guesses, and the model's cache holds them. The next
-        # step commits them: until it has run, a draft's cache lacks the last of them, so no other
-        # sequence may find a block that holds it.
+        # All tokens but the last are accepted guesses, and the model's cache holds their keys and
+        # values. A draft's cache may lack those of the last guess until the next step. So only the
+        # next step commits these tokens, and until then no other sequence finds their blocks.
         job.table.length += len(tokens) - 1
         if job.finish_reason:
             self._leave(job)
@@ -537,7 +540,7 @@ class Engine:
             logits: (T, V), after each token of the row.
         """
         prompt = job.request.prompt_tokens
-        start = job.table.length + 1
+        start = job.table.length + 1  # of the ids to score; the row itself is not committed yet
         if start == 1:  # the prompt begins, perhaps once more after a preemption
             prompt[:] = [Token(job.ids[0])]  # nothing comes before it
         ids = job.ids[start : start + len(logits)]  # one less at the end of the prompt

@@ -143,8 +143,8 @@ class Server:
             self.engine.submit(request)
 
     def wake(self, requests: list[Request]) -> None:
-        """Wake the connections whose requests have made progress: one that streams at each step,
-        and any other only when a request has finished."""
+        """Wake the connections whose requests have made progress. A connection that streams is
+        woken after each step, and any other only when one of its requests has finished."""
         for request in requests:
             connection = self.owners[request]
             if request.finished:
@@ -155,10 +155,10 @@ class Server:
     def forget(self, request: Request) -> None:
         """Count a request that has finished, and drop it.
 
-        A request and its outputs refer to each other, so all of them would stay in memory until
-        Python collects cycles; and engine.ran holds the outputs that ran last until the next step.
-        So this removes them from both. The connection's Completion keeps them. Without outputs,
-        `request.finished` is still true.
+        A request and its outputs refer to each other, so they would stay in memory until Python
+        collects cycles. engine.ran also holds the outputs of the last step until the next one. So
+        this removes the outputs from the request and from engine.ran. The connection's Completion
+        keeps them. A request without outputs still counts as finished.
         """
         self.metrics.count(request)
         for job in request.outputs:
@@ -321,7 +321,7 @@ class Connection(Exchange):
         while not (self.news.wait(0.3) or self.server.over):
             self.check_client()
         # For a while there can be news but nothing to send, as when the model writes a function
-        # call. Then no send fails if the client has left, so look here.
+        # call. Then no failing send tells that the client has left, so this has to look.
         if time.monotonic() > self.sent_at + 0.3:
             self.check_client()
         self.news.clear()
@@ -378,9 +378,9 @@ class Connection(Exchange):
             demand(is_right, 401, "the API key is missing or wrong", None, "invalid_api_key")
 
     def check_queue(self, num_new: int) -> None:
-        """Raise a Problem if more than --max-queue sequences would wait. This counts those that
-        run or wait in the engine, the requests on their way to it and the new ones, less the
-        max_num_seqs that can run at once."""
+        """Raise a Problem if more than --max-queue would wait. This counts the sequences in the
+        engine, the requests on their way to it and the new requests (each as one, whatever its n),
+        less the max_num_seqs sequences that can run at once."""
         engine = self.server.engine
         num_waiting = len(engine.queue) + len(self.server.incoming) + num_new - engine.max_num_seqs
         most = self.server.args.max_queue
@@ -415,7 +415,7 @@ def parse_args(argv: list[str] | None) -> Namespace:
 
 def command(flags: Namespace, ranks: Ranks) -> int:
     """Load the model and serve it."""
-    # On a CPU, a step with few prompt tokens delays the sequences that decode less: the 99th
+    # On a CPU, sequences that decode wait less for a step that has few prompt tokens: the 99th
     # percentile of the time between their tokens is half as long with 32 as with 512.
     defaults: JSON = dict(
         api_key=os.getenv("KILOLM_API_KEY"), small_chunk=32 if ranks.device.type == "cpu" else None

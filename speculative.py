@@ -94,7 +94,8 @@ class Guesser(Proposer):
         if not any(job.guess.ids for job in jobs):
             return super().verify(logits, jobs)  # the same, sooner
         # 1) Compute the model's distribution at each guess, as if all guesses before it were
-        # accepted, and once more after the last guess. `ids` has a 0 there, which is not used.
+        # accepted, and once more after the last guess. For each of these R rows, `ahead` has the
+        # sequence up to there, and `ids` the guess; after the last guess it has a 0, never used.
         sizes = [len(job.guess.ids) + 1 for job in jobs]
         ahead = []
         ids = []
@@ -167,9 +168,10 @@ class NGram(Guesser):
     """Prompt lookup: guess what followed the last few tokens when they occurred before.
 
     It is right where a text repeats itself: in code, summaries and corrections. Elsewhere its wrong
-    guesses cost speed, so a job whose guesses fail pauses: for 1 token after the
-    first guess of which nothing was right, for 2 after the second, then for 4. A guess that is
-    right as a whole ends this. All of it depends on the job's own text, not on its neighbours.
+    guesses cost speed, so a job makes no guesses for a while after a wrong one: for 1 token after
+    the first guess of which nothing was right, for 2 tokens after the second, and for 4 after each
+    later one. A guess that is right as a whole starts this count anew. All of it depends on the
+    job's own text, not on its neighbours.
     """
 
     def __init__(self, k: int) -> None:
@@ -182,8 +184,8 @@ class NGram(Guesser):
             # Python has about 2**20 characters. Two ids that share one can only cause a bad guess.
             new = "".join(chr(i % 2**20) for i in job.ids[len(state.text) :])
             state.text += new
-            # 1) Judge the last guess by the tokens that came since. If there was none, it is "",
-            # with which every text begins, and nothing changes.
+            # 1) Judge the last guess by the tokens that came since. An empty guess changes nothing:
+            # every text begins with "", so it is not wrong, and the second case excludes it.
             if not new.startswith(state.guess[:1]):  # its first token was wrong
                 state.pause = min(max(1, 2 * state.pause), LONGEST_PAUSE)
                 state.start = len(state.text) + state.pause
@@ -208,7 +210,7 @@ def lookup(text: str, count: int, longest: int = 3) -> str:
         count: the largest number of characters to return.
         longest: the largest n to try. A match of more than 3 seldom gives a different guess.
 
-    Example: "abcxbc", count 2: the last two, "bc", occurred before "xb", which is returned
+    Example: "abcxbc", count 2: "xbc" does not occur earlier, but "bc" does, and is followed by "xb"
     """
     for n in range(longest, 0, -1):
         at = text.rfind(text[-n:], 0, -1)  # it must end before the text does

@@ -205,7 +205,7 @@ class Tokenizer:
         is_llama = config.get("tokenizer_class", "").startswith("LlamaTokenizer")
         later = first if config.get("legacy", not is_llama) else bare
         # 2) The vocabulary: sentencepiece's pieces and the added tokens. From here on, control
-        # pieces such as <s> count as added.
+        # pieces such as <s>, and pieces that the config calls special, count as added.
         pieces = {i: sp.id_to_piece(i) for i in range(sp.vocab_size())}
         for i, piece in pieces.items():
             if sp.is_control(i) or piece in named:
@@ -326,8 +326,9 @@ class Detokenizer:
         decode = tokenizer.decode if tokenizer else lambda ids, show_special: ""
         self._decode = partial(decode, show_special=show_special)
         self._new: Ids = []
-        # A context should begin with a whole character, and have text. A character has at most four
-        # bytes, so one of the contexts of 8, 7, 6 and 5 ids will mostly do; if not, a long one may.
+        # A context should begin with a whole character, and have text. A character spans at most
+        # four tokens, so of four contexts that begin one token apart, one begins with a whole
+        # character. If none of them has text, 128 ids may have some.
         for length in (8, 7, 6, 5, 128):
             self._context = prompt_ids[-length:]
             text = self._decode(self._context)
@@ -351,8 +352,8 @@ class Detokenizer:
         # or after 32 ids.
         if text.endswith("\ufffd") and len(self._new) < 32 and not last:
             return ""
-        # The new ids become the context. But if they are only spaces, which a decoder may drop at
-        # the beginning, the old context stays, and takes them in while it has fewer than 8 ids.
+        # The new ids become the context. If they add no text, or only spaces, which a decoder may
+        # drop at the beginning, the old context stays; they join it while it has fewer than 8 ids.
         if text.strip():
             self._context = []
         if len(self._context) < 8:
@@ -391,21 +392,22 @@ class TextStream:
             follows, the text is "xac"; if "ab" follows, it ends with "xa", before the stop string.
         """
         new = self._detokenizer.push(token_id, last)
-        held = self._held + new
+        pending = self._held + new
         found = []  # where a stop string stands
         begun = []  # where one may have begun
         for stop in self._stops:
-            for i in range(len(held)):
-                if held.startswith(stop, i):
-                    # A stop string counts only if it ends in the new text. An earlier one came
-                    # within min_tokens. It is still held if a longer stop string may contain it.
+            for i in range(len(pending)):
+                if pending.startswith(stop, i):
+                    # Only a stop string that ends in the new text counts. One that ended before it
+                    # was not allowed to stop the sequence (min_tokens), and is pending only because
+                    # a longer stop string may contain it.
                     if can_stop and i + len(stop) > len(self._held):
                         found.append(i)
-                elif stop.startswith(held[i:]) and not last:
+                elif stop.startswith(pending[i:]) and not last:
                     begun.append(i)
-        cut = min(found or begun, default=len(held))
-        self.text += held[:cut]
-        self._held = held[cut:]
+        cut = min(found or begun, default=len(pending))
+        self.text += pending[:cut]
+        self._held = pending[cut:]
         return new, bool(found)
 
 

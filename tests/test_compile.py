@@ -23,7 +23,7 @@ from generate import generate
 from kv_cache import StaticCache
 from llm import LLM
 from model import Config, FusedLinear, Transformer, attention
-from packed import LoopedLinear, OpaqueCache, PackedLinear, compile_model, hide_caches
+from packed import LoopedLinear, OpaqueCache, PackedLinear, compile_model, hide_caches, may_compile
 from paged import Row, Runner
 from sampling import Sequence
 from scheduler import Engine
@@ -148,6 +148,12 @@ def test_the_caches_are_written_in_place():
     buffers, code, kv = in_place(OpaqueCache(layer), 5)
     assert "opaque" in code and not [line for line in buffers if "192" in line]
     torch.testing.assert_close(layer.kv[:, 190, 0], kv[:, 4])
+    # A step of one token in each row is compiled with the code around it.
+    (layer,) = Runner(model, 192, 4).plan([Row([3, 190], 5, [0]), Row([7, 9], 6, [0])])[2]
+    assert may_compile(torch.zeros(1, 2), layer)
+    buffers, code, kv = in_place(layer, 2)
+    assert "opaque" not in code and not [line for line in buffers if "192" in line]
+    torch.testing.assert_close(layer.kv[:, [190, 9], [1, 2]], kv)
 
 
 @pytest.mark.parametrize(("device", "length", "kv_dtype", "is_hidden"), [
@@ -160,6 +166,26 @@ def test_what_is_hidden_from_the_compiler(device, length, kv_dtype, is_hidden):
     positions, layers = StaticCache(model, 1, 4, kv_dtype).plan(0, length)
     _, _, (found,) = hide_caches(model, (torch.zeros_like(positions), positions, layers))
     assert isinstance(found, OpaqueCache) == is_hidden
+
+
+@pytest.mark.parametrize(("rows", "max_bytes", "is_hidden"), [
+    ([Row([0, 1], 4, [0]), Row([2], 1, [0])], 2**21, False),
+    ([Row([0, 1], 4, [0]), Row([2], 1, [0])], 400, True),  # several groups
+    ([Row([0, 1], 4, [0])], 400, True),  # one long row, which is better read in place
+    ([Row([0, 1], 4, [0]), Row([2], 1, [0, 0])], 2**21, True),
+    ([Row([0, 1], 4, [0, 0])], 2**21, True),
+])  # fmt: skip
+def test_when_paged_attention_is_compiled_with_its_block(rows, max_bytes, is_hidden, monkeypatch):
+    """What differs from step to step, hidden from the compiler or not at all: a prompt, guesses,
+    several groups. Then each step compiles again, or none is fast."""
+    monkeypatch.setattr(paged.Blocks, "max_bytes", max_bytes)
+    model = Transformer(TINY)
+    plan = Runner(model, 4, 4).plan(rows)
+    expected = model(*copy.deepcopy(plan))
+    _, _, (found,), _ = hidden = hide_caches(model, plan)
+    assert isinstance(found, OpaqueCache) == is_hidden
+    if not is_hidden:
+        torch.testing.assert_close(model(*hidden), expected)
 
 
 @slow

@@ -143,7 +143,7 @@ def test_blocks_that_follow_each_other(graphs, kind, monkeypatch):
         kv = self.kv[:, group.table].transpose(0, 1).flatten(2, 3)
         return attention(q, *kv.chunk(2, 1), group.masks[self.window])
 
-    monkeypatch.setattr(FlexBlocks, "read", by_table)
+    monkeypatch.setattr(FlexBlocks, "attend_group", by_table)
     model = Transformer(Config(32, 16, 16, 1, 2, 1, 8)).eval()
     at, twin = kind(model, 8, 4), Runner(model, 8, 4)
     for start in (0, 4, 2):  # where the pieces begin: each of these has the size of the first
