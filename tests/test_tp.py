@@ -637,7 +637,7 @@ def test_same_tokens(folders, start, tmp_path, ranks, compiled, models, commands
     models = [(str(folders[name]), *rest) for name, *rest in models]
     (tmp_path / "cases").write_text(json.dumps([models, commands, compiled]))
     group = start("by hand", ranks, WORKER, "cases", tmp_path)
-    codes = group.end(200)
+    codes = group.end(400)
     assert not any(codes), group.said
     found = [json.loads((tmp_path / f"found.{rank}").read_text()) for rank in range(ranks)]
     for each in found:
