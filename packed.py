@@ -66,19 +66,37 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
     # Code is compiled when it first runs. The compiler takes a size of 1 as fixed, and any other as
     # standing for all sizes above 1. So these forwards have one of everything, then more.
     with torch.no_grad(), blame("--compile"):  # PyTorch raises an error if there is no compiler
-        warm_up = [[1], [1, 1], [1, 2], [1, 1, CHUNK]]
-        for lengths in progress(warm_up, "compiling decode, prefill"):
-            if batch_size is None:
-                # Rows with these numbers of tokens: one or two of one, alone and beside a prompt.
-                # All write to block 0. Tables and pool have CHUNK blocks, more than they need.
-                rows = [Row([0] * CHUNK, 0, [0] * length) for length in lengths]
-                Runner(model, CHUNK, 16, kv_dtype).forward(rows)
-            else:
-                # As many tokens as the longest of these rows, and the logits of one or two.
-                static = StaticCache(model, batch_size, CHUNK, kv_dtype)
-                positions, layers = static.plan(0, max(lengths))
-                select = positions[0, :2]  # the first tokens: their indices are their positions
-                model(torch.zeros_like(positions), positions, layers, select)
+        if batch_size is None:
+            compile_with_blocks(model, kv_dtype)
+        else:
+            compile_with_slabs(model, batch_size, kv_dtype)
+
+
+COMPILING = "compiling decode, prefill"
+
+
+def compile_with_slabs(model: Transformer, batch_size: int, kv_dtype: str) -> None:
+    """Run one token, and its logits; then a prompt, and the logits of two tokens."""
+    cache = StaticCache(model, batch_size, CHUNK, kv_dtype)
+    for length in progress([1, CHUNK], COMPILING):
+        positions, layers = cache.plan(0, length)
+        select = positions[0, :2]  # the first tokens: their indices are their positions
+        model(torch.zeros_like(positions), positions, layers, select)
+
+
+def compile_with_blocks(model: Transformer, kv_dtype: str) -> None:
+    """Run one row of one token, seen by the compiler and hidden from it; many such rows; and one or
+    two beside a prompt. The compiler tunes its loops to the sizes that it sees first, so these are
+    usual ones."""
+    runner = Runner(model, CHUNK, 16, kv_dtype)
+    many = max(2, min(32, runner.max_blocks // 2))  # so many are one group, with two blocks each
+    for lengths in progress([[1], [1, 1, CHUNK], [1] * many, [1, 2]], COMPILING):
+        # All write to block 0. The tables have CHUNK blocks, which is more than they need.
+        rows = [Row([0] * CHUNK, 0, [0] * length) for length in lengths]
+        tokens, positions, layers, select = runner.plan(rows)
+        model(tokens, positions, layers, select)
+        if lengths == [1]:  # once more as if the row were long; see may_compile
+            model(tokens, positions, [OpaqueCache(layer) for layer in layers], select)
 
 
 def leave_out_experts(model: Transformer) -> None:
@@ -193,7 +211,7 @@ compiled = cache(torch.compile)
 # --- What the compiler does not see ---------------------------------------------------------------
 
 # A packed matrix has no strides, so compiled code cannot take it as an input. How a prompt attends
-# depends on its place, and how many sequences attend together differs from step to step, so if the
+# depends on its place in the text, and how many groups attend differs from step to step, so if the
 # compiler saw that, it would compile again each time. Therefore compiled code calls the operator
 # `opaque` with a number, and the operator calls `compute` of the object with that number. A cache's
 # compute also writes to its keys and values. The operator's schema does not say so, and need not,
@@ -212,7 +230,7 @@ def number_of(thing: object) -> Tensor:
 
 
 # The wrapper of torch.library.custom_op would cost 8 us a call; this one costs 3 to 5. With packed
-# matrices, a paged step makes five calls a layer: one for attention and four for the matrices.
+# matrices, a step makes four calls a layer, and one more for attention where that is hidden.
 @torch.library.impl(library, "opaque", "CompositeExplicitAutograd")
 def opaque(x: Tensor, more: list[Tensor], number: Tensor, width: int) -> Tensor:
     """Call `compute` of the object with this number. It returns a contiguous tensor of x's shape,
@@ -259,22 +277,23 @@ def may_compile(tokens: Tensor, layer: Any) -> bool:
     either.
 
     On a CPU, all forwards of one new token in each sequence do. (A long prompt attends without a
-    mask.) With a paged cache this holds only for one group whose blocks are few enough for a copy;
-    a longer row is better read in place. Attention as a part of its block saves many small calls:
-    with 32 sequences of 64 tokens, a step of the 110m shape on a Zen 3 takes 0.84 times as long.
+    mask.) With a paged cache, the rows must form one group; see paged.groups_of. A row longer than
+    a group may be is hidden, so that Blocks can read it in place. Attention as a part of its block
+    saves many small calls: a step of 32 sequences of 64 tokens takes 0.84 times as long (110m on a
+    Zen 3), and one of a single sequence 0.85 times (135m, with heads that share keys).
     """
     if isinstance(layer, Slab):
         return tokens.shape[1] == 1 if tokens.is_cpu else layer.kv.dtype != torch.int8
     if not tokens.is_cpu or type(layer) not in (Blocks, CompiledBlocks):
         return False
     group, *others = layer.groups
-    bytes_read = group.table.numel() * layer.kv[:, 0].nbytes
-    if others or group.positions.shape[1] > 1 or bytes_read > layer.max_bytes:
+    key_bytes = group.table.numel() * layer.kv[:, 0].nbytes // 2  # the other half are values
+    if others or group.positions.shape[1] > 1 or key_bytes > layer.max_bytes:
         return False
-    # The compiler would take these two as fixed. All layers share the group.
+    # A slice and None would be two pieces of code, so all such forwards read blocks by the table.
     group.span = None
-    group.tokens_per_mask = 1
-    return bool(group.masks)  # made here, once
+    assert group.masks  # made here, once for all layers
+    return True
 
 
 # --- Which form a matrix gets ---------------------------------------------------------------------
@@ -668,9 +687,10 @@ class CompiledBlocks(Blocks):
     """
 
     # Blocks reads fewer bytes in one call, as it copies them. Here nothing is copied, and few calls
-    # are best: with 2**27 in place of 2**25, a step of 32 rows of 512 tokens takes 0.85 times as
-    # long.
-    max_bytes = 2**27
+    # are best: with half as many bytes, 32 rows of 512 tokens in float32 would need two, and a step
+    # of the 110m shape would take 1.17 times as long. With more, more rows would be padded. What
+    # Blocks attends to for this class (guesses, int8) is copied in such large pieces too.
+    max_bytes = 2**26
 
     def attend_group(self, q: Tensor, group: Group) -> Tensor:
         if q.shape[2] > 1 or self.kv.dtype != q.dtype:  # prompts and guesses; int8

@@ -245,7 +245,8 @@ class Group:
         key_positions: (B, S) int64, those of the keys, block after block; S = W * block size.
         flat_table: (B, 2 * K, W) int64: for each head, the row's blocks as indices into
             Blocks.kv.flatten(0, 1), where block b of head h has the index h * num_blocks + b.
-        span: the blocks of `table` as one slice, if each follows the one before it; else None.
+        span: the blocks of `table` as one slice, if each follows the one before it; None: they are
+            looked up in the table.
         is_long: whether this is one row of a long prompt; see kv_cache.is_long_prompt.
         tokens_per_mask: the most new tokens of each row that one mask covers.
     """

@@ -74,14 +74,16 @@ def test_fail_on_recompile_can_fail(compiled):
 
 @slow
 @pytest.mark.parametrize("guess", [{}, {"speculate": 3}, {"draft_checkpoint": DRAFT}])
-def test_nothing_is_compiled_after_warm_up_by_the_scheduler(guess, one_thread):
+def test_nothing_is_compiled_after_warm_up_by_the_scheduler(guess, one_thread, monkeypatch):
     """Rows, groups, blocks, tokens and guesses of a step come in any number: none may be baked in;
     or the draft is not compiled at all."""
     llm = LLM(DRAFT, device="cpu", dtype="float32", compile=True, num_blocks=64, **guess)
     with torch.compiler.set_stance("fail_on_recompile"):
         for lengths in ([1], [2], [16], [40, 1], [300], [5, 5, 5, 90, 17]):
             llm.generate([[5] * length for length in lengths], WISH)
-    assert llm.engine.stats["generation_tokens"] == 20 * 11
+        monkeypatch.setattr(paged.Blocks, "max_bytes", 1)  # a row is too long for a copy
+        llm.generate([5] * 300, WISH)
+    assert llm.engine.stats["generation_tokens"] == 20 * 12
 
 
 @slow
@@ -149,11 +151,13 @@ def test_the_caches_are_written_in_place():
     assert "opaque" in code and not [line for line in buffers if "192" in line]
     torch.testing.assert_close(layer.kv[:, 190, 0], kv[:, 4])
     # A step of one token in each row is compiled with the code around it.
-    (layer,) = Runner(model, 192, 4).plan([Row([3, 190], 5, [0]), Row([7, 9], 6, [0])])[2]
-    assert may_compile(torch.zeros(1, 2), layer)
-    buffers, code, kv = in_place(layer, 2)
-    assert "opaque" not in code and not [line for line in buffers if "192" in line]
-    torch.testing.assert_close(layer.kv[:, [190, 9], [1, 2]], kv)
+    for kind in (paged.Blocks, packed.CompiledBlocks):
+        vars(model)["paged_layer"] = kind
+        (layer,) = Runner(model, 192, 4).plan([Row([3, 190], 5, [0]), Row([7, 9], 6, [0])])[2]
+        assert may_compile(torch.zeros(1, 2), layer)
+        buffers, code, kv = in_place(layer, 2)
+        assert "opaque" not in code and not [line for line in buffers if "192" in line]
+        torch.testing.assert_close(layer.kv[:, [190, 9], [1, 2]], kv)
 
 
 @pytest.mark.parametrize(("device", "length", "kv_dtype", "is_hidden"), [
@@ -170,14 +174,14 @@ def test_what_is_hidden_from_the_compiler(device, length, kv_dtype, is_hidden):
 
 @pytest.mark.parametrize(("rows", "max_bytes", "is_hidden"), [
     ([Row([0, 1], 4, [0]), Row([2], 1, [0])], 2**21, False),
-    ([Row([0, 1], 4, [0]), Row([2], 1, [0])], 400, True),  # several groups
-    ([Row([0, 1], 4, [0])], 400, True),  # one long row, which is better read in place
+    ([Row([0, 1], 4, [0]), Row([2], 1, [0])], 200, True),  # several groups
+    ([Row([0, 1], 4, [0])], 200, True),  # one long row, which is better read in place
     ([Row([0, 1], 4, [0]), Row([2], 1, [0, 0])], 2**21, True),
     ([Row([0, 1], 4, [0, 0])], 2**21, True),
 ])  # fmt: skip
 def test_when_paged_attention_is_compiled_with_its_block(rows, max_bytes, is_hidden, monkeypatch):
-    """What differs from step to step, hidden from the compiler or not at all: a prompt, guesses,
-    several groups. Then each step compiles again, or none is fast."""
+    """A prompt, guesses or several groups that the compiler sees, so that each step compiles again;
+    or plain decoding that is hidden, so that no step is fast."""
     monkeypatch.setattr(paged.Blocks, "max_bytes", max_bytes)
     model = Transformer(TINY)
     plan = Runner(model, 4, 4).plan(rows)
