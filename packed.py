@@ -279,8 +279,8 @@ def may_compile(tokens: Tensor, layer: Any) -> bool:
     On a CPU, all forwards of one new token in each sequence do. (A long prompt attends without a
     mask.) With a paged cache, the rows must form one group; see paged.groups_of. A row longer than
     a group may be is hidden, so that Blocks can read it in place. Attention as a part of its block
-    saves many small calls: a step of 32 sequences of 64 tokens takes 0.84 times as long (110m on a
-    Zen 3), and one of a single sequence 0.85 times (135m, with heads that share keys).
+    saves many small calls. In float32 on a Zen 3, a step of 32 sequences of 64 tokens takes 0.84
+    times as long (110m), and one of a single sequence 0.85 times (135m, where heads share keys).
     """
     if isinstance(layer, Slab):
         return tokens.shape[1] == 1 if tokens.is_cpu else layer.kv.dtype != torch.int8
@@ -677,7 +677,7 @@ class CompiledBlocks(Blocks):
     PyTorch's attention wants a row's keys side by side. Where no query heads share a key, plain
     operators are no slower and need no copy: the compiler puts the look-up of the blocks into the
     loops that multiply them. A step of the 110m shape on a Zen 4, in ms, and in parentheses that of
-    Blocks:
+    Blocks, when attention was not yet compiled as a part of its block (see may_compile):
                                 float32       bfloat16
         32 rows of 128 tokens   70 (80)       43 (82)
         32 rows of 512 tokens   136 (150)     73 (222)
@@ -696,7 +696,7 @@ class CompiledBlocks(Blocks):
         if q.shape[2] > 1 or self.kv.dtype != q.dtype:  # prompts and guesses; int8
             return super().attend_group(q, group)
         mask = group.masks[self.window]
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():  # as a part of the block; see may_compile
             return attend_to_blocks(q, self.kv, group.table, mask)
         # The compiled code is for one order of q in memory, so this is a copy in that order.
         q = q.clone(memory_format=torch.contiguous_format)

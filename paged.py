@@ -56,8 +56,8 @@ class BlockPool:
     """Hands out blocks, counts who uses them, and keeps freed ones for the next equal prefix.
 
     A block is free (holds nothing of use), used (`refs` counts the tables that hold it) or cached
-    (in no table, but kept in case an equal prefix comes). Free blocks are handed out
-    first, then the cached ones, least recently used first.
+    (in no table, but kept in case an equal prefix comes). Free blocks are handed out first, then
+    the cached ones, least recently used first.
     """
 
     def __init__(self, num_blocks: int, block_size: int = 16) -> None:
@@ -216,7 +216,7 @@ def groups_of(
     """Split rows into groups that are attended together, each as one batch.
 
     A group is a run of rows with equally many new tokens, which are padded to the longest of them.
-    There are fewest groups if the longest context comes first; see scheduler.run_order.
+    Least is padded if the longest context comes first; see scheduler.run_order.
 
     Args:
         max_blocks: how many blocks a group may have, padding included, unless it is a single row.
@@ -227,12 +227,16 @@ def groups_of(
         tokens. So the groups have 2, 1 and 1 rows.
     """
     for _, alike in itertools.groupby(rows, key=lambda row: len(row.ids)):
-        left = list(alike)
-        while left:
-            width = max(min_width, *(row.num_blocks(block_size) for row in left))
-            count = max(1, max_blocks // width)
-            yield left[:count]
-            left = left[count:]
+        group: list[Row] = []
+        width = min_width
+        for row in alike:
+            width = max(width, row.num_blocks(block_size))
+            if group and (len(group) + 1) * width > max_blocks:
+                yield group
+                group = []
+                width = max(min_width, row.num_blocks(block_size))
+            group.append(row)
+        yield group
 
 
 @dataclass

@@ -327,8 +327,8 @@ class Detokenizer:
         self._decode = partial(decode, show_special=show_special)
         self._new: Ids = []
         # A context should begin with a whole character, and have text. A character spans at most
-        # four tokens, so of four contexts that begin one token apart, one begins with a whole
-        # character. If none of them has text, 128 ids may have some.
+        # four tokens, so of four contexts that begin one token apart, one mostly begins with a
+        # whole character. If none of them will do, 128 ids may.
         for length in (8, 7, 6, 5, 128):
             self._context = prompt_ids[-length:]
             text = self._decode(self._context)

@@ -569,7 +569,7 @@ def test_the_example_of_groups_of():
     assert [*groups_of([], 4, 4, 2)] == []
     # A draft's rows can come in another order; all of a group were padded to the last one.
     rows = [Row([], start, [5]) for start in (3, 3, 79)]
-    assert [len(group) for group in groups_of(rows, 4, 20, 2)] == [1, 1, 1]
+    assert [len(group) for group in groups_of(rows, 4, 20, 2)] == [2, 1]
 
 
 def test_rows_that_stand_together():
