@@ -147,11 +147,11 @@ def load_models(
     device = ranks.device.type
     for each in (model, *proposer.models):
         if args.compile:
-            from packed import compile_model
+            from compiling import compile_model
 
             compile_model(each, batch_size, args.kv_dtype)
         elif device == "cuda" and batch_size:
-            from packed import replay_steps
+            from compiling import replay_steps
 
             replay_steps(each)
         elif device == "cpu" and (args.quantize or each.config.quantization):

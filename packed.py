@@ -1,300 +1,24 @@
-"""Compiling, and fast matrix products by PyTorch's private operators, in one place.
+"""Fast matrix products by PyTorch's private operators, in one place.
 
-compile_model replaces each Linear of a finished model, plain or quantised, by a form that its
-device multiplies fast, where PyTorch has one (on CUDA for int4 only), and leaves the rest to
-torch.compile. These forms are never stored. The form that a matrix gets depends on the processor
-and on the cache (one sequence, or many), never on timing, so the same command on the same machine
-gives the same tokens in each process. What changes from step to step, such as how a prompt attends,
-is hidden from the compiler. On CUDA, decoding with a static cache is recorded and replayed,
-compiled or not. Skip this file at first: it is needed only for --compile, for quantised weights on
-a CPU, and for one sequence on CUDA. In it, N is output channels, K input channels (in the last
-section they are heads, as elsewhere), G groups, R rows. Read: compile_model, OpaqueCache, form_of,
-PackedLinear. The last two sections can wait, as each of them is a fast path for one case.
+pack_linears replaces each Linear of a finished model, plain or quantised, by a form that its device
+multiplies fast, where PyTorch has one (on CUDA for int4 only). These forms are never stored. The
+form that a matrix gets depends on the processor and on the cache (one sequence, or many), never on
+timing, so the same command on the same machine gives the same tokens in each process. Skip this
+file at first: it is needed only for --compile, and for quantised weights on a CPU. In it, N is
+output channels, K input channels, G groups, R rows. Read: form_of, PackedLinear, then one form. The
+last section can wait, as it is a fast path for one case.
 """
 
 import warnings
-from collections.abc import Callable
 from functools import cache
 from typing import Any, NoReturn
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from kv_cache import Slab, StaticCache
 from machine import progress
-from model import LayerCache, Transformer
-from paged import Blocks, Group, Row, Runner
 from quantize import QuantLinear, round_to_nearest, unpack_bits
-from settings import CHUNK, blame, supported
-
-# --- Compiled -------------------------------------------------------------------------------------
-
-
-def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str = "auto") -> None:
-    """Make a finished model fast: pack its weights for its device and compile it, in place.
-
-    Args:
-        batch_size: sequences in the static cache with which the model will run; None: the model
-            will run with a paged cache.
-        kv_dtype: how the static or paged cache stores keys and values.
-
-    Raises:
-        SettingError: the device is MPS, where only the plain paths run.
-        CheckpointError: compiling failed, for example because there is no C++ compiler, which a
-            CPU needs.
-    """
-    device = supported("--compile on", model.device.type, "cpu", "cuda")
-    pack_linears(model, batch_size == 1)
-    leave_out_experts(model)
-    # This only marks the blocks. The first one that runs is compiled, and its code serves all that
-    # differ from it only in their tensors. That takes seconds where one graph of all layers takes
-    # minutes. Lengths are symbolic, so nothing is compiled again later.
-    for block in model.layers:
-        block.compile(dynamic=True)
-    if device == "cpu":
-        compile_for_cpu(model)
-    else:
-        compile_for_cuda(model, batch_size)
-    # This runs before each forward, and outside the compiled code.
-    model.register_forward_pre_hook(hide_caches)
-    # The default, 8 graphs for one piece of code, is too few for several models in a process.
-    torch._dynamo.config.recompile_limit = 64
-    # Without this, two sizes that are equal by chance, such as S and H, would be taken as one.
-    torch.fx.experimental._config.use_duck_shape = False
-    # Code is compiled when it first runs. The compiler takes a size of 1 as fixed, and any other as
-    # standing for all sizes above 1. So these forwards have one of everything, then more.
-    with torch.no_grad(), blame("--compile"):  # PyTorch raises an error if there is no compiler
-        if batch_size is None:
-            compile_with_blocks(model, kv_dtype)
-        else:
-            compile_with_slabs(model, batch_size, kv_dtype)
-
-
-COMPILING = "compiling decode, prefill"
-
-
-def compile_with_slabs(model: Transformer, batch_size: int, kv_dtype: str) -> None:
-    """Run one token, and its logits; then a prompt, and the logits of two tokens."""
-    cache = StaticCache(model, batch_size, CHUNK, kv_dtype)
-    for length in progress([1, CHUNK], COMPILING):
-        positions, layers = cache.plan(0, length)
-        select = positions[0, :2]  # the first tokens: their indices are their positions
-        model(torch.zeros_like(positions), positions, layers, select)
-
-
-def compile_with_blocks(model: Transformer, kv_dtype: str) -> None:
-    """Run one row of one token, seen by the compiler and hidden from it; many such rows; and one or
-    two beside a prompt. The compiler tunes its loops to the sizes that it sees first, so these are
-    usual ones."""
-    runner = Runner(model, CHUNK, 16, kv_dtype)
-    many = max(2, min(32, runner.max_blocks // 2))  # so many are one group, with two blocks each
-    for lengths in progress([[1], [1, 1, CHUNK], [1] * many, [1, 2]], COMPILING):
-        # All write to block 0. The tables have CHUNK blocks, which is more than they need.
-        rows = [Row([0] * CHUNK, 0, [0] * length) for length in lengths]
-        tokens, positions, layers, select = runner.plan(rows)
-        model(tokens, positions, layers, select)
-        if lengths == [1]:  # once more as if the row were long; see may_compile
-            model(tokens, positions, [OpaqueCache(layer) for layer in layers], select)
-
-
-def leave_out_experts(model: Transformer) -> None:
-    """Keep experts outside the graph, because each step runs different ones on different numbers of
-    rows."""
-    for block in model.layers:
-        if hasattr(block.mlp, "mix"):
-            block.mlp.mix = torch.compiler.disable(block.mlp.mix)
-
-
-def compile_for_cpu(model: Transformer) -> None:
-    """Do what only a CPU needs beside the blocks."""
-    for module in model.modules():
-        if isinstance(module, Int4Linear):
-            module.unpack = compiled(dequantize, dynamic=False)
-    # Where no heads share a key, paged.Runner uses a class that makes no copies.
-    if model.config.num_attention_heads == model.config.num_key_value_heads:
-        vars(model)["paged_layer"] = CompiledBlocks
-
-
-def compile_for_cuda(model: Transformer, batch_size: int | None) -> None:
-    """Do what only CUDA needs. lm_head stands outside the blocks, and in int8 it has no packed form
-    on CUDA, so it is compiled by itself."""
-    # With this, a product with one row becomes a loop that dequantises int8 weights as it reads
-    # them, so that no dequantised copy is written to memory.
-    torch._inductor.config.coordinate_descent_tuning = True
-    model.lm_head.compile(dynamic=True)
-    if batch_size:
-        replay_steps(model)
-
-
-# --- Replayed -------------------------------------------------------------------------------------
-
-
-def replay_steps(model: Transformer) -> None:
-    """Change a model on CUDA in place, so that it replays the steps of decoding with a static cache
-    (see Replayed). On an H200 that makes a step of 1.1 billion parameters 5 times as fast: Python
-    needs 10 ms to launch its kernels, and the GPU 2 ms to run them. A model with experts is left as
-    it is, because in the middle of a step the host reads how many rows each expert gets. For a
-    paged cache see tools/cuda_graphs.py."""
-    # Ranks exchange sums in the middle of a step. We have not tried to record that.
-    has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if not has_ranks and not any(hasattr(block.mlp, "mix") for block in model.layers):
-        vars(model)["forward"] = Replayed(model.forward)
-
-
-class Replayed:
-    """A model's forward whose steps are recorded as CUDA graphs, and then replayed.
-
-    A GPU often finishes a step's kernels faster than Python launches them. A CUDA graph records the
-    launches, and then the whole step is one call, on the same memory each time. What the step reads
-    is copied to where the graph reads it. Other sizes need another graph, so with a static cache
-    one is recorded for each BUCKET of positions.
-    """
-
-    def __init__(self, forward: Callable[..., Tensor]) -> None:
-        self.forward = forward
-        # A cache's first tensor -> sizes -> a graph, what it reads, and the logits that it writes.
-        # Weak, so that the cache can be freed.
-        self.graphs: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-    def __call__(
-        self, tokens: Tensor, positions: Tensor, layers: list | None = None, *select: Tensor
-    ) -> Tensor:
-        """Do what Transformer.forward does. `select` is one tensor, or is left out."""
-        if layers and isinstance(layers[0], Slab) and tokens.shape[1] == 1:
-            # A graph keeps the tensors of the step that it recorded, and later steps are copied
-            # over them. So these two are clones. StaticCache.plan has copied the positions.
-            select = tuple(each.clone() for each in select)
-            return self.replay(tokens.clone(), positions, layers, *select)
-        return self.forward(tokens, positions, layers, *select)
-
-    @torch.no_grad()
-    def replay(self, tokens: Tensor, positions: Tensor, layers: list, *select: Tensor) -> Tensor:
-        """Do the same for a step of one token in each row. tools/cuda_graphs.py calls this with a
-        paged cache too. A graph keeps these tensors, and what later steps read is written over
-        them."""
-        plan: Any = (tokens, positions, layers, *select)
-        graphs = self.graphs.setdefault(layers[0].kv, {})
-        reads = tensors_of(*plan)
-        sizes = tuple(tensor.shape for tensor in reads)
-        if sizes not in graphs:
-            if isinstance(layers[0], Slab):
-                graphs.clear()  # a text only grows, and each graph keeps memory of its own
-            self.forward(*plan)  # what only the first run does must not be recorded
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                logits = self.forward(*plan)
-            graphs[sizes] = graph, reads, logits
-        graph, recorded, logits = graphs[sizes]
-        for old, new in zip(recorded, reads, strict=True):
-            old.copy_(new)
-        graph.replay()
-        return logits.clone()
-
-
-def tensors_of(tokens: Tensor, positions: Tensor, layers: list, *select: Tensor) -> list[Tensor]:
-    """Return the tensors of a plan that a forward reads. Layers share most of them."""
-    first = layers[0]
-    if isinstance(first, Slab):  # no positions: they are a view of first.slots
-        return [tokens, *select, first.slots, *dict.fromkeys(layer.mask for layer in layers)]
-    masks = [mask for group in first.groups for mask in group.masks.values()]
-    tables = [group.flat_table for group in first.groups]
-    return [tokens, positions, *select, first.slots, *tables, *masks]
-
-
-# torch.compile, once for each function. It is called where a function is needed, and is no
-# decorator, because importing the compiler takes two seconds.
-compiled = cache(torch.compile)
-
-
-# --- What the compiler does not see ---------------------------------------------------------------
-
-# A packed matrix has no strides, so compiled code cannot take it as an input. How a prompt attends
-# depends on its place in the text, and how many groups attend differs from step to step, so if the
-# compiler saw that, it would compile again each time. Therefore compiled code calls the operator
-# `opaque` with a number, and the operator calls `compute` of the object with that number. A cache's
-# compute also writes to its keys and values. The operator's schema does not say so, and need not,
-# because the code around it does not touch them.
-library = torch.library.Library("kilolm", "FRAGMENT")
-library.define("opaque(Tensor x, Tensor[] more, Tensor number, SymInt width) -> Tensor")
-# number -> object; weak, so that the object can be freed
-numbered: WeakValueDictionary[int, Any] = WeakValueDictionary()
-
-
-def number_of(thing: object) -> Tensor:
-    """Number an object that compiled code uses through `opaque`. The number is a tensor, so that
-    all layers compile to the same graph."""
-    numbered[id(thing)] = thing
-    return torch.tensor(id(thing))
-
-
-# The wrapper of torch.library.custom_op would cost 8 us a call; this one costs 3 to 5. With packed
-# matrices, a step makes four calls a layer, and one more for attention where that is hidden.
-@torch.library.impl(library, "opaque", "CompositeExplicitAutograd")
-def opaque(x: Tensor, more: list[Tensor], number: Tensor, width: int) -> Tensor:
-    """Call `compute` of the object with this number. It returns a contiguous tensor of x's shape,
-    except that the last size is `width`."""
-    return numbered[int(number)].compute(x, *more)
-
-
-@torch.library.register_fake("kilolm::opaque", lib=library)
-def _empty(x: Tensor, more: list[Tensor], number: Tensor, width: int) -> Tensor:
-    # The compiler knows only the result's shape and dtype. If x holds bytes (Int8Linear), the
-    # result is float32.
-    return x.new_empty((*x.shape[:-1], width), dtype=torch.result_type(x, 1.0))
-
-
-class OpaqueCache(LayerCache):
-    """A layer's cache that the compiler does not look into."""
-
-    def __init__(self, layer: LayerCache) -> None:
-        self.layer = layer
-        self.number = number_of(self)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.ops.kilolm.opaque(q, [k, v], self.number, q.shape[3])
-
-    def compute(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.layer.attend(q, k, v).contiguous()
-
-
-def hide_caches(model: nn.Module, args: tuple) -> tuple:
-    """Replace each layer's cache by an OpaqueCache in the arguments of Transformer.forward, unless
-    the compiler may look into it."""
-    if len(args) == 2:  # there is no cache; see model.NoCache
-        return args
-    tokens, positions, layers, *select = args
-    if may_compile(tokens, layers[0]):
-        return args
-    return tokens, positions, [OpaqueCache(layer) for layer in layers], *select
-
-
-def may_compile(tokens: Tensor, layer: Any) -> bool:
-    """Whether the compiler may look into the caches of a forward: whether all such forwards attend
-    in the same way. For a static cache on a GPU, all of them do. But if it stores int8, it is
-    hidden, because the compiler fails to take a scale apart into bytes. Then steps are not replayed
-    either.
-
-    On a CPU, all forwards of one new token in each sequence do. (A long prompt attends without a
-    mask.) With a paged cache, the rows must form one group; see paged.groups_of. A row longer than
-    a group may be is hidden, so that Blocks can read it in place. Attention as a part of its block
-    saves many small calls. In float32 on a Zen 3, a step of 32 sequences of 64 tokens takes 0.84
-    times as long (110m), and one of a single sequence 0.85 times (135m, where heads share keys).
-    """
-    if isinstance(layer, Slab):
-        return tokens.shape[1] == 1 if tokens.is_cpu else layer.kv.dtype != torch.int8
-    if not tokens.is_cpu or type(layer) not in (Blocks, CompiledBlocks):
-        return False
-    group, *others = layer.groups
-    key_bytes = group.table.numel() * layer.kv[:, 0].nbytes // 2  # the other half are values
-    if others or group.positions.shape[1] > 1 or key_bytes > layer.max_bytes:
-        return False
-    # A slice and None would be two pieces of code, so all such forwards read blocks by the table.
-    group.span = None
-    assert group.masks  # made here, once for all layers
-    return True
-
 
 # --- Which form a matrix gets ---------------------------------------------------------------------
 
@@ -366,6 +90,45 @@ def has_arithmetic(dtype: torch.dtype) -> bool:
     if dtype == torch.bfloat16:
         return torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.ops.mkldnn._is_mkldnn_fp16_supported()
+
+
+# --- What the compiler does not see ---------------------------------------------------------------
+
+# A packed matrix has no strides, so compiled code cannot take it as an input. Therefore compiled
+# code calls the operator `opaque` with a number, and the operator calls `compute` of the object
+# with that number. compiling.OpaqueCache uses it too.
+library = torch.library.Library("kilolm", "FRAGMENT")
+library.define("opaque(Tensor x, Tensor[] more, Tensor number, SymInt width) -> Tensor")
+# number -> object; weak, so that the object can be freed
+numbered: WeakValueDictionary[int, Any] = WeakValueDictionary()
+
+
+def number_of(thing: object) -> Tensor:
+    """Number an object that compiled code uses through `opaque`. The number is a tensor, so that
+    all layers compile to the same graph."""
+    numbered[id(thing)] = thing
+    return torch.tensor(id(thing))
+
+
+# The wrapper of torch.library.custom_op would cost 8 us a call; this one costs 3 to 5. With packed
+# matrices, a step makes four calls a layer.
+@torch.library.impl(library, "opaque", "CompositeExplicitAutograd")
+def opaque(x: Tensor, more: list[Tensor], number: Tensor, width: int) -> Tensor:
+    """Call `compute` of the object with this number. It returns a contiguous tensor of x's shape,
+    except that the last size is `width`."""
+    return numbered[int(number)].compute(x, *more)
+
+
+@torch.library.register_fake("kilolm::opaque", lib=library)
+def _empty(x: Tensor, more: list[Tensor], number: Tensor, width: int) -> Tensor:
+    # The compiler knows only the result's shape and dtype. If x holds bytes (Int8Linear), the
+    # result is float32.
+    return x.new_empty((*x.shape[:-1], width), dtype=torch.result_type(x, 1.0))
+
+
+# torch.compile, once for each function. It is called where a function is needed, and is no
+# decorator, because importing the compiler takes two seconds.
+compile_once = cache(torch.compile)
 
 
 # --- The forms ------------------------------------------------------------------------------------
@@ -520,7 +283,7 @@ class Int4Linear(PackedLinear):
         self.scales = torch.stack((linear.scales, zeros)).mT.contiguous()  # (2, G, N)
         self.rounded = self.scales.permute(1, 2, 0).bfloat16().contiguous()  # (G, N, 2)
         self.group_size = linear.group_size
-        self.unpack = dequantize  # compile_for_cpu compiles it
+        self.unpack = dequantize  # compiling.compile_for_cpu compiles it
 
     def compute(self, rows: Tensor) -> Tensor:
         if rows.is_cpu and (len(rows) > FEW_ROWS or rows.dtype != torch.bfloat16):
@@ -643,7 +406,7 @@ class LoopedLinear(PackedLinear):
         self.packed = linear.weight
         # A compiled block inlines the loop. lm_head and experts stand outside the blocks, and call
         # the loop as it is compiled here.
-        self.loop = compiled(dot, dynamic=False)
+        self.loop = compile_once(dot, dynamic=False)
 
     def multiply(self, rows: Tensor) -> Tensor:
         if len(rows) == 1:
@@ -666,64 +429,3 @@ def dot(weight: Tensor, row: Tensor) -> Tensor:
     x = row.view(pieces, -1).float()
     products = weight.unflatten(1, (pieces, -1)).float() * x  # (N, pieces, K / pieces)
     return products.sum(-1).sum(-1)[None].to(row.dtype)
-
-
-# --- Decoding rows attend without copies ----------------------------------------------------------
-
-
-class CompiledBlocks(Blocks):
-    """One layer's keys and values in blocks, which decoding rows read without a copy.
-
-    PyTorch's attention wants a row's keys side by side. Where no query heads share a key, plain
-    operators are no slower and need no copy: the compiler puts the look-up of the blocks into the
-    loops that multiply them. A step of the 110m shape on a Zen 4, in ms, and in parentheses that of
-    Blocks, when attention was not yet compiled as a part of its block (see may_compile):
-                                float32       bfloat16
-        32 rows of 128 tokens   70 (80)       43 (82)
-        32 rows of 512 tokens   136 (150)     73 (222)
-        1 row of 512 tokens     26.5 (26.5)   17.4 (20.5)
-    A key that several heads share would be read once for each. With 2 to 4 heads that took 1.5 to
-    1.9 times as long as Blocks in float32; in bfloat16 0.85 for 2 or 3 heads, and 1.4 for 4.
-    """
-
-    # Blocks reads fewer bytes in one call, as it copies them. Here nothing is copied, and few calls
-    # are best: with half as many bytes, 32 rows of 512 tokens in float32 would need two, and a step
-    # of the 110m shape would take 1.17 times as long. With more, more rows would be padded. What
-    # Blocks attends to for this class (guesses, int8) is copied in such large pieces too.
-    max_bytes = 2**26
-
-    def attend_group(self, q: Tensor, group: Group) -> Tensor:
-        if q.shape[2] > 1 or self.kv.dtype != q.dtype:  # prompts and guesses; int8
-            return super().attend_group(q, group)
-        mask = group.masks[self.window]
-        if torch.compiler.is_compiling():  # as a part of the block; see may_compile
-            return attend_to_blocks(q, self.kv, group.table, mask)
-        # The compiled code is for one order of q in memory, so this is a copy in that order.
-        q = q.clone(memory_format=torch.contiguous_format)
-        return compiled(attend_to_blocks, dynamic=True)(q, self.kv, group.table, mask)
-
-
-def attend_to_blocks(q: Tensor, kv: Tensor, table: Tensor, mask: Tensor) -> Tensor:
-    """Do what model.attention does, for one query of each row and head, and add up in float32.
-
-    Args:
-        q: (B, N, 1, H).
-        kv: (2 * N, blocks, block size, H); see Blocks.
-        table: (B, W) int64, the blocks of each row.
-        mask: (B, 1, 1, W * block size) bool.
-
-    Returns:
-        (B, N, 1, H).
-    """
-    torch._dynamo.mark_static(kv, 3)  # H, which as a constant makes the loops a quarter faster
-    keys, values = kv[:, table].transpose(0, 1).chunk(2, 1)  # (B, N, W, block size, H) each
-    scores = (q[:, :, :, None].float() * keys).sum(-1)  # (B, N, W, block size)
-    scores = scores.flatten(2).masked_fill(~mask[:, 0], -torch.inf)  # (B, N, S)
-    # The softmax's division comes last, so that it divides H numbers and not S. The scores are
-    # scaled and not q, because for q the compiler would compute the root anew for each key.
-    scores = scores - scores.amax(-1, True)
-    weights = (scores * q.shape[3] ** -0.5).exp()
-    parts = weights.unflatten(2, (table.shape[1], -1))[..., None] * values
-    total = parts.sum(3).sum(2)  # (B, N, H): within each block, then of all
-    y = total / weights.sum(-1, True)
-    return y[:, :, None].to(q.dtype)

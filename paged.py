@@ -394,7 +394,7 @@ class Runner:
         # The heads come first, because attention takes one head at a time, and reads its keys up to
         # twice as fast if they are contiguous.
         self.kv = empty_layers(model, kv_dtype, 2 * K, num_blocks, block_size)
-        # packed.compile_model sets model.paged_layer where another class is faster.
+        # compiling.compile_model sets model.paged_layer where another class is faster.
         self.layer_class = getattr(model, "paged_layer", self.layer_class)
         # How many blocks one call attends to. Their keys are counted in the model's dtype, because
         # int8 is decoded. A GPU gets more, so that there are few calls; we have not measured that.

@@ -14,16 +14,18 @@ import torch
 from conftest import DRAFT, ROOT
 from torch._inductor.utils import run_and_get_code
 
+import compiling
 import flex
 import generate as command_line
 import packed
 import paged
 from checkpoint import build, load_model
+from compiling import OpaqueCache, compile_model, hide_caches, may_compile
 from generate import generate
 from kv_cache import StaticCache
 from llm import LLM
 from model import Config, FusedLinear, Transformer, attention
-from packed import LoopedLinear, OpaqueCache, PackedLinear, compile_model, hide_caches, may_compile
+from packed import LoopedLinear, PackedLinear
 from paged import Row, Runner
 from sampling import Sequence
 from scheduler import Engine
@@ -102,7 +104,7 @@ def test_rows_whose_heads_share_no_keys_are_gathered(dtype, kv_dtype, one_thread
 
     def run(each, *counts, seed=0):
         engine = Engine(each, num_blocks=22, block_size=8, kv_dtype=kv_dtype)
-        kind = packed.CompiledBlocks if each is model else paged.Blocks
+        kind = compiling.CompiledBlocks if each is model else paged.Blocks
         assert engine.runner.layer_class is kind
         texts = random.Random(seed)
         outputs = []
@@ -151,7 +153,7 @@ def test_the_caches_are_written_in_place():
     assert "opaque" in code and not [line for line in buffers if "192" in line]
     torch.testing.assert_close(layer.kv[:, 190, 0], kv[:, 4])
     # A step of one token in each row is compiled with the code around it.
-    for kind in (paged.Blocks, packed.CompiledBlocks):
+    for kind in (paged.Blocks, compiling.CompiledBlocks):
         vars(model)["paged_layer"] = kind
         (layer,) = Runner(model, 192, 4).plan([Row([3, 190], 5, [0]), Row([7, 9], 6, [0])])[2]
         assert may_compile(torch.zeros(1, 2), layer)
@@ -247,7 +249,7 @@ def test_each_process_gives_the_same_text(more):
 def test_what_is_compiled(monkeypatch, capsys):
     """--compile forgets the draft, or warms up with another cache than the one that is used."""
     calls, one = [], ["--compile", "--checkpoint", str(DRAFT), "--max-tokens", "1"]
-    monkeypatch.setattr(packed, "compile_model", lambda model, *more: calls.append(more))
+    monkeypatch.setattr(compiling, "compile_model", lambda model, *more: calls.append(more))
     LLM(DRAFT, compile=True, draft_checkpoint=DRAFT, kv_dtype="int8", num_blocks=4)
     assert command_line.main(one) == command_line.main([*one, "--speculate", "2"]) == 0
     assert calls == [(None, "int8"), (None, "int8"), (1, "auto"), (None, "auto")]

@@ -13,7 +13,7 @@ import torch
 import ways
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import packed
+import compiling
 from checkpoint import build
 from flex import FlexBlocks, FlexRunner
 from kv_cache import StaticCache
@@ -91,7 +91,7 @@ def test_same_tokens(graphs, case, kind, run):
 def test_the_stand_in_can_fail(graphs, monkeypatch, run, count, constant):
     """A tensor that is not copied into the graph's memory keeps its value of the recorded step.
     Which logits are wanted is the same in each step."""
-    whole = packed.tensors_of
+    whole = compiling.tensors_of
     for left_out in range(count):
 
         def some(*plan, left_out=left_out):
@@ -99,7 +99,7 @@ def test_the_stand_in_can_fail(graphs, monkeypatch, run, count, constant):
             assert len(found) == count
             return found[:left_out] + found[left_out + 1 :]
 
-        monkeypatch.setattr(packed, "tensors_of", some)
+        monkeypatch.setattr(compiling, "tensors_of", some)
         same = not faults(run, "trained", "plain")
         assert same == (left_out == constant)
 
@@ -109,7 +109,7 @@ def test_graphs_of_a_static_cache(graphs):
     cache's own numbers of its slots; a new cache is read by another's graphs; a cache has a graph
     for each 64 positions, each with its own memory; graphs keep a cache's memory for ever."""
     model = Transformer(Config(32, 16, 16, 1, 2, 1, 8)).eval()
-    steps = packed.Replayed(model.forward)
+    steps = compiling.Replayed(model.forward)
     for _ in range(2):
         cache, twin = StaticCache(model, 2, 128), StaticCache(model, 2, 128)
         tokens = torch.randint(32, (128, 2, 1))
@@ -130,7 +130,7 @@ def test_graphs_of_a_static_cache(graphs):
         assert weak() is None and not steps.graphs
     assert Recorded.made == 4  # one for each 64 positions
     mixed = build(replace(model.config, num_experts=2, num_experts_per_tok=1))
-    packed.replay_steps(mixed)
+    compiling.replay_steps(mixed)
     assert "forward" not in vars(mixed)
 
 

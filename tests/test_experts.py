@@ -24,9 +24,10 @@ from checkpoint import (
     named_tensors,
     split_fused,
 )
+from compiling import compile_model
 from experts import SparseMLP
 from model import MLP, Config, Transformer
-from packed import Int4Linear, Int8Linear, PackedLinear, compile_model, pack_linears
+from packed import Int4Linear, Int8Linear, PackedLinear, pack_linears
 from paged import Row, Runner
 from quantize import QuantLinear, quantize_model
 

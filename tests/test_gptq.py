@@ -17,9 +17,9 @@ from torch import nn
 from torch.nn.functional import kl_div, log_softmax
 
 from checkpoint import CheckpointError, is_tied, load_model, named_tensors
+from compiling import compile_model
 from generate import generate
 from kv_cache import StaticCache
-from packed import compile_model
 from quantize import MODES, QuantLinear, group_scales, linears, quantize_model, round_to_nearest
 from sampling import Sequence
 from settings import SamplingParams

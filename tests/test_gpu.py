@@ -21,19 +21,19 @@ from pretend import CUDA, KERNELS, MPS, Gpu
 from test_gptq import other_folder
 from test_quantize import tiny_folder
 
+import compiling
 import experts
 import generate
 import llm
 import model
-import packed
 import paged
 import quantize
 import sampling
 import scheduler
 import speculative
 from checkpoint import load_model
+from compiling import compile_model
 from kv_cache import StaticCache
-from packed import compile_model
 from sampling import Sequence
 from scheduler import Engine
 from settings import SamplingParams, SettingError
@@ -276,7 +276,7 @@ def cuda(monkeypatch):
     """PyTorch finds the device."""
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: CUDA)
     # There are no graphs here; see test_cuda_graphs.
-    monkeypatch.setattr(packed.Replayed, "replay", lambda self, *plan: self.forward(*plan))
+    monkeypatch.setattr(compiling.Replayed, "replay", lambda self, *plan: self.forward(*plan))
     for name, value in (("mem_get_info", (2**30, 2**31)), ("get_device_name", "Pretended"),
                         ("max_memory_allocated", 2**30)):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)

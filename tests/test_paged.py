@@ -14,8 +14,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+import compiling
 import flex
-import packed
 from kv_cache import StaticCache, decode, encode
 from model import Config, Transformer, attention, visible
 from paged import BlockPool, BlockTable, Row, Runner, groups_of, side_by_side
@@ -453,8 +453,8 @@ def test_paged_attention_equals_its_slow_twin(way, N, K, size, window, monkeypat
     runner = runner_of(blocks, size, N, K, window, kind)
     near = {}
     if way == "gathered":
-        monkeypatch.setattr(packed, "compiled", lambda function, dynamic: function)
-        runner.layer_class = packed.CompiledBlocks
+        monkeypatch.setattr(compiling, "compile_once", lambda function, dynamic: function)
+        runner.layer_class = compiling.CompiledBlocks
         near = {"rtol": 1e-5, "atol": 1e-5}  # its queries are rounded to float32
     for seed in range(6):
         runner.max_blocks = 4 ** (seed % 4)

@@ -102,14 +102,14 @@ def test_doors():
     two files that import each other, and so cannot be read one after the other."""
     doors = {name: imports(name) for name in MODULES}
     assert doors["model"] - sys.stdlib_module_names == {"torch"}
-    assert doors["scheduler"].isdisjoint((*TECHNIQUES, "packed", "generate"))
+    assert doors["scheduler"].isdisjoint((*TECHNIQUES, "packed", "compiling", "generate"))
     assert "tools" not in set.union(*doors.values())
     TopologicalSorter({name: found & {*MODULES} for name, found in doors.items()}).prepare()
 
 
-OPTIONAL = (*TECHNIQUES, "packed")
+OPTIONAL = (*TECHNIQUES, "packed", "compiling")
 NEEDED_BY = {  # a command line -> what it needs, and says so where that is not there
-    "--quantize int8": {"quantize"}, "--compile": {"packed", "quantize"},
+    "--quantize int8": {"quantize"}, "--compile": {"compiling", "packed", "quantize"},
     "--attention flex --n 2": {"flex"},
     "--speculate 2": {"speculative"}, f"--draft-checkpoint {DRAFT}": {"speculative"},
 }  # fmt: skip

@@ -33,8 +33,8 @@ import model as model_module
 import quantize
 import tp
 from checkpoint import load_model
+from compiling import compile_model
 from machine import Ranks
-from packed import compile_model
 from paged import Runner
 from scheduler import Engine
 from settings import SamplingParams

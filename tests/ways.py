@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from checkpoint import build, load_model
+from compiling import compile_model, replay_steps
 from flex import FlexRunner
 from generate import generate
 from kv_cache import StaticCache
 from model import Config, Transformer
-from packed import compile_model, replay_steps
 from quantize import QuantLinear, quantize_model
 from sampling import SamplingParams, Sequence, Token, distribution, draw
 from scheduler import Engine, Guess, Request

@@ -51,10 +51,10 @@ from torch import Tensor
 
 import tp
 from checkpoint import build, load_config, load_model, named_tensors
+from compiling import compile_model, replay_steps
 from kv_cache import StaticCache
 from machine import ALL_THREADS, Ranks, launch, progress
 from model import Config, Transformer, rope_frequencies
-from packed import compile_model, replay_steps
 from paged import BlockPool, BlockTable, Row, Runner
 from quantize import MODES, quantize_model
 from sampling import Sequence, sample

@@ -1,21 +1,21 @@
 """Paged decoding as CUDA graphs: a step of one token for each row is recorded once, and replayed.
 
-vLLM and nano-vllm decode so. packed.Replayed does it for a static cache. This is for the paged
+vLLM and nano-vllm decode so. compiling.Replayed does it for a static cache. This is for the paged
 cache, whose plan differs at each step: the plan is made as always, with rows and blocks filled up
 so that few sizes occur. Only the bench uses it, so it is not among the engine's files:
 
     python tools/bench.py throughput --device cuda --cuda-graphs
 
-Read: packed.Replayed, then GraphRunner.
+Read: compiling.Replayed, then GraphRunner.
 """
 
 from typing import Any
 
 from torch import Tensor
 
+from compiling import Replayed
 from flex import FlexRunner
 from model import Transformer
-from packed import Replayed
 from paged import Row, Runner
 from settings import supported
 

@@ -27,7 +27,7 @@ RECORDS, COURSE = ROOT / "benchmarks", ROOT / "course"
 ENGINE = ("model", "kv_cache", "sampling", "generate", "paged", "scheduler")
 TECHNIQUES = ("quantize", "formats", "speculative", "experts", "structured", "tp", "flex", "server")
 EDGES = ("http1", "openai_api", "function_calls", "metrics", "llm", "settings", "machine")
-EDGES += ("checkpoint", "families", "tokenizer", "packed", "program")
+EDGES += ("checkpoint", "families", "tokenizer", "packed", "compiling", "program")
 MODULES = (*ENGINE, *TECHNIQUES, *EDGES)
 # What generate.py imports to run one prompt.
 NEEDED = (*ENGINE, "llm", "settings", "machine", "checkpoint", "families", "tokenizer")

@@ -236,8 +236,8 @@ class Kilolm(Peer):
         import torch
 
         from checkpoint import load_model
+        from compiling import compile_model, replay_steps
         from kv_cache import StaticCache
-        from packed import compile_model, replay_steps
         from scheduler import Engine
         from settings import DTYPES
 
