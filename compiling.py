@@ -38,7 +38,7 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
             CPU needs.
     """
     device = supported("--compile on", model.device.type, "cpu", "cuda")
-    pack_linears(model, batch_size == 1)
+    pack_linears(model, alone=batch_size == 1)
     leave_out_experts(model)
     # This only marks the blocks. The first one that runs is compiled, and its code serves all that
     # differ from it only in their tensors. That takes seconds where one graph of all layers takes
@@ -77,17 +77,17 @@ def compile_with_slabs(model: Transformer, batch_size: int, kv_dtype: str) -> No
 
 
 def compile_with_blocks(model: Transformer, kv_dtype: str) -> None:
-    """Run one row of one token, seen by the compiler and hidden from it; many such rows; and one or
-    two beside a prompt. The compiler tunes its loops to the sizes that it sees first, so these are
-    usual ones."""
+    """Run one row of one token, first seen by the compiler and then hidden from it; two such rows
+    beside a prompt; and many such rows. The compiler tunes its loops to the sizes that it sees
+    first, so these are usual ones."""
     runner = Runner(model, CHUNK, 16, kv_dtype)
     many = max(2, min(32, runner.max_blocks // 2))  # so many are one group, with two blocks each
-    for lengths in progress([[1], [1, 1, CHUNK], [1] * many, [1, 2]], COMPILING):
+    for lengths in progress([[1], [1, 1, CHUNK], [1] * many], COMPILING):
         # All write to block 0. The tables have CHUNK blocks, which is more than they need.
         rows = [Row([0] * CHUNK, 0, [0] * length) for length in lengths]
         tokens, positions, layers, select = runner.plan(rows)
         model(tokens, positions, layers, select)
-        if lengths == [1]:  # once more as if the row were long; see may_compile
+        if lengths == [1]:  # once more, as a row that is too long to be seen; see may_compile
             model(tokens, positions, [OpaqueCache(layer) for layer in layers], select)
 
 
@@ -104,7 +104,8 @@ def compile_for_cpu(model: Transformer) -> None:
     for module in model.modules():
         if isinstance(module, Int4Linear):
             module.unpack = compile_once(dequantize, dynamic=False)
-    # Where no heads share a key, paged.Runner uses a class that makes no copies.
+    # Where no heads share a key, paged.Runner uses a class that makes no copies. It is set through
+    # vars, as a type checker wants a module's new attributes to be tensors or modules.
     if model.config.num_attention_heads == model.config.num_key_value_heads:
         vars(model)["paged_layer"] = CompiledBlocks
 
@@ -127,9 +128,10 @@ def compile_for_cuda(model: Transformer, batch_size: int | None) -> None:
 
 
 class OpaqueCache(LayerCache):
-    """A layer's cache that the compiler does not look into. Its compute also writes keys and
-    values. The operator's schema does not say so, and need not, because the code around it does not
-    touch them."""
+    """A layer's cache that the compiler does not look into. Compiled code calls the operator
+    `opaque` (see packed.py), and that calls `compute`, which also writes the new keys and values.
+    The operator's schema does not say so, and need not, because the code around it does not touch
+    them."""
 
     def __init__(self, layer: LayerCache) -> None:
         self.layer = layer
@@ -160,16 +162,21 @@ def hide_caches(model: nn.Module, args: tuple) -> tuple:
 
 
 def may_compile(tokens: Tensor, layer: Any) -> bool:
-    """Whether the compiler may look into the caches of a forward: whether all such forwards attend
-    in the same way. For a static cache on a GPU, all of them do. But if it stores int8, it is
-    hidden, because the compiler fails to take a scale apart into bytes. Then steps are not replayed
-    either.
+    """Whether the compiler may look into the caches of a forward. It may where one piece of code
+    serves all forwards of a kind:
 
-    On a CPU, all forwards of one new token in each sequence do. (A long prompt attends without a
-    mask.) With a paged cache, the rows must form one group; see paged.groups_of. A row longer than
-    a group may be is hidden, so that Blocks can read it in place. Attention as a part of its block
-    saves many small calls. In float32 on a Zen 3, a step of 32 sequences of 64 tokens takes 0.84
-    times as long (110m), and one of a single sequence 0.85 times (135m, where heads share keys).
+    - with a static cache on a GPU, all forwards. But an int8 cache is hidden, because the compiler
+      fails to take a scale apart into bytes; then steps are not replayed either.
+    - with a static cache on a CPU, those of one new token in each sequence. (A long prompt attends
+      without a mask.)
+    - with a paged cache on a CPU, those of one new token in each row, if the rows form one group
+      (see paged.groups_of). A single row can be longer than a group may be. Then it is hidden, so
+      that Blocks can read it in place.
+
+    Everything else is hidden, such as FlexBlocks and a paged cache on a GPU. Attention as a part of
+    its block saves many small calls. In float32 on a Zen 3, a step of 32 sequences of 64 tokens
+    takes 0.84 times as long (110m), and one of a single sequence 0.85 times (135m, where heads
+    share keys).
     """
     if isinstance(layer, Slab):
         return tokens.shape[1] == 1 if tokens.is_cpu else layer.kv.dtype != torch.int8
@@ -200,8 +207,8 @@ class CompiledBlocks(Blocks):
 
     # Blocks reads fewer bytes in one call, as it copies them. Here nothing is copied, and few calls
     # are best: with half as many bytes, 32 rows of 512 tokens in float32 would need two, and a step
-    # of the 110m shape would take 1.17 times as long. With more, more rows would be padded. What
-    # Blocks attends to for this class (guesses, int8) is copied in such large pieces too.
+    # of the 110m shape would take 1.17 times as long. With more, more rows would be padded.
+    # Guesses and int8, which attend_group leaves to Blocks, are copied in such large pieces too.
     max_bytes = 2**26
 
     def attend_group(self, q: Tensor, group: Group) -> Tensor:
@@ -210,7 +217,8 @@ class CompiledBlocks(Blocks):
         mask = group.masks[self.window]
         if torch.compiler.is_compiling():  # as a part of the block; see may_compile
             return attend_to_blocks(q, self.kv, group.table, mask)
-        # The compiled code is for one order of q in memory, so this is a copy in that order.
+        # A hidden row gets here: beside a prompt, in one of several groups, or too long. The code
+        # compiled for it is for one order of q in memory, so this is a copy in that order.
         q = q.clone(memory_format=torch.contiguous_format)
         return compile_once(attend_to_blocks, dynamic=True)(q, self.kv, group.table, mask)
 
@@ -276,29 +284,27 @@ class Replayed:
     ) -> Tensor:
         """Do what Transformer.forward does. `select` is one tensor, or is left out."""
         if layers and isinstance(layers[0], Slab) and tokens.shape[1] == 1:
-            # A graph keeps the tensors of the step that it recorded, and later steps are copied
-            # over them. So these two are clones. StaticCache.plan has copied the positions.
-            select = tuple(each.clone() for each in select)
-            return self.replay(tokens.clone(), positions, layers, *select)
+            return self.replay(tokens, positions, layers, *select)
         return self.forward(tokens, positions, layers, *select)
 
     @torch.no_grad()
     def replay(self, tokens: Tensor, positions: Tensor, layers: list, *select: Tensor) -> Tensor:
         """Do the same for a step of one token in each row. tools/cuda_graphs.py calls this with a
-        paged cache too. A graph keeps these tensors, and what later steps read is written over
-        them."""
-        plan: Any = (tokens, positions, layers, *select)
+        paged cache too."""
         graphs = self.graphs.setdefault(layers[0].kv, {})
-        reads = tensors_of(*plan)
+        reads = tensors_of(tokens, positions, layers, *select)
         sizes = tuple(tensor.shape for tensor in reads)
         if sizes not in graphs:
             if isinstance(layers[0], Slab):
                 graphs.clear()  # a text only grows, and each graph keeps memory of its own
+            # A graph keeps the tensors that it reads, and later steps are copied over them. Those
+            # of a plan are its own. The caller may still use the others, so these are clones.
+            plan: Any = (tokens.clone(), positions, layers, *(each.clone() for each in select))
             self.forward(*plan)  # what only the first run does must not be recorded
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 logits = self.forward(*plan)
-            graphs[sizes] = graph, reads, logits
+            graphs[sizes] = graph, tensors_of(*plan), logits
         graph, recorded, logits = graphs[sizes]
         for old, new in zip(recorded, reads, strict=True):
             old.copy_(new)

@@ -113,7 +113,7 @@ class Exchange:
     def read_body(self) -> bytes | bytearray:
         """Read as many bytes as Content-Length says, or a body in chunks."""
         # There may be only one of these headers, so that no proxy can go by another one than this
-        # file. Two of them, even two equal ones, are joined to what is no length and not "chunked".
+        # file. Two of them, even two equal ones, are joined by a comma, and that is refused below.
         lengths = self.headers.get_all("Content-Length", [])
         framing = ",".join(lengths + self.headers.get_all("Transfer-Encoding", [])).lower()
         if framing != "chunked":

@@ -190,9 +190,9 @@ def translate(given: JSON, chat: bool) -> JSON:
 
         max_tokens, logprobs, structured_outputs   from fields that have other names in OpenAI's API
         include_usage, continuous_usage_stats      out of stream_options
-        prompt_logprobs                            equals `echo`: if logprobs are asked for, the
-                                                   prompt gets them too. A body that has this field
-                                                   itself is refused
+        prompt_logprobs                            equals `echo`, and Choice shows the prompt by it.
+                                                   If logprobs are asked for, the prompt gets them
+                                                   too. A body that has this field is refused
         hidden                                     true with echo if max_tokens is 0: nothing is to
                                                    be generated. The engine has to generate one
                                                    token, which is not shown
@@ -206,6 +206,8 @@ def translate(given: JSON, chat: bool) -> JSON:
     for name in ("include_usage", "continuous_usage_stats"):
         value = fields["stream_options"].get(name)
         fields[name] = value is not None and check(f"stream_options[{name}]", value, bool)
+    if fields.get("function_call") == "none":  # OpenAI's older tool_choice
+        fields.setdefault("tool_choice", "none")
     check_supported(fields, chat)
     if "max_completion_tokens" in fields:
         fields["max_tokens"] = fields["max_completion_tokens"]
@@ -247,8 +249,8 @@ def check_supported(fields: JSON, chat: bool) -> None:
         allowed["echo"] = False
     else:
         allowed |= dict(tools=[], tool_choice="auto")
-    # Tools that may not be called are allowed. `function_call` is OpenAI's older `tool_choice`.
-    if fields.get("tool_choice", fields.get("function_call")) == "none":
+    # With the choice "none", tools count as left out.
+    if fields.get("tool_choice") == "none":
         fields = fields | dict(tools=[], functions=[], tool_choice="auto")
     for name, value in fields.items():
         if name in allowed:
@@ -415,7 +417,12 @@ class Choice:
         is_scored = job.params.logprobs is not None
         # The tokens are copied, because meanwhile the engine's thread may append to them.
         tokens = job.tokens[:] if is_scored else []
-        thought, text = split_thought(self.prefix + job.text)
+        output = job.text
+        if self.hidden:  # only the prompt is shown
+            tokens = []
+            output = ""
+            reason = reason and "length"  # even if the token that is not shown is EOS
+        thought, text = split_thought(self.prefix + output)
         text, calls = split_calls(text, self.tools, bool(reason))
         has_called = calls and reason == "stop"
         # 2) leave out what has been taken
@@ -426,15 +433,11 @@ class Choice:
         text = text[start:]
         tokens = tokens[token_start:]
         calls = calls[call_start:]
-        if self.hidden:
-            text = ""
-            tokens = []
-            reason = reason and "length"  # even if the token that is not shown is EOS
         if self.ended or not (reason or thought or text or tokens or calls):
             return None
         self.taken = taken
         self.ended = bool(reason)
-        if is_first and job.params.prompt_logprobs:  # a completion with `echo`
+        if is_first and job.params.prompt_logprobs:  # it has `echo`; see translate
             prompt, prompt_tokens = self.echo()
             text = prompt + text
             tokens = prompt_tokens + tokens
@@ -492,8 +495,8 @@ class Choice:
         The other likely tokens have the text that they have in the vocabulary.
         """
 
-        # `i` is the entry's own id. `token` is the sampled token of its place, whose text can
-        # differ from the vocabulary's.
+        # The entry of id i, in the place where `token` was sampled. The entry of the sampled token
+        # itself has the text that it added to the output, which can differ from the vocabulary's.
         def entry(token: Token, i: int, value: float | None) -> JSON:
             words = token_bytes(self.tokenizer)
             word = words[i] if i < len(words) else b""  # V may be padded

@@ -67,7 +67,7 @@ def form_of(linear: nn.Module, alone: bool = False) -> "type[PackedLinear] | Non
         dtype = linear.weight.dtype
         if alone and dtype == torch.float32 and torch.cpu._is_amx_tile_supported():
             return None  # see "One sequence alone"
-        if has_arithmetic(dtype):
+        if onednn_multiplies(dtype):
             return LoopedLinear if alone and LOOPS else PackedLinear
         if HAS_FBGEMM:
             return HalfLinear
@@ -82,7 +82,7 @@ def has_int4(q: Tensor) -> bool:
     return q.is_cuda and N % 8 == 0 and half % 64 == 0
 
 
-def has_arithmetic(dtype: torch.dtype) -> bool:
+def onednn_multiplies(dtype: torch.dtype) -> bool:
     """Whether PyTorch lets oneDNN multiply this dtype. For bfloat16 any AVX-512 is enough, even
     where oneDNN emulates it."""
     if dtype == torch.float32:
@@ -337,7 +337,7 @@ def dequantize(packed: Tensor, scales: Tensor, lanes: int = 32) -> Tensor:
 
 class HalfLinear(PackedLinear):
     """float16 weights, which FBGEMM widens to float32 inside the product, for processors on which
-    oneDNN does not multiply the stored dtype; see has_arithmetic.
+    oneDNN does not multiply the stored dtype; see onednn_multiplies.
 
     Each output channel is divided by a power of two, so that nothing overflows. A weight keeps 11
     bits, where bfloat16 has 8, unless it is smaller than 2**-28 of the channel's largest one. With
@@ -366,8 +366,9 @@ class HalfLinear(PackedLinear):
 #                      instead of 35, and one of 512 as long as before. On AMD processors, MKL is
 #                      slower.
 #     SLOW_ROW         On AMD's Zen 4, one row takes longer than six, so one or two are filled up to
-#                      six. A Zen 4 is recognised by its instructions for bfloat16, together with
-#                      the absence of AVX-VNNI.
+#                      six. This serves int8, and models that run several sequences, as LOOPS serves
+#                      the others. A Zen 4 is recognised by its instructions for bfloat16, together
+#                      with the absence of AVX-VNNI.
 #     LOOPS            On Zen 4, and with AVX2 alone (AMD's Zen 3), LoopedLinear takes the place of
 #                      PackedLinear if the model runs one sequence at a time.
 # Processors with AVX-VNNI (Zen 5, Intel) gain little from filling up, or lose. The speed of
@@ -422,9 +423,9 @@ def dot(weight: Tensor, row: Tensor) -> Tensor:
     pieces = -(-K // 4096)
     while K % pieces:
         pieces += 1
-    # The cumulative sum over one row is the row itself, so this changes nothing. But the compiler
-    # leaves such sums to PyTorch, and has to store the row for it. Otherwise it would compute the
-    # row, and the norm or silu that makes it, anew for each output channel.
+    # The compiler would compute the row, and the norm or silu that makes it, anew for each output
+    # channel. But it leaves cumulative sums to PyTorch, and stores their results. Over a single
+    # row, the cumulative sum is the row itself.
     row = row.cumsum(0)
     x = row.view(pieces, -1).float()
     products = weight.unflatten(1, (pieces, -1)).float() * x  # (N, pieces, K / pieces)

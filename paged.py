@@ -135,7 +135,8 @@ class BlockPool:
         table.length = end
         for i in range(len(table.chain) - 1, end // self.block_size):
             key = self._key_of(table, ids, i)
-            # If an equal block can be found already, setdefault returns it, and no entry changes.
+            # If an equal block can be found already, setdefault returns that one, and these two
+            # lines change nothing.
             block, mark = self._by_key.setdefault(key, (table.blocks[i], object()))
             self._keys[block] = key
             table.chain.append(mark)
@@ -161,8 +162,9 @@ class BlockPool:
         del table.chain[1:]  # all but the salt
 
     def _take(self, table: BlockTable) -> int:
-        """Take the next block in order, or the one after the table's highest, if that is free.
-        Attention need not copy blocks that follow each other; see side_by_side."""
+        """Take the free block after the table's highest one; if there is none, the next block in
+        order. Attention reads the blocks of most rows in ascending order (see Runner.group), and
+        need not copy blocks that follow each other; see side_by_side."""
         block = next(iter(self.available))
         if table.blocks:
             following = max(table.blocks) + 1
@@ -215,8 +217,9 @@ def groups_of(
 ) -> Iterator[list[Row]]:
     """Split rows into groups that are attended together, each as one batch.
 
-    A group is a run of rows with equally many new tokens, which are padded to the longest of them.
-    Least is padded if the longest context comes first; see scheduler.run_order.
+    A group is a run of rows with equally many new tokens. Each row is padded to as many blocks as
+    the longest one has. Least is padded if the longest context comes first; see
+    scheduler.run_order.
 
     Args:
         max_blocks: how many blocks a group may have, padding included, unless it is a single row.
@@ -524,10 +527,10 @@ def affordable_blocks(
     size = limits.block_size
     config = model.config
     # A block counts once in each model's cache, and once in attention's copy: one row may have all
-    # blocks, and attention then copies all of them, one layer at a time. A number in the copy has
-    # the model's dtype. On its way through kv_cache.decode, an int8 number takes up to 6 bytes
-    # more: 1 as int8, 4 as float32, and at most 1 for the scale, of which there are two copies of 4
-    # bytes for H numbers.
+    # blocks, and attention then copies all of them, one layer at a time. Each value in the copy
+    # has the model's dtype. While kv_cache.decode runs, an int8 value takes up to 6 bytes more: 1
+    # as int8, 4 as float32, and 8 / H, which is at most 1, as its share of the scale, of which
+    # there are two copies of 4 bytes.
     copied = model.dtype.itemsize + (6 if limits.kv_dtype == "int8" else 0)
     block_bytes = 2 * size * config.num_key_value_heads * config.head_dim * copied
     for each in models:

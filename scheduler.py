@@ -52,8 +52,8 @@ class Request:
         outputs: n sequences, each with text, output_ids, tokens (log-probabilities), finish_reason,
             and times (created, first token, ..., last token). When the prompt of the first one has
             been computed, the others are forked from it and share its blocks.
-        prompt_tokens: a Token for each prompt id, if prompt_logprobs are asked for. The first has
-            no log-probability, as nothing comes before it.
+        prompt_tokens: a Token for each prompt id, if prompt_logprobs are asked for with logprobs.
+            The first has no log-probability, as nothing comes before it.
         priority: the lowest number runs first, as in vLLM.
         cache_salt: only requests with the same salt share prefixes.
     """
@@ -72,11 +72,16 @@ class Request:
 
 @dataclass
 class Guess:
-    """Tokens that may follow a sequence, and how they were drawn; see speculative.py."""
+    """Tokens that may follow a sequence, and how they were drawn; see speculative.py.
+
+    Attributes:
+        q: the probability with which each was drawn.
+        probs: the distribution from which each was drawn, (V,); []: all were certain.
+    """
 
     ids: Ids = field(default_factory=list)
-    q: list[float] = field(default_factory=list)  # the probability with which each was drawn
-    probs: list[Tensor] = field(default_factory=list)  # (V,) each, drawn from; []: all were certain
+    q: list[float] = field(default_factory=list)
+    probs: list[Tensor] = field(default_factory=list)
 
 
 class Job(Sequence):
@@ -147,7 +152,8 @@ class Proposer:
     accepted: Collection[int] = ()
 
     def count(self, job: Job) -> int:
-        """How many tokens to guess for a job. This must depend on the job alone. Then the random
+        """How many tokens to guess for a job; 0 before its first token, which all outputs of its
+        request draw from one row of logits. This must depend on the job alone. Then the random
         numbers that the job uses, and with them its tokens, do not depend on its neighbours."""
         return 0
 
@@ -354,13 +360,13 @@ class Engine:
                 7) A has ids [5 9 2 6], and the cache holds 3 of them
         """
         # 1) schedule: set each job's num_scheduled
-        batch = sorted(self.schedule(), key=run_order)  # sorted for a draft's forward
+        batch = self.schedule()
         if not batch:
             return []
         spinning.adapt()  # CPU threads spin or sleep by the machine's load; see machine.Spinning
         # 2) guess
         self.proposer.propose(batch)
-        # 3) run. Guesses have made rows longer, so sort again.
+        # 3) run, with equally long rows side by side; see run_order
         batch.sort(key=run_order)
         rows = [job.row for job in batch]
         logits = self.runner.forward(rows)  # (R, V)
@@ -435,10 +441,11 @@ class Engine:
         guesses = self.proposer.count(job)
         if known + guesses <= budget:
             return known + guesses
-        # Without guesses, known > budget, and the result is the budget. With guesses, at least the
-        # last known token waits with them. The result is not 0 for a running job: its budget has
-        # room for one known token and all its guesses, so here it has two known tokens or more.
-        return min(known - 1, budget)
+        if guesses:
+            known -= 1  # the last known token waits with them
+        # For a running job the result is not 0: its budget has room for one known token and all its
+        # guesses, so here it had two known tokens or more.
+        return min(known, budget)
 
     def _allocate(self, job: Job, num_tokens: int) -> bool:
         """Let a job run this many tokens in this step, and give it blocks for them. Returns False
@@ -492,7 +499,8 @@ class Engine:
             end = min(job.table.length + job.num_scheduled, len(job.ids))
             self.pool.commit(job.table, job.ids, end)
             if end == len(job.ids):  # else the rest of a prompt comes in a later step
-                # When a prompt has been computed, all outputs of its request begin.
+                # When a prompt has been computed, all outputs of its request begin, each from the
+                # same logits. A job has no guesses before its first token, so that is one row.
                 outputs = [job] if job.tokens else self._fork(job)
                 ready += outputs
                 # A scored prompt's row also has logits after earlier tokens. They are left out.
@@ -517,9 +525,10 @@ class Engine:
                 job.append(token)
                 self.stats["generation_tokens"] += 1
         job.guess = Guess()
-        # All tokens but the last are accepted guesses, and the model's cache holds their keys and
-        # values. A draft's cache may lack those of the last guess until the next step. So only the
-        # next step commits these tokens, and until then no other sequence finds their blocks.
+        # All tokens but the last are accepted guesses. The model's cache holds their keys and
+        # values, so `length` counts them now. They are committed in the next step, because until
+        # then a draft's cache may lack those of the last one, and other sequences can find what is
+        # committed.
         job.table.length += len(tokens) - 1
         if job.finish_reason:
             self._leave(job)
@@ -540,7 +549,9 @@ class Engine:
             logits: (T, V), after each token of the row.
         """
         prompt = job.request.prompt_tokens
-        start = job.table.length + 1  # of the ids to score; the row itself is not committed yet
+        # The row begins at table.length, as it is not committed yet. Its first logits score the
+        # token after that.
+        start = job.table.length + 1
         if start == 1:  # the prompt begins, perhaps once more after a preemption
             prompt[:] = [Token(job.ids[0])]  # nothing comes before it
         ids = job.ids[start : start + len(logits)]  # one less at the end of the prompt

@@ -87,8 +87,9 @@ class Server:
         incoming: requests on their way to the engine.
         owners: each request in the engine -> the connection that answers it. Only drive() changes
             this and `metrics`.
-        busy: the connections that are answering a completion. After a signal they may finish it. A
-            connection leaves this set when it has answered, and when its client has left.
+        busy: the connections that are answering a completion. A connection leaves this set when it
+            has answered, and when its client has left; then step() ends its requests. After a
+            signal, listen() waits for those in it.
         refused: the sockets of the last clients that found no thread free; see accept.
         stopping: a signal has arrived, or the engine has died.
         over: the wait for running completions has ended. Those that are left get an error.
@@ -147,9 +148,10 @@ class Server:
         woken after each step, and any other only when one of its requests has finished."""
         for request in requests:
             connection = self.owners[request]
-            if request.finished:
+            finished = request.finished
+            if finished:
                 self.forget(request)
-            if request.finished or connection.stream:
+            if finished or connection.stream:
                 connection.news.set()
 
     def forget(self, request: Request) -> None:
@@ -237,7 +239,7 @@ class Connection(Exchange):
     Attributes:
         stream: whether it wants to know of each step, and not only of the end; set by complete().
         sent_at: when the last part of a completion was sent; at first, when it was asked for.
-        news: set when the sequences of this connection have made progress.
+        news: set when there may be something to send; see Server.wake.
     """
 
     def __init__(self, client: socket.socket, server: Server) -> None:
@@ -328,14 +330,14 @@ class Connection(Exchange):
         demand(not self.server.over, 503, "the server is stopping")
 
     def send_snapshot(self) -> None:
-        """Answer with the engine's state, or, while a long step runs, with an older one. Pages ask
-        for it again and again; all that ask within a tenth of a second share one snapshot, which
-        the first of them causes."""
+        """Answer with a snapshot of the engine, which its own thread takes. Pages ask for it again
+        and again. Of those that ask within a tenth of a second, the first has it taken. All wait a
+        tenth of a second for it, and get the one before if a step lasts longer."""
         server = self.server
         if time.monotonic() > server.snapshot_time + 0.1:
             server.snapshot_time = time.monotonic()
             server.inbox.put(server.take_snapshot)
-        time.sleep(0.1)  # the engine's thread takes it meanwhile, unless its step lasts longer
+        time.sleep(0.1)
         self.send(server.snapshot)
 
     def send_page(self) -> None:

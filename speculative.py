@@ -29,7 +29,7 @@ from torch import Tensor
 from model import Transformer
 from paged import Row
 from sampling import Token, distribution, draw, parts, scored
-from scheduler import Guess, Job, Proposer
+from scheduler import Guess, Job, Proposer, run_order
 from settings import check, supported
 
 # Each seed has one stream of random numbers. Number i draws token i of the output, number GUESS + i
@@ -249,7 +249,7 @@ class DraftModel(Guesser):
         # here begins one token before the model's row, at b. In all other cases the draft's cache
         # has that token already. It is written again, the same but for rounding.
         rows = {}
-        for job in jobs:
+        for job in sorted(jobs, key=run_order):
             start = max(job.table.length - 1, 0)
             known = job.ids[start : job.table.length + job.num_scheduled]
             rows[job] = Row(job.table.blocks, start, known)

@@ -50,11 +50,11 @@ class Tokenizer:
         """
         path = Path(path)
         config = read_optional(path / "tokenizer_config.json")
-        added = config.get("added_tokens_decoder")
-        if added is None:  # older folders have two more files
+        raw = config.get("added_tokens_decoder")
+        if raw is None:  # older folders have two more files
             config |= read_optional(path / "special_tokens_map.json")
             id_of = read_optional(path / "added_tokens.json")
-            added = {i: {"content": text} for text, i in id_of.items()}
+            raw = {i: {"content": text} for text, i in id_of.items()}
         with blame(path):
             # Without a config, BOS and EOS are sentencepiece's, as in llama2.c and llama.cpp.
             config = config or dict(bos_token="<s>", eos_token="</s>")
@@ -62,14 +62,14 @@ class Tokenizer:
             config = read_optional(path / "chat_template.json") | config
             self.config = config = {name: text_of(value) for name, value in config.items()}
             named = special_texts(config)
-            tokens: dict[int, JSON] = {}
+            added: dict[int, JSON] = {}
             # Sorted by id, because _read_fast adds them in this order, and each new token gets the
             # next id. A token may say itself whether it is special.
-            for i in sorted(added, key=int):
-                token = added[i]
-                tokens[int(i)] = {"special": token["content"] in named} | token
+            for i in sorted(raw, key=int):
+                token = raw[i]
+                added[int(i)] = {"special": token["content"] in named} | token
             read = self._read_fast if (path / "tokenizer.json").is_file() else self._read_slow
-            read(path, tokens, named)
+            read(path, added, named)
             # The marks of function calls are shown, as calls are found in the text.
             self._hidden = {i for text, i in self.special.items() if "tool_call>" not in text}
             templates = self._read_templates(path)
@@ -190,9 +190,10 @@ class Tokenizer:
         file = path / "tokenizer.model"
         if not file.is_file():
             raise ValueError("tokenizer.json is missing, and there is no tokenizer.model")
-        # 1) sentencepiece. Most models put a space in front of a text.
+        # 1) sentencepiece. Most models put a space in front of what they encode.
         #   bare    puts none
-        #   first   encodes the beginning of a text
+        #   first   encodes the beginning of a text. It does what the model says, but it is `bare`
+        #           if add_prefix_space is off
         #   later   encodes what follows an added token. It is `first` if `legacy` is on, and `bare`
         #           if not. By default, legacy is off in a LlamaTokenizer and on in all others
         config = self.config
@@ -353,10 +354,10 @@ class Detokenizer:
         if text.endswith("\ufffd") and len(self._new) < 32 and not last:
             return ""
         # The new ids become the context. If they add no text, or only spaces, which a decoder may
-        # drop at the beginning, the old context stays; they join it while it has fewer than 8 ids.
+        # drop at the beginning, the old context stays. If it has fewer than 8 ids, they join it.
         if text.strip():
-            self._context = []
-        if len(self._context) < 8:
+            self._context = self._new
+        elif len(self._context) < 8:
             self._context += self._new
         self._new = []
         return text
@@ -393,15 +394,15 @@ class TextStream:
         """
         new = self._detokenizer.push(token_id, last)
         pending = self._held + new
+        # A stop string counts if it ends after this many characters. One that ended in what was
+        # held came too early (see can_stop), and was held only because a longer one may contain it.
+        early = len(self._held) if can_stop else len(pending)
         found = []  # where a stop string stands
         begun = []  # where one may have begun
         for stop in self._stops:
             for i in range(len(pending)):
                 if pending.startswith(stop, i):
-                    # Only a stop string that ends in the new text counts. One that ended before it
-                    # was not allowed to stop the sequence (min_tokens), and is pending only because
-                    # a longer stop string may contain it.
-                    if can_stop and i + len(stop) > len(self._held):
+                    if i + len(stop) > early:
                         found.append(i)
                 elif stop.startswith(pending[i:]) and not last:
                     begun.append(i)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from model import Transformer
-from packed import has_arithmetic, pack_linears
+from packed import onednn_multiplies, pack_linears
 from quantize import linears, quantize_model
 from tools.measure import bytes_per_step
 
@@ -70,7 +70,7 @@ def chapter(lesson: Lesson) -> dict[str, int]:
     for name in ("float32", "float32, packed", "int8", "int8, packed", "int4", "int4, packed"):
         mode, _, packed = name.partition(", ")
         dtype = torch.float32
-        if name == "int4, packed" and has_arithmetic(torch.bfloat16):
+        if name == "int4, packed" and onednn_multiplies(torch.bfloat16):
             dtype = torch.bfloat16  # the dtype of the fast product for int4
         model = copy.deepcopy(whole).to(dtype)
         if mode != "float32":

@@ -385,7 +385,7 @@ def test_none(server: Local, stream: bool) -> None:
     only = {"structured_outputs": {"choice": [A_CALL]}}
     (reply,) = ask(server, stream, **only)
     assert reply.calls, f"by default, {A_CALL!r} is a call"
-    for more in ({"tool_choice": "none"}, {"tools": None}):
+    for more in ({"tool_choice": "none"}, {"function_call": "none"}, {"tools": None}):
         (reply,) = ask(server, stream, **only, **more)
         got = reply.text, reply.calls, reply.reason
         assert got == (A_CALL, [], "stop"), f"with {more}, a tag is plain text"
@@ -429,9 +429,10 @@ def test_the_template_is_given_the_tools(server: Local, rendered: list[str]) -> 
     ask(server, max_tokens=1)
     assert f"TOOLS{json.dumps(TOOLS)}" in rendered[0], "pass the tools to the template unchanged"
     rendered.clear()
-    for more in ({"tool_choice": "none"}, {"tools": None}, {"tools": []}):
+    without = ({"tool_choice": "none"}, {"function_call": "none"}, {"tools": None}, {"tools": []})
+    for more in without:
         ask(server, max_tokens=1, **more)
-    assert len(rendered) == 3
+    assert len(rendered) == len(without)
     wrong = "without tools, the template's tools must be None"
     assert all(text.endswith("True") for text in rendered), wrong
 
