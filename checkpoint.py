@@ -58,11 +58,18 @@ def load_config(path: Path | str) -> Config:
             "one, and a GGUF file is made into one by transformers (from_pretrained with "
             "gguf_file=NAME, then save_pretrained)"
         )
+    adapter = file.with_name("adapter_config.json")
+    if adapter.exists():
+        raise CheckpointError(
+            f"{adapter}: LoRA adapters do not run here: merge it into its model (merge_and_unload "
+            "of peft, then save_pretrained), or delete this file if the folder has a whole model"
+        )
     raw = read_json(file)
     with blame(file):
         # 1) What the file says, and its family's defaults. The family's EOS counts only if neither
         # file names one. If generation_config.json does, [] takes its place, and eos_ids adds that.
-        if "eos_token_id" in read_optional(file.with_name("generation_config.json")):
+        generation = read_optional(file.with_name("generation_config.json"))
+        if "eos_token_id" in generation:
             raw.setdefault("eos_token_id", [])
         raw = complete(raw)
         # 2) Defaults that follow from other settings.
@@ -79,7 +86,7 @@ def load_config(path: Path | str) -> Config:
         # 3) Settings that Config has under another name or in another form.
         raw |= dict(
             dtype=choose("dtype", raw.get("dtype", raw["torch_dtype"]), DTYPES),
-            eos_ids=eos_ids(file.parent, raw),
+            eos_ids=eos_ids(raw, generation),
             num_experts=raw.get("num_local_experts", raw["num_experts"]),
             quantization=quantization(file.parent, raw),
         )
@@ -112,11 +119,11 @@ def check_config(config: Config) -> None:
         )
 
 
-def eos_ids(folder: Path, raw: JSON) -> tuple[int, ...]:
+def eos_ids(*sources: JSON) -> tuple[int, ...]:
     """Return the ids that end a text. Chat checkpoints add their end of turn in
     generation_config.json."""
     found = []
-    for source in (raw, read_optional(folder / "generation_config.json")):
+    for source in sources:
         ids = source.get("eos_token_id", [])
         found += ids if isinstance(ids, list) else [ids]
     return tuple(dict.fromkeys(check_items("eos_token_id", found, list, int, 0)))

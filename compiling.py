@@ -289,14 +289,12 @@ class Replayed:
 
     @torch.no_grad()
     def replay(self, tokens: Tensor, positions: Tensor, layers: list, *select: Tensor) -> Tensor:
-        """Do the same for a step of one token in each row. tools/cuda_graphs.py calls this with a
-        paged cache too."""
+        """Do the same for a step of one token in each row."""
         graphs = self.graphs.setdefault(layers[0].kv, {})
-        reads = tensors_of(tokens, positions, layers, *select)
+        reads = self.reads(tokens, positions, layers, *select)
         sizes = tuple(tensor.shape for tensor in reads)
         if sizes not in graphs:
-            if isinstance(layers[0], Slab):
-                graphs.clear()  # a text only grows, and each graph keeps memory of its own
+            graphs.clear()  # a text only grows, and each graph keeps memory of its own
             # A graph keeps the tensors that it reads, and later steps are copied over them. Those
             # of a plan are its own. The caller may still use the others, so these are clones.
             plan: Any = (tokens.clone(), positions, layers, *(each.clone() for each in select))
@@ -304,19 +302,14 @@ class Replayed:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 logits = self.forward(*plan)
-            graphs[sizes] = graph, tensors_of(*plan), logits
+            graphs[sizes] = graph, self.reads(*plan), logits
         graph, recorded, logits = graphs[sizes]
         for old, new in zip(recorded, reads, strict=True):
             old.copy_(new)
         graph.replay()
         return logits.clone()
 
-
-def tensors_of(tokens: Tensor, positions: Tensor, layers: list, *select: Tensor) -> list[Tensor]:
-    """Return the tensors of a plan that a forward reads. Layers share most of them."""
-    first = layers[0]
-    if isinstance(first, Slab):  # no positions: they are a view of first.slots
-        return [tokens, *select, first.slots, *dict.fromkeys(layer.mask for layer in layers)]
-    masks = [mask for group in first.groups for mask in group.masks.values()]
-    tables = [group.flat_table for group in first.groups]
-    return [tokens, positions, *select, first.slots, *tables, *masks]
+    def reads(self, tokens: Tensor, positions: Tensor, layers: list, *select: Tensor) -> list:
+        """Return the tensors of a plan that a forward reads. The positions are a view of the slots,
+        and layers share most masks. tools/cuda_graphs.py does this for a paged cache."""
+        return [tokens, *select, layers[0].slots, *dict.fromkeys(layer.mask for layer in layers)]

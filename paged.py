@@ -392,7 +392,6 @@ class Runner:
         """Allocate the blocks of each layer; kv_dtype as in kv_cache.StaticCache."""
         K = model.config.num_key_value_heads
         self.model = model
-        self.num_blocks = num_blocks
         self.block_size = block_size
         # The heads come first, because attention takes one head at a time, and reads its keys up to
         # twice as fast if they are contiguous.

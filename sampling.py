@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from model import Config
-from settings import SamplingParams, SettingError, check_ids
+from settings import PENALTIES, SamplingParams, SettingError, check_ids
 from tokenizer import Ids, TextStream, Tokenizer
 
 
@@ -120,16 +120,15 @@ def adjust_(scores: Tensor, sequence: "Sequence") -> None:
         ids = torch.tensor([*p.logit_bias], device=scores.device)
         values = torch.tensor([*p.logit_bias.values()], dtype=torch.float32, device=scores.device)
         scores.index_add_(0, ids, values)
-    if sequence.history:
+    if sequence.adjustments & PENALTIES:
         penalize_(scores, sequence)
 
 
 def penalize_(scores: Tensor, sequence: "Sequence") -> None:
     """Change one sequence's logits, (V,), in place, by its penalties."""
     p = sequence.params
-    # On a CPU the tensor shares the array's memory. When the next token is appended, Python may
-    # move the array and free that memory, so the tensor must not outlive this function.
-    ids = torch.frombuffer(sequence.history, dtype=torch.int64).to(scores.device)
+    # Through an array, because torch.tensor takes seven times as long for a list.
+    ids = torch.frombuffer(array("q", sequence.ids), dtype=torch.int64).to(scores.device)
     output = ids[sequence.prompt_len :]
     # 1) repetition, of the prompt and the output. An id that occurs twice is still changed once:
     # index_copy_ writes the same new score twice.
@@ -323,8 +322,7 @@ class Sequence:
         matcher: decides which tokens may come next, if a structure is asked for; see structured.py.
         end_ids: the ids that end it.
         adjustments, filters: those of its SamplingParams.
-        history: `ids` as an array, from which penalize_ makes a tensor without a copy; None: there
-            are no penalties.
+
     """
 
     def __init__(
@@ -373,7 +371,6 @@ class Sequence:
         self._stream = TextStream(tokenizer, prompt_ids, params.stop)
         self.adjustments = params.adjustments  # kept, as they are looked up at each step
         self.filters = params.filters
-        self.history = array("q", prompt_ids) if params.penalties else None
 
     @property
     def text(self) -> str:
@@ -401,8 +398,7 @@ class Sequence:
             return self
         other = copy.copy(self)
         other.ids = self.ids + guesses
-        if self.history:
-            other.history = self.history + array("q", guesses)
+
         if self.matcher:
             other.matcher = self.matcher.deep_copy()
             # It stops at a guess that it forbids; verification refuses that guess.
@@ -412,8 +408,7 @@ class Sequence:
     def append(self, token: Token) -> None:
         """Append a sampled token to ids and text, and decide whether the sequence ends here."""
         self.ids.append(token.id)
-        if self.history:
-            self.history.append(token.id)
+
         reason = self._reason_to_stop(token.id)
         # What ends a text is no part of it, nor is a token that the structure does not allow.
         has_text = token.id not in self.end_ids and reason != "error"

@@ -146,6 +146,17 @@ def test_no_config(folder):
     refused(folder, CONFIG)
 
 
+@pytest.mark.parametrize("has_model", [False, True])
+def test_an_adapter(folder, has_model):
+    """LoRA: the model ran as if it had not been trained, or a missing file was the error. Where
+    peft is installed, transformers adds the adapter, also in a folder with a whole model."""
+    if not has_model:
+        (folder / CONFIG).unlink()
+        (folder / WEIGHTS).unlink()
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    refused(folder, "adapter_config.json", "LoRA", "merge")
+
+
 REQUIRED = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
 )  # fmt: skip

@@ -20,6 +20,16 @@ from paged import Row, Runner
 from settings import supported
 
 
+class Steps(Replayed):
+    """Replayed for a paged cache, for steps of one number of rows and one of blocks."""
+
+    def reads(self, tokens: Tensor, positions: Tensor, layers: list, *select: Tensor) -> list:
+        groups = layers[0].groups  # all layers have these
+        masks = [mask for group in groups for mask in group.masks.values()]
+        tables = [group.flat_table for group in groups]
+        return [tokens, positions, *select, layers[0].slots, *tables, *masks]
+
+
 class GraphRunner(Runner):
     """A Runner that replays steps of one token for each row.
 
@@ -27,6 +37,7 @@ class GraphRunner(Runner):
     writes the same values to the same slot; the blocks of the longest row are filled up as well.
 
     Attributes:
+        steps: the steps of each number of rows and width.
         width: the blocks that each row of this step attends to; None: the step is not replayed.
     """
 
@@ -40,7 +51,7 @@ class GraphRunner(Runner):
         supported("--cuda-graphs on", model.device.type, "cuda")
         supported("--cuda-graphs with num_experts", model.config.num_experts, 1)
         super().__init__(model, *shape)
-        self.steps = Replayed(model)
+        self.steps: dict[tuple[int, int], Steps] = {}
         self.width: int | None = None
 
     def forward(self, rows: list[Row]) -> Tensor:
@@ -52,7 +63,8 @@ class GraphRunner(Runner):
         count = 1 << (len(rows) - 1).bit_length()
         self.wipe_new_blocks(rows)
         plan = self.plan(rows + rows[:1] * (count - len(rows)))
-        return self.steps.replay(*plan)[: len(rows)]
+        steps = self.steps.setdefault((count, self.width), Steps(self.model))
+        return steps.replay(*plan)[: len(rows)]
 
     def plan(self, rows: list[Row]) -> tuple:
         self.min_width = self.width or Runner.min_width
