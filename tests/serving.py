@@ -44,7 +44,7 @@ SHORT = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "ignore_eos": True
 LEAK = r"0x[0-9a-f]{5,}|Traceback|site-packages|\.py\b|/root|/home|/tmp"
 
 
-def until(condition, seconds=10.0):
+def until(condition, seconds=30.0):
     """Wait for a condition, and return what it gave."""
     deadline = time.monotonic() + seconds
     while not (result := condition()):

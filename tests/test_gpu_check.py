@@ -246,13 +246,15 @@ def test_a_wrong_form_is_found(monkeypatch):
 
 @pytest.mark.slow
 def test_rehearsal(tmp_path):
-    """A part does not run, on the CPU with tiny models."""
+    """A part does not run, on the CPU with tiny models. Three of them run what `tokens-trained`
+    does on other models, as test_equivalence.py does here, and are left out."""
     start = time.monotonic()
-    process = run("--out", tmp_path, OMP_NUM_THREADS="1")
+    parts = [*gpu_check.parts(gpu_check.parse_args([*TINY]), {})]
+    parts = [each for each in parts if not each.startswith("tokens") or each == "tokens-trained"]
+    process = run("--out", tmp_path, "--only", *parts, OMP_NUM_THREADS="1")
     out, _ = process.communicate(timeout=500)
     assert process.returncode == 0, out
     assert "failed: nothing\nskipped: throughput-graphs\n" in out  # it needs CUDA
     names = {file.stem for file in tmp_path.glob("*.json")}
-    assert names == {*gpu_check.parts(gpu_check.parse_args([*TINY]), {})}
-    assert len(names) == 15
+    assert names == {*parts} and len(names) == 12
     assert time.monotonic() - start < 400, "it is to take less than two minutes of a free machine"
