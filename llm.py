@@ -154,11 +154,12 @@ def load_models(
             from compiling import replay_steps
 
             replay_steps(each)
-        elif device == "cpu" and (args.quantize or each.config.quantization):
+        elif device == "cpu" and (
+            args.quantize or each.config.quantization or each.dtype != torch.float32
+        ):
             from packed import pack_linears
-            from quantize import QuantLinear
 
-            pack_linears(each, kind=QuantLinear)
+            pack_linears(each, compiled=False)
     return model, proposer
 
 
