@@ -61,8 +61,8 @@ def load_config(path: Path | str) -> Config:
     adapter = file.with_name("adapter_config.json")
     if adapter.exists():
         raise CheckpointError(
-            f"{adapter}: LoRA adapters do not run here: merge it into its model (merge_and_unload "
-            "of peft, then save_pretrained), or delete this file if the folder has a whole model"
+            f"{adapter}: adapters do not run here: merge a LoRA into its model (peft's "
+            "merge_and_unload, then save_pretrained), or delete this file beside a whole model"
         )
     raw = read_json(file)
     with blame(file):

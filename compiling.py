@@ -77,11 +77,14 @@ def compile_with_slabs(model: Transformer, batch_size: int, kv_dtype: str) -> No
 
 
 def compile_with_blocks(model: Transformer, kv_dtype: str) -> None:
-    """Run one row of one token, first seen by the compiler and then hidden from it; two such rows
-    beside a prompt; and many such rows. The compiler tunes its loops to the sizes that it sees
-    first, so these are usual ones."""
+    """Run every kind of forward, so that all its code is compiled here. On a CPU the compiler sees
+    how some of them attend (see may_compile): one row of one token, which is then run once more,
+    hidden; not two such rows beside a prompt, which are two groups; and many such rows, which are
+    one group. The compiler tunes its loops to the sizes that it sees first, so `many` is a usual
+    number of rows."""
     runner = Runner(model, CHUNK, 16, kv_dtype)
-    many = max(2, min(32, runner.max_blocks // 2))  # so many are one group, with two blocks each
+    # Each of them is padded to two blocks (Runner.min_width), and all of them fit into one group.
+    many = max(2, min(32, runner.max_blocks // 2))
     for lengths in progress([[1], [1, 1, CHUNK], [1] * many], COMPILING):
         # All write to block 0. The tables have CHUNK blocks, which is more than they need.
         rows = [Row([0] * CHUNK, 0, [0] * length) for length in lengths]
@@ -170,8 +173,8 @@ def may_compile(tokens: Tensor, layer: Any) -> bool:
     - with a static cache on a CPU, those of one new token in each sequence. (A long prompt attends
       without a mask.)
     - with a paged cache on a CPU, those of one new token in each row, if the rows form one group
-      (see paged.groups_of). A single row can be longer than a group may be. Then it is hidden, so
-      that Blocks can read it in place.
+      (see paged.groups_of). A single row can be longer than a group may be. Then it is hidden,
+      because Blocks can read it in place.
 
     Everything else is hidden, such as FlexBlocks and a paged cache on a GPU. Attention as a part of
     its block saves many small calls. In float32 on a Zen 3, a step of 32 sequences of 64 tokens
@@ -195,8 +198,9 @@ class CompiledBlocks(Blocks):
 
     PyTorch's attention wants a row's keys side by side. Where no query heads share a key, plain
     operators are no slower and need no copy: the compiler puts the look-up of the blocks into the
-    loops that multiply them. A step of the 110m shape on a Zen 4, in ms, and in parentheses that of
-    Blocks, when attention was not yet compiled as a part of its block (see may_compile):
+    loops that multiply them. A step of the 110m shape on a Zen 4, in ms, with that of Blocks in
+    parentheses. Both were measured before attention was compiled as a part of its block (see
+    may_compile):
                                 float32       bfloat16
         32 rows of 128 tokens   70 (80)       43 (82)
         32 rows of 512 tokens   136 (150)     73 (222)
@@ -295,14 +299,15 @@ class Replayed:
         sizes = tuple(tensor.shape for tensor in reads)
         if sizes not in graphs:
             graphs.clear()  # a text only grows, and each graph keeps memory of its own
-            # A graph keeps the tensors that it reads, and later steps are copied over them. Those
-            # of a plan are its own. The caller may still use the others, so these are clones.
-            plan: Any = (tokens.clone(), positions, layers, *(each.clone() for each in select))
-            self.forward(*plan)  # what only the first run does must not be recorded
+            # A graph keeps the tensors that it reads, and later steps are copied over them.
+            # StaticCache.plan makes positions and layers for one forward. The caller may still use
+            # tokens and select, so these are cloned.
+            args: Any = (tokens.clone(), positions, layers, *(each.clone() for each in select))
+            self.forward(*args)  # what only the first run does must not be recorded
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                logits = self.forward(*plan)
-            graphs[sizes] = graph, self.reads(*plan), logits
+                logits = self.forward(*args)
+            graphs[sizes] = graph, self.reads(*args), logits
         graph, recorded, logits = graphs[sizes]
         for old, new in zip(recorded, reads, strict=True):
             old.copy_(new)
@@ -310,6 +315,7 @@ class Replayed:
         return logits.clone()
 
     def reads(self, tokens: Tensor, positions: Tensor, layers: list, *select: Tensor) -> list:
-        """Return the tensors of a plan that a forward reads. The positions are a view of the slots,
-        and layers share most masks. tools/cuda_graphs.py does this for a paged cache."""
+        """Return the tensors that a step reads and that change from step to step. Positions are
+        left out, as they are a view of the slots. Layers share most masks, so each is listed once.
+        tools/cuda_graphs.py does this for a paged cache."""
         return [tokens, *select, layers[0].slots, *dict.fromkeys(layer.mask for layer in layers)]

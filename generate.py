@@ -98,7 +98,9 @@ def command(args: Namespace, ranks: Ranks) -> int:
     engine_args = EngineArgs(**settings.given(EngineArgs, args))
     flags = settings.given(SamplingParams, args)
     defaults = suggested(engine_args.checkpoint)
-    params = SamplingParams(**defaults | flags)
+    # In a chat, without --max-tokens, only the context ends a reply.
+    unlimited: settings.JSON = dict(max_tokens=2**31) if args.chat else {}
+    params = SamplingParams(**unlimited | defaults | flags)
     text = read_prompt(args, ranks)
     if args.system and not args.chat:
         raise ValueError("--system needs --chat")
@@ -130,8 +132,7 @@ def command(args: Namespace, ranks: Ranks) -> int:
     say(summary)
     if args.chat:
         say(cache_size(engine))
-        if "max_tokens" not in flags:
-            params = replace(params, max_tokens=engine.max_seq_len)
+
         status = chat(engine, params, args.system)
     else:
         status = complete(engine, text, params)

@@ -2,11 +2,12 @@
 
 pack_linears replaces each Linear of a finished model, plain or quantised, by a form that its device
 multiplies fast, where PyTorch has one (on CUDA for int4 only). These forms are never stored. The
-form that a matrix gets depends on the processor and on the cache (one sequence, or many), never on
-timing, so the same command on the same machine gives the same tokens in each process. Skip this
-file at first: it is needed only for --compile, and on a CPU for quantised weights and for bfloat16.
-In it, N is output channels, K input channels, G groups, R rows. Read: form_of, PackedLinear, then
-one form. The last section can wait, as it is a fast path for one case.
+form that a matrix gets depends on the processor, on the cache (one sequence, or many), and on
+whether the model is compiled, never on timing. So the same command on the same machine gives the
+same tokens in each process. Skip this file at first: it is needed only for --compile, and on a CPU
+for quantised weights, bfloat16 and float16. In it, N is output channels, K input channels, G
+groups, R rows. Read: form_of, PackedLinear, then one form. The last section can wait, as it is a
+fast path for one case.
 """
 
 import warnings
@@ -19,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from machine import progress
-from quantize import QuantLinear, round_to_nearest, unpack_bits
 
 # --- Which form a matrix gets ---------------------------------------------------------------------
 
@@ -43,14 +43,12 @@ def pack_linears(model: nn.Module, alone: bool = False, compiled: bool = True) -
             model.set_submodule(path, form(linear))
 
 
-# FBGEMM is for x86 alone, so this also tells whether the processor is an x86, which Int8Linear and
-# Int8WithoutVNNI need.
+# FBGEMM is for x86 alone, so this also tells whether the processor is an x86. Int8Linear and
+# Int8WithoutVNNI need one. WidenedLinear would run anywhere, but has been measured on x86 alone.
 HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines
 
 
-def form_of(
-    linear: nn.Module, alone: bool = False, compiled: bool = True
-) -> "type[PackedLinear] | None":
+def form_of(linear: Any, alone: bool = False, compiled: bool = True) -> "type[PackedLinear] | None":
     """Which packed form a module gets, by its device and its kind of weight. None: the module stays
     as it is, and a QuantLinear is dequantised at each step.
 
@@ -60,7 +58,7 @@ def form_of(
             plain weight is replaced only where PyTorch's own product is far too slow. A quantised
             one is always packed: that makes a step on a CPU 4 to 9 times as fast.
     """
-    if isinstance(linear, QuantLinear):
+    if hasattr(linear, "qweight"):  # a QuantLinear; quantize.py is imported only if there is one
         q = linear.qweight
         if linear.bits == 4 and linear.group_size in (32, 64, 128, 256) and has_int4(q):
             return Int4Linear
@@ -89,8 +87,10 @@ def has_int4(q: Tensor) -> bool:
 def onednn_multiplies(dtype: torch.dtype) -> bool:
     """Whether PyTorch lets oneDNN multiply this dtype. For bfloat16 any AVX-512 is enough, even
     where oneDNN emulates it."""
+    if not torch.backends.mkldnn.is_available():  # as on a Mac, which has no such operators
+        return False
     if dtype == torch.float32:
-        return torch.backends.mkldnn.is_available()
+        return True
     if dtype == torch.bfloat16:
         return torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.ops.mkldnn._is_mkldnn_fp16_supported()
@@ -143,7 +143,8 @@ class PackedLinear(nn.Module):
 
     A form has three parts. `pack` makes the packed weight. `multiply` is compiled, with the code
     around it, and calls `opaque` with this module's number. `opaque` calls `compute`, which the
-    compiler does not see, for the product itself.
+    compiler does not see, for the product itself. WidenedLinear, and LoopedLinear for one row, need
+    no such call.
     """
 
     def __init__(self, linear: Any) -> None:
@@ -177,7 +178,7 @@ class PackedLinear(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse to be copied or pickled. Some packed tensors cannot be, and a copy would still
         have the number of the original."""
-        raise TypeError("a packed model cannot be copied: copy it before compile_model")
+        raise TypeError("a packed model cannot be copied: copy it before it is packed")
 
 
 class Int8Linear(PackedLinear):
@@ -197,6 +198,8 @@ class Int8Linear(PackedLinear):
     most = 127  # the largest value of `high`
 
     def pack(self, linear: Any) -> None:
+        from quantize import round_to_nearest
+
         q = linear.qweight
         scales = linear.scales
         if scales.shape[1] > 1 or (linear.zeros != 128).any():
@@ -272,6 +275,8 @@ class Int4Linear(PackedLinear):
     """
 
     def pack(self, linear: Any) -> None:
+        from quantize import unpack_bits
+
         q = linear.qweight
         aten = torch.ops.aten
         if q.is_cuda:
@@ -361,7 +366,9 @@ class HalfLinear(PackedLinear):
 
 
 class WidenedLinear(PackedLinear):
-    """A plain weight in such a dtype, for a model that is not compiled: there is nothing to pack.
+    """A plain weight in a dtype that oneDNN does not multiply on this processor (see
+    onednn_multiplies), for a model that is not compiled. It is not packed, so that the model starts
+    quickly.
 
     PyTorch's own product takes one row after another, each with the whole weight. Eight rows or
     more are multiplied in float32, with 512 output channels at a time, so that the widened piece is
@@ -375,8 +382,8 @@ class WidenedLinear(PackedLinear):
         if len(rows) < 8:
             return F.linear(rows, self.packed)
         x = rows.float()
-        products = [x @ piece.float().mT for piece in self.packed.split(512)]
-        return torch.cat(products, -1).to(rows.dtype)
+        products = [(x @ piece.float().mT).to(rows.dtype) for piece in self.packed.split(512)]
+        return torch.cat(products, -1)
 
 
 # --- One sequence alone ---------------------------------------------------------------------------
@@ -388,10 +395,10 @@ class WidenedLinear(PackedLinear):
 #                      shape writes 47.6 tokens/s instead of 40.8, a prompt of 16 tokens takes 41 ms
 #                      instead of 35, and one of 512 as long as before. On AMD processors, MKL is
 #                      slower.
-#     SLOW_ROW         On AMD's Zen 4, one row takes longer than six, so one or two are filled up to
-#                      six. This serves int8, and models that run several sequences, as LOOPS serves
-#                      the others. A Zen 4 is recognised by its instructions for bfloat16, together
-#                      with the absence of AVX-VNNI.
+#     SLOW_ROW         On AMD's Zen 4, oneDNN takes longer for one row than for six, so one or two
+#                      are filled up to six. LoopedLinear (see LOOPS) multiplies one row itself,
+#                      without oneDNN. A Zen 4 is recognised by its instructions for bfloat16,
+#                      together with the absence of AVX-VNNI.
 #     LOOPS            On Zen 4, and with AVX2 alone (AMD's Zen 3), LoopedLinear takes the place of
 #                      PackedLinear if the model runs one sequence at a time.
 # Processors with AVX-VNNI (Zen 5, Intel) gain little from filling up, or lose. The speed of

@@ -322,7 +322,6 @@ class Sequence:
         matcher: decides which tokens may come next, if a structure is asked for; see structured.py.
         end_ids: the ids that end it.
         adjustments, filters: those of its SamplingParams.
-
     """
 
     def __init__(
@@ -408,7 +407,6 @@ class Sequence:
     def append(self, token: Token) -> None:
         """Append a sampled token to ids and text, and decide whether the sequence ends here."""
         self.ids.append(token.id)
-
         reason = self._reason_to_stop(token.id)
         # What ends a text is no part of it, nor is a token that the structure does not allow.
         has_text = token.id not in self.end_ids and reason != "error"

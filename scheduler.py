@@ -152,9 +152,10 @@ class Proposer:
     accepted: Collection[int] = ()
 
     def count(self, job: Job) -> int:
-        """How many tokens to guess for a job; 0 before its first token, which all outputs of its
-        request draw from one row of logits. This must depend on the job alone. Then the random
-        numbers that the job uses, and with them its tokens, do not depend on its neighbours."""
+        """How many tokens to guess for a job. It must be 0 before the job's first token, because
+        all outputs of a request draw their first tokens from one row of logits. It must depend on
+        the job alone. Then the random numbers that the job uses, and with them its tokens, do not
+        depend on its neighbours."""
         return 0
 
     def propose(self, jobs: list[Job]) -> None:
@@ -250,8 +251,8 @@ class Engine:
         size = limits.block_size
         if num_blocks is None:
             models = [model, *self.proposer.models]
-            # The most rows that the model computes. Rows that _commit repeats, for a prompt with
-            # several outputs, are not counted.
+            # The most rows of logits that a step computes. Those that _commit repeats, for a prompt
+            # with several outputs, are not counted.
             num_logits = needed + MAX_SCORED
             affordable = affordable_blocks(models, limits, budget, num_logits)
             num_blocks = min(affordable, self.max_num_seqs * -(-longest // size))
@@ -430,9 +431,9 @@ class Engine:
     def _num_to_run(self, job: Job, budget: int, batch: list[Job]) -> int:
         """How many tokens a job runs in this step, within the budget.
 
-        A job runs with all of its guesses or with none, so that their number depends on the job
-        alone. If the guesses do not fit into the budget, the last known token waits with them,
-        because one forward must run them all.
+        The last known token and the guesses after it run together or wait together. So when a job
+        draws a token, it has had room for as many guesses as count() says, whatever the budget is.
+        If they do not fit, only the known tokens before them run.
         """
         if job.scores_prompt:
             taken = sum(each.num_scheduled for each in batch if each.scores_prompt)
@@ -498,7 +499,7 @@ class Engine:
             # The guesses are not committed.
             end = min(job.table.length + job.num_scheduled, len(job.ids))
             self.pool.commit(job.table, job.ids, end)
-            if end == len(job.ids):  # else the rest of a prompt comes in a later step
+            if end == len(job.ids):  # else known tokens are left for a later step
                 # When a prompt has been computed, all outputs of its request begin, each from the
                 # same logits. A job has no guesses before its first token, so that is one row.
                 outputs = [job] if job.tokens else self._fork(job)
@@ -526,9 +527,9 @@ class Engine:
                 self.stats["generation_tokens"] += 1
         job.guess = Guess()
         # All tokens but the last are accepted guesses. The model's cache holds their keys and
-        # values, so `length` counts them now. They are committed in the next step, because until
-        # then a draft's cache may lack those of the last one, and other sequences can find what is
-        # committed.
+        # values, so `length` counts them now. They are committed in the next step, because other
+        # sequences can find what is committed, and until then a draft's cache may lack the keys
+        # and values of the last accepted guess.
         job.table.length += len(tokens) - 1
         if job.finish_reason:
             self._leave(job)

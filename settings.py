@@ -252,7 +252,10 @@ class SamplingParams:
         )
         if not all(0 < len(each) <= 256 for each in stop):
             raise SettingError("stop", "takes strings of 1 to 256 characters")
-        check("min_tokens", self.min_tokens, int, 0, self.max_tokens)
+        if self.min_tokens > self.max_tokens:
+            raise SettingError(
+                "min_tokens", f"{self.min_tokens} is above max_tokens, {self.max_tokens}"
+            )
         check_items("stop_token_ids", self.stop_token_ids, list | tuple, int, 0)
         check_items("logit_bias", self.logit_bias, dict, int, 0)
         for i, bias in self.logit_bias.items():

@@ -269,6 +269,7 @@ FORMS = {  # form, how its Linear is made
     "int4": (Int4Linear, lambda **options: quant_linear(4, 128, **options)),
     "int4 in groups": (Int4Linear, lambda **options: quant_linear(4, 32, **options)),
     "half": (HalfLinear, linear_of),
+    "widened": (WidenedLinear, linear_of),
     "int8 of groups": (INT8, lambda **options: quant_linear(8, 64, **options)),
     "int8 of int4": (INT8, lambda **options: quant_linear(4, 32, **options)),
 }
@@ -290,7 +291,7 @@ def test_a_packed_form_is_not_copied(name, act):
     """A copy in int4 had the number of the original, and multiplied by its matrix, until the
     original was gone; other forms raised what PyTorch says of their tensors."""
     form = both_of(name)[1]
-    with pytest.raises(TypeError, match="copied: copy it before compile_model"):
+    with pytest.raises(TypeError, match="copied: copy it before it is packed"):
         act(form)
 
 
@@ -495,7 +496,7 @@ def test_what_is_not_compiled_is_widened(monkeypatch, native):
     name = "_is_mkldnn_bf16_supported"
     monkeypatch.setattr(torch.ops.mkldnn, name, lambda: native)
     for dtype, form in (("float32", FusedLinear), ("bfloat16", WidenedLinear)):
-        llm = LLM(SHAKESPEARE, dtype=dtype, num_blocks=8)
+        llm = LLM(SHAKESPEARE, device="cpu", dtype=dtype, num_blocks=8)
         kind = type(llm.engine.model.layers[0].self_attn.qkv_proj)
         assert kind is (FusedLinear if native else form)
     linear = linear_of(N=1030, dtype=torch.bfloat16)
@@ -508,6 +509,17 @@ def test_what_is_not_compiled_is_widened(monkeypatch, native):
         torch.testing.assert_close(wide(x[:rows]).double(), exact[:rows], rtol=4e-3, atol=4e-3)
     monkeypatch.setattr(torch.Tensor, "float", None)  # few rows are not widened
     wide(x[:7])
+    with pytest.raises(TypeError):
+        wide(x[:8])
+
+
+def test_without_onednn(monkeypatch):
+    """On a Mac, whose PyTorch has no operators of oneDNN, a model in bfloat16 did not load."""
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    monkeypatch.setattr(torch.ops, "mkldnn", None)
+    monkeypatch.setattr(packed, "HAS_FBGEMM", False)
+    llm = LLM(SHAKESPEARE, device="cpu", dtype="bfloat16", num_blocks=8)
+    assert type(llm.engine.model.lm_head) is nn.Linear
 
 
 def test_the_way_of_int4_hangs_on_its_rows_alone(monkeypatch):

@@ -114,7 +114,7 @@ def test_good_values(tmp_path):
     named = {f.name for f in fields(SamplingParams)} - {"structured_outputs"}  # see its own tests
     assert named == RANGES.keys() | WRONG.keys()
     assert SamplingParams(seed=None, logprobs=None) == SamplingParams()
-    with pytest.raises(SettingError, match=r"^min_tokens .*0\.\.2") as caught:  # as in vLLM
+    with pytest.raises(SettingError, match="min_tokens 3 is above max_tokens, 2") as caught:
         SamplingParams(max_tokens=2, min_tokens=3)
     assert caught.value.field == "min_tokens"
     assert SamplingParams(stop="ab").stop == ("ab",)
