@@ -99,7 +99,7 @@ def start(stack, folder, *options):
 @pytest.fixture
 def replicas(tmp_path):
     with contextlib.ExitStack() as stack:
-        yield start(stack, tmp_path)
+        yield start(stack, tmp_path, "--shutdown-timeout", 120)  # beside another test
 
 
 @pytest.fixture(params=CONFIGS)
