@@ -132,7 +132,6 @@ def command(args: Namespace, ranks: Ranks) -> int:
     say(summary)
     if args.chat:
         say(cache_size(engine))
-
         status = chat(engine, params, args.system)
     else:
         status = complete(engine, text, params)

@@ -437,7 +437,7 @@ class Choice:
             return None
         self.taken = taken
         self.ended = bool(reason)
-        if is_first and job.params.prompt_logprobs:  # it has `echo`; see translate
+        if is_first and job.params.prompt_logprobs:  # the body has `echo`; see translate
             prompt, prompt_tokens = self.echo()
             text = prompt + text
             tokens = prompt_tokens + tokens

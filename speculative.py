@@ -249,7 +249,7 @@ class DraftModel(Guesser):
         # here begins one token before the model's row, at b. In all other cases the draft's cache
         # has that token already. It is written again, the same but for rounding.
         rows = {}
-        for job in sorted(jobs, key=run_order):
+        for job in sorted(jobs, key=run_order):  # as the engine sorts the model's rows
             start = max(job.table.length - 1, 0)
             known = job.ids[start : job.table.length + job.num_scheduled]
             rows[job] = Row(job.table.blocks, start, known)

@@ -327,6 +327,13 @@ def test_chat_at_a_full_context(cli, heard):
     assert result.err.count("> ") == 15
 
 
+def test_only_the_context_ends_a_reply(cli, heard):
+    """A default of 256 tokens refused --min-tokens 300, or cut the reply."""
+    result = cli("--chat", "--min-tokens", 300, "--max-seq-len", 60, "--seed", 1, stdin="Hello\n")
+    (reply,) = result.sequences
+    assert result.code == 0 and len(reply.ids) == 60 and reply.finish_reason == "length"
+
+
 def test_chat_template(cli, draw, folder):
     """Bug: a base model goes on and writes the user's next turn as well; the plain template's stop
     string cuts the replies of models that have their own."""

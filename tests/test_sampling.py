@@ -58,7 +58,6 @@ def row(prompt=(0,), output=(), V=2000, p=None, **params):
     """A sequence that has already produced `output`."""
     sequence = Sequence(list(prompt), p or SamplingParams(**params), config(V))
     sequence.ids += output
-
     return sequence
 
 
@@ -368,7 +367,6 @@ def test_what_was_seen_is_kept_up_to_date(logits, p, text, guesses):
         rows = kept.ahead(guesses), row(prompt, [*output[:n], *guesses], V, p)
         got, want = (distribution(logits, [each]) for each in rows)
         assert torch.equal(got, want)
-
         kept.append(Token(token_id))
     assert kept.finish_reason == "length"
 
