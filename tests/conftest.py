@@ -14,6 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import kv_cache
+import paged
+
 # A shell starts what runs in the background with SIGINT ignored, and the tests press Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 pytest.register_assert_rewrite("serving")  # it is imported before pytest loads it as a plugin
@@ -36,6 +39,20 @@ def program(name: str) -> str:
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _caches_begin_as_nan(monkeypatch):
+    """A new cache holds whatever was in memory. That is mostly zeros, so a test that reads a slot
+    before it is written passes nearly always."""
+    empty_layers = kv_cache.empty_layers
+
+    def filled(*args):
+        # All bits set: NaN as a number, and as the scale of int8 keys.
+        return [kv.fill_(-1 if kv.dtype == torch.int8 else torch.nan) for kv in empty_layers(*args)]
+
+    monkeypatch.setattr(kv_cache, "empty_layers", filled)
+    monkeypatch.setattr(paged, "empty_layers", filled)
 
 
 @pytest.fixture(scope="module")
