@@ -213,6 +213,8 @@ def complete_rope(settings: JSON) -> JSON:
         rope[ORIGINAL] = settings[ORIGINAL]
     # 2) The defaults of its type.
     kind = given.get("rope_type", given.get("type", "default"))  # older files have `type`
+    if settings.get("partial_rope") and kind in ("su", "yarn"):  # Phi-3's older names
+        kind = "longrope"
     rope["rope_type"] = supported("rope_type", kind, *ROPES)
     context = settings["max_position_embeddings"]
     rope = {ORIGINAL: context, "beta_fast": 32, "beta_slow": 1, "truncate": True} | rope
@@ -244,6 +246,7 @@ def rope_settings(settings: JSON, rope: JSON) -> JSON:
     # Gemma 3: the rope of layers with a window is a plain one.
     if "rope_local_base_freq" in settings:
         parameters = settings["rope_parameters"].get("sliding_attention") or {}
+        supported("rope_type of sliding_attention", parameters.get("rope_type"), "default", None)
         theta = parameters.get("rope_theta", settings["rope_local_base_freq"])
         check("rope_local_base_freq", theta, float)
         found.append(speeds(dict(rope_type="default", rope_theta=theta), dim))

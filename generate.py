@@ -23,8 +23,8 @@ import torch
 import settings
 from checkpoint import suggested
 from kv_cache import StaticCache
-from llm import cache_size, join, load_models, make_engine
-from machine import Ranks, ctrl_c_held_back, launch, say, spinning
+from llm import cache_size, launch, load_models, make_engine
+from machine import Ranks, ctrl_c_held_back, say, spinning
 from model import Transformer
 from sampling import BROKEN, Sequence, Token, finite, sample
 from scheduler import Engine
@@ -75,7 +75,7 @@ def generate(
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line, and return the exit status: 0; 2 after an error; 130 after Ctrl-C."""
-    return launch("generate.py", argv, parse_args, command, join)
+    return launch("generate.py", argv, parse_args, command)
 
 
 def parse_args(argv: list[str] | None) -> Namespace:
@@ -104,6 +104,7 @@ def command(args: Namespace, ranks: Ranks) -> int:
     text = read_prompt(args, ranks)
     if args.system and not args.chat:
         raise ValueError("--system needs --chat")
+
     summary = f"sampling: {describe(params, flags, defaults)}"
     needs_engine = (
         args.chat
@@ -112,6 +113,7 @@ def command(args: Namespace, ranks: Ranks) -> int:
         or engine_args.speculate
         or engine_args.draft_checkpoint
         or engine_args.attention != "copy"
+        or settings.given(settings.Limits, args).keys() - {"max_seq_len", "kv_dtype"}
     )
     if not needs_engine:
         model, _ = load_models(engine_args, ranks, batch_size=1)

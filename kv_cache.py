@@ -32,12 +32,14 @@ class Slab(LayerCache):
             stored_dim see empty_layers.
         slots: (T,) int64, where the new tokens go, the same in each sequence.
         mask: (1, 1, N / K * T, S) bool, what the new tokens see; S is how many slots are read.
-            None: they attend by attend_to_prompt, without a mask.
+            None: they attend by attend_to_prompt.
+        window: how many tokens a query of this layer sees; None: all of them.
     """
 
     kv: Tensor
     slots: Tensor
     mask: Tensor | None
+    window: int | None = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k and v, then attend to all that is visible. See model.LayerCache.attend."""
@@ -46,7 +48,8 @@ class Slab(LayerCache):
         self.kv.index_copy_(2, self.slots, new)
         if self.mask is None:  # a long prompt; the slots after it must not be seen
             end = int(self.slots[-1]) + 1
-            return attend_to_prompt(q, *decode(self.kv[:, :, :end], q.dtype).chunk(2, 1))
+            k, v = decode(self.kv[:, :, :end], q.dtype).chunk(2, 1)
+            return attend_to_prompt(q, k, v, self.window)
         k, v = decode(self.kv[:, :, : self.mask.shape[3]], q.dtype).chunk(2, 1)  # (B, K, S, H) each
         return attention(q, k, v, self.mask)
 
@@ -110,15 +113,11 @@ class StaticCache:
         # (T,), a copy, because a CUDA graph keeps this tensor and writes later steps' slots into it
         new = self.slots[start:end].clone()
         num_read = -(-end // BUCKET) * BUCKET  # rounded up
-        is_long = is_long_prompt(new, end)
-        masks: dict = {}
-        # Of a long prompt, only the layers with a window need a mask.
-        if not is_long or any(self.config.windows):
+        masks = {}
+        if not is_long_prompt(new, end):
             masks = visible(self.config, new[None], self.slots[None, :num_read])
-        if is_long:
-            masks[None] = None  # layers without a window get no mask
         layers = [
-            Slab(kv, new, masks[window])
+            Slab(kv, new, masks.get(window), window)
             for kv, window in zip(self.slabs, self.config.windows, strict=True)
         ]
         return new.expand(self.batch_size, -1), layers
@@ -136,13 +135,12 @@ LONG = 1024  # keys
 
 
 def is_long_prompt(positions: Tensor, end: int) -> bool:
-    """Whether new tokens that end before position `end` attend by attend_to_prompt, in layers
-    without a window."""
+    """Whether new tokens that end before position `end` attend by attend_to_prompt."""
     return positions.is_cpu and end >= LONG and positions.shape[-1] >= 16
 
 
-def attend_to_prompt(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of the last T of S tokens, without a mask.
+def attend_to_prompt(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    """Attention of the last T of S tokens, without a mask if all are within the window.
 
     Attention over two sets of keys is a mean of the two results, weighted by the softmax's sums of
     exponentials. For each result the kernel returns the logarithm of its sum, here log_sum and
@@ -153,10 +151,13 @@ def attend_to_prompt(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q: (B, N, T, H).
         k, v: (B, K, S, H), where K divides N: the keys of the S - T tokens that came before, of
             which there may be none, then those of the T tokens.
+        window: how many tokens a query sees; None: all of them.
 
     Returns:
         (B, N, T, H).
     """
+    if window and window < k.shape[2]:
+        return attend_to_window(q, k, v, window)
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     # 1) The new tokens among themselves. Causal attention needs the T queries of each head in
     # order, so heads cannot become queries as in 2), and each query head wants its own key head.
@@ -174,6 +175,21 @@ def attend_to_prompt(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     # 3) Both together, in the dtype of the sums.
     weight = (past_log_sum.reshape(log_sum.shape) - log_sum).sigmoid()[..., None]  # (B, N, T, 1)
     return torch.lerp(y.to(weight.dtype), past_y.to(weight.dtype), weight).to(y.dtype)
+
+
+def attend_to_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """Do the same under a window. Only the keys that some query sees are read, so that the mask
+    stays small however long the text is.
+
+    Example: T = 2, S = 5, window 3: the keys 1 to 4 are read. Query 3 sees the keys 1, 2 and 3, and
+        query 4 the keys 2, 3 and 4, so the mask is [[1, 1, 1, 0], [0, 1, 1, 1]].
+    """
+    T = q.shape[2]
+    S = min(k.shape[2], T + window - 1)  # the keys that are read, the last ones
+    own = S - T  # among them, the first query's own key
+    sees = q.new_ones(T, S, dtype=torch.bool).tril(own).triu(own - window + 1)
+    mask = sees.repeat(q.shape[1] // k.shape[1], 1)  # (N / K * T, S)
+    return attention(q, k[:, :, -S:], v[:, :, -S:], mask[None, None])
 
 
 # --- How a key or a value is stored ---------------------------------------------------------------

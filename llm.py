@@ -1,15 +1,17 @@
-"""Many sequences at once: LLM, a class with the interface of vLLM's, and how all parts are loaded.
+"""Many sequences at once: LLM, a class with the interface of vLLM's; and how each program begins.
 
     llm = LLM("checkpoints/shakespeare")
     for request in llm.generate(["ROMEO:", "JULIET:"], max_tokens=20):
         print(request.outputs[0].text)
 
-generate.py and server.py load their models here too. The techniques, such as quantisation and
-speculation, are imported only when they are needed, so on a CPU a plain model runs without their
-files. Read: LLM, then load_models and make_engine.
+generate.py and server.py are launched and load their models here too. The techniques, such as
+quantisation and speculation, are imported only when they are needed, so on a CPU a plain model runs
+without their files. Read: LLM, then load_models and make_engine.
 """
 
 import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +120,47 @@ def prompt_of(prompt: Any) -> str | Ids:
     return check("prompt", prompt, str | list)
 
 
+# --- Launching ------------------------------------------------------------------------------------
+
+
+def launch(program: str, argv: list | None, parse: Callable, run: Callable) -> int:
+    """Parse a command line, join the other ranks and run.
+
+    An error that a user can mend is printed without a traceback. If all ranks have the same error,
+    one rank of each machine prints it.
+
+    Args:
+        program: its name, for errors.
+        parse: argv -> Namespace. If that has no `device`, the device is "auto".
+        run: (Namespace, Ranks) -> exit status.
+
+    Returns:
+        What `run` returns; or 2 after an error, 130 after Ctrl-C, 0 if stdout was closed early.
+    """
+    # Only the first rank of each machine writes to stderr. Another one gets its stderr back in
+    # tp.join, after an error that may be its own alone. Where stderr is closed, it is None.
+    if os.getenv("LOCAL_RANK", "0") != "0" or not sys.stderr:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    args = parse(argv)
+    try:
+        device = pick_device(getattr(args, "device", "auto"))
+        # Either variable can say that there are other ranks. If one is missing, tp.join says so.
+        if os.getenv("RANK", "0") == "0" and os.getenv("WORLD_SIZE", "1") == "1":
+            return run(args, Ranks(device))
+        from tp import join
+
+        with join(device, args) as ranks:
+            return run(args, ranks)
+    except BrokenPipeError:  # as after `| head`
+        sys.stdout = None  # or Python would print an error at exit
+        return 0
+    except KeyboardInterrupt:  # generate.stream handles Ctrl-C while text is generated
+        return 130
+    except (ValueError, OSError, ImportError) as error:
+        say(f"{program}: error: {error}")
+        return 2
+
+
 # --- Loading --------------------------------------------------------------------------------------
 
 
@@ -144,23 +187,30 @@ def load_models(
 
         quantize_model(model, args.quantize, args.group_size)
     proposer = Proposer() if ranks.rank else load_proposer(args, ranks.device, model)
-    device = ranks.device.type
     for each in (model, *proposer.models):
-        if args.compile:
-            from compiling import compile_model
-
-            compile_model(each, batch_size, args.kv_dtype)
-        elif device == "cuda" and batch_size:
-            from compiling import replay_steps
-
-            replay_steps(each)
-        elif device == "cpu" and (
-            args.quantize or each.config.quantization or each.dtype != torch.float32
-        ):
-            from packed import pack_linears
-
-            pack_linears(each, compiled=False)
+        make_fast(each, args.compile, batch_size, args.kv_dtype)
     return model, proposer
+
+
+def make_fast(
+    model: Transformer, compiled: bool, batch_size: int | None, kv_dtype: str = "auto"
+) -> None:
+    """Make a finished model fast, in place: compile it, or else do what takes little time. See
+    compiling.compile_model for the arguments and errors."""
+    device = model.device.type
+    is_quantised = any(hasattr(module, "qweight") for module in model.modules())
+    if compiled:
+        from compiling import compile_model
+
+        compile_model(model, batch_size, kv_dtype)
+    elif device == "cuda" and batch_size:
+        from compiling import replay_steps
+
+        replay_steps(model)
+    elif device == "cpu" and (is_quantised or model.dtype != torch.float32):
+        from packed import pack_linears
+
+        pack_linears(model, compiled=False)
 
 
 def load_proposer(args: EngineArgs, device: torch.device, model: Transformer) -> Proposer:
@@ -204,10 +254,3 @@ def cache_size(engine: Engine) -> str:
     size = sum(kv.nbytes for runner in runners for kv in runner.kv) / 1e9
     tokens = engine.pool.num_blocks * engine.pool.block_size
     return f"cache: {tokens:,} tokens in up to {size:.3g} GB (--kv-memory, --max-num-seqs)"
-
-
-def join(device: torch.device, args: Any) -> Any:
-    """Join the other ranks; see tp.join."""
-    import tp
-
-    return tp.join(device, args)

@@ -1,7 +1,6 @@
-"""How a program starts, and the machine that it runs on: its device, threads and memory.
+"""The machine that a program runs on: its device, threads, memory, terminal and other processes.
 
-`launch` parses a command line, picks the device, joins the other ranks if there are any, and runs.
-This file knows no model, and no setting but --device. Read: launch, use_threads, Spinning,
+This file knows no model, and no setting but --device. Read: Ranks, use_threads, Spinning,
 free_memory.
 """
 
@@ -11,14 +10,14 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any, NamedTuple
 
 import torch
 
-# --- How a program starts -------------------------------------------------------------------------
+# --- Processes and the terminal -------------------------------------------------------------------
 
 
 class Ranks(NamedTuple):
@@ -37,44 +36,6 @@ class Ranks(NamedTuple):
     world_size: int = 1
     shard: Callable | None = None
     runner: type | None = None
-
-
-def launch(program: str, argv: list | None, parse: Callable, run: Callable, join: Callable) -> int:
-    """Parse a command line, join the other ranks and run.
-
-    An error that a user can mend is printed without a traceback. If all ranks have the same error,
-    one rank of each machine prints it.
-
-    Args:
-        program: its name, for errors.
-        parse: argv -> Namespace. If that has no `device`, the device is "auto".
-        run: (Namespace, Ranks) -> exit status.
-        join: (device, Namespace) -> a context that gives Ranks. It is called if torchrun's
-            variables say that there are other processes.
-
-    Returns:
-        What `run` returns; or 2 after an error, 130 after Ctrl-C, 0 if stdout was closed early.
-    """
-    # Only the first rank of each machine writes to stderr. Another one gets its stderr back in
-    # tp.join, after an error that may be its own alone. Where stderr is closed, it is None.
-    if os.getenv("LOCAL_RANK", "0") != "0" or not sys.stderr:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    args = parse(argv)
-    try:
-        device = pick_device(getattr(args, "device", "auto"))
-        # Either variable can say that there are other ranks. If one is missing, join() says so.
-        alone = os.getenv("RANK", "0") == "0" and os.getenv("WORLD_SIZE", "1") == "1"
-        context = nullcontext(Ranks(device)) if alone else join(device, args)
-        with context as ranks:
-            return run(args, ranks)
-    except BrokenPipeError:  # as after `| head`
-        sys.stdout = None  # or Python would print an error at exit
-        return 0
-    except KeyboardInterrupt:  # generate.stream handles Ctrl-C while text is generated
-        return 130
-    except (ValueError, OSError, ImportError) as error:
-        say(f"{program}: error: {error}")
-        return 2
 
 
 @contextmanager

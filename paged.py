@@ -324,9 +324,9 @@ class Blocks(LayerCache):
             (B, N, T, H).
         """
         k, v = side_by_side(self.kv, group, q.dtype).chunk(2, 1)  # (B, K, S, H) each
-        if group.is_long and self.window is None:  # one row, which needs no mask
+        if group.is_long:  # one row, whose keys are in the order of its text
             end = int(group.positions[0, -1]) + 1
-            return attend_to_prompt(q, k[:, :, :end], v[:, :, :end])
+            return attend_to_prompt(q, k[:, :, :end], v[:, :, :end], self.window)
         if q.shape[2] > group.tokens_per_mask:  # a mask of all its tokens would be too large
             return self.attend_in_pieces(q, k, v, group)
         return attention(q, k, v, group.masks[self.window])
@@ -468,7 +468,7 @@ class Runner:
         order = torch.arange(W).expand_as(table)  # the place of each block in its row's text
         # 2) in ascending order, because blocks often follow each other then: the cached blocks
         # 5 6 7 of a sequence that has ended are handed out again as 7 6 5. A long prompt keeps the
-        # order of its text: without a window it has no mask that could tell another order.
+        # order of its text: it has no mask that could tell another order.
         if not is_long:
             table, order = table.sort()
         key_positions = order[..., None] * size + torch.arange(size)  # (B, W, block size)

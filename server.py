@@ -45,8 +45,8 @@ import settings
 from checkpoint import suggested
 from function_calls import FORMS
 from http1 import EVENTS, JSON_TYPE, Exchange, listen_at
-from llm import cache_size, join, load_models, make_engine
-from machine import Ranks, launch, say
+from llm import cache_size, launch, load_models, make_engine
+from machine import Ranks, say
 from metrics import Metrics
 from openai_api import API, Problem, demand
 from scheduler import Engine, Request
@@ -406,7 +406,7 @@ ROUTES = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run until a signal arrives, and return the exit status."""
-    return launch("server.py", argv, parse_args, command, join)
+    return launch("server.py", argv, parse_args, command)
 
 
 def parse_args(argv: list[str] | None) -> Namespace:

@@ -268,7 +268,7 @@ def join(device: torch.device, args: Any = None) -> Iterator[Ranks]:
             with suppress(RuntimeError):  # the others may be gone
                 broadcast()
     except Exception as error:
-        # Only the first rank of each machine prints; see machine.launch. That is enough when a rank
+        # Only the first rank of each machine prints; see llm.launch. That is enough when a rank
         # is lost, because then all ranks have an error of gloo. Any other error may be this rank's
         # alone, so this rank prints it too. But it waits 3 s: if the first rank has the same error,
         # torchrun ends this rank in the meantime, and the error is printed once.

@@ -16,11 +16,12 @@ import torch
 from conftest import ROOT, SHAKESPEARE
 from test_quantize import QWEN2, TIED, tiny_folder
 
+import packed
 import tp
 from checkpoint import build, is_tied, load_model, named_tensors
 from machine import Ranks
 from model import Config, Transformer
-from packed import Int8Linear, form_of, pack_linears
+from packed import Int8Linear, LoopedLinear, WidenedLinear, form_of, pack_linears
 from quantize import QuantLinear, quantize_model
 from tools import bench, pictures, report, versus
 from tools.measure import bytes_per_step
@@ -484,7 +485,7 @@ def test_a_rank_of_a_tied_shape():
 
 
 @pytest.mark.parametrize("changes", [{}, TIED, QWEN2])
-def test_bytes_per_step(tmp_path, changes):
+def test_bytes_per_step(tmp_path, monkeypatch, changes):
     """The embedding table is counted though one row of it is read, or not counted though it is
     lm_head; quantised and packed weights are counted as plain ones, or not at all."""
     tiny_folder(tmp_path, **changes)
@@ -504,6 +505,14 @@ def test_bytes_per_step(tmp_path, changes):
                 weights += linear.out_features * (linear.in_features + 4) - stored
         pack_linears(model)
         assert 0 <= bytes_per_step(model, 0) - weights < 1000  # the keys of the packed
+    for form in (LoopedLinear, WidenedLinear):  # their weights stay parameters
+        model = load_model(tmp_path)
+        before = bytes_per_step(model, 0)
+        form_of_all = lambda linear, *_, form=form: isinstance(linear, torch.nn.Linear) and form  # noqa: E731
+        monkeypatch.setattr(packed, "form_of", form_of_all)
+        pack_linears(model)
+        assert type(model.layers[0].mlp.down_proj) is form
+        assert 0 <= bytes_per_step(model, 0) - before < 1000
 
 
 def test_first_layers_of_experts():

@@ -254,6 +254,8 @@ CASES = {
           for value in (0, -8, "8")),
         ("sliding_window_pattern", family_of("Gemma3", sliding_window_pattern=0)),
         ("rope_local_base_freq", family_of("Gemma3", rope_local_base_freq=0)),
+        ("rope_type of sliding_attention 'linear'", family_of("Gemma3", rope_parameters={
+            "full_attention": {}, "sliding_attention": {"rope_type": "linear", "factor": 4.0}})),
         ("hidden_activation", family_of("Gemma3", hidden_activation="gelu")),
         ("use_bidirectional", family_of("Gemma3", use_bidirectional_attention=True)),
         ("attn_logit_softcapping 50.0", family_of("Gemma3", attn_logit_softcapping=50.0)),

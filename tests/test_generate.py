@@ -591,9 +591,13 @@ def test_interrupt(cli, interrupt, monkeypatch):
     assert cli(*SEEDED)[:3] == (130, "", "")
 
 
-def test_system_without_chat(cli):
-    """Bug: --system was ignored."""
+def test_no_flag_is_ignored(cli):
+    """Bug: --system without a chat; a limit of the paged cache, which a single prompt does not
+    need."""
     fails(cli("--system", "Be kind"), "--system needs --chat")
+
+    short = cli(*GREEDY, "--num-blocks", 1, "--max-tokens", 100)
+    assert short.code == 0 and "the context is full" in short.err
 
 
 def test_interrupt_in_chat(cli, interrupt, heard):

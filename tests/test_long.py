@@ -11,7 +11,7 @@ import kv_cache
 import paged
 from generate import generate
 from kv_cache import LONG, StaticCache
-from model import Config, Transformer
+from model import Config, Transformer, attention, visible
 from paged import Row, Runner
 from sampling import Sequence
 from scheduler import Engine
@@ -56,12 +56,12 @@ def test_long_prompts_equal_their_slow_twin(way, kv_dtype, window, monkeypatch):
     ids = torch.randint(64, (T,)).tolist()
     attend = kv_cache.attend_to_prompt
     for module in (kv_cache, paged):
-        spy = lambda *qkv: calls.append(qkv[0].shape[2]) or attend(*qkv)  # noqa: E731
+        spy = lambda *args: calls.append(args[0].shape[2]) or attend(*args)  # noqa: E731
         monkeypatch.setattr(module, "attend_to_prompt", spy)
     for cuts in ((), (LONG + 7,), (512, 1003, LONG + 100)):
         calls.clear()
         fast = torch.cat([*way(model, ids, cuts, kv_dtype)])
-        assert len(calls) >= (1 if window else 2)
+        assert len(calls) >= 2  # layers
         with monkeypatch.context() as patch:
             for module in (kv_cache, paged):
                 patch.setattr(module, "is_long_prompt", lambda *_: False)
@@ -72,6 +72,20 @@ def test_long_prompts_equal_their_slow_twin(way, kv_dtype, window, monkeypatch):
     if kv_dtype == "auto":
         oracle = model(torch.tensor([ids]), torch.arange(T)[None])[0]
         torch.testing.assert_close(fast, oracle, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("window", [1, 3, 700])
+@pytest.mark.parametrize("T", [1, 16, 512])
+def test_a_window_reads_no_key_before_it(T, window):
+    """A mask that grows with the text; a key that is just within the window, or just outside."""
+    config = Config(64, 32, 48, 1, 4, 2, 8, windows=(window,))
+    S = LONG + 100
+    q, k, v = (torch.randn(1, n, length, 8) for n, length in ((4, T), (2, S), (2, S)))
+    positions = torch.arange(S)[None]
+    (mask,) = visible(config, positions[:, -T:], positions).values()
+    expected = attention(q, k, v, mask)
+    k[:, :, : max(0, S - T - window + 1)] = torch.nan
+    torch.testing.assert_close(kv_cache.attend_to_prompt(q, k, v, window), expected)
 
 
 def test_prompts_get_small_steps_only_beside_streams():

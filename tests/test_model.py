@@ -366,6 +366,10 @@ def test_phi3_ignores_another_original_context(tmp_path):
         ours = load_config(tmp_path)
         assert ours.max_position_embeddings == theirs["original_max_position_embeddings"] == 4096
         assert ours.folds["rotated_factor"] == pytest.approx(1 + math.log(32) / math.log(4096))
+        for old in ("su", "yarn"):  # names of longrope in older files
+            raw["rope_scaling"]["rope_type"] = old
+            (tmp_path / "config.json").write_text(json.dumps(raw))
+            assert load_config(tmp_path) == ours
 
 
 def test_dtype_is_read_under_both_keys(llama, tmp_path):

@@ -35,6 +35,7 @@ from safetensors.torch import load_file, save_file
 from test_gptq import other_folder
 
 import checkpoint
+import llm
 import machine
 import paged
 import quantize
@@ -474,7 +475,7 @@ def test_join_of_one(joining, monkeypatch):
     calls = joining(0, 1, 0)
     parse = lambda argv: SimpleNamespace(device="cpu")  # noqa: E731
     for _ in range(2):
-        alone = machine.launch("generate.py", [], parse, lambda args, ranks: ranks, tp.join)
+        alone = llm.launch("generate.py", [], parse, lambda args, ranks: ranks)
         assert alone == machine.Ranks(CPU) and not calls
         monkeypatch.delenv("WORLD_SIZE", raising=False)
 
@@ -527,7 +528,7 @@ def test_an_error_of_use(joining, monkeypatch, rank, error, text):
         print("usage", file=sys.stderr)
         return SimpleNamespace(device="cpu")
 
-    assert machine.launch("generate.py", [], parse, run, tp.join) == 2
+    assert llm.launch("generate.py", [], parse, run) == 2
     assert err.getvalue() == ("" if rank else "usage\nnoise\n") + text
     assert calls.count(3) == (rank and bool(text))
 

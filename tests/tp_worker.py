@@ -99,7 +99,7 @@ def captured(argv):
 
 
 def join():
-    """What machine.launch does: alone, there is nobody to join."""
+    """What llm.launch does: alone, there is nobody to join."""
     return tp.join(CPU) if "RANK" in os.environ else contextlib.nullcontext(Ranks(CPU))
 
 

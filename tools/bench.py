@@ -51,9 +51,9 @@ from torch import Tensor
 
 import tp
 from checkpoint import build, load_config, load_model, named_tensors
-from compiling import compile_model, replay_steps
 from kv_cache import StaticCache
-from machine import ALL_THREADS, Ranks, launch, progress
+from llm import launch, make_fast
+from machine import ALL_THREADS, Ranks, progress
 from model import Config, Transformer, rope_frequencies
 from paged import BlockPool, BlockTable, Row, Runner
 from quantize import MODES, quantize_model
@@ -200,7 +200,7 @@ OPTIONS: dict[str, tuple] = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit status: 0, 2 for an error of use, 130 for Ctrl-C."""
-    return launch("bench.py", argv, parse_args, measure, tp.join)
+    return launch("bench.py", argv, parse_args, measure)
 
 
 def measure(args: argparse.Namespace, ranks: Ranks) -> int:
@@ -384,20 +384,19 @@ def prepare(
     return model, result
 
 
-def compile_models(
+def make_models_fast(
     args: argparse.Namespace, result: dict[str, Any], batch: int | None, *models: Transformer
 ) -> None:
-    """Compile models where --compile asks for it, and note the seconds; or do what llm.py does
-    without it.
+    """Make models fast as llm.py does, and note the seconds.
 
     Args:
         batch: the most sequences that run at once, with a static cache; None: for an Engine.
     """
+    took = sum(seconds(make_fast, model, args.compile, batch) for model in models)
     if args.compile:
-        result["compile_s"] = sum(seconds(compile_model, model, batch) for model in models)
-    elif batch and args.ranks.device.type == "cuda":
-        for model in models:
-            replay_steps(model)
+        result["compile_s"] = took
+    else:
+        result["load_s"] += took
 
 
 def publish(args: argparse.Namespace, rows: Rows, result: dict[str, Any]) -> int:
@@ -500,7 +499,7 @@ def latency(args: argparse.Namespace) -> int:
         works = share is args.ranks or args.ranks.rank == 0
         if works:
             model, figures = prepare(args, mode, share)
-            compile_models(args, figures, max(args.batch), model)
+            make_models_fast(args, figures, max(args.batch), model)
             result = figures | result if share is args.ranks else result
         for batch, capacity in itertools.product(args.batch, capacities):
             name = f"{mode}, " * (mode != "none") + f"batch {batch}"
@@ -631,7 +630,7 @@ def speculation(args: argparse.Namespace) -> int:
         text = args.prompt_file.read_text(encoding="utf-8")
         prompt = Tokenizer(args.checkpoint).encode(text)[: args.prompt_tokens]
     length = len(prompt) + args.new_tokens
-    compile_models(args, result, None, *models)
+    make_models_fast(args, result, None, *models)
     steps = [paged_step(each, 1, length) for each in models]  # of one token, without sampling
 
     params = SamplingParams(temperature=0, max_tokens=args.new_tokens, ignore_eos=True)
@@ -741,7 +740,7 @@ def throughput(args: argparse.Namespace) -> int:
     requests, each alone.
     """
     model, result = prepare(args, args.quantize)
-    compile_models(args, result, None, model)
+    make_models_fast(args, result, None, model)
     lengths = [(a[0], a[-1]) for a in (args.prompt_tokens, args.new_tokens)]
     engine = Engine(
         model,
@@ -848,7 +847,7 @@ def prefix(args: argparse.Namespace) -> int:
             "nothing is cached"
         )
     model, result = prepare(args, args.quantize)
-    compile_models(args, result, None, model)
+    make_models_fast(args, result, None, model)
     engine = Engine(model, max_seq_len=args.prompt_tokens + 2)
 
     def first_token(prompt: list[int]) -> dict[str, float]:
@@ -882,7 +881,7 @@ def growth(args: argparse.Namespace) -> int:
     memory that was never written would be read faster.
     """
     model, result = prepare(args, args.quantize)
-    compile_models(args, result, max(args.sequences), model)
+    make_models_fast(args, result, max(args.sequences), model)
     points = [(1, length) for length in args.lengths]
     points += [(B, args.sequence_tokens) for B in args.sequences]
     ways = {}

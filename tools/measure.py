@@ -32,7 +32,8 @@ def bytes_per_step(model: Transformer, length: int, batch: int = 1) -> int:
     for name, module in model.named_modules():
         own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
         size = sum(tensor.nbytes for tensor in own)
-        if isinstance(module, PackedLinear):  # whose weight is no parameter
+        # Most packed weights are no parameter. One that has stayed plain has been counted.
+        if isinstance(module, PackedLinear) and not isinstance(module.packed, torch.nn.Parameter):
             size += packed_bytes(module, model.dtype.itemsize)
         weights += size * (chosen if ".experts." in name else 1)
     kv = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * length
@@ -82,7 +83,7 @@ def read_bandwidth(device: torch.device) -> float:
 
 def gemm_peak(model: Transformer) -> Callable[[], float]:
     """Return a function that measures the fastest GEMM the library has, in TFLOP/s: 512 rows
-    against a feed-forward matrix, packed as the model's are."""
+    against a feed-forward matrix, packed as --compile packs it."""
     c = model.config
     linear = torch.nn.Linear(c.hidden_size, 2 * c.intermediate_size, bias=False)
     linear = linear.to(model.device, model.dtype).requires_grad_(False)

@@ -53,8 +53,8 @@ from torch import Tensor
 
 import sampling
 import server
-from llm import join
-from machine import Ranks, launch, progress
+from llm import launch
+from machine import Ranks, progress
 from model import Config
 from paged import BlockTable, Row, Runner, groups_of
 from scheduler import Engine, Request
@@ -530,7 +530,7 @@ def parse_line(line: str, number: int, times: Times) -> Arrival:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit status: 0, 2 after an error, 130 after Ctrl-C."""
-    return launch("plan.py", argv, parse_args, measure, join)
+    return launch("plan.py", argv, parse_args, measure)
 
 
 def measure(args: argparse.Namespace, ranks: Ranks) -> int:
@@ -542,6 +542,7 @@ def measure(args: argparse.Namespace, ranks: Ranks) -> int:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="plan.py", description=__doc__.split("\n")[0])
+
     commands = parser.add_subparsers(dest="command", required=True)
     fit_parser = commands.add_parser("fit", help="time the server's steps on this machine")
     fit_parser.set_defaults(run=fit, record=None)

@@ -236,8 +236,8 @@ class Kilolm(Peer):
         import torch
 
         from checkpoint import load_model
-        from compiling import compile_model, replay_steps
         from kv_cache import StaticCache
+        from llm import make_fast
         from scheduler import Engine
         from settings import DTYPES
 
@@ -245,10 +245,7 @@ class Kilolm(Peer):
 
         def load(batch_size: int | None) -> Any:
             model = load_model(setup["folder"], setup["device"], DTYPES[setup["dtype"]])
-            if not setup["eager"]:
-                compile_model(model, batch_size)
-            elif batch_size and model.device.type == "cuda":
-                replay_steps(model)
+            make_fast(model, not setup["eager"], batch_size)
             return model
 
         self.model = load(1)
