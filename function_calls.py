@@ -16,6 +16,7 @@ import re
 from typing import NamedTuple
 
 from settings import JSON, SettingError, check, choose, supported
+from structured import closed, structure
 
 
 class Form(NamedTuple):
@@ -68,15 +69,19 @@ FORMS = dict(
         close=re.compile(""),
     ),
 )
+END = re.compile(r"\s*\Z")
 DECODER = json.JSONDecoder(parse_constant=int)  # int() refuses NaN and Infinity
-# How a required call is written. Without limits, a weak model writes white space for ever.
-SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# How a required call is written. Without limits, a weak model writes white space for ever. Keywords
+# that llguidance lacks have no effect.
+WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ",
+           "lenient": True}  # fmt: skip
 
 
 def form_of(template: str) -> str:
-    """Return the name of the form that a chat template shows its model; "" if it knows no tools."""
+    """Return the name of the form that a chat template shows its model; "" if it knows no tools, or
+    has another form, such as Qwen3-Coder's <tool_call><function=f>."""
     if OPEN in template:
-        return "hermes"
+        return "" if "<function=" in template else "hermes"
     return "llama3" if "tools" in template and "parameters" in template else ""
 
 
@@ -121,12 +126,12 @@ def tools_of(fields: JSON, form: Form | None) -> Tools:
 
 
 def restrict(fields: JSON, tools: Tools) -> None:
-    """If `tool_choice` requires a call, set `structured_outputs` in `fields` to a grammar that
-    allows nothing but calls.
+    """Set `structured_outputs` in `fields` to a grammar where there must be one: if `tool_choice`
+    requires a call, it allows nothing but calls, whatever structure is asked for; if a reply may be
+    calls or an answer in `response_format`, it allows these two. vLLM does the same.
 
     Raises:
-        SettingError: the choice is unknown, or names a function that is not in `tools`; or another
-            structure is asked for.
+        SettingError: the choice is unknown, or names a function that is not in `tools`.
     """
     schemas = tools.schemas
     choice = fields.get("tool_choice", "auto")
@@ -137,20 +142,20 @@ def restrict(fields: JSON, tools: Tools) -> None:
         tools = tools._replace(is_parallel=False)
     known = ("auto", "none", "required") if schemas else ("auto", "none")
     supported("tool_choice", choice, *known)
-    if choice == "required":
-        if "structured_outputs" in fields:
-            raise SettingError("tool_choice", "requires a call, which excludes another structure")
-        fields["structured_outputs"] = {"grammar": grammar_of(tools._replace(schemas=schemas))}
+    answer = None if choice == "required" else structure(fields["response_format"]).get("json")
+    if choice == "required" or (schemas and answer):
+        grammar = grammar_of(tools._replace(schemas=schemas), answer)
+        fields["structured_outputs"] = {"grammar": grammar}
 
 
-def grammar_of(tools: Tools) -> str:
-    """Return a grammar that allows nothing but calls."""
+def grammar_of(tools: Tools, answer: JSON | None) -> str:
+    """Return a grammar that allows nothing but calls; or, if `answer` is a schema, JSON of it."""
     form = tools.form
     calls = []
     for i, (name, schema) in enumerate(tools.schemas.items()):
         # With an $id of its own, "#/$defs" in a function's schema means the $defs of that schema,
         # and not those of the whole schema.
-        arguments = {"$id": f"call:{i}"} | schema | {"type": "object"}
+        arguments = {"$id": f"call:{i}"} | closed(schema) | {"type": "object"}
         calls.append(
             dict(
                 type="object",
@@ -161,8 +166,11 @@ def grammar_of(tools: Tools) -> str:
         )
     begin, end, between = map(json.dumps, (form.begin, form.end, form.between))
     more = f"({between} call)*" if tools.is_parallel else ""
-    any_of = json.dumps({"anyOf": calls, "x-guidance": SPACES})
-    return f"start: call {more}\ncall: {begin} object {end}\nobject: %json {any_of}"
+    any_of = json.dumps({"anyOf": calls, "x-guidance": WRITTEN})
+    rules = f"calls: call {more}\ncall: {begin} object {end}\nobject: %json {any_of}\n"
+    if answer is None:
+        return rules + "start: calls"
+    return rules + f"start: calls | answer\nanswer: %json {json.dumps(closed(answer))}"
 
 
 # --- What a reply calls ---------------------------------------------------------------------------
@@ -201,7 +209,7 @@ def split_calls(text: str, tools: Tools, ended: bool) -> tuple[str, list[JSON]]:
     start = 0  # all before it has been split
     tag = find(text)
     while tag and tag.end() < len(text):
-        call, end = read_call(text, tag.end(), tools)
+        call, end = read_call(text, tag.end(), tools, ended)
         if call:
             shown += text[start : tag.start()]
             calls.append(call)
@@ -221,15 +229,16 @@ def split_calls(text: str, tools: Tools, ended: bool) -> tuple[str, list[JSON]]:
     return shown, calls if tools.is_parallel else calls[:1]
 
 
-def read_call(text: str, start: int, tools: Tools) -> tuple[JSON | None, int]:
-    """Read the call that begins at `start`.
+def read_call(text: str, start: int, tools: Tools, ended: bool) -> tuple[JSON | None, int]:
+    """Read the call that begins at `start`. Where the reply has ended, what stands after a call may
+    be missing: small models leave it out.
 
     Returns:
         Its name and arguments, and where it ends; None and `start` if there is no valid call.
     """
     try:
         call, end = DECODER.raw_decode(text, start)
-        close = tools.form.close.match(text, end)
+        close = tools.form.close.match(text, end) or (ended and END.match(text, end))
         arguments = call[tools.form.arguments]
         if close and call["name"] in tools.schemas and isinstance(arguments, dict):
             # A number that is too large has become Infinity, which is no JSON.

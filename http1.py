@@ -17,6 +17,7 @@ import json
 import re
 import secrets
 import socket
+import time
 from contextlib import suppress
 from email.message import Message
 from http import HTTPStatus
@@ -58,6 +59,8 @@ class Exchange:
         reader: what the client sends, as a file.
         request: its method and path, such as "GET /health"; "" until they have been read.
         content_type: the answer's; "" until the answer has begun.
+        sent_at: when something was last sent, on time.monotonic's clock; at first, when the client
+            connected.
     """
 
     request = ""
@@ -73,6 +76,7 @@ class Exchange:
         self.max_body = max_body
         self.cors = cors
         self.reader = client.makefile("rb")
+        self.sent_at = time.monotonic()
         self.headers = Message()  # finds a name in any case, and can hold it several times
 
     # --- The request ------------------------------------------------------------------------------
@@ -172,7 +176,8 @@ class Exchange:
     # --- The answer -------------------------------------------------------------------------------
 
     def send(self, item: JSON | str, status: int = 200, content_type: str = JSON_TYPE) -> None:
-        """Send an answer, or one event of a stream (content_type EVENTS).
+        """Send an answer, or one event of a stream (content_type EVENTS); "" is sent as a comment,
+        which clients skip.
 
         The first call also sends the head, which alone has a status and a type. So an error after
         the first event of a stream can only be sent as one more event.
@@ -182,10 +187,11 @@ class Exchange:
             self.content_type = content_type
         text = item if isinstance(item, str) else json.dumps(item)
         if self.content_type == EVENTS:
-            text = f"data: {text}\n\n"
+            text = f"data: {text}\n\n" if text else ":\n\n"
         body = text.encode()
         head = self.head(status, len(body)) if is_first else b""
         self.socket.sendall(head if self.request.startswith("HEAD ") else head + body)
+        self.sent_at = time.monotonic()
 
     def head(self, status: int, size: int) -> bytes:
         """Log the status, and make the status line and the headers of an answer.

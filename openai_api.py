@@ -246,7 +246,7 @@ def check_supported(fields: JSON, chat: bool) -> None:
     if not fields["stream"]:
         allowed["stream_options"] = {}
     if chat:
-        allowed["echo"] = False
+        allowed |= dict(echo=False, add_special_tokens=False)  # its template writes them
     else:
         allowed |= dict(tools=[], tool_choice="auto")
     # With the choice "none", tools count as left out.

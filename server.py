@@ -52,6 +52,7 @@ from openai_api import API, Problem, demand
 from scheduler import Engine, Request
 from settings import JSON, EngineArgs, SamplingParams, setting
 
+KEEP_ALIVE_S = 15  # seconds after which a stream that has nothing to say shows that it is alive
 IDLE_S = 75  # seconds that a client may be silent, or take to read a part of an answer
 MAX_THREADS = 1028  # 1,024 connections, and main, listen, watch and machine.keep_pool
 PAGE = Path(__file__).resolve().with_name("page.html")
@@ -238,7 +239,7 @@ class Connection(Exchange):
 
     Attributes:
         stream: whether it wants to know of each step, and not only of the end; set by complete().
-        sent_at: when the last part of a completion was sent; at first, when it was asked for.
+
         news: set when there may be something to send; see Server.wake.
     """
 
@@ -306,10 +307,8 @@ class Connection(Exchange):
         self.stream = completion.stream
         server.incoming.update(completion.requests)
         server.inbox.put(lambda: server.submit(completion.requests, self))
-        self.sent_at = time.monotonic()
         for part in completion.parts(self.wait_for_news):
             self.send(part, content_type=EVENTS if self.stream else JSON_TYPE)
-            self.sent_at = time.monotonic()
         if self.stream:
             self.send("[DONE]")
 
@@ -320,12 +319,17 @@ class Connection(Exchange):
             ConnectionError: the client has left.
             Problem: the server is stopping, and the grace period is over.
         """
-        while not (self.news.wait(0.3) or self.server.over):
-            self.check_client()
-        # For a while there can be news but nothing to send, as when the model writes a function
-        # call. Then no failing send tells that the client has left, so this has to look.
-        if time.monotonic() > self.sent_at + 0.3:
-            self.check_client()
+        has_news = False
+        while not (has_news or self.server.over):
+            has_news = self.news.wait(0.3)
+            # There can be no news in a queue, and news but nothing to send while the model writes a
+            # function call. Then no failing send tells that the client has left, so this has to
+            # look; and a proxy would take a long silence for an error.
+            silent = time.monotonic() - self.sent_at
+            if silent > 0.3:
+                self.check_client()
+            if silent > KEEP_ALIVE_S and self.stream:
+                self.send("", content_type=EVENTS)
         self.news.clear()
         demand(not self.server.over, 503, "the server is stopping")
 

@@ -17,6 +17,7 @@ tp.py.
 
 import json
 import re
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -103,6 +104,8 @@ def read_constraint(constraint: JSON) -> tuple[Any, str]:
         raise ValueError("the choice is empty")
     if kind == "choice":
         check_items(kind, value, list, str, max_len=MAX_LENGTH)
+    if kind == "json":
+        value = closed(json.loads(value) if isinstance(value, str) else value)
     if kind == "regex":
         # A backslash is matched together with what it escapes, so the d of \\d is left alone.
         value = re.sub(r"\\(.)", lambda found: ASCII.get(found[1], found[0]), value)
@@ -115,6 +118,41 @@ def read_constraint(constraint: JSON) -> tuple[Any, str]:
     patterns = spelt.count('"pattern"') if "allOf" in spelt else 0
     check("the number of patterns beside an allOf", patterns, int, 0, MAX_PATTERNS)
     return kind, text
+
+
+def closed(schema: Any) -> Any:
+    """Close the objects of a JSON schema, as vLLM and llama.cpp do: one that lists its properties
+    has no others, unless it says so itself. If it were left open, a weak model would go on
+    inventing properties until max_tokens. A schema with an allOf is left as it is, because each of
+    its parts would rule out the properties of the others.
+
+    Example: {"properties": {"a": {}}} becomes
+        {"properties": {"a": {}}, "additionalProperties": False}
+    """
+    if '"allOf"' not in json.dumps(schema):
+        with suppress(TypeError, AttributeError):  # llguidance will tell what is wrong
+            return close_objects(schema)
+    return schema
+
+
+# An object that has one of these beside its properties may have others too.
+OPENING = {"unevaluatedProperties", "patternProperties", "anyOf", "oneOf", "$ref"}
+
+
+def close_objects(schema: Any) -> Any:
+    """Do it for a schema without allOf, and for all schemas in it."""
+    if isinstance(schema, list):
+        return [close_objects(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    names = schema.get("properties", {})
+    if names and (OPENING & schema.keys() or {*schema.get("required", [])} - {*names}):
+        return schema
+    made = {
+        key: value if key in ("const", "enum") else close_objects(value)
+        for key, value in schema.items()
+    }
+    return {"additionalProperties": False} | made if "properties" in schema else made
 
 
 # --- The vocabulary -------------------------------------------------------------------------------
@@ -194,7 +232,8 @@ def structure(response_format: Any) -> JSON:
     """Translate OpenAI's response_format into SamplingParams.structured_outputs.
 
     Returns:
-        {} where the format is plain text.
+        {} where the format is plain text. In a schema that is not `strict`, keywords that
+        llguidance lacks, such as uniqueItems, have no effect.
 
     Raises:
         SettingError: an unknown type, or no schema where there must be one.
@@ -209,4 +248,6 @@ def structure(response_format: Any) -> JSON:
     else:
         # llama.cpp's json_object may bring a schema as well.
         holder = {"schema": {"type": "object"}, **response_format}
-    return dict(json=check(name, holder.get("schema"), dict))
+    schema = check(name, holder.get("schema"), dict)
+    is_lenient = holder.get("strict") is not True
+    return dict(json=schema | {"x-guidance": SPACES | {"lenient": is_lenient}})

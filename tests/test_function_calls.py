@@ -11,8 +11,13 @@ import pytest
 from conftest import SHAKESPEARE
 from serving import CHAT, HI, Local, local, make_local, shared  # noqa: F401 (fixtures)
 
-from function_calls import FORMS, OPEN, Tools, form_of, split_calls
+from checkpoint import load_config
+from function_calls import FORMS, OPEN, Tools, form_of, restrict, split_calls, tools_of
+from structured import make_matcher, structure
 from tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer(SHAKESPEARE)
+CONFIG = load_config(SHAKESPEARE)
 
 # A schema as people write it, and two as pydantic writes them: a shared part is under $defs, and
 # "#" is the schema itself. The two have another $defs under the same name.
@@ -82,7 +87,8 @@ REPLIES = {  # what the model writes, and the text (...: all of it) and the call
     "no name": ('<tool_call>{"arguments": {}}</tool_call>', ..., []),
     "no object": ("<tool_call>[1]</tool_call>", ..., []),
     "arguments that are none": (tagged("weather", "Rome"), ..., []),
-    "never closed": (A_CALL.removesuffix("</tool_call>"), ..., []),
+    "never closed": (A_CALL.removesuffix("</tool_call>"), None, [("weather", ROME)]),
+    "never closed, and text": (f"{A_CALL.removesuffix('</tool_call>')} so", ..., []),
     "more before the end": (A_CALL.replace("</", "x</"), ..., []),
     "half a tag": ("a <b> <tool <tool_ca", ..., []),
     "both": (f"<tool_call>O</tool_call>{A_CALL}", "<tool_call>O</tool_call>", [("weather", ROME)]),
@@ -136,6 +142,7 @@ def test_the_form_follows_from_the_template():
     assert form_of("{{ tools }} <tool_call> parameters") == "hermes"
     assert form_of('{%- if tools %}{"name": function name, "parameters": ...}') == "llama3"
     assert form_of("{{ messages }}") == ""
+    assert form_of("{{ tools }} <tool_call>\n<function=f>\n<parameter=x>") == ""  # Qwen3-Coder
 
 
 # --- Through OpenAI's client ----------------------------------------------------------------------
@@ -400,6 +407,45 @@ def test_each_choice_has_its_own(server: Local) -> None:
         assert (reply.text is None) == bool(reply.calls) == (reply.reason == "tool_calls")
 
 
+def fields_of(choice: Any, schema: Any = None, parameters: Any = WEATHER) -> dict[str, Any]:
+    """What restrict makes of a body with a tool and, if there is a schema, a response_format."""
+    fields = {"tools": [tool("weather", parameters)], "tool_choice": choice}
+    fields |= {"parallel_tool_calls": True, "response_format": {"type": "text"}}
+    if schema:
+        holder = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        fields |= {"response_format": holder, "structured_outputs": structure(holder)}
+    restrict(fields, tools_of(fields, FORMS["hermes"]))
+    return fields
+
+
+def allows(structure: Any, text: str) -> bool:
+    """Whether a structure allows a text as the whole reply."""
+    matcher = make_matcher(TOKENIZER, CONFIG, structure)
+    ids = TOKENIZER.encode(text, add_special=False)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+def test_a_reply_is_calls_or_the_answer() -> None:
+    """With a response_format, as agents send it beside their tools, no call was possible; and with
+    a required call it was refused."""
+    answer, call = '{"sunny": true}', tagged("weather", ROME, "\n")
+    sunny = {"type": "object", "properties": {"sunny": {"type": "boolean"}}, "required": ["sunny"]}
+    for choice, texts in (("auto", [answer, call]), ("required", [call]), ("none", [answer])):
+        only = fields_of(choice, sunny)["structured_outputs"]
+        allowed = [text for text in (answer, call, "Sure") if allows(only, text)]
+        assert allowed == texts, choice
+    assert "structured_outputs" not in fields_of("auto")
+
+
+def test_what_a_schema_leaves_out() -> None:
+    """A call with invented arguments; a keyword that llguidance lacks refused the tool."""
+    days = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True}
+    only = fields_of("required", None, {"properties": {"days": days}})["structured_outputs"]
+    for arguments, is_allowed in (({"days": [1]}, True), ({"days": [1], "x": 5}, False)):
+        call = json.dumps({"name": "weather", "arguments": arguments})
+        assert allows(only, f"{OPEN}\n{call}\n</tool_call>") == is_allowed
+
+
 # --- The conversation -----------------------------------------------------------------------------
 
 TEMPLATE = """{% for m in messages %}{{ m.role }}:{{ m.content or '' }};
@@ -487,7 +533,8 @@ WRONG = {
     "no function": ({"tool_choice": {"type": "function"}}, "tool_choice"),
     "no tool": ({"tool_choice": "required", "tools": []}, "tool_choice"),
     "two structures": (
-        {"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+        {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+        "response_format"),
     "not a list": ({"tools": TOOLS[0]}, "tools"),
     "not a tool": ({"tools": ["weather"]}, "tools"),
     "not a function": ({"tools": [{"type": "function"}]}, "tools"),

@@ -61,6 +61,7 @@ import generate
 import openai_api
 import sampling
 import server as server_module
+from function_calls import FORMS
 from machine import Ranks
 from scheduler import Engine
 from server import listen_at, parse_args, serve
@@ -443,8 +444,7 @@ UNSUPPORTED = {
     "audio": {"voice": "x"}, "best_of": 2, "prompt_logprobs": 1, "use_beam_search": True,
     "guided_json": {}, "guided_regex": "a", "chat_template": "x",
     "stream_options": {"include_usage": True}, "tool_choice": "required", "n_predict": 5,
-    "grammar": "root ::= x", "json_schema": {}, "add_special_tokens": False,
-    "return_token_ids": True,
+    "grammar": "root ::= x", "json_schema": {}, "return_token_ids": True,
 }  # fmt: skip
 NOTHING = [
     {"tools": [TOOL], "tool_choice": "none"}, {"tools": []}, {"skip_special_tokens": True},
@@ -483,6 +483,8 @@ def test_what_is_not_supported_says_so(local, path):
     assert "structured_outputs" in local.post(path, body | more).fails(400, "response_format")
     if path == CHAT:
         local.post(path, body | {"echo": True}).fails(400, "echo")
+        local.post(path, body | {"add_special_tokens": True}).fails(400, "add_special_tokens")
+        assert local.post(path, body | {"add_special_tokens": False}).status == 200
     else:
         local.post(path, body | {"echo": True, "max_tokens": False}).fails(400, "max_tokens")
     plain = local.post(path, body).json["choices"]
@@ -1065,6 +1067,24 @@ def test_a_client_that_leaves_while_nothing_is_sent(make_local):
     connection.close()
     until(lambda: job.finish_reason)
     assert job.finish_reason == "abort"
+
+
+def test_a_stream_that_has_nothing_to_say(local, monkeypatch):
+    """While a call is written, a proxy saw nothing for a minute, and answered with a 504."""
+    monkeypatch.setattr(server_module, "KEEP_ALIVE_S", 0)
+    some = {"type": "object", "properties": {"s": {"type": "string", "minLength": 50}}}
+    call = {"type": "function", "function": {"name": "f", "parameters": some | {"required": ["s"]}}}
+    more = {"tools": [call], "tool_choice": "required", "max_tokens": 20}
+    monkeypatch.setattr(local.server.api, "form", FORMS["hermes"])
+    response = local.begin({"messages": HI, "stream": True, **more}, CHAT).getresponse()
+    comments, _, events = response.read().partition(b"data: ")
+    assert response.status == 200 and b"[DONE]" in events
+    assert comments and not comments.strip(b":\n")
+    with local.openai() as client:
+        parts = client.chat.completions.create(
+            model="shakespeare", messages=HI, stream=True, max_tokens=20, extra_body=more
+        )
+        assert [part.choices[0].finish_reason for part in parts][-1] == "length"
 
 
 def test_a_client_that_says_no_more(local):

@@ -24,7 +24,7 @@ from sampling import Sequence, distribution
 from scheduler import Engine
 from settings import SamplingParams, SettingError
 from speculative import DraftModel, NGram
-from structured import make_matcher, structure, token_bytes
+from structured import SPACES, closed, make_matcher, structure, token_bytes
 from tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(SHAKESPEARE)
@@ -208,7 +208,9 @@ def test_byte_level_tokenizers(tmp_path):
 NESTED = functools.reduce(lambda inner, _: {"not": inner}, range(9999), {})
 BAD = {
     "unknown type": ({"json": {"type": "nonsense"}}, "nonsense"),
-    "not JSON": ({"json": "{"}, "EOF"),
+    "not JSON": ({"json": "{"}, "Expecting"),
+    "no properties": ({"json": {"properties": 5}}, "."),
+    "no names": ({"json": {"properties": {"a": {}}, "required": [[1]]}}, "."),
     "regex": ({"regex": "(["}, "unclosed"),
     "not a regex": ({"regex": 5}, "regex must be str"),
     "not a choice": ({"choice": 5}, "."),
@@ -305,14 +307,51 @@ def test_without_the_extra_or_a_matcher(monkeypatch):
         engine().add_request("a", params)
 
 
+A = {"properties": {"a": {"type": "null"}}}
+FALSE = {"additionalProperties": False}
+CLOSED_A = A | FALSE
+OPEN_A = A | {"additionalProperties": True}
+
+
+@pytest.mark.parametrize(("schema", "expected"), [
+    (A, CLOSED_A), (A | {"required": ["a"]}, CLOSED_A | {"required": ["a"]}),
+    ({"properties": {"properties": A, "b": {}}},
+     {"properties": {"properties": CLOSED_A, "b": {}} | FALSE} | FALSE),
+    ({"items": A}, {"items": CLOSED_A}), ({"anyOf": [A, {}]}, {"anyOf": [CLOSED_A, {}]}),
+    ({"$ref": "#/$defs/x", "$defs": {"x": A}}, {"$ref": "#/$defs/x", "$defs": {"x": CLOSED_A}}),
+    (OPEN_A | {"$defs": {"x": A}}, OPEN_A | {"$defs": {"x": CLOSED_A}}),
+    *((same, same) for same in (
+        {}, {"type": "object"}, OPEN_A, {"const": A}, {"enum": [A]}, A | {"anyOf": [A]},
+        A | {"$ref": "#/$defs/x"}, A | {"required": ["b"]}, {"allOf": [A, {}], "$defs": {"x": A}},
+        {"properties": A, "required": 5}, True)),
+])  # fmt: skip
+def test_objects_are_closed(schema, expected):
+    """A weak model invented properties until max_tokens; parts of a schema that exclude each other;
+    a constant that became another."""
+    assert closed(schema) == expected
+
+
+def test_a_closed_object_ends():
+    matcher = make_matcher(TOKENIZER, MODEL.config, {"json": A})
+    for text, is_allowed in (('{"a": null}', True), ('{"a": null, "b": 1}', False)):
+        ids = TOKENIZER.encode(text, add_special=False)
+        assert (matcher.deep_copy().try_consume_tokens(ids) == len(ids)) == is_allowed
+
+
 def test_response_format():
     """OpenAI's forms, of which the unknown were ignored."""
     schema = {"type": "object"}
+    lenient = {"json": schema | {"x-guidance": SPACES | {"lenient": True}}}
     assert structure({"type": "text"}) == {}
-    assert structure({"type": "json_object"}) == {"json": schema}
-    assert structure({"type": "json_object", "schema": None}) == {"json": schema}  # left out
-    form = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
-    assert structure(form) == {"json": schema}
+    assert structure({"type": "json_object"}) == lenient
+    assert structure({"type": "json_object", "schema": None}) == lenient  # left out
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    assert structure(form) == lenient
+    schema["uniqueItems"] = True  # which llguidance lacks
+    make_matcher(TOKENIZER, MODEL.config, structure(form))
+    form["json_schema"]["strict"] = True
+    with pytest.raises(SettingError, match="uniqueItems"):
+        make_matcher(TOKENIZER, MODEL.config, structure(form))
     for bad in ({}, {"type": "xml"}, "json", {"type": "json_schema"}, {"type": ["text"]}):
         with pytest.raises(SettingError, match=r"^response_format"):
             structure(bad)
