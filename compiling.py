@@ -171,7 +171,7 @@ def may_compile(tokens: Tensor, layer: Any) -> bool:
     - with a static cache on a GPU, all forwards. But an int8 cache is hidden, because the compiler
       fails to take a scale apart into bytes; then steps are not replayed either.
     - with a static cache on a CPU, those of one new token in each sequence. (A long prompt attends
-      without a mask.)
+      by attend_to_prompt.)
     - with a paged cache on a CPU, those of one new token in each row, if the rows form one group
       (see paged.groups_of). A single row can be longer than a group may be. Then it is hidden,
       because Blocks can read it in place.

@@ -121,14 +121,15 @@ def tools_of(fields: JSON, form: Form | None) -> Tools:
     if not schemas or fields.get("tool_choice") == "none":
         return NO_TOOLS
     if not form:
-        raise SettingError("tools", "are unknown to the chat template: use --tool-format")
+        raise SettingError("tools", "need a chat template with a form that is read: --tool-format")
     return Tools(form, schemas, fields["parallel_tool_calls"])
 
 
 def restrict(fields: JSON, tools: Tools) -> None:
     """Set `structured_outputs` in `fields` to a grammar where there must be one: if `tool_choice`
     requires a call, it allows nothing but calls, whatever structure is asked for; if a reply may be
-    calls or an answer in `response_format`, it allows these two. vLLM does the same.
+    calls or an answer in `response_format`, it allows these two. For a required call vLLM does the
+    same; in the other case it forbids calls, and OpenAI allows them.
 
     Raises:
         SettingError: the choice is unknown, or names a function that is not in `tools`.
@@ -230,8 +231,8 @@ def split_calls(text: str, tools: Tools, ended: bool) -> tuple[str, list[JSON]]:
 
 
 def read_call(text: str, start: int, tools: Tools, ended: bool) -> tuple[JSON | None, int]:
-    """Read the call that begins at `start`. Where the reply has ended, what stands after a call may
-    be missing: small models leave it out.
+    """Read the call that begins at `start`. At the end of a reply its closing tag may be missing:
+    small models leave it out, and a stop string cuts it off.
 
     Returns:
         Its name and arguments, and where it ends; None and `start` if there is no valid call.

@@ -104,7 +104,6 @@ def command(args: Namespace, ranks: Ranks) -> int:
     text = read_prompt(args, ranks)
     if args.system and not args.chat:
         raise ValueError("--system needs --chat")
-
     summary = f"sampling: {describe(params, flags, defaults)}"
     needs_engine = (
         args.chat

@@ -59,12 +59,12 @@ class Exchange:
         reader: what the client sends, as a file.
         request: its method and path, such as "GET /health"; "" until they have been read.
         content_type: the answer's; "" until the answer has begun.
-        sent_at: when something was last sent, on time.monotonic's clock; at first, when the client
-            connected.
+        sent_at: when something was last sent, on time.monotonic's clock.
     """
 
     request = ""
     content_type = ""
+    sent_at = 0.0
 
     def __init__(self, client: socket.socket, max_body: int, cors: str | None) -> None:
         """
@@ -76,7 +76,6 @@ class Exchange:
         self.max_body = max_body
         self.cors = cors
         self.reader = client.makefile("rb")
-        self.sent_at = time.monotonic()
         self.headers = Message()  # finds a name in any case, and can hold it several times
 
     # --- The request ------------------------------------------------------------------------------

@@ -195,10 +195,9 @@ def load_models(
 def make_fast(
     model: Transformer, compiled: bool, batch_size: int | None, kv_dtype: str = "auto"
 ) -> None:
-    """Make a finished model fast, in place: compile it, or else do what takes little time. See
+    """Make a finished model fast, in place: compile it, or do only what takes little time. See
     compiling.compile_model for the arguments and errors."""
     device = model.device.type
-    is_quantised = any(hasattr(module, "qweight") for module in model.modules())
     if compiled:
         from compiling import compile_model
 
@@ -207,7 +206,9 @@ def make_fast(
         from compiling import replay_steps
 
         replay_steps(model)
-    elif device == "cpu" and (is_quantised or model.dtype != torch.float32):
+    elif device == "cpu" and (
+        model.dtype != torch.float32 or any(hasattr(each, "qweight") for each in model.modules())
+    ):
         from packed import pack_linears
 
         pack_linears(model, compiled=False)

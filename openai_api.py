@@ -67,7 +67,7 @@ class API:
     Attributes:
         model: as /v1/models lists it.
         defaults: the sampling settings that a body may leave out.
-        form: how the model writes function calls; None: its chat template knows none.
+        form: how the model writes function calls; None: its chat template shows none that is read.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class API:
         try:
             fields = translate(given, chat)
             tools = tools_of(fields, self.form) if chat else NO_TOOLS
-            restrict(fields, tools)  # sets structured_outputs where a call is required
+            restrict(fields, tools)  # may set structured_outputs
             params = self.sampling_params(fields, chat)
             prompts = [self.chat_ids(fields, tools)] if chat else split_prompts(fields)
             check("n", len(prompts) * params.n, int, 1, 256)  # for all prompts together
@@ -246,7 +246,8 @@ def check_supported(fields: JSON, chat: bool) -> None:
     if not fields["stream"]:
         allowed["stream_options"] = {}
     if chat:
-        allowed |= dict(echo=False, add_special_tokens=False)  # its template writes them
+        # The chat template writes the special tokens.
+        allowed |= dict(echo=False, add_special_tokens=False)
     else:
         allowed |= dict(tools=[], tool_choice="auto")
     # With the choice "none", tools count as left out.

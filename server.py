@@ -71,9 +71,7 @@ class ServerArgs(EngineArgs):
     api_key: str | None = setting(None, "clients must send it (default: $KILOLM_API_KEY)")
     cors: str | None = setting(None, "an origin whose pages may use the API")
     tool_format: str = setting(
-        "auto",
-        "how the model writes function calls; auto: as its chat template does",
-        choices=("auto", *FORMS),
+        "auto", "how function calls are written; auto: as in the template", choices=("auto", *FORMS)
     )
 
 
@@ -239,7 +237,6 @@ class Connection(Exchange):
 
     Attributes:
         stream: whether it wants to know of each step, and not only of the end; set by complete().
-
         news: set when there may be something to send; see Server.wake.
     """
 
@@ -307,6 +304,7 @@ class Connection(Exchange):
         self.stream = completion.stream
         server.incoming.update(completion.requests)
         server.inbox.put(lambda: server.submit(completion.requests, self))
+        self.sent_at = time.monotonic()  # from now on the client waits
         for part in completion.parts(self.wait_for_news):
             self.send(part, content_type=EVENTS if self.stream else JSON_TYPE)
         if self.stream:
@@ -322,9 +320,9 @@ class Connection(Exchange):
         has_news = False
         while not (has_news or self.server.over):
             has_news = self.news.wait(0.3)
-            # There can be no news in a queue, and news but nothing to send while the model writes a
-            # function call. Then no failing send tells that the client has left, so this has to
-            # look; and a proxy would take a long silence for an error.
+            # A request in the queue has no news, and one that writes a function call has news but
+            # nothing to send. In both cases no failing send tells that the client has left, so look
+            # here; and send something now and then, or a proxy would give up.
             silent = time.monotonic() - self.sent_at
             if silent > 0.3:
                 self.check_client()

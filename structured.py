@@ -120,34 +120,34 @@ def read_constraint(constraint: JSON) -> tuple[Any, str]:
     return kind, text
 
 
+# With one of these, an object may have properties that stand elsewhere.
+PARTS = {"allOf", "anyOf", "oneOf", "$ref", "if", "then", "dependentSchemas",
+         "unevaluatedProperties"}  # fmt: skip
+
+
 def closed(schema: Any) -> Any:
     """Close the objects of a JSON schema, as vLLM and llama.cpp do: one that lists its properties
     has no others, unless it says so itself. If it were left open, a weak model would go on
-    inventing properties until max_tokens. A schema with an allOf is left as it is, because each of
-    its parts would rule out the properties of the others.
+    inventing properties until max_tokens. A schema in which the properties of one object stand in
+    several places, as with an allOf, is left as it is: each place would rule out the others.
 
     Example: {"properties": {"a": {}}} becomes
         {"properties": {"a": {}}, "additionalProperties": False}
     """
-    if '"allOf"' not in json.dumps(schema):
-        with suppress(TypeError, AttributeError):  # llguidance will tell what is wrong
-            return close_objects(schema)
+    with suppress(TypeError):  # there are such places, or it is no schema, as llguidance will tell
+        return close_objects(schema)
     return schema
 
 
-# An object that has one of these beside its properties may have others too.
-OPENING = {"unevaluatedProperties", "patternProperties", "anyOf", "oneOf", "$ref"}
-
-
 def close_objects(schema: Any) -> Any:
-    """Do it for a schema without allOf, and for all schemas in it."""
+    """Do it for a schema and all schemas in it. Raises TypeError if one must be left open."""
     if isinstance(schema, list):
         return [close_objects(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    names = schema.get("properties", {})
-    if names and (OPENING & schema.keys() or {*schema.get("required", [])} - {*names}):
-        return schema
+    parts = PARTS if "properties" in schema else {"allOf"}
+    if parts & schema.keys() or {*schema.get("required", [])} - {*schema.get("properties", [])}:
+        raise TypeError
     made = {
         key: value if key in ("const", "enum") else close_objects(value)
         for key, value in schema.items()
@@ -232,8 +232,8 @@ def structure(response_format: Any) -> JSON:
     """Translate OpenAI's response_format into SamplingParams.structured_outputs.
 
     Returns:
-        {} where the format is plain text. In a schema that is not `strict`, keywords that
-        llguidance lacks, such as uniqueItems, have no effect.
+        The schema, in which keywords that llguidance lacks, such as uniqueItems, have no effect
+        unless it is `strict`; {} where the format is plain text.
 
     Raises:
         SettingError: an unknown type, or no schema where there must be one.

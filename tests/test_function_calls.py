@@ -434,7 +434,11 @@ def test_a_reply_is_calls_or_the_answer() -> None:
         only = fields_of(choice, sunny)["structured_outputs"]
         allowed = [text for text in (answer, call, "Sure") if allows(only, text)]
         assert allowed == texts, choice
-    assert "structured_outputs" not in fields_of("auto")
+    fields = fields_of("auto")
+    assert "structured_outputs" not in fields
+    fields |= {"tool_choice": "required", "structured_outputs": {"regex": "a"}}
+    restrict(fields, tools_of(fields, FORMS["hermes"]))
+    assert allows(fields["structured_outputs"], call)
 
 
 def test_what_a_schema_leaves_out() -> None:

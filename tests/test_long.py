@@ -75,12 +75,12 @@ def test_long_prompts_equal_their_slow_twin(way, kv_dtype, window, monkeypatch):
 
 
 @pytest.mark.parametrize("window", [1, 3, 700])
-@pytest.mark.parametrize("T", [1, 16, 512])
+@pytest.mark.parametrize("T", [1, 16, 512, 1100])
 def test_a_window_reads_no_key_before_it(T, window):
     """A mask that grows with the text; a key that is just within the window, or just outside."""
     config = Config(64, 32, 48, 1, 4, 2, 8, windows=(window,))
     S = LONG + 100
-    q, k, v = (torch.randn(1, n, length, 8) for n, length in ((4, T), (2, S), (2, S)))
+    q, k, v = (torch.randn(2, n, length, 8) for n, length in ((4, T), (2, S), (2, S)))
     positions = torch.arange(S)[None]
     (mask,) = visible(config, positions[:, -T:], positions).values()
     expected = attention(q, k, v, mask)

@@ -323,7 +323,9 @@ OPEN_A = A | {"additionalProperties": True}
     *((same, same) for same in (
         {}, {"type": "object"}, OPEN_A, {"const": A}, {"enum": [A]}, A | {"anyOf": [A]},
         A | {"$ref": "#/$defs/x"}, A | {"required": ["b"]}, {"allOf": [A, {}], "$defs": {"x": A}},
-        {"properties": A, "required": 5}, True)),
+        {"properties": {}, "anyOf": [A]}, {"properties": {}, "required": ["b"]},
+        {"properties": {"i": A | {"$ref": "#/$defs/x"}}, "$defs": {"x": A}}, A | {"then": A},
+        {"required": ["k"], "anyOf": [A]}, {"properties": A, "required": 5}, True)),
 ])  # fmt: skip
 def test_objects_are_closed(schema, expected):
     """A weak model invented properties until max_tokens; parts of a schema that exclude each other;

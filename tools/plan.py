@@ -542,7 +542,6 @@ def measure(args: argparse.Namespace, ranks: Ranks) -> int:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="plan.py", description=__doc__.split("\n")[0])
-
     commands = parser.add_subparsers(dest="command", required=True)
     fit_parser = commands.add_parser("fit", help="time the server's steps on this machine")
     fit_parser.set_defaults(run=fit, record=None)
