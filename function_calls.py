@@ -69,7 +69,7 @@ FORMS = dict(
         close=re.compile(""),
     ),
 )
-END = re.compile(r"\s*\Z")
+END = re.compile(r"\s*\Z")  # matches where nothing but white space is left
 DECODER = json.JSONDecoder(parse_constant=int)  # int() refuses NaN and Infinity
 # How a required call is written. Without limits, a weak model writes white space for ever. Keywords
 # that llguidance lacks have no effect.
@@ -121,7 +121,7 @@ def tools_of(fields: JSON, form: Form | None) -> Tools:
     if not schemas or fields.get("tool_choice") == "none":
         return NO_TOOLS
     if not form:
-        raise SettingError("tools", "need a chat template with a form that is read: --tool-format")
+        raise SettingError("tools", "need a template whose calls can be read: see --tool-format")
     return Tools(form, schemas, fields["parallel_tool_calls"])
 
 

@@ -4,7 +4,7 @@
     for request in llm.generate(["ROMEO:", "JULIET:"], max_tokens=20):
         print(request.outputs[0].text)
 
-generate.py and server.py are launched and load their models here too. The techniques, such as
+generate.py and server.py begin with launch, and load their models here too. The techniques, such as
 quantisation and speculation, are imported only when they are needed, so on a CPU a plain model runs
 without their files. Read: LLM, then load_models and make_engine.
 """

@@ -140,7 +140,11 @@ def closed(schema: Any) -> Any:
 
 
 def close_objects(schema: Any) -> Any:
-    """Do it for a schema and all schemas in it. Raises TypeError if one must be left open."""
+    """Do it for a schema and all schemas in it. Raises TypeError if one must be left open.
+
+    A map of names to schemas is read as one more schema. At worst, as where a property is named
+    "required", that leaves open what could be closed.
+    """
     if isinstance(schema, list):
         return [close_objects(each) for each in schema]
     if not isinstance(schema, dict):
