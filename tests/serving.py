@@ -41,16 +41,23 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT, HI = "ROMEO:\nWhat", [{"role": "user", "content": "hi"}]
 LONG = {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True}  # seconds of work
 SHORT = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+ABORTED = 'request_success_total{finished_reason="abort"}'  # of metrics()
 LEAK = r"0x[0-9a-f]{5,}|Traceback|site-packages|\.py\b|/root|/home|/tmp"
 
 
-def until(condition, seconds=30.0):
-    """Wait for a condition, and return what it gave."""
+def until(condition, seconds=120.0):
+    """Wait for a condition, and return what it gave. The limit ends what hangs, and measures
+    nothing: a busy machine may not run a process for a second."""
     deadline = time.monotonic() + seconds
     while not (result := condition()):
         assert time.monotonic() < deadline, "this did not happen"
         time.sleep(0.01)
     return result
+
+
+def accepts(port: int) -> bool:
+    with socket.socket() as attempt:
+        return not attempt.connect_ex(("127.0.0.1", port))
 
 
 class Answer(NamedTuple):
@@ -181,7 +188,7 @@ class Process(Client):
             assert self.process.poll() is None, self.log.read_text()
             return re.search(r"serving \S+ on http://127.0.0.1:(\d+)\n", self.log.read_text())
 
-        self.port = int(until(serving, 60)[1])
+        self.port = int(until(serving)[1])
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -221,10 +228,10 @@ class Local(Client):
         finally:
             self.server.stopping = True
 
-    def settle(self, seconds: float = 10) -> None:
+    def settle(self) -> None:
         """Wait until nothing is left of any request, and all memory is free."""
         server, engine = self.server, self.engine
-        until(lambda: not (server.owners or engine.queue or server.inbox.qsize()), seconds)
+        until(lambda: not (server.owners or engine.queue or server.inbox.qsize()))
         audit(self.engine)
         assert len(self.engine.pool.available) == self.engine.pool.num_blocks
 

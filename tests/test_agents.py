@@ -96,7 +96,7 @@ def langchain(url: str, stream: bool) -> dict:
 
 def ai_sdk(url: str, stream: bool, folder: Path) -> dict:
     command = ["node", folder / "loop.js", url, "streamed" if stream else "whole"]
-    return json.loads(subprocess.check_output(command, text=True, timeout=60))
+    return json.loads(subprocess.check_output(command, text=True, timeout=120))
 
 
 @pytest.fixture(scope="module")

@@ -365,7 +365,7 @@ def test_full_disk(full):
     words = ["--svg", "/dev/full"] if full == "--svg" else []
     with open("/dev/full" if full == "stdout" else os.devnull, "w") as out:
         child = started(SCRIPTS[0], "--small", *words, stdout=out)
-        err = child.communicate(timeout=60)[1]
+        err = child.communicate(timeout=120)[1]
     assert child.returncode == 2, err
     assert err == "01_loop.py: error: [Errno 28] No space left on device\n"
 
@@ -375,7 +375,7 @@ def test_nobody_reads():
     child = started(SCRIPTS[0], "--small", stdout=subprocess.PIPE)
     child.stdout.close()
     child.stdout = None  # or communicate() would read it
-    assert child.communicate(timeout=60)[1] == "" and child.returncode == 0
+    assert child.communicate(timeout=120)[1] == "" and child.returncode == 0
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
@@ -386,7 +386,7 @@ def test_ctrl_c_while_importing(script, tmp_path):
         "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
     )
     child = started(script, env=os.environ | {"PYTHONPATH": str(tmp_path)})
-    assert child.communicate(timeout=30)[1] == "" and child.returncode == 130
+    assert child.communicate(timeout=120)[1] == "" and child.returncode == 130
 
 
 def test_ctrl_c_while_running():
@@ -394,4 +394,4 @@ def test_ctrl_c_while_running():
     child = started(SCRIPTS[0], stdout=subprocess.PIPE)
     assert child.stdout.readline() == "ROMEO:\n"
     child.send_signal(signal.SIGINT)
-    assert child.communicate(timeout=30)[1] == "" and child.returncode == 130
+    assert child.communicate(timeout=120)[1] == "" and child.returncode == 130

@@ -158,7 +158,7 @@ def test_interrupted(tmp_path):
         time.sleep(0.1)
     time.sleep(1)
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "interrupted" in out and "passed: machine\n" in out
 
@@ -248,13 +248,14 @@ def test_a_wrong_form_is_found(monkeypatch):
 def test_rehearsal(tmp_path):
     """A part does not run, on the CPU with tiny models. Three of them run what `tokens-trained`
     does on other models, as test_equivalence.py does here, and are left out."""
-    start = time.monotonic()
+    before = os.times().children_user
     parts = [*gpu_check.parts(gpu_check.parse_args([*TINY]), {})]
     parts = [each for each in parts if not each.startswith("tokens") or each == "tokens-trained"]
     process = run("--out", tmp_path, "--only", *parts, OMP_NUM_THREADS="1")
-    out, _ = process.communicate(timeout=500)
+    out, _ = process.communicate(timeout=1000)
     assert process.returncode == 0, out
     assert "failed: nothing\nskipped: throughput-graphs\n" in out  # it needs CUDA
     names = {file.stem for file in tmp_path.glob("*.json")}
     assert names == {*parts} and len(names) == 12
-    assert time.monotonic() - start < 400, "it is to take less than two minutes of a free machine"
+    seconds = os.times().children_user - before  # of processors, whatever else they do
+    assert seconds < 400, "it is to take less than two minutes of a free machine"

@@ -145,7 +145,7 @@ class Machines:
         """Lines of ours; torchrun has many of its own."""
         return re.findall(r"^\w+\.py: error: .*$", self.said(i), re.M)
 
-    def until(self, find, seconds=60):
+    def until(self, find, seconds=120):
         end = time.monotonic() + seconds
         while not (found := find()):
             assert time.monotonic() < end, [self.said(i) for i in self.started]
@@ -157,7 +157,7 @@ class Machines:
         pid = self.started[i].pid
         return [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
 
-    def end(self, seconds=60):
+    def end(self, seconds=120):
         """Wait for all. Returns their statuses."""
         end = time.monotonic() + seconds
         return [each.wait(max(0.1, end - time.monotonic())) for each in self.started.values()]
@@ -206,7 +206,7 @@ def test_server(machines):
     client = machines.inside(
         0, sys.executable, "-c", CLIENT, f"{url}/v1/completions", json.dumps(body)
     )
-    answer = json.loads(subprocess.run(client, capture_output=True, timeout=30).stdout)
+    answer = json.loads(subprocess.run(client, capture_output=True, timeout=120).stdout)
     llm = LLM(SHAKESPEARE, device="cpu", dtype="float32")
     (request,) = llm.generate("ROMEO:\n", max_tokens=12, temperature=0)
     assert answer["choices"][0]["text"] == request.outputs[0].text
@@ -225,7 +225,7 @@ def test_a_machine_dies(machines, who):
     machines.until(lambda: len(machines.said(0, "out")) > 2)
     for pid in machines.pids(who):
         os.kill(pid, signal.SIGKILL)
-    assert all(machines.end(30))  # 1 s on a quiet machine, 4 beside eight busy processes
+    assert all(machines.end())  # 1 s on a quiet machine, 4 beside eight busy processes
     (line,) = machines.errors(1 - who)
     assert f"rank {1 - who}" in line and not machines.errors(who)
 
@@ -243,7 +243,7 @@ def test_a_cable_is_pulled(machines):
         machines.start(i, PROGRAM, *LONG, **alive)
     machines.until(lambda: len(machines.said(0, "out")) > 2)
     ip("-n", machines.names[0], "link", "set", machines.links[0], "down")
-    assert all(machines.end(40))
+    assert all(machines.end())
     (line,) = machines.errors(0)
     # On the other machine torchrun may notice first, and end its rank before that has spoken.
     assert "rank 0 cannot go on" in line and len(machines.errors(1)) <= 1
@@ -281,5 +281,5 @@ def test_ranks_that_cannot_reach_each_other(machines):
 def test_a_machine_that_never_comes(machines, who, conf):
     """The options that docs/many-machines.md names bound how long torchrun waits."""
     machines.start(who, PROGRAM, *SOME, conf=f",{conf}")
-    assert all(machines.end(40))
+    assert all(machines.end())
     assert not machines.said(who, "out") and "Timeout" in machines.said(who)

@@ -42,7 +42,7 @@ def test_ctrl_c_while_it_imports(name, seconds, tmp_path):
         time.sleep(0.01)
     time.sleep(seconds)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=120)
     assert (process.returncode, out, err) == (130, b"", b"")
 
 
@@ -54,7 +54,7 @@ def test_ctrl_c_while_it_ends(seconds):
     process.stderr.readline()  # the statistics
     time.sleep(seconds)
     process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=60)[1] == b""
+    assert process.communicate(timeout=120)[1] == b""
     assert process.returncode in (0, 130, -signal.SIGINT)  # the last is 130 to a shell, too
 
 

@@ -88,7 +88,7 @@ def serving(words):
         finally:
             process.send_signal(signal.SIGINT)
             process.stderr.read()
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=120) == 0
 
 
 def succeeds(words, **options):

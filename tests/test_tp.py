@@ -139,7 +139,7 @@ def test_docstring_example_of_shard(tmp_path):
 
 def at_once(ranks, work):
     """work(rank) of every rank in a thread of its own, with exchanges between them."""
-    barrier, parts, here = threading.Barrier(ranks, timeout=20), [None] * ranks, threading.local()
+    barrier, parts, here = threading.Barrier(ranks, timeout=60), [None] * ranks, threading.local()
 
     def exchange(x):
         parts[here.rank] = x
@@ -568,7 +568,7 @@ class Ranks:
 
     def speak(self):
         """Wait until the first generates; and find the processes that torchrun has started."""
-        end, pid = time.monotonic() + 60, self.pids[0]
+        end, pid = time.monotonic() + 120, self.pids[0]
         while len(self.said[0][0]) < 3:
             assert self.started[0].poll() is None and time.monotonic() < end, self.said
             time.sleep(0.02)
@@ -576,7 +576,7 @@ class Ranks:
             env = Path(f"/proc/{child}/environ").read_text().split("\0")
             self.pids |= {int(line[5:]): int(child) for line in env if line.startswith("RANK=")}
 
-    def end(self, seconds=30):
+    def end(self, seconds=120):
         """Wait until none is left. Returns the exit statuses of those that were started here."""
         codes = [process.wait(seconds) for process in self.started]
         assert not [pid for pid in self.pids.values() if Path(f"/proc/{pid}").exists()]
@@ -689,7 +689,7 @@ def test_a_rank_fails(start, who, fault):
 def test_a_rank_of_a_server_fails(start, who, fault):
     """Its requests get no answer, for ever, and it still says that it is well."""
     ranks = start("by hand", 2, WORKER, "fault", who, fault, "server", "--port", 0)
-    end = time.monotonic() + 60
+    end = time.monotonic() + 120
     while not (found := re.search(r"http://\S+", ranks.said[0][1])):
         assert ranks.started[0].poll() is None and time.monotonic() < end, ranks.said
         time.sleep(0.1)
@@ -697,7 +697,7 @@ def test_a_rank_of_a_server_fails(start, who, fault):
     head = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{found[0]}/v1/completions", body, head)
     with pytest.raises(urllib.error.HTTPError, match="500"):
-        urllib.request.urlopen(request, timeout=20)
+        urllib.request.urlopen(request, timeout=60)
     check_faults(ranks, who)
 
 
