@@ -500,7 +500,7 @@ def test_crowd(page, local):
     page.click("#crowd")
     until(lambda: len(page.all("#running tr")) == 8 and page.text("#queue") != "0")  # 8 at once
     assert len(page.all(".reply")) == 16 and int(page.text("#queue")) <= 8
-    assert page.text("#waiting").count("tokens") == int(page.text("#queue"))
+    until(lambda: page.text("#waiting").count("tokens") == int(page.text("#queue")))
     until(lambda: page.numbers()["prefix hits"] not in ("0 %", "–"))
     until(lambda: page.numbers()["preemptions"] != "0")
     assert not page.ended()
