@@ -1902,11 +1902,13 @@ def test_a_rank_is_stopped(tmp_path, number):
         stream = server.stream(LONG)
         other.process.send_signal(signal.SIGSTOP)
         time.sleep(0.5)
-        for _ in range(2):
-            assert server.process.poll() is None
+        sent = 0
+        while server.process.poll() is None:  # where it does not run meanwhile, two become one
             server.process.send_signal(number)
+            sent += 1
             time.sleep(0.5)
-        assert server.process.wait(20) == 1
+            assert sent < 20
+        assert server.process.returncode == 1 and sent > 1
         stream.close()
 
 
@@ -1914,7 +1916,7 @@ def test_a_rank_is_stopped(tmp_path, number):
 def test_one_signal_is_one_signal(tmp_path):
     """tp.lead held SIGINT back and raised it again, which counted as the second."""
     with two_ranks(tmp_path) as (server, _):
-        stream = server.stream({**LONG, "max_tokens": 300})
+        stream = server.stream({**LONG, "max_tokens": 100})
         server.process.send_signal(signal.SIGINT)
         assert Answer(200, {}, stream.read()).events[-1] == "[DONE]"
         assert server.process.wait(60) == 0
