@@ -215,7 +215,7 @@ def test_busy(measure, monkeypatch, capsys):
     assert [process.wait(5) for process in made] == [-signal.SIGKILL] * 2
 
 
-# Of the fake engines; what passes on a real clock depends on what else runs.
+# The clock of the fake engines below. On a real one their figures would depend on what else runs.
 CLOCK = """
 import time
 
@@ -227,9 +227,7 @@ def work(seconds):
     now += seconds
 
 """
-VLLM = (
-    CLOCK
-    + """
+VLLM = """
 __version__ = "1.2"
 print("a banner, on stdout")
 
@@ -247,10 +245,7 @@ class LLM:
         work(0.3 + 0.01 * params.max_tokens * len(prompts))
         assert all(isinstance(prompt["prompt_token_ids"], list) for prompt in prompts)
 """
-)
-LLAMA = (
-    CLOCK
-    + """
+LLAMA = """
 __version__ = "0.3"
 
 class Llama:
@@ -267,7 +262,6 @@ class Llama:
             work(0.01)
             yield 1
 """
-)
 SETUP = {"threads": 1, "folder": "x", "dtype": "float32", "device": "cpu", "length": 64,
          "sequences": 2, "gguf": "model.gguf", "checkpoint": "x", "eager": True,
          "sampling": bench.SAMPLING["llama"]}  # fmt: skip
@@ -279,8 +273,8 @@ TWO = {"figure": "batch", "prompts": [[5], [9, 2]], "new_tokens": 20}
 def test_peers(fake, name):
     """The time includes the prompt's where it should not, or leaves it out; one row of a batch is
     counted; a library's own output garbles an answer."""
-    fake("vllm", VLLM)
-    fake("llama_cpp", LLAMA)
+    fake("vllm", CLOCK + VLLM)
+    fake("llama_cpp", CLOCK + LLAMA)
     child = versus.Child(name, SETUP, sys.executable, 60)
     try:
         assert child.version in ("1.2", "0.3")

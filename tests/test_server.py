@@ -1737,8 +1737,8 @@ def test_requests_while_stopping(make_local, monkeypatch):
 def stopped(
     data: bytes, *options: str, signals: int = 1, reached: Callable[[], bool] = bool
 ) -> list[Answer]:
-    """Serve in the main thread, as main() does; send bytes, and signals when the engine, or what is
-    `reached`, has them or they were answered; return what comes."""
+    """Serve in the main thread, as main() does. Send bytes; then signals, once the engine has the
+    request, or it was answered, or `reached` says so. Return what comes."""
     engine = Engine(model(), TOKENIZER, num_blocks=80)
     args = make_args(*options)
     listeners = listen_at(args.host, args.port)
@@ -1903,7 +1903,7 @@ def test_a_rank_is_stopped(tmp_path, number):
         other.process.send_signal(signal.SIGSTOP)
         time.sleep(0.5)
         sent = 0
-        while server.process.poll() is None:  # where it does not run meanwhile, two become one
+        while server.process.poll() is None:  # two signals become one if it does not run between
             server.process.send_signal(number)
             sent += 1
             time.sleep(0.5)
