@@ -16,20 +16,20 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":  # first, as Ctrl-C may come while PyTorch is imported
-    import program
+    from around.start import program
 
 import torch
 
-import settings
-from checkpoint import suggested
+from around import settings
+from around.folder.checkpoint import suggested
 from kv_cache import StaticCache
 from llm import cache_size, launch, load_models, make_engine
-from machine import Ranks, ctrl_c_held_back, say, spinning
+from around.machine import Ranks, ctrl_c_held_back, say, spinning
 from model import Transformer
 from sampling import BROKEN, Sequence, Token, finite, sample
 from scheduler import Engine
-from settings import CHUNK, JSON, EngineArgs, SamplingParams, SettingError, blame
-from tokenizer import Tokenizer
+from around.settings import CHUNK, JSON, EngineArgs, SamplingParams, SettingError, blame
+from around.folder.tokenizer import Tokenizer
 
 # --- One sequence ---------------------------------------------------------------------------------
 

@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
-import settings
-from checkpoint import load_model, named_tensors, suggested
-from machine import Ranks, pick_device, progress, say, use_threads
+from around import settings
+from around.folder.checkpoint import load_model, named_tensors, suggested
+from around.machine import Ranks, pick_device, progress, say, use_threads
 from model import Transformer
 from paged import Runner
 from scheduler import Engine, Proposer, Request
-from settings import JSON, EngineArgs, SamplingParams, SettingError, check
-from tokenizer import Ids, Tokenizer
+from around.settings import JSON, EngineArgs, SamplingParams, SettingError, check
+from around.folder.tokenizer import Ids, Tokenizer
 
 
 class LLM:
@@ -199,17 +199,17 @@ def make_fast(
     compiling.compile_model for the arguments and errors."""
     device = model.device.type
     if compiled:
-        from compiling import compile_model
+        from around.fast.compiling import compile_model
 
         compile_model(model, batch_size, kv_dtype)
     elif device == "cuda" and batch_size:
-        from compiling import replay_steps
+        from around.fast.compiling import replay_steps
 
         replay_steps(model)
     elif device == "cpu" and (
         model.dtype != torch.float32 or any(hasattr(each, "qweight") for each in model.modules())
     ):
-        from packed import pack_linears
+        from around.fast.packed import pack_linears
 
         pack_linears(model, compiled=False)
 
@@ -234,13 +234,13 @@ def make_engine(args: EngineArgs, ranks: Ranks, model: Transformer, proposer: Pr
     tokenizer = Tokenizer(args.checkpoint)
 
     def make_matcher(structure: JSON) -> Any:
-        import structured
+        from around import structured
 
         return structured.make_matcher(tokenizer, model.config, structure)
 
     runner = ranks.runner or Runner
     if args.attention == "flex":
-        from flex import FlexRunner
+        from around.fast.flex import FlexRunner
 
         if ranks.device.type != "cuda" or ranks.world_size > 1:
             raise SettingError("attention", "flex needs one GPU: use --attention copy")

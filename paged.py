@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 
 from kv_cache import attend_to_prompt, decode, empty_layers, encode, is_long_prompt
-from machine import free_memory
+from around.machine import free_memory
 from model import Config, LayerCache, Transformer, attention, visible
-from settings import Limits
+from around.settings import Limits
 
 # --- Who owns which block -------------------------------------------------------------------------
 

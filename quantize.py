@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from machine import progress
+from around.machine import progress
 from model import Transformer
-from settings import supported
+from around.settings import supported
 
 # --- The stored form ------------------------------------------------------------------------------
 

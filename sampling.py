@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from model import Config
-from settings import PENALTIES, SamplingParams, SettingError, check_ids
-from tokenizer import Ids, TextStream, Tokenizer
+from around.settings import PENALTIES, SamplingParams, SettingError, check_ids
+from around.folder.tokenizer import Ids, TextStream, Tokenizer
 
 
 class Token(NamedTuple):

@@ -34,12 +34,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from machine import spinning
+from around.machine import spinning
 from model import Transformer
 from paged import BlockPool, BlockTable, Row, Runner, affordable_blocks
 from sampling import Sequence, Token, finite, sample, scored
-from settings import CHUNK, Limits, SamplingParams, SettingError, check
-from tokenizer import Ids, Tokenizer
+from around.settings import CHUNK, Limits, SamplingParams, SettingError, check
+from around.folder.tokenizer import Ids, Tokenizer
 
 # --- What is served -------------------------------------------------------------------------------
 

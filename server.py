@@ -39,23 +39,23 @@ from threading import Event, Thread, active_count, stack_size
 from typing import Any
 
 if __name__ == "__main__":  # first: program handles Ctrl-C while PyTorch is imported below
-    import program
+    from around.start import program
 
-import settings
-from checkpoint import suggested
-from function_calls import FORMS
-from http1 import EVENTS, JSON_TYPE, Exchange, listen_at
+from around import settings
+from around.folder.checkpoint import suggested
+from around.api.function_calls import FORMS
+from around.api.http1 import EVENTS, JSON_TYPE, Exchange, listen_at
 from llm import cache_size, launch, load_models, make_engine
-from machine import Ranks, say
-from metrics import Metrics
-from openai_api import API, Problem, demand
+from around.machine import Ranks, say
+from around.api.metrics import Metrics
+from around.api.openai_api import API, Problem, demand
 from scheduler import Engine, Request
-from settings import JSON, EngineArgs, SamplingParams, setting
+from around.settings import JSON, EngineArgs, SamplingParams, setting
 
 KEEP_ALIVE_S = 15  # seconds after which a stream that has nothing to say shows that it is alive
 IDLE_S = 75  # seconds that a client may be silent, or take to read a part of an answer
 MAX_THREADS = 1028  # 1,024 connections, and main, listen, watch and machine.keep_pool
-PAGE = Path(__file__).resolve().with_name("page.html")
+PAGE = Path(__file__).resolve().parent / "around/api/page.html"
 
 
 @dataclass(frozen=True)

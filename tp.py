@@ -46,11 +46,11 @@ import torch.distributed as dist
 import torch.distributed.nn  # here, before there is a group; see _world
 from torch import Tensor, nn
 
-from checkpoint import Files, build, is_tied
-from machine import Ranks, ctrl_c_held_back
+from around.folder.checkpoint import Files, build, is_tied
+from around.machine import Ranks, ctrl_c_held_back
 from model import Config, Transformer
 from paged import Row, Runner
-from settings import BUNDLED, JSON, VERSION, CheckpointError, EngineArgs, blame, given, supported
+from around.settings import BUNDLED, JSON, VERSION, CheckpointError, EngineArgs, blame, given, supported
 
 # --- A rank's share of a model --------------------------------------------------------------------
 

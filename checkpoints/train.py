@@ -29,7 +29,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 if __name__ == "__main__":  # so that Ctrl-C works while PyTorch is imported
-    import program
+    from around.start import program
 
 import sentencepiece
 import torch
@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from checkpoint import load_model, named_tensors
+from around.folder.checkpoint import load_model, named_tensors
 from model import Config, LayerCache, Transformer
 
 VOCAB, CONTEXT = 1024, 1024  # pieces; positions

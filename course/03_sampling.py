@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from sampling import Sequence, distribution, draw, sample, uniform
-from settings import SamplingParams
-from tokenizer import Detokenizer
+from around.settings import SamplingParams
+from around.folder.tokenizer import Detokenizer
 
 SETTINGS = {
     "as it is": {}, "temperature 0.5": {"temperature": 0.5},

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from model import Transformer
-from packed import onednn_multiplies, pack_linears
+from around.fast.packed import onednn_multiplies, pack_linears
 from quantize import linears, quantize_model
 from tools.measure import bytes_per_step
 

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 import folders
-from checkpoint import CheckpointError, build, load_config, load_model, suggested
+from around.folder.checkpoint import CheckpointError, build, load_config, load_model, suggested
 from model import Transformer
 from sampling import Sequence, distribution
-from settings import BUNDLED, SamplingParams
-from tokenizer import Tokenizer
+from around.settings import BUNDLED, SamplingParams
+from around.folder.tokenizer import Tokenizer
 
 STACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 IDS = torch.arange(256)[None]  # a text of 256 tokens, and also their positions

@@ -12,7 +12,7 @@ from zlib import crc32
 from lesson import Lesson, run
 
 from scheduler import Engine
-from settings import SamplingParams
+from around.settings import SamplingParams
 
 # OWN: tokens of a prompt after its document; NEW: tokens of an answer
 MACHINES, DOCUMENTS, OWN, NEW = 3, 6, 16, 4

@@ -33,15 +33,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import tp
-from checkpoint import build, load_model
+from around.folder.checkpoint import build, load_model
 from kv_cache import StaticCache
-from machine import Ranks, free_memory
+from around.machine import Ranks, free_memory
 from model import Config, Transformer
-from packed import pack_linears
+from around.fast.packed import pack_linears
 from sampling import uniform
 from scheduler import Engine, Job
-from settings import BUNDLED
-from tokenizer import Tokenizer
+from around.settings import BUNDLED
+from around.folder.tokenizer import Tokenizer
 from tools import pictures
 from tools.bench import SHAPES, try_to_write
 from tools.measure import read_bandwidth

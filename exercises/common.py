@@ -16,13 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoint import build, load_config, locate_tensors, named_tensors
+from around.folder.checkpoint import build, load_config, locate_tensors, named_tensors
 from generate import generate
 from kv_cache import StaticCache
 from model import Config, Transformer
 from sampling import Sequence
 from scheduler import Engine, Request
-from settings import SamplingParams
+from around.settings import SamplingParams
 from tools.books import audit
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -8,7 +8,7 @@ from common import call, needs, serve, tiny_model, write
 
 from sampling import Sequence, distribution
 from scheduler import Engine
-from settings import SamplingParams
+from around.settings import SamplingParams
 from speculative import NGram
 
 MODEL = tiny_model()

@@ -6,7 +6,7 @@ import pytest
 from common import call, tiny_model
 
 from scheduler import Engine, Request
-from settings import SamplingParams
+from around.settings import SamplingParams
 from tools.books import audit
 
 MODEL = tiny_model()

@@ -7,7 +7,7 @@ from common import serve, tiny_model
 
 from sampling import Token
 from scheduler import Engine, Guess, Job, Request
-from settings import SamplingParams
+from around.settings import SamplingParams
 from speculative import Guesser, NGram
 
 MODEL = tiny_model()

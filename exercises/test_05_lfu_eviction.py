@@ -9,7 +9,7 @@ from common import call, serve, tiny_model
 
 from paged import BlockPool, BlockTable
 from scheduler import Engine
-from settings import SamplingParams
+from around.settings import SamplingParams
 from tools.books import audit_pool
 
 TODO = "give BlockPool (and Engine, which makes it) the option evict"

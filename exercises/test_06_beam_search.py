@@ -11,7 +11,7 @@ from torch import Tensor
 from model import Transformer
 from paged import Row
 from scheduler import Engine
-from settings import SamplingParams
+from around.settings import SamplingParams
 from tools.books import audit_pool
 
 MODEL = tiny_model(num_hidden_layers=3)

@@ -11,10 +11,10 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 import quantize
-from checkpoint import load_model
+from around.folder.checkpoint import load_model
 from model import Transformer
 from quantize import quantize_model
-from settings import EngineArgs
+from around.settings import EngineArgs
 from tools import convert
 
 IDS = [10, 200, 30, 400, 50, 600, 70, 800]

@@ -11,7 +11,7 @@ from common import close, logits_of, needs, tiny_model, write
 from safetensors.torch import save_file
 from torch import nn
 
-from checkpoint import CheckpointError, named_tensors
+from around.folder.checkpoint import CheckpointError, named_tensors
 from model import Transformer
 from quantize import QuantLinear, quantize_model
 

@@ -10,7 +10,7 @@ from model import Transformer
 from paged import Row, Runner
 from quantize import quantize_model
 from scheduler import Engine, Job
-from settings import SamplingParams
+from around.settings import SamplingParams
 from speculative import DraftModel
 
 IDS = [5, 6, 7, 8, 9, 10, 11]

@@ -14,9 +14,9 @@ from torch import Tensor
 from generate import main
 from sampling import Sequence, distribution
 from scheduler import Engine
-from settings import SamplingParams
+from around.settings import SamplingParams
 from speculative import NGram
-from tokenizer import Detokenizer, Tokenizer
+from around.folder.tokenizer import Detokenizer, Tokenizer
 
 TODO = "give SamplingParams the field logits_processors"
 Processor = Callable[[list[int], Tensor], Tensor]

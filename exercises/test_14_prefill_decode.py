@@ -20,7 +20,7 @@ from common import bundled, needs
 
 import tp
 from scheduler import Engine, Request
-from settings import SamplingParams
+from around.settings import SamplingParams
 from tools.books import audit, audit_pool
 
 TODO = "make the file in the root, with serve_prompts, add_prefilled and stop"

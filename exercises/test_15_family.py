@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import layer_norm
 
-from checkpoint import CheckpointError, load_config, load_model, named_tensors
+from around.folder.checkpoint import CheckpointError, load_config, load_model, named_tensors
 from kv_cache import StaticCache
 from model import LayerCache, NoCache, Transformer, apply_rope
 from quantize import quantize_model
 from scheduler import Engine
-from settings import SamplingParams
+from around.settings import SamplingParams
 from tools import convert
 
 T = 80  # tokens; an error in the positions may show only after 30 or so

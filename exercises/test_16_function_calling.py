@@ -17,14 +17,14 @@ import pytest
 import torch
 from common import SHAKESPEARE, bundled
 
-from function_calls import FORMS, Form, Tools, form_of, split_calls
+from around.api.function_calls import FORMS, Form, Tools, form_of, split_calls
 from llm import make_engine
-from machine import Ranks
-from openai_api import API
+from around.machine import Ranks
+from around.api.openai_api import API
 from scheduler import Proposer
 from server import Server, ServerArgs, listen_at, parse_args
-from settings import SamplingParams
-from tokenizer import Detokenizer, Tokenizer
+from around.settings import SamplingParams
+from around.folder.tokenizer import Detokenizer, Tokenizer
 from tools.books import audit
 
 os.environ["NO_PROXY"] = "127.0.0.1"  # openai's client would use the environment's proxy

@@ -10,12 +10,12 @@ import torch
 from common import close, logits_of, needs, tiny_model
 from torch import Tensor
 
-from checkpoint import build
+from around.folder.checkpoint import build
 from generate import generate
 from kv_cache import StaticCache, decode
 from model import Transformer
 from sampling import Sequence, Token, distribution, draw, uniform
-from settings import SamplingParams
+from around.settings import SamplingParams
 from speculative import ACCEPT
 
 TODO = "make the file in the root, with Tree, plan, accept, verify and write"

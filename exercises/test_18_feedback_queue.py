@@ -8,7 +8,7 @@ import pytest
 from common import needs, tiny_model, write
 
 from scheduler import Engine, Job, Request, place_in_line
-from settings import SamplingParams
+from around.settings import SamplingParams
 from speculative import NGram
 from tools.books import audit
 

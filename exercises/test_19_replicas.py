@@ -9,7 +9,7 @@ import pytest
 from common import needs, serve, tiny_model, write
 
 from scheduler import Engine, Request
-from settings import SamplingParams
+from around.settings import SamplingParams
 from tools.books import audit
 
 MODEL = tiny_model()

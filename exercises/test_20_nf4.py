@@ -12,13 +12,13 @@ from common import SHAKESPEARE, bundled, close, logits_of, tiny_model, write
 from safetensors import safe_open
 from torch import Tensor, nn
 
-import packed
+from around.fast import packed
 import quantize
-from checkpoint import CheckpointError, load_model
+from around.folder.checkpoint import CheckpointError, load_model
 from kv_cache import StaticCache
 from model import Transformer
 from quantize import quantize_model
-from settings import EngineArgs
+from around.settings import EngineArgs
 from tools import convert
 
 IDS = [10, 200, 30, 400, 50, 600, 70, 800]

@@ -14,9 +14,9 @@ from torch import Tensor
 from model import Block, NoCache, Transformer, visible
 from sampling import distribution, draw
 from scheduler import Engine, Job, Request
-from settings import SamplingParams
+from around.settings import SamplingParams
 from speculative import GUESS, DraftModel, NGram
-from tokenizer import Tokenizer
+from around.folder.tokenizer import Tokenizer
 
 HEAD = ROOT / "exercises" / "data" / "eagle.safetensors"
 IDS = [5, 6, 7, 8, 9, 10, 11]

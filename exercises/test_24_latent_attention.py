@@ -17,7 +17,7 @@ from model import Config, Transformer
 from paged import Row, Runner
 from sampling import Sequence
 from scheduler import Engine
-from settings import SamplingParams
+from around.settings import SamplingParams
 
 TODO = "make the file in the root, with latent_model, LatentCache and LatentRunner"
 N, H, R, P = 4, 8, 12, 4  # heads, head dim, width of the latent, width of the rope key

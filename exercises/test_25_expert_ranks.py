@@ -16,11 +16,11 @@ from common import close, logits_of, needs, run_ranks, serve, tiny_model, write
 from torch import Tensor
 
 import tp
-from checkpoint import build, named_tensors
+from around.folder.checkpoint import build, named_tensors
 from experts import SparseMLP
 from model import MLP, Config, Transformer
 from scheduler import Engine
-from settings import SamplingParams
+from around.settings import SamplingParams
 
 TODO = "make the file in the root, with spread and finish"
 # For three ranks: rank 0 has two of them, and the most to do; the others end early.

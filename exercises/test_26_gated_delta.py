@@ -19,7 +19,7 @@ from kv_cache import StaticCache
 from model import Config, NoCache, Transformer
 from sampling import Sequence
 from scheduler import Engine
-from settings import SamplingParams
+from around.settings import SamplingParams
 
 TODO = "make the file in the root, with delta_model and DeltaCache"
 D, K, N, HK, HV, W = 16, 2, 4, 6, 5, 4  # K key heads and N value heads, their widths, the kernel

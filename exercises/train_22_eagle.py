@@ -28,7 +28,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "checkpoints"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 if __name__ == "__main__":  # Ctrl-C may come while PyTorch is imported
-    import program
+    from around.start import program
 
 import sentencepiece
 import torch
@@ -37,7 +37,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from train import Causal, encode, read
 
-from checkpoint import load_model
+from around.folder.checkpoint import load_model
 from model import Block, Transformer
 
 HERE = Path(__file__).resolve().parent

@@ -28,14 +28,14 @@ from typing import Any
 
 if __name__ == "__main__":  # a script uses its own checkout, whichever is installed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    import program  # first: Ctrl-C may come while PyTorch is imported
+    from around.start import program  # first: Ctrl-C may come while PyTorch is imported
 
 import torch
 import ways
 
-from packed import form_of
+from around.fast.packed import form_of
 from quantize import QuantLinear, quantize_model
-from settings import DTYPES
+from around.settings import DTYPES
 from tools import bench
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import packed
+from around.fast import packed
 
 aten = torch.ops.aten
 CUDA, MPS, CPU = torch.device("cuda", 0), torch.device("mps", 0), torch.device("cpu")

@@ -24,15 +24,15 @@ from conftest import ROOT, SHAKESPEARE
 from ways import split
 
 import server as server_module
-from checkpoint import load_model, suggested
+from around.folder.checkpoint import load_model, suggested
 from generate import generate
 from kv_cache import StaticCache
 from llm import make_engine
-from machine import Ranks
+from around.machine import Ranks
 from sampling import Sequence
 from server import ServerArgs, parse_args
-from settings import SamplingParams, given
-from tokenizer import Tokenizer
+from around.settings import SamplingParams, given
+from around.folder.tokenizer import Tokenizer
 from tools.books import audit
 
 os.environ["NO_PROXY"] = "127.0.0.1"  # openai's client would ask a proxy of the environment

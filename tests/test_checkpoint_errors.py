@@ -22,8 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-import families
-from checkpoint import CheckpointError, load_config, load_model
+from around.folder import families
+from around.folder.checkpoint import CheckpointError, load_config, load_model
 
 RAW = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64,

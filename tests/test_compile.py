@@ -14,22 +14,22 @@ import torch
 from conftest import DRAFT, ROOT
 from torch._inductor.utils import run_and_get_code
 
-import compiling
-import flex
+from around.fast import compiling
+from around.fast import flex
 import generate as command_line
-import packed
+from around.fast import packed
 import paged
-from checkpoint import build, load_model
-from compiling import OpaqueCache, compile_model, hide_caches
+from around.folder.checkpoint import build, load_model
+from around.fast.compiling import OpaqueCache, compile_model, hide_caches
 from generate import generate
 from kv_cache import StaticCache
 from llm import LLM
 from model import Config, FusedLinear, Transformer, attention
-from packed import LoopedLinear, PackedLinear
+from around.fast.packed import LoopedLinear, PackedLinear
 from paged import Row, Runner
 from sampling import Sequence
 from scheduler import Engine
-from settings import SamplingParams
+from around.settings import SamplingParams
 
 slow = pytest.mark.slow
 WISH = SamplingParams(temperature=0.5, seed=1, max_tokens=20, ignore_eos=True)

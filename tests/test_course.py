@@ -21,9 +21,9 @@ from safetensors.torch import load_file
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from checkpoint import build, load_config, load_model, suggested
+from around.folder.checkpoint import build, load_config, load_model, suggested
 from course import folders
-from tokenizer import Tokenizer
+from around.folder.tokenizer import Tokenizer
 from tools import report
 
 COURSE = ROOT / "course"

@@ -13,13 +13,13 @@ import torch
 import ways
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import compiling
-from checkpoint import build
-from flex import FlexBlocks, FlexRunner
+from around.fast import compiling
+from around.folder.checkpoint import build
+from around.fast.flex import FlexBlocks, FlexRunner
 from kv_cache import StaticCache
 from model import Config, Transformer, attention
 from paged import Row, Runner
-from settings import SettingError
+from around.settings import SettingError
 from tools import cuda_graphs
 from tools.cuda_graphs import FlexGraphRunner, GraphRunner, runner_for
 

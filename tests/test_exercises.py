@@ -28,7 +28,7 @@ from common import ROOT, bundled, serve, tiny_model, write
 
 from quantize import quantize_model
 from scheduler import Engine
-from settings import SamplingParams
+from around.settings import SamplingParams
 from speculative import NGram
 
 

@@ -15,8 +15,8 @@ from test_model import SIZES, build, copy_with, same
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-import checkpoint
-from checkpoint import (
+from around.folder import checkpoint
+from around.folder.checkpoint import (
     CheckpointError,
     load_config,
     load_model,
@@ -24,10 +24,10 @@ from checkpoint import (
     named_tensors,
     split_fused,
 )
-from compiling import compile_model
+from around.fast.compiling import compile_model
 from experts import SparseMLP
 from model import MLP, Config, Transformer
-from packed import Int4Linear, Int8Linear, PackedLinear, pack_linears
+from around.fast.packed import Int4Linear, Int8Linear, PackedLinear, pack_linears
 from paged import Row, Runner
 from quantize import QuantLinear, quantize_model
 

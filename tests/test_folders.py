@@ -15,10 +15,10 @@ from test_model import ATOL, build, copy_with, hf_logits, our_logits
 from test_tokenizer import LLAMA, LLAMA_SIZE, NAMES, byte_level, write
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from checkpoint import CheckpointError, is_tied, load_config, load_model
+from around.folder.checkpoint import CheckpointError, is_tied, load_config, load_model
 from sampling import Sequence
-from settings import SamplingParams
-from tokenizer import Tokenizer
+from around.settings import SamplingParams
+from around.folder.tokenizer import Tokenizer
 from tools.convert import copy_rest
 
 pytestmark = pytest.mark.usefixtures("one_thread")

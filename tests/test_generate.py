@@ -29,11 +29,11 @@ import generate
 import kv_cache
 import llm
 import scheduler
-from checkpoint import load_model, suggested
+from around.folder.checkpoint import load_model, suggested
 from llm import LLM
 from sampling import Sequence
-from settings import DTYPES, SamplingParams
-from tokenizer import Tokenizer
+from around.settings import DTYPES, SamplingParams
+from around.folder.tokenizer import Tokenizer
 
 CONFIG = json.loads((SHAKESPEARE / "config.json").read_text())
 TRAINED, EOS = CONFIG["max_position_embeddings"], CONFIG["eos_token_id"]

@@ -21,7 +21,7 @@ from pretend import CUDA, KERNELS, MPS, Gpu
 from test_gptq import other_folder
 from test_quantize import tiny_folder
 
-import compiling
+from around.fast import compiling
 import experts
 import generate
 import llm
@@ -31,12 +31,12 @@ import quantize
 import sampling
 import scheduler
 import speculative
-from checkpoint import load_model
-from compiling import compile_model
+from around.folder.checkpoint import load_model
+from around.fast.compiling import compile_model
 from kv_cache import StaticCache
 from sampling import Sequence
 from scheduler import Engine
-from settings import SamplingParams, SettingError
+from around.settings import SamplingParams, SettingError
 from speculative import DraftModel, NGram
 from tools import bench
 
@@ -130,7 +130,7 @@ def engine_run(path, device, wish, prompts=PROMPTS, guess=None, quantize=None, b
         proposer = DraftModel(draft, GUESSES, made.config.vocab_size)
 
     def matcher(wish):
-        from structured import make_matcher
+        from around.structured import make_matcher
 
         return make_matcher(tokenizer, made.config, wish)
 

@@ -15,7 +15,7 @@ from model import Config, Transformer, attention, visible
 from paged import Row, Runner
 from sampling import Sequence
 from scheduler import Engine
-from settings import SamplingParams
+from around.settings import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 T = LONG + 200

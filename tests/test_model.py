@@ -19,16 +19,16 @@ import transformers
 from conftest import ROOT
 from safetensors.torch import load_file, save_file
 
-import machine
-from checkpoint import is_tied, load_config, load_model, named_tensors
-from families import FAMILIES
+from around import machine
+from around.folder.checkpoint import is_tied, load_config, load_model, named_tensors
+from around.folder.families import FAMILIES
 from generate import generate
 from kv_cache import StaticCache
-from machine import progress
+from around.machine import progress
 from model import apply_rope, visible
 from quantize import quantize_model, round_to_nearest
 from sampling import Sequence
-from settings import SamplingParams
+from around.settings import SamplingParams
 from tools.convert import main as convert
 
 T = 80  # tokens compared: a wrong rope layout shows only past about 32, a cache's buckets past 64

@@ -14,12 +14,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-import compiling
-import flex
+from around.fast import compiling
+from around.fast import flex
 from kv_cache import StaticCache, decode, encode
 from model import Config, Transformer, attention, visible
 from paged import BlockPool, BlockTable, Row, Runner, groups_of, side_by_side
-from settings import Limits, SettingError
+from around.settings import Limits, SettingError
 from tools.books import audit_pool
 
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import sampling
-from checkpoint import load_model
+from around.folder.checkpoint import load_model
 from model import Config
 from paged import Row
-from tokenizer import Tokenizer
+from around.folder.tokenizer import Tokenizer
 from tools import load, plan, report
 from tools.load import Arrival, Limits, Load
 

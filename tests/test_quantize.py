@@ -22,12 +22,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-import packed
+from around.fast import packed
 import quantize
-from checkpoint import CheckpointError, build, is_tied, load_config, load_model, named_tensors
+from around.folder.checkpoint import CheckpointError, build, is_tied, load_config, load_model, named_tensors
 from llm import LLM
 from model import FusedLinear
-from packed import (
+from around.fast.packed import (
     HalfLinear,
     Int4Linear,
     Int8Linear,

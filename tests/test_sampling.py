@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from transformers.generation import logits_process as hf
 
 import sampling
-from checkpoint import suggested
+from around.folder.checkpoint import suggested
 from model import Config
 from sampling import (
     NUM_SELECTED,
@@ -38,9 +38,9 @@ from sampling import (
     sample,
     uniform,
 )
-from settings import SamplingParams, SettingError
-from settings import given as given_by_flags
-from tokenizer import Tokenizer
+from around.settings import SamplingParams, SettingError
+from around.settings import given as given_by_flags
+from around.folder.tokenizer import Tokenizer
 
 few = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 FALSE_ALARM = 1e-6  # chance of each chi-square test to fail a right sampler

@@ -24,15 +24,15 @@ from ways import plain, split
 
 import paged
 import scheduler
-from checkpoint import build
+from around.folder.checkpoint import build
 from generate import generate
 from kv_cache import StaticCache
 from llm import LLM
-from machine import free_memory
+from around.machine import free_memory
 from model import Config, Transformer
 from sampling import Sequence
 from scheduler import Engine, Guess
-from settings import CHUNK, Limits, SamplingParams, SettingError
+from around.settings import CHUNK, Limits, SamplingParams, SettingError
 from speculative import DraftModel, Guesser, NGram
 from tools.books import audit
 

@@ -60,15 +60,15 @@ from serving import (
 )
 
 import generate
-import openai_api
+from around.api import openai_api
 import sampling
 import server as server_module
-from function_calls import FORMS
-from machine import Ranks
+from around.api.function_calls import FORMS
+from around.machine import Ranks
 from scheduler import Engine
 from server import listen_at, parse_args, serve
-from settings import VERSION, SamplingParams
-from structured import token_bytes
+from around.settings import VERSION, SamplingParams
+from around.structured import token_bytes
 
 pytest_plugins = ["serving"]
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -48,7 +48,7 @@ from llm import LLM
 from paged import BlockTable
 from sampling import Sequence, Token, distribution, uniform
 from scheduler import Guess, Job, Proposer, Request
-from settings import SamplingParams
+from around.settings import SamplingParams
 from speculative import ACCEPT, GUESS, DraftModel, Guesser, NGram, accept, lookup
 
 INF = math.inf

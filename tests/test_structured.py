@@ -22,10 +22,10 @@ from test_tokenizer import byte_level, kinds, read  # noqa: F401 (kinds: a fixtu
 
 from sampling import Sequence, distribution
 from scheduler import Engine
-from settings import SamplingParams, SettingError
+from around.settings import SamplingParams, SettingError
 from speculative import DraftModel, NGram
-from structured import SPACES, closed, make_matcher, structure, token_bytes
-from tokenizer import Tokenizer
+from around.structured import SPACES, closed, make_matcher, structure, token_bytes
+from around.folder.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(SHAKESPEARE)
 V = TOKENIZER.vocab_size

@@ -9,7 +9,7 @@ import torch
 from conftest import ROOT, SHAKESPEARE
 
 import llm as llm_module
-import machine
+from around import machine
 from llm import LLM
 
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 
-from checkpoint import CheckpointError
-from tokenizer import PLAIN_TEMPLATE, Detokenizer, Tokenizer
+from around.folder.checkpoint import CheckpointError
+from around.folder.tokenizer import PLAIN_TEMPLATE, Detokenizer, Tokenizer
 
 few = settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

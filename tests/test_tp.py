@@ -34,13 +34,13 @@ from conftest import DRAFT, ROOT, SHAKESPEARE
 from safetensors.torch import load_file, save_file
 from test_gptq import other_folder
 
-import checkpoint
+from around.folder import checkpoint
 import llm
-import machine
+from around import machine
 import paged
 import quantize
 import tp
-from checkpoint import CheckpointError, build, load_config, load_model, named_tensors
+from around.folder.checkpoint import CheckpointError, build, load_config, load_model, named_tensors
 from paged import Row, Runner
 from scheduler import Engine
 

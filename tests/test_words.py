@@ -17,9 +17,9 @@ from tokenizers import Tokenizer as Backend
 from generate import generate
 from kv_cache import StaticCache
 from sampling import Sequence
-from settings import SamplingParams
-from structured import vocabulary
-from tokenizer import Detokenizer, Tokenizer
+from around.settings import SamplingParams
+from around.structured import vocabulary
+from around.folder.tokenizer import Detokenizer, Tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}

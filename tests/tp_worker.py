@@ -32,12 +32,12 @@ import llm
 import model as model_module
 import quantize
 import tp
-from checkpoint import load_model
-from compiling import compile_model
-from machine import Ranks
+from around.folder.checkpoint import load_model
+from around.fast.compiling import compile_model
+from around.machine import Ranks
 from paged import Runner
 from scheduler import Engine
-from settings import SamplingParams
+from around.settings import SamplingParams
 from speculative import DraftModel
 
 CPU = torch.device("cpu")

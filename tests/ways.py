@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from checkpoint import build, load_model
-from compiling import compile_model, replay_steps
-from flex import FlexRunner
+from around.folder.checkpoint import build, load_model
+from around.fast.compiling import compile_model, replay_steps
+from around.fast.flex import FlexRunner
 from generate import generate
 from kv_cache import StaticCache
 from model import Config, Transformer
@@ -29,7 +29,7 @@ from quantize import QuantLinear, quantize_model
 from sampling import SamplingParams, Sequence, Token, distribution, draw
 from scheduler import Engine, Guess, Request
 from speculative import GUESS, LONGEST_PAUSE, DraftModel, Guesser, NGram, lookup
-from tokenizer import Tokenizer
+from around.folder.tokenizer import Tokenizer
 from tools.books import audit
 from tools.cuda_graphs import FlexGraphRunner, GraphRunner
 
@@ -410,7 +410,7 @@ def kind_of(case: str, kind: str) -> tuple[Transformer, dict[str, Any]]:
     if kind == "itself, quantised":
         options["draft"] = quantised(model, "int8")
     if kind == "structure":
-        from structured import make_matcher
+        from around.structured import make_matcher
 
         options["make_matcher"] = partial(make_matcher, Tokenizer(DRAFT), model.config)
     return quantised(model, kind.split()[0]) if "weights" in kind else model, options

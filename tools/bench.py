@@ -44,24 +44,24 @@ from urllib.parse import urlsplit
 
 if __name__ == "__main__":  # a script uses its own checkout, whichever is installed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    import program  # first: Ctrl-C may come while PyTorch is imported
+    from around.start import program  # first: Ctrl-C may come while PyTorch is imported
 
 import torch
 from torch import Tensor
 
 import tp
-from checkpoint import build, load_config, load_model, named_tensors
+from around.folder.checkpoint import build, load_config, load_model, named_tensors
 from kv_cache import StaticCache
 from llm import launch, make_fast
-from machine import ALL_THREADS, Ranks, progress
+from around.machine import ALL_THREADS, Ranks, progress
 from model import Config, Transformer, rope_frequencies
 from paged import BlockPool, BlockTable, Row, Runner
 from quantize import MODES, quantize_model
 from sampling import Sequence, sample
 from scheduler import STATS, Engine
-from settings import CHUNK, DTYPES, Limits, SamplingParams, check, given
+from around.settings import CHUNK, DTYPES, Limits, SamplingParams, check, given
 from speculative import DraftModel, NGram
-from tokenizer import Tokenizer
+from around.folder.tokenizer import Tokenizer
 from tools import load as load_tool
 from tools import pictures, report
 from tools import versus as versus_tool

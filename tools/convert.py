@@ -27,15 +27,15 @@ from typing import Any
 
 if __name__ == "__main__":  # a script uses its own checkout, whichever is installed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    import program  # noqa: F401 (first: Ctrl-C may come while PyTorch is imported)
+    from around.start import program  # noqa: F401 (first: Ctrl-C may come while PyTorch is imported)
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from checkpoint import load_model, named_tensors, read_json
-from machine import progress
+from around.folder.checkpoint import load_model, named_tensors, read_json
+from around.machine import progress
 from model import NoCache, Transformer, visible
 from quantize import (
     MODES,
@@ -46,7 +46,7 @@ from quantize import (
     quantize_model,
     usual_group_size,
 )
-from tokenizer import Tokenizer
+from around.folder.tokenizer import Tokenizer
 
 # --- The command line -----------------------------------------------------------------------------
 

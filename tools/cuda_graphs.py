@@ -13,11 +13,11 @@ from typing import Any
 
 from torch import Tensor
 
-from compiling import Replayed
-from flex import FlexRunner
+from around.fast.compiling import Replayed
+from around.fast.flex import FlexRunner
 from model import Transformer
 from paged import Row, Runner
-from settings import supported
+from around.settings import supported
 
 
 class Steps(Replayed):

@@ -28,12 +28,12 @@ from typing import Any, NamedTuple
 
 if __name__ == "__main__":  # a script uses its own checkout, whichever is installed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    import program  # first: Ctrl-C may come while PyTorch is imported
+    from around.start import program  # first: Ctrl-C may come while PyTorch is imported
 
 import torch
 
-from checkpoint import build
-from machine import pick_device
+from around.folder.checkpoint import build
+from around.machine import pick_device
 from model import Config
 from tools import bench, report
 

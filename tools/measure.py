@@ -15,7 +15,7 @@ import torch
 
 from experts import SparseMLP
 from model import Transformer
-from packed import HalfLinear, Int4Linear, Int8Linear, PackedLinear, form_of
+from around.fast.packed import HalfLinear, Int4Linear, Int8Linear, PackedLinear, form_of
 
 
 def bytes_per_step(model: Transformer, length: int, batch: int = 1) -> int:

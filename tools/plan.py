@@ -46,7 +46,7 @@ from typing import Any, NamedTuple
 
 if __name__ == "__main__":  # a script uses its own checkout, whichever is installed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    import program  # first: Ctrl-C may come while PyTorch is imported
+    from around.start import program  # first: Ctrl-C may come while PyTorch is imported
 
 import torch
 from torch import Tensor
@@ -54,11 +54,11 @@ from torch import Tensor
 import sampling
 import server
 from llm import launch
-from machine import Ranks, progress
+from around.machine import Ranks, progress
 from model import Config
 from paged import BlockTable, Row, Runner, groups_of
 from scheduler import Engine, Request
-from settings import SamplingParams, check, supported
+from around.settings import SamplingParams, check, supported
 from tools import bench, load, report
 from tools.load import Arrival, Load, Outcome
 

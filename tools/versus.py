@@ -235,11 +235,11 @@ class Kilolm(Peer):
         sys.path.insert(0, str(ROOT))
         import torch
 
-        from checkpoint import load_model
+        from around.folder.checkpoint import load_model
         from kv_cache import StaticCache
         from llm import make_fast
         from scheduler import Engine
-        from settings import DTYPES
+        from around.settings import DTYPES
 
         torch.set_num_threads(setup["threads"])
 
@@ -261,7 +261,7 @@ class Kilolm(Peer):
     def complete(self, prompts: list[list[int]], new_tokens: int) -> None:
         from generate import generate
         from sampling import Sequence
-        from settings import SamplingParams
+        from around.settings import SamplingParams
 
         params = SamplingParams(max_tokens=new_tokens, ignore_eos=True, **self.sampling)
         if len(prompts) == 1:

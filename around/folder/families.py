@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from model import Config
-from settings import JSON, check, check_items, choose, supported, without_nulls
+from around.settings import JSON, check, check_items, choose, supported, without_nulls
 
 # --- What config.json may leave out ---------------------------------------------------------------
 

@@ -15,8 +15,8 @@ import json
 import re
 from typing import NamedTuple
 
-from settings import JSON, SettingError, check, choose, supported
-from structured import closed, structure
+from around.settings import JSON, SettingError, check, choose, supported
+from around.structured import closed, structure
 
 
 class Form(NamedTuple):

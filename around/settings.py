@@ -296,7 +296,7 @@ class SamplingParams:
 # to 17 % faster than 256, and more than 512 gains little.
 CHUNK = 512
 DTYPES = dict(float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16)
-BUNDLED = Path(__file__).resolve().parent / "checkpoints/shakespeare"
+BUNDLED = Path(__file__).resolve().parents[1] / "checkpoints/shakespeare"
 
 
 @dataclass(frozen=True)

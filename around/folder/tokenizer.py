@@ -20,7 +20,7 @@ import sentencepiece
 from jinja2.sandbox import ImmutableSandboxedEnvironment as Sandbox
 
 from model import Config
-from settings import JSON, blame, pointers, read_optional, supported, without_nulls
+from around.settings import JSON, blame, pointers, read_optional, supported, without_nulls
 
 Ids = list[int]  # token ids
 

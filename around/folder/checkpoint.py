@@ -23,10 +23,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from families import complete, complete_rope, fold_settings, folded, layer_settings, rope_settings
-from machine import progress
+from around.folder.families import complete, complete_rope, fold_settings, folded, layer_settings, rope_settings
+from around.machine import progress
 from model import Config, FusedLinear, Transformer, rope_frequencies
-from settings import (
+from around.settings import (
     DTYPES,
     JSON,
     CheckpointError,
@@ -435,7 +435,7 @@ def adapt(files: Files, model: Transformer) -> Files:
     if config.post_norm:
         files = {renamed(name, OUTPUT_NORMS): stored for name, stored in files.items()}
     if config.quantization:
-        from formats import convert  # only where another tool has quantised
+        from around.folder.formats import convert  # only where another tool has quantised
 
         convert(files, config.quantization, dict(named_tensors(model)))
     return files

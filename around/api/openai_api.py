@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from function_calls import FORMS, NO_TOOLS, Tools, form_of, restrict, split_calls, tools_of
+from around.api.function_calls import FORMS, NO_TOOLS, Tools, form_of, restrict, split_calls, tools_of
 from sampling import BROKEN, Token
 from scheduler import Engine, Job, Request
-from settings import (
+from around.settings import (
     JSON,
     VERSION,
     SamplingParams,
@@ -33,8 +33,8 @@ from settings import (
     supported,
     without_nulls,
 )
-from structured import structure, token_bytes
-from tokenizer import Detokenizer, Ids, Tokenizer, plain_turn
+from around.structured import structure, token_bytes
+from around.folder.tokenizer import Detokenizer, Ids, Tokenizer, plain_turn
 
 
 class Problem(Exception):

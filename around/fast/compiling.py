@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from kv_cache import Slab, StaticCache
-from machine import progress
+from around.machine import progress
 from model import LayerCache, Transformer
-from packed import Int4Linear, compile_once, dequantize, number_of, pack_linears
+from around.fast.packed import Int4Linear, compile_once, dequantize, number_of, pack_linears
 from paged import Blocks, Group, Row, Runner
-from settings import CHUNK, blame, supported
+from around.settings import CHUNK, blame, supported
 
 # --- Compiled -------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from machine import progress
+from around.machine import progress
 
 # --- Which form a matrix gets ---------------------------------------------------------------------
 

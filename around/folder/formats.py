@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from quantize import pack_bits
-from settings import JSON, blame, check, choose, supported
+from around.settings import JSON, blame, check, choose, supported
 
 # For each tool, the versions of its format that are read. Where none is named, the first counts.
 VERSIONS = dict(gptq=("gptq", "gptq_v2"), awq=("awq", "gemm", "GEMM"))

@@ -22,8 +22,8 @@ from functools import cache
 from typing import Any
 
 from model import Config
-from settings import JSON, SettingError, check, check_items, supported, without_nulls
-from tokenizer import Ids, Tokenizer
+from around.settings import JSON, SettingError, check, check_items, supported, without_nulls
+from around.folder.tokenizer import Ids, Tokenizer
 
 
 def make_matcher(tokenizer: Tokenizer, config: Config, constraint: JSON) -> Any:

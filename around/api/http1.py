@@ -23,9 +23,9 @@ from email.message import Message
 from http import HTTPStatus
 from urllib.parse import unquote
 
-from machine import say
-from openai_api import Problem, demand
-from settings import JSON, check
+from around.machine import say
+from around.api.openai_api import Problem, demand
+from around.settings import JSON, check
 
 # The first line of a request: method and path, a query (which is ignored), the version. Below,
 # [!->@-~] is any visible character but "?", and [!-9;-~] any but ":".
