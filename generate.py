@@ -24,7 +24,7 @@ from around import settings
 from around.folder.checkpoint import suggested
 from kv_cache import StaticCache
 from llm import cache_size, launch, load_models, make_engine
-from around.machine import Ranks, ctrl_c_held_back, say, spinning
+from around.machine import Ranks, ctrl_c_held_back, say
 from model import Transformer
 from sampling import BROKEN, Sequence, Token, finite, sample
 from scheduler import Engine
@@ -56,7 +56,6 @@ def generate(
     cached = 0  # how many tokens' keys and values the cache holds
     last = torch.tensor([-1], device=model.device)  # the index of a forward's last token
     while not sequence.finish_reason:
-        spinning.adapt()  # not the algorithm: lets the CPU's threads spin or sleep (machine.py)
         end = min(cached + chunk, len(ids))
         tokens = torch.tensor([ids[cached:end]], device=model.device)  # (1, T)
         positions, layers = cache.plan(cached, end)

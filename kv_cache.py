@@ -4,9 +4,8 @@ The keys and values of past tokens never change, so they are computed once and k
 costs one token instead of the whole text (Pope et al. 2022, arXiv:2211.05102, section 3.3, counts
 the bytes). A slab suits sequences whose longest length is known. Where many sequences come, grow
 and leave, use paged.py. This file knows the model's config and how to call attention; it knows
-nothing about text or about who is being served. Read: StaticCache.plan, Slab.attend. The attention
-of a long prompt, and the form in which a key is stored, can wait; paged.py uses these two parts
-too. Next: sampling.py.
+nothing about text or about who is being served. Read: StaticCache.plan, Slab.attend. The form in
+which a key is stored can wait; paged.py uses it too. Next: sampling.py.
 
     position    0    1    2    3    4    5    6    7        capacity 8
     slab       the  cat  sat  on    .    .    .    .        "on" runs: it is written to slot 3
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model import LayerCache, Transformer, attention, visible
+from model import LayerCache, Masks, Transformer, attention
 
 BUCKET = 64  # positions; a forward reads a multiple of this many, see StaticCache.plan
 
@@ -31,27 +30,26 @@ class Slab(LayerCache):
         kv: (B, 2 * K, num_slots, stored_dim), encoded: the heads' keys, then their values. For
             stored_dim see empty_layers.
         slots: (T,) int64, where the new tokens go, the same in each sequence.
-        mask: (1, 1, N / K * T, S) bool, what the new tokens see; S is how many slots are read.
-            None: they attend by attend_to_prompt.
-        window: how many tokens a query of this layer sees; None: all of them.
+        masks: what the new tokens see. All layers share them.
+        window: this layer's window, which selects its mask.
     """
 
     kv: Tensor
     slots: Tensor
-    mask: Tensor | None
-    window: int | None = None
+    masks: Masks
+    window: int | None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k and v, then attend to all that is visible. See model.LayerCache.attend."""
+        self.store(k, v)
+        mask = self.masks[self.window]  # (1, 1, N / K * T, S), where S is how many slots are read
+        k, v = decode(self.kv[:, :, : mask.shape[3]], q.dtype).chunk(2, 1)  # (B, K, S, H) each
+        return attention(q, k, v, mask)
+
+    def store(self, k: Tensor, v: Tensor) -> None:
         new = encode(torch.cat((k, v), 1), self.kv.dtype)  # (B, 2 * K, T, stored_dim)
         # Not scatter_, which the compiler turns into a copy of the whole slab.
         self.kv.index_copy_(2, self.slots, new)
-        if self.mask is None:  # a long prompt; the slots after it must not be seen
-            end = int(self.slots[-1]) + 1
-            k, v = decode(self.kv[:, :, :end], q.dtype).chunk(2, 1)
-            return attend_to_prompt(q, k, v, self.window)
-        k, v = decode(self.kv[:, :, : self.mask.shape[3]], q.dtype).chunk(2, 1)  # (B, K, S, H) each
-        return attention(q, k, v, self.mask)
 
 
 class StaticCache:
@@ -113,92 +111,12 @@ class StaticCache:
         # (T,), a copy, because a CUDA graph keeps this tensor and writes later steps' slots into it
         new = self.slots[start:end].clone()
         num_read = -(-end // BUCKET) * BUCKET  # rounded up
-        masks = {}
-        if not is_long_prompt(new, end):
-            masks = visible(self.config, new[None], self.slots[None, :num_read])
+        masks = Masks(self.config, new[None], self.slots[None, :num_read])
         layers = [
-            Slab(kv, new, masks.get(window), window)
+            Slab(kv, new, masks, window)
             for kv, window in zip(self.slabs, self.config.windows, strict=True)
         ]
         return new.expand(self.batch_size, -1), layers
-
-
-# --- Attention of a long prompt -------------------------------------------------------------------
-
-# With a mask, PyTorch's kernel for a CPU also computes what the mask hides, and it widens the mask
-# to the queries' dtype, so that the mask can be larger than the keys. Without a mask, the kernel's
-# causal form skips what no query sees. So the new tokens attend to themselves causally, and to all
-# that came before without a mask, and the two results are joined. For 512 new tokens and 4,096 keys
-# that is 1.1 to 1.4 times as fast on a Zen 4; for 512 keys, or for fewer than 16 tokens, it is
-# slower. Under a window there is a mask, but only over the keys within it.
-LONG = 1024  # keys
-
-
-def is_long_prompt(positions: Tensor, end: int) -> bool:
-    """Whether new tokens that end before position `end` attend by attend_to_prompt."""
-    return positions.is_cpu and end >= LONG and positions.shape[-1] >= 16
-
-
-def attend_to_prompt(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """Attention of the last T of S tokens: without a mask, unless the window hides some of them.
-
-    Attention over two sets of keys is a mean of the two results, weighted by the softmax's sums of
-    exponentials. For each result the kernel returns the logarithm of its sum, here log_sum and
-    past_log_sum. So the weight of the past is
-    exp(past_log_sum) / (exp(past_log_sum) + exp(log_sum)) = sigmoid(past_log_sum - log_sum).
-
-    Args:
-        q: (B, N, T, H).
-        k, v: (B, K, S, H), where K divides N: the keys of the S - T tokens that came before, of
-            which there may be none, then those of the T tokens.
-        window: how many tokens a query sees; None: all of them.
-
-    Returns:
-        (B, N, T, H).
-    """
-    if window and window < k.shape[2]:
-        return attend_to_window(q, k, v, window)
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    # 1) The new tokens among themselves. Causal attention needs the T queries of each head in
-    # order, so heads cannot become queries as in 2), and each query head wants its own key head.
-    num_past = k.shape[2] - q.shape[2]
-    copies = q.shape[1] // k.shape[1]
-    own_k = k[:, :, num_past:].repeat_interleave(copies, 1)  # (B, N, T, H)
-    own_v = v[:, :, num_past:].repeat_interleave(copies, 1)
-    y, log_sum = flash(q, own_k, own_v, is_causal=True)  # (B, N, T, H), (B, N, T) float32
-    if num_past == 0:
-        return y
-    # 2) The new tokens and what came before. Query heads become queries, as in model.attention.
-    queries = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # (B, K, N / K * T, H)
-    past_y, past_log_sum = flash(queries, k[:, :, :num_past], v[:, :, :num_past])
-    past_y = past_y.reshape(y.shape)
-    # 3) Both together, in the dtype of the sums.
-    weight = (past_log_sum.reshape(log_sum.shape) - log_sum).sigmoid()[..., None]  # (B, N, T, 1)
-    return torch.lerp(y.to(weight.dtype), past_y.to(weight.dtype), weight).to(y.dtype)
-
-
-def attend_to_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """Do the same under a window, a few queries at a time. Each piece gets only the keys that one
-    of its queries sees, so masks stay small however long the prompt and the text before it are. For
-    512 queries of 4 heads of 256 and a window of 512, 8,192 keys take 45 ms instead of 374 (one
-    thread of a Zen 3).
-
-    Example: T = 2, S = 5, window 3, in one piece: its keys are 1 to 4. Query 3 sees the keys 1, 2
-        and 3, and query 4 the keys 2, 3 and 4, so the mask is [[1, 1, 1, 0], [0, 1, 1, 1]].
-    """
-    start = k.shape[2] - q.shape[2]  # the position of a piece's first query
-    attended = []
-    for queries in q.split(max(1, 2**20 // (window + LONG)), 2):  # see paged.Runner.max_pairs
-        end = start + queries.shape[2]
-        first = max(0, start - window + 1)
-        own = start - first  # the first query's own key among those of the piece
-        sees = q.new_ones(end - start, end - first, dtype=torch.bool)
-        mask = sees.tril(own).triu(own - window + 1).repeat(q.shape[1] // k.shape[1], 1)
-        keys = k[:, :, first:end]
-        values = v[:, :, first:end]
-        attended.append(attention(queries, keys, values, mask[None, None]))
-        start = end
-    return torch.cat(attended, 2)
 
 
 # --- How a key or a value is stored ---------------------------------------------------------------

@@ -19,7 +19,10 @@ import torch
 
 from around import settings
 from around.folder.checkpoint import load_model, named_tensors, suggested
-from around.machine import Ranks, pick_device, progress, say, use_threads
+from around.fast import make_fast
+from around.fast.threads import use_threads
+from around.machine import Ranks, pick_device, progress, say
+from around.start.memory import affordable_blocks
 from model import Transformer
 from paged import Runner
 from scheduler import Engine, Proposer, Request
@@ -188,30 +191,8 @@ def load_models(
         quantize_model(model, args.quantize, args.group_size)
     proposer = Proposer() if ranks.rank else load_proposer(args, ranks.device, model)
     for each in (model, *proposer.models):
-        make_fast(each, args.compile, batch_size, args.kv_dtype)
+        make_fast(each, args.compile, batch_size, args.kv_dtype, args.attention)
     return model, proposer
-
-
-def make_fast(
-    model: Transformer, compiled: bool, batch_size: int | None, kv_dtype: str = "auto"
-) -> None:
-    """Make a finished model fast, in place: compile it, or do only what takes little time. See
-    compiling.compile_model for the arguments and errors."""
-    device = model.device.type
-    if compiled:
-        from around.fast.compiling import compile_model
-
-        compile_model(model, batch_size, kv_dtype)
-    elif device == "cuda" and batch_size:
-        from around.fast.compiling import replay_steps
-
-        replay_steps(model)
-    elif device == "cpu" and (
-        model.dtype != torch.float32 or any(hasattr(each, "qweight") for each in model.modules())
-    ):
-        from around.fast.packed import pack_linears
-
-        pack_linears(model, compiled=False)
 
 
 def load_proposer(args: EngineArgs, device: torch.device, model: Transformer) -> Proposer:
@@ -238,15 +219,12 @@ def make_engine(args: EngineArgs, ranks: Ranks, model: Transformer, proposer: Pr
 
         return structured.make_matcher(tokenizer, model.config, structure)
 
-    runner = ranks.runner or Runner
-    if args.attention == "flex":
-        from around.fast.flex import FlexRunner
-
-        if ranks.device.type != "cuda" or ranks.world_size > 1:
-            raise SettingError("attention", "flex needs one GPU: use --attention copy")
-        runner = FlexRunner
+    if args.attention == "flex" and (ranks.device.type != "cuda" or ranks.world_size > 1):
+        raise SettingError("attention", "flex needs one GPU: use --attention copy")
     limits = settings.given(settings.Limits, args)
-    return Engine(model, tokenizer, proposer, make_matcher, runner, **limits)
+    if limits["num_blocks"] is None:
+        limits["num_blocks"] = affordable_blocks(settings.Limits(**limits), model, proposer)
+    return Engine(model, tokenizer, proposer, make_matcher, ranks.runner or Runner, **limits)
 
 
 def cache_size(engine: Engine) -> str:

@@ -10,7 +10,7 @@ and gets the attended values back, so one forward serves every cache.
 
 Papers: Vaswani et al. 2017 (arXiv:1706.03762), Touvron et al. 2023 (Llama, arXiv:2302.13971),
 Su et al. 2021 (rope, arXiv:2104.09864), Ainslie et al. 2023 (grouped-query, arXiv:2305.13245).
-Read: Transformer.forward, Block, Attention, LayerCache, attention(), visible. Next: kv_cache.py.
+Read: Transformer.forward, Block, Attention, LayerCache, attention(), Masks. Next: kv_cache.py.
 
 The alphabet of shape comments, unless a file says otherwise:
     B sequences   T new tokens   S keys read: cached, new, padding   V vocabulary
@@ -122,7 +122,7 @@ class Transformer(nn.Module):
             Logits: (B, T, V), or (len(select), V).
         """
         if cache is None:
-            masks = visible(self.config, positions, positions)
+            masks = Masks(self.config, positions, positions)
             cache = [NoCache(masks[window]) for window in self.config.windows]
         x = self.embed(tokens)  # (B, T, D)
         rotations = self.rope(positions)
@@ -295,7 +295,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     Args:
         q: (B, N, T, H).
         k, v: (B, K, S, H), where K divides N.
-        mask: (B or 1, 1, N / K * T, S) bool, True where a query sees a key; see visible.
+        mask: (B or 1, 1, N / K * T, S) bool, True where a query sees a key; see Masks.
 
     Returns:
         (B, N, T, H).
@@ -305,28 +305,33 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return y.reshape(q.shape)  # not view: a GPU's kernels lay y out in an order of their own
 
 
-def visible(config: Config, q_pos: Tensor, k_pos: Tensor) -> dict[int | None, Tensor]:
-    """Make the attention masks, one for each window in the model. A query at position p sees the
-    positions s <= p; under a window, only those with s > p - window.
+class Masks(dict):
+    """What the queries of one forward see: window -> mask, which is made when a layer first asks
+    for it. A query at position p sees the positions s <= p; under a window, only those with
+    s > p - window.
 
-    Args:
-        q_pos: (B, T) int64, the queries' positions in their sequences.
-        k_pos: (B or 1, S) int64, the keys' positions.
-
-    Returns:
-        A mask (B, 1, N / K * T, S) bool for each window in the model. Its third dimension holds the
-        T queries of one query head, then those of the next head that shares its kv head.
+    A mask is (B, 1, N / K * T, S) bool. Its third dimension holds the T queries of one query head,
+    then those of the next head that shares its kv head.
 
     Example: k_pos = 0..4, window = 3: the query at position 4 sees the keys 2, 3 and 4.
     """
-    group = config.num_attention_heads // config.num_key_value_heads
-    q_pos = q_pos.repeat(1, group)[:, None, :, None]  # (B, 1, N / K * T, 1)
-    k_pos = k_pos[:, None, None, :]  # (B or 1, 1, 1, S)
-    causal = k_pos <= q_pos  # (B, 1, N / K * T, S)
-    return {
-        window: causal if window is None else causal & (k_pos > q_pos - window)
-        for window in {*config.windows}
-    }
+
+    def __init__(self, config: Config, q_pos: Tensor, k_pos: Tensor) -> None:
+        """
+        Args:
+            q_pos: (B, T) int64, the queries' positions in their sequences.
+            k_pos: (B or 1, S) int64, the keys' positions.
+        """
+        group = config.num_attention_heads // config.num_key_value_heads
+        self.q_pos = q_pos.repeat(1, group)[:, None, :, None]  # (B, 1, N / K * T, 1)
+        self.k_pos = k_pos[:, None, None, :]  # (B or 1, 1, 1, S)
+
+    def __missing__(self, window: int | None) -> Tensor:
+        mask = self.k_pos <= self.q_pos
+        if window is not None:
+            mask &= self.k_pos > self.q_pos - window
+        self[window] = mask
+        return mask
 
 
 @dataclass

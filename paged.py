@@ -24,15 +24,14 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import ClassVar, NamedTuple
+from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kv_cache import attend_to_prompt, decode, empty_layers, encode, is_long_prompt
-from around.machine import free_memory
-from model import Config, LayerCache, Transformer, attention, visible
-from around.settings import Limits
+from kv_cache import decode, empty_layers, encode
+from model import LayerCache, Masks, Transformer, attention
 
 # --- Who owns which block -------------------------------------------------------------------------
 
@@ -194,6 +193,10 @@ class BlockPool:
 
 # --- What the blocks hold -------------------------------------------------------------------------
 
+# One call attends to at most this many bytes of keys, unless a single row has more. On a CPU larger
+# copies get fresh pages from the system in each layer, which takes a third longer.
+MAX_COPY = 2**21
+
 
 class Row(NamedTuple):
     """One sequence's share of a forward."""
@@ -212,9 +215,7 @@ class Row(NamedTuple):
         return -(-self.positions.stop // block_size)
 
 
-def groups_of(
-    rows: list[Row], block_size: int, max_blocks: int, min_width: int
-) -> Iterator[list[Row]]:
+def groups_of(rows: list[Row], block_size: int, max_blocks: int) -> Iterator[list[Row]]:
     """Split rows into groups that are attended together, each as one batch.
 
     A group is a run of rows with equally many new tokens. Each row is padded to as many blocks as
@@ -223,7 +224,6 @@ def groups_of(
 
     Args:
         max_blocks: how many blocks a group may have, padding included, unless it is a single row.
-        min_width: the least number of blocks to which a row is padded.
 
     Example: block_size 4, max_blocks 4. Three rows have 1 new token each, at positions 5, 3 and 2.
         The first of them needs two blocks, so only one other fits beside it. A fourth row has 3 new
@@ -231,52 +231,46 @@ def groups_of(
     """
     for _, alike in itertools.groupby(rows, key=lambda row: len(row.ids)):
         group: list[Row] = []
-        width = min_width
+        width = 0
         for row in alike:
             width = max(width, row.num_blocks(block_size))
             if group and (len(group) + 1) * width > max_blocks:
                 yield group
                 group = []
-                width = max(min_width, row.num_blocks(block_size))
+                width = row.num_blocks(block_size)
             group.append(row)
         yield group
 
 
 @dataclass
 class Group:
-    """B rows with T new tokens each, attended together as one batch. Runner.group makes it.
+    """B rows with T new tokens each, attended together as one batch."""
 
-    Attributes:
-        config: the model's.
-        positions: (B, T) int64, the new tokens' positions.
-        key_positions: (B, S) int64, those of the keys, block after block; S = W * block size.
-        flat_table: (B, 2 * K, W) int64: for each head, the row's blocks as indices into
-            Blocks.kv.flatten(0, 1), where block b of head h has the index h * num_blocks + b.
-        span: the blocks of `table` as one slice, if each follows the one before it; None: they are
-            looked up in the table.
-        is_long: whether this is one row of a long prompt; see kv_cache.is_long_prompt.
-        tokens_per_mask: the most new tokens of each row that one mask covers.
-    """
-
-    config: Config
-    positions: Tensor
-    key_positions: Tensor
-    flat_table: Tensor
-    span: slice | None
-    is_long: bool
-    tokens_per_mask: int
+    rows: list[Row]
+    runner: "Runner"
 
     @property
-    def table(self) -> Tensor:
-        """(B, W) int64, the blocks of each row, in ascending order; those of a long prompt are in
-        the order of its text. A shorter row is filled up with the block that Runner.filler
-        chooses."""
-        return self.flat_table[:, 0]  # head 0, whose blocks are at 0 + b
+    def shape(self) -> tuple[int, int]:
+        """B and T."""
+        return len(self.rows), len(self.rows[0].ids)
 
     @cached_property
-    def masks(self) -> dict[int | None, Tensor]:
-        """For each window (B, 1, N / K * T, S) bool. All layers share them."""
-        return visible(self.config, self.positions, self.key_positions)
+    def table(self) -> Tensor:
+        """(B, W) int64, each row's blocks, as far as its last new token; later ones may hold an old
+        NaN. A shorter row is filled up with its last block, whose slots then stand for positions
+        that no query sees."""
+        used = [row.blocks[: row.num_blocks(self.runner.block_size)] for row in self.rows]
+        W = max(map(len, used))
+        padded = [blocks + blocks[-1:] * (W - len(blocks)) for blocks in used]
+        return torch.tensor(padded, device=self.runner.model.device)
+
+    @cached_property
+    def masks(self) -> Masks:
+        """Slot s of a row's blocks, laid side by side, holds position s. All layers share them."""
+        device = self.runner.model.device
+        positions = torch.tensor([row.positions for row in self.rows], device=device)  # (B, T)
+        slots = torch.arange(self.table.shape[1] * self.runner.block_size, device=device)
+        return Masks(self.runner.model.config, positions, slots[None])
 
 
 @dataclass
@@ -295,10 +289,6 @@ class Blocks(LayerCache):
     groups: list[Group]
     window: int | None
 
-    # On a CPU, one call attends to at most this many bytes of keys, unless a single row has more.
-    # Larger copies get fresh pages from the system in each layer, which takes a third longer.
-    max_bytes: ClassVar[int] = 2**21
-
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k and v, then attend group by group. See model.LayerCache.attend; here the
         arguments are (1, N, M, H) and (1, K, M, H)."""
@@ -306,85 +296,27 @@ class Blocks(LayerCache):
         new = encode(torch.cat((k, v), 1)[0], self.kv.dtype)  # (2 * K, M, stored_dim)
         self.kv.flatten(1, 2).index_copy_(1, self.slots, new)
         # 2) attend: cut the M queries into groups, and join what comes of them
-        sizes = [group.positions.numel() for group in self.groups]
+        sizes = [prod(group.shape) for group in self.groups]
         attended = []
         for group, part in zip(self.groups, q[0].split(sizes, dim=1)):  # (N, B * T, H)
-            queries = part.unflatten(1, group.positions.shape).transpose(0, 1)  # (B, N, T, H)
+            queries = part.unflatten(1, group.shape).transpose(0, 1)  # (B, N, T, H)
             y = self.attend_group(queries, group)  # (B, N, T, H)
             attended.append(y.transpose(0, 1).flatten(1, 2))  # (N, B * T, H)
         return torch.cat(attended, 1)[None]  # (1, N, M, H)
 
     def attend_group(self, q: Tensor, group: Group) -> Tensor:
-        """Attend to the blocks of a group's rows.
-
-        Args:
-            q: (B, N, T, H).
-
-        Returns:
-            (B, N, T, H).
-        """
-        k, v = side_by_side(self.kv, group, q.dtype).chunk(2, 1)  # (B, K, S, H) each
-        if group.is_long:  # one row, whose keys are in the order of its text
-            end = int(group.positions[0, -1]) + 1
-            return attend_to_prompt(q, k[:, :, :end], v[:, :, :end], self.window)
-        if q.shape[2] > group.tokens_per_mask:  # a mask of all its tokens would be too large
-            return self.attend_in_pieces(q, k, v, group)
+        """Attend to the blocks of a group's rows: (B, N, T, H) -> the same."""
+        blocks = self.kv[:, group.table].transpose(0, 1)  # (B, 2 * K, W, block size, stored_dim)
+        k, v = decode(blocks, q.dtype).flatten(2, 3).chunk(2, 1)  # (B, K, S, H) each
         return attention(q, k, v, group.masks[self.window])
-
-    def attend_in_pieces(self, q: Tensor, k: Tensor, v: Tensor, group: Group) -> Tensor:
-        """Attention of a few tokens at a time, so that masks stay small. Each layer makes them
-        again."""
-        size = group.tokens_per_mask
-        attended = []
-        for queries, positions in zip(q.split(size, 2), group.positions.split(size, 1)):
-            masks = visible(group.config, positions, group.key_positions)
-            attended.append(attention(queries, k, v, masks[self.window]))
-        return torch.cat(attended, 2)
-
-
-def side_by_side(kv: Tensor, group: Group, dtype: torch.dtype) -> Tensor:
-    """Decode the keys and values of each row of a group into one tensor, as attention needs them.
-
-    Blocks that follow each other are read in place; others are copied side by side. A short copy is
-    still in the processor's cache when attention reads it, so it costs little. A long one is not.
-
-    Args:
-        kv: (2 * K, blocks, block size, stored_dim).
-
-    Returns:
-        (B, 2 * K, S, H) of `dtype`: a view of kv if the blocks follow each other and are stored in
-        that dtype, else a copy.
-
-    Example: with the table [[2, 3], [4, 5]] it is a view of kv[:, 2:6]; with [[2, 3], [5, 6]] it is
-        a copy.
-    """
-    if group.span:
-        blocks = kv[:, group.span].unflatten(1, group.table.shape).transpose(0, 1)
-    else:
-        # index_select(1, table) would take twice as long.
-        blocks = kv.flatten(0, 1).index_select(0, group.flat_table.flatten())
-        blocks = blocks.unflatten(0, group.flat_table.shape)
-    # blocks: (B, 2 * K, W, block size, stored_dim)
-    return decode(blocks, dtype).flatten(2, 3)
 
 
 class Runner:
     """A model, and the keys and values of all its sequences in small blocks.
 
     Bytes: 2 * layers * blocks * block_size * K * stored_dim * itemsize. A forward copies at most
-    `max_blocks` blocks at a time, or those of one row, if they are more.
+    MAX_COPY bytes of keys at a time, or those of one row, if they are more.
     """
-
-    layer_class = Blocks  # flex.py has another
-    # Tables are padded to at least this many blocks: two, as the compiler takes a size of 1 as a
-    # case of its own. tools/cuda_graphs.py sets a power of two at each step that it replays, so
-    # that few widths occur.
-    min_width = 2
-    # One call of attention with a mask has at most this many pairs of a new token and a key, unless
-    # one token alone sees more keys. PyTorch widens the mask to the queries' dtype: for 257 tokens,
-    # 32 query heads, 4 kv heads and 32,000 keys in float32 that is 263 MB. In pieces it is 33 MB,
-    # and as fast on a CPU.
-    max_pairs = 2**20
 
     def __init__(
         self, model: Transformer, num_blocks: int, block_size: int, kv_dtype: str = "auto"
@@ -396,13 +328,8 @@ class Runner:
         # The heads come first, because attention takes one head at a time, and reads its keys up to
         # twice as fast if they are contiguous.
         self.kv = empty_layers(model, kv_dtype, 2 * K, num_blocks, block_size)
-        # compiling.compile_model sets model.paged_layer where another class is faster.
-        self.layer_class = getattr(model, "paged_layer", self.layer_class)
-        # How many blocks one call attends to. Their keys are counted in the model's dtype, because
-        # int8 is decoded. A GPU gets more, so that there are few calls; we have not measured that.
-        max_bytes = self.layer_class.max_bytes if model.device.type == "cpu" else 2**25
         block_bytes = block_size * K * model.config.head_dim * model.dtype.itemsize
-        self.max_blocks = min(num_blocks, max_bytes // block_bytes)
+        self.max_blocks = min(num_blocks, MAX_COPY // block_bytes)
 
     @torch.no_grad()
     def forward(self, rows: list[Row]) -> Tensor:
@@ -429,8 +356,7 @@ class Runner:
 
         Example: block_size 4, rows ([7, 2], 5, [a]), ([3], 2, [b]), ([0, 1], 4, [c, d, e]):
             tokens [a, b, c, d, e], positions [5, 2, 4, 5, 6], slots [9, 14, 4, 5, 6],
-            select [0, 1, 4]; groups with the tables [[2, 7], [3, 3]], in ascending order and filled
-            up, and [[0, 1]]
+            select [0, 1, 4]; groups with the tables [[7, 2], [3, 3]] and [[0, 1]]
         """
         size = self.block_size
         tokens: list[int] = []
@@ -444,50 +370,12 @@ class Runner:
             select += range(len(tokens) - row.num_logits, len(tokens))
         tensor = partial(torch.tensor, device=self.model.device)
         places = tensor(slots)
-        split = groups_of(rows, size, self.max_blocks, self.min_width)
-        groups = [self.group(each) for each in split]
+        groups = [Group(each, self) for each in groups_of(rows, size, self.max_blocks)]
         layers = [
-            self.layer_class(kv, places, groups, window)
+            Blocks(kv, places, groups, window)
             for kv, window in zip(self.kv, self.model.config.windows, strict=True)
         ]
         return tensor([tokens]), tensor([positions]), layers, tensor(select)
-
-    def group(self, rows: list[Row]) -> Group:
-        """Plan the attention of rows with equally many new tokens."""
-        size = self.block_size
-        device = self.model.device
-        positions = torch.tensor([row.positions for row in rows], device=device)  # (B, T)
-        is_long = len(rows) == 1 and is_long_prompt(positions, rows[0].positions.stop)
-        # 1) Each row's blocks, as far as its last new token; later ones may hold an old NaN. A
-        # shorter row is padded with a block that holds no NaN; see filler. That block stands for
-        # positions after the row's last token, which no query sees.
-        used = [row.blocks[: row.num_blocks(size)] for row in rows]
-        W = max(self.min_width, *map(len, used))
-        padded = [blocks + [self.filler(blocks)] * (W - len(blocks)) for blocks in used]
-        table = torch.tensor(padded)  # (B, W)
-        order = torch.arange(W).expand_as(table)  # the place of each block in its row's text
-        # 2) in ascending order, because blocks often follow each other then: the cached blocks
-        # 5 6 7 of a sequence that has ended are handed out again as 7 6 5. A long prompt keeps the
-        # order of its text: it has no mask that could tell another order.
-        if not is_long:
-            table, order = table.sort()
-        key_positions = order[..., None] * size + torch.arange(size)  # (B, W, block size)
-        # 3) how a layer reads them: as one slice, or by an index for each head
-        has_gap = (table.flatten().diff() != 1).any()
-        span = None if has_gap else slice(int(table[0, 0]), int(table[-1, -1]) + 1)
-        num_heads, num_blocks = self.kv[0].shape[:2]  # 2 * K heads
-        first_of_head = torch.arange(num_heads)[:, None] * num_blocks
-        flat_table = (table[:, None] + first_of_head).to(device)  # (B, 2 * K, W)
-        # 4) how many tokens of each row one mask covers
-        tokens_per_mask = max(1, self.max_pairs // key_positions.numel())
-        key_positions = key_positions.flatten(1).to(device)  # (B, S)
-        config = self.model.config
-        return Group(config, positions, key_positions, flat_table, span, is_long, tokens_per_mask)
-
-    def filler(self, blocks: list[int]) -> int:
-        """The block with which a shorter row is padded: the row's last one, as it holds no old NaN.
-        FlexRunner takes another block."""
-        return blocks[-1]
 
     def wipe_new_blocks(self, rows: list[Row]) -> None:
         """Wipe the blocks whose first slot is about to be written. A NaN that the last owner left
@@ -501,58 +389,3 @@ class Runner:
             blocks = torch.tensor(new, device=self.model.device)
             for kv in self.kv:
                 kv.index_fill_(1, blocks, 0)
-
-
-# --- How many blocks fit --------------------------------------------------------------------------
-
-
-MAX_BYTES = 2**32  # of the cache on a CPU, as in vLLM: other programs want memory too
-
-
-def affordable_blocks(
-    models: list[Transformer], limits: Limits, num_tokens: int, num_logits: int
-) -> int:
-    """How many blocks fit into limits.kv_memory.
-
-    A kv_memory of 1 or more is a number of bytes. Below 1 it is a share of the free memory that a
-    step leaves (see step_bytes); on a CPU this share is at most MAX_BYTES.
-
-    Args:
-        models: the model, then those that guess; each of them has as many blocks as the model.
-        num_tokens: the most tokens that a step runs.
-        num_logits: the most rows of logits that a step computes.
-    """
-    model = models[0]
-    size = limits.block_size
-    config = model.config
-    # A block counts once in each model's cache, and once in attention's copy: one row may have all
-    # blocks, and attention then copies all of them, one layer at a time. Each value in the copy
-    # has the model's dtype. While kv_cache.decode runs, an int8 value takes up to 6 bytes more: 1
-    # as int8, 4 as float32, and 8 / H, which is at most 1, as its share of the scale, of which
-    # there are two copies of 4 bytes.
-    copied = model.dtype.itemsize + (6 if limits.kv_dtype == "int8" else 0)
-    block_bytes = 2 * size * config.num_key_value_heads * config.head_dim * copied
-    for each in models:
-        one_block = Runner(each, 1, size, limits.kv_dtype)
-        block_bytes += sum(kv.nbytes for kv in one_block.kv)
-    memory = limits.kv_memory
-    if memory < 1:
-        memory *= free_memory(model.device) - step_bytes(model, num_tokens, num_logits)
-        if model.device.type == "cpu":
-            memory = min(memory, MAX_BYTES)
-    return max(0, int(memory // block_bytes))
-
-
-def step_bytes(model: Transformer, num_tokens: int, num_logits: int) -> int:
-    """Peak bytes of one step: one layer's activations, the logits with the sampler's float32
-    copies, and a mask of attention."""
-    config = model.config
-    itemsize = model.dtype.itemsize
-    # hidden_size counts twice, for x and for attention's tensors. The factor 4 is a margin, which
-    # is enough for models with N * H > D as well.
-    widths = 2 * config.hidden_size + config.intermediate_size * config.num_experts_per_tok
-    activations = num_tokens * 4 * widths * itemsize
-    logits = num_logits * 6 * 4 * config.vocab_size  # six float32 tensors
-    # To make a mask takes up to four bool tensors, and attention widens it to the queries' dtype.
-    heads = config.num_attention_heads // config.num_key_value_heads  # query heads per kv head
-    return activations + logits + Runner.max_pairs * heads * (itemsize + 4)

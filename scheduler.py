@@ -34,9 +34,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from around.machine import spinning
 from model import Transformer
-from paged import BlockPool, BlockTable, Row, Runner, affordable_blocks
+from paged import BlockPool, BlockTable, Row, Runner
 from sampling import Sequence, Token, finite, sample, scored
 from around.settings import CHUNK, Limits, SamplingParams, SettingError, check
 from around.folder.tokenizer import Ids, Tokenizer
@@ -188,6 +187,25 @@ STATS = ("engine_steps", "num_preemptions", "generation_tokens", "computed_token
          "prefix_cache_queries", "prefix_cache_hits")  # fmt: skip
 
 
+def step_budget(limits: Limits, model: Transformer, proposer: Proposer) -> tuple[int, int]:
+    """The most tokens in a step, and in a step in which a sequence decodes.
+
+    By default there is room for a token and the guesses of each of max_num_seqs sequences, and for
+    CHUNK prompt tokens (2,048 on a GPU), or small_chunk ones while a sequence decodes. A larger
+    budget finishes prompts sooner; with a smaller one, tokens come more evenly.
+
+    Raises:
+        SettingError: the budget is too small for one token (and its guesses) of each sequence: a
+            running sequence would have to wait.
+    """
+    needed = limits.max_num_seqs * (1 + proposer.k)
+    if limits.max_num_batched_tokens:
+        budget = check("max_num_batched_tokens", limits.max_num_batched_tokens, int, needed)
+        return budget, budget
+    chunk = CHUNK if model.device.type == "cpu" else 2048  # vLLM's figure; not measured by us
+    return needed + chunk, needed + (limits.small_chunk or chunk)
+
+
 class Engine:
     """Runs many requests at once, step by step. One thread must make all calls but prepare().
 
@@ -221,16 +239,13 @@ class Engine:
             proposer: guesses tokens; see speculative.py. None: no guesses.
             make_matcher: compiles SamplingParams.structured_outputs; see structured.make_matcher.
                 None: structured outputs are refused.
-            runner: tp.Leader, if the model is one rank's share; or flex.FlexRunner.
-            options: see settings.Limits. Unless num_blocks is set, there are no more blocks than
-                max_num_seqs sequences of max_seq_len can use. By default, a step's budget has room
-                for a token and the guesses of each of max_num_seqs sequences, and for CHUNK prompt
-                tokens (2,048 on a GPU), or small_chunk ones while a sequence decodes. A larger
-                budget finishes prompts sooner; with a smaller one, tokens come more evenly.
+            runner: tp.Leader, if the model is one rank's share.
+            options: see settings.Limits. Unless num_blocks is set, there are as many blocks as
+                max_num_seqs sequences of max_seq_len can use; start.make_engine sets it by what
+                fits into the memory. For the budget see step_budget.
 
         Raises:
-            SettingError: a limit is out of range, or the budget is too small for one token (and its
-                guesses) of each sequence.
+            SettingError: a limit is out of range; see also step_budget.
             ValueError: there is no room for a block.
         """
         limits = Limits(**options)
@@ -240,22 +255,12 @@ class Engine:
         self.proposer = proposer or Proposer()
         self.make_matcher = make_matcher
         self.max_num_seqs = limits.max_num_seqs
-        # The least budget: with less, a running sequence would have to wait.
-        needed = self.max_num_seqs * (1 + self.proposer.k)
-        chunk = CHUNK if model.device.type == "cpu" else 2048  # vLLM's figure; not measured by us
-        budget = limits.max_num_batched_tokens or needed + chunk
-        self.max_num_batched_tokens = check("max_num_batched_tokens", budget, int, needed)
-        self.small_budget = limits.max_num_batched_tokens or needed + (limits.small_chunk or chunk)
+        self.max_num_batched_tokens, self.small_budget = step_budget(limits, model, self.proposer)
+        size = limits.block_size
         longest = limits.max_seq_len or self.config.max_position_embeddings
         num_blocks = limits.num_blocks
-        size = limits.block_size
         if num_blocks is None:
-            models = [model, *self.proposer.models]
-            # The most rows of logits that a step computes. Those that _commit repeats, for a prompt
-            # with several outputs, are not counted.
-            num_logits = needed + MAX_SCORED
-            affordable = affordable_blocks(models, limits, budget, num_logits)
-            num_blocks = min(affordable, self.max_num_seqs * -(-longest // size))
+            num_blocks = self.max_num_seqs * -(-longest // size)
         self.pool = BlockPool(num_blocks, size)
         # A sequence's last token is sampled and never run, so it needs no slot.
         self.max_seq_len = min(longest, num_blocks * size + 1)
@@ -364,7 +369,6 @@ class Engine:
         batch = self.schedule()
         if not batch:
             return []
-        spinning.adapt()  # CPU threads spin or sleep by the machine's load; see machine.Spinning
         # 2) guess
         self.proposer.propose(batch)
         # 3) run, with equally long rows side by side; see run_order

@@ -1,18 +1,13 @@
-"""The machine that a program runs on: its device, threads, memory, terminal and other processes.
+"""The machine that a program runs on: its device, terminal and other processes.
 
-This file knows no model, and no setting but --device. Read: Ranks, use_threads, Spinning,
-free_memory.
+This file knows no model, and no setting but --device. Read: Ranks.
 """
 
-import os
-import re
 import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from threading import Event, Thread
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -93,133 +88,3 @@ def pick_device(name: str) -> torch.device:
     if name not in ("auto", "cpu", best.type):
         raise ValueError(f"--device {name}: this machine has none; use --device cpu or auto")
     return best if name == "auto" else torch.device(name)
-
-
-# A model whose weights have fewer bytes than this runs on one thread. All threads of an operator
-# wait for the slowest of them, and if another process uses its core, they wait long. With 20 MB of
-# weights, one sequence made 424 tokens/s on one thread and 514 on two; while other processes kept
-# both cores busy, 139 and 14.
-SMALL = 2**25
-ALL_THREADS = torch.get_num_threads()  # PyTorch's default: OMP_NUM_THREADS, or one for each core
-
-
-def use_threads(threads: int | None, weights: int) -> None:
-    """Set the number of CPU threads that compute, for the whole process. This replaces what
-    torch.set_num_threads was given before.
-
-    Args:
-        threads: their number; None means OMP_NUM_THREADS if it is set, else one thread for small
-            weights and all threads for others.
-        weights: bytes of the model's weights, as loaded (before --quantize).
-    """
-    if threads is None:
-        takes_one = weights < SMALL and "OMP_NUM_THREADS" not in os.environ
-        threads = 1 if takes_one else ALL_THREADS
-    torch.set_num_threads(threads)
-
-
-# Where one of these variables is set, the user has chosen how threads wait.
-USER_DECIDES = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}
-# sched_getaffinity gives the cores on which this process may run. Where it is missing, all cores
-# count. They are named as in /proc/stat.
-affinity = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
-CORES = {f"cpu{i}" for i in affinity(0)}
-
-
-class Spinning:
-    """How the threads of an operator wait for each other: they spin, or they sleep.
-
-    On an idle machine spinning is best, because the next operator comes within microseconds. But if
-    another process takes a core, the threads that spin wait for one that does not run, and on two
-    cores a step takes over 3 times as long. PyTorch's OpenMP (libgomp) spins only while it has no
-    more threads than there are cores. So while other processes are busy, this class keeps a second
-    pool, whose threads do nothing. Then libgomp has more threads than cores, and those that compute
-    soon sleep where they wait. The arithmetic is the same. Tokens/s of one sequence on two cores of
-    a Zen 4, idle, and busy with another process that never waits:
-                                   idle     busy, spinning   busy, sleeping   idle, sleeping
-        110m, float32, compiled     52            15               36               38
-        135m, bfloat16              26             7               17               18
-        135m, int4, compiled        80            23               48               45
-    """
-
-    def __init__(self) -> None:
-        self.since = time.monotonic()  # when adapt() last looked at the load
-        self.before = others_seconds()  # what others_seconds() was then
-        self.end_pool: Event | None = None  # set it to end the second pool; None: there is none
-
-    def adapt(self) -> None:
-        """Choose by the load of the last half second or more. Called before each step."""
-        now = time.monotonic()
-        seconds = now - self.since
-        if seconds < 0.5 or USER_DECIDES & os.environ.keys() or torch.get_num_threads() == 1:
-            return
-        others = others_seconds()
-        other_cores = (others - self.before) / seconds  # how many cores other processes had
-        self.since = now
-        self.before = others
-        # Busy: this process and the others together want over half a core more than there are. A
-        # whole core would be too much to ask: on two cores, a process that never waits gets 0.67 of
-        # one beside two threads that spin. What the host of a virtual machine takes (steal) counts
-        # too, and is mostly less than a half.
-        is_busy = torch.get_num_threads() + other_cores > len(CORES) + 0.5
-        if is_busy and not self.end_pool:
-            self.end_pool = Event()
-            Thread(target=keep_pool, args=(self.end_pool,), daemon=True).start()
-        elif self.end_pool and not is_busy:
-            self.end_pool.set()
-            self.end_pool = None
-
-
-def keep_pool(end: Event) -> None:
-    """Make a pool of OpenMP's threads, which belongs to this thread, and keep it until `end`."""
-    torch.zeros(2**20).add_(1)  # large enough for several threads
-    end.wait()
-
-
-def others_seconds(root: Path = Path("/")) -> float:
-    """Return the CPU seconds that other processes have used so far on the cores that this process
-    may use. Without Linux's /proc, return 0."""
-    ticks = 0
-    with suppress(OSError):
-        for line in (root / "proc/stat").read_text().splitlines():
-            name, *fields = line.split()
-            if name in CORES:
-                # user, nice, system; not idle and iowait; irq, softirq, steal
-                ticks += sum(map(int, fields[:3] + fields[5:8]))
-        return ticks / os.sysconf("SC_CLK_TCK") - time.process_time()
-    return 0.0
-
-
-spinning = Spinning()
-
-# The files with a container's memory limit and usage, in version 2 and 1 of control groups.
-CGROUPS = {"memory.max": "memory.current", "memory/memory.limit_in_bytes": "memory.usage_in_bytes"}
-
-
-def free_memory(device: torch.device, root: Path = Path("/")) -> int:
-    """Return the bytes that this process can still allocate.
-
-    With CUDA it is the free memory of the GPU. Otherwise it is what the machine and the container
-    have left, divided by the number of ranks on this machine.
-
-    Args:
-        root: where /proc and /sys are, for tests.
-    """
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    # Cached files count as free, because the system drops them when memory is short.
-    try:
-        found = re.findall(r"MemAvailable:\s+(\d+)", (root / "proc/meminfo").read_text())
-        free = [int(found[0]) * 1024]  # it is in kB
-    except (OSError, IndexError):  # no /proc, or an old one: half of the physical memory
-        free = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2]
-    for limit, used in CGROUPS.items():
-        file = root / "sys/fs/cgroup" / limit
-        with suppress(OSError, ValueError):  # no such file; or "max", no limit
-            # The pattern finds inactive_file too, and the sum of both is the cached files. Version
-            # 1 lists the two for this group alone, and then for it with its subgroups (total_...).
-            # The last two numbers are right in both versions.
-            cached = re.findall(r"active_file (\d+)", file.with_name("memory.stat").read_text())
-            taken = int(file.with_name(used).read_text()) - sum(map(int, cached[-2:]))
-            free.append(max(0, int(file.read_text()) - taken))
-    return min(free) // int(os.getenv("LOCAL_WORLD_SIZE", "1"))

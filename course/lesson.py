@@ -35,7 +35,8 @@ from torch import Tensor, nn
 import tp
 from around.folder.checkpoint import build, load_model
 from kv_cache import StaticCache
-from around.machine import Ranks, free_memory
+from around.machine import Ranks
+from around.start.memory import free_memory
 from model import Config, Transformer
 from around.fast.packed import pack_linears
 from sampling import uniform

@@ -11,7 +11,7 @@ from common import ROOT, SHAKESPEARE, bundled, logits_of, needs, serve, tiny_mod
 from safetensors.torch import load_file
 from torch import Tensor
 
-from model import Block, NoCache, Transformer, visible
+from model import Block, NoCache, Transformer, Masks
 from sampling import distribution, draw
 from scheduler import Engine, Job, Request
 from around.settings import SamplingParams
@@ -49,7 +49,7 @@ def head(model: Transformer, weights: dict[str, Tensor], ids: list[int], before:
     x = torch.cat((model.embed(torch.tensor(ids)), before), 1)[None]  # (1, T, 2 D)
     x = F.linear(x, weights["fc.weight"].to(x.dtype))
     return block(
-        x, *model.rope(positions)[0], NoCache(visible(config, positions, positions)[None])
+        x, *model.rope(positions)[0], NoCache(Masks(config, positions, positions)[None])
     )[0]
 
 

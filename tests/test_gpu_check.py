@@ -164,7 +164,7 @@ def test_interrupted(tmp_path):
 
 
 def own_key_hidden(config, q_pos, k_pos):
-    return model.visible(config, (q_pos - 1).clamp(min=0), k_pos)
+    return model.Masks(config, (q_pos - 1).clamp(min=0), k_pos)
 
 
 def last_block_of_another(pool, group, dtype):

@@ -7,11 +7,11 @@ import pytest
 import torch
 from test_scheduler import random_model
 
-import kv_cache
-import paged
 from generate import generate
-from kv_cache import LONG, StaticCache
-from model import Config, Transformer, attention, visible
+from around.fast import attending
+from around.fast.attending import LONG, attend_fast
+from kv_cache import StaticCache
+from model import Config, Transformer, attention, Masks
 from paged import Row, Runner
 from sampling import Sequence
 from scheduler import Engine
@@ -54,20 +54,18 @@ def test_long_prompts_equal_their_slow_twin(way, kv_dtype, window, monkeypatch):
     in another order than the text's, an int8 key that is not rounded."""
     model, calls = model_of(window), []
     ids = torch.randint(64, (T,)).tolist()
-    attend = kv_cache.attend_to_prompt
-    for module in (kv_cache, paged):
-        spy = lambda *args: calls.append(args[0].shape[2]) or attend(*args)  # noqa: E731
-        monkeypatch.setattr(module, "attend_to_prompt", spy)
+    attend = attending.attend_to_prompt
+    spy = lambda *args: calls.append(args[0].shape[2]) or attend(*args)  # noqa: E731
+    monkeypatch.setattr(attending, "attend_to_prompt", spy)
+    quick = model_of(window)
+    attend_fast(quick)
     for cuts in ((), (LONG + 7,), (512, 1003, LONG + 100)):
         calls.clear()
-        fast = torch.cat([*way(model, ids, cuts, kv_dtype)])
+        fast = torch.cat([*way(quick, ids, cuts, kv_dtype)])
         assert len(calls) >= 2  # layers
-        with monkeypatch.context() as patch:
-            for module in (kv_cache, paged):
-                patch.setattr(module, "is_long_prompt", lambda *_: False)
-            calls.clear()
-            slow = torch.cat([*way(model, ids, cuts, kv_dtype)])
-            assert not calls
+        calls.clear()
+        slow = torch.cat([*way(model, ids, cuts, kv_dtype)])
+        assert not calls
         torch.testing.assert_close(fast, slow, atol=1e-9, rtol=0)
     if kv_dtype == "auto":
         oracle = model(torch.tensor([ids]), torch.arange(T)[None])[0]
@@ -82,10 +80,10 @@ def test_a_window_reads_no_key_before_it(T, window):
     S = LONG + 100
     q, k, v = (torch.randn(2, n, length, 8) for n, length in ((4, T), (2, S), (2, S)))
     positions = torch.arange(S)[None]
-    (mask,) = visible(config, positions[:, -T:], positions).values()
+    mask = Masks(config, positions[:, -T:], positions)[window]
     expected = attention(q, k, v, mask)
     k[:, :, : max(0, S - T - window + 1)] = torch.nan
-    torch.testing.assert_close(kv_cache.attend_to_prompt(q, k, v, window), expected)
+    torch.testing.assert_close(attending.attend_to_prompt(q, k, v, window), expected)
 
 
 def test_prompts_get_small_steps_only_beside_streams():

@@ -25,7 +25,7 @@ from around.folder.families import FAMILIES
 from generate import generate
 from kv_cache import StaticCache
 from around.machine import progress
-from model import apply_rope, visible
+from model import apply_rope, Masks
 from quantize import quantize_model, round_to_nearest
 from sampling import Sequence
 from around.settings import SamplingParams
@@ -599,7 +599,7 @@ def test_docstring_examples(llama):
     cos, sin = torch.tensor([0.0, 1.0]), torch.tensor([1.0, 0.0])  # a quarter turn; none
     assert apply_rope(torch.tensor([1.0, 2, 3, 4]), cos, sin).tolist() == [-3, 2, 1, 4]
     config = replace(load_config(llama.folder), num_key_value_heads=4, windows=(3, None))
-    masks = visible(config, torch.tensor([[4]]), torch.arange(5)[None])
+    masks = Masks(config, torch.tensor([[4]]), torch.arange(5)[None])
     assert masks[3].tolist() == [[[[False, False, True, True, True]]]]
     assert masks.keys() == {3, None}
     assert masks[None].all()

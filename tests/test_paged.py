@@ -14,11 +14,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from around.fast import compiling
+from around.fast import attending, compiling
+from around.fast.attending import side_by_side
 from around.fast import flex
 from kv_cache import StaticCache, decode, encode
-from model import Config, Transformer, attention, visible
-from paged import BlockPool, BlockTable, Row, Runner, groups_of, side_by_side
+from model import Config, Transformer, attention, Masks
+from paged import BlockPool, BlockTable, Row, Runner, groups_of
 from around.settings import Limits, SettingError
 from tools.books import audit_pool
 
@@ -416,7 +417,7 @@ def slow_paged_attention(q, k, v, pool, rows, config):
         keys = [k_pool[:, blocks[p // size], p % size] for p in range(end)]  # (K, H) each
         values = [v_pool[:, blocks[p // size], p % size] for p in range(end)]
         keys, values = (torch.stack(x, dim=1)[None] for x in (keys, values))  # (1, K, S, H)
-        mask = visible(config, torch.arange(start, end)[None], torch.arange(end)[None])
+        mask = Masks(config, torch.arange(start, end)[None], torch.arange(end)[None])
         out.append(attention(q[:, :, here], keys, values, mask[config.windows[-1]]))
     return torch.cat(out, dim=2)
 
@@ -437,7 +438,7 @@ def random_rows(draw, blocks, size):
 
 SHAPES = ((4, 2, 4), (3, 3, 1), (4, 1, 16))  # N, K, block size
 WAYS = [
-    *((way, *shape) for way in ("copied", "followed") for shape in SHAPES),
+    *((way, *shape) for way in ("plain", "copied", "followed") for shape in SHAPES),
     *(("gathered", *shape) for shape in ((3, 3, 1), (4, 4, 4))),
 ]
 
@@ -449,23 +450,25 @@ def test_paged_attention_equals_its_slow_twin(way, N, K, size, window, monkeypat
     nobody's: the pool must be equal in every slot afterwards. A NaN in a slot of another row, or
     of nobody, that is multiplied by 0."""
     blocks = 24
-    kind = flex.FlexRunner if way == "followed" else Runner
-    runner = runner_of(blocks, size, N, K, window, kind)
+    kinds = dict(copied=attending.FastBlocks, followed=flex.FlexBlocks, gathered=compiling.CompiledBlocks)
+    runner = runner_of(blocks, size, N, K, window)
     near = {}
     if way == "gathered":
         monkeypatch.setattr(compiling, "compile_once", lambda function, dynamic: function)
-        runner.layer_class = compiling.CompiledBlocks
         near = {"rtol": 1e-5, "atol": 1e-5}  # its queries are rounded to float32
     for seed in range(6):
         runner.max_blocks = 4 ** (seed % 4)
         rows = random_rows(random.Random(seed), blocks, size)
-        tokens, positions, layers, select = runner.plan(rows)
+        plan = runner.plan(rows)
+        tokens, positions, layers, select = plan
+        if way in kinds:
+            _, _, layers, _ = attending.replace_layers(kinds[way], runner.model, plan)
         assert tokens.tolist() == [[i for row in rows for i in row.ids]]
         assert positions.tolist() == [[row.start + i for row in rows for i in range(len(row.ids))]]
         assert [tokens[0, i] for i in select] == [row.ids[-1] for row in rows]
         q, k, v = (torch.randn(1, n, tokens.shape[1], 8).double() for n in (N, K, K))
         pool = runner.kv[1].normal_()  # whatever has been left behind
-        if way == "gathered":
+        if way != "followed":  # without a GPU, the uncompiled function computes all blocks
             read = {block for row in rows for block in row.blocks[: row.num_blocks(size)]}
             pool[:, [*{*range(blocks)} - read]] = torch.nan
         twin = pool.clone()
@@ -496,7 +499,7 @@ def test_blocks_that_follow_each_other_are_not_copied(tables, is_view):
     runner = runner_of(8, 4, N=4, K=2)
     rows = [Row(blocks, 4 * len(blocks) - 2, [1, 2][: len(tables[0])]) for blocks in tables]
     rows = [row._replace(start=row.start + 1 - (len(row.ids) > 1)) for row in rows]
-    tokens, _, layers, _ = runner.plan(rows)
+    tokens, _, layers, _ = attending.replace_layers(attending.FastBlocks, runner.model, runner.plan(rows))
     q, k, v = (torch.randn(1, n, tokens.shape[1], 8).double() for n in (4, 2, 2))
     if tables == [[3, 4], [3, 4]]:  # forks, which write the same
         k, v = (x[:, :, [0, 1, 0, 1]] for x in (k, v))
@@ -509,8 +512,9 @@ def test_blocks_that_follow_each_other_are_not_copied(tables, is_view):
     assert torch.equal(kv, kept.flatten(2, 3).transpose(0, 1))
     assert is_view == (kv.untyped_storage().data_ptr() == pool.untyped_storage().data_ptr())
     int8 = encode(pool, torch.int8)  # is decoded, either way
-    both = [side_by_side(int8, each, pool.dtype) for each in (group, replace(group, span=None))]
-    assert torch.equal(*both)
+    one = side_by_side(int8, group, pool.dtype)
+    group.span = None
+    assert torch.equal(one, side_by_side(int8, group, pool.dtype))
 
 
 @pytest.mark.parametrize("shape", [(10,), (1, 10), (1, 1, 1, 2), (1, 1, 1, 10), (2, 1, 3, 6)])

@@ -28,7 +28,7 @@ from around.folder.checkpoint import build
 from generate import generate
 from kv_cache import StaticCache
 from llm import LLM
-from around.machine import free_memory
+from around.start.memory import free_memory
 from model import Config, Transformer
 from sampling import Sequence
 from scheduler import Engine, Guess

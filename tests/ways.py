@@ -21,7 +21,8 @@ from torch.nn import functional as F
 
 from around.folder.checkpoint import build, load_model
 from around.fast.compiling import compile_model, replay_steps
-from around.fast.flex import FlexRunner
+from around.fast.attending import attend_fast
+from around.fast.flex import FlexBlocks
 from generate import generate
 from kv_cache import StaticCache
 from model import Config, Transformer
@@ -31,7 +32,6 @@ from scheduler import Engine, Guess, Request
 from speculative import GUESS, LONGEST_PAUSE, DraftModel, Guesser, NGram, lookup
 from around.folder.tokenizer import Tokenizer
 from tools.books import audit
-from tools.cuda_graphs import FlexGraphRunner, GraphRunner
 
 DRAFT = Path(__file__).resolve().parent.parent / "checkpoints" / "shakespeare-draft"
 PROMPTS = ("", "ROMEO:\n", "To be, or not to be, that is the question:\n" * 2)
@@ -168,6 +168,21 @@ def run_engine(model: Transformer, jobs: list[Job], **options: Any) -> Tokens:
     return finish(engine, [engine.add_request(*job) for job in jobs])
 
 
+@cache
+def fast_twin(model: Transformer, kind: Any = None) -> Transformer:
+    """Make a copy that attends fast: attend_fast changes a model in place."""
+    model = copy.deepcopy(model)
+    attend_fast(model, kind)
+    return model
+
+
+def run_fast_engine(
+    model: Transformer, jobs: list[Job], kind: Any = None, draft: Transformer | None = None, **options: Any
+) -> Tokens:
+    model, draft = (each and fast_twin(each, kind) for each in (model, draft))
+    return run_engine(model, jobs, draft=draft, **options)
+
+
 def run_compiled_engine(
     model: Transformer,
     jobs: list[Job],
@@ -267,17 +282,12 @@ ENGINES: dict[str, Way] = {
     "prompts scored": run_scored,
     "paged, compiled": run_compiled_engine,
     # A GPU's kernel needs large blocks.
-    "paged, followed": partial(run_engine, runner=FlexRunner, block_size=128, num_blocks=40),
+    "paged, fast": run_fast_engine,
+    "paged, followed": partial(run_fast_engine, kind=FlexBlocks, block_size=128, num_blocks=40),
 }
 PATHS |= ENGINES
 # These need CUDA.
-REPLAYED: dict[str, Way] = {
-    "replayed": run_replayed,
-    "paged, replayed": partial(run_engine, runner=GraphRunner),
-    "paged, followed, replayed": partial(
-        run_engine, runner=FlexGraphRunner, block_size=128, num_blocks=40
-    ),
-}
+REPLAYED: dict[str, Way] = {"replayed": run_replayed}
 
 
 # --- What runs on them ----------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from around.folder.checkpoint import load_model, named_tensors, read_json
 from around.machine import progress
-from model import NoCache, Transformer, visible
+from model import NoCache, Transformer, Masks
 from quantize import (
     MODES,
     QuantLinear,
@@ -196,7 +196,7 @@ def calibrate(
     starts = [i * (len(ids) - length) // max(count - 1, 1) for i in range(count)]
     tokens = torch.tensor([ids[start : start + length] for start in starts], device=device)
     positions = torch.arange(length, device=device)[None]
-    ropes, masks = model.rope(positions), visible(config, positions, positions)
+    ropes, masks = model.rope(positions), Masks(config, positions, positions)
     xs = [model.embed(row)[None] for row in tokens]  # count x (1, T, D)
 
     def run(block: nn.Module, rope: tuple, cache: NoCache) -> list[Tensor]:

@@ -1,0 +1,55 @@
+"""Speed. Nothing here changes what a model computes, but for rounding: every path has a slow twin at the
+root, and tests that equate the two.
+
+The door is make_fast. It changes a finished model in place, by hooks and by other forms of its
+Linears; the files of the root know nothing of it, and run without this folder.
+"""
+
+from typing import Any
+
+import torch
+
+
+def make_fast(
+    model: Any,
+    compiled: bool = False,
+    batch_size: int | None = None,
+    kv_dtype: str = "auto",
+    attention: str = "copy",
+) -> None:
+    """Make a finished model fast, in place: compile it, or do only what takes little time.
+
+    Args:
+        batch_size: how many sequences the static cache holds with which it will run; None: it will
+            run with a paged cache.
+        attention: "copy", or "flex"; see flex.py.
+
+    Raises:
+        SettingError: see compiling.compile_model; or flex is asked for where there is no GPU.
+    """
+    from .attending import attend_fast
+    from .threads import spinning
+
+    device = model.device.type
+    model.register_forward_pre_hook(lambda *_: spinning.adapt())
+    if compiled:
+        from .compiling import compile_model
+
+        compile_model(model, batch_size, kv_dtype)
+        return
+    if attention == "flex":
+        from .flex import FlexBlocks
+
+        attend_fast(model, FlexBlocks)
+    else:
+        attend_fast(model)
+    if device == "cuda" and batch_size:
+        from .compiling import replay_steps
+
+        replay_steps(model)
+    elif device == "cpu" and (
+        model.dtype != torch.float32 or any(hasattr(each, "qweight") for each in model.modules())
+    ):
+        from .packed import pack_linears
+
+        pack_linears(model, compiled=False)

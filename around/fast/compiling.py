@@ -8,6 +8,7 @@ OpaqueCache. The last two sections can wait, as each of them is a fast path for 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from kv_cache import Slab, StaticCache
 from around.machine import progress
 from model import LayerCache, Transformer
 from around.fast.packed import Int4Linear, compile_once, dequantize, number_of, pack_linears
+from around.fast.attending import FastBlocks, attend_fast, replace_layers
 from paged import Blocks, Group, Row, Runner
 from around.settings import CHUNK, blame, supported
 
@@ -40,6 +42,7 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
     device = supported("--compile on", model.device.type, "cpu", "cuda")
     pack_linears(model, alone=batch_size == 1)
     leave_out_experts(model)
+    attend_fast(model, blocks_of(model))
     # This only marks the blocks. The first one that runs is compiled, and its code serves all that
     # differ from it only in their tensors. That takes seconds where one graph of all layers takes
     # minutes. Lengths are symbolic, so nothing is compiled again later.
@@ -83,15 +86,23 @@ def compile_with_blocks(model: Transformer, kv_dtype: str) -> None:
     one group. The compiler tunes its loops to the sizes that it sees first, so `many` is a usual
     number of rows."""
     runner = Runner(model, CHUNK, 16, kv_dtype)
-    # Each of them is padded to two blocks (Runner.min_width), and all of them fit into one group.
-    many = max(2, min(32, runner.max_blocks // 2))
+    # Each of them is padded to two blocks (see FastGroup), and all of them fit into one group.
+    many = max(2, min(32, blocks_of(model).most(runner) // 2))
     for lengths in progress([[1], [1, 1, CHUNK], [1] * many], COMPILING):
         # All write to block 0. The tables have CHUNK blocks, which is more than they need.
         rows = [Row([0] * CHUNK, 0, [0] * length) for length in lengths]
         tokens, positions, layers, select = runner.plan(rows)
         model(tokens, positions, layers, select)
         if lengths == [1]:  # once more, as a row that is too long to be seen; see may_compile
+            _, _, layers, _ = replace_layers(blocks_of(model), model, (tokens, positions, layers, select))
             model(tokens, positions, [OpaqueCache(layer) for layer in layers], select)
+
+
+def blocks_of(model: Transformer) -> type[FastBlocks]:
+    """Where no heads share a key, a class that makes no copies."""
+    c = model.config
+    is_plain = c.num_attention_heads == c.num_key_value_heads and model.device.type == "cpu"
+    return CompiledBlocks if is_plain else FastBlocks
 
 
 def leave_out_experts(model: Transformer) -> None:
@@ -107,10 +118,6 @@ def compile_for_cpu(model: Transformer) -> None:
     for module in model.modules():
         if isinstance(module, Int4Linear):
             module.unpack = compile_once(dequantize, dynamic=False)
-    # Where no heads share a key, paged.Runner uses a class that makes no copies. It is set through
-    # vars, as a type checker wants a module's new attributes to be tensors or modules.
-    if model.config.num_attention_heads == model.config.num_key_value_heads:
-        vars(model)["paged_layer"] = CompiledBlocks
 
 
 def compile_for_cuda(model: Transformer, batch_size: int | None) -> None:
@@ -147,7 +154,7 @@ class OpaqueCache(LayerCache):
         return self.layer.attend(q, k, v).contiguous()
 
 
-def hide_caches(model: nn.Module, args: tuple) -> tuple:
+def hide_caches(model: Any, args: tuple) -> tuple:
     """Replace each layer's cache by an OpaqueCache in the arguments of Transformer.forward, unless
     the compiler may look into it."""
     if len(args) == 2:  # there is no cache; see model.NoCache
@@ -155,13 +162,16 @@ def hide_caches(model: nn.Module, args: tuple) -> tuple:
     tokens, positions, layers, *select = args
     if not may_compile(tokens, layers[0]):
         return tokens, positions, [OpaqueCache(layer) for layer in layers], *select
-    if isinstance(layers[0], Blocks):
+    if isinstance(layers[0], Slab):
+        masks: Any = {window: layers[0].masks[window] for window in model.config.windows}
+        layers = [replace(layer, masks=masks) for layer in layers]
+    else:
         (group,) = layers[0].groups  # the same for all layers
         # All such forwards look up their blocks in the table, because a slice would be another
         # piece of code. The masks are made here, once for all layers.
         group.span = None
-        _ = group.masks
-    return args
+        group.masks = {window: group.masks[window] for window in model.config.windows}
+    return tokens, positions, layers, *select
 
 
 def may_compile(tokens: Tensor, layer: Any) -> bool:
@@ -183,7 +193,7 @@ def may_compile(tokens: Tensor, layer: Any) -> bool:
     """
     if isinstance(layer, Slab):
         return tokens.shape[1] == 1 if tokens.is_cpu else layer.kv.dtype != torch.int8
-    if not tokens.is_cpu or type(layer) not in (Blocks, CompiledBlocks):
+    if not tokens.is_cpu or type(layer) not in (FastBlocks, CompiledBlocks):
         return False
     group, *others = layer.groups
     key_bytes = group.table.numel() * layer.kv[:, 0].nbytes // 2  # the other half are values
@@ -193,7 +203,7 @@ def may_compile(tokens: Tensor, layer: Any) -> bool:
 # --- Decoding rows attend without copies ----------------------------------------------------------
 
 
-class CompiledBlocks(Blocks):
+class CompiledBlocks(FastBlocks):
     """One layer's keys and values in blocks, which decoding rows read without a copy.
 
     PyTorch's attention wants a row's keys side by side. Where no query heads share a key, plain
@@ -318,4 +328,4 @@ class Replayed:
         """Return the tensors that a step reads and that change from step to step. Positions are
         left out, as they are a view of the slots. Layers share most masks, so each is listed once.
         tools/cuda_graphs.py does this for a paged cache."""
-        return [tokens, *select, layers[0].slots, *dict.fromkeys(layer.mask for layer in layers)]
+        return [tokens, *select, layers[0].slots, *dict.fromkeys(layer.masks[layer.window] for layer in layers)]

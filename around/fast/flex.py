@@ -11,15 +11,12 @@ tokens are right (docs/gpu.md); how much faster it is has not been measured, so 
 for. Paper: Dong et al. 2024 (arXiv:2412.05496). Read: FlexBlocks.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad
 
-from model import Transformer
-from paged import Blocks, Group, Runner
+from paged import Blocks, Group, Row, Runner, groups_of
 
 QUERIES = 128  # the kernel takes this many queries together
 compiled_attention = torch.compile(flex_attention, dynamic=True)
@@ -31,6 +28,11 @@ torch._dynamo.config.recompile_limit = 64
 
 class FlexBlocks(Blocks):
     """One layer's pool, whose blocks are attended to in place."""
+
+    @classmethod
+    def groups_of(cls, rows: list[Row], runner: Runner) -> list:
+        """No limit: nothing is copied, and the kernel reads the boolean mask without widening it."""
+        return [Group(each, runner) for each in groups_of(rows, runner.block_size, 2**62)]
 
     def attend_group(self, q: Tensor, group: Group) -> Tensor:
         """Do what Blocks.attend_group does, without a copy.
@@ -44,14 +46,18 @@ class FlexBlocks(Blocks):
         if self.kv.dtype != q.dtype:  # int8 keys must be decoded first
             return super().attend_group(q, group)
         two_K, num_blocks, size, H = self.kv.shape
-        B, W = group.table.shape
+        table = group.table
+        B, W = table.shape
         queries = q.reshape(B, two_K // 2, -1, H)  # (B, K, N / K * T, H), as in model.attention
         num_queries = queries.shape[2]
         # 1) Which slots a query sees. `index` is the table turned round: for each row and each
         # block of the pool, the block's index in the row's table. A block that is not in the table
-        # gets W, one past the last index, and there the padded mask is False.
-        index = group.table.new_full((B, num_blocks), W)
-        index.scatter_(1, group.table, torch.arange(W, device=q.device).expand(B, W))
+        # gets W, one past the last index, and there the padded mask is False. What fills up a short
+        # row goes to a column behind the last block.
+        lengths = torch.tensor([row.num_blocks(size) for row in group.rows], device=q.device)
+        places = torch.arange(W, device=q.device).expand(B, W)
+        index = table.new_full((B, num_blocks + 1), W)
+        index.scatter_(1, table.where(places < lengths[:, None], num_blocks), places)
         mask = pad(group.masks[self.window], (0, size))
 
         def sees(row: Tensor, head: Tensor, query: Tensor, slot: Tensor) -> Tensor:
@@ -61,9 +67,9 @@ class FlexBlocks(Blocks):
         # 2) Which blocks each row reads, for each part of QUERIES queries. PyTorch wants a list as
         # long as the pool, and how many of its first entries count.
         num_parts = -(-num_queries // QUERIES)
-        table = pad(group.table, (0, num_blocks - W))  # (B, num_blocks)
+        table = pad(table, (0, num_blocks - W))  # (B, num_blocks)
         blocks = table[:, None, None].expand(B, 1, num_parts, num_blocks).int()
-        counts = blocks.new_full((B, 1, num_parts), W)
+        counts = lengths[:, None, None].expand(B, 1, num_parts).int()
         block_mask = BlockMask.from_kv_blocks(
             counts,
             blocks,
@@ -76,25 +82,3 @@ class FlexBlocks(Blocks):
         k, v = self.kv.flatten(1, 2)[None].chunk(2, 1)  # (1, K, all slots, H) each
         attend = compiled_attention if q.is_cuda else flex_attention
         return attend(queries, k, v, block_mask=block_mask).reshape(q.shape)
-
-
-class FlexRunner(Runner):
-    """A Runner that attends to the blocks in place. It replaces four things of Runner: the kind of
-    cache, the limit on pairs in one call, the block that fills up a short table, and what the
-    memory holds at first."""
-
-    layer_class = FlexBlocks
-    # No limit: the kernel reads the boolean mask without widening it. (With int8 keys, attention
-    # widens it, and nothing bounds that.)
-    max_pairs = 2**62
-
-    def __init__(self, model: Transformer, num_blocks: int, *args: Any) -> None:
-        super().__init__(model, num_blocks + 1, *args)  # one more, which is never written
-        self.num_blocks = num_blocks
-        for kv in self.kv:
-            # Nothing else wipes the extra block, and the uncompiled function computes all blocks.
-            kv.zero_()
-
-    def filler(self, blocks: list[int]) -> int:
-        """The extra block, which no query sees. One of the row's own would be seen twice."""
-        return self.num_blocks
