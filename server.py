@@ -39,7 +39,7 @@ from threading import Event, Thread, active_count, stack_size
 from typing import Any
 
 if __name__ == "__main__":  # first: program handles Ctrl-C while PyTorch is imported below
-    from around.start import program
+    from around import program
 
 from around import settings
 from around.folder.checkpoint import suggested

@@ -29,7 +29,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 if __name__ == "__main__":  # so that Ctrl-C works while PyTorch is imported
-    from around.start import program
+    from around import program
 
 import sentencepiece
 import torch

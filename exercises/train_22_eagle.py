@@ -28,7 +28,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "checkpoints"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 if __name__ == "__main__":  # Ctrl-C may come while PyTorch is imported
-    from around.start import program
+    from around import program
 
 import sentencepiece
 import torch

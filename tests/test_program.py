@@ -62,7 +62,7 @@ def test_ctrl_c_as_the_handler_changes():
     """The signal came after main had returned, in the line that puts the last handler in place."""
     code = """if True:
         import signal, sys
-        from around.start import program
+        from around import program
         set_handler = signal.signal
         def interrupted(number, handler):
             if handler is program.leave:

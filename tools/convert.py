@@ -27,7 +27,7 @@ from typing import Any
 
 if __name__ == "__main__":  # a script uses its own checkout, whichever is installed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from around.start import program  # noqa: F401 (first: Ctrl-C may come while PyTorch is imported)
+    from around import program  # noqa: F401 (first: Ctrl-C may come while PyTorch is imported)
 
 import torch
 from safetensors import SafetensorError

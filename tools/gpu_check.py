@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 if __name__ == "__main__":  # a script uses its own checkout, whichever is installed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from around.start import program  # first: Ctrl-C may come while PyTorch is imported
+    from around import program  # first: Ctrl-C may come while PyTorch is imported
 
 import torch
 

@@ -1,0 +1,213 @@
+"""generate.py's command line: what is asked for, the text as it comes, and what needs the engine: a chat,
+several samples, guesses, several ranks. Read: read, answer, stream, chat.
+"""
+
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from around import settings
+from around.folder.checkpoint import suggested
+from around.machine import Ranks, ctrl_c_held_back, say
+from around.settings import JSON, EngineArgs, SamplingParams, SettingError, blame
+from around.start.launch import cache_size, open_engine
+from sampling import BROKEN, Sequence
+from scheduler import Engine
+
+
+class Asked(NamedTuple):
+    """What a command line asks for: how to build the engine, how to sample, and the text to continue, or
+    a chat."""
+
+    args: EngineArgs
+    params: SamplingParams
+    text: str
+    summary: str
+    chat: bool
+    system: str | None
+    needs_engine: bool
+
+
+def parse_args(argv: list[str] | None) -> Namespace:
+    parser = ArgumentParser(prog="generate.py", description="Generate text from a prompt.")
+    settings.add_flags(parser, EngineArgs, speculate="--speculate-ngram")
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", default="", help="text to continue")
+    prompt.add_argument("--prompt-file", help="read the prompt from this file; - is stdin")
+    prompt.add_argument("--chat", action="store_true", help="talk, with the chat template")
+    parser.add_argument("--system", help="with --chat: what the model is told first")
+    group = parser.add_argument_group(
+        "sampling", "defaults: the checkpoint's generation_config.json, else as in parentheses"
+    )
+    settings.add_flags(group, SamplingParams, max_tokens="--max-new-tokens", n="--num-samples")
+    return parser.parse_args(argv)
+
+
+def read(args: Namespace, ranks: Ranks) -> Asked:
+    """Check a command line, and read the prompt's file."""
+    engine_args = EngineArgs(**settings.given(EngineArgs, args))
+    flags = settings.given(SamplingParams, args)
+    defaults = suggested(engine_args.checkpoint)
+    # In a chat, without --max-tokens, only the context ends a reply.
+    unlimited: JSON = dict(max_tokens=2**31) if args.chat else {}
+    params = SamplingParams(**unlimited | defaults | flags)
+    text = read_prompt(args, ranks)
+    if args.system and not args.chat:
+        raise ValueError("--system needs --chat")
+    needs_engine = (
+        args.chat
+        or params.n > 1
+        or ranks.world_size > 1
+        or engine_args.speculate
+        or engine_args.draft_checkpoint
+        or engine_args.attention != "copy"
+        or settings.given(settings.Limits, args).keys() - {"max_seq_len", "kv_dtype"}
+    )
+    if "max_num_seqs" not in args:  # make the cache only as large as these sequences need
+        engine_args = replace(engine_args, max_num_seqs=1 if args.chat else params.n)
+    summary = f"sampling: {describe(params, flags, defaults)}"
+    return Asked(engine_args, params, text, summary, args.chat, args.system, bool(needs_engine))
+
+
+def answer(asked: Asked, ranks: Ranks) -> int:
+    """Answer by the engine: a chat, or n continuations."""
+    engine = open_engine(asked.args, ranks)
+    if not engine:
+        return 0  # a rank that has followed the first one to its end
+    say(asked.summary)
+    if asked.chat:
+        say(cache_size(engine))
+        status = chat(engine, asked.params, asked.system)
+    else:
+        status = complete(engine, asked.text, asked.params)
+    if engine.proposer.k:  # it may guess
+        say(engine.proposer.summary())
+    return status
+
+
+def read_prompt(args: Namespace, ranks: Ranks) -> str:
+    """Return the text to continue. Ranks other than the first do not need it, and read no file."""
+    file = args.prompt_file
+    needs_stdin = args.chat or file == "-"
+    if needs_stdin and sys.stdin is None:
+        raise ValueError("stdin is closed: use --prompt TEXT or --prompt-file FILE")
+    if not file or ranks.rank:
+        return args.prompt
+    with blame(file):
+        # Both ways keep the ends of lines, which read_text would change. For stdin see program.run.
+        return sys.stdin.read() if file == "-" else Path(file).read_bytes().decode()
+
+
+def describe(params: SamplingParams, flags: JSON, defaults: JSON) -> str:
+    """Return a line that names the settings of sampling, and where each comes from.
+
+    Args:
+        defaults: what the checkpoint's folder suggests.
+    """
+    names = ["temperature", *sorted(params.filters | params.penalties)]
+    sources = dict.fromkeys(defaults, "the folder") | dict.fromkeys(flags, "a flag")
+    return ", ".join(
+        f"{name} {getattr(params, name):g} ({sources.get(name, 'the default')})" for name in names
+    )
+
+
+def stream(sequence: Sequence, steps: Iterator[Any]) -> int:
+    """Run `steps`, and write the text to stdout as it comes, then a line of statistics to stderr.
+
+    Args:
+        steps: each turn may extend the sequence; what it yields does not matter.
+
+    Returns:
+        0; or 130 after Ctrl-C, which ends the sequence with the text so far.
+
+    Raises:
+        ValueError: the sequence ended with an error.
+    """
+    shown = status = 0
+    try:
+        for _ in steps:
+            new = sequence.text[shown:]
+            shown = len(sequence.text)  # before it is printed: Ctrl-C there must not print it twice
+            print(new, end="", flush=True)
+    except KeyboardInterrupt:
+        status = 130
+        sequence.finish("interrupted")
+    if sequence.finish_reason == "error":
+        raise ValueError(BROKEN)
+    print(sequence.text[shown:], flush=True)
+    if sequence.finish_reason == "length" and len(sequence.tokens) < sequence.params.max_tokens:
+        say("the context is full")
+    if sequence.tokens:
+        made, first, *later = sequence.times  # when the sequence was made, and each of its tokens
+        rate = len(later) / max(sequence.times[-1] - first, 1e-9)
+        say(
+            f"{len(sequence.tokens)} new tokens after {sequence.prompt_len} of the prompt, "
+            f"the first in {first - made:.3f} s, then {rate:.1f} tokens/s"
+        )
+    return status
+
+
+def complete(engine: Engine, prompt: str, params: SamplingParams) -> int:
+    """Print n continuations of a prompt. All are made while the first one is shown, so run() has
+    nothing left to do for the others."""
+    for i, sequence in enumerate(engine.add_request(prompt, params).outputs):
+        if i:
+            print("---")
+        status = stream(sequence, engine.run())
+        if status:
+            return status
+    return 0
+
+
+def chat(engine: Engine, params: SamplingParams, system: str | None = None) -> int:
+    """Talk until the input ends, and return the status of the last reply. The engine's prefix cache
+    holds the earlier turns."""
+    tokenizer = engine.tokenizer
+    assert tokenizer
+    params = replace(params, n=1).with_stop(tokenizer.chat_stop)
+    messages = [{"role": "system", "content": system}] if system else []
+    start = len(messages)  # the turns from here on may be forgotten
+    status = 0
+    say("Ctrl-D ends the chat, and Ctrl-C a reply.")
+    for line in iter(ask, ""):
+        if not line.strip():
+            continue
+        turns = [*messages, {"role": "user", "content": line.strip()}]
+        ids = tokenizer.encode_chat(turns)
+        # A quarter of the context is left for the reply.
+        while len(turns) > start + 1 and len(ids) > engine.max_seq_len * 3 // 4:
+            del turns[start : start + 2]  # a question and its reply
+            ids = tokenizer.encode_chat(turns)
+        try:
+            (sequence,) = engine.add_request(ids, params).outputs
+        except SettingError as error:  # such as a message that alone is too long
+            say(f"error: {error}")
+            continue
+        if turns[:-1] != messages:
+            say("the context is full: the oldest turns are forgotten")
+        status = stream(sequence, run_whole_steps(engine))
+        if status:
+            engine.abort(sequence.request)  # frees the blocks of what Ctrl-C has ended
+        if sequence.finish_reason == "length":
+            say(f"the reply was cut after {len(sequence.tokens)} tokens")
+        messages = [*turns, {"role": "assistant", "content": sequence.text}]
+    say("")  # Ctrl-D leaves the cursor behind "> "
+    return status
+
+
+def run_whole_steps(engine: Engine) -> Iterator[None]:
+    """Step until no request is left. Ctrl-C takes effect between two steps, when all blocks are in
+    order, so that they can be kept."""
+    while engine.queue:
+        with ctrl_c_held_back():
+            engine.step()
+        yield
+
+
+def ask() -> str:
+    """Show "> ", and read a line; "" is the end of the input."""
+    say("> ", end="")
+    return sys.stdin.readline()
