@@ -63,6 +63,7 @@ import generate
 from around.api import openai_api
 import sampling
 import server as server_module
+from around.api import front
 from around.api.function_calls import FORMS
 from around.machine import Ranks
 from scheduler import Engine
@@ -1127,7 +1128,7 @@ def test_who_waits_to_be_told_to_go_on(local):
 
 def test_nobody_reads_for_ever(make_local, monkeypatch):
     """64 clients that asked for streams and read nothing kept all others out."""
-    monkeypatch.setattr(server_module, "IDLE_S", 0.5)
+    monkeypatch.setattr(front, "IDLE_S", 0.5)
     local, lazy = make_local(), []
     fields = {**LONG, "prompt": "a", "logprobs": 20, "n": 8, "stream": True}
     for _ in range(2):
@@ -1166,7 +1167,7 @@ def test_slow_clients(local, monkeypatch, capfd):
         slow.sendall(data[-1:])
         assert parse(receive(slow))[0].status == 200
     capfd.readouterr()
-    monkeypatch.setattr(server_module, "IDLE_S", 0.5)
+    monkeypatch.setattr(front, "IDLE_S", 0.5)
     assert local.raw(b"") == local.raw(b"GET / HTTP/1.1\r\n") == []
     assert local.raw(request_bytes()[:-1]) == []
     assert len(local.raw(FIRST)) == 1
@@ -1231,10 +1232,10 @@ def test_the_page_may_load_nothing_else(local, monkeypatch, tmp_path):
         headers = local.get(path).headers
         assert (headers["X-Frame-Options"], headers["Cache-Control"]) == ("DENY", "no-store")
         assert headers["X-Content-Type-Options"] == "nosniff"
-    monkeypatch.setattr(server_module, "PAGE", tmp_path / "page.html")
+    monkeypatch.setattr(front, "PAGE", tmp_path / "page.html")
     local.get("/").fails(404)
     unreadable = MagicMock(**{"read_text.side_effect": PermissionError})
-    monkeypatch.setattr(server_module, "PAGE", unreadable)
+    monkeypatch.setattr(front, "PAGE", unreadable)
     local.get("/").fails(500)  # not a connection that closes without a word
 
 
@@ -1280,7 +1281,7 @@ def test_more_clients_than_threads(local, monkeypatch):
         return sum("(handle)" in thread.name for thread in threading.enumerate())
 
     until(lambda: not num_served())
-    monkeypatch.setattr(server_module, "MAX_THREADS", threading.active_count() + 2)
+    monkeypatch.setattr(front, "MAX_THREADS", threading.active_count() + 2)
     with contextlib.closing(local.open()) as one, contextlib.closing(local.open()) as other:
         one.connect()
         other.connect()
@@ -1299,7 +1300,7 @@ def test_no_thread_is_left(local, monkeypatch):
     def start(thread):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(server_module.Thread, "start", start)
+    monkeypatch.setattr(front.Thread, "start", start)
     assert local.get("/health").status == 503
     monkeypatch.undo()
     local.works()
@@ -1437,7 +1438,7 @@ def test_addresses(make_local, monkeypatch):
     if not socket.has_ipv6:
         pytest.skip("needs IPv6")
     said: list[str] = []
-    monkeypatch.setattr(server_module, "say", said.append)
+    monkeypatch.setattr(front, "say", said.append)
     for host, shown in (("::1", r"\[::1\]"), ("localhost", r"(127.0.0.1|\[::1\])")):
         local = make_local("--host", host)
         want = rf"serving shakespeare on http://{shown}:{local.port}"

@@ -1,0 +1,332 @@
+"""What stands between a socket and the engine: who is let in, the routes that are not completions, the
+threads, and the signals.
+
+server.py has the engine's thread and completions; it builds on Listener and Front. How a request is read
+and an answer sent is in http1.py, and what the bodies mean in openai_api.py. Read: Listener, Front.route.
+"""
+
+import os
+import re
+import secrets
+import select
+import signal
+import socket
+import time
+import traceback
+from argparse import Namespace
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread, active_count, stack_size
+from typing import Any
+
+from around import settings
+from around.api.function_calls import FORMS
+from around.api.http1 import Exchange
+from around.api.openai_api import Problem, demand
+from around.machine import Ranks, say
+from around.settings import JSON, EngineArgs, setting
+
+IDLE_S = 75  # seconds that a client may be silent, or take to read a part of an answer
+MAX_THREADS = 1028  # 1,024 connections, and main, listen, watch and threads.keep_pool
+PAGE = Path(__file__).resolve().with_name("page.html")
+
+
+@dataclass(frozen=True)
+class ServerArgs(EngineArgs):
+    """What to serve, and to whom."""
+
+    host: str = setting("127.0.0.1", "0.0.0.0: listen on all networks, accept any Host header")
+    port: int = setting(8000, "0: any free port", 0, 65535)
+    served_model_name: str | None = setting(None, "in the API (default: the folder's name)")
+    max_queue: int = setting(1024, "waiting requests before a 429", 0)
+    max_body: int = setting(2**22, "bytes of a request's body", 1)
+    shutdown_timeout: float = setting(30.0, "seconds for running requests to finish", 0, 1e6)
+    api_key: str | None = setting(None, "clients must send it (default: $KILOLM_API_KEY)")
+    cors: str | None = setting(None, "an origin whose pages may use the API")
+    tool_format: str = setting(
+        "auto", "how function calls are written; auto: as in the template", choices=("auto", *FORMS)
+    )
+
+
+def server_args(flags: Namespace, ranks: Ranks) -> ServerArgs:
+    """Check a command line. Raises ValueError."""
+    # On a CPU, sequences that decode wait less for a step that has few prompt tokens: the 99th
+    # percentile of the time between their tokens is half as long with 32 as with 512.
+    defaults: JSON = dict(
+        api_key=os.getenv("KILOLM_API_KEY"), small_chunk=32 if ranks.device.type == "cpu" else None
+    )
+    args = ServerArgs(**defaults | settings.given(ServerArgs, flags))
+    if "" in (args.host, args.api_key):
+        raise ValueError("--host and --api-key (or $KILOLM_API_KEY) must not be empty")
+    if args.cors and not re.fullmatch(r"\*|https?://[A-Za-z0-9.:\[\]-]+", args.cors):
+        raise ValueError(f"--cors {args.cors}: must be like http://localhost:3000, or *")
+    return args
+
+
+# --- Threads and signals --------------------------------------------------------------------------
+
+BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
+
+
+class Listener:
+    """Accepts clients, until a signal arrives and the running completions have ended.
+
+    Attributes:
+        connection: the class of a client's connection.
+        busy: the connections that are answering a completion. A connection leaves this set when it
+            has answered, and when its client has left. After a signal, listen() waits for those in
+            it.
+        refused: the sockets of the last clients that found no thread free; see accept.
+        stopping: a signal has arrived, or the engine has died.
+        over: the wait for running completions has ended. Those that are left get an error.
+        snapshot: the engine's state for the page, as JSON.
+        snapshot_time: when a page last caused a snapshot, on time.monotonic's clock.
+    """
+
+    args: ServerArgs
+    api: Any
+    metrics: Any
+    inbox: Any
+    connection: "type[Front]"
+    snapshot = ""
+    snapshot_time = 0.0
+    stopping = False
+    over = False
+
+    def __init__(self, listeners: list[socket.socket]) -> None:
+        """Args: listeners: listening sockets; clients queue there until listen() accepts them."""
+        self.listeners = listeners
+        self.busy: set[Front] = set()
+        self.refused: deque[socket.socket] = deque(maxlen=64)
+
+    def take_snapshot(self) -> None:
+        self.snapshot = self.metrics.snapshot()
+
+    def listen(self) -> None:
+        """Accept connections until a signal arrives, then let the running completions finish within
+        --shutdown-timeout, and end drive()."""
+        host, port = self.listeners[-1].getsockname()[:2]
+        host = f"[{host}]" if ":" in host else host  # IPv6
+        say(f"serving {self.api.name} on http://{host}:{port}")
+        while not self.stopping:
+            for listener in select.select(self.listeners, [], [], 0.1)[0]:
+                try:
+                    self.accept(listener)
+                except OSError as error:  # no descriptor is left
+                    say(str(error))
+                    time.sleep(1)
+        for listener in self.listeners:
+            listener.close()
+        self.wait_for_busy(self.args.shutdown_timeout)
+        self.over = True
+        self.wait_for_busy(1.0)  # until those that are left have sent an error
+        self.inbox.put(None)
+
+    def wait_for_busy(self, seconds: float) -> None:
+        """Wait until no connection is busy, at most this long."""
+        end = time.monotonic() + seconds
+        while self.busy and time.monotonic() < end:
+            time.sleep(0.05)
+
+    def accept(self, listener: socket.socket) -> None:
+        """Start a thread for the next client.
+
+        A client for which no thread is free gets its answer here. If its socket were closed before
+        its request has come, the answer would be lost. So `refused` keeps the last such sockets,
+        and closes the oldest one to make room.
+        """
+        client, _ = listener.accept()
+        if active_count() < MAX_THREADS:
+            with suppress(RuntimeError):  # the system has no thread left: then go on below
+                Thread(target=self.connection(client, self).handle, daemon=True).start()
+                return
+        self.refused.append(client)
+        with suppress(OSError):  # the client has left already
+            client.sendall(BUSY)
+            client.shutdown(socket.SHUT_WR)
+
+    def drive(self) -> None:
+        raise NotImplementedError
+
+
+def serve(server: Listener) -> int:
+    """Serve until SIGTERM or SIGINT, then finish running requests within --shutdown-timeout.
+
+    The model runs in this thread, where it was loaded, and the connections in others. PyTorch's
+    pool of threads belongs to the thread that first used it. In another thread the model would get
+    a second pool, and OpenMP, which would see more threads than cores, would put them to sleep
+    after each operation: on two cores the bundled model was slower by half.
+    """
+    # A connection's thread compiles its grammar. llguidance's compiler recurses along references:
+    # the longest structure that is allowed needs up to 100 MB of stack. Stack that is not used
+    # takes no memory.
+    stack_size(2**27)
+    watch_signals(server)
+    listening = Thread(target=server.listen)
+    listening.start()
+    try:
+        server.drive()
+    finally:
+        server.stopping = True  # also after an error, or clients would wait for ever
+        listening.join()
+    return 0
+
+
+def watch_signals(server: Listener) -> None:
+    """Stop the server at the first signal, and exit at once at the second.
+
+    Python calls a signal's handler in the main thread, between two instructions. So it calls none
+    while that thread waits in a collective for a rank that hangs. The handlers here do nothing.
+    They are there because Python, as soon as a signal with a handler arrives, also writes a byte
+    into the pipe of set_wakeup_fd, and another thread reads it.
+    """
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+
+    def watch() -> None:
+        while os.read(reading, 1):
+            if server.stopping:
+                os._exit(1)
+            server.stopping = True
+
+    Thread(target=watch, daemon=True).start()
+
+
+# --- A connection ---------------------------------------------------------------------------------
+
+# All names that end in .localhost mean this host (RFC 6761), with or without a final dot.
+LOOPBACK = r"(?i)(([\w-]+\.)*localhost\.?|127[.0-9]+|::1|\[::1\])(:[0-9]+)?"
+
+
+class Front(Exchange):
+    """A connection to one client, in a thread of its own: answers its request."""
+
+    def __init__(self, client: socket.socket, server: Any) -> None:
+        super().__init__(client, server.args.max_body, server.args.cors)
+        self.server = server
+
+    def handle(self) -> None:
+        """Answer, then wait until the client closes: if this side closed first while the client
+        still sends, the answer would be lost."""
+        # An OSError means that the client has left, or was silent for too long.
+        with self.socket, self.reader, suppress(OSError):
+            self.socket.settimeout(IDLE_S)  # of each read and write
+            # Do not hold a small event back until the one before is acknowledged.
+            self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self.answer()
+            self.socket.shutdown(socket.SHUT_WR)
+            while self.socket.recv(2**16):
+                pass
+
+    def answer(self) -> None:
+        """Read the request and answer it, with an error if need be."""
+        try:
+            self.read_head()
+            self.route()
+        except Problem as problem:
+            self.send(problem.json, problem.status)
+        except (ConnectionError, TimeoutError):  # the client has left, or is silent for too long
+            raise
+        except Exception:  # a bug in the server, whose details are not for the client
+            traceback.print_exc()
+            self.send(Problem(500, "internal error").json, 500)
+        finally:
+            self.server.busy.discard(self)
+
+    def route(self) -> None:
+        """Check the head of the request, and call the function that answers it."""
+        self.check_host()
+        method, _, path = self.request.partition(" ")
+        name = self.server.api.name
+        routes = ROUTES | {f"/v1/models/{name}": lambda c: c.send(c.server.api.model)}
+        demand(path in routes, 404, f"there is no {path:.100}: there are {', '.join(routes)}")
+        if method == "OPTIONS" and self.cors:
+            self.send({})  # a browser's preflight, which has no key and needs only a success
+            return
+        methods = ["POST"] if path.endswith("/completions") else ["GET", "HEAD"]
+        demand(method in methods, 405, f"{path} takes {methods[0]}, not {method}")
+        if path not in ("/", "/health"):
+            self.check_key()
+        routes[path](self)
+
+    def complete(self, chat: bool) -> None:
+        """Answer a completion, whole or streamed."""
+        raise NotImplementedError
+
+    # --- What is answered -------------------------------------------------------------------------
+
+    def send_snapshot(self) -> None:
+        """Answer with a snapshot of the engine, which its own thread takes. Pages ask for it again
+        and again. Of those that ask within a tenth of a second, the first has it taken. All wait a
+        tenth of a second for it, and get the one before if a step lasts longer."""
+        server = self.server
+        if time.monotonic() > server.snapshot_time + 0.1:
+            server.snapshot_time = time.monotonic()
+            server.inbox.put(server.take_snapshot)
+        time.sleep(0.1)
+        self.send(server.snapshot)
+
+    def send_page(self) -> None:
+        demand(PAGE.is_file(), 404, "page.html is missing")
+        self.send(PAGE.read_text("utf-8"), content_type="text/html")
+
+    def send_health(self) -> None:
+        """The health checks of proxies read only the status."""
+        if self.server.stopping:
+            self.send({"status": "stopping"}, 503)
+        else:
+            self.send({"status": "ok"})
+
+    def log(self, status: int | str) -> None:
+        if (self.request, status) != ("GET /engine", 200):  # a page asks ten times a second
+            super().log(status)
+
+    # --- Checks -----------------------------------------------------------------------------------
+
+    def check_host(self) -> None:
+        """Refuse a page of another site, which may reach this address by that site's own name (DNS
+        rebinding): a server on loopback answers only to names of this host."""
+        host, *others = self.headers.get_all("Host", ["localhost"])
+        demand(not others, 400, "there is more than one Host")
+        if re.fullmatch(LOOPBACK, self.server.args.host):
+            demand(
+                re.fullmatch(LOOPBACK, host),
+                403,
+                f"the Host is {host!r:.100}, and this server answers to localhost: let the proxy "
+                "in front send `Host: localhost`, or start the server with --host 0.0.0.0",
+            )
+
+    def check_key(self) -> None:
+        """Raise a Problem if the server has a key and the client has sent another one, or none."""
+        key = self.server.args.api_key
+        if key:
+            # What follows "Bearer ". Header values are bytes, one for each character.
+            sent = self.headers.get("Authorization", "")[7:].encode("latin-1")
+            is_right = secrets.compare_digest(sent, key.encode())
+            demand(is_right, 401, "the API key is missing or wrong", None, "invalid_api_key")
+
+    def check_queue(self, num_new: int) -> None:
+        """Raise a Problem if more than --max-queue would wait. This counts the sequences in the
+        engine, the requests on their way to it and the new requests (each as one, whatever its n),
+        less the max_num_seqs sequences that can run at once."""
+        engine = self.server.engine
+        num_waiting = len(engine.queue) + len(self.server.incoming) + num_new - engine.max_num_seqs
+        most = self.server.args.max_queue
+        demand(num_waiting <= most, 429, f"{num_waiting} would wait, --max-queue is {most}")
+
+
+ROUTES = {
+    "/": Front.send_page,
+    "/version": lambda c: c.send({"version": settings.VERSION}),
+    "/health": Front.send_health,
+    "/metrics": lambda c: c.send(c.server.metrics.text(), content_type="text/plain; version=0.0.4"),
+    "/engine": Front.send_snapshot,
+    "/v1/models": lambda c: c.send({"object": "list", "data": [c.server.api.model]}),
+    "/v1/completions": lambda c: c.complete(chat=False),
+    "/v1/chat/completions": lambda c: c.complete(chat=True),
+}
