@@ -95,12 +95,12 @@ def distribution(logits: Tensor, batch: Batch) -> Tensor:
     best = logits[greedy].argmax(-1)
     probs[greedy] = 0
     probs[greedy, best] = 1
-    # 4) top-k, top-p, min-p, in the rows that have one of them: as keep_likeliest does, sooner
+    # 4) top-k, top-p, min-p, in the rows that have one of them
     filtered = [b for b, sequence in enumerate(batch) if sequence.filters]
     if len(filtered) == len(batch):
-        return keep_likeliest_fast(probs, params)  # the same as below, without a copy of the rows
+        return keep_likeliest(probs, params)  # the same as below, without a copy of the rows
     if filtered:
-        probs[filtered] = keep_likeliest_fast(probs[filtered], [params[b] for b in filtered])
+        probs[filtered] = keep_likeliest(probs[filtered], [params[b] for b in filtered])
     return probs
 
 
@@ -141,8 +141,12 @@ def penalize_(scores: Tensor, sequence: "Sequence") -> None:
     scores.index_add_(0, output, scores.new_full(output.shape, -p.frequency_penalty))
 
 
-def keep_likeliest(probs: Tensor, params: list[SamplingParams]) -> Tensor:
+def keep_likeliest(probs: Tensor, params: list[SamplingParams], most: int = 256) -> Tensor:
     """Drop tokens by top_k, top_p and min_p, and normalise the others.
+
+    Sorting 150,000 tokens takes longer than a small model's step, and those that are kept are
+    nearly always among the first few hundred. So only the `most` likeliest are sorted, and a row
+    that turns out to need more is done again with all.
 
     Args:
         probs: (B, V), each row summing to 1.
@@ -150,8 +154,21 @@ def keep_likeliest(probs: Tensor, params: list[SamplingParams]) -> Tensor:
     Returns:
         (B, V), each row summing to 1.
     """
-    ranked, ids = probs.sort(dim=-1, descending=True, stable=True)
-    return torch.zeros_like(probs).scatter_(1, ids, filter_ranked(ranked, params))
+    most = min(most, probs.shape[1])
+    # 1) The selected ids are sorted first, so that the lower of two tied ids comes first.
+    ids = probs.topk(most).indices.sort(-1).values
+    ranked, order = probs.gather(1, ids).sort(dim=-1, descending=True, stable=True)
+    # 2) Filter.
+    filtered = filter_ranked(ranked, params)
+    kept = torch.zeros_like(probs).scatter_(1, ids.gather(1, order), filtered)
+    # 3) If a row keeps the last of the selected tokens or one as unlikely, it may have to keep
+    # others. If its top_k is above `most`, the mass of its top_k tokens, which top-p needs, is not
+    # known.
+    unsure = ((filtered > 0) & (ranked == ranked[:, -1:])).any(-1).tolist()
+    again = [b for b, p in enumerate(params) if unsure[b] or p.top_k > most]
+    if again and most < probs.shape[1]:
+        kept[again] = keep_likeliest(probs[again], [params[b] for b in again], probs.shape[1])
+    return kept
 
 
 def filter_ranked(ranked: Tensor, params: list[SamplingParams]) -> Tensor:
@@ -271,37 +288,6 @@ def parts(logits: Tensor, batch: Batch) -> abc.Iterator[tuple[Tensor, Batch]]:
     for start in range(0, len(batch), size):
         rows = slice(start, start + size)
         yield logits[rows], batch[rows]
-
-
-NUM_SELECTED = 256  # tokens that keep_likeliest_fast sorts
-
-
-def keep_likeliest_fast(probs: Tensor, params: list[SamplingParams]) -> Tensor:
-    """Do what keep_likeliest does without sorting the whole vocabulary.
-
-    Sorting 150,000 tokens takes longer than a small model's step, and those that are kept are
-    nearly always among the first few hundred. So only these are selected and sorted, and a row
-    that turns out to need more goes through keep_likeliest.
-    """
-    if probs.shape[1] <= NUM_SELECTED:
-        return keep_likeliest(probs, params)
-    # 1) Sort the selected ids first, so that the lower of two tied ids comes first, as in a stable
-    # sort of the whole vocabulary.
-    ids = probs.topk(NUM_SELECTED).indices.sort(-1).values
-    ranked, order = probs.gather(1, ids).sort(dim=-1, descending=True, stable=True)
-    ids = ids.gather(1, order)
-    # 2) Filter.
-    filtered = filter_ranked(ranked, params)
-    kept = torch.zeros_like(probs).scatter_(1, ids, filtered)
-    # 3) Sort a whole row if the selected tokens cannot decide it. If the row keeps the last of them
-    # or one as unlikely, it may have to keep others that were not selected. If its top_k is above
-    # NUM_SELECTED, the mass of its top_k tokens, which top-p needs, is not known.
-    pivot = ranked[:, -1:]
-    keeps_last = ((filtered > 0) & (ranked == pivot)).any(-1).tolist()
-    again = [b for b, p in enumerate(params) if keeps_last[b] or p.top_k > NUM_SELECTED]
-    if again:
-        kept[again] = keep_likeliest(probs[again], [params[b] for b in again])
-    return kept
 
 
 # --- The sequence ---------------------------------------------------------------------------------

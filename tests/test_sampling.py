@@ -27,14 +27,12 @@ import sampling
 from around.folder.checkpoint import suggested
 from model import Config
 from sampling import (
-    NUM_SELECTED,
     Sequence,
     Token,
     choose_ids,
     distribution,
     draw,
     keep_likeliest,
-    keep_likeliest_fast,
     sample,
     uniform,
 )
@@ -47,6 +45,17 @@ FALSE_ALARM = 1e-6  # chance of each chi-square test to fail a right sampler
 INF = math.inf
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+NUM_SELECTED = 256
+
+
+def keep_likeliest_fast(probs, params):
+    return sampling.keep_likeliest(probs, params)
+
+
+def keep_likeliest(probs, params):
+    return sampling.keep_likeliest(probs, params, probs.shape[1])
 
 
 @cache
