@@ -8,6 +8,7 @@ what it needs. A chat, guesses, several samples and several processes (ranks) ne
 around/start/command.py has these. Read: generate, command. Next: paged.py.
 """
 
+from argparse import Namespace
 from collections.abc import Iterator
 
 if __name__ == "__main__":  # first, as Ctrl-C may come while PyTorch is imported
@@ -15,11 +16,10 @@ if __name__ == "__main__":  # first, as Ctrl-C may come while PyTorch is importe
 
 import torch
 
-from around.folder.tokenizer import Tokenizer
+from around.folder import Tokenizer
 from around.machine import Ranks, say
 from around.settings import CHUNK
-from around.start.command import Namespace, answer, parse_args, read, stream
-from around.start.launch import launch, load_models
+from around.start import answer, launch, load_models, parse_args, read, stream
 from kv_cache import StaticCache
 from model import Transformer
 from sampling import BROKEN, Sequence, Token, finite, sample

@@ -11,11 +11,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from around.folder.checkpoint import suggested
-from around.folder.tokenizer import Ids
+from around.folder import Ids, suggested
 from around.machine import Ranks, pick_device, progress
 from around.settings import JSON, EngineArgs, SamplingParams, check
-from around.start.launch import load_models, make_engine
+from around.start import load_models, make_engine
 from scheduler import Request
 
 

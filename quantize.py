@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from around.machine import progress
-from model import Transformer
 from around.settings import supported
+from model import Transformer
 
 # --- The stored form ------------------------------------------------------------------------------
 

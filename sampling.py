@@ -18,9 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from model import Config
+from around.folder import Ids, TextStream, Tokenizer
 from around.settings import PENALTIES, SamplingParams, SettingError, check_ids
-from around.folder.tokenizer import Ids, TextStream, Tokenizer
+from model import Config
 
 
 class Token(NamedTuple):

@@ -34,11 +34,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from around.folder import Ids, Tokenizer
+from around.settings import CHUNK, Limits, SamplingParams, SettingError, check
 from model import Transformer
 from paged import BlockPool, BlockTable, Row, Runner
 from sampling import Sequence, Token, finite, sample, scored
-from around.settings import CHUNK, Limits, SamplingParams, SettingError, check
-from around.folder.tokenizer import Ids, Tokenizer
 
 # --- What is served -------------------------------------------------------------------------------
 

@@ -30,14 +30,23 @@ if __name__ == "__main__":  # first: program handles Ctrl-C while PyTorch is imp
     from around import program
 
 from around import settings
-from around.api.front import Front, Listener, ServerArgs, serve, server_args
-from around.api.http1 import EVENTS, JSON_TYPE, listen_at
-from around.api.metrics import Metrics
-from around.api.openai_api import API, demand
-from around.folder.checkpoint import suggested
+from around.api import (
+    API,
+    EVENTS,
+    JSON_TYPE,
+    Front,
+    Listener,
+    Metrics,
+    ServerArgs,
+    demand,
+    listen_at,
+    serve,
+    server_args,
+)
+from around.folder import suggested
 from around.machine import Ranks, say
 from around.settings import SamplingParams
-from around.start.launch import cache_size, launch, open_engine
+from around.start import cache_size, launch, open_engine
 from scheduler import Engine, Request
 
 KEEP_ALIVE_S = 15  # seconds after which a stream that has nothing to say shows that it is alive

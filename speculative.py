@@ -26,11 +26,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from around.settings import check, supported
 from model import Transformer
 from paged import Row
 from sampling import Token, distribution, draw, parts, scored
 from scheduler import Guess, Job, Proposer, run_order
-from around.settings import check, supported
 
 # Each seed has one stream of random numbers. Number i draws token i of the output, number GUESS + i
 # draws a guess of that token, and number ACCEPT + i decides whether the guess is accepted. A text

@@ -40,11 +40,11 @@ import torch.distributed as dist
 import torch.distributed.nn  # here, before there is a group; see _world
 from torch import Tensor, nn
 
-from around.folder.checkpoint import Files, build, is_tied
+from around.folder import Files, build, is_tied
 from around.machine import ctrl_c_held_back
+from around.settings import JSON, CheckpointError, blame, supported
 from model import Config, Transformer
 from paged import Row, Runner
-from around.settings import JSON, CheckpointError, blame, supported
 
 # --- A rank's share of a model --------------------------------------------------------------------
 

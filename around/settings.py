@@ -313,9 +313,6 @@ class Limits:
     # The most prompt tokens in a step in which other sequences decode; None: as many as in any
     # step. It is not read if max_num_batched_tokens is set.
     small_chunk: int | None = None
-    kv_memory: float = setting(
-        0.5, "memory for the cache: bytes (4e9), or a share of the free memory if below 1"
-    )
     kv_dtype: str = setting("auto", "keys and values; auto: as --dtype", choices=("auto", "int8"))
     block_size: int = setting(16, "tokens in a block of the cache")
     num_blocks: int | None = setting(None, "blocks in the cache, instead of --kv-memory")
@@ -328,6 +325,12 @@ class Limits:
 class EngineArgs(Limits):
     """Which model to run, and how."""
 
+    kv_memory: float = setting(
+        0.5, "memory for the cache: bytes (4e9), or a share of the free memory if below 1"
+    )
+    plain: bool = setting(
+        False, "run the root's code alone, without around/fast", action="store_true"
+    )
     checkpoint: Path = setting(BUNDLED, "a Hugging Face folder")
     device: str = setting("auto", "where to run", choices=("auto", "cpu", "cuda", "mps"))
     dtype: str = setting("auto", "auto: as in the checkpoint", choices=("auto", *DTYPES))

@@ -21,9 +21,9 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from model import Config
+from around.folder import Ids, Tokenizer
 from around.settings import JSON, SettingError, check, check_items, supported, without_nulls
-from around.folder.tokenizer import Ids, Tokenizer
+from model import Config
 
 
 def make_matcher(tokenizer: Tokenizer, config: Config, constraint: JSON) -> Any:

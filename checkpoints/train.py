@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from around.folder.checkpoint import load_model, named_tensors
+from around.folder.weights import load_model, named_tensors
 from model import Config, LayerCache, Transformer
 
 VOCAB, CONTEXT = 1024, 1024  # pieces; positions

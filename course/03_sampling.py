@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sampling import Sequence, distribution, draw, sample, uniform
 from around.settings import SamplingParams
-from around.folder.tokenizer import Detokenizer
+from around.folder.text import Detokenizer
 
 SETTINGS = {
     "as it is": {}, "temperature 0.5": {"temperature": 0.5},

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from around.folder.checkpoint import build
+from around.folder.weights import build
 from around.machine import Ranks
 from model import MLP
 from around.fast.packed import pack_linears

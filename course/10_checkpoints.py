@@ -12,7 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 import folders
-from around.folder.checkpoint import CheckpointError, build, load_config, load_model, suggested
+from around.settings import CheckpointError
+from around.folder.weights import build, load_model
+from around.folder.config import load_config, suggested
 from model import Transformer
 from sampling import Sequence, distribution
 from around.settings import BUNDLED, SamplingParams

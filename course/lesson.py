@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import tp
-from around.folder.checkpoint import build, load_model
+from around.folder.weights import build, load_model
 from kv_cache import StaticCache
 from around.machine import Ranks
 from around.start.memory import free_memory

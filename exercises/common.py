@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from around.folder.checkpoint import build, load_config, locate_tensors, named_tensors
+from around.folder.weights import build, locate_tensors, named_tensors
+from around.folder.config import load_config
 from generate import generate
 from kv_cache import StaticCache
 from model import Config, Transformer

@@ -8,7 +8,7 @@ import torch
 from common import SHAKESPEARE, bundled, close, logits_of, needs, tiny_model, write
 from torch import Tensor, nn
 
-from around.folder.checkpoint import load_model
+from around.folder.weights import load_model
 from model import Transformer
 from around.folder.tokenizer import Tokenizer
 

@@ -16,7 +16,8 @@ from sampling import Sequence, distribution
 from scheduler import Engine
 from around.settings import SamplingParams
 from speculative import NGram
-from around.folder.tokenizer import Detokenizer, Tokenizer
+from around.folder.text import Detokenizer
+from around.folder.tokenizer import Tokenizer
 
 TODO = "give SamplingParams the field logits_processors"
 Processor = Callable[[list[int], Tensor], Tensor]

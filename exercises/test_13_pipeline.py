@@ -11,7 +11,8 @@ import torch
 from common import SHAKESPEARE, bundled, needs, run_ranks, serve, tiny_model
 
 import tp
-from around.folder.checkpoint import CheckpointError, build, load_model, locate_tensors, named_tensors
+from around.settings import CheckpointError
+from around.folder.weights import build, load_model, locate_tensors, named_tensors
 from model import Config, Transformer
 from paged import Runner
 from scheduler import Engine

@@ -13,7 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import layer_norm
 
-from around.folder.checkpoint import CheckpointError, load_config, load_model, named_tensors
+from around.settings import CheckpointError
+from around.folder.config import load_config
+from around.folder.weights import load_model, named_tensors
 from kv_cache import StaticCache
 from model import LayerCache, NoCache, Transformer, apply_rope
 from quantize import quantize_model

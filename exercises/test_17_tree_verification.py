@@ -10,7 +10,7 @@ import torch
 from common import close, logits_of, needs, tiny_model
 from torch import Tensor
 
-from around.folder.checkpoint import build
+from around.folder.weights import build
 from generate import generate
 from kv_cache import StaticCache, decode
 from model import Transformer

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from around.fast import packed
 import quantize
-from around.folder.checkpoint import CheckpointError, load_model
+from around.settings import CheckpointError
+from around.folder.weights import load_model
 from kv_cache import StaticCache
 from model import Transformer
 from quantize import quantize_model

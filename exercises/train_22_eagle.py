@@ -37,7 +37,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from train import Causal, encode, read
 
-from around.folder.checkpoint import load_model
+from around.folder.weights import load_model
 from model import Block, Transformer
 
 HERE = Path(__file__).resolve().parent

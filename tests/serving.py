@@ -24,7 +24,8 @@ from conftest import ROOT, SHAKESPEARE
 from ways import split
 
 import server as server_module
-from around.folder.checkpoint import load_model, suggested
+from around.folder.weights import load_model
+from around.folder.config import suggested
 from generate import generate
 from kv_cache import StaticCache
 from llm import make_engine

@@ -17,7 +17,7 @@ from conftest import ROOT, program
 from serving import Local
 from test_function_calls import tagged
 
-from around.api import openai_api
+from around.api import requests as openai_api
 
 pytestmark = pytest.mark.slow
 

@@ -18,7 +18,7 @@ from test_quantize import QWEN2, TIED, tiny_folder
 
 from around.fast import packed
 import tp
-from around.folder.checkpoint import build, is_tied, load_model, named_tensors
+from around.folder.weights import build, is_tied, load_model, named_tensors
 from around.machine import Ranks
 from model import Config, Transformer
 from around.fast.packed import Int8Linear, LoopedLinear, WidenedLinear, form_of, pack_linears

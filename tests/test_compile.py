@@ -19,7 +19,7 @@ from around.fast import flex
 import generate as command_line
 from around.fast import packed
 import paged
-from around.folder.checkpoint import build, load_model
+from around.folder.weights import build, load_model
 from around.fast.compiling import OpaqueCache, compile_model, hide_caches
 from generate import generate
 from kv_cache import StaticCache

@@ -21,7 +21,8 @@ from safetensors.torch import load_file
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from around.folder.checkpoint import build, load_config, load_model, suggested
+from around.folder.weights import build, load_model
+from around.folder.config import load_config, suggested
 from course import folders
 from around.folder.tokenizer import Tokenizer
 from tools import report

@@ -14,7 +14,7 @@ import ways
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from around.fast import compiling
-from around.folder.checkpoint import build
+from around.folder.weights import build
 from around.fast.flex import FlexBlocks, FlexRunner
 from kv_cache import StaticCache
 from model import Config, Transformer, attention

@@ -14,7 +14,7 @@ import ways
 from ways import CASES, PATHS, draft_of, plain
 
 import sampling
-from around.folder.checkpoint import build
+from around.folder.weights import build
 from model import Config
 from sampling import SamplingParams, Sequence
 

@@ -15,15 +15,10 @@ from test_model import SIZES, build, copy_with, same
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from around.folder import checkpoint
-from around.folder.checkpoint import (
-    CheckpointError,
-    load_config,
-    load_model,
-    locate_tensors,
-    named_tensors,
-    split_fused,
-)
+from around.folder import weights as checkpoint
+from around.settings import CheckpointError
+from around.folder.config import load_config
+from around.folder.weights import load_model, locate_tensors, named_tensors, split_fused
 from around.fast.compiling import compile_model
 from experts import SparseMLP
 from model import MLP, Config, Transformer

@@ -29,7 +29,8 @@ import generate
 import kv_cache
 import llm
 import scheduler
-from around.folder.checkpoint import load_model, suggested
+from around.folder.weights import load_model
+from around.folder.config import suggested
 from llm import LLM
 from sampling import Sequence
 from around.settings import DTYPES, SamplingParams

@@ -16,7 +16,8 @@ from test_quantize import TIED, logits_of, standing_for, tiny_folder
 from torch import nn
 from torch.nn.functional import kl_div, log_softmax
 
-from around.folder.checkpoint import CheckpointError, is_tied, load_model, named_tensors
+from around.settings import CheckpointError
+from around.folder.weights import is_tied, load_model, named_tensors
 from around.fast.compiling import compile_model
 from generate import generate
 from kv_cache import StaticCache

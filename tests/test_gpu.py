@@ -31,7 +31,7 @@ import quantize
 import sampling
 import scheduler
 import speculative
-from around.folder.checkpoint import load_model
+from around.folder.weights import load_model
 from around.fast.compiling import compile_model
 from kv_cache import StaticCache
 from sampling import Sequence

@@ -20,7 +20,8 @@ from conftest import ROOT
 from safetensors.torch import load_file, save_file
 
 from around import machine
-from around.folder.checkpoint import is_tied, load_config, load_model, named_tensors
+from around.folder.weights import is_tied, load_model, named_tensors
+from around.folder.config import load_config
 from around.folder.families import FAMILIES
 from generate import generate
 from kv_cache import StaticCache

@@ -17,9 +17,9 @@ from selenium.webdriver import ActionChains, Chrome, ChromeOptions, ChromeServic
 from selenium.webdriver.common.by import By
 from serving import ABORTED, CHAT, COMPLETIONS, Broken, Local, until
 
-from around.api import openai_api
+from around.api import requests as openai_api
 import server as server_module
-from around.api.openai_api import Problem
+from around.api.answers import Problem
 
 BROWSER, DRIVER = program("chromium"), program("chromedriver")
 os.environ["SE_OFFLINE"] = "true"  # nothing may be downloaded

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import sampling
-from around.folder.checkpoint import load_model
+from around.folder.weights import load_model
 from model import Config
 from paged import Row
 from around.folder.tokenizer import Tokenizer

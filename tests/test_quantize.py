@@ -24,7 +24,9 @@ from torch import nn
 
 from around.fast import packed
 import quantize
-from around.folder.checkpoint import CheckpointError, build, is_tied, load_config, load_model, named_tensors
+from around.settings import CheckpointError
+from around.folder.weights import build, is_tied, load_model, named_tensors
+from around.folder.config import load_config
 from llm import LLM
 from model import FusedLinear
 from around.fast.packed import (

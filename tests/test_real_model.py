@@ -13,7 +13,7 @@ from conftest import ROOT
 from real_model import real_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from around.folder.checkpoint import load_model
+from around.folder.weights import load_model
 from generate import generate
 from kv_cache import StaticCache
 from llm import LLM

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from transformers.generation import logits_process as hf
 
 import sampling
-from around.folder.checkpoint import suggested
+from around.folder.config import suggested
 from model import Config
 from sampling import (
     Sequence,

@@ -24,7 +24,7 @@ from ways import plain, split
 
 import paged
 import scheduler
-from around.folder.checkpoint import build
+from around.folder.weights import build
 from generate import generate
 from kv_cache import StaticCache
 from llm import LLM

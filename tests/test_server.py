@@ -60,7 +60,7 @@ from serving import (
 )
 
 import generate
-from around.api import openai_api
+from around.api import requests as openai_api
 import sampling
 import server as server_module
 from around.api import front

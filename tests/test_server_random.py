@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving import CHAT, COMPLETIONS, read
 
-from around.api.openai_api import Problem
+from around.api.answers import Problem
 
 pytest_plugins = ["serving"]
 pytestmark = pytest.mark.usefixtures("one_thread")

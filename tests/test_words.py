@@ -19,7 +19,8 @@ from kv_cache import StaticCache
 from sampling import Sequence
 from around.settings import SamplingParams
 from around.structured import vocabulary
-from around.folder.tokenizer import Detokenizer, Tokenizer
+from around.folder.text import Detokenizer
+from around.folder.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}

@@ -32,7 +32,7 @@ import llm
 import model as model_module
 import quantize
 import tp
-from around.folder.checkpoint import load_model
+from around.folder.weights import load_model
 from around.fast.compiling import compile_model
 from around.machine import Ranks
 from paged import Runner

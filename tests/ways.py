@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from around.folder.checkpoint import build, load_model
+from around.folder.weights import build, load_model
 from around.fast.compiling import compile_model, replay_steps
 from around.fast.attending import attend_fast
 from around.fast.flex import FlexBlocks

@@ -50,7 +50,8 @@ import torch
 from torch import Tensor
 
 import tp
-from around.folder.checkpoint import build, load_config, load_model, named_tensors
+from around.folder.weights import build, load_model, named_tensors
+from around.folder.config import load_config
 from kv_cache import StaticCache
 from llm import launch, make_fast
 from around.machine import ALL_THREADS, Ranks, progress

@@ -34,7 +34,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from around.folder.checkpoint import load_model, named_tensors, read_json
+from around.folder.weights import load_model, named_tensors
+from around.settings import read_json
 from around.machine import progress
 from model import NoCache, Transformer, Masks
 from quantize import (

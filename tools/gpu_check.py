@@ -32,7 +32,7 @@ if __name__ == "__main__":  # a script uses its own checkout, whichever is insta
 
 import torch
 
-from around.folder.checkpoint import build
+from around.folder.weights import build
 from around.machine import pick_device
 from model import Config
 from tools import bench, report

@@ -235,7 +235,7 @@ class Kilolm(Peer):
         sys.path.insert(0, str(ROOT))
         import torch
 
-        from around.folder.checkpoint import load_model
+        from around.folder.weights import load_model
         from kv_cache import StaticCache
         from llm import make_fast
         from scheduler import Engine

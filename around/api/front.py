@@ -22,9 +22,9 @@ from threading import Thread, active_count, stack_size
 from typing import Any
 
 from around import settings
+from around.api.answers import Problem, demand
 from around.api.function_calls import FORMS
 from around.api.http1 import Exchange
-from around.api.openai_api import Problem, demand
 from around.machine import Ranks, say
 from around.settings import JSON, EngineArgs, setting
 

@@ -23,8 +23,8 @@ from email.message import Message
 from http import HTTPStatus
 from urllib.parse import unquote
 
+from around.api.answers import Problem, demand
 from around.machine import say
-from around.api.openai_api import Problem, demand
 from around.settings import JSON, check
 
 # The first line of a request: method and path, a query (which is ignored), the version. Below,

@@ -9,8 +9,8 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from itertools import pairwise
 
+from around.folder import PLAIN_TEMPLATE
 from scheduler import Engine, Request
-from around.folder.tokenizer import PLAIN_TEMPLATE
 
 # The upper bounds of a histogram's buckets, in seconds or in tokens.
 BOUNDS = "0.001 0.0025 0.005 0.01 0.025 0.05 0.1 0.25 0.5 1 2.5 5 10 30 60 300 1000 3000 10000 +Inf"

@@ -9,6 +9,10 @@ from typing import Any
 
 import torch
 
+from .threads import use_threads
+
+__all__ = ["make_fast", "use_threads"]
+
 
 def make_fast(
     model: Any,

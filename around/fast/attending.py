@@ -68,7 +68,9 @@ class FastGroup(Group):
         self.is_long = len(rows) == 1 and is_long_prompt(self.positions)
         used = [row.blocks[: row.num_blocks(size)] for row in rows]
         W = max(2, *map(len, used))  # 2, as the compiler takes a size of 1 as a case of its own
-        table = torch.tensor([blocks + blocks[-1:] * (W - len(blocks)) for blocks in used])  # (B, W)
+        table = torch.tensor(
+            [blocks + blocks[-1:] * (W - len(blocks)) for blocks in used]
+        )  # (B, W)
         order = torch.arange(W).expand_as(table)  # the place of each block in its row's text
         if not self.is_long:
             table, order = table.sort()

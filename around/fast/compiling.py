@@ -12,16 +12,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from kv_cache import Slab, StaticCache
-from around.machine import progress
-from model import LayerCache, Transformer
-from around.fast.packed import Int4Linear, compile_once, dequantize, number_of, pack_linears
 from around.fast.attending import FastBlocks, attend_fast, replace_layers
-from paged import Blocks, Group, Row, Runner
+from around.fast.packed import Int4Linear, compile_once, dequantize, number_of, pack_linears
+from around.machine import progress
 from around.settings import CHUNK, blame, supported
+from kv_cache import Slab, StaticCache
+from model import LayerCache, Transformer
+from paged import Group, Row, Runner
 
 # --- Compiled -------------------------------------------------------------------------------------
 
@@ -94,7 +94,9 @@ def compile_with_blocks(model: Transformer, kv_dtype: str) -> None:
         tokens, positions, layers, select = runner.plan(rows)
         model(tokens, positions, layers, select)
         if lengths == [1]:  # once more, as a row that is too long to be seen; see may_compile
-            _, _, layers, _ = replace_layers(blocks_of(model), model, (tokens, positions, layers, select))
+            _, _, layers, _ = replace_layers(
+                blocks_of(model), model, (tokens, positions, layers, select)
+            )
             model(tokens, positions, [OpaqueCache(layer) for layer in layers], select)
 
 
@@ -328,4 +330,9 @@ class Replayed:
         """Return the tensors that a step reads and that change from step to step. Positions are
         left out, as they are a view of the slots. Layers share most masks, so each is listed once.
         tools/cuda_graphs.py does this for a paged cache."""
-        return [tokens, *select, layers[0].slots, *dict.fromkeys(layer.masks[layer.window] for layer in layers)]
+        return [
+            tokens,
+            *select,
+            layers[0].slots,
+            *dict.fromkeys(layer.masks[layer.window] for layer in layers),
+        ]

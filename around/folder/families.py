@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from model import Config
 from around.settings import JSON, check, check_items, choose, supported, without_nulls
+from model import Config
 
 # --- What config.json may leave out ---------------------------------------------------------------
 

@@ -19,8 +19,8 @@ from collections.abc import Callable, Container
 import torch
 from torch import Tensor
 
-from quantize import pack_bits
 from around.settings import JSON, blame, check, choose, supported
+from quantize import pack_bits
 
 # For each tool, the versions of its format that are read. Where none is named, the first counts.
 VERSIONS = dict(gptq=("gptq", "gptq_v2"), awq=("awq", "gemm", "GEMM"))

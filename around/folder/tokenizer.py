@@ -7,9 +7,7 @@ which turns a stream of ids into a stream of text and never shows half a charact
 which ends the text at a stop string.
 """
 
-import json
 import re
-import time
 from collections.abc import Callable
 from functools import partial
 from itertools import groupby
@@ -17,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import sentencepiece
-from jinja2.sandbox import ImmutableSandboxedEnvironment as Sandbox
 
+from around.folder.chat import CHAT, END, NO_DEFAULT, PLAIN_TEMPLATE, plain_turn
+from around.folder.text import Ids
+from around.settings import JSON, blame, pointers, read_optional, supported
 from model import Config
-from around.settings import JSON, blame, pointers, read_optional, supported, without_nulls
-
-Ids = list[int]  # token ids
 
 
 class Tokenizer:
@@ -301,186 +298,3 @@ def pattern_of(token: JSON) -> str:
     if token.get("rstrip"):
         pattern = rf"{pattern}\s*"
     return pattern
-
-
-# --- Ids to text, one at a time -------------------------------------------------------------------
-
-
-class Detokenizer:
-    """Decode a growing list of ids, and return each character once, when it is complete.
-
-    It would be wrong to decode each id alone, for two reasons: a character can span several tokens,
-    and decoders drop the space in front of the first word. So new ids are decoded together with
-    some ids before them (the context), and the text that they add is returned when it cannot end in
-    half a character.
-    """
-
-    def __init__(
-        self, tokenizer: Tokenizer | None, prompt_ids: Ids, show_special: bool = False
-    ) -> None:
-        """Take the end of the prompt as the first context.
-
-        Args:
-            tokenizer: None: all text is empty.
-            show_special: whether special tokens are text.
-        """
-        decode = tokenizer.decode if tokenizer else lambda ids, show_special: ""
-        self._decode = partial(decode, show_special=show_special)
-        self._new: Ids = []
-        # A context should begin with a whole character, and have text. A character spans at most
-        # four tokens, so of four contexts that begin one token apart, one mostly begins with a
-        # whole character. If none of them will do, 128 ids may.
-        for length in (8, 7, 6, 5, 128):
-            self._context = prompt_ids[-length:]
-            text = self._decode(self._context)
-            if text.strip() and not text.startswith("\ufffd"):
-                break
-
-    def push(self, token_id: int | None, last: bool = False) -> str:
-        """Add one id, or none, and return the text that is now complete, which may be "".
-
-        Args:
-            last: also return what has been held back, an incomplete character as "\ufffd".
-
-        Example: ids of "a", 0xC3, 0xA9 (two bytes of one character) -> "a", "", "\u00e9"
-        """
-        if token_id is not None:
-            self._new.append(token_id)
-        before = self._decode(self._context)
-        text = self._decode(self._context + self._new)[len(before) :]
-        # An incomplete character decodes to U+FFFD, and may turn complete ones beside it into
-        # U+FFFD: wait for more. Bytes that are really invalid are returned once other text follows,
-        # or after 32 ids.
-        if text.endswith("\ufffd") and len(self._new) < 32 and not last:
-            return ""
-        # The new ids become the context. If they add no text, or only spaces, which a decoder may
-        # drop at the beginning, the old context stays. If it has fewer than 8 ids, they join it.
-        if text.strip():
-            self._context = self._new
-        elif len(self._context) < 8:
-            self._context += self._new
-        self._new = []
-        return text
-
-
-class TextStream:
-    """The text of a sequence as it grows, up to the first of its stop strings.
-
-    Attributes:
-        text: what may be shown, so it never shrinks. The end of what is decoded is held back while
-            it may be part of a stop string or half a character.
-    """
-
-    def __init__(self, tokenizer: Tokenizer | None, prompt_ids: Ids, stops: tuple) -> None:
-        self.text = ""
-        self._held = ""  # decoded text that may be the beginning of a stop string
-        self._stops = stops
-        self._detokenizer = Detokenizer(tokenizer, prompt_ids)
-
-    def push(
-        self, token_id: int | None, last: bool = False, can_stop: bool = True
-    ) -> tuple[str, bool]:
-        """Add one id, or none.
-
-        Args:
-            last: show also what has been held back, but nothing from a stop string on.
-            can_stop: whether a stop string may end here; see SamplingParams.min_tokens.
-
-        Returns:
-            The text that this id completes, uncut, and whether a stop string was found.
-
-        Example: the stop string is "ab". After "xa" the text is "x", and "a" is held back. If "c"
-            follows, the text is "xac"; if "ab" follows, it ends with "xa", before the stop string.
-        """
-        new = self._detokenizer.push(token_id, last)
-        pending = self._held + new
-        # A stop string counts if it ends after this many characters. One that ended in what was
-        # held came too early (see can_stop), and was held only because a longer one may contain it.
-        early = len(self._held) if can_stop else len(pending)
-        found = []  # where a stop string stands
-        begun = []  # where one may have begun
-        for stop in self._stops:
-            for i in range(len(pending)):
-                if pending.startswith(stop, i):
-                    if i + len(stop) > early:
-                        found.append(i)
-                elif stop.startswith(pending[i:]) and not last:
-                    begun.append(i)
-        cut = min(found or begun, default=len(pending))
-        self.text += pending[:cut]
-        self._held = pending[cut:]
-        return new, bool(found)
-
-
-# --- Chats ----------------------------------------------------------------------------------------
-
-# For checkpoints without a chat template. It writes the turns as a play, which any base model can
-# continue, and which the bundled model was trained on.
-PLAIN_TEMPLATE = (
-    "{% for turn in messages %}"
-    "{{ turn.role | upper }}:\n{{ (turn.content or '') | trim }}\n\n"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}ASSISTANT:\n{% endif %}"
-)
-
-# For checkpoints that have several chat templates with names, and none named "default".
-NO_DEFAULT = "{{ raise_exception('the templates have names, and none is named \"default\"') }}"
-
-# END is put behind a last message that is to be continued, and the rendered text is cut there. It
-# has two characters for private use, which templates do not change, as they are no letters or
-# spaces.
-END = "\U000f5ec3\U000f5ec4"
-
-
-def plain_turn(message: JSON) -> JSON:
-    """Return a message of OpenAI's API as chat templates expect it: without nulls, except that a
-    null content becomes Null(); without an empty list of calls; and with the arguments of calls as
-    objects."""
-    turn = without_nulls(message)
-    if message.get("content", "") is None:
-        turn["content"] = Null()
-    if "reasoning" in turn:  # vLLM's name of a thought; most templates know the other
-        turn.setdefault("reasoning_content", turn["reasoning"])
-    calls = [without_nulls(call) for call in turn.pop("tool_calls", [])]
-    for call in calls:
-        function = without_nulls(call["function"])
-        arguments = function.get("arguments") or {}
-        if isinstance(arguments, str):
-            arguments = json.loads(arguments)
-        call["function"] = function | {"arguments": Arguments(arguments)}
-    if calls:
-        turn["tool_calls"] = calls
-    return turn
-
-
-class Null(str):
-    """A content that is null. A template's `is none` holds for it (see CHAT.tests below), and where
-    it is printed or added to a text, it is empty."""
-
-
-class Arguments(dict):
-    """The arguments of a function call in a history: an object, as most templates expect, but where
-    a template prints it or adds it to a text, it is a string of JSON."""
-
-    def __str__(self) -> str:
-        return json.dumps(self, ensure_ascii=False)
-
-    def __add__(self, text: str) -> str:
-        return str(self) + text
-
-    def __radd__(self, text: str) -> str:
-        return text + str(self)
-
-
-def refuse(message: str) -> None:
-    """Raise an error, for templates that reject a conversation."""
-    raise ValueError(message)
-
-
-# A chat template comes with the checkpoint, so it is untrusted code. It runs in a sandbox, where it
-# can neither reach Python's internals nor change its inputs. It gets the functions, filters and
-# variables that Hugging Face gives it.
-CHAT = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-CHAT.globals.update(raise_exception=refuse, strftime_now=time.strftime, tools=None, documents=None)
-CHAT.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-CHAT.tests["none"] = lambda value: value is None or isinstance(value, Null)

@@ -1,0 +1,12 @@
+"""How programs start: a command line becomes a loaded model and an engine that fits the machine.
+
+The door is what is imported here.
+"""
+
+from .begin import cache_size, launch, load_models, make_engine, open_engine
+from .command import answer, parse_args, read, stream
+
+__all__ = [
+    "answer", "cache_size", "launch", "load_models", "make_engine", "open_engine", "parse_args", "read",
+    "stream",
+]  # fmt: skip

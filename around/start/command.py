@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from around import settings
-from around.folder.checkpoint import suggested
+from around.folder import suggested
 from around.machine import Ranks, ctrl_c_held_back, say
 from around.settings import JSON, EngineArgs, SamplingParams, SettingError, blame
-from around.start.launch import cache_size, open_engine
+from around.start.begin import cache_size, open_engine
 from sampling import BROKEN, Sequence
 from scheduler import Engine
 

@@ -7,16 +7,17 @@ from pathlib import Path
 
 import torch
 
-from around.fast.attending import MAX_PAIRS
-from around.settings import Limits
+from around.settings import EngineArgs
 from model import Transformer
 from paged import Runner
 from scheduler import MAX_SCORED, Proposer, step_budget
 
+# The most pairs of a token and a key in a mask; around/fast/attending.py keeps to it.
+MAX_PAIRS = 2**20
 MAX_BYTES = 2**32  # of the cache on a CPU, as in vLLM: other programs want memory too
 
 
-def affordable_blocks(limits: Limits, model: Transformer, proposer: Proposer) -> int:
+def affordable_blocks(limits: EngineArgs, model: Transformer, proposer: Proposer) -> int:
     """How many blocks fit into limits.kv_memory, and no more than the sequences can use.
 
     A kv_memory of 1 or more is a number of bytes. Below 1 it is a share of the free memory that a

@@ -12,10 +12,7 @@ from typing import Any
 import torch
 
 from around import settings
-from around.fast import make_fast
-from around.fast.threads import use_threads
-from around.folder.checkpoint import load_model, named_tensors
-from around.folder.tokenizer import Tokenizer
+from around.folder import Tokenizer, load_model, named_tensors
 from around.machine import Ranks, pick_device, say
 from around.settings import JSON, EngineArgs, SettingError
 from around.start.memory import affordable_blocks
@@ -84,12 +81,17 @@ def load_models(
     context = model.config.max_position_embeddings
     if args.max_seq_len and args.max_seq_len > context and not ranks.rank:
         say(f"--max-seq-len {args.max_seq_len} is beyond this model's context of {context} tokens")
-    use_threads(args.threads, sum(each.nbytes for _, each in named_tensors(model)))
+    num_bytes = sum(each.nbytes for _, each in named_tensors(model))
     if args.quantize:
         from quantize import quantize_model
 
         quantize_model(model, args.quantize, args.group_size)
     proposer = Proposer() if ranks.rank else load_proposer(args, ranks.device, model)
+    if args.plain:
+        return model, proposer
+    from around.fast import make_fast, use_threads
+
+    use_threads(args.threads, num_bytes)
     for each in (model, *proposer.models):
         make_fast(each, args.compile, batch_size, args.kv_dtype, args.attention)
     return model, proposer
@@ -135,7 +137,7 @@ def make_engine(args: EngineArgs, ranks: Ranks, model: Transformer, proposer: Pr
         raise SettingError("attention", "flex needs one GPU: use --attention copy")
     limits = settings.given(settings.Limits, args)
     if limits["num_blocks"] is None:
-        limits["num_blocks"] = affordable_blocks(settings.Limits(**limits), model, proposer)
+        limits["num_blocks"] = affordable_blocks(args, model, proposer)
     return Engine(model, tokenizer, proposer, make_matcher, ranks.runner or Runner, **limits)
 
 

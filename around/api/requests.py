@@ -1,0 +1,247 @@
+"""A body becomes requests: every field of OpenAI's API is checked before the engine gets anything. Read: API.prepare, translate."""
+
+import re
+import time
+from typing import Any
+
+from around.api.answers import Completion, Problem, demand
+from around.api.function_calls import FORMS, NO_TOOLS, Tools, form_of, restrict, tools_of
+from around.folder import Ids, plain_turn
+from around.settings import (
+    JSON,
+    SamplingParams,
+    SettingError,
+    check,
+    check_ids,
+    supported,
+    without_nulls,
+)
+from around.structured import structure
+from scheduler import Engine, Request
+
+
+class API:
+    """What is served, and how a body becomes requests for it.
+
+    Attributes:
+        model: as /v1/models lists it.
+        defaults: the sampling settings that a body may leave out.
+        form: how the model writes function calls; None: its chat template shows none that is read.
+    """
+
+    def __init__(
+        self, engine: Engine, name: str, defaults: SamplingParams, tool_format: str = "auto"
+    ) -> None:
+        """Args: tool_format: a name out of function_calls.FORMS; auto: see form_of."""
+        assert engine.tokenizer
+        self.engine = engine
+        self.tokenizer = engine.tokenizer
+        self.name = name
+        self.model = dict(
+            id=name,
+            object="model",
+            owned_by="kilolm",
+            created=int(time.time()),
+            max_model_len=engine.max_seq_len,
+        )
+        self.defaults = defaults
+        if tool_format == "auto":
+            tool_format = form_of(self.tokenizer.tool_template)
+        self.form = FORMS.get(tool_format)
+
+    def prepare(self, body: JSON, chat: bool) -> "Completion":
+        """Check a body, and make a Request for each prompt. They are not submitted.
+
+        Raises:
+            Problem: 400 with the field that is wrong, or 404 for another model.
+        """
+        given = without_nulls(body)
+        if given.get("model", self.name) != self.name:
+            raise Problem(404, f"the model here is {self.name!r}", "model", "model_not_found")
+        source = "messages" if chat else "prompt"
+        try:
+            fields = translate(given, chat)
+            tools = tools_of(fields, self.form) if chat else NO_TOOLS
+            restrict(fields, tools)  # may set structured_outputs
+            params = self.sampling_params(fields, chat)
+            prompts = [self.chat_ids(fields, tools)] if chat else split_prompts(fields)
+            check("n", len(prompts) * params.n, int, 1, 256)  # for all prompts together
+            requests = [self.request(prompt, params, fields, source) for prompt in prompts]
+            return Completion(self, fields, requests, tools, chat)
+        except (ValueError, RecursionError) as error:
+            # The error has the engine's name of a field. A client gets the body's name for it, or
+            # `source` if the body has no such field.
+            field = getattr(error, "field", "")
+            alias = ALIASES.get(field, "")
+            if alias in given:
+                field = alias
+            raise Problem(400, str(error)[:500], field if field in given else source) from None
+
+    def request(self, prompt: Any, params: SamplingParams, fields: JSON, source: str) -> Request:
+        """Make a request for one prompt, a text or ids, if it and the output fit."""
+        check("prompt", prompt, str | list)
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        longest = self.engine.max_seq_len
+        asked = len(ids) + fields.get("max_tokens", 1)  # at least one token has to fit
+        demand(
+            asked <= longest,
+            400,
+            # Clients search for this wording, which is OpenAI's.
+            f"This model's maximum context length is {longest} tokens. However, you requested "
+            f"{asked} tokens, {len(ids)} of them in the prompt: ask for less.",
+            source,
+            "context_length_exceeded",
+        )
+        return self.engine.prepare(
+            ids, params, priority=fields.get("priority", 0), cache_salt=fields.get("cache_salt")
+        )
+
+    def sampling_params(self, fields: JSON, chat: bool) -> SamplingParams:
+        """Return the sampling settings of a request. Omitted ones come from the checkpoint, except
+        max_tokens: it is 16 in a completion, and in a chat only the context limits it."""
+        # Checked here, because this error shows up to nine keys that are no ids; SamplingParams
+        # would name only one.
+        check_ids("logit_bias", fields["logit_bias"], self.engine.config.vocab_size)
+        defaults = vars(self.defaults) | dict(max_tokens=self.engine.max_seq_len if chat else 16)
+        params = SamplingParams(**{name: fields.get(name, defaults[name]) for name in defaults})
+        # A structure ends by itself, and may contain the template's stop strings.
+        if chat and not params.structured_outputs:
+            params = params.with_stop(self.tokenizer.chat_stop)
+        return params
+
+    def chat_ids(self, fields: JSON, tools: Tools) -> Ids:
+        """Render the messages of a chat and encode them."""
+        messages = fields["messages"]
+        demand(messages, 400, "messages must have at least one message", "messages")
+        for i, message in enumerate(messages):
+            check_message(message, f"messages[{i}]")
+        goes_on = fields["continue_final_message"]
+        options = dict(
+            add_generation_prompt=fields["add_generation_prompt"] and not goes_on,
+            tools=fields["tools"] if tools.schemas else None,
+        )
+        options |= fields["chat_template_kwargs"]
+        return self.tokenizer.encode_chat(messages, goes_on, **options)
+
+
+# The engine's name of a setting -> the body's name for it, where they differ.
+ALIASES = dict(max_tokens="max_completion_tokens", logprobs="top_logprobs",
+               structured_outputs="response_format")  # fmt: skip
+# The fields' defaults. A value of another type is refused.
+DEFAULTS: JSON = dict(
+    messages=[], n=1, stream=False, stream_options={}, echo=False, logit_bias={},
+    response_format={"type": "text"}, reasoning_format="auto", chat_template_kwargs={},
+    continue_final_message=False, add_generation_prompt=True, tools=[],
+    parallel_tool_calls=True)  # fmt: skip
+# Fields that would change the answer, but are not supported. Those of REFUSED must be left out, and
+# the others may have only the value that is given here. Fields that this file does not mention,
+# such as `user` or `store`, are ignored, even if they would change the answer.
+REFUSED = """audio grammar json_schema n_predict prompt_logprobs chat_template documents
+    allowed_token_ids guided_json guided_regex guided_choice guided_grammar"""
+UNSUPPORTED = dict.fromkeys(REFUSED.split()) | dict(
+    functions=[], suffix="", bad_words=[], modalities=["text"],
+    use_beam_search=False, skip_special_tokens=True, include_stop_str_in_output=False,
+    add_special_tokens=True, return_token_ids=False)  # fmt: skip
+
+
+def translate(given: JSON, chat: bool) -> JSON:
+    """Return the fields of a body with their defaults, and add what the rest of this file reads:
+
+        max_tokens, logprobs, structured_outputs   from fields that have other names in OpenAI's API
+        include_usage, continuous_usage_stats      out of stream_options
+        prompt_logprobs                            equals `echo`, and Choice shows the prompt by it.
+                                                   If logprobs are asked for, the prompt gets them
+                                                   too. A body that has this field is refused
+        hidden                                     true with echo if max_tokens is 0: nothing is to
+                                                   be generated. The engine has to generate one
+                                                   token, which is not shown
+
+    Raises:
+        SettingError: a field has the wrong type, or asks for what is not supported.
+    """
+    fields = DEFAULTS | given
+    for name, default in DEFAULTS.items():
+        check(name, fields[name], type(default))
+    for name in ("include_usage", "continuous_usage_stats"):
+        value = fields["stream_options"].get(name)
+        fields[name] = value is not None and check(f"stream_options[{name}]", value, bool)
+    if fields.get("function_call") == "none":  # OpenAI's older tool_choice
+        fields.setdefault("tool_choice", "none")
+    check_supported(fields, chat)
+    if "max_completion_tokens" in fields:
+        fields["max_tokens"] = fields["max_completion_tokens"]
+    if fields["echo"]:
+        # Checked here, because max_tokens: false would count as 0 below.
+        check("max_tokens", fields.get("max_tokens"), int | None, 0)
+    fields["prompt_logprobs"] = fields["echo"]
+    fields["hidden"] = fields["echo"] and fields.get("max_tokens") == 0
+    if fields["hidden"]:
+        fields["max_tokens"] = 1
+    if chat:  # here `logprobs` is a bool, and `top_logprobs` the number
+        num_top = fields.get("top_logprobs", 0)
+        is_scored = check("logprobs", fields.pop("logprobs", False), bool)
+        if is_scored:
+            fields["logprobs"] = num_top
+        elif num_top:
+            raise SettingError("top_logprobs", "needs logprobs: true")
+        if fields["continue_final_message"] and given.get("add_generation_prompt"):
+            raise SettingError("add_generation_prompt", "excludes continue_final_message: true")
+    # What is no id stays a text, which check_ids refuses.
+    fields["logit_bias"] = {
+        int(i) if re.fullmatch("0|[1-9][0-9]{,8}", i) else i: bias
+        for i, bias in fields["logit_bias"].items()
+    }
+    schema = structure(fields["response_format"])
+    if schema:
+        if "structured_outputs" in fields:
+            raise SettingError("structured_outputs", "excludes response_format")
+        fields["structured_outputs"] = schema
+    return fields
+
+
+def check_supported(fields: JSON, chat: bool) -> None:
+    """Raise SettingError if a field asks for what is not supported."""
+    allowed = UNSUPPORTED | dict(best_of=fields["n"])
+    if not fields["stream"]:
+        allowed["stream_options"] = {}
+    if chat:
+        # The chat template writes the special tokens.
+        allowed |= dict(echo=False, add_special_tokens=False)
+    else:
+        allowed |= dict(tools=[], tool_choice="auto")
+    # With the choice "none", tools count as left out.
+    if fields.get("tool_choice") == "none":
+        fields = fields | dict(tools=[], functions=[], tool_choice="auto")
+    for name, value in fields.items():
+        if name in allowed:
+            supported(name, value, allowed[name])
+    supported("reasoning_format", fields["reasoning_format"], "auto", "deepseek", "none")
+
+
+def split_prompts(fields: JSON) -> list:
+    """Return the prompts of a completion: its field `prompt` is a single prompt (a text or a list
+    of ids) or a list of prompts."""
+    prompt = fields.get("prompt", "")
+    if isinstance(prompt, list) and not all(type(i) is int for i in prompt):
+        return prompt
+    return [prompt]
+
+
+def check_message(message: JSON, name: str) -> None:
+    """Check a chat's message. If its content is a list of parts, replace it by their joined texts.
+
+    Raises:
+        Problem: the message has another form than OpenAI's.
+    """
+    try:
+        check("role", message.get("role"), str)
+        text = message.get("content")
+        if isinstance(text, list):
+            for part in text:
+                supported("content of type", part.get("type", "text"), "text")
+            text = "\n".join(part["text"] for part in text)
+        check("content", text, str | None if message.get("tool_calls") else str)
+        message["content"] = text
+        plain_turn(message)  # encode_chat does it too; here the error names the message
+    except Exception as error:  # of any kind, as values have any type
+        raise Problem(400, f"role, content or tool_calls are wrong: {error}", name) from None

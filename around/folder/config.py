@@ -1,0 +1,137 @@
+"""config.json and generation_config.json, checked, as a model.Config. Read: load_config."""
+
+from pathlib import Path
+
+from around.folder.families import (
+    complete,
+    complete_rope,
+    fold_settings,
+    layer_settings,
+    rope_settings,
+)
+from around.settings import (
+    DTYPES,
+    JSON,
+    CheckpointError,
+    SamplingParams,
+    blame,
+    check,
+    check_fields,
+    check_items,
+    choose,
+    read_json,
+    read_optional,
+)
+from model import Config
+
+
+def load_config(path: Path | str) -> Config:
+    """Read `config.json` of a checkpoint folder, the EOS ids in `generation_config.json`, and the
+    settings of GPTQ and AWQ tools.
+
+    Raises:
+        CheckpointError: the file is missing or not valid JSON, or it names an architecture or a
+            setting that does not run here.
+    """
+    file = Path(path) / "config.json"
+    if not file.parent.is_dir():
+        raise CheckpointError(
+            f"{path}: there is no such folder; `hf download OWNER/NAME --local-dir FOLDER` makes "
+            "one, and a GGUF file is made into one by transformers (from_pretrained with "
+            "gguf_file=NAME, then save_pretrained)"
+        )
+    adapter = file.with_name("adapter_config.json")
+    if adapter.exists():
+        raise CheckpointError(
+            f"{adapter}: adapters do not run here: merge a LoRA into its model (peft's "
+            "merge_and_unload, then save_pretrained), or delete this file beside a whole model"
+        )
+    raw = read_json(file)
+    with blame(file):
+        # 1) What the file says, and its family's defaults. The family's EOS counts only if neither
+        # file names one. If generation_config.json does, [] takes its place, and eos_ids adds that.
+        generation = read_optional(file.with_name("generation_config.json"))
+        if "eos_token_id" in generation:
+            raw.setdefault("eos_token_id", [])
+        raw = complete(raw)
+        # 2) Defaults that follow from other settings.
+        heads = check("num_attention_heads", raw["num_attention_heads"], int)
+        raw = {
+            "num_key_value_heads": heads,
+            "head_dim": check("hidden_size", raw["hidden_size"], int) // heads,
+            "qkv_bias": raw["attention_bias"],
+            "o_bias": raw["attention_bias"],
+            **raw,
+        }
+        if check("head_dim", raw["head_dim"], int) % 2:
+            raise ValueError(f"head_dim {raw['head_dim']} must be even")
+        # 3) Settings that Config has under another name or in another form.
+        raw |= dict(
+            dtype=choose("dtype", raw.get("dtype", raw["torch_dtype"]), DTYPES),
+            eos_ids=eos_ids(raw, generation),
+            num_experts=raw.get("num_local_experts", raw["num_experts"]),
+            quantization=quantization(file.parent, raw),
+        )
+        # 4) What differs from layer to layer, and numbers that are folded into the weights.
+        raw |= layer_settings(raw)
+        rope = complete_rope(raw)
+        raw |= rope_settings(raw, rope)
+        raw |= fold_settings(raw, rope)
+        config = Config(**{name: raw[name] for name in raw.keys() & Config.__annotations__})
+        check_config(config)
+    return config
+
+
+def check_config(config: Config) -> None:
+    """Check all settings, alone and together.
+
+    Raises:
+        ValueError: one of them is wrong, or two do not fit.
+    """
+    check_fields(config)
+    heads = config.num_attention_heads
+    check("num_experts", config.num_experts, int, 1, 1024)  # more take half a minute to build
+    check("num_experts_per_tok", config.num_experts_per_tok, int, 1, config.num_experts)
+    # The product, too, must be within check's bounds for an int, or a matrix could have more bytes
+    # than int64 can count.
+    check("heads * head_dim", heads * config.head_dim, int)
+    if heads % config.num_key_value_heads:
+        raise ValueError(
+            f"{heads} heads must be a multiple of the {config.num_key_value_heads} kv heads"
+        )
+
+
+def eos_ids(*sources: JSON) -> tuple[int, ...]:
+    """Return the ids that end a text. Chat checkpoints add their end of turn in
+    generation_config.json."""
+    found = []
+    for source in sources:
+        ids = source.get("eos_token_id", [])
+        found += ids if isinstance(ids, list) else [ids]
+    return tuple(dict.fromkeys(check_items("eos_token_id", found, list, int, 0)))
+
+
+def quantization(folder: Path, raw: JSON) -> JSON:
+    """Collect the settings of quantised weights. Some GPTQ and AWQ tools write a file of settings
+    beside config.json. Where both files have a setting, config.json's value counts."""
+    found = check("quantization_config", raw["quantization_config"], dict)
+    for method, name in dict(gptq="quantize_config.json", awq="quant_config.json").items():
+        stored = read_optional(folder / name)
+        if stored:
+            found = {"quant_method": method, **stored, **found}
+    return found
+
+
+def suggested(path: Path | str) -> JSON:
+    """Return the sampling settings that a checkpoint's generation_config.json suggests.
+
+    Raises:
+        CheckpointError: one of them has a wrong value.
+    """
+    file = Path(path) / "generation_config.json"
+    stored = read_optional(file)
+    names = "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty"
+    found = {name: stored[name] for name in names.split() if name in stored}
+    with blame(file):
+        SamplingParams(**found)  # this checks them
+    return found
