@@ -161,12 +161,14 @@ def keep_likeliest(probs: Tensor, params: list[SamplingParams], most: int = 256)
     # 2) Filter.
     filtered = filter_ranked(ranked, params)
     kept = torch.zeros_like(probs).scatter_(1, ids.gather(1, order), filtered)
+    if most == probs.shape[1]:
+        return kept
     # 3) If a row keeps the last of the selected tokens or one as unlikely, it may have to keep
     # others. If its top_k is above `most`, the mass of its top_k tokens, which top-p needs, is not
     # known.
     unsure = ((filtered > 0) & (ranked == ranked[:, -1:])).any(-1).tolist()
     again = [b for b, p in enumerate(params) if unsure[b] or p.top_k > most]
-    if again and most < probs.shape[1]:
+    if again:
         kept[again] = keep_likeliest(probs[again], [params[b] for b in again], probs.shape[1])
     return kept
 

@@ -18,7 +18,7 @@ import torch
 from common import SHAKESPEARE, bundled
 
 from around.api.function_calls import FORMS, Form, Tools, form_of, split_calls
-from llm import make_engine
+from around.start import make_engine
 from around.machine import Ranks
 from around.api.requests import API
 from scheduler import Proposer

@@ -28,7 +28,7 @@ from around.folder.weights import load_model
 from around.folder.config import suggested
 from generate import generate
 from kv_cache import StaticCache
-from llm import make_engine
+from around.start import make_engine
 from around.machine import Ranks
 from sampling import Sequence
 from server import ServerArgs, parse_args

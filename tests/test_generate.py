@@ -27,7 +27,7 @@ from ways import plain
 
 import generate
 import kv_cache
-import llm
+from around.start import begin as llm, command
 import scheduler
 from around.folder.weights import load_model
 from around.folder.config import suggested
@@ -89,6 +89,7 @@ def cli(capsys, monkeypatch):
 
     monkeypatch.setattr(llm, "load_model", load_once)
     monkeypatch.setattr(generate, "stream", streaming)
+    monkeypatch.setattr(command, "stream", streaming)
     return run
 
 
@@ -200,7 +201,7 @@ def draw(monkeypatch):
 
     def only(token_id):
         bias = {"logit_bias": {token_id: 100}}
-        monkeypatch.setattr(generate, "suggested", lambda path: suggested(path) | bias)
+        monkeypatch.setattr(command, "suggested", lambda path: suggested(path) | bias)
 
     return only
 
@@ -416,7 +417,7 @@ def test_prompts_of_llm(monkeypatch):
 def test_line_ends_and_other_alphabets():
     """CRLF became LF; a terminal that is not UTF-8 ended the run."""
     code = (
-        "import sys, generate, program; make = generate.Sequence.__init__\n"
+        "import sys, generate; from around import program; make = generate.Sequence.__init__\n"
         "def say(self, ids, *more):\n    print(repr(generate.Tokenizer(generate.settings.BUNDLED)"
         ".decode(ids)), '\u00e9\u4f60'); make(self, ids, *more)\n"
         "generate.Sequence.__init__ = say; sys.argv[0] = 'generate.py'; program.run(generate.main)"

@@ -41,7 +41,7 @@ from test_scheduler import (
 )  # fmt: skip
 
 import generate as command_line
-import llm
+from around.start import begin as llm
 import sampling
 import speculative
 from llm import LLM

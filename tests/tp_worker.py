@@ -28,10 +28,11 @@ import torch
 from conftest import DRAFT
 
 import generate
-import llm
+from around.start import begin as llm
 import model as model_module
 import quantize
 import tp
+from around.start import ranks as ranks_module
 from around.folder.weights import load_model
 from around.fast.compiling import compile_model
 from around.machine import Ranks
@@ -100,7 +101,7 @@ def captured(argv):
 
 def join():
     """What llm.launch does: alone, there is nobody to join."""
-    return tp.join(CPU) if "RANK" in os.environ else contextlib.nullcontext(Ranks(CPU))
+    return ranks_module.join(CPU) if "RANK" in os.environ else contextlib.nullcontext(Ranks(CPU))
 
 
 def cases(models, commands, compiled=()):
@@ -132,7 +133,7 @@ def write_cases(folder):
         found[name] = result
         (folder / f"found.{os.environ['RANK']}").write_text(json.dumps(found))
 
-    with tp.join(CPU), mock.patch.multiple(tp.dist, **nothing):
+    with ranks_module.join(CPU), mock.patch.multiple(tp.dist, **nothing):
         for case in cases(*json.loads((folder / "cases").read_text())):
             note(*case)
     tasks = Path("/proc/self/task").glob("*/comm")

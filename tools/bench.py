@@ -53,8 +53,10 @@ import tp
 from around.folder.weights import build, load_model, named_tensors
 from around.folder.config import load_config
 from kv_cache import StaticCache
-from llm import launch, make_fast
-from around.machine import ALL_THREADS, Ranks, progress
+from around.fast import make_fast
+from around.start import launch
+from around.fast.threads import ALL_THREADS
+from around.machine import Ranks, progress
 from model import Config, Transformer, rope_frequencies
 from paged import BlockPool, BlockTable, Row, Runner
 from quantize import MODES, quantize_model

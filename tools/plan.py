@@ -53,7 +53,7 @@ from torch import Tensor
 
 import sampling
 import server
-from llm import launch
+from around.start import launch
 from around.machine import Ranks, progress
 from model import Config
 from paged import BlockTable, Row, Runner, groups_of

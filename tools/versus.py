@@ -237,7 +237,7 @@ class Kilolm(Peer):
 
         from around.folder.weights import load_model
         from kv_cache import StaticCache
-        from llm import make_fast
+        from around.fast import make_fast
         from scheduler import Engine
         from around.settings import DTYPES
 
