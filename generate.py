@@ -11,9 +11,6 @@ around/start/command.py has these. Read: generate, command. Next: paged.py.
 from argparse import Namespace
 from collections.abc import Iterator
 
-if __name__ == "__main__":  # first, as Ctrl-C may come while PyTorch is imported
-    from around import program
-
 import torch
 
 from around.folder import Tokenizer
@@ -80,4 +77,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    program.run(main)
+    raise SystemExit(main())

@@ -17,6 +17,7 @@ The alphabet of shape comments, unless a file says otherwise:
     N query heads   K kv heads   H head dim   D model dim   F feed-forward dim
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -285,9 +286,11 @@ def rope_frequencies(config: Config) -> Tensor:
     return config.rope_theta ** -(exponent / config.head_dim)[None]
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Masked softmax attention. Caches call it unless they can do without a mask; see
-    kv_cache.attend_to_prompt.
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, kernel: Callable = F.scaled_dot_product_attention
+) -> Tensor:
+    """Masked softmax attention. Every cache and every fast path calls it, so a change made here,
+    such as a soft cap of the scores, holds for all of them.
 
     The N / K query heads that share a kv head become further queries of that head, so that each key
     is read once. `enable_gqa` reads it N / K times, which is 2 to 3 times slower at T = 1 on a CPU.
@@ -296,12 +299,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         q: (B, N, T, H).
         k, v: (B, K, S, H), where K divides N.
         mask: (B or 1, 1, N / K * T, S) bool, True where a query sees a key; see Masks.
+        kernel: computes it for heads that share no keys; around/fast has others.
 
     Returns:
         (B, N, T, H).
     """
     queries = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # (B, K, N / K * T, H)
-    y = F.scaled_dot_product_attention(queries, k, v, mask)
+    y = kernel(queries, k, v, mask)  # (B, K, N / K * T, H)
     return y.reshape(q.shape)  # not view: a GPU's kernels lay y out in an order of their own
 
 

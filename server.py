@@ -26,9 +26,6 @@ from argparse import ArgumentParser, Namespace
 from threading import Event
 from typing import Any
 
-if __name__ == "__main__":  # first: program handles Ctrl-C while PyTorch is imported below
-    from around import program
-
 from around import settings
 from around.api import (
     API,
@@ -216,4 +213,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    program.run(main)
+    raise SystemExit(main())

@@ -20,7 +20,6 @@ Saxena 2023 (github.com/apoorvumang/prompt-lookup-decoding). Read: accept, Guess
 DraftModel.
 """
 
-from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
@@ -136,66 +135,21 @@ class Guesser(Proposer):
         )
 
 
-@dataclass
-class NGramState:
-    """What NGram remembers of one job.
-
-    Attributes:
-        text: the job's ids, one character each.
-        guess: what was guessed last, as characters.
-        pause: for how many tokens the job paused after its last wrong guess; 0 after a right one.
-        start: how long the text must be for the next guess.
-    """
-
-    text: str = ""
-    guess: str = ""
-    pause: int = 0
-    start: int = 0
-
-
-# LONGEST_PAUSE is in tokens. With longer pauses, a text that begins to repeat itself is noticed
-# late. Tokens/s of a 135M model in float32 on a Zen 4, for prose at temperature 1, at 0.7, and for
-# a repeated file:
-#     without guesses                 15.2   15.6   14.4
-#     without pauses                  14.6   18.8   49.4
-#     pauses of at most  4            15.5   17.1   47.7
-#                        8            15.3   17.5   47.7
-#                       32            15.1   15.7   44.2
-LONGEST_PAUSE = 4
-
-
 class NGram(Guesser):
-    """Prompt lookup: guess what followed the last few tokens when they occurred before.
-
-    It is right where a text repeats itself: in code, summaries and corrections. Elsewhere its wrong
-    guesses cost speed, so a job makes no guesses for a while after a wrong one: for 1 token after
-    the first guess of which nothing was right, for 2 tokens after the second, and for 4 after each
-    later one. A guess that is right as a whole starts this count anew. All of it depends on the
-    job's own text, not on its neighbours.
-    """
+    """Prompt lookup: guess what followed the last few tokens when they occurred before. It is right
+    where a text repeats itself: in code, summaries and corrections."""
 
     def __init__(self, k: int) -> None:
         super().__init__(k)
-        self.states: WeakKeyDictionary = WeakKeyDictionary()  # job -> NGramState, while it lives
+        self.texts: WeakKeyDictionary = WeakKeyDictionary()  # job -> its ids, a character each
 
     def propose(self, jobs: list[Job]) -> None:
         for job in jobs:
-            state = self.states.setdefault(job, NGramState())
+            text = self.texts.get(job, "")
             # Python has about 2**20 characters. Two ids that share one can only cause a bad guess.
-            new = "".join(chr(i % 2**20) for i in job.ids[len(state.text) :])
-            state.text += new
-            # 1) Judge the last guess by the tokens that came since. An empty guess changes nothing:
-            # every text begins with "", so it is not wrong, and the second case excludes it.
-            if not new.startswith(state.guess[:1]):  # its first token was wrong
-                state.pause = min(max(1, 2 * state.pause), LONGEST_PAUSE)
-                state.start = len(state.text) + state.pause
-            elif state.guess and new.startswith(state.guess):  # all its tokens were right
-                state.pause = 0
-            # 2) Guess, unless the job pauses.
-            state.guess = ""
-            if len(state.text) >= state.start:
-                state.guess = lookup(state.text, job.num_guesses)
-            ids = [ord(character) for character in state.guess]
+            text += "".join(chr(i % 2**20) for i in job.ids[len(text) :])
+            self.texts[job] = text
+            ids = [ord(character) for character in lookup(text, job.num_guesses)]
             job.guess = Guess(ids, [1.0] * len(ids))
 
 

@@ -154,19 +154,9 @@ def blame(what: Path | str) -> Iterator[None]:
 
 def reason_of(error: Exception, what: Path | str) -> object:
     """Return what the message of a CheckpointError says after `what`."""
-    if isinstance(what, Path) and pointers(what):
-        return f"{pointers(what)} are pointers of Git LFS and not the files: run git lfs pull"
     if isinstance(error, OSError) and str(error.filename) == str(what):
         return error.strerror  # the error's whole text would name the file again
     return error if isinstance(error, ValueError | OSError) else repr(error)
-
-
-def pointers(path: Path) -> list[str]:
-    """Return the names of files that Git LFS has left as pointers: those in a folder, or that of
-    `path` itself."""
-    files = path.iterdir() if path.is_dir() else [path]
-    mark = b"version https://git-lfs"
-    return [f.name for f in files if f.is_file() and f.open("rb").read(len(mark)) == mark]
 
 
 def read_json(path: Path) -> JSON:
@@ -295,6 +285,10 @@ class SamplingParams:
 # Prompt tokens per forward. With larger chunks the weights are read less often: on a CPU 512 is up
 # to 17 % faster than 256, and more than 512 gains little.
 CHUNK = 512
+# Pairs of a query and a key in one call of attention, unless one query alone sees more keys.
+# PyTorch widens a mask to the queries' dtype: for 257 tokens, 32 query heads, 4 kv heads and 32,000
+# keys in float32 that is 263 MB.
+MAX_PAIRS = 2**20
 DTYPES = dict(float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16)
 BUNDLED = Path(__file__).resolve().parents[1] / "checkpoints/shakespeare"
 
@@ -339,9 +333,6 @@ class EngineArgs(Limits):
         None,
         "input channels per scale, for int4 (default: the largest of 128, 64, 32 that fits)",
         -1,  # the least; -1 means one scale for all input channels
-    )
-    attention: str = setting(
-        "copy", "how to read the cache's blocks: copy, or flex on a GPU", choices=("copy", "flex")
     )
     compile: bool = setting(
         False, "start slower, run faster (docs/quantisation.md)", action="store_true"

@@ -28,8 +28,6 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-if __name__ == "__main__":  # so that Ctrl-C works while PyTorch is imported
-    from around import program
 
 import sentencepiece
 import torch
@@ -380,4 +378,4 @@ def write_record(path: Path, runs: dict) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exits through `replacing`'s cleanup
-    program.run(main)
+    sys.exit(main())

@@ -10,9 +10,9 @@ from lesson import LETTERS, Lesson, forward_ms, parts_strip, run, seconds
 import torch
 from torch import Tensor
 
-from sampling import Sequence, distribution, draw, sample, uniform
-from around.settings import SamplingParams
 from around.folder.text import Detokenizer
+from around.settings import SamplingParams
+from sampling import Sequence, distribution, draw, sample, uniform
 
 SETTINGS = {
     "as it is": {}, "temperature 0.5": {"temperature": 0.5},

@@ -5,8 +5,8 @@ python course/05_paging.py
 
 from lesson import Lesson, drain, memory_strip, random_ids, run
 
-from scheduler import Engine
 from around.settings import SamplingParams
+from scheduler import Engine
 
 SIZE, ROOM, SLOTS = 16, 256, 1024  # tokens in a block, in the longest sequence, in the memory
 PREFIX, OWN, NEW = 96, 16, 24  # tokens of the shared prefix, of the rest of a prompt; new tokens

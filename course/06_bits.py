@@ -11,8 +11,8 @@ from lesson import Lesson, forward_ms, run
 import torch
 from torch import Tensor
 
-from model import Transformer
 from around.fast.packed import onednn_multiplies, pack_linears
+from model import Transformer
 from quantize import linears, quantize_model
 from tools.measure import bytes_per_step
 

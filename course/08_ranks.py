@@ -12,10 +12,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from around.fast.packed import pack_linears
 from around.folder.weights import build
 from around.machine import Ranks
 from model import MLP
-from around.fast.packed import pack_linears
 from tools.bench import SHAPES, random_model
 from tools.measure import bytes_per_step
 

@@ -12,13 +12,12 @@ import torch
 from safetensors.torch import load_file
 
 import folders
-from around.settings import CheckpointError
-from around.folder.weights import build, load_model
 from around.folder.config import load_config, suggested
+from around.folder.tokenizer import Tokenizer
+from around.folder.weights import build, load_model
+from around.settings import BUNDLED, CheckpointError, SamplingParams
 from model import Transformer
 from sampling import Sequence, distribution
-from around.settings import BUNDLED, SamplingParams
-from around.folder.tokenizer import Tokenizer
 
 STACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 IDS = torch.arange(256)[None]  # a text of 256 tokens, and also their positions

@@ -11,8 +11,8 @@ from zlib import crc32
 
 from lesson import Lesson, run
 
-from scheduler import Engine
 from around.settings import SamplingParams
+from scheduler import Engine
 
 # OWN: tokens of a prompt after its document; NEW: tokens of an answer
 MACHINES, DOCUMENTS, OWN, NEW = 3, 6, 16, 4

@@ -33,16 +33,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import tp
-from around.folder.weights import build, load_model
-from kv_cache import StaticCache
-from around.machine import Ranks
-from around.start.memory import free_memory
-from model import Config, Transformer
 from around.fast.packed import pack_linears
+from around.folder.tokenizer import Tokenizer
+from around.folder.weights import build, load_model
+from around.machine import Ranks
+from around.settings import BUNDLED
+from around.start.memory import free_memory
+from kv_cache import StaticCache
+from model import Config, Transformer
 from sampling import uniform
 from scheduler import Engine, Job
-from around.settings import BUNDLED
-from around.folder.tokenizer import Tokenizer
 from tools import pictures
 from tools.bench import SHAPES, try_to_write
 from tools.measure import read_bandwidth

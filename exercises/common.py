@@ -16,14 +16,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from around.folder.weights import build, locate_tensors, named_tensors
 from around.folder.config import load_config
+from around.folder.weights import build, locate_tensors, named_tensors
+from around.settings import SamplingParams
 from generate import generate
 from kv_cache import StaticCache
 from model import Config, Transformer
 from sampling import Sequence
 from scheduler import Engine, Request
-from around.settings import SamplingParams
 from tools.books import audit
 
 ROOT = Path(__file__).resolve().parent.parent

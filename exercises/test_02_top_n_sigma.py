@@ -6,9 +6,9 @@ import pytest
 import torch
 from common import call, needs, serve, tiny_model, write
 
+from around.settings import SamplingParams
 from sampling import Sequence, distribution
 from scheduler import Engine
-from around.settings import SamplingParams
 from speculative import NGram
 
 MODEL = tiny_model()

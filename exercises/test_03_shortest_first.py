@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from common import call, tiny_model
 
-from scheduler import Engine, Request
 from around.settings import SamplingParams
+from scheduler import Engine, Request
 from tools.books import audit
 
 MODEL = tiny_model()

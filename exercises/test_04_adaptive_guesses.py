@@ -5,9 +5,9 @@ from dataclasses import replace
 import torch
 from common import serve, tiny_model
 
+from around.settings import SamplingParams
 from sampling import Token
 from scheduler import Engine, Guess, Job, Request
-from around.settings import SamplingParams
 from speculative import Guesser, NGram
 
 MODEL = tiny_model()

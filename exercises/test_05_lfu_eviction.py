@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from common import call, serve, tiny_model
 
+from around.settings import SamplingParams
 from paged import BlockPool, BlockTable
 from scheduler import Engine
-from around.settings import SamplingParams
 from tools.books import audit_pool
 
 TODO = "give BlockPool (and Engine, which makes it) the option evict"

@@ -8,10 +8,10 @@ import torch
 from common import logits_of, needs, serve, tiny_model, write
 from torch import Tensor
 
+from around.settings import SamplingParams
 from model import Transformer
 from paged import Row
 from scheduler import Engine
-from around.settings import SamplingParams
 from tools.books import audit_pool
 
 MODEL = tiny_model(num_hidden_layers=3)

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import quantize
 from around.folder.weights import load_model
+from around.settings import EngineArgs
 from model import Transformer
 from quantize import quantize_model
-from around.settings import EngineArgs
 from tools import convert
 
 IDS = [10, 200, 30, 400, 50, 600, 70, 800]

@@ -8,9 +8,9 @@ import torch
 from common import SHAKESPEARE, bundled, close, logits_of, needs, tiny_model, write
 from torch import Tensor, nn
 
+from around.folder.tokenizer import Tokenizer
 from around.folder.weights import load_model
 from model import Transformer
-from around.folder.tokenizer import Tokenizer
 
 TEXT = "ROMEO:\nBut, soft! what light through yonder window breaks?\nIt is the east, and Juliet"
 OTHER = "KING RICHARD II:\nWhat must the king do now? must he submit?\nThe king shall do it: must"

@@ -11,8 +11,8 @@ from common import close, logits_of, needs, tiny_model, write
 from safetensors.torch import save_file
 from torch import nn
 
-from around.settings import CheckpointError
 from around.folder.weights import named_tensors
+from around.settings import CheckpointError
 from model import Transformer
 from quantize import QuantLinear, quantize_model
 

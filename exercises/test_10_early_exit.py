@@ -6,11 +6,11 @@ import pytest
 import torch
 from common import bundled, needs, serve, tiny_model, write
 
+from around.settings import SamplingParams
 from model import Transformer
 from paged import Row, Runner
 from quantize import quantize_model
 from scheduler import Engine, Job
-from around.settings import SamplingParams
 from speculative import DraftModel
 
 IDS = [5, 6, 7, 8, 9, 10, 11]

@@ -8,11 +8,11 @@ import torch
 from common import close, logits_of, needs, tiny_model
 from torch import Tensor
 
+from around.settings import SamplingParams
 from generate import generate
 from kv_cache import StaticCache
 from model import LayerCache, Transformer
 from sampling import Sequence
-from around.settings import SamplingParams
 
 MODEL = tiny_model(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
 TEXT = random.Random(2).choices(range(1, 32), k=60)

@@ -11,13 +11,13 @@ import torch
 from common import SHAKESPEARE, bundled, call, needs, serve, tiny_model
 from torch import Tensor
 
+from around.folder.text import Detokenizer
+from around.folder.tokenizer import Tokenizer
+from around.settings import SamplingParams
 from generate import main
 from sampling import Sequence, distribution
 from scheduler import Engine
-from around.settings import SamplingParams
 from speculative import NGram
-from around.folder.text import Detokenizer
-from around.folder.tokenizer import Tokenizer
 
 TODO = "give SamplingParams the field logits_processors"
 Processor = Callable[[list[int], Tensor], Tensor]

@@ -11,12 +11,11 @@ import torch
 from common import SHAKESPEARE, bundled, needs, run_ranks, serve, tiny_model
 
 import tp
-from around.settings import CheckpointError
 from around.folder.weights import build, load_model, locate_tensors, named_tensors
+from around.settings import CheckpointError, SamplingParams
 from model import Config, Transformer
 from paged import Runner
 from scheduler import Engine
-from around.settings import SamplingParams
 
 TODO = (
     "make the file in the root, with stage(model, files, rank, ranks), which is used like tp.shard"

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from common import bundled, needs
 
 import tp
-from scheduler import Engine, Request
 from around.settings import SamplingParams
+from scheduler import Engine, Request
 from tools.books import audit, audit_pool
 
 TODO = "make the file in the root, with serve_prompts, add_prefilled and stop"

@@ -13,14 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import layer_norm
 
-from around.settings import CheckpointError
 from around.folder.config import load_config
 from around.folder.weights import load_model, named_tensors
+from around.settings import CheckpointError, SamplingParams
 from kv_cache import StaticCache
 from model import LayerCache, NoCache, Transformer, apply_rope
 from quantize import quantize_model
 from scheduler import Engine
-from around.settings import SamplingParams
 from tools import convert
 
 T = 80  # tokens; an error in the positions may show only after 30 or so

@@ -18,14 +18,14 @@ import torch
 from common import SHAKESPEARE, bundled
 
 from around.api.function_calls import FORMS, Form, Tools, form_of, split_calls
-from around.start import make_engine
-from around.machine import Ranks
 from around.api.requests import API
-from scheduler import Proposer
-from server import Server, ServerArgs, listen_at, parse_args
-from around.settings import SamplingParams
 from around.folder.text import Detokenizer
 from around.folder.tokenizer import Tokenizer
+from around.machine import Ranks
+from around.settings import SamplingParams
+from around.start import make_engine
+from scheduler import Proposer
+from server import Server, ServerArgs, listen_at, parse_args
 from tools.books import audit
 
 os.environ["NO_PROXY"] = "127.0.0.1"  # openai's client would use the environment's proxy

@@ -11,11 +11,11 @@ from common import close, logits_of, needs, tiny_model
 from torch import Tensor
 
 from around.folder.weights import build
+from around.settings import SamplingParams
 from generate import generate
 from kv_cache import StaticCache, decode
 from model import Transformer
 from sampling import Sequence, Token, distribution, draw, uniform
-from around.settings import SamplingParams
 from speculative import ACCEPT
 
 TODO = "make the file in the root, with Tree, plan, accept, verify and write"

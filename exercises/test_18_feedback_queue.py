@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from common import needs, tiny_model, write
 
-from scheduler import Engine, Job, Request, place_in_line
 from around.settings import SamplingParams
+from scheduler import Engine, Job, Request, place_in_line
 from speculative import NGram
 from tools.books import audit
 

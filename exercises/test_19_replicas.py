@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from common import needs, serve, tiny_model, write
 
-from scheduler import Engine, Request
 from around.settings import SamplingParams
+from scheduler import Engine, Request
 from tools.books import audit
 
 MODEL = tiny_model()

@@ -12,14 +12,13 @@ from common import SHAKESPEARE, bundled, close, logits_of, tiny_model, write
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from around.fast import packed
 import quantize
-from around.settings import CheckpointError
+from around.fast import packed
 from around.folder.weights import load_model
+from around.settings import CheckpointError, EngineArgs
 from kv_cache import StaticCache
 from model import Transformer
 from quantize import quantize_model
-from around.settings import EngineArgs
 from tools import convert
 
 IDS = [10, 200, 30, 400, 50, 600, 70, 800]

@@ -11,12 +11,12 @@ from common import ROOT, SHAKESPEARE, bundled, logits_of, needs, serve, tiny_mod
 from safetensors.torch import load_file
 from torch import Tensor
 
-from model import Block, NoCache, Transformer, Masks
+from around.folder.tokenizer import Tokenizer
+from around.settings import SamplingParams
+from model import Block, Masks, NoCache, Transformer
 from sampling import distribution, draw
 from scheduler import Engine, Job, Request
-from around.settings import SamplingParams
 from speculative import GUESS, DraftModel, NGram
-from around.folder.tokenizer import Tokenizer
 
 HEAD = ROOT / "exercises" / "data" / "eagle.safetensors"
 IDS = [5, 6, 7, 8, 9, 10, 11]
@@ -48,9 +48,9 @@ def head(model: Transformer, weights: dict[str, Tensor], ids: list[int], before:
     positions = torch.arange(len(ids))[None]
     x = torch.cat((model.embed(torch.tensor(ids)), before), 1)[None]  # (1, T, 2 D)
     x = F.linear(x, weights["fc.weight"].to(x.dtype))
-    return block(
-        x, *model.rope(positions)[0], NoCache(Masks(config, positions, positions)[None])
-    )[0]
+    return block(x, *model.rope(positions)[0], NoCache(Masks(config, positions, positions)[None]))[
+        0
+    ]
 
 
 @torch.no_grad()

@@ -8,11 +8,11 @@ import pytest
 import torch
 from common import bundled, close, logits_of, needs, tiny_model
 
+from around.settings import SamplingParams
 from generate import generate
 from kv_cache import StaticCache, decode
 from model import Transformer
 from sampling import Sequence
-from around.settings import SamplingParams
 
 TODO = "make the file in the root, with Window, plan, verify and write"
 MODEL = tiny_model(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)

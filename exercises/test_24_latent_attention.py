@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 from torch.utils.flop_counter import FlopCounterMode
 
+from around.settings import SamplingParams
 from generate import generate
 from kv_cache import StaticCache
 from model import Config, Transformer
 from paged import Row, Runner
 from sampling import Sequence
 from scheduler import Engine
-from around.settings import SamplingParams
 
 TODO = "make the file in the root, with latent_model, LatentCache and LatentRunner"
 N, H, R, P = 4, 8, 12, 4  # heads, head dim, width of the latent, width of the rope key

@@ -17,10 +17,10 @@ from torch import Tensor
 
 import tp
 from around.folder.weights import build, named_tensors
+from around.settings import SamplingParams
 from experts import SparseMLP
 from model import MLP, Config, Transformer
 from scheduler import Engine
-from around.settings import SamplingParams
 
 TODO = "make the file in the root, with spread and finish"
 # For three ranks: rank 0 has two of them, and the most to do; the others end early.

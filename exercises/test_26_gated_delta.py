@@ -14,12 +14,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
+from around.settings import SamplingParams
 from generate import generate
 from kv_cache import StaticCache
 from model import Config, NoCache, Transformer
 from sampling import Sequence
 from scheduler import Engine
-from around.settings import SamplingParams
 
 TODO = "make the file in the root, with delta_model and DeltaCache"
 D, K, N, HK, HV, W = 16, 2, 4, 6, 5, 4  # K key heads and N value heads, their widths, the kernel

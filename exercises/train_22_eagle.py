@@ -27,8 +27,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "checkpoints"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-if __name__ == "__main__":  # Ctrl-C may come while PyTorch is imported
-    from around import program
 
 import sentencepiece
 import torch
@@ -190,4 +188,4 @@ def evaluate(model: Transformer, head: Head, texts: Tensor, known: Tensor) -> li
 
 
 if __name__ == "__main__":
-    program.run(main)
+    sys.exit(main())

@@ -28,14 +28,13 @@ from typing import Any
 
 if __name__ == "__main__":  # a script uses its own checkout, whichever is installed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from around import program  # first: Ctrl-C may come while PyTorch is imported
 
 import torch
 import ways
 
 from around.fast.packed import form_of
-from quantize import QuantLinear, quantize_model
 from around.settings import DTYPES
+from quantize import QuantLinear, quantize_model
 from tools import bench
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -207,4 +206,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    program.run(main)
+    sys.exit(main())

@@ -86,7 +86,12 @@ class Gpu:
     def read(self):
         """Note a read: the line of the project that asked for it."""
         frame = sys._getframe()
-        while Path(frame.f_code.co_filename).parent not in (ROOT, ROOT / "tools", ROOT / "around/fast", ROOT / "around/folder"):
+        while Path(frame.f_code.co_filename).parent not in (
+            ROOT,
+            ROOT / "tools",
+            ROOT / "around/fast",
+            ROOT / "around/folder",
+        ):
             frame = frame.f_back
             if not frame:
                 return  # of a test

@@ -24,16 +24,16 @@ from conftest import ROOT, SHAKESPEARE
 from ways import split
 
 import server as server_module
-from around.folder.weights import load_model
 from around.folder.config import suggested
+from around.folder.tokenizer import Tokenizer
+from around.folder.weights import load_model
+from around.machine import Ranks
+from around.settings import SamplingParams, given
+from around.start import make_engine
 from generate import generate
 from kv_cache import StaticCache
-from around.start import make_engine
-from around.machine import Ranks
 from sampling import Sequence
 from server import ServerArgs, parse_args
-from around.settings import SamplingParams, given
-from around.folder.tokenizer import Tokenizer
 from tools.books import audit
 
 os.environ["NO_PROXY"] = "127.0.0.1"  # openai's client would ask a proxy of the environment

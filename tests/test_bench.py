@@ -16,12 +16,12 @@ import torch
 from conftest import ROOT, SHAKESPEARE
 from test_quantize import QWEN2, TIED, tiny_folder
 
-from around.fast import packed
 import tp
+from around.fast import packed
+from around.fast.packed import Int8Linear, LoopedLinear, WidenedLinear, form_of, pack_linears
 from around.folder.weights import build, is_tied, load_model, named_tensors
 from around.machine import Ranks
 from model import Config, Transformer
-from around.fast.packed import Int8Linear, LoopedLinear, WidenedLinear, form_of, pack_linears
 from quantize import QuantLinear, quantize_model
 from tools import bench, pictures, report, versus
 from tools.measure import bytes_per_step

@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from around.folder import families
-from around.settings import CheckpointError
 from around.folder.config import load_config
 from around.folder.weights import load_model
+from around.settings import CheckpointError
 
 RAW = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64,

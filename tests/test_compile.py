@@ -14,22 +14,20 @@ import torch
 from conftest import DRAFT, ROOT
 from torch._inductor.utils import run_and_get_code
 
-from around.fast import compiling
-from around.fast import flex
 import generate as command_line
-from around.fast import packed
 import paged
-from around.folder.weights import build, load_model
+from around.fast import compiling, flex, packed
 from around.fast.compiling import OpaqueCache, compile_model, hide_caches
+from around.fast.packed import LoopedLinear, PackedLinear
+from around.folder.weights import build, load_model
+from around.settings import SamplingParams
 from generate import generate
 from kv_cache import StaticCache
 from llm import LLM
 from model import Config, FusedLinear, Transformer, attention
-from around.fast.packed import LoopedLinear, PackedLinear
 from paged import Row, Runner
 from sampling import Sequence
 from scheduler import Engine
-from around.settings import SamplingParams
 
 slow = pytest.mark.slow
 WISH = SamplingParams(temperature=0.5, seed=1, max_tokens=20, ignore_eos=True)

@@ -21,10 +21,10 @@ from safetensors.torch import load_file
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from around.folder.weights import build, load_model
 from around.folder.config import load_config, suggested
-from course import folders
 from around.folder.tokenizer import Tokenizer
+from around.folder.weights import build, load_model
+from course import folders
 from tools import report
 
 COURSE = ROOT / "course"

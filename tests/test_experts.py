@@ -15,14 +15,14 @@ from test_model import SIZES, build, copy_with, same
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
+from around.fast.compiling import compile_model
+from around.fast.packed import Int4Linear, Int8Linear, PackedLinear, pack_linears
 from around.folder import weights as checkpoint
-from around.settings import CheckpointError
 from around.folder.config import load_config
 from around.folder.weights import load_model, locate_tensors, named_tensors, split_fused
-from around.fast.compiling import compile_model
+from around.settings import CheckpointError
 from experts import SparseMLP
 from model import MLP, Config, Transformer
-from around.fast.packed import Int4Linear, Int8Linear, PackedLinear, pack_linears
 from paged import Row, Runner
 from quantize import QuantLinear, quantize_model
 

@@ -15,12 +15,11 @@ from test_model import ATOL, build, copy_with, hf_logits, our_logits
 from test_tokenizer import LLAMA, LLAMA_SIZE, NAMES, byte_level, write
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from around.settings import CheckpointError
-from around.folder.weights import is_tied, load_model
 from around.folder.config import load_config
-from sampling import Sequence
-from around.settings import SamplingParams
 from around.folder.tokenizer import Tokenizer
+from around.folder.weights import is_tied, load_model
+from around.settings import CheckpointError, SamplingParams
+from sampling import Sequence
 from tools.convert import copy_rest
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -11,10 +11,10 @@ import pytest
 from conftest import SHAKESPEARE
 from serving import CHAT, HI, Local, local, make_local, shared  # noqa: F401 (fixtures)
 
-from around.folder.config import load_config
 from around.api.function_calls import FORMS, OPEN, Tools, form_of, restrict, split_calls, tools_of
-from around.structured import make_matcher, structure
+from around.folder.config import load_config
 from around.folder.tokenizer import Tokenizer
+from around.structured import make_matcher, structure
 
 TOKENIZER = Tokenizer(SHAKESPEARE)
 CONFIG = load_config(SHAKESPEARE)

@@ -27,14 +27,15 @@ from ways import plain
 
 import generate
 import kv_cache
-from around.start import begin as llm, command
 import scheduler
-from around.folder.weights import load_model
 from around.folder.config import suggested
+from around.folder.tokenizer import Tokenizer
+from around.folder.weights import load_model
+from around.settings import DTYPES, SamplingParams
+from around.start import begin as llm
+from around.start import command
 from llm import LLM
 from sampling import Sequence
-from around.settings import DTYPES, SamplingParams
-from around.folder.tokenizer import Tokenizer
 
 CONFIG = json.loads((SHAKESPEARE / "config.json").read_text())
 TRAINED, EOS = CONFIG["max_position_embeddings"], CONFIG["eos_token_id"]

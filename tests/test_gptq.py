@@ -16,14 +16,13 @@ from test_quantize import TIED, logits_of, standing_for, tiny_folder
 from torch import nn
 from torch.nn.functional import kl_div, log_softmax
 
-from around.settings import CheckpointError
-from around.folder.weights import is_tied, load_model, named_tensors
 from around.fast.compiling import compile_model
+from around.folder.weights import is_tied, load_model, named_tensors
+from around.settings import CheckpointError, SamplingParams
 from generate import generate
 from kv_cache import StaticCache
 from quantize import MODES, QuantLinear, group_scales, linears, quantize_model, round_to_nearest
 from sampling import Sequence
-from around.settings import SamplingParams
 from tools import convert
 from tools.convert import best_scales, calibrate, gptq
 

@@ -21,7 +21,6 @@ from pretend import CUDA, KERNELS, MPS, Gpu
 from test_gptq import other_folder
 from test_quantize import tiny_folder
 
-from around.fast import compiling
 import experts
 import generate
 import llm
@@ -31,12 +30,13 @@ import quantize
 import sampling
 import scheduler
 import speculative
-from around.folder.weights import load_model
+from around.fast import compiling
 from around.fast.compiling import compile_model
+from around.folder.weights import load_model
+from around.settings import SamplingParams, SettingError
 from kv_cache import StaticCache
 from sampling import Sequence
 from scheduler import Engine
-from around.settings import SamplingParams, SettingError
 from speculative import DraftModel, NGram
 from tools import bench
 

@@ -7,17 +7,18 @@ import pytest
 import torch
 from test_scheduler import random_model
 
-from generate import generate
 from around.fast import attending
-from around.fast.attending import LONG, attend_fast
+from around.fast.attending import attend_fast
+from around.settings import SamplingParams
+from generate import generate
 from kv_cache import StaticCache
-from model import Config, Transformer, attention, Masks
+from model import Config, Masks, Transformer, attention
 from paged import Row, Runner
 from sampling import Sequence
 from scheduler import Engine
-from around.settings import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+LONG = 1024
 T = LONG + 200
 
 

@@ -20,16 +20,16 @@ from conftest import ROOT
 from safetensors.torch import load_file, save_file
 
 from around import machine
-from around.folder.weights import is_tied, load_model, named_tensors
 from around.folder.config import load_config
 from around.folder.families import FAMILIES
+from around.folder.weights import is_tied, load_model, named_tensors
+from around.machine import progress
+from around.settings import SamplingParams
 from generate import generate
 from kv_cache import StaticCache
-from around.machine import progress
-from model import apply_rope, Masks
+from model import Masks, apply_rope
 from quantize import quantize_model, round_to_nearest
 from sampling import Sequence
-from around.settings import SamplingParams
 from tools.convert import main as convert
 
 T = 80  # tokens compared: a wrong rope layout shows only past about 32, a cache's buckets past 64

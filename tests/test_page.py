@@ -17,8 +17,8 @@ from selenium.webdriver import ActionChains, Chrome, ChromeOptions, ChromeServic
 from selenium.webdriver.common.by import By
 from serving import ABORTED, CHAT, COMPLETIONS, Broken, Local, until
 
-from around.api import requests as openai_api
 import server as server_module
+from around.api import requests as openai_api
 from around.api.answers import Problem
 
 BROWSER, DRIVER = program("chromium"), program("chromedriver")

@@ -6,7 +6,7 @@ written there, and after every step each table must read back exactly its own.
 """
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -14,13 +14,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from around.fast import attending, compiling
+from around.fast import attending, compiling, flex
 from around.fast.attending import side_by_side
-from around.fast import flex
-from kv_cache import StaticCache, decode, encode
-from model import Config, Transformer, attention, Masks
-from paged import BlockPool, BlockTable, Row, Runner, groups_of
 from around.settings import Limits, SettingError
+from kv_cache import StaticCache, decode, encode
+from model import Config, Masks, Transformer, attention
+from paged import BlockPool, BlockTable, Row, Runner, groups_of
 from tools.books import audit_pool
 
 
@@ -450,7 +449,9 @@ def test_paged_attention_equals_its_slow_twin(way, N, K, size, window, monkeypat
     nobody's: the pool must be equal in every slot afterwards. A NaN in a slot of another row, or
     of nobody, that is multiplied by 0."""
     blocks = 24
-    kinds = dict(copied=attending.FastBlocks, followed=flex.FlexBlocks, gathered=compiling.CompiledBlocks)
+    kinds = dict(
+        copied=attending.FastBlocks, followed=flex.FlexBlocks, gathered=compiling.CompiledBlocks
+    )
     runner = runner_of(blocks, size, N, K, window)
     near = {}
     if way == "gathered":
@@ -499,7 +500,9 @@ def test_blocks_that_follow_each_other_are_not_copied(tables, is_view):
     runner = runner_of(8, 4, N=4, K=2)
     rows = [Row(blocks, 4 * len(blocks) - 2, [1, 2][: len(tables[0])]) for blocks in tables]
     rows = [row._replace(start=row.start + 1 - (len(row.ids) > 1)) for row in rows]
-    tokens, _, layers, _ = attending.replace_layers(attending.FastBlocks, runner.model, runner.plan(rows))
+    tokens, _, layers, _ = attending.replace_layers(
+        attending.FastBlocks, runner.model, runner.plan(rows)
+    )
     q, k, v = (torch.randn(1, n, tokens.shape[1], 8).double() for n in (4, 2, 2))
     if tables == [[3, 4], [3, 4]]:  # forks, which write the same
         k, v = (x[:, :, [0, 1, 0, 1]] for x in (k, v))

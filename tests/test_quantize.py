@@ -22,13 +22,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from around.fast import packed
 import quantize
-from around.settings import CheckpointError
-from around.folder.weights import build, is_tied, load_model, named_tensors
-from around.folder.config import load_config
-from llm import LLM
-from model import FusedLinear
+from around.fast import packed
 from around.fast.packed import (
     HalfLinear,
     Int4Linear,
@@ -40,6 +35,11 @@ from around.fast.packed import (
     form_of,
     pack_linears,
 )
+from around.folder.config import load_config
+from around.folder.weights import build, is_tied, load_model, named_tensors
+from around.settings import CheckpointError
+from llm import LLM
+from model import FusedLinear
 from quantize import (
     MODES,
     QuantLinear,

@@ -13,14 +13,14 @@ from conftest import ROOT
 from real_model import real_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from around.folder.tokenizer import Tokenizer
 from around.folder.weights import load_model
+from around.settings import SamplingParams
 from generate import generate
 from kv_cache import StaticCache
 from llm import LLM
 from quantize import quantize_model
 from sampling import Sequence
-from around.settings import SamplingParams
-from around.folder.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow
 LENGTHS = (5, 17, 40, 64, 100, 200, 333, 600, 1000, 1500)  # tokens of a prompt

@@ -25,6 +25,9 @@ from transformers.generation import logits_process as hf
 
 import sampling
 from around.folder.config import suggested
+from around.folder.tokenizer import Tokenizer
+from around.settings import SamplingParams, SettingError
+from around.settings import given as given_by_flags
 from model import Config
 from sampling import (
     Sequence,
@@ -36,9 +39,6 @@ from sampling import (
     sample,
     uniform,
 )
-from around.settings import SamplingParams, SettingError
-from around.settings import given as given_by_flags
-from around.folder.tokenizer import Tokenizer
 
 few = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 FALSE_ALARM = 1e-6  # chance of each chi-square test to fail a right sampler

@@ -25,14 +25,14 @@ from ways import plain, split
 import paged
 import scheduler
 from around.folder.weights import build
+from around.settings import CHUNK, Limits, SamplingParams, SettingError
+from around.start.memory import free_memory
 from generate import generate
 from kv_cache import StaticCache
 from llm import LLM
-from around.start.memory import free_memory
 from model import Config, Transformer
 from sampling import Sequence
 from scheduler import Engine, Guess
-from around.settings import CHUNK, Limits, SamplingParams, SettingError
 from speculative import DraftModel, Guesser, NGram
 from tools.books import audit
 

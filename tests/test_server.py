@@ -60,16 +60,16 @@ from serving import (
 )
 
 import generate
-from around.api import requests as openai_api
 import sampling
 import server as server_module
 from around.api import front
+from around.api import requests as openai_api
 from around.api.function_calls import FORMS
 from around.machine import Ranks
-from scheduler import Engine
-from server import listen_at, parse_args, serve
 from around.settings import VERSION, SamplingParams
 from around.structured import token_bytes
+from scheduler import Engine
+from server import listen_at, parse_args, serve
 
 pytest_plugins = ["serving"]
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -54,7 +54,9 @@ def test_arrows():
     arrows = {}
     for file in ROOMS:
         own = home(name_of(file))
-        arrows.setdefault(own, set()).update(home(n) for n, early in imported(file) if early and home(n) != own)
+        arrows.setdefault(own, set()).update(
+            home(n) for n, early in imported(file) if early and home(n) != own
+        )
     arrows.pop("around", None)
     for needs in arrows.values():
         needs.discard("around")

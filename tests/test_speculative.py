@@ -41,14 +41,14 @@ from test_scheduler import (
 )  # fmt: skip
 
 import generate as command_line
-from around.start import begin as llm
 import sampling
 import speculative
+from around.settings import SamplingParams
+from around.start import begin as llm
 from llm import LLM
 from paged import BlockTable
 from sampling import Sequence, Token, distribution, uniform
 from scheduler import Guess, Job, Proposer, Request
-from around.settings import SamplingParams
 from speculative import ACCEPT, GUESS, DraftModel, Guesser, NGram, accept, lookup
 
 INF = math.inf

@@ -20,12 +20,12 @@ from conftest import SHAKESPEARE
 from test_scheduler import assert_same, drain, noisy, random_model
 from test_tokenizer import byte_level, kinds, read  # noqa: F401 (kinds: a fixture)
 
+from around.folder.tokenizer import Tokenizer
+from around.settings import SamplingParams, SettingError
+from around.structured import SPACES, closed, make_matcher, structure, token_bytes
 from sampling import Sequence, distribution
 from scheduler import Engine
-from around.settings import SamplingParams, SettingError
 from speculative import DraftModel, NGram
-from around.structured import SPACES, closed, make_matcher, structure, token_bytes
-from around.folder.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(SHAKESPEARE)
 V = TOKENIZER.vocab_size

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 
-from around.settings import CheckpointError
 from around.folder.chat import PLAIN_TEMPLATE
 from around.folder.text import Detokenizer
 from around.folder.tokenizer import Tokenizer
+from around.settings import CheckpointError
 
 few = settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

@@ -34,15 +34,15 @@ from conftest import DRAFT, ROOT, SHAKESPEARE
 from safetensors.torch import load_file, save_file
 from test_gptq import other_folder
 
-from around.folder import weights as checkpoint
 import llm
-from around import machine
 import paged
 import quantize
 import tp
-from around.settings import CheckpointError
-from around.folder.weights import build, load_model, named_tensors
+from around import machine
+from around.folder import weights as checkpoint
 from around.folder.config import load_config
+from around.folder.weights import build, load_model, named_tensors
+from around.settings import CheckpointError
 from paged import Row, Runner
 from scheduler import Engine
 

@@ -14,13 +14,13 @@ from test_tokenizer import CORPUS, metaspace, train_sentencepiece, write
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
+from around.folder.text import Detokenizer
+from around.folder.tokenizer import Tokenizer
+from around.settings import SamplingParams
+from around.structured import vocabulary
 from generate import generate
 from kv_cache import StaticCache
 from sampling import Sequence
-from around.settings import SamplingParams
-from around.structured import vocabulary
-from around.folder.text import Detokenizer
-from around.folder.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}

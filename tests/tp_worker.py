@@ -28,17 +28,17 @@ import torch
 from conftest import DRAFT
 
 import generate
-from around.start import begin as llm
 import model as model_module
 import quantize
 import tp
-from around.start import ranks as ranks_module
-from around.folder.weights import load_model
 from around.fast.compiling import compile_model
+from around.folder.weights import load_model
 from around.machine import Ranks
+from around.settings import SamplingParams
+from around.start import begin as llm
+from around.start import ranks as ranks_module
 from paged import Runner
 from scheduler import Engine
-from around.settings import SamplingParams
 from speculative import DraftModel
 
 CPU = torch.device("cpu")

@@ -19,18 +19,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from around.folder.weights import build, load_model
-from around.fast.compiling import compile_model, replay_steps
 from around.fast.attending import attend_fast
-from around.fast.flex import FlexBlocks
+from around.fast.compiling import compile_model, replay_steps
+from around.folder.tokenizer import Tokenizer
+from around.folder.weights import build, load_model
 from generate import generate
 from kv_cache import StaticCache
 from model import Config, Transformer
 from quantize import QuantLinear, quantize_model
 from sampling import SamplingParams, Sequence, Token, distribution, draw
 from scheduler import Engine, Guess, Request
-from speculative import GUESS, LONGEST_PAUSE, DraftModel, Guesser, NGram, lookup
-from around.folder.tokenizer import Tokenizer
+from speculative import GUESS, DraftModel, Guesser, NGram, lookup
 from tools.books import audit
 
 DRAFT = Path(__file__).resolve().parent.parent / "checkpoints" / "shakespeare-draft"
@@ -81,11 +80,10 @@ def plain(
     """Complete one sequence without a cache: guess, run the whole text, verify. Without guesses
     that is forward, sample, append. Returns the sequence."""
     guesser = Guesser(speculate)
-    pause = start = 0  # see speculative.NGram
     while not sequence.finish_reason:
         count = guesser.count(sequence)
         text = "".join(map(chr, sequence.ids))
-        ids = [] if draft or len(text) < start else [*map(ord, lookup(text, count))]
+        ids = [] if draft else [*map(ord, lookup(text, count))]
         guess = sequence.guess = Guess(ids, [1.0] * len(ids))
         for _ in range(count if draft else 0):
             ahead = sequence.ahead(guess.ids)
@@ -96,11 +94,6 @@ def plain(
             guess.probs.append(q[0])
         logits = logits_of(model, sequence.ids + guess.ids)[-1 - len(guess.ids) :]
         tokens = guesser.verify(logits, [sequence])[0]
-        if ids and len(tokens) == 1:
-            pause = min(2 * pause or 1, LONGEST_PAUSE)
-            start = len(text) + 1 + pause
-        elif ids and len(tokens) == len(ids) + 1:
-            pause = 0
         for token in tokens:
             if not sequence.finish_reason:
                 sequence.append(token)
@@ -177,7 +170,11 @@ def fast_twin(model: Transformer, kind: Any = None) -> Transformer:
 
 
 def run_fast_engine(
-    model: Transformer, jobs: list[Job], kind: Any = None, draft: Transformer | None = None, **options: Any
+    model: Transformer,
+    jobs: list[Job],
+    kind: Any = None,
+    draft: Transformer | None = None,
+    **options: Any,
 ) -> Tokens:
     model, draft = (each and fast_twin(each, kind) for each in (model, draft))
     return run_engine(model, jobs, draft=draft, **options)
@@ -281,9 +278,7 @@ ENGINES: dict[str, Way] = {
     "beside aborted neighbours": run_beside_aborted,
     "prompts scored": run_scored,
     "paged, compiled": run_compiled_engine,
-    # A GPU's kernel needs large blocks.
     "paged, fast": run_fast_engine,
-    "paged, followed": partial(run_fast_engine, kind=FlexBlocks, block_size=128, num_blocks=40),
 }
 PATHS |= ENGINES
 # These need CUDA.
@@ -391,7 +386,7 @@ ROWS = [  # the way, and what it is combined with
     *((path, "plain") for path in PATHS),
     *((path, guess) for path in ENGINES for guess in ("draft", "n-gram")),
     *((path, "itself, quantised") for path in ("paged, alone", "paged, batched")),
-    *((path, "int8 cache") for path in (*WAYS, "preempted", "n = 3", "paged, followed")),
+    *((path, "int8 cache") for path in (*WAYS, "preempted", "n = 3")),
     *((path, weights) for path in WAYS for weights in ("int8 weights", "int4 weights")),
     *((path, "structure") for path in ("paged, batched", "preempted", "n = 3")),
 ]

@@ -44,27 +44,26 @@ from urllib.parse import urlsplit
 
 if __name__ == "__main__":  # a script uses its own checkout, whichever is installed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from around import program  # first: Ctrl-C may come while PyTorch is imported
 
 import torch
 from torch import Tensor
 
 import tp
-from around.folder.weights import build, load_model, named_tensors
-from around.folder.config import load_config
-from kv_cache import StaticCache
 from around.fast import make_fast
-from around.start import launch
 from around.fast.threads import ALL_THREADS
+from around.folder.config import load_config
+from around.folder.tokenizer import Tokenizer
+from around.folder.weights import build, load_model, named_tensors
 from around.machine import Ranks, progress
+from around.settings import CHUNK, DTYPES, Limits, SamplingParams, check, given
+from around.start import launch
+from kv_cache import StaticCache
 from model import Config, Transformer, rope_frequencies
 from paged import BlockPool, BlockTable, Row, Runner
 from quantize import MODES, quantize_model
 from sampling import Sequence, sample
 from scheduler import STATS, Engine
-from around.settings import CHUNK, DTYPES, Limits, SamplingParams, check, given
 from speculative import DraftModel, NGram
-from around.folder.tokenizer import Tokenizer
 from tools import load as load_tool
 from tools import pictures, report
 from tools import versus as versus_tool
@@ -1109,4 +1108,4 @@ COMMANDS = {
 if __name__ == "__main__":
     # Ended by a signal, versus leaves neither engines nor a folder of weights behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    program.run(main)
+    sys.exit(main())

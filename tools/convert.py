@@ -27,17 +27,17 @@ from typing import Any
 
 if __name__ == "__main__":  # a script uses its own checkout, whichever is installed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from around import program  # noqa: F401 (first: Ctrl-C may come while PyTorch is imported)
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from around.folder.tokenizer import Tokenizer
 from around.folder.weights import load_model, named_tensors
-from around.settings import read_json
 from around.machine import progress
-from model import NoCache, Transformer, Masks
+from around.settings import read_json
+from model import Masks, NoCache, Transformer
 from quantize import (
     MODES,
     QuantLinear,
@@ -47,7 +47,6 @@ from quantize import (
     quantize_model,
     usual_group_size,
 )
-from around.folder.tokenizer import Tokenizer
 
 # --- The command line -----------------------------------------------------------------------------
 

@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 
 if __name__ == "__main__":  # a script uses its own checkout, whichever is installed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from around import program  # first: Ctrl-C may come while PyTorch is imported
 
 import torch
 
@@ -323,4 +322,4 @@ def slow_rows(outcome: Outcome) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    program.run(main)
+    sys.exit(main())

@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 import torch
 
+from around.fast.packed import HalfLinear, Int4Linear, Int8Linear, PackedLinear, form_of
 from experts import SparseMLP
 from model import Transformer
-from around.fast.packed import HalfLinear, Int4Linear, Int8Linear, PackedLinear, form_of
 
 
 def bytes_per_step(model: Transformer, length: int, batch: int = 1) -> int:

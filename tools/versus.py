@@ -235,11 +235,11 @@ class Kilolm(Peer):
         sys.path.insert(0, str(ROOT))
         import torch
 
-        from around.folder.weights import load_model
-        from kv_cache import StaticCache
         from around.fast import make_fast
-        from scheduler import Engine
+        from around.folder.weights import load_model
         from around.settings import DTYPES
+        from kv_cache import StaticCache
+        from scheduler import Engine
 
         torch.set_num_threads(setup["threads"])
 
@@ -259,9 +259,9 @@ class Kilolm(Peer):
         self.version = f"{'eager' if setup['eager'] else 'compiled'}, torch {torch.__version__}"
 
     def complete(self, prompts: list[list[int]], new_tokens: int) -> None:
+        from around.settings import SamplingParams
         from generate import generate
         from sampling import Sequence
-        from around.settings import SamplingParams
 
         params = SamplingParams(max_tokens=new_tokens, ignore_eos=True, **self.sampling)
         if len(prompts) == 1:

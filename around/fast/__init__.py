@@ -15,21 +15,16 @@ __all__ = ["make_fast", "use_threads"]
 
 
 def make_fast(
-    model: Any,
-    compiled: bool = False,
-    batch_size: int | None = None,
-    kv_dtype: str = "auto",
-    attention: str = "copy",
+    model: Any, compiled: bool = False, batch_size: int | None = None, kv_dtype: str = "auto"
 ) -> None:
     """Make a finished model fast, in place: compile it, or do only what takes little time.
 
     Args:
         batch_size: how many sequences the static cache holds with which it will run; None: it will
             run with a paged cache.
-        attention: "copy", or "flex"; see flex.py.
 
     Raises:
-        SettingError: see compiling.compile_model; or flex is asked for where there is no GPU.
+        SettingError: see compiling.compile_model.
     """
     from .attending import attend_fast
     from .threads import spinning
@@ -41,12 +36,7 @@ def make_fast(
 
         compile_model(model, batch_size, kv_dtype)
         return
-    if attention == "flex":
-        from .flex import FlexBlocks
-
-        attend_fast(model, FlexBlocks)
-    else:
-        attend_fast(model)
+    attend_fast(model)
     if device == "cuda" and batch_size:
         from .compiling import replay_steps
 

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from around.fast.attending import FastBlocks, attend_fast, replace_layers
-from around.fast.packed import Int4Linear, compile_once, dequantize, number_of, pack_linears
 from around.machine import progress
 from around.settings import CHUNK, blame, supported
 from kv_cache import Slab, StaticCache
 from model import LayerCache, Transformer
 from paged import Group, Row, Runner
+
+from .attending import FastBlocks, attend_fast, replace_layers
+from .packed import Int4Linear, compile_once, dequantize, number_of, pack_linears
 
 # --- Compiled -------------------------------------------------------------------------------------
 
@@ -188,7 +189,7 @@ def may_compile(tokens: Tensor, layer: Any) -> bool:
       (see paged.groups_of). A single row can be longer than a group may be. Then it is hidden,
       because Blocks can read it in place.
 
-    Everything else is hidden, such as FlexBlocks and a paged cache on a GPU. Attention as a part of
+    Everything else is hidden, such as a paged cache on a GPU. Attention as a part of
     its block saves many small calls. In float32 on a Zen 3, a step of 32 sequences of 64 tokens
     takes 0.84 times as long (110m), and one of a single sequence 0.85 times (135m, where heads
     share keys).

@@ -18,7 +18,7 @@ import sentencepiece
 
 from around.folder.chat import CHAT, END, NO_DEFAULT, PLAIN_TEMPLATE, plain_turn
 from around.folder.text import Ids
-from around.settings import JSON, blame, pointers, read_optional, supported
+from around.settings import JSON, blame, read_optional, supported
 from model import Config
 
 
@@ -256,10 +256,6 @@ class Tokenizer:
     def _read_templates(self, path: Path) -> dict[str, str]:
         """Return the chat templates by their names. A single one is named "default"."""
         file = path / "chat_template.jinja"
-        if pointers(file):
-            # As text, a pointer of Git LFS would pass for a template. The caller's blame writes the
-            # message.
-            raise ValueError
         found = file.read_text("utf-8") if file.is_file() else self.config.get("chat_template")
         if isinstance(found, str) and found:
             found = [{"name": "default", "template": found}]

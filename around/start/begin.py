@@ -4,6 +4,7 @@ Techniques, such as quantisation and speculation, are imported only when they ar
 plain model runs without their files. Read: launch, load_models, make_engine.
 """
 
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import torch
 from around import settings
 from around.folder import Tokenizer, load_model, named_tensors
 from around.machine import Ranks, pick_device, say
-from around.settings import JSON, EngineArgs, SettingError
+from around.settings import JSON, EngineArgs
 from around.start.memory import affordable_blocks
 from model import Transformer
 from paged import Runner
@@ -41,6 +42,10 @@ def launch(program: str, argv: list | None, parse: Callable, run: Callable) -> i
     # tp.join, after an error that may be its own alone. Where stderr is closed, it is None.
     if os.getenv("LOCAL_RANK", "0") != "0" or not sys.stderr:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):  # None where it is closed
+            # A terminal may not be UTF-8; and the line ends of a prompt are a part of it.
+            stream.reconfigure(errors="replace", newline="")
     args = parse(argv)
     try:
         device = pick_device(getattr(args, "device", "auto"))
@@ -93,7 +98,7 @@ def load_models(
 
     use_threads(args.threads, num_bytes)
     for each in (model, *proposer.models):
-        make_fast(each, args.compile, batch_size, args.kv_dtype, args.attention)
+        make_fast(each, args.compile, batch_size, args.kv_dtype)
     return model, proposer
 
 
@@ -133,8 +138,6 @@ def make_engine(args: EngineArgs, ranks: Ranks, model: Transformer, proposer: Pr
 
         return structured.make_matcher(tokenizer, model.config, structure)
 
-    if args.attention == "flex" and (ranks.device.type != "cuda" or ranks.world_size > 1):
-        raise SettingError("attention", "flex needs one GPU: use --attention copy")
     limits = settings.given(settings.Limits, args)
     if limits["num_blocks"] is None:
         limits["num_blocks"] = affordable_blocks(args, model, proposer)

@@ -63,7 +63,6 @@ def read(args: Namespace, ranks: Ranks) -> Asked:
         or ranks.world_size > 1
         or engine_args.speculate
         or engine_args.draft_checkpoint
-        or engine_args.attention != "copy"
         or settings.given(settings.Limits, args).keys() - {"max_seq_len", "kv_dtype"}
     )
     if "max_num_seqs" not in args:  # make the cache only as large as these sequences need
@@ -97,7 +96,7 @@ def read_prompt(args: Namespace, ranks: Ranks) -> str:
     if not file or ranks.rank:
         return args.prompt
     with blame(file):
-        # Both ways keep the ends of lines, which read_text would change. For stdin see program.run.
+        # Both ways keep the ends of lines, which read_text would change. For stdin see begin.launch.
         return sys.stdin.read() if file == "-" else Path(file).read_bytes().decode()
 
 

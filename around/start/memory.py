@@ -7,13 +7,11 @@ from pathlib import Path
 
 import torch
 
-from around.settings import EngineArgs
+from around.settings import MAX_PAIRS, EngineArgs
 from model import Transformer
 from paged import Runner
 from scheduler import MAX_SCORED, Proposer, step_budget
 
-# The most pairs of a token and a key in a mask; around/fast/attending.py keeps to it.
-MAX_PAIRS = 2**20
 MAX_BYTES = 2**32  # of the cache on a CPU, as in vLLM: other programs want memory too
 
 
@@ -52,7 +50,7 @@ def affordable_blocks(limits: EngineArgs, model: Transformer, proposer: Proposer
 
 def step_bytes(model: Transformer, num_tokens: int, num_logits: int) -> int:
     """Peak bytes of one step: one layer's activations, the logits with the sampler's float32
-    copies, and a mask of attention."""
+    copies, and a mask and the scores of attention."""
     config = model.config
     itemsize = model.dtype.itemsize
     # hidden_size counts twice, for x and for attention's tensors. The factor 4 is a margin, which
@@ -62,7 +60,9 @@ def step_bytes(model: Transformer, num_tokens: int, num_logits: int) -> int:
     logits = num_logits * 6 * 4 * config.vocab_size  # six float32 tensors
     # To make a mask takes up to four bool tensors, and attention widens it to the queries' dtype.
     heads = config.num_attention_heads // config.num_key_value_heads  # query heads per kv head
-    return activations + logits + MAX_PAIRS * heads * (itemsize + 4)
+    # Prompts in bfloat16 also have a score for each query head, and its softmax.
+    scores = 2 * 2 * config.num_attention_heads
+    return activations + logits + MAX_PAIRS * (heads * (itemsize + 4) + scores)
 
 
 # The files with a container's memory limit and usage, in version 2 and 1 of control groups.
