@@ -21,7 +21,7 @@ class Load(NamedTuple):
 
     url: str  # with /v1, as clients have it, or without
     model: str | None
-    key: str | None
+    api_key: str | None
     requests: int
     prompt_tokens: tuple[int, int]  # least and most
     new_tokens: tuple[int, int]
@@ -123,7 +123,7 @@ async def one(load: Load, body: dict[str, Any], start: float, arrived: float) ->
     try:
         reader, writer = await asyncio.open_connection(url.hostname, port(url), ssl=secure)
         data = json.dumps(body).encode()
-        key = f"Authorization: Bearer {load.key}\r\n" if load.key else ""
+        key = f"Authorization: Bearer {load.api_key}\r\n" if load.api_key else ""
         path = url.path.rstrip("/").removesuffix("/v1")
         head = (
             f"POST {path}/v1/completions HTTP/1.1\r\nHost: {url.netloc}\r\n{key}"
