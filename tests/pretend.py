@@ -2,11 +2,9 @@
 
 What fails on a GPU alone fails here: tensors of two devices in one operator, and views that hang on
 how a kernel lays out its result. What a GPU would wait for, the reads by the host, is noted with
-its line. All of it is Python: nothing is registered with PyTorch, and nothing is left behind.
-
-Two modes see each call while a Gpu is entered: of functions as Python names them, where devices are
-still "cuda", and of the operators that these come down to. To PyTorch's own code the tensors are
-of the meta device, so that no kernel of its own runs by mistake.
+its line. Two modes see each call while a Gpu is entered: of functions as Python names them, where
+devices are still "cuda", and of the operators that these come down to. To PyTorch's own code the
+tensors are of the meta device, so that no kernel of its own runs by mistake.
 """
 
 import sys
@@ -68,7 +66,6 @@ class Gpu:
             mode.__exit__(*error)
 
     def taken(self):
-        """The reads so far, which are forgotten."""
         reads, self.reads = self.reads, []
         return reads
 
@@ -80,7 +77,7 @@ class Gpu:
 
     def attention(self, q, k, v, mask=None):
         """The CPU's values in the layout of the memory-efficient kernel, as its meta function says
-        it. Those of FlashAttention and cuDNN are contiguous, like the CPU's."""
+        it. FlashAttention's and cuDNN's is that of the queries, as on a CPU."""
         together(F.scaled_dot_product_attention, [q, k, v, mask])
         y = F.scaled_dot_product_attention(q.inner, k.inner, v.inner, mask.inner)
         as_half = dict(dtype=torch.float16, device="meta")
@@ -146,9 +143,8 @@ class Operators(TorchDispatchMode):
             together(func, [args[0], *args[2:]] if kept else tensors)
         if ours and is_read(func, args, there):
             self.gpu.read()
-        args, kwargs = changed(
-            lambda each: each.inner if isinstance(each, Pretended) else each, (args, kwargs)
-        )
+        inner = {id(each): each.inner for each in ours.values()}
+        args, kwargs = changed(lambda each: inner.get(id(each), each), (args, kwargs))
         if func is aten.copy_.default:
             there = id(args[0]) in ours
         if there:
@@ -165,18 +161,17 @@ class Operators(TorchDispatchMode):
 
 def leaves(value):
     """What is in lists, tuples and dicts."""
-    if isinstance(value, list | tuple | dict):
-        parts = value.values() if isinstance(value, dict) else value
-        return [leaf for part in parts for leaf in leaves(part)]
-    return [value]
+    found = []
+    changed(found.append, value)
+    return found
 
 
 def changed(change, value):
     """The same with each leaf changed. PyTorch's own function for it takes half of the time."""
     if isinstance(value, dict):
         return {name: changed(change, part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(changed(change, part) for part in value)
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+        return type(value)([changed(change, part) for part in value])
     return change(value)
 
 

@@ -1,4 +1,4 @@
-"""What bench.py measures and refuses: each command on a tiny model, its record and its table."""
+"""Each command of bench.py on a tiny model: what it measures, records, shows and refuses."""
 
 import json
 import signal
@@ -23,9 +23,10 @@ from around.machine import Ranks
 from around.settings import check
 from model import Config, Transformer
 from quantize import QuantLinear, quantize_model
-from tools import bench, report, versus
+from tools import bench, load, report, versus
 from tools.measure import bytes_per_step
 
+pytest_plugins = ["serving"]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -66,8 +67,7 @@ def test_latency(measure, flags):
     rows, page = measure(LATENCY + "--batch 3 1 --quantize none int8", *flags.split())
     assert [*rows] == ["batch 3", "batch 1", "int8, batch 3", "int8, batch 1"]
     assert all(row["decode_tok_s"] > 0 and row["of_gemm_peak"] > 0 for row in rows.values())
-    assert rows["batch 3"]["times_first_row"] == 1
-    assert "decode, tok/s | of the read limit" in page and "| prefill MFU |" in page
+    assert rows["batch 3"]["times_first_row"] == 1 and "| prefill MFU |" in page
 
 
 def test_guesses(measure, tmp_path):
@@ -91,9 +91,11 @@ def test_guesses(measure, tmp_path):
 def test_throughput(measure):
     """Requests are lost, or run twice; the forward's time includes other work; first tokens are
     counted from when a batch starts; rows of a static batch leave when they end."""
-    rows, page = measure(THROUGHPUT + "--max-num-seqs 2 --baseline-requests 1")
-    assert [*rows] == ["continuous batching", "static batches", "one at a time"]
-    continuous, static, alone = rows.values()
+    words = "--max-num-seqs 2 --baseline-requests 1 --sampling greedy llama"
+    rows, page = measure(THROUGHPUT + words)
+    assert [*rows][1:] == ["continuous batching, llama", "static batches", "one at a time"]
+    continuous, sampled, static, alone = rows.values()
+    assert (continuous["times_greedy"], continuous["steps"]) == (1, sampled["steps"])
     assert static["steps"] > continuous["steps"]
     assert static["computed_tokens"] > continuous["computed_tokens"]
     assert static["last_first_token_s"] > static["steps"] * static["step_ms"] / 1e3 / 2
@@ -104,28 +106,11 @@ def test_throughput(measure):
         assert row["total_tok_s"] > row["output_tok_s"] > 0 and 0 <= row["kv_waste"] < 1
         assert 0 < row["outside_ms"] < row["step_ms"] and row["cached_share"] == 0
     assert "outside the forward" in page
-    rows, _ = measure(THROUGHPUT + "--sampling greedy llama")
-    ours, sampled, _ = rows.values()  # all fit into one batch
-    assert [*rows][1] == "continuous batching, llama"
-    assert (ours["times_greedy"], ours["steps"]) == (1, sampled["steps"])
 
 
-def test_growth(measure):
-    """The bytes of one sequence are counted for all; a point runs twice, or in one cache."""
-    words = "--lengths 20 70 --sequences 1 3 --sequence-tokens 20 --new-tokens 3 --repeat 2"
-    rows, _ = measure(f"growth {words}")
-    points = ["1 x 20 tokens", "1 x 70 tokens", "3 x 20 tokens"]
-    assert [*rows] == [f"{p}, {kind} cache" for p in points for kind in ("static", "paged")]
-    short, _, long, _, three, _ = rows.values()
-    kv = 2 * 4 * 2 * 16 * 4 / 30e6  # k and v, layers, heads, their size, bytes: ms a token
-    assert long["read_ms"] - short["read_ms"] == pytest.approx(50 * kv)
-    assert three["read_ms"] - short["read_ms"] == pytest.approx(2 * 21 * kv)
-    assert three["token_ms"] == pytest.approx(three["step_ms"] / 3)
-
-
-def test_sample_and_prefix(measure):
+def test_sample_prefix_and_growth(measure):
     """A setting has no effect: all rows run with temperature alone, or greedily. A prefix is not
-    found, or the cold prompt is cached."""
+    found, or the cold prompt is cached. The bytes of one sequence are counted for all."""
     rows, page = measure("sample --rows 1 8 --vocab-sizes 20000 --repeat 3")
     assert len(rows) == 2 * len(bench.SETTINGS) and "milliseconds" in page
     greedy, qwen, flat = (rows[f"8 rows of 20000, {s}"]["ms"] for s in ("greedy", "qwen", "flat"))
@@ -133,6 +118,13 @@ def test_sample_and_prefix(measure):
     rows, _ = measure("prefix --prompt-tokens 128 --repeat 2")
     assert [row["cached_tokens"] for row in rows.values()] == [0, 112, 0]
     assert rows["cold"]["of_cold"] == rows["floor"]["times_floor"] == 1
+    rows, _ = measure("growth --lengths 128 --sequences 1 3 --new-tokens 3")
+    points = ["1 x 128 tokens", "3 x 128 tokens"]
+    assert [*rows] == [f"{p}, {kind} cache" for p in points for kind in ("static", "paged")]
+    one, _, three, _ = rows.values()
+    kv = 2 * 4 * 2 * 16 * 4 * 129 / 30e6  # k and v, layers, heads, their size, bytes, tokens; to ms
+    assert three["read_ms"] - one["read_ms"] == pytest.approx(2 * kv)
+    assert three["token_ms"] == pytest.approx(three["step_ms"] / 3)
 
 
 def test_quality(measure, tmp_path, monkeypatch):
@@ -150,8 +142,7 @@ def test_quality(measure, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_versus(measure, tmp_path, monkeypatch):
-    """An engine that is not installed, or fails, ends the others too; weights are left behind; what
-    keeps the machine busy runs on."""
+    """An engine that is not there, or fails, ends the others; weights, or busy processes, stay."""
     made, popen = [], subprocess.Popen
     watched = lambda *args, **options: made.append(popen(*args, **options)) or made[-1]  # noqa: E731
     monkeypatch.setattr(subprocess, "Popen", watched)
@@ -166,25 +157,19 @@ def test_versus(measure, tmp_path, monkeypatch):
     assert [*rows] == ["one sequence", "prefill of 20 tokens", "3 sequences"]
     for row in rows.values():
         assert [*row] == ["kilolm", "transformers", "transformers_times"] and min(row.values()) > 0
-    assert "\nllama_cpp: not installed" in page and "times ours" in page
-    assert "\nvllm: OSError: no such weights  \n" in page
+    assert "\nllama_cpp: not inst" in page and "\nvllm: OSError: no such weights  \n" in page
     assert not [*tmp_path.glob("tmp*")]
     assert "while" in made[0].args[2] and made[0].wait(5) == -signal.SIGKILL
 
 
 def test_figures_of_an_engine(monkeypatch):
-    """The time includes the prompt's where it should not, or leaves it out; one row of a batch is
-    counted."""
-    now = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-
-    class Engine(versus.Peer):
-        def complete(self, prompts, new_tokens):
-            now[0] += 0.3 + 0.01 * new_tokens * len(prompts)
-
-    assert Engine().speed("decode", [[5] * 20], 11) == pytest.approx(1 / 0.01)
-    assert Engine().speed("prefill", [[5] * 20], 11) == pytest.approx(20 / 0.31)
-    assert Engine().speed("batch", [[5], [9, 2]], 20) == pytest.approx(40 / 0.7)
+    """The prompt's time is included where it should not, or left out; a row of a batch counts."""
+    engine, now = versus.Peer(), [0.0]
+    engine.complete = lambda prompts, new: now.append(now[-1] + 0.3 + 0.01 * new * len(prompts))
+    monkeypatch.setattr(time, "perf_counter", lambda: now[-1])
+    assert engine.speed("decode", [[5] * 20], 11) == pytest.approx(1 / 0.01)
+    assert engine.speed("prefill", [[5] * 20], 11) == pytest.approx(20 / 0.31)
+    assert engine.speed("batch", [[5], [9, 2]], 20) == pytest.approx(40 / 0.7)
 
 
 @pytest.mark.parametrize(("source", "text"), [
@@ -202,8 +187,7 @@ def test_peer_that_fails(tmp_path, monkeypatch, source, text):
 
 
 def test_random_folder(tmp_path):
-    """The config has another rope, norm or head than the weights: the engines would run different
-    models."""
+    """The config has another rope, norm or head than the weights: engines run different models."""
     transformers = pytest.importorskip("transformers")
     config = Config(64, 64, 96, 2, 4, 2, 32, rope_theta=500.0, rms_norm_eps=0.01)
     bench.write_random(config, torch.float32, tmp_path)
@@ -217,6 +201,7 @@ def test_random_folder(tmp_path):
 @pytest.mark.parametrize(("words", "text"), [
     ("latency --batch 1 0", "argument --batch: must be a number (int) of 1 or more, is 0"),
     ("serve --rate nan", "argument --rate: must be a number (float) of 1e-06 or more, is nan"),
+    ("serve --url http://127.0.0.1:1 --rate 1", "nobody listens at --url http://127.0.0.1:1: "),
     ("latency --speculate 2 --batch 2", "--speculate takes one sequence"),
     ("latency --record no/such", "/no/such.json cannot be written"),
     ("latency --record old", "it has begun"), ("latency --record new", "it has begun"),
@@ -257,7 +242,39 @@ def test_a_rank_of_a_tied_shape():
     assert (len(model.lm_head.weight), len(model.embed_tokens.weight)) == (64, 128)
 
 
-# --- What is counted, and how it is shown ---------------------------------------------------------
+def test_bench_serve(local, capsys):
+    """Figures of another number of tokens than were streamed; an address as clients have it, /v1
+    and all, at which nothing was found; a server that refuses everything looked like a fast one; a
+    server's key in a file that is committed."""
+    few = "--requests 6 --prompt-tokens 4 16 --prefixes 2 --prefix-tokens 4 --json --url"
+    for path in ("", "/v1", "/v1/"):
+        words = f"serve --rate 100 inf --new-tokens 3 {few} http://127.0.0.1:{local.port}{path}"
+        key = f"--api-key{'=' if path else ' '}SECRET"
+        assert bench.main(f"{words} {key}".split()) == 0
+        out = capsys.readouterr().out
+        runs = json.loads(out)["runs"]
+        assert "SECRET" not in out and "--api-key" in out
+        assert [*runs] == ["100 requests/s", "all at once"]
+        for figures in runs.values():
+            assert figures["errors"][0] == 0 and figures["requests"][0] == 6
+            assert figures["output_tok_s"][0] == pytest.approx(3 * figures["request_s"][0])
+            assert 0 < figures["ttft_p50_ms"][0] <= figures["ttft_p99_ms"][0]
+    words = f"serve --rate 100 --new-tokens 5000 {few} http://127.0.0.1:{local.port}"
+    assert bench.main(words.split()) == 2
+    out, err = capsys.readouterr()
+    assert json.loads(out)["runs"]["100 requests/s"]["errors"][0] == 6
+    assert "400" in err and "context" in err
+
+
+def test_summary_of_a_load():
+    """Percentiles of one request's gaps instead of all; a request that failed counted as good."""
+    quick = load.Outcome(0.0, [0.1, 0.2, 0.3], 3)
+    slow = load.Outcome(1.0, [3.0, 3.5], 2)
+    lost = load.Outcome(1.0, error="RuntimeError: 500")
+    figures = load.summary([quick, slow, lost], load.Limits(ttft_s=1, tpot_s=0.2))
+    names = "errors output_tok_s goodput_s within_limits itl_p50_ms ttft_p50_ms tpot_p99_ms"
+    found = [figures[name] for name in names.split()]
+    assert found == pytest.approx([1, 5 / 3.5, 1 / 3.5, 1 / 3, 100, 1050, 496])
 
 
 @pytest.mark.parametrize("changes", [{}, TIED, QWEN2])
@@ -265,14 +282,12 @@ def test_bytes_per_step(tmp_path, monkeypatch, changes):
     """The embedding table is counted though one row of it is read, or not counted though it is
     lm_head; quantised and packed weights are counted as plain ones, or not at all."""
     tiny_folder(tmp_path, **changes)
-    kv = 2 * 2 * 2 * 16 * 10 * 4  # layers, k and v, heads, their size, positions, bytes
     for mode in (None, "int8", "int4"):
         model = load_model(tmp_path)
         model = quantize_model(model, mode, 32) if mode else model
         stored = sum(tensor.nbytes for _, tensor in named_tensors(model)) + model.inv_freq.nbytes
         weights = stored - (not is_tied(model)) * model.embed_tokens.weight.nbytes
         assert bytes_per_step(model, 0) == weights
-        assert bytes_per_step(model, 10) == weights + kv
         for linear in model.modules():
             if isinstance(linear, QuantLinear) and issubclass(form_of(linear), Int8Linear):
                 stored = sum(tensor.nbytes for tensor in linear.buffers())
@@ -281,12 +296,12 @@ def test_bytes_per_step(tmp_path, monkeypatch, changes):
         assert 0 <= bytes_per_step(model, 0) - weights < 1000  # the keys of the packed
     for form in (LoopedLinear, WidenedLinear):  # their weights stay parameters
         model = load_model(tmp_path)
-        before = bytes_per_step(model, 0)
+        weights = bytes_per_step(model, 0)
         of_all = lambda linear, *_, form=form: isinstance(linear, torch.nn.Linear) and form  # noqa: E731
         monkeypatch.setattr(packed, "form_of", of_all)
         pack_linears(model)
         assert type(model.layers[0].mlp.down_proj) is form
-        assert 0 <= bytes_per_step(model, 0) - before < 1000
+        assert 0 <= bytes_per_step(model, 0) - weights < 1000
 
 
 def test_bytes_per_step_of_experts():
@@ -297,8 +312,7 @@ def test_bytes_per_step_of_experts():
     for pack in (Transformer.eval, pack_linears):
         pack(model)
         for batch, chosen in ((1, 2), (2, 3.5), (1000, 8)):
-            found = bytes_per_step(model, 0, batch)
-            assert abs(found - rest - chosen * expert) < 1000
+            assert abs(bytes_per_step(model, 0, batch) - rest - chosen * expert) < 1000
 
 
 def test_numbers():

@@ -159,19 +159,28 @@ def finish(engine: Engine, prompt: list[int], params: SamplingParams) -> samplin
 
 
 def prepare(
-    args: Namespace, quantize: str = "none", ranks: Ranks | None = None
+    args: Namespace, form: str = "none", batch: int | None = None, ranks: Ranks | None = None
 ) -> tuple[Transformer, dict[str, Any]]:
-    """Make the model that the arguments ask for, or one rank's share; and the first figures."""
+    """Make the model that the arguments ask for, or one rank's share, and make it fast, as
+    generate.py and server.py do; `quality` leaves it plain. Returns the first figures, too.
+
+    Args:
+        form: the bits of its weights, as --quantize names them.
+        batch: the most sequences that run at once, with a static cache; None: for an Engine.
+    """
     start, dtype = time.perf_counter(), DTYPES[args.dtype]
     ranks = ranks or args.ranks
     if args.checkpoint:
         model = load_model(args.checkpoint, ranks.device, dtype, ranks.shard)
     else:
         model = random_model(SHAPES[args.shape], dtype, ranks)
-    if quantize != "none":
-        quantize_model(model, quantize)
+    if form != "none":
+        quantize_model(model, form)
     result = {"load_s": time.perf_counter() - start, "weights_gb": bytes_per_step(model, 0) / 1e9}
     result["model_gb"] = sum(t.nbytes for _, t in named_tensors(model)) / 1e9
+    if "compile" in args:
+        took = seconds(make_fast, model, args.compile, batch)
+        result |= {"compile_s": took} if args.compile else {"load_s": result["load_s"] + took}
     return model, result
 
 
@@ -193,21 +202,6 @@ def random_model(config: Config, dtype: torch.dtype, ranks: Ranks) -> Transforme
             piece.copy_(noise[: len(piece)]) if parameter.dim() > 1 else piece.fill_(1)
     model.norm.weight.fill_(SPREAD / (0.02 * config.hidden_size**0.5))
     return model
-
-
-def make_models_fast(
-    args: Namespace, result: dict[str, Any], batch: int | None, *models: Transformer
-) -> None:
-    """Make models fast as generate.py and server.py do, and note the seconds.
-
-    Args:
-        batch: the most sequences that run at once, with a static cache; None: for an Engine.
-    """
-    took = sum(seconds(make_fast, model, args.compile, batch) for model in models)
-    if args.compile:
-        result["compile_s"] = took
-    else:
-        result["load_s"] += took
 
 
 def publish(args: Namespace, rows: Rows, result: dict[str, Any]) -> int:
@@ -284,8 +278,7 @@ def latency(args: Namespace) -> int:
     for mode, share in itertools.product(args.quantize, shares):
         works = share is args.ranks or args.ranks.rank == 0
         if works:
-            model, figures = prepare(args, mode, share)
-            make_models_fast(args, figures, max(args.batch), model)
+            model, figures = prepare(args, mode, max(args.batch), share)
             result = figures | result if share is args.ranks else result
         for batch in args.batch:
             name = f"{mode}, " * (mode != "none") + f"batch {batch}"
@@ -394,12 +387,12 @@ def speculation(args: Namespace) -> int:
     models, k, vocab_size = [model], args.speculate, model.config.vocab_size
     if args.draft_checkpoint:
         models.append(load_model(args.draft_checkpoint, model.device, DTYPES[args.dtype]))
+        make_fast(models[1], args.compile)
     prompt = torch.randint(vocab_size, (args.prompt_tokens,)).tolist()
     if args.prompt_file:
         text = args.prompt_file.read_text(encoding="utf-8")
         prompt = Tokenizer(args.checkpoint).encode(text)[: args.prompt_tokens]
     length = len(prompt) + args.new_tokens
-    make_models_fast(args, result, None, *models)
     steps = [paged_step(each, 1, length) for each in models]  # of one token, without sampling
     params = SamplingParams(temperature=0, max_tokens=args.new_tokens, ignore_eos=True)
     limits = {"max_seq_len": length, "max_num_seqs": 1, "max_num_batched_tokens": CHUNK + k}
@@ -471,7 +464,6 @@ def throughput(args: Namespace) -> int:
     requests, each alone.
     """
     model, result = prepare(args, args.quantize)
-    make_models_fast(args, result, None, model)
     lengths = [(min(a), max(a)) for a in (args.prompt_tokens, args.new_tokens)]
     most = lengths[0][1] + lengths[1][1] + 1
     engine = Engine(model, runner=Timed, max_seq_len=most, **given(Limits, args))
@@ -566,7 +558,6 @@ def prefix(args: Namespace) -> int:
     new = 16
     check("--prompt-tokens", args.prompt_tokens, int, new + 1)
     model, result = prepare(args, args.quantize)
-    make_models_fast(args, result, None, model)
     engine = Engine(model, max_seq_len=args.prompt_tokens + 2)
 
     def first_token(prompt: list[int]) -> dict[str, float]:
@@ -599,8 +590,7 @@ def growth(args: Namespace) -> int:
     The caches are filled with noise in place of a text: a step's time does not depend on it, but
     memory that was never written would be read faster.
     """
-    model, result = prepare(args, args.quantize)
-    make_models_fast(args, result, max(args.sequences), model)
+    model, result = prepare(args, args.quantize, max(args.sequences))
     points = [(1, length) for length in args.lengths]
     points += [(B, args.sequence_tokens) for B in args.sequences]
     ways = {}

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 if __name__ == "__main__":  # a script uses its own checkout, whichever is installed
@@ -31,8 +32,8 @@ SIZES = "--shape 1b --batch 1 8 32 --prompt-tokens 128 --new-tokens 32 --repeat 
 TINY = "--checkpoint checkpoints/shakespeare-draft --prompt-tokens 9 --new-tokens 4 --repeat 1"
 # A part -> what Python runs, what a rehearsal runs, and how many seconds it may take.
 PARTS = {
-    "eager": (f"{TESTS} -m 'not slow'", f"{TESTS} -m 'not slow' -k trained-preempted-plain", 300),
-    "speed": (f"{BENCH} {SIZES}", f"{BENCH} {TINY}", 150),
+    "eager": (f"{TESTS} -m 'not slow'", f"{TESTS} -m 'not slow' -k trained-preempted-plain", 330),
+    "speed": (f"{BENCH} {SIZES}", f"{BENCH} {TINY}", 120),
     "compiled": (f"{TESTS} -m slow", f"{TESTS} -m slow -k trained-compiled-plain", 300),
 }
 
@@ -62,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
             words += ["--device", args.device, *["--compile"] * (args.device == "cuda")]
             words += ["--record", args.record] if args.record else []
         try:
-            results[name] = run(words, args.device, min(limit, end - time.monotonic()))
+            results[name] = run(words, args.device, min(limit, max(1, end - time.monotonic())))
         except KeyboardInterrupt:
             return 130
     print("\n" + "\n".join(f"{name}: {result}" for name, result in results.items()))
@@ -77,6 +78,9 @@ def run(words: list[str], device: str, limit: float) -> str:
             status = process.wait(limit)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGINT)  # pytest then says what it has found so far
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+            process.kill()
             return f"not finished after {limit:.0f} s, see above"
     return f"failed with status {status}" if status else "passed"
 
