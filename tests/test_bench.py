@@ -61,13 +61,15 @@ LATENCY = "latency --prompt-tokens 20 --new-tokens 8 --repeat 1 "
 THROUGHPUT = "throughput --prompt-tokens 4 40 --new-tokens 2 9 --requests 5 "
 
 
-@pytest.mark.parametrize("flags", ["", pytest.param("--compile", marks=pytest.mark.slow)])
-def test_latency(measure, flags):
+@pytest.mark.parametrize(("flags", "count"), [
+    ("--batch 3 1 --quantize none int8", 4), pytest.param("--compile", 1, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_latency(measure, flags, count):
     """A form or a batch without a row; ratios of another row."""
-    rows, page = measure(LATENCY + "--batch 3 1 --quantize none int8", *flags.split())
-    assert [*rows] == ["batch 3", "batch 1", "int8, batch 3", "int8, batch 1"]
+    rows, page = measure(LATENCY + flags)
+    assert len(rows) == count and [*rows][-1] == "int8, " * (count > 1) + "batch 1"
     assert all(row["decode_tok_s"] > 0 and row["of_gemm_peak"] > 0 for row in rows.values())
-    assert rows["batch 3"]["times_first_row"] == 1 and "| prefill MFU |" in page
+    assert next(iter(rows.values()))["times_first_row"] == 1 and "| prefill MFU |" in page
 
 
 def test_guesses(measure, tmp_path):
@@ -92,7 +94,7 @@ def test_throughput(measure):
     """Requests are lost, or run twice; the forward's time includes other work; first tokens are
     counted from when a batch starts; rows of a static batch leave when they end."""
     words = "--max-num-seqs 2 --baseline-requests 1 --sampling greedy llama"
-    rows, page = measure(THROUGHPUT + words)
+    rows, _ = measure(THROUGHPUT + words)
     assert [*rows][1:] == ["continuous batching, llama", "static batches", "one at a time"]
     continuous, sampled, static, alone = rows.values()
     assert (continuous["times_greedy"], continuous["steps"]) == (1, sampled["steps"])
@@ -105,7 +107,6 @@ def test_throughput(measure):
     for row in rows.values():
         assert row["total_tok_s"] > row["output_tok_s"] > 0 and 0 <= row["kv_waste"] < 1
         assert 0 < row["outside_ms"] < row["step_ms"] and row["cached_share"] == 0
-    assert "outside the forward" in page
 
 
 def test_sample_prefix_and_growth(measure):
@@ -119,8 +120,7 @@ def test_sample_prefix_and_growth(measure):
     assert [row["cached_tokens"] for row in rows.values()] == [0, 112, 0]
     assert rows["cold"]["of_cold"] == rows["floor"]["times_floor"] == 1
     rows, _ = measure("growth --lengths 128 --sequences 1 3 --new-tokens 3")
-    points = ["1 x 128 tokens", "3 x 128 tokens"]
-    assert [*rows] == [f"{p}, {kind} cache" for p in points for kind in ("static", "paged")]
+    assert [*rows][:2] == ["1 x 128 tokens, static cache", "1 x 128 tokens, paged cache"]
     one, _, three, _ = rows.values()
     kv = 2 * 4 * 2 * 16 * 4 * 129 / 30e6  # k and v, layers, heads, their size, bytes, tokens; to ms
     assert three["read_ms"] - one["read_ms"] == pytest.approx(2 * kv)
