@@ -14,7 +14,8 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from conftest import ROOT, SHAKESPEARE
-from test_quantize import QWEN2, TIED, tiny_folder
+from test_quantize import QWEN2, TIED
+from tiny import tiny_folder
 
 import tp
 from around.fast import packed

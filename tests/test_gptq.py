@@ -12,7 +12,8 @@ import torch
 import ways
 from conftest import SHAKESPEARE
 from safetensors.torch import load_file, save_file
-from test_quantize import TIED, logits_of, standing_for, tiny_folder
+from test_quantize import TIED, logits_of, standing_for
+from tiny import tiny_folder
 from torch import nn
 from torch.nn.functional import kl_div, log_softmax
 

@@ -19,7 +19,7 @@ import yaml
 from conftest import DRAFT, SHAKESPEARE
 from pretend import CUDA, KERNELS, MPS, Gpu
 from test_gptq import other_folder
-from test_quantize import tiny_folder
+from tiny import tiny_folder
 
 import experts
 import generate

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from test_scheduler import random_model
+from tiny import random_model
 
 from around.fast import attending
 from around.fast.attending import attend_fast

@@ -20,6 +20,7 @@ import torch
 from conftest import ROOT, SHAKESPEARE
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from tiny import tiny_folder
 from torch import nn
 
 import quantize
@@ -35,8 +36,7 @@ from around.fast.packed import (
     form_of,
     pack_linears,
 )
-from around.folder.config import load_config
-from around.folder.weights import build, is_tied, load_model, named_tensors
+from around.folder.weights import is_tied, load_model, named_tensors
 from around.settings import CheckpointError
 from llm import LLM
 from model import FusedLinear
@@ -54,35 +54,11 @@ from tools import convert
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-TINY = {
-    "architectures": ["LlamaForCausalLM"], "vocab_size": 40, "hidden_size": 64,
-    "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False,
-}  # fmt: skip
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"]}
 EXPERTS = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 3}
 TIED = {"tie_word_embeddings": True}
 BF16 = {"torch_dtype": "bfloat16"}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def tiny_folder(folder, **changes):
-    """A checkpoint of random weights, norms and biases included."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(TINY | changes))
-    config = load_config(folder)
-    model = build(config)
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            parameter.uniform_(0.5, 1.5)
-        else:
-            parameter.normal_(0, 1.5 * parameter.shape[1] ** -0.5)
-    tensors = {
-        ("" if name.startswith("lm_head") else "model.") + name: tensor.to(config.dtype).clone()
-        for name, tensor in named_tensors(model)
-    }
-    save_file(tensors, folder / "model.safetensors")
-    return folder
 
 
 @torch.no_grad()

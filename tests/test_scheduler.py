@@ -19,39 +19,24 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import DRAFT, SHAKESPEARE
+from tiny import random_model
 from torch.profiler import profile
 from ways import plain, split
 
 import paged
 import scheduler
-from around.folder.weights import build
 from around.settings import CHUNK, Limits, SamplingParams, SettingError
 from around.start.memory import free_memory
 from generate import generate
 from kv_cache import StaticCache
 from llm import LLM
-from model import Config, Transformer
+from model import Transformer
 from sampling import Sequence
 from scheduler import Engine, Guess
 from speculative import DraftModel, Guesser, NGram
 from tools.books import audit
 
 WORDS = random.Random(7).choices(range(1, 32), k=64)  # a text to cut prompts from
-
-
-def random_model(**changes) -> Transformer:
-    """A model whose next token depends strongly on all that it sees."""
-    sizes = {
-        "vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "eos_ids": (0,),
-        "max_position_embeddings": 64,
-    }  # fmt: skip
-    generator = torch.Generator().manual_seed(1)
-    model = build(Config(**sizes | changes)).double()
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.6, generator=generator)
-    return model
 
 
 MODEL = random_model()

@@ -36,9 +36,9 @@ from test_scheduler import (
     guessed,
     params,
     produced,
-    random_model,
     step,
 )  # fmt: skip
+from tiny import random_model
 
 import generate as command_line
 import sampling

@@ -17,8 +17,9 @@ import llguidance
 import pytest
 import torch
 from conftest import SHAKESPEARE
-from test_scheduler import assert_same, drain, noisy, random_model
+from test_scheduler import assert_same, drain, noisy
 from test_tokenizer import byte_level, kinds, read  # noqa: F401 (kinds: a fixture)
+from tiny import random_model
 
 from around.folder.tokenizer import Tokenizer
 from around.settings import SamplingParams, SettingError

@@ -9,8 +9,8 @@ import jsonschema
 import llguidance
 import pytest
 from serving import CHAT, COMPLETIONS, Local
-from test_scheduler import random_model
 from test_tokenizer import CORPUS, metaspace, train_sentencepiece, write
+from tiny import random_model
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 

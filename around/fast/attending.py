@@ -48,14 +48,13 @@ def replace_layers(kind: "type[FastBlocks]", model: Any, args: tuple) -> tuple:
 # --- Blocks ---------------------------------------------------------------------------------------
 
 
-class FastGroup(Group):
-    """A group whose blocks are in ascending order, because they often follow each other then: the
+class FastGroup:
+    """A Group whose blocks are in ascending order, because they often follow each other then: the
     cached blocks 5 6 7 of a sequence that has ended are handed out again as 7 6 5. A prompt keeps
     the order of its text, so that each piece of it can leave out the keys that it does not see.
 
     Attributes:
-        positions: (B, T) int64, the new tokens' positions.
-        key_positions: (B, S) int64, those of the keys, block after block; S = W * block size.
+        rows, shape, table, masks: see paged.Group.
         flat_table: (B, 2 * K, W) int64: for each head, the row's blocks as indices into
             Blocks.kv.flatten(0, 1), where block b of head h has the index h * num_blocks + b.
         span: the blocks of `table` as one slice, if each follows the one before it.
@@ -63,11 +62,11 @@ class FastGroup(Group):
     """
 
     def __init__(self, rows: list[Row], runner: Runner) -> None:
-        super().__init__(rows, runner)
+        self.rows = rows
+        self.shape = len(rows), len(rows[0].ids)
         size = runner.block_size
         device = runner.model.device
-        self.positions = torch.tensor([row.positions for row in rows], device=device)
-        self.is_prompt = self.positions.shape[1] >= PROMPT
+        self.is_prompt = self.shape[1] >= PROMPT
         used = [row.blocks[: row.num_blocks(size)] for row in rows]
         W = max(2, *map(len, used))  # 2, as the compiler takes a size of 1 as a case of its own
         table = torch.tensor([blocks + blocks[-1:] * (W - len(blocks)) for blocks in used])
@@ -79,10 +78,11 @@ class FastGroup(Group):
         num_heads, num_blocks = runner.kv[0].shape[:2]  # 2 * K heads
         first_of_head = torch.arange(num_heads)[:, None] * num_blocks
         self.flat_table = (table[:, None] + first_of_head).to(device)
-        key_positions = order[..., None] * size + torch.arange(size)  # (B, W, block size)
-        self.key_positions = key_positions.flatten(1).to(device)
         self.table = table.to(device)
-        self.masks = Masks(runner.model.config, self.positions, self.key_positions)
+        positions = torch.tensor([row.positions for row in rows], device=device)  # (B, T)
+        key_positions = order[..., None] * size + torch.arange(size)  # (B, W, block size)
+        key_positions = key_positions.flatten(1).to(device)  # (B, S)
+        self.masks = Masks(runner.model.config, positions, key_positions)
 
 
 class FastBlocks(Blocks):
