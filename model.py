@@ -298,8 +298,9 @@ def attention(
     Args:
         q: (B, N, T, H).
         k, v: (B, K, S, H), where K divides N.
-        mask: (B or 1, 1, N / K * T, S) bool, True where a query sees a key; see Masks.
-        kernel: computes it for heads that share no keys; around/fast has others.
+        mask: (B or 1, 1, N / K * T, S) bool, True where a query sees a key; see Masks. In
+            around/fast it may cover the last keys only: then all queries see those before.
+        kernel: what computes it; around/fast has others.
 
     Returns:
         (B, N, T, H).
