@@ -162,8 +162,7 @@ class BlockPool:
 
     def _take(self, table: BlockTable) -> int:
         """Take the free block after the table's highest one; if there is none, the next block in
-        order. Attention reads the blocks of most rows in ascending order (see Runner.group), and
-        need not copy blocks that follow each other; see side_by_side."""
+        order. Blocks that follow each other can be read in place; see around/fast."""
         block = next(iter(self.available))
         if table.blocks:
             following = max(table.blocks) + 1

@@ -307,7 +307,8 @@ class Sequence:
             (Ctrl-C).
         times: seconds on time.perf_counter's clock: when the sequence was made, then when each
             token came.
-        matcher: decides which tokens may come next, if a structure is asked for; see structured.py.
+        matcher: decides which tokens may come next, if a structure is asked for; see
+            around/structured.py.
         end_ids: the ids that end it.
         adjustments, filters: those of its SamplingParams.
     """
@@ -362,7 +363,7 @@ class Sequence:
 
     @property
     def text(self) -> str:
-        """The output's text, which only ever grows; see tokenizer.TextStream."""
+        """The output's text, which only ever grows; see TextStream."""
         return self._stream.text
 
     @property

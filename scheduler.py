@@ -234,7 +234,7 @@ class Engine:
         """Make the blocks.
 
         Args:
-            model: on its device, compiled or not; see compiling.compile_model.
+            model: on its device.
             tokenizer: None: prompts are ids, and there is no text.
             proposer: guesses tokens; see speculative.py. None: no guesses.
             make_matcher: compiles SamplingParams.structured_outputs; see structured.make_matcher.

@@ -59,7 +59,7 @@ def shard(
 
     Args:
         model: the whole model on the meta device, with QuantLinears where the files have them.
-        files: the tensors of checkpoint.locate_tensors, made to fit the model. {}: there are no
+        files: the stored tensors (around/folder/weights.py), made to fit the model. {}: there are no
             files, and the weights will be random. Then the model's lm_head must not be tied.
 
     Returns:

@@ -100,8 +100,7 @@ class Completion:
                 for choice in self.choices:
                     new = choice.take_new()
                     if new:
-                        for part in events_of(new):
-                            yield self.json([part], self.fields["continuous_usage_stats"])
+                        yield self.json([new], self.fields["continuous_usage_stats"])
         if not self.stream:
             yield self.json([choice.take_new() for choice in self.choices], True)
         elif self.fields["include_usage"]:
@@ -271,27 +270,6 @@ class Choice:
             token_logprobs=[token.logprob for token in tokens],
             top_logprobs=likely,
         )
-
-
-def events_of(part: JSON) -> list[JSON]:
-    """Return a new part of a choice as the events of a stream. A part without calls is one event.
-    One with calls becomes two, as clients expect: the calls' names, then their arguments.
-
-    Example: {"name": "f", "arguments": "{}"} is sent as {"name": "f", "arguments": ""}, and then as
-        {"arguments": "{}"}
-    """
-    calls = part.get("delta", {}).get("tool_calls")
-    if not calls:
-        return [part]
-    names = [call | {"function": call["function"] | {"arguments": ""}} for call in calls]
-    arguments = [
-        {"index": call["index"], "function": {"arguments": call["function"]["arguments"]}}
-        for call in calls
-    ]
-    return [
-        part | {"delta": part["delta"] | {"tool_calls": names}, "finish_reason": None},
-        part | {"delta": {"tool_calls": arguments}, "logprobs": None},
-    ]
 
 
 def thought_prefix(tokenizer: Tokenizer, job: Job) -> str:

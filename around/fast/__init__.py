@@ -1,9 +1,7 @@
 """Speed and nothing else: without this folder the same tokens come, later.
 
-Nothing here changes what a model computes, but for rounding: every path has a slow twin at the root,
-and tests that equate the two.
-
-The door is make_fast. It changes a finished model in place, by hooks and by other forms of its
+Nothing here changes what a model computes, but for rounding: every path has a slow twin at the
+root, and tests that equate the two. The door is make_fast. It changes a finished model in place, by hooks and by other forms of its
 Linears; the files of the root know nothing of it, and run without this folder.
 """
 

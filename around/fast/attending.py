@@ -1,9 +1,9 @@
-"""How the caches attend fast: what kv_cache.Slab and paged.Blocks compute, sooner and in less memory.
+"""How the caches attend fast: what kv_cache.Slab and paged.Blocks compute, sooner.
 
 attend_fast adds a hook to a model, which replaces the layers of a cache before each forward. So the
 caches do not know of this file, and without it the tokens are the same. What replaces a class of
 the root overrides `attend` and `attend_group` alone. Attention itself is model.attention, whatever
-the path, so whoever changes it there changes all of them. Read: attend_fast, FastGroup, FastBlocks,
+the path, so a change there holds for all of them. Read: attend_fast, FastGroup, FastBlocks,
 attend_to_prompt.
 """
 

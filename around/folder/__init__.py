@@ -1,6 +1,7 @@
 """What a Hugging Face folder means: its config, weights, tokenizer and chat template.
 
-The door is what is imported here. Every family has been compared with `transformers`, logit by logit.
+The door is what is imported here. Every family has been compared with `transformers`, logit by
+logit.
 """
 
 from .chat import PLAIN_TEMPLATE, plain_turn

@@ -1,5 +1,5 @@
-"""generate.py's command line: what is asked for, the text as it comes, and what needs the engine: a chat,
-several samples, guesses, several ranks. Read: read, answer, stream, chat.
+"""generate.py's command line: what is asked for, the text as it comes, and what needs the engine: a
+chat, several samples, guesses, several ranks. Read: read, answer, stream, chat.
 """
 
 import sys
@@ -19,8 +19,8 @@ from scheduler import Engine
 
 
 class Asked(NamedTuple):
-    """What a command line asks for: how to build the engine, how to sample, and the text to continue, or
-    a chat."""
+    """What a command line asks for: how to build the engine, how to sample, and the text to
+    continue, or a chat."""
 
     args: EngineArgs
     params: SamplingParams
@@ -96,7 +96,7 @@ def read_prompt(args: Namespace, ranks: Ranks) -> str:
     if not file or ranks.rank:
         return args.prompt
     with blame(file):
-        # Both ways keep the ends of lines, which read_text would change. For stdin see begin.launch.
+        # Both ways keep the ends of lines, which read_text would change; for stdin see launch.
         return sys.stdin.read() if file == "-" else Path(file).read_bytes().decode()
 
 

@@ -1,4 +1,4 @@
-"""How many blocks of keys and values fit into the memory of this machine. Read: affordable_blocks."""
+"""How many blocks of keys and values fit into this machine's memory. Read: affordable_blocks."""
 
 import os
 import re
