@@ -51,7 +51,7 @@ def sample(logits: Tensor, batch: Batch) -> list[Token]:
     if all(sequence.takes_argmax for sequence in batch):  # what choose_ids gives, sooner
         ids = logits.float().argmax(-1).tolist()  # argmax of bfloat16 takes three times as long
     else:
-        ids = [i for part in parts(logits, batch) for i in choose_ids(*part)]
+        ids = choose_ids(logits, batch)
     return scored(logits, ids, batch)
 
 
@@ -278,18 +278,6 @@ def scored(logits: Tensor, ids: Ids, batch: Batch) -> list[Token]:
             top_ids = map(int, rest[k:])  # all k of them; zip stops after `count`
             tokens[b] = Token(ids[b], own_logprob, tuple(zip(top_ids, rest[:count])))
     return tokens
-
-
-# --- The same, sooner -----------------------------------------------------------------------------
-
-
-def parts(logits: Tensor, batch: Batch) -> abc.Iterator[tuple[Tensor, Batch]]:
-    """Split a batch and its logits. A CPU takes few rows at a time, so that their intermediate
-    tensors stay in its cache: as many rows as fill a megabyte, but at least eight."""
-    size = max(8, 2**18 // logits.shape[1]) if logits.is_cpu else len(batch)
-    for start in range(0, len(batch), size):
-        rows = slice(start, start + size)
-        yield logits[rows], batch[rows]
 
 
 # --- The sequence ---------------------------------------------------------------------------------
