@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from around.folder import Ids, TextStream, Tokenizer
-from around.settings import PENALTIES, SamplingParams, SettingError, check_ids
+from around.settings import SamplingParams, SettingError, check_ids
 from model import Config
 
 
@@ -96,7 +96,7 @@ def distribution(logits: Tensor, batch: Batch) -> Tensor:
     probs[greedy] = 0
     probs[greedy, best] = 1
     # 4) top-k, top-p, min-p, in the rows that have one of them
-    filtered = [b for b, sequence in enumerate(batch) if sequence.filters]
+    filtered = [b for b, sequence in enumerate(batch) if sequence.params.filters]
     if len(filtered) == len(batch):
         return keep_likeliest(probs, params)  # the same as below, without a copy of the rows
     if filtered:
@@ -120,7 +120,7 @@ def adjust_(scores: Tensor, sequence: "Sequence") -> None:
         ids = torch.tensor([*p.logit_bias], device=scores.device)
         values = torch.tensor([*p.logit_bias.values()], dtype=torch.float32, device=scores.device)
         scores.index_add_(0, ids, values)
-    if sequence.adjustments & PENALTIES:
+    if p.penalizes:
         penalize_(scores, sequence)
 
 
@@ -298,7 +298,6 @@ class Sequence:
         matcher: decides which tokens may come next, if a structure is asked for; see
             around/structured.py.
         end_ids: the ids that end it.
-        adjustments, filters: those of its SamplingParams.
     """
 
     def __init__(
@@ -346,8 +345,6 @@ class Sequence:
         if not params.ignore_eos:
             self.end_ids |= tokenizer.eos_ids(config) if tokenizer else {*config.eos_ids}
         self._stream = TextStream(tokenizer, prompt_ids, params.stop)
-        self.adjustments = params.adjustments  # kept, as they are looked up at each step
-        self.filters = params.filters
 
     @property
     def text(self) -> str:
@@ -362,7 +359,7 @@ class Sequence:
     def takes_argmax(self) -> bool:
         """Whether its next token is the likeliest one under the model's own logits. Filters do not
         matter, as they never drop that one."""
-        return not (self.params.temperature or self.adjustments or self.matcher)
+        return not (self.params.temperature or self.params.adjusts or self.matcher)
 
     def uniform(self, offset: int = 0) -> float:
         """The random number for its next token; `offset` is added to its index in the stream."""

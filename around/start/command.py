@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from around import settings
 from around.folder import suggested
 from around.machine import Ranks, ctrl_c_held_back, say
-from around.settings import JSON, EngineArgs, SamplingParams, SettingError, blame
+from around.settings import JSON, SHAPING, EngineArgs, SamplingParams, SettingError, blame
 from around.start.begin import cache_size, open_engine
 from sampling import BROKEN, Sequence
 from scheduler import Engine
@@ -106,10 +106,12 @@ def describe(params: SamplingParams, flags: JSON, defaults: JSON) -> str:
     Args:
         defaults: what the checkpoint's folder suggests.
     """
-    names = ["temperature", *sorted(params.filters | params.penalties)]
     sources = dict.fromkeys(defaults, "the folder") | dict.fromkeys(flags, "a flag")
+    usual = vars(SamplingParams()) | {"temperature": None}  # which is always named
     return ", ".join(
-        f"{name} {getattr(params, name):g} ({sources.get(name, 'the default')})" for name in names
+        f"{name} {getattr(params, name):g} ({sources.get(name, 'the default')})"
+        for name in SHAPING
+        if getattr(params, name) != usual[name]
     )
 
 
