@@ -1,4 +1,6 @@
-"""A body becomes requests: every field of OpenAI's API is checked before the engine gets anything. Read: API.prepare, translate."""
+"""A body becomes requests: every field of OpenAI's API is checked before the engine gets anything.
+Read: API.prepare, translate.
+"""
 
 import re
 import time
