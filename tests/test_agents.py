@@ -17,7 +17,7 @@ from conftest import ROOT, program
 from serving import Local
 from test_function_calls import tagged
 
-from around.api import requests as openai_api
+from around.api import requests
 
 pytestmark = pytest.mark.slow
 
@@ -35,14 +35,14 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Any:
     Yields the server and the bodies that it got."""
     local = Local("--tool-format", "hermes", num_blocks=400, max_num_batched_tokens=64)
     bodies: list[dict] = []
-    translate = openai_api.translate
+    translate = requests.translate
 
     def direct(body: dict, chat: bool) -> dict:
         text = SCRIPT[len(bodies)]
         bodies.append(body)
         return translate(body | {"structured_outputs": {"choice": [text]}}, chat)
 
-    monkeypatch.setattr(openai_api, "translate", direct)
+    monkeypatch.setattr(requests, "translate", direct)
     yield local, bodies
     local.close()
 

@@ -18,7 +18,7 @@ from selenium.webdriver.common.by import By
 from serving import ABORTED, CHAT, COMPLETIONS, Broken, Local, until
 
 import server as server_module
-from around.api import requests as openai_api
+from around.api import answers
 from around.api.answers import Problem
 
 BROWSER, DRIVER = program("chromium"), program("chromedriver")
@@ -347,7 +347,7 @@ def test_how_a_reply_ends(page, local, slow, monkeypatch, kind, settings, event,
 def test_thoughts_are_folded(page, asked, monkeypatch):
     """A thought was not shown, or stood in the answer and was sent back with the next message."""
     thought = "<b>Hm.</b><img src=x onerror=document.title=1>"
-    monkeypatch.setattr(openai_api, "split_thought", lambda text: (thought, thought + text[15:]))
+    monkeypatch.setattr(answers, "split_thought", lambda text: (thought, thought + text[15:]))
     page.click("[value=chat]")
     page.set(max_tokens=5, seed=1)
     for message in (thought, "And?"):
@@ -544,7 +544,7 @@ def test_a_stream_that_is_cut(page, local, monkeypatch):
     send, count = server_module.Connection.send, itertools.count()
 
     def cut(connection, *args, **options):
-        if connection.content_type == server_module.EVENTS and next(count) == 9:
+        if connection.stream and next(count) == 9:
             raise ConnectionError
         send(connection, *args, **options)
 
