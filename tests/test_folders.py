@@ -10,9 +10,9 @@ import pytest
 import torch
 from conftest import SHAKESPEARE
 from safetensors.torch import load_file, save_file
-from test_model import ATOL, build, copy_with, hf_logits, same
+from test_model import ATOL, build, hf_logits, same
 from test_tokenizer import LLAMA, LLAMA_SIZE, NAMES, byte_level, write
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from around.folder.config import load_config
 from around.folder.tokenizer import Tokenizer
@@ -132,27 +132,14 @@ def test_an_id_that_is_not_the_files(tmp_path):
 
 # --- What ends a sequence -------------------------------------------------------------------------
 
-ENDS = [  # config.json, generation_config.json, the tokenizer's EOS -> the texts' ends
-    ({}, {}, None, {2}), ({"eos_token_id": None}, {}, None, set()),  # the family's default; none
-    ({"eos_token_id": 5}, {"eos_token_id": [7, 5]}, "</s>", {5, 7, GPT.token_to_id("</s>")}),
-]  # fmt: skip
-
 
 def test_what_ends_a_sequence(tmp_path):
     """A chat that never stops, as its end of turn stands in tokenizer_config.json alone."""
-    for i, (config, generation, eos, want) in enumerate(ENDS):
-        raw = json.loads((SHAKESPEARE / "config.json").read_text())
-        raw.pop("eos_token_id")
-        names = {"eos_token": eos} if eos else {"bos_token": "<s>"}
-        files = {"config.json": raw | {"vocab_size": 999} | config, **FAST}
-        if generation:
-            files["generation_config.json"] = generation
-        folder = write(tmp_path / str(i), names, **files)
-        ours = load_config(folder)
-        assert Sequence([1], SamplingParams(), ours, Tokenizer(folder)).end_ids == want
-        if not generation:
-            theirs = AutoConfig.from_pretrained(folder).eos_token_id
-            assert ours.eos_ids == (() if theirs is None else (theirs,))
+    raw = json.loads((SHAKESPEARE / "config.json").read_text()) | {"eos_token_id": 5}
+    files = {"config.json": raw, "generation_config.json": {"eos_token_id": [7, 5]}, **FAST}
+    folder = write(tmp_path, {"eos_token": "</s>"}, **files)
+    sequence = Sequence([1], SamplingParams(), load_config(folder), Tokenizer(folder))
+    assert sequence.end_ids == {5, 7, GPT.token_to_id("</s>")}
 
 
 # --- Weights --------------------------------------------------------------------------------------
@@ -228,35 +215,6 @@ def test_a_tied_folder_that_stores_lm_head(tmp_path):
     save_file(tensors, tmp_path / WHOLE, {"format": "pt"})
     same(ours := load_model(tmp_path), built)
     assert is_tied(ours)
-
-
-WINDOWS = {  # a case of test_model.py -> what its config.json says besides
-    "mistral-window": [
-        {"use_sliding_window": None}, {"max_window_layers": None}, {"use_sliding_window": False},
-        {"layer_types": ["full_attention", "sliding_attention"]},
-    ],
-    "mixtral-window-tied": [{"layer_types": ["full_attention", "sliding_attention"]}],
-    "llama-mqa": [
-        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0},
-        {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]},
-    ],
-    "qwen3moe": [
-        {"use_sliding_window": True, "sliding_window": 8},
-        {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention"] * 2},
-    ],
-}  # fmt: skip
-
-
-def test_windows(tmp_path):
-    """A null switches Mistral's window off; a setting that a family does not have counts; Qwen3-MoE
-    leaves its first 28 layers without their window."""
-    for case, rows in WINDOWS.items():
-        built = build(case, tmp_path / case)
-        for changes in rows:
-            folder = copy_with(built, tmp_path / "x", **changes)
-            theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-            logits = hf_logits(theirs.float().eval(), built.tokens)
-            same(load_model(folder), built._replace(logits=logits))
 
 
 # --- Chats ----------------------------------------------------------------------------------------
