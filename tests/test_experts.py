@@ -21,7 +21,7 @@ from around.folder import weights as checkpoint
 from around.folder.weights import load_model, locate_tensors, named_tensors, split_fused
 from around.settings import CheckpointError
 from experts import SparseMLP
-from model import MLP, Config, Transformer
+from model import Config
 from paged import Row, Runner
 from quantize import QuantLinear, quantize_model
 
@@ -165,16 +165,13 @@ def test_a_step_reads_each_chosen_expert_once_and_no_other(form, monkeypatch):
 
 def test_experts_are_quantised_and_packed_and_the_router_is_not_quantised():
     """Experts left as they were, eight times the router's error, or plain weights kept alive."""
-    model = checkpoint.build(config_of(moe_intermediate_size=32))
-    quantize_model(model, "int4", 32)
+    model = quantize_model(checkpoint.build(config_of(moe_intermediate_size=32)), "int4", 32)
     kinds = [type(m) for m in model.layers[0].mlp.modules() if not [*m.children()]]
     assert kinds == [torch.nn.Linear] + 2 * E * [QuantLinear]
-    pack_linears(model)
-    table = {type(m) for m in model.layers[1].mlp.experts.modules() if not [*m.children()]}
-    assert all(issubclass(kind, (Int4Linear, Int8Linear)) for kind in table)
-    plain = sparse()
-    pack_linears(plain)
-    assert all(type(m) is PackedLinear for m in plain.modules() if not [*m.children()])
+    for mlp, forms in ((model.layers[1].mlp, (Int4Linear, Int8Linear)), (sparse(), PackedLinear)):
+        pack_linears(mlp)
+        kinds = [m for m in mlp.experts.modules() if not [*m.children()]]
+        assert all(isinstance(m, forms) for m in kinds)
 
 
 # --- Files ----------------------------------------------------------------------------------------
@@ -218,20 +215,3 @@ def test_stacked_tensors_that_do_not_fit(tmp_path):
         with pytest.raises(CheckpointError) as error:
             load_model(tmp_path)
         assert all(word in str(error.value) for word in words), error.value
-
-
-def test_layers_without_experts(tmp_path):
-    """decoder_sparse_step counted from 0; mlp_only_layers taken for those with experts."""
-    build("qwen3moe-some-layers", tmp_path)
-    kinds = [type(block.mlp) for block in load_model(tmp_path).layers]
-    assert kinds == [MLP, MLP, MLP, SparseMLP, MLP]
-
-
-def test_who_puts_the_experts_in():
-    """A dense model that gets a router; a model of random weights that is left in training mode, or
-    keeps every activation for gradients. Transformer alone knows of no experts."""
-    for num_experts, kind in ((1, MLP), (E, SparseMLP)):
-        model = checkpoint.build(config_of(num_experts=num_experts, num_experts_per_tok=1))
-        assert {type(block.mlp) for block in model.layers} == {kind}
-        assert not model.training and not any(p.requires_grad for p in model.parameters())
-    assert {type(block.mlp) for block in Transformer(config_of()).layers} == {MLP}

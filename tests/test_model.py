@@ -7,6 +7,7 @@ missing bias, a missing norm and any mistake in attention: `randomise` draws all
 import itertools
 import json
 import math
+import shutil
 import subprocess
 import sys
 import types
@@ -20,7 +21,7 @@ import transformers
 from conftest import ROOT
 from safetensors.torch import load_file, save_file
 from test_gptq import packed_across, packed_down
-from tiny import tiny_folder
+from tiny import edit_config, tiny_folder
 
 from around import machine
 from around.folder.config import load_config
@@ -181,20 +182,14 @@ def our_logits(model, tokens, start=0):
 
 
 def same(model, built, of_what=""):
-    ours = our_logits(model, built.tokens)
-    torch.testing.assert_close(
-        ours, built.logits, atol=ATOL, rtol=0, msg=lambda m: f"{of_what} {m}"
-    )
+    ours, say = our_logits(model, built.tokens), lambda text: f"{of_what} {text}"
+    torch.testing.assert_close(ours, built.logits, atol=ATOL, rtol=0, msg=say)
 
 
 def copy_with(built, folder, **changes):
-    """Copy a checkpoint, changing keys of config.json, and dropping those that are `...`."""
-    folder.mkdir(exist_ok=True)
-    for file in built.folder.glob("*.safetensors"):
-        (folder / file.name).write_bytes(file.read_bytes())
-    raw = json.loads((built.folder / "config.json").read_text()) | changes
-    raw = {key: value for key, value in raw.items() if value is not ...}
-    (folder / "config.json").write_text(json.dumps(raw))
+    """Copy a checkpoint, and change keys of its config.json."""
+    shutil.copytree(built.folder, folder, dirs_exist_ok=True)
+    edit_config(folder, **changes)
     return folder
 
 
@@ -267,17 +262,11 @@ def spellings_of_rope():
 ON = {"use_sliding_window": True, "sliding_window": WINDOW}
 KINDS = {"layer_types": ["full_attention", "sliding_attention"]}
 # Files older than layer_types carry a window that use_sliding_window turns off.
-OLD_QWEN = [
-    {"layer_types": ...} | more
-    for more in (
-        {},
-        {"max_window_layers": ...},
-        {"use_sliding_window": ...},
-        {"use_sliding_window": False},
-    )
-]
+OLD_QWEN = [{"layer_types": ...}, {"layer_types": ..., "max_window_layers": ...},
+            {"layer_types": ..., "use_sliding_window": ...},
+            {"layer_types": ..., "use_sliding_window": False}]  # fmt: skip
 SPELLINGS = {  # a case -> what its config.json says besides, or leaves out
-    "llama-head_dim": spellings_of_rope(),
+    "llama-head_dim": [*spellings_of_rope()],
     "llama2-mha": [
         {"head_dim": None, "num_key_value_heads": None},
         dict.fromkeys(("head_dim", "num_key_value_heads", "attention_bias", "mlp_bias", "dtype",
@@ -353,9 +342,7 @@ def test_phi3(tmp_path):
         assert ours.max_position_embeddings == original == 4096
         assert ours.folds["rotated_factor"] == pytest.approx(1 + math.log(32) / math.log(4096))
         for old in ("su", "yarn"):  # names of longrope in older files
-            raw = json.loads((tmp_path / "config.json").read_text())
-            raw["rope_scaling"]["rope_type"] = old
-            (tmp_path / "config.json").write_text(json.dumps(raw))
+            edit_config(tmp_path, rope_scaling=rope | more | {"rope_type": old})
             assert load_config(tmp_path) == ours
 
 
@@ -494,7 +481,7 @@ def test_quantised_folders_are_folded_once(case, tmp_path):
                     str(tmp_path / "int8")]) == 0  # fmt: skip
     expected = our_logits(quantize_model(load_model(built.folder), "int8"), built.tokens)
     torch.testing.assert_close(our_logits(load_model(tmp_path / "int8"), built.tokens), expected)
-    tensors, raw = {}, json.loads((built.folder / "config.json").read_text())
+    tensors = {}
     for name, tensor in load_file(built.folder / "model.safetensors").items():
         path = name.removesuffix(".weight")
         if not path.endswith("_proj"):
@@ -506,9 +493,9 @@ def test_quantised_folders_are_folded_once(case, tmp_path):
         tensors[f"{path}.scales"] = scales.t().contiguous()
         built.hf.get_parameter(name).data.copy_(scales * (q - zeros))
     kind = dict(quant_method="gptq", bits=8, group_size=-1, desc_act=False)
-    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": kind}))
-    save_file(tensors, tmp_path / "model.safetensors")
-    same(load_model(tmp_path), built._replace(logits=hf_logits(built.hf, built.tokens)))
+    folder = copy_with(built, tmp_path / "gptq", quantization_config=kind)
+    save_file(tensors, folder / "model.safetensors")
+    same(load_model(folder), built._replace(logits=hf_logits(built.hf, built.tokens)))
 
 
 # --- The parts ------------------------------------------------------------------------------------
