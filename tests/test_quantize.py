@@ -401,17 +401,9 @@ def test_bfloat16_that_the_processor_emulates(monkeypatch, native):
         wide(x[:8])
 
 
-def test_without_onednn(monkeypatch):
-    """On a Mac, whose PyTorch has no operators of oneDNN, a model in bfloat16 did not load."""
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    monkeypatch.setattr(torch.ops, "mkldnn", None)
-    monkeypatch.setattr(packed, "HAS_FBGEMM", False)
-    llm = LLM(SHAKESPEARE, device="cpu", dtype="bfloat16", num_blocks=8)
-    assert type(llm.engine.model.lm_head) is nn.Linear
-
-
-def test_quantised_weights_are_packed_without_compiling():
-    """--quantize alone made a model 6 to 9 times as slow, as it was dequantised at each step."""
+def test_quantised_weights_are_packed_without_compiling(monkeypatch):
+    """--quantize alone made a model 6 to 9 times as slow, as it was dequantised at each step. On a
+    Mac, whose PyTorch has no operators of oneDNN, a model in bfloat16 did not load."""
     for mode, forms in (("int8", {INT8}), ("int4", {Int4Linear, INT8}), (None, set())):
         llm = LLM(SHAKESPEARE, device="cpu", num_blocks=16, dtype="bfloat16", quantize=mode)
         model = llm.engine.runner.model
@@ -422,6 +414,11 @@ def test_quantised_weights_are_packed_without_compiling():
         plain = load_model(SHAKESPEARE, dtype=BF16)
         logits = logits_of(quantize_model(plain, mode) if mode else plain)
         assert (logits_of(model) - logits).float().std() < 0.03 * logits.float().std()
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    monkeypatch.setattr(torch.ops, "mkldnn", None)
+    monkeypatch.setattr(packed, "HAS_FBGEMM", False)
+    llm = LLM(SHAKESPEARE, device="cpu", dtype="bfloat16", num_blocks=8)
+    assert type(llm.engine.model.lm_head) is nn.Linear
 
 
 @pytest.mark.slow
