@@ -105,19 +105,19 @@ def runs(model):
 
 # --- Files ----------------------------------------------------------------------------------------
 
-JSON = (
-    b'{"hidden_size": 32,', b"", b"[1, 2]", b"null", b'"LlamaForCausalLM"', b"[" * 200_000,
-    b'{"a":' * 200_000, b'{"architectures": ["\xff\xfe"]}', "{}".encode("utf-16"),
-    b"\xef\xbb\xbf{}", b'{"vocab_size": ' + b"9" * 5000 + b"}", bytes(range(256)),
-)  # fmt: skip
-
 
 def test_unreadable_json(folder):
     """json.loads raises four kinds of error, and returns things that are no object."""
-    for file in ("generation_config.json", CONFIG):
-        for content in JSON:
+    for content in (
+        b'{"hidden_size": 32,', b"", b"[1, 2]", b"null", b'"LlamaForCausalLM"', b"[" * 200_000,
+        b'{"a":' * 200_000, b'{"architectures": ["\xff\xfe"]}', "{}".encode("utf-16"),
+        b"\xef\xbb\xbf{}", b'{"vocab_size": ' + b"9" * 5000 + b"}", bytes(range(256)),
+    ):  # fmt: skip
+        for file in ("generation_config.json", CONFIG):
             (folder / file).write_bytes(content)
             refused(folder, f"/{file}: ")
+            edit(folder)
+        (folder / "generation_config.json").unlink()
 
 
 def test_what_is_missing(folder):
