@@ -8,8 +8,8 @@ import pytest
 import torch
 from conftest import ROOT, SHAKESPEARE
 
-import llm as llm_module
-from around import machine
+import around.fast
+from around.fast import threads as machine
 from llm import LLM
 
 
@@ -43,7 +43,9 @@ def test_the_rule(asked, variable, weights, expected, threads, monkeypatch):
 def test_a_tied_matrix_counts_once(monkeypatch):
     """A tied model of 20 MB was taken for a large one."""
     counted = []
-    monkeypatch.setattr(llm_module, "use_threads", lambda threads, weights: counted.append(weights))
+    monkeypatch.setattr(
+        around.fast, "use_threads", lambda threads, weights: counted.append(weights)
+    )
     model = LLM(SHAKESPEARE, device="cpu").engine.model
     assert model.config.tie_word_embeddings
     assert counted == [sum(each.nbytes for each in model.parameters())]
