@@ -208,15 +208,9 @@ def server():
     started.close()
 
 
-class Call(NamedTuple):
-    name: str
-    arguments: str
-    id: str = ""
-
-
 class Reply(NamedTuple):
     text: str | None
-    calls: list[Call]
+    calls: list[list[str]]  # of each its name, arguments and id
     reason: str
     parts: list[str]  # pieces of the text that came one after the other, if it was streamed
 
@@ -240,7 +234,7 @@ def says(text: str) -> dict[str, Any]:
 def whole(choice: Any) -> Reply:
     message, calls = choice.message, choice.message.tool_calls or []
     assert message.role == "assistant" and all(each.type == "function" for each in calls)
-    made = [Call(each.function.name, each.function.arguments, each.id) for each in calls]
+    made = [[each.function.name, each.function.arguments, each.id] for each in calls]
     return Reply(message.content, made, choice.finish_reason, [])
 
 
@@ -248,7 +242,7 @@ def streamed(chunks: Any) -> list[Reply]:
     """Join the chunks of a stream, as a client would. A call's id and name come once, and its
     arguments may come in pieces."""
     parts: dict[int, list[str]] = {}
-    calls: dict[int, list[Call]] = {}
+    calls: dict[int, list[list[str]]] = {}
     reasons: dict[int, str] = {}
     for choice in (choice for chunk in chunks for choice in chunk.choices):
         i, delta = choice.index, choice.delta
@@ -259,9 +253,8 @@ def streamed(chunks: Any) -> list[Reply]:
         for each in delta.tool_calls or []:
             if each.id:
                 assert (each.index, each.type) == (len(mine), "function")
-                mine.append(Call(each.function.name, "", each.id))
-            old = mine[each.index]
-            mine[each.index] = old._replace(arguments=old.arguments + each.function.arguments)
+                mine.append([each.function.name, "", each.id])
+            mine[each.index][1] += each.function.arguments
         if choice.finish_reason:
             reasons[i] = choice.finish_reason
     assert reasons.keys() == parts.keys(), "a choice has no finish_reason"
@@ -273,11 +266,11 @@ def streamed(chunks: Any) -> list[Reply]:
 def check_calls(reply: Reply, *names: str, most: int = 1) -> list[str]:
     """Check that a reply is nothing but valid calls of these functions. Returns their names."""
     assert reply.text is None and reply.reason == "tool_calls", reply
-    assert 1 <= len({call.id for call in reply.calls}) == len(reply.calls) <= most, reply
-    for call in reply.calls:
-        assert call.name in names, call
-        jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
-    return [call.name for call in reply.calls]
+    assert 1 <= len({made for *_, made in reply.calls}) == len(reply.calls) <= most, reply
+    for name, arguments, _ in reply.calls:
+        assert name in names, reply
+        jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+    return [name for name, *_ in reply.calls]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -285,12 +278,17 @@ def test_required(server: Local, stream: bool) -> None:
     """The bundled model has never seen JSON, and would not write any without a grammar."""
     replies = ask(server, stream, **ONE, n=8, temperature=100)
     assert len({check_calls(reply, *SCHEMAS)[0] for reply in replies}) > 1, "the grammar has one"
-    assert len({reply.calls[0].id for reply in replies}) == 8
+    assert len({reply.calls[0][2] for reply in replies}) == 8
     several = ask(server, stream, tool_choice="required", n=8, temperature=100)
     assert max(len(check_calls(reply, *SCHEMAS, most=99)) for reply in several) > 1
     for name in SCHEMAS:  # a choice by name is one call, whatever is said
         choice = {"type": "function", "function": {"name": name}}
         check_calls(*ask(server, stream, tool_choice=choice), name)
+    both = {"structured_outputs": {"choice": [A_CALL, "Nay."]}}
+    mixed = ask(server, stream, n=8, **both, temperature=100)
+    assert {bool(reply.calls) for reply in mixed} == {True, False}, "all choices are alike"
+    for reply in mixed:
+        assert (reply.text is None) == bool(reply.calls) == (reply.reason == "tool_calls")
     # The client gets half of a call's JSON, and breaks when it parses it.
     (cut,) = ask(server, stream, **ONE, max_tokens=12)
     assert cut.reason == "length" and cut.text and not cut.calls
@@ -331,22 +329,10 @@ def test_calls_are_found_in_the_text(server: Local, stream: bool) -> None:
         got = [(name, json.loads(arguments)) for name, arguments, _ in reply.calls]
         assert (got, reply.text or "") == (calls, text if content is ... else content), text
         assert reply.reason == ("tool_calls" if calls else "stop"), text
-
-
-def test_text_does_not_wait(server: Local) -> None:
-    """Each token's text comes at once; only what may become a tag is held back."""
+    # Each token's text comes at once; only what may become a tag is held back.
     text = "Good morrow, cousin. Is the day so young? 1 < 2, and <b> is no tag, nor <tools>."
-    (reply,) = ask(server, True, **says(text))
-    assert reply.text == text
-    assert len(reply.parts) > 12, f"the text came in only {len(reply.parts)} parts"
-
-
-def test_each_choice_has_its_own(server: Local) -> None:
-    only = {"structured_outputs": {"choice": [A_CALL, "Nay."]}}
-    replies = ask(server, True, n=8, **only, temperature=100)
-    assert {bool(reply.calls) for reply in replies} == {True, False}, "all choices are alike"
-    for reply in replies:
-        assert (reply.text is None) == bool(reply.calls) == (reply.reason == "tool_calls")
+    (reply,) = ask(server, stream, **says(text))
+    assert reply.text == text and (len(reply.parts) > 12) == stream
 
 
 # --- The conversation -----------------------------------------------------------------------------

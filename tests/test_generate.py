@@ -172,38 +172,28 @@ def test_num_samples(cli):
     assert cli("--max-tokens", 1, "--n", 2, "--seed", 2**63 - 1).code == 0  # seeds wrap around
 
 
-def test_where_the_prompt_comes_from(cli, tmp_path):
-    """Bug: a file's prompt differs from the same text on the command line; - is not stdin; without
-    a prompt the BOS is missing, and there is nothing to start from; bytes that are not UTF-8 end in
-    a traceback."""
-    text, rest = "ROMEO:\nWhat caf\u00e9\r\n", GREEDY[2:]
-    file = tmp_path / "prompt.txt"
-    file.write_bytes(text.encode())
-    want = cli("--prompt", text, *rest)
-    stdin = io.StringIO(text, newline="")
-    for result in (
-        cli("--prompt-file", file, *rest),
-        cli("--prompt-file", "-", *rest, stdin=stdin),
-    ):
-        assert (ids_of(result), result.out) == (ids_of(want), want.out)
-    for (sequence,), prompt in ((want.sequences, text), (cli("--max-tokens", 2).sequences, "")):
-        assert sequence.ids[: sequence.prompt_len] == TOKENIZER.encode(prompt)
-    assert cli("--prompt", "caf\udce9", "--max-tokens", 1).code == 0
-
-
 @pytest.mark.parametrize(
     ("encoding", "shown"), [("ascii", b"??"), ("latin-1", b"\xe9?"), ("utf-8", "é你".encode())]
 )
-def test_line_ends_and_other_alphabets(encoding, shown, cli, monkeypatch):
-    """CRLF became LF; a terminal that is not UTF-8 ended the run."""
-    prompts, encode, raw = [], Tokenizer.encode, io.BytesIO()
+def test_line_ends_and_alphabets(encoding, shown, cli, monkeypatch, tmp_path):
+    """Bug: a file's prompt differs from the same text on the command line; - is not stdin; without
+    a prompt the BOS is missing, and there is nothing to start from. CRLF became LF; bytes that are
+    not UTF-8, or a terminal that is not, end in a traceback."""
+    (tmp_path / "prompt.txt").write_bytes("caf\u00e9\r\n".encode())
+    asked, encode = [], Tokenizer.encode
     monkeypatch.setattr(Tokenizer, "decode", lambda self, ids, *_, **__: "é你\r\n" * len(ids))
-    monkeypatch.setattr(Tokenizer, "encode", lambda *args: prompts.append(args[1]) or encode(*args))
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding))
-    stdin = io.TextIOWrapper(io.BytesIO(b"a\r\nb\xff\n"), "ascii")
-    assert cli("--prompt-file", "-", "--max-tokens", 2, "--ignore-eos", stdin=stdin).code == 0
-    assert prompts == ["a\r\nb\ufffd\n"]
-    assert raw.getvalue() == (shown + b"\r\n") * 2 + b"\n"
+    monkeypatch.setattr(Tokenizer, "encode", lambda *args: asked.append(args[1]) or encode(*args))
+    for words, prompt in (
+        ((), ""), (("--prompt", "caf\udce9\r\n"), "caf\udce9\r\n"),
+        (("--prompt-file", tmp_path / "prompt.txt"), "caf\u00e9\r\n"),
+        (("--prompt-file", "-"), "a\r\nb\ufffd\n"),
+    ):  # fmt: skip
+        stdin, raw = io.TextIOWrapper(io.BytesIO(b"a\r\nb\xff\n"), "ascii"), io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding))
+        result = cli(*words, "--max-tokens", 2, "--ignore-eos", stdin=stdin)
+        (sequence,) = result.sequences
+        assert asked.pop() == prompt and raw.getvalue() == (shown + b"\r\n") * 2 + b"\n"
+        assert sequence.ids[: sequence.prompt_len] == encode(TOKENIZER, prompt)
 
 
 def test_closed_streams(cli, monkeypatch):

@@ -124,8 +124,12 @@ def fast_twin(folder, **names):
 
 SLOW, FAST = ["llama", "plain", "squeezing", "unigram", "shakespeare"], ["gpt", "metaspace"]
 SQUEEZE = {"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True}
+STORED = byte_level("<s>", "</s>", "<|turn|>", "<|tu")
+# A training script may leave these on, and every prompt is quietly cut or padded.
+STORED.enable_truncation(4)
+STORED.enable_padding(length=64, pad_id=0, pad_token="!")
 FILES = {  # of each kind but the bundled one
-    "gpt": {"tokenizer_json": byte_level("<s>", "</s>", "<|turn|>", "<|tu").to_str()},
+    "gpt": {"tokenizer_json": STORED.to_str()},
     "metaspace": {"tokenizer_json": metaspace().to_str()},
     "llama": {"tokenizer_model": LLAMA},
     "plain": {"tokenizer_model": train_sentencepiece(add_dummy_prefix=False)},
@@ -186,20 +190,6 @@ def test_round_trip(text, kinds):
         ours, _ = kinds[kind]
         assert ours.encode(text, add_special=False) == ids, kind
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == text
-
-
-def test_stored_truncation_and_padding_are_off(tmp_path):
-    """Bug: a tokenizer.json that its training script saved with truncation or padding on (as
-    sentence-transformers and many fine-tunings do) quietly cuts or pads every prompt."""
-    backend = byte_level("<s>", "</s>")
-    backend.enable_truncation(4)
-    backend.enable_padding(length=64, pad_id=0, pad_token="!")
-    ours, text = read(tmp_path, NAMES, tokenizer_json=backend.to_str()), "the cat sat"
-    ids = ours.encode(text)
-    assert ids == read(tmp_path / "plain", NAMES, **BARE["gpt"]).encode(text)
-    assert 4 < len(ids) < 64 and ours.decode(ids) == text
-    ours.template = "{{ messages[0].content }}"
-    assert ours.encode_chat([{"content": text}]) == ids
 
 
 # --- Special tokens -------------------------------------------------------------------------------
@@ -280,18 +270,6 @@ def test_bos_and_eos(tmp_path):
 # --- Which file, and damaged ones -----------------------------------------------------------------
 
 
-def test_tokenizer_json_comes_first(kinds, tmp_path, monkeypatch):
-    """Bug: of two files the poorer one is read, which lacks the chat tokens; without the extra, an
-    ImportError's traceback, or other ids from tokenizer.model."""
-    both = write(tmp_path, NAMES, tokenizer_json=GPT, tokenizer_model=LLAMA)
-    text, (gpt, folder) = "the cat", kinds["gpt"]
-    assert Tokenizer(both).encode(text) == gpt.encode(text)
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    for each in (folder, both):
-        with pytest.raises(CheckpointError, match="pip install"):
-            Tokenizer(each)
-
-
 DAMAGED = {
     "tokenizer_json": (
         b"", b"{", GPT[: len(GPT) // 2], "[]", {}, "null", {"model": 5}, b"\xff\xfe\x00", LLAMA
@@ -307,9 +285,11 @@ DAMAGED = {
 }  # fmt: skip
 
 
-def test_damaged_files(tmp_path):
+def test_which_file_and_damaged_ones(kinds, tmp_path, monkeypatch):
     """Bug: a half-downloaded file, a value of the wrong type, or no file at all ends in the
-    library's bare Exception, in KeyError or TypeError, so in a traceback."""
+    library's bare Exception, in KeyError or TypeError, so in a traceback. Of two files the poorer
+    one is read, which lacks the chat tokens; without the extra, an ImportError's traceback, or
+    other ids from tokenizer.model."""
     cases = [(file, content) for file, contents in DAMAGED.items() for content in contents]
     for i, (file, content) in enumerate(cases):
         others = {} if file.startswith("tokenizer_json") else BARE["llama"]
@@ -319,6 +299,13 @@ def test_damaged_files(tmp_path):
     for folder in (tmp_path / "nothing here", write(tmp_path / "config", NAMES)):
         with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing.*tokenizer\.model"):
             Tokenizer(folder)
+    both = write(tmp_path, NAMES, tokenizer_json=GPT, tokenizer_model=LLAMA)
+    gpt, folder = kinds["gpt"]
+    assert Tokenizer(both).encode("the cat") == gpt.encode("the cat")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    for each in (folder, both):
+        with pytest.raises(CheckpointError, match="pip install"):
+            Tokenizer(each)
 
 
 # --- Ids to text, one at a time -------------------------------------------------------------------
@@ -431,7 +418,6 @@ def test_long_streams_stay_fast(kinds):
     spaces, mark = ours.encode("\n" * 400, add_special=False)[1:], ours.encode("é")[-2]
     detokenizer = Detokenizer(ours, [*ours.encode("你好" * 2000), mark])
     detokenizer._decode = lambda ids: lengths.append(len(ids)) or decode(ids)
-    lengths.clear()
     assert "".join(map(detokenizer.push, spaces)) == "\n" * 400
     assert "\ufffd" * 250 in "".join(map(detokenizer.push, [mark] * 300))
     assert max(lengths) <= 80
@@ -448,15 +434,13 @@ LOOP = """{% for message in messages %}
 {% endfor %}
 {% if add_generation_prompt %}Assistant:{% endif %}"""
 MISTRAL = (
-    "{%- if messages[0]['role'] == 'system' %}{%- set system_message = messages[0]['content'] %}"
-    "{%- set loop_messages = messages[1:] %}{%- else %}{%- set loop_messages = messages %}"
-    "{%- endif %}{{- bos_token }}{%- for message in loop_messages %}"
-    "{%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{%- if messages[0]['role'] == 'system' %}{%- set told = messages[0]['content'] %}"
+    "{%- set turns = messages[1:] %}{%- else %}{%- set turns = messages %}{%- endif %}"
+    "{{- bos_token }}{%- for turn in turns %}"
+    "{%- if (turn['role'] == 'user') != (loop.index0 % 2 == 0) %}"
     "{{- raise_exception('roles must alternate user/assistant') }}{%- endif %}"
-    "{%- if message['role'] == 'user' %}{%- if loop.first and system_message is defined %}"
-    "{{- '[INST] ' + system_message + '\n\n' + message['content'] + '[/INST]' }}{%- else %}"
-    "{{- '[INST] ' + message['content'] + '[/INST]' }}{%- endif %}{%- else %}"
-    "{{- ' ' + message['content'] + eos_token }}{%- endif %}{%- endfor %}"
+    "{{- '[INST] ' }}{%- if loop.first and told is defined %}{{- told + '\n\n' }}{%- endif %}"
+    "{{- turn['content'] + '[/INST]' }}{%- endfor %}"
 )
 TEMPLATES = [
     LOOP, MISTRAL, "{{ messages[0].content }}", "  {% if true %}\n  x\n  {% endif %}\n\n y \n",
@@ -501,18 +485,15 @@ def test_chat_template_renders_as_in_transformers(tmp_path):
 
 REFUSED = [
     # does not compile, or fails: a traceback
-    "{% if %}", "{{ messages", "{% nope %}", "{{ 1 / 0 }}", "{{ missing.x }}",
-    "{{ messages | nope }}", "{{ messages[0].content.x.y }}", "{% include 'x' %}",
+    "{{ messages", "{% nope %}", "{{ 1 / 0 }}", "{{ missing.x }}", "{% include 'x' %}",
     *("{% set x = " + expression + " %}" for expression in (  # out of the sandbox (CVE-2024-34359)
         "''.__class__.__mro__", "cycler.__init__.__globals__.os.system('touch MARK')",
         "lipsum.__globals__['os'].system('touch MARK')",
         "self.__init__.__globals__.__builtins__.open('MARK', 'w')",
         "raise_exception.__globals__['Path']('MARK').touch()", "strftime_now.__code__.co_code",
-        "namespace.__init__.__globals__.__builtins__.open('MARK', 'w')",
         "(messages | attr('__class__')).__mro__", "messages.__class__.__base__.__subclasses__()",
-        "messages.append({})", "messages.pop()", "messages.clear()",
-        "messages[0].update({'content': 'x'})", "messages[0].__setitem__('content', 'x')",
-        "range(10**9) | list", "range(10**9) | sum",
+        "messages.append({})", "messages.pop()", "messages[0].update({'content': 'x'})",
+        "messages[0].__setitem__('content', 'x')", "range(10**9) | list",
     )),
 ]  # fmt: skip
 

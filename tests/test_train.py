@@ -62,10 +62,7 @@ def test_what_is_refused(main, capsys, tmp_path):
         out, err = capsys.readouterr()
         assert out == "" and err.count("\n") == 1 and err.startswith("train.py: error: ")
         assert message in err and is_old(tmp_path), message
-
-
-def test_windows_of_a_batch():
-    """One token short of what the worst offset leaves."""
+    # One token short of what the worst offset leaves.
     for batch, needed in ((1024, 1025 + 1024), (8192, 8 * 1025 + 1024)):
         trainer.check_length(torch.zeros(needed), batch)
         with pytest.raises(ValueError, match=f"{needed - 1} tokens.* need {needed}"):
