@@ -41,38 +41,28 @@ def is_old(folder):
     return {file.name: file.read_text() for file in target.iterdir()} == OLD
 
 
-BAD = {
-    "missing": (None, "No such file"),
-    "empty": (b"", "has 0 characters"),
-    "a line": (b"To be, or not to be", "give a longer text"),
-    "one speech": (TEXT.replace("\n\n", "\n").encode(), "no empty line in its last tenth"),
-    "nothing held out": (TEXT.replace("\n\n", "\n").encode() + b"\n\n", "no empty line in its"),
-    "few words": (b"To be, or not to be\n\n" * 30, "too short for 1024 pieces"),
-    "latin-1": (TEXT.encode() + "\xe9t\xe9\n\nmore".encode("latin-1"), "is no UTF-8"),
-}  # fmt: skip
+BAD = [  # a text, options, and the message
+    (None, (), "No such file"),
+    (b"", (), "has 0 characters"),
+    (b"To be, or not to be", (), "give a longer text"),
+    (TEXT.replace("\n\n", "\n").encode(), (), "no empty line in its last tenth"),
+    (TEXT.replace("\n\n", "\n").encode() + b"\n\n", (), "no empty line in its"),
+    (b"To be, or not to be\n\n" * 30, (), "too short for 1024 pieces"),
+    (TEXT.encode() + "\xe9t\xe9\n\nmore".encode("latin-1"), (), "is no UTF-8"),
+    # A batch was taken from a list that was empty, at the last third of the training.
+    (TEXT.encode(), ("--batch-tokens", 2**20), "tokens to train on"),
+    (TEXT.encode(), ("--batch-tokens", 1000), "less than a window of 1024"),
+]
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_text(main, capsys, tmp_path, name):
+def test_what_is_refused(main, capsys, tmp_path):
     """A traceback; a bundled tokenizer that is gone before the text was looked at."""
-    text, message = BAD[name]
-    assert main(text) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and err.startswith("train.py: error: ")
-    assert message in err and is_old(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "message"), [(2**20, "tokens to train on"), (1000, "less than a window of 1024")]
-)
-def test_batches_that_cannot_be(main, capsys, tmp_path, tokens, message):
-    """A batch taken from a list that was empty, at the last third of the training."""
-    assert main(TEXT.encode(), "--batch-tokens", tokens) == 2
-    assert message in capsys.readouterr().err and is_old(tmp_path)
-
-
-def test_windows_of_a_batch():
-    """One token short of what the worst offset leaves."""
+    for text, words, message in BAD:
+        assert main(text, *words) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1 and err.startswith("train.py: error: ")
+        assert message in err and is_old(tmp_path), message
+    # One token short of what the worst offset leaves.
     for batch, needed in ((1024, 1025 + 1024), (8192, 8 * 1025 + 1024)):
         trainer.check_length(torch.zeros(needed), batch)
         with pytest.raises(ValueError, match=f"{needed - 1} tokens.* need {needed}"):
