@@ -80,23 +80,10 @@ class Server(Listener):
             connection = self.owners[request]
             finished = request.finished
             if finished:
-                self.forget(request)
+                self.metrics.count(request)
+                del self.owners[request]
             if finished or connection.stream:
                 connection.news.set()
-
-    def forget(self, request: Request) -> None:
-        """Count a request that has finished, and drop it.
-
-        A request and its outputs refer to each other, so they would stay in memory until Python
-        collects cycles. engine.ran also holds the outputs of the last step until the next one. So
-        this removes the outputs from the request and from engine.ran. The connection's Completion
-        keeps them. A request without outputs still counts as finished.
-        """
-        self.metrics.count(request)
-        for job in request.outputs:
-            self.engine.ran.pop(job, None)
-        request.outputs.clear()
-        del self.owners[request]
 
     def recover(self, error: Exception) -> None:
         """End all requests after an error, so that the engine can go on with the next ones. If a

@@ -6,5 +6,3 @@ The door is what is imported here.
 from .answers import demand
 from .front import Front, Listener, ServerArgs, serve, server_args
 from .http1 import listen_at
-
-__all__ = ["Front", "Listener", "ServerArgs", "demand", "listen_at", "serve", "server_args"]

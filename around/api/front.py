@@ -85,10 +85,8 @@ class Listener:
         stopping: a signal has arrived, or the engine has died.
         over: the wait for running completions has ended. Those that are left get an error.
         snapshot: the engine's state for the page, as JSON.
-        snapshot_time: when a page last caused a snapshot, on time.monotonic's clock.
     """
 
-    snapshot_time = 0.0
     stopping = False
     over = False
 
@@ -141,11 +139,8 @@ class Listener:
         while self.busy and time.monotonic() < end:
             time.sleep(0.05)
 
-    def drive(self) -> None:
-        raise NotImplementedError
 
-
-def serve(server: Listener) -> int:
+def serve(server: Any) -> int:
     """Serve until SIGTERM or SIGINT, then finish running requests within --shutdown-timeout.
 
     The model runs in this thread, where it was loaded, and the connections in others. PyTorch's
@@ -169,26 +164,17 @@ def serve(server: Listener) -> int:
 
 
 def watch_signals(server: Listener) -> None:
-    """Stop the server at the first signal, and exit at once at the second.
+    """Stop the server at the first signal, and exit at once at the second. Python calls a handler
+    in the main thread, between two instructions, so while that thread waits for a rank that hangs,
+    only SIGKILL ends it."""
 
-    Python calls a signal's handler in the main thread, between two instructions. So it calls none
-    while that thread waits in a collective for a rank that hangs. The handlers here do nothing.
-    They are there because Python, as soon as a signal with a handler arrives, also writes a byte
-    into the pipe of set_wakeup_fd, and another thread reads it.
-    """
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    signal.set_wakeup_fd(writing)
+    def stop(*_: Any) -> None:
+        if server.stopping:
+            os._exit(1)
+        server.stopping = True
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
-
-    def watch() -> None:
-        while os.read(reading, 1):
-            if server.stopping:
-                os._exit(1)
-            server.stopping = True
-
-    Thread(target=watch, daemon=True).start()
+        signal.signal(number, stop)
 
 
 # --- A connection ---------------------------------------------------------------------------------
@@ -245,15 +231,12 @@ class Front(Exchange):
 
     def send_snapshot(self) -> None:
         """Answer with a snapshot of the engine, which its own thread takes. Pages ask for it again
-        and again. Of those that ask within a tenth of a second, the first has it taken. All wait a
-        tenth of a second for it, and get the one before if a step lasts longer."""
+        and again. They wait a tenth of a second for it, and get the one before if a step lasts
+        longer."""
         self.is_logged = False
-        server = self.server
-        if time.monotonic() > server.snapshot_time + 0.1:
-            server.snapshot_time = time.monotonic()
-            server.inbox.put(server.take_snapshot)
+        self.server.inbox.put(self.server.take_snapshot)
         time.sleep(0.1)
-        self.send(server.snapshot)
+        self.send(self.server.snapshot)
 
     def send_page(self) -> None:
         self.send(PAGE.read_text("utf-8"), content_type="text/html")

@@ -12,7 +12,7 @@ from around.folder import PLAIN_TEMPLATE
 from scheduler import Engine, Request
 
 # The last word of a metric's name -> its type, if it is no gauge.
-KINDS = dict(total="counter", seconds="summary", tokens="summary")
+KINDS = dict(total="counter", seconds="summary")
 
 
 class Metrics:
@@ -42,8 +42,6 @@ class Metrics:
                 time_to_first_token_seconds=gaps[:1],
                 inter_token_latency_seconds=gaps[1:],
                 e2e_request_latency_seconds=[sum(gaps)] if gaps else [],
-                request_prompt_tokens=[job.prompt_len],
-                request_generation_tokens=[len(job.tokens)],
             )
             for name, values in summaries.items():
                 # Both change in a copy, or a scrape could see one of them added and the other not.

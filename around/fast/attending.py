@@ -33,7 +33,7 @@ def attend_fast(model: Transformer, kind: "type[FastBlocks] | None" = None) -> N
     model.register_forward_pre_hook(partial(replace_layers, kind or FastBlocks))
 
 
-def replace_layers(kind: "type[FastBlocks]", model: Any, args: tuple) -> tuple:
+def replace_layers(kind: Any, model: Any, args: tuple) -> tuple:
     """Replace each layer of a cache in the arguments of Transformer.forward, where that pays."""
     if len(args) == 2:  # there is no cache; see model.NoCache
         return args
@@ -113,12 +113,10 @@ class FastBlocks(Blocks):
 
     def attend_group(self, q: Tensor, group: Any) -> Tensor:
         k, v = side_by_side(self.kv, group, q.dtype).chunk(2, 1)  # (B, K, S, H) each
-        if not group.is_prompt:
-            return attention(q, k, v, group.masks[self.window])
-        if len(group.rows) > 1:  # short ones
-            return attention(q, k, v, group.masks[self.window], kernel_for(q))
-        end = group.rows[0].positions.stop
-        return attend_to_prompt(q, k[:, :, :end], v[:, :, :end], self.window)
+        if group.is_prompt and len(group.rows) == 1:
+            end = group.rows[0].positions.stop
+            return attend_to_prompt(q, k[:, :, :end], v[:, :, :end], self.window)
+        return attention(q, k, v, group.masks[self.window], kernel_for(q))
 
 
 def side_by_side(kv: Tensor, group: FastGroup, dtype: torch.dtype) -> Tensor:
@@ -161,8 +159,8 @@ class PromptSlab(Slab):
 
 
 PIECE = 128  # queries
-# In bfloat16, where oneDNN multiplies it, PyTorch's fused kernel takes two to three times as long as
-# two products (Zen 5); with AMX it takes half as long (Sapphire Rapids).
+# In bfloat16, where oneDNN multiplies it, PyTorch's fused kernel takes two to three times as long
+# as two products (Zen 5); with AMX it takes half as long (Sapphire Rapids).
 PRODUCTS = onednn_multiplies(torch.bfloat16) and not torch.cpu._is_amx_tile_supported()
 
 
@@ -218,8 +216,8 @@ def mask_of(T: int, own: int, window: int, heads: int, device: torch.device) -> 
 
 
 def kernel_for(q: Tensor) -> Callable:
-    """What model.attention calls for prompts under a mask."""
-    if q.is_cpu and q.dtype == torch.bfloat16 and PRODUCTS:
+    """What model.attention calls where there is a mask."""
+    if PRODUCTS and q.is_cpu and q.dtype == torch.bfloat16 and q.shape[2] >= PROMPT:
         return products
     return scaled_dot_product_attention
 

@@ -192,8 +192,6 @@ def chat(engine: Engine, params: SamplingParams, system: str | None = None) -> i
         status = stream(sequence, run_whole_steps(engine))
         if status:
             engine.abort(sequence.request)  # frees the blocks of what Ctrl-C has ended
-        if sequence.finish_reason == "length":
-            say(f"the reply was cut after {len(sequence.tokens)} tokens")
         messages = [*turns, {"role": "assistant", "content": sequence.text}]
     say("")  # Ctrl-D leaves the cursor behind "> "
     return status

@@ -83,23 +83,16 @@ def meet(device: torch.device) -> None:
 
 
 def agree(args: Any) -> None:
-    """Check that all ranks have the same versions, the same options, and the same content in the
-    checkpoint folder, whose path may differ. Only the first 64 MB of each .json, .jinja and
-    .safetensors file are compared, because reading whole files would take as long as loading them.
-    A difference further on is not noticed. The prompt, the sampling settings, the draft model and
-    tokenizer.model are not compared, because only rank 0 uses them.
-
-    Raises:
-        ValueError: a rank differs from rank 0. Every rank raises the same error, which shows the
-            first such rank.
-    """
+    """Check that this rank has rank 0's versions, options, and content of the checkpoint folder,
+    whose path may differ. Only the first 64 MB of each .json, .jinja and .safetensors file are
+    compared, because reading whole files would take as long as loading them. The draft model and
+    tokenizer.model are not compared, because only rank 0 uses them. Raises ValueError."""
     facts = given(EngineArgs, args) | dict(kilolm=VERSION, torch=torch.__version__)
     facts.pop("draft_checkpoint", None)
     folder = facts.pop("checkpoint", None) or BUNDLED
-    for file in sorted(folder.glob("*.[js]*")):  # .json, .jinja and .safetensors
+    for file in folder.glob("*.[js]*"):
         facts[file.name] = zlib.crc32(file.open("rb").read(2**26))
     first = broadcast(facts)
-    for rank in range(1, dist.get_world_size()):
-        theirs = broadcast(facts, rank)
-        if theirs != first:
-            raise ValueError(f"all ranks must be alike: rank {rank} has {theirs}, rank 0 {first}")
+    if first != facts:
+        rank = dist.get_rank()
+        raise ValueError(f"all ranks must be alike: rank {rank} has {facts}, rank 0 has {first}")
