@@ -1,8 +1,8 @@
 """Every way to run a model, and the slow twin, whose tokens all of them must make.
 
-test_equivalence.py compares them on a CPU, on_device.py on a GPU. A way takes a model and
-jobs, each a prompt's ids and its SamplingParams, and returns each job's tokens. A new fast path
-adds one entry to PATHS, or to ENGINES where the scheduler runs it. ROWS lists the combinations with
+test_equivalence.py compares them, on a CPU or a GPU. A way takes a model and jobs, each a prompt's
+ids and its SamplingParams, and returns each job's tokens. A new fast path adds one entry to PATHS,
+or to ENGINES where the scheduler runs it. ROWS lists the combinations with
 guesses, fewer bits and structures. Sampled guesses use other random numbers; for these the slow
 twin guesses too, see plain. Read: plain, PATHS, ENGINES, ROWS, kind_of.
 """
@@ -393,14 +393,16 @@ ROWS = [  # the way, and what it is combined with
 FEW = (0, 4, 8, 11, 12)  # jobs that cover each prompt and each setting; all of them take long
 
 
-def rows_of(case: str) -> list[tuple[str, str]]:
-    """Return the rows of a case. Structures need a tokenizer, and compiling takes long, so these
-    run with the trained model only."""
+def rows_of(case: str, device: str = "cpu") -> list[tuple[str, str]]:
+    """Return the rows of a case on a device. Structures need a tokenizer, and compiling takes long,
+    so these run with the trained model only. On a CPU, "no cache" is the slow twin itself."""
+    rows = ROWS + [(path, "plain") for path in REPLAYED] * (device == "cuda")
+    rows = [row for row in rows if row[0] != "no cache" or device != "cpu"]
     if case == "trained":
-        return ROWS
+        return rows
     return [
         (path, kind)
-        for path, kind in ROWS
+        for path, kind in rows
         if kind == "plain" or not (kind == "structure" or "compiled" in path)
     ]
 
