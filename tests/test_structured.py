@@ -19,7 +19,7 @@ import pytest
 import torch
 from conftest import SHAKESPEARE
 from test_scheduler import assert_same, drain, noisy
-from test_tokenizer import NAMES, byte_level, kinds, read, train_sentencepiece  # noqa: F401
+from test_tokenizer import NAMES, kinds, read, train_sentencepiece  # noqa: F401
 from tiny import random_model
 
 from around.folder.tokenizer import Tokenizer
@@ -132,18 +132,6 @@ def test_the_mask_is_the_first_step():
     assert torch.equal(distribution(logits, rows)[0], p)
 
 
-def test_a_structure_that_becomes_too_complex(monkeypatch):
-    """Half an answer that says "stop": where the parser gives up, only EOS is left."""
-    little = llguidance.LLParserLimits(step_lexer_fuel=1)
-    monkeypatch.setattr(llguidance, "LLParserLimits", lambda **_: little)
-    at = engine()
-    text = {"type": "string", "pattern": "(a|b|cd){3,9}"}
-    schema = {"type": "object", "properties": {"a": text}, "required": ["a"]}
-    request = at.add_request("a", SamplingParams(structured_outputs={"json": schema}, n=2))
-    drain(at)
-    assert {sequence.finish_reason for sequence in request.outputs} == {"error"}
-
-
 def test_a_model_without_eos():
     """No token is allowed after nothing: an id outside the vocabulary. A text that runs on after
     its last brace, until its length."""
@@ -164,8 +152,10 @@ def test_a_model_without_eos():
 # --- Tokens and bytes -----------------------------------------------------------------------------
 
 
-def test_pieces_are_the_tokens_bytes(kinds):  # noqa: F811
-    """A space lost, bytes of half a character given as those of its mark."""
+def test_tokens_and_their_bytes(kinds, tmp_path):  # noqa: F811
+    """A space lost, bytes of half a character given as those of its mark, a grammar's bytes taken
+    for GPT-2's letters. <unk>, which decodes to another text than it is spelt, within a string.
+    Characters that the words cannot spell."""
     for kind, (ours, _) in kinds.items():
         for text in ("the cat", " the  cat\n\n", "café 😀 你好", "<s>", "a\u0301"):
             ids = ours.encode(text, add_special=False)
@@ -173,12 +163,7 @@ def test_pieces_are_the_tokens_bytes(kinds):  # noqa: F811
             if "" not in map(ours.piece, ids) and kind != "squeezing":
                 whole = b"".join(token_bytes(ours)[i] for i in ids).decode()
                 assert whole in (text, " " + text), kind
-
-
-def test_masks_of_odd_tokens(tmp_path):
-    """Masks for tokenizer.json: a grammar's bytes taken for GPT-2's letters. <unk>, which decodes
-    to another text than it is spelt, within a string. Characters that the words cannot spell."""
-    ours = read(tmp_path, {"eos_token": "</s>"}, tokenizer_json=byte_level("</s>").to_str())
+    ours, _ = kinds["gpt"]
     config = random_model(vocab_size=ours.vocab_size + 3, eos_ids=(ours.eos_id,)).config
     at = make_matcher(ours, config, {"choice": [" the", "é"]})
     for text in (" the", "é"):
@@ -191,9 +176,7 @@ def test_masks_of_odd_tokens(tmp_path):
     assert not at.compute_logit_bias()[unknown]
     model = train_sentencepiece(model_type="unigram", byte_fallback=False)
     with pytest.raises(SettingError, match="no tokens for some"):
-        make_matcher(
-            read(tmp_path / "b", NAMES, tokenizer_model=model), config, {"choice": ['{"a": 5}']}
-        )
+        make_matcher(read(tmp_path, NAMES, tokenizer_model=model), config, {"regex": "{5}"})
 
 
 # --- What is refused, and what a structure means --------------------------------------------------
@@ -277,8 +260,6 @@ A = {"properties": {"a": {"type": "null"}}}
 FALSE = {"additionalProperties": False}
 CLOSED_A = A | FALSE
 OPEN_A = A | {"additionalProperties": True}
-
-
 CLOSED = [  # a schema, and what becomes of it
     (A, CLOSED_A), (A | {"required": ["a"]}, CLOSED_A | {"required": ["a"]}),
     ({"properties": {"properties": A, "b": {}}},

@@ -4,7 +4,6 @@ streamed text against plain decoding. Every tokenizer here is built on the spot,
 import io
 import json
 import sys
-from functools import cache
 from itertools import product
 
 import pytest
@@ -93,9 +92,9 @@ GPT = byte_level("<s>", "</s>").to_str()
 BARE = {"llama": {"tokenizer_model": LLAMA}, "gpt": {"tokenizer_json": GPT}}
 
 
-@cache
-def hugging_face_llama():
-    """LLAMA as Hugging Face converts it, into a vocabulary and merges, by score."""
+def metaspace():
+    """A tiny tokenizer.json as Llama 2 and Mistral have it: spaces marked, bytes as a fallback. It
+    has LLAMA's vocabulary, and merges by score."""
     sp = sentencepiece.SentencePieceProcessor(model_proto=LLAMA)
     vocab = {sp.id_to_piece(i): i for i in range(sp.vocab_size())}
     # A higher score is an earlier merge, and sentencepiece numbers its pieces in that order.
@@ -105,12 +104,7 @@ def hugging_face_llama():
         for n in range(1, len(piece))
         if piece[0] != "<" and piece[:n] in vocab and piece[n:] in vocab
     ]
-    return LlamaTokenizer(vocab=vocab, merges=merges)
-
-
-def metaspace():
-    """A tiny tokenizer.json as Llama 2 and Mistral have it: spaces marked, bytes as a fallback."""
-    backend = tokenizers.Tokenizer.from_str(hugging_face_llama().backend_tokenizer.to_str())
+    backend = LlamaTokenizer(vocab=vocab, merges=merges).backend_tokenizer
     marks = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     backend.normalizer, backend.pre_tokenizer = normalizers.Sequence(marks), None
     backend.add_special_tokens([AddedToken("<|turn|>", normalized=False)])
@@ -174,22 +168,6 @@ def test_the_reference(kind, kinds):
     ids = ours.encode("the</s>cat<s>", add_special=False)
     assert ids == [*the, ours.eos_id, *cat, ours.bos_id] and "s>" not in ours.decode(ids)
     assert ours.special["</s>"] == ours.eos_id
-
-
-@few
-@given(text=any_text)
-def test_round_trip(text, kinds):
-    """Bug: white space or a rare character is lost on the way to ids and back; sentencepiece and
-    Hugging Face's version of it disagree."""
-    for kind in ("llama", *FAST):
-        ours, _ = kinds[kind]
-        assert ours.decode(ours.encode(text)) == text
-    theirs, text = hugging_face_llama(), "the" + text  # before a space it adds no other
-    ids = theirs.encode(text, add_special_tokens=False)
-    for kind in ("llama", "metaspace"):
-        ours, _ = kinds[kind]
-        assert ours.encode(text, add_special=False) == ids, kind
-        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == text
 
 
 # --- Special tokens -------------------------------------------------------------------------------
@@ -359,10 +337,13 @@ def test_streamed_text_is_the_decoded_text(kind, data, kinds):
 @example(prompt="the", text=" cat", special=True)
 @example(prompt="a\ufffd", text="a", special=False)
 def test_valid_text_streams_without_marks(kind, prompt, text, special, kinds):
-    """Bug: a character of several byte tokens is shown as U+FFFD, or is lost; the end of the
-    prompt is shown again; the window begins inside a character of the prompt, and a byte-fallback
-    decoder marks all bytes up to the next ordinary token."""
+    """Bug: white space or a rare character is lost on the way to ids and back. A character of
+    several byte tokens is shown as U+FFFD, or is lost; the end of the prompt is shown again; the
+    window begins inside a character of the prompt, and a byte-fallback decoder marks all bytes up
+    to the next ordinary token."""
     ours, _ = kinds[kind]
+    if kind in ("llama", *FAST):
+        assert ours.decode(ours.encode(text)) == text
     prompt, ids = ours.encode(prompt), ours.encode(text, add_special=False)
     check_stream(ours, prompt, [ours.eos_id] * special + ids)
     if kind != "gpt":  # each byte as a token of its own

@@ -61,7 +61,8 @@ WISHES = [  # and whether a text is right
 
 def test_structures(served, monkeypatch):
     """A forced text was spelt with a space in front, or without the one at its end: 500 for every
-    schema; or for a pattern that only turns out to be too much on the way."""
+    schema; or for a pattern that only turns out to be too much on the way, or half an answer that
+    says "stop"."""
     for wish, is_right in WISHES:
         body = {"prompt": "a dog", "structured_outputs": wish, "temperature": 1.5, "n": 4,
                 "max_tokens": 60, "seed": 1}  # fmt: skip
@@ -70,9 +71,12 @@ def test_structures(served, monkeypatch):
         assert all(is_right(choice["text"]) for choice in choices), choices
     little = llguidance.LLParserLimits(step_lexer_fuel=1)
     monkeypatch.setattr(llguidance, "LLParserLimits", lambda **_: little)
-    body = {"prompt": "a", "structured_outputs": {"regex": "(x[a-z]{3}|y[a-z]+)+"}}
-    for stream in (False, True):
-        assert "lexer error" in served.post(COMPLETIONS, body | {"stream": stream}).fails(400)
+    text = {"type": "string", "pattern": "(a|b|cd){3,9}"}
+    schema = {"type": "object", "properties": {"a": text}, "required": ["a"]}
+    for wish in ({"regex": "(x[a-z]{3}|y[a-z]+)+"}, {"json": schema}):
+        body = {"prompt": "a", "structured_outputs": wish, "max_tokens": 60}
+        for stream in (False, True):
+            assert "lexer error" in served.post(COMPLETIONS, body | {"stream": stream}).fails(400)
 
 
 def test_forced_texts_are_spelt_as_in_a_text(served):
