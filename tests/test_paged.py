@@ -14,9 +14,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from around.fast import attending, compiling, flex
+from around.fast import attending, compiling
 from around.fast.attending import side_by_side
-from around.settings import Limits, SettingError
+from around.settings import EngineArgs, Limits, SettingError
 from kv_cache import StaticCache, decode, encode
 from model import Config, Masks, Transformer, attention
 from paged import BlockPool, BlockTable, Row, Runner, groups_of
@@ -94,7 +94,7 @@ def test_a_pool_that_holds_nothing_is_refused(count):
     for name in ("block_size", "num_blocks"):
         with pytest.raises(SettingError, match=f"{name}.*{count}"):
             Limits(**{name: count})
-    assert Limits(kv_memory=4e9).kv_memory == 4e9  # bytes: more than 2**31, which is no bound here
+    assert EngineArgs(kv_memory=4e9).kv_memory == 4e9  # bytes: more than 2**31, which is no bound here
 
 
 def test_blocks_come_lowest_first_and_once():
@@ -398,7 +398,7 @@ def runner_of(blocks, size, N=2, K=1, window=None, kind=Runner):
 def shapes(layer):
     """Of each group: rows, new tokens of each, and blocks."""
     return [
-        (len(each.table), each.positions.shape[1], each.table.shape[1]) for each in layer.groups
+        (*each.shape, each.table.shape[1]) for each in layer.groups
     ]
 
 
@@ -437,7 +437,7 @@ def random_rows(draw, blocks, size):
 
 SHAPES = ((4, 2, 4), (3, 3, 1), (4, 1, 16))  # N, K, block size
 WAYS = [
-    *((way, *shape) for way in ("plain", "copied", "followed") for shape in SHAPES),
+    *((way, *shape) for way in ("plain", "copied") for shape in SHAPES),
     *(("gathered", *shape) for shape in ((3, 3, 1), (4, 4, 4))),
 ]
 
@@ -449,9 +449,7 @@ def test_paged_attention_equals_its_slow_twin(way, N, K, size, window, monkeypat
     nobody's: the pool must be equal in every slot afterwards. A NaN in a slot of another row, or
     of nobody, that is multiplied by 0."""
     blocks = 24
-    kinds = dict(
-        copied=attending.FastBlocks, followed=flex.FlexBlocks, gathered=compiling.CompiledBlocks
-    )
+    kinds = dict(copied=attending.FastBlocks, gathered=compiling.CompiledBlocks)
     runner = runner_of(blocks, size, N, K, window)
     near = {}
     if way == "gathered":
@@ -469,9 +467,8 @@ def test_paged_attention_equals_its_slow_twin(way, N, K, size, window, monkeypat
         assert [tokens[0, i] for i in select] == [row.ids[-1] for row in rows]
         q, k, v = (torch.randn(1, n, tokens.shape[1], 8).double() for n in (N, K, K))
         pool = runner.kv[1].normal_()  # whatever has been left behind
-        if way != "followed":  # without a GPU, the uncompiled function computes all blocks
-            read = {block for row in rows for block in row.blocks[: row.num_blocks(size)]}
-            pool[:, [*{*range(blocks)} - read]] = torch.nan
+        read = {block for row in rows for block in row.blocks[: row.num_blocks(size)]}
+        pool[:, [*{*range(blocks)} - read]] = torch.nan
         twin = pool.clone()
         expected = slow_paged_attention(q, k, v, twin, rows, runner.model.config)
         torch.testing.assert_close(layers[1].attend(q, k, v), expected, **near)
@@ -559,7 +556,7 @@ def test_the_example_of_plan():
     assert layer.slots.tolist() == [9, 14, 4, 5, 6]
     assert shapes(layer) == [(2, 1, 2), (1, 3, 2)]
     tables = [group.table.tolist() for group in layer.groups]
-    assert tables == [[[2, 7], [3, 3]], [[0, 1]]]  # by number, filled up
+    assert tables == [[[7, 2], [3, 3]], [[0, 1]]]  # filled up
     assert select.tolist() == [0, 1, 3, 4]
     assert runner.plan([Row([7, 2], 3, [a, b, c])])[2][0].slots.tolist() == [31, 8, 9]
 
@@ -570,13 +567,13 @@ def test_the_example_of_groups_of():
     for size, most, counts in (
         (4, 4, [2, 1, 1]), (4, 6, [3, 1]), (1, 18, [3, 1]), (4, 1, [1] * 4), (4, 0, [1] * 4),
     ):  # fmt: skip
-        groups = [*groups_of(rows, size, most, 2)]
+        groups = [*groups_of(rows, size, most)]
         assert [len(group) for group in groups] == counts
         assert [row for group in groups for row in group] == rows
-    assert [*groups_of([], 4, 4, 2)] == []
+    assert [*groups_of([], 4, 4)] == []
     # A draft's rows can come in another order; all of a group were padded to the last one.
     rows = [Row([], start, [5]) for start in (3, 3, 79)]
-    assert [len(group) for group in groups_of(rows, 4, 20, 2)] == [2, 1]
+    assert [len(group) for group in groups_of(rows, 4, 20)] == [2, 1]
 
 
 def test_rows_that_stand_together():
@@ -592,10 +589,10 @@ def test_rows_that_stand_together():
     ends = (1000, 600, 250, 200, 5, 3)  # in blocks: 63, 38, 16, 13, 1, 1
     rows = [Row([*range(-(-end // 16))], end - 1, [end % 32]) for end in ends]
     tokens, _, layers, select = runner.plan(rows)
-    assert shapes(layers[0]) == [(1, 1, 63), (1, 1, 38), (2, 1, 16), (2, 1, 2)]  # 2 at least
+    assert shapes(layers[0]) == [(1, 1, 63), (1, 1, 38), (2, 1, 16), (2, 1, 1)]
     assert [int(tokens[0, i]) for i in select] == [end % 32 for end in ends]
     (small, _) = runner.plan([Row([i], 5, [1]) for i in range(50)])[2]
-    assert shapes(small) == [(20, 1, 2), (20, 1, 2), (10, 1, 2)]
+    assert shapes(small) == [(40, 1, 1), (10, 1, 1)]
 
 
 def test_what_a_step_copies():

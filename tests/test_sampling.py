@@ -47,15 +47,7 @@ INF = math.inf
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-NUM_SELECTED = 256
-
-
-def keep_likeliest_fast(probs, params):
-    return sampling.keep_likeliest(probs, params)
-
-
-def keep_likeliest(probs, params):
-    return sampling.keep_likeliest(probs, params, probs.shape[1])
+NUM_SELECTED = 256  # by default, see keep_likeliest
 
 
 @cache
@@ -307,10 +299,10 @@ def test_selecting_gives_what_sorting_gives(monkeypatch):
     kinds = some_distributions()
     table = [(name, SamplingParams(**each)) for each in FILTERS for name in kinds]
     probs, params = torch.stack([kinds[name] for name, _ in table]), [p for _, p in table]
-    slow, sizes = keep_likeliest(probs, params), []
+    slow, sizes = keep_likeliest(probs, params, LARGE), []
     count = lambda probs, *rest: sizes.append(len(probs)) or keep_likeliest(probs, *rest)  # noqa: E731
     monkeypatch.setattr(sampling, "keep_likeliest", count)
-    fast = keep_likeliest_fast(probs, params)
+    fast = keep_likeliest(probs, params)
     assert len(sizes) == 1 and 0.2 * len(table) < sizes[0] < 0.6 * len(table)  # which had to be
     for (name, each), a, b in zip(table, fast, slow, strict=True):
         assert torch.equal(a > 0, b > 0), (name, each)
@@ -319,7 +311,7 @@ def test_selecting_gives_what_sorting_gives(monkeypatch):
         u = torch.full((len(table),), u, dtype=torch.float64)
         assert torch.equal(draw(fast, u), draw(slow, u))
     for each, p, together in zip(probs, params, fast, strict=True):
-        assert torch.equal(keep_likeliest_fast(each[None], [p])[0], together)  # to the last bit
+        assert torch.equal(keep_likeliest(each[None], [p])[0], together)  # to the last bit
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

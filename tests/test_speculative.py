@@ -33,6 +33,7 @@ from test_scheduler import (
     assert_same,
     drain,
     engine,
+    fitting,
     guessed,
     params,
     produced,
@@ -604,7 +605,8 @@ def test_the_memory_is_that_of_both_caches():
     blocks = [2 * layers * 4 * 1 * H * 8 for layers, H in ((2, 8), (1, 4))]  # 4 tokens, 1 head
     each = sum(blocks) + blocks[0] // 2  # and a layer's copy
     for budget in (each * 8, each * 9 - 1):
-        at = engine(num_blocks=None, kv_memory=budget, draft=DRAFTS["small"], speculate=1)
+        draft = DraftModel(DRAFTS["small"], 1, 32)
+        at = engine(num_blocks=fitting(draft, kv_memory=budget), draft=DRAFTS["small"], speculate=1)
         assert at.pool.num_blocks == 8
         for runner, size in zip((at.runner, *at.proposer.runners), blocks, strict=True):
             assert sum(pool.nbytes for pool in runner.kv) == 8 * size
@@ -733,28 +735,6 @@ def test_n_grams_of_each_sequence():
         s.num_scheduled = len(s.ids) + count
     NGram(2).propose(sequences)
     assert [s.guess for s in sequences] == [Guess([6, 7], [1.0, 1.0]), Guess([2], [1.0]), Guess()]
-
-
-def test_wrong_guesses_become_rare(monkeypatch):
-    """Prose slower by a quarter, as each of its steps runs guesses; or a text that begins to repeat
-    itself, and is guessed no more. A guess that is right in part changes nothing."""
-    monkeypatch.setattr(speculative, "lookup", lambda text, count: "\1\2"[:count])
-    proposer, job = NGram(2), started(9)
-
-    def step(right):
-        """Run a step in which so many guesses are right; say whether there was a guess."""
-        job.num_scheduled = len(job.ids) + 2
-        job.guess = Guess()
-        proposer.propose([job])
-        job.ids += [*job.guess.ids[:right], 3]
-        return bool(job.guess.ids)
-
-    made = [i for i in range(24) if step(0)]
-    assert [b - a - 1 for a, b in itertools.pairwise(made)] == [1, 2, 4, 4, 4]
-    while not step(1):  # right in part: it guesses again, and pauses for 4 again if that is wrong
-        pass
-    assert step(0) and not any(step(0) for _ in range(4))
-    assert step(2) and step(0) and not step(0) and step(0)  # right as a whole: it pauses for 1
 
 
 def test_large_ids():
