@@ -16,7 +16,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from around.fast import attending, compiling
 from around.fast.attending import side_by_side
-from around.settings import EngineArgs, Limits, SettingError
 from kv_cache import StaticCache, decode, encode
 from model import Config, Masks, Transformer, attention
 from paged import BlockPool, BlockTable, Row, Runner, groups_of
@@ -84,17 +83,6 @@ def test_example_of_grow():
     assert pool.grow(table, 10) == [(2, 0)]
     assert (table.blocks, other.blocks) == ([7, 0, 1], [7, 2])
     audit_pool(pool, [table, other])
-
-
-@pytest.mark.parametrize("count", [0, -1])
-def test_a_pool_that_holds_nothing_is_refused(count):
-    """A cache too large for the memory became one of 0 blocks, for which every prompt waits."""
-    with pytest.raises(ValueError, match=f"^{count} .*--kv-memory"):
-        BlockPool(count, 16)
-    for name in ("block_size", "num_blocks"):
-        with pytest.raises(SettingError, match=f"{name}.*{count}"):
-            Limits(**{name: count})
-    assert EngineArgs(kv_memory=4e9).kv_memory == 4e9  # bytes: more than 2**31, which is no bound here
 
 
 def test_blocks_come_lowest_first_and_once():
@@ -397,9 +385,7 @@ def runner_of(blocks, size, N=2, K=1, window=None, kind=Runner):
 
 def shapes(layer):
     """Of each group: rows, new tokens of each, and blocks."""
-    return [
-        (*each.shape, each.table.shape[1]) for each in layer.groups
-    ]
+    return [(*each.shape, each.table.shape[1]) for each in layer.groups]
 
 
 def slow_paged_attention(q, k, v, pool, rows, config):

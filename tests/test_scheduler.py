@@ -515,7 +515,7 @@ def test_kv_memory_as_a_share(monkeypatch):
     assert fitting(kv_memory=0.5) == 20
     for too_little in (0.001, 1):  # 1 is a byte, and fewer than 0 blocks do not fit
         with pytest.raises(ValueError, match=r"^0 blocks fit into --kv-memory: .*batched"):
-            engine(num_blocks=fitting(kv_memory=too_little))
+            fitting(kv_memory=too_little)
     monkeypatch.setattr(memory, "MAX_BYTES", 9 * 3 * 512)  # other programs want memory too
     assert fitting(kv_memory=0.5) == 9
 
