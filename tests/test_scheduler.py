@@ -133,12 +133,22 @@ def assert_empty(at: Engine):
 
 def step(at: Engine):
     """One step, which must keep to its budget and get something done."""
-    before, work = at.stats.copy(), [*at.queue]
+    before, waiting, work = at.stats.copy(), [*at.waiting], at.queue
+    decoding = {
+        s: len(s.tokens) for s in at.running if s.tokens and len(s.ids) == s.table.length + 1
+    }
     requests = at.step()
     audit(at)
     computed = at.stats["computed_tokens"] - before["computed_tokens"]
     assert computed <= at.max_num_batched_tokens
     assert computed > 0 or not work, "a step that does nothing will do so for ever"
+    waiting = [job for job in waiting if not job.finish_reason]
+    waited = [job for job in waiting if job in at.waiting]
+    assert waited == waiting[len(waiting) - len(waited) :], "somebody was overtaken"
+    if at.stats["num_preemptions"] == before["num_preemptions"]:
+        assert all(len(s.tokens) > n or s.finish_reason for s, n in decoding.items()), "stalled"
+    else:  # what had just been preempted came back in the same step
+        assert waited == waiting, "let in while memory is taken away"
     return requests
 
 
@@ -153,9 +163,9 @@ def drain(at: Engine) -> int:
     return steps
 
 
-def check(at: Engine, *jobs, model=None, requests=None):
+def check(at: Engine, *jobs, model=None, requests=None, **options):
     """Run jobs, pairs of ids and wish, together: each must get what it gets alone."""
-    requests = requests or [at.add_request(*job) for job in jobs]
+    requests = requests or [at.add_request(*job, **options) for job in jobs]
     drain(at)
     for request, job in zip(requests, jobs, strict=True):
         assert_same(request, alone(at, *job, model))
@@ -190,46 +200,6 @@ def test_chunks_fill_the_budget():
         # Each token once, and the last of each never: nothing would be sampled from it.
         assert at.stats["computed_tokens"] == sum(len(r.outputs[0].ids) - 1 for r in requests)
         assert at.stats["generation_tokens"] == sum(produced(*requests))
-
-
-def test_a_long_prompt_stalls_nobody():
-    """While a prompt was computed, running sequences made no token, as seen in any chat."""
-    for budget, priority in itertools.product((4, 6), (0, -1, 1)):
-        at = engine(num_blocks=40, max_num_batched_tokens=budget)
-        wish, steps = params(40, ignore_eos=True), 0
-        running = [at.add_request(WORDS[i : i + 2], wish) for i in range(3)]
-        while not all(produced(*running)):
-            step(at)
-        long = at.add_request(WORDS[:24], wish, priority=priority)
-        while not long.outputs[0].tokens:
-            before = produced(*running)
-            step(at)
-            steps += 1
-            assert produced(*running) == [n + 1 for n in before]
-        assert steps == -(-24 // (budget - 3))  # and the prompt gets all that is left
-
-
-def test_nobody_is_overtaken():
-    """A waiting sequence overtaken by a later one; small prompts that slip past a large one keep it
-    waiting for as long as they come. Or priorities the wrong way round, or equal ones not in the
-    order of arrival."""
-    at, first = engine(max_num_seqs=2, max_num_batched_tokens=3), {}
-    requests = [at.add_request(WORDS[i : i + n], params()) for i, n in enumerate((9, 1, 8, 1, 5))]
-    while at.queue:
-        for request in step(at):
-            first.setdefault(request, at.stats["engine_steps"])
-    steps = [first[request] for request in requests]
-    assert steps == sorted(steps) and len({*steps}) > 3
-    at, wish = engine(num_blocks=4, max_num_batched_tokens=16), params(4, ignore_eos=True)
-    running = at.add_request(WORDS[:10], wish)
-    step(at)
-    large, small = at.add_request(WORDS[20:30], wish), at.add_request(WORDS[40:42], wish)
-    step(at)
-    assert (at.running, at.waiting) == (running.outputs, [*large.outputs, *small.outputs])
-    at, wish = engine(max_num_seqs=1), params(2, ignore_eos=True)
-    order = [at.add_request(WORDS[:3], wish, priority=p) for p in (2, -1, 0, 2, 0, -1)]
-    ended = [order.index(request) for request in at.run() if request.finished]
-    assert ended == [1, 5, 2, 4, 0, 3]
 
 
 # --- What is refused, and what just fits ----------------------------------------------------------
@@ -275,24 +245,13 @@ def test_limits():
     check(engine(max_num_batched_tokens=4), *((WORDS[9 * i :][:5], params(3)) for i in range(4)))
 
 
-def test_no_sequence_outgrows_its_limits():
-    """It ran past its context, into blocks that nobody had counted; or waited for a block that
-    never came, preempted by nobody."""
-    for limits, length in (({"max_seq_len": 12}, 12), ({"num_blocks": 4}, 17)):  # the last: no slot
-        at = engine(**limits)
-        (request,) = check(at, (WORDS[:5], params(50, ignore_eos=True)))
-        assert len(request.outputs[0].ids) == length
-        assert request.outputs[0].finish_reason == "length"
-        with pytest.raises(ValueError, match=f"{length} tokens, context is {length}"):
-            at.add_request(WORDS[:length], params())
-
-
 # --- Preempted, or found in the cache -------------------------------------------------------------
 
 
 def test_the_last_in_line_is_preempted():
     """The oldest was preempted, so that nobody came to an end; or the most important one. Or what
-    was preempted was put at the end of the line, where all that came meanwhile overtook it."""
+    was preempted was put at the end of the line, where all that came meanwhile overtook it. Or
+    priorities the wrong way round, or equal ones not in the order of arrival."""
     at, gone = engine(num_blocks=7, max_num_batched_tokens=20), []
     wish = params(12, ignore_eos=True)
     requests = [at.add_request(WORDS[8 * i :][:5], wish, priority=i % 2) for i in (1, 2, 3)]
@@ -305,57 +264,22 @@ def test_the_last_in_line_is_preempted():
     assert list(dict.fromkeys(gone)) == [requests[2], requests[0]]
     last = [request.outputs[0].times[-1] for request in requests]
     assert last[1] < last[0] < last[2]
+    at, wish = engine(max_num_seqs=1), params(2, ignore_eos=True)
+    order = [at.add_request(WORDS[:3], wish, priority=p) for p in (2, -1, 0, 2, 0, -1)]
+    ended = [order.index(request) for request in at.run() if request.finished]
+    assert ended == [1, 5, 2, 4, 0, 3]
 
 
-def test_a_resumed_sequence_is_computed_in_chunks():
-    """A token at a time, as if it were decoding: as slow as to make the output once more."""
-    at, chunks = engine(num_blocks=10, max_num_seqs=2, max_num_batched_tokens=6), 0
-    at.add_request(WORDS[:20], params(18, ignore_eos=True))
-    at.add_request(WORDS[20:24], params(30, ignore_eos=True))
-    while at.queue:
-        rest = [len(s.ids) - s.table.length for s in at.running if s.tokens]
-        step(at)
-        if rest and max(rest) > 6:
-            chunks += 1
-            assert sum(at.ran.values()) == 6
-    assert at.stats["num_preemptions"] > 0 and chunks > 0
-
-
-def test_nobody_is_let_in_while_memory_is_taken_away():
-    """What had just been preempted came back in the same step, and was preempted in the next."""
-    at, stood = engine(num_blocks=8, block_size=2, max_num_seqs=3, max_num_batched_tokens=4), []
-    for i in range(3):
-        at.add_request(WORDS[9 * i : 9 * i + 3], params(13, ignore_eos=True), priority=1)
-    while len(at.running) < 3:
-        step(at)
-    at.add_request(WORDS[40:41], params(2))  # first in line, and small
-    while at.queue:
-        before, waiting = at.stats["num_preemptions"], len(at.waiting)
-        step(at)
-        if preempted := at.stats["num_preemptions"] - before:
-            assert len(at.waiting) == waiting + preempted
-            stood.append(waiting)
-    assert stood[0] == 1
-
-
-def test_equal_prompts():
-    """Two that compute the same blocks in one step, and a third that finds them: same texts. Or a
+def test_a_prefix_is_found():
+    """Two that compute the same blocks in one step find nothing, and a third finds theirs. A
     request could time the prefixes of another user."""
-    at, job = engine(num_blocks=40, max_num_batched_tokens=30), (WORDS[:9], params(ignore_eos=True))
-    requests = [at.add_request(*job), at.add_request(*job)]
-    step(at)
-    assert at.stats["prefix_cache_hits"] == 0 and len(at.running) == 2
-    requests.append(at.add_request(*job))
-    step(at)
-    assert (at.stats["prefix_cache_hits"], at.stats["prefix_cache_queries"]) == (8, 27)
-    check(at, *[job] * 3, requests=requests)
-    at, hits = engine(num_blocks=40), []
-    for salt in (None, "a", "b", "a", None):
+    at, hits = engine(num_blocks=40, max_num_batched_tokens=30), []
+    for count, salt in ((2, None), (1, None), (1, "a"), (1, "b"), (1, "a"), (1, None)):
         before = at.stats["prefix_cache_hits"]
-        at.add_request(WORDS[:9], params(), cache_salt=salt)
-        drain(at)
+        check(at, *[(WORDS[:9], params())] * count, cache_salt=salt)
         hits.append(at.stats["prefix_cache_hits"] - before)
-    assert hits == [0, 0, 0, 8, 8]
+    assert hits == [0, 8, 0, 0, 8, 8]
+    assert at.stats["prefix_cache_queries"] == 7 * 9
 
 
 # --- Time and memory ------------------------------------------------------------------------------
@@ -522,33 +446,6 @@ def test_n_share_the_prompts_blocks():
         assert at.stats["computed_tokens"] == length + 3 * (6 - 1)
 
 
-def test_n_that_end_with_the_first_token():
-    """A fork that ends at once is retired at once, and its sibling goes on; aborted, only what has
-    not ended is."""
-    free = params(5, n=3, temperature=2.0, ignore_eos=True)
-    firsts = [sequence.output_ids[0] for sequence in alone(engine(), WORDS[:6], free)]
-    wish, ends = replace(free, stop_token_ids=(firsts[0],)), []
-    for aborted in (False, True):
-        at = engine(num_blocks=40)
-        request = at.add_request(WORDS[:6], wish)
-        assert step(at) == [request] and not request.finished
-        assert len(at.running) == 3 - firsts.count(firsts[0]) > 0
-        at.abort(request) if aborted else check(at, (WORDS[:6], wish), requests=[request])
-        assert_empty(at)
-        ends.append([sequence.finish_reason for sequence in request.outputs])
-    assert ends[1] == ["stop" if token == firsts[0] else "abort" for token in firsts]
-
-
-def test_abort_of_what_has_ended_changes_nothing():
-    """A client that hangs up after the last word turned "length" into "abort"."""
-    at = engine()
-    request = at.add_request(WORDS[:6], params(2, ignore_eos=True))
-    drain(at)
-    at.abort(request)
-    assert request.outputs[0].finish_reason == "length"
-    assert at.step() == []
-
-
 # --- Logits that are no numbers -------------------------------------------------------------------
 
 BAD = 31  # what the models below turn into numbers that are none
@@ -559,16 +456,6 @@ def poisoned(model, value=math.nan):
     model = copy.deepcopy(model)
     model.embed_tokens.register_forward_hook(
         lambda module, args, y: y.masked_fill((args[0] == BAD)[..., None], value)
-    )
-    return model
-
-
-def poisoned_logits(model):
-    """After BAD the logits are NaN, and those alone."""
-    model, bad = copy.deepcopy(model), []
-    model.embed_tokens.register_forward_hook(lambda module, args, y: bad.append(args[0] == BAD))
-    model.layers[-1].register_forward_hook(
-        lambda module, args, y: y.masked_fill(bad[-1][..., None], math.nan)
     )
     return model
 
@@ -641,12 +528,11 @@ class Mistaken(Guesser):
             job.guess = Guess(ids, [1.0] * len(ids))
 
 
-@pytest.mark.parametrize("model", [poisoned(MODEL), poisoned_logits(MODEL)], ids=["kv", "logits"])
-def test_a_guess_that_is_nan_harms_no_other(model):
+def test_a_guess_that_is_nan_harms_no_other():
     """It ended the neighbours' requests too; or its keys and values stayed in the block, and spoilt
     what stood before them."""
     for temperature in (0, 1.0):
-        at = engine(model, num_blocks=40, speculate=3, max_num_batched_tokens=32)
+        at = engine(poisoned(MODEL), num_blocks=40, speculate=3, max_num_batched_tokens=32)
         at.proposer = Mistaken(3)
         bad = at.add_request([7, 1, 2], params(9, n=2, **AVOID))
         jobs = [(ids, params(9, temperature=temperature, n=2, **AVOID)) for ids in GOOD]
@@ -697,15 +583,19 @@ def test_logprobs_of_a_prompt(speculate):
         assert bool(request.prompt_tokens) == (looked_for == 0)
 
 
-def test_times_and_ids():
+def test_times_ids_and_ends():
     """A time to first token that is negative, or missing for the forked ones; two requests of one
-    name, or a given name not kept."""
+    name, or a given name not kept; a client that hangs up after the last word turned "length" into
+    "abort"."""
     at = engine(max_num_seqs=2)
     requests = [at.add_request(WORDS[:9], params(n=2), id=name) for name in (None, "mine", None)]
     drain(at)
-    for sequence in (s for request in requests for s in request.outputs):
-        assert len(sequence.times) == 1 + len(sequence.tokens)
-        assert sequence.times == sorted(sequence.times)
+    for request in requests:
+        at.abort(request)
+        for sequence in request.outputs:
+            assert len(sequence.times) == 1 + len(sequence.tokens)
+            assert sequence.times == sorted(sequence.times)
+            assert sequence.finish_reason != "abort"
     assert requests[1].id == "mine" and len({request.id for request in requests}) == 3
 
 
@@ -743,38 +633,35 @@ def test_generate(llm):
     text taken for a list of letters; parameters of the wrong prompt; or the model's own, which
     generation_config.json holds, ignored. Requests of others returned as one's own; one that was
     aborted before it was submitted ran for ever."""
-    before = llm.engine.stats["num_preemptions"]
-    assert_alone(llm, TEXTS * 2, [SAMPLED] * 8, SAMPLED)
-    assert llm.engine.stats["num_preemptions"] > before
-    ids = [llm.engine.tokenizer.encode(text) for text in TEXTS]
-    other = llm.engine.add_request("JULIET:", params(2, ignore_eos=True))
+    at, ids = llm.engine, [llm.engine.tokenizer.encode(text) for text in TEXTS]
+    aborted, other = at.prepare("ROMEO:", params(9)), at.add_request("O", params(2))
+    at.abort(aborted)
+    at.submit(aborted)
     (mine,) = llm.generate(TEXTS[0], SAMPLED)
-    assert_same(mine, alone(llm.engine, ids[0], SAMPLED))
-    assert produced(other) == [2]
+    assert_same(mine, alone(at, ids[0], SAMPLED))
+    assert other.finished and aborted.finished
+    assert_alone(llm, TEXTS * 2, [SAMPLED] * 8, SAMPLED)
+    assert at.stats["num_preemptions"] > 0
     wishes = [replace(SAMPLED, seed=i, max_tokens=3 + i, logprobs=2) for i in range(4)]
     assert_alone(llm, ids, [*wishes[:2], replace(wishes[2], n=3), wishes[3]])
     assert llm.generate([], SAMPLED) == llm.generate([]) == []
     (request,) = llm.generate([[5] * 180])
     got = request.outputs[0].params
     assert request.finished and (got.temperature, got.top_p) == (0.8, 0.95)
-    aborted = llm.engine.prepare("ROMEO:", params(9))
-    llm.engine.abort(aborted)
-    llm.engine.submit(aborted)
 
 
 def test_what_cannot_be_run_runs_none(llm):
     """Half of the prompts stayed in the queue, and came out of the next call; or zip() dropped
-    those that had no parameters."""
+    those that had no parameters; or changes beside parameters were ignored."""
     before = llm.engine.stats["engine_steps"]
-    for prompts, wishes in (
-        ([[5, 6], [5000], [7]], SAMPLED), ([[5, 6], [], [7]], SAMPLED), ([[5], [1] * 500], SAMPLED),
-        *((TEXTS[:2], [SAMPLED] * count) for count in (0, 1, 3)),
+    for prompts, wishes, changes in (
+        ([[5, 6], [5000], [7]], SAMPLED, {}), ([[5, 6], [], [7]], SAMPLED, {}),
+        *((TEXTS[:2], [SAMPLED] * count, {}) for count in (0, 1, 3)),
+        ("a", SAMPLED, {"max_tokens": 3}),
     ):  # fmt: skip
         with pytest.raises(ValueError):
-            llm.generate(prompts, wishes)
+            llm.generate(prompts, wishes, **changes)
         assert_empty(llm.engine)
-    with pytest.raises(ValueError, match="max_tokens, not both"):  # it was ignored
-        llm.generate("a", SamplingParams(), max_tokens=3)
     assert llm.engine.stats["engine_steps"] == before
 
 
