@@ -202,7 +202,7 @@ def test_each_linear_is_calibrated_on_what_the_quantised_ones_before_it_give(
     changes = {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": window}
     changes |= {"architectures": ["Qwen2ForCausalLM"]}
     if isinstance(window, str):
-        model = copy.deepcopy(ways.sandwich()[0])
+        model = copy.deepcopy(ways.case_of("sandwich")[0])
         monkeypatch.setattr(convert, "LENGTH", 64)
     else:
         model = load_model(tiny_folder(tmp_path, **changes))

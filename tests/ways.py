@@ -274,54 +274,38 @@ REPLAYED: dict[str, Way] = {"replayed": run_replayed}  # needs CUDA
 Case = tuple[Transformer, list[list[int]]]  # a model, and prompts
 
 
-@cache
-def trained() -> Case:
-    """Load the smaller bundled model: its confident predictions make near ties unlikely."""
-    tokenizer = Tokenizer(DRAFT)
-    return load_model(DRAFT, dtype=torch.float32), [tokenizer.encode(p) for p in PROMPTS]
-
-
 # 128 words, hidden and intermediate sizes, 3 layers, 4 heads of which 2 are kv heads, head_dim.
 SMALL = Config(128, 64, 96, 3, 4, 2, 16)
-
-
-def random_case(seed: int, config: Config) -> Case:
-    """Make a model of random weights, and prompts of 1, 9 and 40 tokens."""
-    torch.manual_seed(seed)
-    model = rounded(build(config))
-    return model, [torch.randint(config.vocab_size, (n,)).tolist() for n in (1, 9, 40)]
-
-
-@cache
-def sliding() -> Case:
-    """Make random weights with windows, q/k norm, biases and an lm_head, which the bundled model
-    does not have."""
-    windows = (5, None, 5)
-    config = replace(
-        SMALL, num_key_value_heads=1, head_dim=32, windows=windows, qkv_bias=True, qk_norm=True
-    )
-    return random_case(0, config)
-
-
-@cache
-def experts() -> Case:
-    """Make a layer with one MLP, and two with six experts, two of which run for each token."""
-    config = replace(
-        SMALL, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=64, mlp_only_layers=[0]
-    )
-    return random_case(1, config)
+CONFIGS = {
+    # Windows, norms of q and k, biases and an lm_head, which the bundled model does not have.
+    "sliding": replace(SMALL, num_key_value_heads=1, head_dim=32, windows=(5, None, 5),
+                       qkv_bias=True, qk_norm=True),
+    # A layer with one MLP, and two with six experts, two of which run for each token.
+    "experts": replace(SMALL, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=64,
+                       mlp_only_layers=[0]),
+    # Norms before and after each part, norms of q and k over all heads, gelu, a multiplier of the
+    # embedding, and a layer without rope.
+    "sandwich": replace(
+        SMALL, windows=(None, 5, None), ropes=(0, 1, 0), wide_qk_norm=True, post_norm=True,
+        rope_speeds=(tuple(0.3**i for i in range(8)), (0.0,) * 8), gelu=True,
+        embedding_multiplier=3.0,
+    ),
+}  # fmt: skip
+CASES = ("trained", *CONFIGS)
 
 
 @cache
-def sandwich() -> Case:
-    """Make norms before and after each part, norms of q and k over all heads, gelu, a multiplier of
-    the embedding, and a layer without rope."""
-    speeds = tuple(0.3**i for i in range(8)), (0.0,) * 8
-    config = replace(
-        SMALL, windows=(None, 5, None), ropes=(0, 1, 0), rope_speeds=speeds, wide_qk_norm=True,
-        post_norm=True, gelu=True, embedding_multiplier=3.0,
-    )  # fmt: skip
-    return random_case(2, config)
+def case_of(name: str) -> Case:
+    """Return the smaller bundled model, whose confident predictions make near ties unlikely, or one
+    of random weights; and its prompts."""
+    if name == "trained":
+        tokenizer = Tokenizer(DRAFT)
+        return load_model(DRAFT, dtype=torch.float32), [tokenizer.encode(p) for p in PROMPTS]
+    torch.manual_seed([*CONFIGS].index(name))
+    model = build(CONFIGS[name]).requires_grad_(False)
+    for parameter in model.parameters():  # bfloat16 holds them, so that one twin serves both dtypes
+        parameter.copy_(parameter.bfloat16())
+    return model, [torch.randint(128, (n,)).tolist() for n in (1, 9, 40)]
 
 
 @cache
@@ -350,16 +334,6 @@ def dequantised(model: Transformer) -> Transformer:
     return twin
 
 
-def rounded(model: Transformer) -> Transformer:
-    """Round weights to values that bfloat16 holds exactly, so that one twin serves both dtypes."""
-    for parameter in model.requires_grad_(False).parameters():
-        parameter.copy_(parameter.bfloat16())
-    return model
-
-
-CASES: dict[str, Callable[[], Case]] = {
-    "trained": trained, "sliding": sliding, "experts": experts, "sandwich": sandwich,
-}  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
     "n-gram": {"speculate": 4}, "draft": {"speculate": 4}, "itself, quantised": {"speculate": 3},
     "int8 cache": {"kv_dtype": "int8"},
@@ -394,7 +368,7 @@ def rows_of(case: str) -> list[tuple[str, str]]:
 @cache
 def kind_of(case: str, kind: str) -> tuple[Transformer, dict[str, Any]]:
     """Return the model, and the options of its ways, on the CPU in float32."""
-    model, _ = CASES[case]()
+    model, _ = case_of(case)
     options = dict(KINDS.get(kind, {}))
     if kind == "draft":
         options["draft"] = draft_of(model)
@@ -426,7 +400,7 @@ def placed(case: str, kind: str, device: str, dtype: torch.dtype) -> tuple[Trans
 def jobs_of(case: str, kind: str = "plain") -> list[Job]:
     """Combine every prompt with every setting."""
     more = {"structured_outputs": STRUCTURE} if kind == "structure" else {}
-    return [(ids, replace(params, **more)) for params in SETTINGS for ids in CASES[case]()[1]]
+    return [(ids, replace(params, **more)) for params in SETTINGS for ids in case_of(case)[1]]
 
 
 @cache
