@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from test_scheduler import MODEL, SLIDING, WORDS, alone, assert_same, check, engine, params
+from test_scheduler import MODEL, SLIDING, WORDS, check, engine, params
 from tiny import random_model
 from ways import changed
 
@@ -134,18 +134,3 @@ def test_memory_is_taken_when_it_is_used(monkeypatch):
     assert sum(kv.nbytes for kv in runner.kv) > 2**29
     runner.forward([Row([0], 0, [1, 2, 3])])
     assert resident() - before < 2**27
-
-
-def test_one_sequence_attends_alone_or_with_others():
-    """A long prompt beside decoding sequences gives other tokens than alone."""
-    model = random_model(max_position_embeddings=4096)
-    prompt, wish = [1 + i * i % 30 for i in range(LONG + 300)], params(6, seed=3, ignore_eos=True)
-    want = alone(Engine(model, num_blocks=400, max_num_seqs=4), prompt, wish)
-    for others in (0, 3):
-        at = Engine(changed(model, attend_fast), num_blocks=400, max_num_seqs=4)
-        for i in range(others):
-            at.add_request([2 + i, 5], params(40, seed=i, ignore_eos=True))
-        request = at.add_request(prompt, wish)
-        while not request.finished:
-            at.step()
-        assert_same(request, want)

@@ -9,7 +9,6 @@ there; here are the borders. The models are tiny, random and in float64.
 import itertools
 import math
 import re
-import string
 import timeit
 from collections import Counter
 from dataclasses import replace
@@ -21,7 +20,7 @@ import torch
 from conftest import DRAFT
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_sampling import Chars, chi_square, config, reference
+from test_sampling import chi_square, config, reference
 from test_scheduler import (
     DRAFTS,
     MODEL,
@@ -262,51 +261,10 @@ def test_a_cached_block_is_whole_for_the_draft_too():
             assert_same(request, guessed(MODEL, ids, wish, MODEL, 4))
 
 
-# --- Where it ends --------------------------------------------------------------------------------
+# --- The pool -------------------------------------------------------------------------------------
 
 IDS, GREEDY = WORDS[:5], params(24, temperature=0, ignore_eos=True)
 TEXT, PREFIX = (alone(engine(), ids, GREEDY)[0].output_ids for ids in (IDS, IDS[:2]))
-LETTERS = Chars(*string.ascii_letters[:32])
-
-
-def with_guesses(guess="itself", model=MODEL, options=(), **wish):
-    """What the engine makes of IDS, which must be the same as without guesses."""
-    draft, wish = model if guess == "itself" else DRAFTS[guess], replace(GREEDY, **wish)
-    more = {"num_blocks": 40, "max_num_batched_tokens": 40, "draft": draft, "speculate": 4}
-    at = engine(model, **more | dict(options))
-    request = at.add_request(IDS, wish)
-    drain(at)
-    assert_same(request, alone(at, IDS, wish))
-    (sequence,) = request.outputs
-    assert at.stats["generation_tokens"] == len(sequence.output_ids)
-    assert len(sequence.times) == 1 + len(sequence.tokens)
-    return sequence
-
-
-def test_where_a_run_of_guesses_ends():
-    """It goes past max_tokens or the context, into slots that nobody has counted, or needs a block
-    for what it cannot keep. Tokens behind a stop token, EOS or a stop string are shown; or it is
-    not noticed among guesses."""
-    for guess, tokens in itertools.product(("itself", "n-gram", "near"), range(1, 13)):
-        sequence = with_guesses(guess, max_tokens=tokens)
-        assert (sequence.output_ids, sequence.finish_reason) == (TEXT[:tokens], "length")
-    for length in range(6, 18):
-        for blocks in (40, -(-(length - 1) // 4)):
-            options = {"max_num_seqs": 1, "num_blocks": blocks, "max_seq_len": length}
-            assert len(with_guesses(options=options, max_tokens=99).ids) == length
-    for at in range(1, 12, 2):
-        eos, first = random_model(eos_ids=(TEXT[at],)), TEXT[: TEXT.index(TEXT[at]) + 1]
-        stop, whole = LETTERS.decode(TEXT[at : at + 2]), LETTERS.decode(TEXT)
-        ends = (
-            with_guesses(stop_token_ids=[TEXT[at]]), with_guesses(model=eos, ignore_eos=False),
-            with_guesses(options={"tokenizer": LETTERS}, stop=stop),
-        )  # fmt: skip
-        assert [sequence.finish_reason for sequence in ends] == ["stop"] * 3
-        assert ends[0].output_ids == ends[1].output_ids == first
-        assert ends[2].text == whole[: whole.index(stop)]
-
-
-# --- The pool -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("blocks", "seqs", "budget"), [(20, 4, 21), (11, 3, 15), (9, 2, 10)])
