@@ -246,7 +246,7 @@ class Engine:
 
         Raises:
             SettingError: a limit is out of range; see also step_budget.
-            ValueError: there is no room for a block.
+            ValueError: there is not enough memory.
         """
         limits = Limits(**options)
         self.model = model

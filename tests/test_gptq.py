@@ -163,7 +163,7 @@ def test_each_linear_is_calibrated_on_what_the_quantised_ones_before_it_give(mon
     """Inputs of the plain model, H of a neighbour, positions that do not start at 0, a window, norm
     or rope that is not the layer's own, text left out: H is compared with one from a plain forward
     of the model as it stands at that moment."""
-    model, ids = copy.deepcopy(ways.sandwich()[0]), tiny_text(64 * 3)
+    model, ids = copy.deepcopy(ways.case_of("sandwich")[0]), tiny_text(64 * 3)
     seen: list[str] = []
 
     def checking(weight, H, bits, group_size):
