@@ -25,7 +25,7 @@ import tp_worker
 from conftest import ROOT, SHAKESPEARE
 from test_tp import LONG, PROGRAM, SOME, WORKER
 
-import tp
+from around.start import ranks as meeting
 from llm import LLM
 
 CLIENT = """
@@ -51,7 +51,7 @@ def change(path, old, new):
 
 DIFFERENCES = {
     "none": (lambda args, folder, patch: None, None),
-    "version": (lambda args, folder, patch: patch.setattr(tp, "VERSION", "0.0.9"),
+    "version": (lambda args, folder, patch: patch.setattr(meeting, "VERSION", "0.0.9"),
                 r"rank 1 has \{'kilolm': '0.0.9'\}, rank 0 \{'kilolm': '\d\S+'\}$"),
     "torch": (lambda args, folder, patch: patch.setattr(torch, "__version__", "1.0"),
               "rank 1 has {'torch': '1.0'}"),
@@ -79,14 +79,14 @@ def test_what_must_be_the_same(folder, monkeypatch, name):
             sent.append(json.loads(json.dumps(facts)))
         return sent[min(source, len(sent) - 1)]
 
-    monkeypatch.setattr(tp, "broadcast", broadcast)
-    monkeypatch.setattr(tp.dist, "get_world_size", lambda: 1)
-    tp.agree(SimpleNamespace(dtype="float32", checkpoint=SHAKESPEARE, prompt="a"))
+    monkeypatch.setattr(meeting, "broadcast", broadcast)
+    monkeypatch.setattr(meeting.dist, "get_world_size", lambda: 1)
+    meeting.agree(SimpleNamespace(dtype="float32", checkpoint=SHAKESPEARE, prompt="a"))
     args = SimpleNamespace(dtype="float32", checkpoint=folder, prompt="a")
     act(args, folder, monkeypatch)
-    monkeypatch.setattr(tp.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(meeting.dist, "get_world_size", lambda: 2)
     with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
-        tp.agree(args)
+        meeting.agree(args)
 
 
 # --- Two machines ---------------------------------------------------------------------------------

@@ -34,7 +34,6 @@ from conftest import DRAFT, ROOT, SHAKESPEARE
 from safetensors.torch import load_file, save_file
 from test_gptq import other_folder
 
-import llm
 import paged
 import quantize
 import tp
@@ -43,6 +42,8 @@ from around.folder import weights as checkpoint
 from around.folder.config import load_config
 from around.folder.weights import build, load_model, named_tensors
 from around.settings import CheckpointError
+from around.start import launch
+from around.start import ranks as meeting
 from paged import Row, Runner
 from scheduler import Engine
 
@@ -432,10 +433,10 @@ def joining(monkeypatch):
         monkeypatch.setattr(tp.dist, name, fake)
     forever = lambda timeout: calls.append(timeout.days > 99)  # noqa: E731
     monkeypatch.setattr(tp.dist.distributed_c10d, "_set_pg_timeout", forever)
-    monkeypatch.setattr(tp, "agree", lambda args: None)
+    monkeypatch.setattr(meeting, "agree", lambda args: None)
     monkeypatch.setattr(tp, "_world", "")  # what it was comes back
-    monkeypatch.setattr(tp, "broadcast", lambda: calls.append("end"))
-    monkeypatch.setattr(tp.time, "sleep", calls.append)
+    monkeypatch.setattr(meeting, "broadcast", lambda: calls.append("end"))
+    monkeypatch.setattr(meeting.time, "sleep", calls.append)
     monkeypatch.setattr(sys, "stderr", sys.stderr)  # which a rank takes and gives back
 
     def join(*values):
@@ -464,7 +465,7 @@ def test_join(joining, rank, error, does):
     after others have told that one is lost; a deadline for the next prompt; a group left open."""
     calls = joining(rank, 2, rank)
     raises = pytest.raises(type(error)) if error else contextlib.nullcontext()
-    with raises as raised, tp.join(CPU) as ranks:
+    with raises as raised, meeting.join(CPU) as ranks:
         assert ranks[:3] == (CPU, rank, 2) and ranks.runner is tp.Leader and ranks.shard
         if error:
             raise error
@@ -477,7 +478,7 @@ def test_join_of_one(joining, monkeypatch):
     calls = joining(0, 1, 0)
     parse = lambda argv: SimpleNamespace(device="cpu")  # noqa: E731
     for _ in range(2):
-        alone = llm.launch("generate.py", [], parse, lambda args, ranks: ranks)
+        alone = launch("generate.py", [], parse, lambda args, ranks: ranks)
         assert alone == machine.Ranks(CPU) and not calls
         monkeypatch.delenv("WORLD_SIZE", raising=False)
 
@@ -489,7 +490,7 @@ def test_variables_of_torchrun_are_missing(monkeypatch, env):
     """A traceback; an error that nobody sees, as by its RANK the process is not the first."""
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(tp.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(meeting.time, "sleep", lambda seconds: None)
     code, out, err = tp_worker.captured(["--device", "cpu"])
     assert re.fullmatch(r"generate.py: error: .*WORLD_SIZE.*torchrun.*\n", err)
     assert (code, out) == (2, "")
@@ -500,12 +501,12 @@ def test_gpus(joining, monkeypatch):
     over all machines."""
     monkeypatch.setattr(torch.cuda, "set_device", lambda i: calls.append(range(2)[i]))
     calls = joining(3, 4, 1)
-    with tp.join(GPU) as ranks:
+    with meeting.join(GPU) as ranks:
         assert ranks[:3] == (GPU, 3, 4)
     assert calls == [1, ("cpu:gloo,cuda:nccl", 300), True, "destroyed"]
     joining(0, 4, 2)
     with pytest.raises(ValueError, match=r"a GPU each or --device cpu.*: .*out of range"):
-        tp.join(GPU).__enter__()
+        meeting.join(GPU).__enter__()
     assert ("cpu:gloo,cuda:nccl", 300) not in calls[4:]
 
 
@@ -530,7 +531,7 @@ def test_an_error_of_use(joining, monkeypatch, rank, error, text):
         print("usage", file=sys.stderr)
         return SimpleNamespace(device="cpu")
 
-    assert llm.launch("generate.py", [], parse, run) == 2
+    assert launch("generate.py", [], parse, run) == 2
     assert err.getvalue() == ("" if rank else "usage\nnoise\n") + text
     assert calls.count(3) == (rank and bool(text))
 

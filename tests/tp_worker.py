@@ -36,7 +36,7 @@ from around.folder.weights import load_model
 from around.machine import Ranks
 from around.settings import SamplingParams
 from around.start import begin as llm
-from around.start import ranks as ranks_module
+from around.start import ranks as meeting
 from paged import Runner
 from scheduler import Engine
 from speculative import DraftModel
@@ -101,7 +101,7 @@ def captured(argv):
 
 def join():
     """What llm.launch does: alone, there is nobody to join."""
-    return ranks_module.join(CPU) if "RANK" in os.environ else contextlib.nullcontext(Ranks(CPU))
+    return meeting.join(CPU) if "RANK" in os.environ else contextlib.nullcontext(Ranks(CPU))
 
 
 def cases(models, commands, compiled=()):
@@ -133,7 +133,7 @@ def write_cases(folder):
         found[name] = result
         (folder / f"found.{os.environ['RANK']}").write_text(json.dumps(found))
 
-    with ranks_module.join(CPU), mock.patch.multiple(tp.dist, **nothing):
+    with meeting.join(CPU), mock.patch.multiple(tp.dist, **nothing):
         for case in cases(*json.loads((folder / "cases").read_text())):
             note(*case)
     tasks = Path("/proc/self/task").glob("*/comm")
@@ -169,7 +169,7 @@ def load(*argv):
 
 
 def impatient(*argv):
-    tp.timedelta = lambda days=0, minutes=0: timedelta(days=days, seconds=minutes)
+    meeting.timedelta = lambda days=0, minutes=0: timedelta(days=days, seconds=minutes)
     return generate.main([*argv])
 
 
