@@ -6,7 +6,6 @@ tp_worker.py fault RANK WHERE PROGRAM ...
                                generate or server, with an exception of that rank's in the middle
                                of a forward (MLP), of copy_blocks or of start
 tp_worker.py load ...          generate.py, with a model that takes a minute to load
-tp_worker.py impatient ...     generate.py, with seconds in place of tp.py's minutes
 """
 
 import contextlib
@@ -20,7 +19,6 @@ import sys
 import time
 from collections import Counter
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -168,12 +166,7 @@ def load(*argv):
     return generate.main([*argv])
 
 
-def impatient(*argv):
-    meeting.timedelta = lambda days=0, minutes=0: timedelta(days=days, seconds=minutes)
-    return generate.main([*argv])
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    modes = {"cases": write_cases, "fault": fault, "load": load, "impatient": impatient}
+    modes = {"cases": write_cases, "fault": fault, "load": load}
     sys.exit(modes[sys.argv[1]](*sys.argv[2:]))
