@@ -34,8 +34,7 @@ from torch import Tensor, nn
 
 import tp
 from around.fast.packed import pack_linears
-from around.folder.tokenizer import Tokenizer
-from around.folder.weights import build, load_model
+from around.folder import Tokenizer, build, load_model
 from around.machine import Ranks
 from around.settings import BUNDLED
 from around.start.memory import free_memory

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from around.folder.config import load_config
-from around.folder.weights import build, locate_tensors, named_tensors
+from around.folder import build, load_config, named_tensors
+from around.folder.weights import locate_tensors
 from around.settings import SamplingParams
 from generate import generate
 from kv_cache import StaticCache
@@ -26,7 +26,7 @@ from sampling import Sequence
 from scheduler import Engine, Request
 from tools.books import audit
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SHAKESPEARE = ROOT / "checkpoints" / "shakespeare"
 
 

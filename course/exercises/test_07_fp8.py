@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 import quantize
-from around.folder.weights import load_model
+from around.folder import load_model
 from around.settings import EngineArgs
 from model import Transformer
 from quantize import quantize_model

@@ -8,8 +8,7 @@ import torch
 from common import SHAKESPEARE, bundled, close, logits_of, needs, tiny_model, write
 from torch import Tensor, nn
 
-from around.folder.tokenizer import Tokenizer
-from around.folder.weights import load_model
+from around.folder import Tokenizer, load_model
 from model import Transformer
 
 TEXT = "ROMEO:\nBut, soft! what light through yonder window breaks?\nIt is the east, and Juliet"

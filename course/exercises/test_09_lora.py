@@ -11,7 +11,7 @@ from common import close, logits_of, needs, tiny_model, write
 from safetensors.torch import save_file
 from torch import nn
 
-from around.folder.weights import named_tensors
+from around.folder import named_tensors
 from around.settings import CheckpointError
 from model import Transformer
 from quantize import QuantLinear, quantize_model

@@ -11,8 +11,7 @@ import torch
 from common import SHAKESPEARE, bundled, call, needs, serve, tiny_model
 from torch import Tensor
 
-from around.folder.text import Detokenizer
-from around.folder.tokenizer import Tokenizer
+from around.folder import Detokenizer, Tokenizer
 from around.settings import SamplingParams
 from generate import main
 from sampling import Sequence, distribution

@@ -11,7 +11,8 @@ import torch
 from common import SHAKESPEARE, bundled, needs, run_ranks, serve, tiny_model
 
 import tp
-from around.folder.weights import build, load_model, locate_tensors, named_tensors
+from around.folder import build, load_model, named_tensors
+from around.folder.weights import locate_tensors
 from around.settings import CheckpointError, SamplingParams
 from model import Config, Transformer
 from paged import Runner

@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import layer_norm
 
-from around.folder.config import load_config
-from around.folder.weights import load_model, named_tensors
+from around.folder import load_config, load_model, named_tensors
 from around.settings import CheckpointError, SamplingParams
 from kv_cache import StaticCache
 from model import LayerCache, NoCache, Transformer, apply_rope

@@ -17,15 +17,14 @@ import pytest
 import torch
 from common import SHAKESPEARE, bundled
 
+from around.api import API, ServerArgs, listen_at
 from around.api.function_calls import FORMS, Form, Tools, form_of, split_calls
-from around.api.requests import API
-from around.folder.text import Detokenizer
-from around.folder.tokenizer import Tokenizer
+from around.folder import Detokenizer, Tokenizer
 from around.machine import Ranks
 from around.settings import SamplingParams
 from around.start import make_engine
 from scheduler import Proposer
-from server import Server, ServerArgs, listen_at, parse_args
+from server import Server, parse_args
 from tools.books import audit
 
 os.environ["NO_PROXY"] = "127.0.0.1"  # openai's client would use the environment's proxy

@@ -10,7 +10,7 @@ import torch
 from common import close, logits_of, needs, tiny_model
 from torch import Tensor
 
-from around.folder.weights import build
+from around.folder import build
 from around.settings import SamplingParams
 from generate import generate
 from kv_cache import StaticCache, decode

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import quantize
 from around.fast import packed
-from around.folder.weights import load_model
+from around.folder import load_model
 from around.settings import CheckpointError, EngineArgs
 from kv_cache import StaticCache
 from model import Transformer

@@ -11,14 +11,14 @@ from common import ROOT, SHAKESPEARE, bundled, logits_of, needs, serve, tiny_mod
 from safetensors.torch import load_file
 from torch import Tensor
 
-from around.folder.tokenizer import Tokenizer
+from around.folder import Tokenizer
 from around.settings import SamplingParams
 from model import Block, Masks, NoCache, Transformer
 from sampling import distribution, draw
 from scheduler import Engine, Job, Request
 from speculative import GUESS, DraftModel, NGram
 
-HEAD = ROOT / "exercises" / "data" / "eagle.safetensors"
+HEAD = ROOT / "course" / "exercises" / "data" / "eagle.safetensors"
 IDS = [5, 6, 7, 8, 9, 10, 11]
 K = 4
 

@@ -16,7 +16,7 @@ from common import close, logits_of, needs, run_ranks, serve, tiny_model, write
 from torch import Tensor
 
 import tp
-from around.folder.weights import build, named_tensors
+from around.folder import build, named_tensors
 from around.settings import SamplingParams
 from experts import SparseMLP
 from model import MLP, Config, Transformer

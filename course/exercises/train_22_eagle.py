@@ -1,10 +1,10 @@
 """Train the head of exercise 22 for the bundled model, in minutes on two cores.
 
-    python exercises/train_22_eagle.py --text tinyshakespeare.txt
+    python course/exercises/train_22_eagle.py --text tinyshakespeare.txt
 
-writes exercises/data/eagle.safetensors. The model stays as it is. A token's feature is the stream
-behind the model's last layer, from which norm and lm_head make the next token's logits. The head is
-one more layer that continues the features, without the model's other layers:
+writes data/eagle.safetensors beside this file. The model stays as it is. A token's feature is the
+stream behind the model's last layer, from which norm and lm_head make the next token's logits. The
+head is one more layer that continues the features, without the model's other layers:
 
     position            0         1         2
     token              the       cat       sat
@@ -25,8 +25,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "checkpoints"))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "checkpoints"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import sentencepiece
 import torch
@@ -35,11 +35,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from train import Causal, encode, read
 
-from around.folder.weights import load_model
+from around.folder import load_model
 from model import Block, Transformer
 
 HERE = Path(__file__).resolve().parent
-MODEL = HERE.parent / "checkpoints" / "shakespeare"
+MODEL = HERE.parents[1] / "checkpoints" / "shakespeare"
 LENGTH, ROWS = 512, 8  # tokens in a window; windows in a batch
 OWN = 0.3  # the share of features that are the head's own
 
