@@ -237,7 +237,7 @@ def test_a_page_for_each_script():
         assert f"python course/{script.name}" in page and f"]({script.name})" in page
         assert f"]({name})" in PAGES["README.md"]
         assert 60 <= len(page.splitlines()) <= 120, name
-        assert "](../exercises/" in page and "@@" not in page
+        assert "](exercises/" in page and "@@" not in page
         for link in re.findall(r"\]\(((?!http|#)[^)#]+)", page):
             assert (COURSE / link).exists(), f"{name}: {link}"
         for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL):

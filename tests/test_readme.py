@@ -17,7 +17,7 @@ import generate
 from tools import bench, pictures, report
 
 README = (ROOT / "README.md").read_text()
-FOLDERS = (".", "docs", "benchmarks", "checkpoints", "exercises")
+FOLDERS = (".", "docs", "benchmarks", "checkpoints", "course/exercises")
 PAGES = sorted(page for folder in FOLDERS for page in (ROOT / folder).glob("*.md"))
 QUANTISATION = (ROOT / "docs" / "quantisation.md").read_text()
 
