@@ -55,9 +55,9 @@ def test_positions_and_mask_by_hand() -> None:
     whole = ["11 1....", "11 11...", "11 1.1..", "11 11.1.", "11 1.1.1"]
     near = [".1 1....", ".. 11...", ".. 1.1..", ".. .1.1.", ".. ..1.1"]
     for layer, wanted in zip(layers, (whole, near)):
-        seen = layer.mask.int()[0, 0].tolist()
+        seen = layer.masks[layer.window].int()[0, 0].tolist()
         lines = ["".join(".1"[bit] for bit in line) for line in seen]
-        wrong = "the mask has the rows of one query head, then those of the next: see visible"
+        wrong = "the mask has the rows of one query head, then those of the next: see Masks"
         assert len(lines) == 10, wrong
         assert all("1" not in line[7:] for line in lines), "a slot after the tree is visible"
         got = [f"{line[:2]} {line[2:7]}" for line in lines]

@@ -214,10 +214,9 @@ def test_a_batch_in_the_static_cache() -> None:
 @CONFIGS
 @pytest.mark.parametrize("kind", ["LatentRunner", "Runner"])
 @torch.no_grad()
-def test_the_paged_cache(kind: str, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_paged_cache(kind: str, config: Config) -> None:
     """Two texts, in rows of equal and of different lengths. The blocks of one follow each other,
-    those of the other do not. Queries are attended in pieces, as where a prompt is long."""
-    monkeypatch.setattr(Runner, "max_pairs", 200)
+    those of the other do not."""
     model = latent_model(config)
     runner = (latent_runner if kind == "LatentRunner" else Runner)(model, 24, 8)
     tables = [[*range(3, 11)], [22, 1, 12, 0, 17, 23, 11, 2]]
