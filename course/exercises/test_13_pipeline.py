@@ -14,6 +14,7 @@ import tp
 from around.folder import build, load_model, named_tensors
 from around.folder.weights import locate_tensors
 from around.settings import CheckpointError, SamplingParams
+from around.start.ranks import join
 from model import Config, Transformer
 from paged import Runner
 from scheduler import Engine
@@ -99,7 +100,7 @@ def process(rank: int, ranks: int, port: int, out: Path) -> None:
     try:
         from pp import stage
 
-        with tp.join(torch.device("cpu")):
+        with join(torch.device("cpu")):
             model = load_model(
                 SHAKESPEARE, "cpu", torch.float32, lambda m, files: stage(m, files, rank, ranks)
             )

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from common import bundled, needs
 
-import tp
 from around.settings import SamplingParams
+from around.start.ranks import join
 from scheduler import Engine, Request
 from tools.books import audit, audit_pool
 
@@ -122,7 +122,7 @@ def process(rank: int, port: int, kv_dtype: str, out: Path) -> None:
     try:
         from pd import serve_prompts
 
-        with tp.join(torch.device("cpu")):
+        with join(torch.device("cpu")):
             if rank == DECODE:
                 answer(kv_dtype, report)
             else:

@@ -381,7 +381,7 @@ def test_several_calls(local: Local, stream: bool) -> None:
 def test_the_grammar_is_this_form(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
     """Look at what the model has written, before it is split into text and calls."""
     ask(local, max_tokens=1)
-    monkeypatch.setattr("openai_api.split_calls", lambda text, tools, ended: (text, []))
+    monkeypatch.setattr("around.api.answers.split_calls", lambda text, tools, ended: (text, []))
     (reply,) = ask(local, **ONE)
     begins = r"\[TOOL_CALLS\] ?" + ("[a-z]+" if local.form == "mistral_args" else r"\[ ?\{")
     assert re.match(begins, reply.text or ""), f"this is not the form {local.form!r}: {reply.text}"

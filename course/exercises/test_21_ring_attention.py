@@ -13,7 +13,7 @@ from common import close, logits_of, needs, run_ranks, tiny_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import tp
+from around.start.ranks import join
 from model import Transformer, attention
 
 TODO = "make the file in the root, with prefill, partial and merge"
@@ -92,7 +92,7 @@ def process(rank: int, ranks: int, port: int, out: Path) -> None:
     torch.set_num_threads(1)
     report: dict[str, Any] = {}
     try:
-        with tp.join(torch.device("cpu")):
+        with join(torch.device("cpu")):
             for name in ("all_gather", "all_gather_into_tensor", "all_gather_object"):
                 setattr(dist, name, forbidden)
             from ring import prefill

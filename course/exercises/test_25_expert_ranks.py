@@ -15,9 +15,9 @@ import torch.distributed as dist
 from common import close, logits_of, needs, run_ranks, serve, tiny_model, write
 from torch import Tensor
 
-import tp
 from around.folder import build, named_tensors
 from around.settings import SamplingParams
+from around.start.ranks import join
 from experts import SparseMLP
 from model import MLP, Config, Transformer
 from scheduler import Engine
@@ -140,7 +140,7 @@ def process(case: str) -> Any:
         torch.set_num_threads(1)
         report: dict[str, Any] = {}
         try:
-            with tp.join(torch.device("cpu")):
+            with join(torch.device("cpu")):
                 from expert_ranks import finish, spread
 
                 for name in ("all_gather", "all_gather_into_tensor", "all_gather_object",
