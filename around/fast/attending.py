@@ -42,7 +42,7 @@ def replace_layers(kind: Any, model: Any, args: tuple) -> tuple:
     if type(first) is Slab and tokens.is_cpu and tokens.shape[1] >= PROMPT:
         layers = [PromptSlab(**vars(layer)) for layer in layers]
     elif type(first) is Blocks:
-        groups: Any = kind.groups_of(first.groups)  # FastGroups, which stand in for Groups
+        groups = kind.groups_of(first.groups)
         layers = [kind(layer.kv, layer.slots, groups, layer.window) for layer in layers]
     return tokens, positions, layers, *select
 
