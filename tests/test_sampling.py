@@ -338,18 +338,21 @@ def test_rows_are_independent(batch, data):
 
 
 def test_many_rows_are_sampled_as_one_by_one():
-    """Where all take the likeliest, another one of several that tie; eight sequences at a time, a
-    setting or a random number of another one's."""
+    """Where all take the likeliest, another one of several that tie; eight sequences at a time, or
+    on two threads, a setting or a random number of another one's."""
+    V = 40_000
+    torch.set_num_threads(2)  # the fixture sets it back
     for dtype in (torch.float32, torch.bfloat16):
-        logits = torch.randn(19, 2000).to(dtype)  # in bfloat16 there are ties
+        logits = torch.randn(19, V).to(dtype)  # in bfloat16 there are ties
         logits[:, 7] = logits[:, 1900] = logits.amax(-1) + 1
-        greedy = [row(temperature=0) for _ in logits]
-        mixed = [row(temperature=b % 3 / 2, top_k=b % 5 * 9, seed=b) for b in range(len(logits))]
+        greedy = [row(V=V, temperature=0) for _ in logits]
+        mixed = [row(V=V, temperature=b % 3 / 2, top_k=b % 5 * 9, seed=b) for b in range(19)]
         for batch in (greedy, mixed):
-            one_by_one = [sample(logits[b : b + 1], [batch[b]])[0] for b in range(len(batch))]
+            one_by_one = [sample(logits[b : b + 1], [batch[b]])[0] for b in range(19)]
             assert sample(logits, batch) == one_by_one
             assert [t.id for t in one_by_one] == sampling.choose_ids(logits, batch)
         assert [t.id for t in sample(logits, greedy)] == [7] * 19
+    torch.set_num_threads(1)
 
 
 @few
