@@ -323,8 +323,8 @@ def test_kv_memory(monkeypatch):
             fitting(kv_memory=too_little)
     monkeypatch.setattr(memory, "MAX_BYTES", 9 * block)  # other programs want memory too
     assert fitting(kv_memory=0.5) == 9
-    loaded = LLM(DRAFT, device="cpu", dtype="float32", kv_memory=5e6).engine  # 36 kB a block
-    assert 0 < loaded.pool.num_blocks * sum(kv[:, :1].nbytes for kv in loaded.runner.kv) < 5e6
+    loaded = LLM(DRAFT, device="cpu", dtype="float32", kv_memory=5e6).engine
+    assert 3e6 < sum(kv.nbytes for kv in loaded.runner.kv) < 5e6
 
 
 def peak(act) -> int:
@@ -343,10 +343,8 @@ def test_attention_stays_within_kv_memory(kv_dtype):
     at = engine(num_blocks=fitting(kv_memory=2e5, **wide), **wide)
     places = torch.arange(at.pool.num_blocks).expand(1, 2 * at.config.num_key_value_heads, -1)
     group = SimpleNamespace(flat_table=places, span=None)  # no run: a copy
-    kept = []
-    most = peak(lambda: kept.append(attending.side_by_side(at.runner.kv[0], group, at.model.dtype)))
-    assert most > kept[0].nbytes / 2
-    assert sum(pool.nbytes for pool in at.runner.kv) + most <= 1.01 * 2e5  # and its numbers
+    most = peak(lambda: attending.side_by_side(at.runner.kv[0], group, at.model.dtype))
+    assert 1.8e5 < sum(pool.nbytes for pool in at.runner.kv) + most <= 1.01 * 2e5  # its numbers
 
 
 def step_bytes(at: Engine) -> int:
