@@ -167,9 +167,9 @@ def keep_likeliest(probs: Tensor, params: list[SamplingParams], most: int = 256)
     # others. If its top_k is above `most`, the mass of its top_k tokens, which top-p needs, is not
     # known.
     unsure = ((filtered > 0) & (ranked == ranked[:, -1:])).any(-1).tolist()
-    again = [b for b, p in enumerate(params) if unsure[b] or p.top_k > most]
-    if again:
-        kept[again] = keep_likeliest(probs[again], [params[b] for b in again], probs.shape[1])
+    for b, p in enumerate(params):
+        if unsure[b] or p.top_k > most:  # one by one, as to sort all rows takes much memory
+            kept[b] = keep_likeliest(probs[b : b + 1], [p], probs.shape[1])
     return kept
 
 

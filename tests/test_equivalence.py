@@ -14,14 +14,10 @@ import os
 import pytest
 import torch
 import ways
-from ways import CASES, KINDS, PATHS, REPLAYED, draft_of, plain
+from ways import CASES, KINDS, PATHS, REPLAYED
 
-import sampling
 from around.fast import attending
-from around.folder import build
 from around.settings import DTYPES
-from model import Config
-from sampling import SamplingParams, Sequence
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -67,33 +63,3 @@ def test_bfloat16(case, path, monkeypatch):
     jobs = [ways.jobs_of(case)[job] for job in ways.FEW]
     error, _ = ways.compare(case, "plain", ways.FEW, PATHS[path](model, jobs, **options), False)
     assert error < ways.NEAR["bfloat16"]
-
-
-LARGE = [
-    SamplingParams(temperature=0.6, top_k=20, top_p=0.95, seed=3, max_tokens=4),
-    SamplingParams(temperature=1.5, min_p=1e-4, seed=4, max_tokens=4),  # keeps more than selected
-    SamplingParams(temperature=5.0, top_p=0.9, seed=5, max_tokens=4),
-]
-
-
-def test_same_tokens_of_a_large_vocabulary(monkeypatch):
-    """The few likeliest of many words are selected, and some rows sorted: alone, in a batch, or for
-    guesses, on two threads, it must be what sorting all of them gives."""
-    torch.set_num_threads(2)  # the fixture sets it back
-    torch.manual_seed(2)
-    model = build(Config(20_000, 32, 48, 2, 4, 2, 8, tie_word_embeddings=True))
-    prompts = [torch.randint(20_000, (n,)).tolist() for n in (1, 9)]
-    jobs = [(ids, wish) for wish in LARGE for ids in prompts]
-    paths, found = ("paged, plain", "paged, plain, small budget", "static cache"), []
-    guesses = {}, {"draft": draft_of(model), "speculate": 3}, {"speculate": 3}
-    for options in guesses:
-        for path in paths[: 2 if options else 3]:
-            tokens = PATHS[path](model, jobs, **options)
-            found.append([[token.id for token in each] for each in tokens])
-    keep = sampling.keep_likeliest
-    monkeypatch.setattr(sampling, "keep_likeliest", lambda p, params: keep(p, params, p.shape[1]))
-    want = [
-        [plain(model, Sequence(*job, model.config), **options).output_ids for job in jobs]
-        for options in guesses
-    ]
-    assert found == [want[0]] * 3 + [want[1]] * 2 + [want[2]] * 2

@@ -13,6 +13,7 @@ import string
 import sys
 import timeit
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -322,8 +323,8 @@ def test_kv_memory(monkeypatch):
             fitting(kv_memory=too_little)
     monkeypatch.setattr(memory, "MAX_BYTES", 9 * block)  # other programs want memory too
     assert fitting(kv_memory=0.5) == 9
-    loaded = LLM(DRAFT, device="cpu", dtype="float32", kv_memory=5e6).engine  # 36 kB a block
-    assert 0 < loaded.pool.num_blocks * sum(kv[:, :1].nbytes for kv in loaded.runner.kv) < 5e6
+    loaded = LLM(DRAFT, device="cpu", dtype="float32", kv_memory=5e6).engine
+    assert 3e6 < sum(kv.nbytes for kv in loaded.runner.kv) < 5e6
 
 
 def peak(act) -> int:
@@ -342,10 +343,8 @@ def test_attention_stays_within_kv_memory(kv_dtype):
     at = engine(num_blocks=fitting(kv_memory=2e5, **wide), **wide)
     places = torch.arange(at.pool.num_blocks).expand(1, 2 * at.config.num_key_value_heads, -1)
     group = SimpleNamespace(flat_table=places, span=None)  # no run: a copy
-    kept = []
-    most = peak(lambda: kept.append(attending.side_by_side(at.runner.kv[0], group, at.model.dtype)))
-    assert most > kept[0].nbytes / 2
-    assert sum(pool.nbytes for pool in at.runner.kv) + most <= 1.01 * 2e5  # and its numbers
+    most = peak(lambda: attending.side_by_side(at.runner.kv[0], group, at.model.dtype))
+    assert 1.8e5 < sum(pool.nbytes for pool in at.runner.kv) + most <= 1.01 * 2e5  # its numbers
 
 
 def step_bytes(at: Engine) -> int:
@@ -652,38 +651,15 @@ def test_what_cannot_be_run_runs_none(llm):
     assert llm.engine.stats["engine_steps"] == before
 
 
-def test_an_error_in_any_part_of_a_step_leaves_nothing_behind(llm, monkeypatch):
-    """Sequences left in the queue or blocks still mapped after Ctrl-C, or out of memory in the
-    sampler; or what a broken forward had not written was found as a prefix afterwards."""
-    at = llm.engine
-    for name, stop_at, error in (
-        *(("forward", i, KeyboardInterrupt) for i in (1, 2, 6)),
-        *((name, 1, RuntimeError) for name in ("forward", "sample", "copy_blocks", "commit")),
-    ):
-        owners = {"sample": scheduler, "copy_blocks": at.runner, "commit": at.pool}
-        owner, calls = owners.get(name, at.runner.model), itertools.count(1)
-        real = getattr(owner, name)
-
-        def failing(*args, real=real, calls=calls, stop_at=stop_at, error=error):
-            if next(calls) == stop_at:
-                raise error
-            return real(*args)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, failing)
-            with pytest.raises(error):
-                llm.generate([*TEXTS, "Now is the winter"], replace(SAMPLED, n=2))
-        assert_empty(at)
-        assert_alone(llm, TEXTS, [SAMPLED] * 4)
-
-
-@pytest.mark.parametrize("stride", [41, pytest.param(7, marks=pytest.mark.slow)])
-def test_ctrl_c_between_any_two_lines(stride):
-    """A signal comes between any two lines: a block taken and not yet in a table is lost for good,
-    and a request queued but not yet returned runs in the next call."""
-    for stop_at in range(1, 1600, stride):
+@pytest.mark.parametrize("stride", [61, pytest.param(17, marks=pytest.mark.slow)])
+def test_an_error_at_any_line_leaves_nothing_behind(stride):
+    """Ctrl-C comes between any two lines, or there is no memory: a block taken and not yet in a
+    table is lost for good, and a request queued but not yet returned runs in the next call; or what
+    a broken forward had not written is found as a prefix afterwards."""
+    jobs = [(ids, params(3, n=2)) for ids in (WORDS[:5], WORDS[:14], WORDS[16:21])]
+    for stop_at in itertools.count(1, stride):
         llm = LLM.__new__(LLM)
-        llm.engine = engine(num_blocks=7, max_num_seqs=3)
+        at = llm.engine = engine(num_blocks=7, max_num_seqs=3)
         before, left = sys.gettrace(), [stop_at]
 
         def line(frame, event, arg, left=left):
@@ -697,14 +673,17 @@ def test_ctrl_c_between_any_two_lines(stride):
             ours = Path(frame.f_code.co_filename).name in ("scheduler.py", "paged.py")
             return line if ours else None
 
-        try:
-            sys.settrace(call)
-            llm.generate([WORDS[:5], WORDS[8:14], WORDS[16:21]], params(n=2, ignore_eos=True))
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(before)
-        assert_empty(llm.engine)
+        with suppress(KeyboardInterrupt):
+            try:
+                sys.settrace(call)
+                llm.generate(*map(list, zip(*jobs)))
+            finally:
+                sys.settrace(before)
+        assert_empty(at)
+        check(at, *jobs)
+        if left[0] > 0:  # it came to its end
+            break
+    assert stop_at > 1500
 
 
 # --- Any order of events --------------------------------------------------------------------------
