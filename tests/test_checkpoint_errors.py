@@ -15,6 +15,7 @@ import shutil
 import signal
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -143,17 +144,51 @@ def test_what_is_missing(folder):
 
 # --- config.json ----------------------------------------------------------------------------------
 
-REQUIRED = (
+SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings",
 )  # fmt: skip
-SIZES = (*REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings")
 EOS = ("2", ["2"], True, 2.0, -1, [2, "</s>"], [None], {"id": 2}, [[2]])
+# `raw.get(name) or default` takes 0 and [] for "not given"; True is an int in Python; a size of
+# 10**12 fills the memory before any tensor is looked at. Python's json reads NaN and Infinity, and
+# integers that no float can hold.
 SENSELESS = (-1, 0, "8", 8.0, True, False, math.nan, 10**12, 2**70, BIG, [], {"a": 1})
 NUMBERS = (math.nan, math.inf, -math.inf, -1e-5, 0, "1e-5", True, [1e-5], BIG)
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }  # fmt: skip
+FIELDS: dict[str, dict[str, Any]] = {  # a family -> its settings -> values that are refused
+    "Llama": dict.fromkeys(SIZES, SENSELESS) | {
+        "head_dim": (*SENSELESS, 7), "rms_norm_eps": NUMBERS, "rope_theta": NUMBERS,
+        "eos_token_id": EOS,  # one that equals no token id never ends a sequence
+        # What is ignored gives fluent nonsense; the string "false" is true. An embedding model
+        # (gte-Qwen2) is not causal.
+        "hidden_act": (["silu"], "gelu"), "dtype": ("float8", 16), "torch_dtype": ("float64",),
+        "mlp_bias": ("yes", 1), "attention_bias": ("no",), "tie_word_embeddings": ("false",),
+        "partial_rotary_factor": (0.5,), "is_causal": (False,), "quantization_config": ("gptq",)},
+    # A window cut down to 0 shows a query nothing, not even itself; one beyond int64 fails only in
+    # the first forward.
+    "Mistral": {"sliding_window": SENSELESS},
+    # Modules are built for each expert, before any tensor is looked at; and a router that is unlike
+    # those that we run sends tokens to the wrong ones.
+    "Mixtral": {
+        "num_local_experts": SENSELESS, "num_experts_per_tok": (*SENSELESS, 9),
+        "moe_intermediate_size": SENSELESS, "decoder_sparse_step": SENSELESS, "n_group": (8,),
+        "mlp_only_layers": (0, "0", {}), "norm_topk_prob": ("no",), "scoring_func": ("sigmoid",)},
+    # A number that a family folds is missing or is none; a list has another length than the layers.
+    "Granite": dict.fromkeys(GRANITE, (..., None, 0, "1", math.nan)),
+    "Gemma3": {
+        "query_pre_attn_scalar": (0, -8, "8"), "sliding_window_pattern": (0,),
+        "rope_local_base_freq": (0,), "hidden_activation": ("gelu",),
+        "use_bidirectional_attention": (True,), "attn_logit_softcapping": (50.0,),
+        "final_logit_softcapping": (30.0,)},
+    "SmolLM3": {"no_rope_layers": (4, [1]), "no_rope_layer_interval": (-1,)},
+    "Phi3": {"partial_rotary_factor": (0, -0.5, 1.5, "1", math.nan)},
+}  # fmt: skip
+BESIDE = {"Mixtral": {"num_local_experts": 8}, "Granite": GRANITE}
+# What the error says in place of the setting.
+SAYS = {"attention_bias": "bias", "num_local_experts": "num_experts", "torch_dtype": "dtype"}
 
 
 def of(name, **changes):
@@ -161,97 +196,52 @@ def of(name, **changes):
     return {"architectures": [f"{name}ForCausalLM"], **changes}
 
 
-MIXTRAL = of("Mixtral", num_local_experts=8)
 WINDOWED = [of(name, use_sliding_window=True, sliding_window=8) for name in ("Qwen2", "Qwen3")]
 CASES = [  # what the error names, and the changes of config.json
-    # `raw.get(name) or default` takes 0 and [] for "not given"; True is an int in Python; a size of
-    # 10**12 fills the memory before any tensor is looked at; without head_dim, as in Llama 2's
-    # file, D // N divides by zero, or a string.
-    *((name, {**more, name: value}) for name in SIZES for value in SENSELESS
-      for more in ({}, {"head_dim": ...})),
-    *((name, {name: value}) for name in REQUIRED for value in (None, ...)),
+    *((SAYS.get(name, name), of(family, **BESIDE.get(family, {}) | {name: value}))
+      for family, fields in FIELDS.items() for name, values in fields.items() for value in values),
+    # Without head_dim, as in Llama 2's file, D // N divides by zero, or a string.
+    *((name, {"head_dim": ..., name: value}) for name in SIZES[:5]
+      for value in (*SENSELESS, None, ...)),
     # A list with an entry per layer, made before the count is checked: 8 GB, then MemoryError.
     *(("num_hidden_layers", family | {"num_hidden_layers": n, "max_window_layers": most})
       for family in (*WINDOWED, of("Mistral")) for n in (1025, 2**30, 2**70) for most in (0, n)),
-    # Python's json reads NaN and Infinity, and integers that no float can hold; and the newer
-    # spelling of rope takes another path.
-    *((name, {name: value}) for name in ("rms_norm_eps", "rope_theta") for value in NUMBERS),
+    # 1e-300 leaves float32: every logit would be NaN. A stretched rope run as a plain one is right
+    # for short texts only.
     *(("rope_theta", {"rope_parameters": {"rope_theta": value}}) for value in NUMBERS),
-    # 1e-300 leaves float32: every logit would be NaN.
     *(("rope factor", {"rope_scaling": {"type": "linear", "factor": value}})
       for value in (*NUMBERS, None, 1e-300)),
     *((f"rope {name}", {"rope_scaling": LLAMA3 | {name: value}})
       for name in list(LLAMA3)[1:] for value in NUMBERS),
-    # A stretched rope run as a plain one is right for short texts only.
     *((word, {key: rope}) for key in ("rope_scaling", "rope_parameters") for word, rope in (
         ("'ntk' is not supported", {"rope_type": "ntk", "factor": 4.0}),
         ("'dynamic' is not supported", {"type": "dynamic", "factor": 2.0}),
-        ("rope factor", {"rope_type": "yarn", "factor": 0}),
+        ("rope factor", {"rope_type": "yarn", "factor": 0}), ("rope factor", {"type": "linear"}),
         ("rope beta_fast", {"rope_type": "yarn", "factor": 4.0, "beta_fast": "32"}),
         ("rope short_factor", {"rope_type": "longrope"}),
         ("the length of rope short_factor 1", {"rope_type": "longrope", "short_factor": [1.0]}),
         ("rope short_factor", {"rope_type": "longrope", "short_factor": [0.0] * 8}),
-        ("rope_type", {"rope_type": None}), ("rope_type 5", {"rope_type": 5}),
-        ("rope_type", {"rope_type": ["linear"], "factor": 2}), ("rope factor", {"type": "linear"}),
-        ("high_freq_factor", {**LLAMA3, "low_freq_factor": 8.0}),
-        ("high_freq_factor", {**LLAMA3, "low_freq_factor": 4.0}),
+        *(("rope_type", {"rope_type": kind, "factor": 2}) for kind in (None, 5, ["linear"])),
+        *(("high_freq_factor", LLAMA3 | {"low_freq_factor": low}) for low in (4.0, 8.0)),
         *(("rope", value) for value in ("linear", ["linear"], [], 5, True, False)))),
-    ("partial_rotary_factor 0.5", {"partial_rotary_factor": 0.5}),
     ("partial_rotary_factor 0.2", {"rope_parameters": {"partial_rotary_factor": 0.2}}),
-    # A family that runs under another's rules.
-    *(("architectures", {"architectures": value})
-      for value in (..., None, [], 5, {"a": 1}, [[]], [5], "Llama", ["GPT2LMHeadModel"])),
-    *((f"'{name}ForCausalLM' is not supported", of(name))  # shared experts, sigmoid scores, groups
-      for name in ("Gemma2", "Qwen2Moe", "DeepseekV3", "Qwen3Next")),
-    # A window cut down to 0 shows a query nothing, not even itself; one beyond int64 fails only in
-    # the first forward. A window on the wrong layers, or a kind of layer that is run as another.
-    *(("sliding_window", of("Mistral", sliding_window=value)) for value in SENSELESS),
-    *(("layer_types", family | {"layer_types": kinds}) for family in WINDOWED
-      for kinds in (["full_attention"], ["sliding_attention"] * 3, ["x", "x"], [1, 2], "x")),
-    # Modules are built for each expert, before any tensor is looked at; and a router that is unlike
-    # those that we run sends tokens to the wrong ones.
-    *((name.replace("local_", ""), MIXTRAL | {name: value}) for value in SENSELESS for name in (
-      "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step")),
-    ("num_experts_per_tok must be int in 1..8, is 9", MIXTRAL | {"num_experts_per_tok": 9}),
-    *(("mlp_only_layers", MIXTRAL | {"mlp_only_layers": value}) for value in (0, "0", {})),
-    ("norm_topk_prob", MIXTRAL | {"norm_topk_prob": "no"}),
-    ("scoring_func 'sigmoid'", MIXTRAL | {"scoring_func": "sigmoid"}),
-    ("n_group 8", MIXTRAL | {"n_group": 8}),
-    # A number that a family folds is missing or is none; a list has another length than the layers.
-    *((name, of("Granite", **GRANITE | {name: value}))
-      for name in GRANITE for value in (..., None, 0, "1", math.nan)),
-    *(("query_pre_attn_scalar", of("Gemma3", query_pre_attn_scalar=v)) for v in (0, -8, "8")),
-    ("sliding_window_pattern", of("Gemma3", sliding_window_pattern=0)),
-    ("rope_local_base_freq", of("Gemma3", rope_local_base_freq=0)),
     ("rope_type of sliding_attention 'linear'", of("Gemma3", rope_parameters={
         "full_attention": {}, "sliding_attention": {"rope_type": "linear", "factor": 4.0}})),
-    ("hidden_activation", of("Gemma3", hidden_activation="gelu")),
-    ("use_bidirectional", of("Gemma3", use_bidirectional_attention=True)),
-    ("attn_logit_softcapping 50.0", of("Gemma3", attn_logit_softcapping=50.0)),
-    ("final_logit_softcapping 30.0", of("Gemma3", final_logit_softcapping=30.0)),
+    # A family that runs under another's rules, such as shared experts or sigmoid scores.
+    *(("architectures", {"architectures": value})
+      for value in (..., None, [], 5, {"a": 1}, [[]], [5], "Llama", ["GPT2LMHeadModel"])),
+    *((f"'{name}ForCausalLM' is not supported", of(name))
+      for name in ("Gemma2", "Qwen2Moe", "DeepseekV3", "Qwen3Next")),
     ("text_config", {"architectures": ["Gemma3ForConditionalGeneration"]}),
-    ("text_config", {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": 5}),
-    ("the model_type of text_config 'mistral4'", {"text_config": {"model_type": "mistral4"},
-        "architectures": ["Mistral3ForConditionalGeneration"]}),
-    ("length of no_rope_layers 1", of("SmolLM3", no_rope_layers=[1])),
-    ("no_rope_layers", of("SmolLM3", no_rope_layers=4)),
-    ("no_rope_layer_interval", of("SmolLM3", no_rope_layer_interval=-1)),
-    *(("partial_rotary_factor", of("Phi3", partial_rotary_factor=value))
-      for value in (0, -0.5, 1.5, "1", math.nan)),
-    # An EOS that equals no token id never ends a sequence.
-    *(("eos_token_id", {"eos_token_id": value}) for value in EOS),
-    # What is ignored gives fluent nonsense; the string "false" is true.
-    ("4 heads must be a multiple of the 3 kv heads", {"num_key_value_heads": 3}),
-    ("4 heads must be a multiple of the 8 kv heads", {"num_key_value_heads": 8}),
+    *((word, {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text})
+      for word, text in [("text_config", 5), ("text_config 'm'", {"model_type": "m"})]),
+    # A window on the wrong layers, or a kind of layer that is run as another.
+    *(("layer_types", family | {"layer_types": kinds}) for family in WINDOWED
+      for kinds in (["full_attention"], ["sliding_attention"] * 3, ["x", "x"], [1, 2], "x")),
+    *((f"4 heads must be a multiple of the {n} kv heads", {"num_key_value_heads": n})
+      for n in (3, 8)),
     # Each is within its bound, but a matrix of them has more bytes than int64 can count.
     ("head", {"hidden_size": 2**24, "num_attention_heads": 2**24, "head_dim": 2**24}),
-    ("head_dim 7", {"head_dim": 7}), ("hidden_act", {"hidden_act": ["silu"]}),
-    ("hidden_act 'gelu'", {"hidden_act": "gelu"}), ("dtype 'float8'", {"dtype": "float8"}),
-    ("dtype 'float64'", {"torch_dtype": "float64"}), ("dtype 16", {"dtype": 16}),
-    ("mlp_bias", {"mlp_bias": "yes"}), ("mlp_bias", {"mlp_bias": 1}),
-    ("bias", {"attention_bias": "no"}), ("tie_word", {"tie_word_embeddings": "false"}),
-    ("is_causal False is not supported", {"is_causal": False}),  # an embedding model (gte-Qwen2)
-    ("quantization_config", {"quantization_config": "gptq"}),
 ]  # fmt: skip
 
 

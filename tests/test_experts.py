@@ -40,9 +40,6 @@ def sparse(**changes):
     return mlp
 
 
-# --- The router -----------------------------------------------------------------------------------
-
-
 def routed(mlp, x):
     """The weights and the experts that a SparseMLP gives each of its rows."""
     mlp, seen = copy.copy(mlp), []
@@ -73,9 +70,6 @@ def test_router_equals_transformers():
         assert torch.equal(chosen, want) and weights.dtype == torch.float32
         assert torch.equal(weights.to(want_weights.dtype), want_weights)
         assert norm == (weights.sum(-1) > 0.999).all()
-
-
-# --- The experts ----------------------------------------------------------------------------------
 
 
 def one_by_one(mlp, x, weights, chosen):
@@ -160,9 +154,6 @@ def test_a_step_reads_each_chosen_expert_once_and_no_other(form, monkeypatch):
     assert few
 
 
-# --- Quantised and packed -------------------------------------------------------------------------
-
-
 def test_experts_are_quantised_and_packed_and_the_router_is_not_quantised():
     """Experts left as they were, eight times the router's error, or plain weights kept alive."""
     model = quantize_model(checkpoint.build(config_of(moe_intermediate_size=32)), "int4", 32)
@@ -172,9 +163,6 @@ def test_experts_are_quantised_and_packed_and_the_router_is_not_quantised():
         pack_linears(mlp)
         kinds = [m for m in mlp.experts.modules() if not [*m.children()]]
         assert all(isinstance(m, forms) for m in kinds)
-
-
-# --- Files ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", ["mixtral", "qwen3moe-some-layers"])
