@@ -243,6 +243,20 @@ def test_a_family_equals_transformers(case, tmp_path):
 # --- Spellings of config.json ---------------------------------------------------------------------
 
 
+FOLDING = ("gemma3", "granite", "llama-yarn", "qwen3-yarn-mscale", "ministral3", "phi4-mini")
+
+
+@pytest.mark.parametrize("case", FOLDING)
+def test_folded_numbers_are_rounded_once(case, tmp_path):
+    """A bfloat16 folder loaded in float32 had norms of 8 bits where 1 is added to them, and logits
+    that were off by 0.1."""
+    hf = build(case, tmp_path).hf.bfloat16()
+    hf.save_pretrained(tmp_path)
+    tokens = torch.randint(SIZES["vocab_size"], (2, T))
+    built = Built(tmp_path, hf, tokens, hf_logits(hf.float(), tokens))
+    same(load_model(tmp_path, dtype=torch.float32), built)
+
+
 def spellings_of_rope():
     """How files give the base of rope and its scaling, newer ones and older ones. Following an
     older model card, a user also adds `rope_scaling` to a newer file."""
