@@ -243,17 +243,18 @@ def test_a_family_equals_transformers(case, tmp_path):
 # --- Spellings of config.json ---------------------------------------------------------------------
 
 
-FOLDING = ("gemma3", "granite", "llama-yarn", "qwen3-yarn-mscale", "ministral3", "phi4-mini")
+FOLDING = ("gemma3", "granite", "llama-yarn", "qwen3-yarn-mscale", "ministral3")
 
 
 @pytest.mark.parametrize("case", FOLDING)
 def test_folded_numbers_are_rounded_once(case, tmp_path):
     """A bfloat16 folder loaded in float32 had norms of 8 bits where 1 is added to them, and logits
     that were off by 0.1."""
-    hf = build(case, tmp_path).hf.bfloat16()
-    hf.save_pretrained(tmp_path)
+    build(case, tmp_path).hf.bfloat16().save_pretrained(tmp_path)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    hf = load(tmp_path, dtype=torch.float32, attn_implementation="eager")
     tokens = torch.randint(SIZES["vocab_size"], (2, T))
-    built = Built(tmp_path, hf, tokens, hf_logits(hf.float(), tokens))
+    built = Built(tmp_path, hf, tokens, hf_logits(hf, tokens))
     same(load_model(tmp_path, dtype=torch.float32), built)
 
 
