@@ -81,6 +81,7 @@ class Server(Listener):
             finished = request.finished
             if finished:
                 self.metrics.count(request)
+                request.outputs.clear()  # else they wait, as a cycle, for Python's collector
                 del self.owners[request]
             if finished or connection.stream:
                 connection.news.set()

@@ -304,16 +304,14 @@ def test_the_form_of_llama_3(server: Local, monkeypatch: pytest.MonkeyPatch, str
     assert check_calls(reply, "weather", most=2) == ["weather"] * 2
 
 
-def test_the_name_of_a_call_comes_first(server: Local) -> None:
-    """Clients that merge chunks take what comes in one as different calls."""
+def test_a_call_is_streamed_as_one_delta(server: Local) -> None:
+    """Clients add up what comes under one index: a call came twice, or without its index."""
     body = {"messages": HI, "tools": TOOLS, "stream": True, "max_tokens": 400}
     events = server.post(CHAT, body | says(f"Look: {A_CALL}")).events[:-1]
     choices = [json.loads(event)["choices"][0] for event in events]
-    name, arguments = (each for each in choices if each["delta"].get("tool_calls"))
-    (first,), (second,) = name["delta"]["tool_calls"], arguments["delta"]["tool_calls"]
-    assert first["function"] == {"name": "weather", "arguments": ""} and first["id"]
-    assert second == {"index": 0, "function": {"arguments": json.dumps(ROME)}}
-    assert (name["finish_reason"], choices[-1]["finish_reason"]) == (None, "tool_calls")
+    ((call,),) = [c["delta"]["tool_calls"] for c in choices if c["delta"].get("tool_calls")]
+    assert call["function"] == {"name": "weather", "arguments": json.dumps(ROME)}
+    assert call["index"] == 0 and call["id"] and choices[-1]["finish_reason"] == "tool_calls"
 
 
 @pytest.mark.parametrize("stream", [False, True])

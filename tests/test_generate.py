@@ -377,7 +377,7 @@ def test_chat_template(cli, folder, monkeypatch):
     assert cli(*chat, stdin="Hello\n").out == "\n" * 6
     (folder / "chat_template.jinja").write_text("{{ raise_exception('no, thanks') }}")
     result = cli(*chat, stdin="Hello\n")
-    told = "cache: 1,024 tokens in up to .* GB .*\nCtrl-D ends the chat, and Ctrl-C a reply.\n> "
+    told = "cache: 1,024 tokens .*\nCtrl-D ends the chat, and Ctrl-C a reply.\n> "
     assert re.match(told, result.err)
     fails(result._replace(err=result.err.partition("> ")[2]), "chat template: no, thanks")
 

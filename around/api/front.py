@@ -85,8 +85,10 @@ class Listener:
         stopping: a signal has arrived, or the engine has died.
         over: the wait for running completions has ended. Those that are left get an error.
         snapshot: the engine's state for the page, as JSON.
+        snapshot_time: when a page last caused a snapshot, on time.monotonic's clock.
     """
 
+    snapshot_time = 0.0
     stopping = False
     over = False
 
@@ -231,12 +233,15 @@ class Front(Exchange):
 
     def send_snapshot(self) -> None:
         """Answer with a snapshot of the engine, which its own thread takes. Pages ask for it again
-        and again. They wait a tenth of a second for it, and get the one before if a step lasts
-        longer."""
+        and again. Of those that ask within a tenth of a second, the first has it taken. All wait a
+        tenth of a second for it, and get the one before if a step lasts longer."""
         self.is_logged = False
-        self.server.inbox.put(self.server.take_snapshot)
+        server = self.server
+        if time.monotonic() > server.snapshot_time + 0.1:
+            server.snapshot_time = time.monotonic()
+            server.inbox.put(server.take_snapshot)
         time.sleep(0.1)
-        self.send(self.server.snapshot)
+        self.send(server.snapshot)
 
     def send_page(self) -> None:
         self.send(PAGE.read_text("utf-8"), content_type="text/html")

@@ -145,8 +145,6 @@ def make_engine(args: EngineArgs, ranks: Ranks, model: Transformer, proposer: Pr
 
 
 def cache_size(engine: Engine) -> str:
-    """Say how many tokens the cache holds, and in how much memory."""
-    runners = (engine.runner, *engine.proposer.runners)
-    size = sum(kv.nbytes for runner in runners for kv in runner.kv) / 1e9
+    """Say how many tokens the cache holds."""
     tokens = engine.pool.num_blocks * engine.pool.block_size
-    return f"cache: {tokens:,} tokens in up to {size:.3g} GB (--kv-memory, --max-num-seqs)"
+    return f"cache: {tokens:,} tokens (--kv-memory, --max-num-seqs)"
