@@ -211,56 +211,53 @@ def server():
 class Reply(NamedTuple):
     text: str | None
     calls: list[list[str]]  # of each its name, arguments and id
-    reason: str
+    reason: str | None
     parts: list[str]  # pieces of the text that came one after the other, if it was streamed
 
 
 def ask(server: Local, stream: bool = False, messages: Any = HI, **body: Any) -> list[Reply]:
     """Send a chat by openai's client. Returns the choices, joined from their pieces."""
-    body = {"tools": TOOLS, "max_tokens": 700, "seed": 1} | body
-    body = {name: value for name, value in body.items() if value is not None}
-    ours = {name: body.pop(name) for name in ("structured_outputs",) if name in body}
     answer = server.client.chat.completions.create(
-        model="shakespeare", messages=messages, stream=stream, extra_body=ours, **body
-    )
-    return streamed(answer) if stream else [whole(choice) for choice in answer.choices]
-
-
-def says(text: str) -> dict[str, Any]:
-    """The field that makes the model write this text."""
-    return {"structured_outputs": {"choice": [text]}}
-
-
-def whole(choice: Any) -> Reply:
-    message, calls = choice.message, choice.message.tool_calls or []
-    assert message.role == "assistant" and all(each.type == "function" for each in calls)
-    made = [[each.function.name, each.function.arguments, each.id] for each in calls]
-    return Reply(message.content, made, choice.finish_reason, [])
+        model="shakespeare", messages=messages, stream=stream,
+        extra_body={"tools": TOOLS, "max_tokens": 700, "seed": 1} | body,
+    )  # fmt: skip
+    if stream:
+        return streamed(answer)
+    replies = [(choice, choice.message.tool_calls or []) for choice in answer.choices]
+    assert all(each.type == "function" for _, calls in replies for each in calls)
+    return [
+        Reply(choice.message.content,
+              [[each.function.name, each.function.arguments, each.id] for each in calls],
+              choice.finish_reason, [])
+        for choice, calls in replies
+    ]  # fmt: skip
 
 
 def streamed(chunks: Any) -> list[Reply]:
     """Join the chunks of a stream, as a client would. A call's id and name come once, and its
     arguments may come in pieces."""
-    parts: dict[int, list[str]] = {}
-    calls: dict[int, list[list[str]]] = {}
-    reasons: dict[int, str] = {}
+    found: dict[int, Reply] = {}
     for choice in (choice for chunk in chunks for choice in chunk.choices):
-        i, delta = choice.index, choice.delta
-        assert i not in reasons, "something came after the finish_reason"
-        assert (delta.role is not None) == (i not in parts), "only the first delta has the role"
-        mine = calls.setdefault(i, [])
-        parts.setdefault(i, []).extend([delta.content] if delta.content else [])
+        delta, old = choice.delta, found.get(choice.index)
+        assert (delta.role is None) == bool(old), "only the first delta has the role"
+        assert not (old and old.reason), "something came after the finish_reason"
+        text, calls, _, parts = old or Reply(None, [], None, [])
+        if delta.content:
+            text = (text or "") + delta.content
+            parts.append(delta.content)
         for each in delta.tool_calls or []:
             if each.id:
-                assert (each.index, each.type) == (len(mine), "function")
-                mine.append([each.function.name, "", each.id])
-            mine[each.index][1] += each.function.arguments
-        if choice.finish_reason:
-            reasons[i] = choice.finish_reason
-    assert reasons.keys() == parts.keys(), "a choice has no finish_reason"
-    return [
-        Reply("".join(parts[i]) or None, calls[i], reasons[i], parts[i]) for i in sorted(reasons)
-    ]
+                assert (each.index, each.type) == (len(calls), "function")
+                calls.append([each.function.name, "", each.id])
+            calls[each.index][1] += each.function.arguments
+        found[choice.index] = Reply(text, calls, choice.finish_reason, parts)
+    assert all(reply.reason for reply in found.values()), "a choice has no finish_reason"
+    return [found[i] for i in sorted(found)]
+
+
+def says(text: str) -> dict[str, Any]:
+    """The field that makes the model write this text."""
+    return {"structured_outputs": {"choice": [text]}}
 
 
 def check_calls(reply: Reply, *names: str, most: int = 1) -> list[str]:
