@@ -330,7 +330,7 @@ def test_chat(path, cli, heard):
     asked = (*CHAT, "--max-tokens", 6, *PATHS[path])
     result = cli(*asked, stdin="Hello there\nAnd you?\n")
     assert result.code == 0 and result.err.count("> ") == 3
-    assert result.err.count("the reply was cut after 6 tokens\n") == 2
+    assert result.err.count("6 new tokens after ") == 2
     assert [m["role"] for m in heard[1]] == ["user", "assistant", "user"]
     assert [m["content"] for m in heard[1][::2]] == ["Hello there", "And you?"]
     assert heard[1][1]["content"] == result.sequences[0].text
