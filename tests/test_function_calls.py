@@ -83,6 +83,7 @@ REPLIES = {  # what the model writes, and the text (...: all of it) and the call
         ("a <b> <tool <tool_ca", ..., []),
         (f"<tool_call>O</tool_call>{A_CALL}", "<tool_call>O</tool_call>", ROMES),
         (f"<tool_call>{A_CALL}", "<tool_call>", ROMES),
+        (f"a  <tool_call> {A_CALL}", "a  <tool_call>", ROMES),
     ],
     "llama3": [
         ("Good morrow, cousin.", ..., []),
@@ -114,19 +115,13 @@ def test_what_is_returned_only_grows(form):
         assert split_calls(text, Tools(FORMS[form], {}, True), False) == (text, [])
         one = split_calls(text, tools._replace(is_parallel=False), True)
         assert one == (content, before[1][:1])
+    # In 20,000 spaces before a word the search took seconds, and the server answered nobody.
+    start, spaces = time.process_time(), " " * 20_000 + "a"
+    assert split_calls(spaces, tools, False) == (spaces, [])
+    assert time.process_time() - start < 0.5
     # A stream was silent from here on, until the reply had ended.
     text = {"llama3": r"\frac{1}{2} is a half", "hermes": f"Write {OPEN} first"}[form]
     assert split_calls(text, tools, False) == (text, [])
-
-
-def test_white_space_is_searched_once():
-    """20,000 spaces before a word took seconds, in which the server answered nobody."""
-    tools = Tools(FORMS["hermes"], {"f": {}}, True)
-    start = time.process_time()
-    assert split_calls(" " * 20_000 + "a", tools, False) == (" " * 20_000 + "a", [])
-    assert time.process_time() - start < 0.5
-    found = split_calls(f"a  <tool_call> {tagged('f', {})}", tools, True)
-    assert found[1] == [{"name": "f", "arguments": "{}"}]
 
 
 def test_the_form_follows_from_the_template():
@@ -271,7 +266,7 @@ def check_calls(reply: Reply, *names: str, most: int = 1) -> list[str]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_required(server: Local, stream: bool) -> None:
+def test_required(server: Local, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
     """The bundled model has never seen JSON, and would not write any without a grammar."""
     replies = ask(server, stream, **ONE, n=8, temperature=100)
     assert len({check_calls(reply, *SCHEMAS)[0] for reply in replies}) > 1, "the grammar has one"
@@ -289,14 +284,9 @@ def test_required(server: Local, stream: bool) -> None:
     # The client gets half of a call's JSON, and breaks when it parses it.
     (cut,) = ask(server, stream, **ONE, max_tokens=12)
     assert cut.reason == "length" and cut.text and not cut.calls
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_the_form_of_llama_3(server: Local, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
-    """The grammar forces the other form too, and the reply is read in it."""
+    # The grammar forces the other form too, and the reply is read in it.
     monkeypatch.setattr(server.server.api, "form", FORMS["llama3"])
-    for reply in ask(server, stream, **ONE, n=2):
-        check_calls(reply, *SCHEMAS)
+    check_calls(*ask(server, stream, **ONE), *SCHEMAS)
     (reply,) = ask(server, stream, **says(f"{BARE}; {BARE}"))
     assert check_calls(reply, "weather", most=2) == ["weather"] * 2
 
