@@ -4,6 +4,7 @@ streamed text against plain decoding. Every tokenizer here is built on the spot,
 import io
 import json
 import sys
+from contextlib import suppress
 from itertools import product
 
 import pytest
@@ -307,23 +308,18 @@ def check_stream(tokenizer, prompt, ids, marks=False):
     return text
 
 
-def some_ids(tokenizer):
-    """Any ids: bytes (valid UTF-8 or not), special ones, and some beyond the vocabulary."""
-    n = tokenizer.vocab_size
-    usual = tokenizer.encode("é😀 the cat on the mat", add_special=False)
-    others = st.sampled_from([*tokenizer.special.values(), n, n + 70, *usual])
-    byte_tokens = st.integers(3, 258)  # of a sentencepiece model
-    return st.lists(st.integers(0, n - 1) | others | byte_tokens, max_size=12)
-
-
 @pytest.mark.parametrize("kind", [*SLOW, "gpt"])
 @settings(few, max_examples=60)
 @given(data=st.data())
 def test_streamed_text_is_the_decoded_text(kind, data, kinds):
-    """Bug: a space, half a character, or a mark of invalid bytes is lost, doubled or early."""
+    """Bug: a space, half a character, or a mark of invalid bytes is lost, doubled or early. Of any
+    ids: bytes (valid UTF-8 or not), special ones, and some beyond the vocabulary."""
     ours, _ = kinds[kind]
-    prompt = ours.encode(data.draw(any_text))
-    check_stream(ours, prompt, data.draw(some_ids(ours)), marks=True)
+    n, usual = ours.vocab_size, ours.encode("é😀 the cat on the mat", add_special=False)
+    others = st.sampled_from([*ours.special.values(), n, n + 70, *usual])
+    byte_tokens = st.integers(3, 258)  # of a sentencepiece model
+    ids = st.lists(st.integers(0, n - 1) | others | byte_tokens, max_size=12)
+    check_stream(ours, ours.encode(data.draw(any_text)), data.draw(ids), marks=True)
 
 
 @pytest.mark.parametrize("kind", [*SLOW, *FAST])
@@ -406,14 +402,6 @@ def test_long_streams_stay_fast(kinds):
 
 # --- Chat templates -------------------------------------------------------------------------------
 
-LOOP = """{% for message in messages %}
-    {% if message['role'] == 'system' %}
-<<{{ message['content'] | trim }}>>
-    {% else %}
-{{ message.role | title }}: {{ message.content }}{{ eos_token }}
-    {% endif %}
-{% endfor %}
-{% if add_generation_prompt %}Assistant:{% endif %}"""
 MISTRAL = (
     "{%- if messages[0]['role'] == 'system' %}{%- set told = messages[0]['content'] %}"
     "{%- set turns = messages[1:] %}{%- else %}{%- set turns = messages %}{%- endif %}"
@@ -424,7 +412,10 @@ MISTRAL = (
     "{{- turn['content'] + '[/INST]' }}{%- endfor %}"
 )
 TEMPLATES = [
-    LOOP, MISTRAL, "{{ messages[0].content }}", "  {% if true %}\n  x\n  {% endif %}\n\n y \n",
+    MISTRAL, "{{ messages[0].content }}", "  {% if true %}\n  x\n  {% endif %}\n\n y \n",
+    "{% for m in messages %}\n    {% if m['role'] == 'system' %}\n<<{{ m['content'] | trim }}>>\n"
+    "    {% else %}\n{{ m.role | title }}: {{ m.content }}{{ eos_token }}\n    {% endif %}\n"
+    "{% endfor %}\n{% if add_generation_prompt %}Assistant:{% endif %}",
     "{{ messages | tojson }}|{{ messages[0] | tojson(indent=2) }}|{{ '<é&>' | tojson }}",
     "{{ messages | tojson(ensure_ascii=true, separators=(',', ':')) }}",
     "{{ strftime_now('%Y-%m') }} {{ bos_token }}{{ eos_token }}",
@@ -492,11 +483,8 @@ def test_template_is_sandboxed(tmp_path, monkeypatch):
     assert not (tmp_path / "MARK").exists()
     for expression in ("'{0.__class__.__mro__}'.format(1)", "'{x.__class__}'.format_map({'x': 1})"):
         ours.template = "{{ " + expression + " }}."
-        try:
-            text = ours.decode(ours.encode_chat([]))
-        except ValueError:
-            continue
-        assert "class" not in text
+        with suppress(ValueError):
+            assert "class" not in ours.decode(ours.encode_chat([]))
     ours.template = MISTRAL
     with pytest.raises(ValueError, match="roles must alternate user/assistant"):
         ours.encode_chat(CHATS[0] * 2)
