@@ -29,15 +29,15 @@ BREAKAGES = r"""
 # model.py: model words equivalence
     embedding_multiplier, dtype=x.dtype) ~> embedding_multiplier)
     partial(F.gelu, approximate="tanh") if ~> F.gelu if
-# kv_cache.py: quantize equivalence paged
+# kv_cache.py: quantize paged equivalence
     stored[..., -4:].clone(memory_format=torch.contiguous_format) ~> stored[..., -4:].clone()
-# kv_cache.py: generate equivalence quantize
+# kv_cache.py: generate quantize equivalence
     if end > self.max_seq_len: ~> if end > self.max_seq_len + 1:
 # sampling.py: sampling structured speculative
     (mass - ranked) < (top_p * total) ~> (mass - ranked) <= (top_p * total)
     output = ids[sequence.prompt_len :] ~> output = ids
     other.matcher = self.matcher.deep_copy() ~> other.matcher = self.matcher
-# generate.py: generate equivalence sampling
+# generate.py: generate sampling equivalence
     yield sequence.tokens[-1] ~> yield token
 # paged.py: paged scheduler
     for block in reversed(table.blocks): ~> for block in table.blocks:
@@ -141,8 +141,8 @@ def breakages(tree: Path) -> list[tuple[Path, str, str, list[str]]]:
     return table
 
 
-def failures(tree: Path, tests: list[str], *options: str) -> list[str]:
-    """Run the fast tests of some files in a child, and return the names of those that fail."""
+def failures(tree: Path, *args: str) -> list[str]:
+    """Run fast tests in a child, by pytest's arguments, and return the names of those that fail."""
     log = tree.with_name("log")
     child = os.fork()
     if not child:
@@ -154,9 +154,8 @@ def failures(tree: Path, tests: list[str], *options: str) -> list[str]:
             os.dup2(output, 1)
             os.dup2(output, 2)
             pytest = importlib.import_module("pytest")
-            usual = ["-q", "--tb=no", "-rfE", "-pno:cacheprovider", "--hypothesis-seed=0"]
-            files = [f"tests/test_{test}.py" for test in tests]
-            code = pytest.main([*usual, "-mnot slow and not nightly", *options, *files])
+            usual = ["-x", "-q", "--tb=no", "-rfE", "-pno:cacheprovider", "--hypothesis-seed=0"]
+            code = pytest.main([*usual, "-mnot slow and not nightly", *args])
             os._exit(code)
         finally:
             os._exit(3)
@@ -169,40 +168,43 @@ def failures(tree: Path, tests: list[str], *options: str) -> list[str]:
         os.killpg(child, signal.SIGKILL)  # also what a test has left running
     if not done:
         os.waitpid(child, 0)
-        return [f"{' '.join(tests)}: no end"]
+        return ["no end"]
     code = os.waitstatus_to_exitcode(status)
     if code in (0, 5):  # 5: there are no fast tests
         return []
     lines = [line.split(" - ")[0].split(maxsplit=1) for line in log.read_text().splitlines()]
     failed = [line[1] for line in lines if line[:1] in (["FAILED"], ["ERROR"])]
-    return failed or [f"{' '.join(tests)}: ends with {code}"]
+    return failed or [f"pytest ends with {code}"]
 
 
-def judge(tree: Path, file: Path, broken: str, tests: list[str], row: dict, known: dict) -> None:
-    """Run test files on a broken file until one fails. `known`: test file -> what fails anyway."""
-    tests = [test for test in tests if (tree / f"tests/test_{test}.py").exists()]
-    tests = [test for test in tests if test not in row["met"] and not row["caught"]]
-    for test in tests:
-        if test not in known:
-            known[test] = failures(tree, [test], "-n0")
+def judge(tree: Path, file: Path, broken: str, tests: list[str], row: dict, known: list) -> None:
+    """Run test files on a broken file until one fails. `known`: what fails without a breakage."""
     whole = file.read_text()
-    size = 1 if len(tests) < 9 else 8
-    for i in range(0, len(tests), size):
-        few = tests[i : i + size]
-        start = time.time()
-        try:
-            file.write_text(broken)
-            shutil.rmtree(file.parent / "__pycache__", ignore_errors=True)
-            leave_out = [f"--deselect={each}" for test in few for each in known[test]]
-            failed = failures(tree, few, "-x", f"-n{0 if size == 1 else 2}", *leave_out)
-        finally:
-            file.write_text(whole)
-            shutil.rmtree(file.parent / "__pycache__", ignore_errors=True)
-        row["met"] += few
-        row["seconds"] += round(time.time() - start, 1)
-        if failed:
-            row["caught"] = failed[0]
-            break
+
+    def run(text: str, *args: str) -> list[str]:
+        file.write_text(text)
+        # Python compares a file's second and size with those of its compiled form, no more.
+        shutil.rmtree(file.parent / "__pycache__", ignore_errors=True)
+        return failures(tree, *args)
+
+    paths = [f"tests/test_{test}.py" for test in tests]
+    paths = [path for path in paths if (tree / path).exists() and path not in row["met"]]
+    size, workers = (1, "-n0") if len(paths) < 9 else (8, "-n2")
+    start = time.time()
+    while paths and not row["caught"]:
+        few = [path for path in paths[:size] if path not in known]
+        left_out = [f"--deselect={each}" for each in known]
+        failed = run(broken, workers, *few, *left_out)[:1] if few else []
+        if failed and failed[0].startswith("tests/"):
+            is_file = "::" not in failed[0]  # it cannot be imported
+            if run(whole, "-n0", failed[0], *["--collect-only"] * is_file):
+                known += failed
+                continue
+        row["caught"] = "".join(failed)
+        row["met"] += paths[:size]
+        del paths[:size]
+    row["seconds"] += round(time.time() - start, 1)
+    file.write_text(whole)
 
 
 def main(source: str, results: str, *options: str) -> None:
@@ -210,21 +212,22 @@ def main(source: str, results: str, *options: str) -> None:
         importlib.import_module(name)
     sys.modules["torch"].set_num_threads(1)
     store = Path(results)
-    found = json.loads(store.read_text()) if store.exists() else {"rows": {}, "known": {}}
+    found = json.loads(store.read_text()) if store.exists() else {"rows": {}, "known": []}
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         shutil.copytree(source, tree, ignore=shutil.ignore_patterns(".git", "__pycache__"))
-        everything = [path.stem.removeprefix("test_") for path in tree.glob("tests/test_*.py")]
+        everything = [path.stem[len("test_") :] for path in sorted(tree.glob("tests/test_*.py"))]
         for in_names in (True,) if "--named" in options else (True, False):
             for file, old, new, tests in breakages(tree):
                 name = f"{file.relative_to(tree)}: {old} ~> {new}"
                 row = found["rows"].setdefault(name, {"caught": "", "seconds": 0.0, "met": []})
+                if row["caught"] and not in_names:
+                    continue
                 broken = file.read_text().replace(old, new)
                 judge(tree, file, broken, tests if in_names else everything, row, found["known"])
                 store.write_text(json.dumps(found, indent=1))
-                if in_names or not row["caught"]:
-                    verdict = f"caught by {row['caught']}" if row["caught"] else "SURVIVED"
-                    print(f"{name}\n    {verdict}, {row['seconds']:.0f} s", flush=True)
+                verdict = f"caught by {row['caught']}" if row["caught"] else "SURVIVED"
+                print(f"{name}\n    {verdict}, {row['seconds']:.0f} s", flush=True)
     rows = found["rows"].values()
     print(f"{sum(bool(row['caught']) for row in rows)} of {len(rows)} are caught")
 
