@@ -359,7 +359,7 @@ def test_the_rate_forgets(page):
 
 def test_errors(page, local, monkeypatch):
     """Nothing happened, and nobody said why. A stream that broke looked like one that had ended,
-    also where its server had died. After a restart of the server the page had to be loaded again."""
+    also where its server had died. After a restart the page had to be loaded again."""
     page.expected = "0"  # 400, then 503
     send, count = server_module.Connection.send, itertools.count()
 
