@@ -7,9 +7,6 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +14,9 @@ from conftest import ROOT, program
 from serving import Local
 from test_function_calls import tagged
 
-from around.api import requests as openai_api
+from around.api import requests
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 ROME, TWO = {"city": "Rome", "days": 1}, {"city": "Verona", "days": 2}
 SCRIPT = [  # what the model writes: a text and a call, two calls, the answer
@@ -29,39 +26,10 @@ SCRIPT = [  # what the model writes: a text and a call, two calls, the answer
 ]
 
 
-@pytest.fixture
-def scripted(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A server whose model writes the script, one text a request: a grammar allows nothing else.
-    Yields the server and the bodies that it got."""
-    local = Local("--tool-format", "hermes", num_blocks=400, max_num_batched_tokens=64)
-    bodies: list[dict] = []
-    translate = openai_api.translate
-
-    def direct(body: dict, chat: bool) -> dict:
-        text = SCRIPT[len(bodies)]
-        bodies.append(body)
-        return translate(body | {"structured_outputs": {"choice": [text]}}, chat)
-
-    monkeypatch.setattr(openai_api, "translate", direct)
-    yield local, bodies
-    local.close()
-
-
-def check_histories(bodies: list[dict]) -> None:
-    """Each request has the whole conversation, and a result for each call under the call's id."""
-    assert len(bodies) == len(SCRIPT), "a turn is missing"
-    messages = bodies[-1]["messages"]
-    roles = [message["role"] for message in messages]
-    assert roles == ["user", "assistant", "tool", "assistant", "tool", "tool"]
-    assert messages[1]["content"] == "Let me see."
-    calls = [call for each in messages for call in each.get("tool_calls") or []]
-    results = {each["tool_call_id"]: each["content"] for each in messages if each["role"] == "tool"}
-    assert [json.loads(call["function"]["arguments"]) for call in calls] == [ROME, TWO, ROME]
-    assert [*results] == [call["id"] for call in calls]
-    assert [*results.values()] == ["sunny in Rome", "sunny in Verona", "sunny in Rome"]
-
-
-def langchain(url: str, stream: bool) -> dict:
+def langchain(url: str, stream: bool, folder: Any) -> dict:
+    if not importlib.util.find_spec("langchain_openai"):
+        assert "KILOLM_NEEDS_ALL" not in os.environ, "KILOLM_NEEDS_ALL is set, without langchain"
+        pytest.skip("needs: pip install -e '.[agents]'")
     from langchain.agents import create_agent
     from langchain_openai import ChatOpenAI
 
@@ -86,51 +54,53 @@ def langchain(url: str, stream: bool) -> dict:
         replies = [*by_id.values()]
     else:
         replies = [each for each in agent.invoke(question)["messages"] if each.type == "ai"]
-    return dict(
-        asked=asked,
-        first=replies[0].content,
-        text=replies[-1].content,
-        reasons=[each.response_metadata["finish_reason"] for each in replies],
-    )
+    reasons = [each.response_metadata["finish_reason"] for each in replies]
+    first, *_, last = replies
+    return {"asked": asked, "first": first.content, "text": last.content, "reasons": reasons}
 
 
-def ai_sdk(url: str, stream: bool, folder: Path) -> dict:
-    command = ["node", folder / "loop.js", url, "streamed" if stream else "whole"]
+def ai_sdk(url: str, stream: bool, folder: Any) -> dict:
+    app = shutil.copytree(ROOT / "tests/agents", folder / "app")
+    install = [program("npm"), "install", "--no-audit", "--no-fund", "--no-package-lock"]
+    subprocess.run(install, cwd=app, check=True, timeout=300)
+    command = [program("node"), app / "loop.js", url, "streamed" if stream else "whole"]
     return json.loads(subprocess.check_output(command, text=True, timeout=120))
 
 
-@pytest.fixture(scope="module")
-def node_modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the AI SDK and tests/agents/loop.js."""
-    program("node")
-    folder = tmp_path_factory.mktemp("agents") / "app"
-    shutil.copytree(ROOT / "tests/agents", folder)
-    install = [program("npm"), "install", "--no-audit", "--no-fund", "--no-package-lock"]
-    subprocess.run(install, cwd=folder, check=True, timeout=300)
-    return folder
-
-
-@pytest.fixture
-def loop(request: pytest.FixtureRequest) -> Callable:
-    if request.param == "AI SDK":
-        return partial(ai_sdk, folder=request.getfixturevalue("node_modules"))
-    if not importlib.util.find_spec("langchain_openai"):
-        assert "KILOLM_NEEDS_ALL" not in os.environ, "KILOLM_NEEDS_ALL is set, without langchain"
-        pytest.skip("needs: pip install -e '.[agents]'")
-    return langchain
-
-
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("loop", ["LangChain", "AI SDK"], indirect=True)
-def test_the_loop(scripted: Any, loop: Callable, stream: bool) -> None:
-    local, bodies = scripted
-    seen = loop(f"http://127.0.0.1:{local.port}/v1", stream)
+@pytest.mark.parametrize("loop", [langchain, ai_sdk])
+def test_the_loop(monkeypatch: Any, tmp_path: Any, loop: Any, stream: bool) -> None:
+    """A turn is missing; a call, or its result, is not under its id in the whole conversation."""
+    bodies: list[dict] = []
+    translate = requests.translate
+
+    def direct(body: dict, chat: bool) -> dict:
+        """The model writes the script, one text a request: a grammar allows nothing else."""
+        bodies.append(body)
+        text = SCRIPT[len(bodies) - 1]
+        return translate(body | {"structured_outputs": {"choice": [text]}}, chat)
+
+    monkeypatch.setattr(requests, "translate", direct)
+    local = Local("--tool-format", "hermes", num_blocks=400, max_num_batched_tokens=64)
+    try:
+        seen = loop(f"http://127.0.0.1:{local.port}/v1", stream, tmp_path)
+        local.settle()
+    finally:
+        local.close()
     # LangChain runs the two calls of a turn in threads, so either may come first.
     assert seen["asked"] in ([ROME, TWO, ROME], [ROME, ROME, TWO])
     assert (seen["first"].strip(), seen["text"]) == ("Let me see.", SCRIPT[-1])
-    assert [reason.replace("-", "_") for reason in seen["reasons"]] == [
-        "tool_calls", "tool_calls", "stop"
-    ]  # fmt: skip
-    assert all(bool(body.get("stream")) == stream for body in bodies)
-    check_histories(bodies)
-    local.settle()
+    reasons = [reason.replace("-", "_") for reason in seen["reasons"]]
+    assert reasons == ["tool_calls", "tool_calls", "stop"]
+    assert [bool(body.get("stream")) for body in bodies] == [stream] * len(SCRIPT)
+    messages = bodies[-1]["messages"]
+    roles = [message["role"] for message in messages]
+    assert roles == ["user", "assistant", "tool", "assistant", "tool", "tool"]
+    assert messages[1]["content"] == "Let me see."
+    calls = [call for each in messages for call in each.get("tool_calls") or []]
+    assert [json.loads(call["function"]["arguments"]) for call in calls] == [ROME, TWO, ROME]
+    results = [
+        (each["tool_call_id"], each["content"]) for each in messages if each["role"] == "tool"
+    ]
+    cities = ["Rome", "Verona", "Rome"]
+    assert results == [(call["id"], f"sunny in {city}") for call, city in zip(calls, cities)]

@@ -13,7 +13,8 @@ from functools import partial
 import pytest
 import torch
 from conftest import SHAKESPEARE
-from test_quantize import QWEN2, TIED, tiny_folder
+from test_quantize import QWEN2, TIED
+from tiny import tiny_folder
 
 import tp
 from around.fast import packed

@@ -19,7 +19,7 @@ from conftest import DRAFT, SHAKESPEARE
 from pretend import CUDA, Gpu, leaves
 from test_equivalence import test_same_tokens as compare_with_twin
 from test_gptq import other_folder
-from test_quantize import tiny_folder
+from tiny import tiny_folder
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import generate

@@ -2,30 +2,27 @@
 three servers of the bundled model. Where a program is missing these tests skip; where
 KILOLM_NEEDS_ALL is set, as in CI, they fail."""
 
-import argparse
 import asyncio
 import contextlib
 import http.client
 import json
 import os
 import random
-import shutil
 import signal
 import socket
 import subprocess
 import time
+from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
-from conftest import ROOT, SHAKESPEARE
+from conftest import ROOT, SHAKESPEARE, program
 from serving import COMPLETIONS, LONG, SHORT, Client, Process, until
 
-from tools import bench, load, report
+from tools import load
 
-PAGE = (ROOT / "docs" / "many-machines.md").read_text()
 CONFIGS = {"haproxy": ROOT / "docs" / "haproxy.cfg", "nginx": ROOT / "docs" / "nginx.conf"}
 HASH = {"haproxy": "balance hash var(txn.key)", "nginx": "hash $key consistent;"}
 POLICIES = {  # what takes the place of that line
@@ -35,14 +32,12 @@ POLICIES = {  # what takes the place of that line
 }
 # What nginx needs around a file of conf.d. As another user than root it may not write elsewhere.
 NGINX = """
-daemon off; worker_processes 2; pid {folder}/pid; error_log {folder}/errors;
+daemon off; worker_processes 2; pid {0}/pid; error_log {0}/errors;
 events {{ }}
 http {{
-    access_log off;
-    client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
-    fastcgi_temp_path {folder}/fastcgi; uwsgi_temp_path {folder}/uwsgi;
-    scgi_temp_path {folder}/scgi;
-    include {folder}/config;
+    access_log off; client_body_temp_path {0}/body; proxy_temp_path {0}/proxy;
+    fastcgi_temp_path {0}/fastcgi; uwsgi_temp_path {0}/uwsgi; scgi_temp_path {0}/scgi;
+    include {0}/config;
 }}
 """
 
@@ -51,26 +46,22 @@ class Proxy(Client):
     """One of the two programs with its file from docs/, in front of these servers."""
 
     def __init__(self, kind, folder, replicas, policy="hash"):
-        program = shutil.which(kind, path=f"{os.environ['PATH']}:/usr/sbin")
-        if not program:
-            assert "KILOLM_NEEDS_ALL" not in os.environ, f"KILOLM_NEEDS_ALL is set, without {kind}"
-            pytest.skip(f"needs {kind}")
-        self.kind = kind
+        self.kind, found = kind, program(kind)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             self.port = listener.getsockname()[1]
         text = CONFIGS[kind].read_text()
-        assert text.count(HASH[kind]) == 1
-        text = text.replace(HASH[kind], POLICIES.get((kind, policy), HASH[kind]))
         ports = [self.port, *(replica.port for replica in replicas)]
-        for written, port in zip((8080, 8001, 8002, 8003), ports, strict=True):
-            assert text.count(f"127.0.0.1:{written}") == 1
-            text = text.replace(f"127.0.0.1:{written}", f"127.0.0.1:{port}")
+        changes = {f"127.0.0.1:{old}": f"127.0.0.1:{new}"
+                   for old, new in zip((8080, 8001, 8002, 8003), ports, strict=True)}  # fmt: skip
+        for old, new in {HASH[kind]: POLICIES.get((kind, policy), HASH[kind]), **changes}.items():
+            assert text.count(old) == 1
+            text = text.replace(old, new)
         (folder / "config").write_text(text)
-        (folder / "nginx.conf").write_text(NGINX.format(folder=folder))
+        (folder / "nginx.conf").write_text(NGINX.format(folder))
         words = {"haproxy": ["-db", "-f", "config"], "nginx": ["-p", folder, "-c", "nginx.conf"]}
         self.log = folder / "proxy.log"
         with self.log.open("w") as log:
-            command = [program, *words[kind]]
+            command = [found, *words[kind]]
             self.process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
 
     def __enter__(self):
@@ -91,7 +82,7 @@ def start(stack, folder, *options):
     """Three servers, started at once."""
     made = []
     for name in "abc":
-        (folder / name).mkdir()
+        (folder / name).mkdir(parents=True)
         made.append(Process(folder / name, *options))
     return [stack.enter_context(each) for each in made]
 
@@ -122,10 +113,10 @@ def inside(replicas):
     return [int(each["num_requests_running"] + each["num_requests_waiting"]) for each in counts]
 
 
-def place(replicas, ask):
+def place(replicas, ask, *args):
     """Which of the replicas answers."""
     before = made(replicas)
-    assert ask()
+    assert ask(*args)
     (found,) = [i for i, (old, new) in enumerate(zip(before, made(replicas))) if new > old]
     return found
 
@@ -134,8 +125,8 @@ def stream_on_each(proxy, replicas):
     """A long stream on each of the replicas, for texts that begin in different ways; and these."""
     texts = {}
     for i in range(60):
-        ask = partial(proxy.post, COMPLETIONS, {**SHORT, **beginning(i)})
-        texts.setdefault(place(replicas, ask), i)
+        home = place(replicas, proxy.post, COMPLETIONS, {**SHORT, **beginning(i)})
+        texts.setdefault(home, i)
         if len(texts) == 3:
             long = {**LONG, "max_tokens": 700}
             streams = [proxy.stream({**long, **beginning(texts[k])}) for k in range(3)]
@@ -144,36 +135,14 @@ def stream_on_each(proxy, replicas):
     raise AssertionError(f"60 texts went to {sorted(texts)} alone")
 
 
-# --- Without the programs -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_the_page_shows_the_files(name):
-    """A configuration on the page that nobody runs; one that has grown."""
-    text = CONFIGS[name].read_text()
-    assert f"```\n{text}```" in PAGE and len(text.splitlines()) <= 25
-
-
-# --- With them ------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_streams_come_token_by_token(proxy):
-    """nginx collected the events of a stream, and passed them on in lumps."""
-    response = proxy.stream(LONG)
-    times = [time.monotonic() for line in response if line.startswith(b"data: ")]
-    assert len(times) > 600
-    gaps = [after - before for before, after in pairwise(times)]
-    assert len([gap for gap in gaps if gap > 5e-4]) > len(gaps) / 4, sorted(gaps)[-5:]
-    client = proxy.openai()
-    whole = client.completions.create(model="shakespeare", prompt="ROMEO:", max_tokens=8)
-    assert whole.usage.completion_tokens == 8
+# --- What the page says ---------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_a_stopped_replica_drains(proxy, replicas):
     """A stream cut short where a replica was to end; requests lost to one that takes none; texts
-    of the other replicas that move."""
+    of the other replicas that move. nginx collected the events of a stream, and passed them on in
+    lumps."""
     streams, texts = stream_on_each(proxy, replicas)
     a, stopped, c = replicas
     stopped.process.send_signal(signal.SIGTERM)
@@ -188,9 +157,13 @@ def test_a_stopped_replica_drains(proxy, replicas):
         before = made([home])
         assert proxy.post(COMPLETIONS, {**SHORT, **beginning(text)}).status == 200
         assert made([home]) > before
+    times = [time.monotonic() for line in proxy.stream(LONG) if line.startswith(b"data: ")]
+    gaps = [after - before for before, after in pairwise(times)]
+    assert len(gaps) > 600
+    assert len([gap for gap in gaps if gap > 5e-4]) > len(gaps) / 4, sorted(gaps)[-5:]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_killed_replica_costs_its_own_requests_alone(proxy, replicas):
     """Other streams that end with it; requests that are sent to nobody."""
     streams, _ = stream_on_each(proxy, replicas)
@@ -207,32 +180,25 @@ def test_a_killed_replica_costs_its_own_requests_alone(proxy, replicas):
         assert data.endswith(b"data: [DONE]\n\n") == (i != 1)
 
 
-@pytest.mark.slow
-def test_who_gets_a_session(proxy, replicas):
-    """A session whose requests go to all replicas; all sessions with one of them."""
-    client = proxy.openai()
-
-    def ask(session, text):
-        return place(replicas, lambda: client.chat.completions.create(
-            model="shakespeare", max_tokens=4, messages=[{"role": "user", "content": text}],
-            extra_headers={"X-Session": session} if session else {}))  # fmt: skip
-
-    sessions = {i: {ask(f"session {i}", f"text {i * j}") for j in range(3)} for i in range(12)}
-    assert all(len(places) == 1 for places in sessions.values())
-    assert len(set.union(*sessions.values())) > 1
-    beginnings = [{ask("", f"{i} " * 300 + str(j)) for j in range(3)} for i in range(12)]
-    assert all(len(places) == 1 for places in beginnings)
-    assert len(set.union(*beginnings)) > 1
-
-
 ONE_SESSION = {"Content-Type": "application/json", "X-Session": "of all"}
 # proxy -> how many of that many requests with one key each replica has, the home last.
 BOUNDS = {"haproxy": {40: [0, 13, 27]}, "nginx": {40: [0, 8, 32], 96: [32, 32, 32]}}
 
 
-@pytest.mark.slow
-def test_a_bound_on_the_load(proxy, replicas):
-    """A session that all users share: all of its requests went to its home, or to any replica."""
+@pytest.mark.nightly
+def test_who_gets_a_session(proxy, replicas):
+    """A session whose requests go to all replicas; all sessions with one of them. A session that
+    all users share: all of its requests went to its home, or to any replica."""
+
+    def ask(session, text):
+        body = {"max_tokens": 4, "messages": [{"role": "user", "content": text}]}
+        headers = {"X-Session": session} if session else {}
+        return place(replicas, lambda: proxy.post("/v1/chat/completions", body, **headers))
+
+    sessions = {i: {ask(f"session {i}", f"text {i * j}") for j in range(3)} for i in range(12)}
+    beginnings = [{ask("", f"{i} " * 300 + str(j)) for j in range(3)} for i in range(12)]
+    for places in (sessions.values(), beginnings):
+        assert all(len(each) == 1 for each in places) and len(set.union(*places)) > 1
     with contextlib.ExitStack() as stack:
         for requests, counts in BOUNDS[proxy.kind].items():
             for _ in range(requests - sum(inside(replicas))):
@@ -245,7 +211,7 @@ def test_a_bound_on_the_load(proxy, replicas):
             assert proxy.post(COMPLETIONS, SHORT).status == 502
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_least_connections(tmp_path, replicas, kind):
     """What the page says to write for it, which nobody had tried."""
@@ -258,7 +224,7 @@ def test_least_connections(tmp_path, replicas, kind):
 
 RECORD = os.environ.get("KILOLM_RECORD")
 DOCUMENTS, TOKENS, USERS, REQUESTS = 6, 256, 12, 1000 if RECORD else 250
-COMMAND = "python -m pytest -m slow -n 0 tests/test_many_machines.py -k hits"
+COMMAND = "python -m pytest -m nightly -n 0 tests/test_many_machines.py -k hits"
 RUNS = [("round robin", "haproxy"), ("least connections", "haproxy"), ("hash", "haproxy"),
         ("hash", "nginx")]  # fmt: skip
 
@@ -290,11 +256,10 @@ def crowd(url):
     return load.summary(outcomes, load.Limits(1.0, 0.1))
 
 
-def measured(policy, kind, folder, blocks=40):
+def measured(policy, kind, folder):
     """One run: how it went, and how much of the prompts was found in the caches."""
-    folder.mkdir()
     with contextlib.ExitStack() as stack:
-        servers = start(stack, folder, "--num-blocks", blocks, "--max-num-seqs", 8)
+        servers = start(stack, folder, "--num-blocks", 40, "--max-num-seqs", 8)
         proxy = stack.enter_context(Proxy(kind, folder, servers, policy))
         figures = crowd(f"http://127.0.0.1:{proxy.port}")
         counts = [each.metrics() for each in servers]
@@ -305,15 +270,13 @@ def measured(policy, kind, folder, blocks=40):
     return figures
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_hits(tmp_path):
-    """A way to choose that costs balance, and finds no more than round robin does. The figures of
-    the page come from here: KILOLM_RECORD=NAME sends 1,000 requests and writes
+    """A way to choose that costs balance, and finds no more than round robin does. The figures in
+    benchmarks/README.md come from here: KILOLM_RECORD=NAME sends 1,000 requests and writes
     benchmarks/NAME.json."""
     rows = {}
-    for policy, kind in RUNS:
-        if policy == "least connections" and not RECORD:
-            continue
+    for policy, kind in RUNS if RECORD else [RUNS[0], *RUNS[2:]]:
         for i in range(3):
             figures = measured(policy, kind, tmp_path / f"{len(rows)}-{i}")
             # nginx's ring depends on the ports, which are others each time. Once in twenty times
@@ -326,20 +289,15 @@ def test_hits(tmp_path):
     for figures in rows.values():
         figures["times_round_robin"] = figures["hits"] / base
     if RECORD:
-        args = argparse.Namespace(words=[], checkpoint=SHAKESPEARE, threads=1)
-        record = {"runs": {row: bench.spread({name: [value] for name, value in figures.items()})
+        from tools import bench
+
+        args = Namespace(words=[], checkpoint=SHAKESPEARE, threads=1)
+        record = {"runs": {row: {name: [value] * 3 for name, value in figures.items()}
                            for row, figures in rows.items()}}  # fmt: skip
         record |= bench.provenance(torch.device("cpu"), args)
         record["hardware"] = record["hardware"].replace("1 threads", "2 cores, a thread a replica")
         record["command"] = f"KILOLM_RECORD={RECORD} {COMMAND}"
-        (report.RECORDS / f"{RECORD}.json").write_text(json.dumps(record, indent=1) + "\n")
+        file = ROOT / "benchmarks" / f"{RECORD}.json"
+        file.write_text(json.dumps(record, indent=1) + "\n")
     for kind in CONFIGS:
         assert rows[f"hash, {kind}"]["times_round_robin"] >= 1.5, rows
-
-
-def test_the_page_has_the_figures_of_its_record():
-    """A figure that was typed by hand, or of an older run."""
-    record = report.latest("many-machines")
-    for row, figures in record["runs"].items():
-        cells = [report.number(figures[name][0]) for name in report.COLUMNS["many"]]
-        assert f"| {row} | " + " | ".join(cells) + " |" in PAGE

@@ -8,7 +8,6 @@ import socket
 import sys
 import threading
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http.client import HTTPConnection
@@ -23,18 +22,12 @@ from conftest import ROOT
 from serving import SHORT, alone
 from serving import until as wait_until
 
+pytestmark = pytest.mark.nightly
 DEPLOY = ROOT / "deploy"
-PROMPT = SHORT["prompt"]
 # Ray averages over half a minute, and waits for ten before it ends a replica.
-SMALL = "--device cpu --dtype float32 --max-num-seqs 8"
-until = partial(wait_until, seconds=120)  # Ray starts and ends processes
 QUICK = {"metrics_interval_s": 0.5, "look_back_period_s": 1, "upscale_delay_s": 1,
          "downscale_delay_s": 2}  # fmt: skip
-
-
-def test_it_is_small():
-    """A deployment that grows into a second server."""
-    assert len((DEPLOY / "ray_serve.py").read_text().splitlines()) <= 81
+until = partial(wait_until, seconds=120)  # Ray starts and ends processes
 
 
 @pytest.fixture(scope="module")
@@ -74,14 +67,6 @@ def deploy(module, **settings):
     module.serve.run(module.build(module.Settings.model_validate(words)))
 
 
-def states(module):
-    """How many replicas are in which state, as Ray says it."""
-    (app,) = module.serve.status().applications.values()
-    (deployment,) = app.deployments.values()
-    return Counter({str(getattr(state, "value", state)): n
-                    for state, n in deployment.replica_states.items()})  # fmt: skip
-
-
 def parent_of(pid):
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
@@ -93,11 +78,10 @@ def processes():
     for each in filter(str.isdigit, os.listdir("/proc")):
         try:
             words = Path(f"/proc/{each}/cmdline").read_text().split("\0")
-            if str(ROOT / "server.py") not in words:
-                continue
             settings = Path(f"/proc/{each}/environ").read_bytes()
             raylet = re.search(rb"RAY_RAYLET_PID=(\d+)", settings)
-            if raylet and parent_of(int(raylet[1])) == os.getpid():
+            ours = raylet and parent_of(int(raylet[1])) == os.getpid()
+            if ours and str(ROOT / "server.py") in words:
                 found[int(each)] = parent_of(each)
         except OSError:  # it has ended
             continue
@@ -105,11 +89,9 @@ def processes():
 
 
 def whole(ray, **headers):
-    answer = ray.client.completions.create(
-        model="shakespeare", prompt=PROMPT, max_tokens=6, temperature=0,
-        extra_body={"ignore_eos": True}, extra_headers=headers,
-    )  # fmt: skip
-    return answer.choices[0].text
+    body = {"model": "shakespeare", "prompt": SHORT["prompt"], "max_tokens": 6, "temperature": 0}
+    more = {"extra_body": {"ignore_eos": True}, "extra_headers": headers}
+    return ray.client.completions.create(**body, **more).choices[0].text
 
 
 def ended(ray, reason, **headers):
@@ -121,7 +103,7 @@ def ended(ray, reason, **headers):
 
 def stream(ray, tokens=300, **body):
     return ray.client.completions.create(
-        model="shakespeare", prompt=PROMPT, max_tokens=tokens, stream=True,
+        model="shakespeare", prompt=SHORT["prompt"], max_tokens=tokens, stream=True,
         extra_body={"ignore_eos": True}, **body,
     )  # fmt: skip
 
@@ -131,23 +113,17 @@ def last(events):
     return [*events][-1].choices[0].finish_reason
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("words", [{"max_replica": "3"}, {"ranks": "two"}, {"min_replicas": "-1"}])
-def test_a_wrong_word(module, words):
-    """A misspelt setting that was ignored."""
-    with pytest.raises(ValueError, match=next(iter(words))):
-        module.Settings.model_validate(words)
-
-
-@pytest.mark.slow
-def test_a_server_that_does_not_start(module, capfd):
-    """A replica that waits for ever for a server that has ended, or does not say why it did."""
+def test_what_is_wrong(module, capfd):
+    """A misspelt setting that was ignored. A replica that waits for ever for a server that has
+    ended, or does not say why it did."""
+    for name, value in {"max_replica": "3", "ranks": "two", "min_replicas": "-1"}.items():
+        with pytest.raises(ValueError, match=name):
+            module.Settings.model_validate({name: value})
     with pytest.raises(RuntimeError, match=r"server.py --checkpoint /nowhere has ended"):
         module.Replica.func_or_class("--checkpoint /nowhere", 1)
     assert "error: " in capfd.readouterr().err
 
 
-@pytest.mark.slow
 def test_two_replicas(module, ray):
     """Another text than the server's; a stream that comes at once; a replica that is killed, and
     all requests with it, or with its server left behind."""
@@ -175,14 +151,11 @@ def test_two_replicas(module, ray):
         assert ended(ray, "length", **session) == counts[-1] + 1
     assert counts != sorted(counts)  # they are of two replicas
     until(lambda: len(processes()) == 2)  # an earlier test's replica may still be stopping
-    before = processes()
     # What is killed here is the actor, whose server must not outlive it.
-    child, actor = before.popitem()
+    child, actor = processes().popitem()
     os.kill(actor, 9)
-    sessions = [whole(ray, **{"X-Session-Id": str(i)}) for i in range(8)]
-    assert sessions == [expected.text] * 8
-    until(lambda: child not in processes())
-    until(lambda: len(processes()) == 2)
+    assert [whole(ray, **{"X-Session-Id": str(i)}) for i in range(8)] == [expected.text] * 8
+    until(lambda: child not in processes() and len(processes()) == 2)
     # And here it is the server, whose actor says so when it is asked for its health.
     child, actor = processes().popitem()
     os.kill(child, 9)
@@ -190,22 +163,20 @@ def test_two_replicas(module, ray):
     until(lambda: whole(ray) == expected.text)
 
 
-@pytest.mark.slow
 def test_draining(module, ray):
     """Streams that end when the replica that they are on is replaced."""
     deploy(module, min_replicas=2, max_replicas=2)
-    old = processes()
+    old, small = processes(), "--device cpu --dtype float32 --max-num-seqs 8"
     with ThreadPoolExecutor(13) as pool:
         endings = [pool.submit(last, stream(ray)) for _ in range(12)]
-        change = pool.submit(deploy, module, min_replicas=2, max_replicas=2, ranks=1, options=SMALL)
-        until(lambda: states(module)["STOPPING"])
+        change = pool.submit(deploy, module, min_replicas=2, max_replicas=2, ranks=1, options=small)
+        until(lambda: "STOPPING" in str(module.serve.status().applications))
         assert not all(each.done() for each in endings)
         assert [each.result() for each in endings] == ["length"] * 12
         change.result()
     until(lambda: not old.keys() & processes().keys())
 
 
-@pytest.mark.slow
 def test_scaling(module, ray):
     """A second replica that never comes, or never goes again; a client that has left, and whose
     request runs on."""
@@ -227,7 +198,6 @@ def test_scaling(module, ray):
     until(lambda: len(processes()) == 1)
 
 
-@pytest.mark.slow
 def test_ranks(module, ray):
     """Ranks for which no cores are set aside; ranks that outlive their replica."""
     (expected,) = alone(**SHORT)
@@ -238,8 +208,7 @@ def test_ranks(module, ray):
     old = processes()
     (actor,) = set(old.values()) - old.keys()
     os.kill(actor, 9)
-    until(lambda: not old.keys() & processes().keys())
-    until(lambda: len(processes()) == 3)
+    until(lambda: not old.keys() & processes().keys() and len(processes()) == 3)
     assert whole(ray) == expected.text
     module.serve.delete("default")  # Ray kills what an actor has started, which is torchrun alone
     until(lambda: not processes())

@@ -13,8 +13,7 @@ from conftest import ROOT
 from real_model import real_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from around.folder.tokenizer import Tokenizer
-from around.folder.weights import load_model
+from around.folder import Tokenizer, load_model
 from around.settings import SamplingParams
 from generate import generate
 from kv_cache import StaticCache
@@ -22,16 +21,12 @@ from llm import LLM
 from quantize import quantize_model
 from sampling import Sequence
 
-pytestmark = pytest.mark.slow
 LENGTHS = (5, 17, 40, 64, 100, 200, 333, 600, 1000, 1500)  # tokens of a prompt
-GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 # English prose: this project's own pages, without their code.
-PAGES = ["README.md", "course/README.md", *sorted(
-    str(page.relative_to(ROOT)) for page in ROOT.glob("course/[01]*.md"))]  # fmt: skip
-PROSE = re.sub(
-    r"```.*?```|<!--.*?-->|\|.*?\n", "", "\n".join((ROOT / page).read_text() for page in PAGES),
-    flags=re.DOTALL,
-)  # fmt: skip
+PAGES = [ROOT / "README.md", ROOT / "course" / "README.md", *sorted(ROOT.glob("course/[01]*.md"))]
+CODE = r"```.*?```|<!--.*?-->|\|.*?\n"
+PROSE = re.sub(CODE, "", "\n".join(page.read_text() for page in PAGES), flags=re.DOTALL)
 
 
 @pytest.fixture(scope="module")
@@ -57,57 +52,59 @@ def expected(folder, prompts):
     rows = []
     for ids in prompts:
         given = torch.tensor([ids])
-        rows.append(
-            model.generate(given, attention_mask=torch.ones_like(given), **options)[0, len(ids) :]
-        )
-    return [row.tolist() for row in rows]
+        mask = torch.ones_like(given)
+        rows.append(model.generate(given, attention_mask=mask, **options)[0, len(ids) :].tolist())
+    return rows
 
 
-def plain(folder, prompts):
-    model, params = load_model(folder, dtype=torch.float32), SamplingParams(**GREEDY)
-    for ids in prompts:
-        sequence = Sequence(ids, params, model.config)
-        list(generate(model, sequence, StaticCache(model, 1, sequence.max_len), 512))
-        yield sequence.output_ids
-
-
-WAYS = {
-    "alone": None,
-    "batch": {},
-    "chunked": {"max_num_batched_tokens": 100, "max_num_seqs": 4},
-    "guesses": {"speculate": 4, "max_num_seqs": 4},
-    "compiled": {"compile": True},
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_tokens_are_those_of_transformers(way, folder, prompts, expected):
+@pytest.mark.slow
+def test_tokens_are_those_of_transformers(folder, prompts, expected):
     """What tiny random models do not show: real widths, long prompts, sharp distributions."""
-    if way == "alone":
-        assert [*plain(folder, prompts)] == expected
-        return
-    llm = LLM(folder, dtype="float32", max_seq_len=2048, **WAYS[way])
-    got = llm.generate(prompts, SamplingParams(**GREEDY))
+    model = load_model(folder, dtype=torch.float32)
+    for ids, want in zip(prompts, expected):
+        sequence = Sequence(ids, GREEDY, model.config)
+        list(generate(model, sequence, StaticCache(model, 1, sequence.max_len), 512))
+        assert sequence.output_ids == want, "alone"
+    for way in ({}, {"max_num_batched_tokens": 100, "max_num_seqs": 4, "speculate": 4}):
+        llm = LLM(folder, dtype="float32", max_seq_len=2048, **way)
+        got = llm.generate(prompts, GREEDY)
+        assert [request.outputs[0].output_ids for request in got] == expected, way
+
+
+@pytest.mark.nightly
+def test_compiled(folder, prompts, expected):
+    got = LLM(folder, dtype="float32", max_seq_len=2048, compile=True).generate(prompts, GREEDY)
     assert [request.outputs[0].output_ids for request in got] == expected
 
 
-def torchrun(ranks, folder, *more):
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    words += [str(ranks), "generate.py", "--checkpoint", str(folder), "--dtype", "float32", *more]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+def run(*argv, **options):
+    words = [sys.executable, *map(str, argv)]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120, **options)
 
 
+@pytest.mark.nightly
 def test_ranks(folder, words, prompts, expected):
     """Nine heads: two ranks cannot share them, and the error says which numbers can. (Nine cannot
     share the 1,536 channels of the MLP.)"""
-    refused = torchrun(2, folder)
+    torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"
+    asked = "generate.py", "--checkpoint", folder, "--dtype", "float32", "--temperature", "0"
+    refused = run(*torchrun, 2, *asked)
     assert refused.returncode and "by 2 ranks, but by 1 or 3\n" in refused.stderr
-    options = ("--prompt", words.decode(prompts[1]), "--temperature", "0", "--ignore-eos")
-    shared = torchrun(3, folder, *options, "--max-tokens", "12")
+    prompt = "--prompt", words.decode(prompts[1])
+    shared = run(*torchrun, 3, *asked, *prompt, "--ignore-eos", "--max-tokens", 12)
     assert shared.stdout.rstrip("\n") == words.decode(expected[1]).rstrip("\n"), shared.stderr
 
 
-def test_the_chat_template(folder, words):
+@pytest.mark.nightly
+def test_a_chat(folder, words):
+    """Three turns, in which the model knows what was said before; and the template."""
+    asked = "What is the capital of France?\n\nWhich country did I ask about?\nThank you!\n"
+    # In bfloat16 the first two words nearly tie, and on some processors the other one wins.
+    options = "--max-tokens", 40, "--temperature", 0, "--dtype", "float32", "--checkpoint", folder
+    done = run("generate.py", "--chat", *options, input=asked)
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout and "France" in done.stdout
+    assert done.stderr.count("new tokens after") == 3
     theirs = AutoTokenizer.from_pretrained(folder)
     hi, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}
     for chat in ([hi], [{"role": "system", "content": "Be brief."}, hi], [hi, answer, hi]):
@@ -115,37 +112,23 @@ def test_the_chat_template(folder, words):
         assert words.encode_chat(chat) == want
 
 
-def test_a_chat(folder):
-    """Three turns, in which the model knows what was said before."""
-    asked = "What is the capital of France?\n\nWhich country did I ask about?\nThank you!\n"
-    # In bfloat16 the first two words nearly tie, and on some processors the other one wins.
-    quiet = ["--temperature", "0", "--dtype", "float32"]
-    command = ["generate.py", "--chat", "--max-tokens", "40", *quiet]
-    done = subprocess.run(
-        [sys.executable, *command, "--checkpoint", str(folder)],
-        cwd=ROOT, input=asked, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "Paris" in done.stdout and "France" in done.stdout
-    assert done.stderr.count("new tokens after") == 3
-
-
+@pytest.mark.nightly
 def test_a_schema(folder):
     schema = {
         "type": "object", "required": ["city", "inhabitants"], "additionalProperties": False,
         "properties": {
             "city": {"type": "string", "maxLength": 20}, "inhabitants": {"type": "integer"}},
     }  # fmt: skip
-    llm = LLM(folder, max_num_seqs=4)
     params = SamplingParams(
         structured_outputs={"json": schema}, max_tokens=80, n=4, seed=1, temperature=0.5
     )
-    (request,) = llm.generate("A large city of France, as JSON:\n", params)
+    (request,) = LLM(folder, max_num_seqs=4).generate("A large city of France, as JSON:\n", params)
     for sequence in request.outputs:
         assert sequence.finish_reason == "stop"
         jsonschema.validate(json.loads(sequence.text), schema)
 
 
+@pytest.mark.nightly
 @torch.no_grad()
 def test_fewer_bits(folder, words):
     """The perplexity of a page of English: int8 keeps it, and int4 loses less than it would with 4

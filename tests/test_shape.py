@@ -1,73 +1,168 @@
-"""What may import what: the root is the engine, and around/ has wings, each with one door."""
+"""What may import what, and what can be left out: a fork keeps this file.
+
+The root is the engine; each folder of around/ is one room with one door, its __init__.
+"""
 
 import ast
-from graphlib import TopologicalSorter
+import json
+import os
+import shutil
+import subprocess
+import sys
 
-import pytest
-from conftest import ROOT
+from conftest import DRAFT, ROOT
 
-WINGS = ("folder", "fast", "api", "start")
-GROUND = ("settings", "machine", "program")  # single files, which import nothing from the root
-ROOMS = [*ROOT.glob("*.py"), *(ROOT / "around").rglob("*.py")]
+from around.fast.attending import FastBlocks, PromptSlab
+from around.fast.compiling import CompiledBlocks
+from kv_cache import Slab
+from paged import Blocks
+
+# Each room imports those before it alone, also inside functions.
+ORDER = [
+    "model", "settings", "machine", "experts", "kv_cache", "quantize", "paged", "folder", "fast",
+    "sampling", "tp", "structured", "scheduler", "speculative", "api", "start", "llm", "server",
+    "generate",
+]  # fmt: skip
+FOLDERS = ("folder", "fast", "api", "start")
+FILES = [*ROOT.glob("*.py"), *ROOT.glob("around/**/*.py")]
 
 
 def name_of(file):
+    """Example: around/folder/config.py -> folder.config; around/fast/__init__.py -> fast."""
     parts = file.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    return ".".join(part for part in parts if part not in ("around", "__init__"))
 
 
-NAMES = {name_of(file): file for file in ROOMS}
+NAMES = {name_of(file) for file in FILES}
 
 
-def imported(file):
-    """(module, is it imported where the file is imported) of all of the project that a file imports."""
-    tree = ast.parse(file.read_text())
-    package = name_of(file) if file.name == "__init__.py" else name_of(file).rpartition(".")[0]
+def imports(file):
+    """The modules of the project, and of others, that a file imports anywhere in it."""
+    package = file.parent.relative_to(ROOT).parts
     found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom):
-            base = ".".join(filter(None, [package * bool(node.level), node.module]))
-            for alias in node.names:
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join([*package * bool(node.level), *filter(None, [node.module])])
+            for alias in node.names:  # a module of a package, or a name in a module
                 whole = f"{base}.{alias.name}"
-                found.add((whole if whole in NAMES else base, node in tree.body))
-        elif isinstance(node, ast.Import):
-            found |= {(alias.name, node in tree.body) for alias in node.names}
-    return {(name, early) for name, early in found if name in NAMES}
+                found.add(whole if whole.removeprefix("around.") in NAMES else base)
+    return {name.removeprefix("around.") for name in found} - {"around"}
 
 
-def home(name):
-    """A file of the root or of the ground floor is a room of its own, a wing is one."""
-    top, _, rest = name.partition(".")
-    return f"around.{rest.partition('.')[0]}" if top == "around" and rest else name
+def test_each_room_is_in_the_order():
+    rooms = {name_of(file).partition(".")[0] for file in FILES} - {""}
+    assert rooms == {*ORDER} and len(ORDER) == len({*ORDER})
+    assert {file.stem for file in ROOT.glob("*.py")} == {*ORDER} - {*FOLDERS} - {
+        "settings", "machine", "structured",
+    }  # fmt: skip
 
 
-@pytest.mark.parametrize("file", ROOMS, ids=name_of)
-def test_doors(file):
-    """A room that reaches past another wing's door, into one of its files."""
-    for name, _ in imported(file):
-        inside = name.count(".") > 1 and home(name).rpartition(".")[2] in WINGS
-        assert not inside or home(name) == home(name_of(file)), f"{name_of(file)} imports {name}"
+def test_doors_and_order():
+    """A room that reaches past another's door, so that neither can be replaced; two rooms that need
+    each other, so that neither can be read first; an engine that needs a tool."""
+    for file in FILES:
+        name = name_of(file)
+        own = name.partition(".")[0]
+        for other in imports(file):
+            room, _, inside = other.partition(".")
+            assert room not in ("tools", "tests", "course"), f"{name} imports {other}"
+            if other in NAMES and room != own:
+                assert not inside, f"{name} reaches past the door of {room}: {other}"
+                assert ORDER.index(room) < ORDER.index(own), f"{name} imports {other}"
 
 
-def test_arrows():
-    """Two rooms that need each other, so that neither can be read, or replaced, alone."""
-    arrows = {}
-    for file in ROOMS:
-        own = home(name_of(file))
-        arrows.setdefault(own, set()).update(
-            home(n) for n, early in imported(file) if early and home(n) != own
-        )
-    arrows.pop("around", None)
-    for needs in arrows.values():
-        needs.discard("around")
-    print([*TopologicalSorter(arrows).static_order()])
+def test_what_the_first_files_need():
+    """A model that knows of files, a cache that knows the machine."""
+    for name, needs in dict(model=[], kv_cache=["model"], paged=["kv_cache", "model"]).items():
+        found = {each.partition(".")[0] for each in imports(ROOT / f"{name}.py")}
+        assert found - sys.stdlib_module_names == {"torch", *needs}, name
 
 
-def test_the_ground_floor_knows_nothing():
-    for name in GROUND:
-        needs = {home(n) for n, _ in imported(ROOT / "around" / f"{name}.py")}
-        assert needs <= {f"around.{each}" for each in GROUND} | {"around"}, (name, needs)
+def test_fast_paths_override_two_methods():
+    """A fast class that also changes what a class of the root plans or keeps: who edits the root
+    would see no effect, and could not know why."""
+    found = [kind for base in (Slab, Blocks) for kind in derived(base)]
+    assert {PromptSlab, FastBlocks, CompiledBlocks} <= {*found}
+    for kind in found:
+        of_root = {name for base in (Slab, Blocks) if issubclass(kind, base) for name in dir(base)}
+        made = {name for name in vars(kind) if not name.startswith("__")}
+        assert made & of_root <= {"attend", "attend_group"}, kind
 
 
-def test_model_needs_torch_alone():
-    assert not imported(ROOT / "model.py")
+def derived(kind):
+    return [each for sub in kind.__subclasses__() for each in (sub, *derived(sub))]
+
+
+# --- Every wing can go ----------------------------------------------------------------------------
+
+TECHNIQUES = ("quantize", "speculative", "tp", "experts", "llm", "server")
+WINGS = ("around/fast", "around/api", "around/structured.py")
+LEFT_OUT = (*(f"{name}.py" for name in TECHNIQUES), *WINGS)
+NEEDED_BY = {  # a command line -> what it needs, and says so where that is not there
+    "--quantize int8": "quantize", "--speculate 2": "speculative",
+    f"--draft-checkpoint {DRAFT}": "speculative", "": "fast",
+}  # fmt: skip
+# Argument: a JSON list of trees, each with command lines. Prints what came of each, a line each.
+PROGRAM = """
+import contextlib, io, json, os, sys
+import torch._dynamo  # once, as it takes seconds: the trees' processes are forked from here
+
+def run(folder, commands):
+    sys.path[0] = folder
+    # Where this project is installed, what is not in the tree would still be found.
+    sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in repr(each).lower()]
+    torch.set_num_threads(1)
+    from generate import main
+
+    def say(command):
+        out, err = io.StringIO(), io.StringIO()
+        words = "--device cpu --prompt ROMEO: --temperature 0 --max-tokens 12 " + command
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            status = main(words.split())
+        return status, out.getvalue(), err.getvalue()
+
+    texts = [say(f"--plain {more}")[:2] for more in ("", "--n 2 --num-blocks 16")]
+    refused = {command: say(command) for command in commands}
+    return texts, refused, [*sys.modules]
+
+for tree in json.loads(sys.argv[1]):
+    if not os.fork():
+        print(json.dumps(run(*tree)), flush=True)
+        os._exit(0)
+    if os.wait()[1]:
+        sys.exit(f"this tree failed: {tree}")
+"""
+
+
+def test_every_wing_can_go(tmp_path):
+    """An engine that cannot run without a technique, its server or its fast paths; another text
+    without them; a traceback where one is asked for."""
+    trees = []
+    cases = [(), *((name,) for name in LEFT_OUT), LEFT_OUT]
+    for i, names in enumerate(cases):
+        tree = tmp_path / str(i)
+        leave = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / "around", tree / "around", ignore=leave)
+        for file in ROOT.glob("*.py"):
+            shutil.copy(file, tree)
+        (tree / "checkpoints").symlink_to(ROOT / "checkpoints")
+        for name in names:
+            path = tree / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        asked = [words for words, need in NEEDED_BY.items() if any(need in name for name in names)]
+        trees.append((str(tree), asked))
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    words = [sys.executable, "-c", PROGRAM, json.dumps(trees)]
+    run = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    found = [json.loads(line) for line in run.stdout.splitlines()]
+    for names, (texts, refused, loaded) in zip(cases, found, strict=True):
+        assert texts == found[0][0] and all(status == 0 and text for status, text in texts), names
+        gone = {name.removesuffix(".py").replace("/", ".") for name in names}
+        assert gone.isdisjoint(loaded)
+        for command, (status, out, err) in refused.items():
+            (line,) = err.splitlines()
+            assert (status, out) == (2, "") and line.startswith("generate.py: error: "), err
+            assert NEEDED_BY[command] in line, err

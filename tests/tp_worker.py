@@ -6,7 +6,6 @@ tp_worker.py fault RANK WHERE PROGRAM ...
                                generate or server, with an exception of that rank's in the middle
                                of a forward (MLP), of copy_blocks or of start
 tp_worker.py load ...          generate.py, with a model that takes a minute to load
-tp_worker.py impatient ...     generate.py, with seconds in place of tp.py's minutes
 """
 
 import contextlib
@@ -20,7 +19,6 @@ import sys
 import time
 from collections import Counter
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -36,7 +34,7 @@ from around.folder.weights import load_model
 from around.machine import Ranks
 from around.settings import SamplingParams
 from around.start import begin as llm
-from around.start import ranks as ranks_module
+from around.start import ranks as meeting
 from paged import Runner
 from scheduler import Engine
 from speculative import DraftModel
@@ -101,7 +99,7 @@ def captured(argv):
 
 def join():
     """What llm.launch does: alone, there is nobody to join."""
-    return ranks_module.join(CPU) if "RANK" in os.environ else contextlib.nullcontext(Ranks(CPU))
+    return meeting.join(CPU) if "RANK" in os.environ else contextlib.nullcontext(Ranks(CPU))
 
 
 def cases(models, commands, compiled=()):
@@ -133,7 +131,7 @@ def write_cases(folder):
         found[name] = result
         (folder / f"found.{os.environ['RANK']}").write_text(json.dumps(found))
 
-    with ranks_module.join(CPU), mock.patch.multiple(tp.dist, **nothing):
+    with meeting.join(CPU), mock.patch.multiple(tp.dist, **nothing):
         for case in cases(*json.loads((folder / "cases").read_text())):
             note(*case)
     tasks = Path("/proc/self/task").glob("*/comm")
@@ -168,12 +166,7 @@ def load(*argv):
     return generate.main([*argv])
 
 
-def impatient(*argv):
-    tp.timedelta = lambda days=0, minutes=0: timedelta(days=days, seconds=minutes)
-    return generate.main([*argv])
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    modes = {"cases": write_cases, "fault": fault, "load": load, "impatient": impatient}
+    modes = {"cases": write_cases, "fault": fault, "load": load}
     sys.exit(modes[sys.argv[1]](*sys.argv[2:]))

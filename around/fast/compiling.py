@@ -200,7 +200,7 @@ def may_compile(tokens: Tensor, layer: Any) -> bool:
         return False
     group, *others = layer.groups
     key_bytes = group.table.numel() * layer.kv[:, 0].nbytes // 2  # the other half are values
-    return not others and group.positions.shape[1] == 1 and key_bytes <= layer.max_bytes
+    return not others and group.shape[1] == 1 and key_bytes <= layer.max_bytes
 
 
 # --- Decoding rows attend without copies ----------------------------------------------------------
