@@ -306,7 +306,7 @@ SAID = {
 TIMED = r"^(milliseconds|seconds|times as|.* over [\d.]+ s\n|On average a forward takes)"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", SAID)
 def test_counts_are_those_of_the_page(name, monkeypatch, capsys):
     """Bug: with --small all was well, but at full size chapter 5's engine computed 1,730 tokens,

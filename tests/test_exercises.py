@@ -20,7 +20,7 @@ EXERCISES = "course/exercises"
 FOLDER = ROOT / EXERCISES
 NAMES = sorted(page.stem for page in FOLDER.glob("[0-9]*.md"))
 QUICK = "05-lfu-eviction"  # the one that every run tries
-TRIED = [name if name == QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+TRIED = [name if name == QUICK else pytest.param(name, marks=pytest.mark.nightly) for name in NAMES]
 SECTIONS = ["# ", "## Why", "## Done when", "## Hint", "## Run", "## Further"]
 SMOKE = """
 import json
