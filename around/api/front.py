@@ -193,7 +193,8 @@ def watch_signals(server: Listener) -> None:
 
 # --- A connection ---------------------------------------------------------------------------------
 
-# All names that end in .localhost mean this host (RFC 6761), with or without a final dot.
+# All names that end in .localhost mean this host (RFC 6761), with or without a final dot. There may
+# be spaces at the end of a header.
 LOOPBACK = r"(?i)(([\w-]+\.)*localhost\.?|127[.0-9]+|::1|\[::1\])(:[0-9]+)? *"
 
 
@@ -247,7 +248,7 @@ class Front(Exchange):
         """Answer with a snapshot of the engine, which its own thread takes. Pages ask for it again
         and again. Of those that ask within a tenth of a second, the first has it taken. All wait a
         tenth of a second for it, and get the one before if a step lasts longer."""
-        self.is_logged = False
+        self.is_logged = False  # a page asks ten times a second
         server = self.server
         if time.monotonic() > server.snapshot_time + 0.1:
             server.snapshot_time = time.monotonic()

@@ -56,6 +56,7 @@ class Exchange(BaseHTTPRequestHandler):
         asked: method and path, such as "GET /health"; "" until they have been read.
         stream: whether the answer is a stream of events.
         has_begun: whether the head of the answer has been sent.
+        is_logged: whether the answer gets a line in the log.
         sent_at: when something was last sent, on time.monotonic's clock.
     """
 
@@ -83,10 +84,10 @@ class Exchange(BaseHTTPRequestHandler):
                 raise ConnectionError
             head += line
             demand(len(head) < 2**16, 431, "the headers are over 64 KiB")
-        # parse_request by itself would read up to 6 MB, which can keep it busy for seconds.
+        # By itself, parse_request takes up to 6 MB, with which it can be busy for seconds.
         reader = self.rfile
-        self.raw_requestline, _, headers = head.partition(b"\n")
-        self.rfile = BytesIO(headers)
+        self.rfile = BytesIO(head)
+        self.raw_requestline = self.rfile.readline()
         is_request = self.parse_request()
         self.rfile = reader
         demand(is_request, 400, "this is not an HTTP/1 request")
