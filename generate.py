@@ -3,9 +3,9 @@
     python generate.py                                   the bundled model, with no download
     python generate.py --checkpoint DIR --prompt "..."   any Hugging Face folder of a known family
 
-`generate` shows the three steps of generating text: forward, sample, append. `command` puts together
-what it needs. A chat, guesses, several samples and several processes (ranks) need scheduler.Engine;
-around/start/command.py has these. Read: generate, command. Next: paged.py.
+`generate` shows the three steps of generating text: forward, sample, append. `command` puts
+together what it needs. A chat, guesses, several samples and several processes (ranks) need
+scheduler.Engine; around/start/command.py has these. Read: generate, command. Next: paged.py.
 """
 
 from argparse import Namespace

@@ -3,8 +3,8 @@
 One decoder covers Llama, Mistral, Ministral 3, Mixtral, Qwen2, Qwen3, Qwen3-MoE, SmolLM3, Phi-3,
 Phi-4, Granite 3, Gemma 3 and OLMo 2. They differ only in what Config holds: sizes, tied embeddings,
 biases, where norms stand, a sliding window, which layers have which rope, and experts in place of
-the feed-forward (experts.py puts those in). families.py folds constant factors, such as those of
-Granite 3, into the weights when a folder is read. This file knows nothing about files, text,
+the feed-forward (experts.py puts those in). Constant factors, such as those of Granite 3, are
+folded into the weights when a folder is read. This file knows nothing about files, text,
 scheduling, or how a cache lays out its memory. Attention hands q, k and v to one layer of a cache
 and gets the attended values back, so one forward serves every cache.
 
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Config:
-    """The architecture, mostly under the names of Hugging Face's config.json; see checkpoint.py."""
+    """The architecture, mostly under the names of Hugging Face's config.json."""
 
     vocab_size: int  # V
     hidden_size: int  # D
@@ -53,12 +53,13 @@ class Config:
     post_norm: bool = False  # norms after them; Gemma 3 has both, OLMo 2 only these
     gelu: bool = False  # gelu in place of silu
     embedding_multiplier: float = 1.0
-    folds: dict[str, Any] = field(default_factory=dict)  # how loading changes weights; families.py
     tie_word_embeddings: bool = False
     eos_ids: tuple[int, ...] = ()  # each of them ends a sequence
+    # This file does not read the fields below. Loading does (around/folder):
     dtype: torch.dtype = torch.float32  # in which the weights are stored
-    quantization: dict[str, Any] = field(default_factory=dict)  # see quantize.py
-    # experts.py reads the fields below.
+    folds: dict[str, Any] = field(default_factory=dict)  # numbers that change weights
+    quantization: dict[str, Any] = field(default_factory=dict)  # how weights are quantised
+    # ... and experts.py does:
     num_experts: int = 1  # 1: a plain MLP
     num_experts_per_tok: int = 1
     moe_intermediate_size: int | None = None  # F of an expert; None: intermediate_size
@@ -75,7 +76,7 @@ class Config:
 class Transformer(nn.Module):
     """A decoder-only language model. Its parameters have the checkpoint's names, less the prefix
     `model.`. A FusedLinear, the experts and the norms after attention and feed-forward have other
-    names; see checkpoint.py."""
+    names."""
 
     inv_freq: Tensor  # (ropes, H/2), the speeds that rope_frequencies returns
 
@@ -90,7 +91,7 @@ class Transformer(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         # inv_freq is float32 on purpose: a product with bfloat16 would round the positions too, and
-        # those past 256 would collide. `.to(dtype)` casts buffers, so checkpoint.load_model
+        # those past 256 would collide. `.to(dtype)` casts buffers, so load_model
         # computes this one again.
         self.register_buffer("inv_freq", rope_frequencies(config), persistent=False)
 
@@ -176,7 +177,7 @@ class FusedLinear(nn.Linear):
     """Several linears that read the same input, stacked into one, so that the weights are read in
     fewer and larger pieces.
 
-    Files store the parts one by one; checkpoint.named_tensors gives them their names back.
+    Files store the parts one by one; named_tensors gives them their names back.
     """
 
     def __init__(self, in_features: int, parts: dict[str, int], bias: bool) -> None:
@@ -289,8 +290,8 @@ def rope_frequencies(config: Config) -> Tensor:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, kernel: Callable = F.scaled_dot_product_attention
 ) -> Tensor:
-    """Masked softmax attention. Every cache and every fast path calls it, so a change made here,
-    such as a soft cap of the scores, holds for all of them.
+    """Masked softmax attention. Every cache calls it, so a change made here, such as a soft cap of
+    the scores, holds for all of them. (One fast path does without it: compiling.attend_to_blocks.)
 
     The N / K query heads that share a kv head become further queries of that head, so that each key
     is read once. `enable_gqa` reads it N / K times, which is 2 to 3 times slower at T = 1 on a CPU.
@@ -298,8 +299,9 @@ def attention(
     Args:
         q: (B, N, T, H).
         k, v: (B, K, S, H), where K divides N.
-        mask: (B or 1, 1, N / K * T, S) bool, True where a query sees a key; see Masks.
-        kernel: computes it for heads that share no keys; around/fast has others.
+        mask: (B or 1, 1, N / K * T, S) bool, True where a query sees a key; see Masks. In
+            around/fast it may cover the last keys only: then all queries see those before.
+        kernel: what computes it; around/fast has others.
 
     Returns:
         (B, N, T, H).

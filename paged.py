@@ -5,10 +5,9 @@ memory lies in pages. The sequence's block table maps position p to slot p % 16 
 table[p // 16]. So memory is handed out 16 tokens at a time, nothing is reserved for tokens that may
 never come, and sequences with the same beginning share blocks. The first part of this file is
 integers: who owns which block. The second is tensors: what a block holds, and a forward over rows
-of many sequences. A short third part counts how many blocks fit into memory. The file knows nothing
-about requests or text. Papers: Kwon et al. 2023 (PagedAttention, arXiv:2309.06180), Zheng et al.
-2023 (prefix sharing, arXiv:2312.07104). Read: BlockTable, BlockPool; then Row, Blocks, Runner.
-Next: scheduler.py.
+of many sequences. The file knows nothing about requests or text. Papers: Kwon et al. 2023
+(PagedAttention, arXiv:2309.06180), Zheng et al. 2023 (prefix sharing, arXiv:2312.07104). Read:
+BlockTable, BlockPool; then Row, Blocks, Runner. Next: scheduler.py.
 
 The M new tokens of all sequences are laid end to end and run as a batch of one: (1, M).
 Attention takes them apart again, into groups of B rows; a row is one sequence's share of the
@@ -60,10 +59,6 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int, block_size: int = 16) -> None:
-        """Raises ValueError if there is no block."""
-        if num_blocks < 1:
-            way_out = "raise it, or lower --max-num-batched-tokens or --max-num-seqs"
-            raise ValueError(f"{num_blocks} blocks fit into --kv-memory: {way_out}")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.refs = [0] * num_blocks
@@ -162,8 +157,7 @@ class BlockPool:
 
     def _take(self, table: BlockTable) -> int:
         """Take the free block after the table's highest one; if there is none, the next block in
-        order. Attention reads the blocks of most rows in ascending order (see Runner.group), and
-        need not copy blocks that follow each other; see side_by_side."""
+        order. Blocks that follow each other can be read in place; see around/fast."""
         block = next(iter(self.available))
         if table.blocks:
             following = max(table.blocks) + 1

@@ -10,8 +10,8 @@ activations stay as they are.
     python tools/convert.py --checkpoint DIR --mode int4 --out DIR2         or once, as a folder
 
 QuantLinear is the stored form and the oracle of the tests: it dequantises and multiplies. On a CPU,
-and in a compiled model on any device, packed.py replaces it by a form that the device multiplies
-fast, where there is one. checkpoint.py reads QuantLinears from a folder. All that this file knows
+and in a compiled model on any device, around/fast replaces it by a form that the device multiplies
+fast, where there is one. around/folder reads QuantLinears from a folder. All that this file knows
 of a Linear's purpose is that routers stay as they are, and that a tied lm_head keeps 8 bits.
 
 In shapes here N is output channels, K input channels, G groups. Papers: Dettmers et al. 2022 (int8,

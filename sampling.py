@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from around.folder import Ids, TextStream, Tokenizer
-from around.settings import PENALTIES, SamplingParams, SettingError, check_ids
+from around.settings import SamplingParams, SettingError, check_ids
 from model import Config
 
 
@@ -51,7 +51,7 @@ def sample(logits: Tensor, batch: Batch) -> list[Token]:
     if all(sequence.takes_argmax for sequence in batch):  # what choose_ids gives, sooner
         ids = logits.float().argmax(-1).tolist()  # argmax of bfloat16 takes three times as long
     else:
-        ids = [i for part in parts(logits, batch) for i in choose_ids(*part)]
+        ids = choose_ids(logits, batch)
     return scored(logits, ids, batch)
 
 
@@ -96,7 +96,7 @@ def distribution(logits: Tensor, batch: Batch) -> Tensor:
     probs[greedy] = 0
     probs[greedy, best] = 1
     # 4) top-k, top-p, min-p, in the rows that have one of them
-    filtered = [b for b, sequence in enumerate(batch) if sequence.filters]
+    filtered = [b for b, sequence in enumerate(batch) if sequence.params.filters]
     if len(filtered) == len(batch):
         return keep_likeliest(probs, params)  # the same as below, without a copy of the rows
     if filtered:
@@ -120,7 +120,7 @@ def adjust_(scores: Tensor, sequence: "Sequence") -> None:
         ids = torch.tensor([*p.logit_bias], device=scores.device)
         values = torch.tensor([*p.logit_bias.values()], dtype=torch.float32, device=scores.device)
         scores.index_add_(0, ids, values)
-    if sequence.adjustments & PENALTIES:
+    if p.penalizes:
         penalize_(scores, sequence)
 
 
@@ -167,9 +167,9 @@ def keep_likeliest(probs: Tensor, params: list[SamplingParams], most: int = 256)
     # others. If its top_k is above `most`, the mass of its top_k tokens, which top-p needs, is not
     # known.
     unsure = ((filtered > 0) & (ranked == ranked[:, -1:])).any(-1).tolist()
-    again = [b for b, p in enumerate(params) if unsure[b] or p.top_k > most]
-    if again:
-        kept[again] = keep_likeliest(probs[again], [params[b] for b in again], probs.shape[1])
+    for b, p in enumerate(params):
+        if unsure[b] or p.top_k > most:  # one by one, as to sort all rows takes much memory
+            kept[b] = keep_likeliest(probs[b : b + 1], [p], probs.shape[1])
     return kept
 
 
@@ -280,18 +280,6 @@ def scored(logits: Tensor, ids: Ids, batch: Batch) -> list[Token]:
     return tokens
 
 
-# --- The same, sooner -----------------------------------------------------------------------------
-
-
-def parts(logits: Tensor, batch: Batch) -> abc.Iterator[tuple[Tensor, Batch]]:
-    """Split a batch and its logits. A CPU takes few rows at a time, so that their intermediate
-    tensors stay in its cache: as many rows as fill a megabyte, but at least eight."""
-    size = max(8, 2**18 // logits.shape[1]) if logits.is_cpu else len(batch)
-    for start in range(0, len(batch), size):
-        rows = slice(start, start + size)
-        yield logits[rows], batch[rows]
-
-
 # --- The sequence ---------------------------------------------------------------------------------
 
 
@@ -307,9 +295,9 @@ class Sequence:
             (Ctrl-C).
         times: seconds on time.perf_counter's clock: when the sequence was made, then when each
             token came.
-        matcher: decides which tokens may come next, if a structure is asked for; see structured.py.
+        matcher: decides which tokens may come next, if a structure is asked for; see
+            around/structured.py.
         end_ids: the ids that end it.
-        adjustments, filters: those of its SamplingParams.
     """
 
     def __init__(
@@ -357,12 +345,10 @@ class Sequence:
         if not params.ignore_eos:
             self.end_ids |= tokenizer.eos_ids(config) if tokenizer else {*config.eos_ids}
         self._stream = TextStream(tokenizer, prompt_ids, params.stop)
-        self.adjustments = params.adjustments  # kept, as they are looked up at each step
-        self.filters = params.filters
 
     @property
     def text(self) -> str:
-        """The output's text, which only ever grows; see tokenizer.TextStream."""
+        """The output's text, which only ever grows; see TextStream."""
         return self._stream.text
 
     @property
@@ -373,7 +359,7 @@ class Sequence:
     def takes_argmax(self) -> bool:
         """Whether its next token is the likeliest one under the model's own logits. Filters do not
         matter, as they never drop that one."""
-        return not (self.params.temperature or self.adjustments or self.matcher)
+        return not (self.params.temperature or self.params.adjusts or self.matcher)
 
     def uniform(self, offset: int = 0) -> float:
         """The random number for its next token; `offset` is added to its index in the stream."""

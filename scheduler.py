@@ -234,7 +234,7 @@ class Engine:
         """Make the blocks.
 
         Args:
-            model: on its device, compiled or not; see compiling.compile_model.
+            model: on its device.
             tokenizer: None: prompts are ids, and there is no text.
             proposer: guesses tokens; see speculative.py. None: no guesses.
             make_matcher: compiles SamplingParams.structured_outputs; see structured.make_matcher.
@@ -246,7 +246,7 @@ class Engine:
 
         Raises:
             SettingError: a limit is out of range; see also step_budget.
-            ValueError: there is no room for a block.
+            ValueError: there is not enough memory.
         """
         limits = Limits(**options)
         self.model = model

@@ -10,7 +10,7 @@ These threads run:
     - Each connection has a thread. It reads a request, puts it into the inbox of the engine's
       thread, and waits for news. It reads the state of its sequences only when the client has taken
       the previous part. So there is no queue of tokens, and a slow client delays nobody.
-    - One thread accepts clients, and one watches for signals.
+    - One thread accepts clients.
 
     client --> Connection.complete --> API.prepare --> inbox --> Server.drive: submit, step, step
     client <-- Connection.send <-- Completion.parts <-- news <--- Server.wake <----+
@@ -19,30 +19,14 @@ around/api has the rest: HTTP, what bodies mean, who is let in, metrics, and the
 Connection, command.
 """
 
-import queue
 import time
 import traceback
 from argparse import ArgumentParser, Namespace
 from threading import Event
-from typing import Any
 
 from around import settings
-from around.api import (
-    API,
-    EVENTS,
-    JSON_TYPE,
-    Front,
-    Listener,
-    Metrics,
-    ServerArgs,
-    demand,
-    listen_at,
-    serve,
-    server_args,
-)
-from around.folder import suggested
+from around.api import Front, Listener, ServerArgs, demand, listen_at, serve, server_args
 from around.machine import Ranks, say
-from around.settings import SamplingParams
 from around.start import cache_size, launch, open_engine
 from scheduler import Engine, Request
 
@@ -53,24 +37,15 @@ class Server(Listener):
     """The engine, and the connections that wait for it. Only drive() changes the engine's state.
 
     Attributes:
-        inbox: what drive() calls next, functions without arguments; None ends it.
         incoming: requests on their way to the engine.
         owners: each request in the engine -> the connection that answers it. Only drive() changes
             this and `metrics`.
     """
 
     def __init__(self, engine: Engine, args: ServerArgs, listeners: list) -> None:
-        super().__init__(listeners)
-        self.connection = Connection
-        self.engine = engine
-        self.args = args
-        name = args.served_model_name or args.checkpoint.resolve().name
-        self.api = API(engine, name, SamplingParams(**suggested(args.checkpoint)), args.tool_format)
-        self.metrics = Metrics(engine, name)
-        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        super().__init__(Connection, engine, args, listeners)
         self.incoming: set[Request] = set()
         self.owners: dict[Request, Connection] = {}
-        self.take_snapshot()
 
     def drive(self) -> None:
         """Call what is in the inbox, until None comes. A step is put there whenever the inbox is
@@ -105,23 +80,11 @@ class Server(Listener):
             connection = self.owners[request]
             finished = request.finished
             if finished:
-                self.forget(request)
+                self.metrics.count(request)
+                request.outputs.clear()  # else they wait, as a cycle, for Python's collector
+                del self.owners[request]
             if finished or connection.stream:
                 connection.news.set()
-
-    def forget(self, request: Request) -> None:
-        """Count a request that has finished, and drop it.
-
-        A request and its outputs refer to each other, so they would stay in memory until Python
-        collects cycles. engine.ran also holds the outputs of the last step until the next one. So
-        this removes the outputs from the request and from engine.ran. The connection's Completion
-        keeps them. A request without outputs still counts as finished.
-        """
-        self.metrics.count(request)
-        for job in request.outputs:
-            self.engine.ran.pop(job, None)
-        request.outputs.clear()
-        del self.owners[request]
 
     def recover(self, error: Exception) -> None:
         """End all requests after an error, so that the engine can go on with the next ones. If a
@@ -137,20 +100,14 @@ class Connection(Front):
     """A connection that asks for a completion.
 
     Attributes:
-        stream: whether it wants to know of each step, and not only of the end.
         news: set when there may be something to send; see Server.wake.
     """
 
-    server: Server
-    stream = False
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.news = Event()
+    news: Event
 
     def complete(self, chat: bool) -> None:
         """Answer a completion, whole or streamed."""
-        server = self.server
+        server: Server = self.server
         body = self.read_json()
         # Join `busy` before the check. In the other order, a server that stops could find nobody
         # busy between the two, and end without waiting for this completion.
@@ -159,11 +116,12 @@ class Connection(Front):
         completion = server.api.prepare(body, chat)
         self.check_queue(len(completion.requests))
         self.stream = completion.stream
+        self.news = Event()
         server.incoming.update(completion.requests)
         server.inbox.put(lambda: server.submit(completion.requests, self))
         self.sent_at = time.monotonic()  # from now on the client waits
         for part in completion.parts(self.wait_for_news):
-            self.send(part, content_type=EVENTS if self.stream else JSON_TYPE)
+            self.send(part)
         if self.stream:
             self.send("[DONE]")
 
@@ -184,7 +142,7 @@ class Connection(Front):
             if silent > 0.3:
                 self.check_client()
             if silent > KEEP_ALIVE_S and self.stream:
-                self.send("", content_type=EVENTS)
+                self.send("")
         self.news.clear()
         demand(not self.server.over, 503, "the server is stopping")
 

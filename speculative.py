@@ -28,7 +28,7 @@ from torch import Tensor
 from around.settings import check, supported
 from model import Transformer
 from paged import Row
-from sampling import Token, distribution, draw, parts, scored
+from sampling import Token, distribution, draw, scored
 from scheduler import Guess, Job, Proposer, run_order
 
 # Each seed has one stream of random numbers. Number i draws token i of the output, number GUESS + i
@@ -101,7 +101,7 @@ class Guesser(Proposer):
         for job, size in zip(jobs, sizes):
             ahead += [job.ahead(job.guess.ids[:i]) for i in range(size)]
             ids += [*job.guess.ids, 0]
-        p = torch.cat([distribution(*part) for part in parts(logits, ahead)])  # (R, V)
+        p = distribution(logits, ahead)  # (R, V)
         chances = p.gather(1, torch.tensor(ids, device=p.device)[:, None])  # (R, 1)
         chances = chances.flatten().cpu()  # one read by the host for all jobs
         u = torch.tensor([each.uniform(ACCEPT) for each in ahead], dtype=torch.float64)

@@ -59,8 +59,8 @@ def shard(
 
     Args:
         model: the whole model on the meta device, with QuantLinears where the files have them.
-        files: the tensors of checkpoint.locate_tensors, made to fit the model. {}: there are no
-            files, and the weights will be random. Then the model's lm_head must not be tied.
+        files: the stored tensors (see around/folder/weights.py), made to fit the model. {}: there
+            are no files, and the weights will be random. Then the model's lm_head must not be tied.
 
     Returns:
         The share, with plain Linears, and the files that it reads.
@@ -118,15 +118,11 @@ def share_sizes(c: Config, world_size: int) -> JSON:
         intermediate_size=c.intermediate_size,
         moe_intermediate_size=c.moe_intermediate_size or 0,
     )
-    possible = []
-    for n in range(1, c.num_attention_heads + 1):
-        fits_heads = K % n == 0 or n % K == 0  # several ranks may have the same kv head
-        if fits_heads and all(size % n == 0 for size in sizes.values()):
-            possible.append(n)
-    if world_size not in possible:
+    fits_heads = K % world_size == 0 or world_size % K == 0  # ranks may have the same kv head
+    if not fits_heads or any(size % world_size for size in sizes.values()):
+        sizes["num_key_value_heads"] = K
         raise CheckpointError(
-            f"{sizes | dict(num_key_value_heads=K)} cannot be shared evenly by {world_size} ranks, "
-            f"but by {' or '.join(map(str, possible))}"
+            f"{sizes} cannot be shared evenly by {world_size} ranks: take a common divisor"
         )
     shares = {name: size // world_size for name, size in sizes.items()}
     return shares | dict(num_key_value_heads=max(1, K // world_size))

@@ -16,13 +16,13 @@ import torch
 
 
 class Ranks(NamedTuple):
-    """The processes that share a model, seen from this one. By default it is alone; see tp.join.
+    """The processes that share a model, seen from this one. By default it is alone.
 
     Attributes:
         device: where this process computes.
         rank: its number. Rank 0 schedules, samples and prints.
         world_size: how many processes there are.
-        shard: for checkpoint.load_model: makes this rank's share of a model; None: all of it.
+        shard: for load_model: makes this rank's share of a model; None: all of it.
         runner: the class of the Engine's runner; None: paged.Runner.
     """
 

@@ -179,17 +179,11 @@ def without_nulls(raw: JSON) -> JSON:
 # --- What a request may set -----------------------------------------------------------------------
 
 
-# What the settings do. `filters` and `adjustments`, below, subtract these sets from all settings.
-# So a new setting that is in no set counts as both, and the sampler cannot skip it.
-FILTERS = {"top_k", "top_p", "min_p"}  # drop tokens, but never the likeliest one
-PENALTIES = {"repetition_penalty", "presence_penalty", "frequency_penalty"}
-ADJUSTMENTS = PENALTIES | {"logit_bias", "min_tokens"}  # change logits
-# Neither filters nor adjustments. The sampler looks at the first two, temperature and
-# structured_outputs, separately; the others do not change the distribution.
-NOT_SHAPING = {
-    "temperature", "structured_outputs", "seed", "n", "max_tokens", "logprobs", "prompt_logprobs",
-    "stop", "stop_token_ids", "ignore_eos",
-}  # fmt: skip
+# The settings that shape the distribution, and that a checkpoint may suggest.
+SHAPING = (
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -257,27 +251,20 @@ class SamplingParams:
         return replace(self, stop=(self.stop + more)[:16])
 
     @property
-    def shaping(self) -> set[str]:
-        """Names of the settings that shape the distribution and differ from their defaults, without
-        temperature and structured_outputs; see NOT_SHAPING."""
-        defaults = vars(type(self)())
-        changed = {name for name, value in defaults.items() if getattr(self, name) != value}
-        return changed - NOT_SHAPING
+    def filters(self) -> bool:
+        """Whether tokens are dropped, but never the likeliest one."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     @property
-    def adjustments(self) -> set[str]:
-        """Names of those that change logits."""
-        return self.shaping - FILTERS
+    def penalizes(self) -> bool:
+        """Whether logits depend on the tokens so far."""
+        penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+        return penalties != (1, 0, 0)
 
     @property
-    def filters(self) -> set[str]:
-        """Names of those that drop tokens."""
-        return self.shaping - ADJUSTMENTS
-
-    @property
-    def penalties(self) -> set[str]:
-        """Names of those that look at the tokens so far."""
-        return self.shaping & PENALTIES
+    def adjusts(self) -> bool:
+        """Whether logits are changed."""
+        return self.penalizes or bool(self.logit_bias) or self.min_tokens > 0
 
 
 # --- The engine's settings ------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from lesson import LETTERS, Lesson, forward_ms, parts_strip, run, seconds
 import torch
 from torch import Tensor
 
-from around.folder.text import Detokenizer
+from around.folder import Detokenizer
 from around.settings import SamplingParams
 from sampling import Sequence, distribution, draw, sample, uniform
 

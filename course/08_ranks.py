@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from around.fast.packed import pack_linears
-from around.folder.weights import build
+from around.folder import build
 from around.machine import Ranks
 from model import MLP
 from tools.bench import SHAPES, random_model

@@ -12,9 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import folders
-from around.folder.config import load_config, suggested
-from around.folder.tokenizer import Tokenizer
-from around.folder.weights import build, load_model
+from around.folder import Tokenizer, build, load_config, load_model, suggested
 from around.settings import BUNDLED, CheckpointError, SamplingParams
 from model import Transformer
 from sampling import Sequence, distribution

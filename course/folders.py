@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from around.folder.config import load_config
-from around.folder.weights import build, named_tensors
+from around.folder import build, load_config, named_tensors
 
 SHAPE = {
     "vocab_size": 384, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2,

@@ -25,8 +25,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout comes first
-# Ctrl-C ends a chapter without a traceback, also while it imports. `run` puts back what was there.
-CTRL_C = signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import torch
 import torch.distributed as dist
@@ -34,11 +32,11 @@ from torch import Tensor, nn
 
 import tp
 from around.fast.packed import pack_linears
-from around.folder.tokenizer import Tokenizer
-from around.folder.weights import build, load_model
+from around.folder import Tokenizer, build, load_model
 from around.machine import Ranks
 from around.settings import BUNDLED
 from around.start.memory import free_memory
+from around.start.ranks import join
 from kv_cache import StaticCache
 from model import Config, Transformer
 from sampling import uniform
@@ -78,7 +76,6 @@ def run(
     # busy machine threads wait for each other.
     torch.set_num_threads(1)
     try:
-        signal.signal(signal.SIGINT, CTRL_C)
         if args.svg:
             pictures.matplotlib()
             try_to_write("--svg", args.svg)
@@ -515,7 +512,7 @@ def be_rank(work: Callable[[Lesson, Ranks], dict[str, Any]]) -> None:
     """Be one of these processes: meet the others, run `work` on one thread, and print its result,
     which `Lesson.ranks` reads."""
     torch.set_num_threads(1)
-    with tp.join(torch.device("cpu")) as place, torch.no_grad():
+    with join(torch.device("cpu")) as place, torch.no_grad():
         print(json.dumps(work(Lesson("--small" in sys.argv), place)))
         dist.barrier()  # a rank that has finished waits for the others
 

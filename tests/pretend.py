@@ -2,11 +2,9 @@
 
 What fails on a GPU alone fails here: tensors of two devices in one operator, and views that hang on
 how a kernel lays out its result. What a GPU would wait for, the reads by the host, is noted with
-its line. All of it is Python: nothing is registered with PyTorch, and nothing is left behind.
-
-Two modes see each call while a Gpu is entered: of functions as Python names them, where devices are
-still "cuda", and of the operators that these come down to. To PyTorch's own code the tensors are
-of the meta device, so that no kernel of its own runs by mistake.
+its line. Two modes see each call while a Gpu is entered: of functions as Python names them, where
+devices are still "cuda", and of the operators that these come down to. To PyTorch's own code the
+tensors are of the meta device, so that no kernel of its own runs by mistake.
 """
 
 import sys
@@ -18,20 +16,16 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from around.fast import packed
-
 aten = torch.ops.aten
-CUDA, MPS, CPU = torch.device("cuda", 0), torch.device("mps", 0), torch.device("cpu")
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 ROOT = Path(__file__).resolve().parent.parent
-KERNELS = ("flash", "efficient", "cudnn")  # of attention
 INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
 NAMING = (torch.device, torch._C._nn._parse_to)  # a device is all that they make
 COPYING = (aten._to_copy.default, aten.copy_.default)
 
 
 class Pretended(Tensor):
-    """A tensor of the GPU; `inner` is what it holds, with the same strides. Which GPU that is,
-    is the same for all while a Gpu is entered."""
+    """A tensor of the GPU; `inner` is what it holds, with the same strides."""
 
     device, is_cuda, is_meta = CUDA, True, False
 
@@ -44,9 +38,6 @@ class Pretended(Tensor):
     def __init__(self, inner):
         self.inner = inner
 
-    def __repr__(self):
-        return f"Pretended({self.inner})"
-
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         raise RuntimeError(f"{func} outside of the Gpu")
@@ -56,57 +47,42 @@ class Gpu:
     """The device while it is entered.
 
     Attributes:
-        kernel: whose layout attention's results have.
-        device: as what its tensors pass: CUDA's or MPS'.
-        reads: the line of each read by the host since they were last taken.
-        used: the names of the operators that ran on it.
+        reads: the line of the project that asked for each read by the host.
+        used: the names of the operators that ran on it, and the dtypes that they made.
     """
 
-    def __init__(self, kernel="efficient", device=CUDA):
-        self.kernel, self.device = kernel, device
+    def __init__(self):
         self.reads, self.used = [], set()
-        self.functions, self.operators = [], []  # one each for every time that it is entered
         self.pretending = False  # whether the function that runs now was given a Pretended
 
     def __enter__(self):
-        Pretended.device, Pretended.is_cuda = self.device, self.device == CUDA
-        self.operators.append(Operators(self).__enter__())
-        self.functions.append(Functions(self).__enter__())
+        self.modes = Operators(self), Functions(self)
+        for mode in self.modes:
+            mode.__enter__()
         return self
 
     def __exit__(self, *error):
-        self.functions.pop().__exit__(*error)
-        self.operators.pop().__exit__(*error)
+        for mode in reversed(self.modes):
+            mode.__exit__(*error)
 
     def taken(self):
-        """The reads so far, which are forgotten."""
         reads, self.reads = self.reads, []
         return reads
 
     def read(self):
-        """Note a read: the line of the project that asked for it."""
-        frame = sys._getframe()
-        while Path(frame.f_code.co_filename).parent not in (
-            ROOT,
-            ROOT / "tools",
-            ROOT / "around/fast",
-            ROOT / "around/folder",
-        ):
+        frame = sys._getframe(1)
+        while ROOT not in Path(frame.f_code.co_filename).parents or frame.f_globals is globals():
             frame = frame.f_back
-            if not frame:
-                return  # of a test
         self.reads.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
 
     def attention(self, q, k, v, mask=None):
-        """The CPU's values in the kernel's layout, as its meta function says it."""
+        """The CPU's values in the layout of the memory-efficient kernel, as its meta function says
+        it. FlashAttention's and cuDNN's is that of the queries, as on a CPU."""
         together(F.scaled_dot_product_attention, [q, k, v, mask])
         y = F.scaled_dot_product_attention(q.inner, k.inner, v.inner, mask.inner)
-        like = [
-            torch.empty_strided(t.shape, t.stride(), dtype=torch.float16, device="meta")
-            for t in (q.inner, k.inner, v.inner)
-        ]
-        function = getattr(aten, f"_scaled_dot_product_{self.kernel}_attention")
-        laid_out = function(*like, *(() if self.kernel == "flash" else (None, False)))[0]
+        as_half = dict(dtype=torch.float16, device="meta")
+        like = [torch.empty_strided(t.shape, t.stride(), **as_half) for t in (q, k, v)]
+        laid_out = aten._scaled_dot_product_efficient_attention(*like, None, False)[0]
         return Pretended(torch.empty_strided(y.shape, laid_out.stride(), dtype=y.dtype).copy_(y))
 
 
@@ -154,10 +130,6 @@ class Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is torch.ops.kilolm.opaque.default:
-            self.gpu.pretending = False  # its function calls others, each for itself
-            with self.gpu:
-                return packed.opaque(*args, **kwargs)
         tensors = [each for each in leaves((args, kwargs)) if isinstance(each, Tensor)]
         ours = {id(each.inner): each for each in tensors if isinstance(each, Pretended)}
         device = kwargs.get("device")
@@ -171,39 +143,35 @@ class Operators(TorchDispatchMode):
             together(func, [args[0], *args[2:]] if kept else tensors)
         if ours and is_read(func, args, there):
             self.gpu.read()
-        args, kwargs = changed(
-            lambda each: each.inner if isinstance(each, Pretended) else each, (args, kwargs)
-        )
+        inner = {id(each): each.inner for each in ours.values()}
+        args, kwargs = changed(lambda each: inner.get(id(each), each), (args, kwargs))
         if func is aten.copy_.default:
             there = id(args[0]) in ours
-
         if there:
             self.gpu.used.add(func.name().removeprefix("aten::"))
 
         def wrapped(made):
             if not isinstance(made, Tensor) or not there:
                 return made
-            if made.dtype == torch.float64 and Pretended.device == MPS:
-                raise RuntimeError(f"{func}: MPS has no float64")
+            self.gpu.used.add(made.dtype)
             return ours[id(made)] if id(made) in ours else Pretended(made)
 
         return changed(wrapped, func(*args, **kwargs))
 
 
 def leaves(value):
-    """What is in lists, tuples and dicts; PyTorch's own function for it takes half of the time."""
-    if isinstance(value, list | tuple | dict):
-        parts = value.values() if isinstance(value, dict) else value
-        return [leaf for part in parts for leaf in leaves(part)]
-    return [value]
+    """What is in lists, tuples and dicts."""
+    found = []
+    changed(found.append, value)
+    return found
 
 
 def changed(change, value):
-    """The same with each leaf changed."""
+    """The same with each leaf changed. PyTorch's own function for it takes half of the time."""
     if isinstance(value, dict):
         return {name: changed(change, part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(changed(change, part) for part in value)
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+        return type(value)([changed(change, part) for part in value])
     return change(value)
 
 
@@ -238,4 +206,4 @@ def on_gpu(value):
     """Whether an argument is the device, or its name."""
     if not isinstance(value, torch.device | str):
         return False
-    return getattr(value, "type", value) == Pretended.device.type
+    return getattr(value, "type", value) == "cuda"

@@ -23,7 +23,7 @@ import torch
 from conftest import ROOT, SHAKESPEARE
 from ways import split
 
-import server as server_module
+from around.api import listen_at
 from around.folder.config import suggested
 from around.folder.tokenizer import Tokenizer
 from around.folder.weights import load_model
@@ -33,7 +33,7 @@ from around.start import make_engine
 from generate import generate
 from kv_cache import StaticCache
 from sampling import Sequence
-from server import ServerArgs, parse_args
+from server import Server, ServerArgs, parse_args
 from tools.books import audit
 
 os.environ["NO_PROXY"] = "127.0.0.1"  # openai's client would ask a proxy of the environment
@@ -213,9 +213,8 @@ class Local(Client):
         small = {"num_blocks": 128, "max_num_seqs": 8, "max_num_batched_tokens": 32}
         self.args = make_args("--max-body", "200000", *options, **small | limits)
         self.engine = make_engine(self.args, Ranks(torch.device("cpu")), model(), None)
-        self.server = server_module.Server(
-            self.engine, self.args, server_module.listen_at(self.args.host, self.args.port)
-        )
+        listeners = listen_at(self.args.host, self.args.port)
+        self.server = Server(self.engine, self.args, listeners)
         self.listening = threading.Thread(target=self.server.listen)
         self.running = threading.Thread(target=self.drive)
         self.listening.start()

@@ -9,18 +9,19 @@ import json
 import math
 import os
 import pickle
+import random
 import resource
 import shutil
 import signal
 import struct
-import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from test_model import GRANITE
+from tiny import edit_config, tiny_folder
 
 from around.folder import families
 from around.folder.config import load_config
@@ -34,13 +35,8 @@ RAW = {
     "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "rope_scaling": None, "eos_token_id": 2,
     "tie_word_embeddings": False, "torch_dtype": "float32",
 }  # fmt: skip
-LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}  # fmt: skip
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 NORM, UP = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
-MISSING = object()
 BIG = 10**400  # JSON can hold it, a float cannot
 SECONDS = 30  # no test here needs one
 MEMORY = 4 * 2**30  # bytes beyond what the process has: far more than any test here needs
@@ -52,32 +48,18 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def _bounded():
     """Turn a hang into a failure, and filling the memory into a MemoryError, at once."""
     signal.signal(signal.SIGALRM, lambda *_: pytest.fail(f"still loading after {SECONDS} s"))
-    if not Path("/proc/self/statm").exists():
-        yield
-        return
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
     before = resource.getrlimit(resource.RLIMIT_AS)
-    limit = pages * resource.getpagesize() + MEMORY
-    resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
+    if Path("/proc/self/statm").exists():
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
     yield
     resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 @pytest.fixture(scope="module")
 def valid(tmp_path_factory):
-    """The valid checkpoint, its shapes spelt out so as not to ask the code under test."""
-    shapes = {
-        "self_attn.q_proj": (32, 32), "self_attn.k_proj": (16, 32), "self_attn.v_proj": (16, 32),
-        "self_attn.o_proj": (32, 32), "mlp.gate_proj": (48, 32), "mlp.up_proj": (48, 32),
-        "mlp.down_proj": (32, 48), "input_layernorm": (32,), "post_attention_layernorm": (32,),
-    }  # fmt: skip
-    shapes = {f"model.layers.{i}.{n}.weight": s for i in (0, 1) for n, s in shapes.items()}
-    shapes |= {"model.embed_tokens.weight": (64, 32), NORM: (32,), "lm_head.weight": (64, 32)}
-    folder = tmp_path_factory.mktemp("valid")
-    edit(folder)
-    tensors = {name: torch.randn(shape) * 0.1 for name, shape in shapes.items()}
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    return folder
+    return tiny_folder(tmp_path_factory.mktemp("valid"), **RAW)
 
 
 @pytest.fixture
@@ -87,8 +69,8 @@ def folder(valid, tmp_path):
 
 
 def edit(folder, **changes):
-    """Give config.json these keys beside RAW's, less those that are MISSING."""
-    raw = {key: value for key, value in (RAW | changes).items() if value is not MISSING}
+    """Give config.json these keys beside RAW's; `...` drops one."""
+    raw = {key: value for key, value in (RAW | changes).items() if value is not ...}
     (folder / CONFIG).write_text(json.dumps(raw))
 
 
@@ -100,6 +82,7 @@ def refused(folder, *words, **changes):
         edit(folder, **changes)
     with pytest.raises(CheckpointError) as caught:
         load_in_time(folder)
+        pytest.fail(f"it loads: {words} {changes}")
     message = str(caught.value).replace(str(folder), "")
     for word in words:
         assert word in message, (changes, message)
@@ -121,187 +104,151 @@ def runs(model):
         model(torch.tensor([[0, 1, 2]]), torch.arange(3)[None])
 
 
-# --- config.json ----------------------------------------------------------------------------------
-
-JSON = (
-    b'{"hidden_size": 32,', b"", b"[1, 2]", b"null", b'"LlamaForCausalLM"', b"[" * 200_000,
-    b'{"a":' * 200_000, b'{"architectures": ["\xff\xfe"]}', "{}".encode("utf-16"),
-    b"\xef\xbb\xbf{}", b'{"vocab_size": ' + b"9" * 5000 + b"}", bytes(range(256)),
-)  # fmt: skip
+# --- Files ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("file", ["generation_config.json", CONFIG])
-def test_unreadable_json(folder, file):
+def test_unreadable_json(folder):
     """json.loads raises four kinds of error, and returns things that are no object."""
-    for content in JSON:
-        (folder / file).write_bytes(content)
-        refused(folder, f"/{file}: ")
+    for content in (
+        b'{"hidden_size": 32,', b"", b"[1, 2]", b"null", b'"LlamaForCausalLM"', b"[" * 200_000,
+        b'{"a":' * 200_000, b'{"architectures": ["\xff\xfe"]}', "{}".encode("utf-16"),
+        b"\xef\xbb\xbf{}", b'{"vocab_size": ' + b"9" * 5000 + b"}", bytes(range(256)),
+    ):  # fmt: skip
+        for file in ("generation_config.json", CONFIG):
+            (folder / file).write_bytes(content)
+            refused(folder, f"/{file}: ")
+            edit(folder)
+        (folder / "generation_config.json").unlink()
 
 
-def test_no_config(folder):
-    """A mistyped --checkpoint, the weights' own path, a file that is missing or a directory."""
-    refused(folder / "typo", "no such folder")
-    refused(folder / WEIGHTS, "no such folder")
-    (folder / CONFIG).unlink()
-    refused(folder, CONFIG)
-    (folder / CONFIG).mkdir()
-    refused(folder, CONFIG)
-
-
-@pytest.mark.parametrize("has_model", [False, True])
-def test_an_adapter(folder, has_model):
-    """LoRA: the model ran as if it had not been trained, or a missing file was the error. Where
-    peft is installed, transformers adds the adapter, also in a folder with a whole model."""
-    if not has_model:
-        (folder / CONFIG).unlink()
-        (folder / WEIGHTS).unlink()
-    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+def test_what_is_missing(folder):
+    """A mistyped --checkpoint, the weights' own path, a file that is missing or a directory: the
+    name of what is looked for, and the way out. And LoRA: the model ran as if it had not been
+    trained, or a missing file was the error. Where peft is installed, transformers adds the
+    adapter, also in a folder with a whole model."""
+    for path in (folder / "typo", folder / WEIGHTS):
+        refused(path, "no such folder", "hf download", "GGUF", "transformers")
+    adapter = folder / "adapter_config.json"
+    adapter.write_text('{"peft_type": "LORA"}')
+    refused(folder, "adapter_config.json", "adapters do not run here", "merge")
+    adapter.unlink()
+    for file, *words in ((WEIGHTS, "shards", "convert"), (CONFIG,)):
+        (folder / file).unlink()
+        refused(folder, file, *words)
+        (folder / file).mkdir()
+        refused(folder, file)
+    (folder / CONFIG).rmdir()
+    adapter.write_text('{"peft_type": "LORA"}')
     refused(folder, "adapter_config.json", "adapters do not run here", "merge")
 
 
-REQUIRED = (
+# --- config.json ----------------------------------------------------------------------------------
+
+SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings",
 )  # fmt: skip
-SIZES = (*REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings")
 EOS = ("2", ["2"], True, 2.0, -1, [2, "</s>"], [None], {"id": 2}, [[2]])
+# `raw.get(name) or default` takes 0 and [] for "not given"; True is an int in Python; a size of
+# 10**12 fills the memory before any tensor is looked at. Python's json reads NaN and Infinity, and
+# integers that no float can hold.
 SENSELESS = (-1, 0, "8", 8.0, True, False, math.nan, 10**12, 2**70, BIG, [], {"a": 1})
 NUMBERS = (math.nan, math.inf, -math.inf, -1e-5, 0, "1e-5", True, [1e-5], BIG)
-WINDOW = {"use_sliding_window": True, "sliding_window": 8}
-MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8}
-FAMILIES = [{"architectures": [f"{name}ForCausalLM"]} for name in ("Mistral", "Qwen2", "Qwen3")]
-GRANITE = {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.22,
-           "logits_scaling": 3.0}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+FIELDS: dict[str, dict[str, Any]] = {  # a family -> its settings -> values that are refused
+    "Llama": dict.fromkeys(SIZES, SENSELESS) | {
+        "head_dim": (*SENSELESS, 7), "rms_norm_eps": NUMBERS, "rope_theta": NUMBERS,
+        "eos_token_id": EOS,  # one that equals no token id never ends a sequence
+        # What is ignored gives fluent nonsense; the string "false" is true. An embedding model
+        # (gte-Qwen2) is not causal.
+        "hidden_act": (["silu"], "gelu"), "dtype": ("float8", 16), "torch_dtype": ("float64",),
+        "mlp_bias": ("yes", 1), "attention_bias": ("no",), "tie_word_embeddings": ("false",),
+        "partial_rotary_factor": (0.5,), "is_causal": (False,), "quantization_config": ("gptq",)},
+    # A window cut down to 0 shows a query nothing, not even itself; one beyond int64 fails only in
+    # the first forward.
+    "Mistral": {"sliding_window": SENSELESS},
+    # Modules are built for each expert, before any tensor is looked at; and a router that is unlike
+    # those that we run sends tokens to the wrong ones.
+    "Mixtral": {
+        "num_local_experts": SENSELESS, "num_experts_per_tok": (*SENSELESS, 9),
+        "moe_intermediate_size": SENSELESS, "decoder_sparse_step": SENSELESS, "n_group": (8,),
+        "mlp_only_layers": (0, "0", {}), "norm_topk_prob": ("no",), "scoring_func": ("sigmoid",)},
+    # A number that a family folds is missing or is none; a list has another length than the layers.
+    "Granite": dict.fromkeys(GRANITE, (..., None, 0, "1", math.nan)),
+    "Gemma3": {
+        "query_pre_attn_scalar": (0, -8, "8"), "sliding_window_pattern": (0,),
+        "rope_local_base_freq": (0,), "hidden_activation": ("gelu",),
+        "use_bidirectional_attention": (True,), "attn_logit_softcapping": (50.0,),
+        "final_logit_softcapping": (30.0,)},
+    "SmolLM3": {"no_rope_layers": (4, [1]), "no_rope_layer_interval": (-1,)},
+    "Phi3": {"partial_rotary_factor": (0, -0.5, 1.5, "1", math.nan)},
+}  # fmt: skip
+BESIDE = {"Mixtral": {"num_local_experts": 8}, "Granite": GRANITE}
+# What the error says in place of the setting.
+SAYS = {"attention_bias": "bias", "num_local_experts": "num_experts", "torch_dtype": "dtype"}
 
 
-def family_of(name, **changes):
+def of(name, **changes):
+    """The changes that make the file one of another family."""
     return {"architectures": [f"{name}ForCausalLM"], **changes}
 
 
-CASES = {
-    # `raw.get(name) or default` takes 0 and [] for "not given"; True is an int in Python; a size of
-    # 10**12 fills the memory before any tensor is looked at.
-    "sizes": [(name, {name: value}) for name in SIZES for value in SENSELESS],
-    "no sizes": [(name, {name: value}) for name in REQUIRED for value in (None, MISSING)],
-    # Llama 2's config.json has no head_dim: D // N divides by zero, or a string.
-    "sizes without head_dim": [
-        (name, {name: value, "head_dim": MISSING}) for name in REQUIRED for value in SENSELESS
-    ],
+WINDOWED = [of(name, use_sliding_window=True, sliding_window=8) for name in ("Qwen2", "Qwen3")]
+CASES = [  # what the error names, and the changes of config.json
+    *((SAYS.get(name, name), of(family, **BESIDE.get(family, {}) | {name: value}))
+      for family, fields in FIELDS.items() for name, values in fields.items() for value in values),
+    # Without head_dim, as in Llama 2's file, D // N divides by zero, or a string.
+    *((name, {"head_dim": ..., name: value}) for name in SIZES[:5]
+      for value in (*SENSELESS, None, ...)),
     # A list with an entry per layer, made before the count is checked: 8 GB, then MemoryError.
-    "a billion layers": [
-        ("num_hidden_layers", {"num_hidden_layers": n, "max_window_layers": most} | WINDOW | family)
-        for n in (1025, 10**9, 10**12, 2**62, 2**70) for most in (0, 10**9) for family in FAMILIES
-    ],
-    # Python's json reads NaN and Infinity, and integers that no float can hold; and the newer
-    # spelling of rope takes another path.
-    "numbers": [(n, {n: value}) for n in ("rms_norm_eps", "rope_theta") for value in NUMBERS],
-    "newer theta": [("rope_theta", {"rope_parameters": {"rope_theta": v}}) for v in NUMBERS],
-    "rope factor": [
-        ("rope factor", {"rope_scaling": {"type": "linear", "factor": value}})
-        for value in (*NUMBERS, None, 1e-300)  # the last leaves float32: every logit would be NaN
-    ],
-    "llama3": [
-        (f"rope {name}", {"rope_scaling": {**LLAMA3, name: value}})
-        for name in list(LLAMA3)[1:]
-        for value in (*NUMBERS, *[None] * (name != "original_max_position_embeddings"))
-    ],
-    # A stretched rope run as a plain one is right for short texts only.
-    "rope": [(word, {key: rope}) for key in ("rope_scaling", "rope_parameters") for word, rope in (
+    *(("num_hidden_layers", family | {"num_hidden_layers": n, "max_window_layers": most})
+      for family in (*WINDOWED, of("Mistral")) for n in (1025, 2**30, 2**70) for most in (0, n)),
+    # 1e-300 leaves float32: every logit would be NaN. A stretched rope run as a plain one is right
+    # for short texts only.
+    *(("rope_theta", {"rope_parameters": {"rope_theta": value}}) for value in NUMBERS),
+    *(("rope factor", {"rope_scaling": {"type": "linear", "factor": value}})
+      for value in (*NUMBERS, None, 1e-300)),
+    *((f"rope {name}", {"rope_scaling": LLAMA3 | {name: value}})
+      for name in list(LLAMA3)[1:] for value in NUMBERS),
+    *((word, {key: rope}) for key in ("rope_scaling", "rope_parameters") for word, rope in (
         ("'ntk' is not supported", {"rope_type": "ntk", "factor": 4.0}),
-        ("rope factor", {"rope_type": "yarn", "factor": 0}),
+        ("'dynamic' is not supported", {"type": "dynamic", "factor": 2.0}),
+        ("rope factor", {"rope_type": "yarn", "factor": 0}), ("rope factor", {"type": "linear"}),
         ("rope beta_fast", {"rope_type": "yarn", "factor": 4.0, "beta_fast": "32"}),
         ("rope short_factor", {"rope_type": "longrope"}),
         ("the length of rope short_factor 1", {"rope_type": "longrope", "short_factor": [1.0]}),
         ("rope short_factor", {"rope_type": "longrope", "short_factor": [0.0] * 8}),
-        ("'dynamic' is not supported", {"type": "dynamic", "factor": 2.0}),
-        ("rope_type", {"rope_type": None}), ("rope_type 5", {"rope_type": 5}),
-        ("rope_type", {"rope_type": ["linear"], "factor": 2}), ("rope factor", {"type": "linear"}),
-        ("high_freq_factor", {**LLAMA3, "low_freq_factor": 8.0}),
-        ("high_freq_factor", {**LLAMA3, "low_freq_factor": 4.0}),
-        ("rope factor", {**LLAMA3, "factor": 1e-300}), ("rope_theta", {"rope_theta": 1e-300}),
-        *(("rope", value) for value in ("linear", ["linear"], [], 5, True, False)),
-    )],
-    # A family that runs under another's rules.
-    "architectures": [
-        ("architectures", {"architectures": value})
-        for value in (MISSING, None, [], 5, {"a": 1}, [[]], [5], "Llama", ["GPT2LMHeadModel"])
-    ],
-    # A window cut down to 0 shows a query nothing, not even itself; one beyond int64 fails only in
-    # the first forward.
-    "windows": [
-        ("sliding_window", {"sliding_window": value} | FAMILIES[0])
-        for value in (-8, 0, "8", 8.5, 0.5, True, math.nan, math.inf, [8], 2**70, BIG)
-    ],
+        *(("rope_type", {"rope_type": kind, "factor": 2}) for kind in (None, 5, ["linear"])),
+        *(("high_freq_factor", LLAMA3 | {"low_freq_factor": low}) for low in (4.0, 8.0)),
+        *(("rope", value) for value in ("linear", ["linear"], [], 5, True, False)))),
+    ("partial_rotary_factor 0.2", {"rope_parameters": {"partial_rotary_factor": 0.2}}),
+    ("rope_type of sliding_attention 'linear'", of("Gemma3", rope_parameters={
+        "full_attention": {}, "sliding_attention": {"rope_type": "linear", "factor": 4.0}})),
+    # A family that runs under another's rules, such as shared experts or sigmoid scores.
+    *(("architectures", {"architectures": value})
+      for value in (..., None, [], 5, {"a": 1}, [[]], [5], "Llama", ["GPT2LMHeadModel"])),
+    *((f"'{name}ForCausalLM' is not supported", of(name))
+      for name in ("Gemma2", "Qwen2Moe", "DeepseekV3", "Qwen3Next")),
+    ("text_config", {"architectures": ["Gemma3ForConditionalGeneration"]}),
+    *((word, {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text})
+      for word, text in [("text_config", 5), ("text_config 'm'", {"model_type": "m"})]),
     # A window on the wrong layers, or a kind of layer that is run as another.
-    "layer_types": [
-        ("layer_types", {"layer_types": kinds} | WINDOW | family) for family in FAMILIES[1:]
-        for kinds in (["full_attention"], ["sliding_attention"] * 3, ["x", "x"], [1, 2], "x")
-    ],
-    # Modules are built for each expert, before any tensor is looked at; and a router that is unlike
-    # those that we run sends tokens to the wrong ones.
-    "experts": [
-        *((name, MIXTRAL | {name: value}) for value in SENSELESS for name in (
-            "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step")),
-        *(("num_experts", MIXTRAL | {"num_local_experts": value}) for value in SENSELESS),
-        ("num_experts_per_tok must be int in 1..8, is 9", MIXTRAL | {"num_experts_per_tok": 9}),
-        *(("mlp_only_layers", MIXTRAL | {"mlp_only_layers": value}) for value in (0, "0", {})),
-        ("norm_topk_prob", MIXTRAL | {"norm_topk_prob": "no"}),
-        ("scoring_func 'sigmoid'", MIXTRAL | {"scoring_func": "sigmoid"}),
-        ("n_group 8", MIXTRAL | {"n_group": 8}),
-    ],
-    # A number that a family folds is missing or is none; a list has another length than the layers.
-    "families": [
-        *((name, family_of("Granite", **GRANITE | {name: value}))
-          for name in GRANITE for value in (MISSING, None, 0, "1", math.nan)),
-        *(("query_pre_attn_scalar", family_of("Gemma3", query_pre_attn_scalar=value))
-          for value in (0, -8, "8")),
-        ("sliding_window_pattern", family_of("Gemma3", sliding_window_pattern=0)),
-        ("rope_local_base_freq", family_of("Gemma3", rope_local_base_freq=0)),
-        ("rope_type of sliding_attention 'linear'", family_of("Gemma3", rope_parameters={
-            "full_attention": {}, "sliding_attention": {"rope_type": "linear", "factor": 4.0}})),
-        ("hidden_activation", family_of("Gemma3", hidden_activation="gelu")),
-        ("use_bidirectional", family_of("Gemma3", use_bidirectional_attention=True)),
-        ("attn_logit_softcapping 50.0", family_of("Gemma3", attn_logit_softcapping=50.0)),
-        ("final_logit_softcapping 30.0", family_of("Gemma3", final_logit_softcapping=30.0)),
-        ("'Gemma2ForCausalLM' is not supported", family_of("Gemma2")),
-        ("text_config", {"architectures": ["Gemma3ForConditionalGeneration"]}),
-        ("text_config", {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": 5}),
-        ("the model_type of text_config 'mistral4'", {"text_config": {"model_type": "mistral4"},
-            "architectures": ["Mistral3ForConditionalGeneration"]}),
-        ("length of no_rope_layers 1", family_of("SmolLM3", no_rope_layers=[1])),
-        ("no_rope_layers", family_of("SmolLM3", no_rope_layers=4)),
-        ("no_rope_layer_interval", family_of("SmolLM3", no_rope_layer_interval=-1)),
-        *(("partial_rotary_factor", family_of("Phi3", partial_rotary_factor=value))
-          for value in (0, -0.5, 1.5, "1", math.nan)),
-    ],
-    # An EOS that equals no token id never ends a sequence.
-    "eos": [("eos_token_id", {"eos_token_id": value}) for value in EOS],
-    # What is ignored gives fluent nonsense; the string "false" is true.
-    "others": [
-        ("4 heads must be a multiple of the 3 kv heads", {"num_key_value_heads": 3}),
-        ("4 heads must be a multiple of the 8 kv heads", {"num_key_value_heads": 8}),
-        ("head_dim 7", {"head_dim": 7}), ("hidden_act", {"hidden_act": ["silu"]}),
-        # Each is within its bound, but a matrix of them has more bytes than int64 can count.
-        ("head", {"hidden_size": 2**24, "num_attention_heads": 2**24, "head_dim": 2**24}),
-        ("hidden_act 'gelu'", {"hidden_act": "gelu"}), ("dtype 'float8'", {"dtype": "float8"}),
-        ("partial_rotary_factor 0.5", {"partial_rotary_factor": 0.5}),
-        ("partial_rotary_factor 0.2", {"rope_parameters": {"partial_rotary_factor": 0.2}}),
-        ("dtype 'float64'", {"torch_dtype": "float64"}), ("dtype 16", {"dtype": 16}),
-        ("mlp_bias", {"mlp_bias": "yes"}), ("mlp_bias", {"mlp_bias": 1}),
-        ("bias", {"attention_bias": "no"}), ("tie_word", {"tie_word_embeddings": "false"}),
-        ("quantization_config", {"quantization_config": "gptq"}),
-    ],
-}  # fmt: skip
+    *(("layer_types", family | {"layer_types": kinds}) for family in WINDOWED
+      for kinds in (["full_attention"], ["sliding_attention"] * 3, ["x", "x"], [1, 2], "x")),
+    *((f"4 heads must be a multiple of the {n} kv heads", {"num_key_value_heads": n})
+      for n in (3, 8)),
+    # Each is within its bound, but a matrix of them has more bytes than int64 can count.
+    ("head", {"hidden_size": 2**24, "num_attention_heads": 2**24, "head_dim": 2**24}),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("group", CASES)
-def test_config(folder, group):
-    """See the comments above."""
-    for word, changes in CASES[group]:
+def test_config(folder):
+    """A traceback, or a model that rambles, where one line can say what is wrong."""
+    for word, changes in CASES:
         refused(folder, f"/{CONFIG}: ", word, **changes)
-
-
-def test_outside_config_json(folder):
-    """generation_config.json's EOS ids; methods of quantising that we do not run."""
     for method, word in (("gptq", "bits"), ("fp8", "quant_method 'fp8'")):
         refused(folder, word, quantization_config={"quant_method": method, "group_size": 128})
     edit(folder)
@@ -310,58 +257,45 @@ def test_outside_config_json(folder):
         refused(folder, "eos_token_id")
 
 
+def test_settings_that_a_family_does_not_read(folder):
+    """A Llama whose file has Granite's multiplier or this engine's name `gelu` is another model."""
+    plain = load_config(folder)
+    flags = {name for name, value in vars(plain).items() if isinstance(value, bool)}
+    read = {"mlp_bias", "norm_topk_prob", "tie_word_embeddings"}
+    edit(folder, **dict.fromkeys(families.OWN.keys() | families.INTERNAL | flags - read, 2))
+    assert load_config(folder) == plain
+
+
 # --- The weights ----------------------------------------------------------------------------------
 
 
-def split(file):
-    """A safetensors file: 8 bytes of length, that much JSON, then the data."""
-    content = file.read_bytes()
-    end = 8 + struct.unpack("<Q", content[:8])[0]
-    return content[8:end], content[end:]
-
-
 def join(header, data):
+    """A safetensors file: 8 bytes of length, that much JSON, then the data."""
     return struct.pack("<Q", len(header)) + header + data
 
 
-def norm(**changes):
-    """Change what the header says of one tensor."""
+def test_damaged_weights(folder):
+    """A download that broke off, or a header made to read out of bounds."""
+    whole = (folder / WEIGHTS).read_bytes()
+    end = 8 + struct.unpack("<Q", whole[:8])[0]
+    header, data = json.loads(whole[8:end]), whole[end:]
 
-    def change(content, header, data):
-        header = json.loads(header)
-        header[NORM].update(changes)
-        return join(json.dumps(header).encode(), data)
+    def norm(**changes):
+        return join(json.dumps(header | {NORM: header[NORM] | changes}).encode(), data)
 
-    return change
-
-
-DAMAGED = {  # from the whole file, its header and its data
-    "empty": lambda c, h, d: b"", "only-a-length": lambda c, h, d: c[:8],
-    "cut-in-header": lambda c, h, d: c[:100], "cut-in-data": lambda c, h, d: c[:-4],
-    "half": lambda c, h, d: c[: len(c) // 2], "zeros": lambda c, h, d: bytes(len(c)),
-    "garbage": lambda c, h, d: c + b"garbage", "length-0": lambda c, h, d: join(b"", h + d),
-    "length-2**40": lambda c, h, d: struct.pack("<Q", 2**40) + h + d,
-    "length-2**64": lambda c, h, d: b"\xff" * 8 + h + d, "list": lambda c, h, d: join(b"[]", d),
-    "git-lfs": lambda c, h, d: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
-    "x": lambda c, h, d: join(b"x" * 64, d), "utf-8": lambda c, h, d: join(b'{"\xff":1}', d),
-    "deep": lambda c, h, d: join(b'{"a":' * 100_000, d), "overlap": norm(data_offsets=[0, 128]),
-    "backwards": norm(data_offsets=[128, 0]), "beyond": norm(data_offsets=[2**40, 2**40 + 128]),
-    "offsets-string": norm(data_offsets="0-128"), "negative": norm(shape=[-32]),
-    "overflow": norm(shape=[2**40, 2**40]), "disagrees": norm(shape=[31]), "null": norm(shape=None),
-    "unknown-dtype": norm(dtype="F37"), "other-dtype": norm(dtype="BF16"),
-}  # fmt: skip
+    for content in (
+        b"", whole[:8], whole[:100], whole[:-4], bytes(len(whole)), whole + b"garbage",
+        struct.pack("<Q", 2**40) + whole[8:], b"\xff" * 8 + whole[8:], join(b"", data),
+        join(b"[]", data), join(b"x" * 64, data), join(b'{"\xff":1}', data),
+        join(b'{"a":' * 100_000, data), norm(data_offsets=[0, 128]), norm(data_offsets="0-128"),
+        norm(data_offsets=[2**40, 2**40 + 128]), norm(shape=[-32]), norm(shape=[2**40, 2**40]),
+        norm(shape=[31]), norm(shape=None), norm(dtype="F37"), norm(dtype="BF16"),
+    ):  # fmt: skip
+        (folder / WEIGHTS).write_bytes(content)
+        refused(folder, f"/{WEIGHTS}: ")
 
 
-@pytest.mark.parametrize("name", DAMAGED)
-def test_damaged_weights(folder, name):
-    """A download that broke off, a git-lfs pointer, or a header made to read out of bounds."""
-    file = folder / WEIGHTS
-    file.write_bytes(DAMAGED[name](file.read_bytes(), *split(file)))
-    refused(folder, f"/{WEIGHTS}: ")
-
-
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", WEIGHTS])
-def test_a_pickle_is_never_run(folder, name):
+def test_a_pickle_is_never_run(folder):
     """Unpickling a checkpoint runs whatever its author wrote, under whatever name it stands."""
     marker = folder.parent / "marker"
 
@@ -372,110 +306,73 @@ def test_a_pickle_is_never_run(folder, name):
     pickle.loads(pickle.dumps(Evil()))
     marker.rmdir()  # so it would have been made
     (folder / WEIGHTS).unlink()
-    (folder / name).write_bytes(pickle.dumps(Evil()))
-    refused(folder, WEIGHTS, *([] if name == WEIGHTS else ["convert"]))
+    for name in ("pytorch_model.bin", "consolidated.00.pth", WEIGHTS):
+        (folder / name).write_bytes(pickle.dumps(Evil()))
+        refused(folder, WEIGHTS, *([] if name == WEIGHTS else ["convert"]))
     assert not marker.exists()
 
 
-def cast(name, dtype):
-    return lambda t: t.update({name: t[name].to(dtype)})
+def change_tensors(folder, changes):
+    """Put tensors into the file, or take out those that are None."""
+    tensors = load_file(folder / WEIGHTS) | changes
+    save_file({n: each for n, each in tensors.items() if each is not None}, folder / WEIGHTS)
 
 
-def put(name, tensor):
-    return lambda t: t.update({name: tensor})
+DTYPES = (torch.int32, torch.int8, torch.uint8, torch.bool, torch.float64, torch.float8_e4m3fn)
+TENSORS = [
+    ({NORM: None}, "1 tensors", "norm.weight: missing"),
+    ({"lm_head.weight": None}, "1 tensors", "lm_head.weight: missing"),
+    ({"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}, "1 tensors",
+     "layers.0.self_attn.q_proj.bias", "wanted: none"),
+    ({NORM: torch.zeros(33)}, "norm.weight", "(33,)", "wanted: float (32,)"),
+    ({NORM: torch.zeros(0)}, "norm.weight", "(0,)"), ({NORM: torch.ones(())}, "norm.weight", "()"),
+    ({UP: torch.zeros(32, 48)}, "(32, 48)", "float (48, 32)"),
+    *(({UP: torch.zeros(48, 32).to(kind)}, f"up_proj.weight: {kind} (48, 32)") for kind in DTYPES),
+    ({NORM: None, "model.layers.0.mlp.gate_proj.weight": None, "score.weight": torch.zeros(2, 32),
+      "lm_head.weight": torch.zeros(64, 32).int()}, "4 tensors",
+     *(f"\n  {name}.weight: " for name in ("norm", "layers.0.mlp.gate_proj", "score", "lm_head"))),
+]  # fmt: skip
 
 
-TENSORS = {
-    "missing": (lambda t: t.pop(NORM), "1 tensors", "norm.weight: missing"),
-    "lm_head": (lambda t: t.pop("lm_head.weight"), "1 tensors", "lm_head.weight: missing"),
-    "all": (lambda t: t.clear(), "21 tensors", "embed_tokens.weight: missing", "norm.weight: miss"),
-    "unexpected": (put("model.layers.0.self_attn.q_proj.bias", torch.zeros(32)),
-                   "1 tensors", "layers.0.self_attn.q_proj.bias", "wanted: none"),
-    "mis-shaped": (put(NORM, torch.zeros(33)), "norm.weight", "(33,)", "wanted: float (32,)"),
-    "empty": (put(NORM, torch.zeros(0)), "norm.weight", "(0,)"),
-    "scalar": (put(NORM, torch.tensor(1.0)), "norm.weight", "()"),
-    "transposed": (lambda t: t.update({UP: t[UP].T.contiguous()}), "(32, 48)", "float (48, 32)"),
-    **{
-        str(dtype): (cast(UP, dtype), f"up_proj.weight: {dtype} (48, 32)") for dtype in (
-            torch.int32, torch.int8, torch.uint8, torch.bool, torch.float64, torch.float8_e4m3fn,
-            torch.complex64,
-        )
-    },
-}  # fmt: skip
-
-
-def change_tensors(folder, change):
-    tensors = load_file(folder / WEIGHTS)
-    change(tensors)
-    save_file(tensors, folder / WEIGHTS)
-
-
-@pytest.mark.parametrize("name", TENSORS)
-def test_tensors_that_do_not_fit(folder, name):
+def test_tensors_that_do_not_fit(folder, valid):
     """A parameter left at its random start, or on the meta device, or filled with rounded integers,
-    is not seen until the text is read."""
-    change, *words = TENSORS[name]
-    change_tensors(folder, change)
-    refused(folder, *words)
-
-
-def test_all_that_does_not_fit_is_listed_at_once(folder):
-    """One problem a run makes a long evening; an 80-layer model with a wrong prefix would fill the
-    screen 40 times over."""
-
-    def spoil(t):
-        del t[NORM], t["model.layers.0.mlp.gate_proj.weight"]
-        t["score.weight"] = torch.zeros(2, 32)
-        t["lm_head.weight"] = t["lm_head.weight"].to(torch.int32)
-
-    change_tensors(folder, spoil)
-    names = ("norm", "layers.0.mlp.gate_proj", "score", "lm_head")
-    refused(folder, "4 tensors", *(f"\n  {name}.weight: " for name in names))
+    is not seen until the text is read. One problem a run makes a long evening; an 80-layer model
+    with a wrong prefix would fill the screen 40 times over."""
+    for changes, *words in TENSORS:
+        shutil.copy(valid / WEIGHTS, folder)
+        change_tensors(folder, changes)
+        refused(folder, *words)
     refused(folder, "13 tensors", "layers.1.mlp", num_hidden_layers=1)  # 9 in a layer
-    message = refused(folder, "31 tensors", num_hidden_layers=5)
-    assert message.count("\n") == 20
-
-
-SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+    assert refused(folder, "31 tensors", num_hidden_layers=5).count("\n") == 20
+    save_file({}, folder / WEIGHTS)
+    edit(folder)
+    refused(folder, "21 tensors", "embed_tokens.weight: missing", "norm.weight: miss")
 
 
 def test_shards(folder):
     """A shard that did not arrive or broke off: nothing is loaded but what is there and whole. An
     index that is damaged, or names a file outside the folder, or is missing."""
-    content = load_file(folder / WEIGHTS)
-    for file, half in zip(SHARDS, (slice(10), slice(10, None)), strict=True):
-        save_file(dict(sorted(content.items())[half]), folder / file)
+    shards = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+    content = sorted(load_file(folder / WEIGHTS).items())
+    save_file(dict(content[:10]), folder / shards[0])
+    save_file(dict(content[10:]), folder / shards[1])
     (folder / WEIGHTS).unlink()
     refused(folder, INDEX, "shards")
-    places = {name: SHARDS[i >= 10] for i, name in enumerate(sorted(content))}
-    for wrong in ("", "{", "[]", "{}", {}, [], {NORM: 5}, {NORM: None}, places | {NORM: ".."}):
+    places = {name: shards[i >= 10] for i, (name, _) in enumerate(content)}
+    for wrong, *words in (
+        ("",), ("{",), ("[]",), ("{}",), ({},), ([],), ({NORM: 5},), ({NORM: None},),
+        (places | {NORM: ".."},), (places | {NORM: "../../etc"}, "/etc: "),
+    ):  # fmt: skip
         text = wrong if isinstance(wrong, str) else json.dumps({"weight_map": wrong})
         (folder / INDEX).write_text(text)
-        refused(folder)
-    (folder / INDEX).write_text(json.dumps({"weight_map": places | {NORM: "../../etc"}}))
-    refused(folder, "/etc: ")
+        refused(folder, *words)
     (folder / INDEX).write_text(json.dumps({"weight_map": places}))
     runs(load_model(folder))
-    second = folder / SHARDS[1]
-    content = second.read_bytes()
-    for damaged in (b"", content[:-10], b"{}"):
-        second.write_bytes(damaged)
-        refused(folder, f"/{SHARDS[1]}: ")
+    second = folder / shards[1]
+    second.write_bytes(second.read_bytes()[:-10])
+    refused(folder, f"/{shards[1]}: ")
     second.unlink()
-    refused(folder, f"/{SHARDS[1]}: No such file")
-    second.mkdir()
-    refused(folder, SHARDS[1])
-
-
-def test_no_weights(folder):
-    """The name of what is looked for, and the way out."""
-    (folder / WEIGHTS).unlink()
-    refused(folder, WEIGHTS, "shards", "convert")
-    (folder / WEIGHTS).mkdir()
-    refused(folder, WEIGHTS)
-
-
-# --- What is no error -----------------------------------------------------------------------------
+    refused(folder, f"/{shards[1]}: No such file")
 
 
 def test_harmless(folder):
@@ -490,81 +387,52 @@ def test_harmless(folder):
         runs(load_model(folder))
     (folder / "generation_config.json").write_text("{}")
     (folder / "pytorch_model.bin").write_bytes(b"not even a pickle")
-    change_tensors(folder, cast(NORM, torch.float16))
-    change_tensors(folder, lambda t: t[NORM].fill_(math.nan))
+    change_tensors(folder, {NORM: torch.full((32,), math.nan).half()})
     runs(load_model(folder))
-
-
-def test_settings_that_a_family_does_not_read(folder):
-    """A Llama whose file has Granite's multiplier or this engine's name `gelu` is another model."""
-    plain = load_config(folder)
-    flags = {name for name, value in vars(plain).items() if isinstance(value, bool)}
-    read = {"mlp_bias", "norm_topk_prob", "tie_word_embeddings"}
-    edit(folder, **dict.fromkeys(families.OWN.keys() | families.INTERNAL | flags - read, 2))
-    assert load_config(folder) == plain
 
 
 # --- At random ------------------------------------------------------------------------------------
 
-# Half of the bytes are such that the JSON often stays JSON, and says something else.
-EDITS = st.lists(
-    st.tuples(st.integers(0, 2**20), st.integers(0, 255) | st.sampled_from(b'0159-.eE"[]{},: FBI')),
-    min_size=1, max_size=4,
-)  # fmt: skip
-CUT = st.none() | st.integers(0, 2**20)
-AT_RANDOM = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+
+def refused_or_runs(folder):
+    """Anything but a CheckpointError is one that no caller catches."""
+    try:
+        model = load_in_time(folder)
+    except CheckpointError:
+        return
+    runs(model)
 
 
-def refused_or_runs(valid, spoil):
-    """Spoil a copy; anything but a CheckpointError is one that no caller catches."""
-    with tempfile.TemporaryDirectory() as root:
-        folder = Path(shutil.copytree(valid, Path(root) / "c"))
-        spoil(folder)
-        try:
-            model = load_in_time(folder)
-        except CheckpointError:
-            return
-        runs(model)
-
-
-def damage(content, edits, cut):
-    """Overwrite bytes at places modulo the length, then cut the tail off."""
-    changed = bytearray(content)
-    for place, value in edits:
-        changed[place % len(changed)] = value
-    return bytes(changed if cut is None else changed[: cut % len(changed)])
-
-
-@AT_RANDOM
-@given(edits=EDITS, cut=CUT, where=st.sampled_from([CONFIG, "header", "header's length too"]))
-def test_random_bytes(valid, edits, cut, where):
+def test_random_bytes(folder):
     """A damage that nobody thought of. In the weights' header: with its length as it was, or
     corrected, so that the damage gets past the first check."""
+    files = {name: (folder / name).read_bytes() for name in (CONFIG, WEIGHTS)}
+    end = 8 + struct.unpack("<Q", files[WEIGHTS][:8])[0]
+    for seed in range(150):
+        chance = random.Random(seed)
+        name, is_corrected = chance.choice([(CONFIG, False), (WEIGHTS, False), (WEIGHTS, True)])
+        start, stop = (8 * is_corrected, end) if name == WEIGHTS else (0, len(files[CONFIG]))
+        damaged = bytearray(files[name][start:stop])
+        for _ in range(chance.randint(1, 4)):
+            # Half of the bytes are such that the JSON often stays JSON, and says something else.
+            byte = chance.choice((chance.randrange(256), chance.choice(b'0159-.eE"[]{},: FBI')))
+            damaged[chance.randrange(len(damaged))] = byte
+        if chance.random() < 0.5:
+            del damaged[chance.randrange(len(damaged)) :]
+        content = bytes(damaged)
+        if name == WEIGHTS:
+            content = (
+                join(content, files[name][end:]) if is_corrected else content + files[name][end:]
+            )
+        (folder / name).write_bytes(content)
+        refused_or_runs(folder)
+        (folder / name).write_bytes(files[name])
 
-    def spoil(folder):
-        file = folder / (CONFIG if where == CONFIG else WEIGHTS)
-        content = file.read_bytes()
-        if where == CONFIG:
-            content = damage(content, edits, cut)
-        else:
-            header, data = split(file)
-            corrected = join(damage(header, edits, cut), data)
-            damaged = damage(content[: 8 + len(header)], edits, cut) + data * (cut is None)
-            content = corrected if where == "header" else damaged
-        file.write_bytes(content)
 
-    refused_or_runs(valid, spoil)
-
-
-@AT_RANDOM
-@given(
-    several=st.lists(
-        st.sampled_from([case for group in CASES.values() for case in group]),
-        min_size=2,
-        max_size=4,
-    )
-)
-def test_several_odd_values(valid, several):
+def test_several_odd_values(folder):
     """The checks must not trip over another's value before it is checked itself."""
-    changes = {key: value for _, each in several for key, value in each.items()}
-    refused_or_runs(valid, lambda folder: edit(folder, **changes))
+    for seed in range(100):
+        for _, changes in random.Random(seed).sample(CASES, 3):
+            edit_config(folder, **changes)
+        refused_or_runs(folder)
+        edit(folder)

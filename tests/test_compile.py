@@ -15,44 +15,35 @@ from conftest import DRAFT, ROOT
 from torch._inductor.utils import run_and_get_code
 
 import generate as command_line
-import paged
-from around.fast import compiling, flex, packed
-from around.fast.compiling import OpaqueCache, compile_model, hide_caches
-from around.fast.packed import LoopedLinear, PackedLinear
+from around.fast import compiling, packed
+from around.fast.attending import FastBlocks, replace_layers
+from around.fast.compiling import CompiledBlocks, OpaqueCache, compile_model, hide_caches
+from around.fast.packed import LoopedLinear
 from around.folder.weights import build, load_model
 from around.settings import SamplingParams
 from generate import generate
 from kv_cache import StaticCache
 from llm import LLM
-from model import Config, FusedLinear, Transformer, attention
+from model import Config, Transformer
 from paged import Row, Runner
 from sampling import Sequence
 from scheduler import Engine
+from speculative import NGram
 
 slow = pytest.mark.slow
 WISH = SamplingParams(temperature=0.5, seed=1, max_tokens=20, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=["AMX", "a slow row", "neither"])
-def compiled(request, one_thread):
-    """A model for one sequence in float32. With AMX its weights stay plain, and where one row is
-    slow they are read by loops."""
-    torch._dynamo.reset()
-    model = load_model(DRAFT, dtype=torch.float32)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: request.param == "AMX")
-        patch.setattr(packed, "LOOPS", request.param == "a slow row")
-        compile_model(model)
-    forms = {"AMX": FusedLinear, "a slow row": LoopedLinear, "neither": PackedLinear}
-    assert type(model.layers[0].mlp.gate_up_proj) is forms[request.param]
-    return model
-
-
 @slow
-def test_nothing_is_compiled_after_warm_up(compiled):
+def test_nothing_is_compiled_after_warm_up(one_thread, monkeypatch):
     """A length, a capacity or a chunk that is baked into a graph stalls the user for seconds; or
-    another way to multiply gives another text."""
-    eager = load_model(DRAFT, dtype=torch.float32)
+    another way to multiply gives another text. The weights are read by loops, as where one row is
+    slow; on other processors the forms are those of the next test, or plain."""
+    eager, compiled = (load_model(DRAFT, dtype=torch.float32) for _ in range(2))
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(packed, "LOOPS", True)
+    compile_model(compiled)
+    assert type(compiled.layers[0].mlp.gate_up_proj) is LoopedLinear
     for length in (1, 2, 31, 32, 33, 65, 100):
         expected = Sequence([5] * length, WISH, eager.config)
         list(generate(eager, expected, StaticCache(eager, 1, 1024)))
@@ -62,48 +53,49 @@ def test_nothing_is_compiled_after_warm_up(compiled):
             with torch.compiler.set_stance("fail_on_recompile"):
                 list(generate(compiled, sequence, cache, chunk=32))
             assert sequence.output_ids == expected.output_ids
-
-
-@slow
-def test_fail_on_recompile_can_fail(compiled):
-    """The guard used above must notice a real recompilation: here, a batch of three."""
+    # The guard can fail: a batch of three is compiled anew.
     positions, layers = StaticCache(compiled, 3, 64).plan(0, 1)
     with torch.compiler.set_stance("fail_on_recompile"), pytest.raises(RuntimeError):
         compiled(torch.zeros_like(positions), positions, layers)
 
 
 @slow
-@pytest.mark.parametrize("guess", [{}, {"speculate": 3}, {"draft_checkpoint": DRAFT}])
-def test_nothing_is_compiled_after_warm_up_by_the_scheduler(guess, one_thread, monkeypatch):
+def test_nothing_is_compiled_after_warm_up_by_the_scheduler(one_thread, monkeypatch):
     """Rows, groups, blocks, tokens and guesses of a step come in any number: none may be baked in;
     or the draft is not compiled at all."""
-    llm = LLM(DRAFT, device="cpu", dtype="float32", compile=True, num_blocks=64, **guess)
+    options = {"device": "cpu", "dtype": "float32", "compile": True, "num_blocks": 64}
+    llm = LLM(DRAFT, draft_checkpoint=DRAFT, **options)
+    model = llm.engine.model
     with torch.compiler.set_stance("fail_on_recompile"):
-        for lengths in ([1], [2], [16], [40, 1], [300], [5, 5, 5, 90, 17]):
-            llm.generate([[5] * length for length in lengths], WISH)
-        monkeypatch.setattr(paged.Blocks, "max_bytes", 1)  # a row is too long for a copy
-        llm.generate([5] * 300, WISH)
-    assert llm.engine.stats["generation_tokens"] == 20 * 12
+        for proposer in (llm.engine.proposer, None, NGram(3)):
+            llm.engine = Engine(model, proposer=proposer, num_blocks=64)
+            for lengths in ([1], [2], [16], [40, 1], [300], [5, 5, 5, 90, 17]):
+                llm.generate([[5] * length for length in lengths], WISH)
+            with monkeypatch.context() as patch:
+                patch.setattr(FastBlocks, "max_bytes", 1)  # a row is too long for a copy
+                llm.generate([5] * 300, WISH)
+            assert llm.engine.stats["generation_tokens"] == 20 * 12
+
+
+LENGTHS = (3, 40, 17, 60, 5)
 
 
 @slow
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_whose_heads_share_no_keys_are_gathered(dtype, kv_dtype, one_thread):
+def test_rows_whose_heads_share_no_keys_are_gathered(dtype, one_thread):
     """Attention that is compiled in the middle of the first crowd, or again for each number of
     rows; other tokens than without it: under a window, in forks, behind shared prefixes, after a
-    preemption, of int8 keys, which it does not read."""
+    preemption."""
     torch._dynamo.reset()
     config = Config(300, 64, 96, 2, 4, 4, 16, windows=(None, 20))
     model = build(config).to(dtype)
     model.inv_freq = Transformer(config).inv_freq
     twin = copy.deepcopy(model)
-    compile_model(model, None, kv_dtype)
+    compile_model(model, None)
+    assert compiling.blocks_of(model) is CompiledBlocks
 
     def run(each, *counts, seed=0):
-        engine = Engine(each, num_blocks=22, block_size=8, kv_dtype=kv_dtype)
-        kind = compiling.CompiledBlocks if each is model else paged.Blocks
-        assert engine.runner.layer_class is kind
+        engine = Engine(each, num_blocks=22, block_size=8)
         texts = random.Random(seed)
         outputs = []
         for count in counts:
@@ -121,7 +113,7 @@ def test_rows_whose_heads_share_no_keys_are_gathered(dtype, kv_dtype, one_thread
         assert found == run(twin, 1, 2, 5, 3, 5)
 
 
-LENGTHS = (3, 40, 17, 60, 5)
+TINY = Config(8, 8, 8, 1, 2, 2, 4)
 
 
 def in_place(layer, T):
@@ -131,9 +123,6 @@ def in_place(layer, T):
         _, (code,) = run_and_get_code(torch.compile(layer.attend), q, k, v)
     buffers = [line for line in code.splitlines() if "empty_strided" in line]
     return buffers, code, torch.cat((k, v), 1)[0]
-
-
-TINY = Config(8, 8, 8, 1, 2, 2, 4)
 
 
 @slow
@@ -146,54 +135,51 @@ def test_the_caches_are_written_in_place():
     buffers, _, kv = in_place(slab, 1)
     assert buffers and not [line for line in buffers if "193" in line]
     torch.testing.assert_close(slab.kv[0, :, 5], kv[:, 0])
-    (layer,) = Runner(model, 192, 4).plan([Row([3, 190], 0, [0] * 5)])[2]
-    buffers, code, kv = in_place(OpaqueCache(layer), 5)
-    assert "opaque" in code and not [line for line in buffers if "192" in line]
-    torch.testing.assert_close(layer.kv[:, 190, 0], kv[:, 4])
-    # A step of one token in each row is compiled with the code around it.
-    for kind in (paged.Blocks, compiling.CompiledBlocks):
-        vars(model)["paged_layer"] = kind
-        plan = Runner(model, 192, 4).plan([Row([3, 190], 5, [0]), Row([7, 9], 6, [0])])
-        (layer,) = hide_caches(model, plan[:3])[2]
+    runner = Runner(model, 192, 4)
+    for kind in (FastBlocks, CompiledBlocks):
+        plan = replace_layers(kind, model, runner.plan([Row([3, 190], 0, [0] * 5)]))
+        (layer,) = hide_caches(model, plan)[2]
+        buffers, code, kv = in_place(layer, 5)
+        assert "opaque" in code and not [line for line in buffers if "192" in line]
+        torch.testing.assert_close(layer.layer.kv[:, 190, 0], kv[:, 4])
+        # A step of one token in each row is compiled with the code around it.
+        rows = [Row([3, 190], 5, [0]), Row([7, 9], 6, [0])]
+        plan = replace_layers(kind, model, runner.plan(rows))
+        (layer,) = hide_caches(model, plan)[2]
         assert type(layer) is kind  # not hidden
         buffers, code, kv = in_place(layer, 2)
         assert "opaque" not in code and not [line for line in buffers if "192" in line]
         torch.testing.assert_close(layer.kv[:, [190, 9], [1, 2]], kv)
 
 
-@pytest.mark.parametrize(("device", "length", "kv_dtype", "is_hidden"), [
-    ("cpu", 1, "auto", False), ("cpu", 1, "int8", False), ("cpu", 2, "auto", True),
-    ("meta", 2, "auto", False), ("meta", 1, "int8", True),
-])  # fmt: skip
-def test_what_is_hidden_from_the_compiler(device, length, kv_dtype, is_hidden):
-    """On an H200, PyTorch's compiler refused int8 keys. (The meta device stands for a GPU.)"""
-    model = Transformer(TINY).to(device)
-    positions, layers = StaticCache(model, 1, 4, kv_dtype).plan(0, length)
-    _, _, (found,) = hide_caches(model, (torch.zeros_like(positions), positions, layers))
-    assert isinstance(found, OpaqueCache) == is_hidden
-
-
-@pytest.mark.parametrize(("rows", "max_bytes", "is_hidden"), [
-    ([Row([0, 1], 4, [0]), Row([2], 1, [0])], 2**21, False),
-    ([Row([0, 1], 4, [0]), Row([2], 1, [0])], 200, True),  # several groups
-    ([Row([0, 1], 4, [0])], 200, True),  # one long row, which is better read in place
-    ([Row([0, 1], 4, [0]), Row([2], 1, [0, 0])], 2**21, True),
-    ([Row([0, 1], 4, [0, 0])], 2**21, True),
-])  # fmt: skip
-def test_when_paged_attention_is_compiled_with_its_block(rows, max_bytes, is_hidden, monkeypatch):
-    """A prompt, guesses or several groups that the compiler sees, so that each step compiles again;
-    or plain decoding that is hidden, so that no step is fast."""
-    monkeypatch.setattr(paged.Blocks, "max_bytes", max_bytes)
+def test_what_is_hidden_from_the_compiler(monkeypatch):
+    """On an H200, PyTorch's compiler refused int8 keys. (The meta device stands for a GPU.) With a
+    paged cache: a prompt, guesses or several groups that the compiler sees, so that each step
+    compiles again; or plain decoding that is hidden, so that no step is fast."""
+    for device, length, kv_dtype, is_hidden in [
+        ("cpu", 1, "auto", False), ("cpu", 1, "int8", False), ("cpu", 2, "auto", True),
+        ("meta", 2, "auto", False), ("meta", 1, "int8", True),
+    ]:  # fmt: skip
+        model = Transformer(TINY).to(device)
+        positions, layers = StaticCache(model, 1, 4, kv_dtype).plan(0, length)
+        _, _, (found,) = hide_caches(model, (torch.zeros_like(positions), positions, layers))
+        assert isinstance(found, OpaqueCache) == is_hidden, (device, length, kv_dtype)
     model = Transformer(TINY)
     runner = Runner(model, 4, 4)
-    runner.forward([Row([0], 0, [1, 2, 3, 4]), Row([2], 0, [5])])  # what the rows find stored
-    runner.wipe_new_blocks(rows)
-    plan = runner.plan(rows)
-    expected = model(*copy.deepcopy(plan))
-    _, _, (found,), _ = hidden = hide_caches(model, plan)
-    assert isinstance(found, OpaqueCache) == is_hidden
-    if not is_hidden:
-        torch.testing.assert_close(model(*hidden), expected)
+    for rows, max_bytes, is_hidden in [
+        ([Row([0, 1], 4, [0]), Row([2], 1, [0])], 2**21, False),
+        ([Row([0, 1], 4, [0]), Row([2], 1, [0])], 200, True),  # several groups
+        ([Row([0, 1], 4, [0])], 200, True),  # one long row, which is better read in place
+        ([Row([0, 1], 4, [0]), Row([2], 1, [0, 0])], 2**21, True),
+        ([Row([0, 1], 4, [0, 0])], 2**21, True),
+    ]:
+        monkeypatch.setattr(FastBlocks, "max_bytes", max_bytes)
+        runner.forward([Row([0], 0, [1, 2, 3, 4]), Row([2], 0, [5])])  # what the rows find stored
+        expected = runner.forward(rows)
+        plan = hide_caches(model, replace_layers(FastBlocks, model, runner.plan(rows)))
+        assert isinstance(plan[2][0], OpaqueCache) == is_hidden, (rows, max_bytes)
+        if not is_hidden:
+            torch.testing.assert_close(model(*plan), expected)
 
 
 @slow
@@ -207,38 +193,12 @@ def test_a_loop_is_compiled_into_its_block():
     assert "opaque" not in code and "cumsum" in code
 
 
-def dense(q, k, v, block_mask):
-    """What FlexAttention computes, over every slot of the pool."""
-    rows, queries = torch.arange(len(q)), torch.arange(q.shape[2])
-    slots = torch.arange(k.shape[2])
-    mask = block_mask.mask_mod(rows[:, None, None, None], None, queries[:, None], slots)
-    return attention(q, *(x.expand(len(q), -1, -1, -1) for x in (k, v)), mask)
-
-
 @slow
-def test_compiled_code_attends_in_place(monkeypatch):
-    """torch.vmap raises an error in the first run of compiled code, when PyTorch watches what our
-    operators return. FlexAttention used it to list each block's queries, for gradients only."""
-    monkeypatch.setattr(flex, "flex_attention", dense)
-    model = load_model(DRAFT, dtype=torch.float32)
-    begun = [Row([3], 0, [*range(4)]), Row([1], 0, [5, 6])]
-    rows = [Row([5, 2], 0, [*range(19)]), Row([3], 4, [7]), Row([1], 2, [9])]
-    plain = Runner(model, 6, 16)
-    plain.forward(begun)
-    expected = plain.forward(rows)
-    compile_model(model, None)
-    runner = flex.FlexRunner(model, 6, 16)
-    runner.forward(begun)
-    torch.testing.assert_close(runner.forward(rows), expected)
-
-
-@slow
-@pytest.mark.parametrize("more", [[], ["--quantize", "int4"]], ids=["bfloat16", "int4"])
-def test_each_process_gives_the_same_text(more):
+def test_each_process_gives_the_same_text():
     """Arithmetic chosen by timing: a seed then means another text each time that the engine is
     started. Three processes at once, so that they disturb each other; a prompt long enough for
     what is multiplied otherwise than single rows."""
-    command = [sys.executable, "generate.py", "--device", "cpu", "--compile", *more]
+    command = [sys.executable, "generate.py", "--device", "cpu", "--compile", "--quantize", "int4"]
     command += ["--seed", "1", "--temperature", "1", "--max-new-tokens", "100", "--ignore-eos"]
     command += ["--prompt", "To be, or not to be, that is the question:\n" * 12]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

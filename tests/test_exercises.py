@@ -16,19 +16,20 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-FOLDER = ROOT / "exercises"
+EXERCISES = "course/exercises"
+FOLDER = ROOT / EXERCISES
 NAMES = sorted(page.stem for page in FOLDER.glob("[0-9]*.md"))
 QUICK = "05-lfu-eviction"  # the one that every run tries
-TRIED = [name if name == QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+TRIED = [name if name == QUICK else pytest.param(name, marks=pytest.mark.nightly) for name in NAMES]
 SECTIONS = ["# ", "## Why", "## Done when", "## Hint", "## Run", "## Further"]
 SMOKE = """
 import json
 
 from common import ROOT, bundled, serve, tiny_model, write
 
+from around.settings import SamplingParams
 from quantize import quantize_model
 from scheduler import Engine
-from around.settings import SamplingParams
 from speculative import NGram
 
 
@@ -49,13 +50,14 @@ def test_smoke() -> None:
 
 
 def copy_tree(tree: Path) -> Path:
-    """The modules and the exercises; the checkpoints are only linked to."""
-    (tree / "tools").mkdir(parents=True)
-    for file in (*ROOT.glob("*.py"), *ROOT.glob("tools/*.py")):
-        shutil.copy(file, tree / file.relative_to(ROOT))
-    shutil.copytree(FOLDER, tree / "exercises", ignore=shutil.ignore_patterns("__pycache__"))
+    """The modules, the tools and the exercises; the checkpoints are only linked to."""
+    tree.mkdir()
+    for file in ROOT.glob("*.py"):
+        shutil.copy(file, tree)
+    for folder in ("around", "tools", EXERCISES):
+        shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
     (tree / "checkpoints").symlink_to(ROOT / "checkpoints", target_is_directory=True)
-    (tree / "exercises" / "test_smoke.py").write_text(SMOKE)
+    (tree / EXERCISES / "test_smoke.py").write_text(SMOKE)
     return tree
 
 
@@ -64,11 +66,11 @@ def apply_patch(tree: Path, name: str, *options: str) -> str:
     must not be taken for a part of one around it."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
     env["GIT_CEILING_DIRECTORIES"] = str(tree.parent)
-    words = ["git", "apply", "--verbose", *options, f"exercises/solutions/{name}.patch"]
+    words = ["git", "apply", "--verbose", *options, f"{EXERCISES}/solutions/{name}.patch"]
     done = subprocess.run(words, cwd=tree, env=env, capture_output=True, text=True)
     if done.returncode == 0 and "Skipped" not in done.stderr:
         return ""
-    return f"{name}.patch does not fit: see exercises/solutions/README.md\n{done.stderr}"
+    return f"{name}.patch does not fit: see {EXERCISES}/solutions/README.md\n{done.stderr}"
 
 
 def run(tree: Path, name: str) -> tuple[str, list[str], list[str]]:
@@ -76,7 +78,7 @@ def run(tree: Path, name: str) -> tuple[str, list[str], list[str]]:
     say PASSED and FAILED of the exercise's."""
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTEST_ADDOPTS")}
     env |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "COLUMNS": "1000"}  # else messages are cut short
-    files = [f"exercises/test_{each}.py" for each in (name.replace("-", "_"), "smoke")]
+    files = [f"{EXERCISES}/test_{each}.py" for each in (name.replace("-", "_"), "smoke")]
     words = [sys.executable, "-m", "pytest", "-q", "-rfEsp", *files]
     done = subprocess.run(words, cwd=tree, env=env, capture_output=True, text=True, timeout=300)
     said, output = tree / "said.json", done.stdout + done.stderr
@@ -116,7 +118,7 @@ def test_page(name):
     assert len(heads) == len(SECTIONS)
     assert all(head.startswith(section) for head, section in zip(heads, SECTIONS, strict=True))
     assert heads[0].startswith(f"# {int(name[:2])}. ")
-    assert f"python -m pytest exercises/test_{name.replace('-', '_')}.py" in page
+    assert f"python -m pytest {EXERCISES}/test_{name.replace('-', '_')}.py" in page
     patch = (FOLDER / "solutions" / f"{name}.patch").read_text()
     new = set(re.findall(r"^--- /dev/null\n\+\+\+ b/(.+)$", patch, re.MULTILINE))
     for file in {*re.findall(r"`(?:python )?([\w/]+\.py)\b", page)} - new:
@@ -126,7 +128,9 @@ def test_page(name):
     assert abs(added - int(size)) <= max(3, added // 6), f"the reference takes {added} lines"
     assert added <= 100
     touched = re.findall(r"^\+\+\+ b/(.+)$", patch, re.MULTILINE)
-    assert touched and all(re.fullmatch(r"(tools/)?\w+\.py", file) for file in touched), touched
+    assert touched and all(
+        re.fullmatch(r"(tools/|around/(\w+/)?)?\w+\.py", file) for file in touched
+    ), touched
     assert all(f"`{file}" in page for file in touched), "the hint names the files to change"
 
 

@@ -5,24 +5,23 @@ test_equivalence.py runs them on every path, test_tp.py on ranks.
 """
 
 import copy
-import json
+import itertools
 from collections import Counter
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_model import SIZES, build, copy_with, same
+from test_model import build, same
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from around.fast.compiling import compile_model
 from around.fast.packed import Int4Linear, Int8Linear, PackedLinear, pack_linears
 from around.folder import weights as checkpoint
-from around.folder.config import load_config
 from around.folder.weights import load_model, locate_tensors, named_tensors, split_fused
 from around.settings import CheckpointError
 from experts import SparseMLP
-from model import MLP, Config, Transformer
+from model import Config
 from paged import Row, Runner
 from quantize import QuantLinear, quantize_model
 
@@ -41,9 +40,6 @@ def sparse(**changes):
     return mlp
 
 
-# --- The router -----------------------------------------------------------------------------------
-
-
 def routed(mlp, x):
     """The weights and the experts that a SparseMLP gives each of its rows."""
     mlp, seen = copy.copy(mlp), []
@@ -52,29 +48,28 @@ def routed(mlp, x):
     return [each[0] for each in seen]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("theirs", "norm"), [(MixtralTopKRouter, True), (Qwen3MoeTopKRouter, True),
-                                              (Qwen3MoeTopKRouter, False)])  # fmt: skip
-@pytest.mark.parametrize("ties", [False, True])
-def test_router_equals_transformers(theirs, norm, dtype, ties):
+def test_router_equals_transformers():
     """A softmax in bfloat16, where eight bits make ties of what are none; weights that add up to 1
     where they should not; of equally good experts others than transformers takes."""
-    mlp, x = sparse(norm_topk_prob=norm).to(dtype), torch.randn(200, D).to(dtype)
-    if ties:
-        mlp.gate.weight[::2] = mlp.gate.weight[0]
-        x[::3] = 0
-    config = config_of(norm_topk_prob=norm)
-    object.__setattr__(config, "num_local_experts", E)  # Mixtral's word
-    router = theirs(config).to(dtype)
-    router.load_state_dict(mlp.gate.state_dict())
-    _, want_weights, want = router(x)
-    weights, chosen = routed(mlp, x)
-    assert torch.equal(chosen, want) and weights.dtype == torch.float32
-    assert torch.equal(weights.to(want_weights.dtype), want_weights)
-    assert norm == (weights.sum(-1) > 0.999).all()
-
-
-# --- The experts ----------------------------------------------------------------------------------
+    for theirs, norm, dtype, ties in itertools.product(
+        (MixtralTopKRouter, Qwen3MoeTopKRouter), (True, False), (torch.float32, torch.bfloat16),
+        (False, True),
+    ):  # fmt: skip
+        if theirs is MixtralTopKRouter and not norm:
+            continue
+        mlp, x = sparse(norm_topk_prob=norm).to(dtype), torch.randn(200, D).to(dtype)
+        if ties:
+            mlp.gate.weight[::2] = mlp.gate.weight[0]
+            x[::3] = 0
+        config = config_of(norm_topk_prob=norm)
+        object.__setattr__(config, "num_local_experts", E)  # Mixtral's word
+        router = theirs(config).to(dtype)
+        router.load_state_dict(mlp.gate.state_dict())
+        _, want_weights, want = router(x)
+        weights, chosen = routed(mlp, x)
+        assert torch.equal(chosen, want) and weights.dtype == torch.float32
+        assert torch.equal(weights.to(want_weights.dtype), want_weights)
+        assert norm == (weights.sum(-1) > 0.999).all()
 
 
 def one_by_one(mlp, x, weights, chosen):
@@ -85,33 +80,40 @@ def one_by_one(mlp, x, weights, chosen):
     ])  # fmt: skip
 
 
-CHOICES = {
-    "as the router says": None,
-    "all rows on the same experts": torch.tensor([4, 0, 2]).expand(20, 3),
-    "only one row on the last one": torch.tensor([[0, 1, 2]] * 19 + [[1, 5, 0]]),
-    "one row": torch.tensor([[5, 0, 3]]),
-    "one expert a row": torch.tensor([[i % 5] for i in range(20)]),
-}
+CHOICES = [
+    None,  # as the router says
+    torch.tensor([4, 0, 2]).expand(20, 3),  # all rows on the same experts
+    torch.tensor([[0, 1, 2]] * 19 + [[1, 5, 0]]),  # only one row on the last one
+    torch.tensor([[5, 0, 3]]),  # one row
+    torch.tensor([[i % 5] for i in range(20)]),  # one expert a row
+]
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("name", CHOICES)
-def test_experts_equal_their_slow_twin(name, packed):
+def test_experts_equal_their_slow_twin(packed):
     """Results that return to another row or with another expert's weight; an expert that nobody
-    chose and that shifts the ones after it; a batch flattened in another order."""
-    x, chosen = torch.randn(20, D), CHOICES[name]
-    mlp = sparse(num_experts_per_tok=K if chosen is None else chosen.shape[1])
-    if chosen is None:
-        weights, chosen = routed(mlp, x)
-    else:
-        x, weights = x[: len(chosen)], torch.rand(chosen.shape)
-    want = one_by_one(mlp, x, weights, chosen)
-    if packed:
-        pack_linears(mlp)
-        assert type(mlp.experts[0].down_proj) is PackedLinear
-    shape = (2, -1) if len(x) > 1 else (1, 1)
-    found = mlp.mix(*(t.view(*shape, t.shape[-1]) for t in (x, weights, chosen)))
-    torch.testing.assert_close(found.flatten(0, 1), want)
+    chose and that shifts the ones after it; a batch flattened in another order; and the docstring's
+    example, whose pairs are sorted by token, so that an expert would run once for each of them."""
+    for chosen in CHOICES:
+        x = torch.randn(20, D)
+        mlp = sparse(num_experts_per_tok=K if chosen is None else chosen.shape[1])
+        if chosen is None:
+            weights, chosen = routed(mlp, x)
+        else:
+            x, weights = x[: len(chosen)], torch.rand(chosen.shape)
+        want = one_by_one(mlp, x, weights, chosen)
+        if packed:
+            pack_linears(mlp)
+            assert type(mlp.experts[0].down_proj) is PackedLinear
+        shape = (2, -1) if len(x) > 1 else (1, 1)
+        found = mlp.mix(*(t.view(*shape, t.shape[-1]) for t in (x, weights, chosen)))
+        torch.testing.assert_close(found.flatten(0, 1), want)
+    mlp, rows = sparse(num_experts=3, num_experts_per_tok=2), {}
+    for e, each in enumerate(mlp.experts):
+        each.register_forward_pre_hook(lambda _, x, e=e: rows.update({e: x[0][:, 0].tolist()}))
+    x = torch.tensor([[[0.0], [1.0]]]).expand(1, 2, D)  # a row says which token it is
+    mlp.mix(x, torch.ones(1, 2, 2), torch.tensor([[[2, 0], [2, 1]]]))
+    assert rows == {0: [0], 1: [1], 2: [0, 1]}
 
 
 @pytest.mark.parametrize(
@@ -152,42 +154,18 @@ def test_a_step_reads_each_chosen_expert_once_and_no_other(form, monkeypatch):
     assert few
 
 
-def test_docstring_example_of_experts():
-    """Pairs sorted by token, so that an expert would run once for each of them."""
-    mlp, rows = sparse(num_experts=3, num_experts_per_tok=2), {}
-    for e, each in enumerate(mlp.experts):
-        each.register_forward_pre_hook(
-            lambda _, args, e=e: rows.update({e: args[0][:, 0].tolist()})
-        )
-    x, chosen = torch.zeros(1, 2, D), torch.tensor([[[2, 0], [2, 1]]])
-    x[0, 1] = 1  # so that a row says which token it is
-    mlp.mix(x, torch.ones(1, 2, 2), chosen)
-    assert rows == {0: [0], 1: [1], 2: [0, 1]}
-
-
-# --- Quantised and packed -------------------------------------------------------------------------
-
-
 def test_experts_are_quantised_and_packed_and_the_router_is_not_quantised():
     """Experts left as they were, eight times the router's error, or plain weights kept alive."""
-    model = checkpoint.build(config_of(moe_intermediate_size=32))
-    quantize_model(model, "int4", 32)
+    model = quantize_model(checkpoint.build(config_of(moe_intermediate_size=32)), "int4", 32)
     kinds = [type(m) for m in model.layers[0].mlp.modules() if not [*m.children()]]
     assert kinds == [torch.nn.Linear] + 2 * E * [QuantLinear]
-    pack_linears(model)
-    table = {type(m) for m in model.layers[1].mlp.experts.modules() if not [*m.children()]}
-    assert all(issubclass(kind, (Int4Linear, Int8Linear)) for kind in table)
-    plain = sparse()
-    pack_linears(plain)
-    assert all(type(m) is PackedLinear for m in plain.modules() if not [*m.children()])
+    for mlp, forms in ((model.layers[1].mlp, (Int4Linear, Int8Linear)), (sparse(), PackedLinear)):
+        pack_linears(mlp)
+        kinds = [m for m in mlp.experts.modules() if not [*m.children()]]
+        assert all(isinstance(m, forms) for m in kinds)
 
 
-# --- Files ----------------------------------------------------------------------------------------
-
-MOE = ("mixtral", "qwen3moe", "qwen3moe-some-layers")
-
-
-@pytest.mark.parametrize("case", MOE)
+@pytest.mark.parametrize("case", ["mixtral", "qwen3moe-some-layers"])
 def test_both_spellings_of_expert_tensors(case, tmp_path):
     """gate taken for up, w2 for w3; a stacked tensor cut along the wrong dimension, or read whole
     for each expert; a bias towards the names of one release of transformers."""
@@ -205,67 +183,23 @@ def test_both_spellings_of_expert_tensors(case, tmp_path):
         assert stored.read().shape == stored.empty.shape == ours[name].shape
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda t: t[:3], ["experts.3.down_proj.weight: missing"]),
-        (lambda t: t.repeat(2, 1, 1), ["experts.7.down_proj.weight: float", "wanted: none"]),
-        (lambda t: t[..., :40], ["experts.0.down_proj.weight: float (32, 40), wanted"]),
-        (lambda t: t[0], ["experts.12.down_proj.weight: float (56,)"]),
-        (lambda t: t[0, 0], ["experts.12.down_proj.weight: float ()"]),
-        (lambda t: t.sum(), ["model.safetensors: "]),
-        (lambda t: t[:, :0].expand(4, 0, 56), ["(0, 56)"]),
-        (lambda t: t.new_zeros(2**40, 0, 56), ["experts must be int in 1..1024"]),
-    ],
-)
-def test_stacked_tensors_that_do_not_fit(change, words, tmp_path):
+def test_stacked_tensors_that_do_not_fit(tmp_path):
     """A traceback, or one name for each of a trillion experts of which none has a byte."""
-    built = build("mixtral", tmp_path)
+    built, name = build("mixtral", tmp_path), "model.layers.1.mlp.experts.down_proj"
     built.hf.save_pretrained(tmp_path, save_original_format=False)
     tensors = load_file(tmp_path / "model.safetensors")
-    name = "model.layers.1.mlp.experts.down_proj"
-    tensors[name] = change(tensors[name]).contiguous()
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError) as error:
-        load_model(tmp_path)
-    assert all(word in str(error.value) for word in words), error.value
-
-
-def test_config(tmp_path):
-    """num_local_experts, as newer files say for num_experts; what a family's file may leave out."""
-    built = build("qwen3moe", tmp_path / "a")
-    old = copy_with(built, tmp_path / "b", ("num_local_experts",), num_experts=8)
-    same(load_model(old), built)
-    raw = {key: SIZES[key] for key in list(SIZES)[:5]}
-
-    def config(name, **changes):
-        file = tmp_path / "config.json"
-        file.write_text(json.dumps(raw | {"architectures": [f"{name}ForCausalLM"]} | changes))
-        return load_config(tmp_path)
-
-    mixtral = config("Mixtral", num_attention_heads=8)
-    assert (mixtral.num_experts, mixtral.num_experts_per_tok) == (8, 2) and mixtral.norm_topk_prob
-    assert (mixtral.rms_norm_eps, mixtral.rope_theta, mixtral.windows) == (1e-5, 1e6, (None, None))
-    qwen = config("Qwen3Moe", num_experts=128)
-    assert (qwen.num_key_value_heads, qwen.num_experts_per_tok) == (4, 8)
-    assert qwen.norm_topk_prob is False
-    for name in ("Qwen2Moe", "DeepseekV3", "Qwen3Next"):  # shared experts, sigmoid scores, groups
-        with pytest.raises(CheckpointError, match=f"{name}ForCausalLM' is not supported"):
-            config(name)
-
-
-def test_layers_without_experts(tmp_path):
-    """decoder_sparse_step counted from 0; mlp_only_layers taken for those with experts."""
-    build("qwen3moe-some-layers", tmp_path)
-    kinds = [type(block.mlp) for block in load_model(tmp_path).layers]
-    assert kinds == [MLP, MLP, MLP, SparseMLP, MLP]
-
-
-def test_who_puts_the_experts_in():
-    """A dense model that gets a router; a model of random weights that is left in training mode, or
-    keeps every activation for gradients. Transformer alone knows of no experts."""
-    for num_experts, kind in ((1, MLP), (E, SparseMLP)):
-        model = checkpoint.build(config_of(num_experts=num_experts, num_experts_per_tok=1))
-        assert {type(block.mlp) for block in model.layers} == {kind}
-        assert not model.training and not any(p.requires_grad for p in model.parameters())
-    assert {type(block.mlp) for block in Transformer(config_of()).layers} == {MLP}
+    for change, *words in [
+        (lambda t: t[:3], "experts.3.down_proj.weight: missing"),
+        (lambda t: t.repeat(2, 1, 1), "experts.7.down_proj.weight: float", "wanted: none"),
+        (lambda t: t[..., :40], "experts.0.down_proj.weight: float (32, 40), wanted"),
+        (lambda t: t[0], "experts.12.down_proj.weight: float (56,)"),
+        (lambda t: t[0, 0], "experts.12.down_proj.weight: float ()"),
+        (lambda t: t.sum(), "model.safetensors: "),
+        (lambda t: t[:, :0].expand(4, 0, 56), "(0, 56)"),
+        (lambda t: t.new_zeros(2**40, 0, 56), "experts must be int in 1..1024"),
+    ]:
+        changed = tensors | {name: change(tensors[name]).contiguous()}
+        save_file(changed, tmp_path / "model.safetensors")
+        with pytest.raises(CheckpointError) as error:
+            load_model(tmp_path)
+        assert all(word in str(error.value) for word in words), error.value

@@ -1,44 +1,40 @@
 """A rehearsal of a GPU: on the device of pretend.py all that runs eagerly gives the CPU's tokens,
-and the host reads as rarely as it can, since a GPU stands still at each read.
+the host reads as rarely as it can, since a GPU stands still at each read, and MPS has every
+operator. CUDA graphs are rehearsed by a stand-in. What a real GPU computes, how fast, and what
+torch.compile makes of it, only tools/gpu_check.py can tell."""
 
-What a real GPU computes, how fast, and what torch.compile makes of it, is not rehearsed.
-"""
-
-import inspect
-import json
-import math
-import sys
-import textwrap
-from functools import cache
+import gc
+import weakref
+from argparse import Namespace
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
 import torch
 import torchgen
+import ways
 import yaml
 from conftest import DRAFT, SHAKESPEARE
-from pretend import CUDA, KERNELS, MPS, Gpu
+from pretend import CUDA, Gpu, leaves
+from test_equivalence import test_same_tokens as compare_with_twin
 from test_gptq import other_folder
 from tiny import tiny_folder
+from torch.utils._python_dispatch import TorchDispatchMode
 
-import experts
 import generate
-import llm
-import model
-import paged
-import quantize
-import sampling
-import scheduler
-import speculative
 from around.fast import compiling
-from around.fast.compiling import compile_model
-from around.folder.weights import load_model
+from around.fast.attending import attend_fast
+from around.folder import Tokenizer, build, load_model
 from around.settings import SamplingParams, SettingError
+from around.structured import make_matcher
 from kv_cache import StaticCache
-from sampling import Sequence
+from model import Config, Transformer
+from paged import Runner
+from quantize import quantize_model
 from scheduler import Engine
 from speculative import DraftModel, NGram
-from tools import bench
+from tools import bench, gpu_check
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -58,95 +54,85 @@ GUESSES = 3  # of a draft, in a step
 # One more: where only the likeliest are kept, whether more of them are to be looked at; where
 # log-probabilities are wanted, these, and once for each prompt of several tokens; with guesses,
 # their chances, and what each forward of a draft gives; in each layer with experts, how many tokens
-# each of them gets. So does a step in which logits are not finite.
+# each of them gets.
 WAYS = {
-    "greedy": ({}, {}, {}, 2),
-    "windows": (dict(sliding_window=5), {}, {}, 2),
-    "every setting": ({}, FILTERS | PENALTIES, {}, 3),
-    "a sort of all": ({}, LOUD | dict(top_k=290), {}, 3),
-    "greedy and sampled": ({}, [{}, LOUD, PENALTIES] * 2, {}, 2),
-    "log-probabilities": ({}, LOUD | dict(logprobs=3), {}, 3),
-    "of prompts": ({}, dict(logprobs=0, prompt_logprobs=True), {}, 3 + 5),
-    "several outputs": ({}, LOUD | dict(n=3), {}, 2),
-    "preempted": ({}, LOUD, dict(num_blocks=5), 2),
-    "int8 keys": ({}, {}, dict(kv_dtype="int8"), 2),
-    "a step in parts": ({}, {}, dict(max_num_batched_tokens=11), 2),
-    "structure": (SHAKESPEARE, WORDS | LOUD, {}, 2),
-    "n-grams": ({}, {}, dict(guess="n-grams"), 3),
-    "n-grams, every setting": ({}, FILTERS | PENALTIES, dict(guess="n-grams"), 4),
-    "n-grams, log-probabilities": ({}, dict(logprobs=2), dict(guess="n-grams"), 3 + 6),
-    "draft": ({}, {}, dict(guess="draft"), 3 + GUESSES),
-    "draft, sampled": ({}, LOUD, dict(guess="draft"), 3 + GUESSES),
-    "draft, every setting": ({}, FILTERS, dict(guess="draft"), 4 + 2 * GUESSES),
-    "draft, structure": (SHAKESPEARE, WORDS | LOUD, dict(guess="draft"), 3 + GUESSES),
+    "greedy": ("plain", {}, {}, 2),
+    "windows": ("windows", {}, {}, 2),
+    "every setting": ("plain", FILTERS | PENALTIES, {}, 3),
+    "a sort of all": ("plain", LOUD | dict(top_k=290), {}, 3),
+    "greedy and sampled": ("plain", [{}, LOUD, PENALTIES] * 2, {}, 2),
+    "log-probabilities": ("plain", LOUD | dict(logprobs=3), {}, 3),
+    "of prompts": ("plain", dict(logprobs=0, prompt_logprobs=True), {}, 3 + 5),
+    "several outputs": ("plain", LOUD | dict(n=3), {}, 2),
+    "preempted": ("plain", LOUD, dict(num_blocks=5), 2),
+    "int8 keys": ("plain", {}, dict(kv_dtype="int8"), 2),
+    "a step in parts": ("plain", {}, dict(max_num_batched_tokens=11), 2),
+    "structure": ("trained", WORDS | LOUD, {}, 2),
+    "n-grams, every setting": ("plain", FILTERS | PENALTIES, dict(guess="n-grams"), 4),
+    "n-grams, log-probabilities": ("plain", dict(logprobs=2), dict(guess="n-grams"), 3 + 6),
+    "draft": ("plain", {}, dict(guess="draft"), 3 + GUESSES),
+    "draft, every setting": ("plain", FILTERS, dict(guess="draft"), 4 + 2 * GUESSES),
     "experts": ("experts", {}, {}, 2 + 2),
-    "int8": ({}, {}, dict(quantize="int8"), 2),
-    "int4": ({}, {}, dict(quantize="int4"), 2),
+    "int8": ("plain", {}, dict(quantize="int8"), 2),
+    "int4": ("plain", {}, dict(quantize="int4"), 2),
     "gptq": ("gptq", {}, {}, 2),
-    "awq": ("awq", {}, {}, 2),
-    "not finite": ({}, {}, dict(prompts=[[1, NAN], *PROMPTS[1:]]), 2),
-    "draft not finite": ({}, {}, dict(guess="draft", broken=8), 3 + GUESSES),
+    "not finite": ("plain", {}, dict(prompts=[[1, NAN], *PROMPTS[1:]]), 2),
+    "draft not finite": ("plain", {}, dict(guess="draft", broken=8), 3 + GUESSES),
 }  # fmt: skip
+# On a GPU, attention is that of around/fast; in these ways that of the root is rehearsed too.
+ALONE = ("greedy", "windows", "preempted", "int8 keys", "a step in parts")
+
+
 MOE = dict(architectures=["Qwen3MoeForCausalLM"], num_experts=4, num_experts_per_tok=2,
     moe_intermediate_size=32)  # fmt: skip
+SMALL = Config(32, 16, 16, 1, 2, 1, 8)
+FORMS = {"plain": {}, "windows": dict(sliding_window=5), "experts": MOE}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A function: from the form that WAYS names to a folder, made once."""
-    made = {}
 
+    @cache
     def make(form):
-        if form is SHAKESPEARE or str(form) in made:
-            return made.get(str(form), form)
         torch.manual_seed(0)
-        into, sizes = tmp_path_factory.mktemp("gpu"), dict(vocab_size=V)
-        if form in ("gptq", "awq"):
-            out = other_folder(into, form, **sizes)[0]
-        else:
-            out = tiny_folder(into, **sizes, **(MOE if form == "experts" else form))
-        return made.setdefault(str(form), out)
+        if form == "trained":
+            return SHAKESPEARE
+        if form in FORMS:
+            return tiny_folder(tmp_path_factory.mktemp("gpu"), vocab_size=V, **FORMS[form])
+        return other_folder(tmp_path_factory.mktemp("gpu"), form, vocab_size=V)[0]
 
     return make
 
 
-def loaded(path, device, mode=None, broken=None):
+def loaded(path, gpu, fast, mode=None, broken=NAN):
     """A model; the embeddings of the tokens NAN and `broken` are NaN."""
-    made = load_model(path, device, torch.float32)
-    if path != SHAKESPEARE and path != DRAFT:
-        made.embed_tokens.weight[[NAN, broken or NAN]] = torch.nan
-    return quantize.quantize_model(made, mode, 32) if mode else made
+    made = load_model(path, CUDA if gpu else "cpu", torch.float32)
+    if path not in (SHAKESPEARE, DRAFT):
+        made.embed_tokens.weight[[NAN, broken]] = torch.nan
+    if fast:
+        attend_fast(made)
+    return quantize_model(made, mode, 32) if mode else made
 
 
-def engine_run(path, device, wish, prompts=PROMPTS, guess=None, quantize=None, broken=None,
-               gpu=None, **limits):  # fmt: skip
+def engine_run(path, wish, gpu=None, fast=False, prompts=PROMPTS, guess=None, quantize=None,
+               broken=NAN, **limits):  # fmt: skip
     """Each output's tokens and why it ended; and the reads of the step that has the most."""
-    made = loaded(path, device, quantize)
-    tokenizer = generate.Tokenizer(SHAKESPEARE) if path == SHAKESPEARE else None
+    made, trained, most = loaded(path, gpu, fast, quantize), path == SHAKESPEARE, []
+    tokenizer = Tokenizer(path) if trained else None
     proposer = NGram(GUESSES) if guess == "n-grams" else None
-    if guess == "draft":
-        draft = DRAFT if path == SHAKESPEARE else path
-        draft = loaded(draft, device, "int4", broken)  # which errs now and then
+    if guess == "draft":  # in 4 bits, so it errs now and then
+        draft = loaded(DRAFT if trained else path, gpu, fast, "int4", broken)
         proposer = DraftModel(draft, GUESSES, made.config.vocab_size)
-
-    def matcher(wish):
-        from around.structured import make_matcher
-
-        return make_matcher(tokenizer, made.config, wish)
-
     limits = dict(num_blocks=60, max_num_seqs=8, block_size=8) | limits
-    at = Engine(made, tokenizer, proposer, matcher, **limits)
-    wishes = wish if isinstance(wish, list) else [wish] * len(prompts)
+    at = Engine(made, tokenizer, proposer, partial(make_matcher, tokenizer, made.config), **limits)
     common = dict(max_tokens=7, seed=1, ignore_eos=True, temperature=0)
-    requests = [
-        at.add_request(prompt, SamplingParams(**common | each))
-        for prompt, each in zip(prompts, wishes, strict=True)
-    ]
-    most = []
+    wishes = wish if isinstance(wish, list) else [wish] * len(prompts)
+    wishes = [SamplingParams(**common | each) for each in wishes]
+    requests = [at.add_request(*each) for each in zip(prompts, wishes, strict=True)]
     while at.queue:
         at.step()
-        reads = gpu.taken() if gpu else []
-        most = max(most, reads, key=len)
+        most = max(most, gpu.taken() if gpu else [], key=len)
     assert (at.pool.num_blocks < 60) == (at.stats["num_preemptions"] > 0)
     assert not guess or sum(at.proposer.offered) > 0
     results = [request.prompt_tokens for request in requests]
@@ -154,88 +140,57 @@ def engine_run(path, device, wish, prompts=PROMPTS, guess=None, quantize=None, b
     return results, [job.finish_reason for r in requests for job in r.outputs], most
 
 
-def assert_same(ours, theirs):
-    """The same tokens; log-probabilities but for rounding."""
-    assert [[t.id for t in each] for each in ours] == [[t.id for t in each] for each in theirs]
-    for token, other in ((t, o) for us, them in zip(ours, theirs) for t, o in zip(us, them)):
-        assert (token.logprob is None) == (other.logprob is None)
-        assert math.isclose(token.logprob or 0, other.logprob or 0, abs_tol=1e-4)
-        assert [i for i, _ in token.top] == [i for i, _ in other.top]
+ON_CPU = {}  # what ran there, by the name of the way
 
 
-ON_CPU = {}  # what ran there, by its name in WAYS
-
-
-def rehearse(folder, name, kernel="efficient", device=CUDA):
+def rehearse(folder, name, fast=True):
+    """Compare the tokens (log-probabilities but for rounding), why they end, and the reads."""
     form, wish, options, most = WAYS[name]
     if name not in ON_CPU:
-        ON_CPU[name] = engine_run(folder(form), "cpu", wish, **options)
+        ON_CPU[name] = engine_run(folder(form), wish, **options)
     theirs, reasons, _ = ON_CPU[name]
-    with Gpu(kernel, device) as gpu:
-        ours, ends, reads = engine_run(folder(form), device, wish, gpu=gpu, **options)
-    assert_same(ours, theirs)
+    with Gpu() as gpu:
+        ours, ends, reads = engine_run(folder(form), wish, gpu, fast, **options)
+    for us, them in zip(ours, theirs, strict=True):
+        for token, other in zip(us, them, strict=True):
+            assert token.id == other.id and dict(token.top).keys() == dict(other.top).keys()
+            assert token.logprob == pytest.approx(other.logprob, abs=1e-4)
     assert ends == reasons and ("error" in ends) == name.startswith("not finite")
     assert len(reads) == most, reads
-    return gpu.used
+    check_mps(gpu)
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_engine(folder, name):
-    """A tensor that stays on the CPU; a read by the host for each sequence, or for each guess."""
+def test_ways(folder, name):
+    """A tensor that stays on the CPU; a read by the host for each sequence, or for each guess; an
+    operator that MPS lacks; a view that fits the result of the CPU's attention alone."""
     if "structure" in name:
         pytest.importorskip("llguidance")
     rehearse(folder, name)
+    if name in ALONE:
+        rehearse(folder, name, fast=False)
 
 
-def plain_run(path, device, wish, kv_dtype="auto", gpu=None):
-    """The plain loop: the tokens, and the reads of the token that has the most."""
-    made, most = loaded(path, device), []
-    wish = SamplingParams(**dict(max_tokens=9, seed=1, ignore_eos=True, temperature=0) | wish)
-    sequence = Sequence(PROMPTS[0], wish, made.config)
-    cache = StaticCache(made, 1, 40, kv_dtype)
-    for _ in generate.generate(made, sequence, cache, chunk=11):
-        most = max(most, gpu.taken() if gpu else [], key=len)
-    ids = torch.tensor([sequence.ids], device=device)
-    places = torch.arange(len(sequence.ids), device=device)[None]
-    scores = made(ids, places).tolist()  # without a cache
-    return [sequence.tokens], torch.tensor(scores), most
+@pytest.mark.parametrize("kind", ["plain", "int8 cache", "int8 weights"])
+def test_static_cache(kind):
+    """The same of the plain loop; and tools/gpu_check.py mixes tensors of two devices."""
+    with Gpu() as gpu:
+        compare_with_twin("trained", "static cache", kind, "float32", "cuda")
+    # For each of 65 tokens: whether the logits are finite, the token, and its log-probability; for
+    # 52 of them, whether more than the likeliest are to be looked at.
+    assert len(gpu.reads) == 3 * 65 + 52
+    check_mps(gpu)
 
 
-PLAIN = {
-    "greedy": ({}, "auto", 2 + 1),  # a prompt of two chunks is looked at twice
-    "int8 keys": ({}, "int8", 2 + 1),
-    "every setting": (FILTERS | PENALTIES, "auto", 3 + 1),
-    "log-probabilities": (LOUD | dict(logprobs=2), "auto", 3 + 1),
-}
-
-
-def rehearse_plain(folder, name, kernel="efficient", device=CUDA):
-    wish, kv_dtype, most = PLAIN[name]
-    theirs, scores, _ = plain_run(folder({}), "cpu", wish, kv_dtype)
-    with Gpu(kernel, device) as gpu:
-        ours, found, reads = plain_run(folder({}), device, wish, kv_dtype, gpu)
-    assert_same(ours, theirs)
-    torch.testing.assert_close(found, scores, atol=1e-4, rtol=1e-4)
-    assert len(reads) == most, reads
-    return gpu.used
-
-
-@pytest.mark.parametrize("name", PLAIN)
-def test_plain_loop(folder, name):
-    """As test_engine, of the static cache and of no cache at all."""
-    rehearse_plain(folder, name)
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_layouts_of_attention(folder, kernel):
-    """A view that fits the result of the CPU's attention, and no other kernel's."""
-    rehearse_plain(folder, "greedy", kernel)
-    rehearse(folder, "greedy", kernel)
+def check_mps(gpu):
+    assert torch.float64 not in gpu.used, "MPS has no float64"
+    operators = {each for each in gpu.used if isinstance(each, str)}
+    assert len(operators) > 20 and {*filter(runs_on_mps, operators)} == operators
 
 
 @cache
 def runs_on_mps(operator):
-    """Whether PyTorch's own table has it for MPS, or makes it of others."""
+    """Whether PyTorch's own table, native_functions.yaml, has it for MPS, or makes it of others."""
     function = declared()[operator]
     kernels = {key for keys in function.get("dispatch", {}) for key in keys.split(", ")}
     below = function.get("structured_delegate", f"{operator}_out")  # what it is made of
@@ -246,181 +201,169 @@ def runs_on_mps(operator):
 
 @cache
 def declared():
-    """PyTorch's operators, as it declares them: name -> what it says of them."""
     path = Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml"
     functions = yaml.load(path.read_text(), yaml.CSafeLoader)
     return {function["func"].partition("(")[0]: function for function in functions}
 
 
-@pytest.mark.parametrize("name", [*WAYS, *(f"plain: {name}" for name in PLAIN)])
-def test_mps(folder, name):
-    """float64, which MPS does not have; an operator that it lacks."""
-    if "structure" in name:
-        pytest.importorskip("llguidance")
-    rehearsal = rehearse if name in WAYS else rehearse_plain
-    used = rehearsal(folder, name.removeprefix("plain: "), device=MPS)
-    assert len(used) > 20 and [operator for operator in used if not runs_on_mps(operator)] == []
-    assert not runs_on_mps("segment_reduce")
-
-
-def test_mps_is_not_compiled_for(folder):
+def test_mps_is_not_compiled_for():
     """An error of the compiler, ten seconds later."""
-    with Gpu(device=MPS):
-        made = loaded(folder({}), MPS)
-        with pytest.raises(SettingError, match=r"--compile on 'mps' .*cpu, cuda"):
-            compile_model(made)
+    with pytest.raises(SettingError, match=r"--compile on 'mps' .*cpu, cuda"):
+        compiling.compile_model(Namespace(device=torch.device("mps")))
+    assert not runs_on_mps("segment_reduce")
 
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """PyTorch finds the device."""
+    """PyTorch finds the device. It has no graphs; see below."""
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: CUDA)
-    # There are no graphs here; see test_cuda_graphs.
     monkeypatch.setattr(compiling.Replayed, "replay", lambda self, *plan: self.forward(*plan))
     for name, value in (("mem_get_info", (2**30, 2**31)), ("get_device_name", "Pretended"),
                         ("max_memory_allocated", 2**30)):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
 
 
-@pytest.mark.parametrize("flags", [[], ["--speculate-ngram", "2", "--kv-dtype", "int8"]])
-def test_command_line(cuda, capsys, flags):
+def test_command_line(cuda, capsys):
     """A device that is found and then not used; a count of free memory that knows CPUs alone."""
-    texts = {}
-    for device in ("cpu", "cuda"):
+    words = "--prompt ROMEO: --max-new-tokens 8 --temperature 0 --kv-dtype int8 --device"
+    texts = []
+    for flags in ("cpu", "cuda", "cuda --speculate-ngram 2"):
         with Gpu() as gpu:
-            argv = ["--checkpoint", str(SHAKESPEARE), "--device", device, "--prompt", "ROMEO:",
-                    "--max-new-tokens", "8", "--temperature", "0", *flags]  # fmt: skip
-            assert generate.main(argv) == 0
-        texts[device] = capsys.readouterr().out
-        assert bool(gpu.reads) == (device == "cuda")
-    assert texts["cpu"] == texts["cuda"] and len(texts["cpu"]) > 8
+            assert generate.main(f"{words} {flags}".split()) == 0
+        texts.append(capsys.readouterr().out)
+        assert bool(gpu.reads) == ("cuda" in flags)
+    assert texts == texts[:1] * 3 and len(texts[0]) > 8
 
 
-@pytest.mark.parametrize("command", [
-    ["latency", "--prompt-tokens", "5", "--batch", "1", "2", "--quantize", "none", "int8"],
-    ["throughput", "--requests", "3", "--prompt-tokens", "4", "--max-num-seqs", "2",
-     "--sampling", "greedy", "llama"],
-])  # fmt: skip
-def test_bench(cuda, folder, monkeypatch, capsys, command):
+def test_bench(cuda, monkeypatch, capsys):
     """Measurements that run on a CPU alone, as where a buffer of theirs stays there."""
-    change(monkeypatch, bench, "read_bandwidth", "2**26", "2**20")  # of memory
-    argv = [*command, "--checkpoint", str(folder({})), "--new-tokens", "3", "--repeat", "1",
-            "--device", "cuda", "--json"]  # fmt: skip
-    with Gpu() as gpu:
-        monkeypatch.setattr(sys, "argv", ["bench.py", *argv])
-        assert bench.main() == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["hardware"].startswith("Pretended") and found["runs"] and gpu.reads
+    monkeypatch.setattr(bench, "read_bandwidth", lambda _: torch.ones(9, device="cuda").tolist()[0])
+    monkeypatch.setitem(bench.SHAPES, "110m", SMALL)
+    for words in ("latency --prompt-tokens 5 --batch 1 2 --quantize none int8",
+                  "throughput --requests 3 --prompt-tokens 4 --sampling greedy llama"):  # fmt: skip
+        with Gpu() as gpu:
+            assert not bench.main(f"{words} --new-tokens 3 --repeat 1 --device cuda".split())
+        assert capsys.readouterr().out.startswith("Pretended") and gpu.reads
 
 
-# --- The rehearsal itself -------------------------------------------------------------------------
-
-# What must fail: a line of the engine, another in its place, the way that finds it, and how.
-MIXED = RuntimeError, "is on the (cpu|meta)"
-VIEW = RuntimeError, "view size is not compatible"
-LAYOUT = (paged, "attention", "return y", "y.transpose(1, 2).view(-1)\n    return y", "greedy")
-READS = AssertionError, "assert .* =="
-FAULTS = [
-    # tensors that stay on the CPU
-    (llm, "load_model", "rope_frequencies(config).to(device)", "rope_frequencies(config)",
-     "greedy", MIXED),
-    (paged.Runner, "wipe_new_blocks", "(new, device=self.model.device)", "(new)", "greedy", MIXED),
-    (paged.Runner, "group", "for row in rows], device=device", "for row in rows]", "greedy",
-     MIXED),
-    (paged.Runner, "group", "key_positions.flatten(1).to(device)", "key_positions.flatten(1)",
-     "greedy", MIXED),
-    (paged.Runner, "group", "+ first_of_head).to(device)", "+ first_of_head)", "greedy", MIXED),
-    (paged.Runner, "plan", "tensor, device=self.model.device)", "tensor)", "greedy", MIXED),
-    (paged.Blocks, "attend", "torch.cat(attended, 1)", "torch.cat(attended, 1).cpu()", "greedy",
-     MIXED),
-    (paged, "decode", "scale).to(dtype)", "torch.ones(scale.shape)).to(dtype)", "int8 keys", MIXED),
-    (sampling, "filter_ranked", "params], device=ranked.device)", "params])", "every setting",
-     MIXED),
-    (sampling, "filter_ranked", "(ranked.shape[1], device=ranked.device)", "(ranked.shape[1])",
-     "every setting", MIXED),
-    (sampling, "distribution", "(temperature, device=logits.device)", "(temperature)",
-     "greedy and sampled", MIXED),
-    (sampling, "penalize_", "int64).to(scores.device)", "int64)", "every setting", MIXED),
-    (sampling, "scored", "[ids], device=logits.device", "[ids]", "log-probabilities", MIXED),
-    (sampling, "draw", "u[:, None].to(mass)", "u[:, None]", "several outputs", MIXED),
-    (speculative.Guesser, "verify", "torch.tensor(ids, device=p.device)", "torch.tensor(ids)",
-     "n-grams", MIXED),
-    (quantize.QuantLinear, "dequantize", "self.zeros[..., None]", "self.zeros[..., None].cpu()",
-     "int4", MIXED),
-    # a number that MPS does not have
-    (sampling, "draw", "u[:, None].to(mass)", "u[:, None].double().to(mass.device)",
-     "several outputs", (RuntimeError, "no float64", "efficient", MPS)),
-    # views that hang on a layout
-    (paged, "attention", "y.reshape(q.shape)", "y.view(q.shape)", "greedy", VIEW),
-    (model.Attention, "forward", "y.transpose(1, 2).flatten(2)",
-     "y.transpose(1, 2).view(*x.shape[:2], -1)", "greedy", VIEW),
-    (*LAYOUT, (*VIEW, "flash")),
-    (*LAYOUT, (*VIEW, "cudnn")),
-    # more reads
-    (scheduler.Engine, "step", "finite(logits).cpu()", "finite(logits)", "greedy", READS),
-    (sampling, "sample", "logits.float().argmax(-1).tolist()",
-     "[int(i) for i in logits.float().argmax(-1)]", "greedy", READS),
-    (sampling, "sample", "logits.float().argmax(-1).tolist()",
-     "(ids := logits.float().argmax(-1))[ids >= 0].tolist()", "greedy", READS),
-    (sampling, "sample", "logits.float().argmax(-1).tolist()",
-     "(ids := logits.float().argmax(-1)).cpu()[ids.cpu() >= 0].tolist()", "greedy", READS),
-    (sampling, "keep_likeliest_fast", ".any(-1).tolist()",
-     ".any(-1).tolist() + [probs[0, 0].item()]", "every setting", READS),
-    (sampling, "distribution", "argmax(-1)", "argmax(-1) * logits.isnan().any().item()",
-     "greedy and sampled", READS),
-    (speculative.DraftModel, "propose", "logits[[*guessing.values()]]",
-     "logits[[job in guessing for job in rows]]", "draft", READS),
-    (speculative, "accept", "torch.where(rest.any(), rest, p[n])", "rest if rest.any() else p[n]",
-     "n-grams", READS),
-    (speculative.DraftModel, "propose", "if chance > 0:", "if chance > 0 and ids.max() >= 0:",
-     "draft", READS),
-    (experts.SparseMLP, "mix", "if len(part)", "if len(part) and order.max() > 0", "experts",
-     READS),
-]  # fmt: skip
+MIXED, READS = (RuntimeError, "is on the cpu"), (AssertionError, "assert .* ==")
 
 
-def change(monkeypatch, owner, name, old, new):
-    """Change the source of a function, or of a method."""
-    before = getattr(owner, name)
-    function = inspect.unwrap(before)
-    home = sys.modules[function.__module__]
-    source, made = textwrap.dedent(inspect.getsource(function)), {}
-    assert source.count(old) == 1
-    # Within a function that has what `super()` asks for, and in the file whose lines are noted.
-    source = textwrap.indent(source.replace(old, new), " ")
-    source = f"def make(__class__):\n{source}\n return {name}"
-    exec(compile(source, inspect.getsourcefile(function), "exec"), vars(home), made)
-    made = made["make"](owner)
-    for each in (owner, *sys.modules.values()):  # all that have imported it
-        if vars(each).get(name) is before:
-            monkeypatch.setattr(each, name, made)
+def looked_at(look):
+    """A forward whose logits are looked at before they are returned."""
+    return lambda forward: lambda *args: (logits := forward(*args), look(logits))[0]
 
 
-@pytest.mark.parametrize(("owner", "name", "old", "new", "way", "failure"), FAULTS)
-def test_faults_are_found(folder, monkeypatch, owner, name, old, new, way, failure):
+FAULTS = [  # whose function, its name, what is made of it, and how that fails
+    (Transformer, "embed", lambda embed: lambda *args: embed(*args).cpu(), MIXED),
+    (Runner, "forward", looked_at(lambda logits: logits + torch.ones(logits.shape)), MIXED),
+    (Runner, "forward", looked_at(lambda logits: logits.max().item()), READS),
+    (Runner, "forward", looked_at(lambda logits: logits[logits > 0]), READS),
+    (Runner, "forward", looked_at(torch.Tensor.double), (AssertionError, "float64")),
+    (torch.Tensor, "reshape", lambda _: torch.Tensor.view, (RuntimeError, "view size")),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "change", "failure"), FAULTS)
+def test_faults_are_found(folder, monkeypatch, owner, name, change, failure):
     """A rehearsal at which everything passes."""
-    change(monkeypatch, owner, name, old, new)
-    error, text, *kernel = failure
-    with pytest.raises(error, match=text):
-        rehearse(folder, way, *kernel)
+    rehearse(folder, "greedy")
+    monkeypatch.setattr(owner, name, change(getattr(owner, name)))
+    with pytest.raises(failure[0], match=failure[1]):
+        rehearse(folder, "greedy")
 
 
-def test_operators_as_on_a_gpu():
-    """What the other tests rest on: numbers of the CPU may stand beside tensors of the GPU, and
-    index tensors too, but no others; and what counts as a read."""
-    with Gpu() as gpu:
-        x, at = torch.arange(6.0, device="cuda").view(2, 3), torch.tensor([1, 0])
-        x[at] += torch.tensor(1.0)
-        assert x.tolist() == [[1, 2, 3], [4, 5, 6]] and (x + 1).device == x.device == CUDA
-        for wrong in (lambda: x + torch.ones(3), lambda: x.index_select(0, at),
-                      lambda: torch.ones(2)[x[0].long()], lambda: x.copy_(x + torch.ones(2, 3)),
-                      lambda: torch.cat((x, torch.ones(2, 3))),
-                      lambda: x.new_ones(3) + torch.ones(3, device="meta")):  # fmt: skip
-            with pytest.raises(RuntimeError, match="is on the"):
-                wrong()
-        with torch.device("cuda"):
-            assert torch.empty(2).device == CUDA
-        assert torch.empty(2).device.type == "cpu"
-    with pytest.raises(RuntimeError, match="outside"):
-        x + 1
-    assert gpu.taken() == []  # a test may read
+# --- Steps that are replayed ----------------------------------------------------------------------
+
+
+class Recorded(TorchDispatchMode):
+    """A stand-in for a CUDA graph, which calls each operator again, on the same memory. As a graph,
+    it does not see a tensor that the host makes anew, another size, or a value that Python read."""
+
+    made = 0
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+        Recorded.made += 1
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        call = partial(func, *args, **(kwargs or {}))
+        self.calls.append((call, call()))
+        return self.calls[-1][1]
+
+    def replay(self):
+        for call, kept in self.calls:
+            for old, new in zip(leaves(kept), leaves(call()), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorded)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: graph)
+    Recorded.made = 0
+
+
+def test_replayed_tokens(graphs, monkeypatch):
+    """A step reads the plan of the step before; the stand-in does not notice it."""
+
+    for case in ("trained", "sliding"):
+        for kind in ("plain", "int8 cache"):
+            compare_with_twin(case, "replayed", kind, "float32", "cpu")
+    assert 0 < Recorded.made < 60  # few sizes
+    whole = compiling.Replayed.reads
+    for i in (0, 2, 3):  # the tokens, slots and mask; 1 is the wanted logits
+        some = lambda *plan, i=i: [each for j, each in enumerate(whole(*plan)) if j != i]  # noqa: E731
+        monkeypatch.setattr(compiling.Replayed, "reads", some)
+        with pytest.raises(AssertionError, match="is not that of"):
+            compare_with_twin("trained", "replayed", "plain", "float32", "cpu")
+
+
+def test_graphs_of_a_static_cache(graphs):
+    """A graph writes over the caller's tokens, over the logits that it has returned, or over the
+    cache's own numbers of its slots; a new cache is read by another's graphs; a cache has a graph
+    for each 64 positions, each with its own memory; graphs keep a cache's memory for ever."""
+    model = build(SMALL)
+    steps = compiling.Replayed(model.forward)
+    for _ in range(2):
+        slabs, twin = StaticCache(model, 2, 128), StaticCache(model, 2, 128)
+        given = torch.randint(32, (128, 2, 1)), torch.arange(128)[:, None] % 2  # tokens, and rows
+        kept = [each.clone() for each in given]
+        got = [steps(t, *slabs.plan(i, i + 1), row) for i, (t, row) in enumerate(zip(*given))]
+        for i, (logits, t, row) in enumerate(zip(got, *kept)):
+            torch.testing.assert_close(logits, model(t, *twin.plan(i, i + 1), row).detach())
+        assert all(map(torch.equal, given, kept)) and slabs.slots.equal(torch.arange(129))
+        ((graph, _, _),) = steps.graphs[slabs.slabs[0]].values()  # the last, for all others' memory
+        graph.calls.clear()  # a real graph holds no tensors
+        weak = weakref.ref(slabs.slabs[0])
+        del slabs
+        gc.collect()
+        assert weak() is None and not steps.graphs
+    assert Recorded.made == 4  # one for each 64 positions
+    mixed = build(replace(SMALL, num_experts=2, num_experts_per_tok=1))
+    compiling.replay_steps(mixed)
+    assert "forward" not in vars(mixed)
+
+
+def test_parts_of_the_check(monkeypatch, capfd):
+    """The check ends with the first part that fails, or waits for one that hangs; it does not know
+    of CUDA graphs."""
+    assert ("replayed", "plain") in ways.rows_of("trained", "cuda")
+    code = {"good": "0", "bad": "3", "slow": '__import__("time").sleep(60)', "last": "0"}
+    parts = {name: ("", f"-c 'exit({each})'", 2) for name, each in code.items()}
+    monkeypatch.setattr(gpu_check, "PARTS", parts)
+    assert gpu_check.main(["--device", "cpu", "--tiny"]) == 1
+    assert capfd.readouterr().out.splitlines()[-4:] == [
+        "good: passed", "bad: failed with status 3", "slow: not finished after 2 s, see above",
+        "last: passed"]  # fmt: skip
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
+    assert gpu_check.main([]) == 2 and "--tiny rehearses" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_rehearsal(capfd):
+    """A part does not run, on the CPU with a tiny model."""
+    assert gpu_check.main(["--device", "cpu", "--tiny"]) == 0
+    assert capfd.readouterr().out.endswith("\neager: passed\nspeed: passed\ncompiled: passed\n")

@@ -155,7 +155,7 @@ def test_replicas_that_go(proxy, replicas):
     stopped.process.send_signal(signal.SIGTERM)
     all_are_answered()
     assert streams[1].read().endswith(b"data: [DONE]\n\n") and stopped.process.wait(60) == 0
-    streams[0] = proxy.stream({**LONG, **beginning(texts[0])})
+    streams[0] = proxy.stream({**LONG, **beginning(texts[0]), "max_tokens": 700})
     killed.process.kill()
     all_are_answered()
     with pytest.raises((http.client.IncompleteRead, ConnectionError)):
@@ -178,6 +178,10 @@ def test_who_gets_a_request(proxy, replicas, tmp_path):
     """A session whose requests go to all replicas; all sessions with one of them. A session that
     all users share: all of its requests went to its home, or to any replica. What the page says
     to write for least connections, which nobody had tried."""
+    with Proxy(proxy.kind, tmp_path, replicas, "least connections") as other:
+        streams = [other.stream(LONG) for _ in replicas]
+        assert inside(replicas) == [1] * len(streams)
+    until(lambda: inside(replicas) == [0, 0, 0])
 
     def ask(session, text):
         body = {"max_tokens": 4, "messages": [{"role": "user", "content": text}]}
@@ -198,10 +202,6 @@ def test_who_gets_a_request(proxy, replicas, tmp_path):
             assert sorted(inside(replicas)) == pytest.approx(counts, abs=2)
         if proxy.kind == "nginx":  # all are full
             assert proxy.post(COMPLETIONS, SHORT).status == 502
-    with Proxy(proxy.kind, tmp_path, replicas, "least connections") as other:
-        until(lambda: inside(replicas) == [0, 0, 0])
-        streams = [other.stream(LONG) for _ in replicas]
-        assert inside(replicas) == [1] * len(streams)
 
 
 # --- What it brings -------------------------------------------------------------------------------

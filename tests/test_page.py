@@ -17,7 +17,7 @@ from selenium.webdriver.common.by import By
 from serving import ABORTED, CHAT, COMPLETIONS, Broken, Local, until
 
 import server as server_module
-from around.api import EVENTS, answers
+from around.api import answers
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 os.environ["SE_OFFLINE"] = "true"  # nothing may be downloaded
@@ -329,7 +329,7 @@ def test_errors(page, local, monkeypatch):
     send, count = server_module.Connection.send, itertools.count()
 
     def cut(connection, *args, **options):
-        if connection.content_type == EVENTS and next(count) == 9:
+        if connection.stream and next(count) == 9:
             raise ConnectionError
         send(connection, *args, **options)
 

@@ -5,6 +5,7 @@ The machine at the end plays the device: it keeps for each slot of each block wh
 written there, and after every step each table must read back exactly its own.
 """
 
+import itertools
 import random
 from dataclasses import dataclass
 
@@ -14,9 +15,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from around.fast import attending, compiling, flex
-from around.fast.attending import side_by_side
-from around.settings import Limits, SettingError
+from around.fast import compiling
+from around.fast.attending import FastBlocks, replace_layers, side_by_side
+from around.fast.compiling import CompiledBlocks
 from kv_cache import StaticCache, decode, encode
 from model import Config, Masks, Transformer, attention
 from paged import BlockPool, BlockTable, Row, Runner, groups_of
@@ -75,45 +76,6 @@ def test_picture_of_the_header():
     audit_pool(pool, [a, b])
 
 
-def test_example_of_grow():
-    """A shared block written without a copy; a copy from or to the wrong block."""
-    pool = BlockPool(8, 4)
-    arrange(pool, 7, 2, 0, 1)
-    table = computed(pool, [*range(6)])
-    other = pool.fork(table)
-    assert pool.grow(table, 10) == [(2, 0)]
-    assert (table.blocks, other.blocks) == ([7, 0, 1], [7, 2])
-    audit_pool(pool, [table, other])
-
-
-@pytest.mark.parametrize("count", [0, -1])
-def test_a_pool_that_holds_nothing_is_refused(count):
-    """A cache too large for the memory became one of 0 blocks, for which every prompt waits."""
-    with pytest.raises(ValueError, match=f"^{count} .*--kv-memory"):
-        BlockPool(count, 16)
-    for name in ("block_size", "num_blocks"):
-        with pytest.raises(SettingError, match=f"{name}.*{count}"):
-            Limits(**{name: count})
-    assert Limits(kv_memory=4e9).kv_memory == 4e9  # bytes: more than 2**31, which is no bound here
-
-
-def test_blocks_come_lowest_first_and_once():
-    """A block handed out twice; a slot too few where the length ends on a block's border; tokens
-    noted as computed that have no slot, or a length that goes backwards."""
-    pool = BlockPool(4, 2)
-    a, b = grown(pool, 4), grown(pool, 3)
-    assert (a.blocks, b.blocks, len(pool.available)) == ([0, 1], [2, 3], 0)
-    assert pool.grow(a, 4) == []  # it has them already
-    pool.commit(a, [1, 2, 3], 3)
-    for wrong in (
-        lambda: pool.grow(a, 5),
-        *(lambda n=n: pool.commit(a, [1] * 5, n) for n in (2, 5)),
-    ):
-        with pytest.raises(AssertionError):
-            wrong()
-    audit_pool(pool, [a, b])
-
-
 def test_blocks_follow_each_other():
     """What others left behind, taken in any order, so that a long text lies in pieces, and is
     copied in each layer of each step; or a cached prefix given up for order's sake."""
@@ -131,12 +93,7 @@ def test_blocks_follow_each_other():
     pool.grow(a, 6)
     assert a.blocks == [0, 7, 1] and found(pool, [1, 2, 3]) == []
     audit_pool(pool, [a, c, d])
-
-
-def test_long_texts_follow_each_other():
-    """A pool that holds old texts alone gives up the last block first: their blocks, backwards,
-    were a text in pieces."""
-    pool = BlockPool(12, 2)
+    pool = BlockPool(12, 2)  # old texts alone: the last block goes first, and so on backwards
     for turn in range(8):
         table = computed(pool, [turn] * 16)
         low = min(table.blocks)
@@ -147,59 +104,38 @@ def test_long_texts_follow_each_other():
 # --- Prefixes -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("freed", [False, True])
-@pytest.mark.parametrize(
-    ("ids", "blocks"),
-    [
-        ([1, 2, 3, 4, 9], [0, 1]),
-        ([1, 2, 3, 4, 5, 6], [0, 1]),  # [5] fills no block
-        ([1, 2, 9, 4, 9], [0]),
-        ([9, 2, 3, 4, 9], []),
-        ([3, 4, 9], []),  # the same tokens after other ones
-        # nano-vllm#144: with 0 query tokens there are no logits to sample from
-        *(([1, 2, 3, 4][:n], [0][: (n - 1) // 2]) for n in (1, 2, 3, 4)),
-    ],
-)
-def test_a_prefix_is_found(ids, blocks, freed):
-    """A prefix that only its first owner could use, or that was forgotten once the owner left."""
+def test_a_prefix_is_found():
+    """A prefix that only its first owner could use, or that was forgotten once the owner left.
+    nano-vllm#144: with 0 query tokens there are no logits to sample from. nano-vllm#163: the hash
+    of a block that was taken again stayed behind, and the old prompt read the new one's text."""
     pool = BlockPool(8, 2)
     table = computed(pool, [1, 2, 3, 4, 5])
-    if freed:
+    for _ in range(2):  # while it is used, and once it is freed
+        for ids, blocks in (
+            ([1, 2, 3, 4, 9], [0, 1]), ([1, 2, 3, 4, 5, 6], [0, 1]),  # [5] fills no block
+            ([1, 2, 9, 4, 9], [0]), ([9, 2, 3, 4, 9], []), ([3, 4, 9], []),  # after other tokens
+            *(([1, 2, 3, 4][:n], [0][: (n - 1) // 2]) for n in (1, 2, 3, 4)),
+        ):  # fmt: skip
+            assert found(pool, ids) == blocks
         pool.free(table)
-    assert found(pool, ids) == blocks
-
-
-def test_output_tokens_are_found_too():
-    """The next turn of a chat computed the last reply again; or a block was known before full."""
-    pool, ids = BlockPool(8, 2), [1, 2, 3]
-    table = computed(pool, ids)
-    for token in (4, 5, 6):
-        assert found(pool, [*ids, token, 9]) == table.blocks[: len(ids) // 2]
-        ids.append(token)
-        computed(pool, ids, table=table)
-    assert found(pool, [1, 2, 3, 4, 5, 6, 7]) == table.blocks == [0, 1, 2]
+    table = computed(pool, [7] * 16)  # all blocks
+    assert found(pool, [1, 2, 3, 4, 5]) == [] and found(pool, [7] * 9) == table.blocks[:4]
 
 
 def test_a_block_is_found_once_its_forward_has_run():
-    """Announced at allocation, it was read by another sequence of the same step, still empty."""
+    """Announced at allocation, it was read by another sequence of the same step, still empty. Or
+    the next turn of a chat computed the last reply again."""
     pool, ids = BlockPool(8, 2), [1, 2, 3, 4, 5]
     table = grown(pool, 5)
     assert found(pool, ids) == []
     pool.commit(table, ids, 3)  # a chunk
     assert found(pool, ids) == [0]
+    for token in (6, 7):  # outputs
+        ids.append(token)
+        computed(pool, ids, table=table)
+        assert found(pool, [*ids, 9]) == table.blocks[: len(ids) // 2]
     pool.free(table)  # aborted half-way: what was computed is still of use
-    assert found(pool, ids) == [0]
-
-
-def test_a_block_taken_again_loses_its_prefix():
-    """nano-vllm#163: the hash stayed behind, and the old prompt read the new one's text."""
-    pool = BlockPool(2, 2)
-    pool.free(computed(pool, [1, 2, 3, 4]))
-    table = grown(pool, 3)
-    assert found(pool, [1, 2, 3, 4, 5]) == []
-    pool.commit(table, [7, 8, 9], 3)
-    assert found(pool, [1, 2, 3, 4, 5]) == []
-    assert found(pool, [7, 8, 9]) == table.blocks[:1]
+    assert found(pool, [*ids, 9]) == [0, 1, 2]
 
 
 def twice(pool, ids, *ends):
@@ -225,48 +161,30 @@ def test_a_chain_with_a_lost_head_is_not_found():
 
 
 def test_two_sequences_of_one_step_compute_the_same_block():
-    """nano-vllm#219: the second overwrote the first's hash, and both were lost with the second."""
+    """nano-vllm#219: the second overwrote the first's hash, and both were lost with the second.
+    mini-sglang#142: pages that another had cached first were freed while still mapped."""
     pool, ids = BlockPool(8, 2), [1, 2, 3, 4, 5]
     a, b = twice(pool, ids, 3, 3)
     assert (a.blocks, b.blocks) == ([0, 1], [2, 3])
     assert found(pool, ids) == [0]
     computed(pool, ids, table=b)  # goes on from its own block, and is found behind the first's
-    audit_pool(pool, [a, b])
-    for table in (None, b, a):
-        pool.free(table or BlockTable())
-        assert found(pool, ids) == [0, 3]
-    audit_pool(pool, [])
+    for table, left in ((BlockTable(), 3), (b, 6), (b, 6), (a, 8)):  # freed twice, as by an abort
+        pool.free(table)
+        assert (found(pool, ids), len(pool.available)) == ([0, 3], left)
+        audit_pool(pool, [each for each in (a, b) if each.blocks])
 
 
-def test_a_duplicate_stays_its_owners():
-    """mini-sglang#142: pages that another had cached first were freed while still mapped."""
-    pool = BlockPool(4, 2)
-    a, b = twice(pool, [1, 2, 3], 3, 3)
-    assert len(pool.available) == 0
-    pool.free(a)
-    assert len(pool.available) == 2  # and none of b's
-    other = grown(pool, 4)
-    assert not {*other.blocks} & {*b.blocks}
-    pool.free(b)
-    audit_pool(pool, [other])
-
-
-@pytest.mark.parametrize(
-    ("one", "two"), [(-1, -2), (0, 2**61 - 1), (5, 5 + (2**61 - 1)), (-(2**61), -2)]
-)
-def test_a_collision_serves_nobody_anothers_text(one, two):
-    """CVE-2025-25183: prefixes were compared by their hashes alone."""
-    assert hash((None, (one, 1))) == hash((None, (two, 1)))
-    pool = BlockPool(8, 2)
-    computed(pool, [one, 1, one, 1, 3])
-    assert found(pool, [two, 1, two, 1, 3]) == []
-    assert found(pool, [one, 1, two, 1, 3]) == [0]
-    assert found(pool, [one, 1, one, 1, 3]) == [0, 1]
-
-
-def test_a_salt_separates():
-    """Without one, how fast a reply comes tells a user what another has asked. And no salt is a
-    block's mark: "0" is not "behind the first block ever cached", whoever's that was."""
+def test_nobody_is_served_anothers_text():
+    """CVE-2025-25183: prefixes were compared by their hashes alone. Without a salt, how fast a
+    reply comes tells a user what another has asked. And no salt is a block's mark: "0" is not
+    "behind the first block ever cached", whoever's that was."""
+    for one, two in ((-1, -2), (0, 2**61 - 1), (5, 5 + (2**61 - 1)), (-(2**61), -2)):
+        assert hash((None, (one, 1))) == hash((None, (two, 1)))
+        pool = BlockPool(8, 2)
+        computed(pool, [one, 1, one, 1, 3])
+        assert found(pool, [two, 1, two, 1, 3]) == []
+        assert found(pool, [one, 1, two, 1, 3]) == [0]
+        assert found(pool, [one, 1, one, 1, 3]) == [0, 1]
     pool, ids = BlockPool(12, 2), [1, 2, 3, 4, 5]
     for n, salt in enumerate((None, "", "a", "b")):
         assert found(pool, ids, salt) == []
@@ -275,22 +193,19 @@ def test_a_salt_separates():
     assert found(pool, ids, "c") == found(pool, ids, "0") == found(pool, [3, 4, 5], "0") == []
 
 
-# --- Freeing --------------------------------------------------------------------------------------
+# --- Freeing and copying --------------------------------------------------------------------------
 
 
-def test_children_are_given_up_before_parents():
-    """The head of a prefix went first, and left blocks behind that nothing could find."""
+def test_what_is_given_up_first():
+    """The head of a prefix went before its children, and left blocks behind that nothing could
+    find. A prefix given up while there was empty memory; or first in, first out, which would give
+    up the system prompt that every request begins with; or one that is in use."""
     pool, ids = BlockPool(3, 2), [1, 2, 3, 4, 5, 6, 7]
     pool.free(computed(pool, ids[:6]))
     for left in (2, 1, 0):
         pool.free(grown(pool, 2 * (3 - left)))
         assert found(pool, ids) == [0, 1, 2][:left]
         audit_pool(pool, [])
-
-
-def test_the_least_recently_used_is_given_up_first():
-    """A prefix given up while there was empty memory; or first in, first out, which would give up
-    the system prompt that every request begins with; or one that is in use."""
     pool, table = BlockPool(5, 2), BlockTable()
     for token in (1, 2, 3, 4):
         pool.free(computed(pool, [token, token]))
@@ -303,103 +218,69 @@ def test_the_least_recently_used_is_given_up_first():
     audit_pool(pool, [table])
 
 
-def test_freeing_twice_is_harmless():
-    """An abort of what has just ended handed its blocks out twice."""
-    pool = BlockPool(3, 2)
-    table = computed(pool, [1, 2, 3])
-    other = pool.fork(table)
-    pool.free(table)
-    pool.free(table)
-    assert (table, pool.refs) == (BlockTable(), [1, 1, 0])
-    pool.free(other)
-    assert len(pool.available) == 3
-    audit_pool(pool, [])
-
-
-# --- Copy-on-write --------------------------------------------------------------------------------
-
-
-def test_the_last_writer_needs_no_copy():
-    """Every fork copied, so one block was read by nobody; or the last wrote into a shared one."""
+def test_who_copies():
+    """Every fork copied, so one block was read by nobody; or the last wrote into a shared one. A
+    copy of a full block, to which nobody writes any more. Only the block at `length` was copied,
+    and both wrote into those reserved behind it."""
     pool = BlockPool(8, 4)
     tables = [computed(pool, [1, 2, 3, 4, 5])]
     tables += [pool.fork(tables[0]), pool.fork(tables[0])]
-    assert [pool.cost(table, 6) for table in tables] == [1, 1, 1]
-    assert pool.grow(tables[1], 6) == [(1, 2)]
-    assert [pool.cost(table, 6) for table in tables] == [1, 0, 1]
-    assert pool.grow(tables[0], 6) == [(1, 3)]
-    assert pool.grow(tables[2], 6) == []
+    for i, copies, costs in (
+        (1, [(1, 2)], [1, 0, 1]), (0, [(1, 3)], [0, 0, 0]), (2, [], [0, 0, 0])
+    ):  # fmt: skip
+        assert pool.cost(tables[i], 6) == len(copies)
+        assert pool.grow(tables[i], 6) == copies
+        assert [pool.cost(table, 6) for table in tables] == costs
     assert [table.blocks for table in tables] == [[0, 3], [0, 2], [0, 1]]
     audit_pool(pool, tables)
-
-
-def test_nobody_copies_what_nobody_changes():
-    """A copy of a full block, to which nobody writes any more, or of what nobody else reads."""
     pool = BlockPool(8, 4)
     table = computed(pool, [1, 2, 3, 4])
     other = pool.fork(table)
     assert pool.grow(table, 5) == pool.grow(other, 5) == []
     assert (table.blocks, other.blocks) == ([0, 1], [0, 2])
-    pool.free(pool.fork(table))
-    assert (pool.cost(table, 6), pool.grow(table, 6)) == (0, [])
-
-
-def test_a_fork_has_its_own_table():
-    """Two tables with one list: a block appended to one was read by the other. Or only the block
-    at `length` was copied, and both wrote into those reserved behind it."""
     pool = BlockPool(8, 2)
     table = grown(pool, 6)
     pool.commit(table, [1, 2, 3], 3)
     other = pool.fork(table)
     assert (pool.cost(other, 7), pool.cost(other, 4)) == (3, 2)
     assert pool.grow(other, 7) == [(1, 3), (2, 4)]
-    assert (table.blocks, other.blocks) == ([0, 1, 2], [0, 3, 4, 5])
     computed(pool, [1, 2, 3, 4, 5], table=other)
-    assert (table.length, len(table.chain)) == (3, 1 + 1)
-    assert (other.length, len(other.chain)) == (5, 1 + 2)
-    assert found(pool, [1, 2, 3, 4, 9]) == other.blocks[:2]
+    assert (table.blocks, table.length, len(table.chain)) == ([0, 1, 2], 3, 1 + 1)
+    assert (other.blocks, other.length, len(other.chain)) == ([0, 3, 4, 5], 5, 1 + 2)
     audit_pool(pool, [table, other])
 
 
-# --- The check itself -----------------------------------------------------------------------------
-
-DAMAGES = {
-    "a block is lost": lambda pool: pool.available.popitem(),
-    "leaked": lambda pool: pool.refs.__setitem__(0, 2),
-    "free and used": lambda pool: pool.available.__setitem__(0, None),
-    "a stale key": lambda pool: pool._keys.__setitem__(next(iter(pool.available)), (None, (7, 8))),
-    "a table left out": [],
-    "a block that is not the table's": [BlockTable([0, 1, 2], 3, [None, 0])],
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_check_sees_damage(damage):
+def test_check_sees_damage():
     """A check that always holds would make every test above worth nothing."""
-    pool = BlockPool(6, 2)
-    tables = [computed(pool, [1, 2, 3])]
-    pool.free(computed(pool, [4, 5, 6]))
-    audit_pool(pool, tables)
-    if callable(damage):
-        damage(pool)
-    with pytest.raises(AssertionError):
-        audit_pool(pool, tables if callable(damage) else damage)
+    for damage in (
+        lambda pool, tables: pool.available.popitem(),  # a block is lost
+        lambda pool, tables: pool.refs.__setitem__(0, 2),  # leaked
+        lambda pool, tables: pool.available.__setitem__(0, None),  # free and used
+        lambda pool, tables: pool._keys.__setitem__(2, (None, (7, 8))),  # a stale key
+        lambda pool, tables: tables.clear(),  # a table left out
+        lambda pool, tables: tables[0].blocks.append(2),  # a block that is not the table's
+    ):
+        pool = BlockPool(6, 2)
+        tables = [computed(pool, [1, 2, 3])]
+        pool.free(computed(pool, [4, 5, 6]))
+        audit_pool(pool, tables)
+        damage(pool, tables)
+        with pytest.raises(AssertionError):
+            audit_pool(pool, tables)
 
 
 # --- Attention over blocks ------------------------------------------------------------------------
 
 
-def runner_of(blocks, size, N=2, K=1, window=None, kind=Runner):
+def runner_of(blocks, size, N=2, K=1, window=None):
     """The last of its two layers has the window."""
     config = Config(32, 16, 16, 2, N, K, 8, windows=(None, window))
-    return kind(Transformer(config).double(), blocks, size)
+    return Runner(Transformer(config).double(), blocks, size)
 
 
 def shapes(layer):
     """Of each group: rows, new tokens of each, and blocks."""
-    return [
-        (len(each.table), each.positions.shape[1], each.table.shape[1]) for each in layer.groups
-    ]
+    return [(*each.shape, each.table.shape[1]) for each in layer.groups]
 
 
 def slow_paged_attention(q, k, v, pool, rows, config):
@@ -435,117 +316,91 @@ def random_rows(draw, blocks, size):
     return sorted(rows, key=lambda row: (len(row.ids), -row.start))
 
 
-SHAPES = ((4, 2, 4), (3, 3, 1), (4, 1, 16))  # N, K, block size
-WAYS = [
-    *((way, *shape) for way in ("plain", "copied", "followed") for shape in SHAPES),
-    *(("gathered", *shape) for shape in ((3, 3, 1), (4, 4, 4))),
-]
+WAYS = {"plain": None, "copied": FastBlocks, "gathered": CompiledBlocks}
+SHAPES = [(4, 2, 4), (3, 3, 1), (4, 1, 16)]  # N, K, block size
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 50])
-@pytest.mark.parametrize(("way", "N", "K", "size"), WAYS)
-def test_paged_attention_equals_its_slow_twin(way, N, K, size, window, monkeypatch):
+@pytest.mark.parametrize("way", WAYS)
+def test_paged_attention_equals_its_slow_twin(way, window, monkeypatch):
     """A key of another's block, a row attended with its neighbour's table, a slot written that is
     nobody's: the pool must be equal in every slot afterwards. A NaN in a slot of another row, or
     of nobody, that is multiplied by 0."""
-    blocks = 24
-    kinds = dict(
-        copied=attending.FastBlocks, followed=flex.FlexBlocks, gathered=compiling.CompiledBlocks
-    )
-    runner = runner_of(blocks, size, N, K, window)
-    near = {}
-    if way == "gathered":
+    blocks, kind, near = 24, WAYS[way], {}
+    if way == "gathered":  # where heads share no keys
         monkeypatch.setattr(compiling, "compile_once", lambda function, dynamic: function)
         near = {"rtol": 1e-5, "atol": 1e-5}  # its queries are rounded to float32
-    for seed in range(6):
+    for (N, K, size), seed in itertools.product(
+        [(3, 3, 1), (4, 4, 4)] if near else SHAPES, range(6)
+    ):
+        runner = runner_of(blocks, size, N, K, window)
         runner.max_blocks = 4 ** (seed % 4)
         rows = random_rows(random.Random(seed), blocks, size)
         plan = runner.plan(rows)
         tokens, positions, layers, select = plan
-        if way in kinds:
-            _, _, layers, _ = attending.replace_layers(kinds[way], runner.model, plan)
+        if kind:
+            _, _, layers, _ = replace_layers(kind, runner.model, plan)
+            assert all(type(layer) is kind for layer in layers)
         assert tokens.tolist() == [[i for row in rows for i in row.ids]]
         assert positions.tolist() == [[row.start + i for row in rows for i in range(len(row.ids))]]
         assert [tokens[0, i] for i in select] == [row.ids[-1] for row in rows]
         q, k, v = (torch.randn(1, n, tokens.shape[1], 8).double() for n in (N, K, K))
         pool = runner.kv[1].normal_()  # whatever has been left behind
-        if way != "followed":  # without a GPU, the uncompiled function computes all blocks
-            read = {block for row in rows for block in row.blocks[: row.num_blocks(size)]}
-            pool[:, [*{*range(blocks)} - read]] = torch.nan
+        read = {block for row in rows for block in row.blocks[: row.num_blocks(size)]}
+        pool[:, [*{*range(blocks)} - read]] = torch.nan
         twin = pool.clone()
         expected = slow_paged_attention(q, k, v, twin, rows, runner.model.config)
         torch.testing.assert_close(layers[1].attend(q, k, v), expected, **near)
         torch.testing.assert_close(pool, twin, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    ("tables", "is_view"),
-    [
-        ([[3, 4, 5]], True),
-        ([[5, 4, 3]], True),
-        ([[4, 5, 3]], True),
-        ([[3, 4, 6]], False),
-        ([[3, 5]], False),
-        ([[6, 3, 4]], False),
-        ([[7]], False),  # filled up with itself
-        ([[2, 1], [3, 4]], True),
-        ([[2, 1], [4, 5]], False),
-        ([[3, 4], [1, 2]], False),
-        ([[3, 4], [3, 4]], False),
-    ],
-)
-def test_blocks_that_follow_each_other_are_not_copied(tables, is_view):
+def test_blocks_that_follow_each_other_are_not_copied():
     """A copy of a long text in each layer; or, in its place, one block too many, blocks in another
     order than the mask says, or those of another row."""
-    runner = runner_of(8, 4, N=4, K=2)
-    rows = [Row(blocks, 4 * len(blocks) - 2, [1, 2][: len(tables[0])]) for blocks in tables]
-    rows = [row._replace(start=row.start + 1 - (len(row.ids) > 1)) for row in rows]
-    tokens, _, layers, _ = attending.replace_layers(
-        attending.FastBlocks, runner.model, runner.plan(rows)
-    )
-    q, k, v = (torch.randn(1, n, tokens.shape[1], 8).double() for n in (4, 2, 2))
-    if tables == [[3, 4], [3, 4]]:  # forks, which write the same
-        k, v = (x[:, :, [0, 1, 0, 1]] for x in (k, v))
-    pool = runner.kv[1].normal_()
-    expected = slow_paged_attention(q, k, v, pool.clone(), rows, runner.model.config)
-    torch.testing.assert_close(layers[1].attend(q, k, v), expected)
-    (group,) = layers[1].groups
-    assert is_view == bool(group.span)
-    kv, kept = side_by_side(pool, group, pool.dtype), pool[:, group.table]  # (2K, B, W, 4, H)
-    assert torch.equal(kv, kept.flatten(2, 3).transpose(0, 1))
-    assert is_view == (kv.untyped_storage().data_ptr() == pool.untyped_storage().data_ptr())
-    int8 = encode(pool, torch.int8)  # is decoded, either way
-    one = side_by_side(int8, group, pool.dtype)
-    group.span = None
-    assert torch.equal(one, side_by_side(int8, group, pool.dtype))
+    for tables, is_view in (
+        ([[3, 4, 5]], True), ([[5, 4, 3]], True), ([[4, 5, 3]], True), ([[3, 4, 6]], False),
+        ([[3, 5]], False), ([[7]], False), ([[2, 1], [3, 4]], True), ([[2, 1], [4, 5]], False),
+        ([[3, 4], [1, 2]], False), ([[3, 4], [3, 4]], False),  # the last: forks
+    ):  # fmt: skip
+        runner = runner_of(8, 4, N=4, K=2)
+        rows = [Row(blocks, 4 * len(blocks) - 2, [1, 2][: len(tables[0])]) for blocks in tables]
+        rows = [row._replace(start=row.start + 1 - (len(row.ids) > 1)) for row in rows]
+        tokens, _, layers, _ = replace_layers(FastBlocks, runner.model, runner.plan(rows))
+        q, k, v = (torch.randn(1, n, tokens.shape[1], 8).double() for n in (4, 2, 2))
+        if tables == [[3, 4], [3, 4]]:  # they write the same
+            k, v = (x[:, :, [0, 1, 0, 1]] for x in (k, v))
+        pool = runner.kv[1].normal_()
+        expected = slow_paged_attention(q, k, v, pool.clone(), rows, runner.model.config)
+        torch.testing.assert_close(layers[1].attend(q, k, v), expected)
+        (group,) = layers[1].groups
+        assert is_view == bool(group.span)
+        kv, kept = side_by_side(pool, group, pool.dtype), pool[:, group.table]  # (2K, B, W, 4, H)
+        assert torch.equal(kv, kept.flatten(2, 3).transpose(0, 1))
+        assert is_view == (kv.untyped_storage().data_ptr() == pool.untyped_storage().data_ptr())
+        int8 = encode(pool, torch.int8)  # is decoded, either way
+        one = side_by_side(int8, group, pool.dtype)
+        group.span = None
+        assert torch.equal(one, side_by_side(int8, group, pool.dtype))
 
 
-@pytest.mark.parametrize("shape", [(10,), (1, 10), (1, 1, 1, 2), (1, 1, 1, 10), (2, 1, 3, 6)])
-def test_int8_keys_are_read_back(shape):
-    """A single key whose H + 4 bytes are no multiple of four: its scale could not be read."""
-    x, pool = torch.randn(shape), torch.zeros(5, *shape[:-1], shape[-1] + 4, dtype=torch.int8)
-    pool[3] = encode(x, torch.int8)
-    half = x.abs().amax(-1, keepdim=True) / 127 / 2
-    for stored in (pool[3], pool.index_select(0, torch.tensor([3]))[0]):
-        assert ((decode(stored, torch.float32) - x).abs() <= 1.001 * half).all()
-
-
-@pytest.mark.parametrize("K", [1, 3])
-@pytest.mark.parametrize("H", [2, 10, 12])
-def test_int8_blocks_equal_the_int8_slab(H, K):
-    """Blocks or heads that are no multiple of four bytes: another's bytes read as a scale."""
-    model, ids = Transformer(Config(32, 16, 16, 2, K, K, H)).double(), [*range(20)]
-    slab, want = StaticCache(model, 1, 20, "int8"), []
-    parts = ((0, 1), (1, 2), (2, 9), (9, 20))
-    with torch.no_grad():
-        for start, end in parts:
-            tokens, last = torch.tensor([ids[start:end]]), torch.tensor([end - start - 1])
-            want.append(model(tokens, *slab.plan(start, end), last))
-    for size in (1, 3, 16):
-        runner, blocks = Runner(model, 20, size, "int8"), [*range(19, -1, -1)]
-        for (start, end), logits in zip(parts, want):
+def test_int8_keys_are_read_back():
+    """A single key whose H + 4 bytes are no multiple of four: its scale could not be read; blocks
+    or heads that are no multiple of four bytes: another's bytes read as a scale."""
+    for shape in ((10,), (1, 1, 1, 2), (1, 1, 1, 10), (2, 1, 3, 6)):
+        x, pool = torch.randn(shape), torch.zeros(5, *shape[:-1], shape[-1] + 4, dtype=torch.int8)
+        pool[3] = encode(x, torch.int8)
+        half = x.abs().amax(-1, keepdim=True) / 127 / 2
+        for stored in (pool[3], pool.index_select(0, torch.tensor([3]))[0]):
+            assert ((decode(stored, torch.float32) - x).abs() <= 1.001 * half).all()
+    for K, H, size in itertools.product((1, 3), (2, 10), (1, 3, 16)):
+        model, ids = Transformer(Config(32, 16, 16, 2, K, K, H)).double(), [*range(20)]
+        slab, blocks = StaticCache(model, 1, 20, "int8"), [*range(19, -1, -1)]
+        runner = Runner(model, 20, size, "int8")
+        for start, end in ((0, 1), (1, 2), (2, 9), (9, 20)):
+            last = torch.tensor([end - start - 1])
+            want = model(torch.tensor([ids[start:end]]), *slab.plan(start, end), last)
             row = Row(blocks[: -(-end // size)], start, ids[start:end])
-            torch.testing.assert_close(runner.forward([row]), logits)
+            torch.testing.assert_close(runner.forward([row]), want)
 
 
 def test_the_example_of_plan():
@@ -559,7 +414,7 @@ def test_the_example_of_plan():
     assert layer.slots.tolist() == [9, 14, 4, 5, 6]
     assert shapes(layer) == [(2, 1, 2), (1, 3, 2)]
     tables = [group.table.tolist() for group in layer.groups]
-    assert tables == [[[2, 7], [3, 3]], [[0, 1]]]  # by number, filled up
+    assert tables == [[[7, 2], [3, 3]], [[0, 1]]]  # filled up
     assert select.tolist() == [0, 1, 3, 4]
     assert runner.plan([Row([7, 2], 3, [a, b, c])])[2][0].slots.tolist() == [31, 8, 9]
 
@@ -570,37 +425,28 @@ def test_the_example_of_groups_of():
     for size, most, counts in (
         (4, 4, [2, 1, 1]), (4, 6, [3, 1]), (1, 18, [3, 1]), (4, 1, [1] * 4), (4, 0, [1] * 4),
     ):  # fmt: skip
-        groups = [*groups_of(rows, size, most, 2)]
+        groups = [*groups_of(rows, size, most)]
         assert [len(group) for group in groups] == counts
         assert [row for group in groups for row in group] == rows
-    assert [*groups_of([], 4, 4, 2)] == []
+    assert [*groups_of([], 4, 4)] == []
     # A draft's rows can come in another order; all of a group were padded to the last one.
     rows = [Row([], start, [5]) for start in (3, 3, 79)]
-    assert [len(group) for group in groups_of(rows, 4, 20, 2)] == [2, 1]
+    assert [len(group) for group in groups_of(rows, 4, 20)] == [2, 1]
 
 
 def test_rows_that_stand_together():
-    """No more of them than `most` blocks hold, by the longest: one long sequence made all others as
-    slow as itself, padded to its length, and 48 at once took new memory each time."""
+    """No more of them than max_blocks hold, by the longest: one long sequence made all others as
+    slow as itself, padded to its length, and 48 at once took new memory each time; many that share
+    a long prompt took more memory than there was."""
     runner = runner_of(80, 16)
     large = [Runner(runner.model, 2**14, 16, kv_dtype).max_blocks for kv_dtype in ("auto", "int8")]
-    assert (runner.max_blocks, large) == (
-        80,
-        2 * [2**21 // (16 * 8 * 8)],
-    )  # int8 is attended as floats
+    assert (runner.max_blocks, large) == (80, [2**21 // (16 * 8 * 8)] * 2)  # as floats
     runner.max_blocks = 40
     ends = (1000, 600, 250, 200, 5, 3)  # in blocks: 63, 38, 16, 13, 1, 1
     rows = [Row([*range(-(-end // 16))], end - 1, [end % 32]) for end in ends]
     tokens, _, layers, select = runner.plan(rows)
-    assert shapes(layers[0]) == [(1, 1, 63), (1, 1, 38), (2, 1, 16), (2, 1, 2)]  # 2 at least
+    assert shapes(layers[0]) == [(1, 1, 63), (1, 1, 38), (2, 1, 16), (2, 1, 1)]
     assert [int(tokens[0, i]) for i in select] == [end % 32 for end in ends]
-    (small, _) = runner.plan([Row([i], 5, [1]) for i in range(50)])[2]
-    assert shapes(small) == [(20, 1, 2), (20, 1, 2), (10, 1, 2)]
-
-
-def test_what_a_step_copies():
-    """63 sequences of 100 tokens and one of 16,000 cost 64 of 16,000, in time and in memory; many
-    that share a long prompt, more memory than there was."""
     mixed = [Row([*range(1000)], 15_999, [1]), *[Row([*range(7)], 99, [1])] * 63]
     forks = [Row([*range(1000)], 15_999 - i, [1]) for i in range(64)]
     for rows, most in ((mixed, 63 * 7 + 1000), (forks, 64 * 1000)):

@@ -5,6 +5,7 @@ The slow twin is generate(), alone.
 
 import asyncio
 import contextlib
+import errno
 import gc
 import importlib.metadata
 import itertools
@@ -62,14 +63,14 @@ from serving import (
 import generate
 import sampling
 import server as server_module
-from around.api import front
-from around.api import requests as openai_api
-from around.api.function_calls import FORMS
+from around.api import front, listen_at, serve
+from around.api.answers import Choice
+from around.api.function_calls import FORMS, NO_TOOLS
 from around.machine import Ranks
 from around.settings import VERSION, SamplingParams
 from around.structured import token_bytes
 from scheduler import Engine
-from server import listen_at, parse_args, serve
+from server import parse_args
 
 pytest_plugins = ["serving"]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -158,16 +159,12 @@ def test_echo(ask):
         assert reply.usage["completion_tokens"] == 16
     reply = ask(prompt=["a", "b"], echo=True, max_tokens=1, logit_bias={"13": 100}, stop="\n")
     assert [choice.text for choice in reply.choices] == ["a", "b"]  # nothing new to show
-    reply = ask(prompt=["a", "b"], echo=True, max_tokens=0, logprobs=0)  # to score a text
-    assert [choice.text for choice in reply.choices] == ["a", "b"]
-    assert {choice.reason for choice in reply.choices} == {"length"}
-    assert reply.usage["completion_tokens"] == 0
-    more = {"max_tokens": 0, "max_completion_tokens": 5, "ignore_eos": True}  # the latter counts
+    more = {"max_tokens": 1, "max_completion_tokens": 5, "ignore_eos": True}  # the latter counts
     reply = ask(prompt="a", echo=True, **more)
     assert reply.usage["completion_tokens"] == 5 and len(reply.choices[0].text) > 1
-    reply = ask(prompt=["a", "b"], echo=True, max_tokens=0, logprobs=0)
+    reply = ask(prompt=["a", "b"], echo=True, max_tokens=1, logprobs=0)  # to score a text
     for choice, prompt in zip(reply.choices, "ab"):
-        assert len(choice.logprobs["tokens"]) == len(TOKENIZER.encode(prompt))
+        assert len(choice.logprobs["tokens"]) == len(TOKENIZER.encode(prompt)) + 1
 
 
 def test_logprobs(ask):
@@ -191,14 +188,13 @@ def test_logprobs(ask):
 def test_echo_shows_special_tokens(ask):
     """What marks the turns vanished from the prompt; or BOS, which the tokenizer adds, appears."""
     prompt = "the</s> cat<s>"
+    wish = {"echo": True, "max_tokens": 1, "logit_bias": {"5": 100}, "stop_token_ids": [5]}
     for more in ({}, {"logprobs": 1}):
-        (choice,) = ask(prompt=prompt, echo=True, max_tokens=0, **more).choices
+        (choice,) = ask(prompt=prompt, **wish, **more).choices
         assert choice.text == prompt
     assert "".join(choice.logprobs["tokens"]) == prompt
     ids = TOKENIZER.encode(prompt, add_special=False)  # as ids, there is no BOS to leave out
-    assert ask(prompt=ids, echo=True, max_tokens=0).choices[0].text.strip() == prompt
-    hidden = ask(prompt=prompt, echo=True, max_tokens=0, logit_bias={"5": 100}, stop_token_ids=[5])
-    assert hidden.choices[0].reason == "length"  # not "stop", of a token that nobody sees
+    assert ask(prompt=ids, **wish).choices[0].text.strip() == prompt
 
 
 def test_stop_at_a_special_token(ask):
@@ -261,7 +257,7 @@ def test_tokens_that_come_meanwhile(local):
     job = SimpleNamespace(
         params=SamplingParams(logprobs=0), tokens=tokens, text="", finish_reason=None
     )
-    choice = openai_api.Choice(0, job, "text", TOKENIZER, "", openai_api.NO_TOOLS, False)
+    choice = Choice(0, job, "text", TOKENIZER, "", NO_TOOLS, False)
     parts = [choice.take_new() for _ in range(12)]
     found = [text for part in parts if part for text in part["logprobs"]["tokens"]]
     assert found == [f"{i} " for i in range(9)]
@@ -631,12 +627,14 @@ def test_more_of_openais_http(local, monkeypatch):
     body = {"logit_bias": {str(2000 + i): 1 for i in range(500)}}
     message = local.post(COMPLETIONS, body).fails(400, "logit_bias")
     assert "2003" in message and "500" in message and len(message) < 250
-    monkeypatch.setattr(server_module, "load_models", None)  # or it would begin to serve
+    monkeypatch.setattr(server_module, "open_engine", None)  # or it would begin to serve
     for origin in ("example.com", "https://\u4f8b.jp"):  # headers have no such letters
         with pytest.raises(ValueError, match=rf"--cors {origin}: must be like http://"):
             server_module.command(parse_args(["--cors", origin]), Ranks(torch.device("cpu")))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "settings.VERSION"}
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {
+        "attr": "around.settings.VERSION"
+    }
     version = VERSION
     assert importlib.metadata.version("kilolm") == version
     assert local.get("/version").json == {"version": version}
@@ -904,41 +902,25 @@ CHUNKED = "Transfer-Encoding: chunked\r\n"
 MALFORMED = {
     "garbage": (b"\x00\xff\x16\x03\x01\r\n\r\n", 400),
     "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),
+    "no words": (b"\r\n", 400),
     "one word": (b"GET\r\n\r\n", 400),
-    "two words": (b"GET /\r\n\r\n", 400),
     "four words": (b"GET / HTTP/1.1 x\r\n\r\n", 400),
-    "two Hosts": (b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: a\r\n\r\n", 400),
     "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
-    "HTTP/1.2": (b"GET / HTTP/1.2\r\n\r\n", 400),
-    "no colon": (b"GET / HTTP/1.1\r\nHost\r\n\r\n", 400),
-    "no name": (b"GET / HTTP/1.1\r\n: x\r\n\r\n", 400),
-    "space before the colon": (b"GET / HTTP/1.1\r\nContent-Length : 5\r\n\r\n", 400),
-    "folded": (b"GET / HTTP/1.1\r\na: b\r\n c\r\n\r\n", 400),
-    "bare line feeds": (b"GET / HTTP/1.1\r\na: b\n\nContent-Length: 5\r\n\r\n", 400),
-    "NUL in the line": (b"GET /health\0 HTTP/1.1\r\n\r\n", 400),
-    "a byte above ASCII": (b"GET /health?\xff HTTP/1.1\r\n\r\n", 400),
-    "a bare carriage return": (b"GET / HTTP/1.1\r\na: b\rc\r\n\r\n", 400),
-    "NUL in a header": (b"GET / HTTP/1.1\r\na: b\0\r\n\r\n", 400),
-    "200 headers": (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n", 431),
+    "200 headers": (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n", 400),
+    "one huge line": (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n", 431),
     "one huge header": (b"GET / HTTP/1.1\r\na: " + b"b" * 70_000 + b"\r\n\r\n", 431),
+    # By http.server's own limits, 6 MB of such headers kept it busy for seven seconds.
+    "huge together": (b"GET / HTTP/1.1\r\n" + (b"a: " + b"\rb:" * 5000 + b"\r\n") * 90, 431),
     "length missing": (request_bytes(b"").replace(b"Content-Length: 0\r\n", b""), 411),
     "length negative": (request_bytes(head="Content-Length: -5\r\n"), 411),
     "length in letters": (request_bytes(head="Content-Length: five\r\n"), 411),
-    "length with a sign": (request_bytes(head="Content-Length: +5\r\n"), 411),
-    "a list of lengths": (request_bytes(head="Content-Length: 5, 5\r\n"), 411),
-    "two lengths": (request_bytes(b"{}", "Content-Length: 2\r\nContent-Length: 5\r\n"), 411),
     "length in Arabic": (request_bytes(head="Content-Length: \xb2\r\n"), 411),
     "length huge": (request_bytes(head="Content-Length: 99999999999\r\n"), 413),
     "length astronomic": (request_bytes(head=f"Content-Length: {'9' * 5000}\r\n"), 411),
-    "two forms": (request_bytes(b"0\r\n\r\n", f"Content-Length: 5\r\n{CHUNKED}"), 411),
-    "twice in chunks": (request_bytes(b"0\r\n\r\n", CHUNKED * 2), 411),
-    "white space that is not HTTP's": (request_bytes(b"", CHUNKED.replace(" ", "\x0b")), 411),
     "coded": (request_bytes(b"", "Transfer-Encoding: gzip, chunked\r\n"), 411),
     **{f"chunks, {name}": (request_bytes(data, CHUNKED), status) for name, data, status in (
-        ("no size", b"\r\n\r\n", 400), ("a sign", b"+2\r\n{}\r\n0\r\n\r\n", 400),
-        ("an underscore", b"0_2\r\n{}\r\n0\r\n\r\n", 400),
+        ("no size", b"\r\n\r\n", 400), ("a sign", b"-1\r\n{}\r\n0\r\n\r\n", 400),
         ("of another size", b"1\r\n{}\r\n0\r\n\r\n", 400),
-        ("a bare line feed", b"2\n{}\r\n0\r\n\r\n", 400),
         ("nothing", b"0\r\n\r\n", 400),
         ("too large", b"%x\r\n" % 2**31, 413),
         ("too large together", b"1ffff\r\n" + b" " * 0x1ffff + b"\r\n1ffff\r\n", 413),
@@ -955,6 +937,27 @@ def test_malformed_request(local, case):
     (answer,) = local.raw(data)  # and it closes, though the client would not
     answer.fails(status)
     assert answer.headers["Connection"] == "close"
+
+
+ODD = [  # what HTTP forbids, and http.server reads in one way or another
+    *(b"GET /health" + rest for rest in (
+        b"\r\n\r\n", b" HTTP/1.2\r\n\r\n", b"\0 HTTP/1.1\r\n\r\n", b"?\xff HTTP/1.1\r\n\r\n")),
+    *(b"GET /health HTTP/1.1\r\n" + head + b"\r\n\r\n" for head in (
+        b"Host: localhost\r\nHost: a", b"Host", b": x", b"Content-Length : 5", b"a: b\r\n c",
+        b"a: b\n\nContent-Length: 5", b"a: b\rc", b"a: b\0", b"X-Request-Id: a\r\n b: c")),
+    *(request_bytes(b"0\r\n\r\n", head) for head in (
+        "Content-Length: 5\r\nContent-Length: 2\r\n", "Content-Length: 5, 5\r\n",
+        "Content-Length: +5\r\n", f"Content-Length: 5\r\n{CHUNKED}", CHUNKED * 2,
+        CHUNKED.replace(" ", "\x0b"))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("data", ODD)
+def test_odd_request(local, data, capfd):
+    """An odd head made a traceback or a second answer."""
+    (answer,) = local.raw(data + FIRST)
+    assert answer.status < 500 and answer.headers["Connection"] == "close"
+    assert capfd.readouterr().err.count("\n") == 1  # the log's line
 
 
 @pytest.mark.parametrize("line", ["POST /nothing", "POST /health", "401", "GET /health"])
@@ -1128,7 +1131,7 @@ def test_who_waits_to_be_told_to_go_on(local):
 
 def test_nobody_reads_for_ever(make_local, monkeypatch):
     """64 clients that asked for streams and read nothing kept all others out."""
-    monkeypatch.setattr(front, "IDLE_S", 0.5)
+    monkeypatch.setattr(front.Front, "timeout", 0.5)
     local, lazy = make_local(), []
     fields = {**LONG, "prompt": "a", "logprobs": 20, "n": 8, "stream": True}
     for _ in range(2):
@@ -1146,7 +1149,7 @@ def test_nobody_reads_for_ever(make_local, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"GET / HTTP", request_bytes()[:-5], request_bytes()[:30], b"\xff" * 99]
+    "data", [b"", b"GET / HTTP", *(request_bytes()[:end] for end in (30, 60, -5)), b"\xff" * 99]
 )
 def test_client_closes_too_early(local, data, capfd):
     """The server waited for the rest of a body, or printed an error when the client had left."""
@@ -1167,7 +1170,7 @@ def test_slow_clients(local, monkeypatch, capfd):
         slow.sendall(data[-1:])
         assert parse(receive(slow))[0].status == 200
     capfd.readouterr()
-    monkeypatch.setattr(front, "IDLE_S", 0.5)
+    monkeypatch.setattr(front.Front, "timeout", 0.5)
     assert local.raw(b"") == local.raw(b"GET / HTTP/1.1\r\n") == []
     assert local.raw(request_bytes()[:-1]) == []
     assert len(local.raw(FIRST)) == 1
@@ -1208,7 +1211,7 @@ def test_a_long_prompt_holds_nobody_up(make_local):
 
 def test_paths_and_methods(local):
     """A wrong path or method was a 500, or a 404 in another form."""
-    for path in ("/v1", "/v1/completions/", "/../etc/passwd", "//", "/page.html", "/v1/embeddings"):
+    for path in ("/v1", "/v1/completions/", "/../etc/passwd", "/page.html", "/v1/embeddings"):
         local.get(path).fails(404)
         local.post(path, {}).fails(404)
     for method in ("GET", "PUT", "DELETE", "OPTIONS", "TRACE"):
@@ -1221,10 +1224,10 @@ def test_paths_and_methods(local):
 
 def test_the_page_may_load_nothing_else(local, monkeypatch, tmp_path):
     """A page that shows a model's text could be made to load a script of another host, or be shown
-    in another's frame; where it was missing, the connection broke."""
+    in another's frame; where it could not be read, the connection broke without a word."""
     answer = local.get("/")
     text = answer.data.decode()
-    assert text == (ROOT / "page.html").read_text()
+    assert text == (ROOT / "around/api/page.html").read_text()
     assert answer.headers["Content-Type"].startswith("text/html")
     policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)[1]
     assert {"default-src 'none'", "connect-src 'self'"} <= {*policy.split("; ")}
@@ -1233,10 +1236,7 @@ def test_the_page_may_load_nothing_else(local, monkeypatch, tmp_path):
         assert (headers["X-Frame-Options"], headers["Cache-Control"]) == ("DENY", "no-store")
         assert headers["X-Content-Type-Options"] == "nosniff"
     monkeypatch.setattr(front, "PAGE", tmp_path / "page.html")
-    local.get("/").fails(404)
-    unreadable = MagicMock(**{"read_text.side_effect": PermissionError})
-    monkeypatch.setattr(front, "PAGE", unreadable)
-    local.get("/").fails(500)  # not a connection that closes without a word
+    local.get("/").fails(500)
 
 
 # --- Keys, queues, origins ------------------------------------------------------------------------
@@ -1278,31 +1278,36 @@ def test_more_clients_than_threads(local, monkeypatch):
     """Each client had a thread, however many there were."""
 
     def num_served() -> int:
-        return sum("(handle)" in thread.name for thread in threading.enumerate())
+        return sum("(Connection)" in thread.name for thread in threading.enumerate())
 
     until(lambda: not num_served())
     monkeypatch.setattr(front, "MAX_THREADS", threading.active_count() + 2)
-    with contextlib.closing(local.open()) as one, contextlib.closing(local.open()) as other:
-        one.connect()
-        other.connect()
-        until(lambda: num_served() == 2)
-        for _ in range(100):
-            answer = local.get("/health")
-            assert answer.status == 503 and answer.headers["Retry-After"] == "1"
-        assert num_served() == 2
+    one, other, *more = (local.open() for _ in range(9))
+    for each in (one, other):
+        each.connect()
+    until(lambda: num_served() == 2)
+    for each in more:  # these wait
+        each.request("GET", "/health")
+    assert not select.select([each.sock for each in more], [], [], 0.5)[0]
+    assert num_served() == 2
+    one.close()
+    assert [read(each).status for each in more] == [200] * 7
+    for each in (other, *more):
+        each.close()
     until(lambda: not num_served())
-    assert local.get("/health").status == 200
 
 
-def test_no_thread_is_left(local, monkeypatch):
-    """A client was cut off without an answer where the system starts no more threads."""
+def test_no_thread_is_left(local, monkeypatch, capfd):
+    """The server ended where the system starts no more threads, or said nothing of it."""
 
     def start(thread):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(front.Thread, "start", start)
-    assert local.get("/health").status == 503
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(front.Thread, "start", start)
+        with pytest.raises(ConnectionError):
+            local.get("/health")
+    assert capfd.readouterr().err == "can't start new thread\n"
     local.works()
 
 
@@ -1399,22 +1404,20 @@ def test_only_requests_fill_the_queue(local, monkeypatch):
     assert not local.server.incoming
 
 
-def test_a_name_with_an_address_that_is_switched_off(monkeypatch):
+def test_localhost_without_ipv6(monkeypatch):
     """In a container, localhost has ::1 though IPv6 is off: the server did not start."""
-    at = ("203.0.113.1", 0), ("127.0.0.1", 0), ("127.0.0.1", 0)  # the first is no host's
-    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", address) for address in at]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: found)
-    (listener,) = server_module.listen_at("localhost", 0)
+    create = socket.create_server
+
+    def without(address, **options):
+        if options["family"] == socket.AF_INET6:
+            raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+        return create(address, **options)
+
+    monkeypatch.setattr(socket, "create_server", without)
+    (listener,) = listen_at("localhost", 0)
     listener.close()
-    with monkeypatch.context() as patch:  # off in the kernel
-        patch.setattr(socket, "has_dualstack_ipv6", lambda: False)
-        address = (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", 0, 0, 0))
-        patch.setattr(socket, "getaddrinfo", lambda *args, **options: [address, found[1]])
-        for listener in server_module.listen_at("localhost", 0):
-            listener.close()
-    found[1:] = []
     with pytest.raises(OSError, match="assign"):
-        server_module.listen_at("localhost", 0)
+        listen_at("::1", 0)
 
 
 def test_cors(local, monkeypatch):
@@ -1466,7 +1469,7 @@ def test_errors_at_the_start(capfd, tmp_path, monkeypatch):
             error = capfd.readouterr().err
             assert error.count("server.py: error: ") == 1 and "Traceback" not in error
         with monkeypatch.context() as patch:  # a large model was loaded before the port was tried
-            patch.setattr(server_module, "load_models", lambda *_: pytest.fail("it was loaded"))
+            patch.setattr(server_module, "open_engine", lambda *_: pytest.fail("it was loaded"))
             assert server_module.main(["--device", "cpu", "--port", port]) == 2
     with pytest.raises(SystemExit) as stop:
         parse_args(["--kv-memory", "much"])
@@ -1477,10 +1480,9 @@ def test_errors_at_the_start(capfd, tmp_path, monkeypatch):
         for listener in listeners:
             listener.close()
         served.append(args)
-        return 0
 
-    for name, fake in (("load_models", lambda *_: (None, None)), ("make_engine", MagicMock()),
-                       ("serve", serving)):  # fmt: skip
+    for name, fake in (("open_engine", MagicMock()), ("cache_size", str), ("Server", serving),
+                       ("serve", lambda server: 0)):  # fmt: skip
         monkeypatch.setattr(server_module, name, fake)
     for key, options, status in (("a", [], 0), ("a", ["--api-key", "b"], 0), ("", [], 2)):
         monkeypatch.setenv("KILOLM_API_KEY", key)
@@ -1561,6 +1563,7 @@ def test_what_has_ended_is_freed(local, monkeypatch):
                     until(lambda: local.engine.running)
                 until(lambda: not local.engine.queue)
         assert len(alive) == 16
+        local.engine.ran.clear()  # it holds the last step's sequences until the next step
         until(lambda: not any(each() for each in alive))
     finally:
         gc.enable()
@@ -1758,10 +1761,9 @@ def stopped(
     try:
         with ThreadPoolExecutor(1) as pool:
             answers = pool.submit(client)
-            assert serve(engine, args, listeners) == 0
+            assert serve(server_module.Server(engine, args, listeners)) == 0
             return answers.result()
     finally:
-        os.close(signal.set_wakeup_fd(-1))
         for number, handler in zip((signal.SIGTERM, signal.SIGINT), before, strict=True):
             signal.signal(number, handler)
 
@@ -1822,7 +1824,7 @@ def test_signal_and_too_long(stream):
 def test_second_signal(monkeypatch):
     """A second Ctrl-C did not end the server at once."""
     codes: list[int] = []
-    monkeypatch.setattr(server_module.os, "_exit", codes.append)
+    monkeypatch.setattr(front.os, "_exit", codes.append)
     stopped(request_bytes({**LONG, "max_tokens": 100}), signals=2)
     assert codes == [1]
 
@@ -1927,7 +1929,7 @@ def test_one_signal_is_one_signal(tmp_path):
 
 
 def test_metrics_are_prometheus_text(local):
-    """Names that Prometheus refuses, or a histogram that does not add up."""
+    """Names that Prometheus refuses."""
     local.works()
     answer = local.get("/metrics")
     assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
@@ -1937,13 +1939,13 @@ def test_metrics_are_prometheus_text(local):
     for line in text.splitlines():
         if line.startswith("# TYPE "):
             name, kind = line.split(" ")[2:]
-            assert name not in kinds and kind in ("counter", "gauge", "histogram")
+            assert name not in kinds and kind in ("counter", "gauge", "summary")
             kinds[name] = kind
         else:
             pattern = r'([a-z_:][a-z0-9_:]*)\{model_name="shakespeare",([a-z_]+="[^"\\]*"|)\} (\S+)'
             name, labels, value = re.fullmatch(pattern, line).groups()
-            of = re.sub("_(bucket|sum|count)$", "", name)
-            of = of if kinds.get(of) == "histogram" else name
+            of = re.sub("_(sum|count)$", "", name)
+            of = of if kinds.get(of) == "summary" else name
             assert of in kinds and list(kinds)[-1] == of, "samples stand under their own TYPE"
             assert kinds[of] != "counter" or name.endswith("_total")
             assert (name, labels) not in samples and math.isfinite(float(value))
@@ -1952,15 +1954,8 @@ def test_metrics_are_prometheus_text(local):
         prompt_tokens_total generation_tokens_total prefix_cache_queries_total
         prefix_cache_hits_total request_success_total time_to_first_token_seconds
         inter_token_latency_seconds e2e_request_latency_seconds
-        request_prompt_tokens request_generation_tokens
         spec_decode_num_draft_tokens_total spec_decode_num_accepted_tokens_total"""
     assert {f"vllm:{name}" for name in names.split()} <= {*kinds}
-    for name in (name for name, kind in kinds.items() if kind == "histogram"):
-        buckets = [(labels, v) for (n, labels), v in samples.items() if n == f"{name}_bucket"]
-        bounds = [float(re.search('le="(.*)"', labels)[1]) for labels, _ in buckets]
-        assert bounds == sorted(bounds) and buckets[-1][0] == 'le="+Inf"'
-        assert [v for _, v in buckets] == sorted(v for _, v in buckets)
-        assert buckets[-1][1] == samples[f"{name}_count", ""]
 
 
 def test_metrics_after_a_known_load(local):

@@ -4,7 +4,8 @@ streamed text against plain decoding. Every tokenizer here is built on the spot,
 import io
 import json
 import sys
-from functools import cache
+from contextlib import suppress
+from itertools import product
 
 import pytest
 import sentencepiece
@@ -92,9 +93,9 @@ GPT = byte_level("<s>", "</s>").to_str()
 BARE = {"llama": {"tokenizer_model": LLAMA}, "gpt": {"tokenizer_json": GPT}}
 
 
-@cache
-def hugging_face_llama():
-    """LLAMA as Hugging Face converts it, into a vocabulary and merges, by score."""
+def metaspace():
+    """A tiny tokenizer.json as Llama 2 and Mistral have it: spaces marked, bytes as a fallback. It
+    has LLAMA's vocabulary, and merges by score."""
     sp = sentencepiece.SentencePieceProcessor(model_proto=LLAMA)
     vocab = {sp.id_to_piece(i): i for i in range(sp.vocab_size())}
     # A higher score is an earlier merge, and sentencepiece numbers its pieces in that order.
@@ -104,34 +105,39 @@ def hugging_face_llama():
         for n in range(1, len(piece))
         if piece[0] != "<" and piece[:n] in vocab and piece[n:] in vocab
     ]
-    return LlamaTokenizer(vocab=vocab, merges=merges)
-
-
-def metaspace():
-    """A tiny tokenizer.json as Llama 2 and Mistral have it: spaces marked, bytes as a fallback."""
-    backend = tokenizers.Tokenizer.from_str(hugging_face_llama().backend_tokenizer.to_str())
+    backend = LlamaTokenizer(vocab=vocab, merges=merges).backend_tokenizer
     marks = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     backend.normalizer, backend.pre_tokenizer = normalizers.Sequence(marks), None
+    backend.add_special_tokens([AddedToken("<|turn|>", normalized=False)])
     return backend
 
 
+def fast_twin(folder, **names):
+    """Hugging Face's reader of a folder's tokenizer.json."""
+    return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **NAMES | names)
+
+
 SLOW, FAST = ["llama", "plain", "squeezing", "unigram", "shakespeare"], ["gpt", "metaspace"]
+SQUEEZE = {"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True}
+STORED = byte_level("<s>", "</s>", "<|turn|>", "<|tu")
+# A training script may leave these on, and every prompt is quietly cut or padded.
+STORED.enable_truncation(4)
+STORED.enable_padding(length=64, pad_id=0, pad_token="!")
+FILES = {  # of each kind but the bundled one
+    "gpt": {"tokenizer_json": STORED.to_str()},
+    "metaspace": {"tokenizer_json": metaspace().to_str()},
+    "llama": {"tokenizer_model": LLAMA},
+    "plain": {"tokenizer_model": train_sentencepiece(add_dummy_prefix=False)},
+    "squeezing": {"tokenizer_model": train_sentencepiece(**SQUEEZE)},
+    "unigram": {"tokenizer_model": train_sentencepiece(model_type="unigram")},
+}
 
 
 @pytest.fixture(scope="module")
 def kinds(tmp_path_factory):
     """Tokenizers of each kind, and their folders: ours[kind], folder[kind]."""
     root = tmp_path_factory.mktemp("tokenizers")
-    squeeze = {"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True}
-    files = {
-        "gpt": {"tokenizer_json": byte_level("<s>", "</s>", "<|im_start|>", "<|im").to_str()},
-        "metaspace": {"tokenizer_json": metaspace().to_str()},
-        "llama": {"tokenizer_model": LLAMA},
-        "plain": {"tokenizer_model": train_sentencepiece(add_dummy_prefix=False)},
-        "squeezing": {"tokenizer_model": train_sentencepiece(**squeeze)},
-        "unigram": {"tokenizer_model": train_sentencepiece(model_type="unigram")},
-    }
-    folders = {name: write(root / name, NAMES, **each) for name, each in files.items()}
+    folders = {name: write(root / name, NAMES, **each) for name, each in FILES.items()}
     folders["shakespeare"] = SHAKESPEARE
     return {name: (Tokenizer(folder), folder) for name, folder in folders.items()}
 
@@ -142,15 +148,15 @@ def kinds(tmp_path_factory):
 @pytest.mark.parametrize("kind", [*SLOW, *FAST])
 def test_the_reference(kind, kinds):
     """Bug: a text is encoded or decoded otherwise than the library that trained the model does, or
-    the normaliser, merges or decoder of tokenizer.json are not followed."""
+    the normaliser, merges or decoder of tokenizer.json are not followed; "<s>" in a prompt is
+    spelled out as three characters, or shows in the output."""
     ours, folder = kinds[kind]
     if kind in SLOW:
         theirs = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
         prefix, size, options, texts = [theirs.bos_id()], theirs.vocab_size(), {}, TEXTS
         assert (ours.bos_id, ours.eos_id) == (theirs.bos_id(), theirs.eos_id())
     else:
-        names = {"bos_token": "<s>", "eos_token": "</s>"}
-        theirs = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **names)
+        theirs = fast_twin(folder, unk_token=None)
         options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         prefix, size, texts = [], len(theirs), [*TEXTS, "the</s> cat <s>"]
     assert ours.vocab_size == size
@@ -159,54 +165,13 @@ def test_the_reference(kind, kinds):
         assert ids == [*prefix, *theirs.encode(text)], text
         assert ours.encode(text, add_special=False) == ids[len(prefix) :]
         assert ours.decode(ids) == theirs.decode(ids, **options)
-
-
-@few
-@given(text=any_text)
-def test_round_trip(text, kinds):
-    """Bug: white space or a rare character is lost on the way to ids and back; sentencepiece and
-    Hugging Face's version of it disagree."""
-    for kind in ("llama", *FAST):
-        ours, _ = kinds[kind]
-        assert ours.decode(ours.encode(text)) == text
-    theirs, text = hugging_face_llama(), "the" + text  # before a space it adds no other
-    ids = theirs.encode(text, add_special_tokens=False)
-    for kind in ("llama", "metaspace"):
-        ours, _ = kinds[kind]
-        assert ours.encode(text, add_special=False) == ids, kind
-        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == text
-
-
-def test_stored_truncation_and_padding_are_off(tmp_path):
-    """Bug: a tokenizer.json that its training script saved with truncation or padding on (as
-    sentence-transformers and many fine-tunings do) quietly cuts or pads every prompt."""
-    backend = byte_level("<s>", "</s>")
-    backend.enable_truncation(4)
-    backend.enable_padding(length=64, pad_id=0, pad_token="!")
-    stored = backend.to_str()
-    assert json.loads(stored)["truncation"]
-    assert json.loads(stored)["padding"]
-    ours, text = read(tmp_path, NAMES, tokenizer_json=stored), "the cat sat"
-    ids = ours.encode(text)
-    assert ids == read(tmp_path / "plain", NAMES, **BARE["gpt"]).encode(text)
-    assert 4 < len(ids) < 64
-    assert ours.decode(ids) == text
-    ours.template = "{{ messages[0].content }}"
-    assert ours.encode_chat([{"content": text}]) == ids
+    the, cat = (ours.encode(part, add_special=False) for part in ("the", "cat"))
+    ids = ours.encode("the</s>cat<s>", add_special=False)
+    assert ids == [*the, ours.eos_id, *cat, ours.bos_id] and "s>" not in ours.decode(ids)
+    assert ours.special["</s>"] == ours.eos_id
 
 
 # --- Special tokens -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", [*SLOW, *FAST])
-def test_special_tokens_written_in_text(kind, kinds):
-    """Bug: "<s>" in a prompt is spelled out as three characters; or it shows in the output."""
-    ours, _ = kinds[kind]
-    the, cat = (ours.encode(part, add_special=False) for part in ("the", "cat"))
-    ids = ours.encode("the</s>cat<s>", add_special=False)
-    assert ids == [*the, ours.eos_id, *cat, ours.bos_id]
-    assert "s>" not in ours.decode(ids)
-    assert ours.special["</s>"] == ours.eos_id
 
 
 def added(first, *tokens, special=True):
@@ -215,117 +180,80 @@ def added(first, *tokens, special=True):
     return NAMES | {"added_tokens_decoder": tokens}
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt"])
-def test_longest_special_token_wins(kind, tmp_path):
-    """Bug: "<|im" is found inside "<|im_start|>", as the shorter one is added first."""
-    tokens = ("<|im", "<|im_start|>", "<|im_st")
-    files = {"tokenizer_json": byte_level(*tokens).to_str()} if kind == "gpt" else BARE["llama"]
-    ours = read(tmp_path, {} if kind == "gpt" else added(LLAMA_SIZE, *tokens), **files)
-    short, long, middle = (ours.special[text] for text in tokens)
-    assert ours.encode("<|im_start|>", add_special=False) == [long]
-    assert ours.encode("<|im_st<|im", add_special=False) == [middle, short]
-
-
 def test_added_tokens(tmp_path):
-    """Bugs: a chat model's ids lie beyond tokenizer.model, and decoding them crashes; one that
-    tokenizer.model holds as an ordinary piece shows in the output; as a regular expression "<|a|>"
-    matches "<" or nothing; an ordinary added word is not recognised."""
-    ours = read(tmp_path, added(LLAMA_SIZE, "<|a|>", "[x]") | {"eos_token": "[x]"}, **BARE["llama"])
+    """Bugs: "<|im" is found inside "<|im_start|>", as the shorter one is added first; a chat
+    model's ids lie beyond tokenizer.model, and decoding them crashes; one that tokenizer.model
+    holds as an ordinary piece shows in the output; as a regular expression "<|a|>" matches "<" or
+    nothing; an ordinary added word is not recognised; a mark of function calls has no text."""
+    tokens = ("<|im", "<|im_start|>", "<|im_st")
+    llama = read(tmp_path / "a", added(LLAMA_SIZE, *tokens), **BARE["llama"])
+    for ours in (llama, read(tmp_path / "b", {}, tokenizer_json=byte_level(*tokens).to_str())):
+        short, long, middle = (ours.special[text] for text in tokens)
+        assert ours.encode("<|im_start|>", add_special=False) == [long]
+        assert ours.encode("<|im_st<|im", add_special=False) == [middle, short]
+    config = added(LLAMA_SIZE, "<|a|>", "[x]", "<tool_call>", "</tool_call>")
+    ours = read(tmp_path, config | {"eos_token": "[x]"}, **BARE["llama"])
     assert ours.eos_id == LLAMA_SIZE + 1
-    ids = ours.encode("<|a|>the cat[x]", add_special=False)
-    assert (ids[0], ids[-1]) == (LLAMA_SIZE, LLAMA_SIZE + 1)
-    assert ours.decode(ids) == "the cat"
+    ids = ours.encode("<|a|>the <tool_call></tool_call>[x]", add_special=False)
+    assert (ids[0], *ids[-3:]) == (LLAMA_SIZE, *range(LLAMA_SIZE + 2, LLAMA_SIZE + 4), ours.eos_id)
+    assert ours.decode(ids) == "the <tool_call></tool_call>"
     assert max(ours.encode("< a x | [ >")) < LLAMA_SIZE
     model = train_sentencepiece(user_defined_symbols=["<|im_end|>"])
     i = sentencepiece.SentencePieceProcessor(model_proto=model).piece_to_id("<|im_end|>")
     ours = read(tmp_path, added(i, "<|im_end|>"), tokenizer_model=model)
     ids = ours.encode("the cat<|im_end|>")
-    assert ids[-1] == i
-    assert ours.decode(ids) == "the cat"
+    assert ids[-1] == i and ours.decode(ids) == "the cat"
     # Beside tokenizer.model an added word's text is hidden, where tokenizer.json shows it.
     ours = read(tmp_path, added(LLAMA_SIZE, "wombat", special=False), **BARE["llama"])
-    assert ours.encode("the wombat")[-1] == LLAMA_SIZE
-    assert ours.decode(ours.encode("the wombat")).startswith("the")
+    ids = ours.encode("the wombat")
+    assert ids[-1] == LLAMA_SIZE and ours.decode(ids).startswith("the")
     ours = read(tmp_path, NAMES, tokenizer_json=byte_level("<s>", plain=("wombat",)).to_str())
     assert ours.decode(ours.encode("the wombat")) == "the wombat"
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt"])
-@pytest.mark.parametrize("add_bos", [True, False, None])
-@pytest.mark.parametrize("add_eos", [True, False, None])
-def test_bos_and_eos_as_configured(kind, add_bos, add_eos, tmp_path):
+def test_bos_and_eos(tmp_path):
     """Bug: BOS is added twice or not at all, or only where bos_token is written as a string; or a
-    config has a say where tokenizer.json has said it."""
-    for form in (str, lambda token: {"content": token, "lstrip": False}):
+    config has a say where tokenizer.json has said it; `null` for bos_token (Qwen) becomes the id
+    None, or the text "None". llama2.c's folders have no config: without BOS another text comes out,
+    and an empty prompt is none. Llama 3's says nothing: tokenizer.json itself adds BOS."""
+    forms = (str, lambda token: {"content": token, "lstrip": False})
+    for row in product(BARE, (True, False, None), (True, False, None), forms):
+        kind, add_bos, add_eos, form = row
         config = {name: form(token) for name, token in NAMES.items()}
         adds = {"add_bos_token": add_bos, "add_eos_token": add_eos}
         config |= {name: value for name, value in adds.items() if value is not None}
-        ours = read(tmp_path, config, **BARE[kind])
+        ours = read(tmp_path / kind, config, **BARE[kind])
         bare = ours.encode("the cat", add_special=False)
         # Absent: sentencepiece adds BOS. A tokenizer.json whose post-processor adds none does not.
-        has_bos = kind == "llama" and add_bos is not False
-        has_eos = kind == "llama" and bool(add_eos)
-        want = [ours.bos_id] * has_bos + bare + [ours.eos_id] * has_eos
-        assert None not in want
-        assert ours.encode("the cat") == want
-        assert ours.encode("") == [i for i in want if i not in bare]
-
-
-@pytest.mark.parametrize("kind", ["llama", "gpt"])
-def test_no_bos_named(kind, tmp_path):
-    """Bug: `null` for bos_token (Qwen) becomes the id None, or the text "None"."""
-    for config in ({}, {"bos_token": None}, {"bos_token": "<never>"}):
-        config |= {"add_bos_token": True, "add_eos_token": True}
-        ours = read(tmp_path, config, **BARE[kind])
-        assert (ours.bos_id, ours.eos_id) == (None, None)
+        bos = [ours.bos_id] * (kind == "llama" and add_bos is not False)
+        eos = [ours.eos_id] * (kind == "llama" and bool(add_eos))
+        assert None not in (ours.bos_id, ours.eos_id), row
+        assert ours.encode("the cat") == bos + bare + eos and ours.encode("") == bos + eos, row
+    for kind, names in product(BARE, ({}, {"bos_token": None}, {"bos_token": "<never>"})):
+        config = names | {"add_bos_token": True, "add_eos_token": True}
+        ours = read(tmp_path / kind, config, **BARE[kind])
         the = ours.encode("the", add_special=False)
-        assert ours.encode("the") == the
+        assert (ours.bos_id, ours.eos_id, ours.encode("the")) == (None, None, the), names
         ours.template = "{{ bos_token }}the"
-        assert (ours.encode_chat([]) == the) != ("<never>" in config.values())
-
-
-def test_a_sentencepiece_file_alone_names_its_bos(tmp_path):
-    """llama2.c's folders have no tokenizer_config.json: without BOS another text comes out, and an
-    empty prompt is none."""
-    ours = read(tmp_path / "a", tokenizer_model=LLAMA)
+        assert (ours.encode_chat([]) == the) != ("<never>" in names.values())
+    ours = read(tmp_path / "bare", tokenizer_model=LLAMA)
     assert (ours.bos_id, ours.eos_id, ours.encode("")) == (1, 2, [1])
-    off = read(tmp_path / "b", NAMES | {"add_bos_token": False}, tokenizer_model=LLAMA)
-    assert off.encode("") == []
-
-
-@pytest.mark.parametrize("bos", ["", "<s>"])
-def test_post_processor_says_whether_bos(bos, tmp_path):
-    """Bug: Llama 3's files say nothing in tokenizer_config.json: tokenizer.json itself adds BOS."""
-    stored = byte_level("<s>", "</s>", bos=bos).to_str()
-    ours = read(tmp_path, NAMES, tokenizer_json=stored)
-    ids = ours.encode("the cat")
-    assert ids == [ours.bos_id] * bool(bos) + ours.encode("the cat", add_special=False)
-    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), **NAMES)
-    assert ids == theirs.encode("the cat")
+    for bos in ("", "<s>"):
+        stored = byte_level("<s>", "</s>", bos=bos).to_str()
+        ours = read(tmp_path / "json", NAMES, tokenizer_json=stored)
+        ids = ours.encode("the cat")
+        assert ids == [ours.bos_id] * bool(bos) + ours.encode("the cat", add_special=False)
+        assert ids == fast_twin(tmp_path / "json").encode("the cat")
 
 
 # --- Which file, and damaged ones -----------------------------------------------------------------
-
-
-def test_tokenizer_json_comes_first(kinds, tmp_path, monkeypatch):
-    """Bug: of two files the poorer one is read, which lacks the chat tokens; without the extra, an
-    ImportError's traceback, or other ids from tokenizer.model."""
-    both = write(tmp_path, NAMES, tokenizer_json=GPT, tokenizer_model=LLAMA)
-    text, (gpt, folder) = "the cat", kinds["gpt"]
-    assert Tokenizer(both).encode(text) == gpt.encode(text)
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    for each in (folder, both):
-        with pytest.raises(CheckpointError, match="pip install"):
-            Tokenizer(each)
 
 
 DAMAGED = {
     "tokenizer_json": (
         b"", b"{", GPT[: len(GPT) // 2], "[]", {}, "null", {"model": 5}, b"\xff\xfe\x00", LLAMA
     ),
-    "tokenizer_model": (
-        b"", LLAMA[: len(LLAMA) // 2], b"\xff" * 64, {}, GPT, "version https://git-lfs..."
-    ),
+    "tokenizer_model": (b"", LLAMA[: len(LLAMA) // 2], b"\xff" * 64, {}, GPT),
     "tokenizer_config.json": (
         b"", b"{", b"[]", b"\xff", {"added_tokens_decoder": {"x": {"content": "a"}}},
         {"added_tokens_decoder": {"9": {}}}, {"added_tokens_decoder": {"9": {"content": 5}}},
@@ -336,11 +264,13 @@ DAMAGED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("file", DAMAGED)
-def test_damaged_files(file, tmp_path):
-    """Bug: a half-downloaded file, a pointer of git lfs, a value of the wrong type, or no file at
-    all ends in the library's bare Exception, in KeyError or TypeError, so in a traceback."""
-    for i, content in enumerate(DAMAGED[file]):
+def test_which_file_and_damaged_ones(kinds, tmp_path, monkeypatch):
+    """Bug: a half-downloaded file, a value of the wrong type, or no file at all ends in the
+    library's bare Exception, in KeyError or TypeError, so in a traceback. Of two files the poorer
+    one is read, which lacks the chat tokens; without the extra, an ImportError's traceback, or
+    other ids from tokenizer.model."""
+    cases = [(file, content) for file, contents in DAMAGED.items() for content in contents]
+    for i, (file, content) in enumerate(cases):
         others = {} if file.startswith("tokenizer_json") else BARE["llama"]
         with pytest.raises(CheckpointError, match=f"folder{i}") as caught:
             read(tmp_path / f"folder{i}", **(others | {file: content}))
@@ -348,6 +278,13 @@ def test_damaged_files(file, tmp_path):
     for folder in (tmp_path / "nothing here", write(tmp_path / "config", NAMES)):
         with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing.*tokenizer\.model"):
             Tokenizer(folder)
+    both = write(tmp_path, NAMES, tokenizer_json=GPT, tokenizer_model=LLAMA)
+    gpt, folder = kinds["gpt"]
+    assert Tokenizer(both).encode("the cat") == gpt.encode("the cat")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    for each in (folder, both):
+        with pytest.raises(CheckpointError, match="pip install"):
+            Tokenizer(each)
 
 
 # --- Ids to text, one at a time -------------------------------------------------------------------
@@ -371,23 +308,18 @@ def check_stream(tokenizer, prompt, ids, marks=False):
     return text
 
 
-def some_ids(tokenizer):
-    """Any ids: bytes (valid UTF-8 or not), special ones, and some beyond the vocabulary."""
-    n = tokenizer.vocab_size
-    usual = tokenizer.encode("é😀 the cat on the mat", add_special=False)
-    others = st.sampled_from([*tokenizer.special.values(), n, n + 70, *usual])
-    byte_tokens = st.integers(3, 258)  # of a sentencepiece model
-    return st.lists(st.integers(0, n - 1) | others | byte_tokens, max_size=12)
-
-
 @pytest.mark.parametrize("kind", [*SLOW, "gpt"])
 @settings(few, max_examples=60)
 @given(data=st.data())
 def test_streamed_text_is_the_decoded_text(kind, data, kinds):
-    """Bug: a space, half a character, or a mark of invalid bytes is lost, doubled or early."""
+    """Bug: a space, half a character, or a mark of invalid bytes is lost, doubled or early. Of any
+    ids: bytes (valid UTF-8 or not), special ones, and some beyond the vocabulary."""
     ours, _ = kinds[kind]
-    prompt = ours.encode(data.draw(any_text))
-    check_stream(ours, prompt, data.draw(some_ids(ours)), marks=True)
+    n, usual = ours.vocab_size, ours.encode("é😀 the cat on the mat", add_special=False)
+    others = st.sampled_from([*ours.special.values(), n, n + 70, *usual])
+    byte_tokens = st.integers(3, 258)  # of a sentencepiece model
+    ids = st.lists(st.integers(0, n - 1) | others | byte_tokens, max_size=12)
+    check_stream(ours, ours.encode(data.draw(any_text)), data.draw(ids), marks=True)
 
 
 @pytest.mark.parametrize("kind", [*SLOW, *FAST])
@@ -401,10 +333,13 @@ def test_streamed_text_is_the_decoded_text(kind, data, kinds):
 @example(prompt="the", text=" cat", special=True)
 @example(prompt="a\ufffd", text="a", special=False)
 def test_valid_text_streams_without_marks(kind, prompt, text, special, kinds):
-    """Bug: a character of several byte tokens is shown as U+FFFD, or is lost; the end of the
-    prompt is shown again; the window begins inside a character of the prompt, and a byte-fallback
-    decoder marks all bytes up to the next ordinary token."""
+    """Bug: white space or a rare character is lost on the way to ids and back. A character of
+    several byte tokens is shown as U+FFFD, or is lost; the end of the prompt is shown again; the
+    window begins inside a character of the prompt, and a byte-fallback decoder marks all bytes up
+    to the next ordinary token."""
     ours, _ = kinds[kind]
+    if kind in ("llama", *FAST):
+        assert ours.decode(ours.encode(text)) == text
     prompt, ids = ours.encode(prompt), ours.encode(text, add_special=False)
     check_stream(ours, prompt, [ours.eos_id] * special + ids)
     if kind != "gpt":  # each byte as a token of its own
@@ -412,46 +347,39 @@ def test_valid_text_streams_without_marks(kind, prompt, text, special, kinds):
         check_stream(ours, prompt, [first + byte for byte in text.encode()])
 
 
-@pytest.mark.parametrize("kind", [*SLOW, "gpt"])
-def test_half_a_character_waits(kind, kinds):
-    """Bug: the first of four byte tokens is shown as a mark, or the last one is not shown."""
-    ours, _ = kinds[kind]
-    ids, prompt = ours.encode("😀", add_special=False)[-4:], ours.encode("the")
-    assert stream(ours, prompt, ids) == ["", "", "", "😀", ""]
-    *first, last = stream(ours, prompt, ids[:3])
-    assert first == ["", "", ""]
-    assert {*last} == {"\ufffd"}  # at the end it is shown as what it is
-    parts = stream(ours, prompt, [*ids[:3], ours.encode("a", add_special=False)[-1]])
-    assert "".join(parts).lstrip("\ufffd").strip() == "a"
-    assert parts[:3] == ["", "", ""]
-
-
 @pytest.mark.parametrize("kind", [*SLOW, *FAST])
-def test_space_after_the_prompt_is_kept(kind, kinds):
+def test_what_a_decoder_drops_or_marks(kind, kinds):
     """Bug: a decoder drops the space in front of its first word: "To be" + "or" is "To beor"; or
-    under --ignore-eos the EOS is the only context of the next word, which loses its space; so do
-    ids of the model's padding, beyond the vocabulary."""
+    under --ignore-eos the EOS is the only context of the next word, which loses its space, as do
+    ids of the model's padding; or what was shown last is only spaces. The first of four byte tokens
+    is shown as a mark, or the last one is not shown. A U+FFFD the user typed is taken for half a
+    character and shown again; and lone surrogates, which a command line's bytes become, end in
+    TypeError or RuntimeError."""
     ours, _ = kinds[kind]
-    whole = ours.encode("the cat on the mat")
+    whole, the = ours.encode("the cat on the mat"), ours.encode("the")
     for cut in range(1, len(whole)):
         text = check_stream(ours, whole[:cut], whole[cut:])
         assert ours.decode(whole[:cut]) + text == "the cat on the mat"
-    the = ours.encode("the")
-    for hidden in (ours.eos_id, ours.vocab_size + 3):
-        for times in (1, 7):
-            ids = [hidden] * times + ours.encode("the cat")[len(the) :]
-            assert check_stream(ours, the, ids) == " cat"
+    for hidden, times in product((ours.eos_id, ours.vocab_size + 3), (1, 7)):
+        ids = [hidden] * times + ours.encode("the cat")[len(the) :]
+        assert check_stream(ours, the, ids) == " cat"
     assert check_stream(ours, [ours.bos_id], ours.encode("the cat", False)) == "the cat"
-
-
-@pytest.mark.parametrize("kind", ["llama", "gpt"])
-def test_prompt_that_ends_in_a_replacement_character(kind, kinds):
-    """Bug: a U+FFFD the user typed is taken for half a character and shown again; and lone
-    surrogates, which a command line's bytes become, end in TypeError or RuntimeError."""
-    ours, _ = kinds[kind]
-    prompt = ours.encode("bad \ufffd")
-    assert "".join(stream(ours, prompt, ours.encode("\n", False)[-1:])) == "\n"
-    assert ours.decode(ours.encode("the \udcff cat")) == "the ? cat"
+    known = {ours.piece(i): i for i in range(ours.vocab_size)}
+    space = known.get("\u2581", known.get("\u0120"))
+    word = next(i for piece, i in known.items() if piece[:1] == ours.piece(space) != piece)
+    for prompt, last in product(("", "the cat", "   "), ([space, word], [space, space, word])):
+        for ids in (last, [*last, *last], [word, *last]):
+            check_stream(ours, ours.encode(prompt), ids)
+    if kind != "metaspace":
+        ids = ours.encode("\U0001f600", False)[-4:]
+        assert stream(ours, the, ids) == ["", "", "", "\U0001f600", ""]
+        *first, last = stream(ours, the, ids[:3])
+        assert first == ["", "", ""] and {*last} == {"\ufffd"}  # at the end it shows what it is
+        parts = stream(ours, the, [*ids[:3], ours.encode("a", False)[-1]])
+        assert "".join(parts).lstrip("\ufffd").strip() == "a" and parts[:3] == ["", "", ""]
+    if kind in ("llama", "gpt"):
+        bad = stream(ours, ours.encode("bad \ufffd"), ours.encode("\n", False)[-1:])
+        assert "".join(bad) == "\n" and ours.decode(ours.encode("the \udcff cat")) == "the ? cat"
 
 
 def test_long_streams_stay_fast(kinds):
@@ -467,7 +395,6 @@ def test_long_streams_stay_fast(kinds):
     spaces, mark = ours.encode("\n" * 400, add_special=False)[1:], ours.encode("é")[-2]
     detokenizer = Detokenizer(ours, [*ours.encode("你好" * 2000), mark])
     detokenizer._decode = lambda ids: lengths.append(len(ids)) or decode(ids)
-    lengths.clear()
     assert "".join(map(detokenizer.push, spaces)) == "\n" * 400
     assert "\ufffd" * 250 in "".join(map(detokenizer.push, [mark] * 300))
     assert max(lengths) <= 80
@@ -475,57 +402,31 @@ def test_long_streams_stay_fast(kinds):
 
 # --- Chat templates -------------------------------------------------------------------------------
 
-SPECIAL = (
-    "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>",
-    "<|end_header_id|>", "<|eot_id|>", "[INST]", "[/INST]",
-)  # fmt: skip
-LOOP = """{% for message in messages %}
-    {% if message['role'] == 'system' %}
-<<{{ message['content'] | trim }}>>
-    {% else %}
-{{ message.role | title }}: {{ message.content }}{{ eos_token }}
-    {% endif %}
-{% endfor %}
-{% if add_generation_prompt %}Assistant:{% endif %}"""
-CHATML = (
-    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] "
-    "+ '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}"
-    "{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-LLAMA_3 = (
-    "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = "
-    "'<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim "
-    "+ '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}"
-    "{{ content }}{% endfor %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
-)
 MISTRAL = (
-    "{%- if messages[0]['role'] == 'system' %}{%- set system_message = messages[0]['content'] %}"
-    "{%- set loop_messages = messages[1:] %}{%- else %}{%- set loop_messages = messages %}"
-    "{%- endif %}{{- bos_token }}{%- for message in loop_messages %}"
-    "{%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{%- if messages[0]['role'] == 'system' %}{%- set told = messages[0]['content'] %}"
+    "{%- set turns = messages[1:] %}{%- else %}{%- set turns = messages %}{%- endif %}"
+    "{{- bos_token }}{%- for turn in turns %}"
+    "{%- if (turn['role'] == 'user') != (loop.index0 % 2 == 0) %}"
     "{{- raise_exception('roles must alternate user/assistant') }}{%- endif %}"
-    "{%- if message['role'] == 'user' %}{%- if loop.first and system_message is defined %}"
-    "{{- '[INST] ' + system_message + '\n\n' + message['content'] + '[/INST]' }}{%- else %}"
-    "{{- '[INST] ' + message['content'] + '[/INST]' }}{%- endif %}{%- else %}"
-    "{{- ' ' + message['content'] + eos_token }}{%- endif %}{%- endfor %}"
+    "{{- '[INST] ' }}{%- if loop.first and told is defined %}{{- told + '\n\n' }}{%- endif %}"
+    "{{- turn['content'] + '[/INST]' }}{%- endfor %}"
 )
-TEMPLATES = {
-    "loop": LOOP, "chatml": CHATML, "llama 3": LLAMA_3, "mistral": MISTRAL,
-    "tojson": "{{ messages | tojson }}|{{ messages[0] | tojson(indent=2) }}|{{ '<é&>' | tojson }}",
-    "tojson options": "{{ messages | tojson(ensure_ascii=true, separators=(',', ':')) }}",
-    "strftime_now": "{{ strftime_now('%Y-%m') }} {{ bos_token }}{{ eos_token }}",
-    "break": "{% for m in messages %}{% if loop.index == 2 %}{% break %}{% endif %}{{ m.content }}"
+TEMPLATES = [
+    MISTRAL, "{{ messages[0].content }}", "  {% if true %}\n  x\n  {% endif %}\n\n y \n",
+    "{% for m in messages %}\n    {% if m['role'] == 'system' %}\n<<{{ m['content'] | trim }}>>\n"
+    "    {% else %}\n{{ m.role | title }}: {{ m.content }}{{ eos_token }}\n    {% endif %}\n"
+    "{% endfor %}\n{% if add_generation_prompt %}Assistant:{% endif %}",
+    "{{ messages | tojson }}|{{ messages[0] | tojson(indent=2) }}|{{ '<é&>' | tojson }}",
+    "{{ messages | tojson(ensure_ascii=true, separators=(',', ':')) }}",
+    "{{ strftime_now('%Y-%m') }} {{ bos_token }}{{ eos_token }}",
+    "{% for m in messages %}{% if loop.index == 2 %}{% break %}{% endif %}{{ m.content }}"
     "{% endfor %}",
-    "continue": "{% for m in messages %}{% if m.role == 'user' %}{% continue %}{% endif %}"
-    "{{ m.content }}{% endfor %}.",
-    "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}"
-    "{% endfor %}{{ ns.n }}",
-    "no tools": "{% if tools is not none %}tools{% endif %}{% if documents %}d{% endif %}.",
-    "white space": "  {% if true %}\n  x\n  {% endif %}\n\n y \n",
-    "code in the text": "{{ messages[0].content }}",
-    "generation": "{% for m in messages %}\n{% generation %}\n {{ m.content }} "
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% if m.role == 'user' %}{% continue %}"
+    "{% endif %}{% set ns.n = ns.n + 1 %}{{ m.content }}{% endfor %}{{ ns.n }}.",
+    "{% if tools is not none %}tools{% endif %}{% if documents %}d{% endif %}.",
+    "{% for m in messages %}\n{% generation %}\n {{ m.content }} "
     "{% endgeneration %}\n{% endfor %}{{ unk_token | length }}|{{ pad_token }}|{{ mask_token }}.",
-}  # fmt: skip
+]  # fmt: skip
 CHATS = [
     [{"role": role, "content": text} for role, text in chat]
     for chat in (
@@ -539,38 +440,32 @@ CHATS = [
 
 def chatter(folder, template=None, **files):
     config = NAMES | {"chat_template": template, "add_bos_token": True}
-    return read(folder, config, tokenizer_json=byte_level(*SPECIAL, bos="<s>").to_str(), **files)
+    stored = byte_level("<s>", "</s>", "[INST]", "[/INST]", bos="<s>").to_str()
+    return read(folder, config, tokenizer_json=stored, **files)
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_chat_template_renders_as_in_transformers(name, tmp_path):
+def test_chat_template_renders_as_in_transformers(tmp_path):
     """Bug: a filter, function or white-space rule of Hugging Face's environment is missing; BOS is
     added to a template that writes its own; what the user writes is rendered as a template."""
-    ours = chatter(tmp_path, TEMPLATES[name])
-    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), **NAMES)
-    options = {"chat_template": TEMPLATES[name], "return_dict": False}
-    for chat in CHATS:
-        want = theirs.apply_chat_template(chat, add_generation_prompt=True, **options)
-        assert ours.encode_chat(chat) == want
-    assert ours.chat_stop == ()
+    for template, chat in product(TEMPLATES, CHATS):
+        ours = chatter(tmp_path, template)
+        options = {"chat_template": template, "return_dict": False, "add_generation_prompt": True}
+        want = fast_twin(tmp_path).apply_chat_template(chat, **options)
+        assert ours.encode_chat(chat) == want, template
+        assert ours.chat_stop == ()
 
 
 REFUSED = [
     # does not compile, or fails: a traceback
-    "{% if %}", "{{ messages", "{% for %}", "{% nope %}", "{{ 1 / 0 }}", "{{ missing.x }}",
-    "{{ messages | nope }}", "{{ messages[0].content.x.y }}", "{% include 'x' %}",
+    "{{ messages", "{% nope %}", "{{ 1 / 0 }}", "{{ missing.x }}", "{% include 'x' %}",
     *("{% set x = " + expression + " %}" for expression in (  # out of the sandbox (CVE-2024-34359)
-        "''.__class__.__mro__", "''.__class__.__mro__[1].__subclasses__()",
-        "cycler.__init__.__globals__.os.system('touch MARK')",
+        "''.__class__.__mro__", "cycler.__init__.__globals__.os.system('touch MARK')",
         "lipsum.__globals__['os'].system('touch MARK')",
         "self.__init__.__globals__.__builtins__.open('MARK', 'w')",
-        "raise_exception.__globals__['Path']('MARK').touch()",
-        "strftime_now.__globals__['Path']('MARK').touch()", "strftime_now.__code__.co_code",
-        "namespace.__init__.__globals__.__builtins__.open('MARK', 'w')",
+        "raise_exception.__globals__['Path']('MARK').touch()", "strftime_now.__code__.co_code",
         "(messages | attr('__class__')).__mro__", "messages.__class__.__base__.__subclasses__()",
-        "messages.append({})", "messages.pop()", "messages.clear()", "messages.sort()",
-        "messages[0].update({'content': 'x'})", "messages[0].pop('content')",
-        "messages[0].__setitem__('content', 'x')", "range(10**9) | list", "range(10**9) | sum",
+        "messages.append({})", "messages.pop()", "messages[0].update({'content': 'x'})",
+        "messages[0].__setitem__('content', 'x')", "range(10**9) | list",
     )),
 ]  # fmt: skip
 
@@ -588,35 +483,24 @@ def test_template_is_sandboxed(tmp_path, monkeypatch):
     assert not (tmp_path / "MARK").exists()
     for expression in ("'{0.__class__.__mro__}'.format(1)", "'{x.__class__}'.format_map({'x': 1})"):
         ours.template = "{{ " + expression + " }}."
-        try:
-            text = ours.decode(ours.encode_chat([]))
-        except ValueError:
-            continue
-        assert "class" not in text
+        with suppress(ValueError):
+            assert "class" not in ours.decode(ours.encode_chat([]))
     ours.template = MISTRAL
     with pytest.raises(ValueError, match="roles must alternate user/assistant"):
         ours.encode_chat(CHATS[0] * 2)
 
 
 def test_where_the_template_comes_from(tmp_path):
-    """Bug: the newer chat_template.jinja is not read, or loses to tokenizer_config.json; a list of
-    templates is rendered as a list; the first is taken for the default."""
+    """Bug: the newer chat_template.jinja is not read, or loses to tokenizer_config.json; the first
+    of several is taken for the default. A base model gets no BOS, no turn to fill, or nothing to
+    stop it at its turn's end."""
     ours = chatter(tmp_path / "file", "old", **{"chat_template.jinja": "n\u00e9w"})
     assert ours.decode(ours.encode_chat(CHATS[0])) == "n\u00e9w"
     named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
     assert chatter(tmp_path / "two", named).template == "d"
-    for lacking in ([], None, ""):
-        assert chatter(tmp_path / "none", lacking).template == PLAIN_TEMPLATE
-    with pytest.raises(ValueError, match="none is named"):  # a text without turns needs no template
-        chatter(tmp_path / "lacks", named[:1]).encode_chat(CHATS[0])
-
-
-def test_plain_template(tmp_path):
-    """Bug: a base model gets no BOS, no turn to fill, or nothing to stop it at its turn's end."""
-    ours = chatter(tmp_path)
-    assert ours.chat_stop == ("\n\n",)
+    for lacking in ([], "", None):
+        ours = chatter(tmp_path / "none", lacking)
+        assert ours.template == PLAIN_TEMPLATE and ours.chat_stop == ("\n\n",)
     want = "SYSTEM:\nBe brief.\n\nUSER:\nthe cat\n\nASSISTANT:\nsat\n\nUSER:\n\n\nASSISTANT:\n"
     ids = ours.encode_chat(CHATS[3])
-    assert ids[0] == ours.bos_id
-    assert ours.decode(ids) == want
-    assert ids == ours.encode(want)
+    assert ids[0] == ours.bos_id and ours.decode(ids) == want and ids == ours.encode(want)

@@ -16,101 +16,71 @@ RNG = random.Random(0)
 WORDS = ["".join(RNG.choices("abcdefghij", k=RNG.randint(2, 9))) for _ in range(2000)]
 TEXT = "".join(" ".join(RNG.choices(WORDS, k=30)) + "\n\n" for _ in range(300))
 OLD = {"tokenizer.model": "old tokenizer", "model.safetensors": "old weights"}
+BAD = [  # a text, options, and the message
+    (b"", (), "has 0 characters"),
+    (TEXT.replace("\n\n", "\n").encode(), (), "no empty line in its last tenth"),
+    (TEXT.replace("\n\n", "\n").encode() + b"\n\n", (), "no empty line in its"),
+    (b"To be, or not to be\n\n" * 30, (), "too short for 1024 pieces"),
+    (TEXT.encode() + "\xe9t\xe9\n\nmore".encode("latin-1"), (), "is no UTF-8"),
+    # A batch was taken from a list that was empty, at the last third of the training.
+    (TEXT.encode(), ("--batch-tokens", "1000000"), "tokens to train on"),
+    (TEXT.encode(), ("--batch-tokens", "1000"), "less than a window of 1024"),
+]
 
 
 @pytest.fixture
 def main(tmp_path):
-    """Run the command line on a text; None: there is no file. Its --out holds an older target."""
-    (tmp_path / "out" / "shakespeare").mkdir(parents=True)
+    """Run the command line on a text. Its --out holds an older target; returns the status, and what
+    --out holds then."""
+    out = tmp_path / "out" / "shakespeare"
+    out.mkdir(parents=True)
     for name, content in OLD.items():
-        (tmp_path / "out" / "shakespeare" / name).write_text(content)
+        (out / name).write_text(content)
 
     def run(text, *more):
-        if text is not None:
-            (tmp_path / "text").write_bytes(text)
-        words = ["--text", tmp_path / "text", "--out", tmp_path / "out", *more]
-        return trainer.main([*map(str, words)])
+        (tmp_path / "text").write_bytes(text)
+        status = trainer.main(["--text", f"{tmp_path}/text", "--out", f"{tmp_path}/out", *more])
+        files = [file for file in out.parent.rglob("*") if file.is_file()]
+        return status, {file.name: file.read_bytes().decode(errors="replace") for file in files}
 
     return run
 
 
-def is_old(folder):
-    """No file more, none less, none other; and no hidden folder."""
-    target = folder / "out" / "shakespeare"
-    assert [*(folder / "out").iterdir()] == [target]
-    return {file.name: file.read_text() for file in target.iterdir()} == OLD
-
-
-BAD = {
-    "missing": (None, "No such file"),
-    "empty": (b"", "has 0 characters"),
-    "a line": (b"To be, or not to be", "give a longer text"),
-    "one speech": (TEXT.replace("\n\n", "\n").encode(), "no empty line in its last tenth"),
-    "nothing held out": (TEXT.replace("\n\n", "\n").encode() + b"\n\n", "no empty line in its"),
-    "few words": (b"To be, or not to be\n\n" * 30, "too short for 1024 pieces"),
-    "latin-1": (TEXT.encode() + "\xe9t\xe9\n\nmore".encode("latin-1"), "is no UTF-8"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_text(main, capsys, tmp_path, name):
+def test_what_is_refused(main, capsys):
     """A traceback; a bundled tokenizer that is gone before the text was looked at."""
-    text, message = BAD[name]
-    assert main(text) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and err.startswith("train.py: error: ")
-    assert message in err and is_old(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "message"), [(2**20, "tokens to train on"), (1000, "less than a window of 1024")]
-)
-def test_batches_that_cannot_be(main, capsys, tmp_path, tokens, message):
-    """A batch taken from a list that was empty, at the last third of the training."""
-    assert main(TEXT.encode(), "--batch-tokens", tokens) == 2
-    assert message in capsys.readouterr().err and is_old(tmp_path)
-
-
-def test_windows_of_a_batch():
-    """One token short of what the worst offset leaves."""
+    for text, words, message in BAD:
+        assert main(text, *words) == (2, OLD), message
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1 and err.startswith("train.py: error: ")
+        assert message in err
+    # One token short of what the worst offset leaves.
     for batch, needed in ((1024, 1025 + 1024), (8192, 8 * 1025 + 1024)):
         trainer.check_length(torch.zeros(needed), batch)
         with pytest.raises(ValueError, match=f"{needed - 1} tokens.* need {needed}"):
             trainer.check_length(torch.zeros(needed - 1), batch)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError("disk full"), None])
-def test_the_target_is_replaced_at_the_end(main, capsys, tmp_path, monkeypatch, error):
-    """An interrupted run that left a new tokenizer beside old weights: a model of garbage."""
+def test_the_target_is_replaced_at_the_end(main, monkeypatch):
+    """An interrupted run that left a new tokenizer beside old weights: a model of garbage. Weights
+    and tokenizer that --resume does not find in the folder where it works."""
+    runs = [(KeyboardInterrupt(), 130), (OSError("disk full"), 2), (None, 0), (None, 0)]
 
     def train(config, text, held_out, out, args, teacher):
+        error, _ = runs[0]
         assert text + held_out == TEXT and out.name == "shakespeare"
         assert (out / "tokenizer.model").stat().st_size > 1000
+        assert (out / "model.safetensors").exists() == args.resume
         (out / "model.safetensors").write_text("new weights")
         if error:
             raise error
-        return {"steps": 1}
+        return {"steps": len(runs)}
 
     monkeypatch.setattr(trainer, "train", train)
-    status = main(TEXT.encode(), "--only", "target")
-    if error:
-        assert status == (2 if isinstance(error, OSError) else 130) and is_old(tmp_path)
-        return
-    out = tmp_path / "out"
-    assert status == 0 and json.loads((out / "train.json").read_text())["shakespeare"]
-    assert (out / "shakespeare" / "model.safetensors").read_text() == "new weights"
-    assert {file.name for file in out.iterdir()} == {"shakespeare", "train.json", "README.md"}
-
-
-def test_resume_begins_with_what_is_there(main, tmp_path, monkeypatch):
-    """Weights and tokenizer that --resume does not find in the folder where it works."""
-    (tmp_path / "out" / "train.json").write_text('{"shakespeare": [{"steps": 1}]}')
-
-    def train(config, text, held_out, out, args, teacher):
-        assert {file.name: file.read_text() for file in out.iterdir()} == OLD
-        return {"steps": 2}
-
-    monkeypatch.setattr(trainer, "train", train)
-    assert main(TEXT.encode(), "--only", "target", "--resume") == 0
-    runs = json.loads((tmp_path / "out" / "train.json").read_text())
-    assert [run["steps"] for run in runs["shakespeare"]] == [1, 2]
+    while runs:
+        error, expected = runs[0]
+        resume = ["--resume"] * (len(runs) == 1)
+        status, files = main(TEXT.encode(), "--only", "target", *resume)
+        assert status == expected and (files == OLD) == bool(error)
+        runs.pop(0)
+    assert files["model.safetensors"] == "new weights" and len(files) == 5
+    assert [run["steps"] for run in json.loads(files["train.json"])["shakespeare"]] == [2, 1]

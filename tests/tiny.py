@@ -50,3 +50,10 @@ def tiny_folder(folder: Path, **changes: Any) -> Path:
     }
     save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Change keys of a folder's config.json; `...` drops one."""
+    file = folder / "config.json"
+    raw = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: value for key, value in raw.items() if value is not ...}))

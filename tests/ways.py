@@ -1,10 +1,10 @@
 """Every way to run a model, and the slow twin, whose tokens all of them must make.
 
-test_equivalence.py compares them on a CPU, on_device.py on a GPU. A way takes a model and
+test_equivalence.py compares them, on a CPU or a GPU. A way takes a model and
 jobs, each a prompt's ids and its SamplingParams, and returns each job's tokens. A new fast path
 adds one entry to PATHS, or to ENGINES where the scheduler runs it. ROWS lists the combinations with
-guesses, fewer bits and structures. Sampled guesses use other random numbers; for these the slow
-twin guesses too, see plain. Read: plain, PATHS, ENGINES, ROWS, kind_of.
+guesses, fewer bits and structures, COMPILED those that compile. Sampled guesses use other random
+numbers; for these the slow twin guesses too, see plain. Read: plain, PATHS, ENGINES, ROWS, kind_of.
 """
 
 import copy
@@ -119,10 +119,6 @@ def run_alone(
     return results
 
 
-def run_compiled(model: Transformer, jobs: list[Job], kv_dtype: str = "auto") -> Tokens:
-    return run_alone(compiled_twin(model, 1, kv_dtype), jobs, kv_dtype=kv_dtype)
-
-
 def run_replayed(model: Transformer, jobs: list[Job], **options: Any) -> Tokens:
     model = copy.deepcopy(model)
     replay_steps(model)
@@ -130,11 +126,26 @@ def run_replayed(model: Transformer, jobs: list[Job], **options: Any) -> Tokens:
 
 
 @cache
-def compiled_twin(model: Transformer, *kind: Any) -> Transformer:
-    """Make a compiled copy: compile_model changes a model in place."""
+def changed(model: Transformer, change: Callable, *args: Any) -> Transformer:
+    """Make a faster copy: `change` makes a model faster in place."""
     model = copy.deepcopy(model)
-    compile_model(model, *kind)
+    change(model, *args)
     return model
+
+
+def run_fast(model: Transformer, jobs: list[Job], run: Callable, **options: Any) -> Tokens:
+    if "draft" in options:
+        options["draft"] = changed(options["draft"], attend_fast)
+    return run(changed(model, attend_fast), jobs, **options)
+
+
+def run_compiled(
+    model: Transformer, jobs: list[Job], run: Callable, batch_size: int | None, **options: Any
+) -> Tokens:
+    kind = (batch_size, options.get("kv_dtype", "auto"))
+    if "draft" in options:
+        options["draft"] = changed(options["draft"], compile_model, *kind)
+    return run(changed(model, compile_model, *kind), jobs, **options)
 
 
 def make(
@@ -159,36 +170,6 @@ def run_engine(model: Transformer, jobs: list[Job], **options: Any) -> Tokens:
     """Run all prompts at once through the scheduler."""
     engine = make(model, **options)
     return finish(engine, [engine.add_request(*job) for job in jobs])
-
-
-@cache
-def fast_twin(model: Transformer, kind: Any = None) -> Transformer:
-    """Make a copy that attends fast: attend_fast changes a model in place."""
-    model = copy.deepcopy(model)
-    attend_fast(model, kind)
-    return model
-
-
-def run_fast_engine(
-    model: Transformer,
-    jobs: list[Job],
-    kind: Any = None,
-    draft: Transformer | None = None,
-    **options: Any,
-) -> Tokens:
-    model, draft = (each and fast_twin(each, kind) for each in (model, draft))
-    return run_engine(model, jobs, draft=draft, **options)
-
-
-def run_compiled_engine(
-    model: Transformer,
-    jobs: list[Job],
-    draft: Transformer | None = None,
-    kv_dtype: str = "auto",
-    **options: Any,
-) -> Tokens:
-    model, draft = (each and compiled_twin(each, None, kv_dtype) for each in (model, draft))
-    return run_engine(model, jobs, draft=draft, kv_dtype=kv_dtype, **options)
 
 
 def run_small(
@@ -262,27 +243,29 @@ Way = Callable[..., Tokens]
 PATHS: dict[str, Way] = {
     "no cache": run_plain,
     "static cache": run_alone,
+    "static cache, fast": partial(run_fast, run=run_alone),
     "prompt in chunks of 1": partial(run_alone, chunk=1),
     "prompt in chunks of 7": partial(run_alone, chunk=7),
-    "compiled": run_compiled,
+    "prompt in chunks of 17, fast": partial(run_fast, run=run_alone, chunk=17),
+    "compiled": partial(run_compiled, run=run_alone, batch_size=1),
     **{f"paged, chunks of {n}": partial(run_small, seqs=1, size=n) for n in (1, 3, BLOCK, 7)},
 }
 ENGINES: dict[str, Way] = {
     "paged, alone": partial(run_small, seqs=1, size=512),
-    "paged, batched": run_engine,
-    "paged, batched, small budget": run_small,
+    "paged, plain": run_engine,
+    "paged, fast": partial(run_fast, run=run_engine),
+    "paged, plain, small budget": run_small,
+    "paged, fast, small budget": partial(run_fast, run=run_small, size=20),
     "paged, chunks of 5": partial(run_small, seqs=1, size=BLOCK + 1),
     "prefix cached": run_prefix_cached,
     "preempted": run_preempted,
     "n = 3": run_forked,
     "beside aborted neighbours": run_beside_aborted,
     "prompts scored": run_scored,
-    "paged, compiled": run_compiled_engine,
-    "paged, fast": run_fast_engine,
+    "paged, compiled": partial(run_compiled, run=run_engine, batch_size=None),
 }
 PATHS |= ENGINES
-# These need CUDA.
-REPLAYED: dict[str, Way] = {"replayed": run_replayed}
+REPLAYED: dict[str, Way] = {"replayed": run_replayed}  # needs CUDA
 
 
 # --- What runs on them ----------------------------------------------------------------------------
@@ -291,54 +274,38 @@ REPLAYED: dict[str, Way] = {"replayed": run_replayed}
 Case = tuple[Transformer, list[list[int]]]  # a model, and prompts
 
 
-@cache
-def trained() -> Case:
-    """Load the smaller bundled model: its confident predictions make near ties unlikely."""
-    tokenizer = Tokenizer(DRAFT)
-    return load_model(DRAFT, dtype=torch.float32), [tokenizer.encode(p) for p in PROMPTS]
-
-
 # 128 words, hidden and intermediate sizes, 3 layers, 4 heads of which 2 are kv heads, head_dim.
 SMALL = Config(128, 64, 96, 3, 4, 2, 16)
-
-
-def random_case(seed: int, config: Config) -> Case:
-    """Make a model of random weights, and prompts of 1, 9 and 40 tokens."""
-    torch.manual_seed(seed)
-    model = rounded(build(config))
-    return model, [torch.randint(config.vocab_size, (n,)).tolist() for n in (1, 9, 40)]
-
-
-@cache
-def sliding() -> Case:
-    """Make random weights with windows, q/k norm, biases and an lm_head, which the bundled model
-    does not have."""
-    windows = (5, None, 5)
-    config = replace(
-        SMALL, num_key_value_heads=1, head_dim=32, windows=windows, qkv_bias=True, qk_norm=True
-    )
-    return random_case(0, config)
-
-
-@cache
-def experts() -> Case:
-    """Make a layer with one MLP, and two with six experts, two of which run for each token."""
-    config = replace(
-        SMALL, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=64, mlp_only_layers=[0]
-    )
-    return random_case(1, config)
+CONFIGS = {
+    # Windows, norms of q and k, biases and an lm_head, which the bundled model does not have.
+    "sliding": replace(SMALL, num_key_value_heads=1, head_dim=32, windows=(5, None, 5),
+                       qkv_bias=True, qk_norm=True),
+    # A layer with one MLP, and two with six experts, two of which run for each token.
+    "experts": replace(SMALL, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=64,
+                       mlp_only_layers=[0]),
+    # Norms before and after each part, norms of q and k over all heads, gelu, a multiplier of the
+    # embedding, and a layer without rope.
+    "sandwich": replace(
+        SMALL, windows=(None, 5, None), ropes=(0, 1, 0), wide_qk_norm=True, post_norm=True,
+        rope_speeds=(tuple(0.3**i for i in range(8)), (0.0,) * 8), gelu=True,
+        embedding_multiplier=3.0,
+    ),
+}  # fmt: skip
+CASES = ("trained", *CONFIGS)
 
 
 @cache
-def sandwich() -> Case:
-    """Make norms before and after each part, norms of q and k over all heads, gelu, a multiplier of
-    the embedding, and a layer without rope."""
-    speeds = tuple(0.3**i for i in range(8)), (0.0,) * 8
-    config = replace(
-        SMALL, windows=(None, 5, None), ropes=(0, 1, 0), rope_speeds=speeds, wide_qk_norm=True,
-        post_norm=True, gelu=True, embedding_multiplier=3.0,
-    )  # fmt: skip
-    return random_case(2, config)
+def case_of(name: str) -> Case:
+    """Return the smaller bundled model, whose confident predictions make near ties unlikely, or one
+    of random weights; and its prompts."""
+    if name == "trained":
+        tokenizer = Tokenizer(DRAFT)
+        return load_model(DRAFT, dtype=torch.float32), [tokenizer.encode(p) for p in PROMPTS]
+    torch.manual_seed([*CONFIGS].index(name))
+    model = build(CONFIGS[name]).requires_grad_(False)
+    for parameter in model.parameters():  # bfloat16 holds them, so that one twin serves both dtypes
+        parameter.copy_(parameter.bfloat16())
+    return model, [torch.randint(128, (n,)).tolist() for n in (1, 9, 40)]
 
 
 @cache
@@ -367,48 +334,43 @@ def dequantised(model: Transformer) -> Transformer:
     return twin
 
 
-def rounded(model: Transformer) -> Transformer:
-    """Round weights to values that bfloat16 holds exactly, so that one twin serves both dtypes."""
-    for parameter in model.requires_grad_(False).parameters():
-        parameter.copy_(parameter.bfloat16())
-    return model
-
-
-CASES: dict[str, Callable[[], Case]] = {
-    "trained": trained, "sliding": sliding, "experts": experts, "sandwich": sandwich,
-}  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
     "n-gram": {"speculate": 4}, "draft": {"speculate": 4}, "itself, quantised": {"speculate": 3},
     "int8 cache": {"kv_dtype": "int8"},
 }  # fmt: skip
-WAYS = ("static cache", "compiled", "paged, batched", "paged, compiled")
+WAYS = ("static cache", "static cache, fast", "paged, plain", "paged, fast")
 ROWS = [  # the way, and what it is combined with
     *((path, "plain") for path in PATHS),
     *((path, guess) for path in ENGINES for guess in ("draft", "n-gram")),
-    *((path, "itself, quantised") for path in ("paged, alone", "paged, batched")),
+    *((path, "itself, quantised") for path in ("paged, alone", "paged, plain")),
     *((path, "int8 cache") for path in (*WAYS, "preempted", "n = 3")),
-    *((path, weights) for path in WAYS for weights in ("int8 weights", "int4 weights")),
-    *((path, "structure") for path in ("paged, batched", "preempted", "n = 3")),
+    *((path, f"{bits} weights") for path in WAYS[::2] for bits in ("int8", "int4")),
+    *((path, "structure") for path in ("paged, plain", "preempted", "n = 3")),
 ]
+# Compiling takes long, so each kind of code is compiled once, for one of the cases.
+COMPILED = [
+    ("trained", "compiled", "plain"), ("sliding", "compiled", "int8 cache"),
+    ("trained", "paged, compiled", "draft"), ("trained", "paged, compiled", "int4 weights"),
+    ("experts", "paged, compiled", "plain"), ("sliding", "paged, compiled", "int8 cache"),
+    ("sandwich", "paged, compiled", "int8 weights"),
+]  # fmt: skip
 FEW = (0, 4, 8, 11, 12)  # jobs that cover each prompt and each setting; all of them take long
 
 
-def rows_of(case: str) -> list[tuple[str, str]]:
-    """Return the rows of a case. Structures need a tokenizer, and compiling takes long, so these
-    run with the trained model only."""
-    if case == "trained":
-        return ROWS
-    return [
-        (path, kind)
-        for path, kind in ROWS
-        if kind == "plain" or not (kind == "structure" or "compiled" in path)
-    ]
+def rows_of(case: str, device: str = "cpu") -> list[tuple[str, str]]:
+    """Return the rows of a case on a device. Structures need a tokenizer, so these run with the
+    trained model only. On a CPU, "no cache" is the slow twin itself."""
+    rows = [row for row in ROWS if "compiled" not in row[0]]
+    rows = [row for row in rows if row[0] != "no cache" or device != "cpu"]
+    rows += [(path, "plain") for path in REPLAYED] * (device == "cuda")
+    rows += [row for each, *row in COMPILED if each == case]
+    return [(path, kind) for path, kind in rows if kind != "structure" or case == "trained"]
 
 
 @cache
 def kind_of(case: str, kind: str) -> tuple[Transformer, dict[str, Any]]:
     """Return the model, and the options of its ways, on the CPU in float32."""
-    model, _ = CASES[case]()
+    model, _ = case_of(case)
     options = dict(KINDS.get(kind, {}))
     if kind == "draft":
         options["draft"] = draft_of(model)
@@ -440,7 +402,7 @@ def placed(case: str, kind: str, device: str, dtype: torch.dtype) -> tuple[Trans
 def jobs_of(case: str, kind: str = "plain") -> list[Job]:
     """Combine every prompt with every setting."""
     more = {"structured_outputs": STRUCTURE} if kind == "structure" else {}
-    return [(ids, replace(params, **more)) for params in SETTINGS for ids in CASES[case]()[1]]
+    return [(ids, replace(params, **more)) for params in SETTINGS for ids in case_of(case)[1]]
 
 
 @cache

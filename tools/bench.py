@@ -14,10 +14,9 @@
 Machines are noisy and drift, so a speed is never reported alone. The machine's own limits (reading
 memory, multiplying matrices) are measured in the same process, in turn with the engine, and each
 figure is given as a fraction of the limit measured beside it. Figures are medians, with their
-spread. Read: OPTIONS, Rows, then the command of interest.
+spread. Read: Rows, in_turn, then the command of interest. COMMANDS, at the end, lists all options.
 """
 
-import argparse
 import asyncio
 import copy
 import itertools
@@ -34,8 +33,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -48,12 +48,10 @@ if __name__ == "__main__":  # a script uses its own checkout, whichever is insta
 import torch
 from torch import Tensor
 
+import sampling
 import tp
 from around.fast import make_fast
-from around.fast.threads import ALL_THREADS
-from around.folder.config import load_config
-from around.folder.tokenizer import Tokenizer
-from around.folder.weights import build, load_model, named_tensors
+from around.folder import Tokenizer, build, load_config, load_model, named_tensors
 from around.machine import Ranks, progress
 from around.settings import CHUNK, DTYPES, Limits, SamplingParams, check, given
 from around.start import launch
@@ -61,14 +59,12 @@ from kv_cache import StaticCache
 from model import Config, Transformer, rope_frequencies
 from paged import BlockPool, BlockTable, Row, Runner
 from quantize import MODES, quantize_model
-from sampling import Sequence, sample
 from scheduler import STATS, Engine
 from speculative import DraftModel, NGram
 from tools import load as load_tool
-from tools import pictures, report
+from tools import report
 from tools import versus as versus_tool
 from tools.convert import calibrate, save_weights
-from tools.cuda_graphs import runner_for
 from tools.measure import bytes_per_step, gemm_peak, peak_memory, prefill_flops, read_bandwidth
 
 # Llama-like; parameters without the embedding table: 86 M, 1.03 B, 6.6 B. Of moe's 1.00 B a token
@@ -83,11 +79,6 @@ SHAPES = {
         tie_word_embeddings=True,
     ),
     "smollm2-135m": Config(49152, 576, 1536, 30, 9, 3, 64, 8192, tie_word_embeddings=True),
-    "gemma3-270m": Config(
-        262144, 640, 2048, 18, 4, 1, 256, 32768, rope_theta=1e6, qk_norm=True, post_norm=True,
-        gelu=True, embedding_multiplier=640**0.5, windows=(*(512,) * 5, None) * 3,
-        tie_word_embeddings=True,
-    ),
     "moe": Config(
         32000, 2048, 6144, 3, 32, 4, 64,
         num_experts=64, num_experts_per_tok=8, moe_intermediate_size=768,
@@ -108,204 +99,7 @@ SETTINGS = SAMPLING | {
     "logprobs": {"temperature": 0.6, "logprobs": 5},
 }
 SPREAD = 4.0  # standard deviation of a trained model's logits, of which random ones take it
-PEERS = ("transformers", "vllm", "llama_cpp")
-
-# --- The command line -----------------------------------------------------------------------------
-
-DEVICES = ("auto", "cpu", "cuda", "mps")
-OUTPUT = (
-    ("--json", False, "print the figures as one JSON object"),
-    ("--record", str, "keep the figures in benchmarks/RECORD.json"),
-)
-MODEL = (
-    ("--checkpoint", Path, "Hugging Face folder"),
-    ("--shape", str, "random weights of this shape (110m)", SHAPES),
-    ("--dtype", "bfloat16", "", DTYPES), ("--device", "auto", "", DEVICES), *OUTPUT,
-)  # fmt: skip
-COMPILE = ("--compile", False, "start slower, run faster")
-FORM = (("--quantize", "none", "", ("none", *MODES)), COMPILE)
-PLOT = ("--plot", Path, "draw the figures to this SVG file")
-# command -> its help, and its options: each a flag, its default, its help, and its choices. A type
-# stands for an option without a default; a list takes several values; False is a switch.
-OPTIONS: dict[str, tuple] = {
-    "latency": ("time to first token, decode, prefill", *MODEL, COMPILE,
-        ("--quantize", ["none"], "several to compare", ("none", *MODES)),
-        ("--batch", [1], "sequences at once; several to compare"),
-        ("--prompt-tokens", 512), ("--new-tokens", 32), ("--repeat", 5),
-        ("--max-seq-len", [int], "capacity of the cache; several to compare"),
-        ("--profile", Path, "write a Chrome trace of one run to this file"),
-        ("--speculate", 0, "tokens that a draft guesses in a step"),
-        ("--speculate-ngram", 0, "tokens that are guessed from the text's repetitions"),
-        ("--draft-checkpoint", Path, "the draft; by default the first layers of --shape"),
-        ("--draft-layers", 2, "layers of the default draft; the later ones then add nothing"),
-        ("--draft-noise", 0.0, "lowers its agreement; 1 is noise as large as its weights"),
-        ("--prompt-file", Path, "text to continue, for guesses"),
-    ),
-    "throughput": ("many requests through the scheduler", *MODEL, *FORM,
-        ("--requests", 32), ("--repeat", 1),
-        ("--prompt-tokens", [64], "one length, or the least and the most"),
-        ("--new-tokens", [64], "one length, or the least and the most"),
-        ("--max-num-seqs", 64), ("--max-num-batched-tokens", 512),
-        ("--kv-memory", 0.5, "bytes, or below 1 a share of the free memory"),
-        ("--block-size", 16, "tokens in a block of the cache"),
-        ("--attention", "copy", "how blocks are read; see flex.py", ("copy", "flex")),
-        ("--cuda-graphs", False, "replay decoding; see tools/cuda_graphs.py"),
-        ("--baseline-requests", 2, "how many of the requests also run one at a time"),
-        ("--sampling", ["greedy"], "several to compare", SAMPLING),
-        ("--price-per-hour", float, "dollars for the machine; adds the price of a million tokens"),
-    ),
-    "sample": ("the sampler alone, on random logits", *OUTPUT,
-        ("--device", "cpu", "", DEVICES), ("--threads", 1), ("--repeat", 9),
-        ("--rows", [1, 32]), ("--vocab-sizes", [32000, 151936]),
-        ("--context", 4000, "tokens of each row, for penalties"),
-    ),
-    "prefix": ("a prompt that is mostly cached", *MODEL, *FORM,
-        ("--prompt-tokens", 1024), ("--repeat", 5),
-        ("--new-prefix-tokens", 16, "tokens at the end that are not cached"),
-    ),
-    "growth": ("a step, by length of the text and by sequences", *MODEL, *FORM,
-        ("--lengths", [128, 256, 512, 1024, 2048, 4096, 8192]),
-        ("--sequences", [1, 2, 4, 8, 16, 32, 64]), ("--repeat", 3),
-        ("--sequence-tokens", 128, "length of each of several sequences"),
-        ("--new-tokens", 8, "steps at each point, of which the median counts"),
-    ),
-    "versus": ("this engine and others, in turn", *MODEL, PLOT,
-        ("--eager", False, "do not compile this engine"),
-        ("--peers", [*PEERS], "others to measure, where they are installed", PEERS),
-        ("--prompt-tokens", 512, "length of the prompt whose prefill is measured"),
-        ("--new-tokens", 32), ("--repeat", 3), ("--sampling", "greedy", "", SAMPLING),
-        ("--sequences", 32, "sequences in the batch, with prompts of 16 to 64 tokens"),
-        ("--busy", 0, "other processes that never wait, meanwhile"),
-        ("--threads", ALL_THREADS, "of each engine"),
-        ("--timeout", 600.0, "seconds an engine may take for an answer"),
-        ("--gguf", Path, "the checkpoint in llama.cpp's format"),
-        ("--vllm-python", Path, "Python of the environment that has vLLM"),
-    ),
-    "serve": ("a load on any OpenAI-compatible server", *OUTPUT, PLOT,
-        ("--url", "http://127.0.0.1:8000"), ("--api-key", str),
-        ("--model", str, "its name there, where the server requires one"),
-        ("--rate", [1.0, 2.0, 4.0], "requests a second; inf: all at once"), ("--requests", 64),
-        ("--prompt-tokens", [16, 256], "the least and the most"),
-        ("--new-tokens", [16, 128], "the least and the most"),
-        ("--prefixes", 0, "number of beginnings that prompts share"), ("--prefix-tokens", 128),
-        ("--vocab-size", 1000, "prompts are random ids below it"),
-        ("--sampling", "greedy", "", SAMPLING),
-        ("--ttft-limit", 1.0, "seconds to the first token"),
-        ("--tpot-limit", 0.1, "seconds for each token after it"),
-    ),
-    "quality": ("the cost of quantisation in perplexity", *MODEL,
-        ("--text", Path, "its last tenth is scored, the rest calibrates"), ("--group-size", 128),
-    ),
-    "report": ("rewrite the generated parts of the pages",),
-}  # fmt: skip
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line; return the exit status: 0, 2 for an error of use, 130 for Ctrl-C."""
-    return launch("bench.py", argv, parse_args, measure)
-
-
-def measure(args: argparse.Namespace, ranks: Ranks) -> int:
-    """Run the command that the arguments name."""
-    if args.command == "report":
-        return report.main()
-    check_numbers(args)
-    if ranks.world_size > 1 and args.command != "latency":
-        raise ValueError(f"{args.command} runs as one process: only latency compares ranks")
-    args.ranks = ranks
-    if ranks.rank == 0:  # the only rank that writes
-        check_outputs(args)
-    return COMMANDS[args.command](args)
-
-
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench.py", description=__doc__.split("\n")[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name, (text, *options) in OPTIONS.items():
-        command = commands.add_parser(name, help=text)
-        command.set_defaults(checkpoint=None, device="cpu")
-        for option in options:
-            add_option(command, *option)
-    args = parser.parse_args(argv)
-    for names in EITHER:
-        if all(vars(args).get(name) for name in names):
-            flags = " or ".join("--" + name.replace("_", "-") for name in names)
-            parser.error(f"give {flags}, not both")
-    args.shape = vars(args).get("shape") or "110m"
-    args.words = sys.argv[1:] if argv is None else argv
-    return args
-
-
-def add_option(
-    parser: argparse.ArgumentParser, flag: str, default: Any, text: str = "", choices: Any = None
-) -> None:
-    """Add an option as OPTIONS has it, with the type of its default."""
-    if default is False:
-        parser.add_argument(flag, action="store_true", help=text)
-        return
-    several = isinstance(default, list)
-    value = default[0] if several else default
-    if isinstance(value, type):
-        kind, default = value, None
-    else:
-        kind = type(value)
-    more = {"nargs": "+"} if several else {}
-    parser.add_argument(flag, type=kind, default=default, choices=choices, help=text, **more)
-
-
-# Options of which only one can be given.
-EITHER = (("checkpoint", "shape"), ("speculate", "speculate_ngram"), ("profile", "speculate"),
-          ("profile", "speculate_ngram"))  # fmt: skip
-# The least value of a number that may not be 1 or any above it.
-LEAST = {
-    "speculate": 0, "speculate_ngram": 0, "prefixes": 0, "draft_noise": 0.0, "vocab_size": 4,
-    "rate": 1e-6, "ttft_limit": 1e-6, "tpot_limit": 1e-6, "group_size": -1, "kv_memory": 1e-6,
-    "price_per_hour": 1e-6, "shares": 1e-6, "busy": 0,
-}  # fmt: skip
-
-
-def check_numbers(args: argparse.Namespace) -> None:
-    """Raise ValueError where a number is too small to measure with, NaN, or a least above a most:
-    the result would be a division by zero, or an empty table."""
-    for name, value in vars(args).items():
-        flag = "--" + name.replace("_", "-")
-        values = value if isinstance(value, list) else [value]
-        for each in values:
-            if type(each) in (int, float):
-                check(flag, each, type(each), LEAST.get(name, 1), math.inf)
-        ranged = name in ("prompt_tokens", "new_tokens")
-        if ranged and (len(values) > 2 or values[0] > values[-1]):
-            numbers = " ".join(map(str, values))
-            raise ValueError(f"{flag} takes one length, or the least and the most, is {numbers}")
-
-
-def check_outputs(args: argparse.Namespace) -> None:
-    """Raise ValueError, OSError or ImportError where results cannot be written: before the work,
-    not after."""
-    given = vars(args)
-    for name in ("profile", "plot"):
-        if given.get(name):
-            try_to_write(f"--{name}", given[name])
-    if given.get("plot"):
-        pictures.matplotlib()
-    record = given.get("record")
-    if record is not None:
-        if not re.fullmatch(r"\w[\w.-]*", record):
-            raise ValueError(f"--record {record!r} is no plain name: use letters, digits, . _ -")
-        report.RECORDS.mkdir(exist_ok=True)
-        try_to_write("--record", report.RECORDS / f"{record}.json")
-
-
-def try_to_write(flag: str, file: Path) -> None:
-    """Open a file as if to write, and remove it again where it is new. Raises OSError."""
-    existed = os.path.lexists(file)
-    try:
-        file.open("a").close()
-    except OSError as error:
-        raise OSError(f"{flag}: {file} cannot be written: {error.strerror}") from error
-    if not existed:
-        file.unlink()
-
+Ways = dict[str, Callable[[], dict[str, float]]]  # a row -> what measures its figures
 
 # --- What the commands share ----------------------------------------------------------------------
 
@@ -324,12 +118,7 @@ def rounds(repeat: int, warm_up: bool = True) -> Iterator[bool]:
         yield number >= warm_up
 
 
-def in_turn(
-    ways: dict[str, Callable[[], dict[str, float]]],
-    repeat: int,
-    ratios: Iterable[str] = (),
-    warm_up: bool = True,
-) -> Rows:
+def in_turn(ways: Ways, repeat: int, ratios: Iterable[str] = (), warm_up: bool = True) -> Rows:
     """Measure each row once in each round, so that a disturbance meets all of them.
 
     Args:
@@ -361,7 +150,7 @@ def median_seconds(act: Callable[[Any], Any], values: Iterable[Any]) -> float:
     return statistics.median(seconds(act, value) for value in values)
 
 
-def finish(engine: Engine, prompt: list[int], params: SamplingParams) -> Sequence:
+def finish(engine: Engine, prompt: list[int], params: SamplingParams) -> sampling.Sequence:
     """Run one request to its end, and return its only sequence."""
     (sequence,) = engine.add_request(prompt, params).outputs
     for _ in engine.run():
@@ -370,40 +159,53 @@ def finish(engine: Engine, prompt: list[int], params: SamplingParams) -> Sequenc
 
 
 def prepare(
-    args: argparse.Namespace, quantize: str = "none", ranks: Ranks | None = None
+    args: Namespace, form: str = "none", batch: int | None = None, ranks: Ranks | None = None
 ) -> tuple[Transformer, dict[str, Any]]:
-    """Make the model that the arguments ask for, or one rank's share; and the first figures."""
+    """Make the model that the arguments ask for, or one rank's share, and make it fast, as
+    generate.py and server.py do; `quality` leaves it plain. Returns the first figures, too.
+
+    Args:
+        form: the bits of its weights, as --quantize names them.
+        batch: the most sequences that run at once, with a static cache; None: for an Engine.
+    """
     start, dtype = time.perf_counter(), DTYPES[args.dtype]
     ranks = ranks or args.ranks
     if args.checkpoint:
         model = load_model(args.checkpoint, ranks.device, dtype, ranks.shard)
     else:
         model = random_model(SHAPES[args.shape], dtype, ranks)
-    if quantize != "none":
-        quantize_model(model, quantize)
+    if form != "none":
+        quantize_model(model, form)
     result = {"load_s": time.perf_counter() - start, "weights_gb": bytes_per_step(model, 0) / 1e9}
     result["model_gb"] = sum(t.nbytes for _, t in named_tensors(model)) / 1e9
+    if "compile" in args:
+        took = seconds(make_fast, model, args.compile, batch)
+        result |= {"compile_s": took} if args.compile else {"load_s": result["load_s"] + took}
     return model, result
 
 
-def make_models_fast(
-    args: argparse.Namespace, result: dict[str, Any], batch: int | None, *models: Transformer
-) -> None:
-    """Make models fast as llm.py does, and note the seconds.
+def random_model(config: Config, dtype: torch.dtype, ranks: Ranks) -> Transformer:
+    """Make a model of random weights, in place: the model's speed does not depend on their values.
+    The sampler's does depend on how flat a distribution is, so logits have a trained model's
+    spread."""
+    if ranks.shard:  # a rank has a part of lm_head, and the whole embedding
+        config = replace(config, tie_word_embeddings=False)
+    with torch.device("meta"):
+        model = build(config).to(dtype)
+    if ranks.shard:
+        model, _ = ranks.shard(model, {})
+    model = model.to_empty(device=ranks.device)
+    model.inv_freq = rope_frequencies(config).to(ranks.device)
+    noise = (torch.randn(2**20 + 7) * 0.02).to(dtype).to(ranks.device)  # odd length: rows differ
+    for parameter in model.parameters():
+        for piece in parameter.view(-1).split(len(noise)):
+            piece.copy_(noise[: len(piece)]) if parameter.dim() > 1 else piece.fill_(1)
+    model.norm.weight.fill_(SPREAD / (0.02 * config.hidden_size**0.5))
+    return model
 
-    Args:
-        batch: the most sequences that run at once, with a static cache; None: for an Engine.
-    """
-    took = sum(seconds(make_fast, model, args.compile, batch) for model in models)
-    if args.compile:
-        result["compile_s"] = took
-    else:
-        result["load_s"] += took
 
-
-def publish(args: argparse.Namespace, rows: Rows, result: dict[str, Any]) -> int:
-    """Complete the result, print it, and record it where that is asked for. Where one of the two
-    fails, the other is done all the same. Returns the exit status.
+def publish(args: Namespace, rows: Rows, result: dict[str, Any]) -> int:
+    """Complete the result, print it, and record it where that is asked for. Returns 0.
 
     Args:
         result: other figures than the rows; "runs" and the provenance are added.
@@ -412,12 +214,10 @@ def publish(args: argparse.Namespace, rows: Rows, result: dict[str, Any]) -> int
     if "model_gb" in result:
         result.setdefault("peak_memory_gb", peak_memory(args.ranks.device))
     result |= provenance(args.ranks.device, args)
-    try:
-        print(json.dumps(result) if args.json else table(result), flush=True)
-    finally:
-        if args.record:
-            file = report.RECORDS / f"{args.record}.json"
-            file.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result) if args.json else table(result), flush=True)
+    if args.record:
+        file = report.RECORDS / f"{args.record}.json"
+        file.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 
@@ -426,7 +226,7 @@ def spread(figures: dict[str, list[float]]) -> dict[str, tuple[float, float, flo
     return {name: (statistics.median(v), min(v), max(v)) for name, v in figures.items()}
 
 
-def provenance(device: torch.device, args: argparse.Namespace) -> dict[str, str]:
+def provenance(device: torch.device, args: Namespace) -> dict[str, str]:
     """Return the machine, versions, command and model, without which a figure means nothing."""
     name = platform.processor() or platform.machine()
     ranks = int(os.environ.get("WORLD_SIZE", 1))
@@ -459,40 +259,18 @@ def table(result: dict[str, Any]) -> str:
         lines += ["", run]
         for name, (median, low, high) in figures.items():
             name += " (prefill MFU)" * (name == "of_gemm_peak")
-            spread = f"({number(low)} .. {number(high)})"
-            lines.append(f"  {name:30}{number(median):>10}   {spread}")
+            lines.append(f"  {name:30}{number(median):>10}   ({number(low)} .. {number(high)})")
     return "\n".join(lines)
-
-
-def random_model(config: Config, dtype: torch.dtype, ranks: Ranks) -> Transformer:
-    """Make a model of random weights, in place: the model's speed does not depend on their values.
-    The sampler's does depend on how flat a distribution is, so logits have a trained model's
-    spread."""
-    if ranks.shard:  # a rank has a part of lm_head, and the whole embedding
-        config = replace(config, tie_word_embeddings=False)
-    with torch.device("meta"):
-        model = build(config).to(dtype)
-    if ranks.shard:
-        model, _ = ranks.shard(model, {})
-    model = model.to_empty(device=ranks.device)
-    model.inv_freq = rope_frequencies(config).to(ranks.device)
-    noise = (torch.randn(2**20 + 7) * 0.02).to(dtype).to(ranks.device)  # odd length: rows differ
-    for parameter in model.parameters():
-        for piece in parameter.view(-1).split(len(noise)):
-            piece.copy_(noise[: len(piece)]) if parameter.dim() > 1 else piece.fill_(1)
-    model.norm.weight.fill_(SPREAD / (0.02 * config.hidden_size**0.5))
-    return model
 
 
 # --- latency --------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def latency(args: argparse.Namespace) -> int:
+def latency(args: Namespace) -> int:
     """Measure time to first token, decode and prefill speed, next to the machine's limits."""
-    if args.speculate or args.speculate_ngram:
+    if args.speculate:
         return speculation(args)
-    capacities = args.max_seq_len or [args.prompt_tokens + args.new_tokens]
     alone = Ranks(args.ranks.device)
     shares = [args.ranks] if args.ranks.world_size == 1 else [alone, args.ranks]
     runs: dict[str, Run | None] = {}
@@ -500,16 +278,14 @@ def latency(args: argparse.Namespace) -> int:
     for mode, share in itertools.product(args.quantize, shares):
         works = share is args.ranks or args.ranks.rank == 0
         if works:
-            model, figures = prepare(args, mode, share)
-            make_models_fast(args, figures, max(args.batch), model)
+            model, figures = prepare(args, mode, max(args.batch), share)
             result = figures | result if share is args.ranks else result
-        for batch, capacity in itertools.product(args.batch, capacities):
+        for batch in args.batch:
             name = f"{mode}, " * (mode != "none") + f"batch {batch}"
-            name += f", capacity {capacity}" * (len(capacities) > 1)
             name += ", one rank" * (share is alone)
             runs[name] = None  # this rank waits meanwhile
             if works:
-                runs[name] = Run(model, batch, capacity, args, share.world_size)
+                runs[name] = Run(model, batch, args, share.world_size)
                 runs[name].generate()  # warm up: any graph for this batch size is compiled here
     result["peak_memory_gb"] = peak_memory(model.device)  # before the limits' own buffers exist
     gemm = gemm_peak(model)
@@ -517,14 +293,7 @@ def latency(args: argparse.Namespace) -> int:
     if len(shares) > 1:
         ways = {name: partial(after_all, way) for name, way in ways.items()}
     rows = in_turn(ways, args.repeat, ["times_first_row"], warm_up=False)
-    if args.ranks.rank:
-        return 0
-    status = publish(args, rows, result)
-    if args.profile:
-        with torch.profiler.profile() as profiler:
-            next(iter(runs.values())).generate()
-        profiler.export_chrome_trace(str(args.profile))
-    return status
+    return 0 if args.ranks.rank else publish(args, rows, result)
 
 
 def after_all(act: Callable[[], Any]) -> Any:
@@ -536,14 +305,12 @@ def after_all(act: Callable[[], Any]) -> Any:
 class Run:
     """One row of the table: a model, its cache, and a batch of equal prompts."""
 
-    def __init__(
-        self, model: Transformer, batch: int, capacity: int, args: argparse.Namespace, ranks: int
-    ) -> None:
+    def __init__(self, model: Transformer, batch: int, args: Namespace, ranks: int) -> None:
         self.model, self.batch, self.new_tokens, self.ranks = model, batch, args.new_tokens, ranks
         torch.manual_seed(0)  # ranks run the same prompt
         prompt = torch.randint(model.config.vocab_size, (batch, args.prompt_tokens))
         self.prompt = prompt.to(model.device)
-        self.cache = StaticCache(model, batch, capacity)
+        self.cache = StaticCache(model, batch, args.prompt_tokens + args.new_tokens)
 
     def forward(self, tokens: Tensor, start: int) -> Tensor:
         for part in tokens.split(CHUNK, dim=1):
@@ -607,124 +374,79 @@ class Run:
         tp.gather(self.model, (), x.new_zeros(self.batch, vocab_part))[0, 0].item()
 
 
-# --- speculation ----------------------------------------------------------------------------------
-
-
-def speculation(args: argparse.Namespace) -> int:
+def speculation(args: Namespace) -> int:
     """Compare greedy decoding of one sequence with and without guesses, in turn, through an Engine.
 
     The theory (Leviathan et al. 2022, theorem 3.8): a step makes 1 + (guesses accepted) tokens, and
     costs one step of the model and K of the draft. Both costs are measured, one token at a time.
     """
-    one_sequence = args.ranks.world_size == 1 and args.batch == [1] and len(args.quantize) == 1
-    if not one_sequence or args.new_tokens < 2:
-        raise ValueError(
-            "--speculate compares one sequence with itself: no ranks, one --batch of 1, one "
-            "--quantize, and --new-tokens 2 or more"
-        )
-    k = args.speculate or args.speculate_ngram
+    if args.ranks.world_size > 1 or args.batch != [1] or len(args.quantize) > 1:
+        raise ValueError("--speculate takes one sequence, one --quantize and no ranks")
+    check("--new-tokens", args.new_tokens, int, 2)  # the first is the prompt's
     model, result = prepare(args, args.quantize[0])
-    models = [model, make_draft(args, model)] if args.speculate else [model]
-    prompt = torch.randint(model.config.vocab_size, (args.prompt_tokens,)).tolist()
+    models, k, vocab_size = [model], args.speculate, model.config.vocab_size
+    if args.draft_checkpoint:
+        models.append(load_model(args.draft_checkpoint, model.device, DTYPES[args.dtype]))
+        make_fast(models[1], args.compile)
+    prompt = torch.randint(vocab_size, (args.prompt_tokens,)).tolist()
     if args.prompt_file:
-        if not args.checkpoint:
-            raise ValueError("--prompt-file needs --checkpoint, for its tokenizer")
         text = args.prompt_file.read_text(encoding="utf-8")
         prompt = Tokenizer(args.checkpoint).encode(text)[: args.prompt_tokens]
     length = len(prompt) + args.new_tokens
-    make_models_fast(args, result, None, *models)
     steps = [paged_step(each, 1, length) for each in models]  # of one token, without sampling
-
     params = SamplingParams(temperature=0, max_tokens=args.new_tokens, ignore_eos=True)
     limits = {"max_seq_len": length, "max_num_seqs": 1, "max_num_batched_tokens": CHUNK + k}
-    rows = Rows()
-    for counts in rounds(args.repeat):
-        proposer = NGram(k)
-        if args.speculate:
-            proposer = DraftModel(models[1], k, model.config.vocab_size)
-        plain, guessed = (
-            finish(Engine(model, proposer=each, **limits), prompt, params)
-            for each in (None, proposer)
-        )
+    before: list[Any] = []  # what the last plain run returned
+
+    def run(proposer: Any) -> tuple[float, list[int]]:
+        done = finish(Engine(model, proposer=proposer, **limits), prompt, params)
+        return (args.new_tokens - 1) / (done.times[-1] - done.times[1]), done.output_ids
+
+    def plain() -> dict[str, float]:
+        before[:] = run(None)
+        return {"decode_tok_s": before[0]}
+
+    def guessed() -> dict[str, float]:
+        proposer = NGram(k) if len(models) == 1 else DraftModel(models[1], k, vocab_size)
+        speed, ids = run(proposer)
         costs = [median_seconds(step, range(len(prompt), length)) for step in steps]
-        if not counts:
-            continue
-        before, speed = (
-            (args.new_tokens - 1) / (s.times[-1] - s.times[1]) for s in (plain, guessed)
-        )
         mean = sum(proposer.accepted) / max(1, proposer.offered[0])
-        cost = costs[1] / costs[0] if args.speculate else 0.0
+        cost = sum(costs[1:]) / costs[0]
         theory = (1 + mean) / (1 + k * cost)
-        same = sum(a == b for a, b in zip(plain.output_ids, guessed.output_ids, strict=True))
-        rows.add("plain", {"decode_tok_s": before, "times_plain": 1.0})
-        figures = {
-            "decode_tok_s": speed,
-            "times_plain": speed / before,
-            "theory": theory,
-            "of_theory": speed / before / theory,
-            "accepted": mean,
-            "draft_cost": cost,
-            "same_tokens": same / args.new_tokens,
-        }
+        same = sum(a == b for a, b in zip(before[1], ids, strict=True)) / args.new_tokens
+        figures = {"decode_tok_s": speed, "theory": theory, "of_theory": speed / before[0] / theory}
+        figures |= {"accepted": mean, "draft_cost": cost, "same_tokens": same}
         for i, (a, n) in enumerate(zip(proposer.accepted, proposer.offered, strict=True), 1):
             figures[f"accepted_{i}"] = a / max(1, n)
-        rows.add(f"{k} guesses", figures)
-    return publish(args, rows, result)
+        return figures
 
-
-def make_draft(args: argparse.Namespace, model: Transformer) -> Transformer:
-    """Load the draft, or make one of the model's first layers."""
-    if args.draft_checkpoint:
-        return load_model(args.draft_checkpoint, model.device, DTYPES[args.dtype])
-    if args.quantize != ["none"]:
-        raise ValueError(
-            "the model's first layers are a draft before they are quantised: give "
-            "--draft-checkpoint, or leave --quantize out"
-        )
-    check("--draft-layers", args.draft_layers, int, 1, model.config.num_hidden_layers)
-    return first_layers(model, args.draft_layers, args.draft_noise)
-
-
-@torch.no_grad()
-def first_layers(model: Transformer, layers: int, noise: float) -> Transformer:
-    """Make a draft of a model's first layers, with a known acceptance. The model's later layers are
-    changed to add nothing, at the same cost, so that both make the same logits. Noise on the
-    draft's last matrix, as a share of its own spread, makes them differ."""
-    config = replace(model.config, num_hidden_layers=layers, windows=model.config.windows[:layers])
-    with torch.device("meta"):
-        draft = build(config)
-    draft.embed_tokens, draft.norm, draft.inv_freq = model.embed_tokens, model.norm, model.inv_freq
-    draft.layers, draft.lm_head = model.layers[:layers], copy.deepcopy(model.lm_head)
-    weight = draft.lm_head.weight
-    weight += torch.randn_like(weight) * weight.std() * noise
-    for name, parameter in model.layers[layers:].named_parameters():
-        if name.split(".")[-2] in ("o_proj", "down_proj"):
-            parameter.zero_()
-    return draft
+    ways = {"plain": plain, f"{k} guesses": guessed}
+    return publish(args, in_turn(ways, args.repeat, ["times_plain"]), result)
 
 
 # --- sample ---------------------------------------------------------------------------------------
 
 
-def sample_rows(args: argparse.Namespace) -> int:
-    """Measure the milliseconds to draw a token for each of several rows of logits."""
-    torch.set_num_threads(args.threads)
-    rng, ways = random.Random(0), {}
+def sample(args: Namespace) -> int:
+    """Measure the milliseconds to draw a token for each of several rows of logits, on one thread.
+    Each row has a text of 4,000 tokens, which its penalties count."""
+    torch.set_num_threads(1)
+    rng, ways, length = random.Random(0), {}, 4000
+
+    def milliseconds(work: Callable[[], Any]) -> dict[str, float]:
+        return {"ms": 1e3 * seconds(work)}
+
     for V, B in itertools.product(args.vocab_sizes, args.rows):
-        config = Config(V, 2, 2, 1, 1, 1, 2, args.context + 2)
+        config = Config(V, 2, 2, 1, 1, 1, 2, length + 2)
         logits = torch.randn(B, V, generator=torch.Generator().manual_seed(0)) * SPREAD
-        prompts = [[rng.randrange(V) for _ in range(args.context)] for _ in range(B)]
+        prompts = [rng.choices(range(V), k=length) for _ in range(B)]
         for name, setting in SETTINGS.items():
             params = [SamplingParams(seed=i, **setting) for i in range(B)]
-            sequences = [Sequence(*each, config) for each in zip(prompts, params)]
-            work = partial(sample, logits.to(args.ranks.device), sequences)
+            sequences = [sampling.Sequence(*each, config) for each in zip(prompts, params)]
+            work = partial(sampling.sample, logits.to(args.ranks.device), sequences)
             ways[f"{B} rows of {V}, {name}"] = partial(milliseconds, work)
     args.shape = "logits"
     return publish(args, in_turn(ways, args.repeat), {})
-
-
-def milliseconds(work: Callable[[], Any]) -> dict[str, float]:
-    return {"ms": 1e3 * seconds(work)}
 
 
 # --- throughput and prefix ------------------------------------------------------------------------
@@ -732,7 +454,7 @@ def milliseconds(work: Callable[[], Any]) -> dict[str, float]:
 Work = list[tuple[list[int], int]]  # a prompt's ids, and how many tokens are wanted
 
 
-def throughput(args: argparse.Namespace) -> int:
+def throughput(args: Namespace) -> int:
     """Measure the output tokens per second of many requests, against simpler ways to serve them.
 
     All requests are handed in at the start, and the time to a first token counts from there.
@@ -742,14 +464,9 @@ def throughput(args: argparse.Namespace) -> int:
     requests, each alone.
     """
     model, result = prepare(args, args.quantize)
-    make_models_fast(args, result, None, model)
-    lengths = [(a[0], a[-1]) for a in (args.prompt_tokens, args.new_tokens)]
-    engine = Engine(
-        model,
-        runner=type("Timed", (Timed, runner_for(args.attention, args.cuda_graphs)), {}),
-        max_seq_len=lengths[0][1] + lengths[1][1] + 1,
-        **given(Limits, args),
-    )
+    lengths = [(min(a), max(a)) for a in (args.prompt_tokens, args.new_tokens)]
+    most = lengths[0][1] + lengths[1][1] + 1
+    engine = Engine(model, runner=Timed, max_seq_len=most, **given(Limits, args))
     rng, work = random.Random(0), []
     for _ in range(args.requests):
         prompt_len, new_len = (rng.randint(*length) for length in lengths)
@@ -757,23 +474,19 @@ def throughput(args: argparse.Namespace) -> int:
         work.append((prompt, new_len))
     batches = [work[i : i + args.max_num_seqs] for i in range(0, len(work), args.max_num_seqs)]
     first, *others = args.sampling
-    ways = {"continuous batching": partial(serve, engine, [work], first)}
-    for name in others:
-        ways[f"continuous batching, {name}"] = partial(serve, engine, [work], name)
+    run = partial(run_groups, engine)
+    ways = {"continuous batching": partial(run, [work], first)}
+    ways |= {f"continuous batching, {name}": partial(run, [work], name) for name in others}
     if len(batches) > 1:  # else all are admitted at once either way
-        ways["static batches"] = partial(serve, engine, batches, first, run_on=True)
+        ways["static batches"] = partial(run, batches, first, run_on=True)
     alone = [[item] for item in work[: args.baseline_requests]]
-    ways["one at a time"] = partial(serve, engine, alone, first)
+    ways["one at a time"] = partial(run, alone, first)
     ratios = ["times_one", *["times_static"] * (len(batches) > 1)]
     ratios += ["times_greedy"] * (first == "greedy" and bool(others))
-    serve(engine, [work[:2]])  # warm up
+    run([work[:2]])  # warm up
     rows = in_turn(ways, args.repeat, ratios, warm_up=False)
     for name in ("first_token_s", "last_first_token_s"):  # its queue is not the others'
         del rows["one at a time"][name]
-    for row in rows.values() if args.price_per_hour else ():
-        million = 1e6 * args.price_per_hour / 3600  # dollars x tokens/s of a million tokens
-        row["usd_per_million_in_and_out"] = [million / speed for speed in row["total_tok_s"]]
-        row["usd_per_million_out"] = [million / speed for speed in row["output_tok_s"]]
     return publish(args, rows, result)
 
 
@@ -789,13 +502,13 @@ class Timed(Runner):
         return logits
 
 
-def serve(
-    engine: Engine, groups: list[Work], sampling: str = "greedy", run_on: bool = False
+def run_groups(
+    engine: Engine, groups: list[Work], setting: str = "greedy", run_on: bool = False
 ) -> dict[str, float]:
     """Run groups of requests, each group to its end, with an empty prefix cache.
 
     Args:
-        sampling: a name in SAMPLING.
+        setting: a name in SAMPLING.
         run_on: every request of a group runs until the longest one ends; only the tokens that it
             asked for count.
     """
@@ -809,7 +522,7 @@ def serve(
         requests = []
         for ids, wanted in group:
             tokens = longest if run_on else wanted
-            params = SamplingParams(max_tokens=tokens, ignore_eos=True, **SAMPLING[sampling])
+            params = SamplingParams(max_tokens=tokens, ignore_eos=True, **SAMPLING[setting])
             requests.append(engine.add_request(ids, params))
         while engine.queue:
             busy += seconds(engine.step)
@@ -838,18 +551,13 @@ def serve(
     }
 
 
-def prefix(args: argparse.Namespace) -> int:
-    """Measure the time to first token of a long prompt, cold and with all but its end in the prefix
-    cache; and of a prompt that is no longer than that end: the floor, where the weights are read
-    once."""
-    new = args.new_prefix_tokens
-    if new >= args.prompt_tokens:
-        raise ValueError(
-            f"--new-prefix-tokens {new} must be less than --prompt-tokens {args.prompt_tokens}, or "
-            "nothing is cached"
-        )
+def prefix(args: Namespace) -> int:
+    """Measure the time to first token of a long prompt, cold and with all but its last 16 tokens in
+    the prefix cache; and of a prompt that is no longer than these: the floor, where the weights are
+    read once."""
+    new = 16
+    check("--prompt-tokens", args.prompt_tokens, int, new + 1)
     model, result = prepare(args, args.quantize)
-    make_models_fast(args, result, None, model)
     engine = Engine(model, max_seq_len=args.prompt_tokens + 2)
 
     def first_token(prompt: list[int]) -> dict[str, float]:
@@ -875,35 +583,30 @@ def prefix(args: argparse.Namespace) -> int:
 
 
 @torch.no_grad()
-def growth(args: argparse.Namespace) -> int:
+def growth(args: Namespace) -> int:
     """Measure a decode step as a text gets longer, and as there are more sequences, in either
     cache; and the time that reading the step's weights, keys and values takes alone.
 
     The caches are filled with noise in place of a text: a step's time does not depend on it, but
     memory that was never written would be read faster.
     """
-    model, result = prepare(args, args.quantize)
-    make_models_fast(args, result, max(args.sequences), model)
+    model, result = prepare(args, args.quantize, max(args.sequences))
     points = [(1, length) for length in args.lengths]
     points += [(B, args.sequence_tokens) for B in args.sequences]
     ways = {}
+
+    def measure_step(step: Callable[[int], Any], B: int, length: int) -> dict[str, float]:
+        size = bytes_per_step(model, length + args.new_tokens // 2, B)
+        read_ms = size / read_bandwidth(model.device) / 1e6
+        ms = 1e3 * median_seconds(step, range(length, length + args.new_tokens))
+        figures = {"step_ms": ms, "token_ms": ms / B, "sequences": B, "length": length}
+        return figures | {"read_ms": read_ms, "of_read_limit": read_ms / ms}
+
     for B, length in dict.fromkeys(points):
         for kind, make in (("static", static_step), ("paged", paged_step)):
             step = make(model, B, length + args.new_tokens)
-            way = partial(measure_step, args, model, step, B, length)
-            ways[f"{B} x {length:,} tokens, {kind} cache"] = way
+            ways[f"{B} x {length:,} tokens, {kind} cache"] = partial(measure_step, step, B, length)
     return publish(args, in_turn(ways, args.repeat), result)
-
-
-def measure_step(
-    args: argparse.Namespace, model: Transformer, step: Callable[[int], Any], B: int, length: int
-) -> dict[str, float]:
-    """Return the median of the steps that follow a text of a length, beside the read limit."""
-    size = bytes_per_step(model, length + args.new_tokens // 2, B)
-    read_ms = size / read_bandwidth(model.device) / 1e6
-    ms = 1e3 * median_seconds(step, range(length, length + args.new_tokens))
-    figures = {"step_ms": ms, "token_ms": ms / B, "sequences": B, "length": length}
-    return figures | {"read_ms": read_ms, "of_read_limit": read_ms / ms}
 
 
 def static_step(model: Transformer, B: int, room: int) -> Callable[[int], list[int]]:
@@ -928,11 +631,11 @@ def paged_step(model: Transformer, B: int, room: int) -> Callable[[int], list[in
     runner, tables = Runner(model, pool.num_blocks, 16), [BlockTable() for _ in range(B)]
     for each in runner.kv:
         each.uniform_(-1, 1)
-    for table in tables:
-        pool.grow(table, room)
+    for block_table in tables:
+        pool.grow(block_table, room)
 
     def step(at: int) -> list[int]:
-        return runner.forward([Row(table.blocks, at, [0]) for table in tables]).argmax(-1).tolist()
+        return runner.forward([Row(each.blocks, at, [0]) for each in tables]).argmax(-1).tolist()
 
     return step
 
@@ -940,15 +643,12 @@ def paged_step(model: Transformer, B: int, room: int) -> Callable[[int], list[in
 # --- versus ---------------------------------------------------------------------------------------
 
 
-def versus(args: argparse.Namespace) -> int:
+def versus(args: Namespace) -> int:
     """Measure this engine and the others that are installed, in turn, on the same folder: one
     sequence, a prompt, a batch. See tools/versus.py."""
-    for flag, path in (("--gguf", args.gguf), ("--vllm-python", args.vllm_python)):
-        if path and not path.is_file():
-            raise ValueError(f"{flag} {path}: there is no such file")
     check("--new-tokens", args.new_tokens, int, 2)  # the first is the prompt's
     length = max(args.prompt_tokens, versus_tool.BATCH[1]) + args.new_tokens + 1
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory() as temporary, ExitStack() as others:
         folder = args.checkpoint or Path(temporary)
         if not args.checkpoint:
             write_random(SHAPES[args.shape], DTYPES[args.dtype], folder)
@@ -958,31 +658,22 @@ def versus(args: argparse.Namespace) -> int:
         setup |= dict(length=length, vocab_size=config.vocab_size, sampling=SAMPLING[args.sampling])
         python = {"vllm": args.vllm_python or sys.executable}
         peers = {name: str(python.get(name, sys.executable)) for name in args.peers}
-        sizes = versus_tool.Sizes(args.prompt_tokens, args.new_tokens, args.sequences)
+        for _ in range(args.busy):
+            spin = subprocess.Popen(["sh", "-c", "while :; do :; done"])
+            others.callback(spin.kill)
         rows, result = Rows(), {"dtype": args.dtype}
-        with ExitStack() as others:
-            for _ in range(args.busy):
-                spin = subprocess.Popen(["sh", "-c", "while :; do :; done"])
-                others.callback(spin.kill)
-            result["engines"], result["notes"] = versus_tool.compare(
-                setup, peers, sizes, partial(rounds, args.repeat), args.timeout, rows.add
-            )
-    status = publish(args, rows, result)
-    if args.plot:
-        args.plot.write_text(pictures.draw(*report.versus_picture(result)))
-    return status
+        found = versus_tool.compare(setup, peers, partial(rounds, args.repeat), rows.add)
+        result["engines"], result["notes"] = found
+    return publish(args, rows, result)
 
 
 def write_random(config: Config, dtype: torch.dtype, folder: Path) -> None:
     """Write a Llama, or a Qwen3, of random weights as a folder that every engine loads."""
-    if config.post_norm:
-        raise ValueError("--shape gemma3-270m cannot be written as a folder")
     names = """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
         num_key_value_heads head_dim rms_norm_eps rope_theta max_position_embeddings
         tie_word_embeddings"""
-    numbers = {name: getattr(config, name) for name in names.split()}
     kind = "Qwen3" if config.qk_norm else "Llama"
-    numbers |= {
+    numbers = {name: getattr(config, name) for name in names.split()} | {
         "architectures": [f"{kind}ForCausalLM"],
         "model_type": kind.lower(),
         "hidden_act": "silu",
@@ -997,54 +688,36 @@ def write_random(config: Config, dtype: torch.dtype, folder: Path) -> None:
 # --- serve ----------------------------------------------------------------------------------------
 
 
-def serve_load(args: argparse.Namespace) -> int:
+def serve(args: Namespace) -> int:
     """Send a load to a server at each rate, and measure how it answers."""
     url = urlsplit(args.url)
-    if url.scheme not in ("http", "https") or not url.hostname:
-        raise ValueError(f"--url {args.url} must be like http://127.0.0.1:8000")
     try:  # now, and not after the minute in which the requests would come
         socket.create_connection((url.hostname, load_tool.port(url)), timeout=2).close()
     except OSError as error:
         raise OSError(f"nobody listens at --url {args.url}: {error}") from error
     limits = load_tool.Limits(args.ttft_limit, args.tpot_limit)
-    load = load_tool.Load(
-        url=args.url,
-        model=args.model,
-        key=args.api_key,
-        requests=args.requests,
-        prompt_tokens=(args.prompt_tokens[0], args.prompt_tokens[-1]),
-        new_tokens=(args.new_tokens[0], args.new_tokens[-1]),
-        prefixes=args.prefixes,
-        prefix_tokens=args.prefix_tokens,
-        vocab_size=args.vocab_size,
-        sampling=SAMPLING[args.sampling],
-    )
-    found, rows = {}, Rows()
+    known = {name: value for name, value in vars(args).items() if name in load_tool.Load._fields}
+    for name in ("prompt_tokens", "new_tokens"):
+        known[name] = (min(known[name]), max(known[name]))
+    load = load_tool.Load(**known | {"sampling": SAMPLING[args.sampling]})
+    rows, answered = Rows(), False
     for i, rate in enumerate(args.rate):
         outcomes = asyncio.run(load_tool.run(load._replace(seed=i), rate))
-        found[rate] = figures = load_tool.summary(outcomes, limits)
+        figures = load_tool.summary(outcomes, limits)
         rows.add("all at once" if rate == math.inf else f"{rate:g} requests/s", figures)
+        answered |= figures["errors"] < figures["requests"]
         if error := next((o.error for o in outcomes if o.error), None):
             print(f"rate {rate:g}: {error}", file=sys.stderr)
     args.shape = args.model or "served"
-    failed = all(figures["errors"] == figures["requests"] for figures in found.values())
-    if failed:
-        args.record = None
-    result: dict[str, Any] = {}
-    status = publish(args, rows, result)
-    # A rate at which nothing was answered has no place in the picture, and "at once" is no rate.
-    drawn = {r: f for r, f in found.items() if "ttft_p50_ms" in f and r < math.inf}
-    if args.plot and drawn:
-        picture = report.load_picture(drawn, f"{args.url}; {result['versions']}")
-        args.plot.write_text(pictures.draw(*picture))
-    return status or 2 * failed
+    args.record = args.record if answered else None
+    return publish(args, rows, {}) or 2 * (not answered)
 
 
 # --- quality --------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def quality(args: argparse.Namespace) -> int:
+def quality(args: Namespace) -> int:
     """Measure the perplexity of each quantisation on held-out text, and how far its predictions
     move: the mean KL divergence from the unquantised model's, in nats per token."""
     if not args.checkpoint or not args.text:
@@ -1064,20 +737,15 @@ def quality(args: argparse.Namespace) -> int:
         layers = cache and cache.plan(0, length)[1]
         return model(window[None], positions, layers)[0].float().log_softmax(-1)  # (T, V)
 
-    def quantised(mode: str, method: str) -> Transformer:
-        model = copy.deepcopy(plain)
-        if method == "gptq":
+    group, rows, base = f"group {args.group_size}", Rows(), None
+    forms = {args.dtype: "", "int8": "int8", "int8 KV cache": ""}
+    forms |= {f"int4 rtn, {group}": "int4", f"int4 gptq, {group}": "int4"}
+    for name, mode in forms.items():
+        model, loss, kl = copy.deepcopy(plain), 0.0, 0.0
+        if "gptq" in name:
             calibrate(model, calibration, mode, args.group_size)
-            return model
-        return quantize_model(model, mode, args.group_size)
-
-    makers = {args.dtype: lambda: plain, "int8": partial(quantised, "int8", "rtn")}
-    for method in ("rtn", "gptq"):
-        makers[f"int4 {method}, group {args.group_size}"] = partial(quantised, "int4", method)
-    makers["int8 KV cache"] = lambda: plain
-    rows, base = Rows(), None
-    for name, make in makers.items():
-        model, loss, kl = make(), 0.0, 0.0
+        elif mode:
+            quantize_model(model, mode, args.group_size)
         int8 = StaticCache(model, 1, length, "int8") if "KV" in name else None
         for window in progress(windows, f"scoring {name}"):
             ours, theirs = logprobs(model, window, int8), logprobs(plain, window)
@@ -1094,16 +762,144 @@ def quality(args: argparse.Namespace) -> int:
     return publish(args, rows, result)
 
 
-COMMANDS = {
-    "latency": latency,
-    "throughput": throughput,
-    "sample": sample_rows,
-    "prefix": prefix,
-    "growth": growth,
-    "versus": versus,
-    "serve": serve_load,
-    "quality": quality,
-}
+# --- The command line -----------------------------------------------------------------------------
+
+DEVICE = ("--device", "cpu", "", ("auto", "cpu", "cuda", "mps"))
+OUTPUT = (
+    ("--json", False, "print the figures as one JSON object"),
+    ("--record", str, "keep the figures in benchmarks/RECORD.json"),
+)
+MODEL = (
+    ("--checkpoint", Path, "Hugging Face folder, in place of a shape"),
+    ("--shape", "110m", "random weights of this shape", SHAPES),
+    ("--dtype", "bfloat16", "", DTYPES), ("--device", "auto", *DEVICE[2:]), *OUTPUT,
+)  # fmt: skip
+COMPILE = ("--compile", False, "start slower, run faster")
+FORM = (("--quantize", "none", "", ("none", *MODES)), COMPILE)
+PEERS = ("transformers", "vllm", "llama_cpp")
+RANGE = "one length, or the least and the most"
+# command -> what runs it, and its options: each with a default, its help, and its choices. A type
+# stands for an option without a default; a list takes several values; False is a switch.
+COMMANDS: dict[str, tuple] = {
+    "latency": (latency, *MODEL, COMPILE,
+        ("--quantize", ["none"], "several to compare", ("none", *MODES)),
+        ("--batch", [1], "sequences at once; several to compare"),
+        ("--prompt-tokens", 512), ("--new-tokens", 32), ("--repeat", 5),
+        ("--speculate --speculate-ngram", 0, "tokens to guess in a step"),
+        ("--draft-checkpoint", Path, "what guesses them, in place of the text's repetitions"),
+        ("--prompt-file", Path, "text to continue, with --speculate"),
+    ),
+    "throughput": (throughput, *MODEL, *FORM, ("--requests", 32), ("--repeat", 1),
+        ("--prompt-tokens", [64], RANGE), ("--new-tokens", [64], RANGE),
+        ("--max-num-seqs", 64), ("--max-num-batched-tokens", 512),
+        ("--baseline-requests", 2, "how many of the requests also run one at a time"),
+        ("--sampling", ["greedy"], "several to compare", SAMPLING),
+    ),
+    "sample": (sample, DEVICE, *OUTPUT, ("--repeat", 9), ("--rows", [1, 32]),
+        ("--vocab-sizes", [32000, 151936]),
+    ),
+    "prefix": (prefix, *MODEL, *FORM, ("--prompt-tokens", 1024), ("--repeat", 5)),
+    "growth": (growth, *MODEL, *FORM, ("--repeat", 3),
+        ("--lengths", [128, 256, 512, 1024, 2048, 4096, 8192]),
+        ("--sequences", [1, 2, 4, 8, 16, 32, 64]),
+        ("--sequence-tokens", 128, "length of each of several sequences"),
+        ("--new-tokens", 8, "steps at each point, of which the median counts"),
+    ),
+    "versus": (versus, *MODEL,
+        ("--eager", False, "do not compile this engine"),
+        ("--peers", [*PEERS], "others to measure, where they are installed", PEERS),
+        ("--prompt-tokens", 512, "length of the prompt whose prefill is measured"),
+        ("--new-tokens", 32), ("--repeat", 3), ("--sampling", "greedy", "", SAMPLING),
+        ("--sequences", 32, "sequences in the batch, with prompts of 16 to 64 tokens"),
+        ("--busy", 0, "other processes that never wait, meanwhile"),
+        ("--threads", torch.get_num_threads(), "of each engine"),
+        ("--timeout", 600.0, "seconds an engine may take for an answer"),
+        ("--gguf", Path, "the model in llama.cpp's format"),
+        ("--vllm-python", Path, "Python of the environment that has vLLM"),
+    ),
+    "serve": (serve, *OUTPUT, ("--url", "http://127.0.0.1:8000"), ("--api-key", str),
+        ("--model", str, "its name there, where the server requires one"),
+        ("--rate", [1.0, 2.0, 4.0], "requests a second; inf: all at once"), ("--requests", 64),
+        ("--prompt-tokens", [16, 256], RANGE), ("--new-tokens", [16, 128], RANGE),
+        ("--prefixes", 0, "number of beginnings that prompts share"), ("--prefix-tokens", 128),
+        ("--vocab-size", 1000, "prompts are random ids below it"),
+        ("--sampling", "greedy", "", SAMPLING),
+        ("--ttft-limit", 1.0, "seconds to the first token"),
+        ("--tpot-limit", 0.1, "seconds for each token after it"),
+    ),
+    "quality": (quality, *MODEL, ("--group-size", 128),
+        ("--text", Path, "its last tenth is scored, the rest calibrates"),
+    ),
+    "report": (lambda _: report.main(),),
+}  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; return the exit status: 0, 2 for an error of use, 130 for Ctrl-C."""
+    return launch("bench.py", argv, parse_args, measure)
+
+
+def measure(args: Namespace, ranks: Ranks) -> int:
+    """Run the command that the arguments name."""
+    if ranks.world_size > 1 and args.command != "latency":
+        raise ValueError(f"{args.command} runs as one process: only latency compares ranks")
+    if args.record and not ranks.rank:  # before the work, not after
+        try_to_write("--record", report.RECORDS / f"{args.record}.json")
+    args.ranks = ranks
+    return COMMANDS[args.command][0](args)
+
+
+def parse_args(argv: list[str] | None) -> Namespace:
+    kind = RawDescriptionHelpFormatter
+    parser = ArgumentParser(prog="bench.py", description=__doc__, formatter_class=kind)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, (act, *options) in COMMANDS.items():
+        command = commands.add_parser(name, description=act.__doc__, formatter_class=kind)
+        command.set_defaults(checkpoint=None, device="cpu", record=None)
+        for option in options:
+            add_option(command, *option)
+    args = parser.parse_args(argv)
+    args.words = sys.argv[1:] if argv is None else argv
+    return args
+
+
+def add_option(
+    command: ArgumentParser, flags: str, default: Any, text: str = "", choices: Any = None
+) -> None:
+    """Add an option as COMMANDS has it, with the type of its default."""
+    several = isinstance(default, list)
+    value = default[0] if several else default
+    more: dict[str, Any] = {"nargs": "+"} if several else {}
+    if value is False:
+        more = {"action": "store_true"}
+    elif isinstance(value, type):
+        more |= {"type": value, "default": None}
+    elif isinstance(value, str):
+        more["choices"] = choices
+    else:
+        more["type"] = partial(number, type(value), min(1, value) if type(value) is int else 1e-6)
+    command.add_argument(*flags.split(), **{"default": default, "help": text} | more)
+
+
+def number(kind: type, least: float, text: str) -> Any:
+    """Read a number that is large enough to measure with, and not NaN."""
+    with suppress(ValueError):
+        value = kind(text)
+        if value >= least:
+            return value
+    raise ArgumentTypeError(f"must be a number ({kind.__name__}) of {least} or more, is {text}")
+
+
+def try_to_write(flag: str, file: Path) -> None:
+    """Open a file as if to write, and remove it again where it is new. Raises OSError."""
+    existed = os.path.lexists(file)
+    try:
+        file.open("a").close()
+    except OSError as error:
+        raise OSError(f"{flag}: {file} cannot be written: {error.strerror}") from error
+    if not existed:
+        file.unlink()
+
 
 if __name__ == "__main__":
     # Ended by a signal, versus leaves neither engines nor a folder of weights behind.

@@ -33,8 +33,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from around.folder.tokenizer import Tokenizer
-from around.folder.weights import load_model, named_tensors
+from around.folder import Tokenizer, load_model, named_tensors
 from around.machine import progress
 from around.settings import read_json
 from model import Masks, NoCache, Transformer

@@ -10,7 +10,6 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import SplitResult, urlsplit
@@ -21,7 +20,7 @@ class Load(NamedTuple):
 
     url: str  # with /v1, as clients have it, or without
     model: str | None
-    key: str | None
+    api_key: str | None
     requests: int
     prompt_tokens: tuple[int, int]  # least and most
     new_tokens: tuple[int, int]
@@ -30,14 +29,6 @@ class Load(NamedTuple):
     vocab_size: int  # ids are drawn below this
     sampling: dict[str, float]  # such as {"temperature": 0}
     seed: int = 0
-
-
-class Arrival(NamedTuple):
-    """A request: when it comes, in seconds since the load began, and what it asks for."""
-
-    at: float
-    prompt: list[int]
-    new_tokens: int
 
 
 class Limits(NamedTuple):
@@ -65,8 +56,8 @@ class Outcome:
         return (self.times[-1] - self.times[0]) / max(1, self.tokens - 1)
 
 
-def arrivals(load: Load, rate: float) -> Iterator[Arrival]:
-    """The load's requests at a rate per second, as its seed draws them; plan.py simulates the same.
+async def run(load: Load, rate: float) -> list[Outcome]:
+    """Send the load at a rate, in requests per second, as its seed draws them.
 
     Args:
         rate: infinite: all at once.
@@ -77,27 +68,12 @@ def arrivals(load: Load, rate: float) -> Iterator[Arrival]:
         return [rng.randrange(3, load.vocab_size) for _ in range(count)]
 
     shared = [ids(load.prefix_tokens) for _ in range(load.prefixes)]
-    at = 0.0
+    at, start, tasks = 0.0, time.perf_counter(), []
     for _ in range(load.requests):
         prompt = ids(rng.randint(*load.prompt_tokens))
-        prompt = (rng.choice(shared) if shared else []) + prompt
-        new_tokens = rng.randint(*load.new_tokens)
-        at += rng.expovariate(rate) if rate < float("inf") else 0
-        yield Arrival(at, prompt, new_tokens)
-
-
-async def run(load: Load, rate: float, start: float | None = None) -> list[Outcome]:
-    """Send the load at a rate, in requests per second.
-
-    Args:
-        rate: infinite: all at once.
-        start: when to begin, by time.perf_counter(); None: now.
-    """
-    start, tasks = time.perf_counter() if start is None else start, []
-    for at, prompt, new_tokens in arrivals(load, rate):
         body = {
-            "prompt": prompt,
-            "max_tokens": new_tokens,
+            "prompt": (rng.choice(shared) if shared else []) + prompt,
+            "max_tokens": rng.randint(*load.new_tokens),
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -105,6 +81,7 @@ async def run(load: Load, rate: float, start: float | None = None) -> list[Outco
         }
         if load.model:
             body["model"] = load.model
+        at += rng.expovariate(rate) if rate < float("inf") else 0
         await asyncio.sleep(max(0, start + at - time.perf_counter()))
         tasks.append(asyncio.create_task(one(load, body, start, at)))
     return await asyncio.gather(*tasks)
@@ -123,7 +100,7 @@ async def one(load: Load, body: dict[str, Any], start: float, arrived: float) ->
     try:
         reader, writer = await asyncio.open_connection(url.hostname, port(url), ssl=secure)
         data = json.dumps(body).encode()
-        key = f"Authorization: Bearer {load.key}\r\n" if load.key else ""
+        key = f"Authorization: Bearer {load.api_key}\r\n" if load.api_key else ""
         path = url.path.rstrip("/").removesuffix("/v1")
         head = (
             f"POST {path}/v1/completions HTTP/1.1\r\nHost: {url.netloc}\r\n{key}"

@@ -1,18 +1,14 @@
-"""Pictures as SVG: panels of bars or curves, drawn by matplotlib (the extra `bench`).
+"""The course's pictures as SVG: panels of bars or curves, drawn by matplotlib (the extra `bench`).
 
 A panel is plain data with a method that draws it. `draw` arranges panels on a white ground, which
-is readable on a dark page too, and also writes their data into the file, where `drawn` finds them:
-so a test sees that a picture is up to date, whichever version of matplotlib has drawn it. The
-module can be imported without matplotlib. Read: Bars, Curves, draw.
+is readable on a dark page too. The module can be imported without matplotlib. Read: Bars, Curves,
+draw.
 """
 
 import io
-import json
 import logging
 import math
-import re
-from collections.abc import Sequence, Set
-from html import unescape
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
@@ -30,7 +26,7 @@ STYLE = {
 SMALL = {"size": 8.5, "color": "#5c6370"}  # the style of notes
 
 # Lengths are in inches: the width of a picture, its edge, and the heights of a panel's title and of
-# a line of notes.
+# its note.
 WIDTH, EDGE, TITLE, LINE = 10.0, 0.15, 0.28, 0.2
 
 
@@ -71,7 +67,6 @@ class Bars(NamedTuple):
     title: str
     rows: dict[str, float]  # label -> value
     note: str = ""
-    pale: Set[str] = frozenset()  # labels whose bars are grey
     ideal: dict[str, float] | None = None  # label -> where a line crosses its bar
 
     @property
@@ -86,8 +81,7 @@ class Bars(NamedTuple):
         ideal = self.ideal or {}
         most = max([*self.rows.values(), *ideal.values()]) or 1
         for i, (label, value) in enumerate(self.rows.items()):
-            colour = GREY if label in self.pale else BLUE
-            axes.barh(label, value, 0.75, color=colour, gid=f"bar: {label}")
+            axes.barh(label, value, 0.75, color=BLUE, gid=f"bar: {label}")
             if label in ideal:
                 axes.vlines(ideal[label], i - 0.48, i + 0.48, RED, linewidth=2)
             aim = ideal.get(label, value)
@@ -99,16 +93,13 @@ class Bars(NamedTuple):
 
 
 class Curves(NamedTuple):
-    """Lines through points. Those that others are compared with are grey and dotted."""
+    """Lines through points. The one named "ideal" is grey and dotted."""
 
     title: str
     lines: dict[str, list[tuple[float, float]]]  # name -> points (x, y)
     x_name: str
-    y_name: str = ""
-    log: str = ""  # the axes that are logarithmic: "", "y" or "xy"
+    log: str = ""  # "y" if the y axis is logarithmic
     note: str = ""
-    dotted: Set[str] = frozenset({"ideal", "reading alone"})
-    mark: tuple[float, str] | None = None  # where a vertical line stands, and what it means
 
     height = 2.3
     margins = (0.75, 0.1, 0.28, 0.6)
@@ -118,28 +109,21 @@ class Curves(NamedTuple):
 
         colours = iter(COLOURS)
         for name, points in self.lines.items():
-            colour, style = (GREY, ":") if name in self.dotted else (next(colours), "-")
+            colour, style = (GREY, ":") if name == "ideal" else (next(colours), "-")
             (line,) = axes.plot(*zip(*points), style, color=colour, linewidth=2, label=name)
             line.set_gid(f"line: {name}")
-        if "x" in self.log:
-            axes.set_xscale("log")
-        if "y" in self.log:
+        if self.log:
             axes.set_yscale("log", nonpositive="mask")
             axes.margins(y=0.2)  # far enough to reach another tick
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         else:
             axes.set_ylim(0)
-        if self.mark:
-            x, text = self.mark
-            axes.axvline(x, color=GREY, linestyle="--", linewidth=1)
-            at = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points"}
-            axes.annotate(text, (x, 0), (-4, 5), ha="right", **at, **SMALL)
         xs = sorted({x for points in self.lines.values() for x, _ in points})
         axes.set_xticks(xs, [*map(number, xs)])
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_minor_locator(NullLocator())
-        axes.set(xlabel=self.x_name, ylabel=self.y_name)
+        axes.set(xlabel=self.x_name)
         axes.grid(axis="y", color="#dddddd", linewidth=0.8)
         axes.spines[["top", "right"]].set_visible(False)
         legend(axes)
@@ -170,8 +154,8 @@ def matplotlib() -> ModuleType:
     return matplotlib
 
 
-def draw(rows: Sequence[Sequence[Panel]], notes: Sequence[str] = ()) -> str:
-    """Draw rows of panels, with notes under them. Returns the text of an SVG file.
+def draw(rows: Sequence[Sequence[Panel]]) -> str:
+    """Draw rows of panels. Returns the text of an SVG file.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -179,15 +163,15 @@ def draw(rows: Sequence[Sequence[Panel]], notes: Sequence[str] = ()) -> str:
     with matplotlib().rc_context():
         matplotlib().rcdefaults()  # not the user's own
         matplotlib().rcParams.update(STYLE)
-        return _draw(rows, notes)
+        return _draw(rows)
 
 
-def _draw(rows: Sequence[Sequence[Panel]], notes: Sequence[str]) -> str:
+def _draw(rows: Sequence[Sequence[Panel]]) -> str:
     from matplotlib.figure import Figure
 
     heads = [max(TITLE + LINE * bool(p.note) + p.margins[2] for p in row) for row in rows]
     feet = [max(p.height + p.margins[3] for p in row) for row in rows]
-    total = 2 * EDGE + sum(heads) + sum(feet) + LINE * len(notes)
+    total = 2 * EDGE + sum(heads) + sum(feet)
     figure = Figure((WIDTH, total))
 
     def write(x: float, y: float, text: str, **style: Any) -> None:
@@ -205,15 +189,6 @@ def _draw(rows: Sequence[Sequence[Panel]], notes: Sequence[str]) -> str:
             box = (x / WIDTH, bottom / total, across / WIDTH, panel.height / total)
             panel.draw(figure.add_axes(box))
         y -= head + foot
-    for i, note in enumerate(notes):
-        write(EDGE, y - LINE * i, note, **SMALL)
     file = io.StringIO()
-    data = json.dumps([rows, notes], default=sorted)
-    figure.savefig(file, format="svg", metadata={"Date": None, "Description": data})
+    figure.savefig(file, format="svg", metadata={"Date": None})
     return file.getvalue()
-
-
-def drawn(svg: str) -> Any:
-    """Return the data that `draw` has written into a picture: its rows and notes, as lists."""
-    found = re.search(r"<dc:description>(.*?)</dc:description>", svg, re.DOTALL)
-    return json.loads(unescape(found[1]))

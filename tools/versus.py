@@ -28,11 +28,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 ALONE, BATCH = 16, (16, 64)  # tokens of the prompts that are decoded from: one, or many
-FIGURES = ("decode", "prefill", "batch")
 
 # --- The parent -----------------------------------------------------------------------------------
 
@@ -44,9 +43,9 @@ class Absent(Exception):
 class Child:
     """An engine in its own process."""
 
-    def __init__(self, name: str, setup: dict[str, Any], python: str, timeout: float) -> None:
+    def __init__(self, name: str, setup: dict[str, Any], python: str) -> None:
         """Start it and let it load. Raises Absent."""
-        self.name, self.timeout = name, min(timeout, 1e6)  # select's own limit is near
+        self.name, self.timeout = name, setup["timeout"]
         env = os.environ | {"OMP_NUM_THREADS": str(setup["threads"]), "HF_HUB_OFFLINE": "1"}
         env |= {"TOKENIZERS_PARALLELISM": "false"}
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by close)
@@ -95,20 +94,10 @@ class Child:
                 pipe.close()
 
 
-class Sizes(NamedTuple):
-    """How much the engines do."""
-
-    prompt_tokens: int  # of the prompt whose prefill is measured
-    new_tokens: int
-    sequences: int  # in the batch
-
-
 def compare(
     setup: dict[str, Any],
     peers: dict[str, str],
-    sizes: Sizes,
     rounds: Callable[[], Iterable[bool]],
-    timeout: float,
     add: Callable[[str, dict[str, float]], None],
 ) -> tuple[dict[str, str], list[str]]:
     """Measure this engine and each peer in turn, figure by figure: ours, theirs, ours, theirs.
@@ -117,10 +106,11 @@ def compare(
     ratio is always of two figures that were taken one right after the other.
 
     Args:
-        setup: what an engine needs to load; see the header.
+        setup: what an engine needs to load; see the header. Also `prompt_tokens` of the prompt
+            whose prefill is measured, `new_tokens`, and the `timeout`, seconds that an engine may
+            take for one answer.
         peers: name -> the interpreter that has it.
         rounds: gives False for a round that warms up, and True for one that counts.
-        timeout: seconds that an engine may take for one answer.
         add: takes the name of a row and its figures, tokens per second and `NAME_times`, a multiple
             of ours.
 
@@ -131,8 +121,8 @@ def compare(
         ValueError: this engine itself did not run.
     """
     rng = random.Random(0)
-    prefill = f"prefill of {sizes.prompt_tokens:,} tokens"
-    rows = dict(zip(FIGURES, ("one sequence", prefill, f"{sizes.sequences} sequences")))
+    rows = {"decode": "one sequence", "prefill": f"prefill of {setup['prompt_tokens']:,} tokens"}
+    rows["batch"] = f"{setup['sequences']} sequences"
     versions, notes = {}, []
 
     def ids(count: int) -> list[int]:
@@ -140,10 +130,10 @@ def compare(
 
     def measure(*children: Child) -> None:
         for counts in rounds():
-            batch = [ids(rng.randint(*BATCH)) for _ in range(sizes.sequences)]
-            prompts = {"decode": [ids(ALONE)], "prefill": [ids(sizes.prompt_tokens)]}
+            batch = [ids(rng.randint(*BATCH)) for _ in range(setup["sequences"])]
+            prompts = {"decode": [ids(ALONE)], "prefill": [ids(setup["prompt_tokens"])]}
             for figure, job in (prompts | {"batch": batch}).items():
-                message = {"figure": figure, "prompts": job, "new_tokens": sizes.new_tokens}
+                message = {"figure": figure, "prompts": job, "new_tokens": setup["new_tokens"]}
                 speeds = {child.name: child.ask(message)["tok_s"] for child in children}
                 # None: it does not do this
                 found = {name: speed for name, speed in speeds.items() if speed is not None}
@@ -154,10 +144,10 @@ def compare(
         versions.update((child.name, child.version) for child in children)
 
     try:
-        with contextlib.closing(Child("kilolm", setup, sys.executable, timeout)) as ours:
+        with contextlib.closing(Child("kilolm", setup, sys.executable)) as ours:
             for name, python in peers.items():
                 try:
-                    with contextlib.closing(Child(name, setup, python, timeout)) as theirs:
+                    with contextlib.closing(Child(name, setup, python)) as theirs:
                         measure(ours, theirs)
                 except Absent as why:
                     if str(why).startswith(f"{ours.name}:"):
@@ -236,7 +226,7 @@ class Kilolm(Peer):
         import torch
 
         from around.fast import make_fast
-        from around.folder.weights import load_model
+        from around.folder import load_model
         from around.settings import DTYPES
         from kv_cache import StaticCache
         from scheduler import Engine
@@ -350,12 +340,14 @@ class LlamaCpp(Peer):
     def __init__(self, setup: dict[str, Any]) -> None:
         import llama_cpp
 
+        if not setup["gguf"]:
+            raise ValueError("give --gguf FILE, the model in llama.cpp's format")
         self.version, threads = llama_cpp.__version__, setup["threads"]
         self.sampling = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0}
         self.sampling |= setup["sampling"]
         self.sampling["temp"] = self.sampling.pop("temperature")
         self.llama = llama_cpp.Llama(
-            setup["gguf"] or gguf_of(setup),
+            setup["gguf"],
             n_ctx=setup["length"],
             n_threads=threads,
             n_threads_batch=threads,
@@ -370,63 +362,6 @@ class LlamaCpp(Peer):
 
     def speed(self, figure: str, prompts: list[list[int]], new_tokens: int) -> float | None:
         return None if figure == "batch" else super().speed(figure, prompts, new_tokens)
-
-
-GGUF_KEYS = {  # GGUFWriter's method, without `add_` -> the key of config.json
-    "vocab_size": "vocab_size", "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size",
-    "block_count": "num_hidden_layers", "head_count": "num_attention_heads",
-    "head_count_kv": "num_key_value_heads", "rope_dimension_count": "head_dim",
-    "rope_freq_base": "rope_theta", "layer_norm_rms_eps": "rms_norm_eps",
-}  # fmt: skip
-
-
-def gguf_of(setup: dict[str, Any]) -> str:
-    """Convert a Llama of random weights, for which llama.cpp's own converter has no way, as there
-    is no tokenizer. Returns the file.
-
-    Raises:
-        ValueError: it is a checkpoint, or no Llama, or the package gguf is not installed.
-    """
-    folder = Path(setup["folder"])
-    c = json.loads((folder / "config.json").read_text())
-    if setup["checkpoint"] or c["model_type"] != "llama":
-        raise ValueError("give --gguf FILE, the model in llama.cpp's format")
-    try:
-        import gguf
-    except ModuleNotFoundError:
-        raise ValueError("install gguf, or give --gguf FILE, the same shape") from None
-    from safetensors.torch import load_file
-
-    writer = gguf.GGUFWriter(str(folder / "model.gguf"), "llama")
-    for method, key in GGUF_KEYS.items():
-        getattr(writer, f"add_{method}")(c[key])
-    writer.add_tokenizer_model("no_vocab")
-    kind = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[setup["dtype"]]
-    file_type = "ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"
-    writer.add_file_type(gguf.LlamaFileType[file_type])
-    matrix_type = gguf.GGMLQuantizationType[kind]
-    names = gguf.TensorNameMap(gguf.MODEL_ARCH.LLAMA, c["num_hidden_layers"])
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        if ".q_proj." in name:
-            tensor = interleaved(tensor, c["num_attention_heads"])
-        if ".k_proj." in name:
-            tensor = interleaved(tensor, c["num_key_value_heads"])
-        data, stored = tensor.float().numpy(), None
-        if tensor.dim() > 1:
-            data, stored = gguf.quants.quantize(data, matrix_type), matrix_type
-        writer.add_tensor(names.get_name(name, (".weight",)), data, raw_dtype=stored)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return str(folder / "model.gguf")
-
-
-def interleaved(tensor: Any, heads: int) -> Any:
-    """Reorder the rows of q's or k's matrix for an engine whose rope rotates channels 2i and
-    2i + 1, where ours rotates i and i + H/2."""
-    return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
 ENGINES: dict[str, type[Peer]] = {

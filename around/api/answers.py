@@ -77,8 +77,7 @@ class Completion:
             prefix = thought_prefix(api.tokenizer, self.firsts[0])
         jobs = [job for request in requests for job in request.outputs]
         self.choices = [
-            Choice(i, job, key, api.tokenizer, prefix, tools, fields["hidden"])
-            for i, job in enumerate(jobs)
+            Choice(i, job, key, api.tokenizer, prefix, tools) for i, job in enumerate(jobs)
         ]
 
     def parts(self, wait: Callable) -> Iterator[JSON]:
@@ -100,8 +99,7 @@ class Completion:
                 for choice in self.choices:
                     new = choice.take_new()
                     if new:
-                        for part in events_of(new):
-                            yield self.json([part], self.fields["continuous_usage_stats"])
+                        yield self.json([new], self.fields["continuous_usage_stats"])
         if not self.stream:
             yield self.json([choice.take_new() for choice in self.choices], True)
         elif self.fields["include_usage"]:
@@ -114,7 +112,7 @@ class Completion:
     def usage(self) -> JSON:
         """Count the tokens so far."""
         num_prompt = sum(job.prompt_len for job in self.firsts)
-        num_new = 0 if self.fields["hidden"] else sum(len(each.job.tokens) for each in self.choices)
+        num_new = sum(len(each.job.tokens) for each in self.choices)
         return dict(
             prompt_tokens=num_prompt,
             completion_tokens=num_new,
@@ -133,7 +131,6 @@ class Choice:
             that is streamed.
         prefix: what split_thought needs in front of the output; see thought_prefix.
         tools: what the reply may call.
-        hidden: whether only the prompt is shown.
         taken: how many characters of the thought, characters of the answer, tokens with
             log-probabilities, and calls have been taken; None: nothing has been taken yet.
         offset: characters in the texts of the tokens that have been taken.
@@ -146,7 +143,6 @@ class Choice:
     tokenizer: Tokenizer
     prefix: str
     tools: Tools
-    hidden: bool
     taken: tuple[int, int, int, int] | None = None
     offset: int = 0
     ended: bool = False
@@ -165,10 +161,6 @@ class Choice:
         # The tokens are copied, because meanwhile the engine's thread may append to them.
         tokens = job.tokens[:] if is_scored else []
         output = job.text
-        if self.hidden:  # only the prompt is shown
-            tokens = []
-            output = ""
-            reason = reason and "length"  # even if the token that is not shown is EOS
         thought, text = split_thought(self.prefix + output)
         text, calls = split_calls(text, self.tools, bool(reason))
         has_called = calls and reason == "stop"
@@ -271,27 +263,6 @@ class Choice:
             token_logprobs=[token.logprob for token in tokens],
             top_logprobs=likely,
         )
-
-
-def events_of(part: JSON) -> list[JSON]:
-    """Return a new part of a choice as the events of a stream. A part without calls is one event.
-    One with calls becomes two, as clients expect: the calls' names, then their arguments.
-
-    Example: {"name": "f", "arguments": "{}"} is sent as {"name": "f", "arguments": ""}, and then as
-        {"arguments": "{}"}
-    """
-    calls = part.get("delta", {}).get("tool_calls")
-    if not calls:
-        return [part]
-    names = [call | {"function": call["function"] | {"arguments": ""}} for call in calls]
-    arguments = [
-        {"index": call["index"], "function": {"arguments": call["function"]["arguments"]}}
-        for call in calls
-    ]
-    return [
-        part | {"delta": part["delta"] | {"tool_calls": names}, "finish_reason": None},
-        part | {"delta": {"tool_calls": arguments}, "logprobs": None},
-    ]
 
 
 def thought_prefix(tokenizer: Tokenizer, job: Job) -> str:

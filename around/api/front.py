@@ -1,11 +1,13 @@
-"""What stands between a socket and the engine: who is let in, the routes that are not completions, the
-threads, and the signals.
+"""What stands between a socket and the engine: who is let in, the routes that are not completions,
+the threads, and the signals.
 
-server.py has the engine's thread and completions; it builds on Listener and Front. How a request is read
-and an answer sent is in http1.py, and what the bodies mean in openai_api.py. Read: Listener, Front.route.
+server.py has the engine's thread and completions; it builds on Listener and Front. How a request is
+read and an answer sent is in http1.py, what a body means in requests.py, and what is answered in
+answers.py. Read: Listener, Front.route.
 """
 
 import os
+import queue
 import re
 import secrets
 import select
@@ -14,7 +16,7 @@ import socket
 import time
 import traceback
 from argparse import Namespace
-from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +27,13 @@ from around import settings
 from around.api.answers import Problem, demand
 from around.api.function_calls import FORMS
 from around.api.http1 import Exchange
+from around.api.metrics import Metrics
+from around.api.requests import API
+from around.folder import suggested
 from around.machine import Ranks, say
-from around.settings import JSON, EngineArgs, setting
+from around.settings import JSON, EngineArgs, SamplingParams, setting
+from scheduler import Engine
 
-IDLE_S = 75  # seconds that a client may be silent, or take to read a part of an answer
 MAX_THREADS = 1028  # 1,024 connections, and main, listen, watch and threads.keep_pool
 PAGE = Path(__file__).resolve().with_name("page.html")
 
@@ -67,39 +72,40 @@ def server_args(flags: Namespace, ranks: Ranks) -> ServerArgs:
 
 # --- Threads and signals --------------------------------------------------------------------------
 
-BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
-
 
 class Listener:
     """Accepts clients, until a signal arrives and the running completions have ended.
 
     Attributes:
-        connection: the class of a client's connection.
+        handler: what answers a client: a class derived from Front.
         busy: the connections that are answering a completion. A connection leaves this set when it
             has answered, and when its client has left. After a signal, listen() waits for those in
             it.
-        refused: the sockets of the last clients that found no thread free; see accept.
+        inbox: what drive() calls next, functions without arguments; None ends it.
         stopping: a signal has arrived, or the engine has died.
         over: the wait for running completions has ended. Those that are left get an error.
         snapshot: the engine's state for the page, as JSON.
         snapshot_time: when a page last caused a snapshot, on time.monotonic's clock.
     """
 
-    args: ServerArgs
-    api: Any
-    metrics: Any
-    inbox: Any
-    connection: "type[Front]"
-    snapshot = ""
     snapshot_time = 0.0
     stopping = False
     over = False
 
-    def __init__(self, listeners: list[socket.socket]) -> None:
+    def __init__(
+        self, handler: Callable, engine: Engine, args: ServerArgs, listeners: list[socket.socket]
+    ) -> None:
         """Args: listeners: listening sockets; clients queue there until listen() accepts them."""
+        self.handler = handler
+        self.engine = engine
+        self.args = args
         self.listeners = listeners
+        name = args.served_model_name or args.checkpoint.resolve().name
+        self.api = API(engine, name, SamplingParams(**suggested(args.checkpoint)), args.tool_format)
+        self.metrics = Metrics(engine, name)
         self.busy: set[Front] = set()
-        self.refused: deque[socket.socket] = deque(maxlen=64)
+        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.take_snapshot()
 
     def take_snapshot(self) -> None:
         self.snapshot = self.metrics.snapshot()
@@ -107,14 +113,19 @@ class Listener:
     def listen(self) -> None:
         """Accept connections until a signal arrives, then let the running completions finish within
         --shutdown-timeout, and end drive()."""
-        host, port = self.listeners[-1].getsockname()[:2]
+        host, port = self.listeners[0].getsockname()[:2]
         host = f"[{host}]" if ":" in host else host  # IPv6
         say(f"serving {self.api.name} on http://{host}:{port}")
         while not self.stopping:
-            for listener in select.select(self.listeners, [], [], 0.1)[0]:
+            # While no thread is free, new clients wait in the listening sockets.
+            open_to = self.listeners if active_count() < MAX_THREADS else []
+            for listener in select.select(open_to, [], [], 0.1)[0]:
                 try:
-                    self.accept(listener)
-                except OSError as error:  # no descriptor is left
+                    # In one statement: where no thread starts, nothing keeps the client's socket.
+                    Thread(
+                        target=self.handler, args=(*listener.accept(), self), daemon=True
+                    ).start()
+                except (OSError, RuntimeError) as error:  # no descriptor or no thread is left
                     say(str(error))
                     time.sleep(1)
         for listener in self.listeners:
@@ -130,28 +141,8 @@ class Listener:
         while self.busy and time.monotonic() < end:
             time.sleep(0.05)
 
-    def accept(self, listener: socket.socket) -> None:
-        """Start a thread for the next client.
 
-        A client for which no thread is free gets its answer here. If its socket were closed before
-        its request has come, the answer would be lost. So `refused` keeps the last such sockets,
-        and closes the oldest one to make room.
-        """
-        client, _ = listener.accept()
-        if active_count() < MAX_THREADS:
-            with suppress(RuntimeError):  # the system has no thread left: then go on below
-                Thread(target=self.connection(client, self).handle, daemon=True).start()
-                return
-        self.refused.append(client)
-        with suppress(OSError):  # the client has left already
-            client.sendall(BUSY)
-            client.shutdown(socket.SHUT_WR)
-
-    def drive(self) -> None:
-        raise NotImplementedError
-
-
-def serve(server: Listener) -> int:
+def serve(server: Any) -> int:
     """Serve until SIGTERM or SIGINT, then finish running requests within --shutdown-timeout.
 
     The model runs in this thread, where it was loaded, and the connections in others. PyTorch's
@@ -175,52 +166,37 @@ def serve(server: Listener) -> int:
 
 
 def watch_signals(server: Listener) -> None:
-    """Stop the server at the first signal, and exit at once at the second.
+    """Stop the server at the first signal, and exit at once at the second. Python calls a handler
+    in the main thread, between two instructions, so while that thread waits for a rank that hangs,
+    only SIGKILL ends it."""
 
-    Python calls a signal's handler in the main thread, between two instructions. So it calls none
-    while that thread waits in a collective for a rank that hangs. The handlers here do nothing.
-    They are there because Python, as soon as a signal with a handler arrives, also writes a byte
-    into the pipe of set_wakeup_fd, and another thread reads it.
-    """
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    signal.set_wakeup_fd(writing)
+    def stop(*_: Any) -> None:
+        if server.stopping:
+            os._exit(1)
+        server.stopping = True
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
-
-    def watch() -> None:
-        while os.read(reading, 1):
-            if server.stopping:
-                os._exit(1)
-            server.stopping = True
-
-    Thread(target=watch, daemon=True).start()
+        signal.signal(number, stop)
 
 
 # --- A connection ---------------------------------------------------------------------------------
 
-# All names that end in .localhost mean this host (RFC 6761), with or without a final dot.
-LOOPBACK = r"(?i)(([\w-]+\.)*localhost\.?|127[.0-9]+|::1|\[::1\])(:[0-9]+)?"
+# All names that end in .localhost mean this host (RFC 6761), with or without a final dot. There may
+# be spaces at the end of a header.
+LOOPBACK = r"(?i)(([\w-]+\.)*localhost\.?|127[.0-9]+|::1|\[::1\])(:[0-9]+)? *"
 
 
 class Front(Exchange):
     """A connection to one client, in a thread of its own: answers its request."""
 
-    def __init__(self, client: socket.socket, server: Any) -> None:
-        super().__init__(client, server.args.max_body, server.args.cors)
-        self.server = server
-
     def handle(self) -> None:
         """Answer, then wait until the client closes: if this side closed first while the client
         still sends, the answer would be lost."""
         # An OSError means that the client has left, or was silent for too long.
-        with self.socket, self.reader, suppress(OSError):
-            self.socket.settimeout(IDLE_S)  # of each read and write
-            # Do not hold a small event back until the one before is acknowledged.
-            self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with self.connection, suppress(OSError):
             self.answer()
-            self.socket.shutdown(socket.SHUT_WR)
-            while self.socket.recv(2**16):
+            self.connection.shutdown(socket.SHUT_WR)
+            while self.connection.recv(2**16):
                 pass
 
     def answer(self) -> None:
@@ -241,11 +217,11 @@ class Front(Exchange):
     def route(self) -> None:
         """Check the head of the request, and call the function that answers it."""
         self.check_host()
-        method, _, path = self.request.partition(" ")
+        method, _, path = self.asked.partition(" ")
         name = self.server.api.name
         routes = ROUTES | {f"/v1/models/{name}": lambda c: c.send(c.server.api.model)}
         demand(path in routes, 404, f"there is no {path:.100}: there are {', '.join(routes)}")
-        if method == "OPTIONS" and self.cors:
+        if method == "OPTIONS" and self.server.args.cors:
             self.send({})  # a browser's preflight, which has no key and needs only a success
             return
         methods = ["POST"] if path.endswith("/completions") else ["GET", "HEAD"]
@@ -254,16 +230,13 @@ class Front(Exchange):
             self.check_key()
         routes[path](self)
 
-    def complete(self, chat: bool) -> None:
-        """Answer a completion, whole or streamed."""
-        raise NotImplementedError
-
     # --- What is answered -------------------------------------------------------------------------
 
     def send_snapshot(self) -> None:
         """Answer with a snapshot of the engine, which its own thread takes. Pages ask for it again
         and again. Of those that ask within a tenth of a second, the first has it taken. All wait a
         tenth of a second for it, and get the one before if a step lasts longer."""
+        self.is_logged = False  # a page asks ten times a second
         server = self.server
         if time.monotonic() > server.snapshot_time + 0.1:
             server.snapshot_time = time.monotonic()
@@ -272,7 +245,6 @@ class Front(Exchange):
         self.send(server.snapshot)
 
     def send_page(self) -> None:
-        demand(PAGE.is_file(), 404, "page.html is missing")
         self.send(PAGE.read_text("utf-8"), content_type="text/html")
 
     def send_health(self) -> None:
@@ -282,17 +254,12 @@ class Front(Exchange):
         else:
             self.send({"status": "ok"})
 
-    def log(self, status: int | str) -> None:
-        if (self.request, status) != ("GET /engine", 200):  # a page asks ten times a second
-            super().log(status)
-
     # --- Checks -----------------------------------------------------------------------------------
 
     def check_host(self) -> None:
         """Refuse a page of another site, which may reach this address by that site's own name (DNS
         rebinding): a server on loopback answers only to names of this host."""
-        host, *others = self.headers.get_all("Host", ["localhost"])
-        demand(not others, 400, "there is more than one Host")
+        host = self.headers.get("Host", "localhost")
         if re.fullmatch(LOOPBACK, self.server.args.host):
             demand(
                 re.fullmatch(LOOPBACK, host),

@@ -5,17 +5,14 @@ knows the engine and no HTTP. Read: Metrics.
 """
 
 import json
-from bisect import bisect_right
 from collections import Counter, defaultdict
 from itertools import pairwise
 
 from around.folder import PLAIN_TEMPLATE
 from scheduler import Engine, Request
 
-# The upper bounds of a histogram's buckets, in seconds or in tokens.
-BOUNDS = "0.001 0.0025 0.005 0.01 0.025 0.05 0.1 0.25 0.5 1 2.5 5 10 30 60 300 1000 3000 10000 +Inf"
 # The last word of a metric's name -> its type, if it is no gauge.
-KINDS = dict(total="counter", seconds="histogram", tokens="histogram")
+KINDS = dict(total="counter", seconds="summary")
 
 
 class Metrics:
@@ -24,8 +21,8 @@ class Metrics:
     Attributes:
         model: the model's name.
         ended: metric -> sample -> value, for the requests that have ended. A sample is named as in
-            Prometheus' format, by its labels: "{}", '{finished_reason="stop"}', or in a histogram
-            '_bucket{le="5"}', which counts the values up to 5. text() adds a label, the model.
+            Prometheus' format, by its labels: "{}", '{finished_reason="stop"}', or in a summary
+            "_sum{}" and "_count{}". text() adds a label, the model.
     """
 
     def __init__(self, engine: Engine, model: str) -> None:
@@ -41,25 +38,15 @@ class Metrics:
             # job.times begins with the time at which the job was made, so the first gap ends with
             # the first token.
             gaps = [after - before for before, after in pairwise(job.times)]
-            histograms: dict[str, list] = dict(  # the values of each are in order
+            summaries: dict[str, list] = dict(
                 time_to_first_token_seconds=gaps[:1],
-                inter_token_latency_seconds=sorted(gaps[1:]),
+                inter_token_latency_seconds=gaps[1:],
                 e2e_request_latency_seconds=[sum(gaps)] if gaps else [],
-                request_prompt_tokens=[job.prompt_len],
-                request_generation_tokens=[len(job.tokens)],
             )
-            for name, values in histograms.items():
-                # In sorted values, bisect_right returns how many are up to the bound.
-                samples = {
-                    f'_bucket{{le="{bound}"}}': bisect_right(values, float(bound))
-                    for bound in BOUNDS.split()
-                }
-                samples |= {"_sum{}": sum(values), "_count{}": len(values)}
-                # The counts change in a copy, or a scrape could see some of them added and others
-                # not.
-                sums = self.ended[name].copy()
-                sums.update(samples)  # a Counter adds
-                self.ended[name] = sums
+            for name, values in summaries.items():
+                # Both change in a copy, or a scrape could see one of them added and the other not.
+                both = {"_sum{}": sum(values), "_count{}": len(values)}
+                self.ended[name] = self.ended[name] + Counter(both)
 
     def now(self) -> dict[str, float]:
         """Return the engine's counters and gauges."""

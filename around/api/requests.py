@@ -1,4 +1,7 @@
-"""A body becomes requests: every field of OpenAI's API is checked before the engine gets anything. Read: API.prepare, translate."""
+"""A body becomes requests: every field of OpenAI's API is checked before the engine gets anything.
+
+Read: API.prepare, translate.
+"""
 
 import re
 import time
@@ -152,9 +155,6 @@ def translate(given: JSON, chat: bool) -> JSON:
         prompt_logprobs                            equals `echo`, and Choice shows the prompt by it.
                                                    If logprobs are asked for, the prompt gets them
                                                    too. A body that has this field is refused
-        hidden                                     true with echo if max_tokens is 0: nothing is to
-                                                   be generated. The engine has to generate one
-                                                   token, which is not shown
 
     Raises:
         SettingError: a field has the wrong type, or asks for what is not supported.
@@ -170,13 +170,7 @@ def translate(given: JSON, chat: bool) -> JSON:
     check_supported(fields, chat)
     if "max_completion_tokens" in fields:
         fields["max_tokens"] = fields["max_completion_tokens"]
-    if fields["echo"]:
-        # Checked here, because max_tokens: false would count as 0 below.
-        check("max_tokens", fields.get("max_tokens"), int | None, 0)
     fields["prompt_logprobs"] = fields["echo"]
-    fields["hidden"] = fields["echo"] and fields.get("max_tokens") == 0
-    if fields["hidden"]:
-        fields["max_tokens"] = 1
     if chat:  # here `logprobs` is a bool, and `top_logprobs` the number
         num_top = fields.get("top_logprobs", 0)
         is_scored = check("logprobs", fields.pop("logprobs", False), bool)

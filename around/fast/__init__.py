@@ -1,8 +1,9 @@
-"""Speed. Nothing here changes what a model computes, but for rounding: every path has a slow twin at the
-root, and tests that equate the two.
+"""Speed and nothing else: without this folder the same tokens come, later.
 
-The door is make_fast. It changes a finished model in place, by hooks and by other forms of its
-Linears; the files of the root know nothing of it, and run without this folder.
+Nothing here changes what a model computes, but for rounding: every path has a slow twin at the
+root, and tests that equate the two. The door is make_fast. It changes a finished model in place, by
+hooks and by other forms of its Linears; the files of the root know nothing of it, and run without
+this folder.
 """
 
 from typing import Any
@@ -10,8 +11,6 @@ from typing import Any
 import torch
 
 from .threads import use_threads
-
-__all__ = ["make_fast", "use_threads"]
 
 
 def make_fast(

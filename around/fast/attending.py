@@ -1,18 +1,20 @@
-"""How the caches attend fast: what kv_cache.Slab and paged.Blocks compute, sooner and in less memory.
+"""How the caches attend fast: what kv_cache.Slab and paged.Blocks compute, sooner.
 
 attend_fast adds a hook to a model, which replaces the layers of a cache before each forward. So the
 caches do not know of this file, and without it the tokens are the same. What replaces a class of
 the root overrides `attend` and `attend_group` alone. Attention itself is model.attention, whatever
-the path, so whoever changes it there changes all of them. Read: attend_fast, FastGroup, FastBlocks,
+the path, so a change there holds for all of them. Read: attend_fast, FastGroup, FastBlocks,
 attend_to_prompt.
 """
 
-from functools import partial
+from collections.abc import Callable
+from functools import lru_cache, partial
 from itertools import groupby
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from around.settings import MAX_PAIRS
 from kv_cache import Slab, decode
@@ -31,7 +33,7 @@ def attend_fast(model: Transformer, kind: "type[FastBlocks] | None" = None) -> N
     model.register_forward_pre_hook(partial(replace_layers, kind or FastBlocks))
 
 
-def replace_layers(kind: "type[FastBlocks]", model: Any, args: tuple) -> tuple:
+def replace_layers(kind: Any, model: Any, args: tuple) -> tuple:
     """Replace each layer of a cache in the arguments of Transformer.forward, where that pays."""
     if len(args) == 2:  # there is no cache; see model.NoCache
         return args
@@ -40,7 +42,7 @@ def replace_layers(kind: "type[FastBlocks]", model: Any, args: tuple) -> tuple:
     if type(first) is Slab and tokens.is_cpu and tokens.shape[1] >= PROMPT:
         layers = [PromptSlab(**vars(layer)) for layer in layers]
     elif type(first) is Blocks:
-        groups: Any = kind.groups_of(first.groups)  # FastGroups, which stand in for Groups
+        groups = kind.groups_of(first.groups)
         layers = [kind(layer.kv, layer.slots, groups, layer.window) for layer in layers]
     return tokens, positions, layers, *select
 
@@ -111,12 +113,10 @@ class FastBlocks(Blocks):
 
     def attend_group(self, q: Tensor, group: Any) -> Tensor:
         k, v = side_by_side(self.kv, group, q.dtype).chunk(2, 1)  # (B, K, S, H) each
-        if not group.is_prompt:
-            return attention(q, k, v, group.masks[self.window])
-        if len(group.rows) > 1:  # short ones
-            return attention(q, k, v, group.masks[self.window], kernel_for(q))
-        end = group.rows[0].positions.stop
-        return attend_to_prompt(q, k[:, :, :end], v[:, :, :end], self.window)
+        if group.is_prompt and len(group.rows) == 1:
+            end = group.rows[0].positions.stop
+            return attend_to_prompt(q, k[:, :, :end], v[:, :, :end], self.window)
+        return attention(q, k, v, group.masks[self.window], kernel_for(q))
 
 
 def side_by_side(kv: Tensor, group: FastGroup, dtype: torch.dtype) -> Tensor:
@@ -159,10 +159,13 @@ class PromptSlab(Slab):
 
 
 PIECE = 128  # queries
+# In bfloat16, where oneDNN multiplies it, PyTorch's fused kernel takes two to three times as long
+# as two products (Zen 5); with AMX it takes half as long (Sapphire Rapids).
+PRODUCTS = onednn_multiplies(torch.bfloat16) and not torch.cpu._is_amx_tile_supported()
 
 
 def attend_to_prompt(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """Attention of the last T of S tokens, a few queries at a time.
+    """Attention of the last T of S tokens, in pieces of few queries.
 
     Each piece gets only the keys that one of its queries sees, and a mask of its own. So a causal
     prompt computes little that is hidden, a window leaves out what lies before it, and masks stay
@@ -181,51 +184,82 @@ def attend_to_prompt(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Ten
         and 3, and query 4 the keys 2, 3 and 4, so the mask is [[1, 1, 1, 0], [0, 1, 1, 1]].
     """
     S = k.shape[2]
-    window = window or S
+    window = min(window or S, S)
+    kernel = kernel_for(q)
     size = max(1, MAX_PAIRS // S)
-    if q.is_cpu:  # a GPU profits from large pieces
+    if q.is_cpu and kernel is not products and window == S:
+        kernel = causal
+        size = q.shape[2]  # it makes no scores, so it can take all queries
+    elif q.is_cpu:  # a GPU profits from large pieces
         size = min(size, PIECE)
     start = S - q.shape[2]  # the position of a piece's first query
     attended = []
     for queries in q.split(size, 2):
         end = start + queries.shape[2]
         first = max(0, start - window + 1)
-        own = start - first  # the first query's own key among those of the piece
-        sees = q.new_ones(end - start, end - first, dtype=torch.bool)
-        mask = sees.tril(own).triu(own - window + 1).repeat(q.shape[1] // k.shape[1], 1)
-        # All queries see the keys before the first one's own, unless the window ends in between.
-        num_seen = own if end <= window else 0
-        kernel = kernel_for(q, num_seen)
+        # All queries see the keys before the first query's own, if the window does not end there.
+        can_skip = kernel in (products, causal) and end <= window
+        own = 0 if can_skip else start - first  # where the mask has the first query's own key
+        mask = mask_of(end - start, own, window, q.shape[1] // k.shape[1], q.device)
         keys = k[:, :, first:end]
         values = v[:, :, first:end]
-        attended.append(attention(queries, keys, values, mask[None, None], kernel))
+        attended.append(attention(queries, keys, values, mask, kernel))
         start = end
     return torch.cat(attended, 2)
 
 
-def kernel_for(q: Tensor, num_seen: int = 0) -> Any:
-    """What model.attention calls for prompts: PyTorch's fused kernel, or products.
-
-    On a CPU the fused kernel takes two to three times as long in bfloat16 as two products, where
-    oneDNN multiplies that. In float32 it is as fast, or faster.
-    """
-    if q.is_cpu and q.dtype == torch.bfloat16 and onednn_multiplies(q.dtype):
-        return partial(products, num_seen=num_seen)
-    return torch.nn.functional.scaled_dot_product_attention
+@lru_cache(4)  # all layers, and most pieces, have masks of few shapes
+def mask_of(T: int, own: int, window: int, heads: int, device: torch.device) -> Tensor:
+    """What each of T queries sees of `own` keys and then T more: (1, 1, heads * T, own + T)."""
+    sees = torch.ones(T, own + T, dtype=torch.bool, device=device)
+    return sees.tril(own).triu(own - window + 1).repeat(heads, 1)[None, None]
 
 
-def products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, num_seen: int) -> Tensor:
-    """Do what scaled_dot_product_attention does, by two products with a softmax between them.
+def kernel_for(q: Tensor) -> Callable:
+    """What model.attention calls where there is a mask."""
+    if PRODUCTS and q.is_cpu and q.dtype == torch.bfloat16 and q.shape[2] >= PROMPT:
+        return products
+    return scaled_dot_product_attention
+
+
+def products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Do what scaled_dot_product_attention does, by two products with a softmax between them. See
+    model.attention for `mask`.
 
     Args:
         q: (B, K, N / K * T, H).
         k, v: (B, K, S, H).
-        mask: (B or 1, 1, N / K * T, S) bool.
-        num_seen: how many of the first keys all queries see, so that the mask need not be read.
 
     Returns:
         (B, K, N / K * T, H).
     """
     scores = (q * q.shape[3] ** -0.5) @ k.mT  # (B, K, N / K * T, S)
-    scores[..., num_seen:].masked_fill_(~mask[..., num_seen:], -torch.inf)
+    scores[..., -mask.shape[3] :].masked_fill_(~mask, -torch.inf)
     return scores.softmax(-1) @ v
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Do the same without reading the mask, which must hide only what is causal: query i of T sees
+    the first S - T + i + 1 keys.
+
+    With a mask, PyTorch's kernel also computes what the mask hides; in its causal form it does not.
+    So the T new tokens attend to themselves causally, and to all that came before without a mask.
+    Attention over two sets of keys is a mean of the two results, weighted by the softmax's sums of
+    exponentials. For each result the kernel returns the logarithm of its sum, here log_sum and
+    past_log_sum. So the weight of the past is
+    exp(past_log_sum) / (exp(past_log_sum) + exp(log_sum)) = sigmoid(past_log_sum - log_sum).
+    """
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    num_past = k.shape[2] - mask.shape[3]
+    # The causal form needs the T queries of each head in order, so each has a key head of its own.
+    heads = q.shape[2] // mask.shape[3]  # N / K
+    own_q = q.unflatten(2, (heads, -1)).flatten(1, 2)  # (B, N, T, H)
+    own_k = k[:, :, num_past:].repeat_interleave(heads, 1)
+    own_v = v[:, :, num_past:].repeat_interleave(heads, 1)
+    y, log_sum = flash(own_q, own_k, own_v, is_causal=True)  # (B, N, T, H), (B, N, T) float32
+    if num_past == 0:
+        return y
+    past_y, past_log_sum = flash(q, k[:, :, :num_past], v[:, :, :num_past])
+    weight = (past_log_sum.reshape(log_sum.shape) - log_sum).sigmoid()[..., None]  # (B, N, T, 1)
+    past_y = past_y.reshape(y.shape).to(weight.dtype)
+    return torch.lerp(y.to(weight.dtype), past_y, weight).to(y.dtype)

@@ -1,6 +1,7 @@
 """How many threads compute, and how they wait for each other. Read: use_threads, Spinning."""
 
 import os
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -33,10 +34,8 @@ def use_threads(threads: int | None, weights: int) -> None:
 
 # Where one of these variables is set, the user has chosen how threads wait.
 USER_DECIDES = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}
-# sched_getaffinity gives the cores on which this process may run. Where it is missing, all cores
-# count. They are named as in /proc/stat.
-affinity = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
-CORES = {f"cpu{i}" for i in affinity(0)}
+# The cores on which this process may run, named as in /proc/stat. Only Linux has either.
+CORES = {f"cpu{i}" for i in os.sched_getaffinity(0)} if sys.platform == "linux" else set()
 
 
 class Spinning:
@@ -64,7 +63,12 @@ class Spinning:
         """Choose by the load of the last half second or more. Called before each step."""
         now = time.monotonic()
         seconds = now - self.since
-        if seconds < 0.5 or USER_DECIDES & os.environ.keys() or torch.get_num_threads() == 1:
+        if (
+            seconds < 0.5
+            or not CORES
+            or torch.get_num_threads() == 1
+            or USER_DECIDES & os.environ.keys()
+        ):
             return
         others = others_seconds()
         other_cores = (others - self.before) / seconds  # how many cores other processes had

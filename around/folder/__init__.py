@@ -1,6 +1,7 @@
 """What a Hugging Face folder means: its config, weights, tokenizer and chat template.
 
-The door is what is imported here. Every family has been compared with `transformers`, logit by logit.
+The door is what is imported here. Every family has been compared with `transformers`, logit by
+logit.
 """
 
 from .chat import PLAIN_TEMPLATE, plain_turn
@@ -8,8 +9,3 @@ from .config import load_config, suggested
 from .text import Detokenizer, Ids, TextStream
 from .tokenizer import Tokenizer
 from .weights import Files, build, is_tied, load_model, named_tensors
-
-__all__ = [
-    "PLAIN_TEMPLATE", "Detokenizer", "Files", "Ids", "TextStream", "Tokenizer", "build", "is_tied",
-    "load_config", "load_model", "named_tensors", "plain_turn", "suggested",
-]  # fmt: skip

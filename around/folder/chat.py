@@ -1,4 +1,4 @@
-"""How a conversation becomes text: the checkpoint's chat template, in a sandbox. Read: plain_turn."""
+"""How a conversation becomes text: the checkpoint's template, in a sandbox. Read: plain_turn."""
 
 import json
 import time

@@ -12,6 +12,7 @@ from around.folder.families import (
 from around.settings import (
     DTYPES,
     JSON,
+    SHAPING,
     CheckpointError,
     SamplingParams,
     blame,
@@ -130,8 +131,7 @@ def suggested(path: Path | str) -> JSON:
     """
     file = Path(path) / "generation_config.json"
     stored = read_optional(file)
-    names = "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty"
-    found = {name: stored[name] for name in names.split() if name in stored}
+    found = {name: stored[name] for name in SHAPING if name in stored}
     with blame(file):
         SamplingParams(**found)  # this checks them
     return found

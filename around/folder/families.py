@@ -372,7 +372,8 @@ FOLDED = ("q_proj", "k_proj", "o_proj", "down_proj")  # and all norms
 
 
 def folded(config: Config, name: str, tensor: Tensor) -> Tensor:
-    """Return a stored tensor with the numbers of config.folds in it, of the same shape and dtype.
+    """Return a stored tensor with the numbers of config.folds in it, of the same shape, in float32
+    where a number changes it: it is rounded once, when it is copied into the model.
 
     Args:
         name: this engine's name of the tensor.
@@ -404,7 +405,7 @@ def folded(config: Config, name: str, tensor: Tensor) -> Tensor:
         x = x * folds["residual_factor"]
     if module == "norm":  # the last one, as lm_head's weight may be that of the embeddings
         x = x / folds["logits_divisor"]
-    return x.to(tensor.dtype)
+    return x
 
 
 def rope_order(head_dim: int, dim: int) -> Tensor:

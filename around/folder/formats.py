@@ -33,10 +33,10 @@ def convert(files: dict, config: JSON, wanted: Container[str]) -> None:
     """Convert the stored tensors of a GPTQ or AWQ folder to this engine's format, in place.
 
     Each tensor is converted by itself. One that is missing, or has a wrong size or dtype, is
-    missing or wrong in the result too, and checkpoint.check_tensors reports it.
+    missing or wrong in the result too, and weights.check_tensors reports it.
 
     Args:
-        files: see checkpoint.locate_tensors. Their qweight, scales and zeros become those of
+        files: see weights.locate_tensors. Their qweight, scales and zeros become those of
             quantize.QuantLinear.
         config: see conversions, which changes it.
         wanted: the names of the model's tensors while all its Linears are still plain.

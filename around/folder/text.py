@@ -1,5 +1,7 @@
-"""Ids to text, one at a time: never half a character, and never past a stop string. Of a tokenizer, this file
-knows only `decode`. Read: Detokenizer, TextStream."""
+"""Ids to text, one at a time: never half a character, and never past a stop string.
+
+Of a tokenizer, this file knows only `decode`. Read: Detokenizer, TextStream.
+"""
 
 from functools import partial
 from typing import Any

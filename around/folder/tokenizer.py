@@ -2,9 +2,7 @@
 
 `tokenizer.json` is read by the package `tokenizers` (an extra), and `tokenizer.model` by
 sentencepiece; both are the reference implementations of their formats (Kudo & Richardson 2018,
-arXiv:1808.06226). Of the model, this file knows only the config. Read: Tokenizer, then Detokenizer,
-which turns a stream of ids into a stream of text and never shows half a character, and TextStream,
-which ends the text at a stop string.
+arXiv:1808.06226). Of the model, this file knows only the config. Read: Tokenizer.
 """
 
 import re

@@ -1,9 +1,9 @@
-"""From a Hugging Face folder to a model: config.json, safetensors, and what may be wrong in them.
+"""From a Hugging Face folder to a model: safetensors, and what may be wrong in them.
 
 Values of the wrong type or size, missing or damaged files, tensors that do not fit: each failure
 raises one error that names the file or folder. What differs between families of models stands in
 families.py. Folders of GPTQ and AWQ tools are converted while they are read; see formats.py. This
-file does not know what runs the model. Read: load_config, load_model.
+file does not know what runs the model. Read: load_model, locate_tensors.
 """
 
 import os

@@ -5,8 +5,3 @@ The door is what is imported here.
 
 from .begin import cache_size, launch, load_models, make_engine, open_engine
 from .command import answer, parse_args, read, stream
-
-__all__ = [
-    "answer", "cache_size", "launch", "load_models", "make_engine", "open_engine", "parse_args", "read",
-    "stream",
-]  # fmt: skip

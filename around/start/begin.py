@@ -1,7 +1,7 @@
-"""How each program begins: from a command line and torchrun's variables to a loaded model and an engine.
+"""How each program begins: from a command line and torchrun's variables to an engine.
 
-Techniques, such as quantisation and speculation, are imported only when they are needed, so on a CPU a
-plain model runs without their files. Read: launch, load_models, make_engine.
+Techniques, such as quantisation and speculation, are imported only when they are needed, so on a
+CPU a plain model runs without their files. Read: launch, load_models, make_engine.
 """
 
 import io
@@ -39,7 +39,7 @@ def launch(program: str, argv: list | None, parse: Callable, run: Callable) -> i
         What `run` returns; or 2 after an error, 130 after Ctrl-C, 0 if stdout was closed early.
     """
     # Only the first rank of each machine writes to stderr. Another one gets its stderr back in
-    # tp.join, after an error that may be its own alone. Where stderr is closed, it is None.
+    # ranks.join, after an error that may be its own alone. Where stderr is closed, it is None.
     if os.getenv("LOCAL_RANK", "0") != "0" or not sys.stderr:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdin, sys.stdout):
@@ -49,7 +49,7 @@ def launch(program: str, argv: list | None, parse: Callable, run: Callable) -> i
     args = parse(argv)
     try:
         device = pick_device(getattr(args, "device", "auto"))
-        # Either variable can say that there are other ranks. If one is missing, tp.join says so.
+        # Either variable can say that there are other ranks. If one is missing, join says so.
         if os.getenv("RANK", "0") == "0" and os.getenv("WORLD_SIZE", "1") == "1":
             return run(args, Ranks(device))
         from around.start.ranks import join
@@ -118,8 +118,8 @@ def load_proposer(args: EngineArgs, device: torch.device, model: Transformer) ->
 
 
 def open_engine(args: EngineArgs, ranks: Ranks) -> Engine | None:
-    """Load what the arguments ask for, and make an engine. None: this process is not the first rank, and
-    has followed that one until its end."""
+    """Load what the arguments ask for, and make an engine. None: this process is not the first
+    rank, and has followed that one until its end."""
     model, proposer = load_models(args, ranks)
     if ranks.rank:
         from tp import follow
@@ -145,8 +145,6 @@ def make_engine(args: EngineArgs, ranks: Ranks, model: Transformer, proposer: Pr
 
 
 def cache_size(engine: Engine) -> str:
-    """Say how many tokens the cache holds, and in how much memory."""
-    runners = (engine.runner, *engine.proposer.runners)
-    size = sum(kv.nbytes for runner in runners for kv in runner.kv) / 1e9
+    """Say how many tokens the cache holds."""
     tokens = engine.pool.num_blocks * engine.pool.block_size
-    return f"cache: {tokens:,} tokens in up to {size:.3g} GB (--kv-memory, --max-num-seqs)"
+    return f"cache: {tokens:,} tokens (--kv-memory, --max-num-seqs)"

@@ -1,5 +1,5 @@
-"""generate.py's command line: what is asked for, the text as it comes, and what needs the engine: a chat,
-several samples, guesses, several ranks. Read: read, answer, stream, chat.
+"""generate.py's command line: what is asked for, the text as it comes, and what needs the engine: a
+chat, several samples, guesses, several ranks. Read: read, answer, stream, chat.
 """
 
 import sys
@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 from around import settings
 from around.folder import suggested
 from around.machine import Ranks, ctrl_c_held_back, say
-from around.settings import JSON, EngineArgs, SamplingParams, SettingError, blame
+from around.settings import JSON, SHAPING, EngineArgs, SamplingParams, SettingError, blame
 from around.start.begin import cache_size, open_engine
 from sampling import BROKEN, Sequence
 from scheduler import Engine
 
 
 class Asked(NamedTuple):
-    """What a command line asks for: how to build the engine, how to sample, and the text to continue, or
-    a chat."""
+    """What a command line asks for: how to build the engine, how to sample, and the text to
+    continue, or a chat."""
 
     args: EngineArgs
     params: SamplingParams
@@ -96,7 +96,7 @@ def read_prompt(args: Namespace, ranks: Ranks) -> str:
     if not file or ranks.rank:
         return args.prompt
     with blame(file):
-        # Both ways keep the ends of lines, which read_text would change. For stdin see begin.launch.
+        # Both ways keep the ends of lines, which read_text would change; for stdin see launch.
         return sys.stdin.read() if file == "-" else Path(file).read_bytes().decode()
 
 
@@ -106,10 +106,12 @@ def describe(params: SamplingParams, flags: JSON, defaults: JSON) -> str:
     Args:
         defaults: what the checkpoint's folder suggests.
     """
-    names = ["temperature", *sorted(params.filters | params.penalties)]
     sources = dict.fromkeys(defaults, "the folder") | dict.fromkeys(flags, "a flag")
+    usual = vars(SamplingParams()) | {"temperature": None}  # which is always named
     return ", ".join(
-        f"{name} {getattr(params, name):g} ({sources.get(name, 'the default')})" for name in names
+        f"{name} {getattr(params, name):g} ({sources.get(name, 'the default')})"
+        for name in SHAPING
+        if getattr(params, name) != usual[name]
     )
 
 
@@ -190,8 +192,6 @@ def chat(engine: Engine, params: SamplingParams, system: str | None = None) -> i
         status = stream(sequence, run_whole_steps(engine))
         if status:
             engine.abort(sequence.request)  # frees the blocks of what Ctrl-C has ended
-        if sequence.finish_reason == "length":
-            say(f"the reply was cut after {len(sequence.tokens)} tokens")
         messages = [*turns, {"role": "assistant", "content": sequence.text}]
     say("")  # Ctrl-D leaves the cursor behind "> "
     return status

@@ -1,4 +1,4 @@
-"""How many blocks of keys and values fit into the memory of this machine. Read: affordable_blocks."""
+"""How many blocks of keys and values fit into this machine's memory. Read: affordable_blocks."""
 
 import os
 import re
@@ -23,6 +23,9 @@ def affordable_blocks(limits: EngineArgs, model: Transformer, proposer: Proposer
 
     Args:
         proposer: each of the models that guess has as many blocks as the model.
+
+    Raises:
+        ValueError: no block fits.
     """
     size = limits.block_size
     config = model.config
@@ -45,7 +48,11 @@ def affordable_blocks(limits: EngineArgs, model: Transformer, proposer: Proposer
         if model.device.type == "cpu":
             memory = min(memory, MAX_BYTES)
     longest = limits.max_seq_len or config.max_position_embeddings
-    return max(0, min(int(memory // block_bytes), limits.max_num_seqs * -(-longest // size)))
+    num_blocks = min(int(memory // block_bytes), limits.max_num_seqs * -(-longest // size))
+    if num_blocks < 1:
+        way_out = "raise it, or lower --max-num-batched-tokens or --max-num-seqs"
+        raise ValueError(f"0 blocks fit into --kv-memory: {way_out}")
+    return num_blocks
 
 
 def step_bytes(model: Transformer, num_tokens: int, num_logits: int) -> int:

@@ -1,4 +1,4 @@
-"""How the processes that torchrun has started meet, check that they are alike, and part. Read: join, agree."""
+"""How the processes that torchrun has started meet, and check that they are alike. Read: join."""
 
 import os
 import sys
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from around.machine import Ranks
-from around.settings import BUNDLED, JSON, VERSION, EngineArgs, blame, given
+from around.settings import BUNDLED, VERSION, EngineArgs, blame, given
 from tp import Leader, broadcast, shard
 
 # --- Joining --------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ def join(device: torch.device, args: Any = None) -> Iterator[Ranks]:
             with suppress(RuntimeError):  # the others may be gone
                 broadcast()
     except Exception as error:
-        # Only the first rank of each machine prints; see llm.launch. That is enough when a rank
+        # Only the first rank of each machine prints; see launch. That is enough when a rank
         # is lost, because then all ranks have an error of gloo. Any other error may be this rank's
         # alone, so this rank prints it too. But it waits 3 s: if the first rank has the same error,
         # torchrun ends this rank in the meantime, and the error is printed once.
@@ -83,31 +83,16 @@ def meet(device: torch.device) -> None:
 
 
 def agree(args: Any) -> None:
-    """Check that all ranks have the same versions, the same options, and the same content in the
-    checkpoint folder, whose path may differ. Only the first 64 MB of each .json, .jinja and
-    .safetensors file are compared, because reading whole files would take as long as loading them.
-    A difference further on is not noticed. The prompt, the sampling settings, the draft model and
-    tokenizer.model are not compared, because only rank 0 uses them.
-
-    Raises:
-        ValueError: a rank differs from rank 0. Every rank raises the same error, which names the
-            first such rank and the values that differ.
-    """
+    """Check that this rank has rank 0's versions, options, and content of the checkpoint folder,
+    whose path may differ. Only the first 64 MB of each .json, .jinja and .safetensors file are
+    compared, because reading whole files would take as long as loading them. The draft model and
+    tokenizer.model are not compared, because only rank 0 uses them. Raises ValueError."""
     facts = given(EngineArgs, args) | dict(kilolm=VERSION, torch=torch.__version__)
     facts.pop("draft_checkpoint", None)
     folder = facts.pop("checkpoint", None) or BUNDLED
-    for file in folder.glob("*.[js]*"):  # .json, .jinja and .safetensors; not tokenizer.model
+    for file in folder.glob("*.[js]*"):
         facts[file.name] = zlib.crc32(file.open("rb").read(2**26))
     first = broadcast(facts)
-    for rank in range(1, dist.get_world_size()):
-        theirs = broadcast(facts, rank)
-        if theirs != first:
-            raise ValueError(
-                f"all ranks must be alike: rank {rank} has {differing(theirs, first)}, "
-                f"rank 0 {differing(first, theirs)}"
-            )
-
-
-def differing(facts: JSON, others: JSON) -> JSON:
-    """Return those facts that are not among the others."""
-    return {name: fact for name, fact in facts.items() if others.get(name) != fact}
+    if first != facts:
+        rank = dist.get_rank()
+        raise ValueError(f"all ranks must be alike: rank {rank} has {facts}, rank 0 has {first}")
