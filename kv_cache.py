@@ -127,8 +127,8 @@ def empty_layers(model: Transformer, kv_dtype: str, *shape: int) -> list[Tensor]
     """Allocate the keys and values of each layer.
 
     Returns:
-        A tensor (*shape, stored_dim) per layer. It is not zeroed: on a CPU, memory is taken from the
-        system when it is first written, so blocks that paged.py never uses cost nothing.
+        A tensor (*shape, stored_dim) per layer. It is not zeroed: on a CPU, memory is taken from
+        the system when it is first written, so blocks that paged.py never uses cost nothing.
         stored_dim is H; for int8 it is H + 4, as the scale takes four bytes.
 
     Raises:

@@ -317,8 +317,8 @@ class Masks(dict):
     for it. A query at position p sees the positions s <= p; under a window, only those with
     s > p - window.
 
-    A mask is (B or 1, 1, N / K * T, S) bool. Its third dimension holds the T queries of one query head,
-    then those of the next head that shares its kv head.
+    A mask is (B or 1, 1, N / K * T, S) bool. Its third dimension holds the T queries of one query
+    head, then those of the next head that shares its kv head.
 
     Example: k_pos = 0..4, window = 3: the query at position 4 sees the keys 2, 3 and 4.
     """

@@ -62,7 +62,9 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.refs = [0] * num_blocks
-        self.available = OrderedDict.fromkeys(range(num_blocks))  # free or cached, in the order of use
+        self.available = OrderedDict.fromkeys(
+            range(num_blocks)
+        )  # free or cached, in the order of use
         self._by_key: dict[tuple, tuple[int, object]] = {}  # key -> block, mark; see _key_of
         self._keys: dict[int, tuple] = {}  # block -> key
 
@@ -178,9 +180,9 @@ class BlockPool:
         """The key of the i-th block of `ids`: the mark of the text before it, and its tokens.
 
         A mark, but for the salt, is a plain object(), which equals only itself, so equal keys mean
-        equal texts from the start. This is vLLM's hash chain with a dict in place of sha256. A dict compares the
-        keys and not just their hashes, so a collision cannot serve one user another's text
-        (CVE-2025-25183).
+        equal texts from the start. This is vLLM's hash chain with a dict in place of sha256. A dict
+        compares the keys and not just their hashes, so a collision cannot serve one user another's
+        text (CVE-2025-25183).
         """
         return table.chain[i], tuple(ids[i * self.block_size : (i + 1) * self.block_size])
 

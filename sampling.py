@@ -65,9 +65,9 @@ def choose_ids(logits: Tensor, batch: Batch) -> Ids:
 def distribution(logits: Tensor, batch: Batch) -> Tensor:
     """The probabilities that each sequence draws from, after every setting of its SamplingParams.
 
-    Order: structure (of structured outputs) or min_tokens, bias, penalties; then temperature, top-k,
-    top-p and min-p, as in Hugging Face. Temperature 0 gives probability 1 to the likeliest token, so that greedy decoding is no special
-    case downstream.
+    Order: structure (of structured outputs) or min_tokens, bias, penalties; then temperature,
+    top-k, top-p and min-p, as in Hugging Face. Temperature 0 gives probability 1 to the likeliest
+    token, so that greedy decoding is no special case downstream.
 
     Args:
         logits: (B, V).
@@ -162,8 +162,8 @@ def keep_likeliest(probs: Tensor, params: list[SamplingParams], most: int = 256)
     kept = torch.zeros_like(probs).scatter_(1, ids.gather(1, order), filtered)
     if most == probs.shape[1]:
         return kept
-    # 3) A row that keeps the last selected token, or one tied with it, may have to keep more. With a
-    # top_k above `most`, the mass that top-p needs is unknown.
+    # 3) A row that keeps the last selected token, or one tied with it, may have to keep more. With
+    # a top_k above `most`, the mass that top-p needs is unknown.
     unsure = ((filtered > 0) & (ranked == ranked[:, -1:])).any(-1).tolist()
     for b, p in enumerate(params):
         if unsure[b] or p.top_k > most:  # one by one, as sorting all takes much memory

@@ -392,8 +392,8 @@ class Engine:
 
     def schedule(self) -> list[Job]:
         """Choose the jobs of this step, set their `num_scheduled`, and find room for them."""
-        # While a sequence decodes, prompts may get a smaller budget (Limits.small_chunk), so that its
-        # next token is not late.
+        # While a sequence decodes, prompts may get a smaller budget (Limits.small_chunk), so that
+        # its next token is not late.
         is_decoding = any(job.table.length >= job.prompt_len for job in self.running)
         budget = self.small_budget if is_decoding else self.max_num_batched_tokens
         batch: list[Job] = []
