@@ -5,7 +5,7 @@
 
 `generate` shows the three steps of generating text: forward, sample, append. `command` puts
 together what it needs. A chat, guesses, several samples and several processes (ranks) need
-scheduler.Engine; around/start has these. Read: generate, command. Next: paged.py.
+scheduler.Engine, which around/start runs. Read: generate, command. Next: paged.py.
 """
 
 from argparse import Namespace

@@ -24,8 +24,8 @@ BUCKET = 64  # positions; a forward reads a multiple of this many, see StaticCac
 
 @dataclass
 class Slab(LayerCache):
-    """One layer's slab, a row for each of B sequences, and the plan of one forward. Slot s holds
-    position s.
+    """One layer's slab, with a row per sequence, and the plan of one forward. Slot s holds position
+    s.
 
     Attributes:
         kv: (B, 2 * K, num_slots, stored_dim), encoded: the heads' keys, then their values. For
@@ -61,7 +61,7 @@ class StaticCache:
     After the slabs are zeroed once, nothing is ever cleared: a position is written before it can be
     seen, because a query sees only positions up to its own. That also makes rolling back free,
     since generation just continues from an earlier position. Masked values must still be finite, as
-    attention multiplies them by 0, and 0 * NaN is NaN. So generate() stops at the first NaN.
+    attention multiplies them by 0, and 0 * NaN is NaN. So after a NaN the cache is of no use.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class StaticCache:
             raise ValueError(
                 f"the cache has {self.max_seq_len} positions, {end} are needed: raise --max-seq-len"
             )
-        # (T,), a copy, because a CUDA graph keeps this tensor and writes later steps' slots into it
+        # (T,), a copy, because compiling.Replayed keeps this tensor and copies later slots into it
         new = self.slots[start:end].clone()
         num_read = -(-end // BUCKET) * BUCKET  # rounded up
         masks = Masks(self.config, new[None], self.slots[None, :num_read])

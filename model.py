@@ -3,8 +3,8 @@
 One decoder covers Llama, Mistral, Ministral 3, Mixtral, Qwen2, Qwen3, Qwen3-MoE, SmolLM3, Phi-3,
 Phi-4, Granite 3, Gemma 3 and OLMo 2. They differ only in what Config holds: sizes, tied embeddings,
 biases, where norms stand, a sliding window, which layers have which rope, and experts in place of
-the feed-forward (experts.py puts those in). Other constant factors, such as Granite 3's, are
-folded into the weights when a folder is read. This file knows nothing about files, text,
+the feed-forward (experts.py puts those in). Constant factors on weights, such as Granite 3's,
+are folded into them when a folder is read. This file knows nothing about files, text,
 scheduling, or how a cache lays out its memory. Attention hands q, k and v to one layer of a cache
 and gets the attended values back, so one forward serves every cache.
 
@@ -74,8 +74,8 @@ class Config:
 
 
 class Transformer(nn.Module):
-    """A decoder-only language model. Its parameters have Llama's names in a checkpoint, less the
-    prefix `model.`, but for FusedLinears and the norms after attention and feed-forward."""
+    """A decoder-only language model. Its parameters have Llama's names without `model.`, except
+    FusedLinears and the two *_output_norms."""
 
     inv_freq: Tensor  # (ropes, H/2), the speeds that rope_frequencies returns
 
@@ -289,8 +289,8 @@ def rope_frequencies(config: Config) -> Tensor:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, kernel: Callable = F.scaled_dot_product_attention
 ) -> Tensor:
-    """Masked softmax attention. Every cache calls it, so who computes the scores here, in place of
-    `kernel`, to cap or record them, does so for all. (One fast path does without it:
+    """Masked softmax attention. Every cache calls it, so scores that are computed here, and not in
+    `kernel`, can be capped or recorded for all. (One fast path does without it:
     compiling.attend_to_blocks.)
 
     The N / K query heads that share a kv head become further queries of that head, so that each key
@@ -330,7 +330,7 @@ class Masks(dict):
             k_pos: (B or 1, S) int64, the keys' positions.
         """
         group = config.num_attention_heads // config.num_key_value_heads
-        self.q_pos = q_pos.repeat(1, group)[:, None, :, None]  # (B, 1, N / K * T, 1)
+        self.q_pos = q_pos.repeat(1, group)[:, None, :, None]  # (B or 1, 1, N / K * T, 1)
         self.k_pos = k_pos[:, None, None, :]  # (B or 1, 1, 1, S)
 
     def __missing__(self, window: int | None) -> Tensor:

@@ -44,7 +44,7 @@ class BlockTable:
 
     blocks: list[int] = field(default_factory=list)  # enough for `length` tokens, perhaps for more
     length: int = 0  # tokens whose keys and values are in the blocks
-    # chain[i] is a mark, which stands for the text of the first i blocks, all of them full.
+    # chain[i] is a mark: an object() that stands for the text of the first i full blocks.
     # chain[0], of no text, is a salt: prefixes are found only under the same salt. See
     # BlockPool._key_of.
     chain: list[object] = field(default_factory=lambda: [None])
@@ -64,7 +64,7 @@ class BlockPool:
         self.refs = [0] * num_blocks
         self.available = OrderedDict.fromkeys(
             range(num_blocks)
-        )  # free or cached, in the order of use
+        )  # free or cached, next one out first
         self._by_key: dict[tuple, tuple[int, object]] = {}  # key -> block, mark; see _key_of
         self._keys: dict[int, tuple] = {}  # block -> key
 
@@ -158,8 +158,8 @@ class BlockPool:
         del table.chain[1:]  # all but the salt
 
     def _take(self, table: BlockTable) -> int:
-        """Take the free block after the table's highest one; if there is none, the next block in
-        order. Blocks that follow each other can be read in place; see around/fast."""
+        """Take the block after the table's highest one if it is free, else the next in order. Runs
+        are read in place; see attending.FastGroup."""
         block = next(iter(self.available))
         if table.blocks:
             following = max(table.blocks) + 1
@@ -179,8 +179,8 @@ class BlockPool:
     def _key_of(self, table: BlockTable, ids: list[int], i: int) -> tuple:
         """The key of the i-th block of `ids`: the mark of the text before it, and its tokens.
 
-        A mark, but for the salt, is a plain object(), which equals only itself, so equal keys mean
-        equal texts from the start. This is vLLM's hash chain with a dict in place of sha256. A dict
+        Except the salt, a mark is a plain object(), equal only to itself, so equal keys mean equal
+        texts from the start. This is vLLM's hash chain with a dict in place of sha256. A dict
         compares the keys and not just their hashes, so a collision cannot serve one user another's
         text (CVE-2025-25183).
         """
@@ -189,8 +189,8 @@ class BlockPool:
 
 # --- What the blocks hold -------------------------------------------------------------------------
 
-# One call attends to at most this many bytes of keys, unless a single row has more. On a CPU larger
-# copies get fresh pages from the system in each layer, which takes a third longer.
+# Bytes of keys that one attend_group copies, unless a single row has more. On a CPU larger copies
+# get fresh pages from the system in each layer, which takes a third longer.
 MAX_COPY = 2**21
 
 
@@ -212,7 +212,7 @@ class Row(NamedTuple):
 
 
 def groups_of(rows: list[Row], block_size: int, max_blocks: int) -> Iterator[list[Row]]:
-    """Split rows into groups that are attended together, each as one batch.
+    """Split rows into groups; attention runs once for each, as one batch.
 
     A group is a run of rows with equally many new tokens. Each row is padded to as many blocks as
     the longest one has. Padding is least if the longest context comes first; see
@@ -240,7 +240,7 @@ def groups_of(rows: list[Row], block_size: int, max_blocks: int) -> Iterator[lis
 
 @dataclass
 class Group:
-    """B rows with T new tokens each, attended together as one batch."""
+    """B rows with T new tokens each: one call of attention."""
 
     rows: list[Row]
     runner: "Runner"
@@ -342,8 +342,8 @@ class Runner:
     def plan(self, rows: list[Row]) -> tuple[Tensor, Tensor, list[Blocks], Tensor]:
         """Plan one forward over the new tokens of several sequences, side by side.
 
-        Decoding and prefill are not told apart: rows with equally many new tokens are attended
-        together, see groups_of.
+        Decoding and prefill are not told apart: rows with equally many new tokens share a call of
+        attention, see groups_of.
 
         Returns:
             The tokens and their positions, (1, M) int64 each; one Blocks per layer, for this

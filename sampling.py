@@ -162,8 +162,8 @@ def keep_likeliest(probs: Tensor, params: list[SamplingParams], most: int = 256)
     kept = torch.zeros_like(probs).scatter_(1, ids.gather(1, order), filtered)
     if most == probs.shape[1]:
         return kept
-    # 3) A row that keeps the last selected token, or one tied with it, may have to keep more. With
-    # a top_k above `most`, the mass that top-p needs is unknown.
+    # 3) A row that keeps the last selected token, or one tied with it, may have to keep more. A
+    # top_k above `most` leaves top-p's `total` unknown.
     unsure = ((filtered > 0) & (ranked == ranked[:, -1:])).any(-1).tolist()
     for b, p in enumerate(params):
         if unsure[b] or p.top_k > most:  # one by one, as sorting all takes much memory
@@ -187,7 +187,7 @@ def filter_ranked(ranked: Tensor, params: list[SamplingParams]) -> Tensor:
     """
     limits = torch.tensor([[p.top_k, p.top_p, p.min_p] for p in params], device=ranked.device)
     top_k, top_p, min_p = limits.split(1, dim=1)  # (B, 1) each
-    # 1) top-k keeps the first k. Ranks are compared and not values, so ties keep no more than k.
+    # 1) top-k keeps the first k. Comparing ranks, and not values, keeps at most k despite ties.
     rank = torch.arange(ranked.shape[1], device=ranked.device)
     ranked = ranked * ((rank < top_k) | (top_k <= 0))
     # 2) top-p keeps a token if the tokens before it have less than the share p of what top-k has
@@ -372,7 +372,7 @@ class Sequence:
         other.ids = self.ids + guesses
         if self.matcher:
             other.matcher = self.matcher.deep_copy()
-            # The matcher stops at a guess that it forbids; verification refuses that guess.
+            # It stops before a forbidden guess; verification refuses it and what follows.
             other.matcher.try_consume_tokens(guesses)
         return other
 

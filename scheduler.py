@@ -112,7 +112,7 @@ class Job(Sequence):
     def row(self) -> Row:
         """What it runs in this step: known tokens that are not in the cache, then guesses."""
         start = self.table.length
-        ids = self.ids[start : start + self.num_scheduled] + self.guess.ids  # ends with self.ids
+        ids = self.ids[start : start + self.num_scheduled] + self.guess.ids  # the slice: known ids
         num_logits = len(ids) if self.scores_prompt else 1 + len(self.guess.ids)
         return Row(self.table.blocks, start, ids, num_logits)
 
@@ -237,7 +237,7 @@ class Engine:
             model: on its device.
             tokenizer: None: prompts are ids, and there is no text.
             proposer: guesses tokens; see speculative.py. None: no guesses.
-            make_matcher: compiles SamplingParams.structured_outputs; see structured.make_matcher.
+            make_matcher: SamplingParams.structured_outputs -> a matcher, as in start.make_engine.
                 None: structured outputs are refused.
             runner: tp.Leader, if the model is one rank's share.
             options: see settings.Limits. Unless num_blocks is set, there are as many blocks as
@@ -437,7 +437,7 @@ class Engine:
 
         The last known token and the guesses after it run together or wait together. So when a job
         draws a token, it has had room for as many guesses as count() says, whatever the budget is.
-        If they do not fit, only the known tokens before them run.
+        If they do not fit, only the tokens before the last known one run.
         """
         if job.scores_prompt:
             taken = sum(each.num_scheduled for each in batch if each.scores_prompt)
@@ -487,7 +487,7 @@ class Engine:
         """Record that the jobs' rows have run, and find those whose next token can be drawn.
 
         Args:
-            split_logits: for each job, those of its row.
+            split_logits: the logits of each job's row.
 
         Returns:
             The jobs whose known tokens have all run, and their logits: for each job those after its
@@ -531,8 +531,8 @@ class Engine:
                 self.stats["generation_tokens"] += 1
         job.guess = Guess()
         # All tokens but the last are accepted guesses. The model's cache holds their keys and
-        # values, so `length` counts them. They are committed a step later: other sequences can find
-        # what is committed, and a draft's cache may still lack the last accepted guess.
+        # values, so `length` counts them. They are committed a step later, as other sequences could
+        # find them while a draft's cache lacks the last one.
         job.table.length += len(tokens) - 1
         if job.finish_reason:
             self._leave(job)
@@ -547,7 +547,7 @@ class Engine:
     # --- The log-probabilities of a prompt --------------------------------------------------------
 
     def _score_prompt(self, job: Job, logits: Tensor) -> None:
-        """Record the log-probabilities of the prompt tokens that follow each token of a job's row.
+        """Record the log-probability of the prompt token after each token of a job's row.
 
         Args:
             logits: (T, V), after each token of the row.
