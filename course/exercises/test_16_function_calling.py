@@ -17,8 +17,9 @@ import pytest
 import torch
 from common import SHAKESPEARE, bundled
 
-from around.api import API, ServerArgs, listen_at
+from around.api import ServerArgs, listen_at
 from around.api.function_calls import FORMS, Form, Tools, form_of, split_calls
+from around.api.requests import API
 from around.folder import Detokenizer, Tokenizer
 from around.machine import Ranks
 from around.settings import SamplingParams
