@@ -5,7 +5,7 @@
 
 `generate` shows the three steps of generating text: forward, sample, append. `command` puts
 together what it needs. A chat, guesses, several samples and several processes (ranks) need
-scheduler.Engine; around/start/command.py has these. Read: generate, command. Next: paged.py.
+scheduler.Engine; around/start has these. Read: generate, command. Next: paged.py.
 """
 
 from argparse import Namespace
@@ -35,7 +35,7 @@ def generate(
         model: on any device.
         sequence: the tokens are appended to it; it also has the text and the finish_reason.
         cache: for a batch of one, long enough for `sequence.max_len`.
-        chunk: prompt tokens per forward, which bound the memory of a long prompt.
+        chunk: prompt tokens per forward, which limits the memory of a long prompt.
 
     Raises:
         ValueError: the cache is too short for the sequence, or the logits are NaN or infinite.

@@ -1,4 +1,4 @@
-"""The static KV cache: keys and values of past tokens, kept in one slab of memory per sequence.
+"""The static KV cache: keys and values of past tokens, kept in one slab of memory per layer.
 
 The keys and values of past tokens never change, so they are computed once and kept. Each step then
 costs one token instead of the whole text (Pope et al. 2022, arXiv:2211.05102, section 3.3, counts
@@ -24,7 +24,8 @@ BUCKET = 64  # positions; a forward reads a multiple of this many, see StaticCac
 
 @dataclass
 class Slab(LayerCache):
-    """One layer's slabs, of all B sequences, and the plan of one forward. Slot s holds position s.
+    """One layer's slab, a row for each of B sequences, and the plan of one forward. Slot s holds
+    position s.
 
     Attributes:
         kv: (B, 2 * K, num_slots, stored_dim), encoded: the heads' keys, then their values. For
@@ -53,7 +54,7 @@ class Slab(LayerCache):
 
 
 class StaticCache:
-    """Keys and values of a batch of sequences, in slabs of `max_seq_len` positions.
+    """Keys and values of a batch of sequences, of `max_seq_len` positions each.
 
     Bytes: 2 * layers * B * K * num_slots * stored_dim * itemsize.
 
@@ -77,9 +78,9 @@ class StaticCache:
         Raises:
             ValueError: there is not enough memory.
         """
-        # There is a slot for each position, and there are more to fill whole buckets. One extra
-        # slot at the end is never read: without it, a view of all slots would be contiguous, and
-        # torch.compile would compile again for the last bucket.
+        # One slot per position, rounded up to whole buckets, and one more that is never read:
+        # without it, a view of all slots would be contiguous, and torch.compile would compile again
+        # for the last bucket.
         num_slots = -(-max_seq_len // BUCKET) * BUCKET + 1
         self.config = model.config
         self.batch_size = batch_size
@@ -126,8 +127,8 @@ def empty_layers(model: Transformer, kv_dtype: str, *shape: int) -> list[Tensor]
     """Allocate the keys and values of each layer.
 
     Returns:
-        A tensor (*shape, stored_dim) per layer. It is not zeroed, because on a CPU memory is taken
-        from the system only when it is first written, so slots that are never used cost nothing.
+        A tensor (*shape, stored_dim) per layer. It is not zeroed: on a CPU, memory is taken from
+        the system when it is first written, so blocks that paged.py never uses cost nothing.
         stored_dim is H; for int8 it is H + 4, as the scale takes four bytes.
 
     Raises:
@@ -167,8 +168,7 @@ def decode(stored: Tensor, dtype: torch.dtype) -> Tensor:
     as it is."""
     if stored.dtype != torch.int8:
         return stored
-    # view(float32) needs strides that are multiples of 4, and a slice of rows of H + 4 bytes need
-    # not have them. So the scale is copied to be contiguous. A plain clone() of a single scale
-    # would keep the strides.
+    # view(float32) needs strides that are multiples of 4, which a slice of rows of H + 4 bytes may
+    # lack. So the scale is made contiguous. A plain clone() of a single scale keeps its strides.
     scale = stored[..., -4:].clone(memory_format=torch.contiguous_format).view(torch.float32)
     return (stored[..., :-4] * scale).to(dtype)

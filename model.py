@@ -3,7 +3,7 @@
 One decoder covers Llama, Mistral, Ministral 3, Mixtral, Qwen2, Qwen3, Qwen3-MoE, SmolLM3, Phi-3,
 Phi-4, Granite 3, Gemma 3 and OLMo 2. They differ only in what Config holds: sizes, tied embeddings,
 biases, where norms stand, a sliding window, which layers have which rope, and experts in place of
-the feed-forward (experts.py puts those in). Constant factors, such as those of Granite 3, are
+the feed-forward (experts.py puts those in). Other constant factors, such as Granite 3's, are
 folded into the weights when a folder is read. This file knows nothing about files, text,
 scheduling, or how a cache lays out its memory. Attention hands q, k and v to one layer of a cache
 and gets the attended values back, so one forward serves every cache.
@@ -12,7 +12,7 @@ Papers: Vaswani et al. 2017 (arXiv:1706.03762), Touvron et al. 2023 (Llama, arXi
 Su et al. 2021 (rope, arXiv:2104.09864), Ainslie et al. 2023 (grouped-query, arXiv:2305.13245).
 Read: Transformer.forward, Block, Attention, LayerCache, attention(), Masks. Next: kv_cache.py.
 
-The alphabet of shape comments, unless a file says otherwise:
+The letters in shape comments, unless a file says otherwise:
     B sequences   T new tokens   S keys read: cached, new, padding   V vocabulary
     N query heads   K kv heads   H head dim   D model dim   F feed-forward dim
 """
@@ -74,9 +74,8 @@ class Config:
 
 
 class Transformer(nn.Module):
-    """A decoder-only language model. Its parameters have the checkpoint's names, less the prefix
-    `model.`. A FusedLinear, the experts and the norms after attention and feed-forward have other
-    names."""
+    """A decoder-only language model. Its parameters have Llama's names in a checkpoint, less the
+    prefix `model.`, but for FusedLinears and the norms after attention and feed-forward."""
 
     inv_freq: Tensor  # (ropes, H/2), the speeds that rope_frequencies returns
 
@@ -91,8 +90,8 @@ class Transformer(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         # inv_freq is float32 on purpose: a product with bfloat16 would round the positions too, and
-        # those past 256 would collide. `.to(dtype)` casts buffers, so load_model
-        # computes this one again.
+        # those past 256 would collide. `.to(dtype)` casts buffers, so load_model computes this one
+        # again.
         self.register_buffer("inv_freq", rope_frequencies(config), persistent=False)
 
     @property
@@ -128,8 +127,8 @@ class Transformer(nn.Module):
             cache = [NoCache(masks[window]) for window in self.config.windows]
         x = self.embed(tokens)  # (B, T, D)
         rotations = self.rope(positions)
-        for block, rope, layer_cache in zip(self.layers, self.ropes, cache, strict=True):
-            x = block(x, *rotations[rope], layer_cache)
+        for block, i, layer_cache in zip(self.layers, self.ropes, cache, strict=True):
+            x = block(x, *rotations[i], layer_cache)
         if select is not None:
             x = x.flatten(0, 1)[select]  # (len(select), D)
         return self.lm_head(self.norm(x))
@@ -161,7 +160,7 @@ class Block(nn.Module):
         norm = partial(nn.RMSNorm, config.hidden_size, config.rms_norm_eps)
         before = norm if config.pre_norm else nn.Identity
         after = norm if config.post_norm else nn.Identity
-        # Hugging Face's names: post_attention_layernorm stands before the feed-forward.
+        # Llama's names: post_attention_layernorm stands before the feed-forward.
         self.input_layernorm = before()
         self.post_attention_layernorm = before()
         self.attention_output_norm = after()
@@ -177,7 +176,7 @@ class FusedLinear(nn.Linear):
     """Several linears that read the same input, stacked into one, so that the weights are read in
     fewer and larger pieces.
 
-    Files store the parts one by one; named_tensors gives them their names back.
+    Most files store the parts one by one; around/folder gives them their names back.
     """
 
     def __init__(self, in_features: int, parts: dict[str, int], bias: bool) -> None:
@@ -290,11 +289,13 @@ def rope_frequencies(config: Config) -> Tensor:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, kernel: Callable = F.scaled_dot_product_attention
 ) -> Tensor:
-    """Masked softmax attention. Every cache calls it, so a change made here, such as a soft cap of
-    the scores, holds for all of them. (One fast path does without it: compiling.attend_to_blocks.)
+    """Masked softmax attention. Every cache calls it, so who computes the scores here, in place of
+    `kernel`, to cap or record them, does so for all. (One fast path does without it:
+    compiling.attend_to_blocks.)
 
     The N / K query heads that share a kv head become further queries of that head, so that each key
-    is read once. `enable_gqa` reads it N / K times, which is 2 to 3 times slower at T = 1 on a CPU.
+    is read once. SDPA's `enable_gqa` reads it N / K times, which is 2 to 3 times slower at T = 1 on
+    a CPU.
 
     Args:
         q: (B, N, T, H).
@@ -316,8 +317,8 @@ class Masks(dict):
     for it. A query at position p sees the positions s <= p; under a window, only those with
     s > p - window.
 
-    A mask is (B, 1, N / K * T, S) bool. Its third dimension holds the T queries of one query head,
-    then those of the next head that shares its kv head.
+    A mask is (B or 1, 1, N / K * T, S) bool. Its third dimension holds the T queries of one query
+    head, then those of the next head that shares its kv head.
 
     Example: k_pos = 0..4, window = 3: the query at position 4 sees the keys 2, 3 and 4.
     """
@@ -325,7 +326,7 @@ class Masks(dict):
     def __init__(self, config: Config, q_pos: Tensor, k_pos: Tensor) -> None:
         """
         Args:
-            q_pos: (B, T) int64, the queries' positions in their sequences.
+            q_pos: (B or 1, T) int64, the queries' positions in their sequences.
             k_pos: (B or 1, S) int64, the keys' positions.
         """
         group = config.num_attention_heads // config.num_key_value_heads

@@ -44,9 +44,9 @@ class BlockTable:
 
     blocks: list[int] = field(default_factory=list)  # enough for `length` tokens, perhaps for more
     length: int = 0  # tokens whose keys and values are in the blocks
-    # chain[i] is a mark, an object that stands for the whole text of the first i blocks, all of
-    # them full. The mark of no text, chain[0], is the request's salt, so a prefix is found only by
-    # requests with the same salt. See BlockPool._key_of.
+    # chain[i] is a mark, which stands for the text of the first i blocks, all of them full.
+    # chain[0], of no text, is a salt: prefixes are found only under the same salt. See
+    # BlockPool._key_of.
     chain: list[object] = field(default_factory=lambda: [None])
 
 
@@ -62,7 +62,9 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.refs = [0] * num_blocks
-        self.available = OrderedDict.fromkeys(range(num_blocks))  # free or cached, next one first
+        self.available = OrderedDict.fromkeys(
+            range(num_blocks)
+        )  # free or cached, in the order of use
         self._by_key: dict[tuple, tuple[int, object]] = {}  # key -> block, mark; see _key_of
         self._keys: dict[int, tuple] = {}  # block -> key
 
@@ -129,8 +131,8 @@ class BlockPool:
         table.length = end
         for i in range(len(table.chain) - 1, end // self.block_size):
             key = self._key_of(table, ids, i)
-            # If an equal block can be found already, setdefault returns that one, and these two
-            # lines change nothing.
+            # If an equal block is known already, setdefault returns that one, and only the chain
+            # changes.
             block, mark = self._by_key.setdefault(key, (table.blocks[i], object()))
             self._keys[block] = key
             table.chain.append(mark)
@@ -177,10 +179,10 @@ class BlockPool:
     def _key_of(self, table: BlockTable, ids: list[int], i: int) -> tuple:
         """The key of the i-th block of `ids`: the mark of the text before it, and its tokens.
 
-        A mark is a plain object(), which equals only itself, so equal keys mean equal texts from
-        the start. This is vLLM's hash chain with a dict in place of sha256. A dict compares the
-        keys and not just their hashes, so a collision cannot serve one user another's text
-        (CVE-2025-25183).
+        A mark, but for the salt, is a plain object(), which equals only itself, so equal keys mean
+        equal texts from the start. This is vLLM's hash chain with a dict in place of sha256. A dict
+        compares the keys and not just their hashes, so a collision cannot serve one user another's
+        text (CVE-2025-25183).
         """
         return table.chain[i], tuple(ids[i * self.block_size : (i + 1) * self.block_size])
 
@@ -195,7 +197,7 @@ MAX_COPY = 2**21
 class Row(NamedTuple):
     """One sequence's share of a forward."""
 
-    blocks: list[int]  # its block table's
+    blocks: list[int]  # of its block table
     start: int  # the position of the first new token
     ids: list[int]  # the new tokens
     num_logits: int = 1  # how many of the last tokens need logits
@@ -213,7 +215,7 @@ def groups_of(rows: list[Row], block_size: int, max_blocks: int) -> Iterator[lis
     """Split rows into groups that are attended together, each as one batch.
 
     A group is a run of rows with equally many new tokens. Each row is padded to as many blocks as
-    the longest one has. Least is padded if the longest context comes first; see
+    the longest one has. Padding is least if the longest context comes first; see
     scheduler.run_order.
 
     Args:
@@ -251,8 +253,7 @@ class Group:
     @cached_property
     def table(self) -> Tensor:
         """(B, W) int64, each row's blocks, as far as its last new token; later ones may hold an old
-        NaN. A shorter row is filled up with its last block, whose slots then stand for positions
-        that no query sees."""
+        NaN. A shorter row repeats its last block, at positions that no query sees."""
         used = [row.blocks[: row.num_blocks(self.runner.block_size)] for row in self.rows]
         W = max(map(len, used))
         padded = [blocks + blocks[-1:] * (W - len(blocks)) for blocks in used]
@@ -260,7 +261,8 @@ class Group:
 
     @cached_property
     def masks(self) -> Masks:
-        """Slot s of a row's blocks, laid side by side, holds position s. All layers share them."""
+        """What the rows see, for all layers. Slot s of a row's blocks, side by side, is position
+        s."""
         device = self.runner.model.device
         positions = torch.tensor([row.positions for row in self.rows], device=device)  # (B, T)
         slots = torch.arange(self.table.shape[1] * self.runner.block_size, device=device)
@@ -289,7 +291,7 @@ class Blocks(LayerCache):
         # 1) store: flatten gives a view of all slots, so this writes into kv
         new = encode(torch.cat((k, v), 1)[0], self.kv.dtype)  # (2 * K, M, stored_dim)
         self.kv.flatten(1, 2).index_copy_(1, self.slots, new)
-        # 2) attend: cut the M queries into groups, and join what comes of them
+        # 2) attend: cut the M queries into groups, and join the results
         sizes = [prod(group.shape) for group in self.groups]
         attended = []
         for group, part in zip(self.groups, q[0].split(sizes, dim=1)):  # (N, B * T, H)
@@ -322,8 +324,8 @@ class Runner:
         # The heads come first, because attention takes one head at a time, and reads its keys up to
         # twice as fast if they are contiguous.
         self.kv = empty_layers(model, kv_dtype, 2 * K, num_blocks, block_size)
-        block_bytes = block_size * K * model.config.head_dim * model.dtype.itemsize
-        self.max_blocks = min(num_blocks, MAX_COPY // block_bytes)
+        key_bytes = block_size * K * model.config.head_dim * model.dtype.itemsize
+        self.max_blocks = min(num_blocks, MAX_COPY // key_bytes)
 
     @torch.no_grad()
     def forward(self, rows: list[Row]) -> Tensor:

@@ -1,4 +1,4 @@
-"""The sampler, which picks the next token from the logits, and the sequence that it extends.
+"""The sampler, which picks the next token from the logits, and the sequence that grows.
 
 `sample` is the engine's only sampler: the plain loop and the scheduler call it, and speculation
 draws from the same `distribution`. settings.SamplingParams lists what a request may ask for. This
@@ -48,7 +48,7 @@ def sample(logits: Tensor, batch: Batch) -> list[Token]:
     Returns:
         B tokens, with log-probabilities for the sequences that ask for them.
     """
-    if all(sequence.takes_argmax for sequence in batch):  # what choose_ids gives, sooner
+    if all(sequence.takes_argmax for sequence in batch):  # as choose_ids, but faster
         ids = logits.float().argmax(-1).tolist()  # argmax of bfloat16 takes three times as long
     else:
         ids = choose_ids(logits, batch)
@@ -65,10 +65,9 @@ def choose_ids(logits: Tensor, batch: Batch) -> Ids:
 def distribution(logits: Tensor, batch: Batch) -> Tensor:
     """The probabilities that each sequence draws from, after every setting of its SamplingParams.
 
-    Order: structure or min_tokens, bias, penalties; then temperature, top-k, top-p and min-p, as in
-    Hugging Face.
-    Temperature 0 gives probability 1 to the likeliest token, so that greedy decoding is no special
-    case downstream.
+    Order: structure (of structured outputs) or min_tokens, bias, penalties; then temperature,
+    top-k, top-p and min-p, as in Hugging Face. Temperature 0 gives probability 1 to the likeliest
+    token, so that greedy decoding is no special case downstream.
 
     Args:
         logits: (B, V).
@@ -77,7 +76,7 @@ def distribution(logits: Tensor, batch: Batch) -> Tensor:
     Returns:
         (B, V) float32, each row summing to 1.
     """
-    # Steps 1 and 2, except for the softmax, change this copy in place. To allocate another tensor
+    # Steps 1 and 2, except for the softmax, change this copy in place. Allocating another tensor
     # (20 MB for 32 rows and a large vocabulary) would take as long as the arithmetic itself.
     logits = logits.to(torch.float32, copy=True)
     # 1) structure, bias, penalties
@@ -96,7 +95,7 @@ def distribution(logits: Tensor, batch: Batch) -> Tensor:
     probs[greedy] = 0
     probs[greedy, best] = 1
     # 4) top-k, top-p, min-p, in the rows that have one of them
-    filtered = [b for b, sequence in enumerate(batch) if sequence.params.filters]
+    filtered = [b for b, p in enumerate(params) if p.filters]
     if len(filtered) == len(batch):
         return keep_likeliest(probs, params)  # the same as below, without a copy of the rows
     if filtered:
@@ -155,7 +154,7 @@ def keep_likeliest(probs: Tensor, params: list[SamplingParams], most: int = 256)
         (B, V), each row summing to 1.
     """
     most = min(most, probs.shape[1])
-    # 1) The selected ids are sorted first, so that the lower of two tied ids comes first.
+    # 1) The selected ids are put in order, so that of two tied ids the lower one comes first.
     ids = probs.topk(most).indices.sort(-1).values
     ranked, order = probs.gather(1, ids).sort(dim=-1, descending=True, stable=True)
     # 2) Filter.
@@ -163,12 +162,11 @@ def keep_likeliest(probs: Tensor, params: list[SamplingParams], most: int = 256)
     kept = torch.zeros_like(probs).scatter_(1, ids.gather(1, order), filtered)
     if most == probs.shape[1]:
         return kept
-    # 3) If a row keeps the last of the selected tokens or one as unlikely, it may have to keep
-    # others. If its top_k is above `most`, the mass of its top_k tokens, which top-p needs, is not
-    # known.
+    # 3) A row that keeps the last selected token, or one tied with it, may have to keep more. With
+    # a top_k above `most`, the mass that top-p needs is unknown.
     unsure = ((filtered > 0) & (ranked == ranked[:, -1:])).any(-1).tolist()
     for b, p in enumerate(params):
-        if unsure[b] or p.top_k > most:  # one by one, as to sort all rows takes much memory
+        if unsure[b] or p.top_k > most:  # one by one, as sorting all takes much memory
             kept[b] = keep_likeliest(probs[b : b + 1], [p], probs.shape[1])
     return kept
 
@@ -226,7 +224,7 @@ def draw(probs: Tensor, u: Tensor) -> Tensor:
 
 
 def uniform(seed: int, index: int) -> float:
-    """Compute random number `index` of the stream `seed`, in [0, 1), without any state.
+    """Random number `index` of the stream `seed`, uniform in [0, 1), without any state.
 
     A counter in place of a generator's state (Salmon et al. 2011) gives each sequence random
     numbers of its own. They are the same alone or in a batch, on any device, and after a
@@ -366,16 +364,15 @@ class Sequence:
         return uniform(self.seed, offset + len(self.ids) - self.prompt_len)
 
     def ahead(self, guesses: Ids) -> "Sequence":
-        """Return a read-only copy of this sequence, as the sampler would see it with these ids
-        appended."""
+        """Return this sequence as the sampler would see it with these ids appended; to be read
+        only."""
         if not guesses:
             return self
         other = copy.copy(self)
         other.ids = self.ids + guesses
-
         if self.matcher:
             other.matcher = self.matcher.deep_copy()
-            # It stops at a guess that it forbids; verification refuses that guess.
+            # The matcher stops at a guess that it forbids; verification refuses that guess.
             other.matcher.try_consume_tokens(guesses)
         return other
 

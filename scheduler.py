@@ -112,7 +112,7 @@ class Job(Sequence):
     def row(self) -> Row:
         """What it runs in this step: known tokens that are not in the cache, then guesses."""
         start = self.table.length
-        ids = self.ids[start : start + self.num_scheduled] + self.guess.ids
+        ids = self.ids[start : start + self.num_scheduled] + self.guess.ids  # ends with self.ids
         num_logits = len(ids) if self.scores_prompt else 1 + len(self.guess.ids)
         return Row(self.table.blocks, start, ids, num_logits)
 
@@ -177,9 +177,9 @@ class Proposer:
 # --- The engine -----------------------------------------------------------------------------------
 
 
-# Each token of a prompt that needs log-probabilities needs its logits. So a step runs at most this
-# many such tokens, except that each such prompt in the step runs at least one. For 64 tokens and a
-# vocabulary of 150,000 the logits take 38 MB, and a copy as much again.
+# A prompt that needs log-probabilities needs the logits of all its tokens. So a step runs at most
+# this many such tokens, but at least one of each such prompt. For 64 tokens and a vocabulary of
+# 150,000 the logits take 38 MB, and a copy as much again.
 MAX_SCORED = 64
 
 # What the engine counts, under vLLM's names where vLLM counts the same.
@@ -217,9 +217,9 @@ class Engine:
         waiting: the sequences without blocks, in the same order.
         ran: the sequences of the last step, and how many tokens of each it ran.
         stats: counts since the engine was made, by name. computed_tokens have run through the
-            model: those of prompts, outputs and guesses. prefix_cache_queries are the tokens of
-            sequences that left `waiting` to run (without those whose prompts are scored), and
-            prefix_cache_hits those that the cache had.
+            model: those of prompts, outputs and guesses. prefix_cache_queries are the tokens of the
+            sequences that left `waiting` (scored prompts excepted), and prefix_cache_hits those
+            that the cache had.
     """
 
     def __init__(
@@ -357,10 +357,10 @@ class Engine:
 
         Example: a budget of 4 tokens. A has ids [5 9 2], and the cache holds 5 9. B has the new
             prompt [7 4 8 1 3 6]. There are no guesses.
-                1) A may run its last token, and B the first three of its six
+                1) A runs its last token, and B the first three of its six
                 2) no guesses are made
                 3) rows [2] at 2 and [7 4 8] at 0 give the logits after their last tokens, (V,) each
-                4) both have logits that are numbers
+                4) both have finite logits
                 5) the cache holds all 3 ids of A, which draws a token now, and 3 of B's 6
                 6) A draws 6
                 7) A has ids [5 9 2 6], and the cache holds 3 of them
@@ -392,8 +392,8 @@ class Engine:
 
     def schedule(self) -> list[Job]:
         """Choose the jobs of this step, set their `num_scheduled`, and find room for them."""
-        # If a running sequence decodes, prompts get a smaller budget, so that its next token is not
-        # late.
+        # While a sequence decodes, prompts may get a smaller budget (Limits.small_chunk), so that
+        # its next token is not late.
         is_decoding = any(job.table.length >= job.prompt_len for job in self.running)
         budget = self.small_budget if is_decoding else self.max_num_batched_tokens
         batch: list[Job] = []
@@ -410,7 +410,7 @@ class Engine:
                 budget -= num_tokens
                 batch.append(job)
             else:
-                self._preempt_last()  # perhaps this job itself, which then is the last
+                self._preempt_last()  # perhaps this job itself, which is then the last
                 preempted = True
         # 2) the waiting jobs, while there are budget and blocks, but not after a preemption
         while self.waiting and len(self.running) < self.max_num_seqs and not preempted:
@@ -513,8 +513,8 @@ class Engine:
         return ready, torch.cat(wanted)
 
     def _fork(self, job: Job) -> list[Job]:
-        """Let the other outputs of a request begin, once its prompt has been computed. They share
-        its blocks, as far as max_num_seqs lets them run. Returns all outputs."""
+        """Let a request's other outputs begin after its prompt. They share the job's blocks, as far
+        as max_num_seqs allows. Returns all outputs."""
         for other in job.request.outputs[1:]:
             if len(self.running) < self.max_num_seqs:
                 other.table = self.pool.fork(job.table)
@@ -531,9 +531,8 @@ class Engine:
                 self.stats["generation_tokens"] += 1
         job.guess = Guess()
         # All tokens but the last are accepted guesses. The model's cache holds their keys and
-        # values, so `length` counts them now. They are committed in the next step, because other
-        # sequences can find what is committed, and until then a draft's cache may lack the keys
-        # and values of the last accepted guess.
+        # values, so `length` counts them. They are committed a step later: other sequences can find
+        # what is committed, and a draft's cache may still lack the last accepted guess.
         job.table.length += len(tokens) - 1
         if job.finish_reason:
             self._leave(job)
@@ -559,5 +558,5 @@ class Engine:
         start = job.table.length + 1
         if start == 1:  # the prompt begins, perhaps once more after a preemption
             prompt[:] = [Token(job.ids[0])]  # nothing comes before it
-        ids = job.ids[start : start + len(logits)]  # one less at the end of the prompt
+        ids = job.ids[start : start + len(logits)]  # one fewer at the end of the prompt
         prompt += scored(logits[: len(ids)], ids, [job] * len(ids))

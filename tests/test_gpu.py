@@ -362,7 +362,7 @@ def test_parts_of_the_check(monkeypatch, capfd):
     assert gpu_check.main([]) == 2 and "--tiny rehearses" in capfd.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_rehearsal(capfd):
     """A part does not run, on the CPU with a tiny model."""
     assert gpu_check.main(["--device", "cpu", "--tiny"]) == 0

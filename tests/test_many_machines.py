@@ -139,45 +139,33 @@ def stream_on_each(proxy, replicas):
 
 
 @pytest.mark.slow
-def test_a_stopped_replica_drains(proxy, replicas):
+def test_replicas_that_go(proxy, replicas):
     """A stream cut short where a replica was to end; requests lost to one that takes none; texts
-    of the other replicas that move. nginx collected the events of a stream, and passed them on in
-    lumps."""
+    of the other replicas that move. Streams that end with a replica that is killed; requests
+    that are sent to nobody. nginx passed on the events of a stream in lumps."""
     streams, texts = stream_on_each(proxy, replicas)
-    a, stopped, c = replicas
+    killed, stopped, home = replicas
+
+    def all_are_answered():
+        with ThreadPoolExecutor(8) as pool:
+            bodies = [{**SHORT, **beginning(i)} for i in range(30)]
+            statuses = list(pool.map(lambda body: proxy.post(COMPLETIONS, body).status, bodies))
+        assert statuses == [200] * 30
+
     stopped.process.send_signal(signal.SIGTERM)
-    for i in range(30):
-        answer = proxy.post(COMPLETIONS, {**SHORT, **beginning(i)})
-        assert answer.status == 200, (i, answer)
-    for stream in streams:
-        data = stream.read()
-        assert data.endswith(b"data: [DONE]\n\n") and b'"finish_reason": "length"' in data
-    assert stopped.process.wait(60) == 0
-    for text, home in (texts[0], a), (texts[2], c):
-        before = made([home])
-        assert proxy.post(COMPLETIONS, {**SHORT, **beginning(text)}).status == 200
-        assert made([home]) > before
+    all_are_answered()
+    assert streams[1].read().endswith(b"data: [DONE]\n\n") and stopped.process.wait(60) == 0
+    streams[0] = proxy.stream({**LONG, **beginning(texts[0]), "max_tokens": 700})
+    killed.process.kill()
+    all_are_answered()
+    with pytest.raises((http.client.IncompleteRead, ConnectionError)):
+        streams[0].read()
+    assert streams[2].read().endswith(b"data: [DONE]\n\n")
+    assert place([home], proxy.post, COMPLETIONS, {**SHORT, **beginning(texts[2])}) == 0
     times = [time.monotonic() for line in proxy.stream(LONG) if line.startswith(b"data: ")]
     gaps = [after - before for before, after in pairwise(times)]
     assert len(gaps) > 600
     assert len([gap for gap in gaps if gap > 5e-4]) > len(gaps) / 4, sorted(gaps)[-5:]
-
-
-@pytest.mark.nightly
-def test_a_killed_replica_costs_its_own_requests_alone(proxy, replicas):
-    """Other streams that end with it; requests that are sent to nobody."""
-    streams, _ = stream_on_each(proxy, replicas)
-    replicas[1].process.kill()
-    with ThreadPoolExecutor(8) as pool:
-        bodies = [{**SHORT, **beginning(i)} for i in range(30)]
-        statuses = list(pool.map(lambda body: proxy.post(COMPLETIONS, body).status, bodies))
-    assert statuses == [200] * 30
-    for i, stream in enumerate(streams):
-        data = b""
-        with contextlib.suppress(http.client.IncompleteRead, ConnectionError):
-            for line in stream:
-                data += line
-        assert data.endswith(b"data: [DONE]\n\n") == (i != 1)
 
 
 ONE_SESSION = {"Content-Type": "application/json", "X-Session": "of all"}
@@ -186,9 +174,14 @@ BOUNDS = {"haproxy": {40: [0, 13, 27]}, "nginx": {40: [0, 8, 32], 96: [32, 32, 3
 
 
 @pytest.mark.nightly
-def test_who_gets_a_session(proxy, replicas):
+def test_who_gets_a_request(proxy, replicas, tmp_path):
     """A session whose requests go to all replicas; all sessions with one of them. A session that
-    all users share: all of its requests went to its home, or to any replica."""
+    all users share: all of its requests went to its home, or to any replica. What the page says
+    to write for least connections, which nobody had tried."""
+    with Proxy(proxy.kind, tmp_path, replicas, "least connections") as other:
+        streams = [other.stream(LONG) for _ in replicas]
+        assert inside(replicas) == [1] * len(streams)
+    until(lambda: inside(replicas) == [0, 0, 0])
 
     def ask(session, text):
         body = {"max_tokens": 4, "messages": [{"role": "user", "content": text}]}
@@ -211,15 +204,6 @@ def test_who_gets_a_session(proxy, replicas):
             assert proxy.post(COMPLETIONS, SHORT).status == 502
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_least_connections(tmp_path, replicas, kind):
-    """What the page says to write for it, which nobody had tried."""
-    with Proxy(kind, tmp_path, replicas, "least connections") as proxy:
-        streams = [proxy.stream(LONG) for _ in replicas]
-        assert inside(replicas) == [1] * len(streams)
-
-
 # --- What it brings -------------------------------------------------------------------------------
 
 RECORD = os.environ.get("KILOLM_RECORD")
@@ -233,21 +217,17 @@ def crowd(url):
     """Requests of twelve users, each of whom sends the next when one is answered."""
     what = load.Load(url, None, None, 0, (0, 0), (0, 0), 0, 0, 1000, {})
     rng = random.Random(0)
-    shared = [[rng.randrange(3, 1000) for _ in range(TOKENS)] for _ in range(DOCUMENTS)]
-    bodies = [
-        {
-            "prompt": rng.choice(shared) + [rng.randrange(3, 1000) for _ in range(16)],
-            "max_tokens": 8, "ignore_eos": True, "temperature": 0,
-            "stream": True, "stream_options": {"include_usage": True},
-        }
-        for _ in range(REQUESTS)
-    ]  # fmt: skip
+    tokens = lambda n: [rng.randrange(3, 1000) for _ in range(n)]  # noqa: E731
+    shared = [tokens(TOKENS) for _ in range(DOCUMENTS)]
+    prompts = [rng.choice(shared) + tokens(16) for _ in range(REQUESTS)]
+    body = {"max_tokens": 8, "ignore_eos": True, "temperature": 0,
+            "stream": True, "stream_options": {"include_usage": True}}  # fmt: skip
     outcomes, start = [], time.perf_counter()
 
     async def user():
-        while bodies:
-            body = bodies.pop()
-            outcomes.append(await load.one(what, body, start, time.perf_counter() - start))
+        while prompts:
+            asked, now = body | {"prompt": prompts.pop()}, time.perf_counter() - start
+            outcomes.append(await load.one(what, asked, start, now))
 
     async def all_users():
         await asyncio.gather(*(user() for _ in range(USERS)))

@@ -6,7 +6,6 @@ import os
 import re
 import socket
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -24,9 +23,6 @@ from serving import until as wait_until
 
 pytestmark = pytest.mark.nightly
 DEPLOY = ROOT / "deploy"
-# Ray averages over half a minute, and waits for ten before it ends a replica.
-QUICK = {"metrics_interval_s": 0.5, "look_back_period_s": 1, "upscale_delay_s": 1,
-         "downscale_delay_s": 2}  # fmt: skip
 until = partial(wait_until, seconds=120)  # Ray starts and ends processes
 
 
@@ -108,11 +104,6 @@ def stream(ray, tokens=300, **body):
     )  # fmt: skip
 
 
-def last(events):
-    """How a stream has ended."""
-    return [*events][-1].choices[0].finish_reason
-
-
 def test_what_is_wrong(module, capfd):
     """A misspelt setting that was ignored. A replica that waits for ever for a server that has
     ended, or does not say why it did."""
@@ -125,11 +116,16 @@ def test_what_is_wrong(module, capfd):
 
 
 def test_two_replicas(module, ray):
-    """Another text than the server's; a stream that comes at once; a replica that is killed, and
-    all requests with it, or with its server left behind."""
+    """Another text than the server's; a stream that comes at once; a client that has left, and
+    whose request runs on; a replica that is killed, and all requests with it, or with its server
+    left behind; streams that end when the replica that they are on is replaced."""
     deploy(module, min_replicas=2, max_replicas=2)
     (expected,) = alone(**SHORT)
     assert whole(ray) == expected.text
+    events = stream(ray, 900, n=8)
+    next(events)
+    events.close()
+    until(lambda: ended(ray, "abort") == 8 or ended(ray, "abort") == 8)  # of either replica
     events, times = [], []
     for event in stream(ray, 600):
         events.append(event)
@@ -161,41 +157,16 @@ def test_two_replicas(module, ray):
     os.kill(child, 9)
     until(lambda: len(processes()) == 2 and child not in processes())
     until(lambda: whole(ray) == expected.text)
-
-
-def test_draining(module, ray):
-    """Streams that end when the replica that they are on is replaced."""
-    deploy(module, min_replicas=2, max_replicas=2)
     old, small = processes(), "--device cpu --dtype float32 --max-num-seqs 8"
-    with ThreadPoolExecutor(13) as pool:
-        endings = [pool.submit(last, stream(ray)) for _ in range(12)]
+    with ThreadPoolExecutor(13) as pool:  # streams that are running when all replicas are replaced
+        endings = [pool.submit(lambda: [*stream(ray)][-1].choices[0].finish_reason)
+                   for _ in range(12)]  # fmt: skip
         change = pool.submit(deploy, module, min_replicas=2, max_replicas=2, ranks=1, options=small)
         until(lambda: "STOPPING" in str(module.serve.status().applications))
         assert not all(each.done() for each in endings)
         assert [each.result() for each in endings] == ["length"] * 12
         change.result()
     until(lambda: not old.keys() & processes().keys())
-
-
-def test_scaling(module, ray):
-    """A second replica that never comes, or never goes again; a client that has left, and whose
-    request runs on."""
-    deploy(module, max_replicas=2, target_ongoing_requests=1, **QUICK)
-    until(lambda: len(processes()) == 1)
-    events = stream(ray, 900, n=8)
-    next(events)
-    events.close()
-    until(lambda: ended(ray, "abort") == 8)
-    with ThreadPoolExecutor(8) as pool:
-        done = threading.Event()
-        users = [pool.submit(lambda: [last(stream(ray)) for _ in iter(done.is_set, True)])
-                 for _ in range(8)]  # fmt: skip
-        try:
-            until(lambda: len(processes()) == 2)
-        finally:
-            done.set()
-        assert {reason for user in users for reason in user.result()} == {"length"}
-    until(lambda: len(processes()) == 1)
 
 
 def test_ranks(module, ray):

@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
             continue  # nothing is compiled for it
         words = shlex.split(tiny if args.tiny else full)
         if name == "speed":
-            words += ["--device", args.device, *["--compile"] * (args.device == "cuda")]
+            words += ["--device", args.device, *["--compile"] * (args.device != "mps")]
             words += ["--record", args.record] if args.record else []
         try:
             results[name] = run(words, args.device, min(limit, max(1, end - time.monotonic())))

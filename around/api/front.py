@@ -166,17 +166,26 @@ def serve(server: Any) -> int:
 
 
 def watch_signals(server: Listener) -> None:
-    """Stop the server at the first signal, and exit at once at the second. Python calls a handler
-    in the main thread, between two instructions, so while that thread waits for a rank that hangs,
-    only SIGKILL ends it."""
+    """Stop the server at the first signal, and exit at once at the second.
 
-    def stop(*_: Any) -> None:
-        if server.stopping:
-            os._exit(1)
-        server.stopping = True
-
+    Python calls a signal's handler in the main thread, between two instructions. So it calls none
+    while that thread waits in a collective for a rank that hangs. The handlers here do nothing.
+    They are there because Python, as soon as a signal with a handler arrives, also writes a byte
+    into the pipe of set_wakeup_fd, and another thread reads it.
+    """
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
+        signal.signal(number, lambda *_: None)
+
+    def watch() -> None:
+        while os.read(reading, 1):
+            if server.stopping:
+                os._exit(1)
+            server.stopping = True
+
+    Thread(target=watch, daemon=True).start()
 
 
 # --- A connection ---------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ attend_to_prompt.
 from collections.abc import Callable
 from functools import lru_cache, partial
 from itertools import groupby
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,7 +90,7 @@ class FastGroup:
 class FastBlocks(Blocks):
     """One layer's keys and values in blocks, of which as few as possible are copied."""
 
-    max_bytes: ClassVar[int] = MAX_COPY
+    max_bytes = MAX_COPY
 
     @classmethod
     def groups_of(cls, groups: list[Group]) -> list[FastGroup]:
@@ -98,7 +98,7 @@ class FastBlocks(Blocks):
         runner = groups[0].runner
         size = runner.block_size
         rows = [row for group in groups for row in group.rows]
-        made: list[FastGroup] = []
+        made = []
         for T, alike in groupby(rows, key=lambda row: len(row.ids)):
             most = min(cls.most(runner), max(1, MAX_PAIRS // (T * size)))
             made += [FastGroup(each, runner) for each in groups_of([*alike], size, most)]
@@ -201,9 +201,7 @@ def attend_to_prompt(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Ten
         can_skip = kernel in (products, causal) and end <= window
         own = 0 if can_skip else start - first  # where the mask has the first query's own key
         mask = mask_of(end - start, own, window, q.shape[1] // k.shape[1], q.device)
-        keys = k[:, :, first:end]
-        values = v[:, :, first:end]
-        attended.append(attention(queries, keys, values, mask, kernel))
+        attended.append(attention(queries, k[:, :, first:end], v[:, :, first:end], mask, kernel))
         start = end
     return torch.cat(attended, 2)
 

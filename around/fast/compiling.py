@@ -273,8 +273,8 @@ def replay_steps(model: Transformer) -> None:
     """Change a model on CUDA in place, so that it replays the steps of decoding with a static cache
     (see Replayed). On an H200 that makes a step of 1.1 billion parameters 5 times as fast: Python
     needs 10 ms to launch its kernels, and the GPU 2 ms to run them. A model with experts is left as
-    it is, because in the middle of a step the host reads how many rows each expert gets. For a
-    paged cache see tools/cuda_graphs.py."""
+    it is, because in the middle of a step the host reads how many rows each expert gets. Steps with
+    a paged cache are not replayed."""
     # Ranks exchange sums in the middle of a step. We have not tried to record that.
     has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
     if not has_ranks and not any(hasattr(block.mlp, "mix") for block in model.layers):
@@ -329,8 +329,8 @@ class Replayed:
 
     def reads(self, tokens: Tensor, positions: Tensor, layers: list, *select: Tensor) -> list:
         """Return the tensors that a step reads and that change from step to step. Positions are
-        left out, as they are a view of the slots. Layers share most masks, so each is listed once.
-        tools/cuda_graphs.py does this for a paged cache."""
+        left out, as they are a view of the slots. Layers share most masks, so each is listed
+        once."""
         return [
             tokens,
             *select,

@@ -59,7 +59,7 @@ def launch(program: str, argv: list | None, parse: Callable, run: Callable) -> i
     except BrokenPipeError:  # as after `| head`
         sys.stdout = None  # or Python would print an error at exit
         return 0
-    except KeyboardInterrupt:  # generate.stream handles Ctrl-C while text is generated
+    except KeyboardInterrupt:  # command.stream handles Ctrl-C while text is generated
         return 130
     except (ValueError, OSError, ImportError) as error:
         say(f"{program}: error: {error}")

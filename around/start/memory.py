@@ -67,9 +67,9 @@ def step_bytes(model: Transformer, num_tokens: int, num_logits: int) -> int:
     logits = num_logits * 6 * 4 * config.vocab_size  # six float32 tensors
     # To make a mask takes up to four bool tensors, and attention widens it to the queries' dtype.
     heads = config.num_attention_heads // config.num_key_value_heads  # query heads per kv head
-    # Prompts in bfloat16 also have a score for each query head, and its softmax.
-    scores = 2 * 2 * config.num_attention_heads
-    return activations + logits + MAX_PAIRS * (heads * (itemsize + 4) + scores)
+    # Prompts in bfloat16 also have a score for each query head, and its softmax: 4 bytes.
+    pair = heads * (itemsize + 4) + 4 * config.num_attention_heads
+    return activations + logits + MAX_PAIRS * pair
 
 
 # The files with a container's memory limit and usage, in version 2 and 1 of control groups.

@@ -94,5 +94,6 @@ def agree(args: Any) -> None:
         facts[file.name] = zlib.crc32(file.open("rb").read(2**26))
     first = broadcast(facts)
     if first != facts:
-        rank = dist.get_rank()
-        raise ValueError(f"all ranks must be alike: rank {rank} has {facts}, rank 0 has {first}")
+        raise ValueError(
+            f"all ranks must be alike: rank {dist.get_rank()} has {facts}, rank 0 has {first}"
+        )
