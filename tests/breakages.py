@@ -119,7 +119,7 @@ BREAKAGES = r"""
 # around/start/memory.py: scheduler server long
     sum(map(int, cached[-2:])) ~> sum(map(int, cached[:2]))
 # around/start/ranks.py: tp nodes
-    for rank in range(1, dist.get_world_size()): ~> for rank in range(1, dist.get_world_size() - 1):
+    zlib.crc32(file.open("rb").read(2**26)) ~> zlib.crc32(file.open("rb").read(2**6))
 """
 IMPORTED = "torch transformers sentencepiece tokenizers hypothesis openai llguidance jsonschema"
 LIMIT = 600  # seconds: a breakage that makes a test hang is caught, too
