@@ -26,10 +26,10 @@ from pathlib import Path
 # old text must occur in a single place of the engine, which need not be in this file: the files had
 # other names once.
 BREAKAGES = r"""
-# model.py: model words equivalence
+# model.py: model words
     embedding_multiplier, dtype=x.dtype) ~> embedding_multiplier)
     partial(F.gelu, approximate="tanh") if ~> F.gelu if
-# kv_cache.py: quantize paged equivalence
+# kv_cache.py: quantize paged
     stored[..., -4:].clone(memory_format=torch.contiguous_format) ~> stored[..., -4:].clone()
 # kv_cache.py: generate quantize equivalence
     if end > self.max_seq_len: ~> if end > self.max_seq_len + 1:
@@ -37,7 +37,7 @@ BREAKAGES = r"""
     (mass - ranked) < (top_p * total) ~> (mass - ranked) <= (top_p * total)
     output = ids[sequence.prompt_len :] ~> output = ids
     other.matcher = self.matcher.deep_copy() ~> other.matcher = self.matcher
-# generate.py: generate sampling equivalence
+# generate.py: generate sampling
     yield sequence.tokens[-1] ~> yield token
 # paged.py: paged scheduler
     for block in reversed(table.blocks): ~> for block in table.blocks:
@@ -119,7 +119,7 @@ BREAKAGES = r"""
 # around/start/memory.py: scheduler server long
     sum(map(int, cached[-2:])) ~> sum(map(int, cached[:2]))
 # around/start/ranks.py: tp nodes
-    for rank in range(1, dist.get_world_size()): ~> for rank in range(1, dist.get_world_size() - 1):
+    zlib.crc32(file.open("rb").read(2**26)) ~> zlib.crc32(file.open("rb").read(2**6))
 """
 IMPORTED = "torch transformers sentencepiece tokenizers hypothesis openai llguidance jsonschema"
 LIMIT = 600  # seconds: a breakage that makes a test hang is caught, too
