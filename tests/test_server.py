@@ -1764,6 +1764,7 @@ def stopped(
             assert serve(server_module.Server(engine, args, listeners)) == 0
             return answers.result()
     finally:
+        signal.set_wakeup_fd(-1)  # else the next test's Ctrl-C is the second one for this server
         for number, handler in zip((signal.SIGTERM, signal.SIGINT), before, strict=True):
             signal.signal(number, handler)
 
