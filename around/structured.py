@@ -19,6 +19,7 @@ import json
 import re
 from contextlib import suppress
 from functools import cache
+from threading import Lock
 from typing import Any
 
 from around.folder import Ids, Tokenizer
@@ -53,7 +54,8 @@ def make_matcher(tokenizer: Tokenizer, config: Config, constraint: JSON) -> Any:
             grammar = llguidance.grammar_from(kind, text)
         # The tokenizer's own EOS may lie outside V.
         ends = tokenizer.eos_ids(config) & {*range(config.vocab_size)}
-        trie = vocabulary(tokenizer, config.vocab_size, tuple(sorted(ends)))
+        with LOCK:
+            trie = vocabulary(tokenizer, config.vocab_size, tuple(sorted(ends)))
         # The output may need any character of the constraint, so there must be tokens for each.
         if trie.decode_bytes(trie.tokenize_str(text)) != text.encode():
             raise ValueError("the tokenizer has no tokens for some characters of the constraint")
@@ -160,6 +162,10 @@ def close_objects(schema: Any) -> Any:
 
 
 # --- The vocabulary -------------------------------------------------------------------------------
+
+
+# The trie takes a second, and 100 MB that stay: of the first requests only one builds it.
+LOCK = Lock()
 
 
 @cache
