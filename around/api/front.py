@@ -191,7 +191,7 @@ def watch_signals(server: Listener) -> None:
 # --- A connection ---------------------------------------------------------------------------------
 
 # All names that end in .localhost mean this host (RFC 6761), with or without a final dot.
-LOOPBACK = r"(?i)(([\w-]+\.)*localhost\.?|127[.0-9]+|::1|\[::1\])"
+LOOPBACK = r"(?i:([\w-]+\.)*localhost\.?|127[.0-9]+|::1|\[::1\])"
 # What clients on this host send: 0.0.0.0 and [::] reach it, too. There may be spaces at the end.
 LOCAL = rf"({LOOPBACK}|0\.0\.0\.0|\[::\])(:[0-9]*)? *"
 

@@ -155,7 +155,10 @@ class Exchange(BaseHTTPRequestHandler):
         """
         self.connection.settimeout(0)  # or recv would wait, even with MSG_DONTWAIT
         with suppress(BlockingIOError):  # nothing has come: the client waits
-            if not self.connection.recv(2**16) and not self.is_half_closed:
+            nothing_more = not self.connection.recv(2**16)
+            if self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):  # the reset
+                raise ConnectionError
+            if nothing_more and not self.is_half_closed:
                 self.is_half_closed = True
                 if not self.has_begun and self.request_version == "HTTP/1.0":
                     raise ConnectionError
