@@ -70,9 +70,7 @@ def form_of(linear: Any, alone: bool = False, compiled: bool = True) -> "type[Pa
             if HAS_FBGEMM:
                 return HalfLinear if compiled else WidenedLinear
         elif compiled:
-            if alone and dtype == torch.float32 and torch.cpu._is_amx_tile_supported():
-                return None  # see "One sequence alone"
-            return LoopedLinear if alone and LOOPS else PackedLinear
+            return LoopedLinear if alone else PackedLinear
     return None
 
 
@@ -414,9 +412,7 @@ class WidenedLinear(PackedLinear):
 # with oneDNN's product of six rows, but a prompt is read only 0.80 times as fast. LoopedLinear,
 # compiled as a part of its block, has run on a Zen 3 and a Zen 4 only.
 capabilities = torch.cpu.get_capabilities()
-AVX_VNNI = capabilities.get("avx_vnni")
-SLOW_ROW = capabilities.get("avx512_bf16") and not AVX_VNNI
-LOOPS = SLOW_ROW or (torch.backends.cpu.get_cpu_capability() == "AVX2" and not AVX_VNNI)
+SLOW_ROW = capabilities.get("avx512_bf16") and not capabilities.get("avx_vnni")
 
 
 def filled_up(rows: Tensor) -> Tensor:
