@@ -183,17 +183,6 @@ def test_what_is_hidden_from_the_compiler(monkeypatch):
 
 
 @slow
-def test_a_loop_is_compiled_into_its_block():
-    """A call for each matrix, which costs as much as reading a small one; or silu computed anew for
-    each output channel: the sum that stores it is missing."""
-    form = LoopedLinear(torch.nn.Linear(64, 32))
-    with torch.no_grad():
-        x = torch.randn(1, 64)
-        _, (code,) = run_and_get_code(torch.compile(lambda x: form(torch.nn.functional.silu(x))), x)
-    assert "opaque" not in code and "cumsum" in code
-
-
-@slow
 def test_each_process_gives_the_same_text():
     """Arithmetic chosen by timing: a seed then means another text each time that the engine is
     started. Three processes at once, so that they disturb each other; a prompt long enough for

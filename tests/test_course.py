@@ -31,12 +31,21 @@ PAGES = {page.name: page.read_text() for page in sorted(COURSE.glob("*.md"))}
 GLOSSARY = re.findall(r'<a id="([\w-]+)">', PAGES["README.md"])
 
 
+@pytest.fixture(autouse=True)
+def _course(monkeypatch):
+    monkeypatch.syspath_prepend(COURSE)
+
+
+def of(script, name):
+    """What a script calls by this name."""
+    return runpy.run_path(str(COURSE / f"{script}.py"))[name]
+
+
 @pytest.fixture
-def counts(request, monkeypatch, tmp_path, capsys):
+def counts(request, tmp_path, capsys):
     """Run the script that the test is named after, with --small, as its command line does.
 
     Bug: chapter 10 printed the name of a temporary folder, so that its page could not match."""
-    monkeypatch.syspath_prepend(COURSE)
     name, picture = request.node.name.removeprefix("test_"), tmp_path / "picture.svg"
     (script,) = COURSE.glob(f"*_{name}.py")
     module = runpy.run_path(str(script))
@@ -69,13 +78,6 @@ def test_sampling(counts):
     assert counts["top_k 4"] == 4 and counts["top_p 0.7"] < counts["as it is"]
     assert counts["min_p 0.1"] < counts["as it is"]
     assert (counts["characters"], counts["tokens"], counts["broken"]) == (6, 9, 5)
-
-
-def test_a_cut_that_is_off_cuts_nothing(monkeypatch):
-    """Bug: top_p 1 dropped 467 tokens with two threads, because a rounded sum reached 1 early."""
-    monkeypatch.syspath_prepend(COURSE)
-    settle = runpy.run_path(str(COURSE / "03_sampling.py"))["settle"]
-    assert (settle(torch.tensor([0.0, -30, -31])) > 0).tolist() == [True] * 3
 
 
 def test_batching(counts):
@@ -113,6 +115,7 @@ def test_guessing(counts):
     assert all(1 <= rate <= 5 for rate in counts["rates"].values())
 
 
+@pytest.mark.slow
 def test_ranks(counts):
     """Two processes hold half of the model each, and sum twice in each layer."""
     assert counts["apart"] < 1e-5 and counts["sums"] == 2 * 2
@@ -121,34 +124,12 @@ def test_ranks(counts):
     assert 0.5 * whole <= share < 0.53 * whole
 
 
+@pytest.mark.slow
 def test_serving(counts):
     """Every request is answered, and a server that runs one at a time takes a step for each
     token."""
     assert counts["answered"] == 2 * 6 and counts["steps, 1"] == 6 * 4
     assert counts["steps, 32"] < counts["steps, 1"] / 2
-
-
-def test_the_queue_of_one(monkeypatch):
-    """Bugs: the prediction used other arrivals than the measurement, and gave a third of its tail,
-    in another shape; the page's figures shrank where its text says that they grow."""
-    monkeypatch.syspath_prepend(COURSE)
-    waits = runpy.run_path(str(COURSE / "09_serving.py"))["waits"]
-    assert waits(6, [0, 3, 10, 12, 15, 30]) == [0, 3, 2, 6, 9, 0]  # the picture of the page
-    page = PAGES["09-serving.md"]
-    tails = {
-        name: [float(value) for value in line.split()]
-        for name, line in re.findall(r"^  (.+), p90 +([\d ]+) ms$", page, re.MULTILINE)
-    }
-    measured, predicted = tails["1 at once"], tails["predicted"]
-    assert sorted(measured) == measured and sorted(predicted) == predicted
-    assert all(p <= m < 1.5 * p for m, p in zip(measured, predicted, strict=True)), tails
-    low, *_, high = sorted(round(100 * (m / p - 1)) for m, p in zip(measured, predicted))
-    assert f"Here it is {low} to {high} % higher" in " ".join(page.split())
-    longer = float(re.search(r"\nTwice as many requests .* p90 (\d+) ms", page)[1])
-    assert 1.7 < longer / measured[-1] < 2.5
-    text = page.partition("## The idea")[0]
-    for value in (measured[-1], longer, tails["32 at once"][-1]):
-        assert f"{value:,.0f} ms" in text, value
 
 
 def test_machines(counts):
@@ -160,47 +141,33 @@ def test_machines(counts):
     assert counts["home, within 2, a rush"]["stay"] < counts["its home, a rush"]["stay"]
 
 
-def test_a_home_has_a_bound(monkeypatch):
-    """Bug: a document that everybody asks for stays at one machine, while the others idle."""
-    monkeypatch.syspath_prepend(COURSE)
-    home = runpy.run_path(str(COURSE / "11_machines.py"))["home"]
+def test_checkpoints(counts):
+    """The ten lines fill a model as the engine's loader does, with every stored tensor. A mistake
+    that no check finds changes the next tokens."""
+    assert counts["same"] == 2
+    refused = {"tie_word_embeddings", "head_dim", "architectures", "hidden_act"}
+    assert {*counts["refused"]} == refused
+    assert counts["differ"]["rope_theta"] > 128 < counts["differ"]["rope_scaling"]
+
+
+def test_the_ten_lines(tmp_path):
+    """Bugs: top_p 1 dropped 467 tokens with two threads, because a rounded sum reached 1 early. A
+    document that everybody asks for stays at one machine, while the others idle. A stored tensor
+    that has no place is left out silently."""
+    settle = of("03_sampling", "settle")
+    assert (settle(torch.tensor([0.0, -30, -31])) > 0).tolist() == [True] * 3
+    waits = of("09_serving", "waits")  # the picture of the page
+    assert waits(6, [0, 3, 10, 12, 15, 30]) == [0, 3, 2, 6, 9, 0]
+    home = of("11_machines", "home")
     first = home(b"a", [0, 0, 0], 2)
     assert {home(b"a", [i, i, i], 2) for i in range(9)} == {first}
     loads = [0, 0, 0]
     loads[first] = 4
     assert home(b"a", loads, 100) == first and home(b"a", loads, 2) == (first + 1) % 3
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
-def test_names_are_those_of_the_code(script):
-    """Bug: chapter 1 explained `select`, but the code below it has `last`."""
-    page = PAGES[script.stem.replace("_", "-") + ".md"].partition("## In the engine")[0]
-    code = "".join(file.read_text() for file in (script, COURSE / "lesson.py", ROOT / "tp.py"))
-    for word in re.findall(r"`([a-z_]+)`", page):
-        assert re.search(rf"\b{word}\b", code), word
-
-
-def test_checkpoints(counts):
-    """The ten lines fill a model as the engine's loader does, with every stored tensor. A mistake
-    that no check finds changes the next tokens."""
-    assert counts["same"] == 2
-    assert {*counts["refused"]} == {
-        "tie_word_embeddings",
-        "head_dim",
-        "architectures",
-        "hidden_act",
-    }
-    assert counts["differ"]["rope_theta"] > 128 < counts["differ"]["rope_scaling"]
-
-
-def test_what_is_stored_and_has_no_place(monkeypatch, tmp_path):
-    """Bug: a tensor is left out silently."""
-    monkeypatch.syspath_prepend(COURSE)
-    fill = runpy.run_path(str(COURSE / "10_checkpoints.py"))["fill"]
     path = folders.write(tmp_path / "folder", folders.FAMILIES["Qwen3"])
     stored, llama = load_file(path / "model.safetensors"), replace(load_config(path), qk_norm=False)
     norms = {name for name in stored if "q_norm" in name or "k_norm" in name}
-    assert fill(build(llama), stored) == norms and len(norms) == 4
+    assert of("10_checkpoints", "fill")(build(llama), stored) == norms and len(norms) == 4
 
 
 @pytest.mark.parametrize("name", folders.FAMILIES)
@@ -227,7 +194,7 @@ def test_folders_are_as_others_read_them(name, tmp_path):
 
 def test_a_page_for_each_script():
     """Bugs: a chapter that nothing links to; a page or script that has grown too long; an excerpt
-    of an older script."""
+    of an older script. Chapter 1 explained `select`, but the code below it has `last`."""
     names = [script.stem.replace("_", "-") + ".md" for script in SCRIPTS]
     assert len(names) == 11 and {*names, "README.md"} == {*PAGES}
     for script, name in zip(SCRIPTS, names):
@@ -236,58 +203,81 @@ def test_a_page_for_each_script():
         assert f"]({name})" in PAGES["README.md"]
         assert 60 <= len(page.splitlines()) <= 120, name
         assert "](exercises/" in page and "@@" not in page
-        for link in re.findall(r"\]\(((?!http|#)[^)#]+)", page):
-            assert (COURSE / link).exists(), f"{name}: {link}"
         for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
             assert code in source, f"{name} shows code that {script.name} does not have:\n{code}"
         assert source.count("python course/") == 1 == source.count(f"python course/{script.name}")
         assert report.code_lines(source) <= 75, name
+        code = source + (COURSE / "lesson.py").read_text() + (ROOT / "tp.py").read_text()
+        for word in re.findall(r"`([a-z_]+)`", page.partition("## In the engine")[0]):
+            assert re.search(rf"\b{word}\b", code), f"{name}: {word}"
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_links(name):
+def test_links():
     """Bugs: a link points into another function, after a line was added above; to a file that has
-    moved; or to a word that the glossary does not have."""
-    text, page = PAGES[name], COURSE / name
-    assert report.line_links(text, page) == text, "run: python tools/bench.py report"
-    assert name == "README.md" or text.count(".py#L") >= 3
-    for link in re.findall(r"\]\(((?!http)[^)]+)", text):
-        file, _, anchor = link.partition("#")
-        assert not file or (COURSE / file).exists(), link
-        if file in ("", "README.md") and anchor:
-            assert anchor in GLOSSARY, link
-
-
-def test_a_wrong_link_is_seen():
+    moved; or to a word that the glossary does not have. A word that no chapter uses, or that two
+    entries explain."""
+    assert len({*GLOSSARY}) == len(GLOSSARY) > 20
+    linked = {a for text in PAGES.values() for a in re.findall(r"\(README\.md#([\w-]+)\)", text)}
+    assert linked == {*GLOSSARY}, linked ^ {*GLOSSARY}
+    for name, text in PAGES.items():
+        assert report.line_links(text, COURSE / name) == text, "run: python tools/bench.py report"
+        assert name == "README.md" or text.count(".py#L") >= 3
+        for link in re.findall(r"\]\(((?!http)[^)]+)", text):
+            file, _, anchor = link.partition("#")
+            assert not file or (COURSE / file).exists(), link
+            if file in ("", "README.md") and anchor:
+                assert anchor in GLOSSARY, link
     with pytest.raises(ValueError, match=r"01-loop.md links to Engine.none, which ../scheduler.py"):
         report.line_links("[`Engine.none`](../scheduler.py#L1)", COURSE / "01-loop.md")
 
 
-def test_glossary():
-    """Bugs: a word that no chapter uses, or that two entries explain."""
-    assert len({*GLOSSARY}) == len(GLOSSARY) > 20
-    linked = {a for text in PAGES.values() for a in re.findall(r"\(README\.md#([\w-]+)\)", text)}
-    assert linked == {*GLOSSARY}, linked ^ {*GLOSSARY}
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_one_thread_and_a_clock(terminal, monkeypatch):
+def test_one_thread_and_a_clock(monkeypatch):
     """Bugs: another text, and twice the time, on a machine with more cores; half a minute of
-    silence; a clock printed into a file."""
-    monkeypatch.syspath_prepend(COURSE)
+    silence; a clock printed into a file; a chapter that measures for a minute, and then finds that
+    the picture's folder does not exist."""
     import lesson
 
-    stderr = io.StringIO()
-    stderr.isatty = lambda: terminal
-    monkeypatch.setattr(sys, "stderr", stderr)
     before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        assert lesson.run(lambda _: time.sleep(1.3) or torch.get_num_threads(), []) == 1
-        assert torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(before)
-    assert ("working,   1 s" in stderr.getvalue()) == terminal == bool(stderr.getvalue())
+    for terminal in (True, False):
+        stderr = io.StringIO()
+        stderr.isatty = lambda terminal=terminal: terminal
+        monkeypatch.setattr(sys, "stderr", stderr)
+        torch.set_num_threads(3)
+        try:
+            work = lambda _: time.sleep(1.3 * terminal) or torch.get_num_threads()  # noqa: B023, E731
+            assert lesson.run(work, []) == 1
+            assert torch.get_num_threads() == 3
+        finally:
+            torch.set_num_threads(before)
+        assert ("working,   1 s" in stderr.getvalue()) == terminal == bool(stderr.getvalue())
+    with pytest.raises(SystemExit, match="2"):
+        lesson.run(lambda _: pytest.fail("the chapter ran"), ["--svg", "none/x.svg"])
+    (line,) = stderr.getvalue().splitlines()
+    assert "error: --svg: none/x.svg cannot be" in line
+
+
+@pytest.mark.nightly
+def test_what_can_go_wrong():
+    """Bugs: a traceback for a full disk, or through the model at Ctrl-C; an error message after
+    `| head` has read enough."""
+    full, small = "01_loop.py: error: [Errno 28] No space left on device\n", "--small"
+    for words, out, status, said in (
+        ([small, "--svg", "/dev/full"], "/dev/null", 2, full), ([small], "/dev/full", 2, full),
+        ([small], "", 0, ""), ([], "Ctrl-C", 130, ""),
+    ):  # fmt: skip
+        with open(out if out.startswith("/") else os.devnull, "w") as file:
+            child = subprocess.Popen(
+                [sys.executable, str(SCRIPTS[0]), *words], stderr=subprocess.PIPE, text=True,
+                stdout=file if out.startswith("/") else subprocess.PIPE,
+            )  # fmt: skip
+            if out == "Ctrl-C":
+                assert child.stdout.readline() == "ROMEO:\n"
+                child.send_signal(signal.SIGINT)
+            elif not out:
+                child.stdout.close()
+                child.stdout = None  # or communicate() would read it
+            err = child.communicate(timeout=120)[1]
+        assert (child.returncode, err) == (status, said), words
 
 
 # --- At full size ---------------------------------------------------------------------------------
@@ -314,7 +304,6 @@ def test_counts_are_those_of_the_page(name, monkeypatch, capsys):
     and 11 are left out: on another processor a tie between tokens may go otherwise."""
     if name == "06_bits" and "AVX512" not in torch.backends.cpu.get_cpu_capability():
         pytest.skip("the page's bytes are those of a processor with AVX-512")
-    monkeypatch.syspath_prepend(COURSE)
     import lesson
 
     monkeypatch.setattr(lesson, "seconds", lambda act, repeat=5: 1e-9)
@@ -338,48 +327,3 @@ def test_counts_are_those_of_the_page(name, monkeypatch, capsys):
 def without_times(text):
     """The lines of a text, with a mark in place of each time and speed."""
     return [re.sub(r"[\d.,]+(?= (ms|s|GB/s)\b)", "?", line.rstrip()) for line in text.splitlines()]
-
-
-# --- What can go wrong ----------------------------------------------------------------------------
-
-
-def started(script, *words, **options):
-    words = [sys.executable, str(script), *words]
-    return subprocess.Popen(words, stderr=subprocess.PIPE, text=True, **options)
-
-
-def test_svg_into_no_folder(monkeypatch, capsys):
-    """Bug: the chapter measures for a minute, and then finds that the folder does not exist."""
-    monkeypatch.syspath_prepend(COURSE)
-    module = runpy.run_path(str(SCRIPTS[0]))
-    with pytest.raises(SystemExit, match="2"):
-        module["run"](lambda lesson: pytest.fail("the chapter ran"), ["--svg", "none/x.svg"])
-    out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and "error: --svg: none/x.svg cannot be" in err
-
-
-@pytest.mark.parametrize("full", ["--svg", "stdout"])
-def test_full_disk(full):
-    """Bug: a traceback for an error that the user can fix."""
-    words = ["--svg", "/dev/full"] if full == "--svg" else []
-    with open("/dev/full" if full == "stdout" else os.devnull, "w") as out:
-        child = started(SCRIPTS[0], "--small", *words, stdout=out)
-        err = child.communicate(timeout=120)[1]
-    assert child.returncode == 2, err
-    assert err == "01_loop.py: error: [Errno 28] No space left on device\n"
-
-
-def test_nobody_reads():
-    """Bug: an error message after `| head` has read enough."""
-    child = started(SCRIPTS[0], "--small", stdout=subprocess.PIPE)
-    child.stdout.close()
-    child.stdout = None  # or communicate() would read it
-    assert child.communicate(timeout=120)[1] == "" and child.returncode == 0
-
-
-def test_ctrl_c_while_running():
-    """Bug: a traceback through the model."""
-    child = started(SCRIPTS[0], stdout=subprocess.PIPE)
-    assert child.stdout.readline() == "ROMEO:\n"
-    child.send_signal(signal.SIGINT)
-    assert child.communicate(timeout=120)[1] == "" and child.returncode == 130

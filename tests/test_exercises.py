@@ -19,8 +19,8 @@ from conftest import ROOT
 EXERCISES = "course/exercises"
 FOLDER = ROOT / EXERCISES
 NAMES = sorted(page.stem for page in FOLDER.glob("[0-9]*.md"))
-QUICK = "05-lfu-eviction"  # the one that every run tries
-TRIED = [name if name == QUICK else pytest.param(name, marks=pytest.mark.nightly) for name in NAMES]
+KINDS = {"05-lfu-eviction": pytest.mark.slow}  # the one that a change of the engine tries
+TRIED = [pytest.param(name, marks=KINDS.get(name, pytest.mark.nightly)) for name in NAMES]
 SECTIONS = ["# ", "## Why", "## Done when", "## Hint", "## Run", "## Further"]
 SMOKE = """
 import json

@@ -34,7 +34,7 @@ from paged import Runner
 from quantize import quantize_model
 from scheduler import Engine
 from speculative import DraftModel, NGram
-from tools import bench, gpu_check
+from tools import gpu_check
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -50,11 +50,10 @@ WORDS = dict(structured_outputs=dict(regex="[a-z ]{9,}"))
 GUESSES = 3  # of a draft, in a step
 
 # For each way to run: the folder's form, what is wished for, what the engine is given, and how
-# often the host reads in a step, at most. Two are the tokens, and whether all logits are finite.
-# One more: where only the likeliest are kept, whether more of them are to be looked at; where
-# log-probabilities are wanted, these, and once for each prompt of several tokens; with guesses,
-# their chances, and what each forward of a draft gives; in each layer with experts, how many tokens
-# each of them gets.
+# often the host reads in a step, at most: the tokens, and whether all logits are finite; whether
+# more than the likeliest are to be looked at; log-probabilities, also once for each prompt; with
+# guesses, their chances, and what each forward of a draft gives; in each layer with experts, how
+# many tokens each of them gets.
 WAYS = {
     "greedy": ("plain", {}, {}, 2),
     "windows": ("windows", {}, {}, 2),
@@ -135,9 +134,9 @@ def engine_run(path, wish, gpu=None, fast=False, prompts=PROMPTS, guess=None, qu
         most = max(most, gpu.taken() if gpu else [], key=len)
     assert (at.pool.num_blocks < 60) == (at.stats["num_preemptions"] > 0)
     assert not guess or sum(at.proposer.offered) > 0
-    results = [request.prompt_tokens for request in requests]
-    results += [job.tokens for request in requests for job in request.outputs]
-    return results, [job.finish_reason for r in requests for job in r.outputs], most
+    outputs = [job for request in requests for job in request.outputs]
+    results = [request.prompt_tokens for request in requests] + [job.tokens for job in outputs]
+    return results, [job.finish_reason for job in outputs], most
 
 
 ON_CPU = {}  # what ran there, by the name of the way
@@ -213,18 +212,12 @@ def test_mps_is_not_compiled_for():
     assert not runs_on_mps("segment_reduce")
 
 
-@pytest.fixture
-def cuda(monkeypatch):
-    """PyTorch finds the device. It has no graphs; see below."""
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: CUDA)
-    monkeypatch.setattr(compiling.Replayed, "replay", lambda self, *plan: self.forward(*plan))
-    for name, value in (("mem_get_info", (2**30, 2**31)), ("get_device_name", "Pretended"),
-                        ("max_memory_allocated", 2**30)):  # fmt: skip
-        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-
-
-def test_command_line(cuda, capsys):
+def test_command_line(monkeypatch, capsys):
     """A device that is found and then not used; a count of free memory that knows CPUs alone."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: CUDA)
+    # There are no graphs; see below.
+    monkeypatch.setattr(compiling.Replayed, "replay", lambda self, *plan: self.forward(*plan))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (2**30, 2**31))
     words = "--prompt ROMEO: --max-new-tokens 8 --temperature 0 --kv-dtype int8 --device"
     texts = []
     for flags in ("cpu", "cuda", "cuda --speculate-ngram 2"):
@@ -233,17 +226,6 @@ def test_command_line(cuda, capsys):
         texts.append(capsys.readouterr().out)
         assert bool(gpu.reads) == ("cuda" in flags)
     assert texts == texts[:1] * 3 and len(texts[0]) > 8
-
-
-def test_bench(cuda, monkeypatch, capsys):
-    """Measurements that run on a CPU alone, as where a buffer of theirs stays there."""
-    monkeypatch.setattr(bench, "read_bandwidth", lambda _: torch.ones(9, device="cuda").tolist()[0])
-    monkeypatch.setitem(bench.SHAPES, "110m", SMALL)
-    for words in ("latency --prompt-tokens 5 --batch 1 2 --quantize none int8",
-                  "throughput --requests 3 --prompt-tokens 4 --sampling greedy llama"):  # fmt: skip
-        with Gpu() as gpu:
-            assert not bench.main(f"{words} --new-tokens 3 --repeat 1 --device cuda".split())
-        assert capsys.readouterr().out.startswith("Pretended") and gpu.reads
 
 
 MIXED, READS = (RuntimeError, "is on the cpu"), (AssertionError, "assert .* ==")
@@ -264,13 +246,13 @@ FAULTS = [  # whose function, its name, what is made of it, and how that fails
 ]
 
 
-@pytest.mark.parametrize(("owner", "name", "change", "failure"), FAULTS)
-def test_faults_are_found(folder, monkeypatch, owner, name, change, failure):
+def test_faults_are_found(folder, monkeypatch):
     """A rehearsal at which everything passes."""
-    rehearse(folder, "greedy")
-    monkeypatch.setattr(owner, name, change(getattr(owner, name)))
-    with pytest.raises(failure[0], match=failure[1]):
-        rehearse(folder, "greedy")
+    for owner, name, change, failure in FAULTS:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, change(getattr(owner, name)))
+            with pytest.raises(failure[0], match=failure[1]):
+                rehearse(folder, "greedy")
 
 
 # --- Steps that are replayed ----------------------------------------------------------------------
@@ -347,10 +329,13 @@ def test_graphs_of_a_static_cache(graphs):
     assert "forward" not in vars(mixed)
 
 
-def test_parts_of_the_check(monkeypatch, capfd):
-    """The check ends with the first part that fails, or waits for one that hangs; it does not know
-    of CUDA graphs."""
+@pytest.mark.nightly
+def test_the_check(monkeypatch, capfd):
+    """A part does not run, on the CPU with a tiny model. The check ends with the first part that
+    fails, or waits for one that hangs; it does not know of CUDA graphs."""
     assert ("replayed", "plain") in ways.rows_of("trained", "cuda")
+    assert gpu_check.main(["--device", "cpu", "--tiny"]) == 0
+    assert capfd.readouterr().out.endswith("\neager: passed\nspeed: passed\ncompiled: passed\n")
     code = {"good": "0", "bad": "3", "slow": '__import__("time").sleep(60)', "last": "0"}
     parts = {name: ("", f"-c 'exit({each})'", 2) for name, each in code.items()}
     monkeypatch.setattr(gpu_check, "PARTS", parts)
@@ -360,10 +345,3 @@ def test_parts_of_the_check(monkeypatch, capfd):
         "last: passed"]  # fmt: skip
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
     assert gpu_check.main([]) == 2 and "--tiny rehearses" in capfd.readouterr().err
-
-
-@pytest.mark.nightly
-def test_rehearsal(capfd):
-    """A part does not run, on the CPU with a tiny model."""
-    assert gpu_check.main(["--device", "cpu", "--tiny"]) == 0
-    assert capfd.readouterr().out.endswith("\neager: passed\nspeed: passed\ncompiled: passed\n")

@@ -8,7 +8,6 @@ import itertools
 import json
 import math
 import shutil
-import subprocess
 import sys
 import types
 from dataclasses import replace
@@ -18,10 +17,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers
-from conftest import ROOT
 from safetensors.torch import load_file, save_file
 from test_gptq import packed_across, packed_down
-from tiny import edit_config, tiny_folder
+from tiny import edit_config
 
 from around import machine
 from around.folder.config import load_config
@@ -359,14 +357,6 @@ def test_phi3(tmp_path):
             assert load_config(tmp_path) == ours
 
 
-def test_dtype_is_read_under_both_keys(llama, tmp_path):
-    """transformers 5 renamed `torch_dtype` to `dtype`; unread, a bf16 model doubles in memory."""
-    for other, key in (("dtype", "torch_dtype"), ("torch_dtype", "dtype")):
-        for name in ("float32", "bfloat16", "float16"):
-            copy_with(llama, tmp_path, **{other: ..., key: name})
-            assert load_config(tmp_path).dtype is getattr(torch, name)
-
-
 def test_eos_ids(llama, tmp_path):
     """Only the first EOS id honoured, or config.json's where generation_config.json says more: the
     model then runs past the end of its turn."""
@@ -386,24 +376,10 @@ def test_eos_ids(llama, tmp_path):
         assert load_config(tmp_path).eos_ids == expected, (generation, config)
 
 
-# --- Files ----------------------------------------------------------------------------------------
-
-
-def test_names_of_other_files(llama, tmp_path):
-    """A checkpoint saved from the base model names `layers.0...`, not `model.layers.0...`; Llama 1
-    and 2 files carry rotary_emb.inv_freq: refused as unexpected, or, worse, used."""
-    folder = copy_with(llama, tmp_path)
-    tensors = load_file(folder / "model.safetensors")
-    for layer in range(SIZES["num_hidden_layers"]):
-        tensors[f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"] = torch.full((8,), 9.0)
-    tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-    save_file(tensors, folder / "model.safetensors")
-    same(load_model(folder), llama)
-
-
 def test_bfloat16_is_kept_unless_another_dtype_is_asked_for(tmp_path):
-    """A bf16 checkpoint loaded as fp32 takes twice the memory; rope's frequencies in bf16 let
-    positions past 256 collide; weights that want gradients keep every activation alive."""
+    """A bf16 checkpoint loaded as fp32 takes twice the memory (transformers 5 renamed `torch_dtype`
+    to `dtype`); rope's frequencies in bf16 let positions past 256 collide; weights that want
+    gradients keep every activation alive."""
     built = build("qwen3", tmp_path / "fp32")
     built.hf.bfloat16().save_pretrained(tmp_path / "bf16")
     stored = load_file(tmp_path / "bf16" / "model.safetensors")
@@ -416,52 +392,28 @@ def test_bfloat16_is_kept_unless_another_dtype_is_asked_for(tmp_path):
         assert {t.dtype for t in model.parameters()} == {dtype} == {model.dtype}
         assert not any(t.requires_grad for t in model.parameters())
         assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"cpu"}
-        assert model.inv_freq.dtype is torch.float32
-        assert not model.training
+        assert model.inv_freq.dtype is torch.float32 and not model.training
     assert our_logits(load_model(tmp_path / "bf16"), built.tokens).dtype is torch.bfloat16
+    for other, key in (("dtype", "torch_dtype"), ("torch_dtype", "dtype")):
+        for name in ("float32", "bfloat16", "float16"):
+            edit_config(tmp_path / "bf16", **{other: ..., key: name})
+            assert load_config(tmp_path / "bf16").dtype is getattr(torch, name)
 
-
-MEASURE = """
-import sys
-from around.folder import load_model
-
-def status(key):  # bytes
-    lines = open("/proc/self/status").read().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":"))
-
-load_model(sys.argv[1])
-before = status("VmRSS")
-big = load_model(sys.argv[2])
-print(status("VmHWM") - before, sum(p.nbytes for p in big.parameters()))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_peak_memory_of_loading_is_the_weights(tmp_path):
-    """State dict plus model, or a mapped file plus its copy: twice the weights, so that a model
-    that would fit does not load. VmHWM and not ru_maxrss, which a child inherits from pytest."""
-    small, big = tmp_path / "small", tmp_path / "big"
-    tiny_folder(small)
-    tiny_folder(big, hidden_size=512, intermediate_size=2048, num_hidden_layers=13, head_dim=128,
-                torch_dtype="bfloat16")  # fmt: skip
-    command = [sys.executable, "-c", MEASURE, str(small), str(big)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    growth, weights = map(int, done.stdout.split())
-    assert weights > 90e6
-    assert 0.9 * weights < growth <= 1.2 * weights, (growth, weights)
-
-
-# --- Families whose numbers are folded ------------------------------------------------------------
 
 FOLDED = ("smollm3-window-yarn", "phi4-mini", "granite-tied-biases", "gemma3-linear", "olmo2")
 
 
 @pytest.mark.parametrize("case", ["gemma3", "mistral-window", "ministral3"])
 def test_text_models_of_models_with_images(case, tmp_path):
-    """The text model was refused, or the tensors of the other were read."""
+    """The text model was refused, or the tensors of the other were read. A checkpoint saved from
+    the base model names `layers.0...`, not `model.layers.0...`; Llama 1 and 2 files carry
+    rotary_emb.inv_freq: refused as unexpected, or, worse, used."""
     built = build(case, tmp_path / "plain")
+    weights = load_file(built.folder / "model.safetensors")
+    tensors = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
+    tensors["layers.0.self_attn.rotary_emb.inv_freq"] = torch.full((8,), 9.0)
+    save_file(tensors, built.folder / "model.safetensors")
+    same(load_model(built.folder), built)
     raw = json.loads((built.folder / "config.json").read_text())
     family = "Gemma3" if "Gemma3" in raw.pop("architectures")[0] else "Mistral3"
     whole = {"architectures": [f"{family}ForConditionalGeneration"], "text_config": raw,
@@ -470,7 +422,7 @@ def test_text_models_of_models_with_images(case, tmp_path):
     for prefixes in (("language_model.model.", "language_model."), ("model.language_model.", "")):
         names = ("vision_tower.a.weight", "multi_modal_projector.b", "model.vision_tower.a.weight")
         tensors = {name: torch.ones(3) for name in names}
-        for name, tensor in load_file(built.folder / "model.safetensors").items():
+        for name, tensor in weights.items():
             inner = name.removeprefix("model.")
             tensors[prefixes[inner == "lm_head.weight"] + inner] = tensor
         save_file(tensors, tmp_path / "model.safetensors")
@@ -511,20 +463,16 @@ def test_quantised_folders_are_folded_once(case, tmp_path):
 # --- The parts ------------------------------------------------------------------------------------
 
 
-def test_docstring_examples(llama):
-    """Rope in the interleaved layout of Llama's own release (llama2.c#286); a window off by one."""
+@torch.no_grad()
+def test_the_parts(llama):
+    """Rope in the interleaved layout of Llama's own release (llama2.c#286); a window off by one.
+    Frequencies or angles in low precision: far from 0 neighbours get the same angle. `select`
+    counts over B * T in row-major order: (0, T - 1), (1, 0) and (1, 3) here."""
     cos, sin = torch.tensor([0.0, 1.0]), torch.tensor([1.0, 0.0])  # a quarter turn; none
     assert apply_rope(torch.tensor([1.0, 2, 3, 4]), cos, sin).tolist() == [-3, 2, 1, 4]
     config = replace(load_config(llama.folder), num_key_value_heads=4)
     masks = Masks(config, torch.tensor([[4]]), torch.arange(5)[None])
-    assert masks[3].tolist() == [[[[False, False, True, True, True]]]]
-    assert masks[None].all()
-
-
-@torch.no_grad()
-def test_positions_and_select(llama):
-    """Frequencies or angles in low precision: far from 0 neighbours get the same angle. `select`
-    counts over B * T in row-major order: (0, T - 1), (1, 0) and (1, 3) here."""
+    assert masks[3].tolist() == [[[[False, False, True, True, True]]]] and masks[None].all()
     model = load_model(llama.folder)
     far = our_logits(model, llama.tokens, 1000)
     torch.testing.assert_close(far, llama.logits, atol=5e-3, rtol=0)
@@ -547,7 +495,7 @@ def test_a_step_reads_little_more_than_there_is(llama):
 
 def test_progress(monkeypatch, capsys):
     """Noise on every start of a small model, or in a log; a bar in the generated text, or one that
-    does not end its line."""
+    does not end its line. Nor may an empty list divide by zero."""
 
     def watch(step, items, terminal=True):
         """What is written where each look at the clock finds `step` seconds more gone."""
@@ -563,7 +511,6 @@ def test_progress(monkeypatch, capsys):
     assert [bar.split()[-4] for bar in bars] == ["2/4", "3/4", "4/4"]  # 1/4 came after 0.6 s
     assert bars[0].startswith(f"loading x [{'#' * 12}{' ' * 12}] 2/4  1 s left")
     assert "".join(bars).index("\n") == len("".join(bars)) - 1
-    # Nor may an empty list divide by zero.
     assert watch(0.01, "abcd") == watch(2, "abcd", terminal=False) == watch(2, []) == ""
     monkeypatch.setattr(sys, "stderr", None)  # as in a daemon
     assert list(progress("abcd", "loading x")) == list("abcd")

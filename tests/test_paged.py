@@ -59,9 +59,6 @@ def arrange(pool, *blocks):
         pool.free(by_block[block])
 
 
-# --- The examples of the docstrings ---------------------------------------------------------------
-
-
 def test_picture_of_the_header():
     """Sequences that begin alike must map the same blocks, and part where their texts part."""
     pool = BlockPool(8, 4)
@@ -101,13 +98,12 @@ def test_blocks_follow_each_other():
         pool.free(table)
 
 
-# --- Prefixes -------------------------------------------------------------------------------------
-
-
 def test_a_prefix_is_found():
     """A prefix that only its first owner could use, or that was forgotten once the owner left.
     nano-vllm#144: with 0 query tokens there are no logits to sample from. nano-vllm#163: the hash
-    of a block that was taken again stayed behind, and the old prompt read the new one's text."""
+    of a block that was taken again stayed behind, and the old prompt read the new one's text.
+    Announced at allocation, a block was read by another sequence of the same step, still empty. Or
+    the next turn of a chat computed the last reply again."""
     pool = BlockPool(8, 2)
     table = computed(pool, [1, 2, 3, 4, 5])
     for _ in range(2):  # while it is used, and once it is freed
@@ -120,11 +116,6 @@ def test_a_prefix_is_found():
         pool.free(table)
     table = computed(pool, [7] * 16)  # all blocks
     assert found(pool, [1, 2, 3, 4, 5]) == [] and found(pool, [7] * 9) == table.blocks[:4]
-
-
-def test_a_block_is_found_once_its_forward_has_run():
-    """Announced at allocation, it was read by another sequence of the same step, still empty. Or
-    the next turn of a chat computed the last reply again."""
     pool, ids = BlockPool(8, 2), [1, 2, 3, 4, 5]
     table = grown(pool, 5)
     assert found(pool, ids) == []
@@ -146,23 +137,10 @@ def twice(pool, ids, *ends):
     return tables
 
 
-def test_a_chain_with_a_lost_head_is_not_found():
-    """A block found by its own tokens although what stood before it is gone."""
-    pool, ids = BlockPool(4, 2), [1, 2, 3, 4, 5]
-    a, b = twice(pool, ids, 2, 4)
-    assert (a.blocks, b.blocks, found(pool, ids)) == ([0], [1, 2], [0, 2])
-    pool.free(a)
-    other = grown(pool, 4)  # all that is left: a's block too
-    assert found(pool, ids) == []
-    pool.free(other)
-    head = computed(pool, [1, 2, 7])  # the same tokens once more, in a new life
-    assert found(pool, ids) == head.blocks[:1]
-    audit_pool(pool, [b, head])
-
-
 def test_two_sequences_of_one_step_compute_the_same_block():
     """nano-vllm#219: the second overwrote the first's hash, and both were lost with the second.
-    mini-sglang#142: pages that another had cached first were freed while still mapped."""
+    mini-sglang#142: pages that another had cached first were freed while still mapped. Or a block
+    is found by its own tokens although what stood before it is gone."""
     pool, ids = BlockPool(8, 2), [1, 2, 3, 4, 5]
     a, b = twice(pool, ids, 3, 3)
     assert (a.blocks, b.blocks) == ([0, 1], [2, 3])
@@ -172,6 +150,16 @@ def test_two_sequences_of_one_step_compute_the_same_block():
         pool.free(table)
         assert (found(pool, ids), len(pool.available)) == ([0, 3], left)
         audit_pool(pool, [each for each in (a, b) if each.blocks])
+    pool = BlockPool(4, 2)
+    a, b = twice(pool, ids, 2, 4)
+    assert (a.blocks, b.blocks, found(pool, ids)) == ([0], [1, 2], [0, 2])
+    pool.free(a)
+    other = grown(pool, 4)  # all that is left: a's block too
+    assert found(pool, ids) == []
+    pool.free(other)
+    head = computed(pool, [1, 2, 7])  # the same tokens once more, in a new life
+    assert found(pool, ids) == head.blocks[:1]
+    audit_pool(pool, [b, head])
 
 
 def test_nobody_is_served_anothers_text():
@@ -363,8 +351,8 @@ def test_blocks_that_follow_each_other_are_not_copied():
         ([[3, 4], [1, 2]], False), ([[3, 4], [3, 4]], False),  # the last: forks
     ):  # fmt: skip
         runner = runner_of(8, 4, N=4, K=2)
-        rows = [Row(blocks, 4 * len(blocks) - 2, [1, 2][: len(tables[0])]) for blocks in tables]
-        rows = [row._replace(start=row.start + 1 - (len(row.ids) > 1)) for row in rows]
+        count = min(len(tables[0]), 2)
+        rows = [Row(blocks, 4 * len(blocks) - count, [1, 2][:count]) for blocks in tables]
         tokens, _, layers, _ = replace_layers(FastBlocks, runner.model, runner.plan(rows))
         q, k, v = (torch.randn(1, n, tokens.shape[1], 8).double() for n in (4, 2, 2))
         if tables == [[3, 4], [3, 4]]:  # they write the same
@@ -419,8 +407,10 @@ def test_the_example_of_plan():
     assert runner.plan([Row([7, 2], 3, [a, b, c])])[2][0].slots.tolist() == [31, 8, 9]
 
 
-def test_the_example_of_groups_of():
-    """Which rows stand together, by the docstring; and what else may be asked."""
+def test_rows_that_stand_together():
+    """No more of them than max_blocks hold, by the longest: one long sequence made all others as
+    slow as itself, padded to its length, and 48 at once took new memory each time; many that share
+    a long prompt took more memory than there was. And the docstring's example of groups_of."""
     rows = [Row([], start, [5] * count) for count, start in ((1, 5), (1, 3), (1, 2), (3, 4))]
     for size, most, counts in (
         (4, 4, [2, 1, 1]), (4, 6, [3, 1]), (1, 18, [3, 1]), (4, 1, [1] * 4), (4, 0, [1] * 4),
@@ -432,12 +422,6 @@ def test_the_example_of_groups_of():
     # A draft's rows can come in another order; all of a group were padded to the last one.
     rows = [Row([], start, [5]) for start in (3, 3, 79)]
     assert [len(group) for group in groups_of(rows, 4, 20)] == [2, 1]
-
-
-def test_rows_that_stand_together():
-    """No more of them than max_blocks hold, by the longest: one long sequence made all others as
-    slow as itself, padded to its length, and 48 at once took new memory each time; many that share
-    a long prompt took more memory than there was."""
     runner = runner_of(80, 16)
     large = [Runner(runner.model, 2**14, 16, kv_dtype).max_blocks for kv_dtype in ("auto", "int8")]
     assert (runner.max_blocks, large) == (80, [2**21 // (16 * 8 * 8)] * 2)  # as floats

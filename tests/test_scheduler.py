@@ -11,11 +11,12 @@ import math
 import random
 import string
 import sys
-import timeit
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from time import thread_time
+from timeit import repeat
 from types import SimpleNamespace
 
 import pytest
@@ -206,9 +207,6 @@ def test_chunks_fill_the_budget():
         assert at.stats["generation_tokens"] == sum(produced(*requests))
 
 
-# --- What is refused, and what just fits ----------------------------------------------------------
-
-
 def test_what_can_never_run_is_refused_at_once():
     """A prompt larger than the pool ended nano-vllm, and let mini-sglang wait for ever; an empty
     one killed a server (CVE-2024-8768). NaN is neither before nor after another priority, so the
@@ -298,7 +296,7 @@ def test_a_step_costs_no_more_where_many_wait():
             request = at.add_request([1, 2], params(60, temperature=0, ignore_eos=True))
         at.step()
         at.waiting = request.outputs * waiting
-        seconds.append(min(timeit.repeat(at.step, number=5, repeat=9)))
+        seconds.append(min(repeat(at.step, timer=thread_time, number=5, repeat=9)))
         assert len(at.running) == 4
     assert seconds[1] < 3 * seconds[0]
 
@@ -386,17 +384,16 @@ def test_a_step_stays_within_what_is_free(monkeypatch, changes, guesses, prompt,
         assert sum(at.ran.values()) == 67 and most < 40e6  # the others run too, a token at a time
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [None, 900])
-def test_masks_stay_within_what_is_free(window, dtype):
+def test_masks_stay_within_what_is_free():
     """The mask of a chunk's tokens, which PyTorch widens to floats, was in no estimate: 264 MB for
     32 query heads on 4, and 257 tokens that see 32,528."""
-    heads = dict(num_attention_heads=32, num_key_value_heads=4, windows=(window, None))
-    model = random_model(**heads, max_position_embeddings=16_385).to(dtype)
-    attend_fast(model)
-    at = Engine(model, None, num_blocks=1024, max_num_seqs=1, max_num_batched_tokens=257)
-    row = Row([*range(1024)], 16_384 - 257, [1] * 257)
-    assert peak(lambda: at.runner.forward([row])) < step_bytes(at) < 210e6
+    for dtype, window in itertools.product((torch.float32, torch.bfloat16), (None, 900)):
+        heads = dict(num_attention_heads=32, num_key_value_heads=4, windows=(window, None))
+        model = random_model(**heads, max_position_embeddings=16_385).to(dtype)
+        attend_fast(model)
+        at = Engine(model, None, num_blocks=1024, max_num_seqs=1, max_num_batched_tokens=257)
+        row = Row([*range(1024)], 16_384 - 257, [1] * 257)
+        assert peak(lambda: at.runner.forward([row])) < step_bytes(at) < 210e6  # noqa: B023
 
 
 V1, V2 = "sys/fs/cgroup/memory/", "sys/fs/cgroup/"
@@ -431,9 +428,6 @@ def test_free_memory(monkeypatch, tmp_path):
         assert 2**20 < free_memory(cpu, root) < 2**50
 
 
-# --- n > 1 ----------------------------------------------------------------------------------------
-
-
 def test_n_share_the_prompts_blocks():
     """The prompt held n times; a block that all write to not copied, or copied once too often, at
     a prompt that ends on a block's border (8) or within a block."""
@@ -466,9 +460,9 @@ GOOD = [[i for i in WORDS if i != BAD][at:][:length] for at, length in ((0, 9), 
 AVOID = {"logit_bias": {BAD: -100}, "ignore_eos": True}
 
 
-def check_sound(at: Engine, *jobs, guess=None, requests=None):
+def check_sound(at: Engine, *jobs, guess=None):
     """The jobs get what sound models make of them."""
-    requests = requests or [at.add_request(*job) for job in jobs]
+    requests = [at.add_request(*job) for job in jobs]
     drain(at)
     for request, job in zip(requests, jobs, strict=True):
         draft = DRAFTS.get(guess)
@@ -555,7 +549,6 @@ def test_logprobs_of_a_prompt(speculate):
     for ids in (WORDS[:13], WORDS[:13], WORDS[:1], WORDS[:2]):
         at.add_request(WORDS[:20], params(20, ignore_eos=True), priority=1)
         step(at)
-        queries = at.stats["prefix_cache_queries"]
         request = at.add_request(ids, wish)
         drain(at)
         assert request.outputs[0].cached == 0  # nothing was looked for
@@ -591,34 +584,14 @@ TEXTS = ["ROMEO:\nWhat", "JULIET:\n", "To be, or not to be, that is the question
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, seed=3, max_tokens=20, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def bundled():
-    """With a pool too small for all that the tests ask of it at once."""
-    small = {"num_blocks": 12, "max_num_seqs": 6, "max_num_batched_tokens": 24}
-    return LLM(DRAFT, device="cpu", dtype="float32", max_seq_len=190, **small)
-
-
-@pytest.fixture
-def llm(bundled):
-    yield bundled
-    assert_empty(bundled.engine)
-
-
-def assert_alone(llm, texts, wishes, ask=None):
-    """Generate, and compare each with what it gets alone."""
-    requests = llm.generate(texts, wishes if ask is None else ask)
-    for request, text, wish in zip(requests, texts, wishes, strict=True):
-        ids = llm.engine.tokenizer.encode(text) if isinstance(text, str) else text
-        assert request.outputs[0].ids[: len(ids)] == ids
-        assert_same(request, alone(llm.engine, ids, wish))
-    return requests
-
-
-def test_generate(llm):
+def test_generate():
     """Out of order, or mixed up with each other, in a pool that does not hold all of them. A single
     text taken for a list of letters; parameters of the wrong prompt; or the model's own, which
     generation_config.json holds, ignored. Requests of others returned as one's own; one that was
-    aborted before it was submitted ran for ever."""
+    aborted before it was submitted ran for ever; where one cannot run, others stayed in the queue,
+    and came out of the next call."""
+    small = {"num_blocks": 12, "max_num_seqs": 6, "max_num_batched_tokens": 24}
+    llm = LLM(DRAFT, device="cpu", dtype="float32", max_seq_len=190, **small)
     at, ids = llm.engine, [llm.engine.tokenizer.encode(text) for text in TEXTS]
     aborted, other = at.prepare("ROMEO:", params(9)), at.add_request("O", params(2))
     at.abort(aborted)
@@ -626,20 +599,17 @@ def test_generate(llm):
     (mine,) = llm.generate(TEXTS[0], SAMPLED)
     assert_same(mine, alone(at, ids[0], SAMPLED))
     assert other.finished and aborted.finished
-    assert_alone(llm, TEXTS * 2, [SAMPLED] * 8, SAMPLED)
-    assert at.stats["num_preemptions"] > 0
-    wishes = [replace(SAMPLED, seed=i, max_tokens=3 + i, logprobs=2) for i in range(4)]
-    assert_alone(llm, ids, [*wishes[:2], replace(wishes[2], n=3), wishes[3]])
-    assert llm.generate([], SAMPLED) == llm.generate([]) == []
+    wishes = [replace(SAMPLED, seed=i, max_tokens=3 + i, logprobs=2, n=1 + i % 2) for i in range(4)]
+    for prompts, asked in ((TEXTS * 2, SAMPLED), (ids, wishes)):
+        each = asked if asked is wishes else [asked] * 8
+        for i, request in enumerate(llm.generate(prompts, asked)):
+            assert_same(request, alone(at, ids[i % 4], each[i]))
+        assert at.stats["num_preemptions"] > 0
     (request,) = llm.generate([[5] * 180])
     got = request.outputs[0].params
     assert request.finished and (got.temperature, got.top_p) == (0.8, 0.95)
-
-
-def test_what_cannot_be_run_runs_none(llm):
-    """Half of the prompts stayed in the queue, and came out of the next call; or zip() dropped
-    those that had no parameters; or changes beside parameters were ignored."""
-    before = llm.engine.stats["engine_steps"]
+    before = at.stats["engine_steps"]
+    assert llm.generate([], SAMPLED) == llm.generate([]) == []
     for prompts, wishes, changes in (
         ([[5, 6], [5000], [7]], SAMPLED, {}), ([[5, 6], [], [7]], SAMPLED, {}),
         *((TEXTS[:2], [SAMPLED] * count, {}) for count in (0, 1, 3)),
@@ -647,8 +617,8 @@ def test_what_cannot_be_run_runs_none(llm):
     ):  # fmt: skip
         with pytest.raises(ValueError):
             llm.generate(prompts, wishes, **changes)
-        assert_empty(llm.engine)
-    assert llm.engine.stats["engine_steps"] == before
+        assert_empty(at)
+    assert at.stats["engine_steps"] == before
 
 
 @pytest.mark.parametrize("stride", [61, pytest.param(17, marks=pytest.mark.slow)])

@@ -49,8 +49,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 PROGRAM, WORKER = ROOT / "generate.py", ROOT / "tests" / "tp_worker.py"
 
-# --- Checkpoints ----------------------------------------------------------------------------------
-
 FAMILIES = {
     "plain": {}, "square": {"intermediate_size": 64},
     "one kv head": {  # norms on q and k, windows, words that 2 and 4 do not divide
@@ -99,9 +97,6 @@ def folders(tmp_path_factory):
 def share_of(folder, rank, ranks, dtype=torch.float32):
     shard = functools.partial(tp.shard, rank=rank, world_size=ranks)
     return load_model(folder, "cpu", dtype, shard)
-
-
-# --- A rank's share -------------------------------------------------------------------------------
 
 
 def at_once(ranks, work):
@@ -155,19 +150,22 @@ def test_same_logits(folders, mode, kv_dtype, names):
     lost, a bias that each rank adds, words in the order of another rank, scales of other channels
     than the integers. An int8 cache may round to the other side; and on the fly int8 has scales of
     its own for each rank's inputs: no worse."""
-    for name, ranks in itertools.product(names, (2, 4)):
+    for name in names:
         load = functools.partial(load_model, folders[name], "cpu", torch.float32)
-        exact, want = logits(load(), "", "auto"), logits(load(), mode, kv_dtype)
-        share = functools.partial(share_of, folders[name], ranks=ranks)
-        for found in at_once(ranks, lambda rank: logits(share(rank), mode, kv_dtype)):  # noqa: B023
-            row = f"{name} on {ranks} ranks"
-            if mode == "int8":
-                worse = 1.1 * distance(want, exact)
-                assert 0 < distance(found, exact) < worse < 0.05 * exact.std(), row
-            elif kv_dtype == "int8":
-                assert distance(found, want) < 0.1 * distance(want, exact), row
-            else:
-                assert torch.allclose(found, want, rtol=1e-4, atol=1e-4), row
+        exact = want = logits(load(), "", "auto")
+        if mode or kv_dtype != "auto":
+            want = logits(load(), mode, kv_dtype)
+        for ranks in (2, 4):
+            share = functools.partial(share_of, folders[name], ranks=ranks)
+            for found in at_once(ranks, lambda rank: logits(share(rank), mode, kv_dtype)):  # noqa: B023
+                row = f"{name} on {ranks} ranks"
+                if mode == "int8":
+                    worse = 1.1 * distance(want, exact)
+                    assert 0 < distance(found, exact) < worse < 0.05 * exact.std(), row
+                elif kv_dtype == "int8":
+                    assert distance(found, want) < 0.1 * distance(want, exact), row
+                else:
+                    assert torch.allclose(found, want, rtol=1e-4, atol=1e-4), row
 
 
 def test_two_sums_a_layer(folders, monkeypatch):
@@ -191,21 +189,24 @@ def kib(field):
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads /proc")
 def test_peak_memory_of_loading(folders, tmp_path):
-    """A rank that first builds or reads the whole model, and then cuts it. Of 193 MB, it may hold
-    its share, all of the embedding, and that as it is read. A tenth and 8 MB are for pages."""
+    """A state dict beside the model, or a rank that first builds or reads the whole model, and then
+    cuts it. Of 193 MB, a rank may hold its share, all of the embedding, and that as it is read. A
+    tenth and 8 MB are for pages."""
     sizes = {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8}
     sizes |= {"vocab_size": 16384, "intermediate_size": 4096, "num_hidden_layers": 4}
     folder = tiny_folder(tmp_path, torch_dtype="bfloat16", **sizes)
     size = (folder / "model.safetensors").stat().st_size
     share_of(folders["plain"], 3, 4)  # brings in what PyTorch needs once, 80 MB
-    ctypes.CDLL(None).malloc_trim(0)  # or what earlier tests have freed would be used again
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM, the most so far, begins anew
-    before = kib("VmRSS")
-    model = share_of(folder, 3, 4, None)
-    table = model.embed_tokens.weight.nbytes
-    share = (size - table) / 4 + table
-    assert sum(p.nbytes for p in model.parameters()) < 1.01 * share
-    assert 1024 * (kib("VmHWM") - before) < 1.1 * (share + table) + 8e6
+    for ranks in (4, 1):
+        ctypes.CDLL(None).malloc_trim(0)  # or what was freed before would be used again
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM, the most so far, begins anew
+        before = kib("VmRSS")
+        model = load_model(folder) if ranks == 1 else share_of(folder, 3, 4, None)
+        table = model.embed_tokens.weight.nbytes
+        share = (size - table) / ranks + table
+        assert sum(p.nbytes for p in model.parameters()) < 1.01 * share
+        assert 1024 * (kib("VmHWM") - before) < 1.1 * (share + table) + 8e6
+        del model
 
 
 def refused(folder, ranks, message):
@@ -283,9 +284,8 @@ def fail():
 
 @pytest.fixture
 def ctrl_c():
-    """One that works even where the tests run in the background."""
+    """Give the handlers back."""
     before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -360,16 +360,9 @@ def test_signals(ctrl_c, monkeypatch):
     monkeypatch.setattr(tp, "broadcast", fail)
     with pytest.raises(CheckpointError, match=r"rank 1: .*a fault for the test"):
         tp.follow(None)
-
-
-def test_no_pickle_and_no_fixed_port():
-    """Objects sent by pickle run the sender's code; a fixed port is another's, or everybody's."""
-    for file in ("tp.py", "around/start/ranks.py"):
+    for file in ("tp.py", "around/start/ranks.py"):  # pickles run their sender's code; fixed ports
         source = (ROOT / file).read_text()
         assert not re.search(r"_object|pickle|MASTER_|tcp://|(?<!arXiv):\d{4,5}\b|port=", source)
-
-
-# --- Joining --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -452,20 +445,11 @@ def test_gpus(joining, monkeypatch):
     assert calls == [3, "destroyed"]
 
 
-@pytest.mark.parametrize(
-    ("rank", "error", "text"),
-    [(0, CheckpointError("no"), "usage\nnoise\ngenerate.py: error: no\n"),
-     (1, CheckpointError("no"), "generate.py: error: no\n"),
-     (1, CheckpointError(f"rank 1: {CLOSED}"), "")],
-)  # fmt: skip
-def test_an_error_of_use(joining, monkeypatch, rank, error, text):
+def test_an_error_of_use(joining, monkeypatch):
     """The same error once from each rank; one that only rank 1 has, from none; its other noise;
     lost contact, from each of many."""
-    calls, err = joining(rank, 2, rank), io.StringIO()
-    monkeypatch.setattr(sys, "stderr", err)
-    monkeypatch.setattr(sys, "__stderr__", err)
 
-    def run(args, ranks):
+    def run(error, *_):
         print("noise", file=sys.stderr)
         raise error
 
@@ -473,9 +457,18 @@ def test_an_error_of_use(joining, monkeypatch, rank, error, text):
         print("usage", file=sys.stderr)
         return SimpleNamespace(device="cpu")
 
-    assert launch("generate.py", [], parse, run) == 2
-    assert err.getvalue() == text
-    assert calls.count(3) == (rank and bool(text))
+    for rank, error, text in (
+        (0, CheckpointError("no"), "usage\nnoise\ngenerate.py: error: no\n"),
+        (1, CheckpointError("no"), "generate.py: error: no\n"),
+        (1, CheckpointError(f"rank 1: {CLOSED}"), ""),
+    ):  # fmt: skip
+        calls, err = joining(rank, 2, rank), io.StringIO()
+        with monkeypatch.context() as m:
+            m.setattr(sys, "stderr", err)
+            m.setattr(sys, "__stderr__", err)
+            assert launch("generate.py", [], parse, functools.partial(run, error)) == 2
+        assert err.getvalue() == text
+        assert calls.count(3) == (rank and bool(text))
 
 
 def test_what_must_be_the_same(tmp_path, monkeypatch):
@@ -607,13 +600,12 @@ FEW = ["batched", "n = 3", "preempted", "draft", "int8 cache", "interrupted"]
 @pytest.mark.parametrize(
     ("ranks", "compiled", "models", "commands"),
     [
-        (2, [], [("bundled", "", FEW), ("bundled int4", "", ONE), ("one kv head", "", ONE)],
-         COMMANDS),
+        (2, [], [("bundled", "", FEW), ("one kv head", "", ONE)], COMMANDS),
         pytest.param(2, ["--compile"], [(PACKED, "", ["batched", "draft", "interrupted"])], [],
                      marks=pytest.mark.slow),
-        pytest.param(4, [], [("bundled", "", ALL), ("nine words", "", ONE),
-                             ("two kv heads int4", "", ONE), ("two kv heads", "int4", ONE),
-                             ("experts", "", ONE)], [],
+        pytest.param(4, [], [("bundled", "", ALL), ("bundled int4", "", ONE), ("experts", "", ONE),
+                             ("nine words", "", ONE), ("two kv heads int4", "", ONE),
+                             ("two kv heads", "int4", ONE)], [],
                      marks=pytest.mark.slow),
     ],
 )  # fmt: skip
@@ -621,8 +613,7 @@ def test_same_tokens(folders, start, tmp_path, ranks, compiled, models, commands
     """A rank that ran something else, or did not copy a block, or was left behind by Ctrl-C; text
     or statistics from every rank; an error from each, or from none; an end that is not sent, or
     arrives in the middle of something. And a thread of gloo's that lets go of a tensor while Python
-    ends, which aborts the process, one time in ten, after all its work is done: the group was kept
-    alive by who knows what."""
+    ends, which aborts the process, one time in ten, after all its work is done."""
     models = [(str(folders[name]), *rest) for name, *rest in models]
     (tmp_path / "cases").write_text(json.dumps([models, commands, compiled]))
     group = start("by hand", ranks, WORKER, "cases", tmp_path)
@@ -633,23 +624,6 @@ def test_same_tokens(folders, start, tmp_path, ranks, compiled, models, commands
         assert "python" in (threads := each.pop("threads")) and "gloo" not in threads
     assert found[0] == dict(tp_worker.cases(models, commands))
     assert not any(any(result) for each in found[1:] for result in each.values())
-
-
-# --- How they end ---------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_torchrun(start):
-    """A command line proper; and an error that each rank has, or rank 0 alone, once it has loaded:
-    the same line from each, or from none; success; ranks that wait for those who failed."""
-    for argv in (SOME, (*SOME, "--checkpoint", "/nowhere"), (*SOME, "--max-seq-len", "3")):
-        ranks, want = start("torchrun", 2, PROGRAM, *argv), tp_worker.captured(argv)
-        assert bool(ranks.end()[0]) == bool(want[0])
-        ((out, err),) = ranks.said
-        lines = re.findall(".*(?:error: |new tokens).*", err)
-        told = [line for line in want[2].splitlines() if not line.startswith("sampling: ")]
-        assert out == want[1]
-        assert [re.sub(r"\d+\.\d+", "", line) for line in lines] == told
 
 
 @pytest.mark.slow
@@ -677,8 +651,18 @@ def test_a_rank_fails(start, program, who, fault):
 
 
 @pytest.mark.slow
-def test_a_rank_dies(start):
-    """The others wait for it for ever."""
+def test_torchrun_and_deaths(start):
+    """A command line proper; and an error that each rank has, or rank 0 alone, once it has loaded:
+    the same line from each, or from none; success; ranks that wait for those who failed, or for one
+    that was killed."""
+    for argv in (SOME, (*SOME, "--checkpoint", "/nowhere"), (*SOME, "--max-seq-len", "3")):
+        ranks, want = start("torchrun", 2, PROGRAM, *argv), tp_worker.captured(argv)
+        assert bool(ranks.end()[0]) == bool(want[0])
+        ((out, err),) = ranks.said
+        lines = re.findall(".*(?:error: |new tokens).*", err)
+        told = [line for line in want[2].splitlines() if not line.startswith("sampling: ")]
+        assert out == want[1]
+        assert [re.sub(r"\d+\.\d+", "", line) for line in lines] == told
     for who in (0, 1):
         ranks = start("by hand", 2, PROGRAM, *LONG)
         os.kill(ranks.speak()[who][0], signal.SIGKILL)
