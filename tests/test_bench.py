@@ -4,7 +4,6 @@ import json
 import signal
 import subprocess
 import tempfile
-import time
 from argparse import Namespace
 from contextlib import suppress
 from dataclasses import replace
@@ -24,7 +23,7 @@ from around.machine import Ranks
 from around.settings import check
 from model import Config, Transformer
 from quantize import QuantLinear, quantize_model
-from tools import bench, load, report, versus
+from tools import bench, load, report
 from tools.measure import bytes_per_step
 
 pytest_plugins = ["serving"]
@@ -159,16 +158,6 @@ def test_versus(measure, tmp_path, monkeypatch):
     assert "while" in made[0].args[2] and made[0].wait(5) == -signal.SIGKILL
 
 
-def test_figures_of_an_engine(monkeypatch):
-    """The prompt's time is included where it should not, or left out; a row of a batch counts."""
-    engine, now = versus.Peer(), [0.0]
-    engine.complete = lambda prompts, new: now.append(now[-1] + 0.3 + 0.01 * new * len(prompts))
-    monkeypatch.setattr(time, "perf_counter", lambda: now[-1])
-    assert engine.speed("decode", [[5] * 20], 11) == pytest.approx(1 / 0.01)
-    assert engine.speed("prefill", [[5] * 20], 11) == pytest.approx(20 / 0.31)
-    assert engine.speed("batch", [[5], [9, 2]], 20) == pytest.approx(40 / 0.7)
-
-
 def test_random_models(tmp_path):
     """The config has another rope, norm or head than the weights: engines run different models. A
     rank's share of a tied one was a KeyError: there is no file to take lm_head from."""
@@ -274,10 +263,3 @@ def test_bytes_per_step_of_experts():
         pack(model)
         for batch, chosen in ((1, 2), (2, 3.5), (1000, 8)):
             assert abs(bytes_per_step(model, 0, batch) - rest - chosen * expert) < 1000
-
-
-def test_numbers():
-    """A table shows 2.56e+03, or a count of 1,008 as 1,010."""
-    values = (2563.4, 1008, 999.6, 47.853, 9.996, 1.5881e-05, 0.0, -0.02347)
-    shown = ["2,560", "1,008", "1,000", "47.9", "10", "0.0000159", "0", "-0.0235"]
-    assert [*map(report.number, values)] == shown

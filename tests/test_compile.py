@@ -94,11 +94,10 @@ def test_rows_whose_heads_share_no_keys_are_gathered(dtype, one_thread):
     compile_model(model, None)
     assert compiling.blocks_of(model) is CompiledBlocks
 
-    def run(each, *counts, seed=0):
-        engine = Engine(each, num_blocks=22, block_size=8)
-        texts = random.Random(seed)
-        outputs = []
-        for count in counts:
+    def run(each):
+        engine, outputs = Engine(each, num_blocks=22, block_size=8), []
+        texts = random.Random(0)
+        for count in (1, 2, 5, 3, 5):
             prompts = [[7] * 9 + texts.choices(range(300), k=length) for length in LENGTHS[:count]]
             requests = [engine.add_request(ids, replace(WISH, n=1 + (i == 1)))
                         for i, ids in enumerate(prompts)]  # fmt: skip
@@ -108,9 +107,9 @@ def test_rows_whose_heads_share_no_keys_are_gathered(dtype, one_thread):
         return outputs
 
     with torch.compiler.set_stance("fail_on_recompile"):
-        found = run(model, 1, 2, 5, 3, 5)
+        found = run(model)
     if dtype == torch.float32:
-        assert found == run(twin, 1, 2, 5, 3, 5)
+        assert found == run(twin)
 
 
 TINY = Config(8, 8, 8, 1, 2, 2, 4)
@@ -185,16 +184,16 @@ def test_what_is_hidden_from_the_compiler(monkeypatch):
 @slow
 def test_each_process_gives_the_same_text():
     """Arithmetic chosen by timing: a seed then means another text each time that the engine is
-    started. Three processes at once, so that they disturb each other; a prompt long enough for
-    what is multiplied otherwise than single rows."""
+    started. Two processes at once, so that they disturb each other; a prompt long enough for what
+    is multiplied otherwise than single rows."""
     command = [sys.executable, "generate.py", "--device", "cpu", "--compile", "--quantize", "int4"]
     command += ["--seed", "1", "--temperature", "1", "--max-new-tokens", "100", "--ignore-eos"]
     command += ["--prompt", "To be, or not to be, that is the question:\n" * 12]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    started = [subprocess.Popen(command, cwd=ROOT, **pipes) for _ in range(3)]
+    started = [subprocess.Popen(command, cwd=ROOT, **pipes) for _ in range(2)]
     texts, errors = zip(*(process.communicate(timeout=300) for process in started))
     assert len(texts[0].split()) > 30, errors[0]
-    assert texts[0] == texts[1] == texts[2]
+    assert texts[0] == texts[1]
 
 
 def test_what_is_compiled(monkeypatch, capsys):

@@ -25,8 +25,6 @@ from tools.convert import copy_rest
 pytestmark = pytest.mark.usefixtures("one_thread")
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 
-# --- Tokenizers -----------------------------------------------------------------------------------
-
 
 def token(content, special=True, **more):
     flags = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
@@ -130,9 +128,6 @@ def test_what_ends_a_sequence(tmp_path):
     assert sequence.end_ids == {5, 7, GPT.token_to_id("</s>")}
 
 
-# --- Weights --------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     return build("llama3.1", tmp_path_factory.mktemp("llama"))
@@ -176,8 +171,6 @@ def test_a_tied_folder_that_stores_lm_head(tmp_path):
     same(ours := load_model(tmp_path), built)
     assert is_tied(ours)
 
-
-# --- Chats ----------------------------------------------------------------------------------------
 
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 ASKED = {"role": "user", "content": "the cat"}

@@ -25,8 +25,6 @@ from tools.convert import best_scales, calibrate, gptq
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# --- The algorithm --------------------------------------------------------------------------------
-
 
 def correlated(rows, K, rank):
     """Inputs most of whose variance lies in a few directions, as those of a trained model."""
@@ -87,21 +85,12 @@ def test_best_scales():
     assert torch.equal(narrow[:, [0, 1, 3, 4, 5]], wide[:, [0, 1, 3, 4, 5]])
 
 
-def test_channels_go_by_importance():
-    """In the order in which they are stored, loud channels at the end would find nobody left to
-    make up for them: the result must not depend on how channels are numbered."""
-    weight, x = torch.randn(32, 192), correlated(1000, 192, 30) * torch.linspace(0.1, 2, 192)
-    H, shuffled = x.t() @ x, torch.randperm(192)
-    q, scales, zeros = gptq(weight, H, 4, 192)
-    ours = gptq(weight[:, shuffled], H[shuffled][:, shuffled], 4, 192)
-    assert torch.equal(ours[1], scales) and torch.equal(ours[2], zeros)
-    assert (ours[0] == q[:, shuffled]).float().mean() > 0.99  # the rest hangs on a last bit
-
-
 def test_dead_channels_and_few_rows():
     """A channel that no calibration text switches on has a row of zeros in H, and fewer samples
-    than channels make it singular: a Cholesky fails, or fills the weight with NaN. And the weight
-    of a tied embedding, or H, changed while it is quantised."""
+    than channels make it singular: a Cholesky fails, or fills the weight with NaN. The weight of a
+    tied embedding, or H, changed while it is quantised. Loud channels that are stored at the end
+    find nobody left to make up for them: the result must not depend on how channels are numbered.
+    """
     for dead, rows in itertools.product(([], [5, 77, 130, 159], [*range(160)]), (10, 400)):
         weight, x = torch.randn(16, 160), correlated(rows, 160, 20)
         x[:, dead] = 0
@@ -115,9 +104,12 @@ def test_dead_channels_and_few_rows():
         nearest = output_error(weight, H, 4, round_to_nearest(weight, 4, 32))
         gain = 1 if len(dead) == 160 else 4
         assert output_error(weight, H, 4, (q, scales, zeros)) * gain <= nearest
-
-
-# --- Calibration ----------------------------------------------------------------------------------
+    weight, x = torch.randn(32, 192), correlated(1000, 192, 30) * torch.linspace(0.1, 2, 192)
+    H, shuffled = x.t() @ x, torch.randperm(192)
+    q, *rest = gptq(weight, H, 4, 192)
+    ours, *others = gptq(weight[:, shuffled], H[shuffled][:, shuffled], 4, 192)
+    assert all(map(torch.equal, rest, others))
+    assert (ours == q[:, shuffled]).float().mean() > 0.99  # the rest hangs on a last bit
 
 
 def tiny_text(n):
@@ -204,8 +196,6 @@ def test_samples_are_spread_over_the_text(tmp_path, monkeypatch):
             calibrate(model, tiny_text(n), "int4", group_size)
         assert len(linears(model)) == 9
 
-
-# --- Folders of other tools -----------------------------------------------------------------------
 
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 
@@ -377,7 +367,10 @@ def test_damaged_folders(tmp_path):
 
 def test_what_some_tools_write(tmp_path):
     """A bias of zeros for each Linear that has none, which vLLM skips too; a trivial g_idx for some
-    of q, k and v, and none for the others: they are alike."""
+    of q, k and v, and none for the others: they are alike. And desc_act, which sorts channels by
+    importance before it groups them: read as if its groups were of neighbours, the model rambles.
+    What the file says of it does not matter (exllama#44), g_idx does; without it nothing tells the
+    order."""
     folder, weights, _ = other_folder(tmp_path)
     tensors = load_file(folder / "model.safetensors")
     for name in weights:
@@ -386,12 +379,6 @@ def test_what_some_tools_write(tmp_path):
     save_file(tensors, folder / "model.safetensors")
     found = weights_of(load_model(folder))
     assert all(torch.equal(found[name], weight) for name, weight in weights.items())
-
-
-def test_groups_of_other_than_neighbours_are_refused(tmp_path):
-    """desc_act, which sorts channels by importance before it groups them: read as if its groups
-    were of neighbours, the model rambles. What the file says of it does not matter (exllama#44),
-    g_idx does; and without g_idx nothing tells the order."""
     for i, options in enumerate(({}, {"v2": True, "group_size": 16}, {"bits": 8})):
         folder, _, _ = other_folder(tmp_path / str(i), desc_act=True, **options)
         config = json.loads((folder / "config.json").read_text())["quantization_config"]
@@ -405,17 +392,17 @@ def test_groups_of_other_than_neighbours_are_refused(tmp_path):
         load_model(folder)
 
 
-@pytest.mark.parametrize(("method", "file", "stored"), [
-    ("gptq", "quantize_config.json", {"bits": 4, "group_size": 32, "desc_act": False}),
-    ("awq", "quant_config.json",
-     {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}),
-])  # fmt: skip
-def test_settings_in_a_file_of_their_own(method, file, stored, tmp_path):
+def test_settings_in_a_file_of_their_own(tmp_path):
     """AutoGPTQ's or AutoAWQ's own file, which names no tool, was not read, and the model was one of
     missing tensors."""
-    folder, _, _ = other_folder(tmp_path, method)
-    want = logits_of(load_model(folder))
-    (folder / file).write_text(json.dumps(stored))
-    for found in (..., {"quant_method": method, "bits": 4}):  # the rest from the other file
-        edit_config(folder, quantization_config=found)
-        assert torch.equal(logits_of(load_model(folder)), want)
+    awq = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
+    for method, file, stored in (
+        ("gptq", "quantize_config.json", {"bits": 4, "group_size": 32, "desc_act": False}),
+        ("awq", "quant_config.json", awq),
+    ):  # fmt: skip
+        folder, _, _ = other_folder(tmp_path / method, method)
+        want = logits_of(load_model(folder))
+        (folder / file).write_text(json.dumps(stored))
+        for found in (..., {"quant_method": method, "bits": 4}):  # the rest from the other file
+            edit_config(folder, quantization_config=found)
+            assert torch.equal(logits_of(load_model(folder)), want)

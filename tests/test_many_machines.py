@@ -2,11 +2,9 @@
 three servers of the bundled model. Where a program is missing these tests skip; where
 KILOLM_NEEDS_ALL is set, as in CI, they fail."""
 
-import asyncio
 import contextlib
 import http.client
 import json
-import random
 import signal
 import socket
 import subprocess
@@ -18,15 +16,9 @@ import pytest
 from conftest import ROOT, program
 from serving import COMPLETIONS, LONG, SHORT, Client, Process, until
 
-from tools import load
-
 CONFIGS = {"haproxy": ROOT / "docs" / "haproxy.cfg", "nginx": ROOT / "docs" / "nginx.conf"}
 HASH = {"haproxy": "balance hash var(txn.key)", "nginx": "hash $key consistent;"}
-POLICIES = {  # what takes the place of that line
-    ("haproxy", "least connections"): "balance leastconn",
-    ("haproxy", "round robin"): "balance roundrobin",
-    ("nginx", "least connections"): "least_conn;",
-}
+LEAST = {"haproxy": "balance leastconn", "nginx": "least_conn;"}  # in place of that line
 # What nginx needs around a file of conf.d. As another user than root it may not write elsewhere.
 NGINX = """
 daemon off; worker_processes 2; pid {0}/pid; error_log {0}/errors;
@@ -42,7 +34,7 @@ http {{
 class Proxy(Client):
     """One of the two programs with its file from docs/, in front of these servers."""
 
-    def __init__(self, kind, folder, replicas, policy="hash"):
+    def __init__(self, kind, folder, replicas, policy=HASH):
         self.kind, found = kind, program(kind)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             self.port = listener.getsockname()[1]
@@ -50,7 +42,7 @@ class Proxy(Client):
         ports = [self.port, *(replica.port for replica in replicas)]
         changes = {f"127.0.0.1:{old}": f"127.0.0.1:{new}"
                    for old, new in zip((8080, 8001, 8002, 8003), ports, strict=True)}  # fmt: skip
-        for old, new in {HASH[kind]: POLICIES.get((kind, policy), HASH[kind]), **changes}.items():
+        for old, new in {HASH[kind]: policy[kind], **changes}.items():
             assert text.count(old) == 1
             text = text.replace(old, new)
         (folder / "config").write_text(text)
@@ -75,19 +67,15 @@ class Proxy(Client):
         self.process.wait()
 
 
-def start(stack, folder, *options):
-    """Three servers, started at once."""
-    made = []
-    for name in "abc":
-        (folder / name).mkdir(parents=True)
-        made.append(Process(folder / name, *options))
-    return [stack.enter_context(each) for each in made]
-
-
 @pytest.fixture
 def replicas(tmp_path):
+    """Three servers, started at once."""
     with contextlib.ExitStack() as stack:
-        yield start(stack, tmp_path, "--shutdown-timeout", 120)  # beside another test
+        made = []
+        for name in "abc":
+            (tmp_path / name).mkdir()
+            made.append(Process(tmp_path / name, "--shutdown-timeout", 120))  # beside another test
+        yield [stack.enter_context(each) for each in made]
 
 
 @pytest.fixture(params=CONFIGS)
@@ -130,9 +118,6 @@ def stream_on_each(proxy, replicas):
             assert inside(replicas) == [1, 1, 1]
             return streams, [texts[k] for k in range(3)]
     raise AssertionError(f"60 texts went to {sorted(texts)} alone")
-
-
-# --- What the page says ---------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -178,7 +163,7 @@ def test_who_gets_a_request(proxy, replicas, tmp_path):
     """A session whose requests go to all replicas; all sessions with one of them. A session that
     all users share: all of its requests went to its home, or to any replica. What the page says
     to write for least connections, which nobody had tried."""
-    with Proxy(proxy.kind, tmp_path, replicas, "least connections") as other:
+    with Proxy(proxy.kind, tmp_path, replicas, LEAST) as other:
         streams = [other.stream(LONG) for _ in replicas]
         assert inside(replicas) == [1] * len(streams)
     until(lambda: inside(replicas) == [0, 0, 0])
@@ -202,54 +187,3 @@ def test_who_gets_a_request(proxy, replicas, tmp_path):
             assert sorted(inside(replicas)) == pytest.approx(counts, abs=2)
         if proxy.kind == "nginx":  # all are full
             assert proxy.post(COMPLETIONS, SHORT).status == 502
-
-
-DOCUMENTS, TOKENS, USERS, REQUESTS = 6, 256, 12, 250
-
-
-def crowd(url):
-    """Requests of twelve users, each of whom sends the next when one is answered."""
-    what = load.Load(url, None, None, 0, (0, 0), (0, 0), 0, 0, 1000, {})
-    rng = random.Random(0)
-    tokens = lambda n: [rng.randrange(3, 1000) for _ in range(n)]  # noqa: E731
-    shared = [tokens(TOKENS) for _ in range(DOCUMENTS)]
-    prompts = [rng.choice(shared) + tokens(16) for _ in range(REQUESTS)]
-    body = {"max_tokens": 8, "ignore_eos": True, "temperature": 0,
-            "stream": True, "stream_options": {"include_usage": True}}  # fmt: skip
-    outcomes, start = [], time.perf_counter()
-
-    async def user():
-        while prompts:
-            asked, now = body | {"prompt": prompts.pop()}, time.perf_counter() - start
-            outcomes.append(await load.one(what, asked, start, now))
-
-    async def all_users():
-        await asyncio.gather(*(user() for _ in range(USERS)))
-
-    asyncio.run(all_users())
-    assert len(outcomes) == REQUESTS and not any(each.error for each in outcomes)
-
-
-@pytest.mark.nightly
-def test_hits(tmp_path):
-    """A way to choose that costs balance, and finds no more than round robin does."""
-    hits = {}
-    for policy, kind in (("round robin", "haproxy"), ("hash", "haproxy"), ("hash", "nginx")):
-        # nginx's ring depends on the ports, which are others each time. Once in twenty times five
-        # of six documents belong to one replica.
-        for i in range(3):
-            with contextlib.ExitStack() as stack:
-                folder = tmp_path / f"{policy} {kind} {i}"
-                servers = start(stack, folder, "--num-blocks", 40, "--max-num-seqs", 8)
-                proxy = stack.enter_context(Proxy(kind, folder, servers, policy))
-                crowd(f"http://127.0.0.1:{proxy.port}")
-                counts = [each.metrics() for each in servers]
-            found, asked, came = (
-                [each[f"{name}_total"] for each in counts]
-                for name in ("prefix_cache_hits", "prefix_cache_queries", "prompt_tokens")
-            )
-            hits[policy, kind] = sum(found) / sum(asked)
-            if kind == "haproxy" or max(came) < 0.6 * sum(came):
-                break
-    for kind in CONFIGS:
-        assert hits["hash", kind] >= 1.5 * hits["round robin", "haproxy"], hits

@@ -1,12 +1,10 @@
 """A real model, as a user has it: its tokens are those of transformers on every path, it chats,
 keeps to a schema, and survives fewer bits. See real_model.py."""
 
-import json
 import re
 import subprocess
 import sys
 
-import jsonschema
 import pytest
 import torch
 from conftest import ROOT
@@ -76,19 +74,3 @@ def test_a_chat(folder, words):
     for chat in ([hi], [{"role": "system", "content": "Be brief."}, hi], [hi, answer, hi]):
         want = theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
         assert words.encode_chat(chat) == want
-
-
-@pytest.mark.nightly
-def test_a_schema(folder):
-    schema = {
-        "type": "object", "required": ["city", "inhabitants"], "additionalProperties": False,
-        "properties": {
-            "city": {"type": "string", "maxLength": 20}, "inhabitants": {"type": "integer"}},
-    }  # fmt: skip
-    params = SamplingParams(
-        structured_outputs={"json": schema}, max_tokens=80, n=4, seed=1, temperature=0.5
-    )
-    (request,) = LLM(folder, max_num_seqs=4).generate("A large city of France, as JSON:\n", params)
-    for sequence in request.outputs:
-        assert sequence.finish_reason == "stop"
-        jsonschema.validate(json.loads(sequence.text), schema)

@@ -220,8 +220,8 @@ FILTERS = [  # keep_likeliest selects 256 by default
 
 def test_selecting_gives_what_sorting_gives(monkeypatch):
     """Of equals at a border others are kept than by a stable sort; a token that was not selected is
-    lost, where more are to be kept; the mass is that of the selected alone; one row's fallback to
-    the sort changes its neighbours; all rows are sorted."""
+    lost; the mass is that of the selected alone; one row's fallback to the sort changes its
+    neighbours; all rows are sorted."""
     kinds = some_distributions(5000)
     table = [(name, SamplingParams(**each)) for each in FILTERS for name in kinds]
     probs, params = torch.stack([kinds[name] for name, _ in table]), [p for _, p in table]
@@ -230,8 +230,8 @@ def test_selecting_gives_what_sorting_gives(monkeypatch):
     monkeypatch.setattr(sampling, "keep_likeliest", count)
     fast = keep_likeliest(probs, params)
     assert {*sizes} == {1} and 0.2 * len(table) < len(sizes) < 0.6 * len(table)  # which had to be
-    for (name, each), a, b in zip(table, fast, slow, strict=True):
-        assert torch.equal(a > 0, b > 0), (name, each)
+    for each, a, b in zip(table, fast, slow, strict=True):
+        assert torch.equal(a > 0, b > 0), each
     torch.testing.assert_close(fast, slow, atol=1e-6, rtol=0)
     for u in (0.0, 0.01, 0.5, 0.9, 0.999, BELOW_1):
         u = torch.full((len(table),), u, dtype=torch.float64)
@@ -240,14 +240,10 @@ def test_selecting_gives_what_sorting_gives(monkeypatch):
         assert torch.equal(keep_likeliest(each[None], [p])[0], together)  # to the last bit
 
 
-# --- By example, and at the edge ------------------------------------------------------------------
-
-
 def test_settings_by_example():
     """The reference shares a fault. Presence or frequency counts the prompt, or works only beside
     the other; repetition forgets the prompt or divides a negative; a bias comes after temperature;
-    top-p drops the token that crosses the mass; min-p compares with 1, not the likeliest token. As
-    Hugging Face and vLLM define them."""
+    top-p drops the token that crosses the mass; min-p compares with 1, not the likeliest token."""
     seen = {"prompt": [0, 0], "output": [1, 1, 1]}
     logs = [math.log(p) for p in (0.1, 0.5, 0.1, 0.3)]
     for logits, params, want in [
@@ -316,9 +312,6 @@ def test_logits_at_the_edge():
         assert sample(logits, rows) == sample(logits.float(), rows)
 
 
-# --- One sequence beside others, and ahead of itself ----------------------------------------------
-
-
 @settings(few, max_examples=50)
 @given(
     batch=st.lists(st.tuples(some_logits, any_params, texts), min_size=1, max_size=6),
@@ -372,9 +365,6 @@ def test_what_was_seen_is_kept_up_to_date(logits, p, text, guesses):
         assert {**vars(kept), "_stream": 0} == state and (guesses or ahead is kept)
         kept.append(Token(token_id))
     assert kept.finish_reason == "length"
-
-
-# --- uniform() and draw() -------------------------------------------------------------------------
 
 
 def test_uniform_is_splitmix64():
@@ -432,15 +422,6 @@ def chi_square(counts, probs):
     return torch.special.gammaincc(half[0], half[1]).item() if len(cells) > 1 else 1.0
 
 
-def test_chi_square_itself():
-    """The yardstick is wrong. Tables: with 1 degree 3.841 is at 5 %, with 9 21.666 at 1 %."""
-    shift = math.sqrt(3.841 * 1000) / 2  # x = (2 shift)^2 / 1000
-    assert chi_square([500 + shift, 500 - shift], [0.5, 0.5]) == pytest.approx(0.05, rel=1e-3)
-    shift = math.sqrt(21.666 * 50)  # x = 2 shift^2 / 100
-    counts = [100 + shift, 100 - shift] + [100] * 8
-    assert chi_square(counts, [0.1] * 10) == pytest.approx(0.01, rel=1e-3)
-
-
 LOGITS = [1.0, -0.5, 1.0, 0.25, -INF, 2.0, -2.0, 0.5]
 PROMPT, OUTPUT = [0, 3], [5, 5, 1]
 SETTINGS = {
@@ -459,6 +440,10 @@ SETTINGS = {
 def test_draws_have_the_right_chances(name):
     """The distribution is right and the draw is not; or the random numbers of one sequence repeat
     or lean. Draws once for each of many consecutive seeds; or along a sequence."""
+    # The yardstick itself: in tables, 9 degrees of freedom have 1 % at 21.666, 2 shift^2 / 100.
+    shift = math.sqrt(21.666 * 50)
+    counts = [100 + shift, 100 - shift] + [100] * 8
+    assert chi_square(counts, [0.1] * 10) == pytest.approx(0.01, rel=1e-3)
     params, along, drawn = SETTINGS[name], name == "along a sequence", []
     probs, sure, border = reference(LOGITS, SamplingParams(**params), PROMPT, OUTPUT)
     assert not {i for i in border if probs[i] > 0}, "choose settings that leave no doubt"
@@ -479,8 +464,8 @@ def test_draws_have_the_right_chances(name):
 
 def test_logprobs_are_the_models_own():
     """They are reported after temperature and filters: a perplexity made of them is wrong; or
-    asking for them takes another path that draws differently, or shows in other rows. The top 20 of
-    4 tokens is an index error; half-precision logits lose their digits."""
+    asking for them draws differently, or shows in other rows. The top 20 of 4 tokens is an index
+    error; half-precision logits lose their digits."""
     logits, rows = torch.randn(6, 40) * 3, []
     for n, wish in (
         (0, {}), (1, {"temperature": 0}), (5, {"temperature": 0.1, "top_k": 2}),
@@ -509,8 +494,7 @@ class Chars:
     """As much of a tokenizer as a Sequence asks for. Id i is the i-th of some strings."""
 
     def __init__(self, *tokens):
-        self.tokens = tokens
-        self.special = {}
+        self.tokens, self.special = tokens, {}
 
     def is_text(self, token_id):
         return True

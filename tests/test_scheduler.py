@@ -284,9 +284,6 @@ def test_a_prefix_is_found():
     assert at.stats["prefix_cache_queries"] == 7 * 9
 
 
-# --- Time and memory ------------------------------------------------------------------------------
-
-
 def test_a_step_costs_no_more_where_many_wait():
     """All of them were gone through at each step: 16,000 that wait made it five times as long."""
     seconds = []
@@ -535,9 +532,6 @@ def test_a_guess_that_is_nan_harms_no_other():
         check_sound(at, *jobs)
         assert [job.finish_reason for job in bad.outputs] == ["error"] * 2
         check_sound(at, *jobs * 3)  # every block is used again
-
-
-# --- What each gets -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("speculate", [0, 3])

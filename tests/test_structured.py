@@ -148,9 +148,6 @@ def test_a_model_without_eos():
     assert {other.outputs[0].finish_reason for other in free} == {"length"}
 
 
-# --- Tokens and bytes -----------------------------------------------------------------------------
-
-
 def test_tokens_and_their_bytes(kinds, tmp_path):  # noqa: F811
     """A space lost, bytes of half a character given as those of its mark, a grammar's bytes taken
     for GPT-2's letters. <unk>, which decodes to another text than it is spelt, within a string.
@@ -177,8 +174,6 @@ def test_tokens_and_their_bytes(kinds, tmp_path):  # noqa: F811
     with pytest.raises(SettingError, match="no tokens for some"):
         make_matcher(read(tmp_path, NAMES, tokenizer_model=model), config, {"regex": "{5}"})
 
-
-# --- What is refused, and what a structure means --------------------------------------------------
 
 NESTED = functools.reduce(lambda inner, _: {"not": inner}, range(9999), {})
 BAD = [

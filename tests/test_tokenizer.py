@@ -142,9 +142,6 @@ def kinds(tmp_path_factory):
     return {name: (Tokenizer(folder), folder) for name, folder in folders.items()}
 
 
-# --- Against the reference ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", [*SLOW, *FAST])
 def test_the_reference(kind, kinds):
     """Bug: a text is encoded or decoded otherwise than the library that trained the model does, or
@@ -169,9 +166,6 @@ def test_the_reference(kind, kinds):
     ids = ours.encode("the</s>cat<s>", add_special=False)
     assert ids == [*the, ours.eos_id, *cat, ours.bos_id] and "s>" not in ours.decode(ids)
     assert ours.special["</s>"] == ours.eos_id
-
-
-# --- Special tokens -------------------------------------------------------------------------------
 
 
 def added(first, *tokens, special=True):
@@ -244,9 +238,6 @@ def test_bos_and_eos(tmp_path):
         ids = ours.encode("the cat")
         assert ids == [ours.bos_id] * bool(bos) + ours.encode("the cat", add_special=False)
         assert ids == fast_twin(tmp_path / "json").encode("the cat")
-
-
-# --- Which file, and damaged ones -----------------------------------------------------------------
 
 
 DAMAGED = {
@@ -384,20 +375,20 @@ def test_what_a_decoder_drops_or_marks(kind, kinds):
 
 def test_long_streams_stay_fast(kinds):
     """Bug: each push decodes the whole text again, so a long answer takes quadratic time."""
-    ours, _ = kinds["llama"]
-    detokenizer, lengths = Detokenizer(ours, ours.encode("the")), []
-    decode = detokenizer._decode
-    detokenizer._decode = lambda ids: lengths.append(len(ids)) or decode(ids)
-    for i in ours.encode("the cat é sat 😀 on the mat " * 10, add_special=False):
-        detokenizer.push(i)
+    (ours, _), lengths = kinds["llama"], []
+
+    def push(prompt, ids):
+        detokenizer = Detokenizer(ours, prompt)
+        decode = detokenizer._decode
+        detokenizer._decode = lambda ids: lengths.append(len(ids)) or decode(ids)
+        return "".join(map(detokenizer.push, ids))
+
+    push(ours.encode("the"), ours.encode("the cat é sat 😀 on the mat " * 10, add_special=False))
     assert max(lengths) <= 16
     # A long prompt, with its end in the middle of a character; and what shows nothing, or is none.
     spaces, mark = ours.encode("\n" * 400, add_special=False)[1:], ours.encode("é")[-2]
-    detokenizer = Detokenizer(ours, [*ours.encode("你好" * 2000), mark])
-    detokenizer._decode = lambda ids: lengths.append(len(ids)) or decode(ids)
-    assert "".join(map(detokenizer.push, spaces)) == "\n" * 400
-    assert "\ufffd" * 250 in "".join(map(detokenizer.push, [mark] * 300))
-    assert max(lengths) <= 80
+    text = push([*ours.encode("你好" * 2000), mark], spaces + [mark] * 300)
+    assert text.startswith("\n" * 400) and "\ufffd" * 250 in text and max(lengths) <= 80
 
 
 # --- Chat templates -------------------------------------------------------------------------------
@@ -430,12 +421,11 @@ TEMPLATES = [
 CHATS = [
     [{"role": role, "content": text} for role, text in chat]
     for chat in (
-        [("user", " Hello, caf\u00e9 \U0001f600! ")],
-        [("user", "{{ 1 + 1 }}{% break %}{# #}")],
+        [("user", " Hello, caf\u00e9 \U0001f600! ")], [("user", "{{ 1 + 1 }}{% break %}{# #}")],
         [("user", "the cat"), ("assistant", "<sat>\n"), ("user", 'on {{ the }} "mat"\'s')],
         [("system", " Be brief. "), ("user", "the cat"), ("assistant", "sat"), ("user", "")],
     )
-]
+]  # fmt: skip
 
 
 def chatter(folder, template=None, **files):

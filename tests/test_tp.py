@@ -671,19 +671,18 @@ def test_torchrun_and_deaths(start):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "program"), [("torchrun", PROGRAM), ("by hand", WORKER)])
-def test_ctrl_c(start, how, program):
+def test_ctrl_c(start):
     """The text so far lost, a traceback, ranks that are left behind or that end too early for rank
-    0 to print, or that call this a lost contact, be it while they load. At a terminal torchrun
-    alone gets Ctrl-C, as its ranks have sessions of their own, and hands it on."""
-    ranks = start(how, 2, program, *(LONG if program == PROGRAM else ("load", *SOME)))
-    pids = ranks.speak()
-    for each in ranks.started:
-        each.send_signal(signal.SIGINT)
-    ranks.end()
-    assert not [pid for each in pids for pid in each if Path(f"/proc/{pid}").exists()]
-    text, err = ranks.said[0][0], "".join(err for _, err in ranks.said)
-    assert "KeyboardInterrupt" not in err and "error: " not in err
-    if program == PROGRAM:
+    0 to print, or that call this a lost contact. At a terminal torchrun alone gets Ctrl-C, as its
+    ranks have sessions of their own, and hands it on."""
+    for how in ("torchrun", "by hand"):
+        ranks = start(how, 2, PROGRAM, *LONG)
+        pids = ranks.speak()
+        for each in ranks.started:
+            each.send_signal(signal.SIGINT)
+        ranks.end()
+        assert not [pid for each in pids for pid in each if Path(f"/proc/{pid}").exists()]
+        text, err = ranks.said[0][0], "".join(err for _, err in ranks.said)
+        assert "KeyboardInterrupt" not in err and "error: " not in err
         whole = tp_worker.captured((*TEXT, "--max-tokens", "200"))[1]
         assert text.endswith("\n") and whole.startswith(text[:-1])
