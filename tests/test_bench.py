@@ -69,8 +69,7 @@ def test_latency(measure):
 
 
 def test_guesses(measure, tmp_path):
-    """The draft's guesses are not used, or the text's in place of them; a run shows the figures of
-    the run before."""
+    """The draft's guesses are not used; a run shows the figures of the run before."""
     same, other = (tiny_folder(tmp_path / name, vocab_size=64) for name in ("same", "other"))
     bench.write_random(replace(load_model(other).config, rope_theta=7.0), torch.float32, other)
     for draft, agrees in ((same, True), (other, False)):
@@ -196,9 +195,8 @@ def test_refused(measure, capsys, monkeypatch, tmp_path):
 
 
 def test_bench_serve(local, capsys):
-    """Figures of another number of tokens than were streamed; an address as clients have it, /v1
-    and all, at which nothing was found; a server that refuses everything looked like a fast one; a
-    server's key in a file that is committed."""
+    """Figures of another number of tokens than were streamed; an address with /v1, at which nothing
+    was found; a server that refuses everything looked fast; a key in a file that is committed."""
     few = "--requests 6 --prompt-tokens 4 16 --prefixes 2 --prefix-tokens 4 --json --url"
     for path in ("", "/v1/"):
         words = f"serve --rate 100 inf --new-tokens 3 {few} http://127.0.0.1:{local.port}{path}"

@@ -78,8 +78,7 @@ def edit(folder, **changes):
 
 def refused(folder, *words, **changes):
     """Load, with these changes of config.json, expecting a CheckpointError with all the words, in
-    one line unless it lists tensors. Less the folder's path, in which pytest puts the test's name.
-    """
+    one line unless it lists tensors. Less the folder's path, in which pytest puts test names."""
     if changes:
         edit(folder, **changes)
     with pytest.raises(CheckpointError) as caught:
@@ -114,8 +113,7 @@ def test_unreadable_json(folder):
 def test_what_is_missing(folder):
     """A mistyped --checkpoint, the weights' own path, a file that is missing or a directory: the
     name of what is looked for, and the way out. And LoRA: the model ran as if it had not been
-    trained, or a missing file was the error. Where peft is installed, transformers adds the
-    adapter, also in a folder with a whole model."""
+    trained, or a missing file was the error."""
     for path in (folder / "typo", folder / WEIGHTS):
         refused(path, "no such folder", "hf download", "GGUF", "transformers")
     adapter = folder / "adapter_config.json"

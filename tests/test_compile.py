@@ -61,8 +61,7 @@ def test_nothing_is_compiled_after_warm_up(one_thread, monkeypatch):
 
 @slow
 def test_nothing_is_compiled_after_warm_up_by_the_scheduler(one_thread, monkeypatch):
-    """Rows, groups, blocks, tokens and guesses of a step come in any number: none may be baked in;
-    or the draft is not compiled at all."""
+    """Rows, groups, blocks, tokens and guesses come in any number: none may be baked in."""
     options = {"device": "cpu", "dtype": "float32", "compile": True, "num_blocks": 64}
     llm = LLM(DRAFT, draft_checkpoint=DRAFT, **options)
     model = llm.engine.model
@@ -84,8 +83,7 @@ LENGTHS = (3, 40, 17, 60, 5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_whose_heads_share_no_keys_are_gathered(dtype, one_thread):
     """Attention that is compiled in the middle of the first crowd, or again for each number of
-    rows; other tokens than without it: under a window, in forks, behind shared prefixes, after a
-    preemption."""
+    rows; other tokens under a window, in forks, behind shared prefixes, after a preemption."""
     torch._dynamo.reset()
     config = Config(300, 64, 96, 2, 4, 4, 16, windows=(None, 20))
     model = build(config).to(dtype)
@@ -183,9 +181,8 @@ def test_what_is_hidden_from_the_compiler(monkeypatch):
 
 @slow
 def test_each_process_gives_the_same_text():
-    """Arithmetic chosen by timing: a seed then means another text each time that the engine is
-    started. Two processes at once, so that they disturb each other; a prompt long enough for what
-    is multiplied otherwise than single rows."""
+    """Arithmetic chosen by timing: a seed then means another text each time that the engine starts.
+    Two at once, so that they disturb each other; a prompt long enough for products of many rows."""
     command = [sys.executable, "generate.py", "--device", "cpu", "--compile", "--quantize", "int4"]
     command += ["--seed", "1", "--temperature", "1", "--max-new-tokens", "100", "--ignore-eos"]
     command += ["--prompt", "To be, or not to be, that is the question:\n" * 12]

@@ -124,8 +124,7 @@ def test_the_ten_lines(tmp_path):
 
 @pytest.mark.parametrize("name", folders.FAMILIES)
 def test_folders_are_as_others_read_them(name, tmp_path):
-    """Bug: a folder that only this engine reads in the intended way. transformers must give the
-    same logits, ids and chat."""
+    """Bug: only this engine reads a folder in the intended way; transformers must give the same."""
     path = folders.write(tmp_path / "folder", folders.FAMILIES[name])
     theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     ids = torch.arange(100)[None]
@@ -163,9 +162,8 @@ def test_a_page_for_each_script():
 
 
 def test_links():
-    """Bugs: a link points into another function, after a line was added above; to a file that has
-    moved; or to a word that the glossary does not have. A word that no chapter uses, or that two
-    entries explain."""
+    """Bugs: a link points into another function, after a line was added above, or to a file that
+    has moved; a word of the glossary that no chapter uses, or that two entries explain."""
     assert len({*GLOSSARY}) == len(GLOSSARY) > 20
     linked = {a for text in PAGES.values() for a in re.findall(r"\(README\.md#([\w-]+)\)", text)}
     assert linked == {*GLOSSARY}, linked ^ {*GLOSSARY}

@@ -229,8 +229,7 @@ def test_histories(name, tmp_path):
 
 
 def test_where_templates_are(tmp_path):
-    """A model with images spoke in plays; in a chat with tools, the template for chats without; a
-    thought under vLLM's name was lost."""
+    """A model with images spoke in plays; in a chat with tools, the template for chats without."""
     turns = "{% for m in messages %}{{ m.content }}{{ m.reasoning_content }}{% endfor %}"
     thought = [ASKED | {"reasoning": "hm"}]
     tools = {"tools": [{"type": "function", "function": {"name": "f"}}]}
@@ -265,9 +264,8 @@ def test_roles_and_names(tmp_path):
 
 
 def test_continuing_the_last_message(tmp_path):
-    """The text was searched for: "<" was found in a mark, "" at the end, and spaces were lost. The
-    prompt is the text up to the content's end. (transformers searches too: with "|" it ends at the
-    last mark.)"""
+    """The text was searched for: "<" was found in a mark, "" at the end, and spaces were lost.
+    (transformers searches too: with "|" it ends at the last mark.)"""
     for trim in ("", " | trim"):
         template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content# }}<|end|>{% endfor %}"
         ours, theirs = chatter(tmp_path / f"x{trim}", template.replace("#", trim))

@@ -117,9 +117,8 @@ def recompute(**params):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_text_and_statistics(path, cli, monkeypatch):
-    """Bug: the statistics end up in a file that the text is redirected to; the text comes at the
-    end, or stays in a buffer; a path through the engine, or --plain, gives another text; one of the
-    two runs the other's code."""
+    """Bug: the statistics end up in a file that the text is redirected to; the text stays in a
+    buffer; a path through the engine, or --plain, gives another text, or runs the other's code."""
     made, make_fast = [], around.fast.make_fast
     monkeypatch.setattr(around.fast, "make_fast", lambda *a: made.append(a) or make_fast(*a))
     flushed, shows = [], print
@@ -226,8 +225,7 @@ def test_flags(path, cli, monkeypatch):
 
 def test_generation_config(cli, folder):
     """Bug: the checkpoint's own settings are ignored, win over the user's flags, or, where they are
-    damaged, end in a traceback or reach the sampler. A model that writes nonsense at temperature 1,
-    of which no line says a word."""
+    damaged, end in a traceback or reach the sampler."""
     file, ours = folder / "generation_config.json", (*SEEDED, "--checkpoint", folder)
     told = "sampling: temperature 0.8 (the folder), top_p "
     assert cli(*ours).sampling == told + "0.95 (the folder)\n"
@@ -245,8 +243,7 @@ def test_generation_config(cli, folder):
 
 def test_python_and_the_command_line(cli, monkeypatch):
     """Python sampled by SamplingParams' defaults, the command line as the checkpoint suggests. Ids
-    were taken for three prompts, and a dict's keys for texts; under torchrun each process loaded
-    the whole model."""
+    were taken for three prompts; under torchrun each process loaded the whole model."""
     made = LLM(SHAKESPEARE, device="cpu", dtype="float32", num_blocks=32)
     same = {"seed": 3, "max_tokens": 12, "ignore_eos": True}
     for prompts in (TEXT, [TEXT], IDS, [IDS], {"prompt": TEXT}, [{"prompt_token_ids": IDS}]):
@@ -287,8 +284,7 @@ def heard(monkeypatch):
 
 @pytest.mark.parametrize("path", ["plain", "speculate"])
 def test_chat(path, cli, heard):
-    """Bug: the second turn forgets the first, or the reply in it; the end of input is an error; an
-    empty line is a turn."""
+    """Bug: the second turn forgets the first, or the reply in it; an empty line is a turn."""
     asked = (*CHAT, "--max-tokens", 6, *PATHS[path])
     result = cli(*asked, stdin="Hello there\n   \nAnd you?\n")
     assert result.code == 0 and result.err.count("> ") == 4
@@ -422,8 +418,7 @@ def interrupt(request, monkeypatch):
 
 
 def test_interrupt(cli, interrupt, monkeypatch):
-    """Bug: Ctrl-C loses the text, its statistics, or the shell's exit status 130; or a further
-    sample is begun."""
+    """Bug: Ctrl-C loses the text, its statistics or status 130; or a further sample is begun."""
     want = cli(*SEEDED, "--max-tokens", 5)
     first, second = cli(*SEEDED, "--n", 2, "--max-tokens", 20).out.split("\n---\n")
     stop = next(letter for letter in first if letter not in second)
@@ -440,8 +435,7 @@ def test_interrupt(cli, interrupt, monkeypatch):
 
 
 def test_interrupt_in_chat(cli, interrupt, heard):
-    """Bug: Ctrl-C during a reply ends the conversation, or leaves that reply in the engine, or the
-    earlier turns are computed again."""
+    """Bug: Ctrl-C during a reply ends the chat; or the earlier turns are computed again."""
     words = (*CHAT, "--max-tokens", 5, *interrupt(4))
     result = cli(*words, stdin="Hello, my good and gentle cousin\nAgain\n")
     assert result.code == 0 and len(heard) == 2
@@ -451,9 +445,8 @@ def test_interrupt_in_chat(cli, interrupt, heard):
 
 
 def test_program():
-    """Bug: works in a test and not as a program: the exit status; a decorator imports
-    torch.compile's machinery, 2 s before every first word; a technique's file is imported where it
-    is not asked for."""
+    """Bug: the exit status of a program; a decorator imports torch.compile's machinery, 2 s before
+    every first word; a technique's file is imported where it is not asked for."""
     code = (
         "import sys, generate; code = generate.main(['--checkpoint', '/nowhere']); "
         "optional = 'torch._dynamo experts quantize around.fast around.structured speculative'; "
@@ -466,8 +459,7 @@ def test_program():
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["plain", "speculate"])
 def test_real_ctrl_c_and_pipes(path):
-    """Bug: Ctrl-C prints a traceback or loses the text; `| head` ends in BrokenPipeError's, or in
-    Python's complaint at exit."""
+    """Bug: Ctrl-C prints a traceback or loses the text; `| head` ends in BrokenPipeError's."""
     words = (*PATHS[path], "--ignore-eos", "--seed", 1, "--max-tokens", 20_000)
     for ends_it in ("Ctrl-C", "head"):
         process = subprocess.Popen(

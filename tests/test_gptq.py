@@ -86,11 +86,9 @@ def test_best_scales():
 
 
 def test_dead_channels_and_few_rows():
-    """A channel that no calibration text switches on has a row of zeros in H, and fewer samples
-    than channels make it singular: a Cholesky fails, or fills the weight with NaN. The weight of a
-    tied embedding, or H, changed while it is quantised. Loud channels that are stored at the end
-    find nobody left to make up for them: the result must not depend on how channels are numbered.
-    """
+    """A channel that no text switches on has a row of zeros in H, and fewer samples than channels
+    make it singular: a Cholesky fails, or fills the weight with NaN. The weight, or H, changed
+    while it is quantised. A result that depends on how channels are numbered."""
     for dead, rows in itertools.product(([], [5, 77, 130, 159], [*range(160)]), (10, 400)):
         weight, x = torch.randn(16, 160), correlated(rows, 160, 20)
         x[:, dead] = 0
@@ -119,8 +117,7 @@ def tiny_text(n):
 @pytest.mark.parametrize("changes", [TIED, QWEN2])
 def test_calibrated_folder(tmp_path, changes, monkeypatch):
     """A text that is read, and not used; a name in `skip` quantised all the same; the parts of a
-    fused Linear or a bias lost, so that the folder cannot be read again; hooks left behind; a tied
-    embedding quantised along."""
+    fused Linear or a bias lost; hooks left behind; a tied embedding quantised along."""
 
     class Letters:
         def __init__(self, checkpoint):
@@ -153,8 +150,7 @@ def test_calibrated_folder(tmp_path, changes, monkeypatch):
 
 def test_each_linear_is_calibrated_on_what_the_quantised_ones_before_it_give(monkeypatch):
     """Inputs of the plain model, H of a neighbour, positions that do not start at 0, a window, norm
-    or rope that is not the layer's own, text left out: H is compared with one from a plain forward
-    of the model as it stands at that moment."""
+    or rope that is not the layer's own: H is compared with one from a plain forward."""
     model, ids = copy.deepcopy(ways.case_of("sandwich")[0]), tiny_text(64 * 3)
     seen: list[str] = []
 
@@ -367,10 +363,9 @@ def test_damaged_folders(tmp_path):
 
 def test_what_some_tools_write(tmp_path):
     """A bias of zeros for each Linear that has none, which vLLM skips too; a trivial g_idx for some
-    of q, k and v, and none for the others: they are alike. And desc_act, which sorts channels by
-    importance before it groups them: read as if its groups were of neighbours, the model rambles.
-    What the file says of it does not matter (exllama#44), g_idx does; without it nothing tells the
-    order."""
+    of q, k and v. And desc_act, which groups channels by importance: read as if they were
+    neighbours, the model rambles. What the file says of it does not matter (exllama#44), g_idx
+    does."""
     folder, weights, _ = other_folder(tmp_path)
     tensors = load_file(folder / "model.safetensors")
     for name in weights:
@@ -393,8 +388,7 @@ def test_what_some_tools_write(tmp_path):
 
 
 def test_settings_in_a_file_of_their_own(tmp_path):
-    """AutoGPTQ's or AutoAWQ's own file, which names no tool, was not read, and the model was one of
-    missing tensors."""
+    """AutoGPTQ's or AutoAWQ's own file was not read, and the model was one of missing tensors."""
     awq = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
     for method, file, stored in (
         ("gptq", "quantize_config.json", {"bits": 4, "group_size": 32, "desc_act": False}),

@@ -1,6 +1,5 @@
 """docs/many-machines.md is run: its HAProxy and nginx configurations, in the real programs, before
-three servers of the bundled model. Where a program is missing these tests skip; where
-KILOLM_NEEDS_ALL is set, as in CI, they fail."""
+three servers of the bundled model. Where a program is missing, see conftest.program."""
 
 import contextlib
 import http.client

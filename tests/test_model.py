@@ -246,8 +246,7 @@ FOLDING = ("gemma3", "granite", "llama-yarn", "qwen3-yarn-mscale", "ministral3")
 
 @pytest.mark.parametrize("case", FOLDING)
 def test_folded_numbers_are_rounded_once(case, tmp_path):
-    """A bfloat16 folder loaded in float32 had norms of 8 bits where 1 is added to them, and logits
-    that were off by 0.1."""
+    """A bfloat16 folder loaded in float32 had norms of 8 bits where 1 is added to them."""
     build(case, tmp_path).hf.bfloat16().save_pretrained(tmp_path)
     load = transformers.AutoModelForCausalLM.from_pretrained
     hf = load(tmp_path, dtype=torch.float32, attn_implementation="eager")
@@ -377,9 +376,8 @@ def test_eos_ids(llama, tmp_path):
 
 
 def test_bfloat16_is_kept_unless_another_dtype_is_asked_for(tmp_path):
-    """A bf16 checkpoint loaded as fp32 takes twice the memory (transformers 5 renamed `torch_dtype`
-    to `dtype`); rope's frequencies in bf16 let positions past 256 collide; weights that want
-    gradients keep every activation alive."""
+    """A bf16 checkpoint loaded as fp32 takes twice the memory; rope's frequencies in bf16 let
+    positions past 256 collide; weights that want gradients keep every activation alive."""
     built = build("qwen3", tmp_path / "fp32")
     built.hf.bfloat16().save_pretrained(tmp_path / "bf16")
     stored = load_file(tmp_path / "bf16" / "model.safetensors")
@@ -435,9 +433,8 @@ def test_text_models_of_models_with_images(case, tmp_path):
 @pytest.mark.parametrize("case", FOLDED)
 def test_quantised_folders_are_folded_once(case, tmp_path):
     """A folder that this engine has written has the numbers in its weights already: they were
-    folded twice, or norms took each other's names. In a folder as GPTQ tools write it, of a model
-    whose weights are sums of few steps, the rows of integers stayed where they were, or their
-    scales were not multiplied."""
+    folded twice, or norms took each other's names. In a folder of GPTQ tools the rows of integers
+    stayed where they were, or their scales were not multiplied."""
     built = build(case, tmp_path / "plain")
     assert convert(["--checkpoint", str(built.folder), "--mode", "int8", "--out",
                     str(tmp_path / "int8")]) == 0  # fmt: skip

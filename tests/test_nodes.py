@@ -92,8 +92,7 @@ def test_same_text(machines, tmp_path):
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_machine_dies(machines, who):
-    """The other one waited for it for ever; or ended without a word of ours, as was so where rank 0
-    had died with its machine."""
+    """The other one waited for it for ever; or ended without a word of ours."""
     for _ in range(2):
         machines.begin(*LONG)
     for pid in machines.speak()[who]:

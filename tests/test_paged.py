@@ -32,8 +32,7 @@ def grown(pool, end):
 
 
 def computed(pool, ids, salt=None, table=None):
-    """A table whose every token has been run, as after a step; with its own blocks where it is not
-    given one."""
+    """A table, this one or a new one, whose every token has been run, as after a step."""
     table = table or BlockTable(chain=[salt])
     assert pool.grow(table, len(ids)) == []
     pool.commit(table, ids, len(ids))
@@ -99,11 +98,10 @@ def test_blocks_follow_each_other():
 
 
 def test_a_prefix_is_found():
-    """A prefix that only its first owner could use, or that was forgotten once the owner left.
-    nano-vllm#144: with 0 query tokens there are no logits to sample from. nano-vllm#163: the hash
-    of a block that was taken again stayed behind, and the old prompt read the new one's text.
-    Announced at allocation, a block was read by another sequence of the same step, still empty. Or
-    the next turn of a chat computed the last reply again."""
+    """A prefix that only its first owner could use. nano-vllm#144: with 0 query tokens there are no
+    logits to sample from. #163: the hash of a block that was taken again stayed behind. Announced
+    at allocation, a block was read by another sequence of the same step, still empty. Or the next
+    turn of a chat computed the last reply again."""
     pool = BlockPool(8, 2)
     table = computed(pool, [1, 2, 3, 4, 5])
     for _ in range(2):  # while it is used, and once it is freed
@@ -392,8 +390,7 @@ def test_int8_keys_are_read_back():
 
 
 def test_the_example_of_plan():
-    """Tokens, slots and groups of the docstring, and the slots of BlockTable's; more logits than
-    one of a row."""
+    """Tokens, slots and groups of the docstring; more logits than one of a row."""
     runner, (a, b, c, d, e) = runner_of(8, 4), range(1, 6)
     rows = [Row([7, 2], 5, [a]), Row([3], 2, [b]), Row([0, 1], 4, [c, d, e], 2)]
     tokens, positions, layers, select = runner.plan(rows)
@@ -409,8 +406,7 @@ def test_the_example_of_plan():
 
 def test_rows_that_stand_together():
     """No more of them than max_blocks hold, by the longest: one long sequence made all others as
-    slow as itself, padded to its length, and 48 at once took new memory each time; many that share
-    a long prompt took more memory than there was. And the docstring's example of groups_of."""
+    slow as itself; many that share a long prompt took more memory than there was."""
     rows = [Row([], start, [5] * count) for count, start in ((1, 5), (1, 3), (1, 2), (3, 4))]
     for size, most, counts in (
         (4, 4, [2, 1, 1]), (4, 6, [3, 1]), (1, 18, [3, 1]), (4, 1, [1] * 4), (4, 0, [1] * 4),

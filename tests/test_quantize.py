@@ -166,8 +166,7 @@ def test_plain_weights_are_freed_one_by_one(tmp_path, monkeypatch):
 
 
 class ByOneDNN(Int8Linear):
-    """As where the processor has VNNI; elsewhere oneDNN's product is played: the same integers, in
-    floats."""
+    """As where the processor has VNNI; elsewhere oneDNN's product is played, in floats."""
 
     def pack(self, linear):
         super().pack(linear)
@@ -522,9 +521,8 @@ def fails(capsys, *argv):
 
 
 def test_what_is_copied(tmp_path):
-    """A folder without its tokenizer; modes copied, so that a read-only config.json cannot be
-    changed, or only who wrote the result may read it; a dangling link or a folder that ends the
-    work late; an index, whose shards are gone."""
+    """A folder without its tokenizer; modes copied, so that only who wrote the result may read it;
+    a dangling link or a folder that ends the work late; an index, whose shards are gone."""
     source, out = tmp_path / "source", tmp_path / "out"
     shutil.copytree(SHAKESPEARE, source)
     index = dict.fromkeys(load_file(source / "model.safetensors"), "model-1.safetensors")

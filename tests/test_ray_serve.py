@@ -1,5 +1,4 @@
-"""deploy/ray_serve.py, in a Ray of this machine. Where Ray is not installed these tests skip; where
-KILOLM_NEEDS_ALL is set, as in CI, they fail."""
+"""deploy/ray_serve.py, in a Ray of this machine. Without Ray they skip; in CI they fail."""
 
 import importlib.util
 import os

@@ -102,8 +102,7 @@ def test_command_runs(command, tmp_path):
 
 @pytest.mark.nightly
 def test_scripts_act_on_their_own_checkout(tmp_path):
-    """A script measures another, installed checkout instead of its own; an error where none is
-    installed."""
+    """A script measures another, installed checkout; an error where none is installed."""
     copy, other = tmp_path / "copy", tmp_path / "other"
     for folder in ("around", "tools", "course", "checkpoints"):
         shutil.copytree(ROOT / folder, copy / folder)
@@ -121,9 +120,8 @@ def test_scripts_act_on_their_own_checkout(tmp_path):
 
 
 def test_generated_pages_are_up_to_date():
-    """A number was typed by hand, a record was not reported, or its table stays when it is gone;
-    the counts of lines are old; the table of files leaves out a paper that a header names. `python
-    tools/bench.py report` writes them."""
+    """A number was typed by hand, or a table stays when its record is gone; the counts of lines are
+    old; a paper is left out. `python tools/bench.py report` writes them."""
     for name, parts in report.PARTS.items():
         text = (ROOT / name).read_text()
         assert text == report.page(name), name
@@ -136,8 +134,7 @@ def test_generated_pages_are_up_to_date():
 
 
 def test_the_first_page_stops():
-    """The page, or those behind it, grow until nobody reads them; its translation has other code,
-    tables or figures."""
+    """The pages grow until nobody reads them; the translation has other code or figures."""
     lines = README.splitlines()
     assert len(lines) <= 110 and len(README.split()) <= 1000 and max(map(len, lines)) <= 120
     for name, most in (("docs", 5500), ("benchmarks", 4700)):

@@ -181,8 +181,7 @@ texts = st.tuples(st.lists(ids, min_size=1, max_size=4), st.lists(ids, max_size=
 @settings(few, max_examples=300)
 @given(logits=some_logits, p=any_params, text=texts)
 def test_settings_equal_their_reference(logits, p, text):
-    """A filter or a penalty is wrong, or they are applied in the wrong order; a logit of -inf (a
-    mask) becomes NaN, or is drawn."""
+    """A filter or a penalty is wrong, or in the wrong order; a logit of -inf (a mask) is drawn."""
     got = distribution(torch.tensor([logits]), [row(*text, V, p)])
     assert (got.shape, got.dtype) == ((1, V), torch.float32)
     got = got[0].tolist()
@@ -220,8 +219,7 @@ FILTERS = [  # keep_likeliest selects 256 by default
 
 def test_selecting_gives_what_sorting_gives(monkeypatch):
     """Of equals at a border others are kept than by a stable sort; a token that was not selected is
-    lost; the mass is that of the selected alone; one row's fallback to the sort changes its
-    neighbours; all rows are sorted."""
+    lost; the mass is that of the selected alone; one row's sort changes its neighbours."""
     kinds = some_distributions(5000)
     table = [(name, SamplingParams(**each)) for each in FILTERS for name in kinds]
     probs, params = torch.stack([kinds[name] for name, _ in table]), [p for _, p in table]
@@ -369,8 +367,7 @@ def test_what_was_seen_is_kept_up_to_date(logits, p, text, guesses):
 
 def test_uniform_is_splitmix64():
     """An operator of the mixer binds differently than it reads; a negative seed, or one near 2^63,
-    leaves the 64-bit circle; u = 1 draws past the last token. Without a seed every request gets the
-    same text."""
+    leaves the 64-bit circle. Without a seed every request gets the same text."""
     mask, known = (1 << 64) - 1, (0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F)
     assert [uniform(0, i) for i in range(3)] == [(z >> 11) / 2**53 for z in known]
     for seed in (0, 1, -1, 2**32, 2**62 + 1, 2**63 - 1, -(2**63)):
@@ -396,8 +393,7 @@ def test_uniform_is_splitmix64():
 @example(weights=[0.0, 1.0, 0.0], u=0.0)
 @example(weights=[0.0, *[1.0] * 50_000, 0.0], u=BELOW_1)  # float32's sum ends below u
 def test_draw_never_gives_the_impossible(weights, u):
-    """u rounds up to 1, and the id is V or that of a banned token (GHSA-8wr5-jm2h-8r4f). Off by one
-    at a border."""
+    """u rounds up to 1, and the id is V or that of a banned token (GHSA-8wr5-jm2h-8r4f)."""
     probs = torch.tensor([weights])
     probs /= probs.sum()
     for dtype in (torch.float32, torch.float64):
@@ -534,8 +530,7 @@ def feed(sequence, ids):
 
 
 def test_ends():
-    """One token too many or too few, or the wrong reason; an ending token shown as text; or ids
-    only, without text, do not work."""
+    """One token too many or too few, or the wrong reason; an ending token shown as text."""
     for options, ids, output, reason in (
         ({"max_tokens": 3}, [5] * 9, 3, "length"),
         # The context counts with the prompt, and max_seq_len can lower or raise it.
@@ -591,8 +586,7 @@ def test_stop_strings():
 
 def check_streaming(tokenizer, prompt, ids, stops, min_tokens=0):
     """Compare with: decode all after each token, cut at the first stop string that ends after the
-    first min_tokens, as in vLLM, and show no tail that could still become one (exactly, where each
-    token is of whole characters)."""
+    first min_tokens, as in vLLM, and show no tail that could still become one."""
     prompt, ids = list(prompt), list(ids)
     limits = {"max_tokens": len(ids), "min_tokens": min(min_tokens, len(ids))}
     sequence = start(prompt, tokenizer, 4096, (), stop=stops, **limits)
@@ -641,9 +635,8 @@ def test_streamed_text_is_the_plain_one(ids, stops, parts, others, min_tokens):
 
 
 def test_wrong_prompts():
-    """No token at all reaches the model (CVE-2024-8768); a prompt that leaves no room is cut or
-    crashes; an id beyond the vocabulary crashes the kernel, a negative one counts from the end. Two
-    sequences that share a prompt share its list."""
+    """No token at all reaches the model (CVE-2024-8768); a prompt that leaves no room is cut; an id
+    beyond the vocabulary crashes the kernel. Two sequences that share a prompt share its list."""
     for prompt, options, words in (
         ([], {}, r"^prompt .*\b0 tokens\b.*some text"), ([1] * 70, {}, r"^prompt .*\b70\b.*\b64\b"),
         ([1] * 64, {}, r"^prompt .*\b64\b.*\b64\b.*--max-seq-len"),

@@ -400,9 +400,8 @@ MEMINFO = "MemTotal:  9 kB\nMemFree:  1 kB\nMemAvailable:    5 kB\nSwapFree:  7 
 
 
 def test_free_memory(monkeypatch, tmp_path):
-    """kB read as bytes; a container's limit overlooked, and a cache the size of the machine's
-    memory asked for in it; two ranks that take half each, of the same memory; a file that has been
-    read taken for memory that is lost."""
+    """kB read as bytes; a container's limit overlooked; two ranks that take half each, of the same
+    memory; a file that has been read taken for memory that is lost."""
     cpu = torch.device("cpu")
     names = {
         V1: (f"{V1}memory.limit_in_bytes", f"{V1}memory.usage_in_bytes", f"{V1}memory.stat"),
@@ -558,8 +557,7 @@ def test_logprobs_of_a_prompt(speculate):
 
 def test_times_ids_and_ends():
     """A time to first token that is negative, or missing for the forked ones; two requests of one
-    name, or a given name not kept; a client that hangs up after the last word turned "length" into
-    "abort"."""
+    name; a client that hangs up after the last word turned "length" into "abort"."""
     at = engine(max_num_seqs=2)
     requests = [at.add_request(WORDS[:9], params(n=2), id=name) for name in (None, "mine", None)]
     drain(at)
@@ -579,11 +577,10 @@ SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, seed=3, max_tokens=20, ign
 
 
 def test_generate():
-    """Out of order, or mixed up with each other, in a pool that does not hold all of them. A single
-    text taken for a list of letters; parameters of the wrong prompt; or the model's own, which
-    generation_config.json holds, ignored. Requests of others returned as one's own; one that was
-    aborted before it was submitted ran for ever; where one cannot run, others stayed in the queue,
-    and came out of the next call."""
+    """Out of order, or mixed up, in a pool that does not hold all of them. A single text taken for
+    a list of letters; the model's own parameters ignored. Requests of others returned as one's own;
+    one that was aborted before it was submitted ran for ever; where one cannot run, others stayed
+    in the queue."""
     small = {"num_blocks": 12, "max_num_seqs": 6, "max_num_batched_tokens": 24}
     llm = LLM(DRAFT, device="cpu", dtype="float32", max_seq_len=190, **small)
     at, ids = llm.engine, [llm.engine.tokenizer.encode(text) for text in TEXTS]

@@ -156,8 +156,7 @@ SLOW = {*itertools.product(["n-gram"], SETTINGS)} - ROWS
     [*sorted(ROWS), *(pytest.param(*row, marks=pytest.mark.slow) for row in sorted(SLOW))],
 )
 def test_tokens_have_the_right_chances(guess, name):
-    """Guesses shift the distribution: of one token, or of one given those before it. False alarm:
-    1e-6 for each of three counts."""
+    """Guesses shift the distribution: of one token, or of one given those before it."""
     drawn = play(guess, **SETTINGS[name])
     for n in (1, 2, 3):  # all of what K guesses can make, with each token's dependence on the last
         assert fit([ids[:n] for ids in drawn], chances(guess, name, n)) > FALSE_ALARM, n
@@ -231,8 +230,7 @@ def test_what_always_and_never_comes_out(monkeypatch):
 )
 def test_a_perfect_draft_is_never_refused(model, wish):
     """What the draft has seen is not what the model has: a token skipped where all guesses were
-    accepted, a block not copied at a fork, a slot of another; or it guesses by other settings. No
-    token shows it."""
+    accepted, a block not copied at a fork; or it guesses by other settings. No token shows it."""
     at = engine(model, num_blocks=13, max_num_batched_tokens=20, draft=model, speculate=4)
     shared = WORDS[:6]
     for n, ids in ((3, shared), (1, [*shared, 3]), (1, WORDS[20:37]), (2, shared), (1, WORDS[:1])):
@@ -309,8 +307,7 @@ def test_guesses_are_all_or_none_and_cost_no_more_than_they_must(blocks, seqs, b
 
 @pytest.mark.parametrize("guess", ["n-gram", "near"])
 def test_rows_stand_together_whatever_is_guessed(guess):
-    """Where less is guessed than may be, rows with equally many tokens are neighbours no more, and
-    each is attended alone."""
+    """Where less is guessed than may be, rows with equally many tokens are attended alone."""
     counts, given = [], {"draft": DRAFTS[guess], "speculate": 3, "num_blocks": 99}
     at = engine(max_num_seqs=8, max_num_batched_tokens=70, **given)
     for runner in (at.runner, *at.proposer.runners):
@@ -353,9 +350,8 @@ class Script(Guesser):
 
 
 def test_what_became_of_the_guesses():
-    """What is offered, accepted or counted is off by one position or one step; or a division by
-    zero where there was nothing to guess. Guesses for tokens that will not be needed, or before the
-    first token."""
+    """What is offered, accepted or counted is off by one; a division by zero where nothing was
+    guessed. Guesses for tokens that will not be needed, or before the first token."""
     at = engine(max_num_batched_tokens=16, speculate=3)
     at.proposer = proposer = Script(3)
     (sequence,) = at.add_request(IDS, replace(GREEDY, max_tokens=11)).outputs
@@ -385,8 +381,7 @@ def test_what_became_of_the_guesses():
 @example(text="bcdabcedabcfbcd", count=1, longest=3)  # three that match, before two that are nearer
 @example(text="aba", count=2, longest=3)  # the end of the text finds itself
 def test_lookup_equals_its_slow_twin(text, count, longest):
-    """Off by one; the first or a shorter match; some meeting of length and repetition that nobody
-    thought of."""
+    """Off by one; the first or a shorter match."""
     best, key = "", (0, 0)
     for end in range(1, len(text)):  # what follows text[:end], by how much of its end agrees
         n = 0
@@ -412,8 +407,7 @@ def test_n_grams():
 
 
 def test_guesses_cost_little():
-    """A draft that is to guess no token runs at each step; the whole text is gone through at each
-    step, an id at a time."""
+    """A draft that is to guess no token runs; the whole text is gone through at each step."""
     proposer = DraftModel(NEAR, 0, NEAR.config.vocab_size)
     proposer.runners = (SimpleNamespace(forward=lambda rows: pytest.fail("it ran")),)
     (job,) = jobs = [started(9)]
@@ -430,8 +424,7 @@ def test_guesses_cost_little():
 
 
 def test_guesses_on_the_command_line(capfd, monkeypatch):
-    """--speculate is ignored, or statistics do not come. A draft's ids of another vocabulary index
-    past the end of p, or mean other words."""
+    """--speculate is ignored. A draft's ids of another vocabulary index past the end of p."""
     words = f"--checkpoint {DRAFT} --max-tokens 20 --temperature 0 --ignore-eos --dtype float32"
     words = [*words.split(), "--device", "cpu", "--prompt", "To be, or not to be: that is\n" * 2]
     drafted = f"--draft-checkpoint {DRAFT} "

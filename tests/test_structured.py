@@ -132,8 +132,7 @@ def test_the_mask_is_the_first_step():
 
 
 def test_a_model_without_eos():
-    """No token is allowed after nothing: an id outside the vocabulary. A text that runs on after
-    its last brace, until its length."""
+    """An id outside the vocabulary; a text that runs on after its last brace, until its length."""
     model = copy.copy(MODEL)
     model.config = random_model(vocab_size=V, eos_ids=()).config
     at = engine(model=model, num_blocks=50)
@@ -150,8 +149,7 @@ def test_a_model_without_eos():
 
 def test_tokens_and_their_bytes(kinds, tmp_path):  # noqa: F811
     """A space lost, bytes of half a character given as those of its mark, a grammar's bytes taken
-    for GPT-2's letters. <unk>, which decodes to another text than it is spelt, within a string.
-    Characters that the words cannot spell."""
+    for GPT-2's letters. <unk> within a string. Characters that the words cannot spell."""
     for kind, (ours, _) in kinds.items():
         for text in ("the cat", " the  cat\n\n", "café 😀 你好", "<s>", "a\u0301"):
             ids = ours.encode(text, add_special=False)
@@ -242,8 +240,7 @@ def takes(wish, text):
 
 
 def test_classes_of_a_regex_are_ascii():
-    """Digits of other scripts where vLLM and a schema's pattern mean 0 to 9; an escaped backslash
-    taken for the beginning of a class."""
+    """Digits of other scripts where vLLM means 0 to 9; an escaped backslash begins a class."""
     for regex, text, is_allowed in (
         (r"\d{4}", "1234", True), (r"\d{4}", "\u0663", False), (r"[\d.]+", "1.5", True),
         (r"[\d.]+", "\u0663", False), (r"\w+", "a_1", True), (r"\w+", "\u00e9", False),
@@ -275,8 +272,7 @@ CLOSED = [  # a schema, and what becomes of it
 
 
 def test_objects_are_closed():
-    """A weak model invented properties until max_tokens; parts of a schema that exclude each other;
-    a constant that became another."""
+    """A weak model invented properties until max_tokens; a constant that became another."""
     for schema, expected in CLOSED:
         assert closed(schema) == expected
     assert takes({"json": A}, '{"a": null}') and not takes({"json": A}, '{"a": null, "b": 1}')

@@ -94,8 +94,7 @@ BARE = {"llama": {"tokenizer_model": LLAMA}, "gpt": {"tokenizer_json": GPT}}
 
 
 def metaspace():
-    """A tiny tokenizer.json as Llama 2 and Mistral have it: spaces marked, bytes as a fallback. It
-    has LLAMA's vocabulary, and merges by score."""
+    """A tiny tokenizer.json as Llama 2 and Mistral have it, with LLAMA's vocabulary."""
     sp = sentencepiece.SentencePieceProcessor(model_proto=LLAMA)
     vocab = {sp.id_to_piece(i): i for i in range(sp.vocab_size())}
     # A higher score is an earlier merge, and sentencepiece numbers its pieces in that order.
@@ -256,10 +255,9 @@ DAMAGED = {
 
 
 def test_which_file_and_damaged_ones(kinds, tmp_path, monkeypatch):
-    """Bug: a half-downloaded file, a value of the wrong type, or no file at all ends in the
-    library's bare Exception, in KeyError or TypeError, so in a traceback. Of two files the poorer
-    one is read, which lacks the chat tokens; without the extra, an ImportError's traceback, or
-    other ids from tokenizer.model."""
+    """Bug: a half-downloaded file, a value of the wrong type, or no file at all ends in a
+    traceback. Of two files the poorer one is read, which lacks the chat tokens; without the extra,
+    an ImportError, or other ids from tokenizer.model."""
     cases = [(file, content) for file, contents in DAMAGED.items() for content in contents]
     for i, (file, content) in enumerate(cases):
         others = {} if file.startswith("tokenizer_json") else BARE["llama"]
@@ -341,11 +339,9 @@ def test_valid_text_streams_without_marks(kind, prompt, text, special, kinds):
 @pytest.mark.parametrize("kind", [*SLOW, *FAST])
 def test_what_a_decoder_drops_or_marks(kind, kinds):
     """Bug: a decoder drops the space in front of its first word: "To be" + "or" is "To beor"; or
-    under --ignore-eos the EOS is the only context of the next word, which loses its space, as do
-    ids of the model's padding; or what was shown last is only spaces. The first of four byte tokens
-    is shown as a mark, or the last one is not shown. A U+FFFD the user typed is taken for half a
-    character and shown again; and lone surrogates, which a command line's bytes become, end in
-    TypeError or RuntimeError."""
+    under --ignore-eos the EOS is the only context of the next word, which loses its space; or what
+    was shown last is only spaces. The first of four byte tokens is shown as a mark, or the last is
+    not shown. A U+FFFD the user typed is shown again; lone surrogates end in TypeError."""
     ours, _ = kinds[kind]
     whole, the = ours.encode("the cat on the mat"), ours.encode("the")
     for cut in range(1, len(whole)):
@@ -481,9 +477,8 @@ def test_template_is_sandboxed(tmp_path, monkeypatch):
 
 
 def test_where_the_template_comes_from(tmp_path):
-    """Bug: the newer chat_template.jinja is not read, or loses to tokenizer_config.json; the first
-    of several is taken for the default. A base model gets no BOS, no turn to fill, or nothing to
-    stop it at its turn's end."""
+    """Bug: the newer chat_template.jinja loses to tokenizer_config.json; the first of several is
+    taken for the default. A base model gets no BOS, no turn to fill, or nothing to stop it."""
     ours = chatter(tmp_path / "file", "old", **{"chat_template.jinja": "n\u00e9w"})
     assert ours.decode(ours.encode_chat(CHATS[0])) == "n\u00e9w"
     named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]

@@ -293,8 +293,7 @@ def ctrl_c():
 
 def test_followers_do_the_same(folders, ctrl_c, monkeypatch):
     """Half a message, or one without the forward that it announces, at whatever point Ctrl-C comes:
-    what is sent is played back, and must be all that a follower waits for and give its cache the
-    leader's content."""
+    what is sent is played back, and must give a follower's cache the leader's content."""
     model, params = load_model(folders["plain"]), replace(tp_worker.SAMPLED, n=3, max_tokens=3)
     sent, made = [], []
 
@@ -432,8 +431,7 @@ def test_variables_of_torchrun(monkeypatch):
 
 
 def test_gpus(joining, monkeypatch):
-    """Two ranks on one GPU, which NCCL refuses with an internal error; GPUs numbered by the rank
-    over all machines."""
+    """Two ranks on one GPU, which NCCL refuses; GPUs numbered by the rank over all machines."""
     monkeypatch.setattr(torch.cuda, "set_device", lambda i: calls.append(range(2)[i]))
     calls = joining(3, 4, 1)
     with meeting.join(GPU) as ranks:
@@ -446,8 +444,7 @@ def test_gpus(joining, monkeypatch):
 
 
 def test_an_error_of_use(joining, monkeypatch):
-    """The same error once from each rank; one that only rank 1 has, from none; its other noise;
-    lost contact, from each of many."""
+    """The same error once from each rank; one that only rank 1 has, from none; its other noise."""
 
     def run(error, *_):
         print("noise", file=sys.stderr)
@@ -511,8 +508,7 @@ def children(pid):
 
 
 class Ranks:
-    """Processes of a model's ranks, by torchrun or by hand: nobody watches over these, and where
-    one dies, the others must notice themselves."""
+    """Processes of a model's ranks, by torchrun or by hand, where nobody watches over them."""
 
     def __init__(self, folder):
         self.folder, self.started = folder, []
@@ -652,9 +648,8 @@ def test_a_rank_fails(start, program, who, fault):
 
 @pytest.mark.slow
 def test_torchrun_and_deaths(start):
-    """A command line proper; and an error that each rank has, or rank 0 alone, once it has loaded:
-    the same line from each, or from none; success; ranks that wait for those who failed, or for one
-    that was killed."""
+    """A command line proper; and an error that each rank has, or rank 0 alone: the same line from
+    each, or from none; ranks that wait for those who failed, or for one that was killed."""
     for argv in (SOME, (*SOME, "--checkpoint", "/nowhere"), (*SOME, "--max-seq-len", "3")):
         ranks, want = start("torchrun", 2, PROGRAM, *argv), tp_worker.captured(argv)
         assert bool(ranks.end()[0]) == bool(want[0])

@@ -1,6 +1,5 @@
-"""The kinds of tokenizer that checkpoints bring, each through the engine and the server: structured
-output, chats, streams, echo, log-probabilities and stop strings. The models are random, so that
-they say anything."""
+"""The kinds of tokenizer that checkpoints bring, each through the engine and the server. The models
+are random, so that they say anything."""
 
 import json
 import re
@@ -61,8 +60,7 @@ WISHES = [  # and whether a text is right
 
 def test_structures(served, monkeypatch):
     """A forced text was spelt with a space in front, or without the one at its end: 500 for every
-    schema; or for a pattern that only turns out to be too much on the way, or half an answer that
-    says "stop"."""
+    schema; or half an answer that says "stop"."""
     for wish, is_right in WISHES:
         body = {"prompt": "a dog", "structured_outputs": wish, "temperature": 1.5, "n": 4,
                 "max_tokens": 60, "seed": 1}  # fmt: skip
