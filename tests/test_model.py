@@ -457,9 +457,6 @@ def test_quantised_folders_are_folded_once(case, tmp_path):
     same(load_model(folder), built._replace(logits=hf_logits(built.hf, built.tokens)))
 
 
-# --- The parts ------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def test_the_parts(llama):
     """Rope in the interleaved layout of Llama's own release (llama2.c#286); a window off by one.

@@ -179,9 +179,6 @@ def test_nobody_is_served_anothers_text():
     assert found(pool, ids, "c") == found(pool, ids, "0") == found(pool, [3, 4, 5], "0") == []
 
 
-# --- Freeing and copying --------------------------------------------------------------------------
-
-
 def test_what_is_given_up_first():
     """The head of a prefix went before its children, and left blocks behind that nothing could
     find. A prefix given up while there was empty memory; or first in, first out, which would give

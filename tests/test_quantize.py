@@ -65,9 +65,6 @@ def standing_for(q, scales, zeros, bits):
     return linear
 
 
-# --- Rounded and stored ---------------------------------------------------------------------------
-
-
 def test_docstring_examples():
     """Halves of a byte swapped; a zero point that is added, or is no integer; 16 steps for 15; the
     digits of -0.3 in Int8Linear, -38 and -13, where one digit would give -38 / 127."""

@@ -1,9 +1,7 @@
 """The README: every command of its shell blocks runs, and its tables match their records."""
 
-import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -98,25 +96,6 @@ def test_command_runs(command, tmp_path):
             process.send_signal(signal.SIGINT)
             process.stderr.read()
             assert process.wait(timeout=120) == 0
-
-
-@pytest.mark.nightly
-def test_scripts_act_on_their_own_checkout(tmp_path):
-    """A script measures another, installed checkout; an error where none is installed."""
-    copy, other = tmp_path / "copy", tmp_path / "other"
-    for folder in ("around", "tools", "course", "checkpoints"):
-        shutil.copytree(ROOT / folder, copy / folder)
-    for file in [*ROOT.glob("*.py"), *ROOT.glob("[at]*/__init__.py")]:
-        name = file.relative_to(ROOT)
-        shutil.copy(file, copy / name)
-        (other / name).parent.mkdir(parents=True, exist_ok=True)
-        (other / name).write_text(f"raise ImportError('{name} of another checkout')")
-    scripts = [*copy.glob("course/[0-9]*.py"), copy / "checkpoints/train.py"]
-    scripts += [copy / f"tools/{name}.py" for name in ("bench", "convert", "gpu_check")]
-    for script in scripts:
-        words = [sys.executable, script, "--help"]
-        said = succeeds(words, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(other)})
-        assert said.startswith("usage: "), script
 
 
 def test_generated_pages_are_up_to_date():

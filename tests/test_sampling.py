@@ -50,8 +50,6 @@ def probs_of(logits, **kw):
     return distribution(torch.tensor([logits]), [row(V=len(logits), **kw)])[0].tolist()
 
 
-# --- SamplingParams -------------------------------------------------------------------------------
-
 RANGES = {
     "temperature": (0, 1e4), "top_k": (-1, 2**31), "top_p": (1e-6, 1), "min_p": (0, 1),
     "repetition_penalty": (1e-6, 1e4), "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2),

@@ -371,9 +371,6 @@ def test_what_became_of_the_guesses():
         assert (Guesser(k).count(job), Proposer().count(job)) == (count, 0)
 
 
-# --- N-grams --------------------------------------------------------------------------------------
-
-
 @settings(max_examples=200, deadline=None)
 @given(text=st.text("abcd", min_size=1, max_size=24), count=st.integers(0, 5),
        longest=st.integers(1, 4))  # fmt: skip

@@ -36,9 +36,6 @@ letters = st.characters(exclude_categories=["Cs"], exclude_characters="▁\ufffd
 any_text = st.lists(pieces | letters, max_size=8).map("".join)
 
 
-# --- Folders to read ------------------------------------------------------------------------------
-
-
 def write(folder, config=None, **files):
     """Make a checkpoint folder's tokenizer files; `tokenizer_model=` is tokenizer.model."""
     folder.mkdir(parents=True, exist_ok=True)

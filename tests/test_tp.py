@@ -179,9 +179,6 @@ def test_two_sums_a_layer(folders, monkeypatch):
     assert share.layers[1].mlp.gate.weight.shape == (6, 64)  # the router, whole
 
 
-# --- What is read, and what cannot be shared ------------------------------------------------------
-
-
 def kib(field):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field))
@@ -579,8 +576,6 @@ def start(tmp_path):
         each.kill()
 
 
-# --- The equivalence matrix -----------------------------------------------------------------------
-
 TEXT = ("--prompt", "ROMEO:\nWhat", "--seed", "3", "--ignore-eos", "--device", "cpu",
         "--dtype", "float32")  # fmt: skip
 SOME = (*TEXT, "--max-tokens", "8")
@@ -681,3 +676,89 @@ def test_ctrl_c(start):
         assert "KeyboardInterrupt" not in err and "error: " not in err
         whole = tp_worker.captured((*TEXT, "--max-tokens", "200"))[1]
         assert text.endswith("\n") and whole.startswith(text[:-1])
+
+
+# --- Two machines, each with a torchrun -----------------------------------------------------------
+# They are network namespaces joined by a cable (ip netns, which root may make); elsewhere, they are
+# two addresses of this one. Their names lead nowhere, so all that tp.py says is needed.
+
+
+def ip(*words):
+    return subprocess.run(["ip", *words], capture_output=True, text=True)
+
+
+class Machines(Ranks):
+    """Two of them."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.names = [f"nodes-{os.getpid()}-{end}" for end in "ab"]
+        self.port, self.addresses, self.links = 29400, ["10.99.0.1", "10.99.0.2"], ["va", "vb"]
+        if not ip("netns", "add", self.names[0]).returncode:
+            ip("netns", "add", self.names[1])
+            a, b = self.names
+            ip(*f"link add va netns {a} type veth peer name vb netns {b}".split())
+            for name, address, link in zip(self.names, self.addresses, self.links):
+                ip("-n", name, "addr", "add", f"{address}/24", "dev", link)
+                for each in ("lo", link):
+                    assert not ip("-n", name, "link", "set", each, "up").returncode
+        else:
+            self.names, self.links = [], ["lo", "lo"]
+            self.addresses = ["127.0.0.1", "127.0.0.2"]
+            with socket.socket() as s:
+                s.bind(("127.0.0.1", 0))
+                self.port = s.getsockname()[1]
+
+    def inside(self, i):
+        return ["ip", "netns", "exec", self.names[i]] if self.names else []
+
+    def begin(self, *argv, **env):
+        """Start torchrun and its one rank on the next machine."""
+        i = len(self.started)
+        self.start(
+            *self.inside(i), sys.executable, "-m", "torch.distributed.run", "--nnodes", 2,
+            "--nproc-per-node", 1, "--rdzv-backend", "c10d",
+            "--rdzv-endpoint", f"{self.addresses[0]}:{self.port}",
+            "--rdzv-conf", f"is_host={1 - i}", "--local-addr", self.addresses[i], PROGRAM, *argv,
+            GLOO_SOCKET_IFNAME=self.links[i], **env,
+        )  # fmt: skip
+
+    def errors(self, i):
+        """Lines of ours; torchrun has many of its own."""
+        return re.findall(r"^\w+\.py: error: .*$", self.said[i][1], re.M)
+
+
+@pytest.fixture
+def machines(tmp_path):
+    if not Path("/proc/self/task").exists():
+        pytest.skip("reads /proc")
+    made = Machines(tmp_path)
+    yield made
+    made.kill()
+    for name in made.names:
+        ip("netns", "del", name)
+
+
+@pytest.mark.nightly
+def test_two_machines(machines, tmp_path):
+    """Another text than one process has, or on both machines; or the first gives up on a second
+    that comes 10 s late, or refuses it, as its checkpoint lies elsewhere."""
+    machines.begin(*SOME)
+    time.sleep(10)
+    machines.begin(*SOME, "--checkpoint", shutil.copytree(SHAKESPEARE, tmp_path / "copy"))
+    assert machines.end() == [0, 0], machines.said
+    assert [out for out, _ in machines.said] == [tp_worker.captured(SOME)[1], ""]
+    assert [err.count("new tokens") for _, err in machines.said] == [1, 0]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_machine_dies(machines, who):
+    """The other one waited for it for ever; or ended without a word of ours."""
+    for _ in range(2):
+        machines.begin(*LONG)
+    for pid in machines.speak()[who]:
+        os.kill(pid, signal.SIGKILL)
+    assert all(machines.end())  # 1 s on a quiet machine, 4 beside eight busy processes
+    (line,) = machines.errors(1 - who)
+    assert f"rank {1 - who}" in line and not machines.errors(who)
