@@ -59,16 +59,9 @@ LATENCY = "latency --prompt-tokens 20 --new-tokens 8 --repeat 1 "
 THROUGHPUT = "throughput --prompt-tokens 4 40 --new-tokens 2 9 --requests 5 "
 
 
-def test_latency(measure):
-    """A form or a batch without a row; ratios of another row."""
-    rows, page = measure(LATENCY + "--batch 3 1 --quantize none int8")
-    assert [*rows] == ["batch 3", "batch 1", "int8, batch 3", "int8, batch 1"]
-    assert all(row["decode_tok_s"] > 0 and row["of_gemm_peak"] > 0 for row in rows.values())
-    assert rows["batch 3"]["times_first_row"] == 1 and "| prefill MFU |" in page
-
-
-def test_guesses(measure, tmp_path):
-    """The draft's guesses are not used; a run shows the figures of the run before."""
+def test_latency(measure, tmp_path):
+    """The draft's guesses are not used; a run shows the figures of the run before; a form or a
+    batch without a row, or ratios of another row."""
     same, other = (tiny_folder(tmp_path / name, vocab_size=64) for name in ("same", "other"))
     bench.write_random(replace(load_model(other).config, rope_theta=7.0), torch.float32, other)
     for draft, agrees in ((same, True), (other, False)):
@@ -82,6 +75,10 @@ def test_guesses(measure, tmp_path):
     guessed = measure(LATENCY + "--new-tokens 40 --speculate-ngram 4")[0]["4 guesses"]
     assert guessed["same_tokens"] == 1 and guessed["draft_cost"] == 0
     assert guessed["theory"] == pytest.approx(1 + guessed["accepted"])
+    rows, page = measure(LATENCY + "--batch 3 1 --quantize none int8")
+    assert [*rows] == ["batch 3", "batch 1", "int8, batch 3", "int8, batch 1"]
+    assert all(row["decode_tok_s"] > 0 and row["of_gemm_peak"] > 0 for row in rows.values())
+    assert rows["batch 3"]["times_first_row"] == 1 and "| prefill MFU |" in page
 
 
 def test_throughput(measure):
@@ -104,12 +101,10 @@ def test_throughput(measure):
 
 
 def test_sample_prefix_and_growth(measure):
-    """A setting has no effect: all rows run with temperature alone, or greedily. A prefix is not
-    found, or the cold prompt is cached. The bytes of one sequence are counted for all."""
-    rows, page = measure("sample --rows 1 8 --vocab-sizes 20000 --repeat 3")
+    """A prefix is not found, or the cold prompt is cached. The bytes of one sequence are counted
+    for all."""
+    rows, page = measure("sample --rows 1 8 --vocab-sizes 2000 --repeat 1")
     assert len(rows) == 2 * len(bench.SETTINGS) and "milliseconds" in page
-    greedy, qwen, flat = (rows[f"8 rows of 20000, {s}"]["ms"] for s in ("greedy", "qwen", "flat"))
-    assert 0 < greedy < qwen < flat  # which is sorted
     rows, _ = measure("prefix --prompt-tokens 128 --repeat 2")
     assert [row["cached_tokens"] for row in rows.values()] == [0, 112, 0]
     assert rows["cold"]["of_cold"] == rows["floor"]["times_floor"] == 1

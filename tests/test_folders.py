@@ -112,15 +112,12 @@ def test_tokenizers(name, tmp_path):
             assert ours.decode(ours.encode_chat([ASKED]), show_special=True) == want
 
 
-def test_an_id_that_is_not_the_files(tmp_path):
-    """An added token that gets the next free id in place of its own, as in transformers."""
+def test_special_ids(tmp_path):
+    """An added token that gets the next free id in place of its own, as in transformers. A chat
+    that never stops, as its end of turn stands in tokenizer_config.json alone."""
     folder = write(tmp_path, NAMES | added(BEYOND + 5, X), **FAST)
     with pytest.raises(CheckpointError, match=rf"<\|x\|> {BEYOND + 5} is not supported"):
         Tokenizer(folder)
-
-
-def test_what_ends_a_sequence(tmp_path):
-    """A chat that never stops, as its end of turn stands in tokenizer_config.json alone."""
     raw = json.loads((SHAKESPEARE / "config.json").read_text()) | {"eos_token_id": 5}
     files = {"config.json": raw, "generation_config.json": {"eos_token_id": [7, 5]}, **FAST}
     folder = write(tmp_path, {"eos_token": "</s>"}, **files)

@@ -210,12 +210,6 @@ def packed_across(q, bits, order=None):
     return (values << shifts).sum(2).int()
 
 
-def test_examples_of_packing():
-    """The packers of this file, against the words that formats.py draws."""
-    assert packed_down(torch.arange(1, 9)[:, None], 4).tolist() == [[0x87654321 - 2**32]]
-    assert packed_across(torch.arange(8)[None], 4, AWQ_ORDER).tolist() == [[0x75316420]]
-
-
 def other_folder(
     folder, method="gptq", bits=4, group_size=32, desc_act=False, sym=False, v2=False,
     lm_head=False, g_idx=True, config=None, **changes,
@@ -349,7 +343,8 @@ DAMAGED = [
 
 
 def test_damaged_folders(tmp_path):
-    """A traceback from deep inside, or a model that rambles: what is wrong must be named."""
+    """A traceback from deep inside, or a model that rambles: what is wrong must be named. And the
+    packers of this file, against the words that formats.py draws."""
     folder, _, _ = other_folder(tmp_path)
     whole = load_file(folder / "model.safetensors")
     for damage, message in DAMAGED:
@@ -359,6 +354,8 @@ def test_damaged_folders(tmp_path):
         with pytest.raises(CheckpointError, match=message):
             load_model(folder)
             pytest.fail(f"it loads, without {message}")
+    assert packed_down(torch.arange(1, 9)[:, None], 4).tolist() == [[0x87654321 - 2**32]]
+    assert packed_across(torch.arange(8)[None], 4, AWQ_ORDER).tolist() == [[0x75316420]]
 
 
 def test_what_some_tools_write(tmp_path):

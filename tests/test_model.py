@@ -461,7 +461,8 @@ def test_quantised_folders_are_folded_once(case, tmp_path):
 def test_the_parts(llama):
     """Rope in the interleaved layout of Llama's own release (llama2.c#286); a window off by one.
     Frequencies or angles in low precision: far from 0 neighbours get the same angle. `select`
-    counts over B * T in row-major order: (0, T - 1), (1, 0) and (1, 3) here."""
+    counts over B * T in row-major order: (0, T - 1), (1, 0) and (1, 3) here. A step that pays for
+    the cache's whole capacity, or an overrun that is not seen."""
     cos, sin = torch.tensor([0.0, 1.0]), torch.tensor([1.0, 0.0])  # a quarter turn; none
     assert apply_rope(torch.tensor([1.0, 2, 3, 4]), cos, sin).tolist() == [-3, 2, 1, 4]
     config = replace(load_config(llama.folder), num_key_value_heads=4)
@@ -473,11 +474,6 @@ def test_the_parts(llama):
     at = torch.tensor([T - 1, T, T + 3])
     some = model(llama.tokens, torch.arange(T).expand(2, -1), select=at)
     torch.testing.assert_close(some, llama.logits.flatten(0, 1)[at], atol=ATOL, rtol=0)
-
-
-def test_a_step_reads_little_more_than_there_is(llama):
-    """A step of a short sequence that pays for the cache's whole capacity, hidden by the mask; an
-    overrun that shows as an index error deep inside, or is not seen at all."""
     cache = StaticCache(load_model(llama.folder), 1, 1000)
     for length in (1, 63, 64, 65, 300, 1000):
         positions, layers = cache.plan(length - 1, length)

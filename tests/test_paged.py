@@ -58,8 +58,10 @@ def arrange(pool, *blocks):
         pool.free(by_block[block])
 
 
-def test_picture_of_the_header():
-    """Sequences that begin alike must map the same blocks, and part where their texts part."""
+def test_which_blocks():
+    """Sequences that begin alike must map the same blocks, and part where their texts part. What
+    others left behind, taken in any order, so that a long text lies in pieces, and is copied in
+    each step; or a cached prefix given up for order's sake."""
     pool = BlockPool(8, 4)
     arrange(pool, 2, 5, 1, 7, 3)
     first, second = [*"the king is"], [*"the king hath"]
@@ -70,11 +72,6 @@ def test_picture_of_the_header():
     assert (a.blocks, b.blocks) == ([2, 5, 1], [2, 5, 7, 3])
     assert pool.refs == [0, 1, 2, 1, 0, 2, 0, 1]
     audit_pool(pool, [a, b])
-
-
-def test_blocks_follow_each_other():
-    """What others left behind, taken in any order, so that a long text lies in pieces, and is
-    copied in each layer of each step; or a cached prefix given up for order's sake."""
     pool = BlockPool(9, 2)
     a, b, c = grown(pool, 2), computed(pool, [1, 2]), grown(pool, 5)
     assert (a.blocks, b.blocks, c.blocks) == ([0], [1], [2, 3, 4])
@@ -386,8 +383,9 @@ def test_int8_keys_are_read_back():
             torch.testing.assert_close(runner.forward([row]), want)
 
 
-def test_the_example_of_plan():
-    """Tokens, slots and groups of the docstring; more logits than one of a row."""
+def test_plan_and_copies():
+    """Tokens, slots and groups of the docstring; more logits than one of a row. A block copied from
+    after it had been copied to; or a layer, or the values, left out."""
     runner, (a, b, c, d, e) = runner_of(8, 4), range(1, 6)
     rows = [Row([7, 2], 5, [a]), Row([3], 2, [b]), Row([0, 1], 4, [c, d, e], 2)]
     tokens, positions, layers, select = runner.plan(rows)
@@ -399,6 +397,12 @@ def test_the_example_of_plan():
     assert tables == [[[7, 2], [3, 3]], [[0, 1]]]  # filled up
     assert select.tolist() == [0, 1, 3, 4]
     assert runner.plan([Row([7, 2], 3, [a, b, c])])[2][0].slots.tolist() == [31, 8, 9]
+    runner = runner_of(5, 2)
+    tensors = [pool.normal_() for pool in runner.kv]
+    before = [tensor.clone() for tensor in tensors]
+    runner.copy_blocks([(0, 1), (1, 2), (0, 4)])
+    for tensor, old in zip(tensors, before, strict=True):
+        assert torch.equal(tensor, old[:, [0, 0, 1, 3, 0]])
 
 
 def test_rows_that_stand_together():
@@ -429,16 +433,6 @@ def test_rows_that_stand_together():
     for rows, most in ((mixed, 63 * 7 + 1000), (forks, 64 * 1000)):
         copied = [B * W for B, _, W in shapes(runner_of(1500, 16).plan(rows)[2][0])]
         assert max(copied) <= 1500 and sum(copied) <= 1.5 * most
-
-
-def test_copies_of_one_step_are_made_at_once():
-    """A block copied from after it had been copied to; or a layer, or the values, left out."""
-    runner = runner_of(5, 2)
-    tensors = [pool.normal_() for pool in runner.kv]
-    before = [tensor.clone() for tensor in tensors]
-    runner.copy_blocks([(0, 1), (1, 2), (0, 4)])
-    for tensor, old in zip(tensors, before, strict=True):
-        assert torch.equal(tensor, old[:, [0, 0, 1, 3, 0]])
 
 
 # --- Any order of events --------------------------------------------------------------------------

@@ -47,17 +47,9 @@ def test_the_first_commands_are_what_ci_runs():
     assert "-m slow" in README and "-m nightly" in README
 
 
-def test_the_text_is_that_of_the_command(capfd):
-    """The text is another command's, or an older sampler's."""
-    assert generate.main(["--seed", "1", "--device", "cpu"]) == 0
-    shown = README.partition("```\nsampling: ")[2].partition("\n...")[0]
-    told, _, text = shown.partition("\n")
-    out, err = capfd.readouterr()
-    assert text and out.startswith(text + "\n") and err.startswith(f"sampling: {told}\n")
-
-
-def test_commands_are_understood():
-    """An option is gone, or a file has moved; the nightly tests also run the commands."""
+def test_commands_are_understood(capfd):
+    """An option is gone, or a file has moved; the nightly tests also run the commands. The text is
+    another command's, or an older sampler's."""
     for command in [*COMMANDS, *shell_lines((ROOT / "docs" / "gpu.md").read_text())]:
         launcher, *words = shlex.split(command)
         assert launcher in ("python", "torchrun"), command
@@ -65,6 +57,11 @@ def test_commands_are_understood():
         assert (ROOT / words[at]).is_file(), command
         if words[at] == "generate.py":
             parse_args(words[at + 1 :])
+    assert generate.main(["--seed", "1", "--device", "cpu"]) == 0
+    shown = README.partition("```\nsampling: ")[2].partition("\n...")[0]
+    told, _, text = shown.partition("\n")
+    out, err = capfd.readouterr()
+    assert text and out.startswith(text + "\n") and err.startswith(f"sampling: {told}\n")
 
 
 def succeeds(words, **options):

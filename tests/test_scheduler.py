@@ -269,9 +269,11 @@ def test_the_last_in_line_is_preempted():
     assert ended == [1, 5, 2, 4, 0, 3]
 
 
-def test_a_prefix_is_found():
+def test_shared_blocks():
     """Two that compute the same blocks in one step find nothing, and a third finds theirs. A
-    request could time the prefixes of another user."""
+    request could time the prefixes of another user. Of n > 1, the prompt held n times; a block that
+    all write to not copied, or copied once too often, at a prompt that ends on a block's border (8)
+    or within a block."""
     at, hits = engine(num_blocks=40, max_num_batched_tokens=30), []
     for count, salt in ((2, None), (1, None), (1, "a"), (1, "b"), (1, "a"), (1, None)):
         before = at.stats["prefix_cache_hits"]
@@ -279,6 +281,15 @@ def test_a_prefix_is_found():
         hits.append(at.stats["prefix_cache_hits"] - before)
     assert hits == [0, 8, 0, 0, 8, 8]
     assert at.stats["prefix_cache_queries"] == 7 * 9
+    for length, blocks in ((6, (2, 4)), (8, (2, 5)), (9, (3, 5)), (1, (1, 3))):
+        at, wish = engine(num_blocks=40, max_num_batched_tokens=16), params(n=3, ignore_eos=True)
+        request = at.add_request(WORDS[:length], wish)
+        for used in blocks:
+            step(at)
+            assert at.pool.num_blocks - len(at.pool.available) == used
+        assert [len(sequence.tokens) for sequence in request.outputs] == [2, 2, 2]
+        check(at, (WORDS[:length], wish), requests=[request])
+        assert at.stats["computed_tokens"] == length + 3 * (6 - 1)
 
 
 def test_a_step_costs_no_more_where_many_wait():
@@ -419,20 +430,6 @@ def test_free_memory(monkeypatch, tmp_path):
     (tmp_path / "0/proc/meminfo").write_text("MemFree: 5 kB\n")  # old: this was an IndexError
     for root in (Path("/"), tmp_path / "a system without /proc", tmp_path / "0"):
         assert 2**20 < free_memory(cpu, root) < 2**50
-
-
-def test_n_share_the_prompts_blocks():
-    """The prompt held n times; a block that all write to not copied, or copied once too often, at
-    a prompt that ends on a block's border (8) or within a block."""
-    for length, blocks in ((6, (2, 4)), (8, (2, 5)), (9, (3, 5)), (1, (1, 3))):
-        at, wish = engine(num_blocks=40, max_num_batched_tokens=16), params(n=3, ignore_eos=True)
-        request = at.add_request(WORDS[:length], wish)
-        for used in blocks:
-            step(at)
-            assert at.pool.num_blocks - len(at.pool.available) == used
-        assert [len(sequence.tokens) for sequence in request.outputs] == [2, 2, 2]
-        check(at, (WORDS[:length], wish), requests=[request])
-        assert at.stats["computed_tokens"] == length + 3 * (6 - 1)
 
 
 # --- Long prompts: attention in pieces against its slow twin ------------------------------------
@@ -611,9 +608,19 @@ def test_nan_ends_its_own_request_alone(guess, value):
         check_sound(at, *jobs * 3, guess=guess)  # every block is used again
 
 
-def test_nan_of_the_draft_alone():
+class Mistaken(Guesser):
+    """Guesses what cannot be run, for the texts that begin with 7."""
+
+    def propose(self, jobs):
+        for job in jobs:
+            ids = [8, BAD, 8][: job.num_guesses if job.ids[0] == 7 else 0]
+            job.guess = Guess(ids, [1.0] * len(ids))
+
+
+def test_nan_of_guesses():
     """The target is sound: nothing is lost, and later guesses are as good as before. Who breaks the
-    draft gets no more guesses; else the tokens of a seed would depend on what was in the cache."""
+    draft gets no more guesses; else the tokens of a seed would depend on what was in the cache. A
+    guess that is NaN ended the neighbours' requests too; or spoilt what stood before it."""
     for budget, times in ((3, 1), (7, 1), (40, 1), (40, 3)):
         limits = {"num_blocks": 40, "max_num_seqs": 1, "max_num_batched_tokens": budget}
         at = engine(draft=poisoned(MODEL), speculate=2, **limits)
@@ -626,20 +633,6 @@ def test_nan_of_the_draft_alone():
     at.proposer.offered, at.proposer.accepted = [0, 0], [0, 0]
     check(at, *jobs[1:])
     assert at.proposer.accepted == at.proposer.offered != [0, 0]
-
-
-class Mistaken(Guesser):
-    """Guesses what cannot be run, for the texts that begin with 7."""
-
-    def propose(self, jobs):
-        for job in jobs:
-            ids = [8, BAD, 8][: job.num_guesses if job.ids[0] == 7 else 0]
-            job.guess = Guess(ids, [1.0] * len(ids))
-
-
-def test_a_guess_that_is_nan_harms_no_other():
-    """It ended the neighbours' requests too; or its keys and values stayed in the block, and spoilt
-    what stood before them."""
     for temperature in (0, 1.0):
         at = engine(poisoned(MODEL), num_blocks=40, speculate=3, max_num_batched_tokens=32)
         at.proposer = Mistaken(3)

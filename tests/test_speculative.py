@@ -179,22 +179,11 @@ def ids_of(logits, sequence, guess) -> list[int]:
     return [token.id for token in Guesser(4).verify(logits, [sequence])[0]]
 
 
-def test_the_example_of_accept():
-    """The docstring lies; or a NaN is accepted, as of a grammar that allows only logits of -inf."""
-    half, q = torch.tensor([0.5, 0.5, 0]), torch.tensor([0.8, 0, 0.2])
-    for p, x, u, n, rest in (
-        (half, 0, 0.62, 1, [0.5, 0.5, 0]), (half, 0, 0.63, 0, [0, 0.5, 0]),
-        (half, 2, 0.0, 0, [0, 0.5, 0]), (half * math.nan, 0, 0.5, 0, None),
-    ):  # fmt: skip
-        chances = torch.tensor([p[x], 0.0])
-        got = accept(p.expand(2, -1), chances, drawn_guess([q], [x]), torch.tensor([u, 0.5]))
-        assert got[0] == n and rest in (None, got[1].tolist())
-
-
 def test_what_always_and_never_comes_out(monkeypatch):
     """u <= p / q or a rounded quotient refuses what is exactly as likely: all of a perfect draft's
     guesses are kept. Rounding leaves nothing of p - q, and the id is V (GHSA-8wr5-jm2h-8r4f); a
-    refused guess, or one that a filter has removed, comes out all the same: at u = 0, 0 <= 0."""
+    refused guess, or one that a filter has removed, comes out all the same: at u = 0, 0 <= 0. The
+    docstring's example; a NaN is accepted, as of a grammar that allows only logits of -inf."""
     for u, seed, V in itertools.product(
         (0.0, 2**-60, 0.5, 1 - 2**-24, BELOW_1), range(9), (2, 7, 300)
     ):
@@ -219,6 +208,14 @@ def test_what_always_and_never_comes_out(monkeypatch):
             for guess in (*guesses, Guess([x], [1.0])):
                 one = ids_of(logits, s, guess)[0]
                 assert 0 <= one < V and p[one] > 0
+    half, q = torch.tensor([0.5, 0.5, 0]), torch.tensor([0.8, 0, 0.2])
+    for p, x, u, n, rest in (
+        (half, 0, 0.62, 1, [0.5, 0.5, 0]), (half, 0, 0.63, 0, [0, 0.5, 0]),
+        (half, 2, 0.0, 0, [0, 0.5, 0]), (half * math.nan, 0, 0.5, 0, None),
+    ):  # fmt: skip
+        chances = torch.tensor([p[x], 0.0])
+        got = accept(p.expand(2, -1), chances, drawn_guess([q], [x]), torch.tensor([u, 0.5]))
+        assert got[0] == n and rest in (None, got[1].tolist())
 
 
 # --- The same tokens, whatever else runs ----------------------------------------------------------
@@ -242,11 +239,11 @@ def test_a_perfect_draft_is_never_refused(model, wish):
     assert at.proposer.accepted == at.proposer.offered
 
 
-def test_a_cached_block_is_whole_for_the_draft_too():
-    """The last token of a run that was accepted whole is not in the draft's cache yet. Where a
-    sequence ends there, and that token is the last of a block, the block is found by others; the
-    blocks that a second sequence of the same text has put behind it, too: nobody fills the gap, and
-    the tokens of a seed depend on what ran before."""
+def test_cached_blocks_and_guesses():
+    """The last token of a run that was accepted whole is not in the draft's cache yet. Where it is
+    the last of a block, the block is found by others; the blocks that a second sequence of the same
+    text has put behind it, too: nobody fills the gap, and the tokens of a seed depend on what ran
+    before. A first block that is filled by guesses is found under another salt."""
     wish = params(20, seed=5, ignore_eos=True)
     for short in range(2, 12):
         at = engine(num_blocks=60, max_num_batched_tokens=80, draft=MODEL, speculate=4)
@@ -259,6 +256,14 @@ def test_a_cached_block_is_whole_for_the_draft_too():
         assert at.proposer.accepted == at.proposer.offered
         if short == 2:
             assert_same(request, guessed(MODEL, ids, wish, MODEL, 4))
+    at, hits = engine(num_blocks=40, max_num_batched_tokens=40, draft=MODEL, speculate=4), []
+    for salt in ("a", None, "b", "a"):
+        before = at.stats["prefix_cache_hits"]
+        at.add_request([*IDS[:2], *PREFIX[:8]], params(4, ignore_eos=True), cache_salt=salt)
+        at.add_request(IDS[:2], params(12, temperature=0, ignore_eos=True), cache_salt=salt)
+        drain(at)
+        hits.append(at.stats["prefix_cache_hits"] - before)
+    assert hits == [0, 0, 0, 8]
 
 
 IDS, GREEDY = WORDS[:5], params(24, temperature=0, ignore_eos=True)
@@ -327,18 +332,6 @@ def test_rows_stand_together_whatever_is_guessed(guess):
     assert all(groups == lengths for lengths, groups, _ in counts)
 
 
-def test_a_salt_keeps_guessed_blocks_apart():
-    """A first block that is filled by guesses is found by a request with another salt."""
-    at, hits = engine(num_blocks=40, max_num_batched_tokens=40, draft=MODEL, speculate=4), []
-    for salt in ("a", None, "b", "a"):
-        before = at.stats["prefix_cache_hits"]
-        at.add_request([*IDS[:2], *PREFIX[:8]], params(4, ignore_eos=True), cache_salt=salt)
-        at.add_request(IDS[:2], params(12, temperature=0, ignore_eos=True), cache_salt=salt)
-        drain(at)
-        hits.append(at.stats["prefix_cache_hits"] - before)
-    assert hits == [0, 0, 0, 8]
-
-
 class Script(Guesser):
     """Guesses the text, with a mistake at some places."""
 
@@ -391,7 +384,8 @@ def test_lookup_equals_its_slow_twin(text, count, longest):
 
 def test_n_grams():
     """The docstring's example. One sequence's text gives the guesses of another. Ids past the last
-    character of Unicode, and those that stand for halves of characters."""
+    character of Unicode, and halves of characters. A draft that is to guess no token runs; the
+    whole text is gone through at each step."""
     assert lookup("abcxbc", 2) == "xb"
     assert lookup("01239812370123", 1) == "7"  # four are not looked for
     large = (2**23, 0xD800, 0xDFFF, 9), (0xD800, 0xDFFF)
@@ -401,10 +395,6 @@ def test_n_grams():
         s.num_scheduled = len(s.ids) + count
     NGram(2).propose(sequences)
     assert [s.guess.ids for s in sequences] == [[6, 7], [2], [], [9, 0xD800]]
-
-
-def test_guesses_cost_little():
-    """A draft that is to guess no token runs; the whole text is gone through at each step."""
     proposer = DraftModel(NEAR, 0, NEAR.config.vocab_size)
     proposer.runners = (SimpleNamespace(forward=lambda rows: pytest.fail("it ran")),)
     (job,) = jobs = [started(9)]

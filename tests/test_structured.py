@@ -271,15 +271,9 @@ CLOSED = [  # a schema, and what becomes of it
 ]  # fmt: skip
 
 
-def test_objects_are_closed():
-    """A weak model invented properties until max_tokens; a constant that became another."""
-    for schema, expected in CLOSED:
-        assert closed(schema) == expected
-    assert takes({"json": A}, '{"a": null}') and not takes({"json": A}, '{"a": null, "b": 1}')
-
-
-def test_response_format():
-    """OpenAI's forms, of which the unknown were ignored."""
+def test_forms():
+    """OpenAI's forms, of which the unknown were ignored. A weak model invented properties until
+    max_tokens; a constant that became another."""
     schema = {"type": "object"}
     lenient = {"json": schema | {"x-guidance": SPACES | {"lenient": True}}}
     assert structure({"type": "text"}) == {}
@@ -295,3 +289,6 @@ def test_response_format():
     for bad in ({}, {"type": "xml"}, "json", {"type": "json_schema"}, {"type": ["text"]}):
         with pytest.raises(SettingError, match=r"^response_format"):
             structure(bad)
+    for schema, expected in CLOSED:
+        assert closed(schema) == expected
+    assert takes({"json": A}, '{"a": null}') and not takes({"json": A}, '{"a": null, "b": 1}')

@@ -392,10 +392,11 @@ def joining(monkeypatch):
 CLOSED = RuntimeError("[/gloo/pair.cc:553] Connection closed by peer")
 
 
-def test_join(joining):
+def test_join(joining, monkeypatch):
     """Followers that are never told to stop, or where they do not wait for it, or that stop each
-    other, or wait after Ctrl-C, or close their connections before they have told their error, or
-    after others have told that one is lost; a deadline for the next prompt; a group left open."""
+    other, or close their connections before they have told their error, or after others have told
+    that one is lost; a deadline for the next prompt; a group left open. Two ranks on one GPU, which
+    NCCL refuses; GPUs numbered by the rank over all machines."""
     full = RuntimeError("out of memory")
     for rank, error, does in (
         (0, None, ["end"]), (1, None, []), (0, ConnectionError(), []), (1, CLOSED, []),
@@ -409,6 +410,15 @@ def test_join(joining):
                 raise error
         assert calls == [("gloo", 300), True, *does, "destroyed"]
         assert not error or raised.value is error
+    monkeypatch.setattr(torch.cuda, "set_device", lambda i: calls.append(range(2)[i]))
+    calls = joining(3, 4, 1)
+    with meeting.join(GPU) as ranks:
+        assert ranks[:3] == (GPU, 3, 4)
+    assert calls == [1, ("cpu:gloo,cuda:nccl", 300), True, "destroyed"]
+    joining(0, 4, 2)
+    with pytest.raises(ValueError, match=r"a GPU each or --device cpu.*: .*out of range"):
+        meeting.join(GPU).__enter__()
+    assert calls == [3, "destroyed"]
 
 
 def test_variables_of_torchrun(monkeypatch):
@@ -425,19 +435,6 @@ def test_variables_of_torchrun(monkeypatch):
             continue
         assert re.fullmatch(r"generate.py: error: .*WORLD_SIZE.*torchrun.*\n", err), env
         assert (code, out) == (2, "")
-
-
-def test_gpus(joining, monkeypatch):
-    """Two ranks on one GPU, which NCCL refuses; GPUs numbered by the rank over all machines."""
-    monkeypatch.setattr(torch.cuda, "set_device", lambda i: calls.append(range(2)[i]))
-    calls = joining(3, 4, 1)
-    with meeting.join(GPU) as ranks:
-        assert ranks[:3] == (GPU, 3, 4)
-    assert calls == [1, ("cpu:gloo,cuda:nccl", 300), True, "destroyed"]
-    joining(0, 4, 2)
-    with pytest.raises(ValueError, match=r"a GPU each or --device cpu.*: .*out of range"):
-        meeting.join(GPU).__enter__()
-    assert calls == [3, "destroyed"]
 
 
 def test_an_error_of_use(joining, monkeypatch):

@@ -60,7 +60,8 @@ WISHES = [  # and whether a text is right
 
 def test_structures(served, monkeypatch):
     """A forced text was spelt with a space in front, or without the one at its end: 500 for every
-    schema; or half an answer that says "stop"."""
+    schema; or half an answer that says "stop"; or in the longest pieces where the tokenizer has
+    other words."""
     for wish, is_right in WISHES:
         body = {"prompt": "a dog", "structured_outputs": wish, "temperature": 1.5, "n": 4,
                 "max_tokens": 60, "seed": 1}  # fmt: skip
@@ -75,10 +76,6 @@ def test_structures(served, monkeypatch):
         body = {"prompt": "a", "structured_outputs": wish, "max_tokens": 60}
         for stream in (False, True):
             assert "lexer error" in served.post(COMPLETIONS, body | {"stream": stream}).fails(400)
-
-
-def test_forced_texts_are_spelt_as_in_a_text(served):
-    """A space in front, or the longest pieces where the tokenizer has other words for it."""
     words, config = served.words, served.engine.config
     trie = vocabulary(words, config.vocab_size, config.eos_ids)
     for text in ("the cat", " the end of", "cat and dog"):
