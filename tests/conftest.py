@@ -53,7 +53,7 @@ def _caches_begin_as_nan(monkeypatch):
     monkeypatch.setattr(paged, "empty_layers", filled)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def one_thread():
     """Threads do not help so small a model, and on a busy machine they wait for each other."""
     before = torch.get_num_threads()

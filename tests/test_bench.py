@@ -26,7 +26,6 @@ from tools import bench, load, report
 from tools.measure import bytes_per_step
 
 pytest_plugins = ["serving"]
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

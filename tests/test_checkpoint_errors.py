@@ -41,8 +41,6 @@ NORM, UP = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
 BIG = 10**400  # JSON can hold it, a float cannot
 MEMORY = 4 * 2**30  # bytes beyond what the process has: far more than any test here needs
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(autouse=True)
 def _bounded():
@@ -249,7 +247,8 @@ def join(header, data):
 
 
 def test_damaged_weights(folder):
-    """A download that broke off, or a header made to read out of bounds."""
+    """A download that broke off, or a header made to read out of bounds. Unpickling a checkpoint
+    runs whatever its author wrote, under whatever name it stands."""
     whole = (folder / WEIGHTS).read_bytes()
     end = 8 + struct.unpack("<Q", whole[:8])[0]
     header, data = json.loads(whole[8:end]), whole[end:]
@@ -267,10 +266,6 @@ def test_damaged_weights(folder):
     ):  # fmt: skip
         (folder / WEIGHTS).write_bytes(content)
         refused(folder, f"/{WEIGHTS}: ")
-
-
-def test_a_pickle_is_never_run(folder):
-    """Unpickling a checkpoint runs whatever its author wrote, under whatever name it stands."""
     marker = folder.parent / "marker"
 
     class Evil:

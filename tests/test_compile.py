@@ -35,7 +35,7 @@ WISH = SamplingParams(temperature=0.5, seed=1, max_tokens=20, ignore_eos=True)
 
 
 @slow
-def test_nothing_is_compiled_after_warm_up(one_thread, monkeypatch):
+def test_nothing_is_compiled_after_warm_up(monkeypatch):
     """A length, a capacity or a chunk that is baked into a graph stalls the user for seconds; or
     another way to multiply gives another text. The weights are read by loops, as where one row is
     slow; on other processors the forms are those of the next test, or plain."""
@@ -60,7 +60,7 @@ def test_nothing_is_compiled_after_warm_up(one_thread, monkeypatch):
 
 
 @slow
-def test_nothing_is_compiled_after_warm_up_by_the_scheduler(one_thread, monkeypatch):
+def test_nothing_is_compiled_after_warm_up_by_the_scheduler(monkeypatch):
     """Rows, groups, blocks, tokens and guesses come in any number: none may be baked in."""
     options = {"device": "cpu", "dtype": "float32", "compile": True, "num_blocks": 64}
     llm = LLM(DRAFT, draft_checkpoint=DRAFT, **options)
@@ -81,7 +81,7 @@ LENGTHS = (3, 40, 17, 60, 5)
 
 @slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_whose_heads_share_no_keys_are_gathered(dtype, one_thread):
+def test_rows_whose_heads_share_no_keys_are_gathered(dtype):
     """Attention that is compiled in the middle of the first crowd, or again for each number of
     rows; other tokens under a window, in forks, behind shared prefixes, after a preemption."""
     torch._dynamo.reset()

@@ -141,9 +141,24 @@ def test_folders_are_as_others_read_them(name, tmp_path):
     assert len(load_config(path).eos_ids) == 2 and {"temperature", "top_p"} <= {*suggested(path)}
 
 
-def test_a_page_for_each_script():
-    """Bugs: a chapter that nothing links to; a page or script that has grown too long; an excerpt
-    of an older script. Chapter 1 explained `select`, but the code below it has `last`."""
+def test_pages():
+    """Bugs: a link points into another function, after a line was added above, or to a file that
+    has moved; a word of the glossary that no chapter uses, or that two entries explain. A chapter
+    that nothing links to, or that has grown too long; an excerpt of an older script. Chapter 1
+    explained `select`, but the code below it has `last`."""
+    assert len({*GLOSSARY}) == len(GLOSSARY) > 20
+    linked = {a for text in PAGES.values() for a in re.findall(r"\(README\.md#([\w-]+)\)", text)}
+    assert linked == {*GLOSSARY}, linked ^ {*GLOSSARY}
+    for name, text in PAGES.items():
+        assert report.line_links(text, COURSE / name) == text, "run: python tools/bench.py report"
+        assert name == "README.md" or text.count(".py#L") >= 3
+        for link in re.findall(r"\]\(((?!http)[^)]+)", text):
+            file, _, anchor = link.partition("#")
+            assert not file or (COURSE / file).exists(), link
+            if file in ("", "README.md") and anchor:
+                assert anchor in GLOSSARY, link
+    with pytest.raises(ValueError, match=r"01-loop.md links to Engine.none, which ../scheduler.py"):
+        report.line_links("[`Engine.none`](../scheduler.py#L1)", COURSE / "01-loop.md")
     names = [script.stem.replace("_", "-") + ".md" for script in SCRIPTS]
     assert len(names) == 11 and {*names, "README.md"} == {*PAGES}
     for script, name in zip(SCRIPTS, names):
@@ -159,24 +174,6 @@ def test_a_page_for_each_script():
         code = source + (COURSE / "lesson.py").read_text() + (ROOT / "tp.py").read_text()
         for word in re.findall(r"`([a-z_]+)`", page.partition("## In the engine")[0]):
             assert re.search(rf"\b{word}\b", code), f"{name}: {word}"
-
-
-def test_links():
-    """Bugs: a link points into another function, after a line was added above, or to a file that
-    has moved; a word of the glossary that no chapter uses, or that two entries explain."""
-    assert len({*GLOSSARY}) == len(GLOSSARY) > 20
-    linked = {a for text in PAGES.values() for a in re.findall(r"\(README\.md#([\w-]+)\)", text)}
-    assert linked == {*GLOSSARY}, linked ^ {*GLOSSARY}
-    for name, text in PAGES.items():
-        assert report.line_links(text, COURSE / name) == text, "run: python tools/bench.py report"
-        assert name == "README.md" or text.count(".py#L") >= 3
-        for link in re.findall(r"\]\(((?!http)[^)]+)", text):
-            file, _, anchor = link.partition("#")
-            assert not file or (COURSE / file).exists(), link
-            if file in ("", "README.md") and anchor:
-                assert anchor in GLOSSARY, link
-    with pytest.raises(ValueError, match=r"01-loop.md links to Engine.none, which ../scheduler.py"):
-        report.line_links("[`Engine.none`](../scheduler.py#L1)", COURSE / "01-loop.md")
 
 
 def test_one_thread_and_a_clock(monkeypatch):

@@ -19,8 +19,6 @@ from ways import CASES, KINDS, PATHS, REPLAYED
 from around.fast import attending
 from around.settings import DTYPES
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 DEVICE = os.environ.get("KILOLM_DEVICE", "cpu")
 # These run all jobs, the others those of ways.FEW.
 WHOLE = ("paged, plain", "paged, fast", "paged, plain, small budget", "prefix cached")

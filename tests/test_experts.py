@@ -25,7 +25,6 @@ from model import Config
 from paged import Row, Runner
 from quantize import QuantLinear, quantize_model
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 D, E, K = 32, 6, 3
 
 

@@ -22,7 +22,6 @@ from around.settings import CheckpointError, SamplingParams
 from sampling import Sequence
 from tools.convert import copy_rest
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -225,8 +224,9 @@ def test_histories(name, tmp_path):
     assert ours.decode(ids) == '{"a": 1}.'
 
 
-def test_where_templates_are(tmp_path):
-    """A model with images spoke in plays; in a chat with tools, the template for chats without."""
+def test_templates(tmp_path):
+    """A model with images spoke in plays; in a chat with tools, the template for chats without. The
+    plain template in place of named ones without a default; a role that templates refuse."""
     turns = "{% for m in messages %}{{ m.content }}{{ m.reasoning_content }}{% endfor %}"
     thought = [ASKED | {"reasoning": "hm"}]
     tools = {"tools": [{"type": "function", "function": {"name": "f"}}]}
@@ -244,10 +244,6 @@ def test_where_templates_are(tmp_path):
         assert each.decode(each.encode_chat(thought, **tools)) == "tthe cathm"
     copy_rest(tmp_path / "saved", tmp_path)
     assert Tokenizer(tmp_path).tool_template == ours.tool_template
-
-
-def test_roles_and_names(tmp_path):
-    """The plain template in place of named ones without a default; a role that templates refuse."""
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
     told = [{"role": "developer", "content": "Be brief"}, ASKED]
     ours, _ = chatter(tmp_path / "system", template)

@@ -23,8 +23,6 @@ from quantize import QuantLinear, group_scales, linears, quantize_model, round_t
 from tools import convert
 from tools.convert import best_scales, calibrate, gptq
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def correlated(rows, K, rank):
     """Inputs most of whose variance lies in a few directions, as those of a trained model."""
@@ -362,7 +360,7 @@ def test_what_some_tools_write(tmp_path):
     """A bias of zeros for each Linear that has none, which vLLM skips too; a trivial g_idx for some
     of q, k and v. And desc_act, which groups channels by importance: read as if they were
     neighbours, the model rambles. What the file says of it does not matter (exllama#44), g_idx
-    does."""
+    does. AutoGPTQ's or AutoAWQ's own file was not read."""
     folder, weights, _ = other_folder(tmp_path)
     tensors = load_file(folder / "model.safetensors")
     for name in weights:
@@ -382,10 +380,6 @@ def test_what_some_tools_write(tmp_path):
     folder, _, _ = other_folder(tmp_path / "none", desc_act=True, g_idx=False)
     with pytest.raises(CheckpointError, match="desc_act True is not supported; supported: False"):
         load_model(folder)
-
-
-def test_settings_in_a_file_of_their_own(tmp_path):
-    """AutoGPTQ's or AutoAWQ's own file was not read, and the model was one of missing tensors."""
     awq = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
     for method, file, stored in (
         ("gptq", "quantize_config.json", {"bits": 4, "group_size": 32, "desc_act": False}),

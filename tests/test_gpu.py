@@ -36,8 +36,6 @@ from scheduler import Engine
 from speculative import DraftModel, NGram
 from tools import gpu_check
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 V = 300  # more than sampling.NUM_SELECTED
 NAN = 299  # a token that makes logits NaN
 REPEATS = [3, 1, 4, 1, 5] * 4
@@ -205,15 +203,9 @@ def declared():
     return {function["func"].partition("(")[0]: function for function in functions}
 
 
-def test_mps_is_not_compiled_for():
-    """An error of the compiler, ten seconds later."""
-    with pytest.raises(SettingError, match=r"--compile on 'mps' .*cpu, cuda"):
-        compiling.compile_model(Namespace(device=torch.device("mps")))
-    assert not runs_on_mps("segment_reduce")
-
-
 def test_command_line(monkeypatch, capsys):
-    """A device that is found and then not used; a count of free memory that knows CPUs alone."""
+    """A device that is found and then not used; a count of free memory that knows CPUs alone. On
+    MPS, an error of the compiler, ten seconds later."""
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: CUDA)
     # There are no graphs; see below.
     monkeypatch.setattr(compiling.Replayed, "replay", lambda self, *plan: self.forward(*plan))
@@ -226,6 +218,9 @@ def test_command_line(monkeypatch, capsys):
         texts.append(capsys.readouterr().out)
         assert bool(gpu.reads) == ("cuda" in flags)
     assert texts == texts[:1] * 3 and len(texts[0]) > 8
+    with pytest.raises(SettingError, match=r"--compile on 'mps' .*cpu, cuda"):
+        compiling.compile_model(Namespace(device=torch.device("mps")))
+    assert not runs_on_mps("segment_reduce")
 
 
 MIXED, READS = (RuntimeError, "is on the cpu"), (AssertionError, "assert .* ==")

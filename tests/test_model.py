@@ -129,8 +129,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3moe-one-expert-a-token": ("Qwen3Moe", QWEN3MOE | {"num_experts_per_tok": 1}),
 }  # fmt: skip
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Built(NamedTuple):
     """A checkpoint folder, the transformers model that wrote it, and what that model computes."""

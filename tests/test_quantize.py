@@ -29,8 +29,6 @@ from model import FusedLinear
 from quantize import MODES, QuantLinear, linears, quantize_model, round_to_nearest
 from tools import convert
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"]}
 EXPERTS = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 3}
 TIED = {"tie_word_embeddings": True}
@@ -429,7 +427,7 @@ def cli(*argv):
 
 
 @pytest.fixture(scope="module")
-def quantised(tmp_path_factory, one_thread):
+def quantised(tmp_path_factory):
     """A folder of ours, to copy and to damage."""
     folder = tmp_path_factory.mktemp("quantised")
     options = ("--mode", "int4", "--group-size", 32, "--out", folder / "out")

@@ -31,8 +31,6 @@ few = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 FALSE_ALARM = 1e-6  # chance of each chi-square test to fail a right sampler
 INF, BELOW_1 = math.inf, math.nextafter(1, 0)  # what uniform can give; as float32 it is 1.0
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @cache
 def config(V=2000, context=4096, eos=()):

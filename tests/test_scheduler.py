@@ -66,8 +66,6 @@ DRAFTS = {
     "near": noisy(MODEL, 0.1),
     "small": random_model(num_hidden_layers=1, num_attention_heads=1, head_dim=4),
 }
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 SMALL = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 8}
 

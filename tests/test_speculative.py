@@ -52,8 +52,6 @@ FALSE_ALARM = 1e-6  # chance of each chi-square to fail a right verifier; seeds 
 BELOW_1 = math.nextafter(1, 0)
 NEAR = DRAFTS["near"]
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 # --- The chances of what verify gives -------------------------------------------------------------
 
 V, K, DRAWS = 4, 2, 1200

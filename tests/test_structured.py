@@ -33,7 +33,6 @@ TOKENIZER = Tokenizer(SHAKESPEARE)
 V = TOKENIZER.vocab_size
 MODEL = random_model(vocab_size=V, eos_ids=(TOKENIZER.eos_id,), max_position_embeddings=512)
 DRAFT = noisy(MODEL, 0.1)
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def engine(proposer=None, model=MODEL, **limits) -> Engine:

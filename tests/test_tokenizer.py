@@ -421,17 +421,6 @@ def chatter(folder, template=None, **files):
     return read(folder, config, tokenizer_json=stored, **files)
 
 
-def test_chat_template_renders_as_in_transformers(tmp_path):
-    """Bug: a filter, function or white-space rule of Hugging Face's environment is missing; BOS is
-    added to a template that writes its own; what the user writes is rendered as a template."""
-    for template, chat in product(TEMPLATES, CHATS):
-        ours = chatter(tmp_path, template)
-        options = {"chat_template": template, "return_dict": False, "add_generation_prompt": True}
-        want = fast_twin(tmp_path).apply_chat_template(chat, **options)
-        assert ours.encode_chat(chat) == want, template
-        assert ours.chat_stop == ()
-
-
 REFUSED = [
     # does not compile, or fails: a traceback
     "{{ messages", "{% nope %}", "{{ 1 / 0 }}", "{{ missing.x }}", "{% include 'x' %}",
@@ -467,9 +456,11 @@ def test_template_is_sandboxed(tmp_path, monkeypatch):
         ours.encode_chat(CHATS[0] * 2)
 
 
-def test_where_the_template_comes_from(tmp_path):
+def test_chat_templates(tmp_path):
     """Bug: the newer chat_template.jinja loses to tokenizer_config.json; the first of several is
-    taken for the default. A base model gets no BOS, no turn to fill, or nothing to stop it."""
+    taken for the default. A base model gets no BOS, no turn to fill, or nothing to stop it. A
+    filter, function or white-space rule of Hugging Face's environment is missing; BOS is added to a
+    template that writes its own; what the user writes is rendered as a template."""
     ours = chatter(tmp_path / "file", "old", **{"chat_template.jinja": "n\u00e9w"})
     assert ours.decode(ours.encode_chat(CHATS[0])) == "n\u00e9w"
     named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
@@ -480,3 +471,9 @@ def test_where_the_template_comes_from(tmp_path):
     want = "SYSTEM:\nBe brief.\n\nUSER:\nthe cat\n\nASSISTANT:\nsat\n\nUSER:\n\n\nASSISTANT:\n"
     ids = ours.encode_chat(CHATS[3])
     assert ids[0] == ours.bos_id and ours.decode(ids) == want and ids == ours.encode(want)
+    for template, chat in product(TEMPLATES, CHATS):
+        ours = chatter(tmp_path, template)
+        options = {"chat_template": template, "return_dict": False, "add_generation_prompt": True}
+        want = fast_twin(tmp_path).apply_chat_template(chat, **options)
+        assert ours.encode_chat(chat) == want, template
+        assert ours.chat_stop == ()

@@ -45,7 +45,6 @@ from around.start import ranks as meeting
 from paged import Row, Runner
 from scheduler import Engine
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 PROGRAM, WORKER = ROOT / "generate.py", ROOT / "tests" / "tp_worker.py"
 
@@ -421,24 +420,11 @@ def test_join(joining, monkeypatch):
     assert calls == [3, "destroyed"]
 
 
-def test_variables_of_torchrun(monkeypatch):
-    """A traceback; an error that nobody sees, as by its RANK the process is not the first; a group
-    of one, which costs a port and an exchange for each forward."""
-    monkeypatch.setattr(meeting.time, "sleep", lambda seconds: None)
-    for env in ("WORLD_SIZE=2", "RANK=x", "RANK=1", "WORLD_SIZE=2 RANK=0", "WORLD_SIZE=1 RANK=0"):
-        with monkeypatch.context() as m:
-            for each in env.split():
-                m.setenv(*each.split("="))
-            code, out, err = tp_worker.captured(SOME)
-        if "=1 " in env:
-            assert (code, bool(out)) == (0, True)
-            continue
-        assert re.fullmatch(r"generate.py: error: .*WORLD_SIZE.*torchrun.*\n", err), env
-        assert (code, out) == (2, "")
-
-
 def test_an_error_of_use(joining, monkeypatch):
-    """The same error once from each rank; one that only rank 1 has, from none; its other noise."""
+    """The same error once from each rank; one that only rank 1 has, from none; its other noise.
+    Variables of torchrun that are missing: a traceback, or an error that nobody sees, as by its
+    RANK the process is not the first; a group of one, which costs a port and an exchange for each
+    forward."""
 
     def run(error, *_):
         print("noise", file=sys.stderr)
@@ -460,6 +446,17 @@ def test_an_error_of_use(joining, monkeypatch):
             assert launch("generate.py", [], parse, functools.partial(run, error)) == 2
         assert err.getvalue() == text
         assert calls.count(3) == (rank and bool(text))
+    monkeypatch.setattr(meeting.time, "sleep", lambda seconds: None)
+    for env in ("WORLD_SIZE=2", "RANK=x", "RANK=1", "WORLD_SIZE=2 RANK=0", "WORLD_SIZE=1 RANK=0"):
+        with monkeypatch.context() as m:
+            for each in env.split():
+                m.setenv(*each.split("="))
+            code, out, err = tp_worker.captured(SOME)
+        if "=1 " in env:
+            assert (code, bool(out)) == (0, True)
+            continue
+        assert re.fullmatch(r"generate.py: error: .*WORLD_SIZE.*torchrun.*\n", err), env
+        assert (code, out) == (2, "")
 
 
 def test_what_must_be_the_same(tmp_path, monkeypatch):

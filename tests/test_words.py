@@ -18,7 +18,6 @@ from generate import generate
 from kv_cache import StaticCache
 from sampling import Sequence
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 TEMPLATE = (
     "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
