@@ -1,8 +1,7 @@
 """Damaged checkpoints: each must end in one CheckpointError that names the file and the cause.
 
 Never another exception, never a hang or a machine out of memory, never a quiet load of something
-else, and never a line of code run from a file. Each test starts from one valid checkpoint and
-spoils it in one way.
+else, and never a line of code run from a file.
 """
 
 import json
@@ -134,8 +133,7 @@ SIZES = (
 )  # fmt: skip
 EOS = ("2", ["2"], True, 2.0, -1, [2, "</s>"], [None], {"id": 2}, [[2]])
 # `raw.get(name) or default` takes 0 and [] for "not given"; True is an int in Python; a size of
-# 10**12 fills the memory before any tensor is looked at. Python's json reads NaN and Infinity, and
-# integers that no float can hold.
+# 10**12 fills the memory before any tensor is looked at; json reads NaN and huge integers.
 SENSELESS = (-1, 0, "8", 8.0, True, False, math.nan, 10**12, 2**70, BIG, [], {"a": 1})
 NUMBERS = (math.nan, math.inf, -math.inf, -1e-5, 0, "1e-5", True, [1e-5], BIG)
 LLAMA3 = {
@@ -146,16 +144,13 @@ FIELDS: dict[str, dict[str, Any]] = {  # a family -> its settings -> values that
     "Llama": dict.fromkeys(SIZES, SENSELESS) | {
         "head_dim": (*SENSELESS, 7), "rms_norm_eps": NUMBERS, "rope_theta": NUMBERS,
         "eos_token_id": EOS,  # one that equals no token id never ends a sequence
-        # What is ignored gives fluent nonsense; the string "false" is true. An embedding model
-        # (gte-Qwen2) is not causal.
+        # What is ignored gives fluent nonsense; "false" is true; gte-Qwen2 is not causal.
         "hidden_act": (["silu"], "gelu"), "dtype": ("float8", 16), "torch_dtype": ("float64",),
         "mlp_bias": ("yes", 1), "attention_bias": ("no",), "tie_word_embeddings": ("false",),
         "partial_rotary_factor": (0.5,), "is_causal": (False,), "quantization_config": ("gptq",)},
-    # A window cut down to 0 shows a query nothing, not even itself; one beyond int64 fails only in
-    # the first forward.
+    # A window of 0 shows a query nothing; one beyond int64 fails only in the first forward.
     "Mistral": {"sliding_window": SENSELESS},
-    # Modules are built for each expert, before any tensor is looked at; and a router that is unlike
-    # those that we run sends tokens to the wrong ones.
+    # Modules are built for each expert before the weights are read; and other kinds of router.
     "Mixtral": {
         "num_local_experts": SENSELESS, "num_experts_per_tok": (*SENSELESS, 9),
         "moe_intermediate_size": SENSELESS, "decoder_sparse_step": SENSELESS, "n_group": (8,),
@@ -190,8 +185,7 @@ CASES = [  # what the error names, and the changes of config.json
     # A list with an entry per layer, made before the count is checked: 8 GB, then MemoryError.
     *(("num_hidden_layers", family | {"num_hidden_layers": n, "max_window_layers": most})
       for family in (*WINDOWED, of("Mistral")) for n in (1025, 2**30, 2**70) for most in (0, n)),
-    # 1e-300 leaves float32: every logit would be NaN. A stretched rope run as a plain one is right
-    # for short texts only.
+    # 1e-300 leaves float32. A stretched rope run as a plain one is right for short texts only.
     *(("rope_theta", {"rope_parameters": {"rope_theta": value}}) for value in NUMBERS),
     *(("rope factor", {"rope_scaling": {"type": "linear", "factor": value}})
       for value in (*NUMBERS, None, 1e-300)),

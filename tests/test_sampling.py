@@ -1,8 +1,7 @@
 """The sampler against a plain reference, its chances by chi-square, and the life of a Sequence.
 
-The references are written to be obvious: float64, Python lists, one rule after another. Every
-chi-square test states its chance of false alarm; the seeds are fixed, so a run that passes today
-passes until the code changes.
+The references are written to be obvious: float64, Python lists, one rule after another. The seeds
+are fixed, so a run that passes today passes until the code changes.
 """
 
 import copy

@@ -1,8 +1,7 @@
 """The engine against generate(): whatever else runs, each sequence must get what it gets alone.
 
-Most models here are tiny, random and in float64, where the order of a sum cannot flip a draw. Every
-sequence also reports its log-probabilities: a key read from the wrong place changes those even
-where the token stays the same.
+Most models here are tiny, random and in float64, where the order of a sum cannot flip a draw.
+Sequences report log-probabilities: a key read from the wrong place changes those at least.
 """
 
 import copy
@@ -23,7 +22,7 @@ import pytest
 import torch
 from conftest import DRAFT
 from test_sampling import Chars
-from tiny import random_model
+from tiny import DRAFTS, MODEL, SLIDING, WORDS, random_model
 from torch.profiler import profile
 from ways import changed, plain, split
 
@@ -44,29 +43,6 @@ from speculative import DraftModel, Guesser, NGram
 from tools.books import audit
 
 LETTERS = Chars(*string.ascii_letters[:32])
-WORDS = random.Random(7).choices(range(1, 32), k=64)  # a text to cut prompts from
-MODEL = random_model()
-SLIDING = random_model(
-    num_hidden_layers=3, num_attention_heads=4, windows=(5, None, 3), qkv_bias=True, qk_norm=True
-)
-
-
-def noisy(model, amount: float):
-    """A draft that is right now and then."""
-    draft, generator = copy.deepcopy(model), torch.Generator().manual_seed(3)
-    for parameter in draft.parameters():
-        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-        parameter += amount * parameter.std() * noise if parameter.numel() > 1 else 0
-    return draft
-
-
-DRAFTS = {
-    "n-gram": None,
-    "itself": MODEL,
-    "near": noisy(MODEL, 0.1),
-    "small": random_model(num_hidden_layers=1, num_attention_heads=1, head_dim=4),
-}
-
 SMALL = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 8}
 
 
@@ -240,9 +216,6 @@ def test_limits():
         with pytest.raises(SettingError, match=message):
             engine(**wrong)
     check(engine(max_num_batched_tokens=4), *((WORDS[9 * i :][:5], params(3)) for i in range(4)))
-
-
-# --- Preempted, or found in the cache -------------------------------------------------------------
 
 
 def test_the_last_in_line_is_preempted():

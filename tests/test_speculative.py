@@ -1,9 +1,8 @@
 """Speculation: what comes out is what the model alone would give, in tokens or in chances.
 
-Greedily the twin is generate(): same tokens, same log-probabilities. Sampled, the chances of the
-first three tokens are counted, against a plain reference; and the tokens of a seed must be those of
-the plain twin of tests/test_equivalence.py with the same guesses, whatever else runs. The paths are
-there; here are the borders. The models are tiny, random and in float64.
+Sampled, the chances of the first three tokens are counted, against a plain reference; and the
+tokens of a seed must be those of the plain twin with the same guesses, whatever else runs. The
+paths are in tests/test_equivalence.py; here are the borders.
 """
 
 import itertools
@@ -22,20 +21,8 @@ from conftest import DRAFT
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_sampling import chi_square, config, reference
-from test_scheduler import (
-    DRAFTS,
-    MODEL,
-    SLIDING,
-    WORDS,
-    alone,
-    assert_same,
-    drain,
-    engine,
-    guessed,
-    params,
-    step,
-)  # fmt: skip
-from tiny import random_model
+from test_scheduler import alone, assert_same, drain, engine, guessed, params, step
+from tiny import DRAFTS, MODEL, SLIDING, WORDS, random_model
 
 import generate as command_line
 import sampling
@@ -51,8 +38,6 @@ INF = math.inf
 FALSE_ALARM = 1e-6  # chance of each chi-square to fail a right verifier; seeds are fixed
 BELOW_1 = math.nextafter(1, 0)
 NEAR = DRAFTS["near"]
-
-# --- The chances of what verify gives -------------------------------------------------------------
 
 V, K, DRAWS = 4, 2, 1200
 PROMPT, FIRST = [0, 1, 2, 1, 0, 2, 0, 1, 1, 2, 2, 0], 0  # FIRST: made without guesses
@@ -214,9 +199,6 @@ def test_what_always_and_never_comes_out(monkeypatch):
         chances = torch.tensor([p[x], 0.0])
         got = accept(p.expand(2, -1), chances, drawn_guess([q], [x]), torch.tensor([u, 0.5]))
         assert got[0] == n and rest in (None, got[1].tolist())
-
-
-# --- The same tokens, whatever else runs ----------------------------------------------------------
 
 
 @pytest.mark.parametrize(

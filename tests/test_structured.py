@@ -18,9 +18,9 @@ import llguidance
 import pytest
 import torch
 from conftest import SHAKESPEARE
-from test_scheduler import assert_same, drain, noisy
+from test_scheduler import assert_same, drain
 from test_tokenizer import NAMES, kinds, read, train_sentencepiece  # noqa: F401
-from tiny import random_model
+from tiny import noisy, random_model
 
 from around.folder.tokenizer import Tokenizer
 from around.settings import SamplingParams, SettingError
@@ -79,7 +79,7 @@ def random_wish(draw: random.Random):
 
 
 @pytest.mark.parametrize("guess", [None, "n-gram", "draft"])
-@pytest.mark.parametrize("seed", [0, 1, 2, 3])
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(i, marks=pytest.mark.slow) for i in (2, 3))])
 def test_finished_answers_parse(guess, seed):
     """A mask of the row before, or of a step ago, after preemption, in a fork, behind a guess; a
     guess that breaks the grammar kept; a neighbour without a grammar masked, or drawn otherwise."""

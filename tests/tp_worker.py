@@ -1,10 +1,8 @@
 """One rank, for test_tp.py.
 
-tp_worker.py cases FOLDER      what FOLDER/cases asks for; each rank writes to FOLDER/found.RANK
-                               after each case, for whoever must find where it hung
-tp_worker.py fault RANK WHERE PROGRAM ...
-                               generate or server, with an exception of that rank's in the middle
-                               of a forward (MLP), of copy_blocks or of start
+`cases FOLDER` runs what FOLDER/cases asks for; each rank writes to FOLDER/found.RANK after each.
+`fault RANK WHERE PROGRAM ...` is generate or server, with an exception of that rank's in the middle
+of a forward (MLP), of copy_blocks or of start.
 """
 
 import contextlib
