@@ -80,9 +80,10 @@ def test_latency(measure, tmp_path):
     assert rows["batch 3"]["times_first_row"] == 1 and "| prefill MFU |" in page
 
 
-def test_throughput(measure):
+def test_throughput_and_others(measure):
     """Requests are lost, or run twice; the forward's time includes other work; first tokens are
-    counted from when a batch starts; rows of a static batch leave when they end."""
+    counted from when a batch starts; rows of a static batch leave when they end. A prefix is not
+    found, or the cold prompt is cached. The bytes of one sequence are counted for all."""
     words = "--max-num-seqs 2 --baseline-requests 1 --sampling greedy llama"
     rows, _ = measure(THROUGHPUT + words)
     assert [*rows][1:] == ["continuous batching, llama", "static batches", "one at a time"]
@@ -97,11 +98,6 @@ def test_throughput(measure):
     for row in rows.values():
         assert row["total_tok_s"] > row["output_tok_s"] > 0 and 0 <= row["kv_waste"] < 1
         assert 0 < row["outside_ms"] < row["step_ms"] and row["cached_share"] == 0
-
-
-def test_sample_prefix_and_growth(measure):
-    """A prefix is not found, or the cold prompt is cached. The bytes of one sequence are counted
-    for all."""
     rows, page = measure("sample --rows 1 8 --vocab-sizes 2000 --repeat 1")
     assert len(rows) == 2 * len(bench.SETTINGS) and "milliseconds" in page
     rows, _ = measure("prefix --prompt-tokens 128 --repeat 2")
@@ -187,9 +183,10 @@ def test_refused(measure, capsys, monkeypatch, tmp_path):
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("old.json", "kept")]
 
 
-def test_bench_serve(local, capsys):
+def test_serve(local, capsys):
     """Figures of another number of tokens than were streamed; an address with /v1, at which nothing
-    was found; a server that refuses everything looked fast; a key in a file that is committed."""
+    was found; a server that refuses everything looked fast; a key in a file that is committed.
+    Percentiles of one request's gaps instead of all; a request that failed counted as good."""
     few = "--requests 6 --prompt-tokens 4 16 --prefixes 2 --prefix-tokens 4 --json --url"
     for path in ("", "/v1/"):
         words = f"serve --rate 100 inf --new-tokens 3 {few} http://127.0.0.1:{local.port}{path}"
@@ -207,10 +204,6 @@ def test_bench_serve(local, capsys):
     out, err = capsys.readouterr()
     assert json.loads(out)["runs"]["100 requests/s"]["errors"][0] == 6
     assert "400" in err and "context" in err
-
-
-def test_summary_of_a_load():
-    """Percentiles of one request's gaps instead of all; a request that failed counted as good."""
     quick = load.Outcome(0.0, [0.1, 0.2, 0.3], 3)
     slow = load.Outcome(1.0, [3.0, 3.5], 2)
     lost = load.Outcome(1.0, error="RuntimeError: 500")

@@ -93,8 +93,10 @@ def runs(model):
         model(torch.tensor([[0, 1, 2]]), torch.arange(3)[None])
 
 
-def test_unreadable_json(folder):
-    """json.loads raises four kinds of error, and returns things that are no object."""
+def test_files(folder):
+    """json.loads raises four kinds of error, and returns things that are no object. A mistyped
+    --checkpoint, the weights' own path, a file that is missing or a directory: the name of what is
+    looked for, and the way out. And LoRA: the model ran as if it had not been trained."""
     for content in (
         b'{"hidden_size": 32,', b"", b"[1, 2]", b"null", b'"LlamaForCausalLM"', b"[" * 200_000,
         b'{"a":' * 200_000, b'{"architectures": ["\xff\xfe"]}', "{}".encode("utf-16"),
@@ -105,12 +107,6 @@ def test_unreadable_json(folder):
             refused(folder, f"/{file}: ")
             edit(folder)
         (folder / "generation_config.json").unlink()
-
-
-def test_what_is_missing(folder):
-    """A mistyped --checkpoint, the weights' own path, a file that is missing or a directory: the
-    name of what is looked for, and the way out. And LoRA: the model ran as if it had not been
-    trained, or a missing file was the error."""
     for path in (folder / "typo", folder / WEIGHTS):
         refused(path, "no such folder", "hf download", "GGUF", "transformers")
     adapter = folder / "adapter_config.json"

@@ -149,10 +149,11 @@ def test_the_caches_are_written_in_place():
         torch.testing.assert_close(layer.kv[:, [190, 9], [1, 2]], kv)
 
 
-def test_what_is_hidden_from_the_compiler(monkeypatch):
+def test_what_is_compiled_and_what_is_hidden(monkeypatch, capsys):
     """On an H200, PyTorch's compiler refused int8 keys. (The meta device stands for a GPU.) With a
     paged cache: a prompt, guesses or several groups that the compiler sees, so that each step
-    compiles again; or plain decoding that is hidden, so that no step is fast."""
+    compiles again; or plain decoding that is hidden, so that no step is fast. --compile forgets the
+    draft, or warms up with another cache than the one that is used."""
     for device, length, kv_dtype, is_hidden in [
         ("cpu", 1, "auto", False), ("cpu", 1, "int8", False), ("cpu", 2, "auto", True),
         ("meta", 2, "auto", False), ("meta", 1, "int8", True),
@@ -177,6 +178,11 @@ def test_what_is_hidden_from_the_compiler(monkeypatch):
         assert isinstance(plan[2][0], OpaqueCache) == is_hidden, (rows, max_bytes)
         if not is_hidden:
             torch.testing.assert_close(model(*plan), expected)
+    calls, one = [], ["--compile", "--checkpoint", str(DRAFT), "--max-tokens", "1"]
+    monkeypatch.setattr(compiling, "compile_model", lambda model, *more: calls.append(more))
+    LLM(DRAFT, compile=True, draft_checkpoint=DRAFT, kv_dtype="int8", num_blocks=4)
+    assert command_line.main(one) == command_line.main([*one, "--speculate", "2"]) == 0
+    assert calls == [(None, "int8"), (None, "int8"), (1, "auto"), (None, "auto")]
 
 
 @slow
@@ -191,12 +197,3 @@ def test_each_process_gives_the_same_text():
     texts, errors = zip(*(process.communicate(timeout=300) for process in started))
     assert len(texts[0].split()) > 30, errors[0]
     assert texts[0] == texts[1]
-
-
-def test_what_is_compiled(monkeypatch, capsys):
-    """--compile forgets the draft, or warms up with another cache than the one that is used."""
-    calls, one = [], ["--compile", "--checkpoint", str(DRAFT), "--max-tokens", "1"]
-    monkeypatch.setattr(compiling, "compile_model", lambda model, *more: calls.append(more))
-    LLM(DRAFT, compile=True, draft_checkpoint=DRAFT, kv_dtype="int8", num_blocks=4)
-    assert command_line.main(one) == command_line.main([*one, "--speculate", "2"]) == 0
-    assert calls == [(None, "int8"), (None, "int8"), (1, "auto"), (None, "auto")]

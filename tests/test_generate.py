@@ -138,9 +138,11 @@ def test_text_and_statistics(path, cli, monkeypatch):
         assert bool(made) != bool(words) and sum(flushed) > 3
 
 
-def test_num_samples(cli):
+def test_seeds_and_python(cli, monkeypatch):
     """Bug: every sample is the same one, or depends on the ones before it; a seed means another
-    thing alone, or in the loop. Without a seed two are equal by chance: less than 1e-6."""
+    thing alone, or in the loop. Without a seed two are equal by chance: less than 1e-6. Python
+    sampled by SamplingParams' defaults, the command line as the checkpoint suggests. Ids were taken
+    for three prompts; under torchrun each process loaded the whole model."""
     result = cli(*SEEDED, "--num-samples", 3)
     three = [each.output_ids for each in result.sequences]
     assert three == [ids_of(cli(*SEEDED, "--seed", seed)) for seed in (3, 4, 5)]
@@ -150,6 +152,26 @@ def test_num_samples(cli):
     a, b = cli(*SHORT, "--n", 2, "--temperature", 3).sequences
     assert a.output_ids != b.output_ids
     assert cli("--max-tokens", 1, "--n", 2, "--seed", 2**63 - 1).code == 0  # seeds wrap around
+    made = LLM(SHAKESPEARE, device="cpu", dtype="float32", num_blocks=32)
+    same = {"seed": 3, "max_tokens": 12, "ignore_eos": True}
+    for prompts in (TEXT, [TEXT], IDS, [IDS], {"prompt": TEXT}, [{"prompt_token_ids": IDS}]):
+        (request,) = made.generate(prompts, **same)
+        assert request.outputs[0].text + "\n" == cli(*SEEDED, "--device", "cpu").out
+    (other,) = made.generate(TEXT, SamplingParams(**same))
+    assert other.outputs[0].text != request.outputs[0].text  # just these
+    assert len(made.generate([TEXT, {"prompt": TEXT}, IDS], max_tokens=1)) == 3
+    turns = [{"role": "user", "content": TEXT}]
+    for chats in (turns, [turns, turns]):
+        for request in made.chat(chats, stop="e", seed=1, max_tokens=99):
+            (output,) = request.outputs
+            assert output.ids[: output.prompt_len] == TOKENIZER.encode_chat(turns)
+            assert output.params.stop == ("e", *TOKENIZER.chat_stop)
+    for wrong in (5, None, {"x": 1}, [5.5], [None]):
+        with pytest.raises(ValueError, match=r"^prompt must be str"):
+            made.generate(wrong)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="under torchrun"):
+        LLM(SHAKESPEARE)
 
 
 def test_line_ends_and_alphabets(cli, monkeypatch, tmp_path):
@@ -237,31 +259,6 @@ def test_generation_config(cli, folder):
         file.write_text(damaged)
         name = "".join(re.findall(r"\w+_\w", damaged))
         fails(cli(*ours), rf"generation_config\.json: .*{name}")
-
-
-def test_python_and_the_command_line(cli, monkeypatch):
-    """Python sampled by SamplingParams' defaults, the command line as the checkpoint suggests. Ids
-    were taken for three prompts; under torchrun each process loaded the whole model."""
-    made = LLM(SHAKESPEARE, device="cpu", dtype="float32", num_blocks=32)
-    same = {"seed": 3, "max_tokens": 12, "ignore_eos": True}
-    for prompts in (TEXT, [TEXT], IDS, [IDS], {"prompt": TEXT}, [{"prompt_token_ids": IDS}]):
-        (request,) = made.generate(prompts, **same)
-        assert request.outputs[0].text + "\n" == cli(*SEEDED, "--device", "cpu").out
-    (other,) = made.generate(TEXT, SamplingParams(**same))
-    assert other.outputs[0].text != request.outputs[0].text  # just these
-    assert len(made.generate([TEXT, {"prompt": TEXT}, IDS], max_tokens=1)) == 3
-    turns = [{"role": "user", "content": TEXT}]
-    for chats in (turns, [turns, turns]):
-        for request in made.chat(chats, stop="e", seed=1, max_tokens=99):
-            (output,) = request.outputs
-            assert output.ids[: output.prompt_len] == TOKENIZER.encode_chat(turns)
-            assert output.params.stop == ("e", *TOKENIZER.chat_stop)
-    for wrong in (5, None, {"x": 1}, [5.5], [None]):
-        with pytest.raises(ValueError, match=r"^prompt must be str"):
-            made.generate(wrong)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="under torchrun"):
-        LLM(SHAKESPEARE)
 
 
 CHAT = ("--chat", "--ignore-eos", "--seed", 1)

@@ -191,9 +191,6 @@ def llama(tmp_path_factory):
     return build("llama3.1", tmp_path_factory.mktemp("llama"))
 
 
-# --- The oracle -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_a_family_equals_transformers(case, tmp_path):

@@ -249,9 +249,6 @@ def test_check_sees_damage():
             audit_pool(pool, tables)
 
 
-# --- Attention over blocks ------------------------------------------------------------------------
-
-
 def runner_of(blocks, size, N=2, K=1, window=None):
     """The last of its two layers has the window."""
     config = Config(32, 16, 16, 2, N, K, 8, windows=(None, window))

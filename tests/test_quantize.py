@@ -419,9 +419,6 @@ def test_packed_forms_compile():
         assert_close(linear, form, x, form.many_rows(x))
 
 
-# --- Folders --------------------------------------------------------------------------------------
-
-
 def cli(*argv):
     return convert.main([str(arg) for arg in argv])
 

@@ -399,9 +399,6 @@ def test_draw_never_gives_the_impossible(weights, u):
     assert draw(quarters, torch.arange(4) / 4).tolist() == [0, 2, 2, 3]
 
 
-# --- What is drawn, counted -----------------------------------------------------------------------
-
-
 def chi_square(counts, probs):
     """Chance that a right sampler gives counts at least as far from probs (Pearson 1900)."""
     n = sum(counts)

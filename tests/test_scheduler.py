@@ -178,11 +178,13 @@ def test_chunks_fill_the_budget():
         assert at.stats["generation_tokens"] == sum(produced(*requests))
 
 
-def test_what_can_never_run_is_refused_at_once():
+def test_what_is_refused_at_once():
     """A prompt larger than the pool ended nano-vllm, and let mini-sglang wait for ever; an empty
     one killed a server (CVE-2024-8768). NaN is neither before nor after another priority, so the
     line was in no order any more. Or something is refused for the slot of its last token, which is
-    never run; or a pool is one block short when all of it is needed."""
+    never run; or a pool is one block short when all of it is needed. A budget that does not follow
+    from what is to run: with fewer tokens than sequences, and guesses after each, somebody waits at
+    each step."""
     at = engine(num_blocks=4, max_num_batched_tokens=5)
     for ids, tokens, options, message in (
         ([1] * 17, 1, {}, "17 tokens.* 17.*--kv-memory"), ([1] * 60, 1, {}, "60 tokens.* 17"),
@@ -196,12 +198,6 @@ def test_what_can_never_run_is_refused_at_once():
         assert_empty(at)
     for prompt, tokens in ((13, 4), (1, 16), (16, 1)):
         check(at, (WORDS[:prompt], params(tokens, ignore_eos=True, n=3)))
-
-
-def test_limits():
-    """A budget that does not follow from what is to run: more sequences, or more guesses, and the
-    default was too small. With fewer tokens than sequences, and guesses after each, somebody waits
-    at each step. The default stood in an error's list twice."""
     for seqs, guesses in ((64, 0), (64, 8), (1024, 0), (300, 64)):
         budget = seqs * (1 + guesses) + CHUNK
         assert step_budget(Limits(max_num_seqs=seqs), MODEL, NGram(guesses)) == (budget, budget)
@@ -310,15 +306,24 @@ def peak(act) -> int:
     return max(itertools.accumulate(count for _, count in taken))
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
-def test_attention_stays_within_kv_memory(kv_dtype):
-    """int8 keys are copied as they are, and then as floats: that came on top of the memory."""
-    wide = {"max_num_seqs": 999, "max_num_batched_tokens": 2000, "kv_dtype": kv_dtype}
-    at = engine(num_blocks=fitting(kv_memory=2e5, **wide), **wide)
-    places = torch.arange(at.pool.num_blocks).expand(1, 2 * at.config.num_key_value_heads, -1)
-    group = SimpleNamespace(flat_table=places, span=None)  # no run: a copy
-    most = peak(lambda: attending.side_by_side(at.runner.kv[0], group, at.model.dtype))
-    assert 1.8e5 < sum(pool.nbytes for pool in at.runner.kv) + most <= 1.01 * 2e5  # its numbers
+def test_attention_stays_within_what_is_free():
+    """int8 keys are copied as they are, and then as floats: that came on top of --kv-memory. The
+    mask of a chunk's tokens, which PyTorch widens to floats, was in no estimate: 264 MB for 32
+    query heads on 4, and 257 tokens that see 32,528."""
+    for kv_dtype in ("auto", "int8"):
+        wide = {"max_num_seqs": 999, "max_num_batched_tokens": 2000, "kv_dtype": kv_dtype}
+        at = engine(num_blocks=fitting(kv_memory=2e5, **wide), **wide)
+        places = torch.arange(at.pool.num_blocks).expand(1, 2 * at.config.num_key_value_heads, -1)
+        group = SimpleNamespace(flat_table=places, span=None)  # no run: a copy
+        most = peak(lambda: attending.side_by_side(at.runner.kv[0], group, at.model.dtype))  # noqa: B023
+        assert 1.8e5 < sum(pool.nbytes for pool in at.runner.kv) + most <= 1.01 * 2e5  # its numbers
+    for dtype, window in itertools.product((torch.float32, torch.bfloat16), (None, 900)):
+        heads = dict(num_attention_heads=32, num_key_value_heads=4, windows=(window, None))
+        model = random_model(**heads, max_position_embeddings=16_385).to(dtype)
+        attend_fast(model)
+        at = Engine(model, None, num_blocks=1024, max_num_seqs=1, max_num_batched_tokens=257)
+        row = Row([*range(1024)], 16_384 - 257, [1] * 257)
+        assert peak(lambda: at.runner.forward([row])) < step_bytes(at) < 210e6  # noqa: B023
 
 
 def step_bytes(at: Engine) -> int:
@@ -358,18 +363,6 @@ def test_a_step_stays_within_what_is_free(monkeypatch, changes, guesses, prompt,
     assert most < step_bytes(at) < 15 * most  # the small model has all of a large one's masks
     if "prompt_logprobs" in wish:
         assert sum(at.ran.values()) == 67 and most < 40e6  # the others run too, a token at a time
-
-
-def test_masks_stay_within_what_is_free():
-    """The mask of a chunk's tokens, which PyTorch widens to floats, was in no estimate: 264 MB for
-    32 query heads on 4, and 257 tokens that see 32,528."""
-    for dtype, window in itertools.product((torch.float32, torch.bfloat16), (None, 900)):
-        heads = dict(num_attention_heads=32, num_key_value_heads=4, windows=(window, None))
-        model = random_model(**heads, max_position_embeddings=16_385).to(dtype)
-        attend_fast(model)
-        at = Engine(model, None, num_blocks=1024, max_num_seqs=1, max_num_batched_tokens=257)
-        row = Row([*range(1024)], 16_384 - 257, [1] * 257)
-        assert peak(lambda: at.runner.forward([row])) < step_bytes(at) < 210e6  # noqa: B023
 
 
 V1, V2 = "sys/fs/cgroup/memory/", "sys/fs/cgroup/"

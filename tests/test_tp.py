@@ -268,9 +268,6 @@ def test_weights_that_do_not_fit(folders, tmp_path):
             refused(tmp_path, 2, name)
 
 
-# --- Messages -------------------------------------------------------------------------------------
-
-
 def press(number=signal.SIGINT):
     os.kill(os.getpid(), number)
 
@@ -489,8 +486,6 @@ def test_what_must_be_the_same(tmp_path, monkeypatch):
                 meeting.agree(SimpleNamespace(**options))
         assert (sent[0]["kilolm"], sent[0]["torch"]) == (VERSION, torch.__version__)
 
-
-# --- Processes ------------------------------------------------------------------------------------
 
 OUTPUTS = "out", "err"
 

@@ -45,8 +45,10 @@ def main(tmp_path):
     return run
 
 
-def test_what_is_refused(main, capsys):
-    """A traceback; a bundled tokenizer that is gone before the text was looked at."""
+def test_the_command_line(main, capsys, monkeypatch):
+    """A traceback; a bundled tokenizer that is gone before the text was looked at. An interrupted
+    run that left a new tokenizer beside old weights: a model of garbage. Weights and tokenizer that
+    --resume does not find in the folder where it works."""
     for text, words, message in BAD:
         assert main(text, *words) == (2, OLD), message
         (line,) = capsys.readouterr().err.splitlines()
@@ -54,11 +56,6 @@ def test_what_is_refused(main, capsys):
     trainer.check_length(torch.zeros(8 * 1025 + 1024), 8192)  # what the worst offset leaves
     with pytest.raises(ValueError, match=r"9223 tokens.* need 9224"):
         trainer.check_length(torch.zeros(8 * 1025 + 1023), 8192)
-
-
-def test_the_target_is_replaced_at_the_end(main, monkeypatch):
-    """An interrupted run that left a new tokenizer beside old weights: a model of garbage. Weights
-    and tokenizer that --resume does not find in the folder where it works."""
     runs = [(KeyboardInterrupt(), 130), (OSError("disk full"), 2), (None, 0), (None, 0)]
 
     def train(config, text, held_out, out, args, teacher):

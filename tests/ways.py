@@ -98,9 +98,6 @@ def plain(
     return sequence
 
 
-# --- The ways -------------------------------------------------------------------------------------
-
-
 def run_plain(model: Transformer, jobs: list[Job]) -> Tokens:
     """Run the slow twin itself; it is a way of its own on another device than the twin's."""
     return [plain(model, Sequence(*job, model.config)).tokens for job in jobs]
