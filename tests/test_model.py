@@ -233,9 +233,6 @@ def test_a_family_equals_transformers(case, tmp_path):
         assert (our_logits(model, built.tokens) - built.logits).abs().max() > 0.1
 
 
-# --- Spellings of config.json ---------------------------------------------------------------------
-
-
 FOLDING = ("gemma3", "granite", "llama-yarn", "qwen3-yarn-mscale", "ministral3")
 
 

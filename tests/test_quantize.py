@@ -161,9 +161,6 @@ def test_plain_weights_are_freed_one_by_one(tmp_path, monkeypatch):
     assert alive == [9, 8, 7, 6, 5, 4, 3, 2, 1, 2, 1] and not any(ref() for ref in plain)
 
 
-# --- Packed forms ---------------------------------------------------------------------------------
-
-
 class ByOneDNN(Int8Linear):
     """As where the processor has VNNI; elsewhere oneDNN's product is played, in floats."""
 

@@ -168,17 +168,6 @@ def test_same_logits(folders, mode, kv_dtype, names):
                     assert torch.allclose(found, want, rtol=1e-4, atol=1e-4), row
 
 
-def test_two_sums_a_layer(folders, monkeypatch):
-    """A sum for each expert in place of one for all of them; or none, after the router's."""
-    sums = []
-    monkeypatch.setattr(tp, "add_up", lambda module, _, y: sums.append(module) or y)
-    share = share_of(folders["experts"], 0, 2)
-    share._forward_hooks.clear()  # logits are parts
-    share(torch.tensor([[1, 2, 3]]), torch.arange(3)[None])
-    assert sums == [each for block in share.layers for each in (block.self_attn, block.mlp)]
-    assert share.layers[1].mlp.gate.weight.shape == (6, 64)  # the router, whole
-
-
 def kib(field):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field))
@@ -187,10 +176,10 @@ def kib(field):
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads /proc")
 def test_peak_memory_of_loading(folders, tmp_path):
     """A state dict beside the model, or a rank that first builds or reads the whole model, and then
-    cuts it. Of 193 MB, a rank may hold its share, all of the embedding, and that as it is read. A
+    cuts it. Of 130 MB, a rank may hold its share, all of the embedding, and that as it is read. A
     tenth and 8 MB are for pages."""
     sizes = {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8}
-    sizes |= {"vocab_size": 16384, "intermediate_size": 4096, "num_hidden_layers": 4}
+    sizes |= {"vocab_size": 16384, "intermediate_size": 4096, "num_hidden_layers": 2}
     folder = tiny_folder(tmp_path, torch_dtype="bfloat16", **sizes)
     size = (folder / "model.safetensors").stat().st_size
     share_of(folders["plain"], 3, 4)  # brings in what PyTorch needs once, 80 MB
@@ -217,8 +206,10 @@ def refused(folder, ranks, message):
                 share_of(folder, rank, ranks)
 
 
-def test_what_cannot_be_shared(folders, tmp_path):
-    """A head cut in two, after minutes of reading; or what is packed along other dimensions."""
+def test_what_can_be_shared(folders, tmp_path, monkeypatch):
+    """A head cut in two, after minutes of reading; or what is packed along other dimensions. And
+    where all is well: a sum for each expert in place of one for all of them; or none, after the
+    router's."""
     heads = lambda n, k, **more: dict(  # noqa: E731
         num_attention_heads=n, num_key_value_heads=k, head_dim=8, **more)  # fmt: skip
     for i, (what, ranks, message) in enumerate((
@@ -237,6 +228,13 @@ def test_what_cannot_be_shared(folders, tmp_path):
     )):  # fmt: skip
         folder = folders[what] if type(what) is str else tiny_folder(tmp_path / str(i), **what)
         refused(folder, ranks, message)
+    sums = []
+    monkeypatch.setattr(tp, "add_up", lambda module, _, y: sums.append(module) or y)
+    share = share_of(folders["experts"], 0, 2)
+    share._forward_hooks.clear()  # logits are parts
+    share(torch.tensor([[1, 2, 3]]), torch.arange(3)[None])
+    assert sums == [each for block in share.layers for each in (block.self_attn, block.mlp)]
+    assert share.layers[1].mlp.gate.weight.shape == (6, 64)  # the router, whole
 
 
 MISFITS = {  # what is stored in place of a tensor

@@ -62,9 +62,6 @@ def split(params: SamplingParams) -> list[SamplingParams]:
     return [replace(params, n=1, seed=seed) for seed in seeds]
 
 
-# --- The slow twin --------------------------------------------------------------------------------
-
-
 def logits_of(model: Transformer, ids: list[int]) -> Tensor:
     """Run a text without a cache; return (T, V)."""
     tokens = torch.tensor([ids], device=model.device)
