@@ -85,10 +85,6 @@ def beginning(i):
     return {"prompt": f"{i} of many texts, each of which begins in its own way. " * 8}
 
 
-def made(replicas):
-    return [replica.metrics()["generation_tokens_total"] for replica in replicas]
-
-
 def inside(replicas):
     """How many requests each of the replicas has."""
     counts = [replica.metrics() for replica in replicas]
@@ -97,9 +93,10 @@ def inside(replicas):
 
 def place(replicas, ask, *args):
     """Which of the replicas answers."""
-    before = made(replicas)
+    made = lambda: [each.metrics()["generation_tokens_total"] for each in replicas]  # noqa: E731
+    before = made()
     assert ask(*args)
-    (found,) = [i for i, (old, new) in enumerate(zip(before, made(replicas))) if new > old]
+    (found,) = [i for i, (old, new) in enumerate(zip(before, made())) if new > old]
     return found
 
 
@@ -156,10 +153,9 @@ BOUNDS = {"haproxy": {40: [0, 13, 27]}, "nginx": {40: [0, 8, 32], 96: [32, 32, 3
 
 
 @pytest.mark.nightly
-def test_who_gets_a_request(proxy, replicas, tmp_path):
+def test_who_gets_a_request(proxy, replicas):
     """A session whose requests go to all replicas; all sessions with one of them. A session that
-    all users share: all of its requests went to its home, or to any replica. What the page says
-    to write for least connections, which nobody had tried."""
+    all users share: all of its requests went to its home, or to any replica."""
 
     def ask(session, text):
         body = {"max_tokens": 4, "messages": [{"role": "user", "content": text}]}
