@@ -412,15 +412,8 @@ def interrupt(request, monkeypatch):
     return at
 
 
-def test_interrupt(cli, interrupt, heard, monkeypatch):
-    """Bug: Ctrl-C loses the text, its statistics or status 130, or a further sample is begun.
-    During a reply it ends the chat; or the earlier turns are computed again."""
-    words = (*CHAT, "--max-tokens", 5, *interrupt(4))
-    result = cli(*words, stdin="Hello, my good and gentle cousin\nAgain\n")
-    assert result.code == 0 and len(heard) == 2
-    assert result.out.startswith(heard[1][1]["content"] + "\n")
-    assert "4 new tokens" in result.err and "5 new tokens" in result.err
-    assert result.sequences[1].cached >= 16, "the first turn was computed again"
+def test_interrupt(cli, interrupt, monkeypatch):
+    """Bug: Ctrl-C loses the text, its statistics or status 130; or a further sample is begun."""
     want = cli(*SEEDED, "--max-tokens", 5)
     first, second = cli(*SEEDED, "--n", 2, "--max-tokens", 20).out.split("\n---\n")
     stop = next(letter for letter in first if letter not in second)
@@ -434,6 +427,16 @@ def test_interrupt(cli, interrupt, heard, monkeypatch):
     assert cli(*SEEDED, *interrupt(1))[:3] == (130, "\n", "")  # statistics of no tokens
     monkeypatch.setattr(begin, "load_model", lambda *_: signal.raise_signal(signal.SIGINT))
     assert cli(*SEEDED)[:3] == (130, "", "")
+
+
+def test_interrupt_in_chat(cli, interrupt, heard):
+    """Bug: Ctrl-C during a reply ends the chat; or the earlier turns are computed again."""
+    words = (*CHAT, "--max-tokens", 5, *interrupt(4))
+    result = cli(*words, stdin="Hello, my good and gentle cousin\nAgain\n")
+    assert result.code == 0 and len(heard) == 2
+    assert result.out.startswith(heard[1][1]["content"] + "\n")
+    assert "4 new tokens" in result.err and "5 new tokens" in result.err
+    assert result.sequences[1].cached >= 16, "the first turn was computed again"
 
 
 def test_program():

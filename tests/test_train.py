@@ -27,28 +27,22 @@ BAD = [  # a text, options, and the message
 ]
 
 
-@pytest.fixture
-def main(tmp_path):
-    """Run the command line on a text. Its --out holds an older target; returns the status, and what
-    --out holds then."""
+def test_the_command_line(tmp_path, capsys, monkeypatch):
+    """A traceback; a bundled tokenizer that is gone before the text was looked at. An interrupted
+    run that left a new tokenizer beside old weights: a model of garbage. Weights and tokenizer that
+    --resume does not find in the folder where it works."""
     out = tmp_path / "out" / "shakespeare"
     out.mkdir(parents=True)
     for name, content in OLD.items():
         (out / name).write_text(content)
 
-    def run(text, *more):
+    def main(text, *more):
+        """Return the status, and what --out, an older target, holds then."""
         (tmp_path / "text").write_bytes(text)
         status = trainer.main(["--text", f"{tmp_path}/text", "--out", f"{tmp_path}/out", *more])
         files = [file for file in out.parent.rglob("*") if file.is_file()]
         return status, {file.name: file.read_bytes().decode(errors="replace") for file in files}
 
-    return run
-
-
-def test_the_command_line(main, capsys, monkeypatch):
-    """A traceback; a bundled tokenizer that is gone before the text was looked at. An interrupted
-    run that left a new tokenizer beside old weights: a model of garbage. Weights and tokenizer that
-    --resume does not find in the folder where it works."""
     for text, words, message in BAD:
         assert main(text, *words) == (2, OLD), message
         (line,) = capsys.readouterr().err.splitlines()
