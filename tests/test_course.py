@@ -85,10 +85,12 @@ RIGHT = {  # a chapter -> what must hold of the counts that its script returns
         and c["home, within 2, a rush"]["stay"] < c["its home, a rush"]["stay"]
         and all(r["came"] * r["stay"] == pytest.approx(r["inside"]) for r in c.values())),
 }  # fmt: skip
-SLOW = {"08_ranks": pytest.mark.slow, "09_serving": pytest.mark.slow}
+QUICK = ("01_loop", "03_sampling", "05_paging", "10_checkpoints")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in RIGHT])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in RIGHT]
+)
 def test_a_chapter(name, tmp_path, capsys):
     """A script with --small, as its command line runs it. Bug: chapter 10 printed the name of a
     temporary folder, so that its page could not match."""

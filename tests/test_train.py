@@ -27,6 +27,7 @@ BAD = [  # a text, options, and the message
 ]
 
 
+@pytest.mark.slow
 def test_the_command_line(tmp_path, capsys, monkeypatch):
     """A traceback; a bundled tokenizer that is gone before the text was looked at. An interrupted
     run that left a new tokenizer beside old weights: a model of garbage. Weights and tokenizer that
