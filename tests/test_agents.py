@@ -1,6 +1,5 @@
-"""The agent loops of LangChain and of the AI SDK, whole and streamed: they send tools, run what the
-model calls, and send the results back until the model answers. Without the packages or Node.js the
-tests skip; where KILOLM_NEEDS_ALL is set, as in CI, they fail."""
+"""The agent loops of LangChain and of the AI SDK, whole and streamed: they run what the model
+calls, and send the results back. Without Node.js or the packages they skip; in CI they fail."""
 
 import importlib.util
 import json

@@ -1,5 +1,4 @@
-"""The course runs: each chapter's script gives the expected counts with --small, and the links and
-excerpts on its page match the files."""
+"""Each chapter's script gives the expected counts, and its page matches the files."""
 
 import io
 import math

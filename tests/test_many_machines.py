@@ -1,5 +1,5 @@
-"""docs/many-machines.md is run: its HAProxy and nginx configurations, in the real programs, before
-three servers of the bundled model. Where a program is missing, see conftest.program."""
+"""docs/many-machines.md is run: its HAProxy and nginx files, in the real programs, before three
+servers."""
 
 import contextlib
 import http.client

@@ -1,5 +1,4 @@
-"""How many threads compute: one where the weights fit into a processor's cache; and how they wait
-for each other."""
+"""How many threads compute, and how they wait for each other."""
 
 import os
 
