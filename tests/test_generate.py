@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import cache
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -106,6 +107,7 @@ def fails(result, pattern="", usage=False):
     assert usage or result.err.count("\n") == 1  # argparse puts the usage in front
 
 
+@cache
 def recompute(**params):
     """The slow twin: no cache, no command line."""
     model = load_model(SHAKESPEARE, "cpu", torch.float32)
@@ -295,20 +297,21 @@ def test_chat_at_a_full_context(cli, heard):
     """Bug: the conversation ends with an error once its turns have filled the context; or what is
     too long by itself takes the others with it; what the model is told first is forgotten with the
     oldest turns. A default of 256 tokens refused --min-tokens 300, or cut the reply."""
-    turns = "Hello there\n" * 8 + "what " * 150 + "\nAnd you?\n"
-    more = ("--max-tokens", 20, "--max-seq-len", 120, "--system", "Be kind")
+    turns = "Hello there\n" * 6 + "what " * 120 + "\nAnd you?\n"
+    more = ("--max-tokens", 12, "--max-seq-len", 100, "--system", "Be kind")
     result = cli(*CHAT, *more, stdin=turns)
-    assert result.code == 0 and len(result.sequences) == 9  # all but the long one
-    assert all(len(s.tokens) == 20 or s.finish_reason == "stop" for s in result.sequences)
+    assert result.code == 0 and len(result.sequences) == 7  # all but the long one
+    assert all(len(s.tokens) == 12 or s.finish_reason == "stop" for s in result.sequences)
     assert "> the context is full: the oldest turns are forgotten\n" in result.err
     (error,) = re.findall(r"> error: .*\n", result.err)
-    assert re.search(r"has \d+ tokens, context is 120", error)
+    assert re.search(r"has \d+ tokens, context is 100", error)
     assert all(chat[0] == {"role": "system", "content": "Be kind"} for chat in heard)
     _, *last, asked = heard[-1]
     assert asked["content"] == "And you?" and last[-2]["content"] == "Hello there"
     assert [m["role"] for m in last] == ["user", "assistant"] * (len(last) // 2)
-    (reply,) = cli(*CHAT, "--min-tokens", 350, "--max-seq-len", 300, stdin="Hello\n").sequences
-    assert len(reply.ids) == 300 and reply.finish_reason == "length"
+    small = ("--checkpoint", DRAFT, "--max-seq-len", 280, "--min-tokens", 300)
+    (reply,) = cli(*CHAT, *small, stdin="Hello\n").sequences
+    assert len(reply.ids) == 280 and reply.finish_reason == "length"
 
 
 def test_chat_template(cli, folder, monkeypatch):

@@ -213,11 +213,11 @@ def test_a_family_equals_transformers(case, tmp_path):
         hook.remove()
     # 2) The loop and the cache: an off-by-one in positions. Each token is the argmax after ours
     # before it, so all are those of transformers.
-    ids = built.tokens[0, : T - 60].tolist()
-    sequence = Sequence(ids, SamplingParams(0, max_tokens=60, ignore_eos=True), model.config)
+    ids = built.tokens[0, : T - 40].tolist()
+    sequence = Sequence(ids, SamplingParams(0, max_tokens=40, ignore_eos=True), model.config)
     cache = StaticCache(model, 1, sequence.max_len)
     ours = [token.id for token in generate(model, sequence, cache)]
-    theirs = hf_logits(built.hf, torch.tensor([sequence.ids])).argmax(-1)[0, T - 61 : -1]
+    theirs = hf_logits(built.hf, torch.tensor([sequence.ids])).argmax(-1)[0, T - 41 : -1]
     assert ours == theirs.tolist()
     # 3) A cache filled in pieces, over another text: one that loses, shifts or shows too many
     # positions; a window that is wrong when queries and keys are not the same tokens.
