@@ -23,9 +23,7 @@ from safetensors.torch import load_file, save_file
 from test_model import GRANITE
 from tiny import tiny_folder
 
-from around.folder import families
-from around.folder.config import load_config
-from around.folder.weights import load_model
+from around.folder import families, load_config, load_model
 from around.settings import CheckpointError
 
 RAW = {

@@ -19,7 +19,7 @@ from around.fast import compiling, packed
 from around.fast.attending import FastBlocks, replace_layers
 from around.fast.compiling import CompiledBlocks, OpaqueCache, compile_model, hide_caches
 from around.fast.packed import LoopedLinear
-from around.folder.weights import build, load_model
+from around.folder import build, load_model
 from around.settings import SamplingParams
 from generate import generate
 from kv_cache import StaticCache

@@ -15,9 +15,7 @@ from test_model import ATOL, build, hf_logits, same
 from test_tokenizer import LLAMA, LLAMA_SIZE, NAMES, byte_level, write
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from around.folder.config import load_config
-from around.folder.tokenizer import Tokenizer
-from around.folder.weights import is_tied, load_model
+from around.folder import Tokenizer, is_tied, load_config, load_model
 from around.settings import CheckpointError, SamplingParams
 from sampling import Sequence
 from tools.convert import copy_rest

@@ -28,9 +28,7 @@ import around.fast
 import generate
 import kv_cache
 import scheduler
-from around.folder.config import suggested
-from around.folder.tokenizer import Tokenizer
-from around.folder.weights import load_model
+from around.folder import Tokenizer, load_model, suggested
 from around.settings import DTYPES, SamplingParams
 from around.start import begin, command
 from llm import LLM

@@ -17,7 +17,7 @@ from test_quantize import QWEN2, TIED, logits_of, standing_for
 from tiny import edit_config, tiny_folder
 from torch import nn
 
-from around.folder.weights import is_tied, load_model, named_tensors
+from around.folder import is_tied, load_model, named_tensors
 from around.settings import CheckpointError
 from quantize import QuantLinear, group_scales, linears, quantize_model, round_to_nearest
 from tools import convert

@@ -22,9 +22,8 @@ from test_gptq import packed_across, packed_down
 from tiny import edit_config
 
 from around import machine
-from around.folder.config import load_config
+from around.folder import load_config, load_model, named_tensors
 from around.folder.families import FAMILIES
-from around.folder.weights import load_model, named_tensors
 from around.machine import progress
 from around.settings import SamplingParams
 from generate import generate

@@ -22,7 +22,7 @@ from torch import nn
 import quantize
 from around.fast import packed
 from around.fast.packed import Int4Linear, Int8Linear, LoopedLinear, PackedLinear, form_of
-from around.folder.weights import is_tied, load_model, named_tensors
+from around.folder import is_tied, load_model, named_tensors
 from around.settings import CheckpointError
 from llm import LLM
 from model import FusedLinear

@@ -22,7 +22,7 @@ from test_scheduler import assert_same, drain
 from test_tokenizer import NAMES, kinds, read, train_sentencepiece  # noqa: F401
 from tiny import noisy, random_model
 
-from around.folder.tokenizer import Tokenizer
+from around.folder import Tokenizer
 from around.settings import SamplingParams, SettingError
 from around.structured import SPACES, closed, make_matcher, structure, token_bytes
 from sampling import Sequence, distribution

@@ -16,9 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 
-from around.folder.chat import PLAIN_TEMPLATE
-from around.folder.text import Detokenizer
-from around.folder.tokenizer import Tokenizer
+from around.folder import PLAIN_TEMPLATE, Detokenizer, Tokenizer
 from around.settings import CheckpointError
 
 few = settings(

@@ -11,7 +11,7 @@ from serving import CHAT, COMPLETIONS, Local
 from test_tokenizer import FILES, NAMES, write
 from tiny import random_model
 
-from around.folder.tokenizer import Tokenizer
+from around.folder import Tokenizer
 from around.settings import SamplingParams
 from around.structured import vocabulary
 from generate import generate

@@ -27,7 +27,7 @@ import model as model_module
 import quantize
 import tp
 from around.fast.compiling import compile_model
-from around.folder.weights import load_model
+from around.folder import load_model
 from around.machine import Ranks
 from around.settings import SamplingParams
 from around.start import ranks as meeting

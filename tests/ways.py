@@ -20,8 +20,7 @@ from torch.nn import functional as F
 
 from around.fast.attending import attend_fast
 from around.fast.compiling import compile_model, replay_steps
-from around.folder.tokenizer import Tokenizer
-from around.folder.weights import build, load_model
+from around.folder import Tokenizer, build, load_model
 from generate import generate
 from kv_cache import StaticCache
 from model import Config, Transformer
