@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from around.folder import Tokenizer, load_model
 from around.settings import SamplingParams
@@ -58,6 +58,8 @@ def folder() -> Path:
 
 def convert(file: Path, folder: Path) -> None:
     """Write the model of a GGUF file as bfloat16 safetensors, with its tokenizer and template."""
+    from transformers import GenerationConfig, GgufConfig
+
     source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     plain = GgufConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(
