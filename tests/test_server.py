@@ -4,7 +4,6 @@ The slow twin is generate(), alone.
 """
 
 import contextlib
-import errno
 import gc
 import importlib.metadata
 import itertools
@@ -20,7 +19,6 @@ import subprocess
 import sys
 import threading
 import time
-import tomllib
 import weakref
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -289,7 +287,7 @@ def test_structures(local, monkeypatch):
     for chat, reason, text, more in (
         (True, "stop", r'{\s*"age"\s*:\s*(12|34)\s*}', {"response_format": form, "n": 2}),
         (True, "length", r"{\s.*", {"response_format": form, "max_tokens": 2}),
-        (True, "length", r"\s*{.*", {"response_format": {"type": "json_object"}, "max_tokens": 9}),
+        (True, "stop", r"\s*{.*}", {"response_format": {"type": "json_object"}}),
         (True, "stop", '"yes"', {"response_format": json_object}),
         (True, "stop", "a\n\nb", {"structured_outputs": {"choice": ["a\n\nb"]}}),
         (False, "stop", "yes|no", {"structured_outputs": {"choice": ["yes", "no"]}}),
@@ -642,12 +640,9 @@ def test_what_it_says_of_itself(local):
     for _ in range(2):
         usage = local.post(COMPLETIONS, {"prompt": PROMPT * 9, "max_tokens": 1}).json["usage"]
     assert 0 < usage["prompt_tokens_details"]["cached_tokens"] < usage["prompt_tokens"]
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    assert project["dynamic"]["version"] == {"attr": "around.settings.VERSION"}
-    assert importlib.metadata.version("kilolm") == VERSION
-    assert local.get("/version").json == {"version": VERSION}
-    reply = local.post(CHAT, {"messages": HI, "max_tokens": 1})
-    assert reply.json["system_fingerprint"] == VERSION
+    reply = local.post(CHAT, {"messages": HI, "max_tokens": 1}).json
+    versions = reply["system_fingerprint"], local.get("/version").json["version"]
+    assert {*versions, importlib.metadata.version("kilolm")} == {VERSION}
     assert local.get("/health", **{"X-Request-ID": "mine"}).headers["X-Request-Id"] == "mine"
     assert len({local.get("/health").headers["X-Request-Id"] for _ in range(9)}) == 9
 
@@ -774,6 +769,7 @@ def test_queue(local, monkeypatch):
     assert read(connection).status == 200 and not local.server.incoming
 
 
+@pytest.mark.skipif(not socket.has_ipv6, reason="needs IPv6")
 def test_addresses(make_local, monkeypatch):
     """The printed address was not one that a browser takes; of a name's two addresses one was
     served. In a container, localhost has ::1 though IPv6 is off: the server did not start."""
@@ -788,7 +784,7 @@ def test_addresses(make_local, monkeypatch):
 
     def without(address, **options):
         if options["family"] == socket.AF_INET6:
-            raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+            raise OSError("Cannot assign requested address")
         return create(address, **options)
 
     monkeypatch.setattr(socket, "create_server", without)
@@ -898,7 +894,7 @@ def test_clients_leave(make_local, monkeypatch, capfd):
     """Sequences of clients that had left ran on: while they waited or wrote a call, so that nothing
     was sent; or behind bytes that came after the request. The requests of others were aborted. What
     had ended stayed until Python looked for cycles: four requests took 4 GB."""
-    local = make_local("--tool-format", "hermes", num_blocks=800, max_num_seqs=12)
+    local = make_local("--tool-format", "hermes", num_blocks=800, max_num_seqs=11)
     alive, prepare = [], local.engine.prepare
 
     def watch(*args, **options):
@@ -920,14 +916,14 @@ def test_clients_leave(make_local, monkeypatch, capfd):
         for body in (SHORT, STREAM | {"n": 3}, SHORT | {"echo": True, "logprobs": 1}):
             assert local.post(COMPLETIONS, body).status == 200
         fields = {"prompt": PROMPT, "seed": 3, "max_tokens": 100, "ignore_eos": True}
-        stays = local.begin(fields)
         data = [post(LONG), post(LONG | {"stream": True}), post(CALL, path=CHAT)] * 8
         clients = [connect(local, each) for each in data[:11]]
-        until(lambda: len(local.engine.running) == 12)  # every place is taken
+        until(lambda: len(local.engine.running) == 11)  # every place is taken
         clients += [connect(local, each) for each in data[11:]]
-        until(lambda: len(local.engine.waiting) == 13)
+        stays = local.begin(fields)
+        until(lambda: len(local.engine.waiting) == 14)
         leave(clients[11:])  # those that wait leave first, or they would begin in others' places
-        until(lambda: not local.engine.waiting)
+        until(lambda: len(local.engine.waiting) == 1)
         leave(clients[:11])
         assert said(read(stays)) == alone(**fields)[0].text
         stays.close()
@@ -941,7 +937,7 @@ def test_clients_leave(make_local, monkeypatch, capfd):
     assert after[ABORTED] == 24 and "' gone\n" in capfd.readouterr().err
     # A request that ended before its first token has no latency. It counted as one of 0 s.
     names = "e2e_request_latency_seconds_count", "time_to_first_token_seconds_count"
-    assert after[names[0]] == after[names[1]] <= 5 + 12
+    assert after[names[0]] == after[names[1]] <= 5 + 11 + 1
     assert not any(after[f"num_requests_{state}"] for state in ("running", "waiting"))
     assert after["kv_cache_usage_perc"] == 0
     params = SamplingParams(n=9, stop_token_ids=[*range(1000)])  # each output had a set of its own
@@ -1248,28 +1244,23 @@ def watched(client):
 def test_snapshots(local, monkeypatch, capfd):
     """The page showed blocks of another sequence, an ended sequence, or falling counters. A hundred
     pages that were left open cost a hundred snapshots, ten times a second, and lines of the log."""
-    first, seen, shared = watched(local), [], False
-    assert first["running"] == first["waiting"] == []
-    assert (first["blocks"], first["block_size"]) == (128, 16)
-    doomed = local.begin(LONG | {"prompt": [PROMPT * 8] * 2 + ["a"] * 8})
-    while len(seen) < 3 or not shared:
-        seen.append(watched(local))
-        blocks = [block for row in seen[-1]["running"] for block in row["blocks"]]
-        shared |= len(blocks) > len({*blocks}) and len(seen[-1]["running"]) == 8
-    for name in (name for name in first if name.endswith("_total")):
-        assert [now[name] for now in seen] == sorted(now[name] for now in seen)
-    assert seen[-1]["waiting"] and seen[-1]["generation_tokens_total"] > 0
-    ids = {row["name"].rpartition("-")[0] for row in seen[-1]["running"]}
-    assert len(ids) == 1 and ids.pop().startswith("cmpl-")
+    seen = [watched(local)]
+    assert seen[0]["running"] == seen[0]["waiting"] == []
+    assert (seen[0]["blocks"], seen[0]["block_size"]) == (128, 16)
+    doomed = local.begin(LONG | {"prompt": ["a" * 60, PROMPT * 8], "n": 5, "max_tokens": 150})
+    until(lambda: seen.append(watched(local)) or len(seen[-1]["running"]) == 8)
+    now = seen[-1]
+    for name in (name for name in now if name.endswith("_total")):
+        assert [each[name] for each in seen] == sorted(each[name] for each in seen)
+    assert now["waiting"] and now["computed_tokens_total"] > seen[0]["computed_tokens_total"]
+    names = [row["name"].rpartition(".") for row in now["running"]]
+    requests = {name for name, _, _ in names}
+    assert all(name.startswith("cmpl-") for name in requests) and len(requests) == 2
+    assert {index for _, _, index in names} == {*"01234"}
+    assert len({row["blocks"][0] for row in now["running"]}) == 2  # n outputs share the prompt's
     doomed.close()
     local.settle()
     until(lambda: (now := watched(local))["running"] == [] and now["waiting"] == [])
-    doomed = local.begin({"prompt": "a" * 60, "n": 3, "max_tokens": 150, "ignore_eos": True})
-    now = until(lambda: len((now := watched(local))["running"]) == 3 and now)
-    names = [row["name"].rpartition(".") for row in now["running"]]
-    assert {index for _, _, index in names} == {*"012"} and len({name for name, *_ in names}) == 1
-    assert len({row["blocks"][0] for row in now["running"]}) == 1
-    doomed.close()
     taken, take_snapshot = [], local.server.take_snapshot
     monkeypatch.setattr(local.server, "take_snapshot", lambda: taken.append(take_snapshot()))
     with ThreadPoolExecutor(30) as pages:
