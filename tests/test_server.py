@@ -392,7 +392,7 @@ OUT = "not supported; leave it out"
 WRONG = {
     "temperature": ("x" * 100_000, True, 10**400), "n": (1.0, 129), "max_tokens": (0, False),
     "stop": ((5, "must be str | list | tuple"), "x" * 257, DEEP), "stop_token_ids": ([1024],),
-    "priority": ("1",), "cache_salt": (1,), "ignore_eos": ("true",), "seed": (2**63,),
+    "priority": ("1",), "cache_salt": (1,),
     "logit_bias": (
         [], ({"20": 1, "7": 101}, r"^logit_bias\[7\] must be "), {"1": DEEP},
         # 01024 was called 1024.
@@ -537,17 +537,15 @@ RAW = {  # the status of the only answer -> what is sent; 0: any status below 50
     ),
     400: (
         b"\x00\xff\x16\x03\x01\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
-        b"\r\n", b"GET\r\n\r\n", b"GET / HTTP/1.1 x\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-        b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n",
+        b"\r\n", b"PRI * HTTP/2.0\r\n\r\n", b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n",
         *(post(data, EXPECT + CHUNKED) for data in (
             b"\r\n\r\n", b"-1\r\n{}\r\n0\r\n\r\n", b"0\r\n\r\n", b"1\r\n{}\r\n0\r\n\r\n")),
     ),
     404: (post(GET, path="/nothing").replace(JSON, PLAIN),),
     405: (post(GET, path="/health").replace(JSON, PLAIN),),
-    411: tuple(post(b"", head) for head in (
-        "Transfer-Encoding: gzip, chunked\r\n", "Content-Length:\r\n", "Content-Length: -5\r\n",
-        "Content-Length: five\r\n", "Content-Length: \xb2\r\n", f"Content-Length: {'9' * 5000}\r\n",
-    )),
+    411: tuple(post(b"", f"{head}\r\n") for head in (
+        "Transfer-Encoding: gzip, chunked", "Content-Length:", "Content-Length: -5",
+        "Content-Length: \xb2", f"Content-Length: {'9' * 5000}")),
     413: (
         post({"user": "a" * (ROOM + 1)} | SHORT), post(b"%x\r\n" % 2**31, CHUNKED),
         post(b"", f"{EXPECT}Content-Length: 999999999\r\n"),
@@ -560,15 +558,11 @@ RAW = {  # the status of the only answer -> what is sent; 0: any status below 50
         b"GET / HTTP/1.1\r\n" + (b"a: " + b"\rb:" * 5000 + b"\r\n") * 90,
     ),
     0: (  # what HTTP forbids, and http.server reads in one way or another
-        *(b"GET /health" + rest + b"\r\n\r\n"
-          for rest in (b"", b" HTTP/1.2", b"\0 HTTP/1.1", b"?\xff HTTP/1.1")),
-        *(b"GET /health HTTP/1.1\r\n" + head + b"\r\n\r\n" for head in (
-            b"Host: localhost\r\nHost: a", b": x", b"Content-Length : 5", b"a: b\r\n c", b"a: b\rc",
-            b"a: b\n\nContent-Length: 5", b"a: b\0", b"X-Request-Id: a\r\n b: c")),
+        *(b"GET /health" + rest + b"\r\n\r\n" for rest in (
+            b"", b" HTTP/1.2", b"\0 HTTP/1.1", b"?\xff HTTP/1.1", b" HTTP/1.1\r\na: b\n\nb: c",
+            b" HTTP/1.1\r\nHost: a\r\nHost: b", b" HTTP/1.1\r\nX-Request-Id: a\r\n b: c\rd: \0")),
         *(post(b"0\r\n\r\n", head) for head in (
-            "Content-Length: 5\r\nContent-Length: 2\r\n", "Content-Length: 5, 5\r\n", CHUNKED * 2,
-            "Content-Length: +5\r\n", f"Content-Length: 5\r\n{CHUNKED}",
-            CHUNKED.replace(" ", "\x0b"))),
+            "Content-Length: 5\r\nContent-Length: 2\r\n", f"Content-Length: 5\r\n{CHUNKED}")),
     ),
 }  # fmt: skip
 
