@@ -4,7 +4,6 @@ The slow twin is generate(), alone.
 """
 
 import contextlib
-import errno
 import gc
 import importlib.metadata
 import itertools
@@ -20,7 +19,6 @@ import subprocess
 import sys
 import threading
 import time
-import tomllib
 import weakref
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -295,7 +293,7 @@ def test_structures(local, monkeypatch):
     for chat, reason, text, more in (
         (True, "stop", r'{\s*"age"\s*:\s*(12|34)\s*}', {"response_format": form, "n": 2}),
         (True, "length", r"{\s.*", {"response_format": form, "max_tokens": 2}),
-        (True, "length", r"\s*{.*", {"response_format": {"type": "json_object"}, "max_tokens": 9}),
+        (True, "stop", r"\s*{.*}", {"response_format": {"type": "json_object"}}),
         (True, "stop", '"yes"', {"response_format": json_object}),
         (True, "stop", "a\n\nb", {"structured_outputs": {"choice": ["a\n\nb"]}}),
         (False, "stop", "yes|no", {"structured_outputs": {"choice": ["yes", "no"]}}),
@@ -400,7 +398,7 @@ OUT = "not supported; leave it out"
 WRONG = {
     "temperature": ("x" * 100_000, True, 10**400), "n": (1.0, 129), "max_tokens": (0, False),
     "stop": ((5, "must be str | list | tuple"), "x" * 257, DEEP), "stop_token_ids": ([1024],),
-    "priority": ("1",), "cache_salt": (1,), "ignore_eos": ("true",), "seed": (2**63,),
+    "priority": ("1",), "cache_salt": (1,),
     "logit_bias": (
         [], ({"20": 1, "7": 101}, r"^logit_bias\[7\] must be "), {"1": DEEP},
         # 01024 was called 1024.
@@ -545,17 +543,15 @@ RAW = {  # the status of the only answer -> what is sent; 0: any status below 50
     ),
     400: (
         b"\x00\xff\x16\x03\x01\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
-        b"\r\n", b"GET\r\n\r\n", b"GET / HTTP/1.1 x\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-        b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n",
+        b"\r\n", b"PRI * HTTP/2.0\r\n\r\n", b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n",
         *(post(data, EXPECT + CHUNKED) for data in (
             b"\r\n\r\n", b"-1\r\n{}\r\n0\r\n\r\n", b"0\r\n\r\n", b"1\r\n{}\r\n0\r\n\r\n")),
     ),
     404: (post(GET, path="/nothing").replace(JSON, PLAIN),),
     405: (post(GET, path="/health").replace(JSON, PLAIN),),
-    411: tuple(post(b"", head) for head in (
-        "Transfer-Encoding: gzip, chunked\r\n", "Content-Length:\r\n", "Content-Length: -5\r\n",
-        "Content-Length: five\r\n", "Content-Length: \xb2\r\n", f"Content-Length: {'9' * 5000}\r\n",
-    )),
+    411: tuple(post(b"", f"{head}\r\n") for head in (
+        "Transfer-Encoding: gzip, chunked", "Content-Length:", "Content-Length: -5",
+        "Content-Length: \xb2", f"Content-Length: {'9' * 5000}")),
     413: (
         post({"user": "a" * (ROOM + 1)} | SHORT), post(b"%x\r\n" % 2**31, CHUNKED),
         post(b"", f"{EXPECT}Content-Length: 999999999\r\n"),
@@ -568,15 +564,11 @@ RAW = {  # the status of the only answer -> what is sent; 0: any status below 50
         b"GET / HTTP/1.1\r\n" + (b"a: " + b"\rb:" * 5000 + b"\r\n") * 90,
     ),
     0: (  # what HTTP forbids, and http.server reads in one way or another
-        *(b"GET /health" + rest + b"\r\n\r\n"
-          for rest in (b"", b" HTTP/1.2", b"\0 HTTP/1.1", b"?\xff HTTP/1.1")),
-        *(b"GET /health HTTP/1.1\r\n" + head + b"\r\n\r\n" for head in (
-            b"Host: localhost\r\nHost: a", b": x", b"Content-Length : 5", b"a: b\r\n c", b"a: b\rc",
-            b"a: b\n\nContent-Length: 5", b"a: b\0", b"X-Request-Id: a\r\n b: c")),
+        *(b"GET /health" + rest + b"\r\n\r\n" for rest in (
+            b"", b" HTTP/1.2", b"\0 HTTP/1.1", b"?\xff HTTP/1.1", b" HTTP/1.1\r\na: b\n\nb: c",
+            b" HTTP/1.1\r\nHost: a\r\nHost: b", b" HTTP/1.1\r\nX-Request-Id: a\r\n b: c\rd: \0")),
         *(post(b"0\r\n\r\n", head) for head in (
-            "Content-Length: 5\r\nContent-Length: 2\r\n", "Content-Length: 5, 5\r\n", CHUNKED * 2,
-            "Content-Length: +5\r\n", f"Content-Length: 5\r\n{CHUNKED}",
-            CHUNKED.replace(" ", "\x0b"))),
+            "Content-Length: 5\r\nContent-Length: 2\r\n", f"Content-Length: 5\r\n{CHUNKED}")),
     ),
 }  # fmt: skip
 
@@ -650,12 +642,9 @@ def test_what_it_says_of_itself(local):
     for _ in range(2):
         usage = local.post(COMPLETIONS, {"prompt": PROMPT * 9, "max_tokens": 1}).json["usage"]
     assert 0 < usage["prompt_tokens_details"]["cached_tokens"] < usage["prompt_tokens"]
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    assert project["dynamic"]["version"] == {"attr": "around.settings.VERSION"}
-    assert importlib.metadata.version("kilolm") == VERSION
-    assert local.get("/version").json == {"version": VERSION}
-    reply = local.post(CHAT, {"messages": HI, "max_tokens": 1})
-    assert reply.json["system_fingerprint"] == VERSION
+    reply = local.post(CHAT, {"messages": HI, "max_tokens": 1}).json
+    versions = reply["system_fingerprint"], local.get("/version").json["version"]
+    assert {*versions, importlib.metadata.version("kilolm")} == {VERSION}
     assert local.get("/health", **{"X-Request-ID": "mine"}).headers["X-Request-Id"] == "mine"
     assert len({local.get("/health").headers["X-Request-Id"] for _ in range(9)}) == 9
 
@@ -783,6 +772,7 @@ def test_queue(local, monkeypatch):
     assert read(connection).status == 200 and not local.server.incoming
 
 
+@pytest.mark.skipif(not socket.has_ipv6, reason="needs IPv6")
 def test_addresses(make_local, monkeypatch):
     """The printed address was not one that a browser takes; of a name's two addresses one was
     served. In a container, localhost has ::1 though IPv6 is off: the server did not start."""
@@ -797,7 +787,7 @@ def test_addresses(make_local, monkeypatch):
 
     def without(address, **options):
         if options["family"] == socket.AF_INET6:
-            raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+            raise OSError("Cannot assign requested address")
         return create(address, **options)
 
     monkeypatch.setattr(socket, "create_server", without)
@@ -913,7 +903,7 @@ def test_clients_leave(make_local, monkeypatch, capfd):
     """Sequences of clients that had left ran on: while they waited or wrote a call, so that nothing
     was sent; or behind bytes that came after the request. The requests of others were aborted. What
     had ended stayed until Python looked for cycles: four requests took 4 GB."""
-    local = make_local("--tool-format", "hermes", num_blocks=800, max_num_seqs=12)
+    local = make_local("--tool-format", "hermes", num_blocks=800, max_num_seqs=11)
     alive, prepare = [], local.engine.prepare
 
     def watch(*args, **options):
@@ -935,14 +925,14 @@ def test_clients_leave(make_local, monkeypatch, capfd):
         for body in (SHORT, STREAM | {"n": 3}, SHORT | {"echo": True, "logprobs": 1}):
             assert local.post(COMPLETIONS, body).status == 200
         fields = {"prompt": PROMPT, "seed": 3, "max_tokens": 100, "ignore_eos": True}
-        stays = local.begin(fields)
         data = [post(LONG), post(LONG | {"stream": True}), post(CALL, path=CHAT)] * 8
         clients = [connect(local, each) for each in data[:11]]
-        until(lambda: len(local.engine.running) == 12)  # every place is taken
+        until(lambda: len(local.engine.running) == 11)  # every place is taken
         clients += [connect(local, each) for each in data[11:]]
-        until(lambda: len(local.engine.waiting) == 13)
+        stays = local.begin(fields)
+        until(lambda: len(local.engine.waiting) == 14)
         leave(clients[11:])  # those that wait leave first, or they would begin in others' places
-        until(lambda: not local.engine.waiting)
+        until(lambda: len(local.engine.waiting) == 1)
         leave(clients[:11])
         assert said(read(stays)) == alone(**fields)[0].text
         stays.close()
@@ -956,7 +946,7 @@ def test_clients_leave(make_local, monkeypatch, capfd):
     assert after[ABORTED] == 24 and "' gone\n" in capfd.readouterr().err
     # A request that ended before its first token has no latency. It counted as one of 0 s.
     names = "e2e_request_latency_seconds_count", "time_to_first_token_seconds_count"
-    assert after[names[0]] == after[names[1]] <= 5 + 12
+    assert after[names[0]] == after[names[1]] <= 5 + 11 + 1
     assert not any(after[f"num_requests_{state}"] for state in ("running", "waiting"))
     assert after["kv_cache_usage_perc"] == 0
     params = SamplingParams(n=9, stop_token_ids=[*range(1000)])  # each output had a set of its own
@@ -1276,28 +1266,23 @@ def watched(client):
 def test_snapshots(local, monkeypatch, capfd):
     """The page showed blocks of another sequence, an ended sequence, or falling counters. A hundred
     pages that were left open cost a hundred snapshots, ten times a second, and lines of the log."""
-    first, seen, shared = watched(local), [], False
-    assert first["running"] == first["waiting"] == []
-    assert (first["blocks"], first["block_size"]) == (128, 16)
-    doomed = local.begin(LONG | {"prompt": [PROMPT * 8] * 2 + ["a"] * 8})
-    while len(seen) < 3 or not shared:
-        seen.append(watched(local))
-        blocks = [block for row in seen[-1]["running"] for block in row["blocks"]]
-        shared |= len(blocks) > len({*blocks}) and len(seen[-1]["running"]) == 8
-    for name in (name for name in first if name.endswith("_total")):
-        assert [now[name] for now in seen] == sorted(now[name] for now in seen)
-    assert seen[-1]["waiting"] and seen[-1]["generation_tokens_total"] > 0
-    ids = {row["name"].rpartition("-")[0] for row in seen[-1]["running"]}
-    assert len(ids) == 1 and ids.pop().startswith("cmpl-")
+    seen = [watched(local)]
+    assert seen[0]["running"] == seen[0]["waiting"] == []
+    assert (seen[0]["blocks"], seen[0]["block_size"]) == (128, 16)
+    doomed = local.begin(LONG | {"prompt": ["a" * 60, PROMPT * 8], "n": 5, "max_tokens": 150})
+    until(lambda: seen.append(watched(local)) or len(seen[-1]["running"]) == 8)
+    now = seen[-1]
+    for name in (name for name in now if name.endswith("_total")):
+        assert [each[name] for each in seen] == sorted(each[name] for each in seen)
+    assert now["waiting"] and now["computed_tokens_total"] > seen[0]["computed_tokens_total"]
+    names = [row["name"].rpartition(".") for row in now["running"]]
+    requests = {name for name, _, _ in names}
+    assert all(name.startswith("cmpl-") for name in requests) and len(requests) == 2
+    assert {index for _, _, index in names} == {*"01234"}
+    assert len({row["blocks"][0] for row in now["running"]}) == 2  # n outputs share the prompt's
     doomed.close()
     local.settle()
     until(lambda: (now := watched(local))["running"] == [] and now["waiting"] == [])
-    doomed = local.begin({"prompt": "a" * 60, "n": 3, "max_tokens": 150, "ignore_eos": True})
-    now = until(lambda: len((now := watched(local))["running"]) == 3 and now)
-    names = [row["name"].rpartition(".") for row in now["running"]]
-    assert {index for _, _, index in names} == {*"012"} and len({name for name, *_ in names}) == 1
-    assert len({row["blocks"][0] for row in now["running"]}) == 1
-    doomed.close()
     taken, take_snapshot = [], local.server.take_snapshot
     monkeypatch.setattr(local.server, "take_snapshot", lambda: taken.append(take_snapshot()))
     with ThreadPoolExecutor(30) as pages:
