@@ -234,7 +234,8 @@ def check_message(message: JSON, name: str) -> None:
             for part in text:
                 supported("content of type", part.get("type", "text"), "text")
             text = "\n".join(part["text"] for part in text)
-        check("content", text, str | None if message.get("tool_calls") else str)
+        # The text of a turn can be nothing but calls, a thought, a refusal or an empty result.
+        check("content", text, str if message["role"] == "user" else str | None)
         message["content"] = text
         plain_turn(message)  # encode_chat does it too; here the error names the message
     except Exception as error:  # of any kind, as values have any type
