@@ -109,6 +109,11 @@ def adjust_(scores: Tensor, sequence: "Sequence") -> None:
     p = sequence.params
     if sequence.matcher:  # its bias is 0 for the ids that it forbids, and 200 for the others
         bias = bytearray(sequence.matcher.compute_logit_bias())
+        # The last id is no token. A grammar that has it offers to leave out a part which the model
+        # would not begin by itself; see function_calls.grammar_of.
+        if bias[-1] and not bias[scores.argmax()]:
+            sequence.matcher.consume_token(len(bias) - 1)
+            return adjust_(scores, sequence)
         is_forbidden = torch.frombuffer(bias, dtype=torch.uint8)[: len(scores)] == 0
         scores.masked_fill_(is_forbidden.to(scores.device), -torch.inf)
     elif len(sequence.ids) < sequence.prompt_len + p.min_tokens:

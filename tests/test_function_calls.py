@@ -1,5 +1,6 @@
 """Function calls: what is text and what is a call, by OpenAI's own client, whole and streamed."""
 
+import itertools
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ import pytest
 from conftest import SHAKESPEARE
 from serving import CHAT, HI, Local, local, shared  # noqa: F401 (fixtures)
 
-from around.api.function_calls import FORMS, OPEN, Tools, form_of, restrict, split_calls, tools_of
+from around.api.function_calls import FORMS, Reader, Tools, form_of, restrict, tools_of
 from around.folder.config import load_config
 from around.folder.tokenizer import Tokenizer
 from around.structured import make_matcher, structure
@@ -81,6 +82,8 @@ REPLIES = {  # what the model writes, and the text (...: all of it) and the call
         (f"{A_CALL.removesuffix('</tool_call>')} so", ..., []),
         (A_CALL.replace("</", "x</"), ..., []),
         ("a <b> <tool <tool_ca", ..., []),
+        *((A_CALL[:cut], "", ROMES) for cut in range(-11, 0)),  # cut by a stop string or max_tokens
+        (f"{A_CALL.removesuffix('</tool_call>')}\n{A_CALL}", "", ROMES * 2),
         (f"<tool_call>O</tool_call>{A_CALL}", "<tool_call>O</tool_call>", ROMES),
         (f"<tool_call>{A_CALL}", "<tool_call>", ROMES),
         (f"a  <tool_call> {A_CALL}", "a  <tool_call>", ROMES),
@@ -89,47 +92,85 @@ REPLIES = {  # what the model writes, and the text (...: all of it) and the call
         ("Good morrow, cousin.", ..., []),
         (BARE, "", ROMES),
         (f"\n {BARE}\n", "", ROMES),
-        (f"{BARE}; {bare('fight', ODD)}", "", [*ROMES, ("fight", ODD)]),
+        *(
+            (f"{BARE}{mark}{bare('fight', ODD)}", "", [*ROMES, ("fight", ODD)])
+            for mark in ("; ", ", ", "\n", "")
+        ),
+        (f"{BARE} {{x}}", " {x}", ROMES),
+        (f"{bare('murder', ROME)}; {BARE}", bare("murder", ROME), ROMES),
         ('{"a": 1}', ..., []),
         (BARE[:-1], ..., []),
         (f"Use {{x}}{BARE}", ..., []),
         ("if (a) {\n b }\n else {}\n{x}", ..., []),
     ],
 }
+# What stands for a call's arguments in a form's own key or in the other's, and what they are.
+ODDLY = [
+    ("", {}),
+    (', "KEY": null', {}),
+    (', "KEY": ""', {}),
+    (', "KEY": " "', {}),
+    (', "KEY": "null"', {}),
+    (', "KEY": {}', {}),
+    (', "KEY": "{\\"a\\": 1}"', {"a": 1}),
+    (', "KEY": {"a": "b\n\tc"}', {"a": "b\n\tc"}),
+    (f', "KEY": {json.dumps(json.dumps(json.dumps(ROME)))}', ROME),
+    (', "KEY": [["a", 1]]', None),
+    (', "KEY": 5', None),
+    (', "KEY": "{\\"a\\": NaN}"', None),
+    (', "KEY": "Rome"', None),
+]
+for form, begin, end in (("hermes", "<tool_call>", "</tool_call>"), ("llama3", "", "")):
+    for oddly, key in itertools.product(ODDLY, ("arguments", "parameters")):
+        text = f'{begin}{{"name": "weather"{oddly[0].replace("KEY", key)}}}{end}'
+        found = [] if oddly[1] is None else [("weather", oddly[1])]
+        REPLIES[form].append((text, "" if found else ..., found))
+
+
+def read(form: str, *texts: str, ended: bool = True, **more: Any) -> tuple[str, list]:
+    """Read a reply, part by part."""
+    reader = Reader(Tools(FORMS[form], SCHEMAS, True)._replace(**more))
+    so_far = list(itertools.accumulate(texts))
+    shown = [reader.read(text, ended and text is so_far[-1]) for text in so_far]
+    return "".join(shown), [(each["name"], json.loads(each["arguments"])) for each in reader.calls]
 
 
 @pytest.mark.parametrize("form", REPLIES)
 def test_what_is_returned_only_grows(form):
-    """A part of a tag was sent as text, and a call that turned out to be none was lost: each
-    beginning of the reply, letter by letter."""
-    tools = Tools(FORMS[form], SCHEMAS, True)
+    """A part of a tag was sent as text, and a call that turned out to be none was lost; calls that
+    models write a little otherwise, or that were cut in the last tag, came as text."""
     for text, content, calls in REPLIES[form]:
         content = text if content is ... else content
-        before: tuple[str, list] = ("", [])
-        for length in [*range(len(text) + 1), None]:
-            now = split_calls(text[:length], tools, length is None)
-            assert now[0].startswith(before[0]) and now[1][: len(before[1])] == before[1], text
-            before = now
-        assert [(each["name"], json.loads(each["arguments"])) for each in before[1]] == calls
-        assert before[0] == content
-        assert split_calls(text, Tools(FORMS[form], {}, True), False) == (text, [])
-        one = split_calls(text, tools._replace(is_parallel=False), True)
-        assert one == (content, before[1][:1])
+        assert read(form, text) == read(form, *text) == (content, calls), text
+        assert read(form, *text, schemas={}, ended=False) == (text, [])
+        assert read(form, *text, is_parallel=False) == (content, calls[:1])
     # In 20,000 spaces before a word the search took seconds, and the server answered nobody.
     start, spaces = time.process_time(), " " * 20_000 + "a"
-    assert split_calls(spaces, tools, False) == (spaces, [])
+    assert read(form, spaces, ended=False) == (spaces, [])
+    # At each token all of a reply was read again.
+    reader, text = Reader(Tools(FORMS[form], SCHEMAS, True)), "a" * 300_000
+    assert all(reader.read(text[:end], False) for end in range(200_000, 300_000, 20))
     assert time.process_time() - start < 0.5
     # A stream was silent from here on, until the reply had ended.
-    text = {"llama3": r"\frac{1}{2} is a half", "hermes": f"Write {OPEN} first"}[form]
-    assert split_calls(text, tools, False) == (text, [])
+    text = {"llama3": r"\frac{1}{2} is a half", "hermes": "Write <tool_call> first"}[form]
+    assert read(form, text, ended=False) == (text, [])
 
 
 def test_the_form_follows_from_the_template():
-    """Calls in one form were looked for in another."""
-    assert form_of("{{ tools }} <tool_call> parameters") == "hermes"
-    assert form_of('{%- if tools %}{"name": function name, "parameters": ...}') == "llama3"
-    assert form_of("{{ messages }}") == ""
-    assert form_of("{{ tools }} <tool_call>\n<function=f>\n<parameter=x>") == ""  # Qwen3-Coder
+    """Calls in one form were looked for in another, in a template that shows something else."""
+    for template, form in {
+        r'- "<tools>" <tool_call>\n{\"name\": <function-name>, \"arguments\": <args>}\n</tool_call>': "hermes",
+        r"""'<tool_call>' }}{{- '{"arguments": <args-dict>, "name": <function-name>}'""": "hermes",
+        r"""tools {{- 'Respond in the format {"name": function name, "parameters": dictionary'""": "llama3",
+        "{{ messages }}": "",
+        "{{ tools }} <tool_call>\n<function=f>\n<parameter=x>": "",  # Qwen3-Coder
+        "{{ tools }} <tool_call>{function-name}\n<arg_key>{{ tc.arguments }} parameters": "",  # GLM
+        "tools {{ '<|tool_call>call:' + function['name'] }} ,parameters:{ }}<tool_call|>": "",  # Gemma
+        "{% if tools %}<function=f>{parameters}</function>{{ tool | tojson }}": "",  # functionary
+        "{% if tool.parameters %}to=functions {% for tool in tools %}": "",  # gpt-oss
+        """{{ tools }} {"tool_name": "f", "parameters": {}} {"name": "f", "about": "", "parameters": {}}""": "",
+    }.items():
+        assert form_of(template) == form, template
 
 
 # --- What a grammar allows ------------------------------------------------------------------------
@@ -170,22 +211,24 @@ def test_a_reply_is_calls_or_the_answer():
 
 
 def test_what_a_schema_leaves_out():
-    """A call with invented arguments; a keyword that llguidance lacks refused the tool; a function
-    without parameters had no grammar, where it takes any object; a quote in a name."""
+    """A call with invented arguments, as of a function without parameters, until max_tokens; a
+    keyword that llguidance lacks refused the tool; a quote in a name."""
     days = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True}
     name, none = 'say "hi"', {"type": "object", "properties": {}, "additionalProperties": False}
     for parameters, arguments, is_allowed in (
         ({"properties": {"days": days}}, {"days": [1]}, True),
         ({"properties": {"days": days}}, {"days": [1], "x": 5}, False),
-        (None, {}, True), (None, {"x": 5}, True), (None, [], False),
-        (none, {}, True), (none, {"x": 5}, False),
+        *(row for nothing in (None, {}, {"type": "object"}, {"$defs": {}}, none)
+          for row in ((nothing, {}, True), (nothing, {"x": 5}, False), (nothing, [], False))),
+        ({"additionalProperties": {"type": "integer"}}, {"x": 5}, True),
+        ({"$ref": "#/$defs/D", "$defs": {"D": {"properties": {"days": days}}}}, {"days": [1]}, True),
+        ({"anyOf": [{"properties": {"days": days}}]}, {"x": 5}, False),
     ):  # fmt: skip
         only = fields_of("required", None, name, parameters)["structured_outputs"]
         call = tagged(name, arguments, "\n")
         assert allows(only, call) == is_allowed, (parameters, arguments)
         if is_allowed:
-            found = split_calls(call, Tools(FORMS["hermes"], {name: {}}, True), False)
-            assert found == ("", [{"name": name, "arguments": json.dumps(arguments)}])
+            assert read("hermes", call, schemas={name: {}}) == ("", [(name, arguments)])
 
 
 # --- Through OpenAI's client ----------------------------------------------------------------------

@@ -160,7 +160,10 @@ def grammar_of(tools: Tools, answer: JSON | None) -> str:
     rules = f"calls: call {more}\ncall: ({' | '.join(calls)}) {end}\n"
     if answer is None:
         return rules + "start: calls"
-    return rules + f"start: calls | answer\nanswer: %json {json.dumps(closed(answer))}"
+    # Where prose is forbidden, the beginning of a call may beat a brace although the model would
+    # say something. So the sampler takes <|otherwise|> unless the model begins a call by itself.
+    start = "start: calls | answer | <|otherwise|> answer\n"
+    return rules + start + f"answer: %json {json.dumps(closed(answer))}"
 
 
 # --- What a reply calls ---------------------------------------------------------------------------
