@@ -192,8 +192,8 @@ def vocabulary(tokenizer: Tokenizer, V: int, eos_ids: tuple[int, ...]) -> Any:
     # have them.
     vars(spell).update(
         is_tokenizer_wrapper=True,
-        tokens=(pieces + [b""] * V)[:V] + [b"", b"<|otherwise|>"],
-        special_token_ids=[V, V + 1, *(i for i in range(V) if not tokenizer.is_text(i))],
+        tokens=[*(pieces + [b""] * V)[:V], b"", b"<|otherwise|>"],
+        special_token_ids=[V + 1, *(i for i in range(V) if not tokenizer.is_text(i))],
         eos_token_id=V,  # is needed, but eos_token, below, overrides it
         bos_token_id=None,
     )

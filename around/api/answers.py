@@ -71,11 +71,11 @@ class Completion:
         for i, request in enumerate(requests):
             request.id = f"{uid}-{i}"
         self.firsts = [request.outputs[0] for request in requests]
-        shows_thought = not chat or fields["reasoning_format"] == "none"
         marks = marks_of(api.tokenizer, self.firsts[0], fields["continue_final_message"])
         jobs = [job for request in requests for job in request.outputs]
+        is_raw = not chat or fields["reasoning_format"] == "none"
         self.choices = [
-            Choice(i, job, key, api.tokenizer, marks, shows_thought, Reader(tools))
+            Choice(i, job, key, api.tokenizer, marks, is_raw, Reader(tools))
             for i, job in enumerate(jobs)
         ]
 
@@ -129,7 +129,7 @@ class Choice:
         key: where the text goes: "text" for a completion, "message" for a chat, "delta" for a chat
             that is streamed.
         marks: see marks_of.
-        shows_thought: whether the thought stays in the text.
+        is_raw: whether the thought stays in the text.
         reader: splits the answer into text and calls.
         num_thought, num_tokens: how many characters of the thought, and tokens with
             log-probabilities, have been taken.
@@ -142,7 +142,7 @@ class Choice:
     key: str
     tokenizer: Tokenizer
     marks: tuple
-    shows_thought: bool
+    is_raw: bool
     reader: Reader
     num_thought: int = 0
     num_tokens: int = 0
@@ -163,11 +163,11 @@ class Choice:
         tokens = job.tokens[self.num_tokens :] if is_scored else []
         output = job.text
         thought, answer = split_thought(output, *self.marks)
-        text = output if self.shows_thought else answer
+        text = output if self.is_raw else answer
         num_calls = len(self.reader.calls)
         text = self.reader.read(text, bool(reason), len(text) - len(answer))
         calls = self.reader.calls[num_calls:]
-        thought = "" if self.shows_thought else thought[self.num_thought :]
+        thought = "" if self.is_raw else thought[self.num_thought :]
         if self.ended or not (reason or thought or text or tokens or calls):
             return None
         # 2) count it as taken
@@ -186,22 +186,17 @@ class Choice:
         message["content"] = text
         if calls:
             message["content"] = text or None
-            message["tool_calls"] = self.tool_calls(calls, num_calls)
+            message["tool_calls"] = [
+                ({"index": i} if self.key == "delta" else {})
+                | dict(id=f"call_{secrets.token_hex(12)}", type="function", function=call)
+                for i, call in enumerate(calls, num_calls)
+            ]
         return {
             "index": self.index,
             self.key: text if self.key == "text" else message,
             "logprobs": self.logprobs(tokens) if is_scored else None,
             "finish_reason": "tool_calls" if self.reader.calls and reason == "stop" else reason,
         }
-
-    def tool_calls(self, calls: list[JSON], start: int) -> list[JSON]:
-        """Return new calls in OpenAI's form; in a stream, with their indices, from `start` on."""
-        made = []
-        for i, call in enumerate(calls, start):
-            index = {"index": i} if self.key == "delta" else {}
-            uid = f"call_{secrets.token_hex(12)}"
-            made.append(index | dict(id=uid, type="function", function=call))
-        return made
 
     def check_reason(self, reason: str | None) -> None:
         """Raise a Problem if the sequence ended with an error."""
@@ -275,12 +270,11 @@ def marks_of(tokenizer: Tokenizer, job: Job, goes_on: bool) -> tuple:
         goes_on: whether the final message is continued.
     """
     for begin, end in MARKS:
-        has_mark = len(tokenizer.encode(begin, add_special=False)) == 1
-        if has_mark and not job.params.structured_outputs:
+        is_one = len(tokenizer.encode(begin, add_special=False)) == 1
+        if is_one and not job.params.structured_outputs:
+            before = tokenizer.decode(job.ids if goes_on else job.ids[-16:]).rstrip()
             # In what is continued, anything may follow the mark. A user may name the mark, too.
-            before = tokenizer.decode(job.ids if goes_on else job.ids[-16:])
-            *_, mark, thought = before.rpartition(begin)
-            is_open = mark and end not in thought and (goes_on or not thought.strip())
+            is_open = begin in before.rpartition(end)[2] if goes_on else before.endswith(begin)
             return begin if is_open else "", begin, end
     return begin + end, begin, end
 

@@ -109,9 +109,8 @@ def tools_of(fields: JSON, form: Form | None) -> Tools:
     """
     schemas = {}
     for i, tool in enumerate(fields["tools"]):
-        check(f"tools[{i}]", tool, dict)
         at = f"tools[{i}].function"
-        function = check(at, tool.get("function"), dict)
+        function = check(at, check(at, tool, dict).get("function"), dict)
         name = check(f"{at}.name", function.get("name"), str)
         schemas[name] = check(f"{at}.parameters", function.get("parameters") or {}, dict)
     if not schemas or fields.get("tool_choice") == "none":
@@ -154,10 +153,9 @@ def grammar_of(tools: Tools, answer: JSON | None) -> str:
             schema = {"properties": {}} | schema  # OpenAI: a function that lists none has none
         arguments = closed(schema) | {"type": "object", "x-guidance": WRITTEN}
         calls.append(f"{json.dumps(call)} %json {json.dumps(arguments)}")
-    end = json.dumps("}" + form.end)
     # Without a limit, a weak model writes one call again and again.
     more = '("\\n" call){0,15}' if tools.is_parallel else ""
-    rules = f"calls: call {more}\ncall: ({' | '.join(calls)}) {end}\n"
+    rules = f"calls: call {more}\ncall: ({' | '.join(calls)}) {json.dumps('}' + form.end)}\n"
     if answer is None:
         return rules + "start: calls"
     # Where prose is forbidden, the beginning of a call may beat a brace although the model would
@@ -238,10 +236,13 @@ def read_call(text: str, start: int, tools: Tools, ended: bool) -> tuple:
         call, end = DECODER.raw_decode(text, start)
         close = tools.form.close.match(text, end) or (ended and END.match(text, end))
         if close and call["name"] in tools.schemas:
-            # Models write the key of another form, too.
-            arguments = read_arguments(call.get("arguments") or call.get("parameters"))
-            # JSON has no NaN, and no Infinity, which a number that is too large has become.
-            arguments = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+            # Models write the key of another form, too. JSON has no NaN, and no Infinity, which a
+            # number that is too large has become.
+            arguments = json.dumps(
+                read_arguments(call.get("arguments") or call.get("parameters")),
+                ensure_ascii=False,
+                allow_nan=False,
+            )
             return dict(name=call["name"], arguments=arguments), close.end()
     except (ValueError, TypeError, KeyError, RecursionError):
         pass
