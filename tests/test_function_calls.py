@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -9,13 +10,16 @@ from typing import Any, NamedTuple
 import jsonschema
 import openai
 import pytest
+import torch
 from conftest import SHAKESPEARE
 from serving import CHAT, HI, Local, local, shared  # noqa: F401 (fixtures)
 
 from around.api.function_calls import FORMS, Reader, Tools, form_of, restrict, tools_of
 from around.folder.config import load_config
 from around.folder.tokenizer import Tokenizer
+from around.settings import SamplingParams
 from around.structured import make_matcher, structure
+from sampling import Sequence, distribution
 
 TOKENIZER = Tokenizer(SHAKESPEARE)
 CONFIG = load_config(SHAKESPEARE)
@@ -82,7 +86,6 @@ REPLIES = {  # what the model writes, and the text (...: all of it) and the call
         (f"{A_CALL.removesuffix('</tool_call>')} so", ..., []),
         (A_CALL.replace("</", "x</"), ..., []),
         ("a <b> <tool <tool_ca", ..., []),
-        *((A_CALL[:cut], "", ROMES) for cut in range(-11, 0)),  # cut by a stop string or max_tokens
         (f"{A_CALL.removesuffix('</tool_call>')}\n{A_CALL}", "", ROMES * 2),
         (f"<tool_call>O</tool_call>{A_CALL}", "<tool_call>O</tool_call>", ROMES),
         (f"<tool_call>{A_CALL}", "<tool_call>", ROMES),
@@ -92,11 +95,8 @@ REPLIES = {  # what the model writes, and the text (...: all of it) and the call
         ("Good morrow, cousin.", ..., []),
         (BARE, "", ROMES),
         (f"\n {BARE}\n", "", ROMES),
-        *(
-            (f"{BARE}{mark}{bare('fight', ODD)}", "", [*ROMES, ("fight", ODD)])
-            for mark in ("; ", ", ", "\n", "")
-        ),
-        (f"{BARE} {{x}}", " {x}", ROMES),
+        (f"{BARE}; {bare('fight', ODD)}", "", [*ROMES, ("fight", ODD)]),
+        (f"{BARE}, \n{BARE}{BARE} {{x}}", " {x}", ROMES * 3),
         (f"{bare('murder', ROME)}; {BARE}", bare("murder", ROME), ROMES),
         ('{"a": 1}', ..., []),
         (BARE[:-1], ..., []),
@@ -104,27 +104,25 @@ REPLIES = {  # what the model writes, and the text (...: all of it) and the call
         ("if (a) {\n b }\n else {}\n{x}", ..., []),
     ],
 }
-# What stands for a call's arguments in a form's own key or in the other's, and what they are.
-ODDLY = [
-    ("", {}),
-    (', "KEY": null', {}),
-    (', "KEY": ""', {}),
-    (', "KEY": " "', {}),
-    (', "KEY": "null"', {}),
-    (', "KEY": {}', {}),
-    (', "KEY": "{\\"a\\": 1}"', {"a": 1}),
-    (', "KEY": {"a": "b\n\tc"}', {"a": "b\n\tc"}),
-    (f', "KEY": {json.dumps(json.dumps(json.dumps(ROME)))}', ROME),
-    (', "KEY": [["a", 1]]', None),
-    (', "KEY": 5', None),
-    (', "KEY": "{\\"a\\": NaN}"', None),
-    (', "KEY": "Rome"', None),
-]
-for form, begin, end in (("hermes", "<tool_call>", "</tool_call>"), ("llama3", "", "")):
-    for oddly, key in itertools.product(ODDLY, ("arguments", "parameters")):
-        text = f'{begin}{{"name": "weather"{oddly[0].replace("KEY", key)}}}{end}'
-        found = [] if oddly[1] is None else [("weather", oddly[1])]
-        REPLIES[form].append((text, "" if found else ..., found))
+# What may stand for the arguments of a call, under the key of either form, and what it means.
+ODDLY = [(', "KEY": "Rome"', ...), (', "KEY": 5', ...), (', "KEY": [["a", 1]]', ...),
+         (', "KEY": "{\\"a\\": NaN}"', ...), ("", {}), (', "KEY": null', {}), (', "KEY": ""', {}),
+         (', "KEY": " "', {}), (', "KEY": "null"', {}), (', "KEY": {"a": "b\n\tc"}', {"a": "b\n\tc"}),
+         (f', "KEY": {json.dumps(json.dumps(ROME))}', ROME),
+         (f', "KEY": {json.dumps(json.dumps(json.dumps(ROME)))}', ROME)]  # fmt: skip
+
+
+def oddly(form: str) -> list:
+    """Replies with calls in odd forms, or cut within the last tag."""
+    begin, end = ("<tool_call>", "</tool_call>") if form == "hermes" else ("", "")
+    calls = [
+        (f'{begin}{{"name": "weather"{odd.replace("KEY", key)}}}{end}', means)
+        for (odd, means), key in itertools.product(ODDLY, ("arguments", "parameters"))
+    ]
+    cut = [(A_CALL[:length], "", ROMES) for length in range(-len(end), 0)]
+    return cut + [
+        (text, ..., []) if a is ... else (text, "", [("weather", a)]) for text, a in calls
+    ]
 
 
 def read(form: str, *texts: str, ended: bool = True, **more: Any) -> tuple[str, list]:
@@ -139,7 +137,7 @@ def read(form: str, *texts: str, ended: bool = True, **more: Any) -> tuple[str, 
 def test_what_is_returned_only_grows(form):
     """A part of a tag was sent as text, and a call that turned out to be none was lost; calls that
     models write a little otherwise, or that were cut in the last tag, came as text."""
-    for text, content, calls in REPLIES[form]:
+    for text, content, calls in REPLIES[form] + oddly(form):
         content = text if content is ... else content
         assert read(form, text) == read(form, *text) == (content, calls), text
         assert read(form, *text, schemas={}, ended=False) == (text, [])
@@ -157,29 +155,29 @@ def test_what_is_returned_only_grows(form):
 
 
 def test_the_form_follows_from_the_template():
-    """Calls in one form were looked for in another, in a template that shows something else."""
-    for template, form in {
-        r'- "<tools>" <tool_call>\n{\"name\": <function-name>, \"arguments\": <args>}\n</tool_call>': "hermes",
-        r"""'<tool_call>' }}{{- '{"arguments": <args-dict>, "name": <function-name>}'""": "hermes",
-        r"""tools {{- 'Respond in the format {"name": function name, "parameters": dictionary'""": "llama3",
-        "{{ messages }}": "",
-        "{{ tools }} <tool_call>\n<function=f>\n<parameter=x>": "",  # Qwen3-Coder
-        "{{ tools }} <tool_call>{function-name}\n<arg_key>{{ tc.arguments }} parameters": "",  # GLM
-        "tools {{ '<|tool_call>call:' + function['name'] }} ,parameters:{ }}<tool_call|>": "",  # Gemma
-        "{% if tools %}<function=f>{parameters}</function>{{ tool | tojson }}": "",  # functionary
-        "{% if tool.parameters %}to=functions {% for tool in tools %}": "",  # gpt-oss
-        """{{ tools }} {"tool_name": "f", "parameters": {}} {"name": "f", "about": "", "parameters": {}}""": "",
-    }.items():
-        assert form_of(template) == form, template
+    """Calls in one form were looked for in another; in a template that shows something else."""
+    for form, *templates in (
+        ("hermes", r'<tool_call>\n{\"name\": <function-name>, \"arguments\": <args>}\n</tool_call>',
+         """'<tool_call>' }}{{- '{"arguments": <args-dict>, "name": <function-name>}'"""),
+        ("llama3", """tools }}{{ 'the format {"name": function name, "parameters": dictionary'"""),
+        ("", "{{ messages }}", "tools <tool_call>\n<function=f>\n<parameter=x>",  # Qwen3-Coder
+         "{{ tools }} <tool_call>{function-name}\n<arg_key>{{ tc.arguments }} parameters",  # GLM
+         "tools }}{{ '<|tool_call>call:' + f['name'] }},parameters:{ }}<tool_call|>",  # Gemma
+         "{% if tools %}<function=f>{parameters}</function>{{ tool | tojson }}",  # functionary
+         "{% if tool.parameters %}to=functions {% for tool in tools %}",  # gpt-oss
+         """{{ tools }}{"tool_name": "f", "parameters": {}}""",
+         """{{ tools }}{"name": "f", "about": "f", "parameters": {}}"""),
+    ):  # fmt: skip
+        assert [form_of(template) for template in templates] == [form] * len(templates)
 
 
 # --- What a grammar allows ------------------------------------------------------------------------
 
 
-def fields_of(choice: Any, schema: Any = None, *function: Any) -> dict[str, Any]:
+def fields_of(choice: Any, schema: Any = None, *function: Any, **more: Any) -> dict[str, Any]:
     """What restrict makes of a body with a tool and, if there is a schema, a response_format."""
     fields = {"tools": [tool(*function) if function else TOOLS[0]], "tool_choice": choice}
-    fields |= {"parallel_tool_calls": True, "response_format": {"type": "text"}}
+    fields |= {"parallel_tool_calls": True, "response_format": {"type": "text"}} | more
     if schema:
         holder = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
         fields |= {"response_format": holder, "structured_outputs": structure(holder)}
@@ -189,20 +187,38 @@ def fields_of(choice: Any, schema: Any = None, *function: Any) -> dict[str, Any]
 
 def allows(structure: Any, text: str) -> bool:
     """Whether a structure allows a text as the whole reply."""
-    matcher = make_matcher(TOKENIZER, CONFIG, structure)
+    return accepts(make_matcher(TOKENIZER, CONFIG, structure), text)
+
+
+def accepts(matcher: Any, text: str) -> bool:
     ids = TOKENIZER.encode(text, add_special=False)
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
 def test_a_reply_is_calls_or_the_answer():
-    """With a response_format, as agents send it beside their tools, no call was possible; and with
-    a required call it was refused."""
+    """With a response_format, as agents send it beside their tools, no call was possible, or a call
+    came where the model would have said something; with a required call it was refused; one call
+    came again and again."""
     answer, call = '{"sunny": true}', tagged("weather", ROME, "\n")
     sunny = {"type": "object", "properties": {"sunny": {"type": "boolean"}}, "required": ["sunny"]}
     for choice, texts in (("auto", [answer, call]), ("required", [call]), ("none", [answer])):
         only = fields_of(choice, sunny)["structured_outputs"]
         allowed = [text for text in (answer, call, "Sure") if allows(only, text)]
         assert allowed == texts, choice
+    for most in (8, 1):
+        only = fields_of("required", parallel_tool_calls=most > 1)["structured_outputs"]
+        assert allows(only, "\n".join([call] * most))
+        assert not allows(only, "\n".join([call] * (most + 1)))
+    # What the model would write by itself, and what may then come.
+    for likeliest, texts in (("<", [answer, call]), ("{", [answer, call]), ("S", [answer])):
+        scores = torch.zeros(1, CONFIG.vocab_size)
+        scores[0, TOKENIZER.encode(likeliest)[-1]] = 1
+        job = Sequence([1], SamplingParams(), CONFIG)
+        only = fields_of("auto", sunny)["structured_outputs"]
+        job.matcher = make_matcher(TOKENIZER, CONFIG, only)
+        distribution(scores, [job])
+        allowed = [text for text in (answer, call) if accepts(job.matcher.deep_copy(), text)]
+        assert allowed == texts, likeliest
     fields = fields_of("auto")
     assert "structured_outputs" not in fields
     fields |= {"tool_choice": "required", "structured_outputs": {"regex": "a"}}
@@ -221,7 +237,6 @@ def test_what_a_schema_leaves_out():
         *(row for nothing in (None, {}, {"type": "object"}, {"$defs": {}}, none)
           for row in ((nothing, {}, True), (nothing, {"x": 5}, False), (nothing, [], False))),
         ({"additionalProperties": {"type": "integer"}}, {"x": 5}, True),
-        ({"$ref": "#/$defs/D", "$defs": {"D": {"properties": {"days": days}}}}, {"days": [1]}, True),
         ({"anyOf": [{"properties": {"days": days}}]}, {"x": 5}, False),
     ):  # fmt: skip
         only = fields_of("required", None, name, parameters)["structured_outputs"]
@@ -363,12 +378,65 @@ def test_calls_are_found_in_the_text(server: Local, stream: bool) -> None:
     assert reply.text == text and (len(reply.parts) > 12) == stream
 
 
+THINKS = [  # before the reply, the reply, its thought, its text, whether there is a call
+    ("", f"<think>Shall I {A_CALL}?</think>Nay.", f"Shall I {A_CALL}?", "Nay.", False),
+    ("", f"\n[THINK]Ay.[/THINK]{A_CALL}", "Ay.", "", True),
+    ("<think>Hm, ", f"{A_CALL}</think>No. {A_CALL}", A_CALL, "No.", True),
+    ("<think>Hm</think>No", f", no. <think> {A_CALL}", "", ", no. <think>", True),
+    ("[THINK]", f"{A_CALL}", A_CALL, "", False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("before, made, thought, text, calls", THINKS)
+def test_a_thought_is_no_call(
+    server: Local, monkeypatch: Any, before: str, made: str, thought: str, text: str, calls: bool
+) -> None:
+    """A call that was only considered was made, where the thought stays in the text; the rest of a
+    thought that the client had begun, and a thought in Mistral's marks, were the answer."""
+    tokenizer, encode = server.engine.tokenizer, server.engine.tokenizer.encode
+    mark = "[THINK]" if "THINK" in before + made else "<think>"
+    one = lambda text, add_special=True: [5] if text == mark else encode(text, add_special)  # noqa: E731
+    monkeypatch.setattr(tokenizer, "encode", one)
+    monkeypatch.setattr(tokenizer, "tool_template", "{{ messages[1].content }}")
+    words = re.findall(r"</?think>|\[/?THINK\]|.|\n", made)
+    so_far = property(lambda self: "".join(words[: len(self.tokens)]))
+    monkeypatch.setattr(Sequence, "text", so_far)
+    body = {"messages": [*HI, {"role": "assistant", "content": before or "x"}], "tools": TOOLS}
+    body |= {"continue_final_message": True, "max_tokens": len(words), "ignore_eos": True}
+    head = made.removesuffix(f" {A_CALL}").removesuffix(A_CALL if calls else "")
+    for stream, kind in ((False, "auto"), (True, "auto"), (False, "none"), (True, "none")):
+        reply = server.post(CHAT, body | {"stream": stream, "reasoning_format": kind})
+        parts = [json.loads(each) for each in reply.events[:-1]] if stream else [reply.json]
+        news = [part["choices"][0]["delta" if stream else "message"] for part in parts]
+        said = "".join(new.get("content") or "" for new in news)
+        hidden = "".join(new.get("reasoning_content", "") for new in news)
+        assert (hidden, said) == ((thought, text) if kind == "auto" else ("", head)), kind
+        assert sum(len(new.get("tool_calls", [])) for new in news) == calls
+
+
 # --- The conversation -----------------------------------------------------------------------------
 
 TEMPLATE = """{% for m in messages %}{{ m.role }}:{{ m.content or '' }};
 {% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }};
 {% endfor %}{% endfor %}
 {% if tools %}TOOLS{{ tools | tojson }}{% endif %}{{ tools is none }}"""
+
+ARGUMENTS = {
+    "null": {},
+    "": {},
+    " ": {},
+    "{}": {},
+    '{"a": 1}': {"a": 1},
+    '"{\\"a\\": 1}"': {"a": 1},
+}
+HISTORIES = [  # an assistant's turn, and what the template above writes
+    *((more, ";\n") for more in (
+        {}, {"content": None}, {"content": None, "tool_calls": []}, {"tool_calls": None},
+        {"reasoning_content": "Hm."}, {"content": []}, {"content": ""})),
+    ({"content": None, "refusal": "Nay."}, "Nay.;\n"),
+    *(({"tool_calls": [{"id": "1", "function": {"name": "f", "arguments": text}}]},
+       f";\nf{json.dumps(means)};\n") for text, means in ARGUMENTS.items()),
+]  # fmt: skip
 
 
 def test_the_template_is_given_tools_and_calls(server: Local, monkeypatch) -> None:
@@ -378,7 +446,7 @@ def test_the_template_is_given_tools_and_calls(server: Local, monkeypatch) -> No
     encode = tokenizer.encode
 
     def spy(text: str, *args: Any, **options: Any) -> list[int]:
-        if text.startswith("user:"):  # grammars are encoded too
+        if text.startswith(("user:", "assistant:")):  # grammars are encoded too
             rendered.append(text)
         return encode(text, *args, **options)
 
@@ -393,6 +461,11 @@ def test_the_template_is_given_tools_and_calls(server: Local, monkeypatch) -> No
     (reply,) = ask(server, messages=[*HI, message, result], max_tokens=300, **says("It is sunny."))
     assert (reply.text, reply.calls, reply.reason) == ("It is sunny.", [], "stop")
     assert f"weather{json.dumps(ROME)};" in rendered[1] and "tool:sunny;" in rendered[1]
+    # Turns without text, as clients and models write them, got a 400.
+    for more, shown in HISTORIES:
+        turn, result["content"] = {"role": "assistant"} | more, None
+        ask(server, messages=[turn, result, *HI], max_tokens=1)
+        assert rendered[-1].startswith(f"assistant:{shown}tool:;\nuser:hi;\n"), more
     wrong = message.model_dump(exclude_none=True)
     wrong["tool_calls"][0]["function"]["arguments"] = "{weather"
     server.post(CHAT, {"messages": [*HI, wrong]}).fails(400, "messages[1]")
@@ -412,7 +485,11 @@ WRONG = [
     ({"tool_choice": {"type": "function", "function": {"name": "murder"}}}, "tool_choice"),
     ({"tool_choice": "sometimes"}, "tool_choice"),
     ({"tool_choice": {"type": "function"}}, "tool_choice"),
-    ({"tool_choice": "required", "tools": []}, "tool_choice"),
+    *(({"tool_choice": choice, "tools": tools}, "tool_choice", "needs tools")
+      for choice in ("required", {"type": "function", "function": {"name": "weather"}})
+      for tools in ([], None)),
+    ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": TOOLS}}},
+     "tool_choice", "'allowed_tools' is not supported"),
     ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
      "response_format"),
     ({"tools": TOOLS[0]}, "tools"), ({"tools": ["weather"]}, "tools"),
@@ -424,9 +501,10 @@ WRONG = [
 def test_a_wrong_request_is_refused(server: Local, local: Local) -> None:  # noqa: F811
     """A traceback, or another field. A model was asked to call functions that its template had
     never told it of; a completion has no tools."""
-    for fields, param in WRONG:
+    for fields, param, *words in WRONG:
         body = {"messages": HI, "tools": TOOLS, "max_tokens": 2} | fields
-        server.post(CHAT, body).fails(400, param)
+        message = server.post(CHAT, body).fails(400, param)
+        assert all(word in message for word in words), message
     answer = local.post(CHAT, {"messages": HI, "tools": TOOLS})
     assert "--tool-format" in answer.fails(400, "tools")
     with pytest.raises(openai.BadRequestError, match="tools"):

@@ -154,7 +154,7 @@ def grammar_of(tools: Tools, answer: JSON | None) -> str:
         arguments = closed(schema) | {"type": "object", "x-guidance": WRITTEN}
         calls.append(f"{json.dumps(call)} %json {json.dumps(arguments)}")
     # Without a limit, a weak model writes one call again and again.
-    more = '("\\n" call){0,15}' if tools.is_parallel else ""
+    more = '("\\n" call){0,7}' if tools.is_parallel else ""
     rules = f"calls: call {more}\ncall: ({' | '.join(calls)}) {json.dumps('}' + form.end)}\n"
     if answer is None:
         return rules + "start: calls"
