@@ -107,7 +107,7 @@ REPLIES = {  # what the model writes, and the text (...: all of it) and the call
 # What may stand for the arguments of a call, under the key of either form, and what it means.
 ODDLY = [(', "KEY": "Rome"', ...), (', "KEY": 5', ...), (', "KEY": [["a", 1]]', ...),
          (', "KEY": "{\\"a\\": NaN}"', ...), ("", {}), (', "KEY": null', {}), (', "KEY": ""', {}),
-         (', "KEY": " "', {}), (', "KEY": "null"', {}), (', "KEY": {"a": "b\n\tc"}', {"a": "b\n\tc"}),
+         (', "KEY": " "', {}), (', "KEY": "null"', {}), (', "KEY": {"a": "\n\t"}', {"a": "\n\t"}),
          (f', "KEY": {json.dumps(json.dumps(ROME))}', ROME),
          (f', "KEY": {json.dumps(json.dumps(json.dumps(ROME)))}', ROME)]  # fmt: skip
 

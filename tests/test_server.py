@@ -554,7 +554,7 @@ THOUGHTS = [  # before the reply, the reply, what of it was thought, what is sai
     ("<think>\n", "Hm ...", "Hm ...", ""),
     ("<think>\n\n</think>\n\n", "Yes.", "", "Yes."),
     ("", "  Yes <think>no</think>", "", "  Yes <think>no</think>"),
-    ("", "\n<think>Hm</think>Yes", "Hm", "\nYes"),
+    ("", "\n<think>Hm</think>Yes", "Hm", "Yes"),
 ]  # fmt: skip
 
 
