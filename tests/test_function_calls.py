@@ -5,6 +5,7 @@ import json
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jsonschema
@@ -14,6 +15,7 @@ import torch
 from conftest import SHAKESPEARE
 from serving import CHAT, HI, Local, local, shared  # noqa: F401 (fixtures)
 
+from around.api.answers import Choice, marks_of
 from around.api.function_calls import FORMS, Reader, Tools, form_of, restrict, tools_of
 from around.folder.config import load_config
 from around.folder.tokenizer import Tokenizer
@@ -66,44 +68,36 @@ def bare(name: str, arguments: Any) -> str:
 ROME = {"city": "Rome", "days": 1}
 ODD = {"city": 'a </tool_call> <tool_call>{"}', "days": [{"é": None}]}
 A_CALL, BARE = tagged("weather", ROME), bare("weather", ROME)
+OPENED = A_CALL.removesuffix("</tool_call>")
 ROMES = [("weather", ROME)]
-REPLIES = {  # what the model writes, and the text (...: all of it) and the calls in it
+TEXTS = {  # what the model writes, and all of it is text
     "hermes": [
-        ("Good morrow, cousin.", ..., []),
-        (A_CALL, "", ROMES),
-        (tagged("travel", {}, "\n"), "", [("travel", {})]),
-        (f"Let me see. {A_CALL}", "Let me see.", ROMES),
+        "Good morrow, cousin.", "<tool_call>{weather: Rome}</tool_call>", tagged("murder", ROME),
+        '<tool_call>{"name": "weather", "arguments": {"days": NaN}}</tool_call>',
+        tagged("weather", {"days": 5}).replace("5", "1e999"), tagged("weather", "Rome"),
+        '<tool_call>{"arguments": {}}</tool_call>', "<tool_call>[1]</tool_call>", f"{OPENED} so",
+        A_CALL.replace("</", "x</"), "a <b> <tool <tool_ca"],
+    "llama3": [
+        "Good morrow, cousin.", '{"a": 1}', BARE[:-1], f"Use {{x}}{BARE}",
+        "if (a) {\n b }\n else {}\n{x}"],
+}  # fmt: skip
+REPLIES = {  # what the model writes, and the text and the calls in it
+    "hermes": [
+        (A_CALL, "", ROMES), (tagged("travel", {}, "\n"), "", [("travel", {})]),
+        (f"Let me see. {A_CALL}", "Let me see.", ROMES), (OPENED, "", ROMES),
         (f"{A_CALL}\n{tagged('weather', {})}", "", [*ROMES, ("weather", {})]),
         (tagged("fight", ODD), "", [("fight", ODD)]),  # tags in a string
-        ("<tool_call>{weather: Rome}</tool_call>", ..., []),
-        ('<tool_call>{"name": "weather", "arguments": {"days": NaN}}</tool_call>', ..., []),
-        (tagged("weather", {"days": 5}).replace("5", "1e999"), ..., []),
-        (tagged("murder", ROME), ..., []),
-        ('<tool_call>{"arguments": {}}</tool_call>', ..., []),
-        ("<tool_call>[1]</tool_call>", ..., []),
-        (tagged("weather", "Rome"), ..., []),
-        (A_CALL.removesuffix("</tool_call>"), "", ROMES),
-        (f"{A_CALL.removesuffix('</tool_call>')} so", ..., []),
-        (A_CALL.replace("</", "x</"), ..., []),
-        ("a <b> <tool <tool_ca", ..., []),
-        (f"{A_CALL.removesuffix('</tool_call>')}\n{A_CALL}", "", ROMES * 2),
+        (f"{OPENED}\n{A_CALL}", "", ROMES * 2), (f"<tool_call>{A_CALL}", "<tool_call>", ROMES),
         (f"<tool_call>O</tool_call>{A_CALL}", "<tool_call>O</tool_call>", ROMES),
-        (f"<tool_call>{A_CALL}", "<tool_call>", ROMES),
-        (f"a  <tool_call> {A_CALL}", "a  <tool_call>", ROMES),
-    ],
+        (f"a  <tool_call> {A_CALL}", "a  <tool_call>", ROMES)],
     "llama3": [
-        ("Good morrow, cousin.", ..., []),
-        (BARE, "", ROMES),
-        (f"\n {BARE}\n", "", ROMES),
+        (BARE, "", ROMES), (f"\n {BARE}\n", "", ROMES),
         (f"{BARE}; {bare('fight', ODD)}", "", [*ROMES, ("fight", ODD)]),
         (f"{BARE}, \n{BARE}{BARE} {{x}}", " {x}", ROMES * 3),
-        (f"{bare('murder', ROME)}; {BARE}", bare("murder", ROME), ROMES),
-        ('{"a": 1}', ..., []),
-        (BARE[:-1], ..., []),
-        (f"Use {{x}}{BARE}", ..., []),
-        ("if (a) {\n b }\n else {}\n{x}", ..., []),
-    ],
-}
+        (f"{bare('murder', ROME)}; {BARE}", bare("murder", ROME), ROMES)],
+}  # fmt: skip
+for form, texts in TEXTS.items():
+    REPLIES[form] += [(text, text, []) for text in texts]
 # What may stand for the arguments of a call, under the key of either form, and what it means.
 ODDLY = [(', "KEY": "Rome"', ...), (', "KEY": 5', ...), (', "KEY": [["a", 1]]', ...),
          (', "KEY": "{\\"a\\": NaN}"', ...), ("", {}), (', "KEY": null', {}), (', "KEY": ""', {}),
@@ -115,14 +109,11 @@ ODDLY = [(', "KEY": "Rome"', ...), (', "KEY": 5', ...), (', "KEY": [["a", 1]]', 
 def oddly(form: str) -> list:
     """Replies with calls in odd forms, or cut within the last tag."""
     begin, end = ("<tool_call>", "</tool_call>") if form == "hermes" else ("", "")
-    calls = [
-        (f'{begin}{{"name": "weather"{odd.replace("KEY", key)}}}{end}', means)
-        for (odd, means), key in itertools.product(ODDLY, ("arguments", "parameters"))
-    ]
-    cut = [(A_CALL[:length], "", ROMES) for length in range(-len(end), 0)]
-    return cut + [
-        (text, ..., []) if a is ... else (text, "", [("weather", a)]) for text, a in calls
-    ]
+    found = [(A_CALL[:length], "", ROMES) for length in range(-len(end), 0)]
+    for (odd, means), key in itertools.product(ODDLY, ("arguments", "parameters")):
+        text = f'{begin}{{"name": "weather"{odd.replace("KEY", key)}}}{end}'
+        found.append((text, text, []) if means is ... else (text, "", [("weather", means)]))
+    return found
 
 
 def read(form: str, *texts: str, ended: bool = True, **more: Any) -> tuple[str, list]:
@@ -138,7 +129,6 @@ def test_what_is_returned_only_grows(form):
     """A part of a tag was sent as text, and a call that turned out to be none was lost; calls that
     models write a little otherwise, or that were cut in the last tag, came as text."""
     for text, content, calls in REPLIES[form] + oddly(form):
-        content = text if content is ... else content
         assert read(form, text) == read(form, *text) == (content, calls), text
         assert read(form, *text, schemas={}, ended=False) == (text, [])
         assert read(form, *text, is_parallel=False) == (content, calls[:1])
@@ -152,6 +142,40 @@ def test_what_is_returned_only_grows(form):
     # A stream was silent from here on, until the reply had ended.
     text = {"llama3": r"\frac{1}{2} is a half", "hermes": "Write <tool_call> first"}[form]
     assert read(form, text, ended=False) == (text, [])
+
+
+THINKS = [  # before the reply, the reply, its thought, its text, whether there is a call
+    ("", f"<think>Shall I {A_CALL}?</think>Nay.", f"Shall I {A_CALL}?", "Nay.", False),
+    ("", f"\n[THINK]Ay.[/THINK]{A_CALL}", "Ay.", "", True),
+    ("", f"  No. <think>{A_CALL}", "", "  No. <think>", True),
+    ("<think>Hm, ", f"{A_CALL}</think>No. {A_CALL}", A_CALL, "No.", True),
+    ("[THINK]a[/THINK]<think>Hm</think>No", f", no.<think> {A_CALL}", "", ", no.<think>", True),
+    ("[THINK]Hm, ", A_CALL, A_CALL, "", False),
+]  # fmt: skip
+
+
+def test_a_thought_is_no_call(monkeypatch):
+    """A call that was only considered was made, where the thought stays in the text; the rest of a
+    thought that the client had begun, and a thought in Mistral's marks, were the answer."""
+    encode = TOKENIZER.encode
+    for before, made, thought, text, calls in THINKS:
+        mark = "<think>" if "<think>" in before + made else "[THINK]"
+        one = lambda text, add_special=True: [5] if text == mark else encode(text, add_special)  # noqa: B023, E731
+        monkeypatch.setattr(TOKENIZER, "encode", one)
+        job: Any = SimpleNamespace(params=SamplingParams(), ids=encode(before), tokens=[])
+        marks = marks_of(TOKENIZER, job, True)
+        words = re.findall(r"</?think>|\[/?THINK\]|.|\n", made)
+        head = made.removesuffix(f" {A_CALL}").removesuffix(A_CALL if calls else "")
+        for is_raw, parts in itertools.product((False, True), ([made], words)):
+            reader = Reader(Tools(FORMS["hermes"], SCHEMAS, True))
+            choice = Choice(0, job, "message", TOKENIZER, marks, is_raw, reader)
+            got = {"reasoning_content": "", "content": ""}
+            for job.text in itertools.accumulate(parts):
+                job.finish_reason = "stop" if job.text == made else None
+                message = (choice.take_new() or {"message": {}})["message"]
+                got = {key: old + (message.get(key) or "") for key, old in got.items()}
+            want = ["", head] if is_raw else [thought, text]
+            assert [*got.values()] == want and len(reader.calls) == calls, made
 
 
 def test_the_form_follows_from_the_template():
@@ -185,14 +209,16 @@ def fields_of(choice: Any, schema: Any = None, *function: Any, **more: Any) -> d
     return fields
 
 
-def allows(structure: Any, text: str) -> bool:
-    """Whether a structure allows a text as the whole reply."""
-    return accepts(make_matcher(TOKENIZER, CONFIG, structure), text)
-
-
-def accepts(matcher: Any, text: str) -> bool:
+def allows(structure: Any, text: str, likeliest: str = "") -> bool:
+    """Whether a structure allows a text as the whole reply, if the model would begin otherwise."""
+    job = Sequence([1], SamplingParams(), CONFIG)
+    job.matcher = make_matcher(TOKENIZER, CONFIG, structure)
+    if likeliest:
+        scores = torch.zeros(1, CONFIG.vocab_size)
+        scores[0, TOKENIZER.encode(likeliest)[-1]] = 1
+        distribution(scores, [job])
     ids = TOKENIZER.encode(text, add_special=False)
-    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+    return job.matcher.try_consume_tokens(ids) == len(ids) and job.matcher.is_accepting()
 
 
 def test_a_reply_is_calls_or_the_answer():
@@ -209,15 +235,9 @@ def test_a_reply_is_calls_or_the_answer():
         only = fields_of("required", parallel_tool_calls=most > 1)["structured_outputs"]
         assert allows(only, "\n".join([call] * most))
         assert not allows(only, "\n".join([call] * (most + 1)))
-    # What the model would write by itself, and what may then come.
+    only = fields_of("auto", sunny)["structured_outputs"]
     for likeliest, texts in (("<", [answer, call]), ("{", [answer, call]), ("S", [answer])):
-        scores = torch.zeros(1, CONFIG.vocab_size)
-        scores[0, TOKENIZER.encode(likeliest)[-1]] = 1
-        job = Sequence([1], SamplingParams(), CONFIG)
-        only = fields_of("auto", sunny)["structured_outputs"]
-        job.matcher = make_matcher(TOKENIZER, CONFIG, only)
-        distribution(scores, [job])
-        allowed = [text for text in (answer, call) if accepts(job.matcher.deep_copy(), text)]
+        allowed = [text for text in (answer, call) if allows(only, text, likeliest)]
         assert allowed == texts, likeliest
     fields = fields_of("auto")
     assert "structured_outputs" not in fields
@@ -269,40 +289,24 @@ class Reply(NamedTuple):
 
 
 def ask(server: Local, stream: bool = False, messages: Any = HI, **body: Any) -> list[Reply]:
-    """Send a chat by openai's client. Returns the choices, joined from their pieces."""
+    """Send a chat by openai's client. Returns the choices, joined from their pieces as a client
+    would. A call comes whole, in a stream under its index."""
     answer = server.client.chat.completions.create(
         model="shakespeare", messages=messages, stream=stream,
         extra_body={"tools": TOOLS, "max_tokens": 700, "seed": 1} | body,
     )  # fmt: skip
-    if stream:
-        return streamed(answer)
-    replies = [(choice, choice.message.tool_calls or []) for choice in answer.choices]
-    assert all(each.type == "function" for _, calls in replies for each in calls)
-    return [
-        Reply(choice.message.content,
-              [[each.function.name, each.function.arguments, each.id] for each in calls],
-              choice.finish_reason, [])
-        for choice, calls in replies
-    ]  # fmt: skip
-
-
-def streamed(chunks: Any) -> list[Reply]:
-    """Join the chunks of a stream, as a client would. A call's id and name come once, and its
-    arguments may come in pieces."""
     found: dict[int, Reply] = {}
-    for choice in (choice for chunk in chunks for choice in chunk.choices):
-        delta, old = choice.delta, found.get(choice.index)
-        assert (delta.role is None) == bool(old), "only the first delta has the role"
+    for choice in (choice for part in (answer if stream else [answer]) for choice in part.choices):
+        new, old = choice.delta if stream else choice.message, found.get(choice.index)
+        assert (new.role is None) == bool(old), "only the first delta has the role"
         assert not (old and old.reason), "something came after the finish_reason"
         text, calls, _, parts = old or Reply(None, [], None, [])
-        if delta.content:
-            text = (text or "") + delta.content
-            parts.append(delta.content)
-        for each in delta.tool_calls or []:
-            if each.id:
-                assert (each.index, each.type) == (len(calls), "function")
-                calls.append([each.function.name, "", each.id])
-            calls[each.index][1] += each.function.arguments
+        if new.content:
+            text = (text or "") + new.content
+            parts.append(new.content)
+        for each in new.tool_calls or []:
+            assert each.type == "function" and each.id and (not stream or each.index == len(calls))
+            calls.append([each.function.name, each.function.arguments, each.id])
         found[choice.index] = Reply(text, calls, choice.finish_reason, parts)
     assert all(reply.reason for reply in found.values()), "a choice has no finish_reason"
     return [found[i] for i in sorted(found)]
@@ -349,16 +353,6 @@ def test_required(server: Local, monkeypatch: pytest.MonkeyPatch, stream: bool) 
     assert check_calls(reply, "weather", most=2) == ["weather"] * 2
 
 
-def test_a_call_is_streamed_as_one_delta(server: Local) -> None:
-    """Clients add up what comes under one index: a call came twice, or without its index."""
-    body = {"messages": HI, "tools": TOOLS, "stream": True, "max_tokens": 400}
-    events = server.post(CHAT, body | says(f"Look: {A_CALL}")).events[:-1]
-    choices = [json.loads(event)["choices"][0] for event in events]
-    ((call,),) = [c["delta"]["tool_calls"] for c in choices if c["delta"].get("tool_calls")]
-    assert call["function"] == {"name": "weather", "arguments": json.dumps(ROME)}
-    assert call["index"] == 0 and call["id"] and choices[-1]["finish_reason"] == "tool_calls"
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_calls_are_found_in_the_text(server: Local, stream: bool) -> None:
     """A grammar with only one choice makes the model write the text. All at once is faster."""
@@ -370,49 +364,12 @@ def test_calls_are_found_in_the_text(server: Local, stream: bool) -> None:
     for (text, content, calls), job in zip(REPLIES["hermes"], jobs):
         (reply,) = job.result()
         got = [(name, json.loads(arguments)) for name, arguments, _ in reply.calls]
-        assert (got, reply.text or "") == (calls, text if content is ... else content), text
+        assert (got, reply.text or "") == (calls, content), text
         assert reply.reason == ("tool_calls" if calls else "stop"), text
     # Each token's text comes at once; only what may become a tag is held back.
     text = "Good morrow, cousin. Is the day so young? 1 < 2, and <b> is no tag, nor <tools>."
     (reply,) = ask(server, stream, **says(text))
     assert reply.text == text and (len(reply.parts) > 12) == stream
-
-
-THINKS = [  # before the reply, the reply, its thought, its text, whether there is a call
-    ("", f"<think>Shall I {A_CALL}?</think>Nay.", f"Shall I {A_CALL}?", "Nay.", False),
-    ("", f"\n[THINK]Ay.[/THINK]{A_CALL}", "Ay.", "", True),
-    ("<think>Hm, ", f"{A_CALL}</think>No. {A_CALL}", A_CALL, "No.", True),
-    ("<think>Hm</think>No", f", no. <think> {A_CALL}", "", ", no. <think>", True),
-    ("[THINK]Hm, ", A_CALL, A_CALL, "", False),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("before, made, thought, text, calls", THINKS)
-def test_a_thought_is_no_call(
-    server: Local, monkeypatch: Any, before: str, made: str, thought: str, text: str, calls: bool
-) -> None:
-    """A call that was only considered was made, where the thought stays in the text; the rest of a
-    thought that the client had begun, and a thought in Mistral's marks, were the answer."""
-    tokenizer, encode = server.engine.tokenizer, server.engine.tokenizer.encode
-    mark = "[THINK]" if "THINK" in before + made else "<think>"
-    one = lambda text, add_special=True: [5] if text == mark else encode(text, add_special)  # noqa: E731
-    monkeypatch.setattr(tokenizer, "encode", one)
-    monkeypatch.setattr(tokenizer, "tool_template", "{{ messages[1].content }}")
-    monkeypatch.setattr(tokenizer, "chat_stop", ())
-    words = re.findall(r"</?think>|\[/?THINK\]|\w+|.|\n", made)
-    so_far = property(lambda self: "".join(words[: len(self.tokens)]))
-    monkeypatch.setattr(Sequence, "text", so_far)
-    body = {"messages": [*HI, {"role": "assistant", "content": before or "x"}], "tools": TOOLS}
-    body |= {"continue_final_message": True, "max_tokens": len(words), "ignore_eos": True}
-    head = made.removesuffix(f" {A_CALL}").removesuffix(A_CALL if calls else "")
-    for stream, kind in ((False, "auto"), (True, "auto"), (False, "none"), (True, "none")):
-        reply = server.post(CHAT, body | {"stream": stream, "reasoning_format": kind})
-        parts = [json.loads(each) for each in reply.events[:-1]] if stream else [reply.json]
-        news = [part["choices"][0]["delta" if stream else "message"] for part in parts]
-        said = "".join(new.get("content") or "" for new in news)
-        hidden = "".join(new.get("reasoning_content", "") for new in news)
-        assert (hidden, said) == ((thought, text) if kind == "auto" else ("", head)), kind
-        assert sum(len(new.get("tool_calls", [])) for new in news) == calls
 
 
 # --- The conversation -----------------------------------------------------------------------------

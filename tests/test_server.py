@@ -603,6 +603,11 @@ def test_what_is_no_thought(thinker, monkeypatch):
     assert message["content"] in ("yes", "no") and "reasoning_content" not in message
     fields = {"messages": HI, "max_tokens": 9}
     assert thinker.post(CHAT, fields).json["choices"][0]["message"]["reasoning_content"]
+    begun = {"messages": [{"role": "assistant", "content": "<think>Hm, "}], "max_tokens": 9}
+    monkeypatch.setattr(thinker.engine.tokenizer, "template", "{{ messages[0].content }}")
+    for goes_on in (True, False):  # a thought that is continued; one that is only mentioned
+        reply = thinker.post(CHAT, begun | {"continue_final_message": goes_on})
+        assert ("reasoning_content" in reply.json["choices"][0]["message"]) == goes_on
     monkeypatch.undo()  # the mark is several tokens
     monkeypatch.setattr(thinker.engine.tokenizer, "template", template)
     message = thinker.post(CHAT, fields).json["choices"][0]["message"]
