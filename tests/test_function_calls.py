@@ -209,10 +209,12 @@ def fields_of(choice: Any, schema: Any = None, *function: Any, **more: Any) -> d
     return fields
 
 
-def allows(structure: Any, text: str, likeliest: str = "") -> bool:
-    """Whether a structure allows a text as the whole reply, if the model would begin otherwise."""
+def allows(structure: Any, text: str, likeliest: str = "", start: str = "") -> bool:
+    """Whether a structure allows a text to its end, after a start where the model would go on with
+    what is likeliest."""
     job = Sequence([1], SamplingParams(), CONFIG)
     job.matcher = make_matcher(TOKENIZER, CONFIG, structure)
+    job.matcher.try_consume_tokens(TOKENIZER.encode(start, add_special=False))
     if likeliest:
         scores = torch.zeros(1, CONFIG.vocab_size)
         scores[0, TOKENIZER.encode(likeliest)[-1]] = 1
@@ -236,9 +238,10 @@ def test_a_reply_is_calls_or_the_answer():
         assert allows(only, "\n".join([call] * most))
         assert not allows(only, "\n".join([call] * (most + 1)))
     only = fields_of("auto", sunny)["structured_outputs"]
-    for likeliest, texts in (("<", [answer, call]), ("{", [answer, call]), ("S", [answer])):
-        allowed = [text for text in (answer, call) if allows(only, text, likeliest)]
-        assert allowed == texts, likeliest
+    for start in ("", "<think>Sunny? </think>\n\n"):
+        for likeliest, texts in (("<", [answer, call]), ("{", [answer, call]), ("S", [answer])):
+            allowed = [text for text in (answer, call) if allows(only, text, likeliest, start)]
+            assert allowed == texts, (start, likeliest)
     fields = fields_of("auto")
     assert "structured_outputs" not in fields
     fields |= {"tool_choice": "required", "structured_outputs": {"regex": "a"}}
@@ -422,7 +425,7 @@ def test_the_template_is_given_tools_and_calls(server: Local, monkeypatch) -> No
     # Turns without text, as clients and models write them, got a 400.
     for more, shown in HISTORIES:
         turn, result["content"] = {"role": "assistant"} | more, None
-        ask(server, messages=[turn, result, *HI], max_tokens=1)
+        ask(server, messages=[turn, result, *HI], max_tokens=1, tools=[])
         assert rendered[-1].startswith(f"assistant:{shown}tool:;\nuser:hi;\n"), more
     wrong = message.model_dump(exclude_none=True)
     wrong["tool_calls"][0]["function"]["arguments"] = "{weather"

@@ -263,19 +263,20 @@ def marks_of(tokenizer: Tokenizer, job: Job, goes_on: bool) -> tuple:
     """Return what split_thought needs: what to put in front of a sequence's output, and the marks.
 
     Some templates begin the thought, and a final message that is continued may break off in one, so
-    that the output lacks the first mark. Structured output and models without a token for that mark
-    have no thoughts: with both marks in front of it, all of an output is the answer.
+    that the output lacks the first mark. A structured output does not go on with such a thought,
+    and models without a token for that mark have no thoughts: with both marks in front of it, all
+    of an output is the answer.
 
     Args:
         goes_on: whether the final message is continued.
     """
     for begin, end in MARKS:
-        is_one = len(tokenizer.encode(begin, add_special=False)) == 1
-        if is_one and not job.params.structured_outputs:
+        if len(tokenizer.encode(begin, add_special=False)) == 1:
             before = tokenizer.decode(job.ids if goes_on else job.ids[-16:]).rstrip()
             # In what is continued, anything may follow the mark. A user may name the mark, too.
             is_open = begin in before.rpartition(end)[2] if goes_on else before.endswith(begin)
-            return begin if is_open else "", begin, end
+            if not (is_open and job.params.structured_outputs):
+                return begin if is_open else "", begin, end
     return begin + end, begin, end
 
 

@@ -158,10 +158,14 @@ def grammar_of(tools: Tools, answer: JSON | None) -> str:
     rules = f"calls: call {more}\ncall: ({' | '.join(calls)}) {json.dumps('}' + form.end)}\n"
     if answer is None:
         return rules + "start: calls"
-    # Where prose is forbidden, the beginning of a call may beat a brace although the model would
-    # say something. So the sampler takes <|otherwise|> unless the model begins a call by itself.
-    start = "start: calls | answer | <|otherwise|> answer\n"
-    return rules + start + f"answer: %json {json.dumps(closed(answer))}"
+    # A model may think first. Where prose is forbidden, the beginning of a call may beat a brace
+    # although the model would say something. So the sampler takes <|otherwise|> unless the model
+    # begins a call by itself.
+    start = (
+        'start: ("<think>" thought)? /[ \\n]{0,4}/ (calls | answer | <|otherwise|> answer)\n'
+        'thought[suffix="</think>"]: /(.|\\n)*/\nanswer: %json '
+    )
+    return rules + start + json.dumps(closed(answer))
 
 
 # --- What a reply calls ---------------------------------------------------------------------------
