@@ -109,7 +109,7 @@ BREAKAGES = r"""
     self.offset = offsets[-1] ~> self.offset = offsets[0]
     if before.strip(): ~> if before:
 # around/api/function_calls.py: function_calls
-    ensure_ascii=False, allow_nan=False) ~> ensure_ascii=False)
+    allow_nan=False, ~> allow_nan=True,
 # around/api/metrics.py: server page
     1 - len(engine.pool.available) / engine ~> len(engine.pool.available) / engine
 # around/start/begin.py: generate speculative
