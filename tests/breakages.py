@@ -86,7 +86,7 @@ BREAKAGES = r"""
     for length in (8, 7, 6, 5, 128): ~> for length in (8, 128):
     len(self._held) if can_stop else len(pending) ~> 0 if can_stop else len(pending)
 # around/folder/chat.py: tokenizer folders
-    turn["content"] = Null() ~> turn["content"] = ""
+    turn.get("refusal", Null()) ~> turn.get("refusal", "")
     partial(json.dumps, ensure_ascii=False) ~> json.dumps
 # around/fast/packed.py: quantize gptq
     if scales.shape[1] > 1 or (linear.zeros != 128).any(): ~> if scales.shape[1] > 1:
