@@ -190,6 +190,7 @@ def test_the_form_follows_from_the_template():
          "{% if tools %}<function=f>{parameters}</function>{{ tool | tojson }}",  # functionary
          "{% if tool.parameters %}to=functions {% for tool in tools %}",  # gpt-oss
          """{{ tools }}{"tool_name": "f", "parameters": {}}""",
+         """{{ tools }}<function>{"name": f, "parameters": {}}[{"name": f, "parameters": {}}]""",
          """{{ tools }}{"name": "f", "about": "f", "parameters": {}}"""),
     ):  # fmt: skip
         assert [form_of(template) for template in templates] == [form] * len(templates)

@@ -63,7 +63,8 @@ FORMS = dict(
         arguments="parameters",
         begin="",
         end="",
-        shown=re.compile(r'"name\\?": [^,{}]*, \\?"parameters\\?":'),
+        # Others have such an object in a list or behind a mark, or with more between the two keys.
+        shown=re.compile(r'(?<![>\[])\{\\?"name\\?": [^,{}]*, \\?"parameters\\?":'),
         find=re.compile(r"[\s;,]*(?=\{|\Z)").match,
         close=re.compile(""),
     ),
