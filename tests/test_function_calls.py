@@ -163,7 +163,7 @@ def test_a_thought_is_no_call(monkeypatch):
         one = lambda text, add_special=True: [5] if text == mark else encode(text, add_special)  # noqa: B023, E731
         monkeypatch.setattr(TOKENIZER, "encode", one)
         job: Any = SimpleNamespace(params=SamplingParams(), ids=encode(before), tokens=[])
-        marks = marks_of(TOKENIZER, job, True)
+        marks = marks_of(TOKENIZER, job, True, True)
         words = re.findall(r"</?think>|\[/?THINK\]|.|\n", made)
         head = made.removesuffix(f" {A_CALL}").removesuffix(A_CALL if calls else "")
         for is_raw, parts in itertools.product((False, True), ([made], words)):

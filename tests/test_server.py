@@ -65,7 +65,7 @@ import sampling
 import server as server_module
 from around.api import front, listen_at, serve
 from around.api.answers import Choice
-from around.api.function_calls import FORMS, NO_TOOLS
+from around.api.function_calls import FORMS, NO_TOOLS, Reader
 from around.machine import Ranks
 from around.settings import VERSION, SamplingParams
 from around.structured import token_bytes
@@ -257,7 +257,8 @@ def test_tokens_that_come_meanwhile(local):
     job = SimpleNamespace(
         params=SamplingParams(logprobs=0), tokens=tokens, text="", finish_reason=None
     )
-    choice = Choice(0, job, "text", TOKENIZER, "", NO_TOOLS, False)
+    marks = ("", "<think>", "</think>")
+    choice = Choice(0, job, "text", TOKENIZER, marks, False, Reader(NO_TOOLS))
     parts = [choice.take_new() for _ in range(12)]
     found = [text for part in parts if part for text in part["logprobs"]["tokens"]]
     assert found == [f"{i} " for i in range(9)]

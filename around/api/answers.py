@@ -71,9 +71,9 @@ class Completion:
         for i, request in enumerate(requests):
             request.id = f"{uid}-{i}"
         self.firsts = [request.outputs[0] for request in requests]
-        marks = marks_of(api.tokenizer, self.firsts[0], fields["continue_final_message"])
+        marks = marks_of(api.tokenizer, self.firsts[0], chat, fields["continue_final_message"])
         jobs = [job for request in requests for job in request.outputs]
-        is_raw = not chat or fields["reasoning_format"] == "none"
+        is_raw = fields["reasoning_format"] == "none"
         self.choices = [
             Choice(i, job, key, api.tokenizer, marks, is_raw, Reader(tools))
             for i, job in enumerate(jobs)
@@ -259,19 +259,19 @@ class Choice:
         )
 
 
-def marks_of(tokenizer: Tokenizer, job: Job, goes_on: bool) -> tuple:
+def marks_of(tokenizer: Tokenizer, job: Job, chat: bool, goes_on: bool) -> tuple:
     """Return what split_thought needs: what to put in front of a sequence's output, and the marks.
 
     Some templates begin the thought, and a final message that is continued may break off in one, so
     that the output lacks the first mark. A structured output does not go on with such a thought,
-    and models without a token for that mark have no thoughts: with both marks in front of it, all
-    of an output is the answer.
+    and completions, and models without a token for that mark, have no thoughts: with both marks in
+    front of it, all of an output is the answer.
 
     Args:
         goes_on: whether the final message is continued.
     """
     for begin, end in MARKS:
-        if len(tokenizer.encode(begin, add_special=False)) == 1:
+        if chat and len(tokenizer.encode(begin, add_special=False)) == 1:
             before = tokenizer.decode(job.ids if goes_on else job.ids[-16:]).rstrip()
             # In what is continued, anything may follow the mark. A user may name the mark, too.
             is_open = begin in before.rpartition(end)[2] if goes_on else before.endswith(begin)
