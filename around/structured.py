@@ -19,6 +19,7 @@ import json
 import re
 from contextlib import suppress
 from functools import cache
+from threading import Lock
 from typing import Any
 
 from around.folder import Ids, Tokenizer
@@ -53,7 +54,8 @@ def make_matcher(tokenizer: Tokenizer, config: Config, constraint: JSON) -> Any:
             grammar = llguidance.grammar_from(kind, text)
         # The tokenizer's own EOS may lie outside V.
         ends = tokenizer.eos_ids(config) & {*range(config.vocab_size)}
-        trie = vocabulary(tokenizer, config.vocab_size, tuple(sorted(ends)))
+        with LOCK:
+            trie = vocabulary(tokenizer, config.vocab_size, tuple(sorted(ends)))
         # The output may need any character of the constraint, so there must be tokens for each.
         if trie.decode_bytes(trie.tokenize_str(text)) != text.encode():
             raise ValueError("the tokenizer has no tokens for some characters of the constraint")
@@ -105,7 +107,7 @@ def read_constraint(constraint: JSON) -> tuple[Any, str]:
     if kind == "choice":
         check_items(kind, value, list, str, max_len=MAX_LENGTH)
     if kind == "json":
-        value = closed(json.loads(value) if isinstance(value, str) else value)
+        value = closed(value)
     if kind == "regex":
         # A backslash is matched together with what it escapes, so the d of \\d is left alone.
         value = re.sub(r"\\(.)", lambda found: ASCII.get(found[1], found[0]), value)
@@ -125,7 +127,7 @@ PARTS = {"allOf", "anyOf", "oneOf", "$ref", "if", "then", "dependentSchemas",
          "unevaluatedProperties"}  # fmt: skip
 
 
-def closed(schema: Any) -> Any:
+def closed(schema: JSON | str) -> JSON:
     """Close the objects of a JSON schema, as vLLM and llama.cpp do: one that lists its properties
     has no others, unless it says so itself. If it were left open, a weak model would go on
     inventing properties until max_tokens. A schema in which the properties of one object stand in
@@ -134,32 +136,40 @@ def closed(schema: Any) -> Any:
     Example: {"properties": {"a": {}}} becomes
         {"properties": {"a": {}}, "additionalProperties": False}
     """
+    text = schema if isinstance(schema, str) else json.dumps(schema)
     with suppress(TypeError):  # there are such places, or it is no schema, as llguidance will tell
-        return close_objects(schema)
-    return schema
+        return json.loads(text, object_hook=close)
+    return json.loads(text, object_hook=tidy)
 
 
-def close_objects(schema: Any) -> Any:
-    """Do it for a schema and all schemas in it. Raises TypeError if one must be left open.
+def close(schema: JSON) -> JSON:
+    """Close one object of a schema. Raises TypeError if it must be left open.
 
     A map of names to schemas is read as one more schema. At worst, as where a property is named
     "required", that leaves open what could be closed.
     """
-    if isinstance(schema, list):
-        return [close_objects(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
+    schema = tidy(schema)
     parts = PARTS if "properties" in schema else {"allOf"}
     if parts & schema.keys() or {*schema.get("required", [])} - {*schema.get("properties", [])}:
         raise TypeError
-    made = {
-        key: value if key in ("const", "enum") else close_objects(value)
-        for key, value in schema.items()
+    return {"additionalProperties": False} | schema if "properties" in schema else schema
+
+
+def tidy(schema: JSON) -> JSON:
+    """Drop what says nothing here and what llguidance refuses: some nulls, and names of schemas."""
+    return {
+        name: value
+        for name, value in schema.items()
+        if (value is not None or name not in ("required", "properties"))
+        and not (name in ("$schema", "$id") and isinstance(value, str))
     }
-    return {"additionalProperties": False} | made if "properties" in schema else made
 
 
 # --- The vocabulary -------------------------------------------------------------------------------
+
+
+# The trie takes a second, and 100 MB that stay: of the first requests only one builds it.
+LOCK = Lock()
 
 
 @cache

@@ -42,10 +42,10 @@ PAGE = Path(__file__).resolve().with_name("page.html")
 class ServerArgs(EngineArgs):
     """What to serve, and to whom."""
 
-    host: str = setting("127.0.0.1", "0.0.0.0: listen on all networks, accept any Host header")
+    host: str = setting("localhost", "0.0.0.0: listen on all networks, accept any Host header")
     port: int = setting(8000, "0: any free port", 0, 65535)
     served_model_name: str | None = setting(None, "in the API (default: the folder's name)")
-    max_queue: int = setting(1024, "waiting requests before a 429", 0)
+    max_queue: int = setting(2048, "waiting requests before a 429", 0)
     max_body: int = setting(2**22, "bytes of a request's body", 1)
     shutdown_timeout: float = setting(30.0, "seconds for running requests to finish", 0, 1e6)
     api_key: str | None = setting(None, "clients must send it (default: $KILOLM_API_KEY)")
@@ -190,9 +190,10 @@ def watch_signals(server: Listener) -> None:
 
 # --- A connection ---------------------------------------------------------------------------------
 
-# All names that end in .localhost mean this host (RFC 6761), with or without a final dot. There may
-# be spaces at the end of a header.
-LOOPBACK = r"(?i)(([\w-]+\.)*localhost\.?|127[.0-9]+|::1|\[::1\])(:[0-9]+)? *"
+# All names that end in .localhost mean this host (RFC 6761), with or without a final dot.
+LOOPBACK = r"(?i:([\w-]+\.)*localhost\.?|127[.0-9]+|::1|\[::1\])"
+# What clients on this host send: 0.0.0.0 and [::] reach it, too. There may be spaces at the end.
+LOCAL = rf"({LOOPBACK}|0\.0\.0\.0|\[::\])(:[0-9]*)? *"
 
 
 class Front(Exchange):
@@ -216,6 +217,8 @@ class Front(Exchange):
         except Problem as problem:
             self.send(problem.json, problem.status)
         except (ConnectionError, TimeoutError):  # the client has left, or is silent for too long
+            if self.asked:
+                self.log("gone")
             raise
         except Exception:  # a bug in the server, whose details are not for the client
             traceback.print_exc()
@@ -229,7 +232,8 @@ class Front(Exchange):
         method, _, path = self.asked.partition(" ")
         name = self.server.api.name
         routes = ROUTES | {f"/v1/models/{name}": lambda c: c.send(c.server.api.model)}
-        demand(path in routes, 404, f"there is no {path:.100}: there are {', '.join(routes)}")
+        way_out = ABSENT.get(path, f"there are {', '.join(routes)}")
+        demand(path in routes, 404, f"there is no {path:.100}: {way_out}")
         if method == "OPTIONS" and self.server.args.cors:
             self.send({})  # a browser's preflight, which has no key and needs only a success
             return
@@ -271,7 +275,7 @@ class Front(Exchange):
         host = self.headers.get("Host", "localhost")
         if re.fullmatch(LOOPBACK, self.server.args.host):
             demand(
-                re.fullmatch(LOOPBACK, host),
+                re.fullmatch(LOCAL, host),
                 403,
                 f"the Host is {host!r:.100}, and this server answers to localhost: let the proxy "
                 "in front send `Host: localhost`, or start the server with --host 0.0.0.0",
@@ -296,6 +300,11 @@ class Front(Exchange):
         demand(num_waiting <= most, 429, f"{num_waiting} would wait, --max-queue is {most}")
 
 
+# What clients expect of OpenAI's API, and what to use in its place.
+ABSENT = {
+    "/v1/responses": "let the client use chat completions (docs/serving.md, Clients)",
+    "/v1/embeddings": "this engine generates text, and makes no embeddings",
+}
 ROUTES = {
     "/": Front.send_page,
     "/version": lambda c: c.send({"version": settings.VERSION}),

@@ -40,6 +40,7 @@ X-Accel-Buffering: no
 X-Content-Type-Options: nosniff
 X-Frame-Options: DENY
 """
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 JSON_TYPE = "application/json"
 EVENTS = "text/event-stream"
 
@@ -56,6 +57,7 @@ class Exchange(BaseHTTPRequestHandler):
         asked: method and path, such as "GET /health"; "" until they have been read.
         stream: whether the answer is a stream of events.
         has_begun: whether the head of the answer has been sent.
+        is_half_closed: whether the client sends nothing more.
         is_logged: whether the answer gets a line in the log.
         sent_at: when something was last sent, on time.monotonic's clock.
     """
@@ -65,7 +67,7 @@ class Exchange(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True  # or a small event would wait until the last one is acknowledged
     headers = Message()
     command = asked = ""
-    stream = has_begun = False
+    stream = has_begun = is_half_closed = False
     is_logged = True
     sent_at = 0.0
 
@@ -118,7 +120,7 @@ class Exchange(BaseHTTPRequestHandler):
             self.check_size(int(framing))
         # The client may wait for this before it sends a body. HTTP/1.0 has no interim answers.
         if "Expect" in self.headers and self.request_version > "HTTP/1.0":
-            self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self.wfile.write(CONTINUE)
         if is_chunked:
             return self.read_chunks()
         data = self.rfile.read(int(framing))
@@ -145,26 +147,35 @@ class Exchange(BaseHTTPRequestHandler):
         demand(size <= most, 413, f"the body has {size} bytes, --max-body is {most}")
 
     def check_client(self) -> None:
-        """Raise ConnectionError if the client has left. One that has closed only its sending half
-        looks the same. What a client has sent meanwhile is discarded."""
+        """Raise ConnectionError if the client has left. What it has sent meanwhile is discarded.
+
+        The end of what a client sends means that it has left, or that it has closed its sending
+        half alone. So send it something that any client skips: one that has left answers with a
+        reset, which the next call sees. HTTP/1.0 has nothing to send before an answer.
+        """
         self.connection.settimeout(0)  # or recv would wait, even with MSG_DONTWAIT
         with suppress(BlockingIOError):  # nothing has come: the client waits
-            if not self.connection.recv(2**16):
-                self.log("gone")
+            nothing_more = not self.connection.recv(2**16)
+            if self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):  # the reset
                 raise ConnectionError
+            if nothing_more and not self.is_half_closed:
+                self.is_half_closed = True
+                if not self.has_begun and self.request_version == "HTTP/1.0":
+                    raise ConnectionError
+                self.wfile.write(b":\n\n" if self.has_begun else CONTINUE)
         self.connection.settimeout(self.timeout)
 
     # --- The answer -------------------------------------------------------------------------------
 
     def send(self, item: JSON | str, status: int = 200, content_type: str = JSON_TYPE) -> None:
-        """Send an answer, or one event of a stream; "" is sent as a comment, which clients skip.
+        """Send an answer, or one event of a stream.
 
         The first call also sends the head, which alone has a status and a type. So an error after
         the first event of a stream can only be sent as one more event.
         """
         text = item if isinstance(item, str) else json.dumps(item)
         if self.stream and (self.has_begun or status == 200):
-            text = f"data: {text}\n\n" if text else ":\n\n"
+            text = f"data: {text}\n\n"
             content_type = EVENTS
         body = text.encode()
         head = b""

@@ -9,7 +9,7 @@ from typing import Any
 
 from around.api.answers import Completion, Problem, demand
 from around.api.function_calls import FORMS, NO_TOOLS, Tools, form_of, restrict, tools_of
-from around.folder import Ids, plain_turn
+from around.folder import plain_turn
 from around.settings import (
     JSON,
     SamplingParams,
@@ -19,7 +19,7 @@ from around.settings import (
     supported,
     without_nulls,
 )
-from around.structured import structure
+from around.structured import structure, token_bytes
 from scheduler import Engine, Request
 
 
@@ -30,6 +30,7 @@ class API:
         model: as /v1/models lists it.
         defaults: the sampling settings that a body may leave out.
         form: how the model writes function calls; None: its chat template shows none that is read.
+        longest_token: its bytes.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class API:
         if tool_format == "auto":
             tool_format = form_of(self.tokenizer.tool_template)
         self.form = FORMS.get(tool_format)
+        self.longest_token = max(map(len, token_bytes(self.tokenizer)))
 
     def prepare(self, body: JSON, chat: bool) -> "Completion":
         """Check a body, and make a Request for each prompt. They are not submitted.
@@ -67,8 +69,8 @@ class API:
             tools = tools_of(fields, self.form) if chat else NO_TOOLS
             restrict(fields, tools)  # may set structured_outputs
             params = self.sampling_params(fields, chat)
-            prompts = [self.chat_ids(fields, tools)] if chat else split_prompts(fields)
-            check("n", len(prompts) * params.n, int, 1, 256)  # for all prompts together
+            prompts = [self.chat_text(fields, tools)] if chat else split_prompts(fields)
+            check("n", len(prompts) * params.n, int, 1, 2048)  # for all prompts together
             requests = [self.request(prompt, params, fields, source) for prompt in prompts]
             return Completion(self, fields, requests, tools, chat)
         except (ValueError, RecursionError) as error:
@@ -82,21 +84,29 @@ class API:
 
     def request(self, prompt: Any, params: SamplingParams, fields: JSON, source: str) -> Request:
         """Make a request for one prompt, a text or ids, if it and the output fit."""
-        check("prompt", prompt, str | list)
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        ids = check("prompt", prompt, str | list)
+        if isinstance(prompt, str):
+            # To tokenise a text of 4 MB takes seconds, so refuse first what can never fit.
+            self.check_length(len(prompt) // self.longest_token, fields, source)
+            is_bare = source == "prompt" or self.tokenizer.is_bare
+            ids = self.tokenizer.encode(prompt, is_bare)
+        self.check_length(len(ids), fields, source)
+        return self.engine.prepare(
+            ids, params, priority=fields.get("priority", 0), cache_salt=fields.get("cache_salt")
+        )
+
+    def check_length(self, least: int, fields: JSON, source: str) -> None:
+        """Raise a Problem unless `least` tokens of a prompt and the output fit."""
         longest = self.engine.max_seq_len
-        asked = len(ids) + fields.get("max_tokens", 1)  # at least one token has to fit
+        asked = least + fields.get("max_tokens", 1)  # at least one token has to fit
         demand(
             asked <= longest,
             400,
             # Clients search for this wording, which is OpenAI's.
             f"This model's maximum context length is {longest} tokens. However, you requested "
-            f"{asked} tokens, {len(ids)} of them in the prompt: ask for less.",
+            f"{asked} tokens, at least {least} of them in the prompt: ask for less.",
             source,
             "context_length_exceeded",
-        )
-        return self.engine.prepare(
-            ids, params, priority=fields.get("priority", 0), cache_salt=fields.get("cache_salt")
         )
 
     def sampling_params(self, fields: JSON, chat: bool) -> SamplingParams:
@@ -112,8 +122,8 @@ class API:
             params = params.with_stop(self.tokenizer.chat_stop)
         return params
 
-    def chat_ids(self, fields: JSON, tools: Tools) -> Ids:
-        """Render the messages of a chat and encode them."""
+    def chat_text(self, fields: JSON, tools: Tools) -> str:
+        """Render the messages of a chat."""
         messages = fields["messages"]
         demand(messages, 400, "messages must have at least one message", "messages")
         for i, message in enumerate(messages):
@@ -124,7 +134,7 @@ class API:
             tools=fields["tools"] if tools.schemas else None,
         )
         options |= fields["chat_template_kwargs"]
-        return self.tokenizer.encode_chat(messages, goes_on, **options)
+        return self.tokenizer.render_chat(messages, goes_on, **options)
 
 
 # The engine's name of a setting -> the body's name for it, where they differ.
@@ -222,21 +232,20 @@ def split_prompts(fields: JSON) -> list:
 
 
 def check_message(message: JSON, name: str) -> None:
-    """Check a chat's message. If its content is a list of parts, replace it by their joined texts.
+    """Check a chat's message.
 
     Raises:
         Problem: the message has another form than OpenAI's.
     """
     try:
         check("role", message.get("role"), str)
-        text = message.get("content")
-        if isinstance(text, list):
-            for part in text:
-                supported("content of type", part.get("type", "text"), "text")
-            text = "\n".join(part["text"] for part in text)
+        content = message.get("content")
+        parts = content if isinstance(content, list) else []
+        for part in parts:
+            supported("content of type", part.get("type", "text"), "text")
+            check("text", part["text"], str)
         # The text of a turn can be nothing but calls, a thought, a refusal or an empty result.
-        check("content", text, str if message["role"] == "user" else str | None)
-        message["content"] = text
+        check("content", content, str | list if message["role"] == "user" else str | list | None)
         plain_turn(message)  # encode_chat does it too; here the error names the message
     except Exception as error:  # of any kind, as values have any type
         raise Problem(400, f"role, content or tool_calls are wrong: {error}", name) from None

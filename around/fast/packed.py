@@ -70,9 +70,7 @@ def form_of(linear: Any, alone: bool = False, compiled: bool = True) -> "type[Pa
             if HAS_FBGEMM:
                 return HalfLinear if compiled else WidenedLinear
         elif compiled:
-            if alone and dtype == torch.float32 and torch.cpu._is_amx_tile_supported():
-                return None  # see "One sequence alone"
-            return LoopedLinear if alone and LOOPS else PackedLinear
+            return LoopedLinear if alone else PackedLinear
     return None
 
 
@@ -388,35 +386,22 @@ class WidenedLinear(PackedLinear):
 
 # --- One sequence alone ---------------------------------------------------------------------------
 
-# Decoding one sequence multiplies one row. On some processors oneDNN's product with a packed weight
-# is slow for one row. What is done about it depends on the processor (110m and 1b are shapes of
-# tools/bench.py, with random weights; 135m is SmolLM2-135M):
-#     Intel with AMX   float32 weights stay plain (see form_of), and MKL multiplies them. The 110m
-#                      shape writes 47.6 tokens/s instead of 40.8, a prompt of 16 tokens takes 41 ms
-#                      instead of 35, and one of 512 as long as before. On AMD processors, MKL is
-#                      slower.
-#     SLOW_ROW         On AMD's Zen 4, oneDNN takes longer for one row than for six, so one or two
-#                      are filled up to six. LoopedLinear (see LOOPS) multiplies one row itself,
-#                      without oneDNN. A Zen 4 is recognised by its instructions for bfloat16,
-#                      together with the absence of AVX-VNNI.
-#     LOOPS            On Zen 4, and with AVX2 alone (AMD's Zen 3), LoopedLinear takes the place of
-#                      PackedLinear if the model runs one sequence at a time.
-# Processors with AVX-VNNI (Zen 5, Intel) gain little from filling up, or lose. The speed of
-# one sequence, as a multiple of the speed with packed weights and rows that are not filled up:
-#                                          on a Zen 4                     on a Zen 3
-#                                          110m    1b         1b          110m    135m
-#                                          float   bfloat16   int8        float   float
-#     decoding, filled up to six           1.03    1.19       1.23
-#     decoding, LoopedLinear               1.38    1.40                   1.26    1.38
-#     a prompt of 256, LoopedLinear        0.96    0.96
-#     a prompt of 512, LoopedLinear                                       0.94    1.00
-# On a Zen 4, int8 keeps oneDNN's product. With FBGEMM's product, decoding is 1.07 times as fast as
-# with oneDNN's product of six rows, but a prompt is read only 0.80 times as fast. LoopedLinear,
-# compiled as a part of its block, has run on a Zen 3 and a Zen 4 only.
+# Decoding one sequence multiplies one row, and oneDNN's product with a packed weight is slow for
+# one row. LoopedLinear multiplies it itself, without oneDNN. The speed of one sequence, as a
+# multiple of the speed with packed weights (110m and 1b are shapes of tools/bench.py, 135m is
+# SmolLM2-135M):
+#                             decoding   a prompt of 256 or 512
+#     Zen 3, 110m, float32    1.26       0.94
+#     Zen 3, 135m, float32    1.38       1.00
+#     Zen 4, 110m, float32    1.38       0.96
+#     Zen 4, 1b, bfloat16     1.40       0.96
+#     AMX, 135m, bfloat16     1.06       1.05
+# In int8, and beside other sequences, oneDNN's product stays. There an AMD Zen 4, which has
+# instructions for bfloat16 and no AVX-VNNI, takes longer for one row than for six. So one or two
+# rows are filled up to six: 1.23 times as fast in int8 (1b), 1.19 in bfloat16, 1.03 in float32.
+# Other processors gain little, or lose.
 capabilities = torch.cpu.get_capabilities()
-AVX_VNNI = capabilities.get("avx_vnni")
-SLOW_ROW = capabilities.get("avx512_bf16") and not AVX_VNNI
-LOOPS = SLOW_ROW or (torch.backends.cpu.get_cpu_capability() == "AVX2" and not AVX_VNNI)
+SLOW_ROW = capabilities.get("avx512_bf16") and not capabilities.get("avx_vnni")
 
 
 def filled_up(rows: Tensor) -> Tensor:

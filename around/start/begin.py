@@ -6,6 +6,7 @@ CPU a plain model runs without their files. Read: launch, load_models, make_engi
 
 import io
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -37,6 +38,7 @@ def launch(program: str, argv: list | None, parse: Callable, run: Callable) -> i
 
     Returns:
         What `run` returns; or 2 after an error, 130 after Ctrl-C, 0 if stdout was closed early.
+        SIGTERM ends the process with 143.
     """
     # Only the first rank of each machine writes to stderr. Another one gets its stderr back in
     # ranks.join, after an error that may be its own alone. Where stderr is closed, it is None.
@@ -47,6 +49,8 @@ def launch(program: str, argv: list | None, parse: Callable, run: Callable) -> i
             # A terminal may not be UTF-8; and the line ends of a prompt are a part of it.
             stream.reconfigure(errors="replace", newline="")
     args = parse(argv)
+    # A container's first process ignores SIGTERM where it has no handler: also while it loads.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         device = pick_device(getattr(args, "device", "auto"))
         # Either variable can say that there are other ranks. If one is missing, join says so.

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from around.settings import MAX_PAIRS, EngineArgs
+from around.settings import EngineArgs
 from model import Transformer
 from paged import Runner
-from scheduler import MAX_SCORED, Proposer, step_budget
+from scheduler import Proposer
 
 MAX_BYTES = 2**32  # of the cache on a CPU, as in vLLM: other programs want memory too
 
@@ -18,8 +18,8 @@ MAX_BYTES = 2**32  # of the cache on a CPU, as in vLLM: other programs want memo
 def affordable_blocks(limits: EngineArgs, model: Transformer, proposer: Proposer) -> int:
     """How many blocks fit into limits.kv_memory, and no more than the sequences can use.
 
-    A kv_memory of 1 or more is a number of bytes. Below 1 it is a share of the free memory that a
-    step leaves (see step_bytes); on a CPU this share is at most MAX_BYTES.
+    A kv_memory of 1 or more is a number of bytes. Below 1 it is a share of the free memory, and on
+    a CPU at most MAX_BYTES. The activations, masks and logits of a step need a part of the rest.
 
     Args:
         proposer: each of the models that guess has as many blocks as the model.
@@ -41,35 +41,15 @@ def affordable_blocks(limits: EngineArgs, model: Transformer, proposer: Proposer
         block_bytes += sum(kv.nbytes for kv in one_block.kv)
     memory = limits.kv_memory
     if memory < 1:
-        num_tokens, _ = step_budget(limits, model, proposer)
-        # Those that Engine._commit repeats, for a prompt with several outputs, are not counted.
-        num_logits = limits.max_num_seqs * (1 + proposer.k) + MAX_SCORED
-        memory *= free_memory(model.device) - step_bytes(model, num_tokens, num_logits)
+        memory *= free_memory(model.device)
         if model.device.type == "cpu":
             memory = min(memory, MAX_BYTES)
     longest = limits.max_seq_len or config.max_position_embeddings
     num_blocks = min(int(memory // block_bytes), limits.max_num_seqs * -(-longest // size))
     if num_blocks < 1:
-        way_out = "raise it, or lower --max-num-batched-tokens or --max-num-seqs"
+        way_out = "raise it"
         raise ValueError(f"0 blocks fit into --kv-memory: {way_out}")
     return num_blocks
-
-
-def step_bytes(model: Transformer, num_tokens: int, num_logits: int) -> int:
-    """Peak bytes of one step: one layer's activations, the logits with the sampler's float32
-    copies, and a mask and the scores of attention."""
-    config = model.config
-    itemsize = model.dtype.itemsize
-    # hidden_size counts twice, for x and for attention's tensors. The factor 4 is a margin, which
-    # is enough for models with N * H > D as well.
-    widths = 2 * config.hidden_size + config.intermediate_size * config.num_experts_per_tok
-    activations = num_tokens * 4 * widths * itemsize
-    logits = num_logits * 6 * 4 * config.vocab_size  # six float32 tensors
-    # To make a mask takes up to four bool tensors, and attention widens it to the queries' dtype.
-    heads = config.num_attention_heads // config.num_key_value_heads  # query heads per kv head
-    # Prompts in bfloat16 also have a score for each query head, and its softmax: 4 bytes.
-    pair = heads * (itemsize + 4) + 4 * config.num_attention_heads
-    return activations + logits + MAX_PAIRS * pair
 
 
 # The files with a container's memory limit and usage, in version 2 and 1 of control groups.
