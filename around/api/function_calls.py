@@ -1,11 +1,11 @@
 """Function calls: the tools that a chat may use, and the calls in what a model writes.
 
 A chat template tells the model which functions there are, and the model was trained to answer with
-calls in the form that its template shows. A call is text like any other. So this file reads the
-whole reply so far, and splits it into text and calls; whatever is no valid call stays text. Where a
+calls in the form that its template shows. A call is text like any other. So this file reads a
+reply as it grows, and splits it into text and calls; whatever is no valid call stays text. Where a
 call is required, a grammar allows nothing else (structured.py). This file knows neither the engine
 nor HTTP. Papers: Schick et al. 2023 (Toolformer, arXiv:2302.04761), Patil et al. 2023 (Gorilla,
-arXiv:2305.15334). Read: FORMS, split_calls, restrict.
+arXiv:2305.15334). Read: FORMS, Reader, restrict.
 
     hermes   I look. <tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>
     llama3   {"name": "weather", "parameters": {"city": "Rome"}}
@@ -145,7 +145,8 @@ def restrict(fields: JSON, tools: Tools) -> None:
 
 
 def grammar_of(tools: Tools, answer: JSON | None) -> str:
-    """Return a grammar that allows nothing but calls; or, if `answer` is a schema, JSON of it."""
+    """Return a grammar that allows nothing but calls; or, if `answer` is a schema, JSON of it, and
+    a thought before either."""
     form = tools.form
     calls = []
     for name, schema in tools.schemas.items():
@@ -159,9 +160,8 @@ def grammar_of(tools: Tools, answer: JSON | None) -> str:
     rules = f"calls: call {more}\ncall: ({' | '.join(calls)}) {json.dumps('}' + form.end)}\n"
     if answer is None:
         return rules + "start: calls"
-    # A model may think first. Where prose is forbidden, the beginning of a call may beat a brace
-    # although the model would say something. So the sampler takes <|otherwise|> unless the model
-    # begins a call by itself.
+    # Where prose is forbidden, the beginning of a call may beat a brace although the model would
+    # say something. So the sampler takes <|otherwise|> unless the model begins a call by itself.
     start = (
         'start: ("<think>" thought)? /[ \\n]{0,4}/ (calls | answer | <|otherwise|> answer)\n'
         'thought[suffix="</think>"]: /(.|\\n)*/\nanswer: %json '
