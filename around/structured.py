@@ -136,33 +136,38 @@ def closed(schema: JSON | str) -> JSON:
     Example: {"properties": {"a": {}}} becomes
         {"properties": {"a": {}}, "additionalProperties": False}
     """
-    text = schema if isinstance(schema, str) else json.dumps(schema)
+    schema = json.loads(schema) if isinstance(schema, str) else schema
     with suppress(TypeError):  # there are such places, or it is no schema, as llguidance will tell
-        return json.loads(text, object_hook=close)
-    return json.loads(text, object_hook=tidy)
+        return tidy(schema, closes=True)
+    return tidy(schema, closes=False)
 
 
-def close(schema: JSON) -> JSON:
-    """Close one object of a schema. Raises TypeError if it must be left open.
+def tidy(schema: Any, closes: bool) -> Any:
+    """Drop what llguidance refuses and what says nothing here, the names of schemas and some nulls;
+    and close the objects, if asked. Do it for a schema and all schemas in it.
 
     A map of names to schemas is read as one more schema. At worst, as where a property is named
     "required", that leaves open what could be closed.
+
+    Raises:
+        TypeError: an object must be left open.
     """
-    schema = tidy(schema)
-    parts = PARTS if "properties" in schema else {"allOf"}
-    if parts & schema.keys() or {*schema.get("required", [])} - {*schema.get("properties", [])}:
+    if isinstance(schema, list):
+        return [tidy(each, closes) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {}
+    for key, value in schema.items():
+        is_name = key in ("$schema", "$id") and isinstance(value, str)
+        is_null = key in ("required", "properties") and value is None
+        if not (is_name or is_null):
+            made[key] = value if key in ("const", "enum") else tidy(value, closes)
+    if not closes:
+        return made
+    parts = PARTS if "properties" in made else {"allOf"}
+    if parts & made.keys() or {*made.get("required", [])} - {*made.get("properties", [])}:
         raise TypeError
-    return {"additionalProperties": False} | schema if "properties" in schema else schema
-
-
-def tidy(schema: JSON) -> JSON:
-    """Drop what says nothing here and what llguidance refuses: some nulls, and names of schemas."""
-    return {
-        name: value
-        for name, value in schema.items()
-        if (value is not None or name not in ("required", "properties"))
-        and not (name in ("$schema", "$id") and isinstance(value, str))
-    }
+    return {"additionalProperties": False} | made if "properties" in made else made
 
 
 # --- The vocabulary -------------------------------------------------------------------------------

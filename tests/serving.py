@@ -1,7 +1,6 @@
 """Servers and clients for the tests: the server in threads of this process, and server.py as it is
 started; a client that can be rude, and what it gets."""
 
-import asyncio
 import contextlib
 import http.client
 import json
@@ -13,7 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,11 +53,6 @@ def until(condition, seconds=120.0):
         assert time.monotonic() < deadline, "this did not happen"
         time.sleep(0.01)
     return result
-
-
-def accepts(port: int) -> bool:
-    with socket.socket() as attempt:
-        return not attempt.connect_ex(("127.0.0.1", port))
 
 
 class Answer(NamedTuple):
@@ -106,15 +100,16 @@ class Client:
 
     def send(self, method: str, path: str, body: Any = None, on=None, **headers: str) -> Answer:
         """Args: body: JSON, or bytes as they are. on: a connection, which opens anew each time."""
-        connection = on or self.open()
         if body is not None:
             headers = {"Content-Type": "application/json"} | headers
             body = body if isinstance(body, bytes) else json.dumps(body)
-        connection.request(method, path, body, headers)
-        answer = read(connection)
-        if not on:
-            connection.close()
-        return answer
+        with contextlib.nullcontext(on) if on else contextlib.closing(self.open()) as connection:
+            connection.request(method, path, body, headers)
+            return read(connection)
+
+    def accepts(self) -> bool:
+        with socket.socket() as attempt:
+            return not attempt.connect_ex(("127.0.0.1", self.port))
 
     def get(self, path: str, **headers: str) -> Answer:
         return self.send("GET", path, **headers)
@@ -154,6 +149,10 @@ class Client:
         url = f"http://127.0.0.1:{self.port}/v1"
         return kind(base_url=url, api_key=key, max_retries=0, timeout=60)
 
+    @cached_property
+    def client(self):  # made once: it reads all certificates of the machine
+        return self.openai()
+
     def works(self) -> None:
         assert self.post(COMPLETIONS, SHORT).json["choices"][0]["finish_reason"] == "length"
 
@@ -164,11 +163,11 @@ def parse(data: bytes) -> list[Answer]:
     while data:
         head, _, data = data.partition(b"\r\n\r\n")
         line, *rest = head.decode().split("\r\n")
-        if "100 Continue" in line:
-            continue
         headers = dict(each.split(": ", 1) for each in rest)
-        size = int(headers.get("Content-Length", len(data)))  # of a stream, all that comes
-        answers.append(Answer(int(line.split(" ")[1]), headers, data[:size]))
+        status = int(line.split(" ")[1])
+        # Of a stream, all that comes belongs to it.
+        size = 0 if status == 100 else int(headers.get("Content-Length", len(data)))
+        answers.append(Answer(status, headers, data[:size]))
         data = data[size:]
     return answers
 
@@ -300,35 +299,16 @@ class Reply(NamedTuple):
     usage: dict[str, int]
 
 
-EXTRA = (
-    "ignore_eos",
-    "min_p",
-    "top_k",
-    "repetition_penalty",
-    "stop_token_ids",
-    "min_tokens",
-    "max_completion_tokens",
-)  # vLLM's
-
-
-def call(local: Client, streamed: bool, chat: bool = False, **body: Any) -> Reply:
-    """Ask through openai's client, whole, or streamed by its asynchronous twin; check the form and
-    put together what came in pieces."""
-    extra = {name: body.pop(name) for name in EXTRA if name in body}
-    body = {"model": "shakespeare", **({"messages": HI} if chat else {"prompt": PROMPT}), **body}
-
-    async def pieces() -> list:
-        async with local.openai(openai.AsyncOpenAI) as client:
-            at = client.chat.completions if chat else client.completions
-            more = {"stream": True, "stream_options": {"include_usage": True}}
-            return [chunk async for chunk in await at.create(**body, **more, extra_body=extra)]
-
+def call(local: Local, streamed: bool, chat: bool = False, **body: Any) -> Reply:
+    """Ask through openai's client; check the form and put together what came in pieces."""
+    at = local.client.chat.completions if chat else local.client.completions
+    needed = {"messages": HI} if chat else {"prompt": PROMPT}
+    needed = {name: body.pop(name, value) for name, value in needed.items()}
     if streamed:
-        parts = asyncio.run(pieces())
-    else:
-        with local.openai() as client:
-            at = client.chat.completions if chat else client.completions
-            parts = [at.create(**body, extra_body=extra)]
+        needed |= {"stream": True, "stream_options": {"include_usage": True}}
+        needed["stream_options"]["continuous_usage_stats"] = chat  # vLLM's: in each chunk
+    answer = at.create(model="shakespeare", **needed, extra_body=body)
+    parts = [*answer] if streamed else [answer]
     kind = "chat.completion" if chat else "text_completion"
     assert {part.object for part in parts} == {kind + ".chunk" * (streamed and chat)}
     assert len({(part.id, part.created, part.model) for part in parts}) == 1
@@ -336,8 +316,9 @@ def call(local: Client, streamed: bool, chat: bool = False, **body: Any) -> Repl
     usage = {k: v for k, v in parts[-1].usage.model_dump().items() if v is not None}
     assert usage["prompt_tokens"] + usage["completion_tokens"] == usage["total_tokens"]
     if streamed:
+        counts = [part.usage.completion_tokens for part in parts if part.usage]
+        assert len(counts) == (len(parts) if chat else 1) and counts == sorted(counts)
         assert parts.pop().choices == [] and all(len(part.choices) == 1 for part in parts)
-        assert not any(part.usage for part in parts)
     return Reply(merge([choice for part in parts for choice in part.choices], chat), usage)
 
 
@@ -374,8 +355,3 @@ def alone(prompt=PROMPT, **fields) -> list[Sequence]:
             for _ in generate(model(), sequence, slabs):
                 pass
     return TWINS[key]
-
-
-def assert_same(reply: Reply, expected: list[Sequence]) -> None:
-    assert [c[:2] for c in reply.choices] == [(s.text, s.finish_reason) for s in expected]
-    assert reply.usage["completion_tokens"] == sum(len(s.tokens) for s in expected)

@@ -48,66 +48,62 @@ def chrome(tmp_path_factory):
 class Page:
     """What a user can do and see."""
 
-    def __init__(self, chrome: Chrome, local: Local) -> None:
+    def __init__(self, chrome, local):
         self.chrome, self.local = chrome, local
-        self.expected = ""  # in the console
+        self.js, self.expected = chrome.execute_script, ""  # what stands in the console
         chrome.get_log("browser")  # of the page before
         self.open()
 
-    def open(self) -> None:
+    def open(self):
         self.local.server.snapshot_time = 0.0  # the last one may be older than what a test changed
         self.chrome.get(f"http://127.0.0.1:{self.local.port}/")
         name = self.local.server.api.model["id"]
         until(lambda: self.text("#model") == name or self.text("#state"))
 
-    def js(self, script: str, *args: object):
-        return self.chrome.execute_script(script, *args)
-
-    def all(self, selector: str) -> list:
+    def all(self, selector):
         return self.chrome.find_elements(By.CSS_SELECTOR, selector)
 
-    def texts(self, selector: str) -> list[str]:
+    def texts(self, selector):
         script = "return [...document.querySelectorAll(arguments[0])].map(x => x.textContent)"
         return self.js(script, selector)
 
-    def text(self, selector: str) -> str:
+    def text(self, selector):
         return next(iter(self.texts(selector)), "")
 
-    def set(self, selector: str = "", text: str = "", **settings: object) -> None:
-        """Type into the last such box, and into those of these settings."""
-        for where, what in {selector: text, **{f"#{k}": v for k, v in settings.items()}}.items():
-            if where:
-                box = self.all(where)[-1]
-                box.clear()
-                box.send_keys(str(what))
+    def set(self, **settings):
+        """Type into these boxes; `textarea` is the last one that was added."""
+        for name, text in settings.items():
+            box = self.all("textarea" if name == "textarea" else f"#{name}")[-1]
+            box.clear()
+            box.send_keys(str(text))
 
-    def click(self, selector: str) -> None:
+    def click(self, selector):
         self.all(selector)[0].click()
 
-    def press(self, keys: str) -> None:
+    def press(self, keys):
         """Type, whatever has the focus."""
         self.chrome.switch_to.active_element.send_keys(keys)
 
-    def replies(self) -> list[str]:
+    def replies(self):
         """What the model said: completions newest first, a conversation as it went."""
         return self.texts(".reply .text")
 
-    def notes(self) -> list[str]:
+    def notes(self):
         return self.texts(".reply .note")
 
-    def numbers(self) -> dict[str, str]:
+    def numbers(self):
         texts = self.texts("#numbers dt, #numbers dd")  # at once, for they change
         return dict(zip(texts[::2], texts[1::2], strict=True))
 
-    def ended(self) -> bool:
+    def ended(self):
         return self.js("return running.size === 0")
 
-    def run(self, selector: str = "#run") -> None:
+    def run(self):
         """Press the button, and wait for the ends of all replies."""
-        self.click(selector)
+        self.click("#run")
         until(lambda: self.replies() and self.ended())
 
-    def clean(self) -> None:
+    def clean(self):
         """Nothing is in the console. A request for another host would be: the page forbids it."""
         log = self.chrome.get_log("browser")
         messages = [entry["message"] for entry in log if entry["level"] in ("WARNING", "SEVERE")]
@@ -146,34 +142,32 @@ BOLD = "<b>Hm.</b><img src=x onerror=document.title=1>"
 
 
 def test_completions(page, local, steps):
-    """The text came in one piece; a setting did not reach the server; a space was lost; one
-    prompt's text stood under another; a prompt was read as HTML; a row and its reply had two
-    colours; a preempted sequence, or a prompt, was said to decode."""
+    """The text came in one piece, or under another prompt; a setting or a space was lost; a prompt
+    was read as HTML; a row and its reply had two colours; a preempted sequence seemed to decode."""
     assert page.all("textarea")[-1].get_attribute("value") == "ROMEO:"
     # The folder's own temperature holds. It was always 0.8, and a real model wrote nonsense.
     sent = ["max_tokens", "n", "stream", "stream_options"]
     assert page.js("return Object.keys(settings()).sort()") == sent
-    page.set("textarea", BOLD)
+    page.set(textarea=BOLD)
     page.click("#add")
     page.press("K")  # the new box has the focus
-    page.set("textarea", "KING:")
-    page.set(**SETTINGS, max_tokens=60, n=2)
+    page.set(**SETTINGS, textarea="KING:", max_tokens=60, n=2)
     page.press(Keys.CONTROL + Keys.ENTER)
     until(lambda: page.replies() == [""] * 4)
     shown = [""]
     for _ in range(6):
 
-        def news() -> str | None:
+        def news():
             steps.release()
             return text if (text := page.replies()[0]) != shown[-1] else None
 
         shown.append(until(news))
         assert shown[-1].startswith(shown[-2])
     until(lambda: len(page.all("#running tr")) == 4 and "decode 1" in page.text("#running"))
-    script = """return [...document.querySelectorAll(arguments[0])].map(
-        x => getComputedStyle(x)[arguments[1]])"""
-    rows = page.js(script, "#running .swatch", "backgroundColor")
-    assert {*rows} == {*page.js(script, ".reply", "borderLeftColor")} and len({*rows}) == 4
+    script = "[...document.querySelectorAll(arguments[0])].map(x => getComputedStyle(x)"
+    rows = page.js(f"return {script}.backgroundColor)", "#running .swatch")
+    assert {*rows} == {*page.js(f"return {script}.borderLeftColor)", ".reply")}
+    assert len({*rows}) == 4
     steps.release(10**6)
     until(page.ended)
     body = {**SETTINGS, "prompt": [BOLD, "KING:"], "max_tokens": 60, "n": 2}
@@ -181,9 +175,9 @@ def test_completions(page, local, steps):
     assert page.replies() == [choice["text"] for choice in reply["choices"]]
     assert page.texts(".asked") == [BOLD, BOLD, "KING:", "KING:"]
     assert not page.all(".reply b, .reply img") and page.chrome.title == "kilolm"
-    first, tokens = r"first token after \d+\.\d\d s", reply["usage"]["completion_tokens"]
-    ending = rf"{first}, (cut off.*, )?{tokens} tokens at [\d.]+/s together"
-    assert re.fullmatch(ending, page.notes()[0])
+    ending = r"first token after \d+\.\d\d s, (cut off.*, )?(\d+) tokens at [\d.]+/s together"
+    tokens = re.fullmatch(ending, page.notes()[0])[2]
+    assert int(tokens) == reply["usage"]["completion_tokens"]
     script = """const row = {name: "a", blocks: [], prompt: 5, tokens: 9, max: 20, ran: 4};
         render({...last, running: [{...row, text: "", length: arguments[0]}]});
         return document.getElementById("running").textContent"""
@@ -194,15 +188,17 @@ def test_completions(page, local, steps):
 TEMPLATE = "{% for turn in messages %}{{ turn.role }}: {{ turn.content }}\n{% endfor %}ASSISTANT:\n"
 
 
-def turn(role: str, content: str) -> dict:
-    return {"role": role, "content": content}
+def turns(*contents, system=()):
+    """A conversation that the user begins."""
+    talk = [{"role": "system", "content": each} for each in system]
+    roles = itertools.cycle(["user", "assistant"])
+    return talk + [{"role": role, "content": text} for role, text in zip(roles, contents)]
 
 
 def test_conversation(page, local, slow, monkeypatch):
-    """A chat model was greeted with ROMEO, and its messages were completed. The model did not know
-    what it had just been asked; a new chat went on with the old one. A thought stood in the answer,
-    and was sent back. A reply that was cut looked like a whole one; what had failed was sent again
-    as what the model had said, and had to be typed again."""
+    """A chat model's messages were completed, or it did not know what it had just been asked. A
+    thought stood in the answer, and was sent back; what had failed was sent again as the model's
+    words, and had to be typed again. A reply that was cut looked like a whole one."""
     asked, prepare = [], local.server.api.prepare
     record = lambda body, chat: asked.append(body["messages"]) or prepare(body, chat)  # noqa: E731
     monkeypatch.setitem(local.server.api.model, "id", "x")
@@ -214,7 +210,7 @@ def test_conversation(page, local, slow, monkeypatch):
     assert shown == ["run", "stop", "new", "crowd"] and page.all("#system")[0].is_displayed()
     page.set(**SETTINGS, max_tokens=30, system="Be brief.")
 
-    def say(*keys: str, event: str = "") -> str:
+    def say(*keys, event=""):
         page.all("#message")[0].send_keys(*keys, Keys.ENTER)
         if event:
             until(lambda: page.replies() and page.replies()[-1])
@@ -239,11 +235,9 @@ def test_conversation(page, local, slow, monkeypatch):
         page.set(max_tokens=5)
         say("And?")
         assert "cut off at the token limit" in page.notes()[-1]
-        system, question = turn("system", "Be brief."), turn("user", "Who goes\nthere?")
-        known = [system, question, turn("assistant", first), turn("user", "What?")]
-        why = [*known, turn("assistant", second), turn("user", "Why?")]
-        last = [*why, turn("assistant", third), turn("user", "And?")]
-        assert asked == [[system, question], known, why, why, last]
+        said = ["Who goes\nthere?", first, "What?", second, "Why?", third, "And?"]
+        talks = [turns(*said[:n], system=["Be brief."]) for n in (1, 3, 5, 5, 7)]
+        assert asked == talks
         page.set(max_tokens=900)
         say("More.", event="#new")
         assert not page.all(".reply")
@@ -252,13 +246,13 @@ def test_conversation(page, local, slow, monkeypatch):
         first = say("Why?")
         say("And?")
         assert first.startswith(BOLD) and len(first) > len(BOLD)
-        assert asked[-1] == [turn("user", "Why?"), turn("assistant", first), turn("user", "And?")]
+        assert asked[-1] == turns("Why?", first, "And?")
     assert page.texts("details div") == [BOLD] * 2
     assert not any(each.is_displayed() for each in page.all("details div"))
     page.click("summary")
     assert page.all("details div")[0].is_displayed()
     assert not page.all("#turns b, #turns img") and page.chrome.title == "kilolm"
-    body = {**SETTINGS, "max_tokens": 30, "messages": known}
+    body = {**SETTINGS, "max_tokens": 30, "messages": talks[1]}
     assert local.post(CHAT, body).json["choices"][0]["message"]["content"] == second
 
 
@@ -295,8 +289,9 @@ def test_crowd(page, local, slow):
     assert len({*pictures}) == len(pictures)
 
 
-def test_the_cache_scales(page):
-    """Squares of a pixel, or a picture of many thousand pixels' height."""
+def test_figures(page):
+    """Squares of a pixel, or a picture of many thousand pixels' height. A rate that averages over a
+    pause, or over all that was before; or, with a new server, one below 0."""
     script = """const [blocks, running] = arguments;
         draw({blocks, block_size: 16, cached: [], running});
         return [$("square").textContent, $("blocks").clientHeight]"""
@@ -304,20 +299,13 @@ def test_the_cache_scales(page):
         text, height = page.js(script, blocks, [{"name": "a", "blocks": [blocks - 1]}])
         assert text == (f"{each} blocks of 16 tokens" if each > 1 else "a block of 16 tokens")
         assert 20 <= height <= 210
-
-
-def test_the_rate_forgets(page):
-    """A rate that averages over a pause, or over all that was before; a new server, which counts
-    from 0 again, had a rate below 0."""
-    script = """const rates = []; samples = [];
-        for (const [at, tokens, busy] of arguments[0]) rates.push(rate(at, tokens, busy));
-        samples = []; return rates.map(Math.round)"""
+    script = "samples = []; return arguments[0].map(each => Math.round(rate(...each)))"
     samples = [[0, 0, False], [90_000, 0, False], [90_100, 10, True], [90_200, 10, True],
                [93_300, 330, True], [93_400, 330, False], [99_000, 330, False],
                [99_100, 340, True], [99_200, 5, True], [99_300, 15, True], [109_300, 15, True],
                [109_400, 1015, True], [113_000, 1195, True], [116_100, 1350, True]]  # fmt: skip
     rates = page.js(script, samples)
-    assert rates[:4] == [0, 0, 100, 50] and rates[4] == 103, rates  # 320 in 3.1 s
+    assert rates[:5] == [0, 0, 100, 50, 103], rates  # the last: 320 in 3.1 s
     assert rates[6:10] == [0, 100, 0, 100], rates
     assert rates[-1] == 50, rates  # 155 in 3.1 s: what was before is forgotten
 
