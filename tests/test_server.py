@@ -58,12 +58,7 @@ import sampling
 import server as server_module
 from around.api import front, listen_at, serve
 from around.api.answers import Choice
-<<<<<<< HEAD
 from around.api.function_calls import FORMS, NO_TOOLS, Reader
-from around.machine import Ranks
-=======
-from around.api.function_calls import FORMS, NO_TOOLS
->>>>>>> main
 from around.settings import VERSION, SamplingParams
 from around.structured import token_bytes
 from scheduler import Engine
@@ -260,16 +255,6 @@ def test_openais_errors(local, monkeypatch):
     assert local.openai(key="secret").models.list().data
 
 
-<<<<<<< HEAD
-def test_tokens_that_come_meanwhile(local):
-    """A token that came between the reading of the others and the count of them was never sent."""
-    tokens = Growing([sampling.Token(0, -1.0, (), "0 ")])
-    job = SimpleNamespace(
-        params=SamplingParams(logprobs=0), tokens=tokens, text="", finish_reason=None
-    )
-    marks = ("", "<think>", "</think>")
-    choice = Choice(0, job, "text", TOKENIZER, marks, False, Reader(NO_TOOLS))
-=======
 def test_chunks(local):
     """A chunk told the usage although nobody asked. A token that came between the reading of the
     others and the count of them was never sent."""
@@ -289,8 +274,8 @@ def test_chunks(local):
 
     tokens, params = Growing([sampling.Token(0, -1.0, (), "0 ")]), SamplingParams(logprobs=0)
     job = SimpleNamespace(params=params, tokens=tokens, text="", finish_reason=None)
-    choice = Choice(0, job, "text", TOKENIZER, "", NO_TOOLS, False)
->>>>>>> main
+    marks = ("", "<think>", "</think>")
+    choice = Choice(0, job, "text", TOKENIZER, marks, False, Reader(NO_TOOLS))
     parts = [choice.take_new() for _ in range(12)]
     found = [text for part in parts if part for text in part["logprobs"]["tokens"]]
     assert found == [f"{i} " for i in range(9)]
@@ -375,99 +360,6 @@ def test_thoughts(local, monkeypatch):
         choices = [choice for part in parts for choice in part["choices"]]
         return [choice[key] for choice in choices if choice["index"] == 1]
 
-<<<<<<< HEAD
-@pytest.mark.parametrize(("before", "made", "thought", "said"), THOUGHTS)
-def test_thoughts(thinker, monkeypatch, before, made, thought, said):
-    """The answer of a model that thinks contained its thought."""
-    # What follows keeps the line break at its end.
-    template = "{{ messages[0].content }}" + before + "{{ '' }}"
-    monkeypatch.setattr(thinker.engine.tokenizer, "template", template)
-    words = re.findall("</?think>|.", made, re.DOTALL)
-    text = property(lambda self: "".join(words[: len(self.tokens)]))
-    monkeypatch.setattr(sampling.Sequence, "text", text)
-    fields = {"messages": HI, "max_tokens": len(words), "ignore_eos": True, "n": 2}
-    for choice in thinker.post(CHAT, fields).json["choices"]:
-        message = choice["message"]
-        assert (message.get("reasoning_content", ""), message["content"]) == (thought, said)
-    events = thinker.post(CHAT, fields | {"stream": True}).events[:-1]
-    news = [json.loads(event)["choices"][0] for event in events]
-    for i in range(2):
-        deltas = [new["delta"] for new in news if new["index"] == i]
-        assert "".join(delta.get("reasoning_content", "") for delta in deltas) == thought
-        assert "".join(delta["content"] for delta in deltas) == said
-        assert [delta.get("role") for delta in deltas].count("assistant") == 1
-    plain = thinker.post(CHAT, fields | {"reasoning_format": "none"}).json["choices"][0]["message"]
-    assert plain["content"] == made and "reasoning_content" not in plain
-
-
-def test_what_is_no_thought(thinker, monkeypatch):
-    """Structured output was taken for a thought, because the template had begun one; so was the
-    answer of a plain model that contains "<think>"."""
-    template = "{{ messages[0].content }}<think>"
-    monkeypatch.setattr(thinker.engine.tokenizer, "template", template)
-    fields = {"messages": HI, "structured_outputs": {"choice": ["yes", "no"]}}
-    message = thinker.post(CHAT, fields).json["choices"][0]["message"]
-    assert message["content"] in ("yes", "no") and "reasoning_content" not in message
-    fields = {"messages": HI, "max_tokens": 9}
-    assert thinker.post(CHAT, fields).json["choices"][0]["message"]["reasoning_content"]
-    begun = {"messages": [{"role": "assistant", "content": "<think>Hm, "}], "max_tokens": 9}
-    monkeypatch.setattr(thinker.engine.tokenizer, "template", "{{ messages[0].content }}")
-    for goes_on in (True, False):  # a thought that is continued; one that is only mentioned
-        reply = thinker.post(CHAT, begun | {"continue_final_message": goes_on})
-        assert ("reasoning_content" in reply.json["choices"][0]["message"]) == goes_on
-    monkeypatch.undo()  # the mark is several tokens
-    monkeypatch.setattr(thinker.engine.tokenizer, "template", template)
-    message = thinker.post(CHAT, fields).json["choices"][0]["message"]
-    assert message["content"] and "reasoning_content" not in message
-
-
-def test_more_of_openais_http(local, monkeypatch):
-    """Smaller parts of OpenAI's API: a model by its name, a key after `bearer`, cached tokens,
-    short errors."""
-    assert local.get("/v1/models/shakespeare").json == local.get("/v1/models").json["data"][0]
-    for name in ("other", "{id}", "%20id"):
-        assert local.get(f"/v1/models/{name}").status == 404
-    for _ in range(2):
-        usage = local.post(COMPLETIONS, {"prompt": PROMPT * 9, "max_tokens": 1}).json["usage"]
-    cached = usage["prompt_tokens_details"]["cached_tokens"]
-    assert 0 < cached < usage["prompt_tokens"]
-    for keys in (["x1"], ["01024"], ["1024"], ["x1", "7000", "-1", "07"]):  # 01024 was called 1024
-        body = {"logit_bias": dict.fromkeys([*keys, "7"], 1)}
-        message = local.post(COMPLETIONS, body).fails(400, "logit_bias")
-        found = re.findall(r"'([x\d-]+)'|(\d+)", message.partition("[")[2])
-        assert [a or b for a, b in found] == keys and f", {len(keys)} in all: [" in message
-    body = {"logit_bias": {str(2000 + i): 1 for i in range(500)}}
-    message = local.post(COMPLETIONS, body).fails(400, "logit_bias")
-    assert "2003" in message and "500" in message and len(message) < 250
-    monkeypatch.setattr(server_module, "open_engine", None)  # or it would begin to serve
-    for origin in ("example.com", "https://\u4f8b.jp"):  # headers have no such letters
-        with pytest.raises(ValueError, match=rf"--cors {origin}: must be like http://"):
-            server_module.command(parse_args(["--cors", origin]), Ranks(torch.device("cpu")))
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert project["tool"]["setuptools"]["dynamic"]["version"] == {
-        "attr": "around.settings.VERSION"
-    }
-    version = VERSION
-    assert importlib.metadata.version("kilolm") == version
-    assert local.get("/version").json == {"version": version}
-    reply = local.post(CHAT, {"messages": HI, "max_tokens": 1})
-    assert reply.json["system_fingerprint"] == version
-    message = local.post("/chat/completions", {"messages": HI}).fails(404)
-    assert "/v1/chat/completions" in message  # a base URL without /v1
-    message = local.post(COMPLETIONS, {"logit_bias": {"20": 1, "7": 101}}).fails(400, "logit_bias")
-    assert message.startswith("logit_bias[7] must be ")  # which of them was not said
-    assert local.get("/health", **{"X-Request-ID": "mine"}).headers["X-Request-Id"] == "mine"
-    assert len({local.get("/health").headers["X-Request-Id"] for _ in range(9)}) == 9
-    message = local.post(COMPLETIONS, {"temperature": "x" * 100_000}).fails(400, "temperature")
-    assert len(message) < 250
-    message = local.post(COMPLETIONS, {"max_tokens": 5000}).fails(
-        400, "prompt", "context_length_exceeded"
-    )
-    assert message.startswith("This model's maximum context length is 1024 tokens.")
-    monkeypatch.setitem(vars(local.args), "api_key", "secret")
-    assert local.get("/v1/models", Authorization="bearer secret").status == 200
-    assert local.get("/v1/models", Authorization="Basic secret").status == 401
-=======
     for before, made, thought, said in THOUGHTS:
         # What follows keeps the line break at its end.
         template = "{{ messages[0].content }}" + before + "{{ '' }}"
@@ -485,11 +377,16 @@ def test_more_of_openais_http(local, monkeypatch):
         assert plain["content"] == made and "reasoning_content" not in plain
     monkeypatch.setattr(tokenizer, "template", "{{ messages[0].content }}<think>")
     assert messages()[0]["reasoning_content"]
+    monkeypatch.setattr(tokenizer, "template", "{{ messages[0].content }}")
+    begun = [{"role": "assistant", "content": "<think>Hm, "}]
+    for goes_on in (True, False):  # a thought that is continued, or only mentioned
+        (reply,) = messages(messages=begun, max_tokens=9, continue_final_message=goes_on)
+        assert ("reasoning_content" in reply) == goes_on
+    monkeypatch.setattr(tokenizer, "template", "{{ messages[0].content }}<think>")
     (chosen,) = messages(structured_outputs={"choice": ["yes", "no"]}, ignore_eos=False)
     assert chosen["content"] in ("yes", "no") and "reasoning_content" not in chosen
     think.append(5)  # the mark is several tokens
     assert "reasoning_content" not in messages()[0]
->>>>>>> main
 
 
 # --- Bodies that are wrong ------------------------------------------------------------------------
