@@ -86,7 +86,7 @@ BREAKAGES = r"""
     for length in (8, 7, 6, 5, 128): ~> for length in (8, 128):
     len(self._held) if can_stop else len(pending) ~> 0 if can_stop else len(pending)
 # around/folder/chat.py: tokenizer folders
-    turn["content"] = Null() ~> turn["content"] = ""
+    turn.get("refusal", Null()) ~> turn.get("refusal", "")
     partial(json.dumps, ensure_ascii=False) ~> json.dumps
 # around/fast/packed.py: quantize gptq
     if scales.shape[1] > 1 or (linear.zeros != 128).any(): ~> if scales.shape[1] > 1:
@@ -109,7 +109,7 @@ BREAKAGES = r"""
     self.offset = offsets[-1] ~> self.offset = offsets[0]
     if before.strip(): ~> if before:
 # around/api/function_calls.py: function_calls
-    ensure_ascii=False, allow_nan=False) ~> ensure_ascii=False)
+    allow_nan=False, ~> allow_nan=True,
 # around/api/metrics.py: server page
     1 - len(engine.pool.available) / engine ~> len(engine.pool.available) / engine
 # around/start/begin.py: generate speculative

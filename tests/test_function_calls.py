@@ -1,20 +1,27 @@
 """Function calls: what is text and what is a call, by OpenAI's own client, whole and streamed."""
 
+import itertools
 import json
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jsonschema
 import openai
 import pytest
+import torch
 from conftest import SHAKESPEARE
 from serving import CHAT, HI, Local, local, shared  # noqa: F401 (fixtures)
 
-from around.api.function_calls import FORMS, OPEN, Tools, form_of, restrict, split_calls, tools_of
+from around.api.answers import Choice, marks_of
+from around.api.function_calls import FORMS, Reader, Tools, form_of, restrict, tools_of
 from around.folder.config import load_config
 from around.folder.tokenizer import Tokenizer
+from around.settings import SamplingParams
 from around.structured import make_matcher, structure
+from sampling import Sequence, distribution
 
 TOKENIZER = Tokenizer(SHAKESPEARE)
 CONFIG = load_config(SHAKESPEARE)
@@ -61,84 +68,141 @@ def bare(name: str, arguments: Any) -> str:
 ROME = {"city": "Rome", "days": 1}
 ODD = {"city": 'a </tool_call> <tool_call>{"}', "days": [{"é": None}]}
 A_CALL, BARE = tagged("weather", ROME), bare("weather", ROME)
+OPENED = A_CALL.removesuffix("</tool_call>")
 ROMES = [("weather", ROME)]
-REPLIES = {  # what the model writes, and the text (...: all of it) and the calls in it
+TEXTS = {  # what the model writes, and all of it is text
     "hermes": [
-        ("Good morrow, cousin.", ..., []),
-        (A_CALL, "", ROMES),
-        (tagged("travel", {}, "\n"), "", [("travel", {})]),
-        (f"Let me see. {A_CALL}", "Let me see.", ROMES),
+        "Good morrow, cousin.", "<tool_call>{weather: Rome}</tool_call>", tagged("murder", ROME),
+        '<tool_call>{"name": "weather", "arguments": {"days": NaN}}</tool_call>',
+        tagged("weather", {"days": 5}).replace("5", "1e999"), tagged("weather", "Rome"),
+        '<tool_call>{"arguments": {}}</tool_call>', "<tool_call>[1]</tool_call>", f"{OPENED} so",
+        A_CALL.replace("</", "x</"), "a <b> <tool <tool_ca"],
+    "llama3": [
+        "Good morrow, cousin.", '{"a": 1}', BARE[:-1], f"Use {{x}}{BARE}",
+        "if (a) {\n b }\n else {}\n{x}"],
+}  # fmt: skip
+REPLIES = {  # what the model writes, and the text and the calls in it
+    "hermes": [
+        (A_CALL, "", ROMES), (tagged("travel", {}, "\n"), "", [("travel", {})]),
+        (f"Let me see. {A_CALL}", "Let me see.", ROMES), (OPENED, "", ROMES),
         (f"{A_CALL}\n{tagged('weather', {})}", "", [*ROMES, ("weather", {})]),
         (tagged("fight", ODD), "", [("fight", ODD)]),  # tags in a string
-        ("<tool_call>{weather: Rome}</tool_call>", ..., []),
-        ('<tool_call>{"name": "weather", "arguments": {"days": NaN}}</tool_call>', ..., []),
-        (tagged("weather", {"days": 5}).replace("5", "1e999"), ..., []),
-        (tagged("murder", ROME), ..., []),
-        ('<tool_call>{"arguments": {}}</tool_call>', ..., []),
-        ("<tool_call>[1]</tool_call>", ..., []),
-        (tagged("weather", "Rome"), ..., []),
-        (A_CALL.removesuffix("</tool_call>"), "", ROMES),
-        (f"{A_CALL.removesuffix('</tool_call>')} so", ..., []),
-        (A_CALL.replace("</", "x</"), ..., []),
-        ("a <b> <tool <tool_ca", ..., []),
+        (f"{OPENED}\n{A_CALL}", "", ROMES * 2), (f"<tool_call>{A_CALL}", "<tool_call>", ROMES),
         (f"<tool_call>O</tool_call>{A_CALL}", "<tool_call>O</tool_call>", ROMES),
-        (f"<tool_call>{A_CALL}", "<tool_call>", ROMES),
-        (f"a  <tool_call> {A_CALL}", "a  <tool_call>", ROMES),
-    ],
+        (f"a  <tool_call> {A_CALL}", "a  <tool_call>", ROMES)],
     "llama3": [
-        ("Good morrow, cousin.", ..., []),
-        (BARE, "", ROMES),
-        (f"\n {BARE}\n", "", ROMES),
+        (BARE, "", ROMES), (f"\n {BARE}\n", "", ROMES),
         (f"{BARE}; {bare('fight', ODD)}", "", [*ROMES, ("fight", ODD)]),
-        ('{"a": 1}', ..., []),
-        (BARE[:-1], ..., []),
-        (f"Use {{x}}{BARE}", ..., []),
-        ("if (a) {\n b }\n else {}\n{x}", ..., []),
-    ],
-}
+        (f"{BARE}, \n{BARE}{BARE} {{x}}", " {x}", ROMES * 3),
+        (f"{bare('murder', ROME)}; {BARE}", bare("murder", ROME), ROMES)],
+}  # fmt: skip
+for form, texts in TEXTS.items():
+    REPLIES[form] += [(text, text, []) for text in texts]
+# What may stand for the arguments of a call, under the key of either form, and what it means.
+ODDLY = [(', "KEY": "Rome"', ...), (', "KEY": 5', ...), (', "KEY": [["a", 1]]', ...),
+         (', "KEY": "{\\"a\\": NaN}"', ...), ("", {}), (', "KEY": null', {}), (', "KEY": ""', {}),
+         (', "KEY": " "', {}), (', "KEY": "null"', {}), (', "KEY": {"a": "\n\t"}', {"a": "\n\t"}),
+         (f', "KEY": {json.dumps(json.dumps(ROME))}', ROME),
+         (f', "KEY": {json.dumps(json.dumps(json.dumps(ROME)))}', ROME)]  # fmt: skip
+
+
+def oddly(form: str) -> list:
+    """Replies with calls in odd forms, or cut within the last tag."""
+    begin, end = ("<tool_call>", "</tool_call>") if form == "hermes" else ("", "")
+    found = [(A_CALL[:length], "", ROMES) for length in range(-len(end), 0)]
+    for (odd, means), key in itertools.product(ODDLY, ("arguments", "parameters")):
+        text = f'{begin}{{"name": "weather"{odd.replace("KEY", key)}}}{end}'
+        found.append((text, text, []) if means is ... else (text, "", [("weather", means)]))
+    return found
+
+
+def read(form: str, *texts: str, ended: bool = True, **more: Any) -> tuple[str, list]:
+    """Read a reply, part by part."""
+    reader = Reader(Tools(FORMS[form], SCHEMAS, True)._replace(**more))
+    so_far = list(itertools.accumulate(texts))
+    shown = [reader.read(text, ended and text is so_far[-1]) for text in so_far]
+    return "".join(shown), [(each["name"], json.loads(each["arguments"])) for each in reader.calls]
 
 
 @pytest.mark.parametrize("form", REPLIES)
 def test_what_is_returned_only_grows(form):
-    """A part of a tag was sent as text, and a call that turned out to be none was lost: each
-    beginning of the reply, letter by letter."""
-    tools = Tools(FORMS[form], SCHEMAS, True)
-    for text, content, calls in REPLIES[form]:
-        content = text if content is ... else content
-        before: tuple[str, list] = ("", [])
-        for length in [*range(len(text) + 1), None]:
-            now = split_calls(text[:length], tools, length is None)
-            assert now[0].startswith(before[0]) and now[1][: len(before[1])] == before[1], text
-            before = now
-        assert [(each["name"], json.loads(each["arguments"])) for each in before[1]] == calls
-        assert before[0] == content
-        assert split_calls(text, Tools(FORMS[form], {}, True), False) == (text, [])
-        one = split_calls(text, tools._replace(is_parallel=False), True)
-        assert one == (content, before[1][:1])
+    """A part of a tag was sent as text, and a call that turned out to be none was lost; calls that
+    models write a little otherwise, or that were cut in the last tag, came as text."""
+    for text, content, calls in REPLIES[form] + oddly(form):
+        assert read(form, text) == read(form, *text) == (content, calls), text
+        assert read(form, *text, schemas={}, ended=False) == (text, [])
+        assert read(form, *text, is_parallel=False) == (content, calls[:1])
     # In 20,000 spaces before a word the search took seconds, and the server answered nobody.
     start, spaces = time.process_time(), " " * 20_000 + "a"
-    assert split_calls(spaces, tools, False) == (spaces, [])
+    assert read(form, spaces, ended=False) == (spaces, [])
+    # At each token all of a reply was read again.
+    reader, text = Reader(Tools(FORMS[form], SCHEMAS, True)), "a" * 300_000
+    assert all(reader.read(text[:end], False) for end in range(200_000, 300_000, 50))
     assert time.process_time() - start < 0.5
     # A stream was silent from here on, until the reply had ended.
-    text = {"llama3": r"\frac{1}{2} is a half", "hermes": f"Write {OPEN} first"}[form]
-    assert split_calls(text, tools, False) == (text, [])
+    text = {"llama3": r"\frac{1}{2} is a half", "hermes": "Write <tool_call> first"}[form]
+    assert read(form, text, ended=False) == (text, [])
+
+
+THINKS = [  # before the reply, the reply, its thought, its text, whether there is a call
+    ("", f"<think>Shall I {A_CALL}?</think>Nay.", f"Shall I {A_CALL}?", "Nay.", False),
+    ("", f"\n[THINK]Ay.[/THINK]{A_CALL}", "Ay.", "", True),
+    ("", f"  No. <think>{A_CALL}", "", "  No. <think>", True),
+    ("<think>Hm, ", f"{A_CALL}</think>No. {A_CALL}", A_CALL, "No.", True),
+    ("[THINK]a[/THINK]<think>Hm</think>No", f", no.<think> {A_CALL}", "", ", no.<think>", True),
+    ("[THINK]Hm, ", A_CALL, A_CALL, "", False),
+]  # fmt: skip
+
+
+def test_a_thought_is_no_call(monkeypatch):
+    """A call that was only considered was made, where the thought stays in the text; the rest of a
+    thought that the client had begun, and a thought in Mistral's marks, were the answer."""
+    encode = TOKENIZER.encode
+    for before, made, thought, text, calls in THINKS:
+        mark = "<think>" if "<think>" in before + made else "[THINK]"
+        one = lambda text, add_special=True: [5] if text == mark else encode(text, add_special)  # noqa: B023, E731
+        monkeypatch.setattr(TOKENIZER, "encode", one)
+        job: Any = SimpleNamespace(params=SamplingParams(), ids=encode(before), tokens=[])
+        marks = marks_of(TOKENIZER, job, True, True)
+        words = re.findall(r"</?think>|\[/?THINK\]|.|\n", made)
+        head = made.removesuffix(f" {A_CALL}").removesuffix(A_CALL if calls else "")
+        for is_raw, parts in itertools.product((False, True), ([made], words)):
+            reader = Reader(Tools(FORMS["hermes"], SCHEMAS, True))
+            choice = Choice(0, job, "message", TOKENIZER, marks, is_raw, reader)
+            got = {"reasoning_content": "", "content": ""}
+            for so_far in itertools.accumulate(parts):
+                job.text, job.finish_reason = so_far, "stop" if so_far == made else None
+                message = (choice.take_new() or {"message": {}})["message"]
+                got = {key: old + (message.get(key) or "") for key, old in got.items()}
+            want = ["", head] if is_raw else [thought, text]
+            assert [*got.values()] == want and len(reader.calls) == calls, made
 
 
 def test_the_form_follows_from_the_template():
-    """Calls in one form were looked for in another."""
-    assert form_of("{{ tools }} <tool_call> parameters") == "hermes"
-    assert form_of('{%- if tools %}{"name": function name, "parameters": ...}') == "llama3"
-    assert form_of("{{ messages }}") == ""
-    assert form_of("{{ tools }} <tool_call>\n<function=f>\n<parameter=x>") == ""  # Qwen3-Coder
+    """Calls in one form were looked for in another; in a template that shows something else."""
+    for form, *templates in (
+        ("hermes", r'<tool_call>\n{\"name\": <function-name>, \"arguments\": <args>}\n</tool_call>',
+         """'<tool_call>' }}{{- '{"arguments": <args-dict>, "name": <function-name>}'"""),
+        ("llama3", """tools }}{{ 'the format {"name": function name, "parameters": dictionary'"""),
+        ("", "{{ messages }}", "tools <tool_call>\n<function=f>\n<parameter=x>",  # Qwen3-Coder
+         "{{ tools }} <tool_call>{function-name}\n<arg_key>{{ tc.arguments }} parameters",  # GLM
+         "tools }}{{ '<|tool_call>call:' + f['name'] }},parameters:{ }}<tool_call|>",  # Gemma
+         "{% if tools %}<function=f>{parameters}</function>{{ tool | tojson }}",  # functionary
+         "{% if tool.parameters %}to=functions {% for tool in tools %}",  # gpt-oss
+         """{{ tools }}{"tool_name": "f", "parameters": {}}""",
+         """{{ tools }}<function>{"name": f, "parameters": {}}[{"name": f, "parameters": {}}]""",
+         """{{ tools }}{"name": "f", "about": "f", "parameters": {}}"""),
+    ):  # fmt: skip
+        assert [form_of(template) for template in templates] == [form] * len(templates)
 
 
 # --- What a grammar allows ------------------------------------------------------------------------
 
 
-def fields_of(choice: Any, schema: Any = None, *function: Any) -> dict[str, Any]:
+def fields_of(choice: Any, schema: Any = None, *function: Any, **more: Any) -> dict[str, Any]:
     """What restrict makes of a body with a tool and, if there is a schema, a response_format."""
     fields = {"tools": [tool(*function) if function else TOOLS[0]], "tool_choice": choice}
-    fields |= {"parallel_tool_calls": True, "response_format": {"type": "text"}}
+    fields |= {"parallel_tool_calls": True, "response_format": {"type": "text"}} | more
     if schema:
         holder = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
         fields |= {"response_format": holder, "structured_outputs": structure(holder)}
@@ -146,22 +210,39 @@ def fields_of(choice: Any, schema: Any = None, *function: Any) -> dict[str, Any]
     return fields
 
 
-def allows(structure: Any, text: str) -> bool:
-    """Whether a structure allows a text as the whole reply."""
-    matcher = make_matcher(TOKENIZER, CONFIG, structure)
+def allows(structure: Any, text: str, likeliest: str = "", start: str = "") -> bool:
+    """Whether a structure allows a text to its end, after a start where the model would go on with
+    what is likeliest."""
+    job = Sequence([1], SamplingParams(), CONFIG)
+    job.matcher = make_matcher(TOKENIZER, CONFIG, structure)
+    job.matcher.try_consume_tokens(TOKENIZER.encode(start, add_special=False))
+    if likeliest:
+        scores = torch.zeros(1, CONFIG.vocab_size)
+        scores[0, TOKENIZER.encode(likeliest)[-1]] = 1
+        distribution(scores, [job])
     ids = TOKENIZER.encode(text, add_special=False)
-    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+    return job.matcher.try_consume_tokens(ids) == len(ids) and job.matcher.is_accepting()
 
 
 def test_a_reply_is_calls_or_the_answer():
-    """With a response_format, as agents send it beside their tools, no call was possible; and with
-    a required call it was refused."""
+    """With a response_format, as agents send it beside their tools, no call was possible, or a call
+    came where the model would have said something; with a required call it was refused; one call
+    came again and again."""
     answer, call = '{"sunny": true}', tagged("weather", ROME, "\n")
     sunny = {"type": "object", "properties": {"sunny": {"type": "boolean"}}, "required": ["sunny"]}
     for choice, texts in (("auto", [answer, call]), ("required", [call]), ("none", [answer])):
         only = fields_of(choice, sunny)["structured_outputs"]
         allowed = [text for text in (answer, call, "Sure") if allows(only, text)]
         assert allowed == texts, choice
+    for most in (8, 1):
+        only = fields_of("required", parallel_tool_calls=most > 1)["structured_outputs"]
+        assert allows(only, "\n".join([call] * most))
+        assert not allows(only, "\n".join([call] * (most + 1)))
+    only = fields_of("auto", sunny)["structured_outputs"]
+    for start in ("", "<think>Sunny? </think>\n\n"):
+        for likeliest, texts in (("<", [answer, call]), ("{", [answer, call]), ("S", [answer])):
+            allowed = [text for text in (answer, call) if allows(only, text, likeliest, start)]
+            assert allowed == texts, (start, likeliest)
     fields = fields_of("auto")
     assert "structured_outputs" not in fields
     fields |= {"tool_choice": "required", "structured_outputs": {"regex": "a"}}
@@ -170,22 +251,23 @@ def test_a_reply_is_calls_or_the_answer():
 
 
 def test_what_a_schema_leaves_out():
-    """A call with invented arguments; a keyword that llguidance lacks refused the tool; a function
-    without parameters had no grammar, where it takes any object; a quote in a name."""
+    """A call with invented arguments, as of a function without parameters, until max_tokens; a
+    keyword that llguidance lacks refused the tool; a quote in a name."""
     days = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True}
     name, none = 'say "hi"', {"type": "object", "properties": {}, "additionalProperties": False}
     for parameters, arguments, is_allowed in (
         ({"properties": {"days": days}}, {"days": [1]}, True),
         ({"properties": {"days": days}}, {"days": [1], "x": 5}, False),
-        (None, {}, True), (None, {"x": 5}, True), (None, [], False),
-        (none, {}, True), (none, {"x": 5}, False),
+        *(row for nothing in (None, {}, {"type": "object"}, {"$defs": {}}, none)
+          for row in ((nothing, {}, True), (nothing, {"x": 5}, False), (nothing, [], False))),
+        ({"additionalProperties": {"type": "integer"}}, {"x": 5}, True),
+        ({"anyOf": [{"properties": {"days": days}}]}, {"x": 5}, False),
     ):  # fmt: skip
         only = fields_of("required", None, name, parameters)["structured_outputs"]
         call = tagged(name, arguments, "\n")
         assert allows(only, call) == is_allowed, (parameters, arguments)
         if is_allowed:
-            found = split_calls(call, Tools(FORMS["hermes"], {name: {}}, True), False)
-            assert found == ("", [{"name": name, "arguments": json.dumps(arguments)}])
+            assert read("hermes", call, schemas={name: {}}) == ("", [(name, arguments)])
 
 
 # --- Through OpenAI's client ----------------------------------------------------------------------
@@ -211,40 +293,24 @@ class Reply(NamedTuple):
 
 
 def ask(server: Local, stream: bool = False, messages: Any = HI, **body: Any) -> list[Reply]:
-    """Send a chat by openai's client. Returns the choices, joined from their pieces."""
+    """Send a chat by openai's client. Returns the choices, joined from their pieces as a client
+    would. A call comes whole, in a stream under its index."""
     answer = server.client.chat.completions.create(
         model="shakespeare", messages=messages, stream=stream,
         extra_body={"tools": TOOLS, "max_tokens": 700, "seed": 1} | body,
     )  # fmt: skip
-    if stream:
-        return streamed(answer)
-    replies = [(choice, choice.message.tool_calls or []) for choice in answer.choices]
-    assert all(each.type == "function" for _, calls in replies for each in calls)
-    return [
-        Reply(choice.message.content,
-              [[each.function.name, each.function.arguments, each.id] for each in calls],
-              choice.finish_reason, [])
-        for choice, calls in replies
-    ]  # fmt: skip
-
-
-def streamed(chunks: Any) -> list[Reply]:
-    """Join the chunks of a stream, as a client would. A call's id and name come once, and its
-    arguments may come in pieces."""
     found: dict[int, Reply] = {}
-    for choice in (choice for chunk in chunks for choice in chunk.choices):
-        delta, old = choice.delta, found.get(choice.index)
-        assert (delta.role is None) == bool(old), "only the first delta has the role"
+    for choice in (choice for part in (answer if stream else [answer]) for choice in part.choices):
+        new, old = choice.delta if stream else choice.message, found.get(choice.index)
+        assert (new.role is None) == bool(old), "only the first delta has the role"
         assert not (old and old.reason), "something came after the finish_reason"
         text, calls, _, parts = old or Reply(None, [], None, [])
-        if delta.content:
-            text = (text or "") + delta.content
-            parts.append(delta.content)
-        for each in delta.tool_calls or []:
-            if each.id:
-                assert (each.index, each.type) == (len(calls), "function")
-                calls.append([each.function.name, "", each.id])
-            calls[each.index][1] += each.function.arguments
+        if new.content:
+            text = (text or "") + new.content
+            parts.append(new.content)
+        for each in new.tool_calls or []:
+            assert each.type == "function" and each.id and (not stream or each.index == len(calls))
+            calls.append([each.function.name, each.function.arguments, each.id])
         found[choice.index] = Reply(text, calls, choice.finish_reason, parts)
     assert all(reply.reason for reply in found.values()), "a choice has no finish_reason"
     return [found[i] for i in sorted(found)]
@@ -291,16 +357,6 @@ def test_required(server: Local, monkeypatch: pytest.MonkeyPatch, stream: bool) 
     assert check_calls(reply, "weather", most=2) == ["weather"] * 2
 
 
-def test_a_call_is_streamed_as_one_delta(server: Local) -> None:
-    """Clients add up what comes under one index: a call came twice, or without its index."""
-    body = {"messages": HI, "tools": TOOLS, "stream": True, "max_tokens": 400}
-    events = server.post(CHAT, body | says(f"Look: {A_CALL}")).events[:-1]
-    choices = [json.loads(event)["choices"][0] for event in events]
-    ((call,),) = [c["delta"]["tool_calls"] for c in choices if c["delta"].get("tool_calls")]
-    assert call["function"] == {"name": "weather", "arguments": json.dumps(ROME)}
-    assert call["index"] == 0 and call["id"] and choices[-1]["finish_reason"] == "tool_calls"
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_calls_are_found_in_the_text(server: Local, stream: bool) -> None:
     """A grammar with only one choice makes the model write the text. All at once is faster."""
@@ -312,7 +368,7 @@ def test_calls_are_found_in_the_text(server: Local, stream: bool) -> None:
     for (text, content, calls), job in zip(REPLIES["hermes"], jobs):
         (reply,) = job.result()
         got = [(name, json.loads(arguments)) for name, arguments, _ in reply.calls]
-        assert (got, reply.text or "") == (calls, text if content is ... else content), text
+        assert (got, reply.text or "") == (calls, content), text
         assert reply.reason == ("tool_calls" if calls else "stop"), text
     # Each token's text comes at once; only what may become a tag is held back.
     text = "Good morrow, cousin. Is the day so young? 1 < 2, and <b> is no tag, nor <tools>."
@@ -327,6 +383,23 @@ TEMPLATE = """{% for m in messages %}{{ m.role }}:{{ m.content or '' }};
 {% endfor %}{% endfor %}
 {% if tools %}TOOLS{{ tools | tojson }}{% endif %}{{ tools is none }}"""
 
+ARGUMENTS = {
+    "null": {},
+    "": {},
+    " ": {},
+    "{}": {},
+    '{"a": 1}': {"a": 1},
+    '"{\\"a\\": 1}"': {"a": 1},
+}
+HISTORIES = [  # an assistant's turn, and what the template above writes
+    *((more, ";\n") for more in (
+        {}, {"content": None}, {"content": None, "tool_calls": []}, {"tool_calls": None},
+        {"reasoning_content": "Hm."}, {"content": []}, {"content": ""})),
+    ({"content": None, "refusal": "Nay."}, "Nay.;\n"),
+    *(({"tool_calls": [{"id": "1", "function": {"name": "f", "arguments": text}}]},
+       f";\nf{json.dumps(means)};\n") for text, means in ARGUMENTS.items()),
+]  # fmt: skip
+
 
 def test_the_template_is_given_tools_and_calls(server: Local, monkeypatch) -> None:
     """Tools that were changed, or shown where there are none to call; arguments as OpenAI's JSON
@@ -335,7 +408,7 @@ def test_the_template_is_given_tools_and_calls(server: Local, monkeypatch) -> No
     encode = tokenizer.encode
 
     def spy(text: str, *args: Any, **options: Any) -> list[int]:
-        if text.startswith("user:"):  # grammars are encoded too
+        if text.startswith(("user:", "assistant:")):  # grammars are encoded too
             rendered.append(text)
         return encode(text, *args, **options)
 
@@ -350,6 +423,11 @@ def test_the_template_is_given_tools_and_calls(server: Local, monkeypatch) -> No
     (reply,) = ask(server, messages=[*HI, message, result], max_tokens=300, **says("It is sunny."))
     assert (reply.text, reply.calls, reply.reason) == ("It is sunny.", [], "stop")
     assert f"weather{json.dumps(ROME)};" in rendered[1] and "tool:sunny;" in rendered[1]
+    # Turns without text, as clients and models write them, got a 400.
+    for more, shown in HISTORIES:
+        turn, result["content"] = {"role": "assistant"} | more, None
+        ask(server, messages=[turn, result, *HI], max_tokens=1, tools=[])
+        assert rendered[-1].startswith(f"assistant:{shown}tool:;\nuser:hi;\n"), more
     wrong = message.model_dump(exclude_none=True)
     wrong["tool_calls"][0]["function"]["arguments"] = "{weather"
     server.post(CHAT, {"messages": [*HI, wrong]}).fails(400, "messages[1]")
@@ -369,7 +447,11 @@ WRONG = [
     ({"tool_choice": {"type": "function", "function": {"name": "murder"}}}, "tool_choice"),
     ({"tool_choice": "sometimes"}, "tool_choice"),
     ({"tool_choice": {"type": "function"}}, "tool_choice"),
-    ({"tool_choice": "required", "tools": []}, "tool_choice"),
+    *(({"tool_choice": choice, "tools": tools}, "tool_choice", "needs tools")
+      for choice in ("required", {"type": "function", "function": {"name": "weather"}})
+      for tools in ([], None)),
+    ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": TOOLS}}},
+     "tool_choice", "'allowed_tools' is not supported"),
     ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
      "response_format"),
     ({"tools": TOOLS[0]}, "tools"), ({"tools": ["weather"]}, "tools"),
@@ -381,9 +463,10 @@ WRONG = [
 def test_a_wrong_request_is_refused(server: Local, local: Local) -> None:  # noqa: F811
     """A traceback, or another field. A model was asked to call functions that its template had
     never told it of; a completion has no tools."""
-    for fields, param in WRONG:
+    for fields, param, *words in WRONG:
         body = {"messages": HI, "tools": TOOLS, "max_tokens": 2} | fields
-        server.post(CHAT, body).fails(400, param)
+        message = server.post(CHAT, body).fails(400, param)
+        assert all(word in message for word in words), message
     answer = local.post(CHAT, {"messages": HI, "tools": TOOLS})
     assert "--tool-format" in answer.fails(400, "tools")
     with pytest.raises(openai.BadRequestError, match="tools"):

@@ -56,7 +56,7 @@ import sampling
 import server as server_module
 from around.api import front, listen_at, serve
 from around.api.answers import Choice
-from around.api.function_calls import FORMS, NO_TOOLS
+from around.api.function_calls import FORMS, NO_TOOLS, Reader
 from around.settings import VERSION, SamplingParams
 from around.structured import token_bytes
 from scheduler import Engine
@@ -278,7 +278,8 @@ def test_chunks(local):
 
     tokens, params = Growing([sampling.Token(0, -1.0, (), "0 ")]), SamplingParams(logprobs=0)
     job = SimpleNamespace(params=params, tokens=tokens, text="", finish_reason=None)
-    choice = Choice(0, job, "text", TOKENIZER, "", NO_TOOLS, False)
+    marks = ("", "<think>", "</think>")
+    choice = Choice(0, job, "text", TOKENIZER, marks, False, Reader(NO_TOOLS))
     parts = [choice.take_new() for _ in range(12)]
     found = [text for part in parts if part for text in part["logprobs"]["tokens"]]
     assert found == [f"{i} " for i in range(9)]
@@ -341,7 +342,7 @@ THOUGHTS = [  # before the reply, the reply, what of it was thought, what is sai
     ("<think>\n", "Hm < 5</think>Yes.", "Hm < 5", "Yes."), ("<think>\n", "Hm ...", "Hm ...", ""),
     ("<think>\n\n</think>\n\n", "Yes.", "", "Yes."),
     ("", "  Yes <think>no</think>", "", "  Yes <think>no</think>"),
-    ("", "\n<think>Hm</think>Yes", "Hm", "\nYes"),
+    ("", "\n<think>Hm</think>Yes", "Hm", "Yes"),
 ]  # fmt: skip
 
 
@@ -380,6 +381,12 @@ def test_thoughts(local, monkeypatch):
         assert plain["content"] == made and "reasoning_content" not in plain
     monkeypatch.setattr(tokenizer, "template", "{{ messages[0].content }}<think>")
     assert messages()[0]["reasoning_content"]
+    monkeypatch.setattr(tokenizer, "template", "{{ messages[0].content }}")
+    begun = [{"role": "assistant", "content": "<think>Hm, "}]
+    for goes_on in (True, False):  # a thought that is continued, or only mentioned
+        (reply,) = messages(messages=begun, max_tokens=9, continue_final_message=goes_on)
+        assert ("reasoning_content" in reply) == goes_on
+    monkeypatch.setattr(tokenizer, "template", "{{ messages[0].content }}<think>")
     (chosen,) = messages(structured_outputs={"choice": ["yes", "no"]}, ignore_eos=False)
     assert chosen["content"] in ("yes", "no") and "reasoning_content" not in chosen
     think.append(5)  # the mark is several tokens

@@ -172,19 +172,21 @@ def test_added_tokens(tmp_path):
     """Bugs: "<|im" is found inside "<|im_start|>", as the shorter one is added first; a chat
     model's ids lie beyond tokenizer.model, and decoding them crashes; one that tokenizer.model
     holds as an ordinary piece shows in the output; as a regular expression "<|a|>" matches "<" or
-    nothing; an ordinary added word is not recognised; a mark of function calls has no text."""
+    nothing; an ordinary added word is not recognised; a mark of function calls or of a thought has
+    no text."""
     tokens = ("<|im", "<|im_start|>", "<|im_st")
     llama = read(tmp_path / "a", added(LLAMA_SIZE, *tokens), **BARE["llama"])
     for ours in (llama, read(tmp_path / "b", {}, tokenizer_json=byte_level(*tokens).to_str())):
         short, long, middle = (ours.special[text] for text in tokens)
         assert ours.encode("<|im_start|>", add_special=False) == [long]
         assert ours.encode("<|im_st<|im", add_special=False) == [middle, short]
-    config = added(LLAMA_SIZE, "<|a|>", "[x]", "<tool_call>", "</tool_call>")
+    shown = ("<tool_call>", "</tool_call>", "<think>", "</think>", "[THINK]", "[/THINK]")
+    config = added(LLAMA_SIZE, "<|a|>", "[x]", *shown)
     ours = read(tmp_path, config | {"eos_token": "[x]"}, **BARE["llama"])
     assert ours.eos_id == LLAMA_SIZE + 1
-    ids = ours.encode("<|a|>the <tool_call></tool_call>[x]", add_special=False)
-    assert (ids[0], *ids[-3:]) == (LLAMA_SIZE, *range(LLAMA_SIZE + 2, LLAMA_SIZE + 4), ours.eos_id)
-    assert ours.decode(ids) == "the <tool_call></tool_call>"
+    ids = ours.encode(f"<|a|>the {''.join(shown)}[x]", add_special=False)
+    assert (ids[0], *ids[-7:]) == (LLAMA_SIZE, *range(LLAMA_SIZE + 2, LLAMA_SIZE + 8), ours.eos_id)
+    assert ours.decode(ids) == f"the {''.join(shown)}"
     assert max(ours.encode("< a x | [ >")) < LLAMA_SIZE
     model = train_sentencepiece(user_defined_symbols=["<|im_end|>"])
     i = sentencepiece.SentencePieceProcessor(model_proto=model).piece_to_id("<|im_end|>")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from around.api.function_calls import Tools, split_calls
+from around.api.function_calls import Reader, Tools
 from around.folder import Detokenizer, Tokenizer
 from around.settings import JSON, VERSION
 from around.structured import token_bytes
@@ -36,9 +36,8 @@ def demand(condition: object, *problem: Any) -> None:
         raise Problem(*problem)
 
 
-THINK = "<think>"
-THINK_END = "</think>"
-NO_THOUGHT = THINK + THINK_END  # put in front of an output, it makes all of it the answer
+# What models write around a thought.
+MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 # Where a choice has its text -> the `object` of the answer.
 OBJECTS = dict(text="text_completion", message="chat.completion", delta="chat.completion.chunk")
 
@@ -74,12 +73,12 @@ class Completion:
         for i, request in enumerate(requests):
             request.id = f"{uid}-{i}"
         self.firsts = [request.outputs[0] for request in requests]
-        prefix = NO_THOUGHT
-        if chat and fields["reasoning_format"] != "none":
-            prefix = thought_prefix(api.tokenizer, self.firsts[0])
+        marks = marks_of(api.tokenizer, self.firsts[0], chat, fields["continue_final_message"])
         jobs = [job for request in requests for job in request.outputs]
+        is_raw = fields["reasoning_format"] == "none"
         self.choices = [
-            Choice(i, job, key, api.tokenizer, prefix, tools) for i, job in enumerate(jobs)
+            Choice(i, job, key, api.tokenizer, marks, is_raw, Reader(tools))
+            for i, job in enumerate(jobs)
         ]
 
     def parts(self, wait: Callable) -> Iterator[JSON]:
@@ -135,23 +134,26 @@ class Choice:
     Attributes:
         key: where the text goes: "text" for a completion, "message" for a chat, "delta" for a chat
             that is streamed.
-        prefix: what split_thought needs in front of the output; see thought_prefix.
-        tools: what the reply may call.
-        taken: how many characters of the thought, characters of the answer, tokens with
-            log-probabilities, and calls have been taken; None: nothing has been taken yet.
+        marks: see marks_of.
+        is_raw: whether the thought stays in the text.
+        reader: splits the answer into text and calls.
+        num_thought, num_tokens: how many characters of the thought, and tokens with
+            log-probabilities, have been taken.
         offset: characters in the texts of the tokens that have been taken.
-        ended: whether the last part has been taken.
+        ended: whether the last part has been taken; None: nothing has been taken yet.
     """
 
     index: int
     job: Job
     key: str
     tokenizer: Tokenizer
-    prefix: str
-    tools: Tools
-    taken: tuple[int, int, int, int] | None = None
+    marks: tuple
+    is_raw: bool
+    reader: Reader
+    num_thought: int = 0
+    num_tokens: int = 0
     offset: int = 0
-    ended: bool = False
+    ended: bool | None = None
 
     def take_new(self) -> JSON | None:
         """Return what has been generated since the last call, or None if that is nothing.
@@ -162,26 +164,23 @@ class Choice:
         job = self.job
         reason = job.finish_reason  # read first, because nothing changes after it is set
         self.check_reason(reason)
-        # 1) read the whole output
+        # 1) read what is new. Slices are copies, as the engine's thread may append meanwhile
         is_scored = job.params.logprobs is not None
-        # The tokens are copied, because meanwhile the engine's thread may append to them.
-        tokens = job.tokens[:] if is_scored else []
+        tokens = job.tokens[self.num_tokens :] if is_scored else []
         output = job.text
-        thought, text = split_thought(self.prefix + output)
-        text, calls = split_calls(text, self.tools, bool(reason))
-        has_called = calls and reason == "stop"
-        # 2) leave out what has been taken
-        is_first = self.taken is None
-        thought_start, start, token_start, call_start = self.taken or (0, 0, 0, 0)
-        taken = len(thought), len(text), len(tokens), len(calls)
-        thought = thought[thought_start:]
-        text = text[start:]
-        tokens = tokens[token_start:]
-        calls = calls[call_start:]
+        thought, answer = split_thought(output, *self.marks)
+        text = output if self.is_raw else answer
+        num_calls = len(self.reader.calls)
+        text = self.reader.read(text, bool(reason), len(text) - len(answer))
+        calls = self.reader.calls[num_calls:]
+        thought = "" if self.is_raw else thought[self.num_thought :]
         if self.ended or not (reason or thought or text or tokens or calls):
             return None
-        self.taken = taken
+        # 2) count it as taken
+        is_first = self.ended is None
         self.ended = bool(reason)
+        self.num_thought += len(thought)
+        self.num_tokens += len(tokens)
         if is_first and job.params.prompt_logprobs:  # the body has `echo`; see translate
             prompt, prompt_tokens = self.echo()
             text = prompt + text
@@ -193,22 +192,17 @@ class Choice:
         message["content"] = text
         if calls:
             message["content"] = text or None
-            message["tool_calls"] = self.tool_calls(calls, call_start)
+            message["tool_calls"] = [
+                ({"index": i} if self.key == "delta" else {})
+                | dict(id=f"call_{secrets.token_hex(12)}", type="function", function=call)
+                for i, call in enumerate(calls, num_calls)
+            ]
         return {
             "index": self.index,
             self.key: text if self.key == "text" else message,
             "logprobs": self.logprobs(tokens) if is_scored else None,
-            "finish_reason": "tool_calls" if has_called else reason,
+            "finish_reason": "tool_calls" if self.reader.calls and reason == "stop" else reason,
         }
-
-    def tool_calls(self, calls: list[JSON], start: int) -> list[JSON]:
-        """Return new calls in OpenAI's form; in a stream, with their indices, from `start` on."""
-        made = []
-        for i, call in enumerate(calls, start):
-            index = {"index": i} if self.key == "delta" else {}
-            uid = f"call_{secrets.token_hex(12)}"
-            made.append(index | dict(id=uid, type="function", function=call))
-        return made
 
     def check_reason(self, reason: str | None) -> None:
         """Raise a Problem if the sequence ended with an error."""
@@ -271,29 +265,39 @@ class Choice:
         )
 
 
-def thought_prefix(tokenizer: Tokenizer, job: Job) -> str:
-    """Return what to put in front of a sequence's output for split_thought.
+def marks_of(tokenizer: Tokenizer, job: Job, chat: bool, goes_on: bool) -> tuple:
+    """Return what split_thought needs: what to put in front of a sequence's output, and the marks.
 
-    Some templates begin the thought, so that the output lacks the mark "<think>". Structured output
-    and models without a token for that mark have no thoughts.
+    Some templates begin the thought, and a final message that is continued may break off in one, so
+    that the output lacks the first mark. A structured output does not go on with such a thought,
+    and completions, and models without a token for that mark, have no thoughts: with both marks in
+    front of it, all of an output is the answer.
+
+    Args:
+        goes_on: whether the final message is continued.
     """
-    has_mark = len(tokenizer.encode(THINK, add_special=False)) == 1
-    if job.params.structured_outputs or not has_mark:
-        return NO_THOUGHT
-    return THINK if tokenizer.decode(job.ids[-16:]).rstrip().endswith(THINK) else ""
+    for begin, end in MARKS:
+        if chat and len(tokenizer.encode(begin, add_special=False)) == 1:
+            before = tokenizer.decode(job.ids if goes_on else job.ids[-16:]).rstrip()
+            # In what is continued, anything may follow the mark. A user may name the mark, too.
+            is_open = begin in before.rpartition(end)[2] if goes_on else before.endswith(begin)
+            if not (is_open and job.params.structured_outputs):
+                return begin if is_open else "", begin, end
+    return begin + end, begin, end
 
 
-def split_thought(text: str) -> tuple[str, str]:
-    """Split a reply into the thought and the answer.
+def split_thought(output: str, prefix: str, begin: str, end: str) -> tuple:
+    """Split a reply into the thought and the answer, by what marks_of returns.
 
     In models that think, each mark is one token, so it arrives whole. One case is different: if a
     stop string begins with ">", the last character of a mark is held back at first. Then a stream
-    sends "<think" as part of the answer, or "</think" as part of the thought.
+    sends "<think" as part of the answer, or "</think" as part of the thought. White space before a
+    thought is dropped.
 
     Example: "<think>Hm, </think>Yes" -> "Hm, ", "Yes"; and "Yes" -> "", "Yes"
     """
-    before, _, rest = text.partition(THINK)  # without the mark, `before` is all of the text
+    before, _, rest = (prefix + output).partition(begin)  # without the mark, all is `before`
     if before.strip():
-        return "", text
-    thought, _, answer = rest.partition(THINK_END)
-    return thought, before + answer  # white space, which may have been sent already, stays
+        return "", output
+    thought, _, answer = rest.partition(end)
+    return thought, answer

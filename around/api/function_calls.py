@@ -1,11 +1,11 @@
 """Function calls: the tools that a chat may use, and the calls in what a model writes.
 
 A chat template tells the model which functions there are, and the model was trained to answer with
-calls in the form that its template shows. A call is text like any other. So this file reads the
-whole reply so far, and splits it into text and calls; whatever is no valid call stays text. Where a
+calls in the form that its template shows. A call is text like any other. So this file reads a
+reply as it grows, and splits it into text and calls; whatever is no valid call stays text. Where a
 call is required, a grammar allows nothing else (structured.py). This file knows neither the engine
 nor HTTP. Papers: Schick et al. 2023 (Toolformer, arXiv:2302.04761), Patil et al. 2023 (Gorilla,
-arXiv:2305.15334). Read: FORMS, split_calls, restrict.
+arXiv:2305.15334). Read: FORMS, Reader, restrict.
 
     hermes   I look. <tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>
     llama3   {"name": "weather", "parameters": {"city": "Rome"}}
@@ -13,10 +13,13 @@ arXiv:2305.15334). Read: FORMS, split_calls, restrict.
 
 import json
 import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from around.folder import read_arguments
 from around.settings import JSON, SettingError, check, choose, supported
-from around.structured import closed, structure
+from around.structured import PARTS, closed, structure
 
 
 class Form(NamedTuple):
@@ -25,52 +28,49 @@ class Form(NamedTuple):
     Attributes:
         arguments: the key under which a call has its arguments.
         begin, end: what it writes around a call.
-        between: what it writes between two calls.
-        tag: matches what stands before a call. At the end of the text it also matches an incomplete
-            tag, because the rest may follow.
+        shown: matches the chat templates that show it, and no other.
+        find: finds what stands before a call, in a text from a position on. At the end of the text
+            it also finds what may become that. None: no call can follow.
         close: matches what stands after a call.
     """
 
     arguments: str
     begin: str
     end: str
-    between: str
-    tag: re.Pattern
+    shown: re.Pattern
+    find: Callable
     close: re.Pattern
 
 
-# A run of white space, or nothing. The lookbehind lets the run begin only at its first space. If
-# the search tried each of 4,000 spaces, it would take 0.3 s.
-RUN = r"(?:(?<!\s)\s+)?"
-OPEN = "<tool_call>"
-# The beginnings of OPEN, the longest first: the text so far can end within it.
-CUT = "|".join(OPEN[:length] for length in range(len(OPEN) - 1, 0, -1))
 FORMS = dict(
     # Qwen, Hermes and SmolLM3.
     hermes=Form(
         arguments="arguments",
-        begin=f"{OPEN}\n",
+        begin="<tool_call>\n",
         end="\n</tool_call>",
-        between="\n",
-        # White space, if any, then OPEN before a brace; or, at the end of the text, white space, if
-        # any, then OPEN, a beginning of OPEN, or nothing. So there is always a match.
-        tag=re.compile(rf"{RUN}(?:{OPEN}\s*(?=\{{|\Z)|(?:{CUT})?\Z)"),
-        close=re.compile(r"\s*</tool_call>"),
+        # Qwen3-Coder and GLM have the same marks, but no JSON between them.
+        shown=re.compile(r'(?s)<tool_call>.*"arguments\\?":'),
+        # White space, if any, and the mark before a brace; or, at the end of the text, white space,
+        # if any, and perhaps a part of the mark. So there is always a match. The lookbehind lets
+        # white space begin only at its first space: if the search tried each of 4,000 spaces, it
+        # would take 0.3 s.
+        find=re.compile(r"(?:(?<!\s)\s+)?(?:<tool_call>\s*(?=\{|\Z)|(?:<[a-z_]{0,9})?\Z)").search,
+        close=re.compile(r"\s*(?:</tool_call>|(?=<tool_call>))"),
     ),
-    # Llama 3. A call is an object with no mark around it, so its tag is only the white space and
-    # semicolons before it, if any. The reply is nothing but calls: the first stands at the
-    # beginning of the text, and each other one follows the brace of the one before.
+    # Llama 3. A call is an object with no mark around it. The reply is nothing but calls: the first
+    # stands at the beginning of the text, and each other one behind the one before.
     llama3=Form(
         arguments="parameters",
         begin="",
         end="",
-        between="; ",
-        tag=re.compile(r"(?:\A|(?<=\}))[\s;]*(?=\{|\Z)"),
+        # Others have such an object in a list or behind a mark, or with more between the two keys.
+        shown=re.compile(r'(?<![>\[])\{\\?"name\\?": [^,{}]*, \\?"parameters\\?":'),
+        find=re.compile(r"[\s;,]*(?=\{|\Z)").match,
         close=re.compile(""),
     ),
 )
-END = re.compile(r"\s*\Z")  # matches where nothing but white space is left
-DECODER = json.JSONDecoder(parse_constant=int)  # int() refuses NaN and Infinity
+END = re.compile(r"\s*(?:</?[a-z_]*)?\Z")  # how a reply may end after a call: within a mark
+DECODER = json.JSONDecoder(strict=False)  # models write line breaks into strings
 # How a required call is written. Without limits, a weak model writes white space for ever. Keywords
 # that llguidance lacks have no effect.
 WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ",
@@ -78,11 +78,8 @@ WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 
 
 def form_of(template: str) -> str:
-    """Return the name of the form that a chat template shows its model; "" if it knows no tools, or
-    has another form, such as Qwen3-Coder's <tool_call><function=f>."""
-    if OPEN in template:
-        return "" if "<function=" in template else "hermes"
-    return "llama3" if "tools" in template and "parameters" in template else ""
+    """Return the name of the form that a chat template shows its model; "" if it shows none."""
+    return next((name for name, form in FORMS.items() if form.shown.search(template)), "")
 
 
 # --- What a request may call ----------------------------------------------------------------------
@@ -113,9 +110,8 @@ def tools_of(fields: JSON, form: Form | None) -> Tools:
     """
     schemas = {}
     for i, tool in enumerate(fields["tools"]):
-        check(f"tools[{i}]", tool, dict)
         at = f"tools[{i}].function"
-        function = check(at, tool.get("function"), dict)
+        function = check(at, check(at, tool, dict).get("function"), dict)
         name = check(f"{at}.name", function.get("name"), str)
         schemas[name] = check(f"{at}.parameters", function.get("parameters") or {}, dict)
     if not schemas or fields.get("tool_choice") == "none":
@@ -134,117 +130,125 @@ def restrict(fields: JSON, tools: Tools) -> None:
     Raises:
         SettingError: the choice is unknown, or names a function that is not in `tools`.
     """
-    schemas = tools.schemas
     choice = fields.get("tool_choice", "auto")
+    if choice not in ("auto", "none") and not tools.schemas:
+        raise SettingError("tool_choice", "needs tools")
     if isinstance(choice, dict):  # one function by name
-        name = check("tool_choice", choice.get("function"), dict).get("name")
-        schemas = {name: choose("tool_choice", name, schemas)}
+        supported("tool_choice[type]", choice.get("type", "function"), "function")
+        name = check("tool_choice[function]", choice.get("function"), dict).get("name")
+        tools = Tools(tools.form, {name: choose("tool_choice", name, tools.schemas)}, False)
         choice = "required"
-        tools = tools._replace(is_parallel=False)
-    known = ("auto", "none", "required") if schemas else ("auto", "none")
-    supported("tool_choice", choice, *known)
+    supported("tool_choice", choice, "auto", "none", "required")
     answer = None if choice == "required" else structure(fields["response_format"]).get("json")
-    if choice == "required" or (schemas and answer):
-        grammar = grammar_of(tools._replace(schemas=schemas), answer)
-        fields["structured_outputs"] = {"grammar": grammar}
+    if choice == "required" or (tools.schemas and answer):
+        fields["structured_outputs"] = {"grammar": grammar_of(tools, answer)}
 
 
 def grammar_of(tools: Tools, answer: JSON | None) -> str:
-    """Return a grammar that allows nothing but calls; or, if `answer` is a schema, JSON of it."""
+    """Return a grammar that allows nothing but calls; or, if `answer` is a schema, JSON of it, and
+    a thought before either."""
     form = tools.form
     calls = []
-    for i, (name, schema) in enumerate(tools.schemas.items()):
-        # With an $id of its own, "#/$defs" in a function's schema means the $defs of that schema,
-        # and not those of the whole schema.
-        arguments = {"$id": f"call:{i}"} | closed(schema) | {"type": "object"}
-        calls.append(
-            dict(
-                type="object",
-                properties={"name": {"const": name}, form.arguments: arguments},
-                required=["name", form.arguments],
-                additionalProperties=False,
-            )
-        )
-    begin, end, between = map(json.dumps, (form.begin, form.end, form.between))
-    more = f"({between} call)*" if tools.is_parallel else ""
-    any_of = json.dumps({"anyOf": calls, "x-guidance": WRITTEN})
-    rules = f"calls: call {more}\ncall: {begin} object {end}\nobject: %json {any_of}\n"
+    for name, schema in tools.schemas.items():
+        call = f'{form.begin}{{"name": {json.dumps(name)}, "{form.arguments}": '
+        if not PARTS & schema.keys():  # else its properties stand elsewhere
+            schema = {"properties": {}} | schema  # OpenAI: a function that lists none has none
+        arguments = closed(schema) | {"type": "object", "x-guidance": WRITTEN}
+        calls.append(f"{json.dumps(call)} %json {json.dumps(arguments)}")
+    # Without a limit, a weak model writes one call again and again.
+    more = '("\\n" call){0,7}' if tools.is_parallel else ""
+    rules = f"calls: call {more}\ncall: ({' | '.join(calls)}) {json.dumps('}' + form.end)}\n"
     if answer is None:
         return rules + "start: calls"
-    return rules + f"start: calls | answer\nanswer: %json {json.dumps(closed(answer))}"
+    # Where prose is forbidden, the beginning of a call may beat a brace although the model would
+    # say something. So the sampler takes <|otherwise|> unless the model begins a call by itself.
+    start = (
+        'start: ("<think>" thought)? /[ \\n]{0,4}/ (calls | answer | <|otherwise|> answer)\n'
+        'thought[suffix="</think>"]: /(.|\\n)*/\nanswer: %json '
+    )
+    return rules + start + json.dumps(closed(answer))
 
 
 # --- What a reply calls ---------------------------------------------------------------------------
 
 
-def split_calls(text: str, tools: Tools, ended: bool) -> tuple[str, list[JSON]]:
-    """Split a reply into its text and its calls.
+@dataclass
+class Reader:
+    """Splits a reply, as it grows, into its text and its calls.
 
-    Until the reply has ended, this leaves out text that may still become a call, and white space
-    that may stand before a call. If text begins like a call but cannot be read as one, it may be
-    incomplete or wrong, and only the end of the reply tells which. Until then, this text and all
-    that follows it are left out. So what this returns only grows with the reply.
-
-    Args:
-        text: the reply so far.
+    Attributes:
         tools: the functions that it may call. A call of another one is text.
-        ended: whether the reply is complete.
+        start: what stands before it has been read.
+        calls: the name and the arguments, as JSON, of each call so far; without is_parallel, of the
+            first.
+    """
+
+    tools: Tools
+    start: int = 0
+    calls: list = field(default_factory=list)
+
+    def read(self, text: str, ended: bool, quiet: int = 0) -> str:
+        """Read what is new, and return it without its calls, which join `calls`.
+
+        Until the reply has ended, this waits at text that may still become a call, and at white
+        space that may stand before a call. If text begins like a call but cannot be read as one, it
+        may be incomplete or wrong, and only the end of the reply tells which. Until then, this text
+        and all that follows it wait. So nothing that has been returned changes as the reply grows.
+
+        Args:
+            text: the reply so far, from its beginning.
+            ended: whether it is complete.
+            quiet: before it there are no calls, as it is a thought.
+
+        Returns:
+            The text, less the white space directly before a call and, if there are calls, at the
+            end.
+
+        Example:
+            'Look: <tool_call>{"name": "f", "arguments": {}}</tool_call>' -> "Look:" and a call
+            'Look: <tool_call>{"name": "f",' -> "Look:"; if it has ended, the whole text
+        """
+        shown = ""
+        find = self.tools.form.find
+        tag = self.tools.schemas and find(text, max(self.start, quiet))
+        while tag and tag.end() < len(text):
+            call, end = read_call(text, tag.end(), self.tools, ended)
+            if not (call or ended):
+                break  # no call yet, or never one: only the end of the reply will tell
+            shown += text[self.start : tag.start() if call else end]
+            if call and (self.tools.is_parallel or not self.calls):
+                self.calls.append(call)
+            self.start = end
+            # llama3's mark can be empty. From its own place it would be found again, for ever.
+            tag = find(text, max(end, tag.start() + 1))
+        if not tag:
+            self.tools = NO_TOOLS
+        stop = len(text) if ended or not tag else tag.start()
+        shown += text[self.start : stop]
+        self.start = stop
+        return shown.rstrip() if ended and self.calls else shown
+
+
+def read_call(text: str, start: int, tools: Tools, ended: bool) -> tuple:
+    """Read the call that begins at `start`. At the end of a reply its closing mark may be missing
+    or cut: small models leave it out, and a stop string or max_tokens cuts it.
 
     Returns:
-        The text, less the white space directly before a call and, if there are calls, at the end;
-        and each call's name and arguments (as JSON).
-
-    Example:
-        'Look: <tool_call>{"name": "f", "arguments": {}}</tool_call>' -> "Look:" and a call
-        'Look: <tool_call>{"name": "f",' -> "Look:" and no call; if it has ended, the whole text
+        Its name and arguments, or None if there is no valid call; and where it ends, or the JSON.
     """
-    # In llama3, whose calls have no mark, a reply that does not begin with a brace has no calls.
-    is_text = not tools.form.begin and text.lstrip(" \t\r\n;")[:1] not in ("", "{")
-    if is_text or not tools.schemas:
-        return text, []
-    # The search finds a tag before a brace or, at the end of the text, a tag that may be incomplete
-    # or even empty. In hermes it always finds one of the two. In llama3 it may find none.
-    find = tools.form.tag.search
-    shown = ""
-    calls: list[JSON] = []
-    start = 0  # all before it has been split
-    tag = find(text)
-    while tag and tag.end() < len(text):
-        call, end = read_call(text, tag.end(), tools, ended)
-        if call:
-            shown += text[start : tag.start()]
-            calls.append(call)
-        elif ended:
-            shown += text[start:end]  # this is no call, so the tag is text
-        else:
-            break  # no call yet, or never one: only the end of the reply will tell
-        start = end
-        # llama3's tag can be empty. A search from its own place would find it again, for ever.
-        tag = find(text, max(end, tag.start() + 1))
-    if ended or not tag:
-        shown += text[start:]
-    else:  # hold back what may become a call: it is not complete, or its tag is at the end
-        shown += text[start : tag.start()]
-    if calls:
-        shown = shown.rstrip()
-    return shown, calls if tools.is_parallel else calls[:1]
-
-
-def read_call(text: str, start: int, tools: Tools, ended: bool) -> tuple[JSON | None, int]:
-    """Read the call that begins at `start`. At the end of a reply its closing tag may be missing:
-    small models leave it out, and a stop string cuts it off.
-
-    Returns:
-        Its name and arguments, and where it ends; None and `start` if there is no valid call.
-    """
+    end = start
     try:
         call, end = DECODER.raw_decode(text, start)
         close = tools.form.close.match(text, end) or (ended and END.match(text, end))
-        arguments = call[tools.form.arguments]
-        if close and call["name"] in tools.schemas and isinstance(arguments, dict):
-            # A number that is too large has become Infinity, which is no JSON.
-            arguments = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        if close and call["name"] in tools.schemas:
+            # Models write the key of another form, too. JSON has no NaN, and no Infinity, which a
+            # number that is too large has become.
+            arguments = json.dumps(
+                read_arguments(call.get("arguments") or call.get("parameters")),
+                ensure_ascii=False,
+                allow_nan=False,
+            )
             return dict(name=call["name"], arguments=arguments), close.end()
     except (ValueError, TypeError, KeyError, RecursionError):
         pass
-    return None, start
+    return None, end

@@ -244,7 +244,8 @@ def check_message(message: JSON, name: str) -> None:
         for part in parts:
             supported("content of type", part.get("type", "text"), "text")
             check("text", part["text"], str)
-        check("content", content, str | list | None if message.get("tool_calls") else str | list)
+        # The text of a turn can be nothing but calls, a thought, a refusal or an empty result.
+        check("content", content, str | list if message["role"] == "user" else str | list | None)
         plain_turn(message)  # encode_chat does it too; here the error names the message
     except Exception as error:  # of any kind, as values have any type
         raise Problem(400, f"role, content or tool_calls are wrong: {error}", name) from None

@@ -4,7 +4,7 @@ The door is what is imported here. Every family has been compared with `transfor
 logit.
 """
 
-from .chat import PLAIN_TEMPLATE, plain_turn
+from .chat import PLAIN_TEMPLATE, plain_turn, read_arguments
 from .config import load_config, suggested
 from .text import Detokenizer, Ids, TextStream
 from .tokenizer import Tokenizer

@@ -4,6 +4,7 @@ import json
 import time
 from contextlib import suppress
 from functools import cache, partial
+from typing import Any
 
 from jinja2.sandbox import ImmutableSandboxedEnvironment as Sandbox
 
@@ -29,28 +30,36 @@ END = "\U000f5ec3\U000f5ec4"
 
 def plain_turn(message: JSON) -> JSON:
     """Return a message of OpenAI's API as chat templates expect it: without nulls, except that a
-    null content becomes Null(); without an empty list of calls; and with the arguments of calls as
-    objects."""
+    content that is null or left out becomes the refusal, if there is one, or Null(); without an
+    empty list of calls; and with the arguments of calls as objects."""
     turn = without_nulls(message)
-    if message.get("content", "") is None:
-        turn["content"] = Null()
+    turn.setdefault("content", turn.get("refusal", Null()))
     if "reasoning" in turn:  # vLLM's name of a thought; most templates know the other
         turn.setdefault("reasoning_content", turn["reasoning"])
     calls = [without_nulls(call) for call in turn.pop("tool_calls", [])]
     for call in calls:
         function = without_nulls(call["function"])
-        arguments = function.get("arguments") or {}
-        if isinstance(arguments, str):
-            arguments = json.loads(arguments)
-        call["function"] = function | {"arguments": Arguments(arguments)}
+        call["function"] = function | {"arguments": read_arguments(function.get("arguments"))}
     if calls:
         turn["tool_calls"] = calls
     return turn
 
 
+def read_arguments(arguments: Any) -> "Arguments":
+    """Read a call's arguments as clients and models write them: an object, a text of JSON, or such
+    a text as a string of JSON. No text, null and what else is empty mean that there are none.
+
+    Raises:
+        ValueError, TypeError: it is no JSON, or no object.
+    """
+    while isinstance(arguments, str):
+        arguments = json.loads(arguments.strip() or "null", strict=False)
+    return Arguments(**(arguments or {}))  # ** refuses a list, which dict() takes for pairs
+
+
 class Null(str):
-    """A content that is null. A template's `is none` holds for it (see CHAT.tests below), and where
-    it is printed or added to a text, it is empty."""
+    """A content that is null or left out. A template's `is none` holds for it (see CHAT.tests
+    below), and where it is printed or added to a text, it is empty."""
 
 
 class Arguments(dict):

@@ -34,8 +34,8 @@ class Tokenizer:
     Attributes:
         vocab_size: the highest id + 1; the model's V may be larger.
         special: the text of each special token -> its id. Encoding recognises these texts, as
-            Hugging Face does, and decoding leaves special tokens out, except <tool_call> and its
-            like.
+            Hugging Face does, and decoding leaves special tokens out, except the marks of calls and
+            thoughts.
         prefix, suffix: the ids that encode() puts around a text, such as BOS.
         piece: a function from an id to its entry in the vocabulary.
         byte_level: whether these entries spell bytes as GPT-2 does.
@@ -73,8 +73,9 @@ class Tokenizer:
                 added[int(i)] = {"special": token["content"] in named} | token
             read = self._read_fast if (path / "tokenizer.json").is_file() else self._read_slow
             read(path, added, named)
-            # The marks of function calls are shown, as calls are found in the text.
-            self._hidden = {i for text, i in self.special.items() if "tool_call>" not in text}
+            # The marks of function calls and thoughts are shown, as both are found in the text.
+            marks = r"tool_call>|think>|THINK\]"
+            self._hidden = {i for text, i in self.special.items() if not re.search(marks, text)}
             templates = self._read_templates(path)
         self.template = templates.get("default", NO_DEFAULT) if templates else PLAIN_TEMPLATE
         self.tool_template = templates.get("tool_use", self.template)

@@ -18,7 +18,7 @@ import torch
 from common import SHAKESPEARE, bundled
 
 from around.api import ServerArgs, listen_at
-from around.api.function_calls import FORMS, Form, Tools, form_of, split_calls
+from around.api.function_calls import FORMS, Form, Reader, Tools, form_of
 from around.api.requests import API
 from around.folder import Detokenizer, Tokenizer
 from around.machine import Ranks
@@ -78,6 +78,12 @@ def form(name: str) -> Form:
 
 
 # --- Text and calls -------------------------------------------------------------------------------
+
+
+def split_calls(text: str, tools: Tools, ended: bool) -> tuple[str, list]:
+    """Split a reply, as far as it has come, into its text and its calls."""
+    reader = Reader(tools)
+    return reader.read(text, ended), reader.calls
 
 
 def written(form: str, *calls: tuple[str, Any], space: str = "") -> str:
@@ -176,7 +182,7 @@ def test_calls_come_when_they_are_complete(name: str) -> None:
 
 
 TEMPLATES = {
-    "hermes": "{{ tools }} <tool_call> parameters",
+    "hermes": '{{ tools }} <tool_call>{"name": name, "arguments": {}}</tool_call> parameters',
     "llama3": '{%- if tools %}{"name": function name, "parameters": ...}',
     "": "{{ messages }}",
     "mistral": '{{ tools }} parameters {{ "[TOOL_CALLS] [" }}',
@@ -382,7 +388,7 @@ def test_several_calls(local: Local, stream: bool) -> None:
 def test_the_grammar_is_this_form(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
     """Look at what the model has written, before it is split into text and calls."""
     ask(local, max_tokens=1)
-    monkeypatch.setattr("around.api.answers.split_calls", lambda text, tools, ended: (text, []))
+    monkeypatch.setattr(Reader, "read", lambda self, text, *_: text)
     (reply,) = ask(local, **ONE)
     begins = r"\[TOOL_CALLS\] ?" + ("[a-z]+" if local.form == "mistral_args" else r"\[ ?\{")
     assert re.match(begins, reply.text or ""), f"this is not the form {local.form!r}: {reply.text}"
