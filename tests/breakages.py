@@ -101,7 +101,7 @@ BREAKAGES = r"""
     lambda signum, frame: pressed.append(signum)) ~> signal.SIG_IGN)
 # around/structured.py: structured words server
     tokenizer.eos_ids(config) & {*range(config.vocab_size)} ~> tokenizer.eos_ids(config)
-    value if key in ("const", "enum") else close_objects(value) ~> close_objects(value)
+    value if key in ("const", "enum") else tidy(value, closes) ~> tidy(value, closes)
 # around/api/requests.py: server
     if alias in given: ~> if alias:
     fields.get("max_tokens", 1) ~> fields.get("max_tokens", 0)

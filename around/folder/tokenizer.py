@@ -42,7 +42,6 @@ class Tokenizer:
         template, tool_template: the chat template, and the one for chats with tools; in most
             folders these are one.
         chat_stop: stop strings that chats need.
-        is_bare: whether a rendered chat still needs BOS and EOS, which most templates write.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -81,7 +80,6 @@ class Tokenizer:
         self.tool_template = templates.get("tool_use", self.template)
         # With the plain template a model would go on and write the user's next turn.
         self.chat_stop = () if templates else ("\n\n",)
-        self.is_bare = not templates
 
     @property
     def bos_id(self) -> int | None:
@@ -92,6 +90,11 @@ class Tokenizer:
     def eos_id(self) -> int | None:
         """EOS, if the checkpoint has one."""
         return self.special.get(self.config.get("eos_token", ""))
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether a rendered chat still needs BOS and EOS, which other templates write."""
+        return self.template is PLAIN_TEMPLATE
 
     def encode(self, text: str, add_special: bool = True) -> Ids:
         """Turn text into ids, with BOS and EOS if the checkpoint asks for them.
