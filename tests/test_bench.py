@@ -1,10 +1,6 @@
 """Each command of bench.py on a tiny model: what it measures, records, shows and refuses."""
 
 import json
-import signal
-import subprocess
-import tempfile
-from argparse import Namespace
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -109,41 +105,6 @@ def test_throughput_and_others(measure):
     kv = 2 * 4 * 2 * 16 * 4 * 129 / 30e6  # k and v, layers, heads, their size, bytes, tokens; to ms
     assert three["read_ms"] - one["read_ms"] == pytest.approx(2 * kv)
     assert three["token_ms"] == pytest.approx(three["step_ms"] / 3)
-
-
-def test_quality(measure, tmp_path, monkeypatch):
-    """The calibration text is scored too; the plain model is scored in place of a quantised one."""
-    letters = Namespace(encode=lambda text: [ord(letter) % 40 for letter in text])
-    monkeypatch.setattr(bench, "Tokenizer", lambda checkpoint: letters)
-    folder, text = tiny_folder(tmp_path / "plain"), tmp_path / "text"
-    text.write_text("To be, or not to be, that is the question:\n" * 40)
-    rows, _ = measure("quality --group-size 32", "--checkpoint", folder, "--text", text)
-    plain, int8, cache, rtn, gptq = rows.values()
-    assert plain["kl_nats"] == plain["more"] == 0
-    assert 0 < int8["kl_nats"] < gptq["kl_nats"] < rtn["kl_nats"] and 0 < cache["kl_nats"] < 0.01
-    assert plain["weights_mb"] == cache["weights_mb"] > int8["weights_mb"] > rtn["weights_mb"]
-
-
-@pytest.mark.nightly
-def test_versus(measure, tmp_path, monkeypatch):
-    """An engine that is not there, or fails, ends the others; weights, or busy processes, stay."""
-    made, popen = [], subprocess.Popen
-    watched = lambda *args, **options: made.append(popen(*args, **options)) or made[-1]  # noqa: E731
-    monkeypatch.setattr(subprocess, "Popen", watched)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    vllm = "print('a banner')\n__version__ = '1'\nclass LLM:\n    def __init__(self, **_): "
-    (tmp_path / "vllm.py").write_text(vllm + "raise OSError('\\nno such weights\\nor so')\n")
-    absent = "raise ModuleNotFoundError('No module', name='llama_cpp')"
-    (tmp_path / "llama_cpp.py").write_text(absent)
-    words = "versus --prompt-tokens 20 --new-tokens 8 --sequences 3 --threads 1 --eager --repeat 2 "
-    rows, page = measure(words + "--sampling qwen --busy 1 --peers vllm llama_cpp transformers")
-    assert [*rows] == ["one sequence", "prefill of 20 tokens", "3 sequences"]
-    for row in rows.values():
-        assert [*row] == ["kilolm", "transformers", "transformers_times"] and min(row.values()) > 0
-    assert "\nllama_cpp: not inst" in page and "\nvllm: OSError: no such weights  \n" in page
-    assert not [*tmp_path.glob("tmp*")]
-    assert "while" in made[0].args[2] and made[0].wait(5) == -signal.SIGKILL
 
 
 def test_random_models(tmp_path):

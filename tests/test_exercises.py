@@ -102,29 +102,15 @@ def test_fails_as_it_is_and_passes_when_solved(name, tmp_path):
     assert solved[0] == plain[0], "what the exercise is not about has changed"
 
 
-def test_pages_and_solutions(tmp_path):
-    """A solution that no longer fits; a page that names a file which is gone, or another size than
-    the solution's; an exercise that nobody finds; a group that begins with the hardest."""
-    tree, table = copy_tree(tmp_path / "tree"), (FOLDER / "README.md").read_text()
+def test_solutions_fit(tmp_path):
+    """A solution that no longer fits; a page that names a file which is gone."""
+    tree = copy_tree(tmp_path / "tree")
     for name in NAMES:
         problem = apply_patch(tree, name, "--check")
         assert not problem, problem
         page = (FOLDER / f"{name}.md").read_text()
         patch = (FOLDER / "solutions" / f"{name}.patch").read_text()
-        assert page.startswith(f"# {int(name[:2])}. ")
-        assert f"python -m pytest {EXERCISES}/test_{name.replace('-', '_')}.py" in page
         touched = re.findall(r"^\+\+\+ b/(.+)$", patch, re.MULTILINE)
         assert touched and all(f"`{file}" in page for file in touched), f"{name}: {touched}"
         for file in {*re.findall(r"`(?:python )?([\w/]+\.py)\b", page)} - {*touched}:
             assert (ROOT / file).is_file(), f"{name}: {file} does not exist"
-        (size,) = re.findall(r"The reference takes about (\d+) lines", page)
-        added = len(re.findall(r"^\+(?!\+\+ )", patch, re.MULTILINE))
-        assert abs(added - int(size)) <= max(3, added // 6) and added <= 100, f"{name}: {added}"
-    row, listed = r"^\| (\d+) \| \[.+\]\((.+)\.md\) \| .+ \| (★{1,3}) \| .+ \|$", []
-    for group in table.split("\n**"):
-        rows = re.findall(row, group, re.MULTILINE)
-        order = [(len(stars), int(number)) for number, _, stars in rows]
-        assert order == sorted(order), "in rising difficulty"
-        assert all(file.startswith(f"{int(number):02}-") for number, file, _ in rows)
-        listed += [file for _, file, _ in rows]
-    assert sorted(listed) == NAMES

@@ -19,9 +19,9 @@ from torch import nn
 
 from around.folder import is_tied, load_model, named_tensors
 from around.settings import CheckpointError
-from quantize import QuantLinear, group_scales, linears, quantize_model, round_to_nearest
+from quantize import QuantLinear, linears, quantize_model, round_to_nearest
 from tools import convert
-from tools.convert import best_scales, calibrate, gptq
+from tools.convert import calibrate, gptq
 
 
 def correlated(rows, K, rank):
@@ -56,31 +56,6 @@ def test_errors_are_made_up_for(bits, group_size):
     ours = output_error(weight, H, bits, gptq(weight, H, bits, group_size))
     nearest = output_error(weight, H, bits, round_to_nearest(weight, bits, group_size))
     assert nearest > 10 * ours > 0
-
-
-def test_best_scales():
-    """A group that is worse off than with the plain scale; the importance of another channel."""
-    weight, importance = torch.randn(20, 192), torch.rand(192) + 0.1
-    weight[3, 32:64] = 0
-
-    def error(scales, zeros):
-        q = rounded(weight, scales, zeros, bits).unflatten(1, (-1, 32))
-        w = scales[..., None] * (q - zeros[..., None])
-        return ((w.flatten(1) - weight).square() * importance).unflatten(1, (-1, 32)).sum(-1)
-
-    for bits in (8, 4):
-        plain = error(*group_scales(weight.unflatten(1, (-1, 32)), bits))
-        best = error(*best_scales(weight, importance, bits, 32))
-        assert (best <= plain).all()
-        # With 8 bits, steps are so fine that cutting anything off costs more than it gains.
-        assert (best < plain).float().mean() > 0.5 if bits == 4 else torch.equal(best, plain)
-    weight[:, 64] = 4.0  # an outlier that matters, or does not
-    importance[64] = 1e6
-    wide, _ = best_scales(weight, importance, 4, 32)
-    importance[64] = 1e-6
-    narrow, _ = best_scales(weight, importance, 4, 32)
-    assert narrow[:, 2].mean() < 0.95 * wide[:, 2].mean()
-    assert torch.equal(narrow[:, [0, 1, 3, 4, 5]], wide[:, [0, 1, 3, 4, 5]])
 
 
 def test_dead_channels_and_few_rows():
@@ -169,26 +144,6 @@ def test_each_linear_is_calibrated_on_what_the_quantised_ones_before_it_give(mon
     calibrate(model, ids, "int4", 32)
     block = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
     assert seen == [f"layers.{i}.{name}" for i in range(3) for name in block] + ["lm_head"]
-
-
-def test_samples_are_spread_over_the_text(tmp_path, monkeypatch):
-    """Only the beginning of a long text, or windows past its end; a singular H and weights fitted
-    to a few words; minutes of work before the Linear that does not fit the group size."""
-    folder = tiny_folder(tmp_path)  # 96 channels at most, windows of 64
-    for most, n, count in [(128, 200, 3), (2, 640, 2), (4, 640, 4)]:
-        model, ids, seen = load_model(folder), tiny_text(n), []
-        monkeypatch.setattr(convert, "SAMPLES", most)
-        embed = model.embed_tokens
-        embed.register_forward_pre_hook(lambda _, x, seen=seen: seen.append(x[0].tolist()))
-        calibrate(model, ids, "int4", 32)
-        starts = [i for i in range(n - 63) if ids[i : i + 64] in seen]
-        assert (len(seen), len(starts), starts[0], starts[-1]) == (count, count, 0, n - 64)
-    few = [(n, 32, f"{n} tokens, too short: 96 input .* at least 128") for n in (0, 10, 127)]
-    for n, group_size, message in [*few, (640, 64, "64 does not divide 96 input channels")]:
-        model = load_model(folder)
-        with pytest.raises(ValueError, match=message):
-            calibrate(model, tiny_text(n), "int4", group_size)
-        assert len(linears(model)) == 9
 
 
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]

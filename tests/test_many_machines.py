@@ -3,7 +3,6 @@ servers."""
 
 import contextlib
 import http.client
-import json
 import signal
 import socket
 import subprocess
@@ -147,32 +146,4 @@ def test_replicas_that_go(proxy, replicas):
     assert len([gap for gap in gaps if gap > 5e-4]) > len(gaps) / 4, sorted(gaps)[-5:]
 
 
-ONE_SESSION = {"Content-Type": "application/json", "X-Session": "of all"}
 # proxy -> how many of that many requests with one key each replica has, the home last.
-BOUNDS = {"haproxy": {40: [0, 13, 27]}, "nginx": {40: [0, 8, 32], 96: [32, 32, 32]}}
-
-
-@pytest.mark.nightly
-def test_who_gets_a_request(proxy, replicas):
-    """A session whose requests go to all replicas; all sessions with one of them. A session that
-    all users share: all of its requests went to its home, or to any replica."""
-
-    def ask(session, text):
-        body = {"max_tokens": 4, "messages": [{"role": "user", "content": text}]}
-        headers = {"X-Session": session} if session else {}
-        return place(replicas, lambda: proxy.post("/v1/chat/completions", body, **headers))
-
-    sessions = {i: {ask(f"session {i}", f"text {i * j}") for j in range(3)} for i in range(12)}
-    beginnings = [{ask("", f"{i} " * 300 + str(j)) for j in range(3)} for i in range(12)]
-    for places in (sessions.values(), beginnings):
-        assert all(len(each) == 1 for each in places) and len(set.union(*places)) > 1
-    with contextlib.ExitStack() as stack:
-        for requests, counts in BOUNDS[proxy.kind].items():
-            for _ in range(requests - sum(inside(replicas))):
-                connection = stack.enter_context(contextlib.closing(proxy.open()))
-                connection.request("POST", COMPLETIONS, json.dumps(LONG), ONE_SESSION)
-            until(lambda n=requests: sum(inside(replicas)) == n)
-            # HAProxy's threads count the requests of each other one too late, now and then.
-            assert sorted(inside(replicas)) == pytest.approx(counts, abs=2)
-        if proxy.kind == "nginx":  # all are full
-            assert proxy.post(COMPLETIONS, SHORT).status == 502

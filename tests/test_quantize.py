@@ -6,7 +6,6 @@ The oracle of every packed form is the plain product in float64 with QuantLinear
 import copy
 import itertools
 import json
-import os
 import pickle
 import shutil
 import weakref
@@ -14,7 +13,6 @@ import weakref
 import pytest
 import torch
 from conftest import SHAKESPEARE
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tiny import edit_config, tiny_folder
 from torch import nn
@@ -502,42 +500,6 @@ def fails(capsys, *argv):
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and err.startswith("convert.py: error: ")
     return err
-
-
-def test_what_is_copied(tmp_path):
-    """A folder without its tokenizer; modes copied, so that only who wrote the result may read it;
-    a dangling link or a folder that ends the work late; an index, whose shards are gone."""
-    source, out = tmp_path / "source", tmp_path / "out"
-    shutil.copytree(SHAKESPEARE, source)
-    index = dict.fromkeys(load_file(source / "model.safetensors"), "model-1.safetensors")
-    (source / "model.safetensors").rename(source / "model-1.safetensors")
-    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    (source / "pytorch_model.bin").write_text("pickled")
-    (source / "README.md").symlink_to(tmp_path / "nowhere")
-    (source / "folder.json").mkdir()
-    (source / "config.json").chmod(0o400)
-    umask = os.umask(0o022)
-    assert cli("--checkpoint", source, "--mode", "int8", "--out", out) == 0
-    os.umask(umask)
-    modes = {file.name: file.stat().st_mode & 0o777 for file in (out, *out.iterdir())}
-    assert modes == {"out": 0o755} | {file.name: 0o644 for file in SHAKESPEARE.iterdir()}
-
-
-def test_failing_midway_leaves_nothing_behind(tmp_path, capsys, monkeypatch):
-    """Half a folder that looks like a checkpoint, or a hidden one of gigabytes; a traceback."""
-    argv = ("--checkpoint", tiny_folder(tmp_path / "plain"), "--mode", "int8")
-    for error in (SafetensorError("disk full"), OSError("disk full"), KeyboardInterrupt()):
-
-        def failing(tensors, file, *more, error=error):
-            file.write_bytes(b"half")
-            raise error
-
-        monkeypatch.setattr(convert, "save_file", failing)
-        if isinstance(error, KeyboardInterrupt):
-            assert cli(*argv, "--out", tmp_path / "out") == 130
-        else:
-            assert "disk full" in fails(capsys, *argv, "--out", tmp_path / "out")
-        assert [file.name for file in tmp_path.iterdir()] == ["plain"]
 
 
 def test_errors_of_use(quantised, tmp_path, capsys):

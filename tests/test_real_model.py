@@ -13,8 +13,6 @@ import importlib.util
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -107,21 +105,3 @@ def test_tokens_are_those_of_transformers(folder, words):
         llm = LLM(folder, dtype="float32", max_seq_len=2048, **way)
         got = llm.generate(prompts, GREEDY)
         assert [request.outputs[0].output_ids for request in got] == expected, way
-
-
-@pytest.mark.nightly
-def test_a_chat(folder, words):
-    """Three turns, in which the model knows what was said before; and the template."""
-    asked = "What is the capital of France?\n\nWhich country did I ask about?\nThank you!\n"
-    # In bfloat16 the first two words nearly tie, and on some processors the other one wins.
-    options = "--max-tokens", "40", "--temperature", "0", "--dtype", "float32"
-    command = sys.executable, "generate.py", "--chat", *options, "--checkpoint", folder
-    done = subprocess.run(command, cwd=ROOT, input=asked, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "Paris" in done.stdout and "France" in done.stdout
-    assert done.stderr.count("new tokens after") == 3
-    theirs = AutoTokenizer.from_pretrained(folder)
-    hi, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}
-    for chat in ([hi], [{"role": "system", "content": "Be brief."}, hi], [hi, answer, hi]):
-        want = theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-        assert words.encode_chat(chat) == want
