@@ -9,6 +9,7 @@ there; here are the borders. The models are tiny, random and in float64.
 import itertools
 import math
 import re
+import shutil
 import timeit
 from collections import Counter
 from dataclasses import replace
@@ -17,9 +18,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import DRAFT
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from test_sampling import chi_square, config, reference
 from test_scheduler import (
     DRAFTS,
@@ -34,13 +37,12 @@ from test_scheduler import (
     params,
     step,
 )  # fmt: skip
-from tiny import random_model
+from tiny import edit_config
 
 import generate as command_line
 import sampling
 import speculative
 from around.settings import SamplingParams
-from around.start import begin
 from paged import BlockTable
 from sampling import Token, distribution
 from scheduler import Guess, Job, Proposer, Request
@@ -81,12 +83,14 @@ TABLES = {
     "narrow": (TABLE, OTHER.masked_fill(CYCLE, -INF)),  # never guesses what can
     "apart": (TABLE.masked_fill(HALF, -INF), OTHER.masked_fill(~HALF, -INF)),  # never right
     "sure": (TABLE, 90 * OTHER),
+    "of fewer ids": (TABLE, OTHER[:-1, :-1]),  # another padding
+    "of more ids": (TABLE, F.pad(OTHER, (0, 2, 0, 2), value=9.0)),
 }
 
 
 def table_draft(logits) -> DraftModel:
     """A draft whose logits are the row of the last token."""
-    draft = DraftModel(SimpleNamespace(config=config(V)), K, V)
+    draft = DraftModel(SimpleNamespace(config=config(len(logits))), K, V)
     forward = lambda rows: logits[[row.ids[-1] for row in rows]]  # noqa: E731
     draft.runners = (SimpleNamespace(forward=forward),)
     return draft
@@ -437,7 +441,7 @@ CLI = ("--checkpoint", DRAFT, "--prompt", "To be, or not to be: that is\n" * 2, 
 DRAFTED = ("--draft-checkpoint", DRAFT)
 
 
-def test_guesses_on_the_command_line(capfd, monkeypatch):
+def test_guesses_on_the_command_line(capfd, tmp_path):
     """--speculate is ignored, another text than without, statistics that do not come. A draft's ids
     of another vocabulary index past the end of p, or mean other words."""
 
@@ -458,8 +462,16 @@ def test_guesses_on_the_command_line(capfd, monkeypatch):
         assert bool(found) == bool(most), err
         rates = [int(rate) for rate in re.findall(r"\d+", found[3])] if found else []
         assert len(rates) == most and (most != 2 or rates[0] == 100)  # it guesses for itself
-    models, load = [random_model(vocab_size=40)], begin.load_model
-    fake = lambda *args: models.pop() if models else load(*args)  # noqa: E731
-    monkeypatch.setattr(begin, "load_model", fake)
-    code, out, err = run(*CLI, *DRAFTED)
-    assert (code, out) == (2, "") and re.search(r"^generate\.py: error: .*vocab.*1024.*40", err)
+    # Of another size over the same tokens, as Qwen2.5's are padded, it was refused.
+    want, tensors = run(*CLI)[:2], load_file(DRAFT / "model.safetensors")
+    for size in (1000, 1200):
+        folder = shutil.copytree(DRAFT, tmp_path / str(size))
+        edit_config(folder, vocab_size=size)
+        table = {n: F.pad(t, (0, 0, 0, size - 1024)) for n, t in tensors.items() if len(t) == 1024}
+        save_file(tensors | table, folder / "model.safetensors")
+        code, out, err = run(*CLI, "--draft-checkpoint", folder)
+        assert (code, out) == want and "times guessed" in err
+        words = folder / "tokenizer.model"
+        words.write_bytes(words.read_bytes().replace(b"KING", b"QXZQ"))
+        code, out, err = run(*CLI, "--draft-checkpoint", folder)
+        assert (code, out) == (2, "") and "draft_checkpoint has other tokens than the model" in err
