@@ -307,9 +307,8 @@ FOLDERS = {
     "awq": {"method": "awq"}, "awq groups of 16": {"method": "awq", "group_size": 16},
     "awq whole channels": {"method": "awq", "group_size": -1},
     "awq lm_head": {"method": "awq", "lm_head": True}, "awq qwen2": {"method": "awq", **QWEN2},
-    "awq, old names": {
-        "method": "awq",
-        **under(quant_method="awq", w_bit=4, q_group_size=32, version="GEMM")},
+    "awq GEMM": {
+        "method": "awq", **under(quant_method="awq", bits=4, group_size=32, version="GEMM")},
 }  # fmt: skip
 
 
@@ -388,10 +387,24 @@ def test_what_some_tools_write(tmp_path):
     assert all(torch.equal(found[name], weight) for name, weight in weights.items())
 
 
+def test_rules_for_some_linears(tmp_path):
+    """GPTQModel's bits or groups of some Linears, of which the error was "(desc_act)" or a size. A
+    rule that leaves one plain changes nothing."""
+    folder, _, _ = other_folder(tmp_path)
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    for rules in ({}, None, {"-:.*lm_head.*": {}}):
+        edit_config(folder, quantization_config=config | {"dynamic": rules})
+        load_model(folder)
+    for rules in ({"+:.*down.*": {"bits": 8}}, {".*q_proj": {"group_size": 64}, "-:x": {}}):
+        edit_config(folder, quantization_config=config | {"dynamic": rules})
+        with pytest.raises(CheckpointError, match=r"dynamic, a rule with .* supported: -:"):
+            load_model(folder)
+
+
 def test_groups_of_other_than_neighbours_are_refused(tmp_path):
     """desc_act, which sorts channels by importance before it groups them: read as if its groups
     were of neighbours, the model rambles. What the file says of it does not matter (exllama#44),
-    g_idx does; and without g_idx nothing tells the order."""
+    g_idx does, which all of these tools write."""
     for i, options in enumerate(({}, {"v2": True, "group_size": 16}, {"bits": 8})):
         folder, _, _ = other_folder(tmp_path / str(i), desc_act=True, **options)
         config = json.loads((folder / "config.json").read_text())["quantization_config"]
@@ -400,22 +413,3 @@ def test_groups_of_other_than_neighbours_are_refused(tmp_path):
             edit_config(folder, quantization_config=config | said)
             with pytest.raises(CheckpointError, match=r"g_idx: the inputs are not grouped in ord"):
                 load_model(folder)
-    folder, _, _ = other_folder(tmp_path / "none", desc_act=True, g_idx=False)
-    with pytest.raises(CheckpointError, match="desc_act True is not supported; supported: False"):
-        load_model(folder)
-
-
-@pytest.mark.parametrize(("method", "file", "stored"), [
-    ("gptq", "quantize_config.json", {"bits": 4, "group_size": 32, "desc_act": False}),
-    ("awq", "quant_config.json",
-     {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}),
-])  # fmt: skip
-def test_settings_in_a_file_of_their_own(method, file, stored, tmp_path):
-    """AutoGPTQ's or AutoAWQ's own file, which names no tool, was not read, and the model was one of
-    missing tensors."""
-    folder, _, _ = other_folder(tmp_path, method)
-    want = logits_of(load_model(folder))
-    (folder / file).write_text(json.dumps(stored))
-    for found in (..., {"quant_method": method, "bits": 4}):  # the rest from the other file
-        edit_config(folder, quantization_config=found)
-        assert torch.equal(logits_of(load_model(folder)), want)
