@@ -165,8 +165,8 @@ def broadcast(message: Any = None) -> Any:
         message: read on rank 0 alone. lead() sends what that is about to do, join() sends None at
             the end, and agree() sends its settings.
     """
-    data = torch.frombuffer(bytearray(json.dumps(message), "ascii"), dtype=torch.uint8)
-    data = data.clone()  # which can be resized
+    # A clone can be resized.
+    data = torch.frombuffer(bytearray(json.dumps(message), "ascii"), dtype=torch.uint8).clone()
     size = torch.tensor(len(data))
     dist.broadcast(size, 0)
     dist.broadcast(data.resize_(int(size)), 0)

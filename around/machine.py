@@ -96,8 +96,9 @@ def group_limits(*choices: str) -> Iterator[list[str]]:
         /sys/fs/cgroup. Where a container sees only its own group, this has the place of the root
     """
     with suppress(OSError):  # no Linux
-        text = (ROOT / "proc/self/cgroup").read_text()
-        for controllers, group in re.findall(":([^:]*):/(.*)", text):
+        for controllers, group in re.findall(
+            ":([^:]*):/(.*)", (ROOT / "proc/self/cgroup").read_text()
+        ):
             for controller in (controllers, *controllers.split(",")):
                 own = ROOT / "sys/fs/cgroup" / controller / group
                 for folder, files in product((own, *own.parents), choices):

@@ -67,14 +67,15 @@ def conversions(config: JSON) -> dict[str, Callable[[Tensor], Tensor]]:
         ValueError: the tool, its version or the number of bits is not supported.
     """
     method = supported("quant_method", config.get("quant_method"), *VERSIONS)
-    version = config.get("checkpoint_format") or config.get("format")
-    version = version or config.get("version", method)
+    version = (
+        config.get("checkpoint_format") or config.get("format") or config.get("version", method)
+    )
     supported("checkpoint_format, format or version", version, *VERSIONS[method])
     # GPTQModel's rules for some Linears may leave them plain ("-:"), which shows in the names of
     # their tensors, but all others must have the same bits and group size.
     for rule in config.get("dynamic") or ():
         supported("dynamic, a rule with", rule[:2], "-:")
-    bits = check("bits", config.get("bits"), int)
+    bits = config.get("bits", 0)
     check("group_size", config.get("group_size"), int, -1)
     places = choose("bits", bits, PLACES[method])
     mask = 2**bits - 1

@@ -28,9 +28,11 @@ def affordable_blocks(limits: EngineArgs, model: Transformer, proposer: Proposer
         ValueError: no block fits.
     """
     size = limits.block_size
-    models = (model, *proposer.models)
-    one_block = [kv for each in models for kv in Runner(each, 1, size, limits.kv_dtype).kv]
-    block_bytes = sum(kv.nbytes for kv in one_block)
+    block_bytes = sum(
+        kv.nbytes
+        for each in (model, *proposer.models)
+        for kv in Runner(each, 1, size, limits.kv_dtype).kv
+    )
     memory = limits.kv_memory
     if memory < 1:
         memory *= free_memory(model.device)
@@ -68,6 +70,5 @@ def free_memory(device: torch.device) -> int:
         # lists the two for this group alone, and then for it with its subgroups (total_...). The
         # last two numbers are right in both versions.
         cached = re.findall(r"active_file (\d+)", " ".join(stat))
-        taken = int(used) - sum(map(int, cached[-2:]))
-        free.append(max(0, int(limit) - taken))
+        free.append(max(0, int(limit) - int(used) + sum(map(int, cached[-2:]))))
     return min(free) // int(os.getenv("LOCAL_WORLD_SIZE", "1"))
