@@ -26,8 +26,7 @@ DRAFT = ROOT / "checkpoints" / "shakespeare-draft"
 
 
 def program(name: str) -> str:
-    """Where a program is. Without it the tests skip; where KILOLM_NEEDS_ALL is set, as in CI, they
-    fail."""
+    """Where a program is. Without it the tests skip; with KILOLM_NEEDS_ALL, as in CI, they fail."""
     found = shutil.which(name, path=os.environ["PATH"] + ":/usr/sbin")
     if not found:
         if os.environ.get("KILOLM_NEEDS_ALL"):
@@ -43,8 +42,7 @@ def _seeded():
 
 @pytest.fixture(autouse=True)
 def _caches_begin_as_nan(monkeypatch):
-    """A new cache holds whatever was in memory. That is mostly zeros, so a test that reads a slot
-    before it is written passes nearly always."""
+    """A new cache is mostly zeros, so a test that reads a slot before it is written would pass."""
     empty_layers = kv_cache.empty_layers
 
     def filled(*args):
@@ -55,7 +53,7 @@ def _caches_begin_as_nan(monkeypatch):
     monkeypatch.setattr(paged, "empty_layers", filled)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def one_thread():
     """Threads do not help so small a model, and on a busy machine they wait for each other."""
     before = torch.get_num_threads()

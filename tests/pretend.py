@@ -1,10 +1,9 @@
 """A GPU that is not there: its tensors say they are on it, and hold their values on the CPU.
 
 What fails on a GPU alone fails here: tensors of two devices in one operator, and views that hang on
-how a kernel lays out its result. What a GPU would wait for, the reads by the host, is noted with
-its line. Two modes see each call while a Gpu is entered: of functions as Python names them, where
-devices are still "cuda", and of the operators that these come down to. To PyTorch's own code the
-tensors are of the meta device, so that no kernel of its own runs by mistake.
+a kernel's layout. Reads by the host are noted with their line. Two modes see each call while a Gpu
+is entered: of functions, where devices are still "cuda", and of the operators below them. To
+PyTorch the tensors are of the meta device, so that no kernel of its own runs by mistake.
 """
 
 import sys

@@ -19,7 +19,7 @@ from around.fast import compiling, packed
 from around.fast.attending import FastBlocks, replace_layers
 from around.fast.compiling import CompiledBlocks, OpaqueCache, compile_model, hide_caches
 from around.fast.packed import LoopedLinear
-from around.folder.weights import build, load_model
+from around.folder import build, load_model
 from around.settings import SamplingParams
 from generate import generate
 from kv_cache import StaticCache
@@ -35,7 +35,7 @@ WISH = SamplingParams(temperature=0.5, seed=1, max_tokens=20, ignore_eos=True)
 
 
 @slow
-def test_nothing_is_compiled_after_warm_up(one_thread, monkeypatch):
+def test_nothing_is_compiled_after_warm_up(monkeypatch):
     """A length, a capacity or a chunk that is baked into a graph stalls the user for seconds; or
     another way to multiply gives another text. The weights are read by loops, as where one row is
     slow; on other processors the forms are those of the next test, or plain."""
@@ -60,9 +60,8 @@ def test_nothing_is_compiled_after_warm_up(one_thread, monkeypatch):
 
 
 @slow
-def test_nothing_is_compiled_after_warm_up_by_the_scheduler(one_thread, monkeypatch):
-    """Rows, groups, blocks, tokens and guesses of a step come in any number: none may be baked in;
-    or the draft is not compiled at all."""
+def test_nothing_is_compiled_after_warm_up_by_the_scheduler(monkeypatch):
+    """Rows, groups, blocks, tokens and guesses come in any number: none may be baked in."""
     options = {"device": "cpu", "dtype": "float32", "compile": True, "num_blocks": 64}
     llm = LLM(DRAFT, draft_checkpoint=DRAFT, **options)
     model = llm.engine.model
@@ -82,10 +81,9 @@ LENGTHS = (3, 40, 17, 60, 5)
 
 @slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_whose_heads_share_no_keys_are_gathered(dtype, one_thread):
+def test_rows_whose_heads_share_no_keys_are_gathered(dtype):
     """Attention that is compiled in the middle of the first crowd, or again for each number of
-    rows; other tokens than without it: under a window, in forks, behind shared prefixes, after a
-    preemption."""
+    rows; other tokens under a window, in forks, behind shared prefixes, after a preemption."""
     torch._dynamo.reset()
     config = Config(300, 64, 96, 2, 4, 4, 16, windows=(None, 20))
     model = build(config).to(dtype)
@@ -94,11 +92,10 @@ def test_rows_whose_heads_share_no_keys_are_gathered(dtype, one_thread):
     compile_model(model, None)
     assert compiling.blocks_of(model) is CompiledBlocks
 
-    def run(each, *counts, seed=0):
-        engine = Engine(each, num_blocks=22, block_size=8)
-        texts = random.Random(seed)
-        outputs = []
-        for count in counts:
+    def run(each):
+        engine, outputs = Engine(each, num_blocks=22, block_size=8), []
+        texts = random.Random(0)
+        for count in (1, 2, 5, 3, 5):
             prompts = [[7] * 9 + texts.choices(range(300), k=length) for length in LENGTHS[:count]]
             requests = [engine.add_request(ids, replace(WISH, n=1 + (i == 1)))
                         for i, ids in enumerate(prompts)]  # fmt: skip
@@ -108,9 +105,9 @@ def test_rows_whose_heads_share_no_keys_are_gathered(dtype, one_thread):
         return outputs
 
     with torch.compiler.set_stance("fail_on_recompile"):
-        found = run(model, 1, 2, 5, 3, 5)
+        found = run(model)
     if dtype == torch.float32:
-        assert found == run(twin, 1, 2, 5, 3, 5)
+        assert found == run(twin)
 
 
 TINY = Config(8, 8, 8, 1, 2, 2, 4)
@@ -152,10 +149,11 @@ def test_the_caches_are_written_in_place():
         torch.testing.assert_close(layer.kv[:, [190, 9], [1, 2]], kv)
 
 
-def test_what_is_hidden_from_the_compiler(monkeypatch):
+def test_what_is_compiled_and_what_is_hidden(monkeypatch, capsys):
     """On an H200, PyTorch's compiler refused int8 keys. (The meta device stands for a GPU.) With a
     paged cache: a prompt, guesses or several groups that the compiler sees, so that each step
-    compiles again; or plain decoding that is hidden, so that no step is fast."""
+    compiles again; or plain decoding that is hidden, so that no step is fast. --compile forgets the
+    draft, or warms up with another cache than the one that is used."""
     for device, length, kv_dtype, is_hidden in [
         ("cpu", 1, "auto", False), ("cpu", 1, "int8", False), ("cpu", 2, "auto", True),
         ("meta", 2, "auto", False), ("meta", 1, "int8", True),
@@ -180,38 +178,22 @@ def test_what_is_hidden_from_the_compiler(monkeypatch):
         assert isinstance(plan[2][0], OpaqueCache) == is_hidden, (rows, max_bytes)
         if not is_hidden:
             torch.testing.assert_close(model(*plan), expected)
-
-
-@slow
-def test_a_loop_is_compiled_into_its_block():
-    """A call for each matrix, which costs as much as reading a small one; or silu computed anew for
-    each output channel: the sum that stores it is missing."""
-    form = LoopedLinear(torch.nn.Linear(64, 32))
-    with torch.no_grad():
-        x = torch.randn(1, 64)
-        _, (code,) = run_and_get_code(torch.compile(lambda x: form(torch.nn.functional.silu(x))), x)
-    assert "opaque" not in code and "cumsum" in code
-
-
-@slow
-def test_each_process_gives_the_same_text():
-    """Arithmetic chosen by timing: a seed then means another text each time that the engine is
-    started. Three processes at once, so that they disturb each other; a prompt long enough for
-    what is multiplied otherwise than single rows."""
-    command = [sys.executable, "generate.py", "--device", "cpu", "--compile", "--quantize", "int4"]
-    command += ["--seed", "1", "--temperature", "1", "--max-new-tokens", "100", "--ignore-eos"]
-    command += ["--prompt", "To be, or not to be, that is the question:\n" * 12]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    started = [subprocess.Popen(command, cwd=ROOT, **pipes) for _ in range(3)]
-    texts, errors = zip(*(process.communicate(timeout=300) for process in started))
-    assert len(texts[0].split()) > 30, errors[0]
-    assert texts[0] == texts[1] == texts[2]
-
-
-def test_what_is_compiled(monkeypatch, capsys):
-    """--compile forgets the draft, or warms up with another cache than the one that is used."""
     calls, one = [], ["--compile", "--checkpoint", str(DRAFT), "--max-tokens", "1"]
     monkeypatch.setattr(compiling, "compile_model", lambda model, *more: calls.append(more))
     LLM(DRAFT, compile=True, draft_checkpoint=DRAFT, kv_dtype="int8", num_blocks=4)
     assert command_line.main(one) == command_line.main([*one, "--speculate", "2"]) == 0
     assert calls == [(None, "int8"), (None, "int8"), (1, "auto"), (None, "auto")]
+
+
+@slow
+def test_each_process_gives_the_same_text():
+    """Arithmetic chosen by timing: a seed then means another text each time that the engine starts.
+    Two at once, so that they disturb each other; a prompt long enough for products of many rows."""
+    command = [sys.executable, "generate.py", "--device", "cpu", "--compile", "--quantize", "int4"]
+    command += ["--seed", "1", "--temperature", "1", "--max-new-tokens", "100", "--ignore-eos"]
+    command += ["--prompt", "To be, or not to be, that is the question:\n" * 12]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    started = [subprocess.Popen(command, cwd=ROOT, **pipes) for _ in range(2)]
+    texts, errors = zip(*(process.communicate(timeout=300) for process in started))
+    assert len(texts[0].split()) > 30, errors[0]
+    assert texts[0] == texts[1]

@@ -1,12 +1,8 @@
 """The equivalence matrix: the same prompts and seeds give the same tokens, whatever the path.
 
-Each path of ways.py is one way to run the model. All are compared, in fp32, with the slowest
-and most obvious one: no cache, everything recomputed at each step. A new fast path adds one entry
-to PATHS there. Every path runs every prompt with every setting, where it can all of them at once.
-Where guesses are sampled they use other random numbers; there the slow twin guesses too, see plain.
-
-KILOLM_DEVICE=cuda runs the paths on a GPU, also in bfloat16, and the slow twin on the CPU all the
-same; tools/gpu_check.py does it.
+Each path of ways.py is one way to run the model. All are compared, in fp32, with the slowest and
+most obvious one: no cache, everything recomputed at each step. KILOLM_DEVICE=cuda runs the paths on
+a GPU, also in bfloat16, and the slow twin on the CPU; tools/gpu_check.py does it.
 """
 
 import os
@@ -18,8 +14,6 @@ from ways import CASES, KINDS, PATHS, REPLAYED
 
 from around.fast import attending
 from around.settings import DTYPES
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 DEVICE = os.environ.get("KILOLM_DEVICE", "cpu")
 # These run all jobs, the others those of ways.FEW.

@@ -21,7 +21,6 @@ from model import Config
 from paged import Row, Runner
 from quantize import QuantLinear, quantize_model
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 D, E, K = 32, 6, 3
 
 
@@ -112,41 +111,35 @@ def test_experts_equal_their_slow_twin(packed):
     assert rows == {0: [0], 1: [1], 2: [0, 1]}
 
 
-@pytest.mark.parametrize(
-    "form", ["plain", "packed", pytest.param("compiled", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("form", ["plain", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_a_step_reads_each_chosen_expert_once_and_no_other(form, monkeypatch):
     """Every expert multiplied and most of it thrown away; an expert read once for each of its rows;
     a graph with the experts of the warm-up, or their number of rows, baked in."""
     model = checkpoint.build(config_of())
     for block in model.layers:
         block.mlp.gate.weight.normal_()
-    mix, chosen, runs = SparseMLP.mix, [], []
+    mix, steps = SparseMLP.mix, []  # of each layer: what is chosen, and what runs
 
     def noting(self, x, weights, experts):
-        chosen.append(Counter(experts.flatten().tolist()))
-        runs.append([])
+        steps.append((Counter(experts.flatten().tolist()), []))
         return mix(self, x, weights, experts)
 
     monkeypatch.setattr(SparseMLP, "mix", noting)
-    if form == "packed":
-        pack_linears(model)
     if form == "compiled":
         compile_model(model, None)
-        runs.clear(), chosen.clear()
     for block in model.layers:
         for e, mlp in enumerate(block.mlp.experts):
-            mlp.register_forward_pre_hook(lambda _, x, e=e: runs[-1].append((e, len(x[0]))))
+            mlp.register_forward_pre_hook(lambda _, x, e=e: steps[-1][1].append((e, len(x[0]))))
     runner, few = Runner(model, 4, 16), 0
     with torch.compiler.set_stance("fail_on_recompile" if form == "compiled" else "default"):
         for lengths in ([1], [1, 1, 1], [12], [5, 1]):
+            steps.clear()
             runner.forward([Row([i], 0, [*range(i, i + n)]) for i, n in enumerate(lengths)])
-            few += len(runs[-1]) < E
-            assert len(runs) == 2  # layers
-            for once, want in zip(runs, chosen, strict=True):
-                assert len(dict(once)) == len(once) and dict(once) == want
-                assert sum(want.values()) == K * sum(lengths)
-            runs.clear(), chosen.clear()
+            assert len(steps) == 2  # layers
+            for chosen, ran in steps:
+                few += len(ran) < E
+                assert len(dict(ran)) == len(ran) and dict(ran) == chosen
+                assert sum(chosen.values()) == K * sum(lengths)
     assert few
 
 

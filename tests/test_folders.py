@@ -15,17 +15,12 @@ from test_model import ATOL, build, hf_logits, same
 from test_tokenizer import LLAMA, LLAMA_SIZE, NAMES, byte_level, write
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from around.folder.config import load_config
-from around.folder.tokenizer import Tokenizer
-from around.folder.weights import is_tied, load_model
+from around.folder import Tokenizer, is_tied, load_config, load_model
 from around.settings import CheckpointError, SamplingParams
 from sampling import Sequence
 from tools.convert import copy_rest
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
-
-# --- Tokenizers -----------------------------------------------------------------------------------
 
 
 def token(content, special=True, **more):
@@ -114,23 +109,17 @@ def test_tokenizers(name, tmp_path):
             assert ours.decode(ours.encode_chat([ASKED]), show_special=True) == want
 
 
-def test_an_id_that_is_not_the_files(tmp_path):
-    """An added token that gets the next free id in place of its own, as in transformers."""
+def test_special_ids(tmp_path):
+    """An added token that gets the next free id in place of its own, as in transformers. A chat
+    that never stops, as its end of turn stands in tokenizer_config.json alone."""
     folder = write(tmp_path, NAMES | added(BEYOND + 5, X), **FAST)
     with pytest.raises(CheckpointError, match=rf"<\|x\|> {BEYOND + 5} is not supported"):
         Tokenizer(folder)
-
-
-def test_what_ends_a_sequence(tmp_path):
-    """A chat that never stops, as its end of turn stands in tokenizer_config.json alone."""
     raw = json.loads((SHAKESPEARE / "config.json").read_text()) | {"eos_token_id": 5}
     files = {"config.json": raw, "generation_config.json": {"eos_token_id": [7, 5]}, **FAST}
     folder = write(tmp_path, {"eos_token": "</s>"}, **files)
     sequence = Sequence([1], SamplingParams(), load_config(folder), Tokenizer(folder))
     assert sequence.end_ids == {5, 7, GPT.token_to_id("</s>")}
-
-
-# --- Weights --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -176,8 +165,6 @@ def test_a_tied_folder_that_stores_lm_head(tmp_path):
     same(ours := load_model(tmp_path), built)
     assert is_tied(ours)
 
-
-# --- Chats ----------------------------------------------------------------------------------------
 
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 ASKED = {"role": "user", "content": "the cat"}
@@ -235,9 +222,9 @@ def test_histories(name, tmp_path):
     assert ours.decode(ids) == '{"a": 1}.'
 
 
-def test_where_templates_are(tmp_path):
-    """A model with images spoke in plays; in a chat with tools, the template for chats without; a
-    thought under vLLM's name was lost."""
+def test_templates(tmp_path):
+    """A model with images spoke in plays; in a chat with tools, the template for chats without. The
+    plain template in place of named ones without a default; a role that templates refuse."""
     turns = "{% for m in messages %}{{ m.content }}{{ m.reasoning_content }}{% endfor %}"
     thought = [ASKED | {"reasoning": "hm"}]
     tools = {"tools": [{"type": "function", "function": {"name": "f"}}]}
@@ -255,10 +242,6 @@ def test_where_templates_are(tmp_path):
         assert each.decode(each.encode_chat(thought, **tools)) == "tthe cathm"
     copy_rest(tmp_path / "saved", tmp_path)
     assert Tokenizer(tmp_path).tool_template == ours.tool_template
-
-
-def test_roles_and_names(tmp_path):
-    """The plain template in place of named ones without a default; a role that templates refuse."""
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
     told = [{"role": "developer", "content": "Be brief"}, ASKED]
     ours, _ = chatter(tmp_path / "system", template)
@@ -272,9 +255,8 @@ def test_roles_and_names(tmp_path):
 
 
 def test_continuing_the_last_message(tmp_path):
-    """The text was searched for: "<" was found in a mark, "" at the end, and spaces were lost. The
-    prompt is the text up to the content's end. (transformers searches too: with "|" it ends at the
-    last mark.)"""
+    """The text was searched for: "<" was found in a mark, "" at the end, and spaces were lost.
+    (transformers searches too: with "|" it ends at the last mark.)"""
     for trim in ("", " | trim"):
         template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content# }}<|end|>{% endfor %}"
         ours, theirs = chatter(tmp_path / f"x{trim}", template.replace("#", trim))

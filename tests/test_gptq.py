@@ -17,15 +17,11 @@ from test_quantize import QWEN2, TIED, logits_of, standing_for
 from tiny import edit_config, tiny_folder
 from torch import nn
 
-from around.folder.weights import is_tied, load_model, named_tensors
+from around.folder import is_tied, load_model, named_tensors
 from around.settings import CheckpointError
 from quantize import QuantLinear, group_scales, linears, quantize_model, round_to_nearest
 from tools import convert
 from tools.convert import best_scales, calibrate, gptq
-
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-# --- The algorithm --------------------------------------------------------------------------------
 
 
 def correlated(rows, K, rank):
@@ -87,21 +83,10 @@ def test_best_scales():
     assert torch.equal(narrow[:, [0, 1, 3, 4, 5]], wide[:, [0, 1, 3, 4, 5]])
 
 
-def test_channels_go_by_importance():
-    """In the order in which they are stored, loud channels at the end would find nobody left to
-    make up for them: the result must not depend on how channels are numbered."""
-    weight, x = torch.randn(32, 192), correlated(1000, 192, 30) * torch.linspace(0.1, 2, 192)
-    H, shuffled = x.t() @ x, torch.randperm(192)
-    q, scales, zeros = gptq(weight, H, 4, 192)
-    ours = gptq(weight[:, shuffled], H[shuffled][:, shuffled], 4, 192)
-    assert torch.equal(ours[1], scales) and torch.equal(ours[2], zeros)
-    assert (ours[0] == q[:, shuffled]).float().mean() > 0.99  # the rest hangs on a last bit
-
-
 def test_dead_channels_and_few_rows():
-    """A channel that no calibration text switches on has a row of zeros in H, and fewer samples
-    than channels make it singular: a Cholesky fails, or fills the weight with NaN. And the weight
-    of a tied embedding, or H, changed while it is quantised."""
+    """A channel that no text switches on has a row of zeros in H, and fewer samples than channels
+    make it singular: a Cholesky fails, or fills the weight with NaN. The weight, or H, changed
+    while it is quantised. A result that depends on how channels are numbered."""
     for dead, rows in itertools.product(([], [5, 77, 130, 159], [*range(160)]), (10, 400)):
         weight, x = torch.randn(16, 160), correlated(rows, 160, 20)
         x[:, dead] = 0
@@ -115,9 +100,12 @@ def test_dead_channels_and_few_rows():
         nearest = output_error(weight, H, 4, round_to_nearest(weight, 4, 32))
         gain = 1 if len(dead) == 160 else 4
         assert output_error(weight, H, 4, (q, scales, zeros)) * gain <= nearest
-
-
-# --- Calibration ----------------------------------------------------------------------------------
+    weight, x = torch.randn(32, 192), correlated(1000, 192, 30) * torch.linspace(0.1, 2, 192)
+    H, shuffled = x.t() @ x, torch.randperm(192)
+    q, *rest = gptq(weight, H, 4, 192)
+    ours, *others = gptq(weight[:, shuffled], H[shuffled][:, shuffled], 4, 192)
+    assert all(map(torch.equal, rest, others))
+    assert (ours == q[:, shuffled]).float().mean() > 0.99  # the rest hangs on a last bit
 
 
 def tiny_text(n):
@@ -127,8 +115,7 @@ def tiny_text(n):
 @pytest.mark.parametrize("changes", [TIED, QWEN2])
 def test_calibrated_folder(tmp_path, changes, monkeypatch):
     """A text that is read, and not used; a name in `skip` quantised all the same; the parts of a
-    fused Linear or a bias lost, so that the folder cannot be read again; hooks left behind; a tied
-    embedding quantised along."""
+    fused Linear or a bias lost; hooks left behind; a tied embedding quantised along."""
 
     class Letters:
         def __init__(self, checkpoint):
@@ -161,8 +148,7 @@ def test_calibrated_folder(tmp_path, changes, monkeypatch):
 
 def test_each_linear_is_calibrated_on_what_the_quantised_ones_before_it_give(monkeypatch):
     """Inputs of the plain model, H of a neighbour, positions that do not start at 0, a window, norm
-    or rope that is not the layer's own, text left out: H is compared with one from a plain forward
-    of the model as it stands at that moment."""
+    or rope that is not the layer's own: H is compared with one from a plain forward."""
     model, ids = copy.deepcopy(ways.case_of("sandwich")[0]), tiny_text(64 * 3)
     seen: list[str] = []
 
@@ -205,8 +191,6 @@ def test_samples_are_spread_over_the_text(tmp_path, monkeypatch):
         assert len(linears(model)) == 9
 
 
-# --- Folders of other tools -----------------------------------------------------------------------
-
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 
 
@@ -222,12 +206,6 @@ def packed_across(q, bits, order=None):
     shifts = torch.arange(0, 32, bits)
     values = q.long().unflatten(1, (-1, len(shifts)))[..., order or range(len(shifts))]
     return (values << shifts).sum(2).int()
-
-
-def test_examples_of_packing():
-    """The packers of this file, against the words that formats.py draws."""
-    assert packed_down(torch.arange(1, 9)[:, None], 4).tolist() == [[0x87654321 - 2**32]]
-    assert packed_across(torch.arange(8)[None], 4, AWQ_ORDER).tolist() == [[0x75316420]]
 
 
 def other_folder(
@@ -362,7 +340,8 @@ DAMAGED = [
 
 
 def test_damaged_folders(tmp_path):
-    """A traceback from deep inside, or a model that rambles: what is wrong must be named."""
+    """A traceback from deep inside, or a model that rambles: what is wrong must be named. And the
+    packers of this file, against the words that formats.py draws."""
     folder, _, _ = other_folder(tmp_path)
     whole = load_file(folder / "model.safetensors")
     for damage, message in DAMAGED:
@@ -372,11 +351,15 @@ def test_damaged_folders(tmp_path):
         with pytest.raises(CheckpointError, match=message):
             load_model(folder)
             pytest.fail(f"it loads, without {message}")
+    assert packed_down(torch.arange(1, 9)[:, None], 4).tolist() == [[0x87654321 - 2**32]]
+    assert packed_across(torch.arange(8)[None], 4, AWQ_ORDER).tolist() == [[0x75316420]]
 
 
 def test_what_some_tools_write(tmp_path):
     """A bias of zeros for each Linear that has none, which vLLM skips too; a trivial g_idx for some
-    of q, k and v, and none for the others: they are alike."""
+    of q, k and v. And desc_act, which groups channels by importance: read as if they were
+    neighbours, the model rambles. What the file says of it does not matter (exllama#44), g_idx
+    does. AutoGPTQ's or AutoAWQ's own file was not read."""
     folder, weights, _ = other_folder(tmp_path)
     tensors = load_file(folder / "model.safetensors")
     for name in weights:
@@ -385,26 +368,6 @@ def test_what_some_tools_write(tmp_path):
     save_file(tensors, folder / "model.safetensors")
     found = weights_of(load_model(folder))
     assert all(torch.equal(found[name], weight) for name, weight in weights.items())
-
-
-def test_rules_for_some_linears(tmp_path):
-    """GPTQModel's bits or groups of some Linears, of which the error was "(desc_act)" or a size. A
-    rule that leaves one plain changes nothing."""
-    folder, _, _ = other_folder(tmp_path)
-    config = json.loads((folder / "config.json").read_text())["quantization_config"]
-    for rules in ({}, None, {"-:.*lm_head.*": {}}):
-        edit_config(folder, quantization_config=config | {"dynamic": rules})
-        load_model(folder)
-    for rules in ({"+:.*down.*": {"bits": 8}}, {".*q_proj": {"group_size": 64}, "-:x": {}}):
-        edit_config(folder, quantization_config=config | {"dynamic": rules})
-        with pytest.raises(CheckpointError, match=r"dynamic, a rule with .* supported: -:"):
-            load_model(folder)
-
-
-def test_groups_of_other_than_neighbours_are_refused(tmp_path):
-    """desc_act, which sorts channels by importance before it groups them: read as if its groups
-    were of neighbours, the model rambles. What the file says of it does not matter (exllama#44),
-    g_idx does, which all of these tools write."""
     for i, options in enumerate(({}, {"v2": True, "group_size": 16}, {"bits": 8})):
         folder, _, _ = other_folder(tmp_path / str(i), desc_act=True, **options)
         config = json.loads((folder / "config.json").read_text())["quantization_config"]
@@ -413,3 +376,17 @@ def test_groups_of_other_than_neighbours_are_refused(tmp_path):
             edit_config(folder, quantization_config=config | said)
             with pytest.raises(CheckpointError, match=r"g_idx: the inputs are not grouped in ord"):
                 load_model(folder)
+    # GPTQModel's bits or groups of some Linears: the error was "(desc_act)", or a size.
+    folder, _, _ = other_folder(tmp_path / "rules")
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    for rules in (
+        {},
+        None,
+        {"-:.*lm_head.*": {}},
+    ):  # one that leaves a Linear plain changes nothing
+        edit_config(folder, quantization_config=config | {"dynamic": rules})
+        load_model(folder)
+    for rules in ({"+:.*down.*": {"bits": 8}}, {".*q_proj": {"group_size": 64}, "-:x": {}}):
+        edit_config(folder, quantization_config=config | {"dynamic": rules})
+        with pytest.raises(CheckpointError, match=r"dynamic, a rule with .* supported: -:"):
+            load_model(folder)

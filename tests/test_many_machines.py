@@ -1,35 +1,21 @@
-"""docs/many-machines.md is run: its HAProxy and nginx configurations, in the real programs, before
-three servers of the bundled model. Where a program is missing these tests skip; where
-KILOLM_NEEDS_ALL is set, as in CI, they fail."""
+"""docs/many-machines.md is run: its HAProxy and nginx files, in the real programs, before three
+servers."""
 
-import asyncio
 import contextlib
 import http.client
 import json
-import os
-import random
 import signal
 import socket
 import subprocess
 import time
-from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import pytest
-import torch
-from conftest import ROOT, SHAKESPEARE, program
+from conftest import ROOT, program
 from serving import COMPLETIONS, LONG, SHORT, Client, Process, until
 
-from tools import load
-
 CONFIGS = {"haproxy": ROOT / "docs" / "haproxy.cfg", "nginx": ROOT / "docs" / "nginx.conf"}
-HASH = {"haproxy": "balance hash var(txn.key)", "nginx": "hash $key consistent;"}
-POLICIES = {  # what takes the place of that line
-    ("haproxy", "least connections"): "balance leastconn",
-    ("haproxy", "round robin"): "balance roundrobin",
-    ("nginx", "least connections"): "least_conn;",
-}
 # What nginx needs around a file of conf.d. As another user than root it may not write elsewhere.
 NGINX = """
 daemon off; worker_processes 2; pid {0}/pid; error_log {0}/errors;
@@ -45,7 +31,7 @@ http {{
 class Proxy(Client):
     """One of the two programs with its file from docs/, in front of these servers."""
 
-    def __init__(self, kind, folder, replicas, policy="hash"):
+    def __init__(self, kind, folder, replicas):
         self.kind, found = kind, program(kind)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             self.port = listener.getsockname()[1]
@@ -53,7 +39,7 @@ class Proxy(Client):
         ports = [self.port, *(replica.port for replica in replicas)]
         changes = {f"127.0.0.1:{old}": f"127.0.0.1:{new}"
                    for old, new in zip((8080, 8001, 8002, 8003), ports, strict=True)}  # fmt: skip
-        for old, new in {HASH[kind]: POLICIES.get((kind, policy), HASH[kind]), **changes}.items():
+        for old, new in changes.items():
             assert text.count(old) == 1
             text = text.replace(old, new)
         (folder / "config").write_text(text)
@@ -78,19 +64,15 @@ class Proxy(Client):
         self.process.wait()
 
 
-def start(stack, folder, *options):
-    """Three servers, started at once."""
-    made = []
-    for name in "abc":
-        (folder / name).mkdir(parents=True)
-        made.append(Process(folder / name, *options))
-    return [stack.enter_context(each) for each in made]
-
-
 @pytest.fixture
 def replicas(tmp_path):
+    """Three servers, started at once."""
     with contextlib.ExitStack() as stack:
-        yield start(stack, tmp_path, "--shutdown-timeout", 120)  # beside another test
+        made = []
+        for name in "abc":
+            (tmp_path / name).mkdir()
+            made.append(Process(tmp_path / name, "--shutdown-timeout", 120))  # beside another test
+        yield [stack.enter_context(each) for each in made]
 
 
 @pytest.fixture(params=CONFIGS)
@@ -103,10 +85,6 @@ def beginning(i):
     return {"prompt": f"{i} of many texts, each of which begins in its own way. " * 8}
 
 
-def made(replicas):
-    return [replica.metrics()["generation_tokens_total"] for replica in replicas]
-
-
 def inside(replicas):
     """How many requests each of the replicas has."""
     counts = [replica.metrics() for replica in replicas]
@@ -115,9 +93,10 @@ def inside(replicas):
 
 def place(replicas, ask, *args):
     """Which of the replicas answers."""
-    before = made(replicas)
+    made = lambda: [each.metrics()["generation_tokens_total"] for each in replicas]  # noqa: E731
+    before = made()
     assert ask(*args)
-    (found,) = [i for i, (old, new) in enumerate(zip(before, made(replicas))) if new > old]
+    (found,) = [i for i, (old, new) in enumerate(zip(before, made())) if new > old]
     return found
 
 
@@ -133,9 +112,6 @@ def stream_on_each(proxy, replicas):
             assert inside(replicas) == [1, 1, 1]
             return streams, [texts[k] for k in range(3)]
     raise AssertionError(f"60 texts went to {sorted(texts)} alone")
-
-
-# --- What the page says ---------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -177,14 +153,9 @@ BOUNDS = {"haproxy": {40: [0, 13, 27]}, "nginx": {40: [0, 8, 32], 96: [32, 32, 3
 
 
 @pytest.mark.nightly
-def test_who_gets_a_request(proxy, replicas, tmp_path):
+def test_who_gets_a_request(proxy, replicas):
     """A session whose requests go to all replicas; all sessions with one of them. A session that
-    all users share: all of its requests went to its home, or to any replica. What the page says
-    to write for least connections, which nobody had tried."""
-    with Proxy(proxy.kind, tmp_path, replicas, "least connections") as other:
-        streams = [other.stream(LONG) for _ in replicas]
-        assert inside(replicas) == [1] * len(streams)
-    until(lambda: inside(replicas) == [0, 0, 0])
+    all users share: all of its requests went to its home, or to any replica."""
 
     def ask(session, text):
         body = {"max_tokens": 4, "messages": [{"role": "user", "content": text}]}
@@ -205,82 +176,3 @@ def test_who_gets_a_request(proxy, replicas, tmp_path):
             assert sorted(inside(replicas)) == pytest.approx(counts, abs=2)
         if proxy.kind == "nginx":  # all are full
             assert proxy.post(COMPLETIONS, SHORT).status == 502
-
-
-# --- What it brings -------------------------------------------------------------------------------
-
-RECORD = os.environ.get("KILOLM_RECORD")
-DOCUMENTS, TOKENS, USERS, REQUESTS = 6, 256, 12, 1000 if RECORD else 250
-COMMAND = "python -m pytest -m nightly -n 0 tests/test_many_machines.py -k hits"
-RUNS = [("round robin", "haproxy"), ("least connections", "haproxy"), ("hash", "haproxy"),
-        ("hash", "nginx")]  # fmt: skip
-
-
-def crowd(url):
-    """Requests of twelve users, each of whom sends the next when one is answered."""
-    what = load.Load(url, None, None, 0, (0, 0), (0, 0), 0, 0, 1000, {})
-    rng = random.Random(0)
-    tokens = lambda n: [rng.randrange(3, 1000) for _ in range(n)]  # noqa: E731
-    shared = [tokens(TOKENS) for _ in range(DOCUMENTS)]
-    prompts = [rng.choice(shared) + tokens(16) for _ in range(REQUESTS)]
-    body = {"max_tokens": 8, "ignore_eos": True, "temperature": 0,
-            "stream": True, "stream_options": {"include_usage": True}}  # fmt: skip
-    outcomes, start = [], time.perf_counter()
-
-    async def user():
-        while prompts:
-            asked, now = body | {"prompt": prompts.pop()}, time.perf_counter() - start
-            outcomes.append(await load.one(what, asked, start, now))
-
-    async def all_users():
-        await asyncio.gather(*(user() for _ in range(USERS)))
-
-    asyncio.run(all_users())
-    return load.summary(outcomes, load.Limits(1.0, 0.1))
-
-
-def measured(policy, kind, folder):
-    """One run: how it went, and how much of the prompts was found in the caches."""
-    with contextlib.ExitStack() as stack:
-        servers = start(stack, folder, "--num-blocks", 40, "--max-num-seqs", 8)
-        proxy = stack.enter_context(Proxy(kind, folder, servers, policy))
-        figures = crowd(f"http://127.0.0.1:{proxy.port}")
-        counts = [each.metrics() for each in servers]
-    hits = sum(each["prefix_cache_hits_total"] for each in counts)
-    shares = [each["prompt_tokens_total"] for each in counts]
-    figures["hits"] = hits / sum(each["prefix_cache_queries_total"] for each in counts)
-    figures["busiest"] = max(shares) / sum(shares)
-    return figures
-
-
-@pytest.mark.nightly
-def test_hits(tmp_path):
-    """A way to choose that costs balance, and finds no more than round robin does. The figures in
-    benchmarks/README.md come from here: KILOLM_RECORD=NAME sends 1,000 requests and writes
-    benchmarks/NAME.json."""
-    rows = {}
-    for policy, kind in RUNS if RECORD else [RUNS[0], *RUNS[2:]]:
-        for i in range(3):
-            figures = measured(policy, kind, tmp_path / f"{len(rows)}-{i}")
-            # nginx's ring depends on the ports, which are others each time. Once in twenty times
-            # five of six documents belong to one replica.
-            if kind == "haproxy" or figures["busiest"] < 0.6:
-                break
-        rows[f"{policy}, {kind}"] = figures
-        assert figures["errors"] == 0 and figures["requests"] == REQUESTS
-    base = rows["round robin, haproxy"]["hits"]
-    for figures in rows.values():
-        figures["times_round_robin"] = figures["hits"] / base
-    if RECORD:
-        from tools import bench
-
-        args = Namespace(words=[], checkpoint=SHAKESPEARE, threads=1)
-        record = {"runs": {row: {name: [value] * 3 for name, value in figures.items()}
-                           for row, figures in rows.items()}}  # fmt: skip
-        record |= bench.provenance(torch.device("cpu"), args)
-        record["hardware"] = record["hardware"].replace("1 threads", "2 cores, a thread a replica")
-        record["command"] = f"KILOLM_RECORD={RECORD} {COMMAND}"
-        file = ROOT / "benchmarks" / f"{RECORD}.json"
-        file.write_text(json.dumps(record, indent=1) + "\n")
-    for kind in CONFIGS:
-        assert rows[f"hash, {kind}"]["times_round_robin"] >= 1.5, rows

@@ -32,8 +32,7 @@ def grown(pool, end):
 
 
 def computed(pool, ids, salt=None, table=None):
-    """A table whose every token has been run, as after a step; with its own blocks where it is not
-    given one."""
+    """A table, this one or a new one, whose every token has been run, as after a step."""
     table = table or BlockTable(chain=[salt])
     assert pool.grow(table, len(ids)) == []
     pool.commit(table, ids, len(ids))
@@ -59,11 +58,10 @@ def arrange(pool, *blocks):
         pool.free(by_block[block])
 
 
-# --- The examples of the docstrings ---------------------------------------------------------------
-
-
-def test_picture_of_the_header():
-    """Sequences that begin alike must map the same blocks, and part where their texts part."""
+def test_which_blocks():
+    """Sequences that begin alike must map the same blocks, and part where their texts part. What
+    others left behind, taken in any order, so that a long text lies in pieces, and is copied in
+    each step; or a cached prefix given up for order's sake."""
     pool = BlockPool(8, 4)
     arrange(pool, 2, 5, 1, 7, 3)
     first, second = [*"the king is"], [*"the king hath"]
@@ -74,11 +72,6 @@ def test_picture_of_the_header():
     assert (a.blocks, b.blocks) == ([2, 5, 1], [2, 5, 7, 3])
     assert pool.refs == [0, 1, 2, 1, 0, 2, 0, 1]
     audit_pool(pool, [a, b])
-
-
-def test_blocks_follow_each_other():
-    """What others left behind, taken in any order, so that a long text lies in pieces, and is
-    copied in each layer of each step; or a cached prefix given up for order's sake."""
     pool = BlockPool(9, 2)
     a, b, c = grown(pool, 2), computed(pool, [1, 2]), grown(pool, 5)
     assert (a.blocks, b.blocks, c.blocks) == ([0], [1], [2, 3, 4])
@@ -101,13 +94,11 @@ def test_blocks_follow_each_other():
         pool.free(table)
 
 
-# --- Prefixes -------------------------------------------------------------------------------------
-
-
 def test_a_prefix_is_found():
-    """A prefix that only its first owner could use, or that was forgotten once the owner left.
-    nano-vllm#144: with 0 query tokens there are no logits to sample from. nano-vllm#163: the hash
-    of a block that was taken again stayed behind, and the old prompt read the new one's text."""
+    """A prefix that only its first owner could use. nano-vllm#144: with 0 query tokens there are no
+    logits to sample from. #163: the hash of a block that was taken again stayed behind. Announced
+    at allocation, a block was read by another sequence of the same step, still empty. Or the next
+    turn of a chat computed the last reply again."""
     pool = BlockPool(8, 2)
     table = computed(pool, [1, 2, 3, 4, 5])
     for _ in range(2):  # while it is used, and once it is freed
@@ -120,11 +111,6 @@ def test_a_prefix_is_found():
         pool.free(table)
     table = computed(pool, [7] * 16)  # all blocks
     assert found(pool, [1, 2, 3, 4, 5]) == [] and found(pool, [7] * 9) == table.blocks[:4]
-
-
-def test_a_block_is_found_once_its_forward_has_run():
-    """Announced at allocation, it was read by another sequence of the same step, still empty. Or
-    the next turn of a chat computed the last reply again."""
     pool, ids = BlockPool(8, 2), [1, 2, 3, 4, 5]
     table = grown(pool, 5)
     assert found(pool, ids) == []
@@ -146,23 +132,10 @@ def twice(pool, ids, *ends):
     return tables
 
 
-def test_a_chain_with_a_lost_head_is_not_found():
-    """A block found by its own tokens although what stood before it is gone."""
-    pool, ids = BlockPool(4, 2), [1, 2, 3, 4, 5]
-    a, b = twice(pool, ids, 2, 4)
-    assert (a.blocks, b.blocks, found(pool, ids)) == ([0], [1, 2], [0, 2])
-    pool.free(a)
-    other = grown(pool, 4)  # all that is left: a's block too
-    assert found(pool, ids) == []
-    pool.free(other)
-    head = computed(pool, [1, 2, 7])  # the same tokens once more, in a new life
-    assert found(pool, ids) == head.blocks[:1]
-    audit_pool(pool, [b, head])
-
-
 def test_two_sequences_of_one_step_compute_the_same_block():
     """nano-vllm#219: the second overwrote the first's hash, and both were lost with the second.
-    mini-sglang#142: pages that another had cached first were freed while still mapped."""
+    mini-sglang#142: pages that another had cached first were freed while still mapped. Or a block
+    is found by its own tokens although what stood before it is gone."""
     pool, ids = BlockPool(8, 2), [1, 2, 3, 4, 5]
     a, b = twice(pool, ids, 3, 3)
     assert (a.blocks, b.blocks) == ([0, 1], [2, 3])
@@ -172,6 +145,16 @@ def test_two_sequences_of_one_step_compute_the_same_block():
         pool.free(table)
         assert (found(pool, ids), len(pool.available)) == ([0, 3], left)
         audit_pool(pool, [each for each in (a, b) if each.blocks])
+    pool = BlockPool(4, 2)
+    a, b = twice(pool, ids, 2, 4)
+    assert (a.blocks, b.blocks, found(pool, ids)) == ([0], [1, 2], [0, 2])
+    pool.free(a)
+    other = grown(pool, 4)  # all that is left: a's block too
+    assert found(pool, ids) == []
+    pool.free(other)
+    head = computed(pool, [1, 2, 7])  # the same tokens once more, in a new life
+    assert found(pool, ids) == head.blocks[:1]
+    audit_pool(pool, [b, head])
 
 
 def test_nobody_is_served_anothers_text():
@@ -191,9 +174,6 @@ def test_nobody_is_served_anothers_text():
         computed(pool, ids, salt)
         assert found(pool, ids, salt) == [3 * n, 3 * n + 1]
     assert found(pool, ids, "c") == found(pool, ids, "0") == found(pool, [3, 4, 5], "0") == []
-
-
-# --- Freeing and copying --------------------------------------------------------------------------
 
 
 def test_what_is_given_up_first():
@@ -267,9 +247,6 @@ def test_check_sees_damage():
         damage(pool, tables)
         with pytest.raises(AssertionError):
             audit_pool(pool, tables)
-
-
-# --- Attention over blocks ------------------------------------------------------------------------
 
 
 def runner_of(blocks, size, N=2, K=1, window=None):
@@ -363,8 +340,8 @@ def test_blocks_that_follow_each_other_are_not_copied():
         ([[3, 4], [1, 2]], False), ([[3, 4], [3, 4]], False),  # the last: forks
     ):  # fmt: skip
         runner = runner_of(8, 4, N=4, K=2)
-        rows = [Row(blocks, 4 * len(blocks) - 2, [1, 2][: len(tables[0])]) for blocks in tables]
-        rows = [row._replace(start=row.start + 1 - (len(row.ids) > 1)) for row in rows]
+        count = min(len(tables[0]), 2)
+        rows = [Row(blocks, 4 * len(blocks) - count, [1, 2][:count]) for blocks in tables]
         tokens, _, layers, _ = replace_layers(FastBlocks, runner.model, runner.plan(rows))
         q, k, v = (torch.randn(1, n, tokens.shape[1], 8).double() for n in (4, 2, 2))
         if tables == [[3, 4], [3, 4]]:  # they write the same
@@ -403,9 +380,9 @@ def test_int8_keys_are_read_back():
             torch.testing.assert_close(runner.forward([row]), want)
 
 
-def test_the_example_of_plan():
-    """Tokens, slots and groups of the docstring, and the slots of BlockTable's; more logits than
-    one of a row."""
+def test_plan_and_copies():
+    """Tokens, slots and groups of the docstring; more logits than one of a row. A block copied from
+    after it had been copied to; or a layer, or the values, left out."""
     runner, (a, b, c, d, e) = runner_of(8, 4), range(1, 6)
     rows = [Row([7, 2], 5, [a]), Row([3], 2, [b]), Row([0, 1], 4, [c, d, e], 2)]
     tokens, positions, layers, select = runner.plan(rows)
@@ -417,10 +394,17 @@ def test_the_example_of_plan():
     assert tables == [[[7, 2], [3, 3]], [[0, 1]]]  # filled up
     assert select.tolist() == [0, 1, 3, 4]
     assert runner.plan([Row([7, 2], 3, [a, b, c])])[2][0].slots.tolist() == [31, 8, 9]
+    runner = runner_of(5, 2)
+    tensors = [pool.normal_() for pool in runner.kv]
+    before = [tensor.clone() for tensor in tensors]
+    runner.copy_blocks([(0, 1), (1, 2), (0, 4)])
+    for tensor, old in zip(tensors, before, strict=True):
+        assert torch.equal(tensor, old[:, [0, 0, 1, 3, 0]])
 
 
-def test_the_example_of_groups_of():
-    """Which rows stand together, by the docstring; and what else may be asked."""
+def test_rows_that_stand_together():
+    """No more of them than max_blocks hold, by the longest: one long sequence made all others as
+    slow as itself; many that share a long prompt took more memory than there was."""
     rows = [Row([], start, [5] * count) for count, start in ((1, 5), (1, 3), (1, 2), (3, 4))]
     for size, most, counts in (
         (4, 4, [2, 1, 1]), (4, 6, [3, 1]), (1, 18, [3, 1]), (4, 1, [1] * 4), (4, 0, [1] * 4),
@@ -432,12 +416,6 @@ def test_the_example_of_groups_of():
     # A draft's rows can come in another order; all of a group were padded to the last one.
     rows = [Row([], start, [5]) for start in (3, 3, 79)]
     assert [len(group) for group in groups_of(rows, 4, 20)] == [2, 1]
-
-
-def test_rows_that_stand_together():
-    """No more of them than max_blocks hold, by the longest: one long sequence made all others as
-    slow as itself, padded to its length, and 48 at once took new memory each time; many that share
-    a long prompt took more memory than there was."""
     runner = runner_of(80, 16)
     large = [Runner(runner.model, 2**14, 16, kv_dtype).max_blocks for kv_dtype in ("auto", "int8")]
     assert (runner.max_blocks, large) == (80, [2**21 // (16 * 8 * 8)] * 2)  # as floats
@@ -452,16 +430,6 @@ def test_rows_that_stand_together():
     for rows, most in ((mixed, 63 * 7 + 1000), (forks, 64 * 1000)):
         copied = [B * W for B, _, W in shapes(runner_of(1500, 16).plan(rows)[2][0])]
         assert max(copied) <= 1500 and sum(copied) <= 1.5 * most
-
-
-def test_copies_of_one_step_are_made_at_once():
-    """A block copied from after it had been copied to; or a layer, or the values, left out."""
-    runner = runner_of(5, 2)
-    tensors = [pool.normal_() for pool in runner.kv]
-    before = [tensor.clone() for tensor in tensors]
-    runner.copy_blocks([(0, 1), (1, 2), (0, 4)])
-    for tensor, old in zip(tensors, before, strict=True):
-        assert torch.equal(tensor, old[:, [0, 0, 1, 3, 0]])
 
 
 # --- Any order of events --------------------------------------------------------------------------

@@ -1,16 +1,13 @@
-"""deploy/ray_serve.py, in a Ray of this machine. Where Ray is not installed these tests skip; where
-KILOLM_NEEDS_ALL is set, as in CI, they fail."""
+"""deploy/ray_serve.py, in a Ray of this machine. Without Ray they skip; in CI they fail."""
 
 import importlib.util
 import os
 import re
 import socket
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http.client import HTTPConnection
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.request import Request, urlopen
@@ -116,7 +113,7 @@ def test_what_is_wrong(module, capfd):
 
 
 def test_two_replicas(module, ray):
-    """Another text than the server's; a stream that comes at once; a client that has left, and
+    """Another text than the server's; a stream that comes in one piece; a client that has left, and
     whose request runs on; a replica that is killed, and all requests with it, or with its server
     left behind; streams that end when the replica that they are on is replaced."""
     deploy(module, min_replicas=2, max_replicas=2)
@@ -126,12 +123,8 @@ def test_two_replicas(module, ray):
     next(events)
     events.close()
     until(lambda: ended(ray, "abort") == 8 or ended(ray, "abort") == 8)  # of either replica
-    events, times = [], []
-    for event in stream(ray, 600):
-        events.append(event)
-        times.append(time.monotonic())
+    events = [*stream(ray, 600)]
     assert len(events) > 300 and events[-1].choices[0].finish_reason == "length"
-    assert max(b - a for a, b in pairwise(times)) < 0.5 * (times[-1] - times[0])
     with pytest.raises(openai.BadRequestError, match="temperature"):
         ray.client.completions.create(model="shakespeare", prompt="a", temperature=-1)
     # A path that begins with // made the replica ask another host, and pass on its answer.
@@ -171,15 +164,14 @@ def test_two_replicas(module, ray):
 
 def test_ranks(module, ray):
     """Ranks for which no cores are set aside; ranks that outlive their replica."""
-    (expected,) = alone(**SHORT)
     deploy(module, ranks=2)
     until(lambda: len(processes()) == 3)  # torchrun, and two ranks
     until(lambda: ray.cores() == 4 - 2)
-    assert whole(ray) == expected.text
-    old = processes()
-    (actor,) = set(old.values()) - old.keys()
-    os.kill(actor, 9)
-    until(lambda: not old.keys() & processes().keys() and len(processes()) == 3)
-    assert whole(ray) == expected.text
+    for _ in range(2):
+        assert whole(ray) == alone(**SHORT)[0].text
+        old = processes()
+        (actor,) = set(old.values()) - old.keys()
+        os.kill(actor, 9)
+        until(lambda: not old.keys() & processes().keys() and len(processes()) == 3)  # noqa: B023
     module.serve.delete("default")  # Ray kills what an actor has started, which is torchrun alone
     until(lambda: not processes())

@@ -217,6 +217,12 @@ def test_lengths(local, monkeypatch):
             message = local.post(path, body).fails(400, field, "context_length_exceeded")
             assert message.startswith("This model's maximum context length is 64 tokens.")
             assert f"{length[0]} of them" in message, body
+    # To tokenise 4 MB held all streams for two seconds, only to refuse the text.
+    monkeypatch.setattr(TOKENIZER, "_encode", MagicMock(side_effect=AssertionError("tokenised")))
+    long = "a" * 64 * max(map(len, token_bytes(TOKENIZER)))
+    local.post(COMPLETIONS, {"prompt": long}).fails(400, "prompt", "context_length_exceeded")
+    body = {"messages": [{"role": "user", "content": long}]}
+    local.post(CHAT, body).fails(400, "messages", "context_length_exceeded")
 
 
 def test_what_else_a_client_sees(local, capfd):
@@ -417,7 +423,7 @@ WRONG = {
 }  # fmt: skip
 WRONG_PROMPT = WRONG | {
     "prompt": ((5, "must be str | list, is 5"), {}, [], [[]], [None], [1, "a"], [True], [["a"]],
-               [[1], 2], [[1], [1024]], ["a"] * 257),
+               [[1], 2], [[1], [1024]], ["a"] * 2049),
     "echo": (1,), "logprobs": (21, True), "add_special_tokens": ((False, "supported: True"),),
     "tools": (([TOOL], OUT),), "tool_choice": (("required", "auto"),),
 }  # fmt: skip
@@ -433,7 +439,7 @@ WRONG_CHAT = WRONG | {
     "add_special_tokens": (True,), "tools": ([TOOL],), "tool_choice": ("required",),
 }  # fmt: skip
 TOGETHER = [  # bodies, and the field that excludes another one
-    ({"prompt": ["a"] * 3, "n": 86}, "n", "256"),
+    ({"prompt": ["a"] * 17, "n": 128}, "n", "2048"),
     ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
     ({"messages": HI, "continue_final_message": True, "add_generation_prompt": True},
      "add_generation_prompt", "excludes continue_final_message"),
@@ -618,6 +624,8 @@ def test_paths(local, monkeypatch, tmp_path):
         local.get(path).fails(404)
     message = local.post("/chat/completions", {"messages": HI}).fails(404)
     assert "/v1/chat/completions" in message  # a base URL without /v1
+    for path, words in (("responses", "use chat completions"), ("embeddings", "no embeddings")):
+        assert words in local.post(f"/v1/{path}", {}).fails(404)
     for method in ("GET", "PUT", "DELETE", "OPTIONS", "TRACE"):
         assert "POST" in local.send(method, CHAT).fails(405)
     for path in ("/", "/health", "/metrics", "/engine", "/v1/models", "/nothing", COMPLETIONS):
@@ -676,7 +684,8 @@ def test_log(local, capfd, monkeypatch):
 def test_names_of_this_host(local, monkeypatch):
     """Another site's page could use the model, by a name that points here (DNS rebinding)."""
     mine = ("localhost", "LOCALHOST:8000", "localhost ", "127.0.0.1:1", "127.1.2.3", "[::1]:8000",
-            "[::1]", "LOCALHOST.", "localhost.:80", "x.localhost", "a.B-1.localhost.")  # fmt: skip
+            "[::1]", "LOCALHOST.", "localhost.:80", "x.localhost", "a.B-1.localhost.", "localhost:",
+            "0.0.0.0:8000", "[::]")  # fmt: skip
     others = ("evil.test", "127.0.0.1.evil.test", "localhost.evil.test:80", "", "1.2.3.4", "::2",
               "evil-localhost", ".localhost", "x..localhost", "localhost..", ".")  # fmt: skip
     for name in mine + others:
@@ -830,8 +839,9 @@ def test_errors_at_the_start(capfd, tmp_path, monkeypatch):
     for options, key in ((("--port", 0), "a"), (("--port", 0, "--api-key", "b"), "b")):
         assert main(*options) == 0
         _, args, listeners = served.call_args.args
-        listeners[0].close()
-        assert (args.api_key, args.host) == (key, "127.0.0.1")  # nobody else, unless told so
+        for listener in listeners:
+            listener.close()
+        assert (args.api_key, args.host) == (key, "localhost")  # nobody else, unless told so
     monkeypatch.setenv("KILOLM_API_KEY", "")
     assert main("--port", 0) == 2
 
@@ -874,14 +884,19 @@ def test_slow_clients(make_local, monkeypatch, capfd):
 
 def test_clients_that_say_no_more(local, capfd):
     """The server printed an error when the client had left. One that closes its sending half, as
-    `nc -N` does, looks the same: a stream is sent all the same. Who waits in silence has left."""
+    `nc -N` does, was taken for such a one. Over HTTP/1.0 it looks the same."""
     for data in (b"", b"GET / HTTP", *(post()[:end] for end in (30, 60, -5)), b"\xff" * 99):
         connect(local, data).close()
     local.get("/health")
     assert capfd.readouterr().err == "'GET /health' 200\n"
-    for body, statuses in ((STREAM, [200]), (LONG, [])):
+    old = post(LONG).replace(b"HTTP/1.1", b"HTTP/1.0")
+    for data, statuses in (
+        (post(LONG), [100, 200]),
+        (post(LONG | {"stream": True}), [200]),
+        (old, []),
+    ):
         before = local.metrics()[ABORTED]
-        with connect(local, post(body)) as connection:
+        with connect(local, data) as connection:
             connection.shutdown(socket.SHUT_WR)
             assert [answer.status for answer in parse(receive(connection))] == statuses
         local.settle()
@@ -949,12 +964,13 @@ def test_clients_leave(make_local, monkeypatch, capfd):
 
 
 def test_a_stream_that_has_nothing_to_say(local, monkeypatch):
-    """While a call is written, a proxy saw nothing for a minute, and answered with a 504."""
+    """While a call is written, a proxy saw nothing for a minute, and answered with a 504. Clients
+    in Go took a comment for the end."""
     monkeypatch.setattr(server_module, "KEEP_ALIVE_S", 0)
     monkeypatch.setattr(local.server.api, "form", FORMS["hermes"])
-    answer = local.post(CHAT, CALL | {"max_tokens": 20})
-    comments, _, events = answer.data.partition(b"data: ")
-    assert comments and not comments.strip(b":\n") and b"[DONE]" in events
+    *events, last, done = local.post(CHAT, CALL | {"max_tokens": 20}).events
+    assert json.loads(last)["choices"][0]["finish_reason"] == "length" and done == "[DONE]"
+    assert events and all(json.loads(each)["choices"][0]["delta"] == {} for each in events)
 
 
 # --- An engine that breaks ------------------------------------------------------------------------
@@ -1058,6 +1074,18 @@ def test_the_command_line_and_a_signal(tmp_path):
         assert [receive(each) for each in half_sent] == [b"", b""]
 
 
+def test_a_signal_while_the_model_loads(tmp_path):
+    """Kubernetes waited, and killed it: in a container's first process, a signal without a handler
+    has no effect."""
+    code = f"""import sys, time; sys.path.insert(0, {str(ROOT)!r}); import server
+server.open_engine = lambda *_: server.say("loading") or time.sleep(120)
+server.main(sys.argv[2:])"""
+    server = Process(tmp_path, program=(sys.executable, "-c", code))
+    until(lambda: "loading" in server.log.read_text())
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(60) == 143
+
+
 def stopped(data, *options, signals=1, reached=bool):
     """Serve in the main thread, as main() does. Send bytes; then signals, once the engine has the
     request, or it was answered, or `reached` says so. Return what comes."""
@@ -1109,7 +1137,7 @@ def test_signals(monkeypatch, capsys):
         (answer,) = stopped(post(LONG | {"stream": stream}), "--shutdown-timeout", "0.3")
         assert "stopping" in answer.fails(503)
     encode, begun, complete = TOKENIZER.encode, threading.Event(), Connection.complete
-    slow = lambda text: begun.set() or time.sleep(0.3) or encode(text)  # noqa: E731
+    slow = lambda *text: begun.set() or time.sleep(0.3) or encode(*text)  # noqa: E731
     with monkeypatch.context() as patch:
         patch.setattr(TOKENIZER, "encode", slow)
         assert stopped(post(), reached=begun.is_set)[0].status == 200

@@ -18,11 +18,11 @@ import llguidance
 import pytest
 import torch
 from conftest import SHAKESPEARE
-from test_scheduler import assert_same, drain, noisy
+from test_scheduler import assert_same, drain
 from test_tokenizer import NAMES, kinds, read, train_sentencepiece  # noqa: F401
-from tiny import random_model
+from tiny import noisy, random_model
 
-from around.folder.tokenizer import Tokenizer
+from around.folder import Tokenizer
 from around.settings import SamplingParams, SettingError
 from around.structured import SPACES, closed, make_matcher, structure, token_bytes
 from sampling import Sequence, distribution
@@ -33,7 +33,6 @@ TOKENIZER = Tokenizer(SHAKESPEARE)
 V = TOKENIZER.vocab_size
 MODEL = random_model(vocab_size=V, eos_ids=(TOKENIZER.eos_id,), max_position_embeddings=512)
 DRAFT = noisy(MODEL, 0.1)
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def engine(proposer=None, model=MODEL, **limits) -> Engine:
@@ -80,7 +79,7 @@ def random_wish(draw: random.Random):
 
 
 @pytest.mark.parametrize("guess", [None, "n-gram", "draft"])
-@pytest.mark.parametrize("seed", [0, 1, 2, 3])
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(i, marks=pytest.mark.slow) for i in (2, 3))])
 def test_finished_answers_parse(guess, seed):
     """A mask of the row before, or of a step ago, after preemption, in a fork, behind a guess; a
     guess that breaks the grammar kept; a neighbour without a grammar masked, or drawn otherwise."""
@@ -113,8 +112,10 @@ def test_finished_answers_parse(guess, seed):
     assert not guess or sum(at.proposer.accepted) > 0
 
 
-def test_the_mask_is_the_first_step():
-    """A bias that lifts what is masked; the rows beside it changed; the matcher moved by a look."""
+def test_masks():
+    """A bias that lifts what is masked; the rows beside it changed; the matcher moved by a look. In
+    a regex, digits of other scripts where vLLM means 0 to 9; an escaped backslash begins a
+    class."""
     wishes = ({"choice": ["a", "b"]}, None)
     params = [SamplingParams(structured_outputs=wish, logit_bias={5: 100}) for wish in wishes]
     rows = [Sequence([1], each, MODEL.config) for each in params]
@@ -129,11 +130,18 @@ def test_the_mask_is_the_first_step():
     ahead = rows[0].ahead([may[0]])
     assert distribution(logits[:1], [ahead])[0].argmax() == TOKENIZER.eos_id
     assert torch.equal(distribution(logits, rows)[0], p)
+    for regex, text, is_allowed in (
+        (r"\d{4}", "1234", True), (r"\d{4}", "\u0663", False), (r"[\d.]+", "1.5", True),
+        (r"[\d.]+", "\u0663", False), (r"\w+", "a_1", True), (r"\w+", "\u00e9", False),
+        (r"\W", "\u00e9", True), (r"\D", "\u0663", True), (r"a\s", "a\t", True),
+        (r"a\s", "a\u2003", False), (r"[^\s]", "\u2003", True), (r"\\\\d", "\\\\d", True),
+        (r"\\\\d", "1", False), (r"\S\.", "a.", True), (r"\S\.", " .", False),
+    ):  # fmt: skip
+        assert takes({"regex": regex}, text) == is_allowed, (regex, text)
 
 
 def test_a_model_without_eos():
-    """No token is allowed after nothing: an id outside the vocabulary. A text that runs on after
-    its last brace, until its length."""
+    """An id outside the vocabulary; a text that runs on after its last brace, until its length."""
     model = copy.copy(MODEL)
     model.config = random_model(vocab_size=V, eos_ids=()).config
     at = engine(model=model, num_blocks=50)
@@ -148,13 +156,9 @@ def test_a_model_without_eos():
     assert {other.outputs[0].finish_reason for other in free} == {"length"}
 
 
-# --- Tokens and bytes -----------------------------------------------------------------------------
-
-
 def test_tokens_and_their_bytes(kinds, tmp_path):  # noqa: F811
     """A space lost, bytes of half a character given as those of its mark, a grammar's bytes taken
-    for GPT-2's letters. <unk>, which decodes to another text than it is spelt, within a string.
-    Characters that the words cannot spell."""
+    for GPT-2's letters. <unk> within a string. Characters that the words cannot spell."""
     for kind, (ours, _) in kinds.items():
         for text in ("the cat", " the  cat\n\n", "café 😀 你好", "<s>", "a\u0301"):
             ids = ours.encode(text, add_special=False)
@@ -177,8 +181,6 @@ def test_tokens_and_their_bytes(kinds, tmp_path):  # noqa: F811
     with pytest.raises(SettingError, match="no tokens for some"):
         make_matcher(read(tmp_path, NAMES, tokenizer_model=model), config, {"regex": "{5}"})
 
-
-# --- What is refused, and what a structure means --------------------------------------------------
 
 NESTED = functools.reduce(lambda inner, _: {"not": inner}, range(9999), {})
 BAD = [
@@ -246,19 +248,6 @@ def takes(wish, text):
     return make_matcher(TOKENIZER, MODEL.config, wish).try_consume_tokens(ids) == len(ids)
 
 
-def test_classes_of_a_regex_are_ascii():
-    """Digits of other scripts where vLLM and a schema's pattern mean 0 to 9; an escaped backslash
-    taken for the beginning of a class."""
-    for regex, text, is_allowed in (
-        (r"\d{4}", "1234", True), (r"\d{4}", "\u0663", False), (r"[\d.]+", "1.5", True),
-        (r"[\d.]+", "\u0663", False), (r"\w+", "a_1", True), (r"\w+", "\u00e9", False),
-        (r"\W", "\u00e9", True), (r"\D", "\u0663", True), (r"a\s", "a\t", True),
-        (r"a\s", "a\u2003", False), (r"[^\s]", "\u2003", True), (r"\\\\d", "\\\\d", True),
-        (r"\\\\d", "1", False), (r"\S\.", "a.", True), (r"\S\.", " .", False),
-    ):  # fmt: skip
-        assert takes({"regex": regex}, text) == is_allowed, (regex, text)
-
-
 A = {"properties": {"a": {"type": "null"}}}
 FALSE = {"additionalProperties": False}
 CLOSED_A = A | FALSE
@@ -279,16 +268,9 @@ CLOSED = [  # a schema, and what becomes of it
 ]  # fmt: skip
 
 
-def test_objects_are_closed():
-    """A weak model invented properties until max_tokens; parts of a schema that exclude each other;
-    a constant that became another."""
-    for schema, expected in CLOSED:
-        assert closed(schema) == expected
-    assert takes({"json": A}, '{"a": null}') and not takes({"json": A}, '{"a": null, "b": 1}')
-
-
-def test_response_format():
-    """OpenAI's forms, of which the unknown were ignored."""
+def test_forms():
+    """OpenAI's forms, of which the unknown were ignored. A weak model invented properties until
+    max_tokens; a constant that became another."""
     schema = {"type": "object"}
     lenient = {"json": schema | {"x-guidance": SPACES | {"lenient": True}}}
     assert structure({"type": "text"}) == {}
@@ -304,3 +286,6 @@ def test_response_format():
     for bad in ({}, {"type": "xml"}, "json", {"type": "json_schema"}, {"type": ["text"]}):
         with pytest.raises(SettingError, match=r"^response_format"):
             structure(bad)
+    for schema, expected in CLOSED:
+        assert closed(schema) == expected
+    assert takes({"json": A}, '{"a": null}') and not takes({"json": A}, '{"a": null, "b": 1}')

@@ -1,5 +1,4 @@
-"""How many threads compute: one where the weights fit into a processor's cache; and how they wait
-for each other."""
+"""How many threads compute, and how they wait for each other."""
 
 import os
 
@@ -20,10 +19,11 @@ def threads():
     torch.set_num_threads(before)
 
 
-def test_the_rule(threads, monkeypatch):
+def test_the_rule(threads, monkeypatch, tmp_path):
     """Two threads that wait for each other over a small model, so that a busy machine makes 10
     tokens a second in place of 400; a rule that overrides the user, or that nothing calls; a large
-    model that keeps the one thread of a small one; a tied model of 20 MB, taken for a large one."""
+    model that keeps the one thread of a small one; a tied model of 20 MB, taken for a large one.
+    The time of this process, of idle cores or of cores that are not ours counts as others'."""
     monkeypatch.setattr(module, "ALL_THREADS", 6)
     monkeypatch.setattr(module, "allowed_threads", lambda: 5)
     for asked, variable, weights, expected in (
@@ -45,6 +45,17 @@ def test_the_rule(threads, monkeypatch):
         assert threads() == expected
     assert model.config.tie_word_embeddings
     assert counted[-1] == (2, sum(each.nbytes for each in model.parameters()))
+    (tmp_path / "proc").mkdir()
+    ticks = os.sysconf("SC_CLK_TCK")
+    lines = ["cpu 9 9 9 9 9 9 9 9 9 9"]
+    lines += [f"cpu{i} {7 * ticks} {ticks} 0 99999 99999 0 0 {2 * ticks} 0 0" for i in range(3)]
+    (tmp_path / "proc/stat").write_text("\n".join([*lines, "intr 1 2 3", "ctxt 5"]))
+    monkeypatch.setattr(module, "CORES", {"cpu0", "cpu2"})
+    monkeypatch.setattr(module.time, "process_time", lambda: 4.5)
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    assert module.others_seconds() == pytest.approx(2 * 10 - 4.5)
+    monkeypatch.setattr(machine, "ROOT", tmp_path / "nothing")
+    assert module.others_seconds() == 0
 
 
 def test_cpu_quotas(tmp_path, monkeypatch):
@@ -98,18 +109,3 @@ def test_threads_sleep_while_others_are_busy(variable, threads, monkeypatch):
     assert seen == [load > 0.5 and not never for load in loads]
     if spinning.end_pool:
         spinning.end_pool.set()
-
-
-def test_the_load_of_others(tmp_path, monkeypatch):
-    """The time of this process, of idle cores or of cores that are not ours counts as others'."""
-    (tmp_path / "proc").mkdir()
-    ticks = os.sysconf("SC_CLK_TCK")
-    lines = ["cpu 9 9 9 9 9 9 9 9 9 9"]
-    lines += [f"cpu{i} {7 * ticks} {ticks} 0 99999 99999 0 0 {2 * ticks} 0 0" for i in range(3)]
-    (tmp_path / "proc/stat").write_text("\n".join([*lines, "intr 1 2 3", "ctxt 5"]))
-    monkeypatch.setattr(module, "CORES", {"cpu0", "cpu2"})
-    monkeypatch.setattr(module.time, "process_time", lambda: 4.5)
-    monkeypatch.setattr(machine, "ROOT", tmp_path)
-    assert module.others_seconds() == pytest.approx(2 * 10 - 4.5)
-    monkeypatch.setattr(machine, "ROOT", tmp_path / "nothing")
-    assert module.others_seconds() == 0

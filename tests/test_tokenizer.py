@@ -16,9 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 
-from around.folder.chat import PLAIN_TEMPLATE
-from around.folder.text import Detokenizer
-from around.folder.tokenizer import Tokenizer
+from around.folder import PLAIN_TEMPLATE, Detokenizer, Tokenizer
 from around.settings import CheckpointError
 
 few = settings(
@@ -34,9 +32,6 @@ TEXTS = [
 pieces = st.sampled_from(["the", " cat", " ", "  ", "\n", "a", "é", "€", "😀", "👩‍👩‍👧", "你好"])
 letters = st.characters(exclude_categories=["Cs"], exclude_characters="▁\ufffd")
 any_text = st.lists(pieces | letters, max_size=8).map("".join)
-
-
-# --- Folders to read ------------------------------------------------------------------------------
 
 
 def write(folder, config=None, **files):
@@ -94,8 +89,7 @@ BARE = {"llama": {"tokenizer_model": LLAMA}, "gpt": {"tokenizer_json": GPT}}
 
 
 def metaspace():
-    """A tiny tokenizer.json as Llama 2 and Mistral have it: spaces marked, bytes as a fallback. It
-    has LLAMA's vocabulary, and merges by score."""
+    """A tiny tokenizer.json as Llama 2 and Mistral have it, with LLAMA's vocabulary."""
     sp = sentencepiece.SentencePieceProcessor(model_proto=LLAMA)
     vocab = {sp.id_to_piece(i): i for i in range(sp.vocab_size())}
     # A higher score is an earlier merge, and sentencepiece numbers its pieces in that order.
@@ -142,9 +136,6 @@ def kinds(tmp_path_factory):
     return {name: (Tokenizer(folder), folder) for name, folder in folders.items()}
 
 
-# --- Against the reference ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", [*SLOW, *FAST])
 def test_the_reference(kind, kinds):
     """Bug: a text is encoded or decoded otherwise than the library that trained the model does, or
@@ -171,12 +162,9 @@ def test_the_reference(kind, kinds):
     assert ours.special["</s>"] == ours.eos_id
 
 
-# --- Special tokens -------------------------------------------------------------------------------
-
-
-def added(first, *tokens, special=True):
+def added(first, *tokens):
     """A tokenizer_config.json with tokens added from an id on."""
-    tokens = {str(first + i): {"content": t, "special": special} for i, t in enumerate(tokens)}
+    tokens = {str(first + i): {"content": t, "special": True} for i, t in enumerate(tokens)}
     return NAMES | {"added_tokens_decoder": tokens}
 
 
@@ -203,12 +191,6 @@ def test_added_tokens(tmp_path):
     ours = read(tmp_path, added(i, "<|im_end|>"), tokenizer_model=model)
     ids = ours.encode("the cat<|im_end|>")
     assert ids[-1] == i and ours.decode(ids) == "the cat"
-    # Beside tokenizer.model an added word's text is hidden, where tokenizer.json shows it.
-    ours = read(tmp_path, added(LLAMA_SIZE, "wombat", special=False), **BARE["llama"])
-    ids = ours.encode("the wombat")
-    assert ids[-1] == LLAMA_SIZE and ours.decode(ids).startswith("the")
-    ours = read(tmp_path, NAMES, tokenizer_json=byte_level("<s>", plain=("wombat",)).to_str())
-    assert ours.decode(ours.encode("the wombat")) == "the wombat"
 
 
 def test_bos_and_eos(tmp_path):
@@ -246,9 +228,6 @@ def test_bos_and_eos(tmp_path):
         assert ids == fast_twin(tmp_path / "json").encode("the cat")
 
 
-# --- Which file, and damaged ones -----------------------------------------------------------------
-
-
 DAMAGED = {
     "tokenizer_json": (
         b"", b"{", GPT[: len(GPT) // 2], "[]", {}, "null", {"model": 5}, b"\xff\xfe\x00", LLAMA
@@ -265,10 +244,9 @@ DAMAGED = {
 
 
 def test_which_file_and_damaged_ones(kinds, tmp_path, monkeypatch):
-    """Bug: a half-downloaded file, a value of the wrong type, or no file at all ends in the
-    library's bare Exception, in KeyError or TypeError, so in a traceback. Of two files the poorer
-    one is read, which lacks the chat tokens; without the extra, an ImportError's traceback, or
-    other ids from tokenizer.model."""
+    """Bug: a half-downloaded file, a value of the wrong type, or no file at all ends in a
+    traceback. Of two files the poorer one is read, which lacks the chat tokens; without the extra,
+    an ImportError, or other ids from tokenizer.model."""
     cases = [(file, content) for file, contents in DAMAGED.items() for content in contents]
     for i, (file, content) in enumerate(cases):
         others = {} if file.startswith("tokenizer_json") else BARE["llama"]
@@ -350,11 +328,9 @@ def test_valid_text_streams_without_marks(kind, prompt, text, special, kinds):
 @pytest.mark.parametrize("kind", [*SLOW, *FAST])
 def test_what_a_decoder_drops_or_marks(kind, kinds):
     """Bug: a decoder drops the space in front of its first word: "To be" + "or" is "To beor"; or
-    under --ignore-eos the EOS is the only context of the next word, which loses its space, as do
-    ids of the model's padding; or what was shown last is only spaces. The first of four byte tokens
-    is shown as a mark, or the last one is not shown. A U+FFFD the user typed is taken for half a
-    character and shown again; and lone surrogates, which a command line's bytes become, end in
-    TypeError or RuntimeError."""
+    under --ignore-eos the EOS is the only context of the next word, which loses its space; or what
+    was shown last is only spaces. The first of four byte tokens is shown as a mark, or the last is
+    not shown. A U+FFFD the user typed is shown again; lone surrogates end in TypeError."""
     ours, _ = kinds[kind]
     whole, the = ours.encode("the cat on the mat"), ours.encode("the")
     for cut in range(1, len(whole)):
@@ -384,20 +360,20 @@ def test_what_a_decoder_drops_or_marks(kind, kinds):
 
 def test_long_streams_stay_fast(kinds):
     """Bug: each push decodes the whole text again, so a long answer takes quadratic time."""
-    ours, _ = kinds["llama"]
-    detokenizer, lengths = Detokenizer(ours, ours.encode("the")), []
-    decode = detokenizer._decode
-    detokenizer._decode = lambda ids: lengths.append(len(ids)) or decode(ids)
-    for i in ours.encode("the cat é sat 😀 on the mat " * 10, add_special=False):
-        detokenizer.push(i)
+    (ours, _), lengths = kinds["llama"], []
+
+    def push(prompt, ids):
+        detokenizer = Detokenizer(ours, prompt)
+        decode = detokenizer._decode
+        detokenizer._decode = lambda ids: lengths.append(len(ids)) or decode(ids)
+        return "".join(map(detokenizer.push, ids))
+
+    push(ours.encode("the"), ours.encode("the cat é sat 😀 on the mat " * 10, add_special=False))
     assert max(lengths) <= 16
     # A long prompt, with its end in the middle of a character; and what shows nothing, or is none.
     spaces, mark = ours.encode("\n" * 400, add_special=False)[1:], ours.encode("é")[-2]
-    detokenizer = Detokenizer(ours, [*ours.encode("你好" * 2000), mark])
-    detokenizer._decode = lambda ids: lengths.append(len(ids)) or decode(ids)
-    assert "".join(map(detokenizer.push, spaces)) == "\n" * 400
-    assert "\ufffd" * 250 in "".join(map(detokenizer.push, [mark] * 300))
-    assert max(lengths) <= 80
+    text = push([*ours.encode("你好" * 2000), mark], spaces + [mark] * 300)
+    assert text.startswith("\n" * 400) and "\ufffd" * 250 in text and max(lengths) <= 80
 
 
 # --- Chat templates -------------------------------------------------------------------------------
@@ -430,29 +406,17 @@ TEMPLATES = [
 CHATS = [
     [{"role": role, "content": text} for role, text in chat]
     for chat in (
-        [("user", " Hello, caf\u00e9 \U0001f600! ")],
-        [("user", "{{ 1 + 1 }}{% break %}{# #}")],
+        [("user", " Hello, caf\u00e9 \U0001f600! ")], [("user", "{{ 1 + 1 }}{% break %}{# #}")],
         [("user", "the cat"), ("assistant", "<sat>\n"), ("user", 'on {{ the }} "mat"\'s')],
         [("system", " Be brief. "), ("user", "the cat"), ("assistant", "sat"), ("user", "")],
     )
-]
+]  # fmt: skip
 
 
 def chatter(folder, template=None, **files):
     config = NAMES | {"chat_template": template, "add_bos_token": True}
     stored = byte_level("<s>", "</s>", "[INST]", "[/INST]", bos="<s>").to_str()
     return read(folder, config, tokenizer_json=stored, **files)
-
-
-def test_chat_template_renders_as_in_transformers(tmp_path):
-    """Bug: a filter, function or white-space rule of Hugging Face's environment is missing; BOS is
-    added to a template that writes its own; what the user writes is rendered as a template."""
-    for template, chat in product(TEMPLATES, CHATS):
-        ours = chatter(tmp_path, template)
-        options = {"chat_template": template, "return_dict": False, "add_generation_prompt": True}
-        want = fast_twin(tmp_path).apply_chat_template(chat, **options)
-        assert ours.encode_chat(chat) == want, template
-        assert ours.chat_stop == ()
 
 
 REFUSED = [
@@ -490,10 +454,11 @@ def test_template_is_sandboxed(tmp_path, monkeypatch):
         ours.encode_chat(CHATS[0] * 2)
 
 
-def test_where_the_template_comes_from(tmp_path):
-    """Bug: the newer chat_template.jinja is not read, or loses to tokenizer_config.json; the first
-    of several is taken for the default. A base model gets no BOS, no turn to fill, or nothing to
-    stop it at its turn's end."""
+def test_chat_templates(tmp_path):
+    """Bug: the newer chat_template.jinja loses to tokenizer_config.json; the first of several is
+    taken for the default. A base model gets no BOS, no turn to fill, or nothing to stop it. A
+    filter, function or white-space rule of Hugging Face's environment is missing; BOS is added to a
+    template that writes its own; what the user writes is rendered as a template."""
     ours = chatter(tmp_path / "file", "old", **{"chat_template.jinja": "n\u00e9w"})
     assert ours.decode(ours.encode_chat(CHATS[0])) == "n\u00e9w"
     named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
@@ -504,3 +469,9 @@ def test_where_the_template_comes_from(tmp_path):
     want = "SYSTEM:\nBe brief.\n\nUSER:\nthe cat\n\nASSISTANT:\nsat\n\nUSER:\n\n\nASSISTANT:\n"
     ids = ours.encode_chat(CHATS[3])
     assert ids[0] == ours.bos_id and ours.decode(ids) == want and ids == ours.encode(want)
+    for template, chat in product(TEMPLATES, CHATS):
+        ours = chatter(tmp_path, template)
+        options = {"chat_template": template, "return_dict": False, "add_generation_prompt": True}
+        want = fast_twin(tmp_path).apply_chat_template(chat, **options)
+        assert ours.encode_chat(chat) == want, template
+        assert ours.chat_stop == ()

@@ -1,6 +1,8 @@
 """Tiny models and folders with random weights: what most tests run on."""
 
+import copy
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,28 @@ def random_model(**changes: Any) -> Transformer:
     return model
 
 
+WORDS = random.Random(7).choices(range(1, 32), k=64)  # a text to cut prompts from
+MODEL = random_model()
+SLIDING = random_model(
+    num_hidden_layers=3, num_attention_heads=4, windows=(5, None, 3), qkv_bias=True, qk_norm=True
+)
+
+
+def noisy(model, amount: float):
+    """A draft that is right now and then."""
+    draft, generator = copy.deepcopy(model), torch.Generator().manual_seed(3)
+    for parameter in draft.parameters():
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        parameter += amount * parameter.std() * noise if parameter.numel() > 1 else 0
+    return draft
+
+
+DRAFTS = {
+    "n-gram": None,
+    "itself": MODEL,
+    "near": noisy(MODEL, 0.1),
+    "small": random_model(num_hidden_layers=1, num_attention_heads=1, head_dim=4),
+}
 TINY = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 40, "hidden_size": 64,
     "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,

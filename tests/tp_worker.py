@@ -1,11 +1,8 @@
 """One rank, for test_tp.py.
 
-tp_worker.py cases FOLDER      what FOLDER/cases asks for; each rank writes to FOLDER/found.RANK
-                               after each case, for whoever must find where it hung
-tp_worker.py fault RANK WHERE PROGRAM ...
-                               generate or server, with an exception of that rank's in the middle
-                               of a forward (MLP), of copy_blocks or of start
-tp_worker.py load ...          generate.py, with a model that takes a minute to load
+`cases FOLDER` runs what FOLDER/cases asks for; each rank writes to FOLDER/found.RANK after each.
+`fault RANK WHERE PROGRAM ...` is generate or server, with an exception of that rank's in the middle
+of a forward (MLP), of copy_blocks or of start.
 """
 
 import contextlib
@@ -16,13 +13,13 @@ import os
 import re
 import signal
 import sys
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import torch
+import ways
 from conftest import DRAFT
 
 import generate
@@ -30,63 +27,60 @@ import model as model_module
 import quantize
 import tp
 from around.fast.compiling import compile_model
-from around.folder.weights import load_model
+from around.folder import load_model
 from around.machine import Ranks
 from around.settings import SamplingParams
-from around.start import begin as llm
 from around.start import ranks as meeting
 from paged import Runner
-from scheduler import Engine
-from speculative import DraftModel
 
 CPU = torch.device("cpu")
 PROMPTS = [5, 1, 2, 7, 4], [3], [5, 1, 2, 7, 4, 8, 6] * 3
-GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=6, ignore_eos=True)
-ROWS = {  # name -> parameters, run's options
-    "batched": (SAMPLED, {"max_num_seqs": 2, "max_num_batched_tokens": 24}),
-    "n = 3": (SAMPLED, {"n": 3}),
-    "preempted": (GREEDY, {"num_blocks": 9}),
-    "draft": (GREEDY, {"guesses": 3}),
-    "int8 cache": (GREEDY, {"kv_dtype": "int8"}),
-    # Ctrl-C between a message and what it announces; then everything once more, as in a chat.
-    "interrupted": (SAMPLED, {"times": 2, "press": "copy_blocks", "n": 3}),
-    "chunks of 7": (SAMPLED, {"max_num_seqs": 1, "max_num_batched_tokens": 7}),
-    "prefix cached": (SAMPLED, {"times": 2}),
+GREEDY = replace(SAMPLED, temperature=0)
+
+
+def run_interrupted(model, jobs, **options):
+    """Ctrl-C between a message and what it announces; then everything once more, as in a chat."""
+    engine = ways.make(model, **options)
+    for _ in range(2):
+        requests = [engine.add_request(ids, replace(params, n=3)) for ids, params in jobs]
+        with contextlib.suppress(KeyboardInterrupt):
+            found = ways.finish(engine, requests)
+        engine.reset()
+    return found
+
+
+ROWS = {  # name -> parameters, the way, its options
+    "batched": (SAMPLED, ways.run_small, {"seqs": 2, "size": 22}),
+    "n = 3": (SAMPLED, ways.run_forked, {}),
+    "preempted": (GREEDY, ways.run_preempted, {}),
+    "draft": (GREEDY, ways.run_engine, {"speculate": 3}),
+    "int8 cache": (GREEDY, ways.run_engine, {"kv_dtype": "int8"}),
+    "interrupted": (SAMPLED, run_interrupted, {}),
+    "chunks of 7": (SAMPLED, ways.run_small, {"seqs": 1, "size": 7}),
+    "prefix cached": (SAMPLED, ways.run_prefix_cached, {}),
 }
 
 
-def run(model, runner, params, n=1, times=1, press=None, guesses=0, **options):
-    """Returns the tokens of the last time."""
+def run(model, runner, row):
+    """The tokens of each prompt."""
+    params, way, options = ROWS[row]
     counts, send = Counter(), tp.broadcast
-    options = {"block_size": 4, "num_blocks": 99, "max_seq_len": 64} | options
-    proposer = None
-    if guesses:
-        draft = load_model(DRAFT, dtype=torch.float32)
-        proposer = DraftModel(draft, guesses, model.config.vocab_size)
+    options = {"max_seq_len": 64, "runner": runner} | options
+    if "speculate" in options:
+        options["draft"] = load_model(DRAFT, dtype=torch.float32)
 
     def counting(message=None):
         send(message)
         counts[message[0]] += 1
-        if message[0] == press and counts[press] == 1:
+        if way is run_interrupted and message[0] == "copy_blocks" and counts["copy_blocks"] == 1:
             os.kill(os.getpid(), signal.SIGINT)
 
     with mock.patch.object(tp, "broadcast", counting):
-        engine = Engine(model, runner=runner, proposer=proposer, **options)
-        for _ in range(times):
-            requests = [engine.add_request(ids, replace(params, n=n)) for ids in PROMPTS]
-            try:
-                while engine.queue:
-                    engine.step()
-            except KeyboardInterrupt:
-                counts["interrupted"] += 1
-                engine.reset()
-    # Else the row is not what its name says.
-    assert not engine.proposer.k or engine.proposer.offered[0]
-    assert engine.pool.num_blocks == 99 or engine.stats["num_preemptions"]
-    if runner is tp.Leader:
-        assert (counts["copy_blocks"] > 0) == (n > 1) and counts["interrupted"] == bool(press)
-    return [[each.output_ids for each in request.outputs] for request in requests]
+        found = way(model, [(ids, params) for ids in PROMPTS], **options)
+    if runner is tp.Leader:  # else the row is not what its name says
+        assert (counts["copy_blocks"] > 0) == (way in (ways.run_forked, run_interrupted))
+    return [[token.id for token in tokens] for tokens in found]
 
 
 def captured(argv):
@@ -115,9 +109,7 @@ def cases(models, commands, compiled=()):
             if ranks.rank:
                 tp.follow(model)
             for row in [] if ranks.rank else rows:
-                params, options = ROWS[row]
-                found = run(model, ranks.runner or Runner, params, **options)
-                yield f"{folder}, {mode}, {row}", found
+                yield f"{folder}, {mode}, {row}", run(model, ranks.runner or Runner, row)
     for argv in commands:
         yield " ".join(argv), captured((*argv, *compiled))
 
@@ -161,12 +153,6 @@ def fault(rank, where, program, *argv):
     return importlib.import_module(program).main([*argv])
 
 
-def load(*argv):
-    llm.load_model = lambda *args: print("loading", flush=True) or time.sleep(60)
-    return generate.main([*argv])
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    modes = {"cases": write_cases, "fault": fault, "load": load}
-    sys.exit(modes[sys.argv[1]](*sys.argv[2:]))
+    sys.exit({"cases": write_cases, "fault": fault}[sys.argv[1]](*sys.argv[2:]))

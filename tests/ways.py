@@ -1,10 +1,9 @@
 """Every way to run a model, and the slow twin, whose tokens all of them must make.
 
-test_equivalence.py compares them, on a CPU or a GPU. A way takes a model and
-jobs, each a prompt's ids and its SamplingParams, and returns each job's tokens. A new fast path
-adds one entry to PATHS, or to ENGINES where the scheduler runs it. ROWS lists the combinations with
-guesses, fewer bits and structures, COMPILED those that compile. Sampled guesses use other random
-numbers; for these the slow twin guesses too, see plain. Read: plain, PATHS, ENGINES, ROWS, kind_of.
+test_equivalence.py compares them, on a CPU or a GPU. A way takes a model and jobs, each a prompt's
+ids and its SamplingParams, and returns each job's tokens. A new fast path adds one entry to PATHS,
+or to ENGINES where the scheduler runs it. Sampled guesses use other random numbers; for these the
+slow twin guesses too, see plain. Read: plain, PATHS, ENGINES, ROWS, kind_of.
 """
 
 import copy
@@ -21,8 +20,7 @@ from torch.nn import functional as F
 
 from around.fast.attending import attend_fast
 from around.fast.compiling import compile_model, replay_steps
-from around.folder.tokenizer import Tokenizer
-from around.folder.weights import build, load_model
+from around.folder import Tokenizer, build, load_model
 from generate import generate
 from kv_cache import StaticCache
 from model import Config, Transformer
@@ -56,15 +54,11 @@ Tokens = list[list[Token]]  # of each job
 
 
 def split(params: SamplingParams) -> list[SamplingParams]:
-    """Return the params that would make each of a prompt's n outputs by itself. Their seeds count
-    up, and wrap around."""
+    """Return the params of each of n outputs by itself. Seeds count up, and wrap around."""
     if params.seed is None:
         return [replace(params, n=1)] * params.n
     seeds = [(params.seed + i + 2**63) % 2**64 - 2**63 for i in range(params.n)]
     return [replace(params, n=1, seed=seed) for seed in seeds]
-
-
-# --- The slow twin --------------------------------------------------------------------------------
 
 
 def logits_of(model: Transformer, ids: list[int]) -> Tensor:
@@ -100,17 +94,12 @@ def plain(
     return sequence
 
 
-# --- The ways -------------------------------------------------------------------------------------
-
-
 def run_plain(model: Transformer, jobs: list[Job]) -> Tokens:
     """Run the slow twin itself; it is a way of its own on another device than the twin's."""
     return [plain(model, Sequence(*job, model.config)).tokens for job in jobs]
 
 
-def run_alone(
-    model: Transformer, jobs: list[Job], chunk: int = 512, kv_dtype: str = "auto"
-) -> Tokens:
+def run_alone(model: Transformer, jobs: list[Job], chunk: int = 512, kv_dtype: str = "auto"):
     results = []
     for ids, params in jobs:
         sequence = Sequence(ids, params, model.config)
@@ -133,19 +122,23 @@ def changed(model: Transformer, change: Callable, *args: Any) -> Transformer:
     return model
 
 
-def run_fast(model: Transformer, jobs: list[Job], run: Callable, **options: Any) -> Tokens:
+def run_changed(
+    model: Transformer, jobs: list[Job], run: Callable, change: tuple, **options: Any
+) -> Tokens:
     if "draft" in options:
-        options["draft"] = changed(options["draft"], attend_fast)
-    return run(changed(model, attend_fast), jobs, **options)
+        options["draft"] = changed(options["draft"], *change)
+    return run(changed(model, *change), jobs, **options)
+
+
+def run_fast(model: Transformer, jobs: list[Job], run: Callable, **options: Any) -> Tokens:
+    return run_changed(model, jobs, run, (attend_fast,), **options)
 
 
 def run_compiled(
     model: Transformer, jobs: list[Job], run: Callable, batch_size: int | None, **options: Any
 ) -> Tokens:
-    kind = (batch_size, options.get("kv_dtype", "auto"))
-    if "draft" in options:
-        options["draft"] = changed(options["draft"], compile_model, *kind)
-    return run(changed(model, compile_model, *kind), jobs, **options)
+    kind = (compile_model, batch_size, options.get("kv_dtype", "auto"))
+    return run_changed(model, jobs, run, kind, **options)
 
 
 def make(
@@ -173,13 +166,9 @@ def run_engine(model: Transformer, jobs: list[Job], **options: Any) -> Tokens:
 
 
 def run_small(
-    model: Transformer,
-    jobs: list[Job],
-    seqs: int = 3,
-    size: int = 2,
-    speculate: int = 0,
+    model: Transformer, jobs: list[Job], seqs: int = 3, size: int = 2, speculate: int = 0,
     **options: Any,
-) -> Tokens:
+) -> Tokens:  # fmt: skip
     """Give prompts a budget of `size` tokens a step: with one sequence, the size of its chunks."""
     budget = max(seqs * (1 + speculate) + size * (seqs > 1), size)
     options |= {"max_num_seqs": seqs, "max_num_batched_tokens": budget, "speculate": speculate}
@@ -266,9 +255,6 @@ ENGINES: dict[str, Way] = {
 }
 PATHS |= ENGINES
 REPLAYED: dict[str, Way] = {"replayed": run_replayed}  # needs CUDA
-
-
-# --- What runs on them ----------------------------------------------------------------------------
 
 
 Case = tuple[Transformer, list[list[int]]]  # a model, and prompts
@@ -420,9 +406,6 @@ def expected(case: str, kind: str, job: int) -> Sequence:
     return plain(twin_of(case, kind), sequence, **options if params.temperature > 0 else {})
 
 
-# --- The comparison -------------------------------------------------------------------------------
-
-
 # How far log-probabilities may be off, see compare. On a CPU they are off by 1e-6 and 0.015 at
 # most; a key that is hidden and should be visible makes it 0.14.
 NEAR = {"float32": 1e-4, "bfloat16": 0.05}
@@ -432,10 +415,7 @@ def compare(
     case: str, kind: str, chosen: Iterable[int], found: Tokens, exact: bool = True
 ) -> tuple[float, list[str]]:
     """Compare the tokens of chosen jobs with the slow twin's, and their log-probabilities with what
-    the twin gives to the same text.
-
-    Args:
-        exact: whether the tokens must be the twin's; in bfloat16 they need not be.
+    the twin gives to the same text. In bfloat16 the tokens need not be the twin's: not `exact`.
 
     Returns:
         How far the log-probabilities are off (the root mean square of the differences, as a share

@@ -217,8 +217,6 @@ class Front(Exchange):
         except Problem as problem:
             self.send(problem.json, problem.status)
         except (ConnectionError, TimeoutError):  # the client has left, or is silent for too long
-            if self.asked:
-                self.log("gone")
             raise
         except Exception:  # a bug in the server, whose details are not for the client
             traceback.print_exc()

@@ -156,12 +156,13 @@ class Exchange(BaseHTTPRequestHandler):
         self.connection.settimeout(0)  # or recv would wait, even with MSG_DONTWAIT
         with suppress(BlockingIOError):  # nothing has come: the client waits
             nothing_more = not self.connection.recv(2**16)
-            if self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):  # the reset
+            can_ask = self.has_begun or self.request_version > "HTTP/1.0"
+            was_reset = self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if was_reset or (nothing_more and not can_ask):
+                self.log("gone")
                 raise ConnectionError
             if nothing_more and not self.is_half_closed:
                 self.is_half_closed = True
-                if not self.has_begun and self.request_version == "HTTP/1.0":
-                    raise ConnectionError
                 self.wfile.write(b":\n\n" if self.has_begun else CONTINUE)
         self.connection.settimeout(self.timeout)
 

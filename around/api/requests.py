@@ -87,7 +87,7 @@ class API:
         ids = check("prompt", prompt, str | list)
         if isinstance(prompt, str):
             # To tokenise a text of 4 MB takes seconds, so refuse first what can never fit.
-            self.check_length(len(prompt) // self.longest_token, fields, source)
+            self.check_length(len(prompt) // self.longest_token, {}, source)
             is_bare = source == "prompt" or self.tokenizer.is_bare
             ids = self.tokenizer.encode(prompt, is_bare)
         self.check_length(len(ids), fields, source)
