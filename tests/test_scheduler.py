@@ -305,8 +305,8 @@ def peak(act) -> int:
 
 
 def test_attention_stays_within_what_is_free():
-    """The mask of a chunk's tokens, which PyTorch widens to floats, was in no estimate: 264 MB for 32
-    query heads on 4, and 257 tokens that see 32,528."""
+    """The mask of a chunk's tokens, which PyTorch widens to floats, was in no estimate: 264 MB for
+    32 query heads on 4, and 257 tokens that see 32,528."""
     for dtype, window in itertools.product((torch.float32, torch.bfloat16), (None, 900)):
         heads = dict(num_attention_heads=32, num_key_value_heads=4, windows=(window, None))
         model = random_model(**heads, max_position_embeddings=16_385).to(dtype)

@@ -112,8 +112,9 @@ def eos_ids(*sources: JSON) -> tuple[int, ...]:
     for source in sources:
         ids = source.get("eos_token_id", [])
         found += ids if isinstance(ids, list) else [ids]
-    ids = check_items("eos_token_id", found, list, int, -1)
-    return tuple(i for i in dict.fromkeys(ids) if i >= 0)
+    return tuple(
+        i for i in dict.fromkeys(check_items("eos_token_id", found, list, int, -1)) if i >= 0
+    )
 
 
 def suggested(path: Path | str) -> JSON:
