@@ -13,7 +13,7 @@ from typing import Any
 
 from around.folder import Ids, suggested
 from around.machine import Ranks, pick_device, progress
-from around.settings import JSON, EngineArgs, SamplingParams, check
+from around.settings import JSON, EngineArgs, SamplingParams, check, plain
 from around.start import load_models, make_engine
 from scheduler import Request
 
@@ -40,11 +40,11 @@ class LLM:
         params: SamplingParams | list | None = None,
         **changes: Any,
     ) -> list[Request]:
-        """Complete the prompts, all at once, with a progress bar.
+        """Complete the prompts, all at once, and count them on a terminal.
 
         Args:
             prompts: a prompt or a list of prompts. Each is a text or a list of token ids, or a dict
-                with one of these as "prompt" or "prompt_token_ids".
+                with one of these as "prompt" or "prompt_token_ids". Arrays of numpy will do too.
             params: one SamplingParams for all prompts, or a list with one each; the checkpoint's
                 defaults are then ignored.
             changes: fields of SamplingParams by name, if there are no `params`. They replace the
@@ -58,6 +58,7 @@ class LLM:
             ValueError: one of the prompts cannot be run; then none of them is. Or there are both
                 `params` and `changes`.
         """
+        prompts = plain(prompts)
         if not isinstance(prompts, list) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
         prompts = [prompt_of(each) for each in prompts]
@@ -70,10 +71,9 @@ class LLM:
         try:
             for request in requests:
                 self.engine.submit(request)
-            mine = {*requests}  # the engine may run others too
-            finished = (each for each in self.engine.run() if each.finished and each in mine)
-            for _ in progress(requests, "generating"):  # each turn waits until one more finishes
-                next(finished)
+            for request in progress(requests, "generating"):  # the engine may run others too
+                while not request.finished:
+                    self.engine.step()
         except BaseException:  # Ctrl-C, at any line
             self.engine.reset()
             raise

@@ -56,7 +56,7 @@ class Config:
     tie_word_embeddings: bool = False
     eos_ids: tuple[int, ...] = ()  # each of them ends a sequence
     # This file does not read the fields below. Loading does (around/folder):
-    dtype: torch.dtype = torch.float32  # in which the weights are stored
+    dtype: torch.dtype | None = None  # of the stored weights; None: config.json does not say
     folds: dict[str, Any] = field(default_factory=dict)  # numbers that change weights
     quantization: dict[str, Any] = field(default_factory=dict)  # how weights are quantised
     # ... and experts.py does:

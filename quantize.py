@@ -19,6 +19,7 @@ arXiv:2208.07339), Frantar et al. 2022 (GPTQ, arXiv:2210.17323; see tools/conver
 2023 (AWQ, arXiv:2306.00978). Read: QuantLinear, round_to_nearest, quantize_model.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -154,10 +155,8 @@ def usual_group_size(model: Transformer) -> int:
     """Return the largest of 128, 64 and 32 that divides the input channels of all Linears; if none
     does, 128, which plain_linears will refuse."""
     modules: list[Any] = [model.get_submodule(path) for path in linears(model)]
-    for size in (128, 64, 32):
-        if all(linear.in_features % size == 0 for linear in modules):
-            return size
-    return 128
+    size = math.gcd(128, *(linear.in_features for linear in modules))
+    return size if size >= 32 else 128
 
 
 def quantize_model(
@@ -180,7 +179,7 @@ def quantize_model(
         group_size = usual_group_size(model)
     for path in progress(plain_linears(model, group_size, skip), f"quantising to {mode}"):
         linear: Any = model.get_submodule(path)
-        if path == "lm_head" and linear.weight is model.embed_tokens.weight:
+        if path == "lm_head" and model.config.tie_word_embeddings:
             # A tied lm_head is the embedding too, and no matrix suffers more from 4 bits. The
             # embedding itself stays plain.
             quantised = QuantLinear(linear, 8, -1)

@@ -20,12 +20,14 @@ Saxena 2023 (github.com/apoorvumang/prompt-lookup-decoding). Read: accept, Guess
 DraftModel.
 """
 
+import math
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from around.settings import check, supported
+from around.settings import check
 from model import Transformer
 from paged import Row
 from sampling import Token, distribution, draw, scored
@@ -174,7 +176,11 @@ def lookup(text: str, count: int, longest: int = 3) -> str:
 
 
 class DraftModel(Guesser):
-    """A small model with the same vocabulary, whose cache follows the large model's.
+    """A small model with the same tokens, whose cache follows the large model's.
+
+    Many vocabularies are padded to a round size, which may be another one for each model. Below the
+    smaller size an id must mean the same to both. The draft never guesses an id beyond it, and
+    reads one as the last id that it has.
 
     Both caches use the same block tables, so a block holds the same tokens in both. Sharing,
     copying and preempting blocks then need no bookkeeping for the draft.
@@ -189,11 +195,11 @@ class DraftModel(Guesser):
             vocab_size: the large model's.
 
         Raises:
-            ValueError: the draft has another vocab_size, or k is out of range.
+            SettingError: k is out of range.
         """
         super().__init__(k)
-        supported("the draft's vocab_size", draft.config.vocab_size, vocab_size)
         self.models = (draft,)
+        self.vocab_size = vocab_size
 
     def propose(self, jobs: list[Job]) -> None:
         if not self.k:
@@ -203,13 +209,15 @@ class DraftModel(Guesser):
         # here begins one token before the model's row, at b. In all other cases the draft's cache
         # has that token already. It is written again, the same but for rounding.
         rows = {}
+        size = self.models[0].config.vocab_size
         for job in sorted(jobs, key=run_order):  # as the engine sorts the model's rows
             start = max(job.table.length - 1, 0)
             known = job.ids[start : job.table.length + job.num_scheduled]
-            rows[job] = Row(job.table.blocks, start, known)
+            rows[job] = Row(job.table.blocks, start, [min(i, size - 1) for i in known])
         while rows:
             # 1) Run the draft. The engine has made its Runner; see scheduler.Proposer.
-            logits = self.runners[0].forward([*rows.values()])  # (rows, V)
+            logits = self.runners[0].forward([*rows.values()])  # (rows, size)
+            logits = F.pad(logits, (0, self.vocab_size - size), value=-math.inf)  # (rows, V)
             # 2) Draw one guess for each job that may have another, by the job's own settings.
             # `guessing`: job -> its row in the logits.
             guessing = {job: i for i, job in enumerate(rows) if job.num_guesses}

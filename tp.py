@@ -74,7 +74,8 @@ def shard(
     # 1) A smaller model.
     c = model.config
     with torch.device("meta"):
-        share = build(replace(c, tie_word_embeddings=False, **share_sizes(c, world_size)))
+        share = build(replace(c, **share_sizes(c, world_size)))
+        # A Linear of its own also if the head is tied; the config keeps that in mind for quantize.
         share.lm_head = nn.Linear(c.hidden_size, -(-c.vocab_size // world_size), bias=False)
     share.requires_grad_(False).to(model.dtype)
     # 2) The exchanges. These are hooks, because wrapper modules would change the names of the
@@ -115,17 +116,16 @@ def share_sizes(c: Config, world_size: int) -> JSON:
     K = c.num_key_value_heads
     sizes: JSON = dict(
         num_attention_heads=c.num_attention_heads,
+        num_key_value_heads=world_size if world_size % K == 0 else K,  # ranks may have the same one
         intermediate_size=c.intermediate_size,
         moe_intermediate_size=c.moe_intermediate_size or 0,
     )
-    fits_heads = K % world_size == 0 or world_size % K == 0  # ranks may have the same kv head
-    if not fits_heads or any(size % world_size for size in sizes.values()):
-        sizes["num_key_value_heads"] = K
+    uneven = {name: size for name, size in sizes.items() if size % world_size}
+    if uneven:
         raise CheckpointError(
-            f"{sizes} cannot be shared evenly by {world_size} ranks: take a common divisor"
+            f"{uneven} cannot be shared evenly by {world_size} ranks: take a common divisor"
         )
-    shares = {name: size // world_size for name, size in sizes.items()}
-    return shares | dict(num_key_value_heads=max(1, K // world_size))
+    return {name: size // world_size for name, size in sizes.items()}
 
 
 def cut(dim: int, i: int, size: int, whole: Tensor) -> Tensor:
@@ -158,19 +158,18 @@ def gather(module: Transformer, args: tuple, logits: Tensor) -> Tensor:
 # --- One schedules, the others follow -------------------------------------------------------------
 
 
-def broadcast(message: Any = None, source: int = 0) -> Any:
-    """Send a message from one rank to all, as JSON, and return it on every rank.
+def broadcast(message: Any = None) -> Any:
+    """Send a message from rank 0 to all, as JSON, and return it on every rank.
 
     Args:
-        message: read on the source alone. lead() sends what rank 0 is about to do, join() sends
-            None at the end, and agree() sends a rank's settings.
-        source: the rank that sends.
+        message: read on rank 0 alone. lead() sends what that is about to do, join() sends None at
+            the end, and agree() sends its settings.
     """
-    data = torch.frombuffer(bytearray(json.dumps(message), "ascii"), dtype=torch.uint8)
-    data = data.clone()  # which can be resized
+    # A clone can be resized.
+    data = torch.frombuffer(bytearray(json.dumps(message), "ascii"), dtype=torch.uint8).clone()
     size = torch.tensor(len(data))
-    dist.broadcast(size, source)
-    dist.broadcast(data.resize_(int(size)), source)
+    dist.broadcast(size, 0)
+    dist.broadcast(data.resize_(int(size)), 0)
     return json.loads(bytes(data.tolist()))
 
 

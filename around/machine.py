@@ -3,11 +3,14 @@
 This file knows no model, and no setting but --device. Read: Ranks.
 """
 
+import re
 import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -58,24 +61,51 @@ def say(text: str, end: str = "\n") -> None:
 
 
 def progress(items: Collection, label: str) -> Iterator[Any]:
-    """Yield from `items`, and show a progress bar after the first second if stderr is a terminal.
+    """Yield from `items`, and count them on stderr after the first second, if it is a terminal.
 
     Args:
         label: names the work in a word or two.
     """
-    total = len(items)
     start = time.monotonic()
     for done, item in enumerate(items, 1):
         yield item
-        seconds = time.monotonic() - start
-        if seconds > 1 and sys.stderr and sys.stderr.isatty():
-            bar = "#" * (24 * done // total)
-            left = seconds * (total / done - 1)
-            end = "\n" if done == total else ""
-            say(f"\r{label} [{bar:<24}] {done}/{total}  {left:.0f} s left ", end)
+        if time.monotonic() - start > 1 and sys.stderr and sys.stderr.isatty():
+            end = "\n" if done == len(items) else ""
+            say(f"\r{label} {done}/{len(items)} ", end)
 
 
 # --- This machine ---------------------------------------------------------------------------------
+
+ROOT = Path("/")  # where /proc and /sys are; tests have another
+
+
+def group_limits(*choices: str) -> Iterator[list[str]]:
+    """Yield the limits of this process's control group and of all groups around it, which hold too.
+
+    A container, a service of systemd or a job of Slurm is such a group.
+
+    Args:
+        choices: names of files with a space between. Of each choice, a group has all files or none.
+
+    Yields:
+        The words in the files of a choice, if the first one is a number. Otherwise it is "max" or
+        -1, and there is no limit.
+
+    Example: /proc/self/cgroup has the line 4:memory:/a/b (version 1). The folders are a/b, a and
+        that of the root in /sys/fs/cgroup/memory. For 0::/a/b (version 2) they are the same in
+        /sys/fs/cgroup. Where a container sees only its own group, this has the place of the root
+    """
+    with suppress(OSError):  # no Linux
+        for controllers, group in re.findall(
+            ":([^:]*):/(.*)", (ROOT / "proc/self/cgroup").read_text()
+        ):
+            for controller in (controllers, *controllers.split(",")):
+                own = ROOT / "sys/fs/cgroup" / controller / group
+                for folder, files in product((own, *own.parents), choices):
+                    with suppress(OSError):
+                        found = " ".join((folder / file).read_text() for file in files.split())
+                        if found[0].isdigit():
+                            yield found.split()
 
 
 def pick_device(name: str) -> torch.device:

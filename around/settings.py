@@ -59,6 +59,18 @@ def check(name: str, value: Any, kind: Any, least: float | None = None, most: fl
     raise SettingError(name, f"must be {getattr(kind, '__name__', kind)}{span}, is {value!r:.100}")
 
 
+def plain(value: Any) -> Any:
+    """Return a value in Python's own types, if it is one of numpy's or PyTorch's, or contains some.
+
+    Example: [numpy.int64(3), 4] -> [3, 4]
+    """
+    if isinstance(value, dict):
+        return dict(map(plain, value.items()))
+    if isinstance(value, list | tuple):
+        return type(value)(map(plain, value))
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def supported(name: str, value: Any, *known: Any) -> Any:
     """Return `value` if it is among `known`; otherwise raise SettingError, which lists them.
 
@@ -91,13 +103,16 @@ def setting(default: Any, text: str, *bounds: float, **flag: Any) -> Any:
 
 def check_fields(settings: Any) -> None:
     """Check the fields of a dataclass, one of this file's or model.Config: types and ranges of
-    numbers, bools and lists, and all choices. Other types are not checked here.
+    numbers, bools and lists, and all choices. Other types are not checked here. What is numpy's
+    becomes plain.
 
     Raises:
         SettingError: a value has another type, or is not among those allowed.
     """
     for f in fields(settings):
         value = getattr(settings, f.name)
+        if f.name != "structured_outputs":  # a schema may be too deep for plain()
+            value = vars(settings)[f.name] = plain(value)
         if f.type in (*RANGES, bool, list):
             check(f.name, value, f.type, *f.metadata.get("range", ()))
         choices = f.metadata.get("flag", {}).get("choices")
@@ -149,14 +164,10 @@ def blame(what: Path | str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise CheckpointError(f"{what}: {reason_of(error, what)}") from error
-
-
-def reason_of(error: Exception, what: Path | str) -> object:
-    """Return what the message of a CheckpointError says after `what`."""
-    if isinstance(error, OSError) and str(error.filename) == str(what):
-        return error.strerror  # the error's whole text would name the file again
-    return error if isinstance(error, ValueError | OSError) else repr(error)
+        reason: object = error if isinstance(error, ValueError | OSError) else repr(error)
+        if isinstance(error, OSError) and str(error.filename) == str(what):
+            reason = error.strerror  # the error's whole text would name the file again
+        raise CheckpointError(f"{what}: {reason}") from error
 
 
 def read_json(path: Path) -> JSON:
@@ -276,7 +287,9 @@ CHUNK = 512
 # PyTorch widens a mask to the queries' dtype: for 257 tokens, 32 query heads, 4 kv heads and 32,000
 # keys in float32 that is 263 MB.
 MAX_PAIRS = 2**20
-DTYPES = dict(float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16)
+DTYPES = dict(
+    auto=None, float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16
+)  # auto: as in the checkpoint
 BUNDLED = Path(__file__).resolve().parents[1] / "checkpoints/shakespeare"
 
 
@@ -314,7 +327,7 @@ class EngineArgs(Limits):
     )
     checkpoint: Path = setting(BUNDLED, "a Hugging Face folder")
     device: str = setting("auto", "where to run", choices=("auto", "cpu", "cuda", "mps"))
-    dtype: str = setting("auto", "auto: as in the checkpoint", choices=("auto", *DTYPES))
+    dtype: str = setting("auto", "auto: as in the checkpoint", choices=[*DTYPES])
     quantize: str | None = setting(None, "round weights to fewer bits", choices=("int8", "int4"))
     group_size: int | None = setting(
         None,
@@ -326,7 +339,7 @@ class EngineArgs(Limits):
     )
     threads: int | None = setting(
         None,
-        "CPU threads (default: $OMP_NUM_THREADS; else 1 for weights below 32 MB, or all cores)",
+        "CPU threads (default: $OMP_NUM_THREADS; else 1 for weights below 32 MB, or one a core)",
         1,
         1024,
     )

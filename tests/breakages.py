@@ -67,7 +67,7 @@ BREAKAGES = r"""
     merged | FIXED.get(name, {}) ~> FIXED.get(name, {}) | merged
 # around/folder/config.py: model folders checkpoint_errors gptq
     raw.setdefault("eos_token_id", []) ~> raw["eos_token_id"] = []
-    {"quant_method": method, **stored, **found} ~> {"quant_method": method, **found, **stored}
+    found, list, int, -1)) if i >= 0 ~> found, list, int, -1))
     config.num_experts_per_tok, int, 1, config.num_experts) ~> config.num_experts_per_tok, int, 1)
 # around/folder/weights.py: folders model checkpoint_errors gptq
     while path[0] in ("model", "language_model"): ~> if path[0] in ("model", "language_model"):

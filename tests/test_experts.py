@@ -10,16 +10,12 @@ from collections import Counter
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from test_model import build, same
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from around.fast.compiling import compile_model
 from around.fast.packed import Int4Linear, Int8Linear, PackedLinear, pack_linears
 from around.folder import weights as checkpoint
-from around.folder.weights import load_model, locate_tensors, named_tensors, split_fused
-from around.settings import CheckpointError
 from experts import SparseMLP
 from model import Config
 from paged import Row, Runner
@@ -156,43 +152,3 @@ def test_experts_are_quantised_and_packed_and_the_router_is_not_quantised():
         pack_linears(mlp)
         kinds = [m for m in mlp.experts.modules() if not [*m.children()]]
         assert all(isinstance(m, forms) for m in kinds)
-
-
-@pytest.mark.parametrize("case", ["mixtral", "qwen3moe-some-layers"])
-def test_both_spellings_of_expert_tensors(case, tmp_path):
-    """gate taken for up, w2 for w3; a stacked tensor cut along the wrong dimension, or read whole
-    for each expert; a bias towards the names of one release of transformers."""
-    built, stacked = build(case, tmp_path / "a"), tmp_path / "b"
-    built.hf.save_pretrained(stacked, save_original_format=False)
-    names = [name for name in load_file(stacked / "model.safetensors") if "experts" in name]
-    assert names and all(name.endswith(("gate_up_proj", "down_proj")) for name in names)
-    model, other = load_model(built.folder), load_model(stacked)
-    same(other, built)
-    ours = dict(named_tensors(model))
-    assert all(torch.equal(tensor, ours[name]) for name, tensor in named_tensors(other))
-    files = locate_tensors(stacked)
-    split_fused(files, model)
-    for name, stored in files.items():
-        assert stored.read().shape == stored.empty.shape == ours[name].shape
-
-
-def test_stacked_tensors_that_do_not_fit(tmp_path):
-    """A traceback, or one name for each of a trillion experts of which none has a byte."""
-    built, name = build("mixtral", tmp_path), "model.layers.1.mlp.experts.down_proj"
-    built.hf.save_pretrained(tmp_path, save_original_format=False)
-    tensors = load_file(tmp_path / "model.safetensors")
-    for change, *words in [
-        (lambda t: t[:3], "experts.3.down_proj.weight: missing"),
-        (lambda t: t.repeat(2, 1, 1), "experts.7.down_proj.weight: float", "wanted: none"),
-        (lambda t: t[..., :40], "experts.0.down_proj.weight: float (32, 40), wanted"),
-        (lambda t: t[0], "experts.12.down_proj.weight: float (56,)"),
-        (lambda t: t[0, 0], "experts.12.down_proj.weight: float ()"),
-        (lambda t: t.sum(), "model.safetensors: "),
-        (lambda t: t[:, :0].expand(4, 0, 56), "(0, 56)"),
-        (lambda t: t.new_zeros(2**40, 0, 56), "experts must be int in 1..1024"),
-    ]:
-        changed = tensors | {name: change(tensors[name]).contiguous()}
-        save_file(changed, tmp_path / "model.safetensors")
-        with pytest.raises(CheckpointError) as error:
-            load_model(tmp_path)
-        assert all(word in str(error.value) for word in words), error.value

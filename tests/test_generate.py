@@ -18,6 +18,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from conftest import DRAFT, ROOT, SHAKESPEARE
@@ -157,6 +158,13 @@ def test_seeds_and_python(cli, monkeypatch):
     for prompts in (TEXT, [TEXT], IDS, [IDS], {"prompt": TEXT}, [{"prompt_token_ids": IDS}]):
         (request,) = made.generate(prompts, **same)
         assert request.outputs[0].text + "\n" == cli(*SEEDED, "--device", "cpu").out
+    # numpy's and PyTorch's integers were no ids, and no settings
+    long, wide = np.array(IDS), [np.int64(i) for i in IDS]
+    given = {"seed": np.int64(3), "stop_token_ids": [np.uint16(0)], "logit_bias": {np.int32(1): 0}}
+    for prompts in (long, [long], wide, [wide], {"prompt_token_ids": wide}, torch.tensor(IDS)):
+        (found,) = made.generate(prompts, **same | given)
+        assert found.outputs[0].output_ids == request.outputs[0].output_ids
+        assert {type(i) for i in found.outputs[0].ids} == {int}
     (other,) = made.generate(TEXT, SamplingParams(**same))
     assert other.outputs[0].text != request.outputs[0].text  # just these
     assert len(made.generate([TEXT, {"prompt": TEXT}, IDS], max_tokens=1)) == 3

@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from time import thread_time
 from timeit import repeat
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -274,10 +273,10 @@ def test_a_step_costs_no_more_where_many_wait():
 
 def test_kv_memory(monkeypatch):
     """A factor forgotten: keys and values, layers, heads, the item's size; or a pool larger than
-    all sequences together can use; or what attention copies of one layer comes on top, or the
-    draft's keys and values. Half of the free memory taken for half a byte."""
+    all sequences together can use; or the draft's keys and values come on top. Half of the free
+    memory taken for half a byte."""
     layer = 2 * 4 * 1 * 8 * 8  # k and v, tokens, heads, head dim, float64
-    block = 3 * layer  # two layers, and a copy of one
+    block = 2 * layer  # two layers
     for blocks, most in ((10, 10), (10.9, 10), (1000, 24)):
         assert fitting(kv_memory=blocks * block, max_seq_len=22) == most
     assert sum(kv.nbytes for kv in engine(num_blocks=10).runner.kv) == 10 * 2 * layer
@@ -305,16 +304,8 @@ def peak(act) -> int:
 
 
 def test_attention_stays_within_what_is_free():
-    """int8 keys are copied as they are, and then as floats: that came on top of --kv-memory. The
-    mask of a chunk's tokens, which PyTorch widens to floats, was in no estimate: 264 MB for 32
-    query heads on 4, and 257 tokens that see 32,528."""
-    for kv_dtype in ("auto", "int8"):
-        wide = {"max_num_seqs": 999, "max_num_batched_tokens": 2000, "kv_dtype": kv_dtype}
-        at = engine(num_blocks=fitting(kv_memory=2e5, **wide), **wide)
-        places = torch.arange(at.pool.num_blocks).expand(1, 2 * at.config.num_key_value_heads, -1)
-        group = SimpleNamespace(flat_table=places, span=None)  # no run: a copy
-        most = peak(lambda: attending.side_by_side(at.runner.kv[0], group, at.model.dtype))  # noqa: B023
-        assert 1.8e5 < sum(pool.nbytes for pool in at.runner.kv) + most <= 1.01 * 2e5  # its numbers
+    """The mask of a chunk's tokens, which PyTorch widens to floats, was in no estimate: 264 MB for
+    32 query heads on 4, and 257 tokens that see 32,528."""
     for dtype, window in itertools.product((torch.float32, torch.bfloat16), (None, 900)):
         heads = dict(num_attention_heads=32, num_key_value_heads=4, windows=(window, None))
         model = random_model(**heads, max_position_embeddings=16_385).to(dtype)
@@ -337,34 +328,43 @@ def test_memory_of_scores():
 
 
 V1, V2 = "sys/fs/cgroup/memory/", "sys/fs/cgroup/"
+OWN = "9:cpu,cpuacct:/\n4:memory:/job/1:2\n0::/job/1:2\n"  # control groups of both versions
 STAT = "cache 9\ninactive_file 20\nactive_file 30\n"
 TOTAL = STAT + "total_inactive_file 300\ntotal_active_file 100\n"
 MEMINFO = "MemTotal:  9 kB\nMemFree:  1 kB\nMemAvailable:    5 kB\nSwapFree:  7 kB\n"
 
 
 def test_free_memory(monkeypatch, tmp_path):
-    """kB read as bytes; a container's limit overlooked; two ranks that take half each, of the same
-    memory; a file that has been read taken for memory that is lost."""
+    """kB read as bytes; a container's limit overlooked, or that of a group around this one, as of a
+    service or a job; two ranks that take half each, of the same memory; a file that has been read
+    taken for memory that is lost."""
     cpu = torch.device("cpu")
     names = {
-        V1: (f"{V1}memory.limit_in_bytes", f"{V1}memory.usage_in_bytes", f"{V1}memory.stat"),
-        V2: (f"{V2}memory.max", f"{V2}memory.current", f"{V2}memory.stat"),
+        V1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"),
+        V2: ("memory.max", "memory.current", "memory.stat"),
+        "high": ("memory.high", "memory.current", "memory.stat"),
     }
-    for i, (free, version, *texts) in enumerate([
+    rows = itertools.product(("", "job/", "job/1:2/"), [
         (5120, V1), (3000, V2, "4000\n", "1050\n", STAT), (5120, V2, "max\n", "1050\n", STAT),
         (1000, V1, "2000\n", "1400\n", TOTAL), (0, V1, "2000\n", "2600\n", TOTAL),
         (5120, V1, f"{2**63}\n", "2600\n", STAT),  # more than the machine has
-    ]):  # fmt: skip
+        (3000, "high", "4000", "1050", STAT),
+    ])  # fmt: skip
+    for i, (group, (free, version, *texts)) in enumerate(rows):
         root = tmp_path / str(i)
-        for name, text in (("proc/meminfo", MEMINFO), *zip(names[version], texts)):
+        found = [f"{V1 if version == V1 else V2}{group}{name}" for name in names[version]]
+        known = {"proc/meminfo": MEMINFO, "proc/self/cgroup": OWN}
+        for name, text in (*known.items(), *zip(found, texts)):
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             (root / name).write_text(text)
+        monkeypatch.setattr(memory.machine, "ROOT", root)
         for ranks in (1, 2):
             monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-            assert free_memory(cpu, root) == free // ranks
+            assert free_memory(cpu) == free // ranks, (group, version, texts)
     (tmp_path / "0/proc/meminfo").write_text("MemFree: 5 kB\n")  # old: this was an IndexError
     for root in (Path("/"), tmp_path / "a system without /proc", tmp_path / "0"):
-        assert 2**20 < free_memory(cpu, root) < 2**50
+        monkeypatch.setattr(memory.machine, "ROOT", root)
+        assert 2**20 < free_memory(cpu) < 2**50
 
 
 # --- Long prompts: attention in pieces against its slow twin ------------------------------------

@@ -8,6 +8,7 @@ paths are in tests/test_equivalence.py; here are the borders.
 import itertools
 import math
 import re
+import shutil
 from collections import Counter
 from dataclasses import replace
 from functools import cache
@@ -17,18 +18,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import DRAFT
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from test_sampling import chi_square, config, reference
 from test_scheduler import alone, assert_same, drain, engine, guessed, params, step
-from tiny import DRAFTS, MODEL, SLIDING, WORDS, random_model
+from tiny import DRAFTS, MODEL, SLIDING, WORDS, edit_config
 
 import generate as command_line
 import sampling
 import speculative
 from around.settings import SamplingParams
-from around.start import begin
 from paged import BlockTable
 from sampling import Token, distribution
 from scheduler import Guess, Job, Proposer, Request
@@ -65,12 +67,14 @@ TABLES = {
     "narrow": (TABLE, OTHER.masked_fill(CYCLE, -INF)),  # never guesses what can
     "apart": (TABLE.masked_fill(HALF, -INF), OTHER.masked_fill(~HALF, -INF)),  # never right
     "sure": (TABLE, 90 * OTHER),
+    "of fewer ids": (TABLE, OTHER[:-1, :-1]),  # another padding
+    "of more ids": (TABLE, F.pad(OTHER, (0, 2, 0, 2), value=9.0)),
 }
 
 
 def table_draft(logits) -> DraftModel:
     """A draft whose logits are the row of the last token."""
-    draft = DraftModel(SimpleNamespace(config=config(V)), K, V)
+    draft = DraftModel(SimpleNamespace(config=config(len(logits))), K, V)
     forward = lambda rows: logits[[row.ids[-1] for row in rows]]  # noqa: E731
     draft.runners = (SimpleNamespace(forward=forward),)
     return draft
@@ -390,8 +394,9 @@ def test_n_grams():
     assert min(repeat(step, timer=thread_time, number=20, repeat=9)) / 20 < 1e-3  # 0.1 ms
 
 
-def test_guesses_on_the_command_line(capfd, monkeypatch):
-    """--speculate is ignored. A draft's ids of another vocabulary index past the end of p."""
+def test_guesses_on_the_command_line(capfd, tmp_path):
+    """--speculate is ignored. A draft's ids of another vocabulary index past the end of p, or mean
+    other words."""
     words = f"--checkpoint {DRAFT} --max-tokens 20 --temperature 0 --ignore-eos --dtype float32"
     words = [*words.split(), "--device", "cpu", "--prompt", "To be, or not to be: that is\n" * 2]
     drafted = f"--draft-checkpoint {DRAFT} "
@@ -406,9 +411,19 @@ def test_guesses_on_the_command_line(capfd, monkeypatch):
         )
         rates = [int(rate) for rate in re.findall(r"\d+", found[1])] if found else []
         assert len(rates) == most and (most != 2 or rates[0] == 100), err  # it guesses for itself
-    models, load = [random_model(vocab_size=40)], begin.load_model
-    fake = lambda *args: models.pop() if models else load(*args)  # noqa: E731
-    monkeypatch.setattr(begin, "load_model", fake)
-    assert command_line.main([*words, *drafted.split()]) == 2
-    out, err = capfd.readouterr()
-    assert out == "" and re.search(r"^generate\.py: error: .*vocab.*1024.*40", err)
+    # Of another size over the same tokens, as Qwen2.5's are padded, it was refused.
+    command_line.main(words)
+    want, tensors = capfd.readouterr().out, load_file(DRAFT / "model.safetensors")
+    for size in (1000, 1200):
+        folder = shutil.copytree(DRAFT, tmp_path / str(size))
+        edit_config(folder, vocab_size=size)
+        table = {n: F.pad(t, (0, 0, 0, size - 1024)) for n, t in tensors.items() if len(t) == 1024}
+        save_file(tensors | table, folder / "model.safetensors")
+        assert command_line.main([*words, "--draft-checkpoint", str(folder)]) == 0
+        out, err = capfd.readouterr()
+        assert out == want and "times guessed" in err
+        pieces = folder / "tokenizer.model"
+        pieces.write_bytes(pieces.read_bytes().replace(b"KING", b"QXZQ"))
+        assert command_line.main([*words, "--draft-checkpoint", str(folder)]) == 2
+        out, err = capfd.readouterr()
+        assert out == "" and "error: draft_checkpoint has other tokens than the model" in err

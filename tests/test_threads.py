@@ -7,6 +7,7 @@ import torch
 from conftest import SHAKESPEARE
 
 import around.fast
+from around import machine
 from around.fast import threads as module
 from llm import LLM
 
@@ -24,8 +25,9 @@ def test_the_rule(threads, monkeypatch, tmp_path):
     model that keeps the one thread of a small one; a tied model of 20 MB, taken for a large one.
     The time of this process, of idle cores or of cores that are not ours counts as others'."""
     monkeypatch.setattr(module, "ALL_THREADS", 6)
+    monkeypatch.setattr(module, "allowed_threads", lambda: 5)
     for asked, variable, weights, expected in (
-        (None, "", module.SMALL - 1, 1), (None, "", module.SMALL, 6),
+        (None, "", module.SMALL - 1, 1), (None, "", module.SMALL, 5),
         (None, "6", module.SMALL - 1, 6), (3, "6", 1, 3), (3, "", 2**40, 3),
     ):  # fmt: skip
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -50,8 +52,35 @@ def test_the_rule(threads, monkeypatch, tmp_path):
     (tmp_path / "proc/stat").write_text("\n".join([*lines, "intr 1 2 3", "ctxt 5"]))
     monkeypatch.setattr(module, "CORES", {"cpu0", "cpu2"})
     monkeypatch.setattr(module.time, "process_time", lambda: 4.5)
-    assert module.others_seconds(tmp_path) == pytest.approx(2 * 10 - 4.5)
-    assert module.others_seconds(tmp_path / "nothing") == 0
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    assert module.others_seconds() == pytest.approx(2 * 10 - 4.5)
+    monkeypatch.setattr(machine, "ROOT", tmp_path / "nothing")
+    assert module.others_seconds() == 0
+
+
+def test_cpu_quotas(tmp_path, monkeypatch):
+    """A container of one CPU on a machine of many: as many threads used up its quota at once, and
+    stood still for the rest of each period. A quota of this group, or of one around it."""
+    monkeypatch.setattr(module, "ALL_THREADS", 6)
+    v1 = "cpu.cfs_quota_us", "cpu.cfs_period_us"
+    for i, (expected, line, files) in enumerate((
+        (6, "0::/", {}), (6, "0::/a", {"a/cpu.max": "max 100000\n"}),
+        (2, "0::/a", {"cpu.max": "200000 100000\n"}), (1, "0::/", {"cpu.max": "50000 100000\n"}),
+        (2, "0::/a/b", {"a/b/cpu.max": "450000 100000", "a/cpu.max": "250000 100000"}),
+        (6, "0::/a", {"b/cpu.max": "100000 100000"}), (6, "0::/a", {"a/cpu.max": "900000 100000"}),
+        (6, "3:cpu:/a", dict(zip(("cpu/a/" + v1[0], "cpu/a/" + v1[1]), ("-1\n", "100000\n")))),
+        *((3, "5:memory:/x\n3:cpu,cpuacct:/docker/a", {
+            f"{folder}/{v1[0]}": "150000\n", f"{folder}/{v1[1]}": "50000\n"})
+          for folder in ("cpu/docker/a", "cpu,cpuacct/docker", "cpu", "cpuacct")),
+    )):  # fmt: skip
+        groups = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+        for name, text in (groups | {"proc/self/cgroup": line + "\n"}).items():
+            (tmp_path / str(i) / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / str(i) / name).write_text(text)
+        monkeypatch.setattr(machine, "ROOT", tmp_path / str(i))
+        assert module.allowed_threads() == expected, (line, files)
+    monkeypatch.setattr(machine, "ROOT", tmp_path)  # no Linux
+    assert module.allowed_threads() == 6
 
 
 @pytest.mark.parametrize("variable", ["", "GOMP_SPINCOUNT"])

@@ -141,15 +141,15 @@ def distance(a, b):
         ("", "auto", ["one kv head", "two kv heads", "nine words", "experts", "experts int4",
                       "two kv heads int4", "gemma3", "phi3", "granite-tied-biases", "smollm3",
                       "gptq", "awq", "two kv heads int8"]),
-        ("int4", "auto", ["two kv heads", "experts"]),
-        ("int8", "auto", ["two kv heads"]), ("", "int8", ["one kv head"]),
+        ("int4", "auto", ["two kv heads", "experts", "nine words"]),
+        ("int8", "auto", ["two kv heads", "nine words"]), ("", "int8", ["one kv head"]),
     ],
 )  # fmt: skip
 def test_same_logits(folders, mode, kv_dtype, names):
     """A slice that starts a head too early, a head that meets another's keys, a window or a norm
     lost, a bias that each rank adds, words in the order of another rank, scales of other channels
-    than the integers. An int8 cache may round to the other side; and on the fly int8 has scales of
-    its own for each rank's inputs: no worse."""
+    than the integers, a tied head in 4 bits. An int8 cache may round to the other side; and on the
+    fly int8 has scales of its own for each rank's inputs: no worse."""
     for name in names:
         load = functools.partial(load_model, folders[name], "cpu", torch.float32)
         exact = want = logits(load(), "", "auto")

@@ -772,7 +772,7 @@ OUTPUT = (
 MODEL = (
     ("--checkpoint", Path, "Hugging Face folder, in place of a shape"),
     ("--shape", "110m", "random weights of this shape", SHAPES),
-    ("--dtype", "bfloat16", "", DTYPES), ("--device", "auto", *DEVICE[2:]), *OUTPUT,
+    ("--dtype", "bfloat16", "", [*DTYPES][1:]), ("--device", "auto", *DEVICE[2:]), *OUTPUT,
 )  # fmt: skip
 COMPILE = ("--compile", False, "start slower, run faster")
 FORM = (("--quantize", "none", "", ("none", *MODES)), COMPILE)

@@ -4,10 +4,11 @@ import os
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 from threading import Event, Thread
 
 import torch
+
+from around import machine
 
 # A model whose weights have fewer bytes than this runs on one thread. All threads of an operator
 # wait for the slowest of them, and if another process uses its core, they wait long. With 20 MB of
@@ -23,13 +24,26 @@ def use_threads(threads: int | None, weights: int) -> None:
 
     Args:
         threads: their number; None means OMP_NUM_THREADS if it is set, else one thread for small
-            weights and all threads for others.
+            weights and those of allowed_threads for others.
         weights: bytes of the model's weights, as loaded (before --quantize).
     """
     if threads is None:
-        takes_one = weights < SMALL and "OMP_NUM_THREADS" not in os.environ
-        threads = 1 if takes_one else ALL_THREADS
+        threads = ALL_THREADS
+        if "OMP_NUM_THREADS" not in os.environ:
+            threads = 1 if weights < SMALL else allowed_threads()
     torch.set_num_threads(threads)
+
+
+def allowed_threads() -> int:
+    """Return how many threads can run all the time: one for each core, but no more than the CPU
+    quotas of this process's control groups.
+
+    More threads would use up the quota early in each period of 0.1 s, and then all of them stand
+    still until the next one.
+    """
+    # Versions 2 and 1 have the microseconds in a period that may be used, and those of the period.
+    found = machine.group_limits("cpu.max", "cpu.cfs_quota_us cpu.cfs_period_us")
+    return min([ALL_THREADS, *(max(1, int(quota) // int(period)) for quota, period in found)])
 
 
 # Where one of these variables is set, the user has chosen how threads wait.
@@ -93,12 +107,12 @@ def keep_pool(end: Event) -> None:
     end.wait()
 
 
-def others_seconds(root: Path = Path("/")) -> float:
+def others_seconds() -> float:
     """Return the CPU seconds that other processes have used so far on the cores that this process
     may use. Without Linux's /proc, return 0."""
     ticks = 0
     with suppress(OSError):
-        for line in (root / "proc/stat").read_text().splitlines():
+        for line in (machine.ROOT / "proc/stat").read_text().splitlines():
             name, *fields = line.split()
             if name in CORES:
                 # user, nice, system; not idle and iowait; irq, softirq, steal

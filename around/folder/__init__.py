@@ -6,6 +6,7 @@ logit.
 
 from .chat import PLAIN_TEMPLATE, plain_turn, read_arguments
 from .config import load_config, suggested
+from .families import folded
 from .text import Detokenizer, Ids, TextStream
 from .tokenizer import Tokenizer
 from .weights import Files, build, is_tied, load_model, named_tensors

@@ -5,6 +5,7 @@ from pathlib import Path
 from around.folder.families import (
     complete,
     complete_rope,
+    extended,
     fold_settings,
     layer_settings,
     rope_settings,
@@ -27,8 +28,7 @@ from model import Config
 
 
 def load_config(path: Path | str) -> Config:
-    """Read `config.json` of a checkpoint folder, the EOS ids in `generation_config.json`, and the
-    settings of GPTQ and AWQ tools.
+    """Read `config.json` of a checkpoint folder, and the EOS ids in `generation_config.json`.
 
     Raises:
         CheckpointError: the file is missing or not valid JSON, or it names an architecture or a
@@ -64,18 +64,22 @@ def load_config(path: Path | str) -> Config:
             "o_bias": raw["attention_bias"],
             **raw,
         }
-        if check("head_dim", raw["head_dim"], int) % 2:
-            raise ValueError(f"head_dim {raw['head_dim']} must be even")
+        check("head_dim", raw["head_dim"], int)
         # 3) Settings that Config has under another name or in another form.
         raw |= dict(
-            dtype=choose("dtype", raw.get("dtype", raw["torch_dtype"]), DTYPES),
+            dtype=choose(
+                "dtype", str(raw.get("dtype", raw["torch_dtype"])).removeprefix("torch."), DTYPES
+            ),
             eos_ids=eos_ids(raw, generation),
             num_experts=raw.get("num_local_experts", raw["num_experts"]),
-            quantization=quantization(file.parent, raw),
+            quantization=check("quantization_config", raw["quantization_config"], dict),
         )
-        # 4) What differs from layer to layer, and numbers that are folded into the weights.
-        raw |= layer_settings(raw)
+        # 4) The context, what differs from layer to layer, and numbers that are folded into the
+        # weights. A window may hide nothing of the context that the file names, but a part of the
+        # extended one.
         rope = complete_rope(raw)
+        raw["max_position_embeddings"] = extended(raw, rope)
+        raw |= layer_settings(raw)
         raw |= rope_settings(raw, rope)
         raw |= fold_settings(raw, rope)
         config = Config(**{name: raw[name] for name in raw.keys() & Config.__annotations__})
@@ -91,7 +95,6 @@ def check_config(config: Config) -> None:
     """
     check_fields(config)
     heads = config.num_attention_heads
-    check("num_experts", config.num_experts, int, 1, 1024)  # more take half a minute to build
     check("num_experts_per_tok", config.num_experts_per_tok, int, 1, config.num_experts)
     # The product, too, must be within check's bounds for an int, or a matrix could have more bytes
     # than int64 can count.
@@ -104,23 +107,14 @@ def check_config(config: Config) -> None:
 
 def eos_ids(*sources: JSON) -> tuple[int, ...]:
     """Return the ids that end a text. Chat checkpoints add their end of turn in
-    generation_config.json."""
+    generation_config.json. An id of -1, as some tools write, means none."""
     found = []
     for source in sources:
         ids = source.get("eos_token_id", [])
         found += ids if isinstance(ids, list) else [ids]
-    return tuple(dict.fromkeys(check_items("eos_token_id", found, list, int, 0)))
-
-
-def quantization(folder: Path, raw: JSON) -> JSON:
-    """Collect the settings of quantised weights. Some GPTQ and AWQ tools write a file of settings
-    beside config.json. Where both files have a setting, config.json's value counts."""
-    found = check("quantization_config", raw["quantization_config"], dict)
-    for method, name in dict(gptq="quantize_config.json", awq="quant_config.json").items():
-        stored = read_optional(folder / name)
-        if stored:
-            found = {"quant_method": method, **stored, **found}
-    return found
+    return tuple(
+        i for i in dict.fromkeys(check_items("eos_token_id", found, list, int, -1)) if i >= 0
+    )
 
 
 def suggested(path: Path | str) -> JSON:

@@ -77,9 +77,6 @@ FIXED: dict[str, JSON] = dict(
 OWN = dict(embedding_multiplier=float, attention_multiplier=float, residual_multiplier=float,
     logits_scaling=float, query_pre_attn_scalar=float, rope_local_base_freq=float,
     sliding_window_pattern=int, no_rope_layer_interval=int)  # fmt: skip
-# This engine's names, which no family reads from a file.
-INTERNAL = {"qkv_bias", "o_bias", "qk_norm", "wide_qk_norm", "pre_norm", "post_norm", "gelu",
-    "norm_offset", "root_of_width", "partial_rope"}  # fmt: skip
 # Settings that must have this value, or be left out. Shared experts need no check here, because
 # models that have them have other architecture names.
 ONLY: JSON = dict(hidden_act="silu", hidden_activation="gelu_pytorch_tanh", scoring_func="softmax",
@@ -87,38 +84,33 @@ ONLY: JSON = dict(hidden_act="silu", hidden_activation="gelu_pytorch_tanh", scor
     final_logit_softcapping=None)  # fmt: skip
 # Defaults for all families. None: the file, or the family, must have it.
 DEFAULTS: JSON = dict(num_hidden_layers=None, num_attention_heads=None, hidden_size=None,
-    intermediate_size=None, vocab_size=None, eos_token_id=[], torch_dtype="float32",
+    intermediate_size=None, vocab_size=None, eos_token_id=[], torch_dtype="auto",
     attention_bias=False, num_experts=1, use_sliding_window=False, max_window_layers=28,
     max_position_embeddings=2048, rope_theta=1e4, partial_rotary_factor=1.0, rope_parameters={},
     embedding_multiplier=1.0, residual_multiplier=1.0, logits_scaling=1.0,
     quantization_config={})  # fmt: skip
-# Models that also read images -> the type of their text model where `text_config` names none.
-# `text_config` has the settings of the text model.
-NESTED = dict(Mistral3ForConditionalGeneration="mistral",
-    Gemma3ForConditionalGeneration="gemma3_text")  # fmt: skip
-TEXT_MODELS = dict(mistral="MistralForCausalLM", ministral3="Ministral3ForCausalLM",
-    gemma3_text="Gemma3ForCausalLM")  # fmt: skip
+# The model_type of each family, which in most is its name in small letters.
+TYPES = {name.removesuffix("ForCausalLM").lower(): name for name in FAMILIES} | dict(
+    qwen3_moe="Qwen3MoeForCausalLM", gemma3_text="Gemma3ForCausalLM")  # fmt: skip
 
 
 def complete(raw: JSON) -> JSON:
     """Return the settings of a config.json, with the defaults for those that it leaves out, and
     without those that its family does not read."""
-    names = check("architectures", raw.get("architectures") or None, list)  # [] is an error, too
-    name = supported("architectures", names[0], *FAMILIES, *NESTED)
-    if name in NESTED:  # the text model runs, and an image in a chat is refused
-        text = check("text_config", raw.get("text_config"), dict)
-        kind = text.get("model_type", NESTED[name])
-        name = choose("the model_type of text_config", kind, TEXT_MODELS)
-        raw = raw | text
+    text = raw.get("text_config")
+    if text:  # the text model of one with images runs, and an image in a chat is refused
+        raw = raw | check("text_config", text, dict)
+        name = choose("the model_type of text_config", text.get("model_type"), TYPES)
+    else:  # some tools write no architectures; then the type says what it is
+        names = raw.get("architectures") or [TYPES.get(raw.get("model_type", ""))]
+        name = supported("architectures", check("architectures", names, list)[0], *FAMILIES)
     family = FAMILIES[name]
-    unread = (OWN.keys() | INTERNAL) - family.keys()
-    read = {key: raw[key] for key in raw.keys() - unread}
+    read = {key: raw[key] for key in raw.keys() - (OWN.keys() - family.keys())}
     # A null in the file removes the family's default (in Mistral, the window). Then the one of
     # DEFAULTS counts, if there is one.
     merged = without_nulls(family | read)
-    for setting, kind in OWN.items():
-        if setting in family:
-            check(setting, merged.get(setting), kind)
+    for setting in OWN.keys() & family.keys():
+        check(setting, merged.get(setting), OWN[setting])
     settings = ONLY | DEFAULTS | merged | FIXED.get(name, {})
     for setting, only in ONLY.items():
         supported(setting, settings[setting], only)
@@ -169,7 +161,7 @@ def window(settings: JSON) -> int | None:
     if not settings["use_sliding_window"]:  # Qwen2's files name a window all the same
         return None
     size = check("sliding_window", settings.get("sliding_window"), int | None)
-    if size and size >= check("context", settings["max_position_embeddings"], int):
+    if size and size >= settings["max_position_embeddings"]:
         return None  # it hides nothing, as in Phi-4-mini, and without a mask prompts are faster
     return size
 
@@ -234,7 +226,7 @@ def complete_rope(settings: JSON) -> JSON:
 
 
 def rope_settings(settings: JSON, rope: JSON) -> JSON:
-    """Return Config's `rope_theta`, `rope_speeds`, and the context, `max_position_embeddings`.
+    """Return Config's `rope_theta` and `rope_speeds`.
 
     Args:
         settings: with those of layer_settings.
@@ -253,17 +245,32 @@ def rope_settings(settings: JSON, rope: JSON) -> JSON:
     elif any(settings["ropes"]):  # SmolLM3: the second rope does not rotate
         found.append(0 * found[0])
     others = [0.0] * (H // 2 - dim // 2)  # the pairs that rope leaves as they are
-    context = settings["max_position_embeddings"]
-    # Two methods end at the original context here. Beyond it, longrope would need other speeds for
-    # all tokens, also for keys in the cache, and Ministral 3's llama_4_scaling_beta would need a
-    # factor for each query.
-    if rope["rope_type"] == "longrope" or rope.get("llama_4_scaling_beta"):
-        context = min(context, rope[ORIGINAL])
     return dict(
         rope_theta=rope["rope_theta"],
         rope_speeds=tuple((*each.tolist(), *others) for each in found),
-        max_position_embeddings=context,
     )
+
+
+def extended(settings: JSON, rope: JSON) -> int:
+    """Return the context with what rope's type adds to max_position_embeddings, as vLLM does.
+
+    Files with llama3's factors, and Gemma 3's, give the context that is already extended.
+
+    Args:
+        rope: see complete_rope.
+
+    Example: yarn with a factor of 4 and an original context of 32,768: 131,072
+    """
+    context = check("max_position_embeddings", settings["max_position_embeddings"], int)
+    kind = rope["rope_type"]
+    # Two methods end at the original context here. Beyond it, longrope would need other speeds for
+    # all tokens, also for keys in the cache, and Ministral 3's llama_4_scaling_beta would need a
+    # factor for each query.
+    if kind == "longrope" or rope.get("llama_4_scaling_beta"):
+        return min(context, rope[ORIGINAL])
+    if kind in ("linear", "yarn") and "rope_local_base_freq" not in settings:
+        return max(context, int(rope[ORIGINAL] * rope["factor"]))
+    return context
 
 
 def rotated_channels(rope: JSON, head_dim: int) -> int:
@@ -271,7 +278,7 @@ def rotated_channels(rope: JSON, head_dim: int) -> int:
     dim = int(head_dim * rope["partial_rotary_factor"])
     check("partial_rotary_factor * head_dim", dim, int, 2)
     if dim % 2:
-        raise ValueError(f"rope rotates {dim} of {head_dim} channels: the number must be even")
+        raise ValueError(f"rope rotates {dim} channels of head_dim {head_dim}: it must be even")
     return dim
 
 

@@ -38,16 +38,13 @@ def convert(files: dict, config: JSON, wanted: Container[str]) -> None:
     Args:
         files: see weights.locate_tensors. Their qweight, scales and zeros become those of
             quantize.QuantLinear.
-        config: see conversions, which changes it.
+        config: see conversions.
         wanted: the names of the model's tensors while all its Linears are still plain.
 
     Raises:
         ValueError: see conversions and check_order.
     """
     changes = conversions(config)
-    # Without g_idx, only desc_act says whether inputs were sorted; with it, check_order looks.
-    if not any(name.endswith("g_idx") for name in files):
-        supported("desc_act", config.get("desc_act", False), False)
     for name, stored in [*files.items()]:
         kind = name.rpartition(".")[2]
         with blame(name):
@@ -64,20 +61,22 @@ def conversions(config: JSON) -> dict[str, Callable[[Tensor], Tensor]]:
     """Return the functions that convert qweight, zeros and scales, under these names.
 
     Args:
-        config: the settings of quantised weights. It gets `bits` and `group_size` where the folder
-            has other names for them.
+        config: the settings of quantised weights.
 
     Raises:
         ValueError: the tool, its version or the number of bits is not supported.
     """
     method = supported("quant_method", config.get("quant_method"), *VERSIONS)
-    version = config.get("checkpoint_format") or config.get("format")
-    version = version or config.get("version", method)
+    version = (
+        config.get("checkpoint_format") or config.get("format") or config.get("version", method)
+    )
     supported("checkpoint_format, format or version", version, *VERSIONS[method])
-    config.setdefault("bits", config.get("w_bit"))
-    config.setdefault("group_size", config.get("q_group_size"))
-    bits = check("bits", config["bits"], int)
-    check("group_size", config["group_size"], int, -1)
+    # GPTQModel's rules for some Linears may leave them plain ("-:"), which shows in the names of
+    # their tensors, but all others must have the same bits and group size.
+    for rule in config.get("dynamic") or ():
+        supported("dynamic, a rule with", rule[:2], "-:")
+    bits = config.get("bits", 0)
+    check("group_size", config.get("group_size"), int, -1)
     places = choose("bits", bits, PLACES[method])
     mask = 2**bits - 1
 

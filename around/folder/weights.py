@@ -26,7 +26,7 @@ from torch import Tensor
 from around.folder.config import load_config
 from around.folder.families import folded
 from around.machine import progress
-from around.settings import DTYPES, JSON, CheckpointError, blame, check, read_json
+from around.settings import DTYPES, JSON, CheckpointError, blame, read_json
 from model import Config, FusedLinear, Transformer, rope_frequencies
 
 
@@ -71,7 +71,8 @@ def load_model(
     Args:
         path: a folder with config.json and model.safetensors, or shards and their index.
         device: where the weights go.
-        dtype: what the weights are cast to; None means the dtype in config.json, else float32.
+        dtype: what the weights are cast to; None means the dtype in config.json, else that of the
+            embedding.
         shard: cuts the empty model and the files down to one rank's share; see tp.shard.
 
     Returns:
@@ -86,8 +87,9 @@ def load_model(
     # 1) What the files hold, and an empty model for it.
     files = locate_tensors(Path(path))
     config = settle_tie(config, files)
-    with torch.device("meta"):
-        model = build(config).to(dtype or config.dtype)
+    with blame(Path(path)), torch.device("meta"):
+        dtype = dtype or config.dtype or files["embed_tokens.weight"].empty.dtype
+        model = build(config).to(dtype)
     with blame(Path(path)):
         # 2) Give the tensors the model's names, check them, then fold numbers into them. A folder
         # that this engine has quantised has the names and the numbers already.
@@ -168,7 +170,7 @@ def check_tensors(files: Files, model: Transformer) -> None:
     device. It counts all of them and lists the first 20."""
     have = {name: describe(stored.empty) for name, stored in files.items()}
     want = {name: describe(tensor) for name, tensor in named_tensors(model)}
-    wrong = [name for name in sorted(have | want) if have.get(name) != want.get(name)]
+    wrong = sorted({name for name, _ in have.items() ^ want.items()})
     lines = [f"{n}: {have.get(n, 'missing')}, wanted: {want.get(n, 'none')}" for n in wrong[:20]]
     if lines:
         raise CheckpointError("\n  ".join([f"{len(wrong)} tensors do not fit config.json", *lines]))
@@ -208,7 +210,9 @@ def locate_tensors(path: Path) -> Files:
                 # read. Without an index, `places` is {} and all are read.
                 if places.get(name, whole) == shard:
                     empty = reader.get_tensor(name).to("meta")  # maps the file, reads none of it
-                    files |= entries(name, Stored(empty, partial(read_tensor, file, name)))
+                    own = own_name(name)
+                    if own:
+                        files[own] = Stored(empty, partial(read_tensor, file, name))
     return files
 
 
@@ -236,37 +240,21 @@ def read_tensor(file: Path, name: str) -> Tensor:
 WORDS = dict(block_sparse_moe="mlp", w1="gate_proj", w2="down_proj", w3="up_proj", qzeros="zeros")
 # The parts of a model with images that are not read.
 IMAGES = ("vision_tower", "multi_modal_projector")
-# The last word in the name of a tensor that stacks the matrices of all experts. A single matrix has
-# a name that ends in "weight" or "qweight".
-STACKED = ("gate_up_proj", "down_proj")
 
 
-def entries(name: str, stored: Stored) -> Files:
-    """Return a stored tensor under this engine's name; {} if it is not read."""
+def own_name(name: str) -> str:
+    """Return this engine's name of a stored tensor; "" if it is not read."""
     path = renamed(name, WORDS).split(".")
     while path[0] in ("model", "language_model"):
         del path[0]
     if path[0] in IMAGES or path[-1] == "inv_freq":  # the latter follows from the config
-        return {}
-    if path[-1] in STACKED:
-        return unstack(path, stored)
-    return {".".join(path): stored}
+        return ""
+    return ".".join(path)
 
 
 def renamed(name: str, words: JSON) -> str:
     """Translate those words of a name that `words` has."""
     return ".".join(words.get(word, word) for word in name.split("."))
-
-
-def unstack(path: list[str], stored: Stored) -> Files:
-    """Cut a stack of experts into one matrix for each.
-
-    Example: "layers.0.mlp.experts.down_proj", (2, 32, 24), becomes
-        "layers.0.mlp.experts.0.down_proj.weight", (32, 24), and the same for expert 1
-    """
-    *above, own = path
-    experts = range(check("experts", len(stored.empty), int, 1, 1024))
-    return {f"{'.'.join(above)}.{e}.{own}.weight": stored.changed(itemgetter(e)) for e in experts}
 
 
 # --- What only some folders need ------------------------------------------------------------------
@@ -314,8 +302,8 @@ def adapt(files: Files, model: Transformer) -> Files:
 
 
 def split_fused(files: Files, model: Transformer) -> None:
-    """Cut the stored tensors of whole FusedLinears into their parts, in place. Phi-3's files hold
-    such tensors, and unstack makes one for each expert if a stack is fused.
+    """Cut the stored tensors of whole FusedLinears, which Phi-3's files hold, into their parts, in
+    place.
 
     Example: "layers.0.mlp.gate_up_proj.weight" becomes that of gate_proj and that of up_proj
     """

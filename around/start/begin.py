@@ -85,10 +85,10 @@ def load_models(
     Returns:
         The model, or this rank's share of it; and the proposer, which only the first rank uses.
     """
-    dtype = settings.DTYPES.get(args.dtype)
+    dtype = settings.DTYPES[args.dtype]
     model = load_model(args.checkpoint, ranks.device, dtype, ranks.shard)
     context = model.config.max_position_embeddings
-    if args.max_seq_len and args.max_seq_len > context and not ranks.rank:
+    if (args.max_seq_len or 0) > context:
         say(f"--max-seq-len {args.max_seq_len} is beyond this model's context of {context} tokens")
     num_bytes = sum(each.nbytes for _, each in named_tensors(model))
     if args.quantize:
@@ -111,7 +111,15 @@ def load_proposer(args: EngineArgs, device: torch.device, model: Transformer) ->
     if args.draft_checkpoint:
         from speculative import DraftModel
 
-        draft = load_model(args.draft_checkpoint, device, settings.DTYPES.get(args.dtype))
+        draft = load_model(args.draft_checkpoint, device, settings.DTYPES[args.dtype])
+        sizes = {draft.config.vocab_size, model.config.vocab_size}
+        if len(sizes) > 1:  # the padding of vocabularies may differ, but not the tokens
+            tokens = {
+                tuple(map(Tokenizer(each).piece, range(min(sizes))))
+                for each in (args.checkpoint, args.draft_checkpoint)
+            }
+            if len(tokens) > 1:
+                raise settings.SettingError("draft_checkpoint", "has other tokens than the model")
         k = 4 if args.speculate is None else args.speculate
         return DraftModel(draft, k, model.config.vocab_size)
     if args.speculate:

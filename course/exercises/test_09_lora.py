@@ -11,7 +11,7 @@ from common import close, logits_of, needs, tiny_model, write
 from safetensors.torch import save_file
 from torch import nn
 
-from around.folder import named_tensors
+from around.folder import build, load_config, load_model, named_tensors
 from around.settings import CheckpointError
 from model import Transformer
 from quantize import QuantLinear, quantize_model
@@ -28,6 +28,11 @@ def apply_lora(model: Transformer, path: Path) -> list:
     return make(model, path)
 
 
+def weights_of(model: Transformer) -> dict[str, torch.Tensor]:
+    """Each weight, and each part of a fused one, under its name."""
+    return model.state_dict() | dict(named_tensors(model))
+
+
 def make_adapter(
     path: Path, model: Transformer, targets: tuple[str, ...] = TARGETS, seed: int = 1, **config: Any
 ) -> dict[str, torch.Tensor]:
@@ -36,7 +41,7 @@ def make_adapter(
     scale = config["lora_alpha"] / config["r"]
     generator = torch.Generator().manual_seed(seed)
     tensors, deltas = {}, {}
-    for name, weight in named_tensors(model):
+    for name, weight in weights_of(model).items():
         module = name.removesuffix(".weight")
         if name.endswith(".weight") and module.partition(".")[2].partition(".")[2] in targets:
             out, inputs = weight.shape
@@ -54,7 +59,7 @@ def make_adapter(
 def merged(model: Transformer, *adapters: dict[str, torch.Tensor]) -> Transformer:
     """The slow twin is a copy of the model with the adapters added to its weights."""
     model = deepcopy(model)
-    weights = dict(named_tensors(model))
+    weights = weights_of(model)
     for deltas in adapters:
         for name, delta in deltas.items():
             weights[name] += delta
@@ -150,6 +155,44 @@ def test_rank_stabilised_adapters_scale_by_the_root(tmp_path: Path) -> None:
     apply_lora(model, tmp_path)
     wrong = "with use_rslora the scale is lora_alpha / sqrt(r)"
     close(logits_of(model, IDS), logits_of(twin, IDS), wrong)
+
+
+# Settings that are folded into the weights when a folder is read: factors on the rows of q, o and
+# down, and another order of the rows of q and k.
+FOLDING: dict[str, dict[str, Any]] = {
+    "Granite": {"embedding_multiplier": 3.0, "attention_multiplier": 0.5,
+        "residual_multiplier": 0.3, "logits_scaling": 2.0},
+    "Llama": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+    "Phi3": {"partial_rotary_factor": 0.5},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("family", FOLDING)
+def test_it_is_folded_as_its_weight_is(family: str, fused: bool, tmp_path: Path) -> None:
+    """Bug: the rows of the weight are multiplied, or in another order, and those of B are not. And
+    an adapter of Phi-3 names whole FusedLinears, as its files do."""
+    raw = {
+        "architectures": [f"{family}ForCausalLM"], "vocab_size": 32, "hidden_size": 16,
+        "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8,
+        "num_key_value_heads": 1, "tie_word_embeddings": True, "dtype": "float32",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(raw | FOLDING[family]))
+    stored = build(load_config(tmp_path))  # its weights are those in the file
+    for parameter in stored.parameters():
+        parameter.normal_(std=0.5)
+    targets = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.down_proj")
+    if fused:
+        targets = ("self_attn.qkv_proj", "mlp.gate_up_proj")
+    twin = merged(stored, make_adapter(tmp_path / "adapter", stored, targets))
+    models = []
+    for each in (stored, twin):
+        tensors = {f"model.{name}": tensor.clone() for name, tensor in named_tensors(each)}
+        save_file(tensors, tmp_path / "model.safetensors")
+        models.append(load_model(tmp_path).double())
+    apply_lora(models[0], tmp_path / "adapter")
+    wrong = "fold the rows of B as those of its weight: see `folded` in around/folder/families.py"
+    close(*(logits_of(model, IDS).float() for model in models), wrong)
 
 
 def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
