@@ -187,10 +187,7 @@ def attend_to_prompt(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Ten
     window = min(window or S, S)
     kernel = kernel_for(q)
     size = max(1, MAX_PAIRS // S)
-    if q.is_cpu and kernel is not products and window == S:
-        kernel = causal
-        size = q.shape[2]  # it makes no scores, so it can take all queries
-    elif q.is_cpu:  # a GPU profits from large pieces
+    if q.is_cpu:  # a GPU profits from large pieces
         size = min(size, PIECE)
     start = S - q.shape[2]  # the position of a piece's first query
     attended = []
@@ -198,7 +195,7 @@ def attend_to_prompt(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Ten
         end = start + queries.shape[2]
         first = max(0, start - window + 1)
         # All queries see the keys before the first query's own, if the window does not end there.
-        can_skip = kernel in (products, causal) and end <= window
+        can_skip = kernel is products and end <= window
         own = 0 if can_skip else start - first  # where the mask has the first query's own key
         mask = mask_of(end - start, own, window, q.shape[1] // k.shape[1], q.device)
         attended.append(attention(queries, k[:, :, first:end], v[:, :, first:end], mask, kernel))
@@ -234,30 +231,3 @@ def products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     scores = (q * q.shape[3] ** -0.5) @ k.mT  # (B, K, N / K * T, S)
     scores[..., -mask.shape[3] :].masked_fill_(~mask, -torch.inf)
     return scores.softmax(-1) @ v
-
-
-def causal(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Do the same without reading the mask, which must hide only what is causal: query i of T sees
-    the first S - T + i + 1 keys.
-
-    With a mask, PyTorch's kernel also computes what the mask hides; in its causal form it does not.
-    So the T new tokens attend to themselves causally, and to all that came before without a mask.
-    Attention over two sets of keys is a mean of the two results, weighted by the softmax's sums of
-    exponentials. For each result the kernel returns the logarithm of its sum, here log_sum and
-    past_log_sum. So the weight of the past is
-    exp(past_log_sum) / (exp(past_log_sum) + exp(log_sum)) = sigmoid(past_log_sum - log_sum).
-    """
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    num_past = k.shape[2] - mask.shape[3]
-    # The causal form needs the T queries of each head in order, so each has a key head of its own.
-    heads = q.shape[2] // mask.shape[3]  # N / K
-    own_q = q.unflatten(2, (heads, -1)).flatten(1, 2)  # (B, N, T, H)
-    own_k = k[:, :, num_past:].repeat_interleave(heads, 1)
-    own_v = v[:, :, num_past:].repeat_interleave(heads, 1)
-    y, log_sum = flash(own_q, own_k, own_v, is_causal=True)  # (B, N, T, H), (B, N, T) float32
-    if num_past == 0:
-        return y
-    past_y, past_log_sum = flash(q, k[:, :, :num_past], v[:, :, :num_past])
-    weight = (past_log_sum.reshape(log_sum.shape) - log_sum).sigmoid()[..., None]  # (B, N, T, 1)
-    past_y = past_y.reshape(y.shape).to(weight.dtype)
-    return torch.lerp(y.to(weight.dtype), past_y, weight).to(y.dtype)
