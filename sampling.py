@@ -109,9 +109,10 @@ def adjust_(scores: Tensor, sequence: "Sequence") -> None:
     p = sequence.params
     if sequence.matcher:  # its bias is 0 for the ids that it forbids, and 200 for the others
         bias = bytearray(sequence.matcher.compute_logit_bias())
-        # Where the likeliest token is forbidden, a grammar can go another way: it accepts the last
-        # id, which no model draws; see function_calls.grammar_of.
-        if not bias[scores.argmax()] and sequence.matcher.try_consume_tokens([len(bias) - 1]):
+        # A grammar that allows the last id, which no model draws, goes another way where the
+        # likeliest token is forbidden; see function_calls.grammar_of.
+        if bias[-1] and not bias[scores.argmax()]:
+            sequence.matcher.consume_token(len(bias) - 1)
             bias = bytearray(sequence.matcher.compute_logit_bias())
         is_forbidden = torch.frombuffer(bias, dtype=torch.uint8)[: len(scores)] == 0
         scores.masked_fill_(is_forbidden.to(scores.device), -torch.inf)

@@ -9,7 +9,7 @@ does not know what the settings do. Read: SamplingParams, EngineArgs, check.
 import json
 from argparse import SUPPRESS
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -111,7 +111,7 @@ def check_fields(settings: Any) -> None:
     """
     for f in fields(settings):
         value = getattr(settings, f.name)
-        if f.name != "structured_outputs":  # a schema may be too deep for plain()
+        with suppress(RecursionError):  # it is nested too deeply, and stays as it is
             value = vars(settings)[f.name] = plain(value)
         if f.type in (*RANGES, bool, list):
             check(f.name, value, f.type, *f.metadata.get("range", ()))

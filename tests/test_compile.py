@@ -15,7 +15,7 @@ from conftest import DRAFT, ROOT
 from torch._inductor.utils import run_and_get_code
 
 import generate as command_line
-from around.fast import compiling, packed
+from around.fast import compiling
 from around.fast.attending import FastBlocks, replace_layers
 from around.fast.compiling import CompiledBlocks, OpaqueCache, compile_model, hide_caches
 from around.fast.packed import LoopedLinear
@@ -35,13 +35,10 @@ WISH = SamplingParams(temperature=0.5, seed=1, max_tokens=20, ignore_eos=True)
 
 
 @slow
-def test_nothing_is_compiled_after_warm_up(monkeypatch):
+def test_nothing_is_compiled_after_warm_up():
     """A length, a capacity or a chunk that is baked into a graph stalls the user for seconds; or
-    another way to multiply gives another text. The weights are read by loops, as where one row is
-    slow; on other processors the forms are those of the next test, or plain."""
+    another way to multiply gives another text."""
     eager, compiled = (load_model(DRAFT, dtype=torch.float32) for _ in range(2))
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    monkeypatch.setattr(packed, "LOOPS", True)
     compile_model(compiled)
     assert type(compiled.layers[0].mlp.gate_up_proj) is LoopedLinear
     for length in (1, 2, 31, 32, 33, 65, 100):

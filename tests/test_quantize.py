@@ -294,10 +294,10 @@ def test_int4_linear_on_cuda_stands_for_the_same_weight(monkeypatch):
     assert_close(linear, form, x, y)
 
 
-def test_which_form(monkeypatch):
+def test_which_form():
     """A form that does not fit its bits or groups; one that could be packed and is left slow; a
-    packed form that keeps the weight it replaced, or is kept alive by the operator's table. For one
-    sequence, a processor that is slow for one row gets the forms for many."""
+    packed form that keeps the weight it replaced, or is kept alive by the operator's table. One
+    sequence gets the forms for many."""
     int4 = INT8 if torch.backends.cpu.get_cpu_capability() == "AVX2" else Int4Linear
     plain = [linear_of(), quant_linear(8, -1), quant_linear(8, 64), quant_linear(4, 128, N=64)]
     model = nn.Sequential(*plain, nn.Sequential(quant_linear(4, 32), quant_linear(4, 2, N=64)))
@@ -309,16 +309,10 @@ def test_which_form(monkeypatch):
     form = weakref.ref(model[0])
     del model
     assert stored() is form() is None
-    for amx, loops in [(True, False), (False, True), (False, False)]:
-        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda amx=amx: amx)
-        monkeypatch.setattr(packed, "LOOPS", loops)
-        looped = {PackedLinear: LoopedLinear} if loops else {}
-        plain = linear_of()
-        assert form_of(plain) is PackedLinear
-        assert form_of(plain, True) is (None if amx else looped.get(PackedLinear, PackedLinear))
-        for linear in (linear_of(dtype=BF16), quant_linear(8, -1), quant_linear(4, 32)):
-            many = form_of(linear)
-            assert form_of(linear, True) is looped.get(many, many) is not None
+    assert (form_of(linear_of()), form_of(linear_of(), True)) == (PackedLinear, LoopedLinear)
+    for linear in (linear_of(dtype=BF16), quant_linear(8, -1), quant_linear(4, 32)):
+        many = form_of(linear)
+        assert form_of(linear, True) is {PackedLinear: LoopedLinear}.get(many, many) is not None
 
 
 def test_the_number_of_rows(monkeypatch):

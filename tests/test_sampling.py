@@ -78,7 +78,7 @@ def test_values(name):
         for value in (low, high, *([] if one else [(low + high) / 2])):
             assert getattr(SamplingParams(**{name: value}, **more), name) == value
         wrong += [*outside, -(10**30), math.nan, INF, -INF, True, False, "1", b"1", [1], {}, 1j]
-        wrong += [torch.tensor(1.0), *([1.0, 1.5] if one else [])]
+        wrong += [torch.tensor([1.0]), *([1.0, 1.5, torch.tensor(1.0)] if one else [])]
         with pytest.raises(ValueError, match=re.escape(f"{low}..{high}")):
             SamplingParams(**{name: 10**30})
     for value in wrong:
