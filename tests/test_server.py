@@ -262,7 +262,13 @@ def test_openais_errors(local, monkeypatch):
 def test_chunks(local):
     """A chunk told the usage although nobody asked. A token that came between the reading of the
     others and the count of them was never sent."""
-    for options in ({}, {"continuous_usage_stats": False}, {"include_usage": None}, {"new": 1}):
+    for options in (
+        {},
+        {"continuous_usage_stats": False},
+        {"include_usage": None},
+        {"new": 1},
+        {"continuous_usage_stats": True},
+    ):
         body = SHORT | {"stream": True, "stream_options": options}
         *chunks, done = local.post(COMPLETIONS, body).events
         assert done == "[DONE]" and not any("usage" in chunk for chunk in chunks)
@@ -328,6 +334,8 @@ def test_options_of_the_template(local, monkeypatch):
         ([begun], on | {"add_generation_prompt": False}, "assistant:Well "),
         ([], {"chat_template_kwargs": {"messages": [], "goes_on": 1, "self": 0}}, "say"),
     ]  # fmt: skip
+    parts = [{"type": "text", "text": each} for each in ("a", "b")]
+    rows.append(([{"role": "user", "content": parts}], {}, "user:a\nb;say"))
     for arguments, shown in (('{"a": "b"}', "{'a': 'b'}"), ({"a": 1}, "{'a': 1}"), ("", "{}")):
         called = {"role": "assistant", "tool_calls": [{"function": {"arguments": arguments}}]}
         rows.append(([called], {}, f"assistant:[{{'function': {{'arguments': {shown}}}}}];say"))

@@ -17,6 +17,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 
 from around.folder import PLAIN_TEMPLATE, Detokenizer, Tokenizer
+from around.folder.chat import compile_template
 from around.settings import CheckpointError
 
 few = settings(
@@ -477,3 +478,16 @@ def test_chat_templates(tmp_path):
         want = fast_twin(tmp_path).apply_chat_template(chat, **options)
         assert ours.encode_chat(chat) == want, template
         assert ours.chat_stop == ()
+        assert compile_template(ours.template) is compile_template(
+            ours.template
+        )  # once, not for each chat
+    parts = [{"role": "user", "content": [{"type": "text", "text": each} for each in "ab"]}]
+    loop = "{% for p in messages[0].content %}<{{ p.text }}>{% endfor %}"
+    for template, shown in (
+        (loop, "<a><b>"), ("{{ messages[0].content }}", "a\nb"),
+        ("{{ messages[0].content | trim | upper }}", "A\nB"),
+        ("{% if messages[0].content is string %}s{% else %}" + loop, "<a><b>"),
+        (loop + "{% if messages[0].role != 'user' %}{{ 1 / 0 }}", "<a><b>"),
+    ):  # fmt: skip
+        ours.template = template + "{% endif %}" * template.count("{% if")
+        assert ours.render_chat(parts) == shown

@@ -93,6 +93,8 @@ class Completion:
             Problem: a sequence ended with an error.
         """
         finished = False
+        # As in vLLM, it counts as it goes only for who wants the sum at the end.
+        counts = self.fields["include_usage"] and self.fields["continuous_usage_stats"]
         while not finished:
             is_late = wait()
             # Read this before the choices. In the other order, the last part of an output could
@@ -104,7 +106,7 @@ class Completion:
                 for choice in self.choices:
                     new = choice.take_new()
                     if new:
-                        yield self.json([new], self.fields["continuous_usage_stats"])
+                        yield self.json([new], counts)
         if not self.stream:
             yield self.json([choice.take_new() for choice in self.choices], True)
         elif self.fields["include_usage"]:

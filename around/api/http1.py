@@ -157,8 +157,8 @@ class Exchange(BaseHTTPRequestHandler):
         with suppress(BlockingIOError):  # nothing has come: the client waits
             nothing_more = not self.connection.recv(2**16)
             can_ask = self.has_begun or self.request_version > "HTTP/1.0"
-            was_reset = self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            if was_reset or (nothing_more and not can_ask):
+            error = self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if error or (nothing_more and not can_ask):
                 self.log("gone")
                 raise ConnectionError
             if nothing_more and not self.is_half_closed:

@@ -88,8 +88,7 @@ class API:
         if isinstance(prompt, str):
             # To tokenise a text of 4 MB takes seconds, so refuse first what can never fit.
             self.check_length(len(prompt) // self.longest_token, {}, source)
-            is_bare = source == "prompt" or self.tokenizer.is_bare
-            ids = self.tokenizer.encode(prompt, is_bare)
+            ids = self.tokenizer.encode(prompt, source == "prompt" or self.tokenizer.is_bare)
         self.check_length(len(ids), fields, source)
         return self.engine.prepare(
             ids, params, priority=fields.get("priority", 0), cache_salt=fields.get("cache_salt")
@@ -173,8 +172,8 @@ def translate(given: JSON, chat: bool) -> JSON:
     for name, default in DEFAULTS.items():
         check(name, fields[name], type(default))
     for name in ("include_usage", "continuous_usage_stats"):
-        value = fields["stream_options"].get(name)
-        fields[name] = value is not None and check(f"stream_options[{name}]", value, bool)
+        value = fields["stream_options"].get(name) or False
+        fields[name] = check(f"stream_options[{name}]", value, bool)
     if fields.get("function_call") == "none":  # OpenAI's older tool_choice
         fields.setdefault("tool_choice", "none")
     check_supported(fields, chat)
@@ -240,10 +239,10 @@ def check_message(message: JSON, name: str) -> None:
     try:
         check("role", message.get("role"), str)
         content = message.get("content")
-        parts = content if isinstance(content, list) else []
-        for part in parts:
-            supported("content of type", part.get("type", "text"), "text")
-            check("text", part["text"], str)
+        if isinstance(content, list):
+            for part in content:
+                supported("content of type", part.get("type", "text"), "text")
+                check("text", part["text"], str)
         # The text of a turn can be nothing but calls, a thought, a refusal or an empty result.
         check("content", content, str | list if message["role"] == "user" else str | list | None)
         plain_turn(message)  # encode_chat does it too; here the error names the message
