@@ -478,9 +478,8 @@ def test_chat_templates(tmp_path):
         want = fast_twin(tmp_path).apply_chat_template(chat, **options)
         assert ours.encode_chat(chat) == want, template
         assert ours.chat_stop == ()
-        assert compile_template(ours.template) is compile_template(
-            ours.template
-        )  # once, not for each chat
+        text = ours.template  # which is compiled once, not for each chat
+        assert compile_template(text) is compile_template(text)
     parts = [{"role": "user", "content": [{"type": "text", "text": each} for each in "ab"]}]
     loop = "{% for p in messages[0].content %}<{{ p.text }}>{% endfor %}"
     for template, shown in (
