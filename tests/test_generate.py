@@ -483,3 +483,21 @@ def test_real_ctrl_c_and_pipes(path):
             err = process.stderr.read()
             assert process.wait(timeout=120) == 0
         assert not re.search(rb"Traceback|Exception|BrokenPipe", err)
+
+
+def test_the_loop():
+    """A cache that is a position too short was written beyond its end; tokens had no text."""
+    model = load_model(DRAFT, dtype=torch.float32)
+    for room in (8, 7):
+        cache = kv_cache.StaticCache(model, 1, room)
+        sequence = Sequence(
+            IDS[:6], SamplingParams(max_tokens=3, ignore_eos=True), model.config, TOKENIZER
+        )
+        steps = generate.generate(model, sequence, cache)
+        tokens = [next(steps), next(steps)]
+        assert [token.text for token in tokens] == [t.text for t in sequence.tokens] != ["", ""]
+        if room == 8:
+            next(steps)
+        else:
+            with pytest.raises(ValueError, match="has 7 positions, 8 are needed"):
+                next(steps)

@@ -95,7 +95,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-layer_types": ("Qwen3", {**SLIDING, "head_dim": 16, "layer_types": MIXED}),
     "llama-linear-factor": ("Llama", {"rope_parameters": LINEAR | {"attention_factor": 2.0}}),
     "llama-yarn": ("Llama", {"head_dim": 16, "rope_parameters": YARN | NEAR}),
-    "qwen2-yarn": ("Qwen2", {"rope_parameters": YARN | NEAR | {"truncate": False}}),
+    "qwen2-yarn": ("Qwen2", {"rope_parameters": YARN | NEAR | {"truncate": False, "mscale": 2.0}}),
     "qwen3-yarn-mscale": ("Qwen3", {"head_dim": 16, "rope_parameters": YARN | NEAR | {
         "mscale": 2.0, "mscale_all_dim": 0.5, "beta_fast": 3.0, "beta_slow": 0.1}}),
     "smollm3": ("SmolLM3", {"num_hidden_layers": 5, "num_key_value_heads": 4}),
