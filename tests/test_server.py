@@ -289,6 +289,12 @@ def test_chunks(local):
     parts = [choice.take_new() for _ in range(12)]
     found = [text for part in parts if part for text in part["logprobs"]["tokens"]]
     assert found == [f"{i} " for i in range(9)]
+    # The ids from 3 on are bytes. Those that are no characters were one entry, \ufffd.
+    token = sampling.Token(
+        3 + 0xE3, -1.0, ((3 + 0xE3, -1.0), (3 + 0x81, -2.0), (3 + 0x82, -3.0)), ""
+    )
+    (found,) = choice.logprobs([token])["top_logprobs"]
+    assert found == {"": -1.0, r"\x81": -2.0, r"\x82": -3.0}
 
 
 def test_structures(local, monkeypatch):
