@@ -47,7 +47,7 @@ def ray(module):
         module.serve.start(http_options={"host": "127.0.0.1", "port": port})
         url = f"http://127.0.0.1:{port}/v1"
         client = openai.OpenAI(base_url=url, api_key="none", max_retries=4, timeout=60)
-        yield SimpleNamespace(client=client, cores=lambda: ray.available_resources().get("CPU", 0))
+        yield SimpleNamespace(client=client)
     finally:
         module.serve.shutdown()
         ray.shutdown()
@@ -101,17 +101,6 @@ def stream(ray, tokens=300, **body):
     )  # fmt: skip
 
 
-def test_what_is_wrong(module, capfd):
-    """A misspelt setting that was ignored. A replica that waits for ever for a server that has
-    ended, or does not say why it did."""
-    for name, value in {"max_replica": "3", "ranks": "two", "min_replicas": "-1"}.items():
-        with pytest.raises(ValueError, match=name):
-            module.Settings.model_validate({name: value})
-    with pytest.raises(RuntimeError, match=r"server.py --checkpoint /nowhere has ended"):
-        module.Replica.func_or_class("--checkpoint /nowhere", 1)
-    assert "error: " in capfd.readouterr().err
-
-
 def test_two_replicas(module, ray):
     """Another text than the server's; a stream that comes in one piece; a client that has left, and
     whose request runs on; a replica that is killed, and all requests with it, or with its server
@@ -160,18 +149,3 @@ def test_two_replicas(module, ray):
         assert [each.result() for each in endings] == ["length"] * 12
         change.result()
     until(lambda: not old.keys() & processes().keys())
-
-
-def test_ranks(module, ray):
-    """Ranks for which no cores are set aside; ranks that outlive their replica."""
-    deploy(module, ranks=2)
-    until(lambda: len(processes()) == 3)  # torchrun, and two ranks
-    until(lambda: ray.cores() == 4 - 2)
-    for _ in range(2):
-        assert whole(ray) == alone(**SHORT)[0].text
-        old = processes()
-        (actor,) = set(old.values()) - old.keys()
-        os.kill(actor, 9)
-        until(lambda: not old.keys() & processes().keys() and len(processes()) == 3)  # noqa: B023
-    module.serve.delete("default")  # Ray kills what an actor has started, which is torchrun alone
-    until(lambda: not processes())
