@@ -5,6 +5,7 @@ import json
 import re
 
 import jsonschema
+import llguidance
 import pytest
 from serving import CHAT, COMPLETIONS, Local
 from test_tokenizer import FILES, NAMES, write
@@ -56,7 +57,7 @@ WISHES = [  # and whether a text is right
 ]  # fmt: skip
 
 
-def test_structures(served):
+def test_structures(served, monkeypatch):
     """A forced text was spelt with a space in front, or without the one at its end: 500 for every
     schema; or half an answer that says "stop"; or in the longest pieces where the tokenizer has
     other words."""
@@ -66,6 +67,11 @@ def test_structures(served):
         choices = served.post(COMPLETIONS, body).json["choices"]
         assert {choice["finish_reason"] for choice in choices} == {"stop"}, choices
         assert all(is_right(choice["text"]) for choice in choices), choices
+    little = llguidance.LLParserLimits(step_lexer_fuel=1)
+    monkeypatch.setattr(llguidance, "LLParserLimits", lambda **_: little)
+    body = {"prompt": "a", "structured_outputs": {"regex": "(x[a-z]{3}|y[a-z]+)+"}}
+    for stream in (False, True):
+        assert "lexer error" in served.post(COMPLETIONS, body | {"stream": stream}).fails(400)
     words, config = served.words, served.engine.config
     trie = vocabulary(words, config.vocab_size, config.eos_ids)
     for text in ("the cat", " the end of", "cat and dog"):
