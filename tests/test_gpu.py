@@ -222,18 +222,11 @@ def graphs(monkeypatch):
     Recorded.made = 0
 
 
-def test_replayed_tokens(graphs, monkeypatch):
-    """A step reads the plan of the step before; the stand-in does not notice it."""
-
+def test_replayed_tokens(graphs):
+    """A step reads the plan of the step before."""
     for case, kind in (("trained", "int8 cache"), ("sliding", "plain")):
         compare_with_twin(case, "replayed", kind, "float32", "cpu")
     assert 0 < Recorded.made < 60  # few sizes
-    whole = compiling.Replayed.reads
-    for i in (0, 2, 3):  # the tokens, slots and mask; 1 is the wanted logits
-        some = lambda *plan, i=i: [each for j, each in enumerate(whole(*plan)) if j != i]  # noqa: E731
-        monkeypatch.setattr(compiling.Replayed, "reads", some)
-        with pytest.raises(AssertionError, match="is not that of"):
-            compare_with_twin("trained", "replayed", "plain", "float32", "cpu")
 
 
 def test_graphs_of_a_static_cache(graphs):
