@@ -47,11 +47,11 @@ class Gpu:
 
     Attributes:
         reads: the line of the project that asked for each read by the host.
-        used: the names of the operators that ran on it, and the dtypes that they made.
+        dtypes: those of the tensors that were made on it.
     """
 
     def __init__(self):
-        self.reads, self.used = [], set()
+        self.reads, self.dtypes = [], set()
         self.pretending = False  # whether the function that runs now was given a Pretended
 
     def __enter__(self):
@@ -146,13 +146,11 @@ class Operators(TorchDispatchMode):
         args, kwargs = changed(lambda each: inner.get(id(each), each), (args, kwargs))
         if func is aten.copy_.default:
             there = id(args[0]) in ours
-        if there:
-            self.gpu.used.add(func.name().removeprefix("aten::"))
 
         def wrapped(made):
             if not isinstance(made, Tensor) or not there:
                 return made
-            self.gpu.used.add(made.dtype)
+            self.gpu.dtypes.add(made.dtype)
             return ours[id(made)] if id(made) in ours else Pretended(made)
 
         return changed(wrapped, func(*args, **kwargs))

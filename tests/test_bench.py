@@ -1,25 +1,15 @@
-"""Each command of bench.py on a tiny model: what it measures, records, shows and refuses."""
+"""Each command of bench.py on a tiny model: what it measures, records and shows."""
 
 import json
-from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
-from test_quantize import QWEN2, TIED
 from tiny import tiny_folder
-from transformers import AutoModelForCausalLM
 
-import tp
-from around.fast.packed import Int8Linear, form_of, pack_linears
-from around.folder import build, is_tied, load_model, named_tensors
-from around.machine import Ranks
-from around.settings import check
+from around.folder import load_model
 from model import Config
-from quantize import QuantLinear, quantize_model
 from tools import bench, load, report
-from tools.measure import bytes_per_step
 
 pytest_plugins = ["serving"]
 
@@ -79,7 +69,7 @@ def test_latency(measure, tmp_path):
 def test_throughput_and_others(measure):
     """Requests are lost, or run twice; the forward's time includes other work; first tokens are
     counted from when a batch starts; rows of a static batch leave when they end. A prefix is not
-    found, or the cold prompt is cached. The bytes of one sequence are counted for all."""
+    found, or the cold prompt is cached."""
     words = "--max-num-seqs 2 --baseline-requests 1 --sampling greedy llama"
     rows, _ = measure(THROUGHPUT + words)
     assert [*rows][1:] == ["continuous batching, llama", "static batches", "one at a time"]
@@ -99,49 +89,6 @@ def test_throughput_and_others(measure):
     rows, _ = measure("prefix --prompt-tokens 128 --repeat 2")
     assert [row["cached_tokens"] for row in rows.values()] == [0, 112, 0]
     assert rows["cold"]["of_cold"] == rows["floor"]["times_floor"] == 1
-    rows, _ = measure("growth --lengths 128 --sequences 1 3 --new-tokens 3")
-    assert [*rows][:2] == ["1 x 128 tokens, static cache", "1 x 128 tokens, paged cache"]
-    one, _, three, _ = rows.values()
-    kv = 2 * 4 * 2 * 16 * 4 * 129 / 30e6  # k and v, layers, heads, their size, bytes, tokens; to ms
-    assert three["read_ms"] - one["read_ms"] == pytest.approx(2 * kv)
-    assert three["token_ms"] == pytest.approx(three["step_ms"] / 3)
-
-
-def test_random_models(tmp_path):
-    """The config has another rope, norm or head than the weights: engines run different models. A
-    rank's share of a tied one was a KeyError: there is no file to take lm_head from."""
-    config = Config(64, 64, 96, 2, 4, 2, 32, rope_theta=500.0, rms_norm_eps=0.01)
-    bench.write_random(config, torch.float32, tmp_path)
-    ours, theirs = load_model(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path)
-    tokens = torch.arange(40)[None]
-    with torch.no_grad():
-        torch.testing.assert_close(ours(tokens, tokens), theirs(tokens).logits, atol=1e-4, rtol=0)
-    assert ours.config.dtype == theirs.dtype == torch.float32
-    ranks = Ranks(torch.device("cpu"), 1, 2, partial(tp.shard, rank=1, world_size=2))
-    model = bench.random_model(replace(config, tie_word_embeddings=True), torch.float32, ranks)
-    assert (len(model.lm_head.weight), len(model.embed_tokens.weight)) == (32, 64)
-
-
-REFUSED = {  # a command line -> what its error says
-    "latency --batch 1 0": "argument --batch: must be a number (int) of 1 or more, is 0",
-    "serve --url http://127.0.0.1:1 --rate 1": "nobody listens at --url http://127.0.0.1:1: ",
-    "latency --speculate 2 --batch 2": "--speculate takes one sequence",
-    "latency --record no/such": "/no/such.json cannot be written",
-    "latency --record old": "it has begun", "latency --record new": "it has begun",
-}  # fmt: skip
-
-
-def test_refused(measure, capsys, monkeypatch, tmp_path):
-    """A division by zero, an endless wait, or an empty table that looks like a success; figures are
-    lost after minutes of measuring; the trial of a record empties it, or leaves one behind."""
-    (tmp_path / "old.json").write_text("kept")
-    monkeypatch.setattr(bench, "prepare", lambda *_: check("it has begun", 0, int, 1))
-    for words, text in REFUSED.items():
-        with suppress(SystemExit):
-            assert bench.main(words.split()) == 2
-        out, err = capsys.readouterr()
-        assert out == "" and text in err.splitlines()[-1], words
-    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("old.json", "kept")]
 
 
 def test_serve(local, capsys):
@@ -172,27 +119,3 @@ def test_serve(local, capsys):
     names = "errors output_tok_s goodput_s within_limits itl_p50_ms ttft_p50_ms tpot_p99_ms"
     found = [figures[name] for name in names.split()]
     assert found == pytest.approx([1, 5 / 3.5, 1 / 3.5, 1 / 3, 100, 1050, 496])
-
-
-@pytest.mark.parametrize("changes", [{}, TIED, QWEN2])
-def test_bytes_per_step(tmp_path, monkeypatch, changes):
-    """The embedding table is counted though one row of it is read, or not counted though it is
-    lm_head; quantised and packed weights are counted as plain ones; all experts for one token."""
-    tiny_folder(tmp_path, **changes)
-    for mode in (None, "int8", "int4"):
-        model = load_model(tmp_path)
-        model = quantize_model(model, mode, 32) if mode else model
-        stored = sum(tensor.nbytes for _, tensor in named_tensors(model)) + model.inv_freq.nbytes
-        weights = stored - (not is_tied(model)) * model.embed_tokens.weight.nbytes
-        assert bytes_per_step(model, 0) == weights
-        for linear in model.modules():
-            if isinstance(linear, QuantLinear) and issubclass(form_of(linear), Int8Linear):
-                stored = sum(tensor.nbytes for tensor in linear.buffers())
-                weights += linear.out_features * (linear.in_features + 4) - stored
-        pack_linears(model)
-        assert 0 <= bytes_per_step(model, 0) - weights < 1000  # the keys of the packed
-    config = Config(64, 64, 96, 2, 4, 2, 16, num_experts=8, num_experts_per_tok=2)
-    model = build(replace(config, moe_intermediate_size=32, mlp_only_layers=[1]))
-    for batch, chosen in ((1, 2), (2, 3.5), (1000, 8)):
-        more = bytes_per_step(model, 0, batch) - bytes_per_step(model, 0)
-        assert abs(more - (chosen - 2) * 3 * 64 * 32 * 4) < 1000

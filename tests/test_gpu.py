@@ -1,20 +1,17 @@
 """A rehearsal of a GPU: on the device of pretend.py all that runs eagerly gives the CPU's tokens,
-the host reads as rarely as it can, since a GPU stands still at each read, and MPS has every
-operator. CUDA graphs are rehearsed by a stand-in. What a real GPU computes, how fast, and what
-torch.compile makes of it, only tools/gpu_check.py can tell."""
+the host reads as rarely as it can, since a GPU stands still at each read. CUDA graphs are rehearsed
+by a stand-in. What a real GPU computes, how fast, and what torch.compile makes of it, only
+tools/gpu_check.py can tell."""
 
 import gc
 import weakref
 from argparse import Namespace
 from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
 
 import pytest
 import torch
-import torchgen
 import ways
-import yaml
 from conftest import DRAFT, SHAKESPEARE
 from pretend import CUDA, Gpu, leaves
 from test_equivalence import test_same_tokens as compare_with_twin
@@ -153,13 +150,13 @@ def rehearse(folder, name, fast=True):
             assert token.logprob == pytest.approx(other.logprob, abs=1e-4)
     assert ends == reasons and ("error" in ends) == name.startswith("not finite")
     assert len(reads) == most, reads
-    check_mps(gpu)
+    assert torch.float64 not in gpu.dtypes, "MPS has no float64"
 
 
 @pytest.mark.parametrize("name", WAYS)
 def test_ways(folder, name):
-    """A tensor that stays on the CPU; a read by the host for each sequence, or for each guess; an
-    operator that MPS lacks; a view that fits the result of the CPU's attention alone."""
+    """A tensor that stays on the CPU; a read by the host for each sequence, or for each guess; a
+    view that fits the result of the CPU's attention alone."""
     if "structure" in name:
         pytest.importorskip("llguidance")
     rehearse(folder, name)
@@ -173,31 +170,7 @@ def test_static_cache():
         compare_with_twin("trained", "static cache", "plain", "float32", "cuda")
     # For each of 65 tokens: finite or not, the token, its log-probability; for 52, whether to sort.
     assert len(gpu.reads) == 3 * 65 + 52
-    check_mps(gpu)
-
-
-def check_mps(gpu):
-    assert torch.float64 not in gpu.used, "MPS has no float64"
-    operators = {each for each in gpu.used if isinstance(each, str)}
-    assert len(operators) > 20 and {*filter(runs_on_mps, operators)} == operators
-
-
-@cache
-def runs_on_mps(operator):
-    """Whether PyTorch's own table, native_functions.yaml, has it for MPS, or makes it of others."""
-    function = declared()[operator]
-    kernels = {key for keys in function.get("dispatch", {}) for key in keys.split(", ")}
-    below = function.get("structured_delegate", f"{operator}_out")  # what it is made of
-    if "MPS" in kernels or below not in declared():
-        return "MPS" in kernels or not kernels or any("Composite" in key for key in kernels)
-    return runs_on_mps(below)
-
-
-@cache
-def declared():
-    path = Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml"
-    functions = yaml.load(path.read_text(), yaml.CSafeLoader)
-    return {function["func"].partition("(")[0]: function for function in functions}
+    assert torch.float64 not in gpu.dtypes, "MPS has no float64"
 
 
 def test_command_line(monkeypatch, capsys):
@@ -217,7 +190,6 @@ def test_command_line(monkeypatch, capsys):
     assert texts == texts[:1] * 3 and len(texts[0]) > 8
     with pytest.raises(SettingError, match=r"--compile on 'mps' .*cpu, cuda"):
         compiling.compile_model(Namespace(device=torch.device("mps")))
-    assert not runs_on_mps("segment_reduce")
 
 
 class Recorded(TorchDispatchMode):
@@ -250,18 +222,11 @@ def graphs(monkeypatch):
     Recorded.made = 0
 
 
-def test_replayed_tokens(graphs, monkeypatch):
-    """A step reads the plan of the step before; the stand-in does not notice it."""
-
+def test_replayed_tokens(graphs):
+    """A step reads the plan of the step before."""
     for case, kind in (("trained", "int8 cache"), ("sliding", "plain")):
         compare_with_twin(case, "replayed", kind, "float32", "cpu")
     assert 0 < Recorded.made < 60  # few sizes
-    whole = compiling.Replayed.reads
-    for i in (0, 2, 3):  # the tokens, slots and mask; 1 is the wanted logits
-        some = lambda *plan, i=i: [each for j, each in enumerate(whole(*plan)) if j != i]  # noqa: E731
-        monkeypatch.setattr(compiling.Replayed, "reads", some)
-        with pytest.raises(AssertionError, match="is not that of"):
-            compare_with_twin("trained", "replayed", "plain", "float32", "cpu")
 
 
 def test_graphs_of_a_static_cache(graphs):
@@ -291,18 +256,8 @@ def test_graphs_of_a_static_cache(graphs):
 
 
 @pytest.mark.nightly
-def test_the_check(monkeypatch, capfd):
-    """A part does not run, on the CPU with a tiny model. The check ends with the first part that
-    fails, or waits for one that hangs; it does not know of CUDA graphs."""
+def test_the_check(capfd):
+    """A part does not run, on the CPU with a tiny model."""
     assert ("replayed", "plain") in ways.rows_of("trained", "cuda")
     assert gpu_check.main(["--device", "cpu", "--tiny"]) == 0
     assert capfd.readouterr().out.endswith("\neager: passed\nspeed: passed\ncompiled: passed\n")
-    code = {"good": "0", "bad": "3", "slow": '__import__("time").sleep(60)', "last": "0"}
-    parts = {name: ("", f"-c 'exit({each})'", 2) for name, each in code.items()}
-    monkeypatch.setattr(gpu_check, "PARTS", parts)
-    assert gpu_check.main(["--device", "cpu", "--tiny"]) == 1
-    assert capfd.readouterr().out.splitlines()[-4:] == [
-        "good: passed", "bad: failed with status 3", "slow: not finished after 2 s, see above",
-        "last: passed"]  # fmt: skip
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
-    assert gpu_check.main([]) == 2 and "--tiny rehearses" in capfd.readouterr().err

@@ -6,9 +6,7 @@ import http.client
 import signal
 import socket
 import subprocess
-import time
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 
 import pytest
 from conftest import ROOT, program
@@ -117,7 +115,7 @@ def stream_on_each(proxy, replicas):
 def test_replicas_that_go(proxy, replicas):
     """A stream cut short where a replica was to end; requests lost to one that takes none; texts
     of the other replicas that move. Streams that end with a replica that is killed; requests
-    that are sent to nobody. nginx passed on the events of a stream in lumps."""
+    that are sent to nobody."""
     streams, texts = stream_on_each(proxy, replicas)
     killed, stopped, home = replicas
 
@@ -140,10 +138,3 @@ def test_replicas_that_go(proxy, replicas):
     assert not cut.endswith(b"data: [DONE]\n\n")
     assert streams[2].read().endswith(b"data: [DONE]\n\n")
     assert place([home], proxy.post, COMPLETIONS, {**SHORT, **beginning(texts[2])}) == 0
-    times = [time.monotonic() for line in proxy.stream(LONG) if line.startswith(b"data: ")]
-    gaps = [after - before for before, after in pairwise(times)]
-    assert len(gaps) > 600
-    assert len([gap for gap in gaps if gap > 5e-4]) > len(gaps) / 4, sorted(gaps)[-5:]
-
-
-# proxy -> how many of that many requests with one key each replica has, the home last.

@@ -7,7 +7,6 @@ watch it. Without chromium the tests skip; where KILOLM_NEEDS_ALL is set, as in 
 import itertools
 import os
 import re
-import threading
 import time
 
 import pytest
@@ -116,7 +115,6 @@ def page(chrome, local):
     opened = Page(chrome, local)
     yield opened
     opened.clean()
-    chrome.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     chrome.get("about:blank")  # leaves: whatever runs is aborted
     local.settle()
 
@@ -128,22 +126,13 @@ def slow(local, monkeypatch):
     monkeypatch.setattr(local.engine, "step", lambda: time.sleep(0.02) or step())
 
 
-@pytest.fixture
-def steps(local, monkeypatch):
-    """An engine that makes a step each time it is released, and all others after the test."""
-    released, step = threading.Semaphore(0), local.engine.step
-    monkeypatch.setattr(local.engine, "step", lambda: released.acquire() and step())
-    yield released
-    released.release(10**6)
-
-
 SETTINGS = {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "seed": 3}
 BOLD = "<b>Hm.</b><img src=x onerror=document.title=1>"
 
 
-def test_completions(page, local, steps):
+def test_completions(page, local, slow):
     """The text came in one piece, or under another prompt; a setting or a space was lost; a prompt
-    was read as HTML; a row and its reply had two colours; a preempted sequence seemed to decode."""
+    was read as HTML."""
     assert page.all("textarea")[-1].get_attribute("value") == "ROMEO:"
     # The folder's own temperature holds. It was always 0.8, and a real model wrote nonsense.
     sent = ["max_tokens", "n", "stream", "stream_options"]
@@ -151,26 +140,14 @@ def test_completions(page, local, steps):
     page.set(textarea=BOLD)
     page.click("#add")
     page.press("K")  # the new box has the focus
-    page.set(**SETTINGS, textarea="KING:", max_tokens=60, n=2)
+    page.set(**SETTINGS, textarea="KING:", max_tokens=120, n=2)
     page.press(Keys.CONTROL + Keys.ENTER)
-    until(lambda: page.replies() == [""] * 4)
-    shown = [""]
-    for _ in range(6):
-
-        def news():
-            steps.release()
-            return text if (text := page.replies()[0]) != shown[-1] else None
-
-        shown.append(until(news))
-        assert shown[-1].startswith(shown[-2])
-    until(lambda: len(page.all("#running tr")) == 4 and "decode 1" in page.text("#running"))
-    script = "[...document.querySelectorAll(arguments[0])].map(x => getComputedStyle(x)"
-    rows = page.js(f"return {script}.backgroundColor)", "#running .swatch")
-    assert {*rows} == {*page.js(f"return {script}.borderLeftColor)", ".reply")}
-    assert len({*rows}) == 4
-    steps.release(10**6)
+    until(lambda: len(page.replies()) == 4)
+    first = until(lambda: page.replies()[0])
+    until(lambda: len(page.all("#running tr")) == 4 and "decode" in page.text("#running"))
     until(page.ended)
-    body = {**SETTINGS, "prompt": [BOLD, "KING:"], "max_tokens": 60, "n": 2}
+    assert page.replies()[0].startswith(first) and page.replies()[0] != first
+    body = {**SETTINGS, "prompt": [BOLD, "KING:"], "max_tokens": 120, "n": 2}
     reply = local.post(COMPLETIONS, body).json
     assert page.replies() == [choice["text"] for choice in reply["choices"]]
     assert page.texts(".asked") == [BOLD, BOLD, "KING:", "KING:"]
@@ -178,11 +155,6 @@ def test_completions(page, local, steps):
     ending = r"first token after \d+\.\d\d s, (cut off.*, )?(\d+) tokens at [\d.]+/s together"
     tokens = re.fullmatch(ending, page.notes()[0])[2]
     assert int(tokens) == reply["usage"]["completion_tokens"]
-    script = """const row = {name: "a", blocks: [], prompt: 5, tokens: 9, max: 20, ran: 4};
-        render({...last, running: [{...row, text: "", length: arguments[0]}]});
-        return document.getElementById("running").textContent"""
-    for length, phase in ((4, "prefill 4"), (5, "prefill 4"), (7, "prefill 4"), (8, "decode 4")):
-        assert phase in page.js(script, length)
 
 
 TEMPLATE = "{% for turn in messages %}{{ turn.role }}: {{ turn.content }}\n{% endfor %}ASSISTANT:\n"
@@ -258,11 +230,11 @@ def test_conversation(page, local, slow, monkeypatch):
 
 def test_crowd(page, local, slow):
     """Sixteen prompts, of which one ran; or each opened a connection, and six ran. Blocks that
-    never change, rows that never come or never go; 0 tokens/s while twelve ran; a phone that had to
-    scroll sideways. Stop stopped the text alone, and the server went on."""
+    never change, rows that never come or never go; 0 tokens/s while twelve ran. Stop stopped the
+    text alone, and the server went on."""
     canvas = "return document.getElementById('blocks').toDataURL()"
     until(lambda: page.numbers().get("running") == "0")
-    pictures = [page.js(canvas)]
+    empty = page.js(canvas)
     page.click("#crowd")
     until(lambda: len(page.all("#running tr")) == 8 and page.text("#queue") != "0")  # 8 at once
     assert len(page.all(".reply")) == 16 and int(page.text("#queue")) <= 8
@@ -273,41 +245,11 @@ def test_crowd(page, local, slow):
     assert min(int(page.numbers()["tokens/s"]) for _ in range(20)) > 0
     numbers = page.numbers()
     assert numbers["cache used"] not in ("0 %", "–") and numbers["guesses accepted"] == "off"
-    for width in (1400, 1000, 700, 320):
-        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
-        page.chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        script = """return ["html", "#replies"].map(x => document.querySelector(x)).map(
-            x => x.scrollWidth - x.clientWidth)"""
-        assert max(page.js(script)) <= 0
-        pictures.append(page.js(canvas))
+    assert page.js(canvas) != empty
     page.press(Keys.ESCAPE)
     until(lambda: not page.all("#running tr"))
     assert page.numbers()["running"] == "0" and page.numbers()["cache used"] == "0 %"
     assert all("stopped" in note or "tokens at" in note for note in page.notes())
-    local.settle()
-    pictures.append(page.js(canvas))  # what is cached is drawn in another way
-    assert len({*pictures}) == len(pictures)
-
-
-def test_figures(page):
-    """Squares of a pixel, or a picture of many thousand pixels' height. A rate that averages over a
-    pause, or over all that was before; or, with a new server, one below 0."""
-    script = """const [blocks, running] = arguments;
-        draw({blocks, block_size: 16, cached: [], running});
-        return [$("square").textContent, $("blocks").clientHeight]"""
-    for blocks, each in ((64, 1), (1500, 1), (28_000, 16), (10**6, 512)):
-        text, height = page.js(script, blocks, [{"name": "a", "blocks": [blocks - 1]}])
-        assert text == (f"{each} blocks of 16 tokens" if each > 1 else "a block of 16 tokens")
-        assert 20 <= height <= 210
-    script = "samples = []; return arguments[0].map(each => Math.round(rate(...each)))"
-    samples = [[0, 0, False], [90_000, 0, False], [90_100, 10, True], [90_200, 10, True],
-               [93_300, 330, True], [93_400, 330, False], [99_000, 330, False],
-               [99_100, 340, True], [99_200, 5, True], [99_300, 15, True], [109_300, 15, True],
-               [109_400, 1015, True], [113_000, 1195, True], [116_100, 1350, True]]  # fmt: skip
-    rates = page.js(script, samples)
-    assert rates[:5] == [0, 0, 100, 50, 103], rates  # the last: 320 in 3.1 s
-    assert rates[6:10] == [0, 100, 0, 100], rates
-    assert rates[-1] == 50, rates  # 155 in 3.1 s: what was before is forgotten
 
 
 def test_errors(page, local, monkeypatch):
@@ -346,8 +288,7 @@ def test_errors(page, local, monkeypatch):
 
 
 def test_api_key(chrome, local, monkeypatch):
-    """The page asked for no key, or sent it with one request and not with the next; a control could
-    be reached by mouse alone, or had no name."""
+    """The page asked for no key, or sent it with one request and not with the next."""
     monkeypatch.setitem(vars(local.args), "api_key", "secret")
     page = Page(chrome, local)
     page.expected = "401"
@@ -358,17 +299,6 @@ def test_api_key(chrome, local, monkeypatch):
     page.set(key="secret")
     until(lambda: page.text("#model") == "shakespeare" and not page.text("#state"))
     until(lambda: page.numbers().get("running") == "0")
-    seen = []
-    while len(seen) < 20 and "key" not in seen:
-        page.press(Keys.TAB)
-        script = "const a = document.activeElement; return a.id || a.name || a.ariaLabel"
-        seen.append(page.js(script))
-    boxes = ["temperature", "top_p", "top_k", "max_tokens", "n", "seed", "key"]
-    assert seen[-11:] == ["run", "stop", "add", "crowd", *boxes]
     page.run()
     assert len(page.replies()) == 2 and page.replies()[0]
-    for kind in ("completion", "chat"):
-        page.click(f"[value={kind}]")
-        for control in page.all("textarea, input, button"):
-            assert control.accessible_name or not control.is_displayed(), control.id
     page.clean()
