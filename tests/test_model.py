@@ -22,7 +22,7 @@ from test_gptq import packed_across, packed_down
 from tiny import edit_config
 
 from around import machine
-from around.folder import load_config, load_model, named_tensors
+from around.folder import Tokenizer, load_config, load_model, named_tensors
 from around.folder.families import FAMILIES
 from around.machine import progress
 from around.settings import SamplingParams
@@ -385,6 +385,8 @@ def test_the_type_where_there_are_no_architectures(tmp_path):
 def test_eos_ids(llama, tmp_path):
     """Only the first EOS id honoured, or config.json's where generation_config.json says more: the
     model then runs past the end of its turn."""
+    ids = types.SimpleNamespace(eos_id=0), types.SimpleNamespace(eos_ids=(5,))
+    assert Tokenizer.eos_ids(*ids) == {0, 5}
     for generation, config, expected in [
         ([7, 8, 9], 7, (7, 8, 9)),  # Llama 3.1 Instruct: end of text, of turn, of message
         (-1, 1, (1,)), ("no file", -1, ()), ([-1, 3], None, (3,)),
