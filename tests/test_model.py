@@ -4,12 +4,9 @@ transformers initialises biases to 0, norms to 1 and matrices to almost nothing,
 missing bias, a missing norm and any mistake in attention: `randomise` draws all of them anew.
 """
 
-import itertools
 import json
 import math
 import shutil
-import sys
-import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,14 +18,11 @@ from safetensors.torch import load_file, save_file
 from test_gptq import packed_across, packed_down
 from tiny import edit_config
 
-from around import machine
 from around.folder import Tokenizer, load_config, load_model, named_tensors
 from around.folder.families import FAMILIES
-from around.machine import progress
 from around.settings import SamplingParams
 from generate import generate
 from kv_cache import StaticCache
-from model import Masks, apply_rope
 from quantize import quantize_model, round_to_nearest
 from sampling import Sequence
 from tools.convert import main as convert
@@ -492,21 +486,11 @@ def test_quantised_folders_are_folded_once(case, tmp_path):
 
 @torch.no_grad()
 def test_the_parts(llama):
-    """Rope in the interleaved layout of Llama's own release (llama2.c#286); a window off by one.
-    Frequencies or angles in low precision: far from 0 neighbours get the same angle. `select`
-    counts over B * T in row-major order: (0, T - 1), (1, 0) and (1, 3) here. A step that pays for
-    the cache's whole capacity, or an overrun that is not seen."""
-    cos, sin = torch.tensor([0.0, 1.0]), torch.tensor([1.0, 0.0])  # a quarter turn; none
-    assert apply_rope(torch.tensor([1.0, 2, 3, 4]), cos, sin).tolist() == [-3, 2, 1, 4]
-    config = replace(load_config(llama.folder), num_key_value_heads=4)
-    masks = Masks(config, torch.tensor([[4]]), torch.arange(5)[None])
-    assert masks[3].tolist() == [[[[False, False, True, True, True]]]] and masks[None].all()
+    """Angles in low precision: far from 0 neighbours get the same one. A step that pays for the
+    cache's whole capacity, or an overrun that is not seen."""
     model = load_model(llama.folder)
     far = our_logits(model, llama.tokens, 1000)
     torch.testing.assert_close(far, llama.logits, atol=5e-3, rtol=0)
-    at = torch.tensor([T - 1, T, T + 3])
-    some = model(llama.tokens, torch.arange(T).expand(2, -1), select=at)
-    torch.testing.assert_close(some, llama.logits.flatten(0, 1)[at], atol=ATOL, rtol=0)
     cache = StaticCache(load_model(llama.folder), 1, 1000)
     for length in (1, 63, 64, 65, 300, 1000):
         positions, layers = cache.plan(length - 1, length)
@@ -514,24 +498,3 @@ def test_the_parts(llama):
         assert length <= layers[0].masks[None].shape[3] < length + 64
     with pytest.raises(ValueError, match=r"\b1000\b.*\b1001\b"):
         cache.plan(0, 1001)
-
-
-def test_progress(monkeypatch, capsys):
-    """Noise on every start of a small model, or in a log; a count that does not end its line.
-    Nor may an empty list divide by zero."""
-
-    def watch(step, items, terminal=True):
-        """What is written where each look at the clock finds `step` seconds more gone."""
-        clock = types.SimpleNamespace(monotonic=itertools.count(0, step).__next__)
-        monkeypatch.setattr(machine, "time", clock)
-        monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-        assert list(progress(items, "loading x")) == list(items)
-        out, err = capsys.readouterr()
-        assert out == ""
-        return err
-
-    # 1/4 came after 0.6 s
-    assert watch(0.6, "abcd") == "\rloading x 2/4 \rloading x 3/4 \rloading x 4/4 \n"
-    assert watch(0.01, "abcd") == watch(2, "abcd", terminal=False) == watch(2, []) == ""
-    monkeypatch.setattr(sys, "stderr", None)  # as in a daemon
-    assert list(progress("abcd", "loading x")) == list("abcd")

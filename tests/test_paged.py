@@ -380,20 +380,8 @@ def test_int8_keys_are_read_back():
             torch.testing.assert_close(runner.forward([row]), want)
 
 
-def test_plan_and_copies():
-    """Tokens, slots and groups of the docstring; more logits than one of a row. A block copied from
-    after it had been copied to; or a layer, or the values, left out."""
-    runner, (a, b, c, d, e) = runner_of(8, 4), range(1, 6)
-    rows = [Row([7, 2], 5, [a]), Row([3], 2, [b]), Row([0, 1], 4, [c, d, e], 2)]
-    tokens, positions, layers, select = runner.plan(rows)
-    layer = layers[1]
-    assert (tokens.tolist(), positions.tolist()) == ([[a, b, c, d, e]], [[5, 2, 4, 5, 6]])
-    assert layer.slots.tolist() == [9, 14, 4, 5, 6]
-    assert shapes(layer) == [(2, 1, 2), (1, 3, 2)]
-    tables = [group.table.tolist() for group in layer.groups]
-    assert tables == [[[7, 2], [3, 3]], [[0, 1]]]  # filled up
-    assert select.tolist() == [0, 1, 3, 4]
-    assert runner.plan([Row([7, 2], 3, [a, b, c])])[2][0].slots.tolist() == [31, 8, 9]
+def test_copies():
+    """A block copied from after it had been copied to; or a layer, or the values, left out."""
     runner = runner_of(5, 2)
     tensors = [pool.normal_() for pool in runner.kv]
     before = [tensor.clone() for tensor in tensors]

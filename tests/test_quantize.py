@@ -487,32 +487,3 @@ def test_bad_quantization_config(quantised, tmp_path):
         with pytest.raises(CheckpointError, match=message):
             load_model(folder)
             pytest.fail(f"it loads: {change}")
-
-
-def fails(capsys, *argv):
-    assert cli(*argv) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and err.startswith("convert.py: error: ")
-    return err
-
-
-def test_errors_of_use(quantised, tmp_path, capsys):
-    """A traceback in place of a line that says what to change; a quantised folder read as plain; a
-    checkpoint written over another one, or minutes of work before the complaint."""
-    short, latin, link = (tmp_path / name for name in ("short.txt", "latin.txt", "link"))
-    short.write_text("To be.")
-    latin.write_bytes(b"\xe9t\xe9")
-    link.symlink_to("nowhere")
-    gptq, missing = ("--method", "gptq"), tmp_path / "none"
-    for message, *options in [
-        ("--calibrate", *gptq), ("--method gptq", "--calibrate", short),
-        ("48 does not divide 256 input channels", "--group-size", "48"),
-        ("none", *gptq, "--calibrate", missing), ("utf-8", *gptq, "--calibrate", latin),
-        ("tokens, too short", *gptq, "--calibrate", short), ("none", "--out", missing / "out"),
-        ("config.json", "--checkpoint", tmp_path), ("quantised already", "--checkpoint", quantised),
-        # It exists, which is said before the checkpoint is looked at.
-        *((f"{it} exists", "--checkpoint", missing, "--out", it) for it in (short, link, tmp_path)),
-    ]:  # fmt: skip
-        argv = ("--checkpoint", SHAKESPEARE, "--mode", "int4", "--out", tmp_path / "out", *options)
-        assert message in fails(capsys, *argv)
-    assert {*tmp_path.iterdir()} == {short, latin, link}

@@ -233,28 +233,6 @@ def test_selecting_gives_what_sorting_gives(monkeypatch):
         assert torch.equal(keep_likeliest(each[None], [p])[0], together)  # to the last bit
 
 
-def test_settings_by_example():
-    """The reference shares a fault. Presence or frequency counts the prompt, or works only beside
-    the other; repetition forgets the prompt or divides a negative; a bias comes after temperature;
-    top-p drops the token that crosses the mass; min-p compares with 1, not the likeliest token."""
-    seen = {"prompt": [0, 0], "output": [1, 1, 1]}
-    logs = [math.log(p) for p in (0.1, 0.5, 0.1, 0.3)]
-    for logits, params, want in [
-        ([3.0, 3, -3], {"presence_penalty": 0.5, "frequency_penalty": 0.25, **seen}, [3, 1.75, -3]),
-        ([3.0, -3, 3], {"repetition_penalty": 2.0, **seen}, [1.5, -6.0, 3.0]),
-        ([1.0, 1], {"presence_penalty": 1.0, "output": [0]}, [0.0, 1.0]),
-        ([1.0, 1], {"frequency_penalty": 1.0, "output": [0]}, [0.0, 1.0]),
-        ([2.0, 2], {"logit_bias": {1: 4}, "temperature": 2}, [1.0, 3.0]),
-        ([1.0] * 4, {"top_k": 3}, [0, 0, 0, -INF]), (logs, {"min_p": 0.19}, logs),
-        (logs, {"top_p": 0.51}, [-INF, logs[1], -INF, logs[3]]),
-        (logs, {"min_p": 0.21}, [-INF, logs[1], -INF, logs[3]]),
-        # Of what top-k leaves: 5/8 is enough for 0.6, though 0.5 of the whole would not be.
-        (logs, {"top_k": 2, "top_p": 0.6}, [-INF, 0, -INF, -INF]),
-    ]:  # fmt: skip
-        want = torch.tensor(want, dtype=torch.float32).softmax(-1).tolist()
-        assert probs_of(logits, **params) == pytest.approx(want), params
-
-
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_min_tokens(temperature):
     """A greedy row ends too soon; a stop token that no model has is an index; it counts the prompt,

@@ -752,22 +752,3 @@ def test_a_machine_dies(machines, who):
     assert all(machines.end())  # 1 s on a quiet machine, 4 beside eight busy processes
     (line,) = machines.errors(1 - who)
     assert f"rank {1 - who}" in line and not machines.errors(who)
-
-
-@pytest.mark.nightly
-def test_a_cable_is_pulled(machines):
-    """Ranks that wait for ever, since no connection is closed: what docs/many-machines.md says
-    against that did nothing for the ranks, or for torchrun."""
-    if not (machines.names and ctypes.util.find_library("keepalive")):
-        pytest.skip("needs two networks, and libkeepalive")
-    alive = {"LD_PRELOAD": "libkeepalive.so", "KEEPIDLE": "5", "KEEPINTVL": "5", "KEEPCNT": "2"}
-    for i in range(2):
-        setting = "echo 5 > /proc/sys/net/ipv4/tcp_retries2"
-        subprocess.run([*machines.inside(i), "sh", "-c", setting], check=True)
-        machines.begin(*LONG, **alive)
-    machines.speak()
-    ip("-n", machines.names[0], "link", "set", machines.links[0], "down")
-    assert all(machines.end())
-    (line,) = machines.errors(0)
-    # On the other machine torchrun may notice first, and end its rank before that has spoken.
-    assert "rank 0 cannot go on" in line and len(machines.errors(1)) <= 1
