@@ -8,10 +8,12 @@ import json
 import math
 import os
 import pickle
+import random
 import resource
 import shutil
 import signal
 import struct
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -349,3 +351,40 @@ def test_harmless(folder):
     plain = load_config(folder)
     edit(folder, **dict.fromkeys(families.OWN, 2))
     assert load_config(folder) == plain
+
+
+def refused_or_runs(folder):
+    """Anything but a CheckpointError is one that no caller catches."""
+    with suppress(CheckpointError):
+        runs(load_model(folder))
+
+
+def test_at_random(folder):
+    """A damage that nobody thought of. In the weights' header: with its length as it was, or
+    corrected, so that it gets past the first check. Of several odd values, a check must not trip
+    over another's before that is checked itself."""
+    config, weights = (folder / CONFIG).read_bytes(), (folder / WEIGHTS).read_bytes()
+    end = 8 + struct.unpack("<Q", weights[:8])[0]
+    for seed in range(150):
+        chance = random.Random(seed)
+        kind = chance.choice(["config", "header", "corrected"])
+        whole = {"config": config, "header": weights[:end], "corrected": weights[8:end]}
+        damaged = bytearray(whole[kind])
+        for _ in range(chance.randint(1, 4)):
+            # Half of the bytes are such that the JSON often stays JSON, and says something else.
+            byte = chance.choice((chance.randrange(256), chance.choice(b'0159-.eE"[]{},: FBI')))
+            damaged[chance.randrange(len(damaged))] = byte
+        if chance.random() < 0.5:
+            del damaged[chance.randrange(len(damaged)) :]
+        content = {"config": damaged, "header": damaged + weights[end:],
+                   "corrected": join(bytes(damaged), weights[end:])}[kind]  # fmt: skip
+        (folder / (CONFIG if kind == "config" else WEIGHTS)).write_bytes(content)
+        refused_or_runs(folder)
+        (folder / CONFIG).write_bytes(config)
+        (folder / WEIGHTS).write_bytes(weights)
+    for seed in range(100):
+        changes = {}
+        for _, each in random.Random(seed).sample(CASES, 3):
+            changes |= each
+        edit(folder, **changes)
+        refused_or_runs(folder)

@@ -7,6 +7,7 @@ missing bias, a missing norm and any mistake in attention: `randomise` draws all
 import json
 import math
 import shutil
+import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
