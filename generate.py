@@ -58,7 +58,8 @@ def generate(
 
 
 def command(args: Namespace, ranks: Ranks) -> int:
-    """Load a model, and print what it writes: text on stdout, everything else on stderr."""
+    """Print what a model writes: text on stdout, everything else on stderr. What needs the engine,
+    such as a chat, is answered by it."""
     asked = read(args, ranks)
     if asked.needs_engine:
         return answer(asked, ranks)

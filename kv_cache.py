@@ -109,7 +109,8 @@ class StaticCache:
             raise ValueError(
                 f"the cache has {self.max_seq_len} positions, {end} are needed: raise --max-seq-len"
             )
-        # (T,), a copy, because compiling.Replayed keeps this tensor and copies later slots into it
+        # (T,), slots and positions in one: slot s holds position s. It is a copy, because
+        # compiling.Replayed keeps this tensor and copies later slots into it.
         new = self.slots[start:end].clone()
         num_read = -(-end // BUCKET) * BUCKET  # rounded up
         masks = Masks(self.config, new[None], self.slots[None, :num_read])
@@ -169,6 +170,7 @@ def decode(stored: Tensor, dtype: torch.dtype) -> Tensor:
     if stored.dtype != torch.int8:
         return stored
     # view(float32) needs strides that are multiples of 4, which a slice of rows of H + 4 bytes may
-    # lack. So the scale is made contiguous. A plain clone() of a single scale keeps its strides.
+    # lack. So the scale is copied to contiguous memory, also a single scale, of which a plain
+    # clone() would keep the strides.
     scale = stored[..., -4:].clone(memory_format=torch.contiguous_format).view(torch.float32)
     return (stored[..., :-4] * scale).to(dtype)

@@ -289,9 +289,9 @@ def rope_frequencies(config: Config) -> Tensor:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, kernel: Callable = F.scaled_dot_product_attention
 ) -> Tensor:
-    """Masked softmax attention. Every cache calls it, so scores that are computed here, and not in
-    `kernel`, can be capped or recorded for all. (One fast path does without it:
-    compiling.attend_to_blocks.)
+    """Masked softmax attention. Every cache calls it, but for one fast path,
+    compiling.attend_to_blocks. To cap or record scores for all of them, compute the scores here in
+    place of calling `kernel`.
 
     The N / K query heads that share a kv head become further queries of that head, so that each key
     is read once. SDPA's `enable_gqa` reads it N / K times, which is 2 to 3 times slower at T = 1 on
@@ -313,7 +313,7 @@ def attention(
 
 
 class Masks(dict):
-    """What the queries of one forward see: window -> mask, which is made when a layer first asks
+    """What queries see that attend together: window -> mask, which is made when a layer first asks
     for it. A query at position p sees the positions s <= p; under a window, only those with
     s > p - window.
 

@@ -62,9 +62,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.refs = [0] * num_blocks
-        self.available = OrderedDict.fromkeys(
-            range(num_blocks)
-        )  # free or cached, next one out first
+        # Free and cached blocks, in the order in which they are handed out.
+        self.available = OrderedDict.fromkeys(range(num_blocks))
         self._by_key: dict[tuple, tuple[int, object]] = {}  # key -> block, mark; see _key_of
         self._keys: dict[int, tuple] = {}  # block -> key
 
@@ -158,8 +157,8 @@ class BlockPool:
         del table.chain[1:]  # all but the salt
 
     def _take(self, table: BlockTable) -> int:
-        """Take the block after the table's highest one if it is free, else the next in order. Runs
-        are read in place; see attending.FastGroup."""
+        """Take the block after the table's highest one if it is free, else the next in order.
+        Blocks that follow each other are read without a copy; see attending.FastGroup."""
         block = next(iter(self.available))
         if table.blocks:
             following = max(table.blocks) + 1
@@ -189,8 +188,8 @@ class BlockPool:
 
 # --- What the blocks hold -------------------------------------------------------------------------
 
-# Bytes of keys that one attend_group copies, unless a single row has more. On a CPU larger copies
-# get fresh pages from the system in each layer, which takes a third longer.
+# Bytes of keys, and as many of values, that one attend_group copies, unless a single row has more.
+# On a CPU larger copies get fresh pages from the system in each layer, which takes a third longer.
 MAX_COPY = 2**21
 
 
@@ -261,7 +260,7 @@ class Group:
 
     @cached_property
     def masks(self) -> Masks:
-        """What the rows see, for all layers. Slot s of a row's blocks, side by side, is position
+        """What the rows see, for all layers. Place s of a row's blocks, side by side, is position
         s."""
         device = self.runner.model.device
         positions = torch.tensor([row.positions for row in self.rows], device=device)  # (B, T)
@@ -379,7 +378,7 @@ class Runner:
         size = self.block_size
         new = []
         for row in rows:
-            first = -(-row.start // size)  # of the blocks that begin at row.start or later
+            first = -(-row.start // size)  # index of the first block that begins there or later
             new += row.blocks[first : row.num_blocks(size)]
         if new:
             blocks = torch.tensor(new, device=self.model.device)

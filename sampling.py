@@ -43,7 +43,7 @@ def sample(logits: Tensor, batch: Batch) -> list[Token]:
 
     Args:
         logits: (B, V), any float dtype; finite() holds for each row.
-        batch: B sequences, which are read and not changed.
+        batch: B sequences, of which at most the matchers change; see adjust_.
 
     Returns:
         B tokens, with log-probabilities for the sequences that ask for them.
@@ -105,18 +105,19 @@ def distribution(logits: Tensor, batch: Batch) -> Tensor:
 
 def adjust_(scores: Tensor, sequence: "Sequence") -> None:
     """Change one sequence's logits, (V,), in place: by its structure, or by min_tokens if it has
-    none; then by its bias and its penalties."""
+    none; then by its bias and its penalties. This may move its matcher."""
     p = sequence.params
     if sequence.matcher:  # its bias is 0 for the ids that it forbids, and 200 for the others
         bias = bytearray(sequence.matcher.compute_logit_bias())
-        # A grammar that allows the last id, which no model draws, goes another way where the
-        # likeliest token is forbidden; see function_calls.grammar_of.
+        # The last id lies beyond V and stands for <|otherwise|>. If the grammar allows it and
+        # forbids the likeliest token, the matcher takes it; see function_calls.grammar_of.
         if bias[-1] and not bias[scores.argmax()]:
             sequence.matcher.consume_token(len(bias) - 1)
             bias = bytearray(sequence.matcher.compute_logit_bias())
         is_forbidden = torch.frombuffer(bias, dtype=torch.uint8)[: len(scores)] == 0
         scores.masked_fill_(is_forbidden.to(scores.device), -torch.inf)
     elif len(sequence.ids) < sequence.prompt_len + p.min_tokens:
+        # The tokenizer's own EOS may lie outside V.
         end_ids = [i for i in sequence.end_ids if i < len(scores)]
         if len(end_ids) < len(scores):  # else every token ends the text, and one has to be drawn
             scores[end_ids] = -torch.inf
@@ -167,8 +168,8 @@ def keep_likeliest(probs: Tensor, params: list[SamplingParams], most: int = 256)
     kept = torch.zeros_like(probs).scatter_(1, ids.gather(1, order), filtered)
     if most == probs.shape[1]:
         return kept
-    # 3) A row that keeps the last selected token, or one tied with it, may have to keep more. A
-    # top_k above `most` leaves top-p's `total` unknown.
+    # 3) A row that keeps the last selected token, or one tied with it, may have to keep more. Where
+    # top_k is above `most`, the mass that it keeps, of which top-p takes a share, is not known yet.
     unsure = ((filtered > 0) & (ranked == ranked[:, -1:])).any(-1).tolist()
     for b, p in enumerate(params):
         if unsure[b] or p.top_k > most:  # one by one, as sorting all takes much memory
@@ -377,7 +378,8 @@ class Sequence:
         other.ids = self.ids + guesses
         if self.matcher:
             other.matcher = self.matcher.deep_copy()
-            # It stops before a forbidden guess; verification refuses it and what follows.
+            # The matcher stops before a forbidden guess. Verification refuses this guess and what
+            # follows it.
             other.matcher.try_consume_tokens(guesses)
         return other
 

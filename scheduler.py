@@ -75,7 +75,7 @@ class Guess:
 
     Attributes:
         q: the probability with which each was drawn.
-        probs: the distribution from which each was drawn, (V,); []: all were certain.
+        probs: the distribution from which each was drawn, (V,); []: each was the only choice.
     """
 
     ids: Ids = field(default_factory=list)
@@ -123,6 +123,7 @@ class Job(Sequence):
 
 
 def place_in_line(job: Job) -> tuple[int, int]:
+    """Sort key of waiting and running sequences: by priority, then by arrival."""
     return job.request.priority, job.request.arrival
 
 
@@ -178,8 +179,8 @@ class Proposer:
 
 
 # A prompt that needs log-probabilities needs the logits of all its tokens. So a step runs at most
-# this many such tokens, but at least one of each such prompt. For 64 tokens and a vocabulary of
-# 150,000 the logits take 38 MB, and a copy as much again.
+# this many tokens of such prompts, or one of each if that is more. For 64 tokens and a vocabulary
+# of 150,000 the logits take 38 MB, and a copy as much again.
 MAX_SCORED = 64
 
 # What the engine counts, under vLLM's names where vLLM counts the same.
@@ -496,7 +497,7 @@ class Engine:
         ready: list[Job] = []
         wanted = [split_logits[0][:0]]  # none yet; torch.cat needs at least one tensor
         for job, logits in zip(batch, split_logits):
-            if job.finish_reason:  # its logits, or those of another output, were NaN
+            if job.finish_reason:  # its logits, or those of another output, were NaN or infinite
                 continue
             if job.scores_prompt:
                 self._score_prompt(job, logits)
@@ -531,8 +532,8 @@ class Engine:
                 self.stats["generation_tokens"] += 1
         job.guess = Guess()
         # All tokens but the last are accepted guesses. The model's cache holds their keys and
-        # values, so `length` counts them. They are committed a step later, as other sequences could
-        # find them while a draft's cache lacks the last one.
+        # values, so `length` counts them. Others can find them only a step later: until then a
+        # draft's cache may lack the last of them.
         job.table.length += len(tokens) - 1
         if job.finish_reason:
             self._leave(job)
