@@ -300,8 +300,9 @@ def attention(
     Args:
         q: (B, N, T, H).
         k, v: (B, K, S, H), where K divides N.
-        mask: (B or 1, 1, N / K * T, S) bool, True where a query sees a key; see Masks. In
-            around/fast it may cover the last keys only: then all queries see those before.
+        mask: (B or 1, 1, N / K * T, S) bool, True where a query sees a key; see Masks. That of
+            around/fast is added to the scores, and may cover the last keys only: then all queries
+            see those before.
         kernel: what computes it; around/fast has others.
 
     Returns:

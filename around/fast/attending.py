@@ -116,7 +116,8 @@ class FastBlocks(Blocks):
         if group.is_prompt and len(group.rows) == 1:
             end = group.rows[0].positions.stop
             return attend_to_prompt(q, k[:, :, :end], v[:, :, :end], self.window)
-        return attention(q, k, v, group.masks[self.window], kernel_for(q))
+        # The logarithm of a bool is 0 where a key is seen, and -inf where not; see mask_of.
+        return attention(q, k, v, group.masks[self.window].log().to(q.dtype), kernel_for(q))
 
 
 def side_by_side(kv: Tensor, group: FastGroup, dtype: torch.dtype) -> Tensor:
@@ -195,19 +196,20 @@ def attend_to_prompt(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Ten
         end = start + queries.shape[2]
         first = max(0, start - window + 1)
         # All queries see the keys before the first query's own, if the window does not end there.
-        can_skip = kernel is products and end <= window
-        own = 0 if can_skip else start - first  # where the mask has the first query's own key
-        mask = mask_of(end - start, own, window, q.shape[1] // k.shape[1], q.device)
+        # `own` is where the mask has the first query's own key.
+        own = 0 if kernel is products and end <= window else start - first
+        mask = mask_of(end - start, own, window, q.shape[1] // k.shape[1], q.device, q.dtype)
         attended.append(attention(queries, k[:, :, first:end], v[:, :, first:end], mask, kernel))
         start = end
     return torch.cat(attended, 2)
 
 
 @lru_cache(4)  # all layers, and most pieces, have masks of few shapes
-def mask_of(T: int, own: int, window: int, heads: int, device: torch.device) -> Tensor:
-    """What each of T queries sees of `own` keys and then T more: (1, 1, heads * T, own + T)."""
-    sees = torch.ones(T, own + T, dtype=torch.bool, device=device)
-    return sees.tril(own).triu(own - window + 1).repeat(heads, 1)[None, None]
+def mask_of(T: int, own: int, window: int, heads: int, device: Any, dtype: Any) -> Tensor:
+    """What hides from T queries some of `own` keys and T more: (heads * T, own + T), which is added
+    to the scores, -inf or 0. PyTorch's kernel would turn bools into that in each layer."""
+    hidden = torch.full((T, own + T), -torch.inf, dtype=dtype, device=device)
+    return (hidden.triu(own + 1) + hidden.tril(own - window)).repeat(heads, 1)
 
 
 def kernel_for(q: Tensor) -> Callable:
@@ -218,10 +220,10 @@ def kernel_for(q: Tensor) -> Callable:
 
 
 def products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Do what scaled_dot_product_attention does, by two products with a softmax between them. See
-    model.attention for `mask`.
+    """Do what scaled_dot_product_attention does, by two products with a softmax between them.
 
     Args:
+        mask: is added to the scores; see mask_of.
         q: (B, K, N / K * T, H).
         k, v: (B, K, S, H).
 
@@ -229,5 +231,5 @@ def products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         (B, K, N / K * T, H).
     """
     scores = (q * q.shape[3] ** -0.5) @ k.mT  # (B, K, N / K * T, S)
-    scores[..., -mask.shape[3] :].masked_fill_(~mask, -torch.inf)
+    scores[..., -mask.shape[-1] :] += mask
     return scores.softmax(-1) @ v
