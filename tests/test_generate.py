@@ -30,7 +30,7 @@ import generate
 import kv_cache
 import scheduler
 from around.folder import Tokenizer, load_model, suggested
-from around.settings import DTYPES, SamplingParams
+from around.settings import DTYPES, EngineArgs, SamplingParams
 from around.start import begin, command
 from llm import LLM
 from sampling import Sequence
@@ -488,6 +488,8 @@ def test_real_ctrl_c_and_pipes(path):
 def test_the_loop():
     """A cache that is a position too short was written beyond its end; tokens had no text."""
     model = load_model(DRAFT, dtype=torch.float32)
+    args = EngineArgs(draft_checkpoint=DRAFT, speculate=0)
+    assert begin.load_proposer(args, model.device, model).k == 0  # 0 is no default
     for room in (8, 7):
         cache = kv_cache.StaticCache(model, 1, room)
         sequence = Sequence(
