@@ -216,7 +216,7 @@ def test_lengths(local, monkeypatch):
             assert message.startswith("This model's maximum context length is 64 tokens.")
             assert f"{length[0]} of them" in message, body
     # To tokenise 4 MB held all streams for two seconds, only to refuse the text.
-    monkeypatch.setattr(TOKENIZER, "_encode", MagicMock(side_effect=AssertionError("tokenised")))
+    monkeypatch.setattr(local.engine.tokenizer, "_encode", MagicMock(side_effect=AssertionError))
     long = "a" * 64 * max(map(len, token_bytes(TOKENIZER)))
     local.post(COMPLETIONS, {"prompt": long}).fails(400, "prompt", "context_length_exceeded")
     body = {"messages": [{"role": "user", "content": long}]}

@@ -300,7 +300,7 @@ class Front(Exchange):
 
 # What clients expect of OpenAI's API, and what to use in its place.
 ABSENT = {
-    "/v1/responses": "let the client use chat completions (docs/serving.md, Clients)",
+    "/v1/responses": "let the client use chat completions, as docs/serving.md says",
     "/v1/embeddings": "this engine generates text, and makes no embeddings",
 }
 ROUTES = {

@@ -5,6 +5,7 @@ Every test uses the bundled model or a tiny random one, so that a run takes a se
 
 import importlib
 import multiprocessing
+import os
 import socket
 import sys
 from collections.abc import Callable, Iterable
@@ -55,14 +56,23 @@ def call(function: Any, *args: Any, todo: str, **options: Any) -> Any:
     return pytest.fail(f"{problem}: {todo}", pytrace=False)
 
 
+def as_rank(process: Callable, rank: int, ranks: int, port: int, out: Path) -> None:
+    """Run process(rank, ranks, out) with one thread and the variables that torchrun would set."""
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    os.environ |= {name: str(value) for name, value in names.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    process(rank, ranks, out)
+
+
 def run_ranks(process: Callable, ranks: int, out: Path, seconds: float) -> None:
-    """Run process(rank, ranks, port, out) in one process for each rank. Fail if one hangs."""
+    """Run process(rank, ranks, out) in one process for each rank. Fail if one hangs."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     # A fork starts with everything imported.
     start = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn").Process
-    started = [start(target=process, args=(r, ranks, port, out)) for r in range(ranks)]
+    started = [start(target=as_rank, args=(process, r, ranks, port, out)) for r in range(ranks)]
     for each in started:
         each.start()
     for each in started:

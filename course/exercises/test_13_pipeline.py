@@ -1,7 +1,6 @@
 """Exercise 13: the layers of a model, divided among several processes. See 13-pipeline.md."""
 
 import json
-import os
 import traceback
 from pathlib import Path
 from typing import Any
@@ -90,12 +89,8 @@ def talk(model: Transformer, runner: type[Runner]) -> dict[str, Any]:
     }
 
 
-def process(rank: int, ranks: int, port: int, out: Path) -> None:
+def process(rank: int, ranks: int, out: Path) -> None:
     """Run one rank, as torchrun would start it: rank 0 generates, and the others follow."""
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    os.environ |= {name: str(value) for name, value in names.items()}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
     report: dict[str, Any] = {}
     try:
         from pp import stage

@@ -1,6 +1,5 @@
 """Exercise 21: a prompt divided among several processes. See 21-ring-attention.md."""
 
-import os
 import random
 import traceback
 from pathlib import Path
@@ -84,12 +83,8 @@ def forbidden(*args: Any, **options: Any) -> None:
     raise AssertionError("keys and values travel from neighbour to neighbour: send and receive")
 
 
-def process(rank: int, ranks: int, port: int, out: Path) -> None:
+def process(rank: int, ranks: int, out: Path) -> None:
     """Run one rank, as torchrun would start it."""
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    os.environ |= {name: str(value) for name, value in names.items()}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
     report: dict[str, Any] = {}
     try:
         with join(torch.device("cpu")):

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import os
 import re
 import traceback
 from collections.abc import Iterator
@@ -133,11 +132,7 @@ def texts_of(model: Transformer, rank: int, ranks: int) -> list[list[int]]:
 def process(case: str) -> Any:
     """Return what torchrun would start."""
 
-    def start(rank: int, ranks: int, port: int, out: Path) -> None:
-        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-        os.environ |= {name: str(value) for name, value in names.items()}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        torch.set_num_threads(1)
+    def start(rank: int, ranks: int, out: Path) -> None:
         report: dict[str, Any] = {}
         try:
             with join(torch.device("cpu")):
