@@ -78,11 +78,12 @@ class StaticCache:
         Raises:
             ValueError: there is not enough memory.
         """
-        # One slot per position, rounded up to whole buckets, and one more that is never read:
+        # A slot for each position, in whole buckets, and one more bucket, which is never read:
         # without it, a view of all slots would be contiguous, and torch.compile would compile again
         # for the last bucket.
-        num_slots = -(-max_seq_len // BUCKET) * BUCKET + 1
+        num_slots = (-(-max_seq_len // BUCKET) + 1) * BUCKET
         self.config = model.config
+        self.dtype = model.dtype
         self.batch_size = batch_size
         self.max_seq_len = max_seq_len
         self.slots = torch.arange(num_slots, device=model.device)
@@ -113,7 +114,7 @@ class StaticCache:
         # compiling.Replayed keeps this tensor and copies later slots into it.
         new = self.slots[start:end].clone()
         num_read = -(-end // BUCKET) * BUCKET  # rounded up
-        masks = Masks(self.config, new[None], self.slots[None, :num_read])
+        masks = Masks(self.config, new[None], self.slots[None, :num_read], self.dtype)
         layers = [
             Slab(kv, new, masks, window)
             for kv, window in zip(self.slabs, self.config.windows, strict=True)

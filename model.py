@@ -123,7 +123,7 @@ class Transformer(nn.Module):
             Logits: (B, T, V), or (len(select), V).
         """
         if cache is None:
-            masks = Masks(self.config, positions, positions)
+            masks = Masks(self.config, positions, positions, self.dtype)
             cache = [NoCache(masks[window]) for window in self.config.windows]
         x = self.embed(tokens)  # (B, T, D)
         rotations = self.rope(positions)
@@ -289,9 +289,8 @@ def rope_frequencies(config: Config) -> Tensor:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, kernel: Callable = F.scaled_dot_product_attention
 ) -> Tensor:
-    """Masked softmax attention. Every cache calls it, but for one fast path,
-    compiling.attend_to_blocks. To cap or record scores for all of them, compute the scores here in
-    place of calling `kernel`.
+    """Masked softmax attention. Every cache calls it, plain or fast. To cap or record the scores of
+    all of them, compute the scores here in place of calling `kernel`.
 
     The N / K query heads that share a kv head become further queries of that head, so that each key
     is read once. SDPA's `enable_gqa` reads it N / K times, which is 2 to 3 times slower at T = 1 on
@@ -300,9 +299,8 @@ def attention(
     Args:
         q: (B, N, T, H).
         k, v: (B, K, S, H), where K divides N.
-        mask: (B or 1, 1, N / K * T, S) bool, True where a query sees a key; see Masks. That of
-            around/fast is added to the scores, and may cover the last keys only: then all queries
-            see those before.
+        mask: (B or 1, 1, N / K * T, S), which is added to the scores; see Masks. One of around/fast
+            may cover the last keys only: then all queries see those before.
         kernel: what computes it; around/fast has others.
 
     Returns:
@@ -318,28 +316,30 @@ class Masks(dict):
     for it. A query at position p sees the positions s <= p; under a window, only those with
     s > p - window.
 
-    A mask is (B or 1, 1, N / K * T, S) bool. Its third dimension holds the T queries of one query
-    head, then those of the next head that shares its kv head.
+    A mask is (B or 1, 1, N / K * T, S): 0 where a query sees a key, else -inf. Its third dimension
+    holds the T queries of one query head, then those of the next head that shares its kv head.
 
-    Example: k_pos = 0..4, window = 3: the query at position 4 sees the keys 2, 3 and 4.
+    Example: k_pos = 0..4, window = 3: the query at position 4 has [-inf, -inf, 0, 0, 0].
     """
 
-    def __init__(self, config: Config, q_pos: Tensor, k_pos: Tensor) -> None:
+    def __init__(self, config: Config, q_pos: Tensor, k_pos: Tensor, dtype: torch.dtype) -> None:
         """
         Args:
             q_pos: (B or 1, T) int64, the queries' positions in their sequences.
             k_pos: (B or 1, S) int64, the keys' positions.
+            dtype: the masks', which is that of the queries.
         """
+        self.dtype = dtype
         group = config.num_attention_heads // config.num_key_value_heads
         self.q_pos = q_pos.repeat(1, group)[:, None, :, None]  # (B or 1, 1, N / K * T, 1)
         self.k_pos = k_pos[:, None, None, :]  # (B or 1, 1, 1, S)
 
     def __missing__(self, window: int | None) -> Tensor:
-        mask = self.k_pos <= self.q_pos
+        is_seen = self.k_pos <= self.q_pos
         if window is not None:
-            mask &= self.k_pos > self.q_pos - window
-        self[window] = mask
-        return mask
+            is_seen &= self.k_pos > self.q_pos - window
+        self[window] = torch.where(is_seen, 0.0, -torch.inf).to(self.dtype)
+        return self[window]
 
 
 @dataclass

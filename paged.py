@@ -110,12 +110,12 @@ class BlockPool:
         copies = []
         for i in self._shared(table):
             old = table.blocks[i]
-            new = self._take(table)
+            new = self._take()
             self.refs[old] -= 1  # from 2 or more
             table.blocks[i] = new
             copies.append((old, new))
         while len(table.blocks) * self.block_size < end:
-            table.blocks.append(self._take(table))
+            table.blocks.append(self._take())
         return copies
 
     def commit(self, table: BlockTable, ids: list[int], end: int) -> None:
@@ -156,14 +156,8 @@ class BlockPool:
         table.length = 0
         del table.chain[1:]  # all but the salt
 
-    def _take(self, table: BlockTable) -> int:
-        """Take the block after the table's highest one if it is free, else the next in order.
-        Blocks that follow each other are read without a copy; see attending.FastGroup."""
+    def _take(self) -> int:
         block = next(iter(self.available))
-        if table.blocks:
-            following = max(table.blocks) + 1
-            if following in self.available and following not in self._keys:
-                block = following
         del self.available[block]
         if block in self._keys:  # its old content must not be found any more (nano-vllm#163)
             del self._by_key[self._keys.pop(block)]
@@ -262,10 +256,10 @@ class Group:
     def masks(self) -> Masks:
         """What the rows see, for all layers. Place s of a row's blocks, side by side, is position
         s."""
-        device = self.runner.model.device
-        positions = torch.tensor([row.positions for row in self.rows], device=device)  # (B, T)
-        slots = torch.arange(self.table.shape[1] * self.runner.block_size, device=device)
-        return Masks(self.runner.model.config, positions, slots[None])
+        model = self.runner.model
+        positions = torch.tensor([row.positions for row in self.rows], device=model.device)
+        slots = torch.arange(self.table.shape[1] * self.runner.block_size, device=model.device)
+        return Masks(model.config, positions, slots[None], model.dtype)  # (B, T) and (1, S)
 
 
 @dataclass

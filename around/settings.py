@@ -283,10 +283,6 @@ class SamplingParams:
 # Prompt tokens per forward. With larger chunks the weights are read less often: on a CPU 512 is up
 # to 17 % faster than 256, and more than 512 gains little.
 CHUNK = 512
-# Pairs of a query and a key in one call of attention, unless one query alone sees more keys.
-# PyTorch widens a mask to the queries' dtype: for 257 tokens, 32 query heads, 4 kv heads and 32,000
-# keys in float32 that is 263 MB.
-MAX_PAIRS = 2**20
 DTYPES = dict(
     auto=None, float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16
 )  # auto: as in the checkpoint

@@ -16,8 +16,8 @@ from torch._inductor.utils import run_and_get_code
 
 import generate as command_line
 from around.fast import compiling
-from around.fast.attending import FastBlocks, replace_layers
-from around.fast.compiling import CompiledBlocks, OpaqueCache, compile_model, hide_caches
+from around.fast.attending import FastBlocks, StepBlocks
+from around.fast.compiling import Opaque, Region, compile_model, run_hidden, show_steps
 from around.fast.packed import LoopedLinear
 from around.folder import build, load_model
 from around.settings import SamplingParams
@@ -87,7 +87,6 @@ def test_rows_whose_heads_share_no_keys_are_gathered(dtype):
     model.inv_freq = Transformer(config).inv_freq
     twin = copy.deepcopy(model)
     compile_model(model, None)
-    assert compiling.blocks_of(model) is CompiledBlocks
 
     def run(each):
         engine, outputs = Engine(each, num_blocks=22, block_size=8), []
@@ -110,40 +109,32 @@ def test_rows_whose_heads_share_no_keys_are_gathered(dtype):
 TINY = Config(8, 8, 8, 1, 2, 2, 4)
 
 
-def in_place(layer, T):
-    """Run attend compiled, on T random tokens; return the code, and the new keys and values."""
-    q, k, v = torch.randn(3, 1, 2, T, 4)
-    with torch.no_grad():
-        _, (code,) = run_and_get_code(torch.compile(layer.attend), q, k, v)
-    buffers = [line for line in code.splitlines() if "empty_strided" in line]
-    return buffers, code, torch.cat((k, v), 1)[0]
-
-
 @slow
 def test_the_caches_are_written_in_place():
     """scatter_ compiled to a copy of the whole slab at each step, so that a step cost what the
-    capacity costs and not what the length does: no buffer may have the slab's 193 slots. Views of
+    capacity costs and not what the length does: no buffer may have the slab's 256 slots. Views of
     one memory were copied too, and the writes went into the copies."""
     model = Transformer(TINY)
-    (slab,) = StaticCache(model, 1, 192).plan(5, 6)[1]
-    buffers, _, kv = in_place(slab, 1)
-    assert buffers and not [line for line in buffers if "193" in line]
-    torch.testing.assert_close(slab.kv[0, :, 5], kv[:, 0])
     runner = Runner(model, 192, 4)
-    for kind in (FastBlocks, CompiledBlocks):
-        plan = replace_layers(kind, model, runner.plan([Row([3, 190], 0, [0] * 5)]))
-        (layer,) = hide_caches(model, plan)[2]
-        buffers, code, kv = in_place(layer, 5)
-        assert "opaque" in code and not [line for line in buffers if "192" in line]
-        torch.testing.assert_close(layer.layer.kv[:, 190, 0], kv[:, 4])
-        # A step of one token in each row is compiled with the code around it.
-        rows = [Row([3, 190], 5, [0]), Row([7, 9], 6, [0])]
-        plan = replace_layers(kind, model, runner.plan(rows))
-        (layer,) = hide_caches(model, plan)[2]
-        assert type(layer) is kind  # not hidden
-        buffers, code, kv = in_place(layer, 2)
-        assert "opaque" not in code and not [line for line in buffers if "192" in line]
-        torch.testing.assert_close(layer.kv[:, [190, 9], [1, 2]], kv)
+    slabs = StaticCache(model, 1, 192).plan(5, 6)
+    rows = runner.plan([Row([3, 190], 5, [0]), Row([7, 9], 6, [0])])
+    for (positions, layers), size in ((slabs, "256"), (rows[1:3], "192")):
+        _, _, (seen,) = show_steps(model, (torch.zeros_like(positions), positions, layers))
+        x = torch.randn(1, positions.shape[1], 8)
+        ((cos, sin),) = model.rope(positions)
+        step = torch.compile(seen.region, dynamic=False)
+        before = layers[0].kv.normal_().clone()
+        with torch.no_grad():
+            _, (code,) = run_and_get_code(step, model.layers[0], x, cos, sin, *seen.tensors)
+        buffers = [line for line in code.splitlines() if "empty_strided" in line]
+        assert buffers and not [line for line in buffers if size in line]
+        # One slot of each head and row is written.
+        changed = (before != layers[0].kv).any(-1).nonzero().tolist()
+        assert len(changed) == 4 * positions.shape[1], changed
+
+
+def hidden(found):
+    return isinstance(found, Opaque) or getattr(found, "region", None) is run_hidden
 
 
 def test_what_is_compiled_and_what_is_hidden(monkeypatch, capsys):
@@ -157,24 +148,25 @@ def test_what_is_compiled_and_what_is_hidden(monkeypatch, capsys):
     ]:  # fmt: skip
         model = Transformer(TINY).to(device)
         positions, layers = StaticCache(model, 1, 4, kv_dtype).plan(0, length)
-        _, _, (found,) = hide_caches(model, (torch.zeros_like(positions), positions, layers))
-        assert isinstance(found, OpaqueCache) == is_hidden, (device, length, kv_dtype)
+        _, _, (found,) = show_steps(model, (torch.zeros_like(positions), positions, layers))
+        assert hidden(found) == is_hidden, (device, length, kv_dtype)
     model = Transformer(TINY)
+    twin = copy.deepcopy(model)
+    twin.layers[0].__class__ = Region
     runner = Runner(model, 4, 4)
     for rows, max_bytes, is_hidden in [
         ([Row([0, 1], 4, [0]), Row([2], 1, [0])], 2**21, False),
         ([Row([0, 1], 4, [0]), Row([2], 1, [0])], 200, True),  # several groups
-        ([Row([0, 1], 4, [0])], 200, True),  # one long row, which is better read in place
+        ([Row([0, 1], 4, [0])], 200, False),
         ([Row([0, 1], 4, [0]), Row([2], 1, [0, 0])], 2**21, True),
         ([Row([0, 1], 4, [0, 0])], 2**21, True),
     ]:
-        monkeypatch.setattr(FastBlocks, "max_bytes", max_bytes)
+        monkeypatch.setattr(StepBlocks, "max_bytes", max_bytes)
         runner.forward([Row([0], 0, [1, 2, 3, 4]), Row([2], 0, [5])])  # what the rows find stored
         expected = runner.forward(rows)
-        plan = hide_caches(model, replace_layers(FastBlocks, model, runner.plan(rows)))
-        assert isinstance(plan[2][0], OpaqueCache) == is_hidden, (rows, max_bytes)
-        if not is_hidden:
-            torch.testing.assert_close(model(*plan), expected)
+        tokens, positions, seen, select = show_steps(model, runner.plan(rows))
+        assert hidden(seen[0]) == is_hidden, (rows, max_bytes)
+        torch.testing.assert_close(twin(tokens, positions, seen, select), expected)
     calls, one = [], ["--compile", "--checkpoint", str(DRAFT), "--max-tokens", "1"]
     monkeypatch.setattr(compiling, "compile_model", lambda model, *more: calls.append(more))
     LLM(DRAFT, compile=True, draft_checkpoint=DRAFT, kv_dtype="int8", num_blocks=4)

@@ -242,7 +242,7 @@ def test_graphs_of_a_static_cache(graphs):
         got = [steps(t, *slabs.plan(i, i + 1), row) for i, (t, row) in enumerate(zip(*given))]
         for i, (logits, t, row) in enumerate(zip(got, *kept)):
             torch.testing.assert_close(logits, model(t, *twin.plan(i, i + 1), row).detach())
-        assert all(map(torch.equal, given, kept)) and slabs.slots.equal(torch.arange(129))
+        assert all(map(torch.equal, given, kept)) and slabs.slots.equal(torch.arange(192))
         ((graph, _, _),) = steps.graphs[slabs.slabs[0]].values()  # the last, for all others' memory
         graph.calls.clear()  # a real graph holds no tensors
         weak = weakref.ref(slabs.slabs[0])

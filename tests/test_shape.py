@@ -12,8 +12,7 @@ import sys
 
 from conftest import DRAFT, ROOT
 
-from around.fast.attending import FastBlocks, PromptSlab
-from around.fast.compiling import CompiledBlocks
+from around.fast.attending import FastBlocks, PromptSlab, StepBlocks
 from kv_cache import Slab
 from paged import Blocks
 
@@ -84,7 +83,7 @@ def test_fast_paths_override_two_methods():
     """A fast class that also changes what a class of the root plans or keeps: who edits the root
     would see no effect, and could not know why."""
     found = [kind for base in (Slab, Blocks) for kind in derived(base)]
-    assert {PromptSlab, FastBlocks, CompiledBlocks} <= {*found}
+    assert {PromptSlab, FastBlocks, StepBlocks} <= {*found}
     for kind in found:
         of_root = {name for base in (Slab, Blocks) if issubclass(kind, base) for name in dir(base)}
         made = {name for name in vars(kind) if not name.startswith("__")}

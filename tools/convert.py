@@ -195,7 +195,7 @@ def calibrate(
     starts = [i * (len(ids) - length) // max(count - 1, 1) for i in range(count)]
     tokens = torch.tensor([ids[start : start + length] for start in starts], device=device)
     positions = torch.arange(length, device=device)[None]
-    ropes, masks = model.rope(positions), Masks(config, positions, positions)
+    ropes, masks = model.rope(positions), Masks(config, positions, positions, model.dtype)
     xs = [model.embed(row)[None] for row in tokens]  # count x (1, T, D)
 
     def run(block: nn.Module, rope: tuple, cache: NoCache) -> list[Tensor]:

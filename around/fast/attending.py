@@ -8,18 +8,16 @@ attend_to_prompt.
 """
 
 from collections.abc import Callable
-from functools import lru_cache, partial
-from itertools import groupby
-from typing import Any
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from around.settings import MAX_PAIRS
 from kv_cache import Slab, decode
-from model import Masks, Transformer, attention
-from paged import MAX_COPY, Blocks, Group, Row, Runner, groups_of
+from model import Transformer, attention
+from paged import MAX_COPY, Blocks, Group, groups_of
 
 from .packed import onednn_multiplies
 
@@ -28,12 +26,12 @@ from .packed import onednn_multiplies
 PROMPT = 16
 
 
-def attend_fast(model: Transformer, kind: "type[FastBlocks] | None" = None) -> None:
-    """Let a model attend fast, with either cache. `kind` is the class of a paged cache's layers."""
-    model.register_forward_pre_hook(partial(replace_layers, kind or FastBlocks))
+def attend_fast(model: Transformer) -> None:
+    """Let a model attend fast, with either cache."""
+    model.register_forward_pre_hook(replace_layers)
 
 
-def replace_layers(kind: Any, model: Any, args: tuple) -> tuple:
+def replace_layers(model: Any, args: tuple) -> tuple:
     """Replace each layer of a cache in the arguments of Transformer.forward, where that pays."""
     if len(args) == 2:  # there is no cache; see model.NoCache
         return args
@@ -42,67 +40,39 @@ def replace_layers(kind: Any, model: Any, args: tuple) -> tuple:
     if type(first) is Slab and tokens.is_cpu and tokens.shape[1] >= PROMPT:
         layers = [PromptSlab(**vars(layer)) for layer in layers]
     elif type(first) is Blocks:
-        groups = kind.groups_of(first.groups)
-        layers = [kind(layer.kv, layer.slots, groups, layer.window) for layer in layers]
+        groups = FastBlocks.groups_of(first.groups)
+        layers = [FastBlocks(layer.kv, layer.slots, groups, layer.window) for layer in layers]
     return tokens, positions, layers, *select
 
 
 # --- Blocks ---------------------------------------------------------------------------------------
 
 
-class FastGroup:
-    """A Group whose blocks are in ascending order, because they often follow each other then: the
-    cached blocks 5 6 7 of a sequence that has ended are handed out again as 7 6 5. A prompt keeps
-    the order of its text, so that each piece of it can leave out the keys that it does not see.
+class FastGroup(Group):
+    """B rows with T new tokens each, of which as few keys as possible are copied."""
 
-    Attributes:
-        rows, shape, table, masks: see paged.Group.
-        flat_table: (B, 2 * K, W) int64: for each head, the row's blocks as indices into
-            Blocks.kv.flatten(0, 1), where block b of head h has the index h * num_blocks + b.
-        span: the blocks of `table` as one slice, if each follows the one before it.
-        is_prompt: whether the rows are prompts.
-    """
-
-    def __init__(self, rows: list[Row], runner: Runner) -> None:
-        self.rows = rows
-        self.shape = len(rows), len(rows[0].ids)
-        size = runner.block_size
-        device = runner.model.device
-        self.is_prompt = self.shape[1] >= PROMPT
-        used = [row.blocks[: row.num_blocks(size)] for row in rows]
-        W = max(2, *map(len, used))  # 2, as the compiler takes a size of 1 as a case of its own
-        table = torch.tensor([blocks + blocks[-1:] * (W - len(blocks)) for blocks in used])
-        order = torch.arange(W).expand_as(table)  # the place of each block in its row's text
-        if not self.is_prompt:
-            table, order = table.sort()
-        has_gap = (table.flatten().diff() != 1).any()
-        self.span = None if has_gap else slice(int(table[0, 0]), int(table[-1, -1]) + 1)
-        num_heads, num_blocks = runner.kv[0].shape[:2]  # 2 * K heads
-        first_of_head = torch.arange(num_heads)[:, None] * num_blocks
-        self.flat_table = (table[:, None] + first_of_head).to(device)
-        self.table = table.to(device)
-        positions = torch.tensor([row.positions for row in rows], device=device)  # (B, T)
-        key_positions = order[..., None] * size + torch.arange(size)  # (B, W, block size)
-        key_positions = key_positions.flatten(1).to(device)  # (B, S)
-        self.masks = Masks(runner.model.config, positions, key_positions)
+    @cached_property
+    def flat_table(self) -> Tensor:
+        """(B, 2 * K, W) int64: for each head, the row's blocks as indices into
+        Blocks.kv.flatten(0, 1), where block b of head h has the index h * num_blocks + b."""
+        num_heads, num_blocks = self.runner.kv[0].shape[:2]  # 2 * K heads
+        firsts = torch.arange(num_heads, device=self.table.device)[:, None] * num_blocks
+        return self.table[:, None] + firsts
 
 
 class FastBlocks(Blocks):
-    """One layer's keys and values in blocks, of which as few as possible are copied."""
+    """One layer's keys and values in blocks. Rows are copied a few at a time: a short copy is still
+    in the processor's cache when attention reads it."""
 
     max_bytes = MAX_COPY
 
     @classmethod
-    def groups_of(cls, groups: list[Group]) -> list[FastGroup]:
+    def groups_of(cls, groups: list[Group]) -> list[Group]:
         """Plan the rows of a forward anew, in groups of this class's own size."""
         runner = groups[0].runner
-        size = runner.block_size
         rows = [row for group in groups for row in group.rows]
-        made = []
-        for T, alike in groupby(rows, key=lambda row: len(row.ids)):
-            most = min(cls.most(runner), max(1, MAX_PAIRS // (T * size)))
-            made += [FastGroup(each, runner) for each in groups_of([*alike], size, most)]
-        return made
+        made = groups_of(rows, runner.block_size, cls.most(runner))
+        return [FastGroup(each, runner) for each in made]
 
     @classmethod
     def most(cls, runner: Any) -> int:
@@ -112,38 +82,84 @@ class FastBlocks(Blocks):
         return max(1, runner.max_blocks * max_bytes // MAX_COPY)
 
     def attend_group(self, q: Tensor, group: Any) -> Tensor:
-        k, v = side_by_side(self.kv, group, q.dtype).chunk(2, 1)  # (B, K, S, H) each
-        if group.is_prompt and len(group.rows) == 1:
+        # self.kv[:, group.table] would take twice as long.
+        blocks = self.kv.flatten(0, 1).index_select(0, group.flat_table.flatten())
+        stored = blocks.unflatten(0, group.flat_table.shape).flatten(2, 3)  # (B, 2 * K, S, ...)
+        k, v = decode(stored, q.dtype).chunk(2, 1)  # (B, K, S, H) each
+        if len(q) == 1 and q.shape[2] >= PROMPT:
             end = group.rows[0].positions.stop
             return attend_to_prompt(q, k[:, :, :end], v[:, :, :end], self.window)
-        # The logarithm of a bool is 0 where a key is seen, and -inf where not; see mask_of.
-        return attention(q, k, v, group.masks[self.window].log().to(q.dtype), kernel_for(q))
+        return attention(q, k, v, group.masks[self.window], kernel_for(q))
 
 
-def side_by_side(kv: Tensor, group: FastGroup, dtype: torch.dtype) -> Tensor:
-    """Decode the keys and values of each row of a group into one tensor, as attention needs them.
+class StepGroup(NamedTuple):
+    """A FastGroup of one new token in each row, as nothing but tensors: what the compiler sees."""
 
-    Blocks that follow each other are read in place; others are copied side by side. A short copy is
-    still in the processor's cache when attention reads it, so it costs little. A long one is not.
+    table: Tensor
+    flat_table: Tensor
+    mask: Tensor  # (B, 1, N / K, W, block size), that of one layer
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.table), 1
+
+    @property
+    def masks(self) -> dict[None, Tensor]:
+        return {None: self.mask.flatten(3)}
+
+
+class StepBlocks(FastBlocks):
+    """One layer's keys and values in blocks, for one new token in each row, compiled as a part of
+    the layer's block."""
+
+    # Where nothing is copied, few calls are best: with half as many bytes, 32 rows of 512 tokens in
+    # float32 would need two, and a step of the 110m shape would take 1.17 times as long. With more,
+    # more rows would be padded.
+    max_bytes = 2**26
+
+    def attend_group(self, q: Tensor, group: Any) -> Tensor:
+        if not loops_pay(len(q), q.shape[1] * 2 // len(self.kv)):
+            return super().attend_group(q, group)
+        stored = self.kv[:, group.table].transpose(0, 1)  # (B, 2 * K, W, block size, stored_dim)
+        return attend_to_blocks(q, decode(stored, q.dtype), group.masks[self.window])
+
+
+def loops_pay(B: int, heads: int) -> bool:
+    """Whether attend_to_blocks is faster than PyTorch's kernel, for B rows where `heads` query
+    heads share a key."""
+    return B == 1 or heads == 1
+
+
+def attend_to_blocks(q: Tensor, blocks: Tensor, mask: Tensor) -> Tensor:
+    """Do what model.attention does, for one query of each row and head, and add up in float32.
+
+    PyTorch's attention wants a row's keys side by side. These are plain operators, and need no
+    copy: the compiler puts the look-up of the blocks into the loops that multiply them, and these
+    loops into the code of the block. A key that several heads share is read once for each.
 
     Args:
-        kv: (2 * K, blocks, block size, stored_dim).
+        q: (B, N, 1, H).
+        blocks: (B, 2 * K, W, block size, H), the keys and values.
+        mask: (B or 1, 1, N / K, W * block size); see model.Masks.
 
     Returns:
-        (B, 2 * K, S, H) of `dtype`: a view of kv if the blocks follow each other and are stored in
-        that dtype, else a copy.
-
-    Example: with the table [[2, 3], [4, 5]] it is a view of kv[:, 2:6]; with [[2, 3], [5, 6]] it is
-        a copy.
+        (B, N, 1, H).
     """
-    if group.span:
-        blocks = kv[:, group.span].unflatten(1, group.table.shape).transpose(0, 1)
-    else:
-        # index_select(1, table) would take twice as long.
-        blocks = kv.flatten(0, 1).index_select(0, group.flat_table.flatten())
-        blocks = blocks.unflatten(0, group.flat_table.shape)
-    # blocks: (B, 2 * K, W, block size, stored_dim)
-    return decode(blocks, dtype).flatten(2, 3)
+    keys, values = blocks.chunk(2, 1)  # (B, K, W, block size, H) each
+
+    def loops(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        scores = (q[:, :, :, None, None].float() * keys[:, :, None]).sum(-1)
+        # The scores are scaled and not q, because for q the compiler would compute the root anew
+        # for each key.
+        scores = scores.flatten(3) * q.shape[3] ** -0.5 + mask  # (B, K, N / K, S)
+        weights = (scores - scores.amax(-1, True)).exp()
+        parts = weights.unflatten(3, keys.shape[2:4])[..., None] * values[:, :, None]
+        total = parts.sum(4).sum(3)  # (B, K, N / K, H): within each block, then of all
+        # The softmax's division comes last, so that it divides H numbers and not S.
+        return (total / weights.sum(-1, True)).to(q.dtype)
+
+    # A fork may compute something else there, with all keys side by side.
+    return attention(q, keys.flatten(2, 3), values.flatten(2, 3), mask, loops)
 
 
 # --- Prompts --------------------------------------------------------------------------------------
@@ -160,6 +176,7 @@ class PromptSlab(Slab):
 
 
 PIECE = 128  # queries
+MAX_PAIRS = 2**20  # of a query and a key in one piece, unless one query alone sees more keys
 # In bfloat16, where oneDNN multiplies it, PyTorch's fused kernel takes two to three times as long
 # as two products (Zen 5); with AMX it takes half as long (Sapphire Rapids).
 PRODUCTS = onednn_multiplies(torch.bfloat16) and not torch.cpu._is_amx_tile_supported()
@@ -206,8 +223,8 @@ def attend_to_prompt(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Ten
 
 @lru_cache(4)  # all layers, and most pieces, have masks of few shapes
 def mask_of(T: int, own: int, window: int, heads: int, device: Any, dtype: Any) -> Tensor:
-    """What hides from T queries some of `own` keys and T more: (heads * T, own + T), which is added
-    to the scores, -inf or 0. PyTorch's kernel would turn bools into that in each layer."""
+    """What T queries see of `own` keys and T more, as in model.Masks: (heads * T, own + T), 0 or
+    -inf."""
     hidden = torch.full((T, own + T), -torch.inf, dtype=dtype, device=device)
     return (hidden.triu(own + 1) + hidden.tril(own - window)).repeat(heads, 1)
 

@@ -1,15 +1,18 @@
 """Compiling a model, and what the compiler may see of it.
 
-compile_model packs a model's weights (see packed.py) and leaves the rest to torch.compile, one
-block at a time. What changes from step to step, such as how a prompt attends, is hidden from the
-compiler. On CUDA, decoding with a static cache is recorded and replayed, compiled or not. Skip this
-file at first: it is needed only for --compile, and for one sequence on CUDA. Read: compile_model,
-OpaqueCache. The last two sections can wait, as each of them is a fast path for one case.
+compile_model packs a model's weights (see packed.py) and leaves the rest to torch.compile. On a CPU
+that makes one graph of a forward, in which all blocks are calls of the same code. What changes from
+step to step, such as how a prompt attends, is hidden from the compiler. On CUDA each block is
+compiled by itself, and decoding with a static cache is recorded and replayed, compiled or not. Skip
+this file at first: it is needed only for --compile, and for one sequence on CUDA. Read:
+compile_model, show_steps, attend_to_blocks. The last section can wait, as it is a fast path for one
+case.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +20,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from around.machine import progress
 from around.settings import CHUNK, blame, supported
-from kv_cache import Slab, StaticCache
-from model import LayerCache, Transformer
-from paged import Group, Row, Runner
+from kv_cache import BUCKET, Slab, StaticCache
+from model import Block, LayerCache, Transformer
+from paged import Row, Runner, groups_of
 
-from .attending import FastBlocks, attend_fast, replace_layers
+from .attending import FastBlocks, FastGroup, StepBlocks, StepGroup, loops_pay, replace_layers
 from .packed import Int4Linear, compile_once, dequantize, number_of, pack_linears
 
 # --- Compiled -------------------------------------------------------------------------------------
@@ -42,228 +45,198 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
     """
     device = supported("--compile on", model.device.type, "cpu", "cuda")
     pack_linears(model, alone=batch_size == 1)
-    leave_out_experts(model)
-    attend_fast(model, blocks_of(model))
-    # This only marks the blocks. The first one that runs is compiled, and its code serves all that
-    # differ from it only in their tensors. That takes seconds where one graph of all layers takes
-    # minutes. Lengths are symbolic, so nothing is compiled again later.
     for block in model.layers:
-        block.compile(dynamic=True)
-    if device == "cpu":
-        compile_for_cpu(model)
-    else:
-        compile_for_cuda(model, batch_size)
+        if hasattr(block.mlp, "mix"):  # each step runs other experts, on other numbers of rows
+            mlp: Any = block.mlp
+            mlp.mix = Opaque(mlp.mix).attend
     # This runs before each forward, and outside the compiled code.
-    model.register_forward_pre_hook(hide_caches)
+    model.register_forward_pre_hook(show_steps)
     # The default, 8 graphs for one piece of code, is too few for several models in a process.
     torch._dynamo.config.recompile_limit = 64
     # Without this, two sizes that are equal by chance, such as S and H, would be taken as one.
     torch.fx.experimental._config.use_duck_shape = False
-    # Code is compiled when it first runs. The compiler takes a size of 1 as fixed, and any other as
-    # standing for all sizes above 1. So these forwards have one of everything, then more.
+    if device == "cpu":
+        compile_for_cpu(model, batch_size is None)
+    else:
+        compile_for_cuda(model, batch_size)
+    # Code is compiled when it first runs, so each kind of forward is run here: one token, and a
+    # prompt; with a paged cache also many rows of one token. The compiler takes a size of 1 as
+    # fixed, and one that show_steps marks as standing for all above 1. It tunes its loops to what
+    # it sees first, so `many` is a usual number. Each row is padded to two blocks; see step_of.
     with torch.no_grad(), blame("--compile"):  # PyTorch raises an error if there is no compiler
         if batch_size is None:
-            compile_with_blocks(model, kv_dtype)
+            runner = Runner(model, CHUNK, 16, kv_dtype)
+            many = max(2, min(32, FastBlocks.most(runner) // 2))
+            for rows, T in progress([(1, 1), (many, 1), (1, CHUNK)], COMPILING):
+                runner.forward([Row([0] * CHUNK, 0, [0] * T)] * rows)  # all write to block 0
         else:
-            compile_with_slabs(model, batch_size, kv_dtype)
+            cache = StaticCache(model, batch_size, CHUNK, kv_dtype)
+            for T in progress([1, CHUNK], COMPILING):
+                positions, layers = cache.plan(0, T)
+                model(torch.zeros_like(positions), positions, layers, positions[0, :1])
 
 
 COMPILING = "compiling decode, prefill"
 
 
-def compile_with_slabs(model: Transformer, batch_size: int, kv_dtype: str) -> None:
-    """Run one token, and its logits; then a prompt, and the logits of two tokens."""
-    cache = StaticCache(model, batch_size, CHUNK, kv_dtype)
-    for length in progress([1, CHUNK], COMPILING):
-        positions, layers = cache.plan(0, length)
-        select = positions[0, :2]  # the first tokens: their indices are their positions
-        model(torch.zeros_like(positions), positions, layers, select)
-
-
-def compile_with_blocks(model: Transformer, kv_dtype: str) -> None:
-    """Run every kind of forward, so that all its code is compiled here. On a CPU the compiler sees
-    how some of them attend (see may_compile): one row of one token, which is then run once more,
-    hidden; not two such rows beside a prompt, which are two groups; and many such rows, which are
-    one group. The compiler tunes its loops to the sizes that it sees first, so `many` is a usual
-    number of rows."""
-    runner = Runner(model, CHUNK, 16, kv_dtype)
-    # Each of them is padded to two blocks (see FastGroup), and all of them fit into one group.
-    many = max(2, min(32, blocks_of(model).most(runner) // 2))
-    for lengths in progress([[1], [1, 1, CHUNK], [1] * many], COMPILING):
-        # All write to block 0. The tables have CHUNK blocks, which is more than they need.
-        rows = [Row([0] * CHUNK, 0, [0] * length) for length in lengths]
-        tokens, positions, layers, select = runner.plan(rows)
-        model(tokens, positions, layers, select)
-        if lengths == [1]:  # once more, as a row that is too long to be seen; see may_compile
-            _, _, layers, _ = replace_layers(
-                blocks_of(model), model, (tokens, positions, layers, select)
-            )
-            model(tokens, positions, [OpaqueCache(layer) for layer in layers], select)
-
-
-def blocks_of(model: Transformer) -> type[FastBlocks]:
-    """Where no heads share a key, a class that makes no copies."""
-    c = model.config
-    is_plain = c.num_attention_heads == c.num_key_value_heads and model.device.type == "cpu"
-    return CompiledBlocks if is_plain else FastBlocks
-
-
-def leave_out_experts(model: Transformer) -> None:
-    """Keep experts outside the graph, because each step runs different ones on different numbers of
-    rows."""
+def compile_for_cpu(model: Transformer, has_blocks: bool) -> None:
+    """Compile the whole forward. One graph in which each block has code of its own would take
+    minutes, and a graph for each block would cost Python 0.2 ms a layer in each step. So the blocks
+    are regions: their code is compiled once, for all that differ only in their tensors."""
     for block in model.layers:
-        if hasattr(block.mlp, "mix"):
-            block.mlp.mix = torch.compiler.disable(block.mlp.mix)
+        block.__class__ = Region
+    compiled = torch.compile(model.forward, dynamic=False)
 
+    def forward(*args: Any) -> Tensor:
+        # A paged cache wants the logits of any number of tokens. One is made two, because one would
+        # be a graph of its own.
+        if has_blocks and len(args) == 4 and len(args[3]) == 1 < args[0].numel():
+            return compiled(*args[:3], mark(args[3].repeat(2), 0))[:1]
+        return compiled(*args)
 
-def compile_for_cpu(model: Transformer) -> None:
-    """Do what only a CPU needs beside the blocks."""
+    vars(model)["forward"] = forward
     for module in model.modules():
         if isinstance(module, Int4Linear):
             module.unpack = compile_once(dequantize, dynamic=False)
 
 
 def compile_for_cuda(model: Transformer, batch_size: int | None) -> None:
-    """Do what only CUDA needs. lm_head stands outside the blocks, and in int8 it has no packed form
-    on CUDA, so it is compiled by itself."""
+    """Compile each block. lm_head stands outside the blocks, and in int8 it has no packed form on
+    CUDA, so it is compiled by itself."""
     # With this, a product with one row becomes a loop that dequantises int8 weights as it reads
     # them, so that no dequantised copy is written to memory.
     torch._inductor.config.coordinate_descent_tuning = True
-    model.lm_head.compile(dynamic=True)
+    for each in (*model.layers, model.lm_head):
+        each.compile(dynamic=True)
     if batch_size:
         replay_steps(model)
 
 
-# --- Which caches the compiler sees ---------------------------------------------------------------
-
-# How a prompt attends depends on its place in the text, and how many groups attend differs from
-# step to step. If the compiler saw that, it would compile again each time.
+# --- What the compiler sees -----------------------------------------------------------------------
 
 
-class OpaqueCache(LayerCache):
-    """A layer's cache that the compiler does not look into. Compiled code calls the operator
-    `opaque` (see packed.py), and that calls `compute`, which also writes the new keys and values.
-    The operator's schema does not say so, and need not, because the code around it does not touch
-    them."""
+class Numbered(LayerCache):
+    """A layer's cache that the compiler does not look into: it knows the number of an Opaque."""
 
-    def __init__(self, layer: LayerCache) -> None:
-        self.layer = layer
-        self.number = number_of(self)
+    def __init__(self, number: Tensor) -> None:
+        self.number = number
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.ops.kilolm.opaque(q, [k, v], self.number, q.shape[3])
-
-    def compute(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.layer.attend(q, k, v).contiguous()
+    def attend(self, x: Tensor, *more: Tensor) -> Tensor:
+        return torch.ops.kilolm.opaque(x, [*more], self.number, x.shape[-1])
 
 
-def hide_caches(model: Any, args: tuple) -> tuple:
-    """Replace each layer's cache by an OpaqueCache in the arguments of Transformer.forward, unless
-    the compiler may look into it."""
+class Opaque(Numbered):
+    """A function of x and more tensors that returns a tensor of x's shape, and that the compiler
+    does not look into. Compiled code calls the operator `opaque` (see packed.py), and that calls
+    `compute`. The function may also write to tensors, such as those of a cache. The operator's
+    schema does not say so, and need not, because the code around it does not touch them."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__(number_of(self))
+        self.function = function
+
+    def compute(self, x: Tensor, *more: Tensor) -> Tensor:
+        return self.function(x, *more).contiguous()
+
+
+class Region(Block):
+    """A block of a model whose whole forward is compiled."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any) -> Tensor:
+        return cache.region(self, x, cos, sin, *cache.tensors)
+
+
+class Seen(NamedTuple):
+    """One layer's cache, as a Region gets it."""
+
+    region: Callable[..., Tensor]  # one of the three below
+    tensors: tuple[Tensor, ...]  # what it gets
+    owner: Any = None  # of a number, so that it lives as long as this
+
+
+region = torch.compiler.nested_compile_region
+
+
+@region
+def run_hidden(block: Block, x: Tensor, cos: Tensor, sin: Tensor, number: Tensor) -> Tensor:
+    return Block.forward(block, x, cos, sin, Numbered(number))
+
+
+@region
+def run_blocks(
+    block: Block, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, slots: Tensor, *group: Tensor
+) -> Tensor:
+    return Block.forward(block, x, cos, sin, StepBlocks(kv, slots, [StepGroup(*group)], None))
+
+
+def show_steps(model: Any, args: tuple) -> tuple:
+    """Replace each layer's cache in the arguments of Transformer.forward by what the compiler sees,
+    so that one piece of code serves all forwards of a kind. How a prompt attends depends on its
+    place in the text, and how many groups attend differs from step to step. If the compiler saw
+    that, it would compile again each time. It sees
+
+    - on a CPU, one new token of one sequence, or of each row if the rows form one group (see
+      paged.groups_of);
+    - on a GPU, all forwards with a static cache, but not an int8 cache, because the compiler fails
+      to take a scale apart into bytes; then steps are not replayed either.
+    """
     if len(args) == 2:  # there is no cache; see model.NoCache
         return args
     tokens, positions, layers, *select = args
-    if not may_compile(tokens, layers[0]):
-        return tokens, positions, [OpaqueCache(layer) for layer in layers], *select
-    if isinstance(layers[0], Slab):
-        masks: Any = {window: layers[0].masks[window] for window in model.config.windows}
-        layers = [replace(layer, masks=masks) for layer in layers]
+    first = layers[0]
+    if not tokens.is_cpu and isinstance(first, Slab) and first.kv.dtype != torch.int8:
+        masks: Any = {window: first.masks[window] for window in model.config.windows}
+        return tokens, positions, [replace(layer, masks=masks) for layer in layers], *select
+    seen: Any = tokens.is_cpu and step_of(model, positions, layers)
+    if not seen:
+        tokens, positions, layers, *select = replace_layers(model, args)
+        seen = [Opaque(layer.attend) for layer in layers]
+        if tokens.is_cpu:
+            seen = [Seen(run_hidden, (each.number,), each) for each in seen]
+    return mark(tokens, 1), mark(positions, 1), seen, *(mark(each, 0) for each in select)
+
+
+def step_of(model: Transformer, positions: Tensor, layers: list) -> list[Seen] | None:
+    """Plan a step for run_blocks. None: the forward is no step of one group."""
+    first = layers[0]
+    kvs = [layer.kv for layer in layers]
+    if isinstance(first, Slab):  # the slab of one sequence is blocks, side by side
+        if positions.shape != (1, 1):
+            return None
+        size = BUCKET
+        end = int(positions) + 1
+        blocks = [*range(-(-end // size))]
+        rows = [Row(blocks, end - 1, [0])]
+        kvs = [kv[0].unflatten(1, (-1, size)) for kv in kvs]
+        runner: Any = SimpleNamespace(model=model, block_size=size, kv=kvs)
     else:
-        (group,) = layers[0].groups  # the same for all layers
-        # All such forwards look up their blocks in the table, because a slice would be another
-        # piece of code. The masks are made here, once for all layers.
-        group.span = None
-        group.masks = {window: group.masks[window] for window in model.config.windows}
-    return tokens, positions, layers, *select
+        runner = first.groups[0].runner
+        size = runner.block_size
+        rows = [row for group in first.groups for row in group.rows]
+        c = model.config
+        is_loop = loops_pay(len(rows), c.num_attention_heads // c.num_key_value_heads)
+        most = (StepBlocks if is_loop else FastBlocks).most(runner)
+        if len(rows[0].ids) > 1 or len([*groups_of(rows, size, most)]) > 1:
+            return None
+    group = FastGroup(rows, runner)
+    if group.table.shape[1] == 1:  # the compiler would take this size as a case of its own
+        group.table = group.table.repeat(1, 2)
+    shared = mark(first.slots, 0), mark(group.table, 0, 1), mark(group.flat_table, 0, 2)
+    # The compiler cannot yet give a region a size that is a product, such as W * block size.
+    masks = {
+        window: mark(group.masks[window].unflatten(3, (-1, size)), 0, 3, 4)
+        for window in model.config.windows
+    }
+    return [
+        Seen(run_blocks, (mark(kv, 1, 2), *shared, masks[layer.window]))
+        for kv, layer in zip(kvs, layers)
+    ]
 
 
-def may_compile(tokens: Tensor, layer: Any) -> bool:
-    """Whether the compiler may look into the caches of a forward. It may where one piece of code
-    serves all forwards of a kind:
-
-    - with a static cache on a GPU, all forwards. But an int8 cache is hidden, because the compiler
-      fails to take a scale apart into bytes; then steps are not replayed either.
-    - with a static cache on a CPU, those of one new token in each sequence. (A long prompt attends
-      by attend_to_prompt.)
-    - with a paged cache on a CPU, those of one new token in each row, if the rows form one group
-      (see paged.groups_of). A single row can be longer than a group may be. Then it is hidden,
-      because Blocks can read it in place.
-
-    Everything else is hidden, such as a paged cache on a GPU. Attention as a part of
-    its block saves many small calls. In float32 on a Zen 3, a step of 32 sequences of 64 tokens
-    takes 0.84 times as long (110m), and one of a single sequence 0.85 times (135m, where heads
-    share keys).
-    """
-    if isinstance(layer, Slab):
-        return tokens.shape[1] == 1 if tokens.is_cpu else layer.kv.dtype != torch.int8
-    if not tokens.is_cpu or type(layer) not in (FastBlocks, CompiledBlocks):
-        return False
-    group, *others = layer.groups
-    key_bytes = group.table.numel() * layer.kv[:, 0].nbytes // 2  # the other half are values
-    return not others and group.shape[1] == 1 and key_bytes <= layer.max_bytes
-
-
-# --- Decoding rows attend without copies ----------------------------------------------------------
-
-
-class CompiledBlocks(FastBlocks):
-    """One layer's keys and values in blocks, which decoding rows read without a copy.
-
-    PyTorch's attention wants a row's keys side by side. Where no query heads share a key, plain
-    operators are no slower and need no copy: the compiler puts the look-up of the blocks into the
-    loops that multiply them. A step of the 110m shape on a Zen 4, in ms, with that of Blocks in
-    parentheses. Both were measured before attention was compiled as a part of its block (see
-    may_compile):
-                                float32       bfloat16
-        32 rows of 128 tokens   70 (80)       43 (82)
-        32 rows of 512 tokens   136 (150)     73 (222)
-        1 row of 512 tokens     26.5 (26.5)   17.4 (20.5)
-    A key that several heads share would be read once for each. With 2 to 4 heads that took 1.5 to
-    1.9 times as long as Blocks in float32; in bfloat16 0.85 for 2 or 3 heads, and 1.4 for 4.
-    """
-
-    # Blocks reads fewer bytes in one call, as it copies them. Here nothing is copied, and few calls
-    # are best: with half as many bytes, 32 rows of 512 tokens in float32 would need two, and a step
-    # of the 110m shape would take 1.17 times as long. With more, more rows would be padded.
-    # Guesses and int8, which attend_group leaves to Blocks, are copied in such large pieces too.
-    max_bytes = 2**26
-
-    def attend_group(self, q: Tensor, group: Group) -> Tensor:
-        if q.shape[2] > 1 or self.kv.dtype != q.dtype:  # prompts and guesses; int8
-            return super().attend_group(q, group)
-        mask = group.masks[self.window]
-        if torch.compiler.is_compiling():  # as a part of the block; see may_compile
-            return attend_to_blocks(q, self.kv, group.table, mask)
-        # A hidden row gets here: beside a prompt, in one of several groups, or too long. The code
-        # compiled for it is for one order of q in memory, so this is a copy in that order.
-        q = q.clone(memory_format=torch.contiguous_format)
-        return compile_once(attend_to_blocks, dynamic=True)(q, self.kv, group.table, mask)
-
-
-def attend_to_blocks(q: Tensor, kv: Tensor, table: Tensor, mask: Tensor) -> Tensor:
-    """Do what model.attention does, for one query of each row and head, and add up in float32.
-
-    Args:
-        q: (B, N, 1, H).
-        kv: (2 * N, blocks, block size, H); see Blocks.
-        table: (B, W) int64, the blocks of each row.
-        mask: (B, 1, 1, W * block size) bool.
-
-    Returns:
-        (B, N, 1, H).
-    """
-    torch._dynamo.mark_static(kv, 3)  # H, which as a constant makes the loops a quarter faster
-    keys, values = kv[:, table].transpose(0, 1).chunk(2, 1)  # (B, N, W, block size, H) each
-    scores = (q[:, :, :, None].float() * keys).sum(-1)  # (B, N, W, block size)
-    scores = scores.flatten(2).masked_fill(~mask[:, 0], -torch.inf)  # (B, N, S)
-    # The softmax's division comes last, so that it divides H numbers and not S. The scores are
-    # scaled and not q, because for q the compiler would compute the root anew for each key.
-    scores = scores - scores.amax(-1, True)
-    weights = (scores * q.shape[3] ** -0.5).exp()
-    parts = weights.unflatten(2, (table.shape[1], -1))[..., None] * values
-    total = parts.sum(3).sum(2)  # (B, N, H): within each block, then of all
-    y = total / weights.sum(-1, True)
-    return y[:, :, None].to(q.dtype)
+def mark(tensor: Tensor, *dims: int) -> Tensor:
+    """Let one piece of code serve all sizes of these dimensions that are above 1."""
+    torch._dynamo.maybe_mark_dynamic(tensor, dims)
+    return tensor
 
 
 # --- Replayed -------------------------------------------------------------------------------------

@@ -169,9 +169,7 @@ class PackedLinear(nn.Module):
 
     def compute(self, rows: Tensor) -> Tensor:
         """(R, K) -> (R, N)."""
-        x = filled_up(rows)  # where one row is slow; see "One sequence alone"
-        y = torch.ops.mkldnn._linear_pointwise(x, self.packed, None, "none", [], "")
-        return y[: len(rows)]
+        return torch.ops.mkldnn._linear_pointwise(rows, self.packed, None, "none", [], "")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse to be copied or pickled. Some packed tensors cannot be, and a copy would still
@@ -229,15 +227,13 @@ class Int8Linear(PackedLinear):
         return y_low.add_(y_high, alpha=128).mul_(s).to(rows.dtype)
 
     def compute(self, rows: Tensor) -> Tensor:
-        x = filled_up(rows)
         # There is no bias. The results are float32, so their own scale and zero point, 1.0 and 0,
         # have no effect.
         options: Any = (None, 1.0, 0, torch.float32, "none", [], "")
         # The bytes in x have the scale 1.0 and the zero point 128.
-        y = torch.ops.onednn.qlinear_pointwise(
-            x, 1.0, 128, self.packed, self.scales, self.zeros, *options
+        return torch.ops.onednn.qlinear_pointwise(
+            rows, 1.0, 128, self.packed, self.scales, self.zeros, *options
         )
-        return y[: len(rows)]
 
 
 class Int8WithoutVNNI(Int8Linear):
@@ -396,20 +392,7 @@ class WidenedLinear(PackedLinear):
 #     Zen 4, 110m, float32    1.38       0.96
 #     Zen 4, 1b, bfloat16     1.40       0.96
 #     AMX, 135m, bfloat16     1.06       1.05
-# In int8, and beside other sequences, oneDNN's product stays. There an AMD Zen 4, which has
-# instructions for bfloat16 and no AVX-VNNI, takes longer for one row than for six. So one or two
-# rows are filled up to six: 1.23 times as fast in int8 (1b), 1.19 in bfloat16, 1.03 in float32.
-# Other processors gain little, or lose.
-capabilities = torch.cpu.get_capabilities()
-SLOW_ROW = capabilities.get("avx512_bf16") and not capabilities.get("avx_vnni")
-
-
-def filled_up(rows: Tensor) -> Tensor:
-    """Repeat one or two rows (such as a token's two digits in Int8Linear) up to six, where oneDNN
-    is slow for one row. Other rows stay as they are."""
-    if SLOW_ROW and len(rows) in (1, 2):
-        return rows.repeat(6 // len(rows), 1)
-    return rows
+# In int8, and beside other sequences, oneDNN's product stays.
 
 
 class LoopedLinear(PackedLinear):
@@ -439,9 +422,8 @@ def dot(weight: Tensor, row: Tensor) -> Tensor:
     while K % pieces:
         pieces += 1
     # The compiler would compute the row, and the norm or silu that makes it, anew for each output
-    # channel. But it leaves cumulative sums to PyTorch, and stores their results. Over a single
-    # row, the cumulative sum is the row itself.
-    row = row.cumsum(0)
+    # channel. But before as_strided it stores what it has.
+    row = row.as_strided(row.shape, row.stride())
     x = row.view(pieces, -1).float()
     products = weight.unflatten(1, (pieces, -1)).float() * x  # (N, pieces, K / pieces)
     return products.sum(-1).sum(-1)[None].to(row.dtype)

@@ -48,9 +48,8 @@ def head(model: Transformer, weights: dict[str, Tensor], ids: list[int], before:
     positions = torch.arange(len(ids))[None]
     x = torch.cat((model.embed(torch.tensor(ids)), before), 1)[None]  # (1, T, 2 D)
     x = F.linear(x, weights["fc.weight"].to(x.dtype))
-    return block(x, *model.rope(positions)[0], NoCache(Masks(config, positions, positions)[None]))[
-        0
-    ]
+    masks = Masks(config, positions, positions, model.dtype)
+    return block(x, *model.rope(positions)[0], NoCache(masks[None]))[0]
 
 
 @torch.no_grad()
