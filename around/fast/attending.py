@@ -4,7 +4,7 @@ attend_fast adds a hook to a model, which replaces the layers of a cache before 
 caches do not know of this file, and without it the tokens are the same. What replaces a class of
 the root overrides `attend` and `attend_group` alone. Attention itself is model.attention, whatever
 the path, so a change there holds for all of them. Read: attend_fast, FastGroup, FastBlocks,
-attend_to_prompt.
+attend_to_prompt. What a compiled step does (StepBlocks, attend_to_blocks) can wait.
 """
 
 from collections.abc import Callable
@@ -125,8 +125,15 @@ class StepBlocks(FastBlocks):
 
 
 def loops_pay(B: int, heads: int) -> bool:
-    """Whether attend_to_blocks is faster than PyTorch's kernel, for B rows where `heads` query
-    heads share a key."""
+    """Whether attend_to_blocks is faster than PyTorch's kernel after a copy, for B rows where
+    `heads` query heads share a key. The time as a multiple of the kernel's, with heads of 64 (AMX):
+                                   bfloat16    float32
+        1 row of 512, 1 head       0.51        0.51
+        1 row of 512, 3 heads      0.71        0.87
+        1 row of 2,048, 4 heads    1.05        1.23
+        32 rows of 64, 1 head      0.54        0.65
+        32 rows of 64, 3 heads     1.05        1.38
+    """
     return B == 1 or heads == 1
 
 

@@ -5,8 +5,7 @@ that makes one graph of a forward, in which all blocks are calls of the same cod
 step to step, such as how a prompt attends, is hidden from the compiler. On CUDA each block is
 compiled by itself, and decoding with a static cache is recorded and replayed, compiled or not. Skip
 this file at first: it is needed only for --compile, and for one sequence on CUDA. Read:
-compile_model, show_steps, attend_to_blocks. The last section can wait, as it is a fast path for one
-case.
+compile_model, show_steps, step_of. The last section can wait, as it is a fast path for one case.
 """
 
 from collections.abc import Callable

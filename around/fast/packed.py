@@ -98,7 +98,7 @@ def onednn_multiplies(dtype: torch.dtype) -> bool:
 
 # A packed matrix has no strides, so compiled code cannot take it as an input. Therefore compiled
 # code calls the operator `opaque` with a number, and the operator calls `compute` of the object
-# with that number. compiling.OpaqueCache uses it too.
+# with that number. compiling.Opaque uses it too.
 library = torch.library.Library("kilolm", "FRAGMENT")
 library.define("opaque(Tensor x, Tensor[] more, Tensor number, SymInt width) -> Tensor")
 # number -> object; weak, so that the object can be freed
@@ -382,10 +382,11 @@ class WidenedLinear(PackedLinear):
 
 # --- One sequence alone ---------------------------------------------------------------------------
 
-# Decoding one sequence multiplies one row, and oneDNN's product with a packed weight is slow for
-# one row. LoopedLinear multiplies it itself, without oneDNN. The speed of one sequence, as a
-# multiple of the speed with packed weights (110m and 1b are shapes of tools/bench.py, 135m is
-# SmolLM2-135M):
+# Decoding one sequence multiplies one row, which oneDNN does slowly. LoopedLinear multiplies it
+# itself: the loop is a part of the block's code, so that a block of one row is a single function.
+# The speed of one sequence, as a multiple of the speed with packed weights, when each block was
+# compiled by itself and the row was stored in another way (110m and 1b are shapes of
+# tools/bench.py, 135m is SmolLM2-135M):
 #                             decoding   a prompt of 256 or 512
 #     Zen 3, 110m, float32    1.26       0.94
 #     Zen 3, 135m, float32    1.38       1.00
@@ -403,8 +404,8 @@ class LoopedLinear(PackedLinear):
     def pack(self, linear: Any) -> None:
         # Plain, and still a parameter, so compiled code takes its shape as fixed.
         self.packed = linear.weight
-        # A compiled block inlines the loop. lm_head and experts stand outside the blocks, and call
-        # the loop as it is compiled here.
+        # Compiled code inlines the loop. Experts stand outside it, and call the loop as it is
+        # compiled here.
         self.loop = compile_once(dot, dynamic=False)
 
     def multiply(self, rows: Tensor) -> Tensor:
