@@ -21,7 +21,7 @@ from around.machine import progress
 from around.settings import CHUNK, blame, supported
 from kv_cache import BUCKET, Slab, StaticCache
 from model import Block, LayerCache, Transformer
-from paged import Row, Runner, groups_of
+from paged import Blocks, Row, Runner, groups_of
 
 from .attending import FastBlocks, FastGroup, StepBlocks, StepGroup, loops_pay, replace_layers
 from .packed import Int4Linear, compile_once, dequantize, number_of, pack_linears
@@ -196,19 +196,19 @@ def show_steps(model: Any, args: tuple) -> tuple:
 
 
 def step_of(model: Transformer, positions: Tensor, layers: list) -> list[Seen] | None:
-    """Plan a step for run_blocks. None: the forward is no step of one group."""
+    """Plan a step for run_blocks. None: the forward is no step of one group, or the cache is one
+    that this file does not know."""
     first = layers[0]
     kvs = [layer.kv for layer in layers]
-    if isinstance(first, Slab):  # the slab of one sequence is blocks, side by side
-        if positions.shape != (1, 1):
-            return None
+    if type(first) is Slab and positions.shape == (1, 1):
+        # The slab of one sequence is blocks, side by side.
         size = BUCKET
         end = int(positions) + 1
         blocks = [*range(-(-end // size))]
         rows = [Row(blocks, end - 1, [0])]
         kvs = [kv[0].unflatten(1, (-1, size)) for kv in kvs]
         runner: Any = SimpleNamespace(model=model, block_size=size, kv=kvs)
-    else:
+    elif type(first) is Blocks:
         runner = first.groups[0].runner
         size = runner.block_size
         rows = [row for group in first.groups for row in group.rows]
@@ -217,6 +217,8 @@ def step_of(model: Transformer, positions: Tensor, layers: list) -> list[Seen] |
         most = (StepBlocks if is_loop else FastBlocks).most(runner)
         if len(rows[0].ids) > 1 or len([*groups_of(rows, size, most)]) > 1:
             return None
+    else:
+        return None
     group = FastGroup(rows, runner)
     if group.table.shape[1] == 1:  # the compiler would take this size as a case of its own
         group.table = group.table.repeat(1, 2)
