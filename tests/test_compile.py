@@ -16,7 +16,6 @@ from torch._inductor.utils import run_and_get_code
 
 import generate as command_line
 from around.fast import compiling
-from around.fast.attending import FastBlocks, StepBlocks
 from around.fast.compiling import Opaque, Region, compile_model, run_hidden, show_steps
 from around.fast.packed import LoopedLinear
 from around.folder import build, load_model
@@ -57,7 +56,7 @@ def test_nothing_is_compiled_after_warm_up():
 
 
 @slow
-def test_nothing_is_compiled_after_warm_up_by_the_scheduler(monkeypatch):
+def test_nothing_is_compiled_after_warm_up_by_the_scheduler():
     """Rows, groups, blocks, tokens and guesses come in any number: none may be baked in."""
     options = {"device": "cpu", "dtype": "float32", "compile": True, "num_blocks": 64}
     llm = LLM(DRAFT, draft_checkpoint=DRAFT, **options)
@@ -67,10 +66,7 @@ def test_nothing_is_compiled_after_warm_up_by_the_scheduler(monkeypatch):
             llm.engine = Engine(model, proposer=proposer, num_blocks=64)
             for lengths in ([1], [2], [16], [40, 1], [300], [5, 5, 5, 90, 17]):
                 llm.generate([[5] * length for length in lengths], WISH)
-            with monkeypatch.context() as patch:
-                patch.setattr(FastBlocks, "max_bytes", 1)  # a row is too long for a copy
-                llm.generate([5] * 300, WISH)
-            assert llm.engine.stats["generation_tokens"] == 20 * 12
+            assert llm.engine.stats["generation_tokens"] == 20 * 11
 
 
 LENGTHS = (3, 40, 17, 60, 5)
@@ -119,7 +115,8 @@ def test_the_caches_are_written_in_place():
     slabs = StaticCache(model, 1, 192).plan(5, 6)
     rows = runner.plan([Row([3, 190], 5, [0]), Row([7, 9], 6, [0])])
     for (positions, layers), size in ((slabs, "256"), (rows[1:3], "192")):
-        _, _, (seen,) = show_steps(model, (torch.zeros_like(positions), positions, layers))
+        args = (torch.zeros_like(positions), positions, layers, positions[0])
+        _, _, (seen,), _ = show_steps(model, args)
         x = torch.randn(1, positions.shape[1], 8)
         ((cos, sin),) = model.rope(positions)
         step = torch.compile(seen.region, dynamic=False)
@@ -154,18 +151,18 @@ def test_what_is_compiled_and_what_is_hidden(monkeypatch, capsys):
     twin = copy.deepcopy(model)
     twin.layers[0].__class__ = Region
     runner = Runner(model, 4, 4)
-    for rows, max_bytes, is_hidden in [
-        ([Row([0, 1], 4, [0]), Row([2], 1, [0])], 2**21, False),
-        ([Row([0, 1], 4, [0]), Row([2], 1, [0])], 200, True),  # several groups
-        ([Row([0, 1], 4, [0])], 200, False),
-        ([Row([0, 1], 4, [0]), Row([2], 1, [0, 0])], 2**21, True),
-        ([Row([0, 1], 4, [0, 0])], 2**21, True),
+    for rows, max_blocks, is_hidden in [
+        ([Row([0, 1], 4, [0]), Row([2], 1, [0])], 1, False),
+        ([Row([0, 1], 4, [0]), Row([2], 1, [0])], 0, True),  # several groups
+        ([Row([0, 1], 4, [0])], 0, False),
+        ([Row([0, 1], 4, [0]), Row([2], 1, [0, 0])], 1, True),
+        ([Row([0, 1], 4, [0, 0])], 1, True),
     ]:
-        monkeypatch.setattr(StepBlocks, "max_bytes", max_bytes)
+        runner.max_blocks = max_blocks
         runner.forward([Row([0], 0, [1, 2, 3, 4]), Row([2], 0, [5])])  # what the rows find stored
         expected = runner.forward(rows)
         tokens, positions, seen, select = show_steps(model, runner.plan(rows))
-        assert hidden(seen[0]) == is_hidden, (rows, max_bytes)
+        assert hidden(seen[0]) == is_hidden, (rows, max_blocks)
         torch.testing.assert_close(twin(tokens, positions, seen, select), expected)
     calls, one = [], ["--compile", "--checkpoint", str(DRAFT), "--max-tokens", "1"]
     monkeypatch.setattr(compiling, "compile_model", lambda model, *more: calls.append(more))

@@ -437,7 +437,7 @@ def test_pieces_equal_one_mask(T, monkeypatch):
 
 def test_pieces_of_a_few_queries(monkeypatch):
     """A piece that gets the mask of another, or of the layer before it; tokens in another order."""
-    monkeypatch.setattr(attending, "MAX_PAIRS", 40)
+    monkeypatch.setattr(attending, "PIECE", 7)
     jobs = [(WORDS[i : i + n], params(3)) for i, n in ((0, 25), (9, 24), (30, 24), (50, 3))]
     for model in (MODEL, SLIDING):
         for budget in (80, 20):

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from around.settings import CHUNK
 from kv_cache import Slab, decode
 from model import Transformer, attention
-from paged import MAX_COPY, Blocks, Group, groups_of
+from paged import Blocks, Group, groups_of
 
 from .packed import onednn_multiplies
 
@@ -40,7 +41,7 @@ def replace_layers(model: Any, args: tuple) -> tuple:
     if type(first) is Slab and tokens.is_cpu and tokens.shape[1] >= PROMPT:
         layers = [PromptSlab(**vars(layer)) for layer in layers]
     elif type(first) is Blocks:
-        groups = FastBlocks.groups_of(first.groups)
+        groups = fast_groups(first.groups)
         layers = [FastBlocks(layer.kv, layer.slots, groups, layer.window) for layer in layers]
     return tokens, positions, layers, *select
 
@@ -60,26 +61,18 @@ class FastGroup(Group):
         return self.table[:, None] + firsts
 
 
+def fast_groups(groups: list[Group]) -> list[Group]:
+    """Plan the rows of a forward anew, on a GPU in larger groups, so that there are few calls; we
+    have not measured that."""
+    runner = groups[0].runner
+    rows = [row for group in groups for row in group.rows]
+    most = runner.max_blocks * (16 if runner.model.device.type == "cuda" else 1)
+    return [FastGroup(each, runner) for each in groups_of(rows, runner.block_size, most)]
+
+
 class FastBlocks(Blocks):
     """One layer's keys and values in blocks. Rows are copied a few at a time: a short copy is still
     in the processor's cache when attention reads it."""
-
-    max_bytes = MAX_COPY
-
-    @classmethod
-    def groups_of(cls, groups: list[Group]) -> list[Group]:
-        """Plan the rows of a forward anew, in groups of this class's own size."""
-        runner = groups[0].runner
-        rows = [row for group in groups for row in group.rows]
-        made = groups_of(rows, runner.block_size, cls.most(runner))
-        return [FastGroup(each, runner) for each in made]
-
-    @classmethod
-    def most(cls, runner: Any) -> int:
-        """How many blocks one call attends to. Their keys are counted in the model's dtype, because
-        int8 is decoded. A GPU gets more, so that there are few calls; we have not measured that."""
-        max_bytes = cls.max_bytes if runner.model.device.type == "cpu" else 2**25
-        return max(1, runner.max_blocks * max_bytes // MAX_COPY)
 
     def attend_group(self, q: Tensor, group: Any) -> Tensor:
         # self.kv[:, group.table] would take twice as long.
@@ -93,10 +86,9 @@ class FastBlocks(Blocks):
 
 
 class StepGroup(NamedTuple):
-    """A FastGroup of one new token in each row, as nothing but tensors: what the compiler sees."""
+    """A Group of one new token in each row, as nothing but tensors: what the compiler sees."""
 
     table: Tensor
-    flat_table: Tensor
     mask: Tensor  # (B, 1, N / K, W, block size), that of one layer
 
     @property
@@ -108,14 +100,9 @@ class StepGroup(NamedTuple):
         return {None: self.mask.flatten(3)}
 
 
-class StepBlocks(FastBlocks):
+class StepBlocks(Blocks):
     """One layer's keys and values in blocks, for one new token in each row, compiled as a part of
     the layer's block."""
-
-    # Where nothing is copied, few calls are best: with half as many bytes, 32 rows of 512 tokens in
-    # float32 would need two, and a step of the 110m shape would take 1.17 times as long. With more,
-    # more rows would be padded.
-    max_bytes = 2**26
 
     def attend_group(self, q: Tensor, group: Any) -> Tensor:
         if not loops_pay(len(q), q.shape[1] * 2 // len(self.kv)):
@@ -183,7 +170,6 @@ class PromptSlab(Slab):
 
 
 PIECE = 128  # queries
-MAX_PAIRS = 2**20  # of a query and a key in one piece, unless one query alone sees more keys
 # In bfloat16, where oneDNN multiplies it, PyTorch's fused kernel takes two to three times as long
 # as two products (Zen 5); with AMX it takes half as long (Sapphire Rapids).
 PRODUCTS = onednn_multiplies(torch.bfloat16) and not torch.cpu._is_amx_tile_supported()
@@ -211,17 +197,16 @@ def attend_to_prompt(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Ten
     S = k.shape[2]
     window = min(window or S, S)
     kernel = kernel_for(q)
-    size = max(1, MAX_PAIRS // S)
-    if q.is_cpu:  # a GPU profits from large pieces
-        size = min(size, PIECE)
     start = S - q.shape[2]  # the position of a piece's first query
     attended = []
-    for queries in q.split(size, 2):
+    # PyTorch's kernels profit from large pieces; products, and a window, from small ones.
+    is_small = q.is_cpu and (kernel is products or window < S)
+    for queries in q.split(PIECE if is_small else CHUNK, 2):
         end = start + queries.shape[2]
         first = max(0, start - window + 1)
         # All queries see the keys before the first query's own, if the window does not end there.
         # `own` is where the mask has the first query's own key.
-        own = 0 if kernel is products and end <= window else start - first
+        own = 0 if q.is_cpu and end <= window else start - first
         mask = mask_of(end - start, own, window, q.shape[1] // k.shape[1], q.device, q.dtype)
         attended.append(attention(queries, k[:, :, first:end], v[:, :, first:end], mask, kernel))
         start = end
@@ -237,19 +222,20 @@ def mask_of(T: int, own: int, window: int, heads: int, device: Any, dtype: Any) 
 
 
 def kernel_for(q: Tensor) -> Callable:
-    """What model.attention calls where there is a mask."""
-    if PRODUCTS and q.is_cpu and q.dtype == torch.bfloat16 and q.shape[2] >= PROMPT:
-        return products
-    return scaled_dot_product_attention
+    """What model.attention calls where there is a mask. All but PyTorch's own take one that covers
+    the last keys only."""
+    if not q.is_cpu or q.shape[2] < PROMPT:
+        return scaled_dot_product_attention
+    return products if PRODUCTS and q.dtype == torch.bfloat16 else in_two
 
 
 def products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Do what scaled_dot_product_attention does, by two products with a softmax between them.
 
     Args:
-        mask: is added to the scores; see mask_of.
         q: (B, K, N / K * T, H).
         k, v: (B, K, S, H).
+        mask: (..., N / K * T, S or fewer), added to the scores of the last keys.
 
     Returns:
         (B, K, N / K * T, H).
@@ -257,3 +243,17 @@ def products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     scores = (q * q.shape[3] ** -0.5) @ k.mT  # (B, K, N / K * T, S)
     scores[..., -mask.shape[-1] :] += mask
     return scores.softmax(-1) @ v
+
+
+def in_two(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Do the same by PyTorch's fused kernel, which is up to a quarter faster without a mask: first
+    over the keys that all queries see, then over those that the mask covers. The kernel also
+    returns the logarithm of each softmax's sum, (B, K, N / K * T), by which the two are weighed."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    seen = k.shape[2] - mask.shape[-1]
+    y, total = kernel(q, k[:, :, seen:], v[:, :, seen:], attn_mask=mask)
+    if seen:
+        before, total_before = kernel(q, k[:, :, :seen], v[:, :, :seen])
+        share = (total_before - total).sigmoid()[..., None].to(q.dtype)
+        y = y.lerp(before, share)
+    return y

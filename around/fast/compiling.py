@@ -20,10 +20,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from around.machine import progress
 from around.settings import CHUNK, blame, supported
 from kv_cache import BUCKET, Slab, StaticCache
-from model import Block, LayerCache, Transformer
-from paged import Blocks, Row, Runner, groups_of
+from model import Block, LayerCache, NoCache, Transformer
+from paged import Blocks, Group, Row, Runner, groups_of
 
-from .attending import FastBlocks, FastGroup, StepBlocks, StepGroup, loops_pay, replace_layers
+from .attending import StepBlocks, StepGroup, replace_layers
 from .packed import Int4Linear, compile_once, dequantize, number_of, pack_linears
 
 # --- Compiled -------------------------------------------------------------------------------------
@@ -55,7 +55,7 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
     # Without this, two sizes that are equal by chance, such as S and H, would be taken as one.
     torch.fx.experimental._config.use_duck_shape = False
     if device == "cpu":
-        compile_for_cpu(model, batch_size is None)
+        compile_for_cpu(model)
     else:
         compile_for_cuda(model, batch_size)
     # Code is compiled when it first runs, so each kind of forward is run here: one token, and a
@@ -65,7 +65,7 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
     with torch.no_grad(), blame("--compile"):  # PyTorch raises an error if there is no compiler
         if batch_size is None:
             runner = Runner(model, CHUNK, 16, kv_dtype)
-            many = max(2, min(32, FastBlocks.most(runner) // 2))
+            many = max(2, min(32, 16 * runner.max_blocks))  # they fit into one group
             for rows, T in progress([(1, 1), (many, 1), (1, CHUNK)], COMPILING):
                 runner.forward([Row([0] * CHUNK, 0, [0] * T)] * rows)  # all write to block 0
         else:
@@ -78,22 +78,13 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
 COMPILING = "compiling decode, prefill"
 
 
-def compile_for_cpu(model: Transformer, has_blocks: bool) -> None:
+def compile_for_cpu(model: Transformer) -> None:
     """Compile the whole forward. One graph in which each block has code of its own would take
     minutes, and a graph for each block would cost Python 0.2 ms a layer in each step. So the blocks
     are regions: their code is compiled once, for all that differ only in their tensors."""
     for block in model.layers:
         block.__class__ = Region
-    compiled = torch.compile(model.forward, dynamic=False)
-
-    def forward(*args: Any) -> Tensor:
-        # A paged cache wants the logits of any number of tokens. One is made two, because one would
-        # be a graph of its own.
-        if has_blocks and len(args) == 4 and len(args[3]) == 1 < args[0].numel():
-            return compiled(*args[:3], mark(args[3].repeat(2), 0))[:1]
-        return compiled(*args)
-
-    vars(model)["forward"] = forward
+    vars(model)["forward"] = torch.compile(model.forward, dynamic=False)
     for module in model.modules():
         if isinstance(module, Int4Linear):
             module.unpack = compile_once(dequantize, dynamic=False)
@@ -114,25 +105,19 @@ def compile_for_cuda(model: Transformer, batch_size: int | None) -> None:
 # --- What the compiler sees -----------------------------------------------------------------------
 
 
-class Numbered(LayerCache):
-    """A layer's cache that the compiler does not look into: it knows the number of an Opaque."""
+class Opaque(LayerCache):
+    """A layer's cache, or experts, that the compiler does not look into: a function of x and more
+    tensors, which returns a tensor of x's shape. Compiled code calls the operator `opaque` (see
+    packed.py), and that calls `compute`. The function may also write to tensors, such as those of a
+    cache. The operator's schema does not say so, and need not, because the code around it does not
+    touch them. In compiled code an Opaque has nothing but the number of another."""
 
-    def __init__(self, number: Tensor) -> None:
-        self.number = number
+    def __init__(self, function: Any, number: Tensor | None = None) -> None:
+        self.function = function
+        self.number = number_of(self) if number is None else number
 
     def attend(self, x: Tensor, *more: Tensor) -> Tensor:
         return torch.ops.kilolm.opaque(x, [*more], self.number, x.shape[-1])
-
-
-class Opaque(Numbered):
-    """A function of x and more tensors that returns a tensor of x's shape, and that the compiler
-    does not look into. Compiled code calls the operator `opaque` (see packed.py), and that calls
-    `compute`. The function may also write to tensors, such as those of a cache. The operator's
-    schema does not say so, and need not, because the code around it does not touch them."""
-
-    def __init__(self, function: Callable[..., Tensor]) -> None:
-        super().__init__(number_of(self))
-        self.function = function
 
     def compute(self, x: Tensor, *more: Tensor) -> Tensor:
         return self.function(x, *more).contiguous()
@@ -142,13 +127,15 @@ class Region(Block):
     """A block of a model whose whole forward is compiled."""
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any) -> Tensor:
+        if isinstance(cache, NoCache):
+            return super().forward(x, cos, sin, cache)
         return cache.region(self, x, cos, sin, *cache.tensors)
 
 
 class Seen(NamedTuple):
     """One layer's cache, as a Region gets it."""
 
-    region: Callable[..., Tensor]  # one of the three below
+    region: Callable[..., Tensor]  # one of the two below
     tensors: tuple[Tensor, ...]  # what it gets
     owner: Any = None  # of a number, so that it lives as long as this
 
@@ -158,14 +145,15 @@ region = torch.compiler.nested_compile_region
 
 @region
 def run_hidden(block: Block, x: Tensor, cos: Tensor, sin: Tensor, number: Tensor) -> Tensor:
-    return Block.forward(block, x, cos, sin, Numbered(number))
+    return Block.forward(block, x, cos, sin, Opaque(None, number))
 
 
 @region
 def run_blocks(
     block: Block, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, slots: Tensor, *group: Tensor
 ) -> Tensor:
-    return Block.forward(block, x, cos, sin, StepBlocks(kv, slots, [StepGroup(*group)], None))
+    groups: Any = [StepGroup(*group)]
+    return Block.forward(block, x, cos, sin, StepBlocks(kv, slots, groups, None))
 
 
 def show_steps(model: Any, args: tuple) -> tuple:
@@ -192,7 +180,9 @@ def show_steps(model: Any, args: tuple) -> tuple:
         seen = [Opaque(layer.attend) for layer in layers]
         if tokens.is_cpu:
             seen = [Seen(run_hidden, (each.number,), each) for each in seen]
-    return mark(tokens, 1), mark(positions, 1), seen, *(mark(each, 0) for each in select)
+    if type(first) is Blocks:  # any number of tokens may need logits, one included
+        torch._dynamo.decorators.mark_unbacked(select[0], 0)
+    return mark(tokens, 1), mark(positions, 1), seen, *select
 
 
 def step_of(model: Transformer, positions: Tensor, layers: list) -> list[Seen] | None:
@@ -207,22 +197,23 @@ def step_of(model: Transformer, positions: Tensor, layers: list) -> list[Seen] |
         blocks = [*range(-(-end // size))]
         rows = [Row(blocks, end - 1, [0])]
         kvs = [kv[0].unflatten(1, (-1, size)) for kv in kvs]
-        runner: Any = SimpleNamespace(model=model, block_size=size, kv=kvs)
+        runner: Any = SimpleNamespace(model=model, block_size=size)
     elif type(first) is Blocks:
         runner = first.groups[0].runner
         size = runner.block_size
         rows = [row for group in first.groups for row in group.rows]
-        c = model.config
-        is_loop = loops_pay(len(rows), c.num_attention_heads // c.num_key_value_heads)
-        most = (StepBlocks if is_loop else FastBlocks).most(runner)
+        # Few calls are best here: with half as many blocks, 32 rows of 512 tokens in float32 would
+        # need two, and a step of the 110m shape would take 1.17 times as long. With more, more rows
+        # would be padded.
+        most = 32 * runner.max_blocks
         if len(rows[0].ids) > 1 or len([*groups_of(rows, size, most)]) > 1:
             return None
     else:
         return None
-    group = FastGroup(rows, runner)
+    group = Group(rows, runner)
     if group.table.shape[1] == 1:  # the compiler would take this size as a case of its own
         group.table = group.table.repeat(1, 2)
-    shared = mark(first.slots, 0), mark(group.table, 0, 1), mark(group.flat_table, 0, 2)
+    shared = mark(first.slots, 0), mark(group.table, 0, 1)
     # The compiler cannot yet give a region a size that is a product, such as W * block size.
     masks = {
         window: mark(group.masks[window].unflatten(3, (-1, size)), 0, 3, 4)
