@@ -26,7 +26,7 @@ class Growing(LayerCache):
             k, v = torch.cat((self.k, k), 2), torch.cat((self.v, v), 2)  # (B, K, S, H) each
         self.k, self.v = k, v
         T, S = q.shape[2], k.shape[2]
-        mask = torch.ones(T, S, dtype=torch.bool).tril(S - T)  # a query sees keys up to itself
+        mask = torch.full((T, S), -torch.inf).triu(S - T + 1)  # hides the keys after each query
         return attention(q, k, v, mask.repeat(q.shape[1] // k.shape[1], 1))
 
 

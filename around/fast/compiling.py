@@ -192,21 +192,18 @@ def step_of(model: Transformer, positions: Tensor, layers: list) -> list[Seen] |
     kvs = [layer.kv for layer in layers]
     if type(first) is Slab and positions.shape == (1, 1):
         # The slab of one sequence is blocks, side by side.
-        size = BUCKET
-        end = int(positions) + 1
-        blocks = [*range(-(-end // size))]
-        rows = [Row(blocks, end - 1, [0])]
-        kvs = [kv[0].unflatten(1, (-1, size)) for kv in kvs]
-        runner: Any = SimpleNamespace(model=model, block_size=size)
+        position = int(positions)
+        rows = [Row([*range(position // BUCKET + 1)], position, [0])]
+        kvs = [kv[0].unflatten(1, (-1, BUCKET)) for kv in kvs]
+        runner: Any = SimpleNamespace(model=model, block_size=BUCKET)
     elif type(first) is Blocks:
         runner = first.groups[0].runner
-        size = runner.block_size
         rows = [row for group in first.groups for row in group.rows]
         # Few calls are best here: with half as many blocks, 32 rows of 512 tokens in float32 would
         # need two, and a step of the 110m shape would take 1.17 times as long. With more, more rows
         # would be padded.
-        most = 32 * runner.max_blocks
-        if len(rows[0].ids) > 1 or len([*groups_of(rows, size, most)]) > 1:
+        groups = groups_of(rows, runner.block_size, 32 * runner.max_blocks)
+        if len(rows[0].ids) > 1 or len([*groups]) > 1:
             return None
     else:
         return None
@@ -216,7 +213,7 @@ def step_of(model: Transformer, positions: Tensor, layers: list) -> list[Seen] |
     shared = mark(first.slots, 0), mark(group.table, 0, 1)
     # The compiler cannot yet give a region a size that is a product, such as W * block size.
     masks = {
-        window: mark(group.masks[window].unflatten(3, (-1, size)), 0, 3, 4)
+        window: mark(group.masks[window].unflatten(3, (-1, runner.block_size)), 0, 3, 4)
         for window in model.config.windows
     }
     return [
