@@ -50,7 +50,7 @@ def replace_layers(model: Any, args: tuple) -> tuple:
 
 
 class FastGroup(Group):
-    """B rows with T new tokens each, of which as few keys as possible are copied."""
+    """A Group, and the indices by which its blocks are copied."""
 
     @cached_property
     def flat_table(self) -> Tensor:
@@ -183,7 +183,7 @@ def attend_to_prompt(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Ten
     small however long the text is.
 
     Args:
-        q: (B, N, T, H).
+        q: (B, N, T, H), where T is at least PROMPT.
         k, v: (B, K, S, H), where K divides N: the keys of the S - T tokens that came before, of
             which there may be none, then those of the T tokens.
         window: how many tokens a query sees; None: all of them.

@@ -191,7 +191,7 @@ def step_of(model: Transformer, positions: Tensor, layers: list) -> list[Seen] |
     first = layers[0]
     kvs = [layer.kv for layer in layers]
     if type(first) is Slab and positions.shape == (1, 1):
-        # The slab of one sequence is blocks, side by side.
+        # The slab of one sequence is blocks, side by side; two or more, as one is never read.
         position = int(positions)
         rows = [Row([*range(position // BUCKET + 1)], position, [0])]
         kvs = [kv[0].unflatten(1, (-1, BUCKET)) for kv in kvs]
