@@ -1,13 +1,14 @@
 """Many sequences at once: LLM, a class with the interface of vLLM's.
 
-    llm = LLM("checkpoints/shakespeare")
-    for request in llm.generate(["ROMEO:", "JULIET:"], max_tokens=20):
-        print(request.outputs[0].text)
+    llm = LLM(model="checkpoints/shakespeare")
+    for output in llm.generate(["ROMEO:", "JULIET:"], SamplingParams(max_tokens=20)):
+        print(output.prompt, output.outputs[0].text)
 
 Read: LLM.generate.
 """
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,34 +22,41 @@ from scheduler import Request
 class LLM:
     """This engine with the interface of vLLM's LLM class: generate and chat."""
 
-    def __init__(self, checkpoint: Path | str, **options: Any) -> None:
-        """Load a checkpoint, plain or quantised.
+    def __init__(self, model: Path | str, **options: Any) -> None:
+        """Load a model, plain or quantised.
 
         Args:
+            model: a Hugging Face folder.
             options: settings.EngineArgs: device, dtype, quantize, compile, speculate, ...
         """
         if os.getenv("WORLD_SIZE", "1") != "1":
             raise ValueError("LLM is one process: under torchrun, use generate.py or server.py")
-        args = EngineArgs(checkpoint=Path(checkpoint), **options)
+        args = EngineArgs(checkpoint=Path(model), **options)
         ranks = Ranks(pick_device(args.device))
         self.checkpoint = args.checkpoint
         self.engine = make_engine(args, ranks, *load_models(args, ranks))
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the checkpoint's own settings. dataclasses.replace makes others of them."""
+        return SamplingParams(**suggested(self.checkpoint))
+
     def generate(
         self,
         prompts: str | list | JSON,
-        params: SamplingParams | list | None = None,
+        sampling_params: SamplingParams | list | None = None,
+        use_tqdm: bool = True,
         **changes: Any,
     ) -> list[Request]:
-        """Complete the prompts, all at once, and count them on a terminal.
+        """Complete the prompts, all at once.
 
         Args:
             prompts: a prompt or a list of prompts. Each is a text or a list of token ids, or a dict
                 with one of these as "prompt" or "prompt_token_ids". Arrays of numpy will do too.
-            params: one SamplingParams for all prompts, or a list with one each; the checkpoint's
-                defaults are then ignored.
-            changes: fields of SamplingParams by name, if there are no `params`. They replace the
-                checkpoint's defaults, as on the command line and in the server.
+            sampling_params: one SamplingParams for all prompts, or a list with one each; the
+                checkpoint's defaults are then ignored.
+            use_tqdm: count the finished prompts on stderr, where that is a terminal.
+            changes: fields of SamplingParams by name, if there are no `sampling_params`. They
+                replace the checkpoint's defaults, as on the command line and in the server.
 
         Returns:
             One finished request for each prompt, in order. If an output's finish_reason is "error",
@@ -56,22 +64,19 @@ class LLM:
 
         Raises:
             ValueError: one of the prompts cannot be run; then none of them is. Or there are both
-                `params` and `changes`.
+                `sampling_params` and `changes`.
         """
         prompts = plain(prompts)
         if not isinstance(prompts, list) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
         prompts = [prompt_of(each) for each in prompts]
-        if params is not None and changes:
-            raise ValueError(f"give params, or {', '.join(changes)}, not both")
-        if params is None:
-            params = SamplingParams(**suggested(self.checkpoint) | changes)
-        params = params if isinstance(params, list) else [params] * len(prompts)
+        params = self._params_of(len(prompts), sampling_params, changes)
         requests = [self.engine.prepare(*each) for each in zip(prompts, params, strict=True)]
         try:
             for request in requests:
                 self.engine.submit(request)
-            for request in progress(requests, "generating"):  # the engine may run others too
+            # The engine may run others, too.
+            for request in progress(requests, "generating") if use_tqdm else requests:
                 while not request.finished:
                     self.engine.step()
         except BaseException:  # Ctrl-C, at any line
@@ -79,12 +84,18 @@ class LLM:
             raise
         return requests
 
-    def chat(self, messages: list, **changes: Any) -> list[Request]:
+    def chat(
+        self,
+        messages: list,
+        sampling_params: SamplingParams | list | None = None,
+        use_tqdm: bool = True,
+        **changes: Any,
+    ) -> list[Request]:
         """Answer a chat, or several at once, with the checkpoint's chat template.
 
         Args:
             messages: [{"role": "user", "content": "Hi"}, ...], or a list of such lists.
-            changes: see generate.
+            sampling_params, use_tqdm, changes: see generate.
 
         Returns:
             One finished request for each chat, in order.
@@ -95,9 +106,22 @@ class LLM:
         tokenizer = self.engine.tokenizer
         assert tokenizer
         chats = messages if messages and isinstance(messages[0], list) else [messages]
-        params = SamplingParams(**suggested(self.checkpoint) | changes)
-        params = params.with_stop(tokenizer.chat_stop)
-        return self.generate([tokenizer.encode_chat(each) for each in chats], params)
+        params = self._params_of(len(chats), sampling_params, changes)
+        params = [each.with_stop(tokenizer.chat_stop) for each in params]
+        texts = [tokenizer.render_chat(each) for each in chats]
+        ids = [tokenizer.encode(text, tokenizer.is_bare) for text in texts]
+        requests = self.generate(ids, params, use_tqdm)
+        for request, text in zip(requests, texts):
+            request.prompt = text
+        return requests
+
+    def _params_of(self, count: int, sampling_params: Any, changes: JSON) -> list[SamplingParams]:
+        """Return a SamplingParams for each of `count` prompts; see generate."""
+        if sampling_params is None:
+            sampling_params = replace(self.get_default_sampling_params(), **changes)
+        elif changes:
+            raise ValueError(f"give sampling_params, or {', '.join(changes)}, not both")
+        return sampling_params if isinstance(sampling_params, list) else [sampling_params] * count
 
 
 def prompt_of(prompt: Any) -> str | Ids:

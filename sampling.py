@@ -32,6 +32,13 @@ class Token(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()  # (id, logprob) of the likeliest, likeliest first
     text: str = ""  # what it adds; of several tokens that make one character, the last adds it
 
+    @property
+    def logprobs(self) -> "dict[int, Token] | None":
+        """As in vLLM: id -> Token, of this token and the likeliest ones; None if there are none."""
+        if self.logprob is None:
+            return None
+        return {i: Token(i, logprob) for i, logprob in ((self.id, self.logprob), *self.top)}
+
 
 # --- The sampler ----------------------------------------------------------------------------------
 
@@ -52,7 +59,7 @@ def sample(logits: Tensor, batch: Batch) -> list[Token]:
         ids = logits.float().argmax(-1).tolist()  # argmax of bfloat16 takes three times as long
     else:
         ids = choose_ids(logits, batch)
-    return scored(logits, ids, batch)
+    return scored(logits, ids, [sequence.params.logprobs for sequence in batch])
 
 
 def choose_ids(logits: Tensor, batch: Batch) -> Ids:
@@ -253,25 +260,24 @@ def finite(logits: Tensor) -> Tensor:
     return logits.amax(-1).isfinite()
 
 
-def scored(logits: Tensor, ids: Ids, batch: Batch) -> list[Token]:
+def scored(logits: Tensor, ids: Ids, counts: list[int | None]) -> list[Token]:
     """Add log-probabilities to token ids.
 
     Args:
         logits: (B, V), any float dtype.
         ids: the B tokens' ids.
-        batch: the B sequences that they belong to. params.logprobs says how many of the likeliest
-            tokens are added; None: the token gets no log-probabilities.
+        counts: for each of them, how many of the likeliest tokens are added (params.logprobs);
+            None: it gets no log-probabilities.
 
     Returns:
         B tokens.
     """
     tokens = [Token(i) for i in ids]
-    counts = [sequence.params.logprobs for sequence in batch]
     if all(count is None for count in counts):
         return tokens
     logprobs = logits.float().log_softmax(-1).clamp_(min=-9999)  # as vLLM: JSON has no infinity
     own = logprobs.gather(1, torch.tensor([ids], device=logits.device).t())  # (B, 1)
-    k = min(20, logits.shape[-1])  # params.logprobs allows no more
+    k = min(20, logits.shape[-1])  # SamplingParams allow no more
     best = logprobs.topk(k)
     # One copy to the host for all numbers, because each copy waits for the GPU to finish. float32
     # holds ids up to 2**24.
@@ -356,8 +362,17 @@ class Sequence:
         return self._stream.text
 
     @property
-    def output_ids(self) -> Ids:
+    def token_ids(self) -> Ids:
+        """The output's ids."""
         return self.ids[self.prompt_len :]
+
+    @property
+    def logprobs(self) -> list[dict[int, Token] | None]:
+        """Each output token's log-probabilities; see Token.logprobs."""
+        return [token.logprobs for token in self.tokens]
+
+    def __repr__(self) -> str:
+        return f"{self.text!r} ({len(self.tokens)} tokens, {self.finish_reason or 'running'})"
 
     @property
     def takes_argmax(self) -> bool:

@@ -48,25 +48,37 @@ class Request:
     """What one user asked for, and the result, like vLLM's RequestOutput.
 
     Attributes:
-        outputs: n sequences, each with text, output_ids, tokens (log-probabilities), finish_reason,
-            and times (created, first token, ..., last token). When the prompt of the first one has
-            been computed, the others are forked from it and share its blocks.
-        prompt_tokens: a Token for each prompt id, if prompt_logprobs are asked for with logprobs.
-            The first has no log-probability, as nothing comes before it.
+        prompt: its text; None: it was given as ids.
+        outputs: n sequences, each with text, token_ids, logprobs, finish_reason, and times
+            (created, first token, ..., last token). When the prompt of the first one has been
+            computed, the others are forked from it and share its blocks.
+        prompt_tokens: a Token for each prompt id, if prompt_logprobs are asked for. The first has
+            no log-probability, as nothing comes before it.
         priority: the lowest number runs first, as in vLLM.
         cache_salt: only requests with the same salt share prefixes.
     """
 
     id: str | None = None
+    prompt: str | None = None
     priority: int = 0
     cache_salt: str | None = None
     outputs: list["Job"] = field(default_factory=list)
-    prompt_tokens: list[Token] = field(default_factory=list)
+    prompt_tokens: list[Token] = field(default_factory=list, repr=False)
     arrival: int = 0
 
     @property
     def finished(self) -> bool:
         return all(job.finish_reason for job in self.outputs)
+
+    @property
+    def prompt_token_ids(self) -> Ids:
+        first = self.outputs[0]
+        return first.ids[: first.prompt_len]
+
+    @property
+    def prompt_logprobs(self) -> list[dict[int, Token] | None]:
+        """Each prompt token's log-probabilities; see Token.logprobs."""
+        return [token.logprobs for token in self.prompt_tokens]
 
 
 @dataclass
@@ -119,7 +131,7 @@ class Job(Sequence):
     @property
     def scores_prompt(self) -> bool:
         """Whether its prompt needs log-probabilities and has not run to its end."""
-        return self.params.prompt_logprobs and self.params.logprobs is not None and not self.tokens
+        return self.params.prompt_logprobs is not None and not self.tokens
 
 
 def place_in_line(job: Job) -> tuple[int, int]:
@@ -286,15 +298,16 @@ class Engine:
         """Make a request for submit(). The engine does not change, so any thread may call this.
 
         Args:
-            options: Request's id, priority and cache_salt.
+            options: Request's id, priority and cache_salt, and the text of a prompt of ids.
 
         Raises:
             SettingError: see Sequence and structured.make_matcher.
         """
+        request = Request(**options)
         if isinstance(prompt, str):
             assert self.tokenizer, "this engine has no tokenizer: give token ids"
+            request.prompt = prompt
             prompt = self.tokenizer.encode(prompt)
-        request = Request(**options)
         check("priority", request.priority, int, -(2**31))
         check("cache_salt", request.cache_salt, str | None)
         matcher = None
@@ -560,4 +573,4 @@ class Engine:
         if start == 1:  # the prompt begins, perhaps once more after a preemption
             prompt[:] = [Token(job.ids[0])]  # nothing comes before it
         ids = job.ids[start : start + len(logits)]  # one fewer at the end of the prompt
-        prompt += scored(logits[: len(ids)], ids, [job] * len(ids))
+        prompt += scored(logits[: len(ids)], ids, [job.params.prompt_logprobs] * len(ids))

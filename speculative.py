@@ -122,7 +122,7 @@ class Guesser(Proposer):
         results = []
         for job, job_logits, count, last_id in zip(jobs, logits.split(sizes), counts, last_ids):
             kept = [*job.guess.ids[:count], last_id]
-            results.append(scored(job_logits[: count + 1], kept, [job] * len(kept)))
+            results.append(scored(job_logits[: count + 1], kept, [job.params.logprobs] * len(kept)))
         return results
 
     def summary(self) -> str:

@@ -199,8 +199,7 @@ SHAPING = (
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose each token, and when to stop. Names and meanings are those of vLLM, but
-    prompt_logprobs is a bool here.
+    """How to choose each token, and when to stop. Names and meanings are those of vLLM.
 
     Raises:
         SettingError: a value has the wrong type, or is out of its range, NaN or infinite. But
@@ -224,10 +223,11 @@ class SamplingParams:
     min_tokens: int = setting(
         0, "no EOS, stop token or stop string ends the text earlier, but a structure does", 0
     )
-    # Return log-probabilities of the sampled tokens, and of this many likeliest ones.
+    # Return log-probabilities of the sampled tokens, or of the prompt's, and of this many likeliest
+    # ones in each place; prompt_logprobs: Engine only.
     logprobs: int | None = field(default=None, metadata=dict(range=(0, 20)))
+    prompt_logprobs: int | None = field(default=None, metadata=dict(range=(0, 20)))
     logit_bias: dict[int, float] = field(default_factory=dict)  # token id -> added to its logit
-    prompt_logprobs: bool = False  # with logprobs, also those of the prompt; Engine only
     stop: tuple[str, ...] = setting((), "end before any of these texts", nargs="+", action="extend")
     stop_token_ids: tuple[int, ...] = setting(
         (), "end at any of these tokens (1024 at most)", nargs="+", action="extend"

@@ -48,7 +48,7 @@ def test_nothing_is_compiled_after_warm_up():
             cache = StaticCache(compiled, 1, capacity)
             with torch.compiler.set_stance("fail_on_recompile"):
                 list(generate(compiled, sequence, cache, chunk=32))
-            assert sequence.output_ids == expected.output_ids
+            assert sequence.token_ids == expected.token_ids
     # The guard can fail: a batch of three is compiled anew.
     positions, layers = StaticCache(compiled, 3, 64).plan(0, 1)
     with torch.compiler.set_stance("fail_on_recompile"), pytest.raises(RuntimeError):

@@ -168,7 +168,7 @@ def test_a_thought_is_no_call(monkeypatch):
         head = made.removesuffix(f" {A_CALL}").removesuffix(A_CALL if calls else "")
         for is_raw, parts in itertools.product((False, True), ([made], words)):
             reader = Reader(Tools(FORMS["hermes"], SCHEMAS, True))
-            choice = Choice(0, job, "message", TOKENIZER, marks, is_raw, reader)
+            choice = Choice(0, job, "message", TOKENIZER, marks, is_raw, False, reader)
             got = {"reasoning_content": "", "content": ""}
             for so_far in itertools.accumulate(parts):
                 job.text, job.finish_reason = so_far, "stop" if so_far == made else None

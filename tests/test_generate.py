@@ -95,7 +95,7 @@ def folder(tmp_path):
 
 def ids_of(result):
     assert result.code == 0, result.err
-    return result.sequences[0].output_ids
+    return result.sequences[0].token_ids
 
 
 def fails(result, pattern="", usage=False):
@@ -145,13 +145,13 @@ def test_seeds_and_python(cli, monkeypatch):
     sampled by SamplingParams' defaults, the command line as the checkpoint suggests. Ids were taken
     for three prompts; under torchrun each process loaded the whole model."""
     result = cli(*SEEDED, "--num-samples", 3)
-    three = [each.output_ids for each in result.sequences]
+    three = [each.token_ids for each in result.sequences]
     assert three == [ids_of(cli(*SEEDED, "--seed", seed)) for seed in (3, 4, 5)]
     assert result.out == "---\n".join(each.text + "\n" for each in result.sequences)
-    assert three[0] == recompute(seed=3).output_ids
+    assert three[0] == recompute(seed=3).token_ids
     assert three[0] != three[1] != three[2] and result.err.count("\n") == 3
     a, b = cli(*SHORT, "--n", 2, "--temperature", 3).sequences
-    assert a.output_ids != b.output_ids
+    assert a.token_ids != b.token_ids
     assert cli("--max-tokens", 1, "--n", 2, "--seed", 2**63 - 1).code == 0  # seeds wrap around
     made = LLM(SHAKESPEARE, device="cpu", dtype="float32", num_blocks=32)
     same = {"seed": 3, "max_tokens": 12, "ignore_eos": True}
@@ -163,7 +163,7 @@ def test_seeds_and_python(cli, monkeypatch):
     given = {"seed": np.int64(3), "stop_token_ids": [np.uint16(0)], "logit_bias": {np.int32(1): 0}}
     for prompts in (long, [long], wide, [wide], {"prompt_token_ids": wide}, torch.tensor(IDS)):
         (found,) = made.generate(prompts, **same | given)
-        assert found.outputs[0].output_ids == request.outputs[0].output_ids
+        assert found.outputs[0].token_ids == request.outputs[0].token_ids
         assert {type(i) for i in found.outputs[0].ids} == {int}
     (other,) = made.generate(TEXT, SamplingParams(**same))
     assert other.outputs[0].text != request.outputs[0].text  # just these
@@ -172,7 +172,7 @@ def test_seeds_and_python(cli, monkeypatch):
     for chats in (turns, [turns, turns]):
         for request in made.chat(chats, stop="e", seed=1, max_tokens=99):
             (output,) = request.outputs
-            assert output.ids[: output.prompt_len] == TOKENIZER.encode_chat(turns)
+            assert request.prompt_token_ids == TOKENIZER.encode_chat(turns)
             assert output.params.stop == ("e", *TOKENIZER.chat_stop)
     for wrong in (5, None, {"x": 1}, [5.5], [None]):
         with pytest.raises(ValueError, match=r"^prompt must be str"):
@@ -180,6 +180,48 @@ def test_seeds_and_python(cli, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="under torchrun"):
         LLM(SHAKESPEARE)
+
+
+COMPLETE = """
+from vllm import LLM, SamplingParams
+
+texts = ["ROMEO:", "JULIET:", "The king is"]
+params = SamplingParams(temperature=0.8, top_p=0.95, seed=1, logprobs=2, prompt_logprobs=0)
+outputs = LLM(model=MODEL).generate(texts, params)
+for output in outputs:
+    print(f"{output.prompt!r} -> {output.outputs[0].text!r}")
+"""
+CHAT = """
+from vllm import LLM, SamplingParams
+
+llm = LLM(model=MODEL, dtype="float32", max_num_seqs=4)
+talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who is there?"}]
+outputs = llm.chat(talk, SamplingParams(temperature=0, max_tokens=9), use_tqdm=False)
+outputs += llm.chat([talk] * 3, sampling_params=llm.get_default_sampling_params(), use_tqdm=True)
+for output in outputs:
+    print(f"{output.prompt!r} -> {output.outputs[0].text!r}")
+"""
+
+
+@pytest.mark.parametrize("script", [COMPLETE, CHAT])
+def test_scripts_for_vllm(script, capsys):
+    """One with another import, and no other change, fails; or prints what no person can read."""
+    names = {"MODEL": str(SHAKESPEARE)}
+    exec(script.replace("from vllm import", "from llm import"), names)
+    prompts = names.get("texts") or [TOKENIZER.render_chat(names["talk"])] * 4
+    shown = capsys.readouterr().out.splitlines()
+    for line, prompt, output in zip(shown, prompts, names["outputs"], strict=True):
+        (made,) = output.outputs
+        assert line == f"{prompt!r} -> {made.text!r}" and made.text
+        assert output.prompt_token_ids + made.token_ids == made.ids
+        assert repr(prompt) in repr(output) and repr(made.text) in repr(output)
+    if script is COMPLETE:
+        first, *others = output.prompt_logprobs
+        assert first is None and [[*each] for each in others] == [
+            [i] for i in made.ids[1 : made.prompt_len]
+        ]
+        for i, found in zip(made.token_ids, made.logprobs, strict=True):
+            assert next(iter(found)) == i and found[i].logprob < 0 and len(found) in (2, 3)
 
 
 def test_line_ends_and_alphabets(cli, monkeypatch, tmp_path):
@@ -432,7 +474,7 @@ def test_interrupt(cli, interrupt, monkeypatch):
     result = cli(*SEEDED, *interrupt(6))
     assert (result.code, result.out) == (130, want.out) and re.fullmatch(STATISTICS, result.err)
     (got,) = result.sequences
-    assert (got.finish_reason, got.output_ids) == ("interrupted", ids_of(want))
+    assert (got.finish_reason, got.token_ids) == ("interrupted", ids_of(want))
     assert cli(*SEEDED, *interrupt(1))[:3] == (130, "\n", "")  # statistics of no tokens
     monkeypatch.setattr(begin, "load_model", lambda *_: signal.raise_signal(signal.SIGINT))
     assert cli(*SEEDED)[:3] == (130, "", "")

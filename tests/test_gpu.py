@@ -55,7 +55,7 @@ WAYS = {
     "a sort of all": ("plain", LOUD | dict(top_k=290), {}, 3),
     "greedy and sampled": ("plain", [{}, LOUD, PENALTIES] * 2, {}, 2),
     "log-probabilities": ("plain", LOUD | dict(logprobs=3), {}, 3),
-    "of prompts": ("plain", dict(logprobs=0, prompt_logprobs=True), {}, 3 + 5),
+    "of prompts": ("plain", dict(logprobs=0, prompt_logprobs=0), {}, 3 + 5),
     "several outputs": ("plain", LOUD | dict(n=3), {}, 2),
     "preempted": ("plain", LOUD, dict(num_blocks=5), 2),
     "int8 keys": ("plain", {}, dict(kv_dtype="int8"), 2),

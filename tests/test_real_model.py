@@ -100,8 +100,8 @@ def test_tokens_are_those_of_transformers(folder, words):
         expected.append(made[0, len(ids) :].tolist())
         sequence = Sequence(ids, GREEDY, model.config)
         list(generate(model, sequence, StaticCache(model, 1, sequence.max_len), 512))
-        assert sequence.output_ids == expected[-1], "alone"
+        assert sequence.token_ids == expected[-1], "alone"
     for way in ({}, {"max_num_batched_tokens": 100, "max_num_seqs": 4, "speculate": 4}):
         llm = LLM(folder, dtype="float32", max_seq_len=2048, **way)
         got = llm.generate(prompts, GREEDY)
-        assert [request.outputs[0].output_ids for request in got] == expected, way
+        assert [request.outputs[0].token_ids for request in got] == expected, way

@@ -51,10 +51,10 @@ RANGES = {
     "temperature": (0, 1e4), "top_k": (-1, 2**31), "top_p": (1e-6, 1), "min_p": (0, 1),
     "repetition_penalty": (1e-6, 1e4), "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2),
     "seed": (-(2**63), 2**63 - 1), "max_tokens": (1, 2**31), "logprobs": (0, 20), "n": (1, 128),
-    "min_tokens": (0, 2**31),
+    "min_tokens": (0, 2**31), "prompt_logprobs": (0, 20),
 }  # fmt: skip
-INTEGERS = {"top_k", "seed", "max_tokens", "min_tokens", "logprobs", "n"}
-OPTIONAL = {"seed", "logprobs"}
+INTEGERS = {"top_k", "seed", "max_tokens", "min_tokens", "logprobs", "n", "prompt_logprobs"}
+OPTIONAL = {"seed", "logprobs", "prompt_logprobs"}
 WRONG = {
     "stop": ([""], "", [1], b"ab", ["a", None], ["x"] * 17, "x" * 257, 5),
     "stop_token_ids": ([-1], [True], [1.0], ["1"], "12", 5),
@@ -62,7 +62,6 @@ WRONG = {
                    {1: 100.5}, {1: -101}, {1: True}, {1: "1"}, {1: None}, [1],
                    dict.fromkeys(range(1025), 1.0)),
     "ignore_eos": ("no", 1),
-    "prompt_logprobs": ("no", 1, 0),
 }  # fmt: skip
 
 
@@ -521,8 +520,8 @@ def test_ends():
             sequence = start(tokenizer=tokenizer, **options)
             prompt = list(sequence.ids)
             feed(sequence, ids)
-            assert sequence.output_ids == list(ids[:output]), options
-            assert sequence.ids == prompt + sequence.output_ids
+            assert sequence.token_ids == list(ids[:output]), options
+            assert sequence.ids == prompt + sequence.token_ids
             assert sequence.finish_reason == reason, options
             assert sequence.times == sorted(sequence.times)
             assert len(sequence.times) == output + 1

@@ -84,7 +84,7 @@ def guessed(model, ids, wish: SamplingParams, draft, speculate: int, *more) -> l
 def assert_same(request, expected: list[Sequence]):
     """Same tokens, log-probabilities, text and end."""
     for got, want in zip(request.outputs, expected, strict=True):
-        assert got.output_ids == want.output_ids
+        assert got.token_ids == want.token_ids
         assert (got.finish_reason, got.text) == (want.finish_reason, want.text)
         for a, b in zip(got.tokens, want.tokens, strict=True):
             assert a.id == b.id
@@ -322,7 +322,7 @@ def test_memory_of_scores():
     attend_fast(model)
     at = Engine(model, None, num_blocks=200, max_num_seqs=4, max_num_batched_tokens=1024)
     for i in range(4):
-        at.add_request([i + 1, *[7, 8] * 150], params(30, ignore_eos=True, prompt_logprobs=True))
+        at.add_request([i + 1, *[7, 8] * 150], params(30, ignore_eos=True, prompt_logprobs=2))
     assert max(peak(at.step) for _ in range(4)) < 40e6
     assert sum(at.ran.values()) == 67  # the others run too, a token at a time
 
@@ -583,7 +583,7 @@ def test_logprobs_of_a_prompt(speculate):
     """Those of a chunk's last token lost, or of all that was found in the prefix cache; those of a
     prompt that was preempted in its middle noted twice; a guess taken for a token of the prompt."""
     at = engine(num_blocks=11, max_num_seqs=2, speculate=speculate)
-    wish = params(4, n=2, prompt_logprobs=True, ignore_eos=True)
+    wish = params(4, n=2, prompt_logprobs=1, ignore_eos=True)
     for ids in (WORDS[:13], WORDS[:13], WORDS[:1], WORDS[:2]):
         at.add_request(WORDS[:20], params(20, ignore_eos=True), priority=1)
         step(at)
@@ -592,7 +592,7 @@ def test_logprobs_of_a_prompt(speculate):
         assert request.outputs[0].cached == 0  # nothing was looked for
         assert_prompt(request, MODEL, ids)
     at = engine()
-    for echo, looked_for in ((params(1), 13), (wish, 0), (replace(wish, logprobs=None), 13)):
+    for echo, looked_for in ((params(1), 13), (wish, 0), (replace(wish, prompt_logprobs=None), 13)):
         queries = at.stats["prefix_cache_queries"]
         request = at.add_request(WORDS[:13], echo)
         drain(at)
@@ -700,8 +700,8 @@ def some_job(draw):
     return WORDS[start : start + length] + tail, SamplingParams(
         temperature=draw.choice([0.0, 1.0]), seed=draw.choice([1, 2]), n=draw.choice([1, 1, 2, 3]),
         max_tokens=draw.choice([1, 2, 5, 9]), logprobs=1, ignore_eos=draw.choice([False, True]),
-        stop_token_ids=draw.choice([[], [], [3, 9, 17, 30]]), prompt_logprobs=draw.random() < 0.2,
-        stop=draw.choice([[], [], ["b", "kl", "R"]]),
+        stop_token_ids=draw.choice([[], [], [3, 9, 17, 30]]),
+        stop=draw.choice([[], [], ["b", "kl", "R"]]), prompt_logprobs=draw.choice([None] * 4 + [1]),
     )  # fmt: skip
 
 
@@ -748,11 +748,11 @@ def traffic(draw: random.Random, model: Transformer, guess: str | None) -> Engin
         want = guessed(model, ids, wish, *more) if guess else alone(at, ids, wish, model)
         if request not in aborted:
             assert_same(request, want)
-            if wish.prompt_logprobs:
+            if wish.prompt_logprobs is not None:
                 assert_prompt(request, model, ids)
         for a, b in zip(request.outputs, want, strict=True):
             assert a.finish_reason in (b.finish_reason, "abort")
-            assert a.output_ids == b.output_ids[: len(a.output_ids)] and b.text.startswith(a.text)
+            assert a.token_ids == b.token_ids[: len(a.token_ids)] and b.text.startswith(a.text)
     return at
 
 

@@ -285,7 +285,7 @@ def test_chunks(local):
     tokens, params = Growing([sampling.Token(0, -1.0, (), "0 ")]), SamplingParams(logprobs=0)
     job = SimpleNamespace(params=params, tokens=tokens, text="", finish_reason=None)
     marks = ("", "<think>", "</think>")
-    choice = Choice(0, job, "text", TOKENIZER, marks, False, Reader(NO_TOOLS))
+    choice = Choice(0, job, "text", TOKENIZER, marks, False, False, Reader(NO_TOOLS))
     parts = [choice.take_new() for _ in range(12)]
     found = [text for part in parts if part for text in part["logprobs"]["tokens"]]
     assert found == [f"{i} " for i in range(9)]

@@ -100,7 +100,7 @@ def play(guess: str, n: int = 3, **wish) -> list[tuple[int, ...]]:
                 s.append(token)
             s.guess = Guess()
     assert guesses > 0
-    return [tuple(s.output_ids[1 : n + 1]) for s in sequences]
+    return [tuple(s.token_ids[1 : n + 1]) for s in sequences]
 
 
 @cache
@@ -251,7 +251,7 @@ def test_cached_blocks_and_guesses():
 
 
 IDS, GREEDY = WORDS[:5], params(24, temperature=0, ignore_eos=True)
-TEXT, PREFIX = (alone(engine(), ids, GREEDY)[0].output_ids for ids in (IDS, IDS[:2]))
+TEXT, PREFIX = (alone(engine(), ids, GREEDY)[0].token_ids for ids in (IDS, IDS[:2]))
 
 
 @pytest.mark.parametrize(("blocks", "seqs", "budget"), [(20, 4, 21), (11, 3, 15), (9, 2, 10)])
@@ -322,7 +322,7 @@ class Script(Guesser):
     def propose(self, sequences):
         for s in sequences:
             ids = [(i + (j in (3, 4, 9))) % 32 for j, i in enumerate(TEXT)]
-            ids = ids[len(s.output_ids) :][: s.num_guesses]
+            ids = ids[len(s.token_ids) :][: s.num_guesses]
             s.guess = Guess(ids, [1.0] * len(ids))
 
 
@@ -334,7 +334,7 @@ def test_what_became_of_the_guesses():
     (sequence,) = at.add_request(IDS, replace(GREEDY, max_tokens=11)).outputs
     drain(at)
     assert (at.stats["generation_tokens"], at.stats["computed_tokens"]) == (11, 5 + 4 + 4 + 4 + 3)
-    assert sequence.output_ids == TEXT[:11]
+    assert sequence.token_ids == TEXT[:11]
     # 0; 1 2 and 3 refused; 4 refused; 5 6 7 and 8; 9 refused, and 10 is the last
     assert proposer.offered == [4, 3, 3] and proposer.accepted == [2, 2, 1]
     assert (

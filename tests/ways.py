@@ -209,7 +209,7 @@ def run_forked(model: Transformer, jobs: list[Job], **options: Any) -> Tokens:
 def run_scored(model: Transformer, jobs: list[Job], **options: Any) -> Tokens:
     """Ask for the log-probabilities of the prompts, whose tokens come first."""
     engine = make(model, **options)
-    jobs = [(ids, replace(params, prompt_logprobs=True)) for ids, params in jobs]
+    jobs = [(ids, replace(params, prompt_logprobs=params.logprobs)) for ids, params in jobs]
     requests = [engine.add_request(*job) for job in jobs]
     outputs = finish(engine, requests)
     return [request.prompt_tokens + tokens for request, tokens in zip(requests, outputs)]

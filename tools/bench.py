@@ -400,7 +400,7 @@ def speculation(args: Namespace) -> int:
 
     def run(proposer: Any) -> tuple[float, list[int]]:
         done = finish(Engine(model, proposer=proposer, **limits), prompt, params)
-        return (args.new_tokens - 1) / (done.times[-1] - done.times[1]), done.output_ids
+        return (args.new_tokens - 1) / (done.times[-1] - done.times[1]), done.token_ids
 
     def plain() -> dict[str, float]:
         before[:] = run(None)

@@ -77,7 +77,7 @@ class Completion:
         jobs = [job for request in requests for job in request.outputs]
         is_raw = fields["reasoning_format"] == "none"
         self.choices = [
-            Choice(i, job, key, api.tokenizer, marks, is_raw, Reader(tools))
+            Choice(i, job, key, api.tokenizer, marks, is_raw, fields["echo"], Reader(tools))
             for i, job in enumerate(jobs)
         ]
 
@@ -138,6 +138,7 @@ class Choice:
             that is streamed.
         marks: see marks_of.
         is_raw: whether the thought stays in the text.
+        shows_prompt: whether the text begins with the prompt's.
         reader: splits the answer into text and calls.
         num_thought, num_tokens: how many characters of the thought, and tokens with
             log-probabilities, have been taken.
@@ -151,6 +152,7 @@ class Choice:
     tokenizer: Tokenizer
     marks: tuple
     is_raw: bool
+    shows_prompt: bool
     reader: Reader
     num_thought: int = 0
     num_tokens: int = 0
@@ -183,7 +185,7 @@ class Choice:
         self.ended = bool(reason)
         self.num_thought += len(thought)
         self.num_tokens += len(tokens)
-        if is_first and job.params.prompt_logprobs:  # the body has `echo`; see translate
+        if is_first and self.shows_prompt:
             prompt, prompt_tokens = self.echo()
             text = prompt + text
             tokens = prompt_tokens + tokens

@@ -161,9 +161,8 @@ def translate(given: JSON, chat: bool) -> JSON:
 
         max_tokens, logprobs, structured_outputs   from fields that have other names in OpenAI's API
         include_usage, continuous_usage_stats      out of stream_options
-        prompt_logprobs                            equals `echo`, and Choice shows the prompt by it.
-                                                   If logprobs are asked for, the prompt gets them
-                                                   too. A body that has this field is refused
+        prompt_logprobs                            with `echo`, as many as logprobs. A body that
+                                                   has this field is refused
 
     Raises:
         SettingError: a field has the wrong type, or asks for what is not supported.
@@ -179,7 +178,6 @@ def translate(given: JSON, chat: bool) -> JSON:
     check_supported(fields, chat)
     if "max_completion_tokens" in fields:
         fields["max_tokens"] = fields["max_completion_tokens"]
-    fields["prompt_logprobs"] = fields["echo"]
     if chat:  # here `logprobs` is a bool, and `top_logprobs` the number
         num_top = fields.get("top_logprobs", 0)
         is_scored = check("logprobs", fields.pop("logprobs", False), bool)
@@ -189,6 +187,7 @@ def translate(given: JSON, chat: bool) -> JSON:
             raise SettingError("top_logprobs", "needs logprobs: true")
         if fields["continue_final_message"] and given.get("add_generation_prompt"):
             raise SettingError("add_generation_prompt", "excludes continue_final_message: true")
+    fields["prompt_logprobs"] = fields.get("logprobs") if fields["echo"] else None
     # What is no id stays a text, which check_ids refuses.
     fields["logit_bias"] = {
         int(i) if re.fullmatch("0|[1-9][0-9]{,8}", i) else i: bias

@@ -98,10 +98,10 @@ def test_generation_and_speculation_have_it() -> None:
     """Both draw from distribution(), so they need no change."""
     call(SamplingParams, todo=TODO, top_n_sigma=1.0)
     ids = [5, 6, 7, 5, 6, 7, 5]
-    greedy = write(MODEL, ids, 12).output_ids
+    greedy = write(MODEL, ids, 12).token_ids
     hot = SamplingParams(temperature=50.0, seed=1, top_n_sigma=1e-4, max_tokens=12, ignore_eos=True)
     for proposer in (None, NGram(3)):
         engine = Engine(MODEL, proposer=proposer, num_blocks=8, max_num_seqs=2)
         (request,) = serve(engine, (ids, hot))
-        got = request.outputs[0].output_ids
+        got = request.outputs[0].token_ids
         assert got == greedy, "with so small an n, only the likeliest token stays"

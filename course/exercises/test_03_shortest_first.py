@@ -72,7 +72,7 @@ def test_people_wait_less_on_average_for_the_same_tokens() -> None:
         at = engine(policy=policy, ageing=0)
         requests = [ask(at, n) for n in LENGTHS]
         _, first = serve(at, requests)
-        results[policy] = sum(first), [r.outputs[0].output_ids for r in requests]
+        results[policy] = sum(first), [r.outputs[0].token_ids for r in requests]
     assert results["shortest"][0] < results["fcfs"][0]
     assert results["shortest"][1] == results["fcfs"][1]
 

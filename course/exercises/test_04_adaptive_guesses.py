@@ -137,7 +137,7 @@ def test_in_the_engine_each_gets_what_it_gets_alone() -> None:
     for (ids, params), request in zip(asked, requests):
         for i, got in enumerate(request.outputs):
             _, (alone,) = speak(adaptive(5), (ids, replace(params, n=1, seed=params.seed + i)))
-            assert got.output_ids == alone.outputs[0].output_ids
+            assert got.token_ids == alone.outputs[0].token_ids
 
 
 def test_it_wastes_less() -> None:

@@ -112,7 +112,7 @@ def test_the_engine_has_it_and_keeps_it() -> None:
     def ask(ids: list[int]) -> list[int]:
         params = SamplingParams(max_tokens=3, seed=1, ignore_eos=True)
         (request,) = serve(engine, (ids, params))
-        return request.outputs[0].output_ids
+        return request.outputs[0].token_ids
 
     def popular_after_flood() -> int:
         popular = [*range(1, 18)]

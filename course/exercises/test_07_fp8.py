@@ -97,7 +97,7 @@ def test_the_model_stays_nearly_the_same() -> None:
 def test_it_generates_in_bfloat16() -> None:
     model = fp8(load_model(SHAKESPEARE, dtype=torch.bfloat16))
     assert logits_of(model, IDS).dtype == torch.bfloat16
-    assert len(write(model, IDS, 8).output_ids) == 8
+    assert len(write(model, IDS, 8).token_ids) == 8
 
 
 def test_a_folder_comes_back_as_it_was(tmp_path: Path) -> None:

@@ -232,4 +232,4 @@ def test_it_generates_in_bfloat16() -> None:
         smoothed(load_model(SHAKESPEARE, dtype=torch.bfloat16), torch.tensor([ids]))
     )
     assert logits_of(model, ids).dtype == torch.bfloat16
-    assert len(write(model, ids, 8).output_ids) == 8
+    assert len(write(model, ids, 8).token_ids) == 8

@@ -144,7 +144,7 @@ def test_in_the_dtype_of_the_model(tmp_path: Path) -> None:
     make_adapter(tmp_path, model)
     apply_lora(model, tmp_path)
     assert logits_of(model, IDS).dtype == torch.bfloat16
-    assert len(write(model, IDS, 5).output_ids) == 5
+    assert len(write(model, IDS, 5).token_ids) == 5
 
 
 def test_rank_stabilised_adapters_scale_by_the_root(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_the_text_is_that_of_the_model(layers: int) -> None:
     model = tiny_model(num_hidden_layers=4)
     sequence, draft = speak(model, IDS, layers)
     assert draft.offered[0], "nothing was guessed"
-    assert sequence.output_ids == write(model, IDS, 16).output_ids
+    assert sequence.token_ids == write(model, IDS, 16).token_ids
 
 
 def test_layers_that_add_nothing_are_not_missed() -> None:
@@ -94,7 +94,7 @@ def test_in_the_engine_each_gets_what_it_gets_alone() -> None:
     for ids, request in zip(texts, requests):
         for i, got in enumerate(request.outputs):
             alone, _ = speak(model, ids, 1, 12, temperature=1.0, seed=params.seed + i)
-            assert got.output_ids == alone.output_ids
+            assert got.token_ids == alone.token_ids
 
 
 def test_of_a_trained_model() -> None:
@@ -102,7 +102,7 @@ def test_of_a_trained_model() -> None:
     model = bundled()
     ids = [10, 20, 30, 40]
     sequence, draft = speak(model, ids, 5, 24)
-    assert sequence.output_ids == write(model, ids, 24).output_ids
+    assert sequence.token_ids == write(model, ids, 24).token_ids
     print(draft.summary())
     assert draft.accepted[0] > 0
 
@@ -110,7 +110,7 @@ def test_of_a_trained_model() -> None:
 def test_of_a_quantised_model() -> None:
     model = quantize_model(tiny_model(num_hidden_layers=3), "int8")
     sequence, _ = speak(model, IDS, 2)
-    assert sequence.output_ids == write(model, IDS, 16).output_ids
+    assert sequence.token_ids == write(model, IDS, 16).token_ids
 
 
 @pytest.mark.parametrize("layers", [-1, 0, 2, 3])

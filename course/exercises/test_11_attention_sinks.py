@@ -134,7 +134,7 @@ def test_generate_takes_it() -> None:
     sequence = Sequence(TEXT, params, MODEL.config, max_seq_len=1000)
     for _ in generate(MODEL, sequence, sink_cache(4, 8), chunk=16):
         pass
-    assert len(sequence.output_ids) == 200
+    assert len(sequence.token_ids) == 200
     ids = sequence.ids
     want = twin(4, 8, ids[:150])[len(TEXT) - 1 :].argmax(-1).tolist()
     assert ids[len(TEXT) : 151] == want

@@ -67,7 +67,7 @@ MODEL = tiny_model()
 def only(*ids: int) -> Processor:
     """Make a processor that allows only these ids."""
 
-    def process(output_ids: list[int], scores: Tensor) -> Tensor:
+    def process(token_ids: list[int], scores: Tensor) -> Tensor:
         kept = torch.full_like(scores, -torch.inf)
         kept[[*ids]] = scores[[*ids]]
         return kept
@@ -85,8 +85,8 @@ def row(output: tuple[int, ...] = (), *processors: Processor, **settings: Any) -
 def test_a_processor_is_asked_for_each_token() -> None:
     seen = []
 
-    def spy(output_ids: list[int], scores: Tensor) -> Tensor:
-        seen.append((list(output_ids), tuple(scores.shape), scores.dtype))
+    def spy(token_ids: list[int], scores: Tensor) -> Tensor:
+        seen.append((list(token_ids), tuple(scores.shape), scores.dtype))
         return scores
 
     logits = torch.randn(3, 32).bfloat16()
@@ -103,7 +103,7 @@ def test_greedy_sampling_obeys_too() -> None:
     logits = torch.randn(1, 32)
     banned = int(logits.argmax())
 
-    def ban(output_ids: list[int], scores: Tensor) -> Tensor:
+    def ban(token_ids: list[int], scores: Tensor) -> Tensor:
         scores[banned] = -torch.inf
         return scores
 
@@ -113,7 +113,7 @@ def test_greedy_sampling_obeys_too() -> None:
     engine = Engine(MODEL, num_blocks=16, block_size=4, max_num_seqs=2)
     params = row((), only(7), temperature=0, max_tokens=4).params
     (request,) = serve(engine, ([1, 2], params))
-    assert request.outputs[0].output_ids == [7] * 4
+    assert request.outputs[0].token_ids == [7] * 4
 
 
 def test_only_functions_are_taken() -> None:

@@ -84,7 +84,7 @@ def talk(model: Transformer, runner: type[Runner]) -> dict[str, Any]:
     asked = [(PROMPTS[1], greedy), *((ids, sampled) for ids in PROMPTS)]
     outputs = [sequence for request in serve(engine, *asked) for sequence in request.outputs]
     return {
-        "ids": [sequence.output_ids for sequence in outputs],
+        "ids": [sequence.token_ids for sequence in outputs],
         "logprobs": [round(token.logprob, 3) for token in outputs[0].tokens],
     }
 

@@ -60,7 +60,7 @@ def talk(engine: Engine, add: Callable[..., Request]) -> dict[str, Any]:
     step(engine)
     outputs = [sequence for request in [own, *requests] for sequence in request.outputs]
     return {
-        "ids": [sequence.output_ids for sequence in outputs],
+        "ids": [sequence.token_ids for sequence in outputs],
         "logprobs": [round(token.logprob, 3) for token in requests[0].outputs[0].tokens],
         "free": len(engine.pool.available),
     }
@@ -70,7 +70,7 @@ def squeezed(engine: Engine, add: Callable[..., Request]) -> dict[str, Any]:
     """Run two requests with so few blocks that one is preempted."""
     outputs = [add(ids, GREEDY).outputs[0] for ids in (PROMPTS[2], PROMPTS[3])]
     step(engine)
-    return {"ids": [sequence.output_ids for sequence in outputs]}
+    return {"ids": [sequence.token_ids for sequence in outputs]}
 
 
 # --- The two processes ----------------------------------------------------------------------------

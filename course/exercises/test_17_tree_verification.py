@@ -224,7 +224,7 @@ def speak(
         return guess(sequence)
 
     yielded = list(write(model, sequence, StaticCache(model, 1, sequence.max_len + 40), counted))
-    assert [token.id for token in yielded] == sequence.output_ids, "write() yields what it appends"
+    assert [token.id for token in yielded] == sequence.token_ids, "write() yields what it appends"
     return sequence, forwards
 
 
@@ -263,7 +263,7 @@ def test_greedy_text_is_that_of_generate(model: Transformer, setting: str) -> No
     for amount, widths in ((0.0, [3, 2, 1]), (0.15, [2, 2, 2]), (0.5, [3, 2, 1])):
         guess = grow(noisy(model, amount), widths, sampled=False)
         got, forwards = speak(model, TEXT[:7], guess, **SETTINGS[setting])
-        assert got.output_ids == want.output_ids, "generate() writes other tokens"
+        assert got.token_ids == want.token_ids, "generate() writes other tokens"
         assert got.finish_reason == want.finish_reason
         for a, b in zip(got.tokens, want.tokens):
             assert a.logprob == (None if b.logprob is None else pytest.approx(b.logprob, abs=1e-4))
@@ -280,7 +280,7 @@ def twin(model: Transformer, sequence: Sequence, guesses: Any) -> list[int]:
         for node in [i for i, parent in enumerate(guesses.parents) if parent == at]:
             x, q = guesses.ids[node], guesses.probs[node].tolist()
             if (
-                uniform(sequence.seed, ACCEPT + (node << 32) + len(sequence.output_ids)) * q[x]
+                uniform(sequence.seed, ACCEPT + (node << 32) + len(sequence.token_ids)) * q[x]
                 < p[x]
             ):
                 output, at = [*output, x], node
@@ -301,14 +301,14 @@ def test_sampled_text_is_that_of_the_slow_twin(setting: dict[str, Any]) -> None:
         got, _ = speak(MODEL, TEXT[:7], guess, seed=seed, **setting)
         params = SamplingParams(max_tokens=24, seed=seed, ignore_eos=True, **setting)
         want = Sequence(TEXT[:7], params, MODEL.config)
-        want.append(Token(got.output_ids[0]))  # the prompt's, from generate()
+        want.append(Token(got.token_ids[0]))  # the prompt's, from generate()
         while not want.finish_reason:
             tokens = twin(MODEL, want, guess(want))
             lengths.add(len(tokens))
             for token in tokens:
                 if not want.finish_reason:
                     want.append(Token(token))
-        assert got.output_ids == want.output_ids, "the page says which random numbers to use"
+        assert got.token_ids == want.token_ids, "the page says which random numbers to use"
     assert lengths == {1, 2, 3}, "the test is useless"
 
 
@@ -316,7 +316,7 @@ def test_without_guesses_it_is_generate() -> None:
     """Without guesses, each token is drawn with the number that generate() uses."""
     root = lambda sequence: tree([sequence.ids[-1]], [-1])  # noqa: E731
     got, forwards = speak(MODEL, TEXT[:7], root, seed=5)
-    assert got.output_ids == plain(MODEL, TEXT[:7], seed=5).output_ids
+    assert got.token_ids == plain(MODEL, TEXT[:7], seed=5).token_ids
     assert forwards == 23
 
 

@@ -34,7 +34,7 @@ def answer_of(length: int, i: int) -> tuple[list[int], SamplingParams, list[int]
     """
     ids, params = [1 + i % 31, 6, 7], {"max_tokens": LONGEST, "ignore_eos": True}
     for seed in range(1000 * i, 1000 * i + 1000):
-        text = write(MODEL, ids, LONGEST, temperature=1, seed=seed).output_ids
+        text = write(MODEL, ids, LONGEST, temperature=1, seed=seed).token_ids
         stop = () if length == LONGEST else (text[length - 1],)
         if not stop or text.index(*stop) == length - 1:
             break
@@ -83,7 +83,7 @@ def play(at: Engine, lengths: list[int], gap: int) -> tuple[list[int], int]:
         for request in [each for each in left if each.finished]:
             i, came = left.pop(request)
             took[i] = now - came
-            assert request.outputs[0].output_ids == answer_of(lengths[i], i)[2], "its tokens differ"
+            assert request.outputs[0].token_ids == answer_of(lengths[i], i)[2], "its tokens differ"
     return took, at.stats["computed_tokens"]
 
 
@@ -124,7 +124,7 @@ def test_the_new_one_is_served_at_once() -> None:
     step(at)
     assert made(long) == 7, "the long one must continue afterwards"
     finish(at)
-    assert long.outputs[0].output_ids == answer_of(LONGEST, 0)[2]
+    assert long.outputs[0].token_ids == answer_of(LONGEST, 0)[2]
 
 
 def test_equals_are_served_as_they_come() -> None:
@@ -167,7 +167,7 @@ def test_memory_is_room_too() -> None:
     assert made(new) == 1, "without free blocks, the last in the lowest queue must give way"
     assert old[0].outputs[0] in at.running, "no more sequences than needed must give way"
     finish(at)
-    assert [r.outputs[0].output_ids for r in old] == [answer_of(LONGEST, i)[2] for i in range(2)]
+    assert [r.outputs[0].token_ids for r in old] == [answer_of(LONGEST, i)[2] for i in range(2)]
 
 
 def test_priority_comes_before_the_queue() -> None:
@@ -272,8 +272,8 @@ def test_the_books_balance(blocks: int, guesses: int) -> None:
     finish(at)
     assert at.stats["num_preemptions"] > 5, "the test is useless"
     for i, request in enumerate(requests):
-        want = write(MODEL, [*range(1 + i, 4 + 2 * i)], 5 + 7 * (i % 4)).output_ids
-        assert [job.output_ids for job in request.outputs] == [want] * (1 + i % 2)
+        want = write(MODEL, [*range(1 + i, 4 + 2 * i)], 5 + 7 * (i % 4)).token_ids
+        assert [job.token_ids for job in request.outputs] == [want] * (1 + i % 2)
 
 
 @pytest.mark.parametrize("wrong", [{"quantum": 0}, {"patience": 0}, {"max_num_seqs": 0}])

@@ -157,7 +157,7 @@ def test_the_model_loses_less_than_by_an_even_grid() -> None:
 def test_it_generates_in_bfloat16() -> None:
     model = nf4(load_model(SHAKESPEARE, dtype=torch.bfloat16), 64)
     assert logits_of(model, IDS).dtype == torch.bfloat16, "results must have the dtype of x"
-    assert len(write(model, IDS, 8).output_ids) == 8
+    assert len(write(model, IDS, 8).token_ids) == 8
 
 
 def test_no_fast_form_takes_the_indices_for_integers(monkeypatch: pytest.MonkeyPatch) -> None:

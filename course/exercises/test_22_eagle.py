@@ -172,7 +172,7 @@ def test_guesses_after_a_verification(temperature: float) -> None:
     assert sum(accepted) < sum(offered), "no guess was refused: is each one tested?"
     assert accepted[2] or temperature < 3, "so hot, guesses are often right, and few were accepted"
     if not temperature:
-        assert sequence.output_ids == write(model, IDS, 40).output_ids, "greedy text has changed"
+        assert sequence.token_ids == write(model, IDS, 40).token_ids, "greedy text has changed"
 
 
 @pytest.mark.parametrize("changes", [{"windows": (5, None)}, {"qk_norm": True, "qkv_bias": True}])
@@ -181,7 +181,7 @@ def test_other_models(changes: dict[str, Any]) -> None:
     wrong = "a model with " + " and ".join(changes)
     model = tiny_model(**changes)
     sequence, _ = speak(model, IDS * 2, wrong, temperature=0, max_tokens=12)
-    assert sequence.output_ids == write(model, IDS * 2, 12).output_ids, f"{wrong}: greedy text"
+    assert sequence.token_ids == write(model, IDS * 2, 12).token_ids, f"{wrong}: greedy text"
 
 
 # --- In the engine --------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ def test_in_the_engine_each_gets_what_it_gets_alone(scene: str) -> None:
     for ids, request in zip(texts, requests):
         for i, got in enumerate(request.outputs):
             alone, _ = speak(model, ids, "alone", seed=5 + i, **hot)
-            assert got.output_ids == alone.output_ids, f"other tokens than alone: {wrong}"
+            assert got.token_ids == alone.token_ids, f"other tokens than alone: {wrong}"
 
 
 def test_a_prefix_that_is_found() -> None:
@@ -242,7 +242,7 @@ def test_a_prefix_that_is_found() -> None:
     assert engine.stats["prefix_cache_hits"] >= 8 + 4 + 8
     for ids, request in zip(texts, requests):
         alone, _ = speak(model, ids, "alone", max_tokens=10, seed=5)
-        assert request.outputs[0].output_ids == alone.output_ids, wrong
+        assert request.outputs[0].token_ids == alone.token_ids, wrong
 
 
 def test_two_engines_over_one_model() -> None:
@@ -271,7 +271,7 @@ def test_the_distribution_is_the_models() -> None:
     requests: list[Request] = []
     for seed in range(0, count, 64):
         requests += serve(engine, (ids, replace(params, seed=seed)))
-    texts = Counter(tuple(job.output_ids[:3]) for each in requests for job in each.outputs)
+    texts = Counter(tuple(job.token_ids[:3]) for each in requests for job in each.outputs)
     assert sum(texts.values()) == count and 0.1 < engine.proposer.accepted[0] / count < 0.95
     # Of each first token, how often a second follows, and of each second one, a third.
     for length in (2, 3):
@@ -312,7 +312,7 @@ def test_the_trained_head_guesses_better_than_prompt_lookup(temperature: float) 
     """Greedily both write the same texts, and sampled, texts of the same distribution."""
     model, tokenizer = bundled(), Tokenizer(SHAKESPEARE)
     texts = [tokenizer.encode(prompt) for prompt in PROMPTS]
-    same = [write(model, ids, 64).output_ids for ids in texts] if temperature == 0 else []
+    same = [write(model, ids, 64).token_ids for ids in texts] if temperature == 0 else []
     limits = {"num_blocks": 80, "block_size": 16, "max_num_seqs": 8, "max_num_batched_tokens": 300}
     params = SamplingParams(temperature=temperature, seed=1, max_tokens=64, ignore_eos=True)
     found = {}
@@ -325,7 +325,7 @@ def test_the_trained_head_guesses_better_than_prompt_lookup(temperature: float) 
         found[name] = accepted / offered, accepted / engine.proposer.offered[0]
         print(f"{name}: {accepted} of {offered} guesses; {engine.proposer.summary()}")
         for ids, request in zip(same, requests):
-            assert request.outputs[0].output_ids == ids, f"{name} has changed greedy text"
+            assert request.outputs[0].token_ids == ids, f"{name} has changed greedy text"
     head, lookup = found["the head"], found["prompt lookup"]
     wrong = "the trained head guesses worse than it can: does it read the stream before `norm`?"
     assert head[0] > 0.4 and head[1] > 1.5, f"{wrong} ({head[0]:.0%}, {head[1]:.2f} a forward)"

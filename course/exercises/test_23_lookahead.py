@@ -268,7 +268,7 @@ def write_ahead(
         yielded = list(write(model, sequence, cache, window))
     finally:
         hook.remove()
-    assert [token.id for token in yielded] == sequence.output_ids, "it yields what it appends"
+    assert [token.id for token in yielded] == sequence.token_ids, "it yields what it appends"
     assert ran[0] == len(ids), "the prompt is run first, by itself"
     assert all((n - 1) * width <= size <= room for size in ran[1:]), (
         f"forwards over {sorted({*ran[1:]})} tokens: each runs the window and its n-grams at once"
@@ -277,14 +277,14 @@ def write_ahead(
 
 
 def same(got: Sequence, want: Sequence) -> None:
-    pairs = zip(got.output_ids, want.output_ids)
+    pairs = zip(got.token_ids, want.token_ids)
     at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
     assert at is None, (
-        f"output token {at} is {got.output_ids[at]}, and generate() writes {want.output_ids[at]}: "
+        f"output token {at} is {got.token_ids[at]}, and generate() writes {want.token_ids[at]}: "
         "choose each token by sample(), for the sequence as it stands ahead of it, from the "
         "logits of a token whose path is the text"
     )
-    assert got.output_ids == want.output_ids, "write() stops too early or too late"
+    assert got.token_ids == want.token_ids, "write() stops too early or too late"
     assert got.finish_reason == want.finish_reason
 
 

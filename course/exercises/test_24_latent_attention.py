@@ -334,7 +334,7 @@ def test_the_engine_takes_it(kv_dtype: str) -> None:
             alone = Sequence(ids, asked, model.config)
             for _ in generate(model, alone, latent_cache(model, alone.max_len, kv_dtype)):
                 pass
-            assert got.output_ids == alone.output_ids, "not what it gets alone, in a LatentCache"
+            assert got.token_ids == alone.token_ids, "not what it gets alone, in a LatentCache"
 
 
 def test_other_models_are_as_before() -> None:
