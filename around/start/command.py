@@ -17,6 +17,8 @@ from around.start.begin import cache_size, open_engine
 from sampling import BROKEN, Sequence
 from scheduler import Engine
 
+HELP = "Ctrl-D or /exit ends the chat, Ctrl-C a reply, and /help shows this line."
+
 
 class Asked(NamedTuple):
     """What a command line asks for: how to build the engine, how to sample, and the text to
@@ -76,6 +78,9 @@ def answer(asked: Asked, ranks: Ranks) -> int:
     engine = open_engine(asked.args, ranks)
     if not engine:
         return 0  # a rank that has followed the first one to its end
+    if asked.chat:
+        model = engine.runner.model
+        say(f"{asked.args.checkpoint.resolve().name}, {model.dtype} on {model.device}")
     say(asked.summary)
     if asked.chat:
         say(cache_size(engine))
@@ -172,11 +177,16 @@ def chat(engine: Engine, params: SamplingParams, system: str | None = None) -> i
     messages = [{"role": "system", "content": system}] if system else []
     start = len(messages)  # the turns from here on may be forgotten
     status = 0
-    say("Ctrl-D ends the chat, and Ctrl-C a reply.")
+    say(HELP)
     for line in iter(ask, ""):
-        if not line.strip():
+        said = line.strip()
+        if said == "/exit":
+            return status
+        if said == "/help":
+            say(HELP)
+        if said in ("", "/help"):
             continue
-        turns = [*messages, {"role": "user", "content": line.strip()}]
+        turns = [*messages, {"role": "user", "content": said}]
         ids = tokenizer.encode_chat(turns)
         # A quarter of the context is left for the reply.
         while len(turns) > start + 1 and len(ids) > engine.max_seq_len * 3 // 4:
