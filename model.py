@@ -55,17 +55,7 @@ class Config:
     embedding_multiplier: float = 1.0
     tie_word_embeddings: bool = False
     eos_ids: tuple[int, ...] = ()  # each of them ends a sequence
-    # This file does not read the fields below. Loading does (around/folder):
-    dtype: torch.dtype | None = None  # of the stored weights; None: config.json does not say
-    folds: dict[str, Any] = field(default_factory=dict)  # numbers that change weights
-    quantization: dict[str, Any] = field(default_factory=dict)  # how weights are quantised
-    # ... and experts.py does:
-    num_experts: int = 1  # 1: a plain MLP
-    num_experts_per_tok: int = 1
-    moe_intermediate_size: int | None = None  # F of an expert; None: intermediate_size
-    norm_topk_prob: bool = True  # whether the weights of a token's experts sum to 1
-    decoder_sparse_step: int = 1  # n: every n-th layer has experts, the others a plain MLP
-    mlp_only_layers: list = field(default_factory=list)  # indices of layers with a plain MLP
+    extras: "Extras" = field(default_factory=lambda: Extras())  # what this file does not read
 
     def __post_init__(self) -> None:
         # By default, queries see all tokens in every layer. The dataclass is frozen, hence
@@ -338,8 +328,8 @@ class Masks(dict):
         is_seen = self.k_pos <= self.q_pos
         if window is not None:
             is_seen &= self.k_pos > self.q_pos - window
-        self[window] = torch.where(is_seen, 0.0, -torch.inf).to(self.dtype)
-        return self[window]
+        mask = self[window] = torch.where(is_seen, 0.0, -torch.inf).to(self.dtype)
+        return mask
 
 
 @dataclass
@@ -351,3 +341,23 @@ class NoCache(LayerCache):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(q, k, v, self.mask)
+
+
+# --- What other files read ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What a folder says beyond the plain transformer above."""
+
+    # around/folder reads these:
+    dtype: torch.dtype | None = None  # of the stored weights; None: config.json does not say
+    folds: dict[str, Any] = field(default_factory=dict)  # numbers that change weights
+    quantization: dict[str, Any] = field(default_factory=dict)  # how weights are quantised
+    # experts.py reads these:
+    num_experts: int = 1  # 1: a plain MLP
+    num_experts_per_tok: int = 1
+    moe_intermediate_size: int | None = None  # F of an expert; None: intermediate_size
+    norm_topk_prob: bool = True  # whether the weights of a token's experts sum to 1
+    decoder_sparse_step: int = 1  # n: every n-th layer has experts, the others a plain MLP
+    mlp_only_layers: list = field(default_factory=list)  # indices of layers with a plain MLP

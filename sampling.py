@@ -332,8 +332,8 @@ class Sequence:
         context = max_seq_len or config.max_position_embeddings
         n = len(prompt_ids)
         if not 0 < n < context:
-            raise_it = "raise --max-seq-len, --kv-memory or --num-blocks"
-            way_out = f"shorten it, or {raise_it}" if n else "give it some text"
+            shorter = "shorten it, or raise --max-seq-len, --kv-memory or --num-blocks"
+            way_out = shorter if n else "give it some text"
             raise SettingError("prompt", f"has {n} tokens, context is {context}: {way_out}")
         check_ids("prompt", prompt_ids, config.vocab_size)
         check_ids("logit_bias", params.logit_bias, config.vocab_size)

@@ -24,7 +24,7 @@ from around.settings import (
     read_json,
     read_optional,
 )
-from model import Config
+from model import Config, Extras
 
 
 def load_config(path: Path | str) -> Config:
@@ -82,9 +82,15 @@ def load_config(path: Path | str) -> Config:
         raw |= layer_settings(raw)
         raw |= rope_settings(raw, rope)
         raw |= fold_settings(raw, rope)
-        config = Config(**{name: raw[name] for name in raw.keys() & Config.__annotations__})
+        raw["extras"] = Extras(**pick(raw, Extras))
+        config = Config(**pick(raw, Config))
         check_config(config)
     return config
+
+
+def pick(raw: JSON, kind: type) -> JSON:
+    """Return those settings that a dataclass has as fields."""
+    return {name: raw[name] for name in raw.keys() & kind.__annotations__}
 
 
 def check_config(config: Config) -> None:
@@ -94,8 +100,10 @@ def check_config(config: Config) -> None:
         ValueError: one of them is wrong, or two do not fit.
     """
     check_fields(config)
+    extras = config.extras
+    check_fields(extras)
     heads = config.num_attention_heads
-    check("num_experts_per_tok", config.num_experts_per_tok, int, 1, config.num_experts)
+    check("num_experts_per_tok", extras.num_experts_per_tok, int, 1, extras.num_experts)
     # The product, too, must be within check's bounds for an int, or a matrix could have more bytes
     # than int64 can count.
     check("heads * head_dim", heads * config.head_dim, int)

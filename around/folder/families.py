@@ -379,8 +379,8 @@ FOLDED = ("q_proj", "k_proj", "o_proj", "down_proj")  # and all norms
 
 
 def folded(config: Config, name: str, tensor: Tensor) -> Tensor:
-    """Return a stored tensor with the numbers of config.folds in it, of the same shape, in float32
-    where a number changes it: it is rounded once, when it is copied into the model.
+    """Return a stored tensor with the numbers of config.extras.folds in it, of the same shape, in
+    float32 where a number changes it: it is rounded once, when it is copied into the model.
 
     Args:
         name: this engine's name of the tensor.
@@ -388,7 +388,7 @@ def folded(config: Config, name: str, tensor: Tensor) -> Tensor:
 
     Example: with a residual_multiplier of 0.5, o_proj and down_proj are halved
     """
-    folds = config.folds
+    folds = config.extras.folds
     *path, module, kind = name.split(".")  # "layers.0.self_attn.q_proj.weight"
     is_norm = module.endswith("norm")
     if not (module in FOLDED or is_norm):
@@ -432,7 +432,7 @@ def rope_order(head_dim: int, dim: int) -> Tensor:
 def query_factors(config: Config, layer: int) -> Tensor:
     """The factors on the channels of each head of queries: (H,). `rotated_factor` concerns only the
     channels that are rotated, in layers that have the first rope."""
-    folds = config.folds
+    folds = config.extras.folds
     factors = torch.full((2, config.head_dim // 2), folds["query_factor"])  # a column for a pair
     if not config.ropes or config.ropes[layer] == 0:  # the first rope
         factors[:, : folds["rope_dim"] // 2] *= folds["rotated_factor"]
