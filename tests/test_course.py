@@ -142,6 +142,18 @@ def test_pages():
         assert report.code_lines(source) <= 75, name
 
 
+def test_the_chinese_pages():
+    """A chapter has changed, and its translation still has the older code, figures or links."""
+    pages = [*COURSE.glob("zh/[0-9]*.md")]
+    assert len(pages) == 3
+    for page in pages:
+        ours = PAGES[page.name].replace("](zh/", "](")
+        theirs = page.read_text().replace("](../", "](")
+        for what in (r"```.*?```", r"\d[\d,.]+\d", r"\]\(.*?\)"):
+            here, there = (re.findall(what, text, re.DOTALL) for text in (ours, theirs))
+            assert sorted(here) == sorted(there), page
+
+
 # What each page says in words of the counts that its script returns.
 TIMED = r"^(milliseconds|seconds|times as|.* over [\d.]+ s\n|On average a forward takes)"
 

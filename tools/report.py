@@ -33,7 +33,7 @@ def main() -> int:
     """Rewrite the generated parts of the pages, and the line links of the course. Returns 0."""
     for name in PARTS:
         (ROOT / name).write_text(page(name))
-    for chapter in COURSE.glob("*.md"):
+    for chapter in COURSE.rglob("*.md"):
         chapter.write_text(line_links(chapter.read_text(), chapter))
     return 0
 
