@@ -15,7 +15,7 @@ from around.start import parse_args
 from tools import report
 
 README = (ROOT / "README.md").read_text()
-FOLDERS = (".", "docs", "benchmarks", "checkpoints", "course", "course/exercises")
+FOLDERS = (".", "docs", "benchmarks", "checkpoints", "course", "course/exercises", "course/zh")
 PAGES = sorted(page for folder in FOLDERS for page in (ROOT / folder).glob("*.md"))
 
 

@@ -33,7 +33,7 @@ def main() -> int:
     """Rewrite the generated parts of the pages, and the line links of the course. Returns 0."""
     for name in PARTS:
         (ROOT / name).write_text(page(name))
-    for chapter in COURSE.glob("*.md"):
+    for chapter in COURSE.rglob("*.md"):
         chapter.write_text(line_links(chapter.read_text(), chapter))
     return 0
 
@@ -101,19 +101,21 @@ def sums() -> dict[str, list[Path]]:
     root = [*ROOT.glob("*.py")]
     return {
         "the six files": [ROOT / f"{name}.py" for name in ENGINE],
-        "the nine concerns": [ROOT / f"{name}.py" for name in CARD],
+        "the root's first ten without sampling": [ROOT / f"{name}.py" for name in CARD],
         "the root": root,
         "everything": [*root, *(ROOT / "around").rglob("*.py")],
     }
 
 
 def size(language: str) -> str:
-    """Say how large the engine is, and all."""
-    engine, card, root, everything = sums().values()
-    lines = {"engine": engine, "card": card, "root": root, "all": everything}
-    told = {name: counts(files)[0] for name, files in lines.items()}
-    written = sum(bool(line.strip()) for file in engine for line in file.open())
-    return PAGE["size"][language].format(**told, with_comments=f"{written:,}")
+    """Say how large the engine is, and all, in hundreds of lines: of code, and with comments."""
+    told = {}
+    for name, files in zip(("engine", "card", "root", "all"), sums().values()):
+        sources = [file.read_text() for file in files]
+        code = sum(map(code_lines, sources))
+        written = sum(bool(line.strip()) for source in sources for line in source.splitlines())
+        told |= {name: f"{round(code, -2):,}", f"{name}_text": f"{round(written, -2):,}"}
+    return PAGE["size"][language].format(**told)
 
 
 def counts(files: Iterable[Path]) -> tuple[str, str]:
