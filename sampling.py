@@ -56,7 +56,7 @@ def sample(logits: Tensor, batch: Batch) -> list[Token]:
         B tokens, with log-probabilities for the sequences that ask for them.
     """
     if all(sequence.takes_argmax for sequence in batch):  # as choose_ids, but faster
-        ids = logits.float().argmax(-1).tolist()  # argmax of bfloat16 takes three times as long
+        ids = logits.max(-1).indices.tolist()  # argmax takes two to four times as long
     else:
         ids = choose_ids(logits, batch)
     return scored(logits, ids, [sequence.params.logprobs for sequence in batch])
