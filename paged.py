@@ -44,7 +44,7 @@ class BlockTable:
 
     blocks: list[int] = field(default_factory=list)  # enough for `length` tokens, perhaps for more
     length: int = 0  # tokens whose keys and values are in the blocks
-    # chain[i] is a mark: an object() that stands for the text of the first i full blocks.
+    # chain[i] is a prefix: an object() that stands for the text of the first i full blocks.
     # chain[0], of no text, is a salt: prefixes are found only under the same salt. See
     # BlockPool._key_of.
     chain: list[object] = field(default_factory=lambda: [None])
@@ -64,7 +64,7 @@ class BlockPool:
         self.refs = [0] * num_blocks
         # Free and cached blocks, in the order in which they are handed out.
         self.available = OrderedDict.fromkeys(range(num_blocks))
-        self._by_key: dict[tuple, tuple[int, object]] = {}  # key -> block, mark; see _key_of
+        self._by_key: dict[tuple, tuple[int, object]] = {}  # key -> block, prefix; see _key_of
         self._keys: dict[int, tuple] = {}  # block -> key
 
     @property
@@ -83,11 +83,11 @@ class BlockPool:
             entry = self._by_key.get(self._key_of(table, ids, i))
             if entry is None:
                 break
-            block, mark = entry
+            block, prefix = entry
             self.available.pop(block, None)
             self.refs[block] += 1
             table.blocks.append(block)
-            table.chain.append(mark)
+            table.chain.append(prefix)
         table.length = len(table.blocks) * self.block_size
 
     def cost(self, table: BlockTable, end: int) -> int:
@@ -132,9 +132,9 @@ class BlockPool:
             key = self._key_of(table, ids, i)
             # If an equal block is known already, setdefault returns that one, and only the chain
             # changes.
-            block, mark = self._by_key.setdefault(key, (table.blocks[i], object()))
+            block, prefix = self._by_key.setdefault(key, (table.blocks[i], object()))
             self._keys[block] = key
-            table.chain.append(mark)
+            table.chain.append(prefix)
 
     def fork(self, table: BlockTable) -> BlockTable:
         """Make a second table over the same blocks."""
@@ -170,10 +170,10 @@ class BlockPool:
         return [i for i in range(first, len(table.blocks)) if self.refs[table.blocks[i]] > 1]
 
     def _key_of(self, table: BlockTable, ids: list[int], i: int) -> tuple:
-        """The key of the i-th block of `ids`: the mark of the text before it, and its tokens.
+        """The key of the i-th block of `ids`: the prefix before it, and its tokens.
 
-        Except the salt, a mark is a plain object(), equal only to itself, so equal keys mean equal
-        texts from the start. This is vLLM's hash chain with a dict in place of sha256. A dict
+        Except the salt, a prefix is a plain object(), equal only to itself. So equal keys mean
+        equal texts from the start. This is vLLM's hash chain with a dict in place of sha256. A dict
         compares the keys and not just their hashes, so a collision cannot serve one user another's
         text (CVE-2025-25183).
         """

@@ -384,7 +384,7 @@ class Sequence:
         """The random number for its next token; `offset` is added to its index in the stream."""
         return uniform(self.seed, offset + len(self.ids) - self.prompt_len)
 
-    def ahead(self, guesses: Ids) -> "Sequence":
+    def with_guesses(self, guesses: Ids) -> "Sequence":
         """Return this sequence as the sampler would see it with these ids appended; to be read
         only."""
         if not guesses:

@@ -83,7 +83,7 @@ class Request:
 
 @dataclass
 class Guess:
-    """Tokens that may follow a sequence, and how they were drawn; see speculative.py.
+    """Draft tokens, which may follow a sequence, and how they were drawn; see speculative.py.
 
     Attributes:
         q: the probability with which each was drawn.
@@ -228,7 +228,7 @@ class Engine:
         running: the sequences that hold blocks, in the order of place_in_line. The last one is
             preempted first.
         waiting: the sequences without blocks, in the same order.
-        ran: the sequences of the last step, and how many tokens of each it ran.
+        last_step: the sequences of the last step, and how many tokens of each it ran.
         stats: counts since the engine was made, by name. computed_tokens have run through the
             model: those of prompts, outputs and guesses. prefix_cache_queries are the tokens of the
             sequences that left `waiting` (scored prompts excepted), and prefix_cache_hits those
@@ -282,7 +282,7 @@ class Engine:
         self.proposer.runners = tuple(Runner(each, *shape) for each in self.proposer.models)
         self.running: list[Job] = []
         self.waiting: list[Job] = []
-        self.ran: dict[Job, int] = {}
+        self.last_step: dict[Job, int] = {}
         self.stats = dict.fromkeys(STATS, 0)
         self._arrivals = itertools.count(1)
 
@@ -399,9 +399,9 @@ class Engine:
         # 7) append, and retire the jobs that have ended
         for job, tokens in zip(jobs, drawn, strict=True):
             self._append(job, tokens)
-        self.ran = {job: len(row.ids) for job, row in zip(batch, rows)}
+        self.last_step = {job: len(row.ids) for job, row in zip(batch, rows)}
         self.stats["engine_steps"] += 1
-        self.stats["computed_tokens"] += sum(self.ran.values())
+        self.stats["computed_tokens"] += sum(self.last_step.values())
         return list(dict.fromkeys([job.request for job in jobs] + failed))  # each once
 
     def schedule(self) -> list[Job]:

@@ -16,8 +16,8 @@ Nothing has to be undone when a guess is refused. Its keys and values lie past t
 length, where the mask hides them, and are overwritten later. This file knows the scheduler's
 jobs. The scheduler does not know this file, and calls the Proposer that it is given. Papers:
 Leviathan et al. 2022 (arXiv:2211.17192), Chen et al. 2023 (arXiv:2302.01318), prompt lookup:
-Saxena 2023 (github.com/apoorvumang/prompt-lookup-decoding). Read: accept, Guesser.verify, NGram,
-DraftModel.
+Saxena 2023 (github.com/apoorvumang/prompt-lookup-decoding). Read: accept,
+SpeculativeProposer.verify, NGram, DraftModel.
 """
 
 import math
@@ -76,8 +76,8 @@ def accept(p: Tensor, chances: Tensor, guess: Guess, u: Tensor) -> tuple[int, Te
     return len(guess.ids), p[-1]
 
 
-class Guesser(Proposer):
-    """What all guessers share: how many guesses a job gets, and their verification."""
+class SpeculativeProposer(Proposer):
+    """What the proposers below share: how many guesses a job gets, and their verification."""
 
     def __init__(self, k: int) -> None:
         """Raises SettingError if k is out of range."""
@@ -95,18 +95,18 @@ class Guesser(Proposer):
         if not any(job.guess.ids for job in jobs):
             return super().verify(logits, jobs)  # the same, sooner
         # 1) Compute the model's distribution at each guess, as if all guesses before it were
-        # accepted, and once more after the last guess. For each of these R rows, `ahead` has the
+        # accepted, and once more after the last guess. For each of these R rows, `extended` has the
         # sequence up to there, and `ids` the guess; after the last guess it has a 0, never used.
         sizes = [len(job.guess.ids) + 1 for job in jobs]
-        ahead = []
+        extended = []
         ids = []
         for job, size in zip(jobs, sizes):
-            ahead += [job.ahead(job.guess.ids[:i]) for i in range(size)]
+            extended += [job.with_guesses(job.guess.ids[:i]) for i in range(size)]
             ids += [*job.guess.ids, 0]
-        p = distribution(logits, ahead)  # (R, V)
+        p = distribution(logits, extended)  # (R, V)
         chances = p.gather(1, torch.tensor(ids, device=p.device)[:, None])  # (R, 1)
         chances = chances.flatten().cpu()  # one read by the host for all jobs
-        u = torch.tensor([each.uniform(ACCEPT) for each in ahead], dtype=torch.float64)
+        u = torch.tensor([each.uniform(ACCEPT) for each in extended], dtype=torch.float64)
         # 2) Accept: for each job, how many guesses, and what the token after them is drawn from.
         guesses = [job.guess for job in jobs]
         of_jobs = zip(p.split(sizes), chances.split(sizes), guesses, u.split(sizes))
@@ -137,7 +137,7 @@ class Guesser(Proposer):
         )
 
 
-class NGram(Guesser):
+class NGram(SpeculativeProposer):
     """Prompt lookup: guess what followed the last few tokens when they occurred before. It is right
     where a text repeats itself: in code, summaries and corrections."""
 
@@ -175,7 +175,7 @@ def lookup(text: str, count: int, longest: int = 3) -> str:
     return ""
 
 
-class DraftModel(Guesser):
+class DraftModel(SpeculativeProposer):
     """A small model with the same tokens, whose cache follows the large model's.
 
     Many vocabularies are padded to a round size, which may be another one for each model. Below the
@@ -223,9 +223,9 @@ class DraftModel(Guesser):
             guessing = {job: i for i, job in enumerate(rows) if job.num_guesses}
             if not guessing:  # for example, while all jobs run their prompts
                 return
-            ahead = [job.ahead(job.guess.ids) for job in guessing]
-            q = distribution(logits[[*guessing.values()]], ahead)  # (rows that guess, V)
-            u = torch.tensor([each.uniform(GUESS) for each in ahead])
+            extended = [job.with_guesses(job.guess.ids) for job in guessing]
+            q = distribution(logits[[*guessing.values()]], extended)  # (rows that guess, V)
+            u = torch.tensor([each.uniform(GUESS) for each in extended])
             ids = draw(q, u)[:, None]  # (rows that guess, 1)
             # All numbers are read at once, as each read makes the host wait for a GPU. float32
             # holds ids up to 2**24 exactly.

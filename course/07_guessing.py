@@ -53,7 +53,7 @@ def chapter(lesson: Lesson) -> dict[str, int]:
     shares = [0.0, 0.25, 0.5, 0.75, 1.0]
     oracles = {f"{share:.0%} right": oracle(truth, share, K) for share in shares}
     count, same = Count(model), True
-    forwards, took = {}, {}  # by guesser; seconds
+    forwards, took = {}, {}  # by proposer; seconds
     for name, guess in [*({"no guesses": no_guess} | oracles).items()] * 3:  # the best of three
         text, seconds = timed(speculate, model, prompt, new, guess)
         forwards[name] = count.take().forwards

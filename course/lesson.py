@@ -190,7 +190,7 @@ class Lesson:
             new += [f"forked {names[job]}" for job in engine.queue if job not in before]
             new += [f"ended {names[job]}" for job in before if job.finish_reason]
             step, ran = engine.stats["engine_steps"], []
-            for job, count in engine.ran.items():
+            for job, count in engine.last_step.items():
                 ran.append(f"{names[job]}+{count}")
             self.say(f"  {step:4}  {' '.join(ran):26}{owners(engine)}  {', '.join(new)}")
             events += new
@@ -413,7 +413,7 @@ def random_ids(model: Transformer, count: int) -> list[int]:
 
 
 def oracle(text: list[int], share: float, count: int) -> Callable[[list[int]], list[int]]:
-    """Make a guesser that knows the text to be written, and errs on purpose.
+    """Make a proposer that knows the text to be written, and errs on purpose.
 
     Args:
         text: the whole text, with its prompt.

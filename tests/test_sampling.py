@@ -245,8 +245,8 @@ def test_min_tokens(temperature):
     (first,), (second,), (third,) = (sample(logits, [each]) for each in ends)
     assert {first.id, second.id} <= {5, 2, 3} and first.id != 3
     assert third.id in (1, 3, 5) and (temperature or third.id == 1)
-    assert distribution(logits, [ends[0].ahead([0])])[0, 1] == 0
-    assert distribution(logits, [ends[0].ahead([0, 0])])[0, 1] > 0
+    assert distribution(logits, [ends[0].with_guesses([0])])[0, 1] == 0
+    assert distribution(logits, [ends[0].with_guesses([0, 0])])[0, 1] > 0
     every = row(V=6, p=replace(wish, stop_token_ids=[*range(6)]))  # one of them must come: no NaN
     assert distribution(logits, [every]).isfinite().all()
     ends[0].matcher = MagicMock()  # a structure ends where it ends, or nothing would be left
@@ -327,7 +327,7 @@ def test_what_was_seen_is_kept_up_to_date(logits, p, text, guesses):
     kept, before = row(prompt, V=V, p=replace(p, max_tokens=len(output) + 1)), logits.clone()
     for n, token_id in enumerate([*output, 0]):
         state = copy.deepcopy({**vars(kept), "_stream": 0})
-        ahead, there = kept.ahead(guesses), row(prompt, [*output[:n], *guesses], V, p)
+        ahead, there = kept.with_guesses(guesses), row(prompt, [*output[:n], *guesses], V, p)
         got, want = (distribution(logits, [each]) for each in (ahead, there))
         assert torch.equal(got, want) and ahead.uniform() == there.uniform()
         assert sample(logits, [ahead]) == sample(logits, [there])

@@ -37,7 +37,7 @@ from model import Config, Masks, Transformer, attention
 from paged import Row, Runner
 from sampling import Sequence
 from scheduler import Engine, Guess, Proposer, step_budget
-from speculative import DraftModel, Guesser, NGram
+from speculative import DraftModel, NGram, SpeculativeProposer
 from tools.books import audit
 
 LETTERS = Chars(*string.ascii_letters[:32])
@@ -162,7 +162,7 @@ def test_chunks_fill_the_budget():
     b, c = at.add_request(WORDS[1:17], wish), at.add_request(WORDS[20:31], wish)
     for _ in range(4):
         step(at)
-        assert sum(at.ran.values()) == 8
+        assert sum(at.last_step.values()) == 8
         lengths.append(produced(a, b, c))
     assert lengths == [[2, 0, 0], [3, 0, 0], [4, 1, 0], [5, 2, 1]]
     drain(at)
@@ -324,7 +324,7 @@ def test_memory_of_scores():
     for i in range(4):
         at.add_request([i + 1, *[7, 8] * 150], params(30, ignore_eos=True, prompt_logprobs=2))
     assert max(peak(at.step) for _ in range(4)) < 40e6
-    assert sum(at.ran.values()) == 67  # the others run too, a token at a time
+    assert sum(at.last_step.values()) == 67  # the others run too, a token at a time
 
 
 V1, V2 = "sys/fs/cgroup/memory/", "sys/fs/cgroup/"
@@ -457,18 +457,18 @@ def test_prompts_get_small_steps_only_beside_streams():
         at = Engine(model, num_blocks=400, max_num_seqs=4, **limits)
         at.add_request(prompt, long)
         at.step()
-        assert sum(at.ran.values()) == idle
+        assert sum(at.last_step.values()) == idle
         while not at.running[0].tokens:
             at.step()
         second = at.add_request([3, *prompt], long)
         at.step()
-        assert sum(at.ran.values()) == beside
+        assert sum(at.last_step.values()) == beside
         at.abort(second)
         at._preempt_last()  # it decodes again only when its prompt has run once more
         at.pool.reuse = lambda table, ids: None
         for _ in range(2):
             at.step()
-            assert sum(at.ran.values()) == idle
+            assert sum(at.last_step.values()) == idle
 
 
 def test_memory_is_taken_when_it_is_used(monkeypatch):
@@ -543,7 +543,7 @@ def test_nan_ends_its_own_request_alone(guess, value):
         check_sound(at, *jobs * 3, guess=guess)  # every block is used again
 
 
-class Mistaken(Guesser):
+class Mistaken(SpeculativeProposer):
     """Guesses what cannot be run, for the texts that begin with 7."""
 
     def propose(self, jobs):

@@ -959,7 +959,7 @@ def test_clients_leave(make_local, monkeypatch, capfd):
         stays.close()
         local.settle()
         assert len(alive) == 3 + 5 + 2 * 25
-        local.engine.ran.clear()  # it holds the last step's sequences until the next step
+        local.engine.last_step.clear()  # it holds the last step's sequences until the next step
         until(lambda: not any(each() for each in alive) and not local.server.busy)
     finally:
         gc.enable()

@@ -34,7 +34,7 @@ from around.settings import SamplingParams
 from paged import BlockTable
 from sampling import Token, distribution
 from scheduler import Guess, Job, Proposer, Request
-from speculative import DraftModel, Guesser, NGram, accept, lookup
+from speculative import DraftModel, NGram, SpeculativeProposer, accept, lookup
 
 INF = math.inf
 FALSE_ALARM = 1e-6  # chance of each chi-square to fail a right verifier; seeds are fixed
@@ -163,7 +163,7 @@ def drawn_guess(probs: list[torch.Tensor], ids: list[int]) -> Guess:
 
 def ids_of(logits, sequence, guess) -> list[int]:
     sequence.guess = guess
-    return [token.id for token in Guesser(4).verify(logits, [sequence])[0]]
+    return [token.id for token in SpeculativeProposer(4).verify(logits, [sequence])[0]]
 
 
 def test_what_always_and_never_comes_out(monkeypatch):
@@ -177,7 +177,7 @@ def test_what_always_and_never_comes_out(monkeypatch):
         monkeypatch.setattr(sampling, "uniform", lambda seed, index, u=u: u)
         some = torch.Generator().manual_seed(seed)
         logits, s = torch.randn(3, V, generator=some) * 3, started(V, temperature=0.8)
-        q = distribution(logits[:2], [s.ahead([]), s.ahead([1])])
+        q = distribution(logits[:2], [s.with_guesses([]), s.with_guesses([1])])
         ids = [seed % V, seed // V % V]
         assert ids_of(logits, s, drawn_guess([*q], ids))[:2] == ids
         logits = torch.randn(2, V, generator=some) * 4
@@ -316,7 +316,7 @@ def test_rows_stand_together_whatever_is_guessed(guess):
     assert all(groups == lengths for lengths, groups, _ in counts)
 
 
-class Script(Guesser):
+class Script(SpeculativeProposer):
     """Guesses the text, with a mistake at some places."""
 
     def propose(self, sequences):
@@ -343,9 +343,9 @@ def test_what_became_of_the_guesses():
     assert NGram(4).summary() == "0 times guessed"  # where max_tokens leaves no room for one
     for k, room, count in ((4, 9, 4), (4, 4, 3), (4, 1, 0), (1, 2, 1)):
         job = Job(Request(), [1, 2], SamplingParams(max_tokens=room + 1), config(9))
-        assert Guesser(k).count(job) == 0
+        assert SpeculativeProposer(k).count(job) == 0
         job.append(Token(3))
-        assert (Guesser(k).count(job), Proposer().count(job)) == (count, 0)
+        assert (SpeculativeProposer(k).count(job), Proposer().count(job)) == (count, 0)
 
 
 @settings(max_examples=200, deadline=None)
@@ -383,12 +383,12 @@ def test_n_grams():
     proposer.runners = (SimpleNamespace(forward=lambda rows: pytest.fail("it ran")),)
     (job,) = jobs = [started(9)]
     proposer.propose(jobs)
-    job.ids, guesser = [*range(50_000)], NGram(4)
+    job.ids, proposer = [*range(50_000)], NGram(4)
 
     def step():
         job.ids.append(-len(job.ids) % 2**20)
         job.num_scheduled = len(job.ids) + 4
-        guesser.propose(jobs)
+        proposer.propose(jobs)
 
     step()
     assert min(repeat(step, timer=thread_time, number=20, repeat=9)) / 20 < 1e-3  # 0.1 ms

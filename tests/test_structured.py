@@ -85,8 +85,8 @@ def random_wish(draw: random.Random):
 def test_finished_answers_parse(guess, seed):
     """A mask of the row before, or of a step ago, after preemption, in a fork, behind a guess; a
     guess that breaks the grammar kept; a neighbour without a grammar masked, or drawn otherwise."""
-    draw, guessers = random.Random(seed), {"n-gram": NGram(3), "draft": DraftModel(DRAFT, 3, V)}
-    at = engine(guessers.get(guess), num_blocks=200 if guess else 50)
+    draw, proposers = random.Random(seed), {"n-gram": NGram(3), "draft": DraftModel(DRAFT, 3, V)}
+    at = engine(proposers.get(guess), num_blocks=200 if guess else 50)
     jobs = {}
     for i in range(12):
         wish, check = random_wish(draw) if i % 4 else (None, lambda text: None)
@@ -129,7 +129,7 @@ def test_masks():
     want[may] = logits[0, may].softmax(-1)
     torch.testing.assert_close(p, want)
     assert torch.equal(free, distribution(logits[1:], rows[1:])[0]) and free[5] > 0.9
-    ahead = rows[0].ahead([may[0]])
+    ahead = rows[0].with_guesses([may[0]])
     assert distribution(logits[:1], [ahead])[0].argmax() == TOKENIZER.eos_id
     assert torch.equal(distribution(logits, rows)[0], p)
     for regex, text, is_allowed in (

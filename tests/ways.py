@@ -27,7 +27,7 @@ from model import Config, Extras, Transformer
 from quantize import QuantLinear, quantize_model
 from sampling import SamplingParams, Sequence, Token, distribution, draw
 from scheduler import Engine, Guess, Request
-from speculative import GUESS, DraftModel, Guesser, NGram, lookup
+from speculative import GUESS, DraftModel, NGram, SpeculativeProposer, lookup
 from tools.books import audit
 
 DRAFT = Path(__file__).resolve().parent.parent / "checkpoints" / "shakespeare-draft"
@@ -73,21 +73,21 @@ def plain(
 ) -> Sequence:
     """Complete one sequence without a cache: guess, run the whole text, verify. Without guesses
     that is forward, sample, append. Returns the sequence."""
-    guesser = Guesser(speculate)
+    proposer = SpeculativeProposer(speculate)
     while not sequence.finish_reason:
-        count = guesser.count(sequence)
+        count = proposer.count(sequence)
         text = "".join(map(chr, sequence.ids))
         ids = [] if draft else [*map(ord, lookup(text, count))]
         guess = sequence.guess = Guess(ids, [1.0] * len(ids))
         for _ in range(count if draft else 0):
-            ahead = sequence.ahead(guess.ids)
+            ahead = sequence.with_guesses(guess.ids)
             q = distribution(logits_of(draft, sequence.ids + guess.ids)[-1:], [ahead])
             i = draw(q, torch.tensor([ahead.uniform(GUESS)], dtype=torch.float64)).item()
             guess.ids.append(i)
             guess.q.append(q[0, i].item())
             guess.probs.append(q[0])
         logits = logits_of(model, sequence.ids + guess.ids)[-1 - len(guess.ids) :]
-        tokens = guesser.verify(logits, [sequence])[0]
+        tokens = proposer.verify(logits, [sequence])[0]
         for token in tokens:
             if not sequence.finish_reason:
                 sequence.append(token)
@@ -144,10 +144,10 @@ def run_compiled(
 def make(
     model: Transformer, draft: Transformer | None = None, speculate: int = 0, **limits: Any
 ) -> Engine:
-    guesser = NGram(speculate) if speculate else None
+    proposer = NGram(speculate) if speculate else None
     if draft:
-        guesser = DraftModel(draft, speculate, model.config.vocab_size)
-    return Engine(model, proposer=guesser, **{"block_size": BLOCK, "num_blocks": 640} | limits)
+        proposer = DraftModel(draft, speculate, model.config.vocab_size)
+    return Engine(model, proposer=proposer, **{"block_size": BLOCK, "num_blocks": 640} | limits)
 
 
 def finish(engine: Engine, requests: list[Request]) -> Tokens:

@@ -87,7 +87,7 @@ class Metrics:
                 blocks=job.table.blocks,
                 length=job.table.length,
                 max=job.max_len,
-                ran=engine.ran.get(job, 0),
+                ran=engine.last_step.get(job, 0),
             )
             for job in engine.running
         ]

@@ -182,7 +182,7 @@ def show_steps(model: Any, args: tuple) -> tuple:
             seen = [Seen(run_hidden, (each.number,), each) for each in seen]
     if type(first) is Blocks:  # any number of tokens may need logits, one included
         torch._dynamo.decorators.mark_unbacked(select[0], 0)
-    return mark(tokens, 1), mark(positions, 1), seen, *select
+    return mark_dynamic(tokens, 1), mark_dynamic(positions, 1), seen, *select
 
 
 def step_of(model: Transformer, positions: Tensor, layers: list) -> list[Seen] | None:
@@ -210,19 +210,19 @@ def step_of(model: Transformer, positions: Tensor, layers: list) -> list[Seen] |
     group = Group(rows, runner)
     if group.table.shape[1] == 1:  # the compiler would take this size as a case of its own
         group.table = group.table.repeat(1, 2)
-    shared = mark(first.slots, 0), mark(group.table, 0, 1)
+    shared = mark_dynamic(first.slots, 0), mark_dynamic(group.table, 0, 1)
     # The compiler cannot yet give a region a size that is a product, such as W * block size.
     masks = {
-        window: mark(group.masks[window].unflatten(3, (-1, runner.block_size)), 0, 3, 4)
+        window: mark_dynamic(group.masks[window].unflatten(3, (-1, runner.block_size)), 0, 3, 4)
         for window in model.config.windows
     }
     return [
-        Seen(run_blocks, (mark(kv, 1, 2), *shared, masks[layer.window]))
+        Seen(run_blocks, (mark_dynamic(kv, 1, 2), *shared, masks[layer.window]))
         for kv, layer in zip(kvs, layers)
     ]
 
 
-def mark(tensor: Tensor, *dims: int) -> Tensor:
+def mark_dynamic(tensor: Tensor, *dims: int) -> Tensor:
     """Let one piece of code serve all sizes of these dimensions that are above 1."""
     torch._dynamo.maybe_mark_dynamic(tensor, dims)
     return tensor

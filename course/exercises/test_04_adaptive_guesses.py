@@ -8,15 +8,17 @@ from common import serve, tiny_model
 from around.settings import SamplingParams
 from sampling import Token
 from scheduler import Engine, Guess, Job, Request
-from speculative import Guesser, NGram
+from speculative import NGram, SpeculativeProposer
 
 MODEL = tiny_model()
 V = MODEL.config.vocab_size
 
 
-def adaptive(k: int = 8) -> Guesser:
+def adaptive(k: int = 8) -> SpeculativeProposer:
     proposer = NGram(k)
-    assert hasattr(proposer, "adaptive"), "give Guesser the attribute adaptive, False by default"
+    assert hasattr(proposer, "adaptive"), (
+        "give SpeculativeProposer the attribute adaptive, False by default"
+    )
     assert proposer.adaptive is False
     proposer.adaptive = True
     return proposer
@@ -30,7 +32,7 @@ def running(**settings: int | float) -> Job:
     return job
 
 
-def outcome(proposer: Guesser, *each: tuple[Job, int, int]) -> None:
+def outcome(proposer: SpeculativeProposer, *each: tuple[Job, int, int]) -> None:
     """Run one verification, where each item is (sequence, guesses, right guesses)."""
     logits = []
     for job, made, right in each:
@@ -40,7 +42,7 @@ def outcome(proposer: Guesser, *each: tuple[Job, int, int]) -> None:
     assert [len(tokens) - 1 for tokens in results] == [right for _, _, right in each]
 
 
-def counts(proposer: Guesser, job: Job, *rights: int | None) -> list[int]:
+def counts(proposer: SpeculativeProposer, job: Job, *rights: int | None) -> list[int]:
     """Return the number of guesses before and after each verification.
 
     Args:
@@ -91,7 +93,7 @@ def test_fewer_guesses_than_asked_for_may_all_be_right() -> None:
 
 
 def test_each_sequence_has_its_own_number() -> None:
-    """Bug: a sequence's tokens depend on its neighbours; see Guesser.count."""
+    """Bug: a sequence's tokens depend on its neighbours; see SpeculativeProposer.count."""
     proposer, good, bad, other = adaptive(), running(), running(), running()
     outcome(proposer, (bad, 1, 0), (good, 1, 1), (other, 0, 0))
     outcome(proposer, (good, 3, 3), (bad, 1, 0))
@@ -115,7 +117,7 @@ def test_fixed_is_the_default() -> None:
 
 
 def speak(
-    proposer: Guesser, *asked: tuple[list[int], SamplingParams], num_blocks: int = 60
+    proposer: SpeculativeProposer, *asked: tuple[list[int], SamplingParams], num_blocks: int = 60
 ) -> tuple[Engine, list[Request]]:
     """Serve requests that arrive at once, with these guesses."""
     small = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 4 * (1 + proposer.k)}
@@ -141,7 +143,7 @@ def test_in_the_engine_each_gets_what_it_gets_alone() -> None:
 
 
 def test_it_wastes_less() -> None:
-    """On a text that does not repeat itself, an adaptive guesser makes fewer wrong guesses."""
+    """On a text that does not repeat itself, an adaptive proposer makes fewer wrong guesses."""
     results = []
     for proposer in (NGram(8), adaptive(8)):
         params = SamplingParams(temperature=2.0, seed=2, max_tokens=100, ignore_eos=True)

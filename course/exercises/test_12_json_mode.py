@@ -244,8 +244,10 @@ def test_the_engine_writes_json(speculate: int) -> None:
     params = call(
         SamplingParams, todo=TODO, logits_processors=[json_mode()], logit_bias=bias, **common
     )
-    guesser = NGram(speculate)
-    engine = Engine(bundled(), tokenizer(), guesser, max_num_seqs=4, num_blocks=60, max_seq_len=200)
+    proposer = NGram(speculate)
+    engine = Engine(
+        bundled(), tokenizer(), proposer, max_num_seqs=4, num_blocks=60, max_seq_len=200
+    )
     prompts = ['ROMEO:\n{"a":1,"a":1,"a":', "[1,1,1,1,1,1,1"]
     requests = serve(engine, *((prompt, params) for prompt in prompts))
     done = [s for request in requests for s in request.outputs if s.finish_reason == "stop"]

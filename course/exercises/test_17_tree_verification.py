@@ -176,7 +176,7 @@ def test_the_chances_are_those_of_the_model(forest: str) -> None:
 
 
 def grow(draft: Transformer, widths: list[int], sampled: bool) -> Callable[[Sequence], Any]:
-    """Make a guesser. Each node of level i gets widths[i] children: the draft's likeliest tokens
+    """Make a proposer. Each node of level i gets widths[i] children: the draft's likeliest tokens
     or, if `sampled`, different tokens drawn from the draft."""
 
     def guess(sequence: Sequence) -> Any:
@@ -189,7 +189,7 @@ def grow(draft: Transformer, widths: list[int], sampled: bool) -> Callable[[Sequ
             rows = torch.tensor([sequence.ids + text for text in texts])
             places = torch.arange(rows.shape[1]).expand(len(rows), -1)
             logits = draft(rows, places)[:, -1]
-            chances = distribution(logits, [sequence.ahead(text) for text in texts])
+            chances = distribution(logits, [sequence.with_guesses(text) for text in texts])
             for leaf, scores, q in zip(leaves, logits, chances):
                 likeliest = scores.topk(width).indices.tolist()
                 for i in range(width):
@@ -275,7 +275,7 @@ def twin(model: Transformer, sequence: Sequence, guesses: Any) -> list[int]:
     """The slow twin of verify runs each node's text by itself, and tries siblings one by one."""
     output, at = [], 0
     while True:
-        here = sequence.ahead(output)
+        here = sequence.with_guesses(output)
         (p,) = distribution(logits_of(model, sequence.ids + output)[-1:], [here]).tolist()
         for node in [i for i, parent in enumerate(guesses.parents) if parent == at]:
             x, q = guesses.ids[node], guesses.probs[node].tolist()

@@ -103,15 +103,17 @@ def check(model: Transformer, weights: dict[str, Tensor], job: Job, wrong: str) 
     )
     if not wanted:
         return
-    ahead = [job.ahead(guess.ids[:i]) for i in range(wanted)]
-    want = distribution(twin(model, weights, job.ids, guess.ids), ahead)
+    extended = [job.with_guesses(guess.ids[:i]) for i in range(wanted)]
+    want = distribution(twin(model, weights, job.ids, guess.ids), extended)
     for i, (x, q, probs) in enumerate(zip(guess.ids, guess.q, guess.probs)):
         apart = (probs - want[i]).abs().max().item()
         place = f"guess {i + 1} after {len(job.tokens)} tokens, probabilities {apart:.2g} apart"
         assert apart < 1e-4, f"{wrong} ({place})"
         assert abs(q - probs[x].item()) < 1e-6, "q is the probability of the id that was drawn"
-        u = torch.tensor([ahead[i].uniform(GUESS)])
-        assert x == draw(probs[None], u).item(), "draw guess by guess, by job.ahead(...).uniform"
+        u = torch.tensor([extended[i].uniform(GUESS)])
+        assert x == draw(probs[None], u).item(), (
+            "draw guess by guess, by job.with_guesses(...).uniform"
+        )
 
 
 def watch(engine: Engine, weights: dict[str, Tensor], wrong: str) -> Engine:
@@ -203,7 +205,7 @@ SCENES = {
     "preemption": (
         [IDS, LONG[:9], [9, 3] * 4, [4]], {"num_blocks": 11}, 1,
         "after preemption the features are computed again; until then nothing can be guessed, and "
-        "the last token has to wait, see Guesser.count and Engine._num_to_run",
+        "the last token has to wait, see SpeculativeProposer.count and Engine._num_to_run",
     ),
 }  # fmt: skip
 
