@@ -263,7 +263,7 @@ def test_generation_config(cli, folder, monkeypatch):
     calm = "sampling: temperature 0.2 (small model), top_p 0.9 (small model)\n"
     for layers, told in ((28, calm), (36, plain)):  # Qwen3-1.7B and Qwen2.5-3B
         config = SimpleNamespace(hidden_size=2048, num_hidden_layers=layers)
-        monkeypatch.setattr("around.folder.config.load_config", lambda _, config=config: config)
+        monkeypatch.setattr(command, "load_config", lambda _, config=config: config)
         assert cli("--chat", *ours[-2:]).sampling == told and cli(*ours).sampling == plain
     file.write_text(json.dumps({"temperature": 5.0, "top_k": 1, "do_sample": True}))
     assert ids_of(cli(*ours)) == ids_of(cli(*GREEDY))

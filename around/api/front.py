@@ -102,7 +102,7 @@ class Listener:
         self.listeners = listeners
         name = args.served_model_name or args.checkpoint.resolve().name
         self.api = API(engine, name, SamplingParams(**suggested(args.checkpoint)), args.tool_format)
-        self.metrics = Metrics(engine, name, starting(args.checkpoint, chat=True))
+        self.metrics = Metrics(engine, name, starting(args.checkpoint, engine.config))
         self.busy: set[Front] = set()
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.take_snapshot()

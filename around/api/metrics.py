@@ -92,12 +92,15 @@ class Metrics:
             )
             for job in engine.running
         ]
-        state = dict(
-            blocks=engine.pool.num_blocks,
-            block_size=engine.pool.block_size,
-            cached=engine.pool.cached,
-            running=running,
-            sampling=self.sampling,
-            has_chat_template=engine.tokenizer and engine.tokenizer.template is not PLAIN_TEMPLATE,
+        return json.dumps(
+            self.now()
+            | dict(
+                blocks=engine.pool.num_blocks,
+                block_size=engine.pool.block_size,
+                cached=engine.pool.cached,
+                running=running,
+                sampling=self.sampling,
+                has_chat_template=engine.tokenizer
+                and engine.tokenizer.template is not PLAIN_TEMPLATE,
+            )
         )
-        return json.dumps(self.now() | state)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from around import settings
-from around.folder import starting
+from around.folder import load_config, starting
 from around.machine import Ranks, ctrl_c_held_back, say
 from around.settings import SHAPING, EngineArgs, SamplingParams, SettingError, blame
 from around.start.begin import cache_size, open_engine
@@ -52,9 +52,13 @@ def read(args: Namespace, ranks: Ranks) -> Asked:
     """Check a command line, and read the prompt's file."""
     engine_args = EngineArgs(**settings.given(EngineArgs, args))
     flags = settings.given(SamplingParams, args)
-    defaults, source = starting(engine_args.checkpoint, args.chat)
-    sources = {"temperature": "the default"} | dict.fromkeys(defaults, source)
-    sources |= dict.fromkeys(flags, "a flag")
+    folder = engine_args.checkpoint
+    defaults, source = starting(folder, load_config(folder) if args.chat else None)
+    sources = (
+        {"temperature": "the default"}
+        | dict.fromkeys(defaults, source)
+        | dict.fromkeys(flags, "a flag")
+    )
     if args.chat:  # without --max-tokens, only the context ends a reply
         defaults["max_tokens"] = 2**31
     params = SamplingParams(**defaults | flags)
