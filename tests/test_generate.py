@@ -293,15 +293,20 @@ def test_flags(path, cli, monkeypatch):
         assert {str(each.dtype) for each in made[-1].parameters()} == {f"torch.{want}"}
 
 
-def test_generation_config(cli, folder):
+def test_generation_config(cli, folder, monkeypatch):
     """Bug: the checkpoint's own settings are ignored, win over the user's flags, or, where they are
-    damaged, end in a traceback or reach the sampler."""
+    damaged, end in a traceback or reach the sampler. A chat with a small model was nonsense."""
     file, ours = folder / "generation_config.json", (*SEEDED, "--checkpoint", folder)
     told = "sampling: temperature 0.8 (the folder), top_p "
     assert cli(*ours).sampling == told + "0.95 (the folder)\n"
     assert cli(*ours, "--top-p", 0.5).sampling == told + "0.5 (a flag)\n"
     file.unlink()
-    assert cli(*ours).sampling == "sampling: temperature 1 (the default)\n"
+    plain = "sampling: temperature 1 (the default)\n"
+    calm = "sampling: temperature 0.2 (small model), top_p 0.9 (small model)\n"
+    for layers, told in ((28, calm), (36, plain)):  # Qwen3-1.7B and Qwen2.5-3B
+        config = SimpleNamespace(hidden_size=2048, num_hidden_layers=layers)
+        monkeypatch.setattr(command, "load_config", lambda _, config=config: config)
+        assert cli("--chat", *ours[-2:]).sampling == told and cli(*ours).sampling == plain
     file.write_text(json.dumps({"temperature": 5.0, "top_k": 1, "do_sample": True}))
     assert ids_of(cli(*ours)) == ids_of(cli(*GREEDY))
     assert ids_of(cli(*ours, "--top-k", 0)) != ids_of(cli(*GREEDY))
@@ -367,7 +372,7 @@ def test_chat_template(cli, folder, monkeypatch):
     string cuts the replies of models that have their own."""
     newline = TOKENIZER.encode("a\n", add_special=False)[-1]
     bias = {"logit_bias": {newline: 100}}  # nothing else is drawn
-    monkeypatch.setattr(command, "suggested", lambda path: suggested(path) | bias)
+    monkeypatch.setattr(command, "starting", lambda *_: ({**bias}, "the folder"))
     chat = ("--chat", "--max-tokens", 5, "--checkpoint", folder)
     result = cli(*chat, stdin="Hello\n")
     assert result.out == "\n" and "> 2 new tokens" in result.err

@@ -35,7 +35,7 @@ def chrome(tmp_path_factory):
     options.binary_location = program("chromium")
     for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
                  "--disable-background-networking", "--disable-component-update", "--disable-sync",
-                 "--no-first-run", "--no-proxy-server", "--window-size=1400,1000",
+                 "--no-first-run", "--no-proxy-server", "--window-size=1280,1000",
                  f"--user-data-dir={tmp_path_factory.mktemp('chrome')}"):  # fmt: skip
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
@@ -126,6 +126,8 @@ def slow(local, monkeypatch):
     monkeypatch.setattr(local.engine, "step", lambda: time.sleep(0.02) or step())
 
 
+# What is sent while the fields are empty, and what stands in them.
+SENT = "return ['temperature', 'top_p', 'top_k'].map(x => [settings()[x], $(x).placeholder])"
 SETTINGS = {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "seed": 3}
 BOLD = "<b>Hm.</b><img src=x onerror=document.title=1>"
 
@@ -134,9 +136,10 @@ def test_completions(page, local, slow):
     """The text came in one piece, or under another prompt; a setting or a space was lost; a prompt
     was read as HTML."""
     assert page.all("textarea")[-1].get_attribute("value") == "ROMEO:"
-    # The folder's own temperature holds. It was always 0.8, and a real model wrote nonsense.
-    sent = ["max_tokens", "n", "stream", "stream_options"]
-    assert page.js("return Object.keys(settings()).sort()") == sent
+    # The folder's own settings hold, and are shown. They were called "model's".
+    until(lambda: page.text("#sampling").count("(the folder)") == 2)
+    assert page.js(SENT) == [[0.8, "0.8"], [0.95, "0.95"], [0, "0"]]
+    assert len({each.location["y"] for each in page.all("button") if each.is_displayed()}) == 1
     page.set(textarea=BOLD)
     page.click("#add")
     page.press("K")  # the new box has the focus
@@ -170,12 +173,16 @@ def turns(*contents, system=()):
 def test_conversation(page, local, slow, monkeypatch):
     """A chat model's messages were completed, or it did not know what it had just been asked. A
     thought stood in the answer, and was sent back; what had failed was sent again as the model's
-    words, and had to be typed again. A reply that was cut looked like a whole one."""
+    words, and had to be typed again. A reply that was cut looked like a whole one. A small model
+    whose folder suggests nothing began at a temperature of 1, and talked nonsense."""
     asked, prepare = [], local.server.api.prepare
     record = lambda body, chat: asked.append(body["messages"]) or prepare(body, chat)  # noqa: E731
     monkeypatch.setitem(local.server.api.model, "id", "x")
     monkeypatch.setattr(local.engine.tokenizer, "template", TEMPLATE)
+    monkeypatch.setattr(local.server.metrics, "sampling", ({"temperature": 0.2}, "small model"))
     page.open()
+    assert page.text("#sampling") == "sampling: temperature 0.2 (small model)"
+    assert page.js(SENT) == [[0.2, "0.2"], [1, "1"], [0, "0"]]
     assert page.js("return document.activeElement.ariaLabel") == "Message"
     assert page.all("#max_tokens")[0].get_attribute("value") == "512"  # half of what fits
     shown = [each.get_attribute("id") for each in page.all("button") if each.is_displayed()]
@@ -228,18 +235,30 @@ def test_conversation(page, local, slow, monkeypatch):
     assert local.post(CHAT, body).json["choices"][0]["message"]["content"] == second
 
 
+# Two sequences that share block 1 of a large cache: whether blocks 0 and 1 have one colour each.
+DRAWN = """draw({blocks: 5000, block_size: 16, cached: [70],
+               running: [{name: "a", blocks: [0, 1]}, {name: "b", blocks: [1]}]});
+const {data} = $("blocks").getContext("2d").getImageData(0, 20, 50, 1), red = x => data[4 * x];
+return [red(2) === red(20), red(28) === red(46), $("shown").textContent]"""
+BODIES = "return new Set(last.running.map(row => row.name.split('-')[1])).size"
+
+
 def test_crowd(page, local, slow):
-    """Sixteen prompts, of which one ran; or each opened a connection, and six ran. Blocks that
-    never change, rows that never come or never go; 0 tokens/s while twelve ran. Stop stopped the
-    text alone, and the server went on."""
+    """Sixteen prompts, of which one ran; or each opened a connection, and six ran; or all came at
+    once, and found nothing to share. Blocks that never change, rows that never come or never go;
+    0 tokens/s while twelve ran. Stop stopped the text alone, and the server went on. Strangers
+    looked shared, in a square of several blocks. Headings of nothing."""
     canvas = "return document.getElementById('blocks').toDataURL()"
     until(lambda: page.numbers().get("running") == "0")
     empty = page.js(canvas)
+    plain, split, note = page.js(DRAWN)
+    assert plain and not split and re.fullmatch(r"\d\d of 5,000 blocks .* others are free", note)
+    stop, idle, busy = (page.all(each)[0] for each in ("#stop", "#idle", "#busy"))
+    assert not stop.is_enabled() and idle.is_displayed() and not busy.is_displayed()
     page.click("#crowd")
-    until(lambda: len(page.all("#running tr")) == 8 and page.text("#queue") != "0")  # 8 at once
-    assert len(page.all(".reply")) == 16 and int(page.text("#queue")) <= 8
-    until(lambda: page.text("#waiting").count("tokens") == int(page.text("#queue")))
-    until(lambda: page.numbers()["prefix hits"] not in ("0 %", "–"))
+    until(lambda: len(page.all("#running tr")) == 8 and page.numbers()["waiting"] != "0")
+    assert page.js(BODIES) == 2 and stop.is_enabled() and busy.is_displayed()
+    assert len(page.all(".reply")) == 16 and re.match(r"Waiting: [1-8],", page.text("#waiting"))
     until(lambda: page.numbers()["preemptions"] != "0")
     until(lambda: page.numbers()["tokens/s"] != "0")
     assert min(int(page.numbers()["tokens/s"]) for _ in range(20)) > 0
@@ -249,6 +268,7 @@ def test_crowd(page, local, slow):
     page.press(Keys.ESCAPE)
     until(lambda: not page.all("#running tr"))
     assert page.numbers()["running"] == "0" and page.numbers()["cache used"] == "0 %"
+    assert not stop.is_enabled() and idle.is_displayed() and not busy.is_displayed()
     assert all("stopped" in note or "tokens at" in note for note in page.notes())
 
 

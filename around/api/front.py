@@ -29,7 +29,7 @@ from around.api.function_calls import FORMS
 from around.api.http1 import Exchange
 from around.api.metrics import Metrics
 from around.api.requests import API
-from around.folder import suggested
+from around.folder import starting, suggested
 from around.machine import Ranks, say
 from around.settings import JSON, EngineArgs, SamplingParams, setting
 from scheduler import Engine
@@ -102,7 +102,7 @@ class Listener:
         self.listeners = listeners
         name = args.served_model_name or args.checkpoint.resolve().name
         self.api = API(engine, name, SamplingParams(**suggested(args.checkpoint)), args.tool_format)
-        self.metrics = Metrics(engine, name)
+        self.metrics = Metrics(engine, name, starting(args.checkpoint, engine.config))
         self.busy: set[Front] = set()
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.take_snapshot()

@@ -20,14 +20,16 @@ class Metrics:
 
     Attributes:
         model: the model's name.
+        sampling: what the page's user starts with.
         ended: metric -> sample -> value, for the requests that have ended. A sample is named as in
             Prometheus' format, by its labels: "{}", '{finished_reason="stop"}', or in a summary
             "_sum{}" and "_count{}". text() adds a label, the model.
     """
 
-    def __init__(self, engine: Engine, model: str) -> None:
+    def __init__(self, engine: Engine, model: str, sampling: tuple) -> None:
         self.engine = engine
         self.model = model
+        self.sampling = sampling
         self.ended: dict[str, Counter] = defaultdict(Counter)
 
     def count(self, request: Request) -> None:
@@ -38,7 +40,7 @@ class Metrics:
             # job.times begins with the time at which the job was made, so the first gap ends with
             # the first token.
             gaps = [after - before for before, after in pairwise(job.times)]
-            summaries: dict[str, list] = dict(
+            summaries = dict(
                 time_to_first_token_seconds=gaps[:1],
                 inter_token_latency_seconds=gaps[1:],
                 e2e_request_latency_seconds=[sum(gaps)] if gaps else [],
@@ -73,11 +75,10 @@ class Metrics:
         return text
 
     def snapshot(self) -> str:
-        """Return what the page shows, as JSON: which sequences run or wait, which blocks they have,
-        and whether the model has a chat template of its own. Only the engine's thread may call
-        this. It takes some microseconds a sequence."""
+        """Return what the page shows, as JSON: which sequences run, which blocks they have, what
+        sampling starts with, and whether the model has a chat template of its own. Only the
+        engine's thread may call this. It takes some microseconds a sequence."""
         engine = self.engine
-        tokenizer = engine.tokenizer
         running = [
             dict(
                 name=f"{job.request.id}.{job.request.outputs.index(job)}",
@@ -91,12 +92,15 @@ class Metrics:
             )
             for job in engine.running
         ]
-        state = dict(
-            blocks=engine.pool.num_blocks,
-            block_size=engine.pool.block_size,
-            cached=engine.pool.cached,
-            running=running,
-            waiting=[job.prompt_len for job in engine.waiting[:100]],
-            has_chat_template=tokenizer is not None and tokenizer.template is not PLAIN_TEMPLATE,
+        return json.dumps(
+            self.now()
+            | dict(
+                blocks=engine.pool.num_blocks,
+                block_size=engine.pool.block_size,
+                cached=engine.pool.cached,
+                running=running,
+                sampling=self.sampling,
+                has_chat_template=engine.tokenizer
+                and engine.tokenizer.template is not PLAIN_TEMPLATE,
+            )
         )
-        return json.dumps(self.now() | state)

@@ -137,3 +137,19 @@ def suggested(path: Path | str) -> JSON:
     with blame(file):
         SamplingParams(**found)  # this checks them
     return found
+
+
+def starting(path: Path | str, config: Config | None) -> tuple[JSON, str]:
+    """Return the sampling settings that a person starts with, and where they come from: the folder,
+    or for a chat with a small model whose folder suggests none, "small model".
+
+    The API and LLM leave such a model at vLLM's temperature, 1, where it talks nonsense.
+
+    Args:
+        config: of the model that chats, if one does.
+    """
+    found = suggested(path)
+    # Width times depth: 57,344 in Qwen3-1.7B, and 73,728 in Qwen2.5-3B.
+    if found or not config or config.hidden_size * config.num_hidden_layers > 60000:
+        return found, "the folder"
+    return dict(temperature=0.2, top_p=0.9), "small model"

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from around import settings
-from around.folder import suggested
+from around.folder import load_config, starting
 from around.machine import Ranks, ctrl_c_held_back, say
-from around.settings import JSON, SHAPING, EngineArgs, SamplingParams, SettingError, blame
+from around.settings import SHAPING, EngineArgs, SamplingParams, SettingError, blame
 from around.start.begin import cache_size, open_engine
 from sampling import BROKEN, Sequence
 from scheduler import Engine
@@ -42,7 +42,9 @@ def parse_args(argv: list[str] | None) -> Namespace:
     prompt.add_argument("--chat", action="store_true", help="talk, with the chat template")
     parser.add_argument("--system", help="with --chat: what the model is told first")
     group = parser.add_argument_group(
-        "sampling", "defaults: the checkpoint's generation_config.json, else as in parentheses"
+        "sampling",
+        "defaults: the checkpoint's generation_config.json, else as in parentheses; if it suggests "
+        "nothing, --chat starts a small model at temperature 0.2, top-p 0.9",
     )
     settings.add_flags(group, SamplingParams, max_tokens="--max-new-tokens", n="--num-samples")
     return parser.parse_args(argv)
@@ -52,10 +54,19 @@ def read(args: Namespace, ranks: Ranks) -> Asked:
     """Check a command line, and read the prompt's file."""
     engine_args = EngineArgs(**settings.given(EngineArgs, args))
     flags = settings.given(SamplingParams, args)
-    defaults = suggested(engine_args.checkpoint)
-    # In a chat, without --max-tokens, only the context ends a reply.
-    unlimited: JSON = dict(max_tokens=2**31) if args.chat else {}
-    params = SamplingParams(**unlimited | defaults | flags)
+    folder = engine_args.checkpoint
+    defaults, source = starting(folder, load_config(folder) if args.chat else None)
+    sources = (
+        {"temperature": "the default"}
+        | dict.fromkeys(defaults, source)
+        | dict.fromkeys(flags, "a flag")
+    )
+    if args.chat:  # without --max-tokens, only the context ends a reply
+        defaults["max_tokens"] = 2**31
+    params = SamplingParams(**defaults | flags)
+    summary = "sampling: " + ", ".join(
+        f"{name} {getattr(params, name):g} ({sources[name]})" for name in SHAPING if name in sources
+    )
     text = read_prompt(args, ranks)
     if args.system and not args.chat:
         raise ValueError("--system needs --chat")
@@ -69,7 +80,6 @@ def read(args: Namespace, ranks: Ranks) -> Asked:
     )
     if "max_num_seqs" not in args:  # make the cache only as large as these sequences need
         engine_args = replace(engine_args, max_num_seqs=1 if args.chat else params.n)
-    summary = f"sampling: {describe(params, flags, defaults)}"
     return Asked(engine_args, params, text, summary, args.chat, args.system, bool(needs_engine))
 
 
@@ -95,29 +105,13 @@ def answer(asked: Asked, ranks: Ranks) -> int:
 def read_prompt(args: Namespace, ranks: Ranks) -> str:
     """Return the text to continue. Ranks other than the first do not need it, and read no file."""
     file = args.prompt_file
-    needs_stdin = args.chat or file == "-"
-    if needs_stdin and sys.stdin is None:
+    if (args.chat or file == "-") and sys.stdin is None:
         raise ValueError("stdin is closed: use --prompt TEXT or --prompt-file FILE")
     if not file or ranks.rank:
         return args.prompt
     with blame(file):
         # Both ways keep the ends of lines, which read_text would change; for stdin see launch.
         return sys.stdin.read() if file == "-" else Path(file).read_bytes().decode()
-
-
-def describe(params: SamplingParams, flags: JSON, defaults: JSON) -> str:
-    """Return a line that names the settings of sampling, and where each comes from.
-
-    Args:
-        defaults: what the checkpoint's folder suggests.
-    """
-    sources = dict.fromkeys(defaults, "the folder") | dict.fromkeys(flags, "a flag")
-    usual = vars(SamplingParams()) | {"temperature": None}  # which is always named
-    return ", ".join(
-        f"{name} {getattr(params, name):g} ({sources.get(name, 'the default')})"
-        for name in SHAPING
-        if getattr(params, name) != usual[name]
-    )
 
 
 def stream(sequence: Sequence, steps: Iterator[Any]) -> int:
