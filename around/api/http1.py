@@ -40,7 +40,6 @@ X-Accel-Buffering: no
 X-Content-Type-Options: nosniff
 X-Frame-Options: DENY
 """
-CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 JSON_TYPE = "application/json"
 EVENTS = "text/event-stream"
 
@@ -57,17 +56,17 @@ class Exchange(BaseHTTPRequestHandler):
         asked: method and path, such as "GET /health"; "" until they have been read.
         stream: whether the answer is a stream of events.
         has_begun: whether the head of the answer has been sent.
-        is_half_closed: whether the client sends nothing more.
         is_logged: whether the answer gets a line in the log.
         sent_at: when something was last sent, on time.monotonic's clock.
     """
 
     server: Any
+    protocol_version = "HTTP/1.1"  # so parse_request answers `Expect: 100-continue`
     timeout = 75  # seconds that a client may be silent, or take to read a part of an answer
     disable_nagle_algorithm = True  # or a small event would wait until the last one is acknowledged
     headers = Message()
     command = asked = ""
-    stream = has_begun = is_half_closed = False
+    stream = has_begun = False
     is_logged = True
     sent_at = 0.0
 
@@ -113,16 +112,11 @@ class Exchange(BaseHTTPRequestHandler):
         """Read as many bytes as Content-Length says, or a body in chunks."""
         length = self.headers.get("Content-Length", "")
         framing = self.headers.get("Transfer-Encoding", length).strip().lower()
-        is_chunked = framing == "chunked"
-        if not is_chunked:
-            is_length = re.fullmatch("[0-9]{1,18}", framing)
-            demand(is_length, 411, "send the body with a Content-Length, or in chunks")
-            self.check_size(int(framing))
-        # The client may wait for this before it sends a body. HTTP/1.0 has no interim answers.
-        if "Expect" in self.headers and self.request_version > "HTTP/1.0":
-            self.wfile.write(CONTINUE)
-        if is_chunked:
+        if framing == "chunked":
             return self.read_chunks()
+        is_length = re.fullmatch("[0-9]{1,18}", framing)
+        demand(is_length, 411, "send the body with a Content-Length, or in chunks")
+        self.check_size(int(framing))
         data = self.rfile.read(int(framing))
         if len(data) < int(framing):  # the client has left
             raise ConnectionError
@@ -147,23 +141,14 @@ class Exchange(BaseHTTPRequestHandler):
         demand(size <= most, 413, f"the body has {size} bytes, --max-body is {most}")
 
     def check_client(self) -> None:
-        """Raise ConnectionError if the client has left. What it has sent meanwhile is discarded.
-
-        The end of what a client sends means that it has left, or that it has closed its sending
-        half alone. So send it something that any client skips: one that has left answers with a
-        reset, which the next call sees. HTTP/1.0 has nothing to send before an answer.
-        """
+        """Raise ConnectionError if the client has left. Then what it sends ends. As in uvicorn, one
+        that closes its sending half alone counts as one that has left. What it has sent meanwhile
+        is discarded."""
         self.connection.settimeout(0)  # or recv would wait, even with MSG_DONTWAIT
         with suppress(BlockingIOError):  # nothing has come: the client waits
-            nothing_more = not self.connection.recv(2**16)
-            can_ask = self.has_begun or self.request_version > "HTTP/1.0"
-            error = self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            if error or (nothing_more and not can_ask):
+            if not self.connection.recv(2**16):
                 self.log("gone")
                 raise ConnectionError
-            if nothing_more and not self.is_half_closed:
-                self.is_half_closed = True
-                self.wfile.write(b":\n\n" if self.has_begun else CONTINUE)
         self.connection.settimeout(self.timeout)
 
     # --- The answer -------------------------------------------------------------------------------
