@@ -23,6 +23,7 @@ import time
 import traceback
 from argparse import ArgumentParser, Namespace
 from threading import Event
+from typing import Any
 
 from around import settings
 from around.api import Front, Listener, ServerArgs, demand, listen_at, serve, server_args
@@ -42,8 +43,8 @@ class Server(Listener):
             this and `metrics`.
     """
 
-    def __init__(self, engine: Engine, args: ServerArgs, listeners: list) -> None:
-        super().__init__(Connection, engine, args, listeners)
+    def __init__(self, engine: Engine, args: ServerArgs, listener: Any) -> None:
+        super().__init__(Connection, engine, args, listener)
         self.incoming: set[Request] = set()
         self.owners: dict[Request, Connection] = {}
 
@@ -154,12 +155,12 @@ def command(flags: Namespace, ranks: Ranks) -> int:
     """Load the model and serve it."""
     args = server_args(flags, ranks)
     # Listen first: loading takes long, and the port may be taken. Only rank 0 serves.
-    listeners = [] if ranks.rank else listen_at(args.host, args.port)
+    listener = None if ranks.rank else listen_at(args.host, args.port)
     engine = open_engine(args, ranks)
     if not engine:  # another rank, which has followed the first one until its end
         return 0
     say(cache_size(engine))
-    return serve(Server(engine, args, listeners))
+    return serve(Server(engine, args, listener))
 
 
 def parse_args(argv: list[str] | None) -> Namespace:

@@ -212,12 +212,12 @@ class Local(Client):
         small = {"num_blocks": 128, "max_num_seqs": 8, "max_num_batched_tokens": 32}
         self.args = make_args("--max-body", "200000", *options, **small | limits)
         self.engine = make_engine(self.args, Ranks(torch.device("cpu")), model(), None)
-        listeners = listen_at(self.args.host, self.args.port)
-        self.server = Server(self.engine, self.args, listeners)
+        listener = listen_at(self.args.host, self.args.port)
+        self.server = Server(self.engine, self.args, listener)
         self.listening = threading.Thread(target=self.server.listen)
         self.running = threading.Thread(target=self.drive)
         self.listening.start()
-        self.port = self.server.listeners[0].getsockname()[1]
+        self.port = self.server.listener.getsockname()[1]
         self.running.start()
 
     def drive(self) -> None:

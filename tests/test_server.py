@@ -587,7 +587,7 @@ RAW = {  # the status of the only answer -> what is sent; 0: any status below 50
     0: (  # what HTTP forbids, and http.server reads in one way or another
         *(b"GET /health" + rest + b"\r\n\r\n" for rest in (
             b"", b" HTTP/1.2", b"\0 HTTP/1.1", b"?\xff HTTP/1.1", b" HTTP/1.1\r\na: b\n\nb: c",
-            b" HTTP/1.1\r\nHost: a\r\nHost: b", b" HTTP/1.1\r\nX-Request-Id: a\r\n b: c\rd: \0")),
+            b" HTTP/1.1\r\nHost: a\r\nHost: b", b" HTTP/1.1\r\nX-A: a\r\n b: c\rd: \0")),
         *(post(b"0\r\n\r\n", head) for head in (
             "Content-Length: 5\r\nContent-Length: 2\r\n", f"Content-Length: 5\r\n{CHUNKED}")),
     ),
@@ -633,12 +633,10 @@ def test_raw_requests(local, capfd, status):
 def test_paths(local, monkeypatch, tmp_path):
     """A wrong path or method was a 500; the answer to HEAD had a body. A page that shows a model's
     text could be made to load another host's script, or be shown in another's frame."""
-    for path in ("/v1", "/v1/completions/", "/../etc/passwd", "/page.html", "/v1/models/{id}"):
+    for path in ("/v1", "/v1/completions/", "/../etc/passwd", "/page.html", "/v1/responses"):
         local.get(path).fails(404)
     message = local.post("/chat/completions", {"messages": HI}).fails(404)
     assert "/v1/chat/completions" in message  # a base URL without /v1
-    for path, words in (("responses", "use chat completions"), ("embeddings", "no embeddings")):
-        assert words in local.post(f"/v1/{path}", {}).fails(404)
     for method in ("GET", "PUT", "DELETE", "OPTIONS", "TRACE"):
         assert "POST" in local.send(method, CHAT).fails(405)
     for path in ("/", "/health", "/metrics", "/engine", "/v1/models", "/nothing", COMPLETIONS):
@@ -658,16 +656,13 @@ def test_paths(local, monkeypatch, tmp_path):
 
 
 def test_what_it_says_of_itself(local):
-    """A model by its name, cached tokens, and a version that pip knows by another name."""
-    assert local.get("/v1/models/shakespeare").json == local.get("/v1/models").json["data"][0]
+    """Cached tokens, and a version that pip knows by another name."""
     for _ in range(2):
         usage = local.post(COMPLETIONS, {"prompt": PROMPT * 9, "max_tokens": 1}).json["usage"]
     assert 0 < usage["prompt_tokens_details"]["cached_tokens"] < usage["prompt_tokens"]
     reply = local.post(CHAT, {"messages": HI, "max_tokens": 1}).json
     versions = reply["system_fingerprint"], local.get("/version").json["version"]
     assert {*versions, importlib.metadata.version("kilolm")} == {VERSION}
-    assert local.get("/health", **{"X-Request-ID": "mine"}).headers["X-Request-Id"] == "mine"
-    assert len({local.get("/health").headers["X-Request-Id"] for _ in range(9)}) == 9
 
 
 def test_log(local, capfd, monkeypatch):
@@ -772,11 +767,10 @@ def test_queue(local, monkeypatch):
     gauges = until(lambda: (m := local.metrics())["num_requests_waiting"] == 2 and m)
     assert gauges["num_requests_running"] == 8 and 0 < gauges["kv_cache_usage_perc"] <= 1
     answer = local.post(COMPLETIONS, {**fields, "prompt": ["a", "b"]})  # one too many
-    assert re.search(r"\b4\b.*\b3\b", answer.fails(429)) and answer.headers["Retry-After"] == "1"
+    assert re.search(r"\b4\b.*\b3\b", answer.fails(429))
     connections.append(local.begin(fields))
     until(lambda: len(local.engine.waiting) == 3)
     local.post(CHAT, {"messages": HI}).fails(429)
-    assert "Retry-After" not in local.get("/health").headers
     for connection in connections:
         connection.close()
     local.settle()
@@ -795,27 +789,14 @@ def test_queue(local, monkeypatch):
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="needs IPv6")
 def test_addresses(make_local, monkeypatch):
-    """The printed address was not one that a browser takes; of a name's two addresses one was
-    served. In a container, localhost has ::1 though IPv6 is off: the server did not start."""
+    """The printed address was not one that a browser takes; at :: nobody came over IPv4."""
     lines = []
     monkeypatch.setattr(front, "say", lines.append)
-    for host, shown in (("::1", "[::1]"), ("localhost", "127.0.0.1")):
+    for host, shown in (("::1", "[::1]"), ("localhost", "127.0.0.1"), ("::", "[::]")):
         local = make_local("--host", host)
         until(lambda: f"serving shakespeare on http://{shown}:{local.port}" in lines)  # noqa: B023
     for address in ("127.0.0.1", "::1"):
         socket.create_connection((address, local.port), 5).close()
-    create = socket.create_server
-
-    def without(address, **options):
-        if options["family"] == socket.AF_INET6:
-            raise OSError("Cannot assign requested address")
-        return create(address, **options)
-
-    monkeypatch.setattr(socket, "create_server", without)
-    (listener,) = listen_at("localhost", 0)
-    listener.close()
-    with pytest.raises(OSError, match="assign"):
-        listen_at("::1", 0)
 
 
 def test_errors_at_the_start(capfd, tmp_path, monkeypatch):
@@ -849,9 +830,8 @@ def test_errors_at_the_start(capfd, tmp_path, monkeypatch):
     monkeypatch.setattr(server_module, "serve", lambda server: 0)
     for options, key in ((("--port", 0), "a"), (("--port", 0, "--api-key", "b"), "b")):
         assert main(*options) == 0
-        _, args, listeners = served.call_args.args
-        for listener in listeners:
-            listener.close()
+        _, args, listener = served.call_args.args
+        listener.close()
         assert (args.api_key, args.host) == (key, "localhost")  # nobody else, unless told so
     monkeypatch.setenv("KILOLM_API_KEY", "")
     assert main("--port", 0) == 2
@@ -865,7 +845,7 @@ def test_slow_clients(make_local, monkeypatch, capfd):
     its text. Clients that sent nothing more, or read nothing of their streams, were kept for
     ever."""
     local, head = make_local(), post(head=EXPECT).removesuffix(DATA)
-    local.server.listeners[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    local.server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     with connect(local, b"") as slow:
         for i in range(len(head)):
             slow.sendall(head[i : i + 1])
@@ -1096,7 +1076,7 @@ def stopped(data, *options, signals=1, reached=bool):
     request, or it was answered, or `reached` says so. Return what comes."""
     engine, args = Engine(model(), TOKENIZER, num_blocks=80), make_args(*options)
     server = Server(engine, args, listen_at(args.host, args.port))
-    address = server.listeners[0].getsockname()
+    address = server.listener.getsockname()
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
 
     def client():
@@ -1126,7 +1106,7 @@ def test_an_engine_that_dies(monkeypatch):
 
     def listen(self):
         until(lambda: self.stopping)
-        ended.append(self.listeners.pop().close())
+        ended.append(self.listener.close())
 
     monkeypatch.setattr(Server, "drive", MagicMock(side_effect=BaseException("panic")))
     monkeypatch.setattr(Server, "listen", listen)

@@ -14,7 +14,6 @@ Exchange.send.
 
 import json
 import re
-import secrets
 import socket
 import time
 from contextlib import suppress
@@ -23,7 +22,6 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from io import BytesIO
 from typing import Any
-from urllib.parse import unquote
 
 from around.api.answers import Problem, demand
 from around.machine import say
@@ -92,7 +90,7 @@ class Exchange(BaseHTTPRequestHandler):
         is_request = self.parse_request()
         self.rfile = reader
         demand(is_request, 400, "this is not an HTTP/1 request")
-        self.asked = unquote(f"{self.command} {self.path.partition('?')[0]}")
+        self.asked = f"{self.command} {self.path.partition('?')[0]}"
 
     def send_error(self, *args: Any) -> None:
         """parse_request calls this before it returns False. The answer is read_head's."""
@@ -178,15 +176,12 @@ class Exchange(BaseHTTPRequestHandler):
             size: bytes of the body; a stream's answer does not name it.
         """
         self.log(status)
-        uid = self.headers.get("X-Request-Id") or secrets.token_hex(12)
         head = (
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\n{HEADERS}"
-            f"Content-Type: {content_type}\nX-Request-Id: {uid}\n"
+            f"Content-Type: {content_type}\n"
         )
         if content_type != EVENTS:
             head += f"Content-Length: {size}\n"
-        if status in (429, 503):
-            head += "Retry-After: 1\n"
         if self.server.args.cors:
             head += (
                 f"Access-Control-Allow-Origin: {self.server.args.cors}\n"
@@ -200,16 +195,12 @@ class Exchange(BaseHTTPRequestHandler):
                 say(f"{self.asked!r:.200} {status}")
 
 
-def listen_at(host: str, port: int) -> list[socket.socket]:
-    """Listen at a host; port 0 means any free one. Raises OSError if the port is taken."""
-    listener = socket.create_server(
-        (host, port),
-        family=socket.AF_INET6 if ":" in host else socket.AF_INET,
-        dualstack_ipv6=host == "::",  # all networks, of both versions of IP
-    )
-    listeners = [listener]
-    if host == "localhost":  # it has an address in each version, and a client may try only one
-        with suppress(OSError):  # IPv6 is switched off
-            address = ("::1", listener.getsockname()[1])
-            listeners.append(socket.create_server(address, family=socket.AF_INET6))
-    return listeners
+def listen_at(host: str, port: int) -> socket.socket:
+    """Listen at a host; port 0 means any free one. Raises OSError if the port is taken.
+
+    A name, such as localhost, is looked up in IPv4, as in vLLM. A host with colons is of IPv6; at
+    :: both versions reach it.
+    """
+    is_v6 = ":" in host
+    family = socket.AF_INET6 if is_v6 else socket.AF_INET
+    return socket.create_server((host, port), family=family, dualstack_ipv6=is_v6)
