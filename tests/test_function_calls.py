@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jsonschema
-import openai
 import pytest
 import torch
 from conftest import SHAKESPEARE
@@ -155,8 +154,8 @@ THINKS = [  # before the reply, the reply, its thought, its text, whether there 
 
 
 def test_a_thought_is_no_call(monkeypatch):
-    """A call that was only considered was made; a thought that the template had begun, and a thought
-    in Mistral's marks, were the answer."""
+    """A call that was only considered was made; a thought that the template had begun, and one in
+    Mistral's marks, were the answer."""
     encode = TOKENIZER.encode
     for before, made, thought, text, calls in THINKS:
         mark = "<think>" if "<think>" in before + made else "[THINK]"
