@@ -300,8 +300,6 @@ def text_of(value: Any) -> Any:
 def pattern_of(token: JSON) -> str:
     """Return the regular expression that finds an added token in a text."""
     pattern = re.escape(token["content"])
-    if token.get("single_word"):
-        pattern = rf"(?<!\w){pattern}(?!\w)"
     if token.get("lstrip"):
         pattern = rf"\s*{pattern}"
     if token.get("rstrip"):
