@@ -217,8 +217,6 @@ def complete_rope(settings: JSON) -> JSON:
     check("rope_theta", rope["rope_theta"], float)
     for name in ROPES[kind]:
         check(f"rope {name}", rope.get(name), float)
-    if kind == "llama3":
-        check("high_freq_factor - low", rope["high_freq_factor"] - rope["low_freq_factor"], float)
     check("partial_rotary_factor", rope["partial_rotary_factor"], float, 0, 1)
     if not settings.get("partial_rope"):
         supported("partial_rotary_factor", rope["partial_rotary_factor"], 1.0)
