@@ -156,7 +156,7 @@ FIELDS: dict[str, dict[str, Any]] = {  # a family -> its settings -> values that
         "rope_local_base_freq": (0,), "hidden_activation": ("gelu",),
         "use_bidirectional_attention": (True,), "attn_logit_softcapping": (50.0,),
         "final_logit_softcapping": (30.0,)},
-    "SmolLM3": {"no_rope_layers": (4, [1]), "no_rope_layer_interval": (-1,)},
+    "SmolLM3": {"no_rope_layers": (4, [1], ...)},
     "Phi3": {"partial_rotary_factor": (0, -0.5, 1.5, "1", math.nan)},
 }  # fmt: skip
 BESIDE = {"Mixtral": {"num_local_experts": 8}, "Granite": GRANITE}
