@@ -13,7 +13,7 @@ from typing import Any
 
 from around.folder import Ids, suggested
 from around.machine import Ranks, pick_device, progress
-from around.settings import JSON, EngineArgs, SamplingParams, check, plain
+from around.settings import JSON, EngineArgs, SamplingParams, check
 from around.start import load_models, make_engine
 from scheduler import Request
 
@@ -44,7 +44,7 @@ class LLM:
 
         Args:
             prompts: a prompt or a list of prompts. Each is a text or a list of token ids, or a dict
-                with one of these as "prompt" or "prompt_token_ids". Arrays of numpy will do too.
+                with one of these as "prompt" or "prompt_token_ids".
             params: one SamplingParams for all prompts, or a list with one each; the checkpoint's
                 defaults are then ignored.
             changes: fields of SamplingParams by name, if there are no `params`. They replace the
@@ -58,7 +58,6 @@ class LLM:
             ValueError: one of the prompts cannot be run; then none of them is. Or there are both
                 `params` and `changes`.
         """
-        prompts = plain(prompts)
         if not isinstance(prompts, list) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
         prompts = [prompt_of(each) for each in prompts]
