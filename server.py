@@ -31,8 +31,6 @@ from around.machine import Ranks, say
 from around.start import cache_size, launch, open_engine
 from scheduler import Engine, Request
 
-KEEP_ALIVE_S = 15  # seconds after which a stream that has nothing to say shows that it is alive
-
 
 class Server(Listener):
     """The engine, and the connections that wait for it. Only drive() changes the engine's state.
@@ -126,29 +124,23 @@ class Connection(Front):
         if self.stream:
             self.send("[DONE]")
 
-    def wait_for_news(self) -> bool:
+    def wait_for_news(self) -> None:
         """Wait until the engine has made progress.
-
-        Returns:
-            Whether a stream has been silent for so long that it must show that it is alive.
 
         Raises:
             ConnectionError: the client has left.
             Problem: the server is stopping, and the grace period is over.
         """
-        has_news = is_late = False
-        while not (has_news or is_late or self.server.over):
+        has_news = False
+        while not (has_news or self.server.over):
             has_news = self.news.wait(0.3)
             # A request in the queue has no news, and one that writes a function call has news but
             # nothing to send. In both cases no failing send tells that the client has left, so look
-            # here; and send something now and then, or a proxy would give up.
-            silent = time.monotonic() - self.sent_at
-            if silent > 0.3:
+            # here.
+            if time.monotonic() > self.sent_at + 0.3:
                 self.check_client()
-            is_late = self.stream and silent > KEEP_ALIVE_S
         self.news.clear()
         demand(not self.server.over, 503, "the server is stopping")
-        return is_late
 
 
 def command(flags: Namespace, ranks: Ranks) -> int:

@@ -51,7 +51,6 @@ class Completion:
         choices: the outputs of all requests.
         stream: whether the answer is sent in chunks.
         base: what all chunks have in common.
-        empty: a choice that adds nothing.
     """
 
     def __init__(
@@ -61,7 +60,6 @@ class Completion:
         self.fields = fields
         self.stream = fields["stream"]
         key = ("delta" if self.stream else "message") if chat else "text"
-        self.empty = {"index": 0, key: {} if chat else "", "logprobs": None, "finish_reason": None}
         uid = ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12)
         self.base = dict(
             id=uid,
@@ -83,21 +81,17 @@ class Completion:
         """Yield the whole answer, or the chunks of a stream as they come.
 
         Args:
-            wait: returns when the engine has made progress, or true when a stream has to show that
-                it is alive. It does so by an empty chunk: openai-go's clients take the comment that
-                others skip for the end.
+            wait: returns when the engine has made progress.
 
         Raises:
             Problem: a sequence ended with an error.
         """
         finished = False
         while not finished:
-            is_late = wait()
+            wait()
             # Read this before the choices. In the other order, the last part of an output could
             # come in between, and would never be sent.
             finished = all(request.finished for request in self.requests)
-            if is_late:
-                yield self.json([self.empty], False)
             if self.stream:
                 for choice in self.choices:
                     new = choice.take_new()

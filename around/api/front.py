@@ -225,8 +225,8 @@ class Front(Exchange):
         if method == "OPTIONS" and self.server.args.cors:
             self.send({})  # a browser's preflight, which has no key and needs only a success
             return
-        methods = ["POST"] if path.endswith("/completions") else ["GET", "HEAD"]
-        demand(method in methods, 405, f"{path} takes {methods[0]}, not {method}")
+        right = "POST" if path.endswith("/completions") else "GET"
+        demand(method == right, 405, f"{path} takes {right}, not {method}")
         if path not in ("/", "/health"):
             self.check_key()
         ROUTES[path](self)

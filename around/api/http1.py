@@ -33,7 +33,7 @@ from around.settings import JSON, check
 HEADERS = """\
 Connection: close
 Cache-Control: no-store
-Allow: GET, HEAD, POST
+Allow: GET, POST
 X-Accel-Buffering: no
 X-Content-Type-Options: nosniff
 X-Frame-Options: DENY
@@ -166,7 +166,7 @@ class Exchange(BaseHTTPRequestHandler):
         if not self.has_begun:
             self.has_begun = True
             head = self.head(status, content_type, len(body))
-        self.wfile.write(head if self.command == "HEAD" else head + body)
+        self.wfile.write(head + body)
         self.sent_at = time.monotonic()
 
     def head(self, status: int, content_type: str, size: int) -> bytes:
