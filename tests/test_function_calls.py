@@ -450,7 +450,7 @@ WRONG = [
     ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": TOOLS}}},
      "tool_choice", "'allowed_tools' is not supported"),
     ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
-     "response_format"),
+     "structured_outputs"),
     ({"tools": TOOLS[0]}, "tools"), ({"tools": ["weather"]}, "tools"),
     ({"tools": [{"type": "function"}]}, "tools"), ({"tools": [tool(5)]}, "tools"),
     ({"tools": [tool("f", [1])]}, "tools"),

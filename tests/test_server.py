@@ -312,7 +312,7 @@ def test_structures(local, monkeypatch):
                 assert re.fullmatch(text, choice.text, re.DOTALL), (text, choice)
     monkeypatch.setitem(sys.modules, "llguidance", None)
     body = {"messages": HI, "response_format": {"type": "json_object"}}
-    assert "llguidance" in local.post(CHAT, body).fails(400, "response_format")
+    assert "llguidance" in local.post(CHAT, body).fails(400, "structured_outputs")
 
 
 # --- Chats ----------------------------------------------------------------------------------------
@@ -418,7 +418,7 @@ WRONG = {
     ),
     "stream": (1,), "stream_options": (1,), "reasoning_format": (("none", "supported: auto"),),
     "chat_template_kwargs": (5,), "add_generation_prompt": (1,),
-    "continue_final_message": (1,), "parallel_tool_calls": (1,), "max_completion_tokens": (0,),
+    "continue_final_message": (1,), "parallel_tool_calls": (1,),
     "response_format": ({"type": "xml"}, {"type": "json_schema"}, "json", {}),
     "structured_outputs": ({"regex": "(["}, "a"),
     **dict.fromkeys(("audio", "grammar", "json_schema", "n_predict", "prompt_logprobs", "documents",
@@ -431,7 +431,7 @@ WRONG = {
 }  # fmt: skip
 WRONG_PROMPT = WRONG | {
     "prompt": ((5, "must be str | list, is 5"), {}, [], [[]], [None], [1, "a"], [True], [["a"]],
-               [[1], 2], [[1], [1024]], ["a"] * 2049),
+               [[1], 2], [[1], [1024]]),
     "echo": (1,), "logprobs": (21, True), "add_special_tokens": (1,), "tool_choice": ("required",),
 }  # fmt: skip
 USER, CALLS = {"role": "user", "content": 5}, ({"function": {"arguments": "{"}}, "f", {})
@@ -446,12 +446,14 @@ WRONG_CHAT = WRONG | {
     "add_special_tokens": (1,), "tools": ([TOOL],), "tool_choice": ("required",),
 }  # fmt: skip
 TOGETHER = [  # bodies, and the field that excludes another one
-    ({"prompt": ["a"] * 17, "n": 128}, "n", "2048"),
-    ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
+    ({"prompt": ["a"] * 17, "n": 128}, "n", "2048"), ({"prompt": ["a"] * 2049}, "n", "2048"),
+    # Behind another name, an error has the engine's.
+    ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "logprobs", "20"),
+    ({"prompt": "a", "max_completion_tokens": 0}, "max_tokens", "max_tokens must be int"),
     ({"messages": HI, "continue_final_message": True, "add_generation_prompt": True},
      "add_generation_prompt", "excludes continue_final_message"),
     ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
-     "response_format", "structured_outputs excludes response_format"),
+     "structured_outputs", "structured_outputs excludes response_format"),
     ({"stream": True, "stream_options": {"include_usage": 5}}, "stream_options", "bool"),
 ]  # fmt: skip
 

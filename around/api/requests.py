@@ -66,13 +66,9 @@ class API:
             requests = [self.request(prompt, params, fields, source) for prompt in prompts]
             return Completion(self, fields, requests, tools, chat)
         except (ValueError, RecursionError) as error:
-            # The error has the engine's name of a field. A client gets the body's name for it, or
-            # `source` if the body has no such field.
-            field = getattr(error, "field", "")
-            alias = ALIASES.get(field, "")
-            if alias in given:
-                field = alias
-            raise Problem(400, str(error)[:500], field if field in given else source) from None
+            # The field has the engine's name: max_completion_tokens is max_tokens there. An error
+            # without a field is the template's.
+            raise Problem(400, str(error)[:500], getattr(error, "field", source)) from None
 
     def request(self, prompt: Any, params: SamplingParams, fields: JSON, source: str) -> Request:
         """Make a request for one prompt, a text or ids, if it and the output fit."""
@@ -127,9 +123,6 @@ class API:
         return self.tokenizer.render_chat(messages, goes_on, **options)
 
 
-# The engine's name of a setting -> the body's name for it, where they differ.
-ALIASES = dict(max_tokens="max_completion_tokens", logprobs="top_logprobs",
-               structured_outputs="response_format")  # fmt: skip
 # The fields' defaults. A value of another type is refused.
 DEFAULTS: JSON = dict(
     messages=[], n=1, stream=False, stream_options={}, echo=False, logit_bias={},
