@@ -542,7 +542,7 @@ def old(data):
 
 STREAM, EXPECT = SHORT | {"stream": True}, "Expect: 100-continue\r\n"
 DATA = json.dumps(SHORT).encode()
-CHUNKS = b"%X\r\n%s\r\n0\r\n\r\n" % (len(DATA), DATA)
+CHUNKS = b"".join(b"%X\r\n%s\r\n" % (len(each), each) for each in (DATA[:1], DATA[1:], b""))
 ROOM = 200_000 - len(json.dumps({"user": ""} | SHORT))  # --max-body
 RAW = {  # the status of the only answer -> what is sent; 0: any status below 500
     200: (
@@ -550,6 +550,8 @@ RAW = {  # the status of the only answer -> what is sent; 0: any status below 50
         GET.replace(b"Host", b"a: " + b"b" * 60_000 + b"\r\nHost"),
         GET.replace(b"Host: localhost\r\n", b""), post().replace(b"Content-", b"cONTENT-"),
         *(post().replace(JSON, kind) for kind in (JSON + b"; charset=utf-8", JSON.upper())),
+        *(post(CHUNKS, head)
+          for head in (CHUNKED, CHUNKED.lower(), CHUNKED.replace("\r", " \r"))),
         old(post()), old(post(STREAM)), post(STREAM), post({"user": "a" * ROOM} | SHORT),
         post(head=EXPECT), old(post(head=EXPECT)),
         # Any web page can post a text to this server, and the text was executed as a request.
@@ -559,16 +561,18 @@ RAW = {  # the status of the only answer -> what is sent; 0: any status below 50
     400: (
         b"\x00\xff\x16\x03\x01\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
         b"\r\n", b"PRI * HTTP/2.0\r\n\r\n", b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n",
+        *(post(data, EXPECT + CHUNKED) for data in (
+            b"\r\n\r\n", b"-1\r\n{}\r\n0\r\n\r\n", b"0\r\n\r\n", b"1\r\n{}\r\n0\r\n\r\n")),
     ),
     404: (post(GET, path="/nothing").replace(JSON, PLAIN),),
     405: (post(GET, path="/health").replace(JSON, PLAIN),),
-    411: (
-        post(CHUNKS, CHUNKED), post(CHUNKS, EXPECT + CHUNKED), post(b"", "Content-Length:\r\n"),
-        *(post(b"", f"Content-Length: {each}\r\n") for each in ("-5", "\xb2", "9" * 5000)),
-    ),
+    411: tuple(post(b"", f"{head}\r\n") for head in (
+        "Transfer-Encoding: gzip, chunked", "Content-Length:", "Content-Length: -5",
+        "Content-Length: \xb2", f"Content-Length: {'9' * 5000}")),
     413: (
-        post({"user": "a" * (ROOM + 1)} | SHORT),
+        post({"user": "a" * (ROOM + 1)} | SHORT), post(b"%x\r\n" % 2**31, CHUNKED),
         post(b"", f"{EXPECT}Content-Length: 999999999\r\n"),
+        post(b"1ffff\r\n" + b" " * 0x1ffff + b"\r\n1ffff\r\n", CHUNKED),
     ),
     415: (post().replace(b"Content-Type: application/json\r\n", b""), post().replace(JSON, PLAIN)),
     431: (

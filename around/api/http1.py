@@ -106,19 +106,37 @@ class Exchange(BaseHTTPRequestHandler):
         except (ValueError, RecursionError) as error:
             raise Problem(400, f"the body must be a JSON object: {str(error)[:200]}") from None
 
-    def read_body(self) -> bytes:
-        """Read as many bytes as Content-Length says. A body in chunks has none: HTTP lets a server
-        refuse it, and proxies such as nginx put it together."""
-        length = self.headers.get("Content-Length", "").strip()
-        is_plain = "Transfer-Encoding" not in self.headers and re.fullmatch("[0-9]{1,18}", length)
-        demand(is_plain, 411, "send the body with a Content-Length, and not in chunks")
-        size = int(length)
-        most = self.server.args.max_body
-        demand(size <= most, 413, f"the body has {size} bytes, --max-body is {most}")
-        data = self.rfile.read(size)
-        if len(data) < size:  # the client has left
+    def read_body(self) -> bytes | bytearray:
+        """Read as many bytes as Content-Length says, or a body in chunks."""
+        length = self.headers.get("Content-Length", "")
+        framing = self.headers.get("Transfer-Encoding", length).strip().lower()
+        if framing == "chunked":
+            return self.read_chunks()
+        is_length = re.fullmatch("[0-9]{1,18}", framing)
+        demand(is_length, 411, "send the body with a Content-Length, or in chunks")
+        self.check_size(int(framing))
+        data = self.rfile.read(int(framing))
+        if len(data) < int(framing):  # the client has left
             raise ConnectionError
         return data
+
+    def read_chunks(self) -> bytearray:
+        """Read a body in chunks. A chunk is its size in hex, CRLF, that many bytes, CRLF; the last
+        one has size 0."""
+        data = bytearray()  # with bytes, each += would copy everything read so far
+        size = 1
+        while size:
+            line = self.rfile.readline(12)
+            demand(re.fullmatch(rb"[0-9A-Fa-f]{1,8}\r\n", line), 400, "a chunk has no size")
+            size = int(line, 16)
+            self.check_size(len(data) + size)
+            data += self.rfile.read(size + 2)[:-2]
+        return data
+
+    def check_size(self, size: int) -> None:
+        """Raise a Problem if a body is longer than --max-body."""
+        most = self.server.args.max_body
+        demand(size <= most, 413, f"the body has {size} bytes, --max-body is {most}")
 
     def check_client(self) -> None:
         """Raise ConnectionError if the client has left. Then what it sends ends. As in uvicorn, one
