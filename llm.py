@@ -14,7 +14,7 @@ from typing import Any
 
 from around.folder import Ids, suggested
 from around.machine import Ranks, pick_device, progress
-from around.settings import JSON, EngineArgs, SamplingParams, check, plain
+from around.settings import JSON, EngineArgs, SamplingParams, check
 from around.start import load_models, make_engine
 from scheduler import Request
 
@@ -51,7 +51,7 @@ class LLM:
 
         Args:
             prompts: a prompt or a list of prompts. Each is a text or a list of token ids, or a dict
-                with one of these as "prompt" or "prompt_token_ids". Arrays of numpy will do too.
+                with one of these as "prompt" or "prompt_token_ids".
             sampling_params: one SamplingParams for all prompts, or a list with one each; the
                 checkpoint's defaults are then ignored.
             use_tqdm: count the finished prompts on stderr, where that is a terminal.
@@ -66,7 +66,6 @@ class LLM:
             ValueError: one of the prompts cannot be run; then none of them is. Or there are both
                 `sampling_params` and `changes`.
         """
-        prompts = plain(prompts)
         if not isinstance(prompts, list) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
         prompts = [prompt_of(each) for each in prompts]

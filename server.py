@@ -10,7 +10,7 @@ These threads run:
     - Each connection has a thread. It reads a request, puts it into the inbox of the engine's
       thread, and waits for news. It reads the state of its sequences only when the client has taken
       the previous part. So there is no queue of tokens, and a slow client delays nobody.
-    - One thread accepts clients, and one watches for signals.
+    - One thread accepts clients.
 
     client --> Connection.complete --> API.prepare --> inbox --> Server.drive: submit, step, step
     client <-- Connection.send <-- Completion.parts <-- news <--- Server.wake <----+
@@ -23,14 +23,13 @@ import time
 import traceback
 from argparse import ArgumentParser, Namespace
 from threading import Event
+from typing import Any
 
 from around import settings
 from around.api import Front, Listener, ServerArgs, demand, listen_at, serve, server_args
 from around.machine import Ranks, say
 from around.start import cache_size, launch, open_engine
 from scheduler import Engine, Request
-
-KEEP_ALIVE_S = 15  # seconds after which a stream that has nothing to say shows that it is alive
 
 
 class Server(Listener):
@@ -42,8 +41,8 @@ class Server(Listener):
             this and `metrics`.
     """
 
-    def __init__(self, engine: Engine, args: ServerArgs, listeners: list) -> None:
-        super().__init__(Connection, engine, args, listeners)
+    def __init__(self, engine: Engine, args: ServerArgs, listener: Any) -> None:
+        super().__init__(Connection, engine, args, listener)
         self.incoming: set[Request] = set()
         self.owners: dict[Request, Connection] = {}
 
@@ -125,41 +124,35 @@ class Connection(Front):
         if self.stream:
             self.send("[DONE]")
 
-    def wait_for_news(self) -> bool:
+    def wait_for_news(self) -> None:
         """Wait until the engine has made progress.
-
-        Returns:
-            Whether a stream has been silent for so long that it must show that it is alive.
 
         Raises:
             ConnectionError: the client has left.
             Problem: the server is stopping, and the grace period is over.
         """
-        has_news = is_late = False
-        while not (has_news or is_late or self.server.over):
+        has_news = False
+        while not (has_news or self.server.over):
             has_news = self.news.wait(0.3)
             # A request in the queue has no news, and one that writes a function call has news but
             # nothing to send. In both cases no failing send tells that the client has left, so look
-            # here; and send something now and then, or a proxy would give up.
-            silent = time.monotonic() - self.sent_at
-            if silent > 0.3:
+            # here.
+            if time.monotonic() > self.sent_at + 0.3:
                 self.check_client()
-            is_late = self.stream and silent > KEEP_ALIVE_S
         self.news.clear()
         demand(not self.server.over, 503, "the server is stopping")
-        return is_late
 
 
 def command(flags: Namespace, ranks: Ranks) -> int:
     """Load the model and serve it."""
     args = server_args(flags, ranks)
     # Listen first: loading takes long, and the port may be taken. Only rank 0 serves.
-    listeners = [] if ranks.rank else listen_at(args.host, args.port)
+    listener = None if ranks.rank else listen_at(args.host, args.port)
     engine = open_engine(args, ranks)
     if not engine:  # another rank, which has followed the first one until its end
         return 0
     say(cache_size(engine))
-    return serve(Server(engine, args, listeners))
+    return serve(Server(engine, args, listener))
 
 
 def parse_args(argv: list[str] | None) -> Namespace:

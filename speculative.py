@@ -178,9 +178,9 @@ def lookup(text: str, count: int, longest: int = 3) -> str:
 class DraftModel(SpeculativeProposer):
     """A small model with the same tokens, whose cache follows the large model's.
 
-    Many vocabularies are padded to a round size, which may be another one for each model. Below the
-    smaller size an id must mean the same to both. The draft never guesses an id beyond it, and
-    reads one as the last id that it has.
+    Many vocabularies are padded to a round size, which may be another one for each model. The draft
+    never guesses an id beyond the smaller size, and reads one as the last id that it has. If an id
+    meant something else to each model, the text would be right all the same, but no guess.
 
     Both caches use the same block tables, so a block holds the same tokens in both. Sharing,
     copying and preempting blocks then need no bookkeeping for the draft.

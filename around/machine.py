@@ -46,11 +46,8 @@ def ctrl_c_held_back() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-        # Call the handler, if there is one. If the signal were raised again instead, the server
-        # would count a second Ctrl-C (see server.watch_signals), and end at once.
         for signum in pressed:
-            if callable(before):
-                before(signum, None)
+            signal.raise_signal(signum)
 
 
 def say(text: str, end: str = "\n") -> None:

@@ -9,7 +9,7 @@ does not know what the settings do. Read: SamplingParams, EngineArgs, check.
 import json
 from argparse import SUPPRESS
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -59,18 +59,6 @@ def check(name: str, value: Any, kind: Any, least: float | None = None, most: fl
     raise SettingError(name, f"must be {getattr(kind, '__name__', kind)}{span}, is {value!r:.100}")
 
 
-def plain(value: Any) -> Any:
-    """Return a value in Python's own types, if it is one of numpy's or PyTorch's, or contains some.
-
-    Example: [numpy.int64(3), 4] -> [3, 4]
-    """
-    if isinstance(value, dict):
-        return dict(map(plain, value.items()))
-    if isinstance(value, list | tuple):
-        return type(value)(map(plain, value))
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
 def supported(name: str, value: Any, *known: Any) -> Any:
     """Return `value` if it is among `known`; otherwise raise SettingError, which lists them.
 
@@ -103,16 +91,13 @@ def setting(default: Any, text: str, *bounds: float, **flag: Any) -> Any:
 
 def check_fields(settings: Any) -> None:
     """Check the fields of a dataclass, one of this file's or model.Config: types and ranges of
-    numbers, bools and lists, and all choices. Other types are not checked here. What is numpy's
-    becomes plain.
+    numbers, bools and lists, and all choices. Other types are not checked here.
 
     Raises:
         SettingError: a value has another type, or is not among those allowed.
     """
     for f in fields(settings):
         value = getattr(settings, f.name)
-        with suppress(RecursionError):  # it is nested too deeply, and stays as it is
-            value = vars(settings)[f.name] = plain(value)
         if f.type in (*RANGES, bool, list):
             check(f.name, value, f.type, *f.metadata.get("range", ()))
         choices = f.metadata.get("flag", {}).get("choices")

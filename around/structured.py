@@ -56,9 +56,6 @@ def make_matcher(tokenizer: Tokenizer, config: Config, constraint: JSON) -> Any:
         ends = tokenizer.eos_ids(config) & {*range(config.vocab_size)}
         with LOCK:
             trie = vocabulary(tokenizer, config.vocab_size, tuple(sorted(ends)))
-        # The output may need any character of the constraint, so there must be tokens for each.
-        if trie.decode_bytes(trie.tokenize_str(text)) != text.encode():
-            raise ValueError("the tokenizer has no tokens for some characters of the constraint")
         # By default llguidance allows 2,000 items (a choice has one for each word) and a million
         # units of fuel. MAX_LENGTH items are always enough, as no constraint has more items than
         # characters. With a million units, the regex (a{1000}){1000} takes a second and 200 MB to

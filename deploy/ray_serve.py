@@ -19,7 +19,7 @@ from starlette.responses import StreamingResponse
 
 SERVER = Path(__file__).resolve().parents[1] / "server.py"
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
-PASSED_ON = ("authorization", "content-type", "x-request-id")
+PASSED_ON = ("authorization", "content-type")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors need not find this file
 
 

@@ -80,9 +80,6 @@ TOKENIZERS = {  # name -> tokenizer_config.json, other files, and the added text
     "a named token that tokenizer.json adds as a word": (
         NAMES | {"pad_token": "wombat"},
         {"tokenizer_json": byte_level("<s>", "</s>", plain=("wombat",)).to_str()}, "wombat"),
-    "a token that is a word of its own": (
-        LLAMA_CONFIG | added(LLAMA_SIZE, token("king", single_word=True)), SLOW,
-        "king", "a king, a kingdom, king"),
 }  # fmt: skip
 
 

@@ -278,17 +278,15 @@ def test_what_some_tools_write(tmp_path):
             edit_config(folder, quantization_config=config | said)
             with pytest.raises(CheckpointError, match=r"g_idx: the inputs are not grouped in ord"):
                 load_model(folder)
-    # GPTQModel's bits or groups of some Linears: the error was "(desc_act)", or a size.
+    # GPTQModel's bits or groups of some Linears, by `dynamic`
     folder, _, _ = other_folder(tmp_path / "rules")
-    config = json.loads((folder / "config.json").read_text())["quantization_config"]
-    for rules in (
-        {},
-        None,
-        {"-:.*lm_head.*": {}},
-    ):  # one that leaves a Linear plain changes nothing
-        edit_config(folder, quantization_config=config | {"dynamic": rules})
-        load_model(folder)
-    for rules in ({"+:.*down.*": {"bits": 8}}, {".*q_proj": {"group_size": 64}, "-:x": {}}):
-        edit_config(folder, quantization_config=config | {"dynamic": rules})
-        with pytest.raises(CheckpointError, match=r"dynamic, a rule with .* supported: -:"):
+    whole = load_file(folder / "model.safetensors")
+    for i, (options, says) in enumerate(
+        (({"bits": 8}, "do not fit"), ({"group_size": 16}, "g_idx"))
+    ):
+        other, _, _ = other_folder(tmp_path / f"other{i}", **options)
+        others = load_file(other / "model.safetensors")
+        mixed = {n: others[n] if "down_proj" in n else each for n, each in whole.items()}
+        save_file(mixed, folder / "model.safetensors")
+        with pytest.raises(CheckpointError, match=says):
             load_model(folder)

@@ -269,7 +269,7 @@ SPELLINGS = {  # a case -> what its config.json says besides, or leaves out
     "qwen2-max_window_layers": OLD_QWEN, "qwen3-max_window_layers": OLD_QWEN,
     "mistral-window": [{"use_sliding_window": None}, {"max_window_layers": None}, KINDS,
         {"use_sliding_window": False}],
-    "mixtral-window-tied": [KINDS], "smollm3": [{"no_rope_layers": ...}],
+    "mixtral-window-tied": [KINDS],
     "gemma3": [{"layer_types": ...}, {"layer_types": ..., "sliding_window_pattern": 3}],
     "llama-mqa": [ON | {"max_window_layers": 0}, KINDS | {"sliding_window": WINDOW}],
     "qwen3moe": [ON, ON | {"layer_types": ["full_attention"] * 2},
@@ -299,12 +299,14 @@ def config_of(folder, **changes):
 
 def test_defaults_are_those_of_transformers(tmp_path):
     """Each family has its own default for a missing key, and Llama's is wrong for the others:
-    another epsilon, base of rope, context or EOS. (Granite's file must have its multipliers.)"""
+    another epsilon, base of rope, context or EOS. (Granite's file must have its multipliers, and
+    SmolLM3's its list of layers with rope.)"""
     for name in sorted(FAMILIES.keys() - {"GraniteForCausalLM"}):
         family = name.removesuffix("ForCausalLM").replace("Gemma3", "Gemma3Text")
         kind = getattr(transformers, f"{family}Config").model_type
         ours, theirs = config_of(tmp_path, architectures=[name], model_type=kind, hidden_size=256,
-                                 num_hidden_layers=12, num_attention_heads=32)  # fmt: skip
+                                 num_hidden_layers=12, num_attention_heads=32,
+                                 no_rope_layers=[1] * 12)  # fmt: skip
         for field in ("num_key_value_heads", "rms_norm_eps", "tie_word_embeddings"):
             assert getattr(ours, field) == getattr(theirs, field), (name, field)
         assert ours.head_dim == (getattr(theirs, "head_dim", None) or 8), name
@@ -372,6 +374,7 @@ def test_the_type_where_there_are_no_architectures(tmp_path):
         family = name.removesuffix("ForCausalLM").replace("Gemma3", "Gemma3Text")
         kind = getattr(transformers, f"{family}Config").model_type
         raw = {key: SIZES[key] for key in list(SIZES)[:6]} | GRANITE | {"model_type": kind}
+        raw["no_rope_layers"] = [1] * raw["num_hidden_layers"]
         for found in ({}, {"architectures": None}, {"architectures": []}):
             (tmp_path / "config.json").write_text(json.dumps(raw | found))
             ours = load_config(tmp_path)

@@ -56,7 +56,7 @@ import sampling
 import server as server_module
 from around.api import front, listen_at, serve
 from around.api.answers import Choice
-from around.api.function_calls import FORMS, NO_TOOLS, Reader
+from around.api.function_calls import NO_TOOLS, Reader
 from around.settings import VERSION, SamplingParams
 from around.structured import token_bytes
 from scheduler import Engine
@@ -262,13 +262,7 @@ def test_openais_errors(local, monkeypatch):
 def test_chunks(local):
     """A chunk told the usage although nobody asked. A token that came between the reading of the
     others and the count of them was never sent."""
-    for options in (
-        {},
-        {"continuous_usage_stats": False},
-        {"include_usage": None},
-        {"new": 1},
-        {"continuous_usage_stats": True},
-    ):
+    for options in ({}, {"include_usage": None}, {"new": 1}):
         body = SHORT | {"stream": True, "stream_options": options}
         *chunks, done = local.post(COMPLETIONS, body).events
         assert done == "[DONE]" and not any("usage" in chunk for chunk in chunks)
@@ -285,7 +279,7 @@ def test_chunks(local):
     tokens, params = Growing([sampling.Token(0, -1.0, (), "0 ")]), SamplingParams(logprobs=0)
     job = SimpleNamespace(params=params, tokens=tokens, text="", finish_reason=None)
     marks = ("", "<think>", "</think>")
-    choice = Choice(0, job, "text", TOKENIZER, marks, False, False, Reader(NO_TOOLS))
+    choice = Choice(0, job, "text", TOKENIZER, marks, False, Reader(NO_TOOLS))
     parts = [choice.take_new() for _ in range(12)]
     found = [text for part in parts if part for text in part["logprobs"]["tokens"]]
     assert found == [f"{i} " for i in range(9)]
@@ -318,7 +312,7 @@ def test_structures(local, monkeypatch):
                 assert re.fullmatch(text, choice.text, re.DOTALL), (text, choice)
     monkeypatch.setitem(sys.modules, "llguidance", None)
     body = {"messages": HI, "response_format": {"type": "json_object"}}
-    assert "llguidance" in local.post(CHAT, body).fails(400, "response_format")
+    assert "llguidance" in local.post(CHAT, body).fails(400, "structured_outputs")
 
 
 # --- Chats ----------------------------------------------------------------------------------------
@@ -391,15 +385,11 @@ def test_thoughts(local, monkeypatch):
                 found = ["".join(part.get(name, "") for part in parts)
                          for name in ("reasoning_content", "content", "role")]  # fmt: skip
                 assert found == [thought, said, "assistant"]
-            (plain,) = messages(reasoning_format="none")
-        assert plain["content"] == made and "reasoning_content" not in plain
     monkeypatch.setattr(tokenizer, "template", "{{ messages[0].content }}<think>")
     assert messages()[0]["reasoning_content"]
     monkeypatch.setattr(tokenizer, "template", "{{ messages[0].content }}")
-    begun = [{"role": "assistant", "content": "<think>Hm, "}]
-    for goes_on in (True, False):  # a thought that is continued, or only mentioned
-        (reply,) = messages(messages=begun, max_tokens=9, continue_final_message=goes_on)
-        assert ("reasoning_content" in reply) == goes_on
+    mentioned = [{"role": "user", "content": "<think>Hm, "}]
+    assert "reasoning_content" not in messages(messages=mentioned, max_tokens=9)[0]
     monkeypatch.setattr(tokenizer, "template", "{{ messages[0].content }}<think>")
     (chosen,) = messages(structured_outputs={"choice": ["yes", "no"]}, ignore_eos=False)
     assert chosen["content"] in ("yes", "no") and "reasoning_content" not in chosen
@@ -423,13 +413,12 @@ WRONG = {
     "logit_bias": (
         [], ({"20": 1, "7": 101}, r"^logit_bias\[7\] must be "), {"1": DEEP},
         # 01024 was called 1024.
-        ({"x1": 1, "01024": 1, "-1": 1, "07": 1, "7": 1}, r"4 in all: \['x1', '01024', '-1', '07'"),
-        ({"\u0663": 1, "1" * 5000: 1}, "2 in all"),
+        *(({"7": 1, key: 1}, key[:9]) for key in ("x1", "01024", "-1", "07", "\u0663", "1" * 5000)),
         ({str(2000 + i): 1 for i in range(500)}, "500 in all.*2003"),
     ),
-    "stream": (1,), "stream_options": (1, ({"include_usage": True}, OUT)),
-    "reasoning_format": ("x",), "chat_template_kwargs": (5,), "add_generation_prompt": (1,),
-    "continue_final_message": (1,), "parallel_tool_calls": (1,), "max_completion_tokens": (0,),
+    "stream": (1,), "stream_options": (1,), "reasoning_format": (("none", "supported: auto"),),
+    "chat_template_kwargs": (5,), "add_generation_prompt": (1,),
+    "continue_final_message": (1,), "parallel_tool_calls": (1,),
     "response_format": ({"type": "xml"}, {"type": "json_schema"}, "json", {}),
     "structured_outputs": ({"regex": "(["}, "a"),
     **dict.fromkeys(("audio", "grammar", "json_schema", "n_predict", "prompt_logprobs", "documents",
@@ -442,9 +431,8 @@ WRONG = {
 }  # fmt: skip
 WRONG_PROMPT = WRONG | {
     "prompt": ((5, "must be str | list, is 5"), {}, [], [[]], [None], [1, "a"], [True], [["a"]],
-               [[1], 2], [[1], [1024]], ["a"] * 2049),
-    "echo": (1,), "logprobs": (21, True), "add_special_tokens": ((False, "supported: True"),),
-    "tools": (([TOOL], OUT),), "tool_choice": (("required", "auto"),),
+               [[1], 2], [[1], [1024]]),
+    "echo": (1,), "logprobs": (21, True), "add_special_tokens": (1,), "tool_choice": ("required",),
 }  # fmt: skip
 USER, CALLS = {"role": "user", "content": 5}, ({"function": {"arguments": "{"}}, "f", {})
 IMAGE = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}]
@@ -455,17 +443,18 @@ WRONG_CHAT = WRONG | {
     "messages[1]": ([*HI, USER], ([*HI, USER | {"content": IMAGE}], "'image_url' is not supp"),
                     *([*HI, {"role": "assistant", "tool_calls": [each]}] for each in CALLS)),
     "logprobs": (1,), "top_logprobs": ((3, "logprobs: true"),), "echo": (True,),
-    "add_special_tokens": (True,), "tools": ([TOOL],), "tool_choice": ("required",),
+    "add_special_tokens": (1,), "tools": ([TOOL],), "tool_choice": ("required",),
 }  # fmt: skip
 TOGETHER = [  # bodies, and the field that excludes another one
-    ({"prompt": ["a"] * 17, "n": 128}, "n", "2048"),
-    ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
+    ({"prompt": ["a"] * 17, "n": 128}, "n", "2048"), ({"prompt": ["a"] * 2049}, "n", "2048"),
+    # Behind another name, an error has the engine's.
+    ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "logprobs", "20"),
+    ({"prompt": "a", "max_completion_tokens": 0}, "max_tokens", "max_tokens must be int"),
     ({"messages": HI, "continue_final_message": True, "add_generation_prompt": True},
      "add_generation_prompt", "excludes continue_final_message"),
     ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
-     "response_format", "structured_outputs excludes response_format"),
+     "structured_outputs", "structured_outputs excludes response_format"),
     ({"stream": True, "stream_options": {"include_usage": 5}}, "stream_options", "bool"),
-    ({"stream": True, "stream_options": {"continuous_usage_stats": "y"}}, "stream_options", "bool"),
 ]  # fmt: skip
 
 
@@ -485,7 +474,7 @@ def test_wrong_fields(local):
 
 NOTHING = [
     {"tools": [TOOL], "tool_choice": "none"}, {"tools": []}, {"skip_special_tokens": True},
-    {"functions": [TOOL], "function_call": "none"}, {"functions": []}, {"suffix": ""},
+    {"functions": []}, {"suffix": ""}, {"stream_options": {"include_usage": True}},
     {"modalities": ["text"]}, {"best_of": 1}, {"user": "x", "metadata": {}, "store": True},
     {"service_tier": "auto", "use_beam_search": False, "new": {"bar": [1, None]}},
     dict.fromkeys((*WRONG, "model", "echo", "logprobs", "tools", "top_logprobs")),
@@ -501,6 +490,13 @@ def test_what_changes_nothing(local):
         for more in NOTHING:
             assert local.post(path, {**more, **body}).json["choices"] == plain, more
     assert local.post(CHAT, body | {"add_special_tokens": False, "top_logprobs": 0}).status == 200
+    for path, body in ((COMPLETIONS, {"prompt": PROMPT}), (CHAT, {"messages": HI})):
+        body["max_tokens"] = 1
+        first, bare = (
+            local.post(path, body | {"add_special_tokens": each}).json["usage"]["prompt_tokens"]
+            for each in (True, False)
+        )
+        assert first == bare + 1
     assert local.post(COMPLETIONS, {"prompt": ["a"] * 2, "n": 128, "max_tokens": 1}).status == 200
 
 
@@ -587,7 +583,7 @@ RAW = {  # the status of the only answer -> what is sent; 0: any status below 50
     0: (  # what HTTP forbids, and http.server reads in one way or another
         *(b"GET /health" + rest + b"\r\n\r\n" for rest in (
             b"", b" HTTP/1.2", b"\0 HTTP/1.1", b"?\xff HTTP/1.1", b" HTTP/1.1\r\na: b\n\nb: c",
-            b" HTTP/1.1\r\nHost: a\r\nHost: b", b" HTTP/1.1\r\nX-Request-Id: a\r\n b: c\rd: \0")),
+            b" HTTP/1.1\r\nHost: a\r\nHost: b", b" HTTP/1.1\r\nX-A: a\r\n b: c\rd: \0")),
         *(post(b"0\r\n\r\n", head) for head in (
             "Content-Length: 5\r\nContent-Length: 2\r\n", f"Content-Length: 5\r\n{CHUNKED}")),
     ),
@@ -618,7 +614,7 @@ def test_raw_requests(local, capfd, status):
     real clients send. nginx, which speaks HTTP/1.0, got a 400, chunks, or an interim answer."""
     for i, data in enumerate(RAW[status]):
         *interim, answer = local.raw(data + GET)  # and it closes, though the client would not
-        has_interim = status < 411 and b"Expect" in data and b"HTTP/1.1\r\nHost" in data
+        has_interim = b"Expect" in data and b"HTTP/1.1\r\nHost" in data
         assert [each.status for each in interim] == [100] * has_interim
         assert answer.status == status or (answer.status < 500 and not status), (i, answer)
         assert answer.headers["Connection"] == "close" and answer.headers["X-Accel-Buffering"]
@@ -631,19 +627,18 @@ def test_raw_requests(local, capfd, status):
 
 
 def test_paths(local, monkeypatch, tmp_path):
-    """A wrong path or method was a 500; the answer to HEAD had a body. A page that shows a model's
-    text could be made to load another host's script, or be shown in another's frame."""
-    for path in ("/v1", "/v1/completions/", "/../etc/passwd", "/page.html", "/v1/models/{id}"):
+    """A wrong path or method was a 500. A page that shows a model's text could be made to load
+    another host's script, or be shown in another's frame."""
+    for path in ("/v1", "/v1/completions/", "/../etc/passwd", "/page.html", "/v1/responses"):
         local.get(path).fails(404)
     message = local.post("/chat/completions", {"messages": HI}).fails(404)
     assert "/v1/chat/completions" in message  # a base URL without /v1
-    for path, words in (("responses", "use chat completions"), ("embeddings", "no embeddings")):
-        assert words in local.post(f"/v1/{path}", {}).fails(404)
     for method in ("GET", "PUT", "DELETE", "OPTIONS", "TRACE"):
         assert "POST" in local.send(method, CHAT).fails(405)
     for path in ("/", "/health", "/metrics", "/engine", "/v1/models", "/nothing", COMPLETIONS):
-        head = local.raw(GET.replace(b"GET /health", f"HEAD {path}".encode()))[0]
-        assert head.status == {"/nothing": 404, COMPLETIONS: 405}.get(path, 200) and not head.data
+        assert path == "/nothing" or local.send("HEAD", path).status == 405  # as in vLLM
+        head = local.get(path)
+        assert head.status == {"/nothing": 404, COMPLETIONS: 405}.get(path, 200)
         assert head.headers["Allow"] and head.headers["X-Content-Type-Options"] == "nosniff"
         found = head.headers["X-Frame-Options"], head.headers["Cache-Control"]
         assert found == ("DENY", "no-store")
@@ -658,16 +653,13 @@ def test_paths(local, monkeypatch, tmp_path):
 
 
 def test_what_it_says_of_itself(local):
-    """A model by its name, cached tokens, and a version that pip knows by another name."""
-    assert local.get("/v1/models/shakespeare").json == local.get("/v1/models").json["data"][0]
+    """Cached tokens, and a version that pip knows by another name."""
     for _ in range(2):
         usage = local.post(COMPLETIONS, {"prompt": PROMPT * 9, "max_tokens": 1}).json["usage"]
     assert 0 < usage["prompt_tokens_details"]["cached_tokens"] < usage["prompt_tokens"]
     reply = local.post(CHAT, {"messages": HI, "max_tokens": 1}).json
     versions = reply["system_fingerprint"], local.get("/version").json["version"]
     assert {*versions, importlib.metadata.version("kilolm")} == {VERSION}
-    assert local.get("/health", **{"X-Request-ID": "mine"}).headers["X-Request-Id"] == "mine"
-    assert len({local.get("/health").headers["X-Request-Id"] for _ in range(9)}) == 9
 
 
 def test_log(local, capfd, monkeypatch):
@@ -772,11 +764,10 @@ def test_queue(local, monkeypatch):
     gauges = until(lambda: (m := local.metrics())["num_requests_waiting"] == 2 and m)
     assert gauges["num_requests_running"] == 8 and 0 < gauges["kv_cache_usage_perc"] <= 1
     answer = local.post(COMPLETIONS, {**fields, "prompt": ["a", "b"]})  # one too many
-    assert re.search(r"\b4\b.*\b3\b", answer.fails(429)) and answer.headers["Retry-After"] == "1"
+    assert re.search(r"\b4\b.*\b3\b", answer.fails(429))
     connections.append(local.begin(fields))
     until(lambda: len(local.engine.waiting) == 3)
     local.post(CHAT, {"messages": HI}).fails(429)
-    assert "Retry-After" not in local.get("/health").headers
     for connection in connections:
         connection.close()
     local.settle()
@@ -795,27 +786,14 @@ def test_queue(local, monkeypatch):
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="needs IPv6")
 def test_addresses(make_local, monkeypatch):
-    """The printed address was not one that a browser takes; of a name's two addresses one was
-    served. In a container, localhost has ::1 though IPv6 is off: the server did not start."""
+    """The printed address was not one that a browser takes; at :: nobody came over IPv4."""
     lines = []
     monkeypatch.setattr(front, "say", lines.append)
-    for host, shown in (("::1", "[::1]"), ("localhost", "127.0.0.1")):
+    for host, shown in (("::1", "[::1]"), ("localhost", "127.0.0.1"), ("::", "[::]")):
         local = make_local("--host", host)
         until(lambda: f"serving shakespeare on http://{shown}:{local.port}" in lines)  # noqa: B023
     for address in ("127.0.0.1", "::1"):
         socket.create_connection((address, local.port), 5).close()
-    create = socket.create_server
-
-    def without(address, **options):
-        if options["family"] == socket.AF_INET6:
-            raise OSError("Cannot assign requested address")
-        return create(address, **options)
-
-    monkeypatch.setattr(socket, "create_server", without)
-    (listener,) = listen_at("localhost", 0)
-    listener.close()
-    with pytest.raises(OSError, match="assign"):
-        listen_at("::1", 0)
 
 
 def test_errors_at_the_start(capfd, tmp_path, monkeypatch):
@@ -849,9 +827,8 @@ def test_errors_at_the_start(capfd, tmp_path, monkeypatch):
     monkeypatch.setattr(server_module, "serve", lambda server: 0)
     for options, key in ((("--port", 0), "a"), (("--port", 0, "--api-key", "b"), "b")):
         assert main(*options) == 0
-        _, args, listeners = served.call_args.args
-        for listener in listeners:
-            listener.close()
+        _, args, listener = served.call_args.args
+        listener.close()
         assert (args.api_key, args.host) == (key, "localhost")  # nobody else, unless told so
     monkeypatch.setenv("KILOLM_API_KEY", "")
     assert main("--port", 0) == 2
@@ -865,7 +842,7 @@ def test_slow_clients(make_local, monkeypatch, capfd):
     its text. Clients that sent nothing more, or read nothing of their streams, were kept for
     ever."""
     local, head = make_local(), post(head=EXPECT).removesuffix(DATA)
-    local.server.listeners[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    local.server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     with connect(local, b"") as slow:
         for i in range(len(head)):
             slow.sendall(head[i : i + 1])
@@ -895,23 +872,17 @@ def test_slow_clients(make_local, monkeypatch, capfd):
 
 def test_clients_that_say_no_more(local, capfd):
     """The server printed an error when the client had left. One that closes its sending half, as
-    `nc -N` does, was taken for such a one. Over HTTP/1.0 it looks the same."""
+    `nc -N` does, counts as such a one while it waits, and its request ran on."""
     for data in (b"", b"GET / HTTP", *(post()[:end] for end in (30, 60, -5)), b"\xff" * 99):
         connect(local, data).close()
     local.get("/health")
     assert capfd.readouterr().err == "'GET /health' 200\n"
-    old = post(LONG).replace(b"HTTP/1.1", b"HTTP/1.0")
-    for data, statuses in (
-        (post(LONG), [100, 200]),
-        (post(LONG | {"stream": True}), [200]),
-        (old, []),
-    ):
-        before = local.metrics()[ABORTED]
-        with connect(local, data) as connection:
-            connection.shutdown(socket.SHUT_WR)
-            assert [answer.status for answer in parse(receive(connection))] == statuses
-        local.settle()
-        assert local.metrics()[ABORTED] - before == (not statuses)
+    before = local.metrics()[ABORTED]
+    with connect(local, post(LONG)) as connection:
+        connection.shutdown(socket.SHUT_WR)
+        assert receive(connection) == b""
+    local.settle()
+    assert local.metrics()[ABORTED] == before + 1
 
 
 SAID = {"type": "object", "properties": {"s": {"type": "string", "minLength": 3000}},
@@ -972,16 +943,6 @@ def test_clients_leave(make_local, monkeypatch, capfd):
     assert after["kv_cache_usage_perc"] == 0
     params = SamplingParams(n=9, stop_token_ids=[*range(1000)])  # each output had a set of its own
     assert len({id(job.end_ids) for job in prepare([5], params).outputs}) == 1
-
-
-def test_a_stream_that_has_nothing_to_say(local, monkeypatch):
-    """While a call is written, a proxy saw nothing for a minute, and answered with a 504. Clients
-    in Go took a comment for the end."""
-    monkeypatch.setattr(server_module, "KEEP_ALIVE_S", 0)
-    monkeypatch.setattr(local.server.api, "form", FORMS["hermes"])
-    *events, last, done = local.post(CHAT, CALL | {"max_tokens": 20}).events
-    assert json.loads(last)["choices"][0]["finish_reason"] == "length" and done == "[DONE]"
-    assert events and all(json.loads(each)["choices"][0]["delta"] == {} for each in events)
 
 
 # --- An engine that breaks ------------------------------------------------------------------------
@@ -1102,7 +1063,7 @@ def stopped(data, *options, signals=1, reached=bool):
     request, or it was answered, or `reached` says so. Return what comes."""
     engine, args = Engine(model(), TOKENIZER, num_blocks=80), make_args(*options)
     server = Server(engine, args, listen_at(args.host, args.port))
-    address = server.listeners[0].getsockname()
+    address = server.listener.getsockname()
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
 
     def client():
@@ -1121,7 +1082,6 @@ def stopped(data, *options, signals=1, reached=bool):
             assert serve(server) == 0
             return answers.result()
     finally:
-        signal.set_wakeup_fd(-1)  # else the next test's Ctrl-C is the second one for this server
         for number, handler in zip((signal.SIGTERM, signal.SIGINT), before, strict=True):
             signal.signal(number, handler)
 
@@ -1132,7 +1092,7 @@ def test_an_engine_that_dies(monkeypatch):
 
     def listen(self):
         until(lambda: self.stopping)
-        ended.append(self.listeners.pop().close())
+        ended.append(self.listener.close())
 
     monkeypatch.setattr(Server, "drive", MagicMock(side_effect=BaseException("panic")))
     monkeypatch.setattr(Server, "listen", listen)
@@ -1185,33 +1145,6 @@ def test_torchrun(tmp_path):
         server.process.wait(60)
         assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
         assert server.log.read_text().count("serving") == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_rank_is_stopped(tmp_path, number):
-    """While the first rank waited for a stopped one it heard no signal, not even the second."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    env |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    with contextlib.ExitStack() as stack:
-        ranks = []
-        for rank in "01":
-            (tmp_path / rank).mkdir()
-            ranks.append(Process(tmp_path / rank, RANK=rank, LOCAL_RANK=rank, **env))
-            stack.push(ranks[-1].__exit__)
-        server, other = ranks
-        stream = server.__enter__().stream(LONG)
-        other.process.send_signal(signal.SIGSTOP)
-        time.sleep(0.5)
-        sent = 0
-        while server.process.poll() is None:  # two become one if it does not run between
-            server.process.send_signal(number)
-            sent += 1
-            time.sleep(0.5)
-            assert sent < 20
-        assert server.process.returncode == 1 and sent > 1
-        stream.close()
 
 
 # --- What it shows --------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ fields = {
     "stop": text.filter(bool) | listed(st.text(min_size=1, max_size=3)),
     "ignore_eos": st.booleans(), "stream": st.booleans(), "max_tokens": st.integers(0, 4),
     "min_tokens": st.integers(0, 5), "model": st.just("shakespeare"), "user": absurd,
-    "reasoning_format": st.sampled_from(["auto", "none", "deepseek"]), "echo": st.booleans(),
+    "reasoning_format": st.sampled_from(["auto", "none"]), "echo": st.booleans(),
     "stream_options": fixed(include_usage=mostly(st.booleans(), absurd)),
     "best_of": st.integers(1, 2), "priority": st.integers(-3, 3), "cache_salt": st.text(max_size=3),
 }  # fmt: skip

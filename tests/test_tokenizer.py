@@ -481,12 +481,5 @@ def test_chat_templates(tmp_path):
         text = ours.template  # which is compiled once, not for each chat
         assert compile_template(text) is compile_template(text)
     parts = [{"role": "user", "content": [{"type": "text", "text": each} for each in "ab"]}]
-    loop = "{% for p in messages[0].content %}<{{ p.text }}>{% endfor %}"
-    for template, shown in (
-        (loop, "<a><b>"), ("{{ messages[0].content }}", "a\nb"),
-        ("{{ messages[0].content | trim | upper }}", "A\nB"),
-        ("{% if messages[0].content is string %}s{% else %}" + loop, "<a><b>"),
-        (loop + "{% if messages[0].role != 'user' %}{{ 1 / 0 }}", "<a><b>"),
-    ):  # fmt: skip
-        ours.template = template + "{% endif %}" * template.count("{% if")
-        assert ours.render_chat(parts) == shown
+    ours.template = "{{ messages[0].content | upper }}"
+    assert ours.render_chat(parts) == "A\nB"

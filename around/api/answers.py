@@ -51,7 +51,6 @@ class Completion:
         choices: the outputs of all requests.
         stream: whether the answer is sent in chunks.
         base: what all chunks have in common.
-        empty: a choice that adds nothing.
     """
 
     def __init__(
@@ -61,7 +60,6 @@ class Completion:
         self.fields = fields
         self.stream = fields["stream"]
         key = ("delta" if self.stream else "message") if chat else "text"
-        self.empty = {"index": 0, key: {} if chat else "", "logprobs": None, "finish_reason": None}
         uid = ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12)
         self.base = dict(
             id=uid,
@@ -73,11 +71,10 @@ class Completion:
         for i, request in enumerate(requests):
             request.id = f"{uid}-{i}"
         self.firsts = [request.outputs[0] for request in requests]
-        marks = marks_of(api.tokenizer, self.firsts[0], chat, fields["continue_final_message"])
+        marks = marks_of(api.tokenizer, self.firsts[0], chat)
         jobs = [job for request in requests for job in request.outputs]
-        is_raw = fields["reasoning_format"] == "none"
         self.choices = [
-            Choice(i, job, key, api.tokenizer, marks, is_raw, fields["echo"], Reader(tools))
+            Choice(i, job, key, api.tokenizer, marks, fields["echo"], Reader(tools))
             for i, job in enumerate(jobs)
         ]
 
@@ -85,28 +82,22 @@ class Completion:
         """Yield the whole answer, or the chunks of a stream as they come.
 
         Args:
-            wait: returns when the engine has made progress, or true when a stream has to show that
-                it is alive. It does so by an empty chunk: openai-go's clients take the comment that
-                others skip for the end.
+            wait: returns when the engine has made progress.
 
         Raises:
             Problem: a sequence ended with an error.
         """
         finished = False
-        # As in vLLM, it counts as it goes only for who wants the sum at the end.
-        counts = self.fields["include_usage"] and self.fields["continuous_usage_stats"]
         while not finished:
-            is_late = wait()
+            wait()
             # Read this before the choices. In the other order, the last part of an output could
             # come in between, and would never be sent.
             finished = all(request.finished for request in self.requests)
-            if is_late:
-                yield self.json([self.empty], False)
             if self.stream:
                 for choice in self.choices:
                     new = choice.take_new()
                     if new:
-                        yield self.json([new], counts)
+                        yield self.json([new], False)
         if not self.stream:
             yield self.json([choice.take_new() for choice in self.choices], True)
         elif self.fields["include_usage"]:
@@ -137,7 +128,6 @@ class Choice:
         key: where the text goes: "text" for a completion, "message" for a chat, "delta" for a chat
             that is streamed.
         marks: see marks_of.
-        is_raw: whether the thought stays in the text.
         shows_prompt: whether the text begins with the prompt's.
         reader: splits the answer into text and calls.
         num_thought, num_tokens: how many characters of the thought, and tokens with
@@ -151,7 +141,6 @@ class Choice:
     key: str
     tokenizer: Tokenizer
     marks: tuple
-    is_raw: bool
     shows_prompt: bool
     reader: Reader
     num_thought: int = 0
@@ -171,13 +160,11 @@ class Choice:
         # 1) read what is new. Slices are copies, as the engine's thread may append meanwhile
         is_scored = job.params.logprobs is not None
         tokens = job.tokens[self.num_tokens :] if is_scored else []
-        output = job.text
-        thought, answer = split_thought(output, *self.marks)
-        text = output if self.is_raw else answer
+        thought, answer = split_thought(job.text, *self.marks)
+        thought = thought[self.num_thought :]
         num_calls = len(self.reader.calls)
-        text = self.reader.read(text, bool(reason), len(text) - len(answer))
+        text = self.reader.read(answer, bool(reason))
         calls = self.reader.calls[num_calls:]
-        thought = "" if self.is_raw else thought[self.num_thought :]
         if self.ended or not (reason or thought or text or tokens or calls):
             return None
         # 2) count it as taken
@@ -269,22 +256,16 @@ class Choice:
         )
 
 
-def marks_of(tokenizer: Tokenizer, job: Job, chat: bool, goes_on: bool) -> tuple:
+def marks_of(tokenizer: Tokenizer, job: Job, chat: bool) -> tuple:
     """Return what split_thought needs: what to put in front of a sequence's output, and the marks.
 
-    Some templates begin the thought, and a final message that is continued may break off in one, so
-    that the output lacks the first mark. A structured output does not go on with such a thought,
-    and completions, and models without a token for that mark, have no thoughts: with both marks in
-    front of it, all of an output is the answer.
-
-    Args:
-        goes_on: whether the final message is continued.
+    Some templates begin the thought, so that the output lacks the first mark. A structured output
+    does not go on with such a thought, and completions, and models without a token for that mark,
+    have no thoughts: with both marks in front of it, all of an output is the answer.
     """
     for begin, end in MARKS:
         if chat and len(tokenizer.encode(begin, add_special=False)) == 1:
-            before = tokenizer.decode(job.ids if goes_on else job.ids[-16:]).rstrip()
-            # In what is continued, anything may follow the mark. A user may name the mark, too.
-            is_open = begin in before.rpartition(end)[2] if goes_on else before.endswith(begin)
+            is_open = tokenizer.decode(job.ids[-16:]).rstrip().endswith(begin)
             if not (is_open and job.params.structured_outputs):
                 return begin if is_open else "", begin, end
     return begin + end, begin, end

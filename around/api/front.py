@@ -34,7 +34,7 @@ from around.machine import Ranks, say
 from around.settings import JSON, EngineArgs, SamplingParams, setting
 from scheduler import Engine
 
-MAX_THREADS = 1028  # 1,024 connections, and main, listen, watch and threads.keep_pool
+MAX_THREADS = 1027  # 1,024 connections, and main, listen and threads.keep_pool
 PAGE = Path(__file__).resolve().with_name("page.html")
 
 
@@ -93,13 +93,13 @@ class Listener:
     over = False
 
     def __init__(
-        self, handler: Callable, engine: Engine, args: ServerArgs, listeners: list[socket.socket]
+        self, handler: Callable, engine: Engine, args: ServerArgs, listener: socket.socket
     ) -> None:
-        """Args: listeners: listening sockets; clients queue there until listen() accepts them."""
+        """Args: listener: see listen_at; clients queue there until listen() accepts them."""
         self.handler = handler
         self.engine = engine
         self.args = args
-        self.listeners = listeners
+        self.listener = listener
         name = args.served_model_name or args.checkpoint.resolve().name
         self.api = API(engine, name, SamplingParams(**suggested(args.checkpoint)), args.tool_format)
         self.metrics = Metrics(engine, name, starting(args.checkpoint, engine.config))
@@ -113,12 +113,12 @@ class Listener:
     def listen(self) -> None:
         """Accept connections until a signal arrives, then let the running completions finish within
         --shutdown-timeout, and end drive()."""
-        host, port = self.listeners[0].getsockname()[:2]
+        host, port = self.listener.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host  # IPv6
         say(f"serving {self.api.name} on http://{host}:{port}")
         while not self.stopping:
-            # While no thread is free, new clients wait in the listening sockets.
-            open_to = self.listeners if active_count() < MAX_THREADS else []
+            # While no thread is free, new clients wait in the listening socket.
+            open_to = [self.listener] if active_count() < MAX_THREADS else []
             for listener in select.select(open_to, [], [], 0.1)[0]:
                 try:
                     # In one statement: where no thread starts, nothing keeps the client's socket.
@@ -128,8 +128,7 @@ class Listener:
                 except (OSError, RuntimeError) as error:  # no descriptor or no thread is left
                     say(str(error))
                     time.sleep(1)
-        for listener in self.listeners:
-            listener.close()
+        self.listener.close()
         self.wait_for_busy(self.args.shutdown_timeout)
         self.over = True
         self.wait_for_busy(1.0)  # until those that are left have sent an error
@@ -168,24 +167,18 @@ def serve(server: Any) -> int:
 def watch_signals(server: Listener) -> None:
     """Stop the server at the first signal, and exit at once at the second.
 
-    Python calls a signal's handler in the main thread, between two instructions. So it calls none
-    while that thread waits in a collective for a rank that hangs. The handlers here do nothing.
-    They are there because Python, as soon as a signal with a handler arrives, also writes a byte
-    into the pipe of set_wakeup_fd, and another thread reads it.
+    Python calls these handlers in the main thread, between two instructions. So neither is called
+    while that thread waits in a collective for a rank that hangs: then torchrun kills all ranks, 30
+    seconds after its own signal.
     """
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    signal.set_wakeup_fd(writing)
+
+    def stop(*_: Any) -> None:
+        if server.stopping:
+            os._exit(1)
+        server.stopping = True
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
-
-    def watch() -> None:
-        while os.read(reading, 1):
-            if server.stopping:
-                os._exit(1)
-            server.stopping = True
-
-    Thread(target=watch, daemon=True).start()
+        signal.signal(number, stop)
 
 
 # --- A connection ---------------------------------------------------------------------------------
@@ -228,18 +221,15 @@ class Front(Exchange):
         """Check the head of the request, and call the function that answers it."""
         self.check_host()
         method, _, path = self.asked.partition(" ")
-        name = self.server.api.name
-        routes = ROUTES | {f"/v1/models/{name}": lambda c: c.send(c.server.api.model)}
-        way_out = ABSENT.get(path, f"there are {', '.join(routes)}")
-        demand(path in routes, 404, f"there is no {path:.100}: {way_out}")
+        demand(path in ROUTES, 404, f"there is no {path:.100}: there are {', '.join(ROUTES)}")
         if method == "OPTIONS" and self.server.args.cors:
             self.send({})  # a browser's preflight, which has no key and needs only a success
             return
-        methods = ["POST"] if path.endswith("/completions") else ["GET", "HEAD"]
-        demand(method in methods, 405, f"{path} takes {methods[0]}, not {method}")
+        right = "POST" if path.endswith("/completions") else "GET"
+        demand(method == right, 405, f"{path} takes {right}, not {method}")
         if path not in ("/", "/health"):
             self.check_key()
-        routes[path](self)
+        ROUTES[path](self)
 
     # --- What is answered -------------------------------------------------------------------------
 
@@ -298,11 +288,6 @@ class Front(Exchange):
         demand(num_waiting <= most, 429, f"{num_waiting} would wait, --max-queue is {most}")
 
 
-# What clients expect of OpenAI's API, and what to use in its place.
-ABSENT = {
-    "/v1/responses": "let the client use chat completions, as docs/serving.md says",
-    "/v1/embeddings": "this engine generates text, and makes no embeddings",
-}
 ROUTES = {
     "/": Front.send_page,
     "/version": lambda c: c.send({"version": settings.VERSION}),

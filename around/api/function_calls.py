@@ -187,7 +187,7 @@ class Reader:
     start: int = 0
     calls: list = field(default_factory=list)
 
-    def read(self, text: str, ended: bool, quiet: int = 0) -> str:
+    def read(self, text: str, ended: bool) -> str:
         """Read what is new, and return it without its calls, which join `calls`.
 
         Until the reply has ended, this waits at text that may still become a call, and at white
@@ -198,7 +198,6 @@ class Reader:
         Args:
             text: the reply so far, from its beginning.
             ended: whether it is complete.
-            quiet: before it there are no calls, as it is a thought.
 
         Returns:
             The text, less the white space directly before a call and, if there are calls, at the
@@ -210,7 +209,7 @@ class Reader:
         """
         shown = ""
         find = self.tools.form.find
-        tag = self.tools.schemas and find(text, max(self.start, quiet))
+        tag = self.tools.schemas and find(text, self.start)
         while tag and tag.end() < len(text):
             call, end = read_call(text, tag.end(), self.tools, ended)
             if not (call or ended):

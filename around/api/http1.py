@@ -14,7 +14,6 @@ Exchange.send.
 
 import json
 import re
-import secrets
 import socket
 import time
 from contextlib import suppress
@@ -23,7 +22,6 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from io import BytesIO
 from typing import Any
-from urllib.parse import unquote
 
 from around.api.answers import Problem, demand
 from around.machine import say
@@ -35,12 +33,11 @@ from around.settings import JSON, check
 HEADERS = """\
 Connection: close
 Cache-Control: no-store
-Allow: GET, HEAD, POST
+Allow: GET, POST
 X-Accel-Buffering: no
 X-Content-Type-Options: nosniff
 X-Frame-Options: DENY
 """
-CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 JSON_TYPE = "application/json"
 EVENTS = "text/event-stream"
 
@@ -57,17 +54,17 @@ class Exchange(BaseHTTPRequestHandler):
         asked: method and path, such as "GET /health"; "" until they have been read.
         stream: whether the answer is a stream of events.
         has_begun: whether the head of the answer has been sent.
-        is_half_closed: whether the client sends nothing more.
         is_logged: whether the answer gets a line in the log.
         sent_at: when something was last sent, on time.monotonic's clock.
     """
 
     server: Any
+    protocol_version = "HTTP/1.1"  # so parse_request answers `Expect: 100-continue`
     timeout = 75  # seconds that a client may be silent, or take to read a part of an answer
     disable_nagle_algorithm = True  # or a small event would wait until the last one is acknowledged
     headers = Message()
     command = asked = ""
-    stream = has_begun = is_half_closed = False
+    stream = has_begun = False
     is_logged = True
     sent_at = 0.0
 
@@ -93,7 +90,7 @@ class Exchange(BaseHTTPRequestHandler):
         is_request = self.parse_request()
         self.rfile = reader
         demand(is_request, 400, "this is not an HTTP/1 request")
-        self.asked = unquote(f"{self.command} {self.path.partition('?')[0]}")
+        self.asked = f"{self.command} {self.path.partition('?')[0]}"
 
     def send_error(self, *args: Any) -> None:
         """parse_request calls this before it returns False. The answer is read_head's."""
@@ -113,16 +110,11 @@ class Exchange(BaseHTTPRequestHandler):
         """Read as many bytes as Content-Length says, or a body in chunks."""
         length = self.headers.get("Content-Length", "")
         framing = self.headers.get("Transfer-Encoding", length).strip().lower()
-        is_chunked = framing == "chunked"
-        if not is_chunked:
-            is_length = re.fullmatch("[0-9]{1,18}", framing)
-            demand(is_length, 411, "send the body with a Content-Length, or in chunks")
-            self.check_size(int(framing))
-        # The client may wait for this before it sends a body. HTTP/1.0 has no interim answers.
-        if "Expect" in self.headers and self.request_version > "HTTP/1.0":
-            self.wfile.write(CONTINUE)
-        if is_chunked:
+        if framing == "chunked":
             return self.read_chunks()
+        is_length = re.fullmatch("[0-9]{1,18}", framing)
+        demand(is_length, 411, "send the body with a Content-Length, or in chunks")
+        self.check_size(int(framing))
         data = self.rfile.read(int(framing))
         if len(data) < int(framing):  # the client has left
             raise ConnectionError
@@ -147,23 +139,14 @@ class Exchange(BaseHTTPRequestHandler):
         demand(size <= most, 413, f"the body has {size} bytes, --max-body is {most}")
 
     def check_client(self) -> None:
-        """Raise ConnectionError if the client has left. What it has sent meanwhile is discarded.
-
-        The end of what a client sends means that it has left, or that it has closed its sending
-        half alone. So send it something that any client skips: one that has left answers with a
-        reset, which the next call sees. HTTP/1.0 has nothing to send before an answer.
-        """
+        """Raise ConnectionError if the client has left. Then what it sends ends. As in uvicorn, one
+        that closes its sending half alone counts as one that has left. What it has sent meanwhile
+        is discarded."""
         self.connection.settimeout(0)  # or recv would wait, even with MSG_DONTWAIT
         with suppress(BlockingIOError):  # nothing has come: the client waits
-            nothing_more = not self.connection.recv(2**16)
-            can_ask = self.has_begun or self.request_version > "HTTP/1.0"
-            error = self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            if error or (nothing_more and not can_ask):
+            if not self.connection.recv(2**16):
                 self.log("gone")
                 raise ConnectionError
-            if nothing_more and not self.is_half_closed:
-                self.is_half_closed = True
-                self.wfile.write(b":\n\n" if self.has_begun else CONTINUE)
         self.connection.settimeout(self.timeout)
 
     # --- The answer -------------------------------------------------------------------------------
@@ -183,7 +166,7 @@ class Exchange(BaseHTTPRequestHandler):
         if not self.has_begun:
             self.has_begun = True
             head = self.head(status, content_type, len(body))
-        self.wfile.write(head if self.command == "HEAD" else head + body)
+        self.wfile.write(head + body)
         self.sent_at = time.monotonic()
 
     def head(self, status: int, content_type: str, size: int) -> bytes:
@@ -193,15 +176,12 @@ class Exchange(BaseHTTPRequestHandler):
             size: bytes of the body; a stream's answer does not name it.
         """
         self.log(status)
-        uid = self.headers.get("X-Request-Id") or secrets.token_hex(12)
         head = (
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\n{HEADERS}"
-            f"Content-Type: {content_type}\nX-Request-Id: {uid}\n"
+            f"Content-Type: {content_type}\n"
         )
         if content_type != EVENTS:
             head += f"Content-Length: {size}\n"
-        if status in (429, 503):
-            head += "Retry-After: 1\n"
         if self.server.args.cors:
             head += (
                 f"Access-Control-Allow-Origin: {self.server.args.cors}\n"
@@ -215,16 +195,12 @@ class Exchange(BaseHTTPRequestHandler):
                 say(f"{self.asked!r:.200} {status}")
 
 
-def listen_at(host: str, port: int) -> list[socket.socket]:
-    """Listen at a host; port 0 means any free one. Raises OSError if the port is taken."""
-    listener = socket.create_server(
-        (host, port),
-        family=socket.AF_INET6 if ":" in host else socket.AF_INET,
-        dualstack_ipv6=host == "::",  # all networks, of both versions of IP
-    )
-    listeners = [listener]
-    if host == "localhost":  # it has an address in each version, and a client may try only one
-        with suppress(OSError):  # IPv6 is switched off
-            address = ("::1", listener.getsockname()[1])
-            listeners.append(socket.create_server(address, family=socket.AF_INET6))
-    return listeners
+def listen_at(host: str, port: int) -> socket.socket:
+    """Listen at a host; port 0 means any free one. Raises OSError if the port is taken.
+
+    A name, such as localhost, is looked up in IPv4, as in vLLM. A host with colons is of IPv6; at
+    :: both versions reach it.
+    """
+    is_v6 = ":" in host
+    family = socket.AF_INET6 if is_v6 else socket.AF_INET
+    return socket.create_server((host, port), family=family, dualstack_ipv6=is_v6)

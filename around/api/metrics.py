@@ -46,9 +46,7 @@ class Metrics:
                 e2e_request_latency_seconds=[sum(gaps)] if gaps else [],
             )
             for name, values in summaries.items():
-                # Both change in a copy, or a scrape could see one of them added and the other not.
-                both = {"_sum{}": sum(values), "_count{}": len(values)}
-                self.ended[name] = self.ended[name] + Counter(both)
+                self.ended[name].update({"_sum{}": sum(values), "_count{}": len(values)})
 
     def now(self) -> dict[str, float]:
         """Return the engine's counters and gauges."""

@@ -10,15 +10,7 @@ from typing import Any
 from around.api.answers import Completion, Problem, demand
 from around.api.function_calls import FORMS, NO_TOOLS, Tools, form_of, restrict, tools_of
 from around.folder import plain_turn
-from around.settings import (
-    JSON,
-    SamplingParams,
-    SettingError,
-    check,
-    check_ids,
-    supported,
-    without_nulls,
-)
+from around.settings import JSON, SamplingParams, SettingError, check, supported, without_nulls
 from around.structured import structure, token_bytes
 from scheduler import Engine, Request
 
@@ -74,13 +66,9 @@ class API:
             requests = [self.request(prompt, params, fields, source) for prompt in prompts]
             return Completion(self, fields, requests, tools, chat)
         except (ValueError, RecursionError) as error:
-            # The error has the engine's name of a field. A client gets the body's name for it, or
-            # `source` if the body has no such field.
-            field = getattr(error, "field", "")
-            alias = ALIASES.get(field, "")
-            if alias in given:
-                field = alias
-            raise Problem(400, str(error)[:500], field if field in given else source) from None
+            # The field has the engine's name: max_completion_tokens is max_tokens there. An error
+            # without a field is the template's.
+            raise Problem(400, str(error)[:500], getattr(error, "field", source)) from None
 
     def request(self, prompt: Any, params: SamplingParams, fields: JSON, source: str) -> Request:
         """Make a request for one prompt, a text or ids, if it and the output fit."""
@@ -88,7 +76,9 @@ class API:
         if isinstance(prompt, str):
             # To tokenise a text of 4 MB takes seconds, so refuse first what can never fit.
             self.check_length(len(prompt) // self.longest_token, {}, source)
-            ids = self.tokenizer.encode(prompt, source == "prompt" or self.tokenizer.is_bare)
+            default = source == "prompt" or self.tokenizer.is_bare
+            name = "add_special_tokens"
+            ids = self.tokenizer.encode(prompt, check(name, fields.get(name, default), bool))
         self.check_length(len(ids), fields, source)
         return self.engine.prepare(
             ids, params, priority=fields.get("priority", 0), cache_salt=fields.get("cache_salt")
@@ -111,9 +101,6 @@ class API:
     def sampling_params(self, fields: JSON, chat: bool) -> SamplingParams:
         """Return the sampling settings of a request. Omitted ones come from the checkpoint, except
         max_tokens: it is 16 in a completion, and in a chat only the context limits it."""
-        # Checked here, because this error shows up to nine keys that are no ids; SamplingParams
-        # would name only one.
-        check_ids("logit_bias", fields["logit_bias"], self.engine.config.vocab_size)
         defaults = vars(self.defaults) | dict(max_tokens=self.engine.max_seq_len if chat else 16)
         params = SamplingParams(**{name: fields.get(name, defaults[name]) for name in defaults})
         # A structure ends by itself, and may contain the template's stop strings.
@@ -136,31 +123,29 @@ class API:
         return self.tokenizer.render_chat(messages, goes_on, **options)
 
 
-# The engine's name of a setting -> the body's name for it, where they differ.
-ALIASES = dict(max_tokens="max_completion_tokens", logprobs="top_logprobs",
-               structured_outputs="response_format")  # fmt: skip
 # The fields' defaults. A value of another type is refused.
 DEFAULTS: JSON = dict(
     messages=[], n=1, stream=False, stream_options={}, echo=False, logit_bias={},
-    response_format={"type": "text"}, reasoning_format="auto", chat_template_kwargs={},
+    response_format={"type": "text"}, chat_template_kwargs={},
     continue_final_message=False, add_generation_prompt=True, tools=[],
     parallel_tool_calls=True)  # fmt: skip
 # Fields that would change the answer, but are not supported. Those of REFUSED must be left out, and
 # the others may have only the value that is given here. Fields that this file does not mention,
-# such as `user` or `store`, are ignored, even if they would change the answer.
+# such as `user` or `store`, are ignored, even if they would change the answer. So are those of
+# chats in a completion, such as `tools`, as in vLLM.
 REFUSED = """audio grammar json_schema n_predict prompt_logprobs chat_template documents
     allowed_token_ids guided_json guided_regex guided_choice guided_grammar"""
 UNSUPPORTED = dict.fromkeys(REFUSED.split()) | dict(
-    functions=[], suffix="", bad_words=[], modalities=["text"],
+    functions=[], suffix="", bad_words=[], modalities=["text"], reasoning_format="auto", best_of=1,
     use_beam_search=False, skip_special_tokens=True, include_stop_str_in_output=False,
-    add_special_tokens=True, return_token_ids=False)  # fmt: skip
+    return_token_ids=False)  # fmt: skip
 
 
 def translate(given: JSON, chat: bool) -> JSON:
     """Return the fields of a body with their defaults, and add what the rest of this file reads:
 
         max_tokens, logprobs, structured_outputs   from fields that have other names in OpenAI's API
-        include_usage, continuous_usage_stats      out of stream_options
+        include_usage                              out of stream_options
         prompt_logprobs                            with `echo`, as many as logprobs. A body that
                                                    has this field is refused
 
@@ -170,15 +155,15 @@ def translate(given: JSON, chat: bool) -> JSON:
     fields = DEFAULTS | given
     for name, default in DEFAULTS.items():
         check(name, fields[name], type(default))
-    for name in ("include_usage", "continuous_usage_stats"):
-        value = fields["stream_options"].get(name) or False
-        fields[name] = check(f"stream_options[{name}]", value, bool)
-    if fields.get("function_call") == "none":  # OpenAI's older tool_choice
-        fields.setdefault("tool_choice", "none")
-    check_supported(fields, chat)
+    for name, only in UNSUPPORTED.items():
+        if name in fields:
+            supported(name, fields[name], only)
+    wants_usage = fields["stream_options"].get("include_usage") or False
+    fields["include_usage"] = check("stream_options[include_usage]", wants_usage, bool)
     if "max_completion_tokens" in fields:
         fields["max_tokens"] = fields["max_completion_tokens"]
     if chat:  # here `logprobs` is a bool, and `top_logprobs` the number
+        supported("echo", fields["echo"], False)
         num_top = fields.get("top_logprobs", 0)
         is_scored = check("logprobs", fields.pop("logprobs", False), bool)
         if is_scored:
@@ -188,7 +173,7 @@ def translate(given: JSON, chat: bool) -> JSON:
         if fields["continue_final_message"] and given.get("add_generation_prompt"):
             raise SettingError("add_generation_prompt", "excludes continue_final_message: true")
     fields["prompt_logprobs"] = fields.get("logprobs") if fields["echo"] else None
-    # What is no id stays a text, which check_ids refuses.
+    # What is no id stays a text, which SamplingParams refuses.
     fields["logit_bias"] = {
         int(i) if re.fullmatch("0|[1-9][0-9]{,8}", i) else i: bias
         for i, bias in fields["logit_bias"].items()
@@ -199,25 +184,6 @@ def translate(given: JSON, chat: bool) -> JSON:
             raise SettingError("structured_outputs", "excludes response_format")
         fields["structured_outputs"] = schema
     return fields
-
-
-def check_supported(fields: JSON, chat: bool) -> None:
-    """Raise SettingError if a field asks for what is not supported."""
-    allowed = UNSUPPORTED | dict(best_of=fields["n"])
-    if not fields["stream"]:
-        allowed["stream_options"] = {}
-    if chat:
-        # The chat template writes the special tokens.
-        allowed |= dict(echo=False, add_special_tokens=False)
-    else:
-        allowed |= dict(tools=[], tool_choice="auto")
-    # With the choice "none", tools count as left out.
-    if fields.get("tool_choice") == "none":
-        fields = fields | dict(tools=[], functions=[], tool_choice="auto")
-    for name, value in fields.items():
-        if name in allowed:
-            supported(name, value, allowed[name])
-    supported("reasoning_format", fields["reasoning_format"], "auto", "deepseek", "none")
 
 
 def split_prompts(fields: JSON) -> list:

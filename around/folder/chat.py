@@ -2,7 +2,6 @@
 
 import json
 import time
-from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
@@ -89,13 +88,3 @@ CHAT.globals.update(raise_exception=refuse, strftime_now=time.strftime, tools=No
 CHAT.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
 CHAT.tests["none"] = lambda value: value is None or isinstance(value, Null)
 compile_template = cache(CHAT.from_string)  # for Mistral's it takes 13 ms
-
-
-@cache
-def takes_parts(template: str) -> bool:
-    """Whether a template reads a content that is a list of parts. Another one fails, or prints the
-    list as Python does, which spells END with escapes."""
-    turn = {"role": "user", "content": [{"type": "text", "text": END}]}
-    with suppress(Exception):
-        return END in compile_template(template).render(messages=[turn], bos_token="")
-    return False

@@ -104,9 +104,6 @@ def check_config(config: Config) -> None:
     check_fields(extras)
     heads = config.num_attention_heads
     check("num_experts_per_tok", extras.num_experts_per_tok, int, 1, extras.num_experts)
-    # The product, too, must be within check's bounds for an int, or a matrix could have more bytes
-    # than int64 can count.
-    check("heads * head_dim", heads * config.head_dim, int)
     if heads % config.num_key_value_heads:
         raise ValueError(
             f"{heads} heads must be a multiple of the {config.num_key_value_heads} kv heads"

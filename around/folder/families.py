@@ -39,11 +39,12 @@ FAMILIES: dict[str, JSON] = dict(
     Qwen3ForCausalLM=dict(QWEN, head_dim=128),
     Qwen3MoeForCausalLM=dict(QWEN, num_key_value_heads=4,
         num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=False),
+    # Here a missing list, and a multiplier of Granite's, is an error. transformers makes the list
+    # by a rule, and takes the multiplier as 1.
     SmolLM3ForCausalLM=dict(num_key_value_heads=4, eos_token_id=128001, rope_theta=2e6,
-        tie_word_embeddings=True, no_rope_layer_interval=4, max_position_embeddings=32768),
+        tie_word_embeddings=True, no_rope_layers=None, max_position_embeddings=32768),
     Phi3ForCausalLM=dict(eos_token_id=32000, rms_norm_eps=1e-5, max_position_embeddings=4096,
         original_max_position_embeddings=4096),
-    # transformers takes a missing multiplier as 1; here that is an error.
     GraniteForCausalLM=dict(eos_token_id=2, embedding_multiplier=None, attention_multiplier=None,
         residual_multiplier=None, logits_scaling=None),
     Gemma3ForCausalLM=dict(num_attention_heads=8, num_key_value_heads=4, head_dim=256,
@@ -76,7 +77,7 @@ FIXED: dict[str, JSON] = dict(
 # Settings, with their types, that a family reads only if its entry in FAMILIES has them.
 OWN = dict(embedding_multiplier=float, attention_multiplier=float, residual_multiplier=float,
     logits_scaling=float, query_pre_attn_scalar=float, rope_local_base_freq=float,
-    sliding_window_pattern=int, no_rope_layer_interval=int)  # fmt: skip
+    sliding_window_pattern=int, no_rope_layers=list)  # fmt: skip
 # Settings that must have this value, or be left out. Shared experts need no check here, because
 # models that have them have other architecture names.
 ONLY: JSON = dict(hidden_act="silu", hidden_activation="gelu_pytorch_tanh", scoring_func="softmax",
@@ -139,9 +140,10 @@ def layer_settings(settings: JSON) -> JSON:
     # Gemma 3: the second rope is that of layers with a window.
     if "rope_local_base_freq" in settings:
         ropes = tuple(int(kind == "sliding_attention") for kind in kinds)
-    if "no_rope_layer_interval" in settings:  # SmolLM3: the second rope does not rotate
-        with_rope = layers_with_rope(settings)
-        ropes = tuple(int(i not in with_rope) for i in range(layers))
+    # SmolLM3: the second rope does not rotate. In spite of the name, 1 marks the layers with rope.
+    if "no_rope_layers" in settings:
+        ropes = tuple(int(not has_rope) for has_rope in settings["no_rope_layers"])
+        supported("the length of no_rope_layers", len(ropes), layers)
     return dict(windows=windows, ropes=ropes)
 
 
@@ -151,8 +153,6 @@ def full_layers(settings: JSON) -> Sequence[int]:
     if "sliding_window_pattern" in settings:  # Gemma 3: the last layer of each group
         every = settings["sliding_window_pattern"]
         return range(every - 1, settings["num_hidden_layers"], every)
-    if "no_rope_layer_interval" in settings:  # SmolLM3: all that have rope
-        return layers_with_rope(settings)
     return range(settings["max_window_layers"])
 
 
@@ -164,17 +164,6 @@ def window(settings: JSON) -> int | None:
     if size and size >= settings["max_position_embeddings"]:
         return None  # it hides nothing, as in Phi-4-mini, and without a mask prompts are faster
     return size
-
-
-def layers_with_rope(settings: JSON) -> list[int]:
-    """Return the layers of SmolLM3 that have rope: all but every n-th, or those that the file marks
-    with 1 in `no_rope_layers`, in spite of the name."""
-    layers = settings["num_hidden_layers"]
-    # 0, without rope, for every n-th.
-    usual = [(i + 1) % settings["no_rope_layer_interval"] for i in range(layers)]
-    has_rope = check("no_rope_layers", settings.get("no_rope_layers", usual), list)
-    supported("the length of no_rope_layers", len(has_rope), layers)
-    return [i for i in range(layers) if has_rope[i]]
 
 
 # --- Rope -----------------------------------------------------------------------------------------
@@ -217,8 +206,6 @@ def complete_rope(settings: JSON) -> JSON:
     check("rope_theta", rope["rope_theta"], float)
     for name in ROPES[kind]:
         check(f"rope {name}", rope.get(name), float)
-    if kind == "llama3":
-        check("high_freq_factor - low", rope["high_freq_factor"] - rope["low_freq_factor"], float)
     check("partial_rotary_factor", rope["partial_rotary_factor"], float, 0, 1)
     if not settings.get("partial_rope"):
         supported("partial_rotary_factor", rope["partial_rotary_factor"], 1.0)

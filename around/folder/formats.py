@@ -71,10 +71,6 @@ def conversions(config: JSON) -> dict[str, Callable[[Tensor], Tensor]]:
         config.get("checkpoint_format") or config.get("format") or config.get("version", method)
     )
     supported("checkpoint_format, format or version", version, *VERSIONS[method])
-    # GPTQModel's rules for some Linears may leave them plain ("-:"), which shows in the names of
-    # their tensors, but all others must have the same bits and group size.
-    for rule in config.get("dynamic") or ():
-        supported("dynamic, a rule with", rule[:2], "-:")
     bits = config.get("bits", 0)
     check("group_size", config.get("group_size"), int, -1)
     places = choose("bits", bits, PLACES[method])
@@ -102,11 +98,12 @@ def conversions(config: JSON) -> dict[str, Callable[[Tensor], Tensor]]:
 
 def check_order(groups: Tensor, group_size: int) -> None:
     """Refuse a weight whose inputs were sorted before they were grouped, which GPTQ does under
-    desc_act. Then the inputs of a group are not neighbours.
+    desc_act. Then the inputs of a group are not neighbours. Refuse other groups, too, which
+    GPTQModel's rules, `dynamic`, give to some Linears. (Other bits show in the shape.)
 
     Args:
         groups: (K,) the group of each input.
     """
     size = group_size if group_size > 0 else len(groups)
     if (groups != torch.arange(len(groups)) // size).any():
-        raise ValueError("the inputs are not grouped in order (desc_act)")
+        raise ValueError("the inputs are not grouped in order, or not so (desc_act, dynamic)")

@@ -14,14 +14,7 @@ from typing import Any
 
 import sentencepiece
 
-from around.folder.chat import (
-    END,
-    NO_DEFAULT,
-    PLAIN_TEMPLATE,
-    compile_template,
-    plain_turn,
-    takes_parts,
-)
+from around.folder.chat import END, NO_DEFAULT, PLAIN_TEMPLATE, compile_template, plain_turn
 from around.folder.text import Ids
 from around.settings import JSON, blame, read_optional, supported
 from model import Config
@@ -147,7 +140,7 @@ class Tokenizer:
                 if turn.get("role") == "developer" and "developer" not in template:
                     turn["role"] = "system"
                 parts = turn.get("content")
-                if isinstance(parts, list) and (goes_on or not takes_parts(template)):
+                if isinstance(parts, list):
                     turn["content"] = "\n".join(part["text"] for part in parts)
             if goes_on:
                 turns[-1]["content"] += END
@@ -307,8 +300,6 @@ def text_of(value: Any) -> Any:
 def pattern_of(token: JSON) -> str:
     """Return the regular expression that finds an added token in a text."""
     pattern = re.escape(token["content"])
-    if token.get("single_word"):
-        pattern = rf"(?<!\w){pattern}(?!\w)"
     if token.get("lstrip"):
         pattern = rf"\s*{pattern}"
     if token.get("rstrip"):

@@ -112,14 +112,6 @@ def load_proposer(args: EngineArgs, device: torch.device, model: Transformer) ->
         from speculative import DraftModel
 
         draft = load_model(args.draft_checkpoint, device, settings.DTYPES[args.dtype])
-        sizes = {draft.config.vocab_size, model.config.vocab_size}
-        if len(sizes) > 1:  # the padding of vocabularies may differ, but not the tokens
-            tokens = {
-                tuple(map(Tokenizer(each).piece, range(min(sizes))))
-                for each in (args.checkpoint, args.draft_checkpoint)
-            }
-            if len(tokens) > 1:
-                raise settings.SettingError("draft_checkpoint", "has other tokens than the model")
         k = 4 if args.speculate is None else args.speculate
         return DraftModel(draft, k, model.config.vocab_size)
     if args.speculate:

@@ -270,7 +270,7 @@ class Local:
         ]
         for thread in self.threads:
             thread.start()
-        port = self.server.listeners[0].getsockname()[1]
+        port = self.server.listener.getsockname()[1]
         url = f"http://127.0.0.1:{port}/v1"
         self.client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60)
 
