@@ -12,17 +12,18 @@ them.
     B  prompt   bbbbbbb   bbbbbbb   bb        b             prompts share what is left, in the
     C  prompt                       ccccc     cccccc        order in which they arrived
 
-    Request       what a user asked for: n outputs for one prompt, and their priority
-      Job         one output: the ids of the prompt and of the text so far       [5 9 2 7 4 8]
-        table     the blocks of its keys and values, and how many ids they hold  [3, 0] 4
-        row       its share of a step: ids that are not in the cache yet         [4 8]
+    Request           what a user asked for: n outputs for one prompt, and their priority
+      EngineSequence  one output: the ids of the prompt and of the text so far       [5 9 2 7 4 8]
+        table         the blocks of its keys and values, and how many ids they hold  [3, 0] 4
+        row           its share of a step: ids that are not in the cache yet         [4 8]
 
 When blocks run out, the last sequence in line gives its blocks back and is computed again later.
 That costs another prefill, less what the prefix cache still holds. The proposer that guesses tokens
 and the matchers that restrict them are handed in. This file knows nothing about HTTP or attention.
 Papers: Yu et al. 2022 (Orca), Agrawal et al. 2023 (Sarathi, arXiv:2308.16369), Kwon et al. 2023
-(arXiv:2309.06180, section 4.5: preemption). Read: Engine.step, Engine.schedule, Job. This is the
-engine's last file. The techniques come next, each on its own: quantize.py, speculative.py, ...
+(arXiv:2309.06180, section 4.5: preemption). Read: Engine.step, Engine.schedule, EngineSequence.
+This is the engine's last file. The techniques come next, each on its own: quantize.py,
+speculative.py, ...
 """
 
 import itertools
@@ -62,13 +63,13 @@ class Request:
     prompt: str | None = None
     priority: int = 0
     cache_salt: str | None = None
-    outputs: list["Job"] = field(default_factory=list)
+    outputs: list["EngineSequence"] = field(default_factory=list)
     prompt_tokens: list[Token] = field(default_factory=list, repr=False)
     arrival: int = 0
 
     @property
     def finished(self) -> bool:
-        return all(job.finish_reason for job in self.outputs)
+        return all(seq.finish_reason for seq in self.outputs)
 
     @property
     def prompt_token_ids(self) -> Ids:
@@ -95,7 +96,7 @@ class Guess:
     probs: list[Tensor] = field(default_factory=list)
 
 
-class Job(Sequence):
+class EngineSequence(Sequence):
     """A sequence in the engine, and its state there.
 
     Attributes:
@@ -134,15 +135,15 @@ class Job(Sequence):
         return self.params.prompt_logprobs is not None and not self.tokens
 
 
-def place_in_line(job: Job) -> tuple[int, int]:
+def place_in_line(seq: EngineSequence) -> tuple[int, int]:
     """Sort key of waiting and running sequences: by priority, then by arrival."""
-    return job.request.priority, job.request.arrival
+    return seq.request.priority, seq.request.arrival
 
 
-def run_order(job: Job) -> tuple[int, int]:
+def run_order(seq: EngineSequence) -> tuple[int, int]:
     """Sort key that puts rows with equally many new tokens side by side, the longest context first;
     see paged.groups_of."""
-    return len(job.row.ids), -job.table.length
+    return len(seq.row.ids), -seq.table.length
 
 
 class Proposer:
@@ -163,24 +164,24 @@ class Proposer:
     offered: Collection[int] = ()
     accepted: Collection[int] = ()
 
-    def count(self, job: Job) -> int:
-        """How many tokens to guess for a job. It must be 0 before the job's first token, because
-        all outputs of a request draw their first tokens from one row of logits. It must depend on
-        the job alone. Then the random numbers that the job uses, and with them its tokens, do not
-        depend on its neighbours."""
+    def count(self, seq: EngineSequence) -> int:
+        """How many tokens to guess for a sequence. It must be 0 before the sequence's first token,
+        because all outputs of a request draw their first tokens from one row of logits. It must
+        depend on the sequence alone. Then the random numbers that the sequence uses, and with them
+        its tokens, do not depend on its neighbours."""
         return 0
 
-    def propose(self, jobs: list[Job]) -> None:
-        """Fill each job's `guess`, which is empty, with up to `num_guesses` tokens that may follow.
-        The next forward runs the jobs' rows: known tokens, then these guesses."""
+    def propose(self, seqs: list[EngineSequence]) -> None:
+        """Fill each sequence's `guess`, which is empty, with up to `num_guesses` tokens that may
+        follow. The next forward runs the sequences' rows: known tokens, then these guesses."""
 
-    def verify(self, logits: Tensor, jobs: list[Job]) -> list[list[Token]]:
-        """Choose the next tokens of each job: the guesses that are accepted, and one more.
+    def verify(self, logits: Tensor, seqs: list[EngineSequence]) -> list[list[Token]]:
+        """Choose the next tokens of each sequence: the guesses that are accepted, and one more.
 
         Args:
-            logits: (R, V), for each job those after its last known token and after each guess.
+            logits: (R, V), for each sequence those after its last known token and after each guess.
         """
-        return [[token] for token in sample(logits, jobs)]
+        return [[token] for token in sample(logits, seqs)]
 
     def summary(self) -> str:
         """Describe in one line how many guesses were accepted."""
@@ -280,14 +281,14 @@ class Engine:
         shape = (num_blocks, size, limits.kv_dtype)
         self.runner = runner(model, *shape)
         self.proposer.runners = tuple(Runner(each, *shape) for each in self.proposer.models)
-        self.running: list[Job] = []
-        self.waiting: list[Job] = []
-        self.last_step: dict[Job, int] = {}
+        self.running: list[EngineSequence] = []
+        self.waiting: list[EngineSequence] = []
+        self.last_step: dict[EngineSequence, int] = {}
         self.stats = dict.fromkeys(STATS, 0)
         self._arrivals = itertools.count(1)
 
     @property
-    def queue(self) -> list[Job]:
+    def queue(self) -> list[EngineSequence]:
         """The sequences that run or wait. The other outputs of a request join them once its prompt
         has been computed."""
         return self.running + self.waiting
@@ -316,11 +317,13 @@ class Engine:
                 raise SettingError("structured_outputs", "needs an engine that can make matchers")
             matcher = self.make_matcher(params.structured_outputs)
         for i in range(params.n):
-            job = Job(request, prompt, params, self.config, self.tokenizer, self.max_seq_len)
-            job.seed += i
-            job.matcher = matcher and matcher.deep_copy()
-            request.outputs.append(job)
-            job.end_ids = request.outputs[0].end_ids  # one set for all, as it may be large
+            seq = EngineSequence(
+                request, prompt, params, self.config, self.tokenizer, self.max_seq_len
+            )
+            seq.seed += i
+            seq.matcher = matcher and matcher.deep_copy()
+            request.outputs.append(seq)
+            seq.end_ids = request.outputs[0].end_ids  # one set for all, as it may be large
         return request
 
     def submit(self, request: Request) -> Request:
@@ -337,9 +340,9 @@ class Engine:
 
     def abort(self, request: Request, reason: str = "abort") -> None:
         """End a request early and free its blocks. Does nothing if it has ended."""
-        for job in request.outputs:
-            self._leave(job)
-            job.finish(reason)
+        for seq in request.outputs:
+            self._leave(seq)
+            seq.finish(reason)
 
     def reset(self) -> None:
         """Drop every request and the prefix cache. After an exception in the middle of step(),
@@ -348,8 +351,8 @@ class Engine:
         self.running = []
         self.waiting = []
         self.pool = BlockPool(self.pool.num_blocks, self.pool.block_size)
-        for job in dropped:  # abort() frees no blocks, as the job is in no line now
-            self.abort(job.request)
+        for seq in dropped:  # abort() frees no blocks, as the sequence is in no line now
+            self.abort(seq.request)
 
     # --- A step -----------------------------------------------------------------------------------
 
@@ -379,7 +382,7 @@ class Engine:
                 6) A draws 6
                 7) A has ids [5 9 2 6], and the cache holds 3 of them
         """
-        # 1) schedule: set each job's num_scheduled
+        # 1) schedule: set each sequence's num_scheduled
         batch = self.schedule()
         if not batch:
             return []
@@ -387,93 +390,93 @@ class Engine:
         self.proposer.propose(batch)
         # 3) run, with equally long rows side by side; see run_order
         batch.sort(key=run_order)
-        rows = [job.row for job in batch]
+        rows = [seq.row for seq in batch]
         logits = self.runner.forward(rows)  # (R, V)
         sizes = [row.num_logits for row in rows]
         # 4) end the requests whose logits are NaN or infinite
         failed = self._end_broken(batch, finite(logits).cpu().split(sizes))
-        # 5) record what has run, and find the jobs that draw a token now
-        jobs, logits = self._commit(batch, logits.split(sizes))
-        # 6) draw the next tokens of each job: the guesses that are accepted, and one more
-        drawn = self.proposer.verify(logits, jobs)
-        # 7) append, and retire the jobs that have ended
-        for job, tokens in zip(jobs, drawn, strict=True):
-            self._append(job, tokens)
-        self.last_step = {job: len(row.ids) for job, row in zip(batch, rows)}
+        # 5) record what has run, and find the sequences that draw a token now
+        seqs, logits = self._commit(batch, logits.split(sizes))
+        # 6) draw the next tokens of each sequence: the guesses that are accepted, and one more
+        drawn = self.proposer.verify(logits, seqs)
+        # 7) append, and retire the sequences that have ended
+        for seq, tokens in zip(seqs, drawn, strict=True):
+            self._append(seq, tokens)
+        self.last_step = {seq: len(row.ids) for seq, row in zip(batch, rows)}
         self.stats["engine_steps"] += 1
         self.stats["computed_tokens"] += sum(self.last_step.values())
-        return list(dict.fromkeys([job.request for job in jobs] + failed))  # each once
+        return list(dict.fromkeys([seq.request for seq in seqs] + failed))  # each once
 
-    def schedule(self) -> list[Job]:
-        """Choose the jobs of this step, set their `num_scheduled`, and find room for them."""
+    def schedule(self) -> list[EngineSequence]:
+        """Choose the sequences of this step, set their `num_scheduled`, and find room for them."""
         # While a sequence decodes, prompts may get a smaller budget (Limits.small_chunk), so that
         # its next token is not late.
-        is_decoding = any(job.table.length >= job.prompt_len for job in self.running)
+        is_decoding = any(seq.table.length >= seq.prompt_len for seq in self.running)
         budget = self.small_budget if is_decoding else self.max_num_batched_tokens
-        batch: list[Job] = []
-        # 1) the running jobs, in line. Each leaves a share of the budget for each job after it. If
+        batch: list[EngineSequence] = []
+        # 1) the running sequences, in line. Each leaves a share of the budget for each after it. If
         # blocks are short, the last in line gives its own back. So `running` shrinks at its end
-        # while `batch` grows, and a job in the batch is never preempted.
+        # while `batch` grows, and a sequence in the batch is never preempted.
         share = 1 + self.proposer.k  # a token and its guesses
         preempted = False
         while len(batch) < len(self.running):
-            job = self.running[len(batch)]
+            seq = self.running[len(batch)]
             later = self.running[len(batch) + 1 :]
-            num_tokens = self._num_to_run(job, budget - share * len(later), batch)
-            if self._allocate(job, num_tokens):
+            num_tokens = self._num_to_run(seq, budget - share * len(later), batch)
+            if self._allocate(seq, num_tokens):
                 budget -= num_tokens
-                batch.append(job)
+                batch.append(seq)
             else:
-                self._preempt_last()  # perhaps this job itself, which is then the last
+                self._preempt_last()  # perhaps this sequence itself, which is then the last
                 preempted = True
-        # 2) the waiting jobs, while there are budget and blocks, but not after a preemption
+        # 2) the waiting sequences, while there are budget and blocks, but not after a preemption
         while self.waiting and len(self.running) < self.max_num_seqs and not preempted:
-            job = self.waiting[0]
+            seq = self.waiting[0]
             # A prompt that is scored needs the logits of all its tokens, and a token found in the
             # prefix cache does not run and has none. So no prefix is looked up.
-            ids = [] if job.scores_prompt else job.ids
-            self.pool.reuse(job.table, ids)
-            if not job.num_scheduled:  # it has never run
-                job.cached = job.table.length
-            num_tokens = self._num_to_run(job, budget, batch)
-            if not num_tokens or not self._allocate(job, num_tokens):
-                self.pool.free(job.table)  # gives back what reuse() took
+            ids = [] if seq.scores_prompt else seq.ids
+            self.pool.reuse(seq.table, ids)
+            if not seq.num_scheduled:  # it has never run
+                seq.cached = seq.table.length
+            num_tokens = self._num_to_run(seq, budget, batch)
+            if not num_tokens or not self._allocate(seq, num_tokens):
+                self.pool.free(seq.table)  # gives back what reuse() took
                 break
             budget -= num_tokens
             insort(self.running, self.waiting.pop(0), key=place_in_line)
-            batch.append(job)
+            batch.append(seq)
             self.stats["prefix_cache_queries"] += len(ids)
-            self.stats["prefix_cache_hits"] += job.table.length
+            self.stats["prefix_cache_hits"] += seq.table.length
         return batch
 
-    def _num_to_run(self, job: Job, budget: int, batch: list[Job]) -> int:
-        """How many tokens a job runs in this step, within the budget.
+    def _num_to_run(self, seq: EngineSequence, budget: int, batch: list[EngineSequence]) -> int:
+        """How many tokens a sequence runs in this step, within the budget.
 
-        The last known token and the guesses after it run together or wait together. So when a job
-        draws a token, it has had room for as many guesses as count() says, whatever the budget is.
-        If they do not fit, only the tokens before the last known one run.
+        The last known token and the guesses after it run together or wait together. So when a
+        sequence draws a token, it has had room for as many guesses as count() says, whatever the
+        budget is. If they do not fit, only the tokens before the last known one run.
         """
-        if job.scores_prompt:
+        if seq.scores_prompt:
             taken = sum(each.num_scheduled for each in batch if each.scores_prompt)
             budget = min(budget, max(1, MAX_SCORED - taken))
-        known = len(job.ids) - job.table.length
-        guesses = self.proposer.count(job)
+        known = len(seq.ids) - seq.table.length
+        guesses = self.proposer.count(seq)
         if known + guesses <= budget:
             return known + guesses
         if guesses:
             known -= 1  # the last known token waits with them
-        # For a running job the result is not 0: its budget has room for one known token and all its
-        # guesses, so here it had two known tokens or more.
+        # For a running sequence the result is not 0: its budget has room for one known token and
+        # all its guesses, so here it had two known tokens or more.
         return min(known, budget)
 
-    def _allocate(self, job: Job, num_tokens: int) -> bool:
-        """Let a job run this many tokens in this step, and give it blocks for them. Returns False
-        if there are too few blocks."""
-        end = job.table.length + num_tokens
-        if self.pool.cost(job.table, end) > len(self.pool.available):
+    def _allocate(self, seq: EngineSequence, num_tokens: int) -> bool:
+        """Let a sequence run this many tokens in this step, and give it blocks for them. Returns
+        False if there are too few blocks."""
+        end = seq.table.length + num_tokens
+        if self.pool.cost(seq.table, end) > len(self.pool.available):
             return False
-        job.num_scheduled = num_tokens
-        copies = self.pool.grow(job.table, end)
+        seq.num_scheduled = num_tokens
+        copies = self.pool.grow(seq.table, end)
         if copies:
             for runner in (self.runner, *self.proposer.runners):
                 runner.copy_blocks(copies)
@@ -486,91 +489,93 @@ class Engine:
         insort(self.waiting, last, key=place_in_line)
         self.stats["num_preemptions"] += 1
 
-    def _end_broken(self, batch: list[Job], is_finite: tuple) -> list[Request]:
+    def _end_broken(self, batch: list[EngineSequence], is_finite: tuple) -> list[Request]:
         """End the requests from whose logits no token can be drawn, and return them.
 
         Args:
-            is_finite: for each job, what sampling.finite says of each row of its logits.
+            is_finite: for each sequence, what sampling.finite says of each row of its logits.
         """
-        broken = [job.request for job, each in zip(batch, is_finite) if not each.all()]
+        broken = [seq.request for seq, each in zip(batch, is_finite) if not each.all()]
         for request in broken:
             self.abort(request, "error")
         return broken
 
-    def _commit(self, batch: list[Job], split_logits: tuple) -> tuple[list[Job], Tensor]:
-        """Record that the jobs' rows have run, and find those whose next token can be drawn.
+    def _commit(
+        self, batch: list[EngineSequence], split_logits: tuple
+    ) -> tuple[list[EngineSequence], Tensor]:
+        """Record that the sequences' rows have run, and find those whose next token can be drawn.
 
         Args:
-            split_logits: the logits of each job's row.
+            split_logits: the logits of each sequence's row.
 
         Returns:
-            The jobs whose known tokens have all run, and their logits: for each job those after its
-            last known token and after each guess, (R, V).
+            The sequences whose known tokens have all run, and their logits: for each sequence those
+            after its last known token and after each guess, (R, V).
         """
-        ready: list[Job] = []
+        ready: list[EngineSequence] = []
         wanted = [split_logits[0][:0]]  # none yet; torch.cat needs at least one tensor
-        for job, logits in zip(batch, split_logits):
-            if job.finish_reason:  # its logits, or those of another output, were NaN or infinite
+        for seq, logits in zip(batch, split_logits):
+            if seq.finish_reason:  # its logits, or those of another output, were NaN or infinite
                 continue
-            if job.scores_prompt:
-                self._score_prompt(job, logits)
+            if seq.scores_prompt:
+                self._score_prompt(seq, logits)
             # The guesses are not committed.
-            end = min(job.table.length + job.num_scheduled, len(job.ids))
-            self.pool.commit(job.table, job.ids, end)
-            if end == len(job.ids):  # else known tokens are left for a later step
+            end = min(seq.table.length + seq.num_scheduled, len(seq.ids))
+            self.pool.commit(seq.table, seq.ids, end)
+            if end == len(seq.ids):  # else known tokens are left for a later step
                 # When a prompt has been computed, all outputs of its request begin, each from the
-                # same logits. A job has no guesses before its first token, so that is one row.
-                outputs = [job] if job.tokens else self._fork(job)
+                # same logits. A sequence has no guesses before its first token, so that is one row.
+                outputs = [seq] if seq.tokens else self._fork(seq)
                 ready += outputs
                 # A scored prompt's row also has logits after earlier tokens. They are left out.
-                wanted += [logits[-1 - len(job.guess.ids) :]] * len(outputs)
+                wanted += [logits[-1 - len(seq.guess.ids) :]] * len(outputs)
         return ready, torch.cat(wanted)
 
-    def _fork(self, job: Job) -> list[Job]:
-        """Let a request's other outputs begin after its prompt. They share the job's blocks, as far
-        as max_num_seqs allows. Returns all outputs."""
-        for other in job.request.outputs[1:]:
+    def _fork(self, seq: EngineSequence) -> list[EngineSequence]:
+        """Let a request's other outputs begin after its prompt. They share the first one's blocks,
+        as far as max_num_seqs allows. Returns all outputs."""
+        for other in seq.request.outputs[1:]:
             if len(self.running) < self.max_num_seqs:
-                other.table = self.pool.fork(job.table)
+                other.table = self.pool.fork(seq.table)
                 insort(self.running, other, key=place_in_line)
             else:  # it gets its first token in this step too, then waits without blocks
                 insort(self.waiting, other, key=place_in_line)
-        return job.request.outputs
+        return seq.request.outputs
 
-    def _append(self, job: Job, tokens: list[Token]) -> None:
-        """Append the tokens of a step to a job, and let it leave if it has ended."""
+    def _append(self, seq: EngineSequence, tokens: list[Token]) -> None:
+        """Append the tokens of a step to a sequence, and let it leave if it has ended."""
         for token in tokens:
-            if not job.finish_reason:  # EOS or a stop string can come before the last token
-                job.append(token)
+            if not seq.finish_reason:  # EOS or a stop string can come before the last token
+                seq.append(token)
                 self.stats["generation_tokens"] += 1
-        job.guess = Guess()
+        seq.guess = Guess()
         # All tokens but the last are accepted guesses. The model's cache holds their keys and
         # values, so `length` counts them. Others can find them only a step later: until then a
         # draft's cache may lack the last of them.
-        job.table.length += len(tokens) - 1
-        if job.finish_reason:
-            self._leave(job)
+        seq.table.length += len(tokens) - 1
+        if seq.finish_reason:
+            self._leave(seq)
 
-    def _leave(self, job: Job) -> None:
-        """Take a job out of its line, if it stands in one, and free its blocks."""
-        line = self.running if job.table.blocks else self.waiting  # search one only: it may be long
-        if job in line:
-            line.remove(job)
-            self.pool.free(job.table)
+    def _leave(self, seq: EngineSequence) -> None:
+        """Take a sequence out of its line, if it stands in one, and free its blocks."""
+        line = self.running if seq.table.blocks else self.waiting  # search one only: it may be long
+        if seq in line:
+            line.remove(seq)
+            self.pool.free(seq.table)
 
     # --- The log-probabilities of a prompt --------------------------------------------------------
 
-    def _score_prompt(self, job: Job, logits: Tensor) -> None:
-        """Record the log-probability of the prompt token after each token of a job's row.
+    def _score_prompt(self, seq: EngineSequence, logits: Tensor) -> None:
+        """Record the log-probability of the prompt token after each token of a sequence's row.
 
         Args:
             logits: (T, V), after each token of the row.
         """
-        prompt = job.request.prompt_tokens
+        prompt = seq.request.prompt_tokens
         # The row begins at table.length, as it is not committed yet. Its first logits score the
         # token after that.
-        start = job.table.length + 1
+        start = seq.table.length + 1
         if start == 1:  # the prompt begins, perhaps once more after a preemption
-            prompt[:] = [Token(job.ids[0])]  # nothing comes before it
-        ids = job.ids[start : start + len(logits)]  # one fewer at the end of the prompt
-        prompt += scored(logits[: len(ids)], ids, [job.params.prompt_logprobs] * len(ids))
+            prompt[:] = [Token(seq.ids[0])]  # nothing comes before it
+        ids = seq.ids[start : start + len(logits)]  # one fewer at the end of the prompt
+        prompt += scored(logits[: len(ids)], ids, [seq.params.prompt_logprobs] * len(ids))

@@ -14,7 +14,7 @@ distribution that it has without guesses. At temperature 0 the tokens themselves
 
 Nothing has to be undone when a guess is refused. Its keys and values lie past the sequence's
 length, where the mask hides them, and are overwritten later. This file knows the scheduler's
-jobs. The scheduler does not know this file, and calls the Proposer that it is given. Papers:
+sequences. The scheduler does not know this file, and calls the Proposer that it is given. Papers:
 Leviathan et al. 2022 (arXiv:2211.17192), Chen et al. 2023 (arXiv:2302.01318), prompt lookup:
 Saxena 2023 (github.com/apoorvumang/prompt-lookup-decoding). Read: accept,
 SpeculativeProposer.verify, NGram, DraftModel.
@@ -31,7 +31,7 @@ from around.settings import check
 from model import Transformer
 from paged import Row
 from sampling import Token, distribution, draw, scored
-from scheduler import Guess, Job, Proposer, run_order
+from scheduler import EngineSequence, Guess, Proposer, run_order
 
 # Each seed has one stream of random numbers. Number i draws token i of the output, number GUESS + i
 # draws a guess of that token, and number ACCEPT + i decides whether the guess is accepted. A text
@@ -77,7 +77,7 @@ def accept(p: Tensor, chances: Tensor, guess: Guess, u: Tensor) -> tuple[int, Te
 
 
 class SpeculativeProposer(Proposer):
-    """What the proposers below share: how many guesses a job gets, and their verification."""
+    """What the proposers below share: how many guesses a sequence gets, and their verification."""
 
     def __init__(self, k: int) -> None:
         """Raises SettingError if k is out of range."""
@@ -85,44 +85,44 @@ class SpeculativeProposer(Proposer):
         self.offered: list[int] = [0] * k
         self.accepted: list[int] = [0] * k
 
-    def count(self, job: Job) -> int:
+    def count(self, seq: EngineSequence) -> int:
         """How many tokens to guess; see scheduler.Proposer.count."""
-        room = job.max_len - len(job.ids) - 1  # one token comes after the guesses
-        return min(self.k, room) if job.tokens else 0  # 0 until it has its first token
+        room = seq.max_len - len(seq.ids) - 1  # one token comes after the guesses
+        return min(self.k, room) if seq.tokens else 0  # 0 until it has its first token
 
-    def verify(self, logits: Tensor, jobs: list[Job]) -> list[list[Token]]:
-        """Accept guesses and add one token to each job; see scheduler.Proposer.verify."""
-        if not any(job.guess.ids for job in jobs):
-            return super().verify(logits, jobs)  # the same, sooner
+    def verify(self, logits: Tensor, seqs: list[EngineSequence]) -> list[list[Token]]:
+        """Accept guesses and add one token to each sequence; see scheduler.Proposer.verify."""
+        if not any(seq.guess.ids for seq in seqs):
+            return super().verify(logits, seqs)  # the same, sooner
         # 1) Compute the model's distribution at each guess, as if all guesses before it were
         # accepted, and once more after the last guess. For each of these R rows, `extended` has the
         # sequence up to there, and `ids` the guess; after the last guess it has a 0, never used.
-        sizes = [len(job.guess.ids) + 1 for job in jobs]
+        sizes = [len(seq.guess.ids) + 1 for seq in seqs]
         extended = []
         ids = []
-        for job, size in zip(jobs, sizes):
-            extended += [job.with_guesses(job.guess.ids[:i]) for i in range(size)]
-            ids += [*job.guess.ids, 0]
+        for seq, size in zip(seqs, sizes):
+            extended += [seq.with_guesses(seq.guess.ids[:i]) for i in range(size)]
+            ids += [*seq.guess.ids, 0]
         p = distribution(logits, extended)  # (R, V)
         chances = p.gather(1, torch.tensor(ids, device=p.device)[:, None])  # (R, 1)
-        chances = chances.flatten().cpu()  # one read by the host for all jobs
+        chances = chances.flatten().cpu()  # one read by the host for all sequences
         u = torch.tensor([each.uniform(ACCEPT) for each in extended], dtype=torch.float64)
-        # 2) Accept: for each job, how many guesses, and what the token after them is drawn from.
-        guesses = [job.guess for job in jobs]
-        of_jobs = zip(p.split(sizes), chances.split(sizes), guesses, u.split(sizes))
-        counts, rests = zip(*[accept(*each) for each in of_jobs])
+        # 2) Accept some guesses of each sequence, and find what the token after them is drawn from.
+        guesses = [seq.guess for seq in seqs]
+        of_seqs = zip(p.split(sizes), chances.split(sizes), guesses, u.split(sizes))
+        counts, rests = zip(*[accept(*each) for each in of_seqs])
         for guess, count in zip(guesses, counts):  # for summary()
             for i in range(len(guess.ids)):
                 self.offered[i] += 1
                 self.accepted[i] += i < count
-        # 3) Draw one more token for each job, by the random number that plain decoding would use.
-        u_last = torch.tensor([job.uniform(count) for job, count in zip(jobs, counts)])
+        # 3) Draw one more token for each, by the random number that plain decoding would use.
+        u_last = torch.tensor([seq.uniform(count) for seq, count in zip(seqs, counts)])
         last_ids = draw(torch.stack(rests), u_last).tolist()
         # 4) Score the tokens that are kept.
         results = []
-        for job, job_logits, count, last_id in zip(jobs, logits.split(sizes), counts, last_ids):
-            kept = [*job.guess.ids[:count], last_id]
-            results.append(scored(job_logits[: count + 1], kept, [job.params.logprobs] * len(kept)))
+        for seq, seq_logits, count, last_id in zip(seqs, logits.split(sizes), counts, last_ids):
+            kept = [*seq.guess.ids[:count], last_id]
+            results.append(scored(seq_logits[: count + 1], kept, [seq.params.logprobs] * len(kept)))
         return results
 
     def summary(self) -> str:
@@ -143,16 +143,16 @@ class NGram(SpeculativeProposer):
 
     def __init__(self, k: int) -> None:
         super().__init__(k)
-        self.texts: WeakKeyDictionary = WeakKeyDictionary()  # job -> its ids, a character each
+        self.texts: WeakKeyDictionary = WeakKeyDictionary()  # sequence -> its ids, a character each
 
-    def propose(self, jobs: list[Job]) -> None:
-        for job in jobs:
-            text = self.texts.get(job, "")
+    def propose(self, seqs: list[EngineSequence]) -> None:
+        for seq in seqs:
+            text = self.texts.get(seq, "")
             # Python has about 2**20 characters. Two ids that share one can only cause a bad guess.
-            text += "".join(chr(i % 2**20) for i in job.ids[len(text) :])
-            self.texts[job] = text
-            ids = [ord(character) for character in lookup(text, job.num_guesses)]
-            job.guess = Guess(ids, [1.0] * len(ids))
+            text += "".join(chr(i % 2**20) for i in seq.ids[len(text) :])
+            self.texts[seq] = text
+            ids = [ord(character) for character in lookup(text, seq.num_guesses)]
+            seq.guess = Guess(ids, [1.0] * len(ids))
 
 
 def lookup(text: str, count: int, longest: int = 3) -> str:
@@ -201,43 +201,43 @@ class DraftModel(SpeculativeProposer):
         self.models = (draft,)
         self.vocab_size = vocab_size
 
-    def propose(self, jobs: list[Job]) -> None:
+    def propose(self, seqs: list[EngineSequence]) -> None:
         if not self.k:
             return
         # Suppose that the guesses a and b were accepted. The model's cache then holds both, but the
-        # draft's holds only a: the draft ran a to draw b, and never ran b. So a job's first row
-        # here begins one token before the model's row, at b. In all other cases the draft's cache
-        # has that token already. It is written again, the same but for rounding.
+        # draft's holds only a: the draft ran a to draw b, and never ran b. So the first row of a
+        # sequence here begins one token before the model's row, at b. In all other cases the
+        # draft's cache has that token already. It is written again, the same but for rounding.
         rows = {}
         size = self.models[0].config.vocab_size
-        for job in sorted(jobs, key=run_order):  # as the engine sorts the model's rows
-            start = max(job.table.length - 1, 0)
-            known = job.ids[start : job.table.length + job.num_scheduled]
-            rows[job] = Row(job.table.blocks, start, [min(i, size - 1) for i in known])
+        for seq in sorted(seqs, key=run_order):  # as the engine sorts the model's rows
+            start = max(seq.table.length - 1, 0)
+            known = seq.ids[start : seq.table.length + seq.num_scheduled]
+            rows[seq] = Row(seq.table.blocks, start, [min(i, size - 1) for i in known])
         while rows:
             # 1) Run the draft. The engine has made its Runner; see scheduler.Proposer.
             logits = self.runners[0].forward([*rows.values()])  # (rows, size)
             logits = F.pad(logits, (0, self.vocab_size - size), value=-math.inf)  # (rows, V)
-            # 2) Draw one guess for each job that may have another, by the job's own settings.
-            # `guessing`: job -> its row in the logits.
-            guessing = {job: i for i, job in enumerate(rows) if job.num_guesses}
-            if not guessing:  # for example, while all jobs run their prompts
+            # 2) Draw one guess for each sequence that may have another, by its own settings.
+            # `guessing`: sequence -> its row in the logits.
+            guessing = {seq: i for i, seq in enumerate(rows) if seq.num_guesses}
+            if not guessing:  # for example, while all sequences run their prompts
                 return
-            extended = [job.with_guesses(job.guess.ids) for job in guessing]
+            extended = [seq.with_guesses(seq.guess.ids) for seq in guessing]
             q = distribution(logits[[*guessing.values()]], extended)  # (rows that guess, V)
             u = torch.tensor([each.uniform(GUESS) for each in extended])
             ids = draw(q, u)[:, None]  # (rows that guess, 1)
             # All numbers are read at once, as each read makes the host wait for a GPU. float32
             # holds ids up to 2**24 exactly.
             drawn = torch.cat((ids.float(), q.gather(1, ids)), 1).tolist()
-            # 3) Keep the guesses. If a job may have one more, this guess is its next row.
+            # 3) Keep the guesses. If a sequence may have one more, this guess is its next row.
             rows = {}
-            for job, (token_id, chance), probs in zip(guessing, drawn, q):
-                if chance > 0:  # not if the draft's logits are NaN; then the job stops guessing
-                    guess = job.guess
+            for seq, (token_id, chance), probs in zip(guessing, drawn, q):
+                if chance > 0:  # else the draft's logits are NaN, and the sequence guesses no more
+                    guess = seq.guess
                     guess.ids.append(int(token_id))
                     guess.q.append(chance)
                     guess.probs.append(probs)
-                    if len(guess.ids) < job.num_guesses:
-                        start = len(job.ids) + len(guess.ids) - 1
-                        rows[job] = Row(job.table.blocks, start, guess.ids[-1:])
+                    if len(guess.ids) < seq.num_guesses:
+                        start = len(seq.ids) + len(guess.ids) - 1
+                        rows[seq] = Row(seq.table.blocks, start, guess.ids[-1:])

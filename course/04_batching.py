@@ -21,8 +21,8 @@ POLICIES: dict[str, Callable[[int], int]] = {  # running sequences -> how many m
 }
 
 
-class Job:
-    """A request: its text so far, and where it stands."""
+class Sequence:
+    """A request's text so far, and where it stands."""
 
     def __init__(self, ids: list[int], new: int) -> None:
         self.ids = ids  # prompt and output
@@ -32,43 +32,44 @@ class Job:
         self.times: list[float] = []  # when each new token came, in seconds from the start
 
 
-def serve(model: Transformer, jobs: list[Job], may_join: Callable[[int], int]) -> None:
+def serve(model: Transformer, seqs: list[Sequence], may_join: Callable[[int], int]) -> None:
     """Run chapter 1's loop for many: each running sequence runs the ids that the cache lacks."""
     # The engine's cache, with blocks so large that each is a slab for one sequence.
     runner, free = Runner(model, SLOTS, CAPACITY), [*range(SLOTS)]
-    waiting, running = [*jobs], []
+    waiting, running = [*seqs], []
     start = time.perf_counter()
     while waiting or running:
         for _ in range(min(may_join(len(running)), len(waiting))):
             running.append(waiting.pop(0))
             running[-1].slot = free.pop()
         # A row: the block of its keys and values, the first new position, the new tokens.
-        rows = [Row([job.slot], job.done, job.ids[job.done :]) for job in running]
-        for job, logits in zip(running, runner.forward(rows)):  # (V,) each
-            job.done = len(job.ids)
-            job.ids.append(int(logits.argmax()))
-            job.left -= 1
-            job.times.append(time.perf_counter() - start)
-        free += [job.slot for job in running if not job.left]
-        running = [job for job in running if job.left]
+        rows = [Row([seq.slot], seq.done, seq.ids[seq.done :]) for seq in running]
+        for seq, logits in zip(running, runner.forward(rows)):  # (V,) each
+            seq.done = len(seq.ids)
+            seq.ids.append(int(logits.argmax()))
+            seq.left -= 1
+            seq.times.append(time.perf_counter() - start)
+        free += [seq.slot for seq in running if not seq.left]
+        running = [seq for seq in running if seq.left]
 
 
 def chapter(lesson: Lesson) -> dict[str, int]:
     model = lesson.random_model()
     prompts = [random_ids(model, PROMPT) for _ in NEW]
-    serve(model, [Job(prompts[0][:], 2)], POLICIES["continuous"])  # the first forward allocates
+    warm_up = [Sequence(prompts[0][:], 2)]
+    serve(model, warm_up, POLICIES["continuous"])  # the first forward allocates
     count, texts = Count(model), []
     forwards, took, times = {}, {}, {}  # by policy
     # 1) the same eight requests, which arrive at once, under each policy
     for name, may_join in [*POLICIES.items()] * 2:  # twice: the better time of each
-        jobs = [Job(ids[:], new) for ids, new in zip(prompts, NEW)]
-        serve(model, jobs, may_join)
+        seqs = [Sequence(ids[:], new) for ids, new in zip(prompts, NEW)]
+        serve(model, seqs, may_join)
         forwards[name] = count.take().forwards
-        texts.append([job.ids for job in jobs])
-        end = max(job.times[-1] for job in jobs)
+        texts.append([seq.ids for seq in seqs])
+        end = max(seq.times[-1] for seq in seqs)
         if end < took.get(name, math.inf):
             took[name] = end
-            times[name] = {f"{i} ({NEW[i]})": job.times for i, job in enumerate(jobs)}
+            times[name] = {f"{i} ({NEW[i]})": seq.times for i, seq in enumerate(seqs)}
     # 2) who waits, on one scale for all policies
     longest = max(took.values())
     for name, rows in times.items():

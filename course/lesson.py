@@ -40,7 +40,7 @@ from around.start.ranks import join
 from kv_cache import StaticCache
 from model import Config, Transformer
 from sampling import uniform
-from scheduler import Engine, Job
+from scheduler import Engine, EngineSequence
 from tools import pictures
 from tools.bench import SHAPES, try_to_write
 from tools.measure import read_bandwidth
@@ -162,7 +162,7 @@ class Lesson:
         Args:
             most: steps to run at most.
         """
-        names: dict[Job, str] = {}
+        names: dict[EngineSequence, str] = {}
         events: list[str] = []
         hits = preemptions = 0
         self.say(f"\n  step  {'ran':26}{'blocks':{engine.pool.num_blocks + 2}}")
@@ -179,19 +179,19 @@ class Lesson:
                 break
             before = engine.queue
             engine.step()
-            for job in before + engine.queue:
-                index = job.request.outputs.index(job)
-                names[job] = LETTERS[26:][job.request.arrival - 1] + "'" * index
+            for seq in before + engine.queue:
+                index = seq.request.outputs.index(seq)
+                names[seq] = LETTERS[26:][seq.request.arrival - 1] + "'" * index
             new: list[str] = []  # events of this step
             if engine.stats["prefix_cache_hits"] > hits:
                 new.append(f"found {engine.stats['prefix_cache_hits'] - hits} tokens")
             new += ["copied a block"] * len(copies)
             new += ["preempted"] * (engine.stats["num_preemptions"] - preemptions)
-            new += [f"forked {names[job]}" for job in engine.queue if job not in before]
-            new += [f"ended {names[job]}" for job in before if job.finish_reason]
+            new += [f"forked {names[seq]}" for seq in engine.queue if seq not in before]
+            new += [f"ended {names[seq]}" for seq in before if seq.finish_reason]
             step, ran = engine.stats["engine_steps"], []
-            for job, count in engine.last_step.items():
-                ran.append(f"{names[job]}+{count}")
+            for seq, count in engine.last_step.items():
+                ran.append(f"{names[seq]}+{count}")
             self.say(f"  {step:4}  {' '.join(ran):26}{owners(engine)}  {', '.join(new)}")
             events += new
             hits = engine.stats["prefix_cache_hits"]
@@ -336,9 +336,9 @@ def owners(engine: Engine) -> str:
     marks = []
     for block in range(engine.pool.num_blocks):
         marks.append("-" if block in engine.pool.cached else ".")
-    for job in engine.running:
-        letter = LETTERS[26:][(job.request.arrival - 1) % 26]
-        for block in job.table.blocks:
+    for seq in engine.running:
+        letter = LETTERS[26:][(seq.request.arrival - 1) % 26]
+        for block in seq.table.blocks:
             marks[block] = letter if engine.pool.refs[block] == 1 else "*"
     return "".join(marks)
 

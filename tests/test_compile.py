@@ -92,7 +92,7 @@ def test_rows_whose_heads_share_no_keys_are_gathered(dtype):
             requests = [engine.add_request(ids, replace(WISH, n=1 + (i == 1)))
                         for i, ids in enumerate(prompts)]  # fmt: skip
             list(engine.run())
-            outputs += [job.ids for request in requests for job in request.outputs]
+            outputs += [seq.ids for request in requests for seq in request.outputs]
         assert engine.stats["num_preemptions"] and engine.stats["prefix_cache_hits"]
         return outputs
 

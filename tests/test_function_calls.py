@@ -161,15 +161,15 @@ def test_a_thought_is_no_call(monkeypatch):
         mark = "<think>" if "<think>" in before + made else "[THINK]"
         one = lambda text, add_special=True: [5] if text == mark else encode(text, add_special)  # noqa: B023, E731
         monkeypatch.setattr(TOKENIZER, "encode", one)
-        job: Any = SimpleNamespace(params=SamplingParams(), ids=encode(before), tokens=[])
-        marks = marks_of(TOKENIZER, job, True)
+        seq: Any = SimpleNamespace(params=SamplingParams(), ids=encode(before), tokens=[])
+        marks = marks_of(TOKENIZER, seq, True)
         words = re.findall(r"</?think>|\[/?THINK\]|.|\n", made)
         for parts in ([made], words):
             reader = Reader(Tools(FORMS["hermes"], SCHEMAS, True))
-            choice = Choice(0, job, "message", TOKENIZER, marks, False, reader)
+            choice = Choice(0, seq, "message", TOKENIZER, marks, False, reader)
             got = {"reasoning_content": "", "content": ""}
             for so_far in itertools.accumulate(parts):
-                job.text, job.finish_reason = so_far, "stop" if so_far == made else None
+                seq.text, seq.finish_reason = so_far, "stop" if so_far == made else None
                 message = (choice.take_new() or {"message": {}})["message"]
                 got = {key: old + (message.get(key) or "") for key, old in got.items()}
             assert [*got.values()] == [thought, text] and len(reader.calls) == calls, made
@@ -210,15 +210,15 @@ def fields_of(choice: Any, schema: Any = None, *function: Any, **more: Any) -> d
 def allows(structure: Any, text: str, likeliest: str = "", start: str = "") -> bool:
     """Whether a structure allows a text to its end, after a start where the model would go on with
     what is likeliest."""
-    job = Sequence([1], SamplingParams(), CONFIG)
-    job.matcher = make_matcher(TOKENIZER, CONFIG, structure)
-    job.matcher.try_consume_tokens(TOKENIZER.encode(start, add_special=False))
+    seq = Sequence([1], SamplingParams(), CONFIG)
+    seq.matcher = make_matcher(TOKENIZER, CONFIG, structure)
+    seq.matcher.try_consume_tokens(TOKENIZER.encode(start, add_special=False))
     if likeliest:
         scores = torch.zeros(1, CONFIG.vocab_size)
         scores[0, TOKENIZER.encode(likeliest)[-1]] = 1
-        distribution(scores, [job])
+        distribution(scores, [seq])
     ids = TOKENIZER.encode(text, add_special=False)
-    return job.matcher.try_consume_tokens(ids) == len(ids) and job.matcher.is_accepting()
+    return seq.matcher.try_consume_tokens(ids) == len(ids) and seq.matcher.is_accepting()
 
 
 def test_a_reply_is_calls_or_the_answer():

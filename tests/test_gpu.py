@@ -128,9 +128,9 @@ def engine_run(path, wish, gpu=None, fast=False, prompts=PROMPTS, guess=None, qu
         most = max(most, gpu.taken() if gpu else [], key=len)
     assert (at.pool.num_blocks < 60) == (at.stats["num_preemptions"] > 0)
     assert not guess or sum(at.proposer.offered) > 0
-    outputs = [job for request in requests for job in request.outputs]
-    results = [request.prompt_tokens for request in requests] + [job.tokens for job in outputs]
-    return results, [job.finish_reason for job in outputs], most
+    outputs = [seq for request in requests for seq in request.outputs]
+    results = [request.prompt_tokens for request in requests] + [seq.tokens for seq in outputs]
+    return results, [seq.finish_reason for seq in outputs], most
 
 
 ON_CPU = {}  # what ran there, by the name of the way

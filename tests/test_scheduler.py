@@ -119,8 +119,8 @@ def step(at: Engine):
     computed = at.stats["computed_tokens"] - before["computed_tokens"]
     assert computed <= at.max_num_batched_tokens
     assert computed > 0 or not work, "a step that does nothing will do so for ever"
-    waiting = [job for job in waiting if not job.finish_reason]
-    waited = [job for job in waiting if job in at.waiting]
+    waiting = [seq for seq in waiting if not seq.finish_reason]
+    waited = [seq for seq in waiting if seq in at.waiting]
     assert waited == waiting[len(waiting) - len(waited) :], "somebody was overtaken"
     if at.stats["num_preemptions"] == before["num_preemptions"]:
         assert all(len(s.tokens) > n or s.finish_reason for s, n in decoding.items()), "stalled"
@@ -546,10 +546,10 @@ def test_nan_ends_its_own_request_alone(guess, value):
 class Mistaken(SpeculativeProposer):
     """Guesses what cannot be run, for the texts that begin with 7."""
 
-    def propose(self, jobs):
-        for job in jobs:
-            ids = [8, BAD, 8][: job.num_guesses if job.ids[0] == 7 else 0]
-            job.guess = Guess(ids, [1.0] * len(ids))
+    def propose(self, seqs):
+        for seq in seqs:
+            ids = [8, BAD, 8][: seq.num_guesses if seq.ids[0] == 7 else 0]
+            seq.guess = Guess(ids, [1.0] * len(ids))
 
 
 def test_nan_of_guesses():
@@ -574,7 +574,7 @@ def test_nan_of_guesses():
         bad = at.add_request([7, 1, 2], params(9, n=2, **AVOID))
         jobs = [(ids, params(9, temperature=temperature, n=2, **AVOID)) for ids in GOOD]
         check_sound(at, *jobs)
-        assert [job.finish_reason for job in bad.outputs] == ["error"] * 2
+        assert [seq.finish_reason for seq in bad.outputs] == ["error"] * 2
         check_sound(at, *jobs * 3)  # every block is used again
 
 

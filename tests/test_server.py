@@ -277,9 +277,9 @@ def test_chunks(local):
             return part
 
     tokens, params = Growing([sampling.Token(0, -1.0, (), "0 ")]), SamplingParams(logprobs=0)
-    job = SimpleNamespace(params=params, tokens=tokens, text="", finish_reason=None)
+    seq = SimpleNamespace(params=params, tokens=tokens, text="", finish_reason=None)
     marks = ("", "<think>", "</think>")
-    choice = Choice(0, job, "text", TOKENIZER, marks, False, Reader(NO_TOOLS))
+    choice = Choice(0, seq, "text", TOKENIZER, marks, False, Reader(NO_TOOLS))
     parts = [choice.take_new() for _ in range(12)]
     found = [text for part in parts if part for text in part["logprobs"]["tokens"]]
     assert found == [f"{i} " for i in range(9)]
@@ -942,7 +942,7 @@ def test_clients_leave(make_local, monkeypatch, capfd):
     assert not any(after[f"num_requests_{state}"] for state in ("running", "waiting"))
     assert after["kv_cache_usage_perc"] == 0
     params = SamplingParams(n=9, stop_token_ids=[*range(1000)])  # each output had a set of its own
-    assert len({id(job.end_ids) for job in prepare([5], params).outputs}) == 1
+    assert len({id(seq.end_ids) for seq in prepare([5], params).outputs}) == 1
 
 
 # --- An engine that breaks ------------------------------------------------------------------------

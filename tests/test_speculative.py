@@ -33,7 +33,7 @@ import speculative
 from around.settings import SamplingParams
 from paged import BlockTable
 from sampling import Token, distribution
-from scheduler import Guess, Job, Proposer, Request
+from scheduler import EngineSequence, Guess, Proposer, Request
 from speculative import DraftModel, NGram, SpeculativeProposer, accept, lookup
 
 INF = math.inf
@@ -85,7 +85,7 @@ def play(guess: str, n: int = 3, **wish) -> list[tuple[int, ...]]:
     table, draft = TABLES[guess]
     proposer = NGram(K) if draft is None else table_draft(draft)
     params, small, guesses = SamplingParams(max_tokens=32, **wish), config(V), 0
-    sequences = [Job(Request(), PROMPT, params, small) for _ in range(DRAWS)]
+    sequences = [EngineSequence(Request(), PROMPT, params, small) for _ in range(DRAWS)]
     for seed, sequence in enumerate(sequences):
         sequence.seed = seed
         sequence.append(Token(FIRST))
@@ -149,12 +149,14 @@ def test_tokens_have_the_right_chances(guess, name):
         assert fit([ids[:n] for ids in drawn], chances(guess, name, n)) > FALSE_ALARM, n
 
 
-def started(V: int, seed: int = 0, prompt=(1,), output=(2,), guess=None, **wish) -> Job:
-    job = Job(Request(), [*prompt], SamplingParams(seed=seed, max_tokens=99, **wish), config(V))
+def started(V: int, seed: int = 0, prompt=(1,), output=(2,), guess=None, **wish) -> EngineSequence:
+    seq = EngineSequence(
+        Request(), [*prompt], SamplingParams(seed=seed, max_tokens=99, **wish), config(V)
+    )
     for i in output:
-        job.append(Token(i))
-    job.guess = guess or Guess()
-    return job
+        seq.append(Token(i))
+    seq.guess = guess or Guess()
+    return seq
 
 
 def drawn_guess(probs: list[torch.Tensor], ids: list[int]) -> Guess:
@@ -265,16 +267,16 @@ def test_guesses_are_all_or_none_and_cost_no_more_than_they_must(blocks, seqs, b
     draw = speculative.draw
     monkeypatch.setattr(speculative, "draw", lambda p, u: drawn.append(len(p)) or draw(p, u))
 
-    def listening(jobs):
+    def listening(seqs):
         drawn.clear()
         spent.append(0)
-        for s in jobs:
+        for s in seqs:
             count, known = s.num_guesses, s.num_scheduled - s.num_guesses
             assert count == 0 or count == at.proposer.count(s)
             seen.append((count, known))
             spent[-1] -= known + 1 + count  # each token, the one before, and the guesses
-        propose(jobs)
-        assert sum(drawn) == sum(len(job.guess.ids) for job in jobs)
+        propose(seqs)
+        assert sum(drawn) == sum(len(seq.guess.ids) for seq in seqs)
 
     def counting(rows):
         spent[-1] += sum(len(row.ids) for row in rows)
@@ -342,10 +344,10 @@ def test_what_became_of_the_guesses():
     )
     assert NGram(4).summary() == "0 times guessed"  # where max_tokens leaves no room for one
     for k, room, count in ((4, 9, 4), (4, 4, 3), (4, 1, 0), (1, 2, 1)):
-        job = Job(Request(), [1, 2], SamplingParams(max_tokens=room + 1), config(9))
-        assert SpeculativeProposer(k).count(job) == 0
-        job.append(Token(3))
-        assert (SpeculativeProposer(k).count(job), Proposer().count(job)) == (count, 0)
+        seq = EngineSequence(Request(), [1, 2], SamplingParams(max_tokens=room + 1), config(9))
+        assert SpeculativeProposer(k).count(seq) == 0
+        seq.append(Token(3))
+        assert (SpeculativeProposer(k).count(seq), Proposer().count(seq)) == (count, 0)
 
 
 @settings(max_examples=200, deadline=None)
@@ -381,14 +383,14 @@ def test_n_grams():
     assert [s.guess.ids for s in sequences] == [[6, 7], [2], [], [9, 0xD800]]
     proposer = DraftModel(NEAR, 0, NEAR.config.vocab_size)
     proposer.runners = (SimpleNamespace(forward=lambda rows: pytest.fail("it ran")),)
-    (job,) = jobs = [started(9)]
-    proposer.propose(jobs)
-    job.ids, proposer = [*range(50_000)], NGram(4)
+    (seq,) = seqs = [started(9)]
+    proposer.propose(seqs)
+    seq.ids, proposer = [*range(50_000)], NGram(4)
 
     def step():
-        job.ids.append(-len(job.ids) % 2**20)
-        job.num_scheduled = len(job.ids) + 4
-        proposer.propose(jobs)
+        seq.ids.append(-len(seq.ids) % 2**20)
+        seq.num_scheduled = len(seq.ids) + 4
+        proposer.propose(seqs)
 
     step()
     assert min(repeat(step, timer=thread_time, number=20, repeat=9)) / 20 < 1e-3  # 0.1 ms

@@ -16,13 +16,13 @@ from scheduler import Engine, place_in_line
 
 def audit(engine: Engine) -> None:
     """Assert that every block is accounted for, and every sequence is in line once."""
-    jobs = engine.running + engine.waiting
-    audit_pool(engine.pool, (job.table for job in jobs))
-    assert len({*map(id, jobs)}) == len(jobs)
-    assert not any(job.finish_reason for job in jobs)
+    seqs = engine.running + engine.waiting
+    audit_pool(engine.pool, (seq.table for seq in seqs))
+    assert len({*map(id, seqs)}) == len(seqs)
+    assert not any(seq.finish_reason for seq in seqs)
     assert len(engine.running) <= engine.max_num_seqs
-    assert all(job.table.blocks for job in engine.running)
-    assert not any(job.table.blocks for job in engine.waiting)
+    assert all(seq.table.blocks for seq in engine.running)
+    assert not any(seq.table.blocks for seq in engine.waiting)
     for line in (engine.running, engine.waiting):
         assert line == sorted(line, key=place_in_line)
 

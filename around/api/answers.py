@@ -12,7 +12,7 @@ from around.folder import Detokenizer, Tokenizer
 from around.settings import JSON, VERSION
 from around.structured import token_bytes
 from sampling import BROKEN, Token
-from scheduler import Job, Request
+from scheduler import EngineSequence, Request
 
 
 class Problem(Exception):
@@ -72,10 +72,10 @@ class Completion:
             request.id = f"{uid}-{i}"
         self.firsts = [request.outputs[0] for request in requests]
         marks = marks_of(api.tokenizer, self.firsts[0], chat)
-        jobs = [job for request in requests for job in request.outputs]
+        seqs = [seq for request in requests for seq in request.outputs]
         self.choices = [
-            Choice(i, job, key, api.tokenizer, marks, fields["echo"], Reader(tools))
-            for i, job in enumerate(jobs)
+            Choice(i, seq, key, api.tokenizer, marks, fields["echo"], Reader(tools))
+            for i, seq in enumerate(seqs)
         ]
 
     def parts(self, wait: Callable) -> Iterator[JSON]:
@@ -109,13 +109,13 @@ class Completion:
 
     def usage(self) -> JSON:
         """Count the tokens so far."""
-        num_prompt = sum(job.prompt_len for job in self.firsts)
-        num_new = sum(len(each.job.tokens) for each in self.choices)
+        num_prompt = sum(seq.prompt_len for seq in self.firsts)
+        num_new = sum(len(each.seq.tokens) for each in self.choices)
         return dict(
             prompt_tokens=num_prompt,
             completion_tokens=num_new,
             total_tokens=num_prompt + num_new,
-            prompt_tokens_details=dict(cached_tokens=sum(job.cached for job in self.firsts)),
+            prompt_tokens_details=dict(cached_tokens=sum(seq.cached for seq in self.firsts)),
         )
 
 
@@ -137,7 +137,7 @@ class Choice:
     """
 
     index: int
-    job: Job
+    seq: EngineSequence
     key: str
     tokenizer: Tokenizer
     marks: tuple
@@ -154,13 +154,13 @@ class Choice:
         Raises:
             Problem: the sequence ended with an error.
         """
-        job = self.job
-        reason = job.finish_reason  # read first, because nothing changes after it is set
+        seq = self.seq
+        reason = seq.finish_reason  # read first, because nothing changes after it is set
         self.check_reason(reason)
         # 1) read what is new. Slices are copies, as the engine's thread may append meanwhile
-        is_scored = job.params.logprobs is not None
-        tokens = job.tokens[self.num_tokens :] if is_scored else []
-        thought, answer = split_thought(job.text, *self.marks)
+        is_scored = seq.params.logprobs is not None
+        tokens = seq.tokens[self.num_tokens :] if is_scored else []
+        thought, answer = split_thought(seq.text, *self.marks)
         thought = thought[self.num_thought :]
         num_calls = len(self.reader.calls)
         text = self.reader.read(answer, bool(reason))
@@ -199,13 +199,13 @@ class Choice:
         """Raise a Problem if the sequence ended with an error."""
         demand(reason != "abort", 500, "a step of the engine failed")
         if reason == "error":  # its grammar became too complex, or the model produced NaN logits
-            complaint = self.job.matcher and self.job.matcher.get_error()
+            complaint = self.seq.matcher and self.seq.matcher.get_error()
             raise Problem(400 if complaint else 500, (complaint or BROKEN)[:100])
 
     def echo(self) -> tuple[str, list[Token]]:
         """Return the prompt's text and, if it is scored, its tokens with their texts."""
-        job = self.job
-        ids = job.ids[: job.prompt_len]
+        seq = self.seq
+        ids = seq.ids[: seq.prompt_len]
         # The ids that the tokenizer puts in front, such as BOS, show no text. A prompt that was
         # given as ids may lack them.
         start = len(self.tokenizer.prefix)
@@ -214,7 +214,7 @@ class Choice:
         detokenizer = Detokenizer(self.tokenizer, [], show_special=True)
         texts = [""] * start + [detokenizer.push(i) for i in ids[start:]]
         texts[-1] += detokenizer.push(None, last=True)  # an incomplete character, as U+FFFD
-        scored = zip(job.request.prompt_tokens, texts)
+        scored = zip(seq.request.prompt_tokens, texts)
         return "".join(texts), [token._replace(text=text) for token, text in scored]
 
     def logprobs(self, tokens: list[Token]) -> JSON:
@@ -256,7 +256,7 @@ class Choice:
         )
 
 
-def marks_of(tokenizer: Tokenizer, job: Job, chat: bool) -> tuple:
+def marks_of(tokenizer: Tokenizer, seq: EngineSequence, chat: bool) -> tuple:
     """Return what split_thought needs: what to put in front of a sequence's output, and the marks.
 
     Some templates begin the thought, so that the output lacks the first mark. A structured output
@@ -265,8 +265,8 @@ def marks_of(tokenizer: Tokenizer, job: Job, chat: bool) -> tuple:
     """
     for begin, end in MARKS:
         if chat and len(tokenizer.encode(begin, add_special=False)) == 1:
-            is_open = tokenizer.decode(job.ids[-16:]).rstrip().endswith(begin)
-            if not (is_open and job.params.structured_outputs):
+            is_open = tokenizer.decode(seq.ids[-16:]).rstrip().endswith(begin)
+            if not (is_open and seq.params.structured_outputs):
                 return begin if is_open else "", begin, end
     return begin + end, begin, end
 

@@ -35,11 +35,11 @@ class Metrics:
     def count(self, request: Request) -> None:
         """Count a request that has ended."""
         self.ended["prompt_tokens_total"]["{}"] += request.outputs[0].prompt_len
-        for job in request.outputs:
-            self.ended["request_success_total"][f'{{finished_reason="{job.finish_reason}"}}'] += 1
-            # job.times begins with the time at which the job was made, so the first gap ends with
-            # the first token.
-            gaps = [after - before for before, after in pairwise(job.times)]
+        for seq in request.outputs:
+            self.ended["request_success_total"][f'{{finished_reason="{seq.finish_reason}"}}'] += 1
+            # seq.times begins with the time at which the sequence was made, so the first gap ends
+            # with the first token.
+            gaps = [after - before for before, after in pairwise(seq.times)]
             summaries = dict(
                 time_to_first_token_seconds=gaps[:1],
                 inter_token_latency_seconds=gaps[1:],
@@ -79,16 +79,16 @@ class Metrics:
         engine = self.engine
         running = [
             dict(
-                name=f"{job.request.id}.{job.request.outputs.index(job)}",
-                text=job.text[-40:],
-                prompt=job.prompt_len,
-                tokens=len(job.ids),
-                blocks=job.table.blocks,
-                length=job.table.length,
-                max=job.max_len,
-                ran=engine.last_step.get(job, 0),
+                name=f"{seq.request.id}.{seq.request.outputs.index(seq)}",
+                text=seq.text[-40:],
+                prompt=seq.prompt_len,
+                tokens=len(seq.ids),
+                blocks=seq.table.blocks,
+                length=seq.table.length,
+                max=seq.max_len,
+                ran=engine.last_step.get(seq, 0),
             )
-            for job in engine.running
+            for seq in engine.running
         ]
         return json.dumps(
             self.now()

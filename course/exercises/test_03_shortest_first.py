@@ -102,7 +102,7 @@ def test_ageing_bounds_how_many_may_overtake(ageing: int, overtakers: int) -> No
 
 
 def arrivals(at: Engine) -> list[int]:
-    return [job.request.arrival for job in at.queue]
+    return [seq.request.arrival for seq in at.queue]
 
 
 def test_a_running_sequence_is_not_overtaken() -> None:

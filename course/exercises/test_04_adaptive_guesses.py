@@ -7,7 +7,7 @@ from common import serve, tiny_model
 
 from around.settings import SamplingParams
 from sampling import Token
-from scheduler import Engine, Guess, Job, Request
+from scheduler import Engine, EngineSequence, Guess, Request
 from speculative import NGram, SpeculativeProposer
 
 MODEL = tiny_model()
@@ -24,35 +24,35 @@ def adaptive(k: int = 8) -> SpeculativeProposer:
     return proposer
 
 
-def running(**settings: int | float) -> Job:
+def running(**settings: int | float) -> EngineSequence:
     """Make a sequence that has its first token, and room for many more."""
     params = SamplingParams(**{"temperature": 0, "max_tokens": 100} | settings)
-    job = Job(Request(), [1, 2, 3], params, MODEL.config)
-    job.append(Token(4))
-    return job
+    seq = EngineSequence(Request(), [1, 2, 3], params, MODEL.config)
+    seq.append(Token(4))
+    return seq
 
 
-def outcome(proposer: SpeculativeProposer, *each: tuple[Job, int, int]) -> None:
+def outcome(proposer: SpeculativeProposer, *each: tuple[EngineSequence, int, int]) -> None:
     """Run one verification, where each item is (sequence, guesses, right guesses)."""
     logits = []
-    for job, made, right in each:
-        job.guess = Guess([5] * made, [1.0] * made)
+    for seq, made, right in each:
+        seq.guess = Guess([5] * made, [1.0] * made)
         logits += [torch.eye(V)[5 if i < right else 6] for i in range(made + 1)]
-    results = proposer.verify(torch.stack(logits), [job for job, _, _ in each])
+    results = proposer.verify(torch.stack(logits), [seq for seq, _, _ in each])
     assert [len(tokens) - 1 for tokens in results] == [right for _, _, right in each]
 
 
-def counts(proposer: SpeculativeProposer, job: Job, *rights: int | None) -> list[int]:
+def counts(proposer: SpeculativeProposer, seq: EngineSequence, *rights: int | None) -> list[int]:
     """Return the number of guesses before and after each verification.
 
     Args:
         rights: how many guesses are right in each verification; None: all of them.
     """
-    seen = [proposer.count(job)]
+    seen = [proposer.count(seq)]
     for right in rights:
         made = seen[-1]
-        outcome(proposer, (job, made, made if right is None else right))
-        seen.append(proposer.count(job))
+        outcome(proposer, (seq, made, made if right is None else right))
+        seen.append(proposer.count(seq))
     return seen
 
 
@@ -79,17 +79,17 @@ def test_the_number_itself_stays_within_its_bounds() -> None:
 
 def test_a_step_without_guesses_teaches_nothing() -> None:
     """Prompt lookup often finds nothing, which is neither right nor wrong."""
-    proposer, job = adaptive(), running()
-    assert counts(proposer, job, None) == [1, 3]
-    outcome(proposer, (job, 0, 0))
-    assert proposer.count(job) == 3
+    proposer, seq = adaptive(), running()
+    assert counts(proposer, seq, None) == [1, 3]
+    outcome(proposer, (seq, 0, 0))
+    assert proposer.count(seq) == 3
 
 
 def test_fewer_guesses_than_asked_for_may_all_be_right() -> None:
-    proposer, job = adaptive(), running()
-    assert counts(proposer, job, None, None) == [1, 3, 5]
-    outcome(proposer, (job, 2, 2))
-    assert proposer.count(job) == 7
+    proposer, seq = adaptive(), running()
+    assert counts(proposer, seq, None, None) == [1, 3, 5]
+    outcome(proposer, (seq, 2, 2))
+    assert proposer.count(seq) == 7
 
 
 def test_each_sequence_has_its_own_number() -> None:
@@ -102,9 +102,9 @@ def test_each_sequence_has_its_own_number() -> None:
 
 def test_other_limits_stay() -> None:
     proposer = adaptive()
-    job = running(max_tokens=5)  # it has one token: 4 are left, 3 guesses and one after them
-    assert counts(proposer, job, None, None) == [1, 3, 3]
-    fresh = Job(Request(), [1, 2], SamplingParams(), MODEL.config)
+    seq = running(max_tokens=5)  # it has one token: 4 are left, 3 guesses and one after them
+    assert counts(proposer, seq, None, None) == [1, 3, 3]
+    fresh = EngineSequence(Request(), [1, 2], SamplingParams(), MODEL.config)
     assert proposer.count(fresh) == 0, "make no guesses before the first token"
     assert adaptive(2).count(running()) == 1
     assert counts(adaptive(2), running(), None, None) == [1, 2, 2]

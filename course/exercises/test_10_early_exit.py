@@ -10,7 +10,7 @@ from around.settings import SamplingParams
 from model import Transformer
 from paged import Row, Runner
 from quantize import quantize_model
-from scheduler import Engine, Job
+from scheduler import Engine, EngineSequence
 from speculative import DraftModel
 
 IDS = [5, 6, 7, 8, 9, 10, 11]
@@ -26,7 +26,7 @@ def self_draft(runner: Runner, layers: int, k: int = 4) -> DraftModel:
 
 def speak(
     model: Transformer, ids: list[int], layers: int, count: int = 16, **settings: Any
-) -> tuple[Job, DraftModel]:
+) -> tuple[EngineSequence, DraftModel]:
     """Write one sequence, with the first layers as the draft."""
     engine = Engine(model, num_blocks=8, max_num_seqs=1)
     engine.proposer = self_draft(engine.runner, layers)

@@ -8,7 +8,7 @@ import pytest
 from common import needs, tiny_model, write
 
 from around.settings import SamplingParams
-from scheduler import Engine, Job, Request, place_in_line
+from scheduler import Engine, EngineSequence, Request, place_in_line
 from speculative import NGram
 from tools.books import audit
 
@@ -95,16 +95,18 @@ def test_a_sequence_sinks_as_it_grows(quantum: int) -> None:
     """A sequence sinks after `quantum` tokens, then after twice as many, and so on. Its level is
     set when a step begins."""
     at = engine(quantum=quantum)
-    job = ask(at, LONGEST).outputs[0]
+    seq = ask(at, LONGEST).outputs[0]
     level, left = 0, quantum
     while at.queue:
         if not left:
             level += 1
             left = quantum * 2**level
         step(at)
-        assert hasattr(job, "level"), "give each Job the attribute `level`, where 0 is the highest"
-        assert job.level == level, (
-            f"with {len(job.tokens) - 1} tokens, the level is {level}, not {job.level}"
+        assert hasattr(seq, "level"), (
+            "give each EngineSequence the attribute `level`, where 0 is the highest"
+        )
+        assert seq.level == level, (
+            f"with {len(seq.tokens) - 1} tokens, the level is {level}, not {seq.level}"
         )
         left -= 1
 
@@ -199,8 +201,8 @@ def crowd(patience: int) -> tuple[int, list[int]]:
         before = made(long)
         step(at)
         came += [now] * (made(long) - before)
-    for job in at.queue:
-        at.abort(job.request)
+    for seq in at.queue:
+        at.abort(seq.request)
     audit(at)
     return made(long), came
 
@@ -221,10 +223,10 @@ def test_nobody_starves() -> None:
 def test_patience_counts_steps_without_a_token() -> None:
     """Bug: a running sequence is promoted because it takes long."""
     at = engine(patience=5, max_num_seqs=2)
-    jobs = [ask(at, LONGEST, i).outputs[0] for i in range(2)]
+    seqs = [ask(at, LONGEST, i).outputs[0] for i in range(2)]
     for _ in range(30):
         step(at)
-    assert [job.level for job in jobs] == [3, 3], "30 tokens are 4, 8, 16, and 2 at level 3"
+    assert [seq.level for seq in seqs] == [3, 3], "30 tokens are 4, 8, 16, and 2 at level 3"
 
 
 # --- What it is for -------------------------------------------------------------------------------
@@ -249,8 +251,8 @@ def test_the_mean_request_is_done_sooner(gap: int, slots: int, most: float) -> N
 class Repeat(NGram):
     """Guesses in some steps, also in random text."""
 
-    def count(self, job: Job) -> int:
-        return super().count(job) if len(job.ids) % 3 else 0
+    def count(self, seq: EngineSequence) -> int:
+        return super().count(seq) if len(seq.ids) % 3 else 0
 
 
 @pytest.mark.parametrize("guesses", [0, 2])
@@ -273,7 +275,7 @@ def test_the_books_balance(blocks: int, guesses: int) -> None:
     assert at.stats["num_preemptions"] > 5, "the test is useless"
     for i, request in enumerate(requests):
         want = write(MODEL, [*range(1 + i, 4 + 2 * i)], 5 + 7 * (i % 4)).token_ids
-        assert [job.token_ids for job in request.outputs] == [want] * (1 + i % 2)
+        assert [seq.token_ids for seq in request.outputs] == [want] * (1 + i % 2)
 
 
 @pytest.mark.parametrize("wrong", [{"quantum": 0}, {"patience": 0}, {"max_num_seqs": 0}])

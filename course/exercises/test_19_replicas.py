@@ -283,7 +283,7 @@ class RoundRobin:
 
     @property
     def queue(self) -> list[Any]:
-        return [job for engine in self.engines for job in engine.queue]
+        return [seq for engine in self.engines for seq in engine.queue]
 
     def add_request(self, *args: Any) -> Request:
         return next(self.turns).add_request(*args)

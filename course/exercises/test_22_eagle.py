@@ -15,7 +15,7 @@ from around.folder import Tokenizer
 from around.settings import SamplingParams
 from model import Block, Masks, NoCache, Transformer
 from sampling import distribution, draw
-from scheduler import Engine, Job, Request
+from scheduler import Engine, EngineSequence, Request
 from speculative import GUESS, DraftModel, NGram
 
 HEAD = ROOT / "course" / "exercises" / "data" / "eagle.safetensors"
@@ -92,10 +92,10 @@ def make_engine(
     return Engine(model, proposer=proposer, runner=proposer.runner, **small | limits)
 
 
-def check(model: Transformer, weights: dict[str, Tensor], job: Job, wrong: str) -> None:
-    """Assert that a job's guesses were drawn from what the twin says, by its own numbers."""
-    guess = job.guess
-    wanted = job.num_guesses
+def check(model: Transformer, weights: dict[str, Tensor], seq: EngineSequence, wrong: str) -> None:
+    """Assert that a sequence's guesses were drawn from what the twin says, by its own numbers."""
+    guess = seq.guess
+    wanted = seq.num_guesses
     assert len(guess.ids) == wanted, f"{len(guess.ids)} guesses where {wanted} may be run"
     assert len(guess.probs) == len(guess.q) == wanted, (
         "a Guess needs the probs that each id was drawn from, and q: without these `accept` takes "
@@ -103,16 +103,16 @@ def check(model: Transformer, weights: dict[str, Tensor], job: Job, wrong: str) 
     )
     if not wanted:
         return
-    extended = [job.with_guesses(guess.ids[:i]) for i in range(wanted)]
-    want = distribution(twin(model, weights, job.ids, guess.ids), extended)
+    extended = [seq.with_guesses(guess.ids[:i]) for i in range(wanted)]
+    want = distribution(twin(model, weights, seq.ids, guess.ids), extended)
     for i, (x, q, probs) in enumerate(zip(guess.ids, guess.q, guess.probs)):
         apart = (probs - want[i]).abs().max().item()
-        place = f"guess {i + 1} after {len(job.tokens)} tokens, probabilities {apart:.2g} apart"
+        place = f"guess {i + 1} after {len(seq.tokens)} tokens, probabilities {apart:.2g} apart"
         assert apart < 1e-4, f"{wrong} ({place})"
         assert abs(q - probs[x].item()) < 1e-6, "q is the probability of the id that was drawn"
         u = torch.tensor([extended[i].uniform(GUESS)])
         assert x == draw(probs[None], u).item(), (
-            "draw guess by guess, by job.with_guesses(...).uniform"
+            "draw guess by guess, by seq.with_guesses(...).uniform"
         )
 
 
@@ -120,10 +120,10 @@ def watch(engine: Engine, weights: dict[str, Tensor], wrong: str) -> Engine:
     """Let each step of an engine be checked."""
     propose = engine.proposer.propose
 
-    def checked(jobs: list[Job]) -> None:
-        propose(jobs)
-        for job in jobs:
-            check(engine.model, weights, job, wrong)
+    def checked(seqs: list[EngineSequence]) -> None:
+        propose(seqs)
+        for seq in seqs:
+            check(engine.model, weights, seq, wrong)
 
     engine.proposer.propose = checked
     return engine
@@ -131,7 +131,7 @@ def watch(engine: Engine, weights: dict[str, Tensor], wrong: str) -> Engine:
 
 def speak(
     model: Transformer, ids: list[int], wrong: str, k: int = K, **options: Any
-) -> tuple[Job, Engine]:
+) -> tuple[EngineSequence, Engine]:
     """One sequence, alone."""
     weights = random_head(model)
     engine = watch(make_engine(model, weights, k), weights, wrong)
@@ -273,7 +273,7 @@ def test_the_distribution_is_the_models() -> None:
     requests: list[Request] = []
     for seed in range(0, count, 64):
         requests += serve(engine, (ids, replace(params, seed=seed)))
-    texts = Counter(tuple(job.token_ids[:3]) for each in requests for job in each.outputs)
+    texts = Counter(tuple(seq.token_ids[:3]) for each in requests for seq in each.outputs)
     assert sum(texts.values()) == count and 0.1 < engine.proposer.accepted[0] / count < 0.95
     # Of each first token, how often a second follows, and of each second one, a third.
     for length in (2, 3):
