@@ -112,15 +112,10 @@ def distribution(logits: Tensor, batch: Batch) -> Tensor:
 
 def adjust_(scores: Tensor, sequence: "Sequence") -> None:
     """Change one sequence's logits, (V,), in place: by its structure, or by min_tokens if it has
-    none; then by its bias and its penalties. This may move its matcher."""
+    none; then by its bias and its penalties."""
     p = sequence.params
     if sequence.matcher:  # its bias is 0 for the ids that it forbids, and 200 for the others
         bias = bytearray(sequence.matcher.compute_logit_bias())
-        # The last id lies beyond V and stands for <|otherwise|>. If the grammar allows it and
-        # forbids the likeliest token, the matcher takes it; see function_calls.grammar_of.
-        if bias[-1] and not bias[scores.argmax()]:
-            sequence.matcher.consume_token(len(bias) - 1)
-            bias = bytearray(sequence.matcher.compute_logit_bias())
         is_forbidden = torch.frombuffer(bias, dtype=torch.uint8)[: len(scores)] == 0
         scores.masked_fill_(is_forbidden.to(scores.device), -torch.inf)
     elif len(sequence.ids) < sequence.prompt_len + p.min_tokens:

@@ -178,8 +178,8 @@ LOCK = Lock()
 def vocabulary(tokenizer: Tokenizer, V: int, eos_ids: tuple[int, ...]) -> Any:
     """Build the trie of a model's tokens.
 
-    The trie has V + 2 tokens. llguidance needs an EOS, and the extra id V serves as one where the
-    model has none. The id V + 1 is a choice that a grammar can offer; see sampling.adjust_.
+    The trie has V + 1 tokens. llguidance needs an EOS, and the extra id V serves as one where the
+    model has none.
     """
     import llguidance
 
@@ -204,8 +204,8 @@ def vocabulary(tokenizer: Tokenizer, V: int, eos_ids: tuple[int, ...]) -> Any:
     # have them.
     vars(spell).update(
         is_tokenizer_wrapper=True,
-        tokens=[*(pieces + [b""] * V)[:V], b"", b"<|otherwise|>"],
-        special_token_ids=[V + 1, *(i for i in range(V) if not tokenizer.is_text(i))],
+        tokens=[*(pieces + [b""] * V)[:V], b""],
+        special_token_ids=[i for i in range(V) if not tokenizer.is_text(i)],
         eos_token_id=V,  # is needed, but eos_token, below, overrides it
         bos_token_id=None,
     )

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from around.folder import read_arguments
 from around.settings import JSON, SettingError, check, choose, supported
-from around.structured import PARTS, closed, structure
+from around.structured import PARTS, closed
 
 
 class Form(NamedTuple):
@@ -122,10 +122,9 @@ def tools_of(fields: JSON, form: Form | None) -> Tools:
 
 
 def restrict(fields: JSON, tools: Tools) -> None:
-    """Set `structured_outputs` in `fields` to a grammar where there must be one: if `tool_choice`
-    requires a call, it allows nothing but calls, whatever structure is asked for; if a reply may be
-    calls or an answer in `response_format`, it allows these two. For a required call vLLM does the
-    same; in the other case it forbids calls, and OpenAI allows them.
+    """If `tool_choice` requires a call, set `structured_outputs` in `fields` to a grammar that
+    allows nothing but calls, whatever structure is asked for. If it does not, a structure forbids
+    calls. vLLM does the same.
 
     Raises:
         SettingError: the choice is unknown, or names a function that is not in `tools`.
@@ -139,14 +138,12 @@ def restrict(fields: JSON, tools: Tools) -> None:
         tools = Tools(tools.form, {name: choose("tool_choice", name, tools.schemas)}, False)
         choice = "required"
     supported("tool_choice", choice, "auto", "none", "required")
-    answer = None if choice == "required" else structure(fields["response_format"]).get("json")
-    if choice == "required" or (tools.schemas and answer):
-        fields["structured_outputs"] = {"grammar": grammar_of(tools, answer)}
+    if choice == "required":
+        fields["structured_outputs"] = {"grammar": grammar_of(tools)}
 
 
-def grammar_of(tools: Tools, answer: JSON | None) -> str:
-    """Return a grammar that allows nothing but calls; or, if `answer` is a schema, JSON of it, and
-    a thought before either."""
+def grammar_of(tools: Tools) -> str:
+    """Return a grammar that allows nothing but calls."""
     form = tools.form
     calls = []
     for name, schema in tools.schemas.items():
@@ -158,15 +155,7 @@ def grammar_of(tools: Tools, answer: JSON | None) -> str:
     # Without a limit, a weak model writes one call again and again.
     more = '("\\n" call){0,7}' if tools.is_parallel else ""
     rules = f"calls: call {more}\ncall: ({' | '.join(calls)}) {json.dumps('}' + form.end)}\n"
-    if answer is None:
-        return rules + "start: calls"
-    # Where prose is forbidden, the beginning of a call may beat a brace although the model would
-    # say something. So the sampler takes <|otherwise|> unless the model begins a call by itself.
-    start = (
-        'start: ("<think>" thought)? /[ \\n]{0,4}/ (calls | answer | <|otherwise|> answer)\n'
-        'thought[suffix="</think>"]: /(.|\\n)*/\nanswer: %json '
-    )
-    return rules + start + json.dumps(closed(answer))
+    return rules + "start: calls"
 
 
 # --- What a reply calls ---------------------------------------------------------------------------
