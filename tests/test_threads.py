@@ -6,9 +6,9 @@ import pytest
 import torch
 from conftest import SHAKESPEARE
 
-import around.fast
 from around import machine
 from around.fast import threads as module
+from around.start import begin
 from llm import LLM
 
 
@@ -24,22 +24,22 @@ def test_the_rule(threads, monkeypatch, tmp_path):
     tokens a second in place of 400; a rule that overrides the user, or that nothing calls; a large
     model that keeps the one thread of a small one; a tied model of 20 MB, taken for a large one.
     The time of this process, of idle cores or of cores that are not ours counts as others'."""
-    monkeypatch.setattr(module, "ALL_THREADS", 6)
-    monkeypatch.setattr(module, "allowed_threads", lambda: 5)
+    monkeypatch.setattr(machine, "ALL_THREADS", 6)
+    monkeypatch.setattr(machine, "allowed_threads", lambda: 5)
     for asked, variable, weights, expected in (
-        (None, "", module.SMALL - 1, 1), (None, "", module.SMALL, 5),
-        (None, "6", module.SMALL - 1, 6), (3, "6", 1, 3), (3, "", 2**40, 3),
+        (None, "", machine.SMALL - 1, 1), (None, "", machine.SMALL, 5),
+        (None, "6", machine.SMALL - 1, 6), (3, "6", 1, 3), (3, "", 2**40, 3),
     ):  # fmt: skip
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
         if variable:
             monkeypatch.setenv("OMP_NUM_THREADS", variable)
         torch.set_num_threads(2)
-        module.use_threads(asked, weights)
+        machine.use_threads(asked, weights)
         assert threads() == expected, (asked, variable, weights)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    counted, use_threads = [], module.use_threads
-    monkeypatch.setattr(around.fast, "use_threads", lambda *a: counted.append(a) or use_threads(*a))
-    for options, expected in (({}, 1), ({"threads": 2}, 2)):
+    counted, use_threads = [], machine.use_threads
+    monkeypatch.setattr(begin, "use_threads", lambda *a: counted.append(a) or use_threads(*a))
+    for options, expected in (({}, 1), ({"plain": True}, 1), ({"threads": 2, "plain": True}, 2)):
         torch.set_num_threads(3)
         model = LLM(SHAKESPEARE, num_blocks=4, device="cpu", **options).engine.model
         assert threads() == expected
@@ -61,7 +61,7 @@ def test_the_rule(threads, monkeypatch, tmp_path):
 def test_cpu_quotas(tmp_path, monkeypatch):
     """A container of one CPU on a machine of many: as many threads used up its quota at once, and
     stood still for the rest of each period. A quota of this group, or of one around it."""
-    monkeypatch.setattr(module, "ALL_THREADS", 6)
+    monkeypatch.setattr(machine, "ALL_THREADS", 6)
     v1 = "cpu.cfs_quota_us", "cpu.cfs_period_us"
     for i, (expected, line, files) in enumerate((
         (6, "0::/", {}), (6, "0::/a", {"a/cpu.max": "max 100000\n"}),
@@ -78,9 +78,9 @@ def test_cpu_quotas(tmp_path, monkeypatch):
             (tmp_path / str(i) / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / str(i) / name).write_text(text)
         monkeypatch.setattr(machine, "ROOT", tmp_path / str(i))
-        assert module.allowed_threads() == expected, (line, files)
+        assert machine.allowed_threads() == expected, (line, files)
     monkeypatch.setattr(machine, "ROOT", tmp_path)  # no Linux
-    assert module.allowed_threads() == 6
+    assert machine.allowed_threads() == 6
 
 
 @pytest.mark.parametrize("variable", ["", "GOMP_SPINCOUNT"])

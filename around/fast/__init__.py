@@ -1,16 +1,13 @@
-"""Speed and nothing else: without this folder the same tokens come, later.
+"""Speed and nothing else: without this folder (--plain) the same tokens come, later.
 
 Nothing here changes what a model computes, but for rounding: every path has a slow twin at the
 root, and tests that equate the two. The door is make_fast. It changes a finished model in place, by
-hooks and by other forms of its Linears; the files of the root know nothing of it, and run without
-this folder.
+hooks and by other forms of its Linears; the files of the root know nothing of it.
 """
 
 from typing import Any
 
 import torch
-
-from .threads import use_threads
 
 
 def make_fast(

@@ -1,4 +1,4 @@
-"""How many threads compute, and how they wait for each other. Read: use_threads, Spinning."""
+"""How the threads that compute wait for each other. Read: Spinning."""
 
 import os
 import sys
@@ -9,42 +9,6 @@ from threading import Event, Thread
 import torch
 
 from around import machine
-
-# A model whose weights have fewer bytes than this runs on one thread. All threads of an operator
-# wait for the slowest of them, and if another process uses its core, they wait long. With 20 MB of
-# weights, one sequence made 424 tokens/s on one thread and 514 on two; while other processes kept
-# both cores busy, 139 and 14.
-SMALL = 2**25
-ALL_THREADS = torch.get_num_threads()  # PyTorch's default: OMP_NUM_THREADS, or one for each core
-
-
-def use_threads(threads: int | None, weights: int) -> None:
-    """Set the number of CPU threads that compute, for the whole process. This replaces what
-    torch.set_num_threads was given before.
-
-    Args:
-        threads: their number; None means OMP_NUM_THREADS if it is set, else one thread for small
-            weights and those of allowed_threads for others.
-        weights: bytes of the model's weights, as loaded (before --quantize).
-    """
-    if threads is None:
-        threads = ALL_THREADS
-        if "OMP_NUM_THREADS" not in os.environ:
-            threads = 1 if weights < SMALL else allowed_threads()
-    torch.set_num_threads(threads)
-
-
-def allowed_threads() -> int:
-    """Return how many threads can run all the time: one for each core, but no more than the CPU
-    quotas of this process's control groups.
-
-    More threads would use up the quota early in each period of 0.1 s, and then all of them stand
-    still until the next one.
-    """
-    # Versions 2 and 1 have the microseconds in a period that may be used, and those of the period.
-    found = machine.group_limits("cpu.max", "cpu.cfs_quota_us cpu.cfs_period_us")
-    return min([ALL_THREADS, *(max(1, int(quota) // int(period)) for quota, period in found)])
-
 
 # Where one of these variables is set, the user has chosen how threads wait.
 USER_DECIDES = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}

@@ -15,7 +15,7 @@ import torch
 
 from around import settings
 from around.folder import Tokenizer, load_model, named_tensors
-from around.machine import Ranks, pick_device, say
+from around.machine import Ranks, pick_device, say, use_threads
 from around.settings import JSON, EngineArgs
 from around.start.memory import affordable_blocks
 from model import Transformer
@@ -96,11 +96,11 @@ def load_models(
 
         quantize_model(model, args.quantize, args.group_size)
     proposer = Proposer() if ranks.rank else load_proposer(args, ranks.device, model)
+    use_threads(args.threads, num_bytes)
     if args.plain:
         return model, proposer
-    from around.fast import make_fast, use_threads
+    from around.fast import make_fast
 
-    use_threads(args.threads, num_bytes)
     for each in (model, *proposer.models):
         make_fast(each, args.compile, batch_size, args.kv_dtype)
     return model, proposer
