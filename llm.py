@@ -36,6 +36,9 @@ class LLM:
         self.checkpoint = args.checkpoint
         self.engine = make_engine(args, ranks, *load_models(args, ranks))
 
+    def __repr__(self) -> str:
+        return f"LLM(model={str(self.checkpoint)!r})"
+
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the checkpoint's own settings. dataclasses.replace makes others of them."""
         return SamplingParams(**suggested(self.checkpoint))
@@ -70,7 +73,7 @@ class LLM:
             prompts = [prompts]
         prompts = [prompt_of(each) for each in prompts]
         params = self._params_of(len(prompts), sampling_params, changes)
-        requests = [self.engine.prepare(*each) for each in zip(prompts, params, strict=True)]
+        requests = [self.engine.prepare(*each) for each in zip(prompts, params)]
         try:
             for request in requests:
                 self.engine.submit(request)
@@ -104,6 +107,7 @@ class LLM:
         """
         tokenizer = self.engine.tokenizer
         assert tokenizer
+        check("messages", messages, list)
         chats = messages if messages and isinstance(messages[0], list) else [messages]
         params = self._params_of(len(chats), sampling_params, changes)
         params = [each.with_stop(tokenizer.chat_stop) for each in params]
@@ -120,7 +124,11 @@ class LLM:
             sampling_params = replace(self.get_default_sampling_params(), **changes)
         elif changes:
             raise ValueError(f"give sampling_params, or {', '.join(changes)}, not both")
-        return sampling_params if isinstance(sampling_params, list) else [sampling_params] * count
+        if not isinstance(sampling_params, list):
+            return [sampling_params] * count
+        if len(sampling_params) != count:
+            raise ValueError(f"there are {len(sampling_params)} SamplingParams for {count} prompts")
+        return sampling_params
 
 
 def prompt_of(prompt: Any) -> str | Ids:

@@ -362,9 +362,11 @@ class Sequence:
         return self.ids[self.prompt_len :]
 
     @property
-    def logprobs(self) -> list[dict[int, Token] | None]:
-        """Each output token's log-probabilities; see Token.logprobs."""
-        return [token.logprobs for token in self.tokens]
+    def logprobs(self) -> list[dict[int, Token] | None] | None:
+        """Each output token's log-probabilities, if they are asked for; see Token.logprobs."""
+        return (
+            [token.logprobs for token in self.tokens] if self.params.logprobs is not None else None
+        )
 
     def __repr__(self) -> str:
         return f"{self.text!r} ({len(self.tokens)} tokens, {self.finish_reason or 'running'})"

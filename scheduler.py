@@ -59,7 +59,7 @@ class Request:
         cache_salt: only requests with the same salt share prefixes.
     """
 
-    id: str | None = None
+    request_id: str | None = None
     prompt: str | None = None
     priority: int = 0
     cache_salt: str | None = None
@@ -77,9 +77,9 @@ class Request:
         return first.ids[: first.prompt_len]
 
     @property
-    def prompt_logprobs(self) -> list[dict[int, Token] | None]:
-        """Each prompt token's log-probabilities; see Token.logprobs."""
-        return [token.logprobs for token in self.prompt_tokens]
+    def prompt_logprobs(self) -> list[dict[int, Token] | None] | None:
+        """Each prompt token's log-probabilities, if they are asked for; see Token.logprobs."""
+        return [token.logprobs for token in self.prompt_tokens] or None
 
 
 @dataclass
@@ -299,7 +299,7 @@ class Engine:
         """Make a request for submit(). The engine does not change, so any thread may call this.
 
         Args:
-            options: Request's id, priority and cache_salt, and the text of a prompt of ids.
+            options: Request's request_id, priority and cache_salt.
 
         Raises:
             SettingError: see Sequence and structured.make_matcher.
@@ -329,7 +329,7 @@ class Engine:
     def submit(self, request: Request) -> Request:
         """Queue a request and return it. step() advances it."""
         request.arrival = next(self._arrivals)
-        request.id = request.id or f"request-{request.arrival}"
+        request.request_id = request.request_id or f"request-{request.arrival}"
         if not request.finished:  # it may have been aborted before
             insort(self.waiting, request.outputs[0], key=place_in_line)
         return request

@@ -184,7 +184,8 @@ SHAPING = (
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose each token, and when to stop. Names and meanings are those of vLLM.
+    """How to choose each token, and when to stop. Names, meanings and defaults are those of vLLM, but
+    its max_tokens is 16.
 
     Raises:
         SettingError: a value has the wrong type, or is out of its range, NaN or infinite. But
@@ -223,6 +224,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        for name, empty in (("stop", ()), ("stop_token_ids", ()), ("logit_bias", {})):
+            if getattr(self, name) is None:  # vLLM's way to leave it out
+                vars(self)[name] = empty
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         # Through vars, as the dataclass is frozen.
         vars(self).update(

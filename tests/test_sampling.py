@@ -54,7 +54,7 @@ RANGES = {
     "min_tokens": (0, 2**31), "prompt_logprobs": (0, 20),
 }  # fmt: skip
 INTEGERS = {"top_k", "seed", "max_tokens", "min_tokens", "logprobs", "n", "prompt_logprobs"}
-OPTIONAL = {"seed", "logprobs", "prompt_logprobs"}
+OPTIONAL = {"seed", "logprobs", "prompt_logprobs", "stop", "stop_token_ids", "logit_bias"}
 WRONG = {
     "stop": ([""], "", [1], b"ab", ["a", None], ["x"] * 17, "x" * 257, 5),
     "stop_token_ids": ([-1], [True], [1.0], ["1"], "12", 5),

@@ -604,7 +604,9 @@ def test_times_ids_and_ends():
     """A time to first token that is negative, or missing for the forked ones; two requests of one
     name; a client that hangs up after the last word turned "length" into "abort"."""
     at = engine(max_num_seqs=2)
-    requests = [at.add_request(WORDS[:9], params(n=2), id=name) for name in (None, "mine", None)]
+    requests = [
+        at.add_request(WORDS[:9], params(n=2), request_id=name) for name in (None, "mine", None)
+    ]
     drain(at)
     for request in requests:
         at.abort(request)
@@ -612,7 +614,9 @@ def test_times_ids_and_ends():
             assert len(sequence.times) == 1 + len(sequence.tokens)
             assert sequence.times == sorted(sequence.times)
             assert sequence.finish_reason != "abort"
-    assert requests[1].id == "mine" and len({request.id for request in requests}) == 3
+    assert (
+        requests[1].request_id == "mine" and len({request.request_id for request in requests}) == 3
+    )
 
 
 TEXTS = ["ROMEO:\nWhat", "JULIET:\n", "To be, or not to be, that is the question:\n", "ROMEO:\nBut"]

@@ -69,7 +69,7 @@ class Completion:
             system_fingerprint=VERSION,
         )
         for i, request in enumerate(requests):
-            request.id = f"{uid}-{i}"
+            request.request_id = f"{uid}-{i}"
         self.firsts = [request.outputs[0] for request in requests]
         marks = marks_of(api.tokenizer, self.firsts[0], chat)
         seqs = [seq for request in requests for seq in request.outputs]

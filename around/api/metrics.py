@@ -79,7 +79,7 @@ class Metrics:
         engine = self.engine
         running = [
             dict(
-                name=f"{seq.request.id}.{seq.request.outputs.index(seq)}",
+                name=f"{seq.request.request_id}.{seq.request.outputs.index(seq)}",
                 text=seq.text[-40:],
                 prompt=seq.prompt_len,
                 tokens=len(seq.ids),

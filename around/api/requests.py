@@ -125,7 +125,7 @@ class API:
 
 # The fields' defaults. A value of another type is refused.
 DEFAULTS: JSON = dict(
-    messages=[], n=1, stream=False, stream_options={}, echo=False, logit_bias={},
+    messages=[], stream=False, stream_options={}, echo=False, logit_bias={},
     response_format={"type": "text"}, chat_template_kwargs={},
     continue_final_message=False, add_generation_prompt=True, tools=[],
     parallel_tool_calls=True)  # fmt: skip

@@ -114,9 +114,11 @@ def test_requests_have_different_ids() -> None:
     """Bug: each engine counts its requests from 1, so two requests have the same id."""
     router = route(make())
     requests = [router.add_request(tokens(9, i), greedy()) for i in range(6)]
-    ids = [request.id for request in requests]
+    ids = [request.request_id for request in requests]
     assert len({*ids}) == 6, f"six requests have these ids: {ids}"
-    mine = router.add_request(tokens(9, 7), greedy(), id="mine", priority=3, cache_salt="me")
+    mine = router.add_request(
+        tokens(9, 7), greedy(), request_id="mine", priority=3, cache_salt="me"
+    )
     assert (mine.id, mine.priority, mine.cache_salt) == ("mine", 3, "me"), "pass the options on"
 
 
