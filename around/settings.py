@@ -184,8 +184,8 @@ SHAPING = (
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose each token, and when to stop. Names, meanings and defaults are those of vLLM, but
-    its max_tokens is 16.
+    """How to choose each token, and when to stop. Names, meanings and defaults are vLLM's, but its
+    max_tokens is 16.
 
     Raises:
         SettingError: a value has the wrong type, or is out of its range, NaN or infinite. But

@@ -327,15 +327,17 @@ def heard(monkeypatch):
 
 @pytest.mark.parametrize("path", ["plain", "speculate"])
 def test_chat(path, cli, heard):
-    """Bug: the second turn forgets the first, or the reply in it; an empty line is a turn."""
+    """Bug: the second turn forgets the first, or the reply in it; an empty line is a turn, or a
+    command."""
     asked = (*CHAT, "--max-tokens", 6, *PATHS[path])
-    result = cli(*asked, stdin="Hello there\n   \n/help\nAnd you?\n /exit\nnever read\n")
-    assert result.code == 0 and result.err.count("> ") == 5 and result.err.count(command.HELP) == 2
-    assert result.err.count("6 new tokens after ") == 2
-    first, second = (each.text for each in result.sequences)
+    result = cli(*asked, stdin="Hello there\n   \n/what\nAnd you?\n/new\nA\n /exit\nB\n")
+    assert result.code == 0 and result.err.count("> ") == 7 and result.err.count(command.HELP) == 2
+    assert result.err.count("6 new tokens after ") == 3
+    first, second, third = (each.text for each in result.sequences)
     said = [(m["role"], m["content"]) for m in heard[1]]
     assert said == [("user", "Hello there"), ("assistant", first), ("user", "And you?")]
-    assert result.out == f"{first}\n{second}\n" and "tokens/s\n> " in result.err
+    assert heard[2] == [{"role": "user", "content": "A"}]
+    assert result.out == f"{first}\n{second}\n{third}\n" and "tokens/s\n> " in result.err
     assert cli(*asked)[:2] == (0, "")  # nothing said: statistics of nothing divide by zero
 
 
@@ -373,7 +375,7 @@ def test_chat_template(cli, folder, monkeypatch):
     assert cli(*chat, stdin="Hello\n").out == "\n" * 6
     (folder / "chat_template.jinja").write_text("{{ raise_exception('no, thanks') }}")
     result = cli(*chat, stdin="Hello\n")
-    told = f"{folder.name}, torch.* on cpu\ncache: 1,024 tokens .*\n{command.HELP}\n> "
+    told = f"{folder.name}, torch.* on cpu\ncache: room for 1,024 tokens; .*\n{command.HELP}\n> "
     assert re.match(told, result.err)
     fails(result._replace(err=result.err.partition("> ")[2]), "chat template: no, thanks")
 

@@ -115,6 +115,8 @@ class Listener:
         --shutdown-timeout, and end drive()."""
         host, port = self.listener.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host  # IPv6
+        temperature = self.api.defaults.temperature
+        say(f"requests that set no temperature get {temperature:g}")
         say(f"serving {self.api.name} on http://{host}:{port}")
         while not self.stopping:
             # While no thread is free, new clients wait in the listening socket.

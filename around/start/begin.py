@@ -151,4 +151,4 @@ def make_engine(args: EngineArgs, ranks: Ranks, model: Transformer, proposer: Pr
 def cache_size(engine: Engine) -> str:
     """Say how many tokens the cache holds."""
     tokens = engine.pool.num_blocks * engine.pool.block_size
-    return f"cache: {tokens:,} tokens (--kv-memory, --max-num-seqs)"
+    return f"cache: room for {tokens:,} tokens; --kv-memory and --max-num-seqs change it"

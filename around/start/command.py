@@ -17,7 +17,7 @@ from around.start.begin import cache_size, open_engine
 from sampling import BROKEN, Sequence
 from scheduler import Engine
 
-HELP = "Ctrl-D or /exit ends the chat, Ctrl-C a reply, and /help shows this line."
+HELP = "/new begins a new chat, /exit or Ctrl-D ends it, and Ctrl-C ends a reply."
 
 
 class Asked(NamedTuple):
@@ -176,9 +176,11 @@ def chat(engine: Engine, params: SamplingParams, system: str | None = None) -> i
         said = line.strip()
         if said == "/exit":
             return status
-        if said == "/help":
+        if said == "/new":
+            messages = messages[:start]
+        elif said.startswith("/"):
             say(HELP)
-        if said in ("", "/help"):
+        if said.startswith("/") or not said:
             continue
         turns = [*messages, {"role": "user", "content": said}]
         ids = tokenizer.encode_chat(turns)
