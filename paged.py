@@ -367,12 +367,14 @@ class Runner:
         return tensor([tokens]), tensor([positions]), layers, tensor(select)
 
     def wipe_new_blocks(self, rows: list[Row]) -> None:
-        """Wipe the blocks whose first slot is about to be written. A NaN that the last owner left
-        there would be masked, but attention multiplies what is masked by 0, and 0 * NaN is NaN."""
+        """Wipe the blocks that are about to be written for the first time, and not to their end. A
+        NaN that the last owner left there would be masked, but attention multiplies what is masked
+        by 0, and 0 * NaN is NaN."""
         size = self.block_size
         new = []
         for row in rows:
             first = -(-row.start // size)  # index of the first block that begins there or later
+            first = max(first, row.positions.stop // size)  # what comes before is filled
             new += row.blocks[first : row.num_blocks(size)]
         if new:
             blocks = torch.tensor(new, device=self.model.device)

@@ -199,9 +199,10 @@ def attend_to_prompt(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Ten
     kernel = kernel_for(q)
     start = S - q.shape[2]  # the position of a piece's first query
     attended = []
-    # PyTorch's kernels profit from large pieces; products, and a window, from small ones.
+    # PyTorch's kernels profit from large pieces; products, and a window, from small ones. An
+    # engine's chunk is a little longer than CHUNK, and still one piece.
     is_small = q.is_cpu and (kernel is products or window < S)
-    for queries in q.split(PIECE if is_small else CHUNK, 2):
+    for queries in q.split(PIECE if is_small else CHUNK + CHUNK // 4, 2):
         end = start + queries.shape[2]
         first = max(0, start - window + 1)
         # All queries see the keys before the first query's own, if the window does not end there.
