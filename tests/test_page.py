@@ -318,7 +318,6 @@ def test_api_key(chrome, local, monkeypatch):
     page.set(max_tokens=5)
     page.run()
     assert "key" in page.all(".reply .note.error")[0].text
-    page.click("#more summary")
     page.set(key="secret")
     until(lambda: page.text("#model") == "shakespeare" and not page.text("#state"))
     until(lambda: page.numbers().get("running") == "0")
