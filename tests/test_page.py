@@ -72,7 +72,7 @@ class Page:
     def set(self, **settings):
         """Type into these boxes; `textarea` is the last one that was added."""
         for name, text in settings.items():
-            box = self.all("textarea" if name == "textarea" else f"#{name}")[-1]
+            box = self.all("#prompts textarea" if name == "textarea" else f"#{name}")[-1]
             box.clear()
             box.send_keys(str(text))
 
@@ -135,7 +135,7 @@ BOLD = "<b>Hm.</b><img src=x onerror=document.title=1>"
 def test_completions(page, local, slow):
     """The text came in one piece, or under another prompt; a setting or a space was lost; a prompt
     was read as HTML."""
-    assert page.all("textarea")[-1].get_attribute("value") == "ROMEO:"
+    assert page.all("#prompts textarea")[-1].get_attribute("value") == "ROMEO:"
     # The folder's own settings hold, and are shown. They were called "model's".
     until(lambda: page.text("#sampling").count("(the folder)") == 2)
     assert page.js(SENT) == [[0.8, "0.8"], [0.95, "0.95"], [0, "0"]]
@@ -155,7 +155,7 @@ def test_completions(page, local, slow):
     assert page.replies() == [choice["text"] for choice in reply["choices"]]
     assert page.texts(".asked") == [BOLD, BOLD, "KING:", "KING:"]
     assert not page.all(".reply b, .reply img") and page.chrome.title == "kilolm"
-    ending = r"first token after \d+\.\d\d s, (cut off.*, )?(\d+) tokens at [\d.]+/s together"
+    ending = r"first token after \d+\.\d\d s, (cut off.*, )?(\d+) tokens at [\d.]+/s together, in 4 texts"
     tokens = re.fullmatch(ending, page.notes()[0])[2]
     assert int(tokens) == reply["usage"]["completion_tokens"]
 
@@ -186,7 +186,9 @@ def test_conversation(page, local, slow, monkeypatch):
     assert page.js("return document.activeElement.ariaLabel") == "Message"
     assert page.all("#max_tokens")[0].get_attribute("value") == "512"  # half of what fits
     shown = [each.get_attribute("id") for each in page.all("button") if each.is_displayed()]
-    assert shown == ["run", "stop", "new", "crowd"] and page.all("#system")[0].is_displayed()
+    assert shown == ["run", "stop", "new", "crowd"]
+    page.click("#more summary")
+    assert page.all("#system")[0].is_displayed()
     page.set(**SETTINGS, max_tokens=30, system="Be brief.")
 
     def say(*keys, event=""):
@@ -226,10 +228,10 @@ def test_conversation(page, local, slow, monkeypatch):
         say("And?")
         assert first.startswith(BOLD) and len(first) > len(BOLD)
         assert asked[-1] == turns("Why?", first, "And?")
-    assert page.texts("details div") == [BOLD] * 2
-    assert not any(each.is_displayed() for each in page.all("details div"))
-    page.click("summary")
-    assert page.all("details div")[0].is_displayed()
+    assert page.texts("#turns details div") == [BOLD] * 2
+    assert not any(each.is_displayed() for each in page.all("#turns details div"))
+    page.click("#turns summary")
+    assert page.all("#turns details div")[0].is_displayed()
     assert not page.all("#turns b, #turns img") and page.chrome.title == "kilolm"
     body = {**SETTINGS, "max_tokens": 30, "messages": talks[1]}
     assert local.post(CHAT, body).json["choices"][0]["message"]["content"] == second
@@ -263,13 +265,13 @@ def test_crowd(page, local, slow):
     until(lambda: page.numbers()["tokens/s"] != "0")
     assert min(int(page.numbers()["tokens/s"]) for _ in range(20)) > 0
     numbers = page.numbers()
-    assert numbers["cache used"] not in ("0 %", "–") and numbers["guesses accepted"] == "off"
+    assert numbers["cache in use"] not in ("0 %", "–") and numbers["guesses accepted"] == "off"
     assert page.js(canvas) != empty
     page.press(Keys.ESCAPE)
     until(lambda: not page.all("#running tr"))
-    assert page.numbers()["running"] == "0" and page.numbers()["cache used"] == "0 %"
+    assert page.numbers()["running"] == "0" and page.numbers()["cache in use"] == "0 %"
     assert not stop.is_enabled() and idle.is_displayed() and not busy.is_displayed()
-    assert all("stopped" in note or "tokens at" in note for note in page.notes())
+    assert all("stopped" in note or "first token" in note for note in page.notes())
 
 
 def test_errors(page, local, monkeypatch):

@@ -244,7 +244,7 @@ def beside_others() -> str:
     rows = [[f"{run['model']}, {run['dtype']}, tokens/s", *NAMES.values()]]
     for label, row in run["runs"].items():
         speeds = [row.get(name, [0.0])[0] for name in NAMES]
-        cells = [number(speed) if speed else "" for speed in speeds]
+        cells = [number(speed) if speed else "–" for speed in speeds]
         best = speeds.index(max(speeds))
         cells[best] = f"**{cells[best]}**"
         rows.append([label, *cells])
