@@ -232,7 +232,7 @@ def test_what_else_a_client_sees(local, capfd):
     text = (ROOT / "docs" / "serving.md").read_text().replace(":8000", f":{local.port}")
     (curl,) = re.findall(r"^curl .*", text, re.MULTILINE)
     answer = subprocess.run(curl, shell=True, capture_output=True, text=True, timeout=120)
-    assert json.loads(answer.stdout)["choices"][0]["text"]
+    assert json.loads(answer.stdout)["choices"][0]["message"]["content"]
     capfd.readouterr()
     exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], {})
     assert capfd.readouterr().out
