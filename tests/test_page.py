@@ -155,7 +155,7 @@ def test_completions(page, local, slow):
     assert page.replies() == [choice["text"] for choice in reply["choices"]]
     assert page.texts(".asked") == [BOLD, BOLD, "KING:", "KING:"]
     assert not page.all(".reply b, .reply img") and page.chrome.title == "kilolm"
-    ending = r"first token after .* s, (cut off.*, )?(\d+) tokens at [\d.]+/s together, in 4 texts"
+    ending = r"first token after \d+\.\d\d s, (cut off.*, )?(\d+) tokens at .* together, in 4 texts"
     tokens = re.fullmatch(ending, page.notes()[0])[2]
     assert int(tokens) == reply["usage"]["completion_tokens"]
 
