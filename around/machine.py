@@ -47,8 +47,11 @@ def ctrl_c_held_back() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+        # Call the handler, if there is one. If the signal were raised again instead, the server
+        # would count a second Ctrl-C (see front.watch_signals), and end at once.
         for signum in pressed:
-            signal.raise_signal(signum)
+            if callable(before):
+                before(signum, None)
 
 
 def say(text: str, end: str = "\n") -> None:
