@@ -10,7 +10,7 @@ These threads run:
     - Each connection has a thread. It reads a request, puts it into the inbox of the engine's
       thread, and waits for news. It reads the state of its sequences only when the client has taken
       the previous part. So there is no queue of tokens, and a slow client delays nobody.
-    - One thread accepts clients.
+    - One thread accepts clients, and one watches for signals.
 
     client --> Connection.complete --> API.prepare --> inbox --> Server.drive: submit, step, step
     client <-- Connection.send <-- Completion.parts <-- news <--- Server.wake <----+

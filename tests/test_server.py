@@ -1082,6 +1082,7 @@ def stopped(data, *options, signals=1, reached=bool):
             assert serve(server) == 0
             return answers.result()
     finally:
+        signal.set_wakeup_fd(-1)  # else the next test's Ctrl-C is the second one for this server
         for number, handler in zip((signal.SIGTERM, signal.SIGINT), before, strict=True):
             signal.signal(number, handler)
 
@@ -1145,6 +1146,33 @@ def test_torchrun(tmp_path):
         server.process.wait(60)
         assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
         assert server.log.read_text().count("serving") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_rank_is_stopped(tmp_path, number):
+    """While the first rank waited for a stopped one it heard no signal, not even the second."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    env |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    with contextlib.ExitStack() as stack:
+        ranks = []
+        for rank in "01":
+            (tmp_path / rank).mkdir()
+            ranks.append(Process(tmp_path / rank, RANK=rank, LOCAL_RANK=rank, **env))
+            stack.push(ranks[-1].__exit__)
+        server, other = ranks
+        stream = server.__enter__().stream(LONG)
+        other.process.send_signal(signal.SIGSTOP)
+        time.sleep(0.5)
+        sent = 0
+        while server.process.poll() is None:  # two become one if it does not run between
+            server.process.send_signal(number)
+            sent += 1
+            time.sleep(0.5)
+            assert sent < 20
+        assert server.process.returncode == 1 and sent > 1
+        stream.close()
 
 
 # --- What it shows --------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from around.machine import Ranks, say
 from around.settings import JSON, EngineArgs, SamplingParams, setting
 from scheduler import Engine
 
-MAX_THREADS = 1027  # 1,024 connections, and main, listen and threads.keep_pool
+MAX_THREADS = 1028  # 1,024 connections, and main, listen, watch and threads.keep_pool
 PAGE = Path(__file__).resolve().with_name("page.html")
 
 
@@ -169,18 +169,24 @@ def serve(server: Any) -> int:
 def watch_signals(server: Listener) -> None:
     """Stop the server at the first signal, and exit at once at the second.
 
-    Python calls these handlers in the main thread, between two instructions. So neither is called
-    while that thread waits in a collective for a rank that hangs: then torchrun kills all ranks, 30
-    seconds after its own signal.
+    Python calls a signal's handler in the main thread, between two instructions. So it calls none
+    while that thread waits in a collective for a rank that hangs. The handlers here do nothing.
+    They are there because Python, as soon as a signal with a handler arrives, also writes a byte
+    into the pipe of set_wakeup_fd, and another thread reads it.
     """
-
-    def stop(*_: Any) -> None:
-        if server.stopping:
-            os._exit(1)
-        server.stopping = True
-
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
+        signal.signal(number, lambda *_: None)
+
+    def watch() -> None:
+        while os.read(reading, 1):
+            if server.stopping:
+                os._exit(1)
+            server.stopping = True
+
+    Thread(target=watch, daemon=True).start()
 
 
 # --- A connection ---------------------------------------------------------------------------------
