@@ -170,9 +170,10 @@ def watch_signals(server: Listener) -> None:
     """Stop the server at the first signal, and exit at once at the second.
 
     Python calls a signal's handler in the main thread, between two instructions. So it calls none
-    while that thread waits in a collective for a rank that hangs. The handlers here do nothing.
-    They are there because Python, as soon as a signal with a handler arrives, also writes a byte
-    into the pipe of set_wakeup_fd, and another thread reads it.
+    while that thread waits in a collective for a rank that hangs, nor for a signal that came just
+    before the thread began to wait for its inbox. The handlers here do nothing. They are there
+    because Python, as soon as a signal with a handler arrives, also writes a byte into the pipe of
+    set_wakeup_fd, and another thread reads it.
     """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
