@@ -50,7 +50,7 @@ def sample(logits: Tensor, batch: Batch) -> list[Token]:
 
     Args:
         logits: (B, V), any float dtype; finite() holds for each row.
-        batch: B sequences, of which at most the matchers change; see adjust_.
+        batch: B sequences.
 
     Returns:
         B tokens, with log-probabilities for the sequences that ask for them.

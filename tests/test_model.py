@@ -326,6 +326,17 @@ def test_defaults_are_those_of_transformers(tmp_path):
         assert (None in ours.windows) == (not window or "gemma3" in theirs.model_type), name
 
 
+def test_smollm3_without_layer_types(tmp_path):
+    """Its last layers got the window, and not those without rope."""
+    smollm3 = {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}
+    more = dict(
+        no_rope_layers=[0, 1], use_sliding_window=True, sliding_window=5, max_window_layers=1
+    )
+    ours, theirs = config_of(tmp_path, **smollm3, **more, num_hidden_layers=2)
+    kinds = ["sliding_attention" if window else "full_attention" for window in ours.windows]
+    assert kinds == theirs.layer_types == ["sliding_attention", "full_attention"]
+
+
 def test_phi3(tmp_path):
     """The original context of the dict of rope does not count, and 4,096 is its default; a window
     that hides nothing costs a mask."""

@@ -153,6 +153,8 @@ def full_layers(settings: JSON) -> Sequence[int]:
     if "sliding_window_pattern" in settings:  # Gemma 3: the last layer of each group
         every = settings["sliding_window_pattern"]
         return range(every - 1, settings["num_hidden_layers"], every)
+    if "no_rope_layers" in settings:  # SmolLM3: all that have rope
+        return [i for i, has_rope in enumerate(settings["no_rope_layers"]) if has_rope]
     return range(settings["max_window_layers"])
 
 
