@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,33 +79,27 @@ def progress(items: Collection, label: str) -> Iterator[Any]:
 ROOT = Path("/")  # where /proc and /sys are; tests have another
 
 
-def group_limits(*choices: str) -> Iterator[list[str]]:
-    """Yield the limits of this process's control group and of all groups around it, which hold too.
+def group_limits(*files: str) -> Iterator[list[str]]:
+    """Yield the limits of this process's control group (version 2; systemd and Kubernetes have
+    dropped version 1) and of all groups around it, which hold too.
 
     A container, a service of systemd or a job of Slurm is such a group.
 
-    Args:
-        choices: names of files with a space between. Of each choice, a group has all files or none.
-
     Yields:
-        The words in the files of a choice, if the first one is a number. Otherwise it is "max" or
-        -1, and there is no limit.
+        The words in the files, if the first one is a number. Otherwise it is "max", and there is no
+        limit.
 
-    Example: /proc/self/cgroup has the line 4:memory:/a/b (version 1). The folders are a/b, a and
-        that of the root in /sys/fs/cgroup/memory. For 0::/a/b (version 2) they are the same in
+    Example: /proc/self/cgroup has the line 0::/a/b. The folders are a/b, a and that of the root in
         /sys/fs/cgroup. Where a container sees only its own group, this has the place of the root
     """
     with suppress(OSError):  # no Linux
-        for controllers, group in re.findall(
-            ":([^:]*):/(.*)", (ROOT / "proc/self/cgroup").read_text()
-        ):
-            for controller in (controllers, *controllers.split(",")):
-                own = ROOT / "sys/fs/cgroup" / controller / group
-                for folder, files in product((own, *own.parents), choices):
-                    with suppress(OSError):
-                        found = " ".join((folder / file).read_text() for file in files.split())
-                        if found[0].isdigit():
-                            yield found.split()
+        for group in re.findall("0::/(.*)", (ROOT / "proc/self/cgroup").read_text()):
+            own = ROOT / "sys/fs/cgroup" / group
+            for folder in (own, *own.parents):
+                with suppress(OSError):
+                    found = " ".join((folder / file).read_text() for file in files)
+                    if found[0].isdigit():
+                        yield found.split()
 
 
 # A model whose weights have fewer bytes than this runs on one thread. All threads of an operator
@@ -140,8 +133,8 @@ def allowed_threads() -> int:
     More threads would use up the quota early in each period of 0.1 s, and then all of them stand
     still until the next one.
     """
-    # Versions 2 and 1 have the microseconds in a period that may be used, and those of the period.
-    found = group_limits("cpu.max", "cpu.cfs_quota_us cpu.cfs_period_us")
+    # The microseconds in a period that may be used, and those of the period.
+    found = group_limits("cpu.max")
     return min([ALL_THREADS, *(max(1, int(quota) // int(period)) for quota, period in found)])
 
 

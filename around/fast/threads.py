@@ -33,30 +33,30 @@ class Spinning:
     """
 
     def __init__(self) -> None:
-        self.since = time.monotonic()  # when adapt() last looked at the load
-        self.before = others_seconds()  # what others_seconds() was then
+        self.before = clocks()  # when adapt() last looked at the load
         self.end_pool: Event | None = None  # set it to end the second pool; None: there is none
 
     def adapt(self) -> None:
-        """Choose by the load of the last half second or more. Called before each step."""
-        now = time.monotonic()
-        seconds = now - self.since
+        """Choose by the load since the last choice, half a second ago or more. Called before each
+        step. A time in which this process was mostly idle is left out: what others did then, such
+        as a build that has ended, says nothing about sharing the cores."""
         if (
-            seconds < 0.5
+            time.monotonic() - self.before[0] < 0.5
             or not CORES
             or torch.get_num_threads() == 1
             or USER_DECIDES & os.environ.keys()
         ):
             return
-        others = others_seconds()
-        other_cores = (others - self.before) / seconds  # how many cores other processes had
-        self.since = now
-        self.before = others
+        now = clocks()
+        seconds, own, others = (after - before for before, after in zip(self.before, now))
+        self.before = now
+        if own < seconds / 2:  # this process had less than half a core
+            return
         # Busy: this process and the others together want over half a core more than there are. A
         # whole core would be too much to ask: on two cores, a process that never waits gets 0.67 of
         # one beside two threads that spin. What the host of a virtual machine takes (steal) counts
         # too, and is mostly less than a half.
-        is_busy = torch.get_num_threads() + other_cores > len(CORES) + 0.5
+        is_busy = torch.get_num_threads() + others / seconds > len(CORES) + 0.5
         if is_busy and not self.end_pool:
             self.end_pool = Event()
             Thread(target=keep_pool, args=(self.end_pool,), daemon=True).start()
@@ -71,9 +71,10 @@ def keep_pool(end: Event) -> None:
     end.wait()
 
 
-def others_seconds() -> float:
-    """Return the CPU seconds that other processes have used so far on the cores that this process
-    may use. Without Linux's /proc, return 0."""
+def clocks() -> tuple[float, float, float]:
+    """Return three clocks in seconds: of the time, of this process's CPU time, and of the CPU time
+    that others have used on the cores that this process may use. Without Linux's /proc, the last is
+    wrong, and CORES is empty."""
     ticks = 0
     with suppress(OSError):
         for line in (machine.ROOT / "proc/stat").read_text().splitlines():
@@ -81,8 +82,8 @@ def others_seconds() -> float:
             if name in CORES:
                 # user, nice, system; not idle and iowait; irq, softirq, steal
                 ticks += sum(map(int, fields[:3] + fields[5:8]))
-        return ticks / os.sysconf("SC_CLK_TCK") - time.process_time()
-    return 0.0
+    own = time.process_time()
+    return time.monotonic(), own, ticks / os.sysconf("SC_CLK_TCK") - own
 
 
 spinning = Spinning()
