@@ -268,20 +268,20 @@ def scored(logits: Tensor, ids: Ids, counts: list[int | None]) -> list[Token]:
         B tokens.
     """
     tokens = [Token(i) for i in ids]
-    if all(count is None for count in counts):
+    asked = [b for b, count in enumerate(counts) if count is not None]  # A of the B
+    if not asked:
         return tokens
-    logprobs = logits.float().log_softmax(-1).clamp_(min=-9999)  # as vLLM: JSON has no infinity
-    own = logprobs.gather(1, torch.tensor([ids], device=logits.device).t())  # (B, 1)
+    # (A, V). As in vLLM, none is below -9999: JSON has no infinity.
+    logprobs = logits[asked].float().log_softmax(-1).clamp_(min=-9999)
+    own = logprobs.gather(1, torch.tensor(ids, device=logits.device)[asked, None])  # (A, 1)
     k = min(20, logits.shape[-1])  # SamplingParams allow no more
     best = logprobs.topk(k)
     # One copy to the host for all numbers, because each copy waits for the GPU to finish. float32
     # holds ids up to 2**24.
-    numbers = torch.cat((own, best.values, best.indices), 1).tolist()  # (B, 1 + 2k)
-    for b, count in enumerate(counts):
-        if count is not None:
-            own_logprob, *rest = numbers[b]
-            top_ids = map(int, rest[k:])  # all k of them; zip stops after `count`
-            tokens[b] = Token(ids[b], own_logprob, tuple(zip(top_ids, rest[:count])))
+    numbers = torch.cat((own, best.values, best.indices), 1).tolist()  # (A, 1 + 2k)
+    for b, (own_logprob, *rest) in zip(asked, numbers):
+        top_ids = map(int, rest[k:])  # all k of them; zip stops after `count`
+        tokens[b] = Token(ids[b], own_logprob, tuple(zip(top_ids, rest[: counts[b]])))
     return tokens
 
 

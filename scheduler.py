@@ -142,7 +142,7 @@ def place_in_line(seq: EngineSequence) -> tuple[int, int]:
 
 def run_order(seq: EngineSequence) -> tuple[int, int]:
     """Sort key that puts rows with equally many new tokens side by side, the longest context first;
-    see paged.groups_of."""
+    see attending.groups_of."""
     return len(seq.row.ids), -seq.table.length
 
 
@@ -396,7 +396,7 @@ class Engine:
         # 4) end the requests whose logits are NaN or infinite
         failed = self._end_broken(batch, finite(logits).cpu().split(sizes))
         # 5) record what has run, and find the sequences that draw a token now
-        seqs, logits = self._commit(batch, logits.split(sizes))
+        seqs, logits = self._commit(batch, logits, sizes)
         # 6) draw the next tokens of each sequence: the guesses that are accepted, and one more
         drawn = self.proposer.verify(logits, seqs)
         # 7) append, and retire the sequences that have ended
@@ -501,24 +501,25 @@ class Engine:
         return broken
 
     def _commit(
-        self, batch: list[EngineSequence], split_logits: tuple
+        self, batch: list[EngineSequence], logits: Tensor, sizes: list[int]
     ) -> tuple[list[EngineSequence], Tensor]:
         """Record that the sequences' rows have run, and find those whose next token can be drawn.
 
         Args:
-            split_logits: the logits of each sequence's row.
+            logits: (R, V), those of all rows.
+            sizes: how many of them each row has.
 
         Returns:
             The sequences whose known tokens have all run, and their logits: for each sequence those
             after its last known token and after each guess, (R, V).
         """
         ready: list[EngineSequence] = []
-        wanted = [split_logits[0][:0]]  # none yet; torch.cat needs at least one tensor
-        for seq, logits in zip(batch, split_logits):
+        wanted: list[int] = []  # which of the R
+        for seq, size, end_of_row in zip(batch, sizes, itertools.accumulate(sizes)):
             if seq.finish_reason:  # its logits, or those of another output, were NaN or infinite
                 continue
             if seq.scores_prompt:
-                self._score_prompt(seq, logits)
+                self._score_prompt(seq, logits[end_of_row - size : end_of_row])
             # The guesses are not committed.
             end = min(seq.table.length + seq.num_scheduled, len(seq.ids))
             self.pool.commit(seq.table, seq.ids, end)
@@ -528,8 +529,9 @@ class Engine:
                 outputs = [seq] if seq.tokens else self._fork(seq)
                 ready += outputs
                 # A scored prompt's row also has logits after earlier tokens. They are left out.
-                wanted += [logits[-1 - len(seq.guess.ids) :]] * len(outputs)
-        return ready, torch.cat(wanted)
+                wanted += [*range(end_of_row - 1 - len(seq.guess.ids), end_of_row)] * len(outputs)
+        # Mostly all are wanted, in this order. A copy would take as long as the sampler.
+        return ready, logits if wanted == [*range(len(logits))] else logits[wanted]
 
     def _fork(self, seq: EngineSequence) -> list[EngineSequence]:
         """Let a request's other outputs begin after its prompt. They share the first one's blocks,

@@ -17,10 +17,12 @@ length, where the mask hides them, and are overwritten later. This file knows th
 sequences. The scheduler does not know this file, and calls the Proposer that it is given. Papers:
 Leviathan et al. 2022 (arXiv:2211.17192), Chen et al. 2023 (arXiv:2302.01318), prompt lookup:
 Saxena 2023 (github.com/apoorvumang/prompt-lookup-decoding). Read: accept,
-SpeculativeProposer.verify, NGram, DraftModel.
+SpeculativeProposer.verify, drawn, NGram, DraftModel.
 """
 
 import math
+from collections.abc import Iterable
+from operator import ne
 from weakref import WeakKeyDictionary
 
 import torch
@@ -94,47 +96,66 @@ class SpeculativeProposer(Proposer):
         """Accept guesses and add one token to each sequence; see scheduler.Proposer.verify."""
         if not any(seq.guess.ids for seq in seqs):
             return super().verify(logits, seqs)  # the same, sooner
-        # 1) Compute the model's distribution at each guess, as if all guesses before it were
-        # accepted, and once more after the last guess. For each of these R rows, `extended` has the
-        # sequence up to there, and `ids` the guess; after the last guess it has a 0, never used.
-        sizes = [len(seq.guess.ids) + 1 for seq in seqs]
-        extended = []
-        ids = []
-        for seq, size in zip(seqs, sizes):
-            extended += [seq.with_guesses(seq.guess.ids[:i]) for i in range(size)]
-            ids += [*seq.guess.ids, 0]
-        p = distribution(logits, extended)  # (R, V)
-        chances = p.gather(1, torch.tensor(ids, device=p.device)[:, None])  # (R, 1)
-        chances = chances.flatten().cpu()  # one read by the host for all sequences
-        u = torch.tensor([each.uniform(ACCEPT) for each in extended], dtype=torch.float64)
-        # 2) Accept some guesses of each sequence, and find what the token after them is drawn from.
-        guesses = [seq.guess for seq in seqs]
-        of_seqs = zip(p.split(sizes), chances.split(sizes), guesses, u.split(sizes))
-        counts, rests = zip(*[accept(*each) for each in of_seqs])
-        for guess, count in zip(guesses, counts):  # for summary()
-            for i in range(len(guess.ids)):
+        split_logits = logits.split([len(seq.guess.ids) + 1 for seq in seqs])
+        # 1) Accept some guesses of each sequence, and choose the token after them.
+        choose = likeliest if all(seq.takes_argmax for seq in seqs) else drawn
+        results = []
+        for seq, rows, (count, last_id) in zip(seqs, split_logits, choose(logits, seqs)):
+            for i in range(len(seq.guess.ids)):  # for summary()
                 self.offered[i] += 1
                 self.accepted[i] += i < count
-        # 3) Draw one more token for each, by the random number that plain decoding would use.
-        u_last = torch.tensor([seq.uniform(count) for seq, count in zip(seqs, counts)])
-        last_ids = draw(torch.stack(rests), u_last).tolist()
-        # 4) Score the tokens that are kept.
-        results = []
-        for seq, seq_logits, count, last_id in zip(seqs, logits.split(sizes), counts, last_ids):
+            # 2) Score the tokens that are kept.
             kept = [*seq.guess.ids[:count], last_id]
-            results.append(scored(seq_logits[: count + 1], kept, [seq.params.logprobs] * len(kept)))
+            results.append(scored(rows[: count + 1], kept, [seq.params.logprobs] * len(kept)))
         return results
 
     def summary(self) -> str:
         """Describe in one line how many guesses were accepted; k must not be 0."""
         times = self.offered[0]
-        if not times:
-            return "0 times guessed"
-        rates = " ".join(f"{a / n:.0%}" for a, n in zip(self.accepted, self.offered) if n)
         return (
-            f"{times} times guessed, {sum(self.accepted) / times:.2f} accepted on average "
-            f"(by position: {rates})"
+            f"{times} times guessed, {sum(self.accepted) / max(1, times):.2f} accepted on average"
         )
+
+
+def drawn(logits: Tensor, seqs: list[EngineSequence]) -> Iterable[tuple]:
+    """Verify guesses by rejection sampling; see SpeculativeProposer.verify.
+
+    Returns:
+        For each sequence, how many guesses are kept, and the token after them.
+    """
+    # 1) Compute the model's distribution at each guess, as if all guesses before it were accepted,
+    # and once more after the last guess. For each of these R rows, `extended` has the sequence up
+    # to there, and `ids` the guess; after the last guess it has a 0, never used.
+    guesses = [seq.guess for seq in seqs]
+    sizes = [len(guess.ids) + 1 for guess in guesses]
+    extended = []
+    ids = []
+    for seq, size in zip(seqs, sizes):
+        extended += [seq.with_guesses(seq.guess.ids[:i]) for i in range(size)]
+        ids += [*seq.guess.ids, 0]
+    p = distribution(logits, extended)  # (R, V)
+    chances = p.gather(1, torch.tensor(ids, device=p.device)[:, None])  # (R, 1)
+    chances = chances.flatten().cpu()  # one read by the host for all sequences
+    u = torch.tensor([each.uniform(ACCEPT) for each in extended], dtype=torch.float64)
+    # 2) Accept some guesses of each sequence, and find what the token after them is drawn from.
+    of_seqs = zip(p.split(sizes), chances.split(sizes), guesses, u.split(sizes))
+    counts, rests = zip(*[accept(*each) for each in of_seqs])
+    # 3) Draw one more token for each, by the random number that plain decoding would use.
+    u_last = torch.tensor([seq.uniform(count) for seq, count in zip(seqs, counts)])
+    return zip(counts, draw(torch.stack(rests), u_last).tolist())
+
+
+def likeliest(logits: Tensor, seqs: list[EngineSequence]) -> Iterable[tuple]:
+    """Do the same where each token is to be the likeliest one: a guess is kept if it is. With 40
+    rows and a vocabulary of 150,000 it takes a twentieth of the time.
+
+    Example: guesses [5, 9, 2], and the likeliest tokens [5, 9, 7, 3] -> 2 are kept, then comes 7
+    """
+    ids = iter(logits.max(-1).indices.tolist())
+    for seq in seqs:
+        best = [next(ids) for _ in range(len(seq.guess.ids) + 1)]
+        count = [*map(ne, seq.guess.ids, best), True].index(True)
+        yield count, best[count]
 
 
 class NGram(SpeculativeProposer):

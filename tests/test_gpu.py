@@ -62,15 +62,15 @@ WAYS = {
     "a step in parts": ("plain", {}, dict(max_num_batched_tokens=11), 2),
     "structure": ("trained", WORDS | LOUD, {}, 2),
     "n-grams, every setting": ("plain", FILTERS | PENALTIES, dict(guess="n-grams"), 4),
-    "n-grams, log-probabilities": ("plain", dict(logprobs=2), dict(guess="n-grams"), 3 + 6),
-    "draft": ("plain", {}, dict(guess="draft"), 3 + GUESSES),
+    "n-grams, log-probabilities": ("plain", dict(logprobs=2), dict(guess="n-grams"), 2 + 6),
+    "draft": ("plain", {}, dict(guess="draft"), 2 + GUESSES),
     "draft, every setting": ("plain", FILTERS, dict(guess="draft"), 4 + 2 * GUESSES),
     "experts": ("experts", {}, {}, 2 + 2),
     "int8": ("plain", {}, dict(quantize="int8"), 2),
     "int4": ("plain", {}, dict(quantize="int4"), 2),
     "gptq": ("gptq", {}, {}, 2),
     "not finite": ("plain", {}, dict(prompts=[[1, NAN], *PROMPTS[1:]]), 2),
-    "draft not finite": ("plain", {}, dict(guess="draft", broken=8), 3 + GUESSES),
+    "draft not finite": ("plain", {}, dict(guess="draft", broken=8), 2 + GUESSES),
 }  # fmt: skip
 # On a GPU, attention is that of around/fast; in these ways that of the root is rehearsed too.
 ALONE = ("greedy", "windows", "preempted", "int8 keys", "a step in parts")

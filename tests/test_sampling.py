@@ -427,7 +427,7 @@ def test_draws_have_the_right_chances(name):
     assert chi_square([drawn.count(i) for i in range(8)], expected) > FALSE_ALARM
 
 
-def test_logprobs_are_the_models_own():
+def test_logprobs_are_the_models_own(monkeypatch):
     """They are reported after temperature and filters: a perplexity made of them is wrong; or
     asking for them draws differently, or shows in other rows. The top 20 of 4 tokens is an index
     error; half-precision logits lose their digits."""
@@ -447,6 +447,14 @@ def test_logprobs_are_the_models_own():
         best, best_ids = line.topk(n or 0)
         assert [i for i, _ in token.top] == best_ids.tolist()
         assert [x for _, x in token.top] == pytest.approx(best.tolist(), abs=1e-5)
+    # A row that does not ask for them does not pay for them.
+    scored, log_softmax = [], torch.Tensor.log_softmax
+    monkeypatch.setattr(
+        torch.Tensor, "log_softmax", lambda x, dim: scored.append(len(x)) or log_softmax(x, dim)
+    )
+    for batch in (rows, plain):
+        sample(logits, batch)
+    assert scored == [5]
     (token,) = sample(torch.tensor([[1.0, 2, 3, 4]]).bfloat16(), [row(V=4, logprobs=20)])
     assert [i for i, _ in token.top] == [3, 2, 1, 0]
     assert token.top[0][1] == pytest.approx(-0.4401897, abs=1e-5)

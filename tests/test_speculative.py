@@ -30,6 +30,8 @@ from tiny import DRAFTS, MODEL, SLIDING, WORDS, edit_config
 import generate as command_line
 import sampling
 import speculative
+from around.fast import attending
+from around.fast.attending import replace_layers
 from around.settings import SamplingParams
 from paged import BlockTable
 from sampling import Token, distribution
@@ -297,25 +299,38 @@ def test_guesses_are_all_or_none_and_cost_no_more_than_they_must(blocks, seqs, b
 
 
 @pytest.mark.parametrize("guess", ["n-gram", "near"])
-def test_rows_stand_together_whatever_is_guessed(guess):
+def test_rows_stand_together_whatever_is_guessed(guess, monkeypatch):
     """Where less is guessed than may be, rows with equally many tokens are attended alone."""
+    monkeypatch.setattr(attending, "max_blocks", lambda _: 10**6)
     counts, given = [], {"draft": DRAFTS[guess], "speculate": 3, "num_blocks": 99}
     at = engine(max_num_seqs=8, max_num_batched_tokens=70, **given)
     for runner in (at.runner, *at.proposer.runners):
 
         def planned(rows, plan=runner.plan):
             result = plan(rows)
-            lengths, groups = {len(row.ids) for row in rows}, result[2][0].groups
-            counts.append((len(lengths), len(groups), len(rows)))
+            lengths = {len(row.ids) for row in rows}
+            _, _, (first, *_), _ = replace_layers(MODEL, result)
+            counts.append((len(lengths), len(first.rows), len(rows)))
             return result
 
-        runner.max_blocks, runner.plan = 10**6, planned
+        runner.plan = planned
     for i in range(8):
         at.add_request((WORDS[i : i + 4] * 4)[: 6 + i], params(14 + i, ignore_eos=True))
         step(at)
     drain(at)
     assert any(1 < lengths < rows for lengths, _, rows in counts)
     assert all(groups == lengths for lengths, groups, _ in counts)
+
+
+def test_greedy_guesses_need_no_distribution(monkeypatch):
+    """To verify 40 greedy guesses took a step of the sampler over the whole vocabulary."""
+    monkeypatch.setattr(speculative, "distribution", None)
+    at = engine(max_num_batched_tokens=16, speculate=3)
+    requests = [at.add_request(WORDS[i : i + 9] * 2, replace(GREEDY, max_tokens=9)) for i in (0, 5)]
+    drain(at)
+    assert sum(at.proposer.accepted) > 0
+    for request in requests:
+        assert_same(request, alone(at, request.prompt_token_ids, replace(GREEDY, max_tokens=9)))
 
 
 class Script(SpeculativeProposer):
@@ -339,10 +354,10 @@ def test_what_became_of_the_guesses():
     assert sequence.token_ids == TEXT[:11]
     # 0; 1 2 and 3 refused; 4 refused; 5 6 7 and 8; 9 refused, and 10 is the last
     assert proposer.offered == [4, 3, 3] and proposer.accepted == [2, 2, 1]
+    assert proposer.summary() == "4 times guessed, 1.25 accepted on average"
     assert (
-        proposer.summary() == "4 times guessed, 1.25 accepted on average (by position: 50% 67% 33%)"
-    )
-    assert NGram(4).summary() == "0 times guessed"  # where max_tokens leaves no room for one
+        NGram(4).summary().startswith("0 times guessed")
+    )  # where max_tokens leaves no room for one
     for k, room, count in ((4, 9, 4), (4, 4, 3), (4, 1, 0), (1, 2, 1)):
         seq = EngineSequence(Request(), [1, 2], SamplingParams(max_tokens=room + 1), config(9))
         assert SpeculativeProposer(k).count(seq) == 0
@@ -408,11 +423,10 @@ def test_guesses_on_the_command_line(capfd, tmp_path):
     ):  # fmt: skip
         assert command_line.main([*words, *flags.split()]) == 0
         err = capfd.readouterr().err
-        found = re.search(
-            r"\d+ times guessed, \d\.\d\d accepted on average \(by position: ([0-9% ]+)\)$", err
-        )
-        rates = [int(rate) for rate in re.findall(r"\d+", found[1])] if found else []
-        assert len(rates) == most and (most != 2 or rates[0] == 100), err  # it guesses for itself
+        found = re.search(r"\d+ times guessed, (\d\.\d\d) accepted on average$", err)
+        mean = float(found[1]) if found else 0
+        assert bool(found) == bool(most) and mean <= most, err
+        assert most != 2 or mean > 1.5  # it guesses for itself
     # Of another size over the same tokens, as Qwen2.5's are padded, it was refused.
     command_line.main(words)
     want, tensors = capfd.readouterr().out, load_file(DRAFT / "model.safetensors")
