@@ -10,20 +10,18 @@ of many sequences. The file knows nothing about requests or text. Papers: Kwon e
 BlockTable, BlockPool; then Row, Blocks, Runner. Next: scheduler.py.
 
 The M new tokens of all sequences are laid end to end and run as a batch of one: (1, M).
-Attention takes them apart again, into groups of B rows; a row is one sequence's share of the
-forward, with T new tokens and W blocks. The model returns logits for R of the M tokens: (R, V).
+Attention takes them apart again, into rows; a row is one sequence's share of the forward, with T
+new tokens and W blocks. The model returns logits for R of the M tokens: (R, V). (around/fast puts
+several rows into one call of attention.)
 
     ids      the_  king  _is        the_  king  _hat  h       block_size = 4; a letter is a token
     tables   [ 2,    5,   1 ]       [ 2,    5,    7,  3 ]
     pool     0:free  1:used x1  2:used x2  3:used x1  4:cached  5:used x2  6:free  7:used x1
 """
 
-import itertools
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from math import prod
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -182,10 +180,6 @@ class BlockPool:
 
 # --- What the blocks hold -------------------------------------------------------------------------
 
-# Bytes of keys, and as many of values, that one attend_group copies, unless a single row has more.
-# On a CPU larger copies get fresh pages from the system in each layer, which takes a third longer.
-MAX_COPY = 2**21
-
 
 class Row(NamedTuple):
     """One sequence's share of a forward."""
@@ -204,64 +198,6 @@ class Row(NamedTuple):
         return -(-self.positions.stop // block_size)
 
 
-def groups_of(rows: list[Row], block_size: int, max_blocks: int) -> Iterator[list[Row]]:
-    """Split rows into groups; attention runs once for each, as one batch.
-
-    A group is a run of rows with equally many new tokens. Each row is padded to as many blocks as
-    the longest one has. Padding is least if the longest context comes first; see
-    scheduler.run_order.
-
-    Args:
-        max_blocks: how many blocks a group may have, padding included, unless it is a single row.
-
-    Example: block_size 4, max_blocks 4. Three rows have 1 new token each, at positions 5, 3 and 2.
-        The first of them needs two blocks, so only one other fits beside it. A fourth row has 3 new
-        tokens. So the groups have 2, 1 and 1 rows.
-    """
-    for _, alike in itertools.groupby(rows, key=lambda row: len(row.ids)):
-        group: list[Row] = []
-        width = 0
-        for row in alike:
-            width = max(width, row.num_blocks(block_size))
-            if group and (len(group) + 1) * width > max_blocks:
-                yield group
-                group = []
-                width = row.num_blocks(block_size)
-            group.append(row)
-        yield group
-
-
-@dataclass
-class Group:
-    """B rows with T new tokens each: one call of attention."""
-
-    rows: list[Row]
-    runner: "Runner"
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """B and T."""
-        return len(self.rows), len(self.rows[0].ids)
-
-    @cached_property
-    def table(self) -> Tensor:
-        """(B, W) int64, each row's blocks, as far as its last new token; later ones may hold an old
-        NaN. A shorter row repeats its last block, at positions that no query sees."""
-        used = [row.blocks[: row.num_blocks(self.runner.block_size)] for row in self.rows]
-        W = max(map(len, used))
-        padded = [blocks + blocks[-1:] * (W - len(blocks)) for blocks in used]
-        return torch.tensor(padded, device=self.runner.model.device)
-
-    @cached_property
-    def masks(self) -> Masks:
-        """What the rows see, for all layers. Place s of a row's blocks, side by side, is position
-        s."""
-        model = self.runner.model
-        positions = torch.tensor([row.positions for row in self.rows], device=model.device)
-        slots = torch.arange(self.table.shape[1] * self.runner.block_size, device=model.device)
-        return Masks(model.config, positions, slots[None], model.dtype)  # (B, T) and (1, S)
-
-
 @dataclass
 class Blocks(LayerCache):
     """One layer's keys and values in blocks, and the plan of one forward.
@@ -269,42 +205,46 @@ class Blocks(LayerCache):
     Attributes:
         kv: (2 * K, blocks, block size, stored_dim), encoded: the heads' keys, then their values.
         slots: (M,) int64, where each new token goes: block * block size + offset.
-        groups: in the order of the tokens.
-        window: this layer's window, which selects its masks.
+        rows: in the order of the tokens.
+        runner: what has planned the forward.
+        window: this layer's window.
     """
 
     kv: Tensor
     slots: Tensor
-    groups: list[Group]
+    rows: list[Row]
+    runner: "Runner"
     window: int | None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store k and v, then attend group by group. See model.LayerCache.attend; here the
-        arguments are (1, N, M, H) and (1, K, M, H)."""
-        # 1) store: flatten gives a view of all slots, so this writes into kv
-        new = encode(torch.cat((k, v), 1)[0], self.kv.dtype)  # (2 * K, M, stored_dim)
-        self.kv.flatten(1, 2).index_copy_(1, self.slots, new)
-        # 2) attend: cut the M queries into groups, and join the results
-        sizes = [prod(group.shape) for group in self.groups]
-        attended = []
-        for group, part in zip(self.groups, q[0].split(sizes, dim=1)):  # (N, B * T, H)
-            queries = part.unflatten(1, group.shape).transpose(0, 1)  # (B, N, T, H)
-            y = self.attend_group(queries, group)  # (B, N, T, H)
-            attended.append(y.transpose(0, 1).flatten(1, 2))  # (N, B * T, H)
-        return torch.cat(attended, 1)[None]  # (1, N, M, H)
+        """Store k and v, then attend row by row. See model.LayerCache.attend; here the arguments
+        are (1, N, M, H) and (1, K, M, H)."""
+        self.store(k, v)
+        queries = q.split([len(row.ids) for row in self.rows], 2)  # (1, N, T, H) each
+        return torch.cat([self.attend_row(*each) for each in zip(queries, self.rows)], 2)
 
-    def attend_group(self, q: Tensor, group: Group) -> Tensor:
-        """Attend to the blocks of a group's rows: (B, N, T, H) -> the same."""
-        blocks = self.kv[:, group.table].transpose(0, 1)  # (B, 2 * K, W, block size, stored_dim)
-        k, v = decode(blocks, q.dtype).flatten(2, 3).chunk(2, 1)  # (B, K, S, H) each
-        return attention(q, k, v, group.masks[self.window])
+    def attend_row(self, q: Tensor, row: Row) -> Tensor:
+        """Attend to a row's blocks, as far as its last new token; later ones may hold an old NaN:
+        (1, N, T, H) -> the same."""
+        tensor = partial(torch.tensor, device=q.device)
+        table = tensor(row.blocks[: row.num_blocks(self.runner.block_size)])  # (W,)
+        blocks = decode(self.kv[:, table], q.dtype)  # (2 * K, W, block size, H)
+        k, v = blocks.flatten(1, 2)[None].chunk(2, 1)  # (1, K, S, H) each
+        # Place s of the blocks, side by side, is position s.
+        places = tensor([range(k.shape[2])])  # (1, S)
+        masks = Masks(self.runner.model.config, tensor([row.positions]), places, q.dtype)
+        return attention(q, k, v, masks[self.window])
+
+    def store(self, k: Tensor, v: Tensor) -> None:
+        new = encode(torch.cat((k, v), 1)[0], self.kv.dtype)  # (2 * K, M, stored_dim)
+        # flatten gives a view of all slots, so this writes into kv.
+        self.kv.flatten(1, 2).index_copy_(1, self.slots, new)
 
 
 class Runner:
     """A model, and the keys and values of all its sequences in small blocks.
 
-    Bytes: 2 * layers * blocks * block_size * K * stored_dim * itemsize. A forward copies at most
-    MAX_COPY bytes of keys at a time, or those of one row, if they are more.
+    Bytes: 2 * layers * blocks * block_size * K * stored_dim * itemsize.
     """
 
     def __init__(
@@ -317,8 +257,6 @@ class Runner:
         # The heads come first, because attention takes one head at a time, and reads its keys up to
         # twice as fast if they are contiguous.
         self.kv = empty_layers(model, kv_dtype, 2 * K, num_blocks, block_size)
-        key_bytes = block_size * K * model.config.head_dim * model.dtype.itemsize
-        self.max_blocks = min(num_blocks, MAX_COPY // key_bytes)
 
     @torch.no_grad()
     def forward(self, rows: list[Row]) -> Tensor:
@@ -335,8 +273,7 @@ class Runner:
     def plan(self, rows: list[Row]) -> tuple[Tensor, Tensor, list[Blocks], Tensor]:
         """Plan one forward over the new tokens of several sequences, side by side.
 
-        Decoding and prefill are not told apart: rows with equally many new tokens share a call of
-        attention, see groups_of.
+        Decoding and prefill are not told apart.
 
         Returns:
             The tokens and their positions, (1, M) int64 each; one Blocks per layer, for this
@@ -345,7 +282,7 @@ class Runner:
 
         Example: block_size 4, rows ([7, 2], 5, [a]), ([3], 2, [b]), ([0, 1], 4, [c, d, e]):
             tokens [a, b, c, d, e], positions [5, 2, 4, 5, 6], slots [9, 14, 4, 5, 6],
-            select [0, 1, 4]; groups with the tables [[7, 2], [3, 3]] and [[0, 1]]
+            select [0, 1, 4]
         """
         size = self.block_size
         tokens: list[int] = []
@@ -359,9 +296,8 @@ class Runner:
             select += range(len(tokens) - row.num_logits, len(tokens))
         tensor = partial(torch.tensor, device=self.model.device)
         places = tensor(slots)
-        groups = [Group(each, self) for each in groups_of(rows, size, self.max_blocks)]
         layers = [
-            Blocks(kv, places, groups, window)
+            Blocks(kv, places, rows, self, window)
             for kv, window in zip(self.kv, self.model.config.windows, strict=True)
         ]
         return tensor([tokens]), tensor([positions]), layers, tensor(select)

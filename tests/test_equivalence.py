@@ -12,7 +12,6 @@ import torch
 import ways
 from ways import CASES, KINDS, PATHS, REPLAYED
 
-from around.fast import attending
 from around.settings import DTYPES
 
 DEVICE = os.environ.get("KILOLM_DEVICE", "cpu")
@@ -50,9 +49,8 @@ def test_same_tokens(case, path, kind, dtype, device=DEVICE):
 
 @pytest.mark.parametrize("path", ["static cache, fast", "paged, plain", "paged, fast"])
 @pytest.mark.parametrize("case", ["trained", "sliding"])
-def test_bfloat16(case, path, monkeypatch):
-    """A key hidden from prompts, or shown too early, where they attend by two products."""
-    monkeypatch.setattr(attending, "PRODUCTS", True)  # on every processor
+def test_bfloat16(case, path):
+    """A key hidden from prompts, or shown too early; test_processors.py runs both kernels."""
     model, options = ways.placed(case, "plain", "cpu", torch.bfloat16)
     jobs = [ways.jobs_of(case)[job] for job in ways.FEW]
     error, _ = ways.compare(case, "plain", ways.FEW, PATHS[path](model, jobs, **options), False)

@@ -15,11 +15,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from around.fast.attending import FastBlocks, StepBlocks, StepGroup, replace_layers
+from around.fast import attending
+from around.fast.attending import FastBlocks, groups_of, replace_layers
 from around.fast.compiling import step_of
 from kv_cache import StaticCache, decode, encode
 from model import Config, Masks, Transformer, attention
-from paged import BlockPool, BlockTable, Row, Runner, groups_of
+from paged import BlockPool, BlockTable, Row, Runner
 from tools.books import audit_pool
 
 
@@ -246,9 +247,10 @@ def runner_of(blocks, size, N=2, K=1, window=None):
     return Runner(Transformer(config).double(), blocks, size)
 
 
-def shapes(layer):
+def shapes(runner, rows):
     """Of each group: rows, new tokens of each, and blocks."""
-    return [(*each.shape, each.table.shape[1]) for each in layer.groups]
+    _, _, (first, *_), _ = replace_layers(runner.model, runner.plan(rows))
+    return [(*each.places.shape, each.table.shape[1]) for each in first.rows]
 
 
 def slow_paged_attention(q, k, v, pool, rows, config):
@@ -289,14 +291,14 @@ SHAPES = [(4, 2, 4), (3, 3, 1), (4, 1, 16)]  # N, K, block size
 
 @pytest.mark.parametrize("window", [None, 1, 3, 50])
 @pytest.mark.parametrize("way", ["plain", "fast", "step"])
-def test_paged_attention_equals_its_slow_twin(way, window):
+def test_paged_attention_equals_its_slow_twin(way, window, monkeypatch):
     """A key of another's block, a row attended with its neighbour's table, a slot written that is
     nobody's: the pool must be equal in every slot afterwards. A NaN in a slot of another row, or
     of nobody, that is multiplied by 0."""
     blocks, near = 24, {}
     for (N, K, size), seed in itertools.product(SHAPES, range(6)):
         runner = runner_of(blocks, size, N, K, window)
-        runner.max_blocks = 4 ** (seed % 4)
+        monkeypatch.setattr(attending, "max_blocks", lambda _: 4 ** (seed % 4))  # noqa: B023
         rows = random_rows(random.Random(seed), blocks, size)
         if way == "step":
             rows = [row._replace(ids=row.ids[:1]) for row in rows]
@@ -308,8 +310,7 @@ def test_paged_attention_equals_its_slow_twin(way, window):
             assert all(type(layer) is FastBlocks for layer in layers)
         if way == "step":
             seen = step_of(runner.model, positions, layers)[1]
-            kv, slots, *group = seen.tensors
-            layers = [None, StepBlocks(kv, slots, [StepGroup(*group)], None)]
+            layers = [None, seen]
         assert tokens.tolist() == [[i for row in rows for i in row.ids]]
         assert positions.tolist() == [[row.start + i for row in rows for i in range(len(row.ids))]]
         assert [tokens[0, i] for i in select] == [row.ids[-1] for row in rows]
@@ -353,7 +354,7 @@ def test_copies():
         assert torch.equal(tensor, old[:, [0, 0, 1, 3, 0]])
 
 
-def test_rows_that_stand_together():
+def test_rows_that_stand_together(monkeypatch):
     """No more of them than max_blocks hold, by the longest: one long sequence made all others as
     slow as itself; many that share a long prompt took more memory than there was."""
     rows = [Row([], start, [5] * count) for count, start in ((1, 5), (1, 3), (1, 2), (3, 4))]
@@ -363,23 +364,29 @@ def test_rows_that_stand_together():
         groups = [*groups_of(rows, size, most)]
         assert [len(group) for group in groups] == counts
         assert [row for group in groups for row in group] == rows
-    assert [*groups_of([], 4, 4)] == []
+    # Prompts of about equally many tokens stand together, but for long ones.
+    for lengths, counts in (((1, 2, 4, 5, 6), [1, 1, 2, 1]), ((40, 50, 51, 63), [2, 2]),
+                            ((120, 128, 130, 130), [2, 1, 1])):  # fmt: skip
+        groups = groups_of([Row([], 0, [5] * length) for length in lengths], 16, 1000)
+        assert [len(group) for group in groups] == counts
     # A draft's rows can come in another order; all of a group were padded to the last one.
     rows = [Row([], start, [5]) for start in (3, 3, 79)]
     assert [len(group) for group in groups_of(rows, 4, 20)] == [2, 1]
     runner = runner_of(80, 16)
-    large = [Runner(runner.model, 2**14, 16, kv_dtype).max_blocks for kv_dtype in ("auto", "int8")]
-    assert (runner.max_blocks, large) == (80, [2**21 // (16 * 8 * 8)] * 2)  # as floats
-    runner.max_blocks = 40
+    int8 = Runner(runner.model, 2**14, 16, "int8")  # what is copied, and then decoded
+    for each, width in ((runner, 8), (int8, 8 + 4)):
+        assert attending.max_blocks(each) == 2**22 // (2 * 16 * width * 8)
+    monkeypatch.setattr(attending, "max_blocks", lambda _: 40)
     ends = (1000, 600, 250, 200, 5, 3)  # in blocks: 63, 38, 16, 13, 1, 1
     rows = [Row([*range(-(-end // 16))], end - 1, [end % 32]) for end in ends]
-    tokens, _, layers, select = runner.plan(rows)
-    assert shapes(layers[0]) == [(1, 1, 63), (1, 1, 38), (2, 1, 16), (2, 1, 1)]
+    tokens, _, _, select = runner.plan(rows)
+    assert shapes(runner, rows) == [(1, 1, 63), (1, 1, 38), (2, 1, 16), (2, 1, 1)]
     assert [int(tokens[0, i]) for i in select] == [end % 32 for end in ends]
     mixed = [Row([*range(1000)], 15_999, [1]), *[Row([*range(7)], 99, [1])] * 63]
     forks = [Row([*range(1000)], 15_999 - i, [1]) for i in range(64)]
     for rows, most in ((mixed, 63 * 7 + 1000), (forks, 64 * 1000)):
-        copied = [B * W for B, _, W in shapes(runner_of(1500, 16).plan(rows)[2][0])]
+        monkeypatch.setattr(attending, "max_blocks", lambda _: 1500)
+        copied = [B * W for B, _, W in shapes(runner_of(1500, 16), rows)]
         assert max(copied) <= 1500 and sum(copied) <= 1.5 * most
 
 

@@ -7,8 +7,6 @@ hooks and by other forms of its Linears; the files of the root know nothing of i
 
 from typing import Any
 
-import torch
-
 
 def make_fast(
     model: Any, compiled: bool = False, batch_size: int | None = None, kv_dtype: str = "auto"
@@ -37,9 +35,7 @@ def make_fast(
         from .compiling import replay_steps
 
         replay_steps(model)
-    elif device == "cpu" and (
-        model.dtype != torch.float32 or any(hasattr(each, "qweight") for each in model.modules())
-    ):
+    elif device == "cpu":
         from .packed import pack_linears
 
         pack_linears(model, compiled=False)

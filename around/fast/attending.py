@@ -2,23 +2,24 @@
 
 attend_fast adds a hook to a model, which replaces the layers of a cache before each forward. So the
 caches do not know of this file, and without it the tokens are the same. What replaces a class of
-the root overrides `attend` and `attend_group` alone. Attention itself is model.attention, whatever
-the path, so a change there holds for all of them. Read: attend_fast, FastGroup, FastBlocks,
+the root overrides `attend` and `attend_row` alone. Attention itself is model.attention, whatever
+the path, so a change there holds for all of them. Read: attend_fast, groups_of, Group, FastBlocks,
 attend_to_prompt. What a compiled step does (StepBlocks, attend_to_blocks) can wait.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from around.settings import CHUNK
 from kv_cache import Slab, decode
-from model import Transformer, attention
-from paged import Blocks, Group, groups_of
+from model import Masks, Transformer, attention
+from paged import Blocks, Row, Runner
 
 from .packed import onednn_multiplies
 
@@ -41,16 +42,82 @@ def replace_layers(model: Any, args: tuple) -> tuple:
     if type(first) is Slab and tokens.is_cpu and tokens.shape[1] >= PROMPT:
         layers = [PromptSlab(**vars(layer)) for layer in layers]
     elif type(first) is Blocks:
-        groups = fast_groups(first.groups)
-        layers = [FastBlocks(layer.kv, layer.slots, groups, layer.window) for layer in layers]
+        runner = first.runner
+        numbers = count(1)
+        groups = [
+            Group(rows, runner, numbers)
+            for rows in groups_of(first.rows, runner.block_size, max_blocks(runner))
+        ]
+        layers = [FastBlocks(**vars(layer) | {"rows": groups}) for layer in layers]
     return tokens, positions, layers, *select
 
 
 # --- Blocks ---------------------------------------------------------------------------------------
 
 
-class FastGroup(Group):
-    """A Group, and the indices by which its blocks are copied."""
+# Bytes of keys and values that are copied for one call of attention, unless a single row has more.
+# On a CPU larger copies get fresh pages from the system in each layer, which takes a third longer.
+# A GPU gets 16 times as much, so that there are few calls; we have not measured that.
+MAX_COPY = 2**22
+# A row with more new tokens attends alone: it has work enough for a call.
+MAX_TOGETHER = 128
+
+
+def max_blocks(runner: Runner) -> int:
+    """How many blocks MAX_COPY bytes are."""
+    kv = runner.kv[0]
+    most = MAX_COPY if kv.is_cpu else 16 * MAX_COPY
+    return most // (kv[:, 0].numel() * runner.model.dtype.itemsize)
+
+
+def groups_of(rows: list[Row], block_size: int, max_blocks: int) -> Iterator[list[Row]]:
+    """Split rows into groups; attention runs once for each, as one batch.
+
+    A group is a run of rows with about equally many new tokens: none has over a quarter more than
+    the first. Each row is padded to as many tokens and blocks as the longest one has. Padding is
+    least if rows with few new tokens come first, and of these the longest context; see
+    scheduler.run_order.
+
+    Args:
+        max_blocks: how many blocks a group may have, padding included, unless it is a single row.
+
+    Example: block_size 4, max_blocks 4. Three rows have 1 new token each, at positions 5, 3 and 2.
+        The first of them needs two blocks, so only one other fits beside it. A fourth row has 3 new
+        tokens. So the groups have 2, 1 and 1 rows.
+    """
+    group: list[Row] = []
+    width = 0
+    for row in rows:
+        own = row.num_blocks(block_size)
+        width = max(width, own)
+        fits = (len(group) + 1) * width <= max_blocks
+        if group and (not fits or len(row.ids) > min(len(group[0].ids) * 1.25, MAX_TOGETHER)):
+            yield group
+            group = []
+            width = own
+        group.append(row)
+    yield group
+
+
+class Group:
+    """B rows with up to T new tokens each: one call of attention. Rows with fewer are padded."""
+
+    def __init__(self, rows: list[Row], runner: Runner, tokens: Iterator[int]) -> None:
+        """Args: tokens: counts the new tokens of all groups."""
+        self.rows = rows
+        self.runner = runner
+        # (B, T) int64, the numbers of the rows' tokens in the forward, from 1; 0 is no token.
+        self.places = self.padded([[next(tokens) for _ in row.ids] for row in rows], 0)
+        # (B, W) int64, each row's blocks, as far as its last new token; later ones may hold an old
+        # NaN. A shorter row is padded by another block, at positions that no query sees.
+        used = [row.blocks[: row.num_blocks(runner.block_size)] for row in rows]
+        self.table = self.padded(used, used[0][0])
+
+    def padded(self, lists: list[list[int]], number: int) -> Tensor:
+        """Make a tensor of lists, with `number` where one is shorter than the longest."""
+        longest = max(map(len, lists))
+        equal = [each + [number] * (longest - len(each)) for each in lists]
+        return torch.tensor(equal, device=self.runner.model.device)
 
     @cached_property
     def flat_table(self) -> Tensor:
@@ -60,21 +127,36 @@ class FastGroup(Group):
         firsts = torch.arange(num_heads, device=self.table.device)[:, None] * num_blocks
         return self.table[:, None] + firsts
 
-
-def fast_groups(groups: list[Group]) -> list[Group]:
-    """Plan the rows of a forward anew, on a GPU in larger groups, so that there are few calls; we
-    have not measured that."""
-    runner = groups[0].runner
-    rows = [row for group in groups for row in group.rows]
-    most = runner.max_blocks * (16 if runner.model.device.type == "cuda" else 1)
-    return [FastGroup(each, runner) for each in groups_of(rows, runner.block_size, most)]
+    @cached_property
+    def masks(self) -> Masks:
+        """What the rows see, for all layers. Place s of a row's blocks, side by side, is position
+        s."""
+        model = self.runner.model
+        positions = self.padded([[*row.positions] for row in self.rows], 0)  # (B, T)
+        places = torch.arange(self.table.shape[1] * self.runner.block_size, device=model.device)
+        return Masks(model.config, positions, places[None], model.dtype)
 
 
 class FastBlocks(Blocks):
-    """One layer's keys and values in blocks. Rows are copied a few at a time: a short copy is still
-    in the processor's cache when attention reads it."""
+    """One layer's keys and values in blocks. `rows` are Groups. Rows are copied a few at a time: a
+    short copy is still in the processor's cache when attention reads it."""
 
-    def attend_group(self, q: Tensor, group: Any) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.store(k, v)
+        groups: Any = self.rows
+        if len(groups) == len(groups[0].rows) == 1:
+            return self.attend_row(q, groups[0])
+        # (N, 1 + M, H): the queries, each of which gives way to its result. The first is no token.
+        y = pad(q[0], (0, 0, 1, 0))
+        for group in groups:
+            places = group.places.flatten()
+            chosen = y.index_select(1, places).unflatten(1, group.places.shape)  # (N, B, T, H)
+            result = self.attend_row(chosen.transpose(0, 1), group)
+            y.index_copy_(1, places, result.transpose(0, 1).flatten(1, 2))
+        return y[None, :, 1:]  # (1, N, M, H)
+
+    def attend_row(self, q: Tensor, group: Any) -> Tensor:
+        """Attend to the blocks of a group's rows: (B, N, T, H) -> the same."""
         # self.kv[:, group.table] would take twice as long.
         blocks = self.kv.flatten(0, 1).index_select(0, group.flat_table.flatten())
         stored = blocks.unflatten(0, group.flat_table.shape).flatten(2, 3)  # (B, 2 * K, S, ...)
@@ -82,54 +164,41 @@ class FastBlocks(Blocks):
         if len(q) == 1 and q.shape[2] >= PROMPT:
             end = group.rows[0].positions.stop
             return attend_to_prompt(q, k[:, :, :end], v[:, :, :end], self.window)
-        return attention(q, k, v, group.masks[self.window], kernel_for(q))
-
-
-class StepGroup(NamedTuple):
-    """A Group of one new token in each row, as nothing but tensors: what the compiler sees."""
-
-    table: Tensor
-    mask: Tensor  # (B, 1, N / K, W, block size), that of one layer
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return len(self.table), 1
-
-    @property
-    def masks(self) -> dict[None, Tensor]:
-        return {None: self.mask.flatten(3)}
+        return attention(q, k, v, group.masks[self.window])
 
 
 class StepBlocks(Blocks):
     """One layer's keys and values in blocks, for one new token in each row, compiled as a part of
-    the layer's block."""
+    the layer's block. It has nothing but the tensors that the compiler sees: kv and slots of
+    Blocks, the table of a Group, and this layer's mask, (B, 1, N / K, W, block size)."""
 
-    def attend_group(self, q: Tensor, group: Any) -> Tensor:
-        if not loops_pay(len(q), q.shape[1] * 2 // len(self.kv)):
-            return super().attend_group(q, group)
-        stored = self.kv[:, group.table].transpose(0, 1)  # (B, 2 * K, W, block size, stored_dim)
-        return attend_to_blocks(q, decode(stored, q.dtype), group.masks[self.window])
+    def __init__(self, *tensors: Tensor) -> None:
+        self.tensors = tensors
+        self.kv, self.slots, self.table, self.mask = tensors
 
-
-def loops_pay(B: int, heads: int) -> bool:
-    """Whether attend_to_blocks is faster than PyTorch's kernel after a copy, for B rows where
-    `heads` query heads share a key. The time as a multiple of the kernel's, with heads of 64 (AMX):
-                                   bfloat16    float32
-        1 row of 512, 1 head       0.51        0.51
-        1 row of 512, 3 heads      0.71        0.87
-        1 row of 2,048, 4 heads    1.05        1.23
-        32 rows of 64, 1 head      0.54        0.65
-        32 rows of 64, 3 heads     1.05        1.38
-    """
-    return B == 1 or heads == 1
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.store(k, v)
+        blocks = decode(self.kv[:, self.table].transpose(0, 1), q.dtype)
+        return attend_to_blocks(q.transpose(0, 2), blocks, self.mask.flatten(3)).transpose(0, 2)
 
 
 def attend_to_blocks(q: Tensor, blocks: Tensor, mask: Tensor) -> Tensor:
     """Do what model.attention does, for one query of each row and head, and add up in float32.
 
-    PyTorch's attention wants a row's keys side by side. These are plain operators, and need no
-    copy: the compiler puts the look-up of the blocks into the loops that multiply them, and these
-    loops into the code of the block. A key that several heads share is read once for each.
+    PyTorch's kernel wants a row's keys side by side, and most of its time goes into copying them.
+    The loops are plain operators, and copy nothing: the compiler puts the look-up of the blocks
+    into the loops that multiply them, and these loops into the code of the block. The heads that
+    share a key are written one after the other, so that the compiler puts them into one loop, which
+    reads the key once. Their time as a multiple of the kernel's, copies included, with AVX2 alone
+    (Zen 3) and 3 key heads of 64:
+                             bfloat16; heads that share a key    float32
+                             1      3      4      8              1      3      4      8
+            1 row of 64      0.58   0.76   0.80   1.02           0.59   0.79   0.84   0.81
+            1 row of 2,048   0.33   0.77   1.19   1.52           0.83   0.80   0.89   1.13
+            8 rows of 512    0.31   0.82   1.04   1.22           0.87   0.73   0.79   1.21
+            32 rows of 64    0.35   0.59   0.78   1.01           0.76   0.64   0.57   0.94
+            32 rows of 512   0.27   0.67   0.96   1.42           0.53   0.63   0.77   0.89
+            32 of 2,048      0.36   0.75   1.06   1.38           0.50   0.20   0.76   0.84
 
     Args:
         q: (B, N, 1, H).
@@ -142,13 +211,15 @@ def attend_to_blocks(q: Tensor, blocks: Tensor, mask: Tensor) -> Tensor:
     keys, values = blocks.chunk(2, 1)  # (B, K, W, block size, H) each
 
     def loops(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        scores = (q[:, :, :, None, None].float() * keys[:, :, None]).sum(-1)
+        queries = q[:, :, :, None, None].float().unbind(2)  # N / K times (B, K, 1, 1, H)
+        scores = torch.stack([(query * keys).sum(-1).flatten(2) for query in queries], 2)
         # The scores are scaled and not q, because for q the compiler would compute the root anew
         # for each key.
-        scores = scores.flatten(3) * q.shape[3] ** -0.5 + mask  # (B, K, N / K, S)
+        scores = scores * q.shape[3] ** -0.5 + mask  # (B, K, N / K, S)
         weights = (scores - scores.amax(-1, True)).exp()
-        parts = weights.unflatten(3, keys.shape[2:4])[..., None] * values[:, :, None]
-        total = parts.sum(4).sum(3)  # (B, K, N / K, H): within each block, then of all
+        parts = weights.unflatten(3, keys.shape[2:4])[..., None].unbind(2)
+        # (B, K, N / K, H): the values are added within each block, then over all.
+        total = torch.stack([(part * values).sum(3).sum(2) for part in parts], 2)
         # The softmax's division comes last, so that it divides H numbers and not S.
         return (total / weights.sum(-1, True)).to(q.dtype)
 
@@ -170,6 +241,7 @@ class PromptSlab(Slab):
 
 
 PIECE = 128  # queries
+MAX_SCORES = 2**23  # of `products` at once: as of 64 queries, 32 heads and 4,096 keys
 # In bfloat16, where oneDNN multiplies it, PyTorch's fused kernel takes two to three times as long
 # as two products (Zen 5); with AMX it takes half as long (Sapphire Rapids).
 PRODUCTS = onednn_multiplies(torch.bfloat16) and not torch.cpu._is_amx_tile_supported()
@@ -201,8 +273,10 @@ def attend_to_prompt(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Ten
     attended = []
     # PyTorch's kernels profit from large pieces; products, and a window, from small ones. An
     # engine's chunk is a little longer than CHUNK, and still one piece.
-    is_small = q.is_cpu and (kernel is products or window < S)
-    for queries in q.split(PIECE if is_small else CHUNK + CHUNK // 4, 2):
+    piece = PIECE if q.is_cpu and window < S else CHUNK + CHUNK // 4
+    if kernel is products:
+        piece = min(PIECE, max(1, MAX_SCORES // (q.shape[1] * S)))
+    for queries in q.split(piece, 2):
         end = start + queries.shape[2]
         first = max(0, start - window + 1)
         # All queries see the keys before the first query's own, if the window does not end there.
@@ -223,9 +297,9 @@ def mask_of(T: int, own: int, window: int, heads: int, device: Any, dtype: Any) 
 
 
 def kernel_for(q: Tensor) -> Callable:
-    """What model.attention calls where there is a mask. All but PyTorch's own take one that covers
-    the last keys only."""
-    if not q.is_cpu or q.shape[2] < PROMPT:
+    """What model.attention calls for a prompt. All but PyTorch's own take a mask that covers the
+    last keys only."""
+    if not q.is_cpu:
         return scaled_dot_product_attention
     return products if PRODUCTS and q.dtype == torch.bfloat16 else in_two
 

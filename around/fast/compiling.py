@@ -10,8 +10,9 @@ compile_model, show_steps, step_of. The last section can wait, as it is a fast p
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,9 +22,9 @@ from around.machine import progress
 from around.settings import CHUNK, blame, supported
 from kv_cache import BUCKET, Slab, StaticCache
 from model import Block, LayerCache, NoCache, Transformer
-from paged import Blocks, Group, Row, Runner, groups_of
+from paged import Blocks, Row, Runner
 
-from .attending import StepBlocks, StepGroup, replace_layers
+from .attending import Group, StepBlocks, max_blocks, replace_layers
 from .packed import Int4Linear, compile_once, dequantize, number_of, pack_linears
 
 # --- Compiled -------------------------------------------------------------------------------------
@@ -61,12 +62,11 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
     # Code is compiled when it first runs, so each kind of forward is run here: one token, and a
     # prompt; with a paged cache also many rows of one token. The compiler takes a size of 1 as
     # fixed, and one that show_steps marks as standing for all above 1. It tunes its loops to what
-    # it sees first, so `many` is a usual number. Each row is padded to two blocks; see step_of.
+    # it sees first, so 32 is a usual number. Each row is padded to two blocks; see step_of.
     with torch.no_grad(), blame("--compile"):  # PyTorch raises an error if there is no compiler
         if batch_size is None:
             runner = Runner(model, CHUNK, 16, kv_dtype)
-            many = max(2, min(32, 16 * runner.max_blocks))  # they fit into one group
-            for rows, T in progress([(1, 1), (many, 1), (1, CHUNK)], COMPILING):
+            for rows, T in progress([(1, 1), (32, 1), (1, CHUNK)], COMPILING):
                 runner.forward([Row([0] * CHUNK, 0, [0] * T)] * rows)  # all write to block 0
         else:
             cache = StaticCache(model, batch_size, CHUNK, kv_dtype)
@@ -114,10 +114,10 @@ class Opaque(LayerCache):
 
     def __init__(self, function: Any, number: Tensor | None = None) -> None:
         self.function = function
-        self.number = number_of(self) if number is None else number
+        self.tensors = (number_of(self) if number is None else number,)
 
     def attend(self, x: Tensor, *more: Tensor) -> Tensor:
-        return torch.ops.kilolm.opaque(x, [*more], self.number, x.shape[-1])
+        return torch.ops.kilolm.opaque(x, [*more], *self.tensors, x.shape[-1])
 
     def compute(self, x: Tensor, *more: Tensor) -> Tensor:
         return self.function(x, *more).contiguous()
@@ -129,31 +129,15 @@ class Region(Block):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any) -> Tensor:
         if isinstance(cache, NoCache):
             return super().forward(x, cos, sin, cache)
-        return cache.region(self, x, cos, sin, *cache.tensors)
+        return run(self, x, cos, sin, *cache.tensors)
 
 
-class Seen(NamedTuple):
-    """One layer's cache, as a Region gets it."""
-
-    region: Callable[..., Tensor]  # one of the two below
-    tensors: tuple[Tensor, ...]  # what it gets
-    owner: Any = None  # of a number, so that it lives as long as this
-
-
-region = torch.compiler.nested_compile_region
-
-
-@region
-def run_hidden(block: Block, x: Tensor, cos: Tensor, sin: Tensor, number: Tensor) -> Tensor:
-    return Block.forward(block, x, cos, sin, Opaque(None, number))
-
-
-@region
-def run_blocks(
-    block: Block, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, slots: Tensor, *group: Tensor
-) -> Tensor:
-    groups: Any = [StepGroup(*group)]
-    return Block.forward(block, x, cos, sin, StepBlocks(kv, slots, groups, None))
+@torch.compiler.nested_compile_region
+def run(block: Block, x: Tensor, cos: Tensor, sin: Tensor, *tensors: Tensor) -> Tensor:
+    """Run a block, which gets nothing but the tensors of its layer's cache: those of a StepBlocks,
+    or the number of an Opaque."""
+    cache = StepBlocks(*tensors) if len(tensors) > 1 else Opaque(None, *tensors)
+    return Block.forward(block, x, cos, sin, cache)
 
 
 def show_steps(model: Any, args: tuple) -> tuple:
@@ -162,8 +146,7 @@ def show_steps(model: Any, args: tuple) -> tuple:
     place in the text, and how many groups attend differs from step to step. If the compiler saw
     that, it would compile again each time. It sees
 
-    - on a CPU, one new token of one sequence, or of each row if the rows form one group (see
-      paged.groups_of);
+    - on a CPU, one new token of one sequence, or of each row if the rows form one group;
     - on a GPU, all forwards with a static cache, but not an int8 cache, because the compiler fails
       to take a scale apart into bytes; then steps are not replayed either.
     """
@@ -178,16 +161,14 @@ def show_steps(model: Any, args: tuple) -> tuple:
     if not seen:
         tokens, positions, layers, *select = replace_layers(model, args)
         seen = [Opaque(layer.attend) for layer in layers]
-        if tokens.is_cpu:
-            seen = [Seen(run_hidden, (each.number,), each) for each in seen]
     if type(first) is Blocks:  # any number of tokens may need logits, one included
         torch._dynamo.decorators.mark_unbacked(select[0], 0)
     return mark_dynamic(tokens, 1), mark_dynamic(positions, 1), seen, *select
 
 
-def step_of(model: Transformer, positions: Tensor, layers: list) -> list[Seen] | None:
-    """Plan a step for run_blocks. None: the forward is no step of one group, or the cache is one
-    that this file does not know."""
+def step_of(model: Transformer, positions: Tensor, layers: list) -> list[StepBlocks] | None:
+    """Plan a step, for `run`. None: the forward is no step that can be one group, or the cache is
+    one that this file does not know."""
     first = layers[0]
     kvs = [layer.kv for layer in layers]
     if type(first) is Slab and positions.shape == (1, 1):
@@ -195,29 +176,27 @@ def step_of(model: Transformer, positions: Tensor, layers: list) -> list[Seen] |
         position = int(positions)
         rows = [Row([*range(position // BUCKET + 1)], position, [0])]
         kvs = [kv[0].unflatten(1, (-1, BUCKET)) for kv in kvs]
-        runner: Any = SimpleNamespace(model=model, block_size=BUCKET)
+        runner: Any = SimpleNamespace(model=model, kv=kvs, block_size=BUCKET)
     elif type(first) is Blocks:
-        runner = first.groups[0].runner
-        rows = [row for group in first.groups for row in group.rows]
-        # Few calls are best here: with half as many blocks, 32 rows of 512 tokens in float32 would
-        # need two, and a step of the 110m shape would take 1.17 times as long. With more, more rows
-        # would be padded.
-        groups = groups_of(rows, runner.block_size, 32 * runner.max_blocks)
-        if len(rows[0].ids) > 1 or len([*groups]) > 1:
-            return None
+        runner = first.runner
+        rows = first.rows
     else:
         return None
-    group = Group(rows, runner)
+    group = Group(rows, runner, count())
+    # If some rows are much longer than others, the padding would take longer than several calls.
+    if group.places.shape[1] > 1 or group.table.numel() > 32 * max_blocks(runner):
+        return None
     if group.table.shape[1] == 1:  # the compiler would take this size as a case of its own
         group.table = group.table.repeat(1, 2)
-    shared = mark_dynamic(first.slots, 0), mark_dynamic(group.table, 0, 1)
+    slots = mark_dynamic(first.slots, 0)
+    table = mark_dynamic(group.table, 0, 1)
     # The compiler cannot yet give a region a size that is a product, such as W * block size.
     masks = {
         window: mark_dynamic(group.masks[window].unflatten(3, (-1, runner.block_size)), 0, 3, 4)
         for window in model.config.windows
     }
     return [
-        Seen(run_blocks, (mark_dynamic(kv, 1, 2), *shared, masks[layer.window]))
+        StepBlocks(mark_dynamic(kv, 1, 2), slots, table, masks[layer.window])
         for kv, layer in zip(kvs, layers)
     ]
 
