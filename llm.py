@@ -36,9 +36,6 @@ class LLM:
         self.checkpoint = args.checkpoint
         self.engine = make_engine(args, ranks, *load_models(args, ranks))
 
-    def __repr__(self) -> str:
-        return f"LLM(model={str(self.checkpoint)!r})"
-
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the checkpoint's own settings. dataclasses.replace makes others of them."""
         return SamplingParams(**suggested(self.checkpoint))

@@ -314,11 +314,6 @@ class EngineArgs(Limits):
     device: str = setting("auto", "where to run", choices=("auto", "cpu", "cuda", "mps"))
     dtype: str = setting("auto", "auto: as in the checkpoint", choices=[*DTYPES])
     quantize: str | None = setting(None, "round weights to fewer bits", choices=("int8", "int4"))
-    group_size: int | None = setting(
-        None,
-        "input channels per scale, for int4 (default: the largest of 128, 64, 32 that fits)",
-        -1,  # the least; -1 means one scale for all input channels
-    )
     compile: bool = setting(
         False, "start slower, run faster (docs/quantisation.md)", action="store_true"
     )

@@ -409,7 +409,6 @@ WRONG = {  # a command line -> what its error names
     "--speculate 65": "speculate", "--kv-memory nan": r"kv_memory must be float.*nan",
     "--system kind": "--system needs --chat", "--prompt-file /nowhere.txt": r"/nowhere\.txt",
     "--prompt-file /": "/: Is a directory",
-    "--quantize int4 --group-size 24": "group_size 24 .* try",
 }  # fmt: skip
 UNREADABLE = ("--prompt a --chat", "--top-k 1.5", "--dtype int8", "--nonsense", "stray")
 

@@ -698,12 +698,11 @@ def test_names_of_this_host(local, monkeypatch):
     assert local.get("/health", Host="a.test").status == 200
 
 
-def test_keys_and_origins(local, monkeypatch):
+def test_keys(local, monkeypatch):
     """A path did not need the key, or the beginning of the key was accepted. Any web page could
-    read the answers, or the permitted one could not."""
+    read the answers."""
     assert not [name for name in local.get("/health").headers if "Access" in name]
     monkeypatch.setitem(vars(local.args), "api_key", "secrét")
-    monkeypatch.setitem(vars(local.args), "cors", "http://a.test")
     right, wrong = "Bearer secrét".encode().decode("latin-1"), "Bearer \xff"
     for path in ("/metrics", "/engine", "/v1/models", COMPLETIONS, CHAT):
         method = "POST" if path in (COMPLETIONS, CHAT) else "GET"
@@ -711,13 +710,9 @@ def test_keys_and_origins(local, monkeypatch):
         for key in ("", "Bearer", right[:-1], right + "s", "Basic secrét", wrong):
             local.send(method, path, Authorization=key).fails(401, code="invalid_api_key")
     key = {"Authorization": right.replace("B", "b")}
-    answer = local.send("OPTIONS", COMPLETIONS)  # a browser sends no key with it
-    assert answer.headers["Access-Control-Allow-Headers"] == "Authorization, *"
     opened = [local.get(path, **key) for path in ("/metrics", "/engine", "/v1/models")]
     opened += [local.get("/"), local.get("/health"), local.post(COMPLETIONS, STREAM, **key)]
-    for each in (answer, *opened):
-        assert each.status == 200
-        assert each.headers["Access-Control-Allow-Origin"] == "http://a.test"
+    assert all(each.status == 200 for each in opened)
 
 
 def test_more_clients_than_threads(local, monkeypatch, capfd):
@@ -814,8 +809,8 @@ def test_errors_at_the_start(capfd, tmp_path, monkeypatch):
         monkeypatch.setattr(server_module, "open_engine", served)
         for option, value, says in (
             ("--port", taken.getsockname()[1], "in use"), ("--port", 99999, "port"),
-            ("--api-key", "", "--api-key"), ("--host", "", "--host"), ("--cors", "a", "--cors"),
-            ("--cors", "https://\u4f8b.jp", "--cors"), ("--max-queue", -1, "max_queue"),
+            ("--api-key", "", "--api-key"), ("--host", "", "--host"),
+            ("--max-queue", -1, "max_queue"),
             ("--max-body", -1, "max_body"),
         ):  # fmt: skip
             fails(option, value, says)
@@ -1016,7 +1011,7 @@ def test_the_command_line_and_a_signal(tmp_path):
     chain = {a: {"items": {"$ref": f"#/$defs/{b}"}} for a, b in itertools.pairwise(names)}
     schema = {"$defs": chain | {names[-1]: {"type": "null"}}, "$ref": "#/$defs/d0"}
     rules = "\n".join(f"a{i}: {'(' * 20}a{i + 1}{')' * 20}" for i in range(300))
-    options = ("--cors", "http://a", "--served-model-name", "mine", "--max-seq-len", 256,
+    options = ("--served-model-name", "mine", "--max-seq-len", 256,
                "--max-num-seqs", 2, "--max-queue", 1, "--max-body", 250_000, "--kv-memory", "16e6",
                "--shutdown-timeout", 1000)  # fmt: skip
     with Process(tmp_path, *options, KILOLM_API_KEY="secret") as server:
@@ -1034,12 +1029,11 @@ def test_the_command_line_and_a_signal(tmp_path):
         half_sent = [connect(server, data[:-1]) for data in (post(head=head), GET)]
         busy = connect(server, post({**LONG, "max_tokens": 200, "n": 4, "stream": True}, head))
         begun = busy.recv(2**16)
-        assert b"Access-Control-Allow-Origin: http://a\r\n" in begun
         server.process.send_signal(signal.SIGTERM)
         until(lambda: not server.accepts())
         health = server.send("GET", "/health", on=idle)
         # It was 200, so that a proxy would have had to read the body to take the replica out.
-        assert (health.status, health.json) == (503, {"status": "stopping"})
+        assert "stopping" in health.fails(503)
         (answer,) = parse(begun + receive(busy))
         assert answer.events[-1] == "[DONE]" and '"length"' in answer.events[-2]
         assert server.process.wait(120) == 0 and "Traceback" not in server.log.read_text()

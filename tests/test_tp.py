@@ -471,7 +471,7 @@ def test_what_must_be_the_same(monkeypatch):
         ({"prompt": "b"}, None),
         ({"dtype": "float16"}, "1 has .*'dtype': 'float16'.*rank 0 has .*'dtype': 'float32'"),
         ({"quantize": "int8"}, "rank 1 has .*'quantize': 'int8'"),
-        ({"checkpoint": Path("b")}, "rank 1 has .*'checkpoint': 'b'"),
+        ({"checkpoint": Path("b")}, r"rank 1 has .*'checkpoint': PosixPath\('b'\)"),
     ):
         ours = {"dtype": "float32", "checkpoint": Path("a"), "prompt": "a"}
         sent.clear()
@@ -480,7 +480,7 @@ def test_what_must_be_the_same(monkeypatch):
             fails = pytest.raises(ValueError, match=differs)
             with fails if rank and differs else contextlib.nullcontext():
                 meeting.agree(SimpleNamespace(**options))
-        assert (sent[0]["kilolm"], sent[0]["torch"]) == (VERSION, torch.__version__)
+        assert sent[0].startswith(f"kilolm {VERSION}, torch {torch.__version__}, ")
 
 
 OUTPUTS = "out", "err"

@@ -49,7 +49,6 @@ class ServerArgs(EngineArgs):
     max_body: int = setting(2**22, "bytes of a request's body", 1)
     shutdown_timeout: float = setting(30.0, "seconds for running requests to finish", 0, 1e6)
     api_key: str | None = setting(None, "clients must send it (default: $KILOLM_API_KEY)")
-    cors: str | None = setting(None, "an origin whose pages may use the API")
     tool_format: str = setting(
         "auto", "how function calls are written; auto: as in the template", choices=("auto", *FORMS)
     )
@@ -65,8 +64,6 @@ def server_args(flags: Namespace, ranks: Ranks) -> ServerArgs:
     args = ServerArgs(**defaults | settings.given(ServerArgs, flags))
     if "" in (args.host, args.api_key):
         raise ValueError("--host and --api-key (or $KILOLM_API_KEY) must not be empty")
-    if args.cors and not re.fullmatch(r"\*|https?://[A-Za-z0-9.:\[\]-]+", args.cors):
-        raise ValueError(f"--cors {args.cors}: must be like http://localhost:3000, or *")
     return args
 
 
@@ -115,8 +112,7 @@ class Listener:
         --shutdown-timeout, and end drive()."""
         host, port = self.listener.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host  # IPv6
-        temperature = self.api.defaults.temperature
-        say(f"requests that set no temperature get {temperature:g}")
+        say(f"requests that set no temperature get {self.api.defaults.temperature:g}")
         say(f"serving {self.api.name} on http://{host}:{port}")
         while not self.stopping:
             # While no thread is free, new clients wait in the listening socket.
@@ -231,9 +227,6 @@ class Front(Exchange):
         self.check_host()
         method, _, path = self.asked.partition(" ")
         demand(path in ROUTES, 404, f"there is no {path:.100}: there are {', '.join(ROUTES)}")
-        if method == "OPTIONS" and self.server.args.cors:
-            self.send({})  # a browser's preflight, which has no key and needs only a success
-            return
         right = "POST" if path.endswith("/completions") else "GET"
         demand(method == right, 405, f"{path} takes {right}, not {method}")
         if path not in ("/", "/health"):
@@ -258,11 +251,9 @@ class Front(Exchange):
         self.send(PAGE.read_text("utf-8"), content_type="text/html")
 
     def send_health(self) -> None:
-        """The health checks of proxies read only the status."""
-        if self.server.stopping:
-            self.send({"status": "stopping"}, 503)
-        else:
-            self.send({"status": "ok"})
+        """Of this, the health checks of proxies read only the status, 200 or 503."""
+        demand(not self.server.stopping, 503, "the server is stopping")
+        self.send({"status": "ok", "version": settings.VERSION})
 
     # --- Checks -----------------------------------------------------------------------------------
 
@@ -299,7 +290,7 @@ class Front(Exchange):
 
 ROUTES = {
     "/": Front.send_page,
-    "/version": lambda c: c.send({"version": settings.VERSION}),
+    "/version": Front.send_health,
     "/health": Front.send_health,
     "/metrics": lambda c: c.send(c.server.metrics.text(), content_type="text/plain; version=0.0.4"),
     "/engine": Front.send_snapshot,

@@ -50,7 +50,7 @@ class Exchange(BaseHTTPRequestHandler):
     HTTP/1.0, which proxies may speak, works as 1.1 does.
 
     Attributes:
-        server: what accepted the client; `server.args` has max_body and cors.
+        server: what accepted the client; `server.args` has max_body.
         asked: method and path, such as "GET /health"; "" until they have been read.
         stream: whether the answer is a stream of events.
         has_begun: whether the head of the answer has been sent.
@@ -182,11 +182,6 @@ class Exchange(BaseHTTPRequestHandler):
         )
         if content_type != EVENTS:
             head += f"Content-Length: {size}\n"
-        if self.server.args.cors:
-            head += (
-                f"Access-Control-Allow-Origin: {self.server.args.cors}\n"
-                "Access-Control-Allow-Headers: Authorization, *\n"
-            )
         return f"{head}\n".replace("\n", "\r\n").encode("latin-1")
 
     def log(self, status: int | str) -> None:

@@ -94,7 +94,7 @@ def load_models(
     if args.quantize:
         from quantize import quantize_model
 
-        quantize_model(model, args.quantize, args.group_size)
+        quantize_model(model, args.quantize)
     proposer = Proposer() if ranks.rank else load_proposer(args, ranks.device, model)
     use_threads(args.threads, num_bytes)
     if args.plain:

@@ -84,8 +84,7 @@ def meet(device: torch.device) -> None:
 def agree(args: Any) -> None:
     """Check that this rank has rank 0's versions and options, among them the path of the checkpoint
     folder. What is in the folder is not compared. Raises ValueError."""
-    facts = {name: str(value) for name, value in given(EngineArgs, args).items()}
-    facts |= dict(kilolm=VERSION, torch=torch.__version__)
+    facts = f"kilolm {VERSION}, torch {torch.__version__}, {given(EngineArgs, args)}"
     first = broadcast(facts)
     if first != facts:
         raise ValueError(
