@@ -647,13 +647,15 @@ def versus(args: Namespace) -> int:
     """Measure this engine and the others that are installed, in turn, on the same folder: one
     sequence, a prompt, a batch. See tools/versus.py."""
     check("--new-tokens", args.new_tokens, int, 2)  # the first is the prompt's
-    length = max(args.prompt_tokens, versus_tool.BATCH[1]) + args.new_tokens + 1
+    needed = max(args.prompt_tokens, versus_tool.BATCH[1]) + args.new_tokens + 1
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as others:
         folder = args.checkpoint or Path(temporary)
         if not args.checkpoint:
             write_random(SHAPES[args.shape], DTYPES[args.dtype], folder)
         config = load_config(folder)
-        check("--prompt-tokens and --new-tokens", length, int, 1, config.max_position_embeddings)
+        longest = config.max_position_embeddings
+        check("--prompt-tokens and --new-tokens", needed, int, 1, longest)
+        length = max(needed, min(longest, versus_tool.LONG[1] + versus_tool.LONG_NEW + 1))
         setup = {**vars(args), "folder": folder, "device": args.ranks.device.type}
         setup |= dict(length=length, vocab_size=config.vocab_size, sampling=SAMPLING[args.sampling])
         python = {"vllm": args.vllm_python or sys.executable}

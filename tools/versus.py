@@ -32,6 +32,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 ALONE, BATCH = 16, (16, 64)  # tokens of the prompts that are decoded from: one, or many
+LONG, LONG_NEW = (400, 600), 128  # tokens of prompts as of chats, and of their replies
 
 # --- The parent -----------------------------------------------------------------------------------
 
@@ -123,6 +124,7 @@ def compare(
     rng = random.Random(0)
     rows = {"decode": "one sequence", "prefill": f"prefill of {setup['prompt_tokens']:,} tokens"}
     rows["batch"] = f"{setup['sequences']} sequences"
+    rows["long"] = f"{setup['sequences']} sequences of {LONG[0]} to {LONG[1]} tokens"
     versions, notes = {}, []
 
     def ids(count: int) -> list[int]:
@@ -130,10 +132,14 @@ def compare(
 
     def measure(*children: Child) -> None:
         for counts in rounds():
-            batch = [ids(rng.randint(*BATCH)) for _ in range(setup["sequences"])]
-            prompts = {"decode": [ids(ALONE)], "prefill": [ids(setup["prompt_tokens"])]}
-            for figure, job in (prompts | {"batch": batch}).items():
-                message = {"figure": figure, "prompts": job, "new_tokens": setup["new_tokens"]}
+            new = setup["new_tokens"]
+            jobs = {"decode": ([ids(ALONE)], new), "prefill": ([ids(setup["prompt_tokens"])], new)}
+            for figure, lengths, count in (("batch", BATCH, new), ("long", LONG, LONG_NEW)):
+                prompts = [ids(rng.randint(*lengths)) for _ in range(setup["sequences"])]
+                if lengths[1] + count < setup["length"]:  # else the model's context is too short
+                    jobs[figure] = prompts, count
+            for figure, (prompts, count) in jobs.items():
+                message = {"figure": figure, "prompts": prompts, "new_tokens": count}
                 speeds = {child.name: child.ask(message)["tok_s"] for child in children}
                 # None: it does not do this
                 found = {name: speed for name, speed in speeds.items() if speed is not None}
@@ -361,7 +367,7 @@ class LlamaCpp(Peer):
             raise RuntimeError("it ended early")
 
     def speed(self, figure: str, prompts: list[list[int]], new_tokens: int) -> float | None:
-        return None if figure == "batch" else super().speed(figure, prompts, new_tokens)
+        return super().speed(figure, prompts, new_tokens) if len(prompts) == 1 else None
 
 
 ENGINES: dict[str, type[Peer]] = {
