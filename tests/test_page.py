@@ -208,7 +208,7 @@ def test_conversation(page, local, slow, monkeypatch):
         say("Why?")
         assert "engine failed, not kept in the conversation" in page.notes()[-1]
         assert page.all("#message")[0].get_attribute("value") == "Why?"
-        page.set(max_tokens=900)
+        page.set(max_tokens=600)
         before = local.metrics()[ABORTED]
         third = say(event="#stop")  # the message is still there
         assert page.notes()[-1].endswith(", stopped")
@@ -219,7 +219,7 @@ def test_conversation(page, local, slow, monkeypatch):
         said = ["Who goes\nthere?", first, "What?", second, "Why?", third, "And?"]
         talks = [turns(*said[:n], system=["Be brief."]) for n in (1, 3, 5, 5, 7)]
         assert asked == talks
-        page.set(max_tokens=900)
+        page.set(max_tokens=300)  # fits beside the 600
         say("More.", event="#new")
         assert not page.all(".reply")
         m.setattr(answers, "split_thought", lambda text, *_: (BOLD, BOLD + text))
