@@ -215,7 +215,7 @@ def test_gptq_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_the_command_lines_take_it() -> None:
     nf4(tiny_model().float(), 16)
-    assert EngineArgs(quantize="nf4", group_size=64).quantize == "nf4"
+    assert EngineArgs(quantize="nf4").quantize == "nf4"
 
 
 def test_integers_are_as_before() -> None:
