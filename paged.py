@@ -224,8 +224,8 @@ class Blocks(LayerCache):
         return torch.cat([self.attend_row(*each) for each in zip(queries, self.rows)], 2)
 
     def attend_row(self, q: Tensor, row: Row) -> Tensor:
-        """Attend to a row's blocks, as far as its last new token; later ones may hold an old NaN:
-        (1, N, T, H) -> the same."""
+        """Attend to a row's blocks: (1, N, T, H) -> the same. Those after its last new token may
+        hold an old NaN, and are left out."""
         tensor = partial(torch.tensor, device=q.device)
         table = tensor(row.blocks[: row.num_blocks(self.runner.block_size)])  # (W,)
         blocks = decode(self.kv[:, table], q.dtype)  # (2 * K, W, block size, H)

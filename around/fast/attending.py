@@ -66,8 +66,8 @@ MAX_TOGETHER = 128
 def max_blocks(runner: Runner) -> int:
     """How many blocks MAX_COPY bytes are."""
     kv = runner.kv[0]
-    most = MAX_COPY if kv.is_cpu else 16 * MAX_COPY
-    return most // (kv[:, 0].numel() * runner.model.dtype.itemsize)
+    block_bytes = kv[:, 0].numel() * runner.model.dtype.itemsize
+    return MAX_COPY * (1 if kv.is_cpu else 16) // block_bytes
 
 
 def groups_of(rows: list[Row], block_size: int, max_blocks: int) -> Iterator[list[Row]]:

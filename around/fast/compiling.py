@@ -173,18 +173,17 @@ def step_of(model: Transformer, positions: Tensor, layers: list) -> list[StepBlo
     kvs = [layer.kv for layer in layers]
     if type(first) is Slab and positions.shape == (1, 1):
         # The slab of one sequence is blocks, side by side; two or more, as one is never read.
-        position = int(positions)
-        rows = [Row([*range(position // BUCKET + 1)], position, [0])]
+        rows = [Row([*range(int(positions) // BUCKET + 1)], int(positions), [0])]
         kvs = [kv[0].unflatten(1, (-1, BUCKET)) for kv in kvs]
         runner: Any = SimpleNamespace(model=model, kv=kvs, block_size=BUCKET)
-    elif type(first) is Blocks:
+    elif type(first) is Blocks and positions.shape[1] == len(first.rows):
         runner = first.runner
         rows = first.rows
     else:
         return None
     group = Group(rows, runner, count())
     # If some rows are much longer than others, the padding would take longer than several calls.
-    if group.places.shape[1] > 1 or group.table.numel() > 32 * max_blocks(runner):
+    if group.table.numel() > 32 * max_blocks(runner):
         return None
     if group.table.shape[1] == 1:  # the compiler would take this size as a case of its own
         group.table = group.table.repeat(1, 2)

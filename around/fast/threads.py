@@ -72,18 +72,17 @@ def keep_pool(end: Event) -> None:
 
 
 def clocks() -> tuple[float, float, float]:
-    """Return three clocks in seconds: of the time, of this process's CPU time, and of the CPU time
-    that others have used on the cores that this process may use. Without Linux's /proc, the last is
-    wrong, and CORES is empty."""
-    ticks = 0
+    """Return, in seconds, the time, the CPU time of this process, and that of others on the cores
+    that this process may use. Without Linux's /proc, the last is wrong, and CORES is empty."""
+    busy = 0.0
     with suppress(OSError):
         for line in (machine.ROOT / "proc/stat").read_text().splitlines():
             name, *fields = line.split()
             if name in CORES:
                 # user, nice, system; not idle and iowait; irq, softirq, steal
-                ticks += sum(map(int, fields[:3] + fields[5:8]))
+                busy += sum(map(int, fields[:3] + fields[5:8])) / os.sysconf("SC_CLK_TCK")
     own = time.process_time()
-    return time.monotonic(), own, ticks / os.sysconf("SC_CLK_TCK") - own
+    return time.monotonic(), own, busy - own
 
 
 spinning = Spinning()
