@@ -13,20 +13,18 @@ from typing import Any, NamedTuple
 class Processor(NamedTuple):
     onednn: str  # ONEDNN_MAX_CPU_ISA
     aten: str  # ATEN_CPU_CAPABILITY
+    can: str = ""  # of torch.cpu.get_capabilities
     is_x86: bool = True
-    vnni: bool = False
-    multiplies: tuple = ("torch.float32", "torch.bfloat16")  # the dtypes that oneDNN multiplies
-    amx: bool = False
 
 
 PROCESSORS = {
-    "AVX2": Processor("AVX2", "avx2", multiplies=("torch.float32",)),
-    "AVX-512": Processor("AVX512_CORE", "avx512"),  # which emulates bfloat16
-    "AVX-512 with VNNI and BF16": Processor("AVX512_CORE_BF16", "avx512", vnni=True),
-    "AMX": Processor("AVX512_CORE_AMX", "avx512", vnni=True, amx=True,
-                     multiplies=("torch.float32", "torch.bfloat16", "torch.float16")),
-    "a Mac": Processor("DEFAULT", "default", is_x86=False, multiplies=()),  # without oneDNN
-}  # fmt: skip
+    "AVX2": Processor("AVX2", "avx2"),
+    "AVX-512": Processor("AVX512_CORE", "avx512"),  # where oneDNN emulates bfloat16
+    "AMD's AVX-512": Processor("AVX512_CORE_BF16", "avx512", "avx512_bf16 avx512_vnni sse4a"),
+    "Intel's, without AMX": Processor("AVX512_CORE_BF16", "avx512", "avx512_bf16 avx512_vnni"),
+    "AMX": Processor("AVX512_CORE_AMX", "avx512", "avx512_bf16 avx512_vnni avx512_fp16 amx_tile"),
+    "a Mac": Processor("DEFAULT", "default", is_x86=False),  # without oneDNN
+}
 NAME = os.environ.get("KILOLM_PROCESSOR")
 
 
@@ -35,18 +33,22 @@ def pretend(processor: Processor) -> None:
     import torch  # after the variables: its libraries read them
 
     has_avx512 = "AVX512" in torch.backends.cpu.get_cpu_capability()
-    has_vnni = torch.cpu._is_vnni_supported()
-    has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    torch.cpu._is_vnni_supported = lambda: processor.vnni
-    torch.cpu._is_amx_tile_supported = lambda: processor.amx
+    has_bfloat16 = torch.cpu._is_avx512_bf16_supported() and torch.cpu._is_vnni_supported()
+    can = dict.fromkeys(processor.can.split(), True)
+    torch.cpu.get_capabilities = lambda: can
     torch.backends.cpu.get_cpu_capability = processor.aten.upper
-    from around.fast import packed  # the others ask when they are imported
+    from around.fast import packed  # it asks when it is imported
 
+    needed = {torch.bfloat16: "avx512_bf16", torch.float16: "avx512_fp16", torch.float32: None}
     packed.HAS_FBGEMM = processor.is_x86
-    packed.onednn_multiplies = lambda dtype: str(dtype) in processor.multiplies
+    packed.onednn_multiplies = lambda dtype: (
+        processor.is_x86
+        and torch.backends.mkldnn.is_available()
+        and can.get(needed[dtype], not needed[dtype])
+    )
     if not has_avx512:
         packed.dequantize.__defaults__ = (16,)  # half of the lanes
-    if not (has_bfloat16 and has_vnni):
+    if not has_bfloat16:
         play(packed)
 
 

@@ -238,6 +238,7 @@ def test_packed_equals_plain(name, dtype, monkeypatch):
     batches = [torch.cat([*rows, *rows]), *(torch.randn(*shape, 128) for shape in (
         (5,), (1, 1), (1, 3), (2, 1), (2, 33)))]  # fmt: skip
     ways = (1000, 0) if "int4" in name else (0,)  # of int4's two, a processor takes one
+    monkeypatch.setattr(packed, "MANY_ROWS", 6)
     for options, few_rows in itertools.product(({"N": 64}, {"bias": True}, {"N": 33}), ways):
         linear, form = both_of(name, dtype, **options)
         if "int4" in name:
@@ -337,6 +338,8 @@ def test_bfloat16_that_the_processor_emulates(monkeypatch, native):
     seconds before a chat begins; the pieces are in another order; few rows, which are fast, are
     widened. With --compile bfloat16's range is lost: its least and largest are 0 and infinite."""
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: native)
+    monkeypatch.setattr(packed, "CAN", {"avx512_bf16": native}.get)
+    monkeypatch.setattr(packed, "FAST_BFLOAT16", native)
     for dtype, form in (("float32", FusedLinear), ("bfloat16", packed.WidenedLinear)):
         llm = LLM(SHAKESPEARE, device="cpu", dtype=dtype, num_blocks=8)
         kind = type(llm.engine.model.layers[0].self_attn.qkv_proj)
@@ -354,10 +357,12 @@ def test_bfloat16_that_the_processor_emulates(monkeypatch, native):
     assert torch.equal(packed.HalfLinear(linear)(x), linear.weight.t())
     half = linear_of(dtype=F16)
     assert torch.equal(packed.HalfLinear(half)(x.half()), half.weight.t())
+    many = packed.MANY_ROWS if native else 8
+    x = torch.randn(many, 128, dtype=BF16)
     monkeypatch.setattr(torch.Tensor, "float", None)  # few rows are not widened
-    wide(x[:7])
+    wide(x[1:])
     with pytest.raises(TypeError):
-        wide(x[:8])
+        wide(x)
 
 
 def test_quantised_weights_are_packed_without_compiling(monkeypatch):

@@ -78,6 +78,8 @@ def form_of(linear: Any, alone: bool = False, compiled: bool = True) -> "type[Pa
                 return HalfLinear if compiled else WidenedLinear
         elif compiled:
             return LoopedLinear if alone else PackedLinear
+        elif dtype == torch.bfloat16 and not FAST_BFLOAT16:
+            return WidenedLinear
     return None
 
 
@@ -90,15 +92,28 @@ def has_int4(q: Tensor) -> bool:
 
 
 def onednn_multiplies(dtype: torch.dtype) -> bool:
-    """Whether PyTorch lets oneDNN multiply this dtype. For bfloat16 any AVX-512 is enough, even
-    where oneDNN emulates it."""
+    """Whether oneDNN multiplies this dtype by instructions of this processor. It also takes
+    bfloat16 where there is AVX-512 without them, but emulates it."""
     if not torch.backends.mkldnn.is_available():  # as on a Mac, which has no such operators
         return False
     if dtype == torch.float32:
         return True
     if dtype == torch.bfloat16:
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        has_instruction = CAN("avx512_bf16") or CAN("bf16")  # x86 or ARM
+        return bool(has_instruction) and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.ops.mkldnn._is_mkldnn_fp16_supported()
+
+
+CAN = torch.cpu.get_capabilities().get
+# Whether products of many rows are faster in bfloat16 than in float32. AMX multiplies 16 times as
+# many numbers in an instruction, and AMD's AVX-512 twice as many. But without AMX, as in a virtual
+# machine that hides it, Intel's instruction takes so long that oneDNN's product of 512 rows reaches
+# 0.5 to 0.6 of its speed in float32 (Emerald Rapids), and where oneDNN emulates it, a quarter. Only
+# AMD has SSE4a.
+FAST_BFLOAT16 = CAN("amx_tile") or (CAN("avx512_bf16") and CAN("sse4a"))
+# From here on, float32 is faster even if oneDNN's order of the weight must be undone first: 512
+# rows take 0.65 to 0.8 of the time, and 128 rows 0.75 to 1.05.
+MANY_ROWS = 192
 
 
 # --- What the compiler does not see ---------------------------------------------------------------
@@ -176,6 +191,8 @@ class PackedLinear(nn.Module):
 
     def compute(self, rows: Tensor) -> Tensor:
         """(R, K) -> (R, N)."""
+        if rows.dtype == torch.bfloat16 and len(rows) >= MANY_ROWS and not FAST_BFLOAT16:
+            return widened(rows, self.packed.to_dense())
         return torch.ops.mkldnn._linear_pointwise(rows, self.packed, None, "none", [], "")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -304,10 +321,11 @@ class Int4Linear(PackedLinear):
     def many_rows(self, rows: Tensor) -> Tensor:
         """Dequantise and multiply 512 output channels at a time, so that each dequantised piece is
         still in the processor's cache when it is multiplied."""
+        x = rows if FAST_BFLOAT16 else rows.float()
         products = []
         for packed, scales in zip(self.packed.split(512), self.scales.split(512, 2)):
-            weight = self.unpack(packed, scales).to(rows.dtype)  # (K, 512)
-            products.append(rows @ weight)
+            weight = self.unpack(packed, scales).to(x.dtype)  # (K, 512)
+            products.append((x @ weight).to(rows.dtype))
         return torch.cat(products, -1)
 
 
@@ -367,24 +385,32 @@ class HalfLinear(PackedLinear):
 
 
 class WidenedLinear(PackedLinear):
-    """A plain weight in a dtype that oneDNN does not multiply on this processor (see
-    onednn_multiplies), for a model that is not compiled. It is not packed, so that the model starts
-    quickly.
+    """A plain weight in a dtype that oneDNN does not multiply on this processor, or many rows of it
+    slowly (see FAST_BFLOAT16), for a model that is not compiled. It is not packed, so that the
+    model starts quickly.
 
-    PyTorch's own product takes one row after another, each with the whole weight. Eight rows or
-    more are multiplied in float32, with 512 output channels at a time, so that the widened piece is
-    still in the processor's cache. With AVX2 alone, a prompt of 512 tokens is read 6 times as fast.
+    Without such instructions, PyTorch's own product takes one row after another, each with the
+    whole weight. Eight rows or more are multiplied in float32: with AVX2 alone, a prompt of 512
+    tokens is read 6 times as fast.
     """
 
     def pack(self, linear: Any) -> None:
         self.packed = linear.weight
 
     def multiply(self, rows: Tensor) -> Tensor:
-        if len(rows) < 8:
+        if len(rows) < (MANY_ROWS if onednn_multiplies(rows.dtype) else 8):
             return F.linear(rows, self.packed)
-        x = rows.float()
-        products = [(x @ piece.float().mT).to(rows.dtype) for piece in self.packed.split(512)]
-        return torch.cat(products, -1)
+        return widened(rows, self.packed)
+
+
+def widened(rows: Tensor, weight: Tensor) -> Tensor:
+    """Multiply in float32, (R, K), (N, K) -> (R, N), with 1,024 output channels at a time, so that
+    the widened piece is still in the processor's cache."""
+    x = rows.float()
+    y = rows.new_empty(len(rows), len(weight))
+    for part, piece in zip(y.split(1024, 1), weight.split(1024)):
+        part.copy_(x @ piece.float().mT)
+    return y
 
 
 # --- One sequence alone ---------------------------------------------------------------------------
