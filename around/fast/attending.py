@@ -33,8 +33,12 @@ def attend_fast(model: Transformer) -> None:
     model.register_forward_pre_hook(replace_layers)
 
 
-def replace_layers(model: Any, args: tuple) -> tuple:
-    """Replace each layer of a cache in the arguments of Transformer.forward, where that pays."""
+def replace_layers(model: Any, args: tuple, blocks: "type[FastBlocks] | None" = None) -> tuple:
+    """Replace each layer of a cache in the arguments of Transformer.forward, where that pays.
+
+    Args:
+        blocks: what replaces Blocks; None: FastBlocks.
+    """
     if len(args) == 2:  # there is no cache; see model.NoCache
         return args
     tokens, positions, layers, *select = args
@@ -48,7 +52,8 @@ def replace_layers(model: Any, args: tuple) -> tuple:
             Group(rows, runner, numbers)
             for rows in groups_of(first.rows, runner.block_size, max_blocks(runner))
         ]
-        layers = [FastBlocks(**vars(layer) | {"rows": groups}) for layer in layers]
+        kind = blocks or FastBlocks
+        layers = [kind(**vars(layer) | {"rows": groups}) for layer in layers]
     return tokens, positions, layers, *select
 
 
@@ -178,11 +183,10 @@ class StepBlocks(Blocks):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.store(k, v)
-        blocks = decode(self.kv[:, self.table].transpose(0, 1), q.dtype)
-        return attend_to_blocks(q.transpose(0, 2), blocks, self.mask.flatten(3)).transpose(0, 2)
+        return attend_to_blocks(q.transpose(0, 2), self.kv, self.table, self.mask).transpose(0, 2)
 
 
-def attend_to_blocks(q: Tensor, blocks: Tensor, mask: Tensor) -> Tensor:
+def attend_to_blocks(q: Tensor, kv: Tensor, table: Tensor, mask: Tensor) -> Tensor:
     """Do what model.attention does, for one query of each row and head, and add up in float32.
 
     PyTorch's kernel wants a row's keys side by side, and most of its time goes into copying them.
@@ -202,12 +206,14 @@ def attend_to_blocks(q: Tensor, blocks: Tensor, mask: Tensor) -> Tensor:
 
     Args:
         q: (B, N, 1, H).
-        blocks: (B, 2 * K, W, block size, H), the keys and values.
-        mask: (B or 1, 1, N / K, W * block size); see model.Masks.
+        kv: as of Blocks.
+        table: (B, W), as of Group.
+        mask: (B or 1, 1, N / K, W, block size); see model.Masks.
 
     Returns:
         (B, N, 1, H).
     """
+    blocks = decode(kv[:, table].transpose(0, 1), q.dtype)
     keys, values = blocks.chunk(2, 1)  # (B, K, W, block size, H) each
 
     def loops(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -224,7 +230,7 @@ def attend_to_blocks(q: Tensor, blocks: Tensor, mask: Tensor) -> Tensor:
         return (total / weights.sum(-1, True)).to(q.dtype)
 
     # A fork may compute something else there, with all keys side by side.
-    return attention(q, keys.flatten(2, 3), values.flatten(2, 3), mask, loops)
+    return attention(q, keys.flatten(2, 3), values.flatten(2, 3), mask.flatten(3), loops)
 
 
 # --- Prompts --------------------------------------------------------------------------------------

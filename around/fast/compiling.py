@@ -24,7 +24,7 @@ from kv_cache import BUCKET, Slab, StaticCache
 from model import Block, LayerCache, NoCache, Transformer
 from paged import Blocks, Row, Runner
 
-from .attending import Group, StepBlocks, max_blocks, replace_layers
+from .attending import FastBlocks, Group, StepBlocks, attend_to_blocks, max_blocks, replace_layers
 from .packed import Int4Linear, compile_once, dequantize, number_of, pack_linears
 
 # --- Compiled -------------------------------------------------------------------------------------
@@ -60,14 +60,15 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
     else:
         compile_for_cuda(model, batch_size)
     # Code is compiled when it first runs, so each kind of forward is run here: one token, and a
-    # prompt; with a paged cache also many rows of one token. The compiler takes a size of 1 as
-    # fixed, and one that show_steps marks as standing for all above 1. It tunes its loops to what
-    # it sees first, so 32 is a usual number. Each row is padded to two blocks; see step_of.
+    # prompt; with a paged cache also many rows of one token, and both together. The compiler takes
+    # a size of 1 as fixed, and one that show_steps marks as standing for all above 1. It tunes its
+    # loops to what it sees first, so 32 is a usual number.
     with torch.no_grad(), blame("--compile"):  # PyTorch raises an error if there is no compiler
         if batch_size is None:
             runner = Runner(model, CHUNK, 16, kv_dtype)
-            for rows, T in progress([(1, 1), (32, 1), (1, CHUNK)], COMPILING):
-                runner.forward([Row([0] * CHUNK, 0, [0] * T)] * rows)  # all write to block 0
+            one, prompt = (Row([0] * CHUNK, 0, [0] * T) for T in (1, CHUNK))  # they use block 0
+            for rows in progress([[one], [one] * 32, [one] * 32 + [prompt]], COMPILING):
+                runner.forward(rows)
         else:
             cache = StaticCache(model, batch_size, CHUNK, kv_dtype)
             for T in progress([1, CHUNK], COMPILING):
@@ -159,7 +160,7 @@ def show_steps(model: Any, args: tuple) -> tuple:
         return tokens, positions, [replace(layer, masks=masks) for layer in layers], *select
     seen: Any = tokens.is_cpu and step_of(model, positions, layers)
     if not seen:
-        tokens, positions, layers, *select = replace_layers(model, args)
+        tokens, positions, layers, *select = replace_layers(model, args, MixedBlocks)
         seen = [Opaque(layer.attend) for layer in layers]
     if type(first) is Blocks:  # any number of tokens may need logits, one included
         torch._dynamo.decorators.mark_unbacked(select[0], 0)
@@ -185,19 +186,35 @@ def step_of(model: Transformer, positions: Tensor, layers: list) -> list[StepBlo
     # If some rows are much longer than others, the padding would take longer than several calls.
     if group.table.numel() > 32 * max_blocks(runner):
         return None
-    if group.table.shape[1] == 1:  # the compiler would take this size as a case of its own
-        group.table = group.table.repeat(1, 2)
     slots = mark_dynamic(first.slots, 0)
-    table = mark_dynamic(group.table, 0, 1)
-    # The compiler cannot yet give a region a size that is a product, such as W * block size.
-    masks = {
-        window: mark_dynamic(group.masks[window].unflatten(3, (-1, runner.block_size)), 0, 3, 4)
-        for window in model.config.windows
-    }
+    plans = {window: plan_for_loops(group, window) for window in model.config.windows}
     return [
-        StepBlocks(mark_dynamic(kv, 1, 2), slots, table, masks[layer.window])
+        StepBlocks(mark_dynamic(kv, 1, 2), slots, *plans[layer.window])
         for kv, layer in zip(kvs, layers)
     ]
+
+
+class MixedBlocks(FastBlocks):
+    """One layer's keys and values in blocks, for a forward that is no step. Rows with one new token
+    attend as in a step, which copies nothing. (A single one would be compiled as a case of its
+    own.)"""
+
+    def attend_row(self, q: Tensor, group: Any) -> Tensor:
+        if q.shape[2] > 1 or len(q) == 1 or not q.is_cpu:
+            return super().attend_row(q, group)
+        attend = compile_once(attend_to_blocks, dynamic=False)
+        q = mark_dynamic(q.contiguous(), 0)
+        return attend(q, mark_dynamic(self.kv, 1, 2), *plan_for_loops(group, self.window))
+
+
+def plan_for_loops(group: Group, window: int | None) -> tuple[Tensor, Tensor]:
+    """Return a group's table and mask as attend_to_blocks takes them, with sizes that change from
+    step to step."""
+    if group.table.shape[1] == 1:  # the compiler would take this size as a case of its own
+        group.table = group.table.repeat(1, 2)
+    # The compiler cannot yet give a region a size that is a product, such as W * block size.
+    mask = group.masks[window].unflatten(3, (-1, group.runner.block_size))
+    return mark_dynamic(group.table, 0, 1), mark_dynamic(mask, 0, 3, 4)
 
 
 def mark_dynamic(tensor: Tensor, *dims: int) -> Tensor:
