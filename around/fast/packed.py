@@ -457,7 +457,10 @@ def dot(weight: Tensor, row: Tensor) -> Tensor:
         pieces += 1
     # The compiler would compute the row, and the norm or silu that makes it, anew for each output
     # channel. But before as_strided it stores what it has.
-    row = row.as_strided(row.shape, row.stride())
     x = row.view(pieces, -1).float()
-    products = weight.unflatten(1, (pieces, -1)).float() * x  # (N, pieces, K / pieces)
-    return products.sum(-1).sum(-1)[None].to(row.dtype)
+    x = x.as_strided(x.shape, x.stride())
+    # Four sums at a time, which do not wait for each other: the compiler puts equal loops into one.
+    # That takes 0.7 of the time in bfloat16, and 0.8 in float32 (Emerald Rapids).
+    parts = weight.unflatten(1, (pieces, -1)).chunk(4)  # (N / 4, pieces, K / pieces) each
+    y = torch.cat([(part.float() * x).sum(-1).sum(-1) for part in parts])
+    return y[None].to(row.dtype)
