@@ -3,10 +3,9 @@
 Mixtral and Qwen3-MoE have E MLPs where a dense model has one, and each token passes through only k
 of them. So the model has many times the weights that one token needs, and of all experts a step
 reads only the chosen ones. This file changes a model from outside. The layers in model.py, the
-caches and the scheduler do not know of experts. Extras has their settings, around/start counts them
-in its estimate of a step's memory, and the files that load, quantise, split and compile a model
-have a few lines for them. Papers: Shazeer et al. 2017 (arXiv:1701.06538), Jiang et al. 2024
-(Mixtral, arXiv:2401.04088). Read: SparseMLP.
+caches and the scheduler do not know of experts. Extras has their settings, and the files that load,
+quantise, split and compile a model have a few lines for them. Papers: Shazeer et al. 2017
+(arXiv:1701.06538), Jiang et al. 2024 (Mixtral, arXiv:2401.04088). Read: SparseMLP.
 
 Two more letters for shapes here: E experts, k experts for each token.
 """

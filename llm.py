@@ -7,7 +7,6 @@
 Read: LLM.generate.
 """
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,6 @@ class LLM:
             model: a Hugging Face folder.
             options: settings.EngineArgs: device, dtype, quantize, compile, speculate, ...
         """
-        if os.getenv("WORLD_SIZE", "1") != "1":
-            raise ValueError("LLM is one process: under torchrun, use generate.py or server.py")
         args = EngineArgs(checkpoint=Path(model), **options)
         ranks = Ranks(pick_device(args.device))
         self.checkpoint = args.checkpoint

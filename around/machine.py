@@ -47,7 +47,7 @@ def ctrl_c_held_back() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, before)
         # Call the handler, if there is one. If the signal were raised again instead, the server
-        # would count a second Ctrl-C (see server.watch_signals), and end at once.
+        # would count a second Ctrl-C (see front.watch_signals), and end at once.
         for signum in pressed:
             if callable(before):
                 before(signum, None)

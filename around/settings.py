@@ -126,9 +126,7 @@ def check_ids(name: str, ids: Iterable, vocab_size: int) -> None:
     wrong = [i for i in ids if type(i) is not int or not 0 <= i < vocab_size]
     if wrong:
         raise SettingError(
-            name,
-            f"has ids outside the model's vocabulary of {vocab_size}, {len(wrong)} in all: "
-            f"{wrong[:9]!r:.200}",
+            name, f"has ids outside the model's vocabulary of {vocab_size}: {wrong[:9]}"
         )
 
 
@@ -158,8 +156,7 @@ def blame(what: Path | str) -> Iterator[None]:
 def read_json(path: Path) -> JSON:
     """Read a JSON object."""
     with blame(path):
-        content = json.loads(path.read_text(encoding="utf-8"))
-        return check("its content", content, dict)
+        return check("its content", json.loads(path.read_text(encoding="utf-8")), dict)
 
 
 def read_optional(path: Path) -> JSON:

@@ -432,7 +432,7 @@ WRONG = [
       for choice in ("required", {"type": "function", "function": {"name": "weather"}})
       for tools in ([], None)),
     ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": TOOLS}}},
-     "tool_choice", "'allowed_tools' is not supported"),
+     "tool_choice", "tool_choice[function]"),
     ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
      "structured_outputs"),
     ({"tools": TOOLS[0]}, "tools"), ({"tools": ["weather"]}, "tools"),

@@ -32,7 +32,7 @@ from scheduler import Engine
 from speculative import DraftModel, NGram
 from tools import gpu_check
 
-V = 300  # more than sampling.NUM_SELECTED
+V = 300  # more than sampling.keep_likeliest sorts at first
 NAN = 299  # a token that makes logits NaN
 REPEATS = [3, 1, 4, 1, 5] * 4
 PROMPTS = [REPEATS, REPEATS[:7], [9, 2, 6], [5], REPEATS[1:], [8] * 17]

@@ -313,7 +313,7 @@ def test_defaults_are_those_of_transformers(tmp_path):
         rope = theirs.rope_parameters
         rope = rope.get("full_attention", rope)
         assert ours.rope_theta == rope["rope_theta"], name
-        # Less than the file's for Ministral 3; see families.rope_settings.
+        # Less than the file's for Ministral 3; see families.extended.
         beyond = "llama_4_scaling_beta" in rope and rope["original_max_position_embeddings"]
         assert ours.max_position_embeddings == (beyond or theirs.max_position_embeddings), name
         eos = theirs.eos_token_id

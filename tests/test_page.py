@@ -54,7 +54,6 @@ class Page:
         self.open()
 
     def open(self):
-        self.local.server.snapshot_time = 0.0  # the last one may be older than what a test changed
         self.chrome.get(f"http://127.0.0.1:{self.local.port}/")
         name = self.local.server.api.model["id"]
         until(lambda: self.text("#model") == name or self.text("#state"))

@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from around.fast import attending
+from around.fast import attending, compiling
 from around.fast.attending import FastBlocks, groups_of, replace_layers
 from around.fast.compiling import step_of
 from kv_cache import StaticCache, decode, encode
@@ -290,7 +290,7 @@ SHAPES = [(4, 2, 4), (3, 3, 1), (4, 1, 16)]  # N, K, block size
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 50])
-@pytest.mark.parametrize("way", ["plain", "fast", "step"])
+@pytest.mark.parametrize("way", ["plain", "fast", "mixed", "step"])
 def test_paged_attention_equals_its_slow_twin(way, window, monkeypatch):
     """A key of another's block, a row attended with its neighbour's table, a slot written that is
     nobody's: the pool must be equal in every slot afterwards. A NaN in a slot of another row, or
@@ -300,14 +300,18 @@ def test_paged_attention_equals_its_slow_twin(way, window, monkeypatch):
         runner = runner_of(blocks, size, N, K, window)
         monkeypatch.setattr(attending, "max_blocks", lambda _: 4 ** (seed % 4))  # noqa: B023
         rows = random_rows(random.Random(seed), blocks, size)
+        if seed == 3 and size > 4:  # two prompts in a group, behind 30 tokens and none
+            rows = [Row([*range(i, i + 8)], start, [1] * 20) for i, start in ((0, 30), (8, 0))]
         if way == "step":
             rows = [row._replace(ids=row.ids[:1]) for row in rows]
-            near = {"rtol": 1e-5, "atol": 1e-5}  # its queries are rounded to float32
+        if way in ("mixed", "step"):
+            near = {"rtol": 1e-5, "atol": 1e-5}  # queries are rounded to float32
         plan = runner.plan(rows)
         tokens, positions, layers, select = plan
-        if way == "fast":
-            _, _, layers, _ = replace_layers(runner.model, plan)
-            assert all(type(layer) is FastBlocks for layer in layers)
+        if way in ("fast", "mixed"):
+            kind = FastBlocks if way == "fast" else compiling.MixedBlocks
+            _, _, layers, _ = replace_layers(runner.model, plan, kind)
+            assert all(type(layer) is kind for layer in layers)
         if way == "step":
             seen = step_of(runner.model, positions, layers)[1]
             layers = [None, seen]
@@ -320,7 +324,8 @@ def test_paged_attention_equals_its_slow_twin(way, window, monkeypatch):
         pool[:, [*{*range(blocks)} - read]] = torch.nan
         twin = pool.clone()
         expected = slow_paged_attention(q, k, v, twin, rows, runner.model.config)
-        torch.testing.assert_close(layers[1].attend(q, k, v), expected, **near)
+        with torch.compiler.set_stance("force_eager"):
+            torch.testing.assert_close(layers[1].attend(q, k, v), expected, **near)
         torch.testing.assert_close(pool, twin, rtol=0, atol=0, equal_nan=True)
 
 
@@ -373,14 +378,14 @@ def test_rows_that_stand_together(monkeypatch):
     rows = [Row([], start, [5]) for start in (3, 3, 79)]
     assert [len(group) for group in groups_of(rows, 4, 20)] == [2, 1]
     runner = runner_of(80, 16)
-    int8 = Runner(runner.model, 2**14, 16, "int8")  # what is copied, and then decoded
-    for each, width in ((runner, 8), (int8, 8 + 4)):
-        assert attending.max_blocks(each) == 2**22 // (2 * 16 * width * 8)
+    int8 = Runner(runner.model, 2**14, 16, "int8")
+    for each, width in ((runner, 8 * 8), (int8, 8 + 4)):
+        assert attending.max_blocks(each) == 2**22 // (2 * 16 * width)
     monkeypatch.setattr(attending, "max_blocks", lambda _: 40)
     ends = (1000, 600, 250, 200, 5, 3)  # in blocks: 63, 38, 16, 13, 1, 1
     rows = [Row([*range(-(-end // 16))], end - 1, [end % 32]) for end in ends]
     tokens, _, _, select = runner.plan(rows)
-    assert shapes(runner, rows) == [(1, 1, 63), (1, 1, 38), (2, 1, 16), (2, 1, 1)]
+    assert shapes(runner, rows) == [(1, 1, 63), (1, 1, 38), (2, 1, 16), (2, 1, 2)]
     assert [int(tokens[0, i]) for i in select] == [end % 32 for end in ends]
     mixed = [Row([*range(1000)], 15_999, [1]), *[Row([*range(7)], 99, [1])] * 63]
     forks = [Row([*range(1000)], 15_999 - i, [1]) for i in range(64)]

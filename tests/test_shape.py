@@ -6,9 +6,11 @@ The root is the engine; each folder of around/ is one room with one door, its __
 import ast
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tokenize
 
 from conftest import DRAFT, ROOT
 
@@ -165,3 +167,40 @@ def test_every_wing_can_go(tmp_path):
             (line,) = err.splitlines()
             assert (status, out) == (2, "") and line.startswith("generate.py: error: "), err
             assert NEEDED_BY[command] in line, err
+
+
+def names_in(tree):
+    """Whatever a file defines, assigns or imports, also in classes and functions."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef() | ast.ClassDef():
+                yield node.name
+            case ast.Name(ctx=ast.Store()) | ast.Attribute(ctx=ast.Store()):
+                yield getattr(node, "id", None) or node.attr
+            case ast.Import() | ast.ImportFrom():
+                yield from (alias.asname or alias.name for alias in node.names)
+
+
+def told(file):
+    """What a file says to its reader: Markdown whole, and of Python comments and docstrings."""
+    if file.suffix == ".md":
+        return file.read_text()
+    with file.open("rb") as source:
+        kinds = tokenize.COMMENT, tokenize.STRING
+        return "\n".join(each.string for each in tokenize.tokenize(source.readline)
+                         if each.type in kinds)  # fmt: skip
+
+
+def test_pointers():
+    """A comment sent the reader to a function that had moved, or had gone."""
+    python = [*FILES, *ROOT.glob("tools/*.py")]
+    names = {file.stem: {*names_in(ast.parse(file.read_text()))} for file in python}
+    pointer = re.compile(rf"(?<![\w./'{{-])({'|'.join(names)})\.([A-Za-z]\w*)(?![\w(.]*[(=\"])")
+    names["model"] |= {"safetensors", "named_parameters"}  # a file; a method of modules
+    names["memory"] |= {"high", "max"}  # Linux's names of limits
+    names["tokenizer"] |= {"model"}  # a file
+    texts = [*python, *ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("course/*.md"),
+             *ROOT.glob("tests/*.py")]  # fmt: skip
+    wrong = [(file.name, found[0]) for file in texts for found in pointer.finditer(told(file))
+             if found[2] not in names[found[1]] | {"py", "json", "md", "toml"}]  # fmt: skip
+    assert not wrong

@@ -40,7 +40,7 @@ import paged
 import quantize
 import tp
 from around.folder import load_model, named_tensors, weights
-from around.settings import VERSION, CheckpointError
+from around.settings import CheckpointError
 from around.start import launch
 from around.start import ranks as meeting
 from paged import Row, Runner
@@ -369,7 +369,6 @@ def joining(monkeypatch):
         monkeypatch.setattr(meeting.dist, name, fake)
     forever = lambda timeout: calls.append(timeout.days > 99)  # noqa: E731
     monkeypatch.setattr(meeting.dist.distributed_c10d, "_set_pg_timeout", forever)
-    monkeypatch.setattr(meeting, "agree", lambda args: None)
     monkeypatch.setattr(meeting, "broadcast", lambda: calls.append("end"))
     monkeypatch.setattr(meeting.time, "sleep", calls.append)
     monkeypatch.setattr(sys, "stderr", sys.stderr)  # which a rank takes and gives back
@@ -455,32 +454,6 @@ def test_variables_of_torchrun(monkeypatch):
             continue
         assert re.fullmatch(r"generate.py: error: .*WORLD_SIZE.*torchrun.*\n", err), env
         assert (code, out) == (2, "")
-
-
-def test_what_must_be_the_same(monkeypatch):
-    """Two machines with two dtypes made up a text. And a prompt, which may differ, was held against
-    them."""
-    sent = []
-
-    def broadcast(facts):
-        sent.append(json.loads(json.dumps(facts)))
-        return sent[0]
-
-    monkeypatch.setattr(meeting, "broadcast", broadcast)
-    for theirs, differs in (
-        ({"prompt": "b"}, None),
-        ({"dtype": "float16"}, "1 has .*'dtype': 'float16'.*rank 0 has .*'dtype': 'float32'"),
-        ({"quantize": "int8"}, "rank 1 has .*'quantize': 'int8'"),
-        ({"checkpoint": Path("b")}, r"rank 1 has .*'checkpoint': PosixPath\('b'\)"),
-    ):
-        ours = {"dtype": "float32", "checkpoint": Path("a"), "prompt": "a"}
-        sent.clear()
-        for rank, options in enumerate((ours, ours | theirs)):
-            monkeypatch.setattr(meeting.dist, "get_rank", lambda rank=rank: rank)
-            fails = pytest.raises(ValueError, match=differs)
-            with fails if rank and differs else contextlib.nullcontext():
-                meeting.agree(SimpleNamespace(**options))
-        assert sent[0].startswith(f"kilolm {VERSION}, torch {torch.__version__}, ")
 
 
 OUTPUTS = "out", "err"

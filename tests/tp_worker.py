@@ -92,7 +92,7 @@ def captured(argv):
 
 
 def join():
-    """What llm.launch does: alone, there is nobody to join."""
+    """What begin.launch does: alone, there is nobody to join."""
     return meeting.join(CPU) if "RANK" in os.environ else contextlib.nullcontext(Ranks(CPU))
 
 

@@ -82,10 +82,8 @@ class Listener:
         stopping: a signal has arrived, or the engine has died.
         over: the wait for running completions has ended. Those that are left get an error.
         snapshot: the engine's state for the page, as JSON.
-        snapshot_time: when a page last caused a snapshot, on time.monotonic's clock.
     """
 
-    snapshot_time = 0.0
     stopping = False
     over = False
 
@@ -226,26 +224,21 @@ class Front(Exchange):
         """Check the head of the request, and call the function that answers it."""
         self.check_host()
         method, _, path = self.asked.partition(" ")
-        demand(path in ROUTES, 404, f"there is no {path:.100}: there are {', '.join(ROUTES)}")
-        right = "POST" if path.endswith("/completions") else "GET"
-        demand(method == right, 405, f"{path} takes {right}, not {method}")
+        demand(path in METHODS, 404, f"there is no {path:.100}: there are {', '.join(METHODS)}")
+        demand(method == METHODS[path], 405, f"{path} takes {METHODS[path]}, not {method}")
         if path not in ("/", "/health"):
             self.check_key()
-        ROUTES[path](self)
+        ROUTES[self.asked](self)
 
     # --- What is answered -------------------------------------------------------------------------
 
     def send_snapshot(self) -> None:
         """Answer with a snapshot of the engine, which its own thread takes. Pages ask for it again
-        and again. Of those that ask within a tenth of a second, the first has it taken. All wait a
-        tenth of a second for it, and get the one before if a step lasts longer."""
+        and again. They wait a tenth of a second, and get the one before if a step lasts longer."""
         self.is_logged = False  # a page asks ten times a second
-        server = self.server
-        if time.monotonic() > server.snapshot_time + 0.1:
-            server.snapshot_time = time.monotonic()
-            server.inbox.put(server.take_snapshot)
+        self.server.inbox.put(self.server.take_snapshot)
         time.sleep(0.1)
-        self.send(server.snapshot)
+        self.send(self.server.snapshot)
 
     def send_page(self) -> None:
         self.send(PAGE.read_text("utf-8"), content_type="text/html")
@@ -289,12 +282,15 @@ class Front(Exchange):
 
 
 ROUTES = {
-    "/": Front.send_page,
-    "/version": Front.send_health,
-    "/health": Front.send_health,
-    "/metrics": lambda c: c.send(c.server.metrics.text(), content_type="text/plain; version=0.0.4"),
-    "/engine": Front.send_snapshot,
-    "/v1/models": lambda c: c.send({"object": "list", "data": [c.server.api.model]}),
-    "/v1/completions": lambda c: c.complete(chat=False),
-    "/v1/chat/completions": lambda c: c.complete(chat=True),
+    "GET /": Front.send_page,
+    "GET /version": Front.send_health,
+    "GET /health": Front.send_health,
+    "GET /metrics": lambda c: c.send(
+        c.server.metrics.text(), content_type="text/plain; version=0.0.4"
+    ),
+    "GET /engine": Front.send_snapshot,
+    "GET /v1/models": lambda c: c.send({"object": "list", "data": [c.server.api.model]}),
+    "POST /v1/completions": lambda c: c.complete(chat=False),
+    "POST /v1/chat/completions": lambda c: c.complete(chat=True),
 }
+METHODS = {path: method for method, path in map(str.split, ROUTES)}

@@ -133,7 +133,6 @@ def restrict(fields: JSON, tools: Tools) -> None:
     if choice not in ("auto", "none") and not tools.schemas:
         raise SettingError("tool_choice", "needs tools")
     if isinstance(choice, dict):  # one function by name
-        supported("tool_choice[type]", choice.get("type", "function"), "function")
         name = check("tool_choice[function]", choice.get("function"), dict).get("name")
         tools = Tools(tools.form, {name: choose("tool_choice", name, tools.schemas)}, False)
         choice = "required"

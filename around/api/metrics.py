@@ -8,7 +8,6 @@ import json
 from collections import Counter, defaultdict
 from itertools import pairwise
 
-from around.folder import PLAIN_TEMPLATE
 from scheduler import Engine, Request
 
 # The last word of a metric's name -> its type, if it is no gauge.
@@ -98,7 +97,6 @@ class Metrics:
                 cached=engine.pool.cached,
                 running=running,
                 sampling=self.sampling,
-                has_chat_template=engine.tokenizer
-                and engine.tokenizer.template is not PLAIN_TEMPLATE,
+                has_chat_template=engine.tokenizer and not engine.tokenizer.is_bare,
             )
         )

@@ -170,8 +170,6 @@ def translate(given: JSON, chat: bool) -> JSON:
             fields["logprobs"] = num_top
         elif num_top:
             raise SettingError("top_logprobs", "needs logprobs: true")
-        if fields["continue_final_message"] and given.get("add_generation_prompt"):
-            raise SettingError("add_generation_prompt", "excludes continue_final_message: true")
     fields["prompt_logprobs"] = fields.get("logprobs") if fields["echo"] else None
     # What is no id stays a text, which SamplingParams refuses.
     fields["logit_bias"] = {

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 
 from around.settings import CHUNK
 from kv_cache import Slab, decode
@@ -52,8 +52,7 @@ def replace_layers(model: Any, args: tuple, blocks: "type[FastBlocks] | None" = 
             Group(rows, runner, numbers)
             for rows in groups_of(first.rows, runner.block_size, max_blocks(runner))
         ]
-        kind = blocks or FastBlocks
-        layers = [kind(**vars(layer) | {"rows": groups}) for layer in layers]
+        layers = [(blocks or FastBlocks)(**vars(layer) | {"rows": groups}) for layer in layers]
     return tokens, positions, layers, *select
 
 
@@ -71,8 +70,7 @@ MAX_TOGETHER = 128
 def max_blocks(runner: Runner) -> int:
     """How many blocks MAX_COPY bytes are."""
     kv = runner.kv[0]
-    block_bytes = kv[:, 0].numel() * runner.model.dtype.itemsize
-    return MAX_COPY * (1 if kv.is_cpu else 16) // block_bytes
+    return MAX_COPY * (1 if kv.is_cpu else 16) // kv[:, 0].nbytes
 
 
 def groups_of(rows: list[Row], block_size: int, max_blocks: int) -> Iterator[list[Row]]:
@@ -116,21 +114,14 @@ class Group:
         # (B, W) int64, each row's blocks, as far as its last new token; later ones may hold an old
         # NaN. A shorter row is padded by another block, at positions that no query sees.
         used = [row.blocks[: row.num_blocks(runner.block_size)] for row in rows]
-        self.table = self.padded(used, used[0][0])
+        # At least two: the compiler would take a size of 1 as a case of its own.
+        self.table = self.padded(used, used[0][0], 2)
 
-    def padded(self, lists: list[list[int]], number: int) -> Tensor:
+    def padded(self, lists: list[list[int]], number: int, longest: int = 1) -> Tensor:
         """Make a tensor of lists, with `number` where one is shorter than the longest."""
-        longest = max(map(len, lists))
+        longest = max(longest, *map(len, lists))
         equal = [each + [number] * (longest - len(each)) for each in lists]
         return torch.tensor(equal, device=self.runner.model.device)
-
-    @cached_property
-    def flat_table(self) -> Tensor:
-        """(B, 2 * K, W) int64: for each head, the row's blocks as indices into
-        Blocks.kv.flatten(0, 1), where block b of head h has the index h * num_blocks + b."""
-        num_heads, num_blocks = self.runner.kv[0].shape[:2]  # 2 * K heads
-        firsts = torch.arange(num_heads, device=self.table.device)[:, None] * num_blocks
-        return self.table[:, None] + firsts
 
     @cached_property
     def masks(self) -> Masks:
@@ -163,10 +154,10 @@ class FastBlocks(Blocks):
     def attend_row(self, q: Tensor, group: Any) -> Tensor:
         """Attend to the blocks of a group's rows: (B, N, T, H) -> the same."""
         # self.kv[:, group.table] would take twice as long.
-        blocks = self.kv.flatten(0, 1).index_select(0, group.flat_table.flatten())
-        stored = blocks.unflatten(0, group.flat_table.shape).flatten(2, 3)  # (B, 2 * K, S, ...)
+        blocks = self.kv.index_select(1, group.table.flatten()).unflatten(1, group.table.shape)
+        stored = blocks.flatten(2, 3).transpose(0, 1)  # (B, 2 * K, S, stored_dim)
         k, v = decode(stored, q.dtype).chunk(2, 1)  # (B, K, S, H) each
-        if len(q) == 1 and q.shape[2] >= PROMPT:
+        if len(q) == 1 and q.shape[2] >= PROMPT and q.is_cpu:
             end = group.rows[0].positions.stop
             return attend_to_prompt(q, k[:, :, :end], v[:, :, :end], self.window)
         return attention(q, k, v, group.masks[self.window])
@@ -251,7 +242,7 @@ MAX_SCORES = 2**23  # of `products` at once: as of 64 queries, 32 heads and 4,09
 
 
 def attend_to_prompt(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """Attention of the last T of S tokens, in pieces of few queries.
+    """Attention of the last T of S tokens on a CPU, in pieces of few queries.
 
     Each piece gets only the keys that one of its queries sees, and a mask of its own. So a causal
     prompt computes little that is hidden, a window leaves out what lies before it, and masks stay
@@ -269,6 +260,10 @@ def attend_to_prompt(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Ten
     Example: T = 2, S = 5, window 3, in one piece: its keys are 1 to 4. Query 3 sees the keys 1, 2
         and 3, and query 4 the keys 2, 3 and 4, so the mask is [[1, 1, 1, 0], [0, 1, 1, 1]].
     """
+    if q.dtype == torch.bfloat16 and not packed.FAST_BFLOAT16:
+        # In float32, PyTorch's kernel takes 0.7 to 0.9 of its time in bfloat16, and two products
+        # 1.4 to 3.5 times as long (Emerald Rapids that hides AMX, and as if without bfloat16).
+        return attend_to_prompt(q.float(), k.float(), v.float(), window).to(q.dtype)
     S = k.shape[2]
     window = min(window or S, S)
     kernel = kernel_for(q)
@@ -276,7 +271,7 @@ def attend_to_prompt(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Ten
     attended = []
     # PyTorch's kernels profit from large pieces; products, and a window, from small ones. An
     # engine's chunk is a little longer than CHUNK, and still one piece.
-    piece = PIECE if q.is_cpu and window < S else CHUNK + CHUNK // 4
+    piece = PIECE if window < S else CHUNK + CHUNK // 4
     if kernel is products:
         piece = min(PIECE, max(1, MAX_SCORES // (q.shape[1] * S)))
     for queries in q.split(piece, 2):
@@ -284,35 +279,29 @@ def attend_to_prompt(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Ten
         first = max(0, start - window + 1)
         # All queries see the keys before the first query's own, if the window does not end there.
         # `own` is where the mask has the first query's own key.
-        own = 0 if q.is_cpu and end <= window else start - first
-        mask = mask_of(end - start, own, window, q.shape[1] // k.shape[1], q.device, q.dtype)
+        own = 0 if end <= window else start - first
+        mask = mask_of(end - start, own, window, q.shape[1] // k.shape[1], q.dtype)
         attended.append(attention(queries, k[:, :, first:end], v[:, :, first:end], mask, kernel))
         start = end
     return torch.cat(attended, 2)
 
 
 @lru_cache(4)  # all layers, and most pieces, have masks of few shapes
-def mask_of(T: int, own: int, window: int, heads: int, device: Any, dtype: Any) -> Tensor:
+def mask_of(T: int, own: int, window: int, heads: int, dtype: Any) -> Tensor:
     """What T queries see of `own` keys and T more, as in model.Masks: (heads * T, own + T), 0 or
     -inf."""
-    hidden = torch.full((T, own + T), -torch.inf, dtype=dtype, device=device)
+    hidden = torch.full((T, own + T), -torch.inf, dtype=dtype)
     return (hidden.triu(own + 1) + hidden.tril(own - window)).repeat(heads, 1)
 
 
 def kernel_for(q: Tensor) -> Callable:
-    """What model.attention calls for a prompt. All but PyTorch's own take a mask that covers the
-    last keys only.
+    """What model.attention calls for a prompt on a CPU. Both take a mask that covers the last keys
+    only.
 
     In bfloat16, PyTorch's fused kernel takes half as long as two products with AMX (Sapphire
-    Rapids), and two to three times as long without it (Zen 5). Where float32 is faster, it takes
-    0.7 to 0.9 of the time if all is widened first, and the products 1.4 to 3.5 times as long as
-    that (Emerald Rapids that hides AMX, and as if it had no bfloat16).
+    Rapids), and two to three times as long without it (Zen 5).
     """
-    if not q.is_cpu:
-        return scaled_dot_product_attention
-    if q.dtype != torch.bfloat16 or packed.CAN("amx_tile"):
-        return in_two
-    return products if packed.FAST_BFLOAT16 else in_float32
+    return in_two if q.dtype != torch.bfloat16 or packed.CAN("amx_tile") else products
 
 
 def products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -347,8 +336,3 @@ def in_two(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         share = (total_before - total).sigmoid()[..., None].to(q.dtype)
         y = y.lerp(before, share)
     return y
-
-
-def in_float32(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Widen all, then do the same."""
-    return in_two(q.float(), k.float(), v.float(), mask.float()).to(q.dtype)

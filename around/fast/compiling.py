@@ -210,8 +210,6 @@ class MixedBlocks(FastBlocks):
 def plan_for_loops(group: Group, window: int | None) -> tuple[Tensor, Tensor]:
     """Return a group's table and mask as attend_to_blocks takes them, with sizes that change from
     step to step."""
-    if group.table.shape[1] == 1:  # the compiler would take this size as a case of its own
-        group.table = group.table.repeat(1, 2)
     # The compiler cannot yet give a region a size that is a product, such as W * block size.
     mask = group.masks[window].unflatten(3, (-1, group.runner.block_size))
     return mark_dynamic(group.table, 0, 1), mark_dynamic(mask, 0, 3, 4)

@@ -12,6 +12,7 @@ fast path for one case.
 
 import os
 import warnings
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, NoReturn
 from weakref import WeakValueDictionary
@@ -78,8 +79,6 @@ def form_of(linear: Any, alone: bool = False, compiled: bool = True) -> "type[Pa
                 return HalfLinear if compiled else WidenedLinear
         elif compiled:
             return LoopedLinear if alone else PackedLinear
-        elif dtype == torch.bfloat16 and not FAST_BFLOAT16:
-            return WidenedLinear
     return None
 
 
@@ -94,17 +93,13 @@ def has_int4(q: Tensor) -> bool:
 def onednn_multiplies(dtype: torch.dtype) -> bool:
     """Whether oneDNN multiplies this dtype by instructions of this processor. It also takes
     bfloat16 where there is AVX-512 without them, but emulates it."""
-    if not torch.backends.mkldnn.is_available():  # as on a Mac, which has no such operators
-        return False
-    if dtype == torch.float32:
-        return True
-    if dtype == torch.bfloat16:
-        has_instruction = CAN("avx512_bf16") or CAN("bf16")  # x86 or ARM
-        return bool(has_instruction) and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    short = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)
+    can = not short or CAN(f"avx512_{short}") or CAN(short)  # x86 or ARM
+    # A Mac has no such operators.
+    return can and torch.backends.mkldnn.is_available()
 
 
-CAN = torch.cpu.get_capabilities().get
+CAN: Any = torch.cpu.get_capabilities().get
 # Whether products of many rows are faster in bfloat16 than in float32. AMX multiplies 16 times as
 # many numbers in an instruction, and AMD's AVX-512 twice as many. But without AMX, as in a virtual
 # machine that hides it, Intel's instruction takes so long that oneDNN's product of 512 rows reaches
@@ -319,14 +314,9 @@ class Int4Linear(PackedLinear):
         return self.operator(x, self.packed, self.group_size, self.rounded).to(rows.dtype)
 
     def many_rows(self, rows: Tensor) -> Tensor:
-        """Dequantise and multiply 512 output channels at a time, so that each dequantised piece is
-        still in the processor's cache when it is multiplied."""
-        x = rows if FAST_BFLOAT16 else rows.float()
-        products = []
-        for packed, scales in zip(self.packed.split(512), self.scales.split(512, 2)):
-            weight = self.unpack(packed, scales).to(x.dtype)  # (K, 512)
-            products.append((x @ weight).to(rows.dtype))
-        return torch.cat(products, -1)
+        """Dequantise and multiply 512 output channels at a time."""
+        pieces = zip(self.packed.split(512), self.scales.split(512, 2))
+        return by_pieces(rows, (self.unpack(*piece) for piece in pieces))
 
 
 # Up to this many rows, PyTorch's int4 operator is faster than dequantising the weight first. For a
@@ -385,32 +375,33 @@ class HalfLinear(PackedLinear):
 
 
 class WidenedLinear(PackedLinear):
-    """A plain weight in a dtype that oneDNN does not multiply on this processor, or many rows of it
-    slowly (see FAST_BFLOAT16), for a model that is not compiled. It is not packed, so that the
-    model starts quickly.
+    """A plain weight in a dtype that oneDNN does not multiply on this processor (see
+    onednn_multiplies), for a model that is not compiled. It is not packed, so that the model starts
+    quickly.
 
-    Without such instructions, PyTorch's own product takes one row after another, each with the
-    whole weight. Eight rows or more are multiplied in float32: with AVX2 alone, a prompt of 512
-    tokens is read 6 times as fast.
+    PyTorch's own product takes one row after another, each with the whole weight. Eight rows or
+    more are multiplied in float32. With AVX2 alone, a prompt of 512 tokens is read 6 times as fast.
     """
 
     def pack(self, linear: Any) -> None:
         self.packed = linear.weight
 
     def multiply(self, rows: Tensor) -> Tensor:
-        if len(rows) < (MANY_ROWS if onednn_multiplies(rows.dtype) else 8):
+        if len(rows) < 8:
             return F.linear(rows, self.packed)
         return widened(rows, self.packed)
 
 
 def widened(rows: Tensor, weight: Tensor) -> Tensor:
-    """Multiply in float32, (R, K), (N, K) -> (R, N), with 1,024 output channels at a time, so that
-    the widened piece is still in the processor's cache."""
-    x = rows.float()
-    y = rows.new_empty(len(rows), len(weight))
-    for part, piece in zip(y.split(1024, 1), weight.split(1024)):
-        part.copy_(x @ piece.float().mT)
-    return y
+    """Multiply in float32: (R, K), (N, K) -> (R, N)."""
+    return by_pieces(rows, (piece.float().mT for piece in weight.split(1024)))
+
+
+def by_pieces(rows: Tensor, pieces: Iterable[Tensor]) -> Tensor:
+    """Multiply by a weight that is made piece by piece: (R, K), (K, some of N) float32 -> (R, N).
+    So each piece is still in the processor's cache when it is multiplied."""
+    x = rows if rows.dtype == torch.bfloat16 and FAST_BFLOAT16 else rows.float()
+    return torch.cat([(x @ piece.to(x.dtype)).to(rows.dtype) for piece in pieces], -1)
 
 
 # --- One sequence alone ---------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def launch(program: str, argv: list | None, parse: Callable, run: Callable) -> i
             return run(args, Ranks(device))
         from around.start.ranks import join
 
-        with join(device, args) as ranks:
+        with join(device) as ranks:
             return run(args, ranks)
     except BrokenPipeError:  # as after `| head`
         sys.stdout = None  # or Python would print an error at exit

@@ -1,4 +1,4 @@
-"""How the processes that torchrun has started meet, and check that they are alike. Read: join."""
+"""How the processes that torchrun has started meet. Read: join."""
 
 import os
 import sys
@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from around.machine import Ranks
-from around.settings import VERSION, EngineArgs, blame, given
+from around.settings import blame
 from tp import Leader, broadcast, shard
 
 # --- Joining --------------------------------------------------------------------------------------
@@ -26,16 +25,13 @@ GLOO_SOCKET_IFNAME"""
 
 
 @contextmanager
-def join(device: torch.device, args: Any = None) -> Iterator[Ranks]:
+def join(device: torch.device) -> Iterator[Ranks]:
     """Join the other processes that torchrun has started, until the context ends. Then rank 0 tells
-    the others to stop.
-
-    Args:
-        args: the command line, which agree() compares among the ranks; None: nothing is compared.
+    the others to stop. They must have the same versions and options; that is not checked.
 
     Raises:
         ValueError: some of torchrun's variables are missing, this machine has fewer GPUs than
-            ranks, or the ranks cannot reach each other, or differ (see agree).
+            ranks, or the ranks cannot reach each other.
         ConnectionError: see lead.
     """
     try:
@@ -43,8 +39,6 @@ def join(device: torch.device, args: Any = None) -> Iterator[Ranks]:
             meet(device)
         rank = dist.get_rank()
         world_size = dist.get_world_size()
-        if args:
-            agree(args)
         share = partial(shard, rank=rank, world_size=world_size)
         yield Ranks(device, rank, world_size, share, Leader)
         if rank == 0:
@@ -76,17 +70,3 @@ def meet(device: torch.device) -> None:
     # prompt may be late.
     dist.init_process_group(backend, timeout=timedelta(minutes=5))
     dist.distributed_c10d._set_pg_timeout(timedelta(days=365))
-
-
-# --- The same on every machine --------------------------------------------------------------------
-
-
-def agree(args: Any) -> None:
-    """Check that this rank has rank 0's versions and options, among them the path of the checkpoint
-    folder. What is in the folder is not compared. Raises ValueError."""
-    facts = f"kilolm {VERSION}, torch {torch.__version__}, {given(EngineArgs, args)}"
-    first = broadcast(facts)
-    if first != facts:
-        raise ValueError(
-            f"all ranks must be alike: rank {dist.get_rank()} has {facts}, rank 0 has {first}"
-        )
