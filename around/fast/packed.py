@@ -24,9 +24,9 @@ from torch.nn import functional as F
 from around.machine import progress
 
 # oneDNN keeps the code that it makes for each number of rows, and PyTorch keeps it once more. With
-# their own limits, 200 prompts of different lengths add 500 MB, and with these 70. 96 pieces of code
-# are those of twenty numbers of rows, and to make one takes 2 ms. The limits are read at the first
-# product.
+# their own limits, 200 prompts of different lengths add 500 MB, and with these 70. 96 pieces of
+# code are those of twenty numbers of rows, and to make one takes 2 ms. The limits are read at the
+# first product.
 for _name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(_name, "96")
 
