@@ -25,7 +25,7 @@ from tiny import DRAFTS, MODEL, SLIDING, WORDS, random_model
 from torch.profiler import profile
 from ways import changed, plain, split
 
-from around.fast import attending
+from around.fast import attending, packed
 from around.fast.attending import attend_fast, attend_to_prompt, products
 from around.settings import CHUNK, EngineArgs, Limits, SamplingParams, SettingError
 from around.start import memory
@@ -434,7 +434,8 @@ def test_long_prompts_equal_their_slow_twin(kv_dtype, window, monkeypatch):
 @pytest.mark.parametrize("T", [16, 129, 512, 1100])
 def test_pieces_equal_one_mask(T, monkeypatch):
     """A mask that grows with the text; a key that is just within the window, or just outside; two
-    products in place of the fused kernel that show a key which not all of a piece's queries see."""
+    products in place of the fused kernel that show a key which not all of a piece's queries see; a
+    window that is lost where bfloat16 is widened."""
     S = LONG + 100
     for window in (None, 1, 3, 700):
         q, k, v = (torch.randn(2, n, t, 8).bfloat16() for n, t in ((4, T), (2, S), (2, S)))
@@ -444,9 +445,11 @@ def test_pieces_equal_one_mask(T, monkeypatch):
         expected = attention(q.double(), k.double(), v.double(), mask)
         k[:, :, : max(0, S - T - (window or S) + 1)] = torch.nan
         for dtype, near in ((torch.float64, 1e-9), (torch.bfloat16, 0.05)):
-            for kernel in (attending.kernel_for, lambda q: products):
+            kernels = attending.kernel_for, lambda q: products
+            for kernel, is_fast in itertools.product(kernels, (True, False)):
                 with monkeypatch.context() as patch:
                     patch.setattr(attending, "kernel_for", kernel)
+                    patch.setattr(packed, "FAST_BFLOAT16", is_fast)
                     patch.setattr(attending, "MAX_SCORES", 4 * S * 50)  # pieces of 50 queries
                     found = attend_to_prompt(q.to(dtype), k.to(dtype), v.to(dtype), window)
                 torch.testing.assert_close(found.double(), expected, atol=near, rtol=0)

@@ -182,7 +182,7 @@ def names_in(tree):
 
 
 def told(file):
-    """What a file says to its reader: Markdown whole, and of Python comments and docstrings."""
+    """What a file says to its reader: Markdown whole, and of Python comments and strings."""
     if file.suffix == ".md":
         return file.read_text()
     with file.open("rb") as source:
@@ -195,6 +195,7 @@ def test_pointers():
     """A comment sent the reader to a function that had moved, or had gone."""
     python = [*FILES, *ROOT.glob("tools/*.py")]
     names = {file.stem: {*names_in(ast.parse(file.read_text()))} for file in python}
+    # A name of a file, a dot, a name in it; no path, and no code that calls or assigns it.
     pointer = re.compile(rf"(?<![\w./'{{-])({'|'.join(names)})\.([A-Za-z]\w*)(?![\w(.]*[(=\"])")
     names["model"] |= {"safetensors", "named_parameters"}  # a file; a method of modules
     names["memory"] |= {"high", "max"}  # Linux's names of limits

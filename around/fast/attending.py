@@ -261,8 +261,9 @@ def attend_to_prompt(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Ten
         and 3, and query 4 the keys 2, 3 and 4, so the mask is [[1, 1, 1, 0], [0, 1, 1, 1]].
     """
     if q.dtype == torch.bfloat16 and not packed.FAST_BFLOAT16:
-        # In float32, PyTorch's kernel takes 0.7 to 0.9 of its time in bfloat16, and two products
-        # 1.4 to 3.5 times as long (Emerald Rapids that hides AMX, and as if without bfloat16).
+        # Here float32 takes 0.7 to 0.9 of the time. Two products in bfloat16, which are fast on
+        # AMD, would take 1.2 to 3.5 times as long as that (an Emerald Rapids without AMX, and one
+        # that plays AVX-512 alone).
         return attend_to_prompt(q.float(), k.float(), v.float(), window).to(q.dtype)
     S = k.shape[2]
     window = min(window or S, S)
@@ -299,7 +300,7 @@ def kernel_for(q: Tensor) -> Callable:
     only.
 
     In bfloat16, PyTorch's fused kernel takes half as long as two products with AMX (Sapphire
-    Rapids), and two to three times as long without it (Zen 5).
+    Rapids), and two to three times as long on AMD (Zen 5).
     """
     return in_two if q.dtype != torch.bfloat16 or packed.CAN("amx_tile") else products
 

@@ -101,11 +101,10 @@ def onednn_multiplies(dtype: torch.dtype) -> bool:
 
 
 CAN: Any = torch.cpu.get_capabilities().get
-# Whether products of many rows are faster in bfloat16 than in float32. AMX multiplies 16 times as
-# many numbers in an instruction, and AMD's AVX-512 twice as many. But without AMX, as in a virtual
-# machine that hides it, Intel's instruction takes so long that oneDNN's product of 512 rows reaches
-# 0.5 to 0.6 of its speed in float32 (Emerald Rapids), and where oneDNN emulates it, a quarter. Only
-# AMD has SSE4a.
+# Whether products of many rows are faster in bfloat16 than in float32. They are with AMX, and with
+# AVX-512 for bfloat16 on AMD, which alone has SSE4a. On an Intel without AMX, as in a virtual
+# machine that hides it, oneDNN's product of 512 rows reaches 0.5 to 0.7 of its speed in float32
+# (Emerald Rapids), and where oneDNN emulates bfloat16, a quarter.
 FAST_BFLOAT16 = CAN("amx_tile") or (CAN("avx512_bf16") and CAN("sse4a"))
 # From here on, float32 is faster even if oneDNN's order of the weight must be undone first: 512
 # rows take 0.65 to 0.8 of the time, and 128 rows 0.75 to 1.05.

@@ -5,9 +5,9 @@ is read, so model.py need not know them. (The factor on embeddings is not, as lm
 their weight.) Rope turns each pair of channels at a speed, so each method of extending rope is a
 list of speeds, and a layer without rope has speeds of 0. A factor on queries, residuals or logits
 is a factor on the weights that make these. This file knows config.json's names for these numbers,
-and the names of the weights; it does not read files. Every family has been
-compared with `transformers`, logit by logit (tests/test_model.py). Read: FAMILIES, complete; then
-layer_settings, rope_settings, folded.
+and the names of the weights; it does not read files. Every family has been compared with
+`transformers`, logit by logit (tests/test_model.py). Read: FAMILIES, complete; then layer_settings,
+rope_settings, folded.
 """
 
 import math
