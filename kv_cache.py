@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model import LayerCache, Masks, Transformer, attention
+from model import LayerCache, Masks, Transformer, View, attention
 
 BUCKET = 64  # positions; a forward reads a multiple of this many, see StaticCache.plan
 
@@ -32,20 +32,20 @@ class Slab(LayerCache):
             stored_dim see empty_layers.
         slots: (T,) int64, where the new tokens go, the same in each sequence.
         masks: what the new tokens see. All layers share them.
-        window: this layer's window, which selects its mask.
+        view: this layer's, which selects its mask.
     """
 
     kv: Tensor
     slots: Tensor
     masks: Masks
-    window: int | None
+    view: View
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k and v, then attend to all that is visible. See model.LayerCache.attend."""
         self.store(k, v)
-        mask = self.masks[self.window]  # (1, 1, N / K * T, S), where S is how many slots are read
+        mask = self.masks[self.view]  # (1, 1, N / K * T, S), where S is how many slots are read
         k, v = decode(self.kv[:, :, : mask.shape[3]], q.dtype).chunk(2, 1)  # (B, K, S, H) each
-        return attention(q, k, v, mask)
+        return attention(q, k, v, mask, self.view)
 
     def store(self, k: Tensor, v: Tensor) -> None:
         new = encode(torch.cat((k, v), 1), self.kv.dtype)  # (B, 2 * K, T, stored_dim)
@@ -116,8 +116,8 @@ class StaticCache:
         num_read = -(-end // BUCKET) * BUCKET  # rounded up
         masks = Masks(self.config, new[None], self.slots[None, :num_read], self.dtype)
         layers = [
-            Slab(kv, new, masks, window)
-            for kv, window in zip(self.slabs, self.config.windows, strict=True)
+            Slab(kv, new, masks, view)
+            for kv, view in zip(self.slabs, self.config.views, strict=True)
         ]
         return new.expand(self.batch_size, -1), layers
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from kv_cache import decode, empty_layers, encode
-from model import LayerCache, Masks, Transformer, attention
+from model import LayerCache, Masks, Transformer, View, attention
 
 # --- Who owns which block -------------------------------------------------------------------------
 
@@ -194,8 +194,17 @@ class Row(NamedTuple):
         return range(self.start, self.start + len(self.ids))
 
     def num_blocks(self, block_size: int) -> int:
-        """How many blocks the row attends to, those of its new tokens included."""
+        """How many blocks hold its tokens, the new ones included."""
         return -(-self.positions.stop // block_size)
+
+    def seen(self, view: View, block_size: int) -> range:
+        """Which of its blocks the row attends to: none after its last new token, as those may hold
+        an old NaN.
+
+        Example: block_size 4, start 9, one new token, a window of 3: blocks 1 and 2, as the first
+            position that is seen is 7
+        """
+        return range(view.first(self.start) // block_size, self.num_blocks(block_size))
 
 
 @dataclass
@@ -207,14 +216,14 @@ class Blocks(LayerCache):
         slots: (M,) int64, where each new token goes: block * block size + offset.
         rows: in the order of the tokens.
         runner: what has planned the forward.
-        window: this layer's window.
+        view: this layer's.
     """
 
     kv: Tensor
     slots: Tensor
     rows: list[Row]
     runner: "Runner"
-    window: int | None
+    view: View
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k and v, then attend row by row. See model.LayerCache.attend; here the arguments
@@ -224,16 +233,16 @@ class Blocks(LayerCache):
         return torch.cat([self.attend_row(*each) for each in zip(queries, self.rows)], 2)
 
     def attend_row(self, q: Tensor, row: Row) -> Tensor:
-        """Attend to a row's blocks: (1, N, T, H) -> the same. Those after its last new token may
-        hold an old NaN, and are left out."""
+        """Attend to the blocks that a row sees: (1, N, T, H) -> the same."""
         tensor = partial(torch.tensor, device=q.device)
-        table = tensor(row.blocks[: row.num_blocks(self.runner.block_size)])  # (W,)
+        size = self.runner.block_size
+        seen = row.seen(self.view, size)  # W blocks
+        table = tensor([row.blocks[i] for i in seen])  # (W,)
         blocks = decode(self.kv[:, table], q.dtype)  # (2 * K, W, block size, H)
         k, v = blocks.flatten(1, 2)[None].chunk(2, 1)  # (1, K, S, H) each
-        # Place s of the blocks, side by side, is position s.
-        places = tensor([range(k.shape[2])])  # (1, S)
-        masks = Masks(self.runner.model.config, tensor([row.positions]), places, q.dtype)
-        return attention(q, k, v, masks[self.window])
+        k_pos = tensor([range(seen.start * size, seen.stop * size)])  # (1, S)
+        masks = Masks(self.runner.model.config, tensor([row.positions]), k_pos, q.dtype)
+        return attention(q, k, v, masks[self.view], self.view)
 
     def store(self, k: Tensor, v: Tensor) -> None:
         new = encode(torch.cat((k, v), 1)[0], self.kv.dtype)  # (2 * K, M, stored_dim)
@@ -297,8 +306,8 @@ class Runner:
         tensor = partial(torch.tensor, device=self.model.device)
         places = tensor(slots)
         layers = [
-            Blocks(kv, places, rows, self, window)
-            for kv, window in zip(self.kv, self.model.config.windows, strict=True)
+            Blocks(kv, places, rows, self, view)
+            for kv, view in zip(self.kv, self.model.config.views, strict=True)
         ]
         return tensor([tokens]), tensor([positions]), layers, tensor(select)
 

@@ -33,7 +33,9 @@ class SettingError(ValueError):
 # The bounds of a number for which check() is given none. No model comes near the upper ones. They
 # keep a damaged number from filling the memory, from causing an endless loop and from overflowing
 # float32.
-RANGES = {int: (1, 2**24), int | None: (1, 2**24), float: (1e-15, 1e15)}
+RANGES = {
+    int: (1, 2**24), int | None: (1, 2**24), float: (1e-15, 1e15), float | None: (1e-15, 1e15)
+}  # fmt: skip
 
 
 def check(name: str, value: Any, kind: Any, least: float | None = None, most: float = 2**31) -> Any:
@@ -51,7 +53,7 @@ def check(name: str, value: Any, kind: Any, least: float | None = None, most: fl
     """
     if least is None and kind in RANGES:
         least, most = RANGES[kind]
-    types = int | float if kind is float else kind
+    types = int | kind if isinstance(1.0, kind) else kind
     is_right = isinstance(value, types) and (kind is bool or type(value) is not bool)
     if is_right and (value is None or least is None or least <= value <= most):
         return value

@@ -154,8 +154,8 @@ FIELDS: dict[str, dict[str, Any]] = {  # a family -> its settings -> values that
     "Gemma3": {
         "query_pre_attn_scalar": (0, -8, "8"), "sliding_window_pattern": (0,),
         "rope_local_base_freq": (0,), "hidden_activation": ("gelu",),
-        "use_bidirectional_attention": (True,), "attn_logit_softcapping": (50.0,),
-        "final_logit_softcapping": (30.0,)},
+        "use_bidirectional_attention": (True,), "attn_logit_softcapping": (0, -5, "50", math.nan),
+        "final_logit_softcapping": (0, True)},
     "SmolLM3": {"no_rope_layers": (4, [1], ...)},
     "Phi3": {"partial_rotary_factor": (0, -0.5, 1.5, "1", math.nan)},
 }  # fmt: skip
@@ -204,7 +204,7 @@ CASES = [  # what the error names, and the changes of config.json
     *(("architectures None is not", {"architectures": value, "model_type": kind})
       for value, kind in ((..., ...), (None, "gpt2"), ([], None))),
     *((f"'{name}ForCausalLM' is not supported", of(name))
-      for name in ("Gemma2", "Qwen2Moe", "DeepseekV3", "Qwen3Next")),
+      for name in ("Gemma3n", "Qwen2Moe", "DeepseekV3", "Qwen3Next")),
     ("architectures", {"architectures": ["Gemma3ForConditionalGeneration"]}),
     *((word, {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text})
       for word, text in [("text_config", 5), ("text_config 'm'", {"model_type": "m"})]),

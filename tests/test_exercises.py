@@ -15,7 +15,7 @@ from conftest import ROOT
 EXERCISES = "course/exercises"
 FOLDER = ROOT / EXERCISES
 NAMES = sorted(page.stem for page in FOLDER.glob("[0-9]*.md"))
-KINDS = dict.fromkeys(("05-lfu-eviction", "27-soft-cap"), pytest.mark.slow)  # what a change tries
+KINDS = dict.fromkeys(("05-lfu-eviction", "27-sink"), pytest.mark.slow)  # what a change tries
 TRIED = [pytest.param(name, marks=KINDS.get(name, pytest.mark.nightly)) for name in NAMES]
 
 

@@ -24,6 +24,7 @@ from around.folder.families import FAMILIES
 from around.settings import SamplingParams
 from generate import generate
 from kv_cache import StaticCache
+from model import FULL
 from quantize import quantize_model, round_to_nearest
 from sampling import Sequence
 from tools.convert import main as convert
@@ -51,6 +52,9 @@ GRANITE = {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_
            "logits_scaling": 3.0}  # fmt: skip
 GEMMA3 = {"head_dim": 16, "num_hidden_layers": 7, "sliding_window": WINDOW,
           "query_pre_attn_scalar": 24, "tie_word_embeddings": True}  # fmt: skip
+# Caps that change much.
+GEMMA2 = GEMMA3 | {"num_hidden_layers": 6, "attn_logit_softcapping": 1.5,
+                   "final_logit_softcapping": 2.0}  # fmt: skip
 NEAR = {"rope_theta": 100.0}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 SLIDING = {"use_sliding_window": True, "sliding_window": WINDOW, "num_hidden_layers": 3}
@@ -108,7 +112,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("Granite", {**GRANITE}),
     "granite-tied-biases": ("Granite", {**GRANITE, **TIED, "attention_bias": True,
         "mlp_bias": True}),
+    "gemma2": ("Gemma2", {**GEMMA2}),
+    "gemma2-uncapped": ("Gemma2", {**GEMMA2, "attn_logit_softcapping": None,
+        "final_logit_softcapping": None, "layer_types": MIXED, "num_hidden_layers": 3}),
     "gemma3": ("Gemma3", {**GEMMA3}),
+    "gemma3-capped": ("Gemma3", {**GEMMA3, "final_logit_softcapping": 2.0}),
     "gemma3-linear": ("Gemma3", {**GEMMA3, "layer_types": MIXED, "num_hidden_layers": 3,
         "rope_parameters": {"full_attention": {**LINEAR, "rope_theta": 1e6},
                             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}}),
@@ -323,7 +331,10 @@ def test_defaults_are_those_of_transformers(tmp_path):
             assert getattr(ours.extras, field) == getattr(theirs, field, True), (name, field)
         window = None if theirs.model_type == "qwen2" else getattr(theirs, "sliding_window", None)
         assert {*ours.windows} <= {None, window}, name
-        assert (None in ours.windows) == (not window or "gemma3" in theirs.model_type), name
+        assert (None in ours.windows) == (not window or "gemma" in theirs.model_type), name
+        caps = ("attn_logit_softcapping", "final_logit_softcapping")
+        expected = tuple(getattr(theirs, cap, None) for cap in caps)
+        assert (ours.score_cap, ours.logits_cap) == expected, name
 
 
 def test_smollm3_without_layer_types(tmp_path):
@@ -512,6 +523,6 @@ def test_the_parts(llama):
     for length in (1, 63, 64, 65, 300, 1000):
         positions, layers = cache.plan(length - 1, length)
         assert positions.tolist() == [[length - 1]]
-        assert length <= layers[0].masks[None].shape[3] < length + 64
+        assert length <= layers[0].masks[FULL].shape[3] < length + 64
     with pytest.raises(ValueError, match=r"\b1000\b.*\b1001\b"):
         cache.plan(0, 1001)

@@ -241,9 +241,9 @@ def test_check_sees_damage():
             audit_pool(pool, tables)
 
 
-def runner_of(blocks, size, N=2, K=1, window=None):
+def runner_of(blocks, size, N=2, K=1, window=None, cap=None):
     """The last of its two layers has the window."""
-    config = Config(32, 16, 16, 2, N, K, 8, windows=(None, window))
+    config = Config(32, 16, 16, 2, N, K, 8, windows=(None, window), score_cap=cap)
     return Runner(Transformer(config).double(), blocks, size)
 
 
@@ -257,18 +257,19 @@ def slow_paged_attention(q, k, v, pool, rows, config):
     """Row after row, position after position: what Blocks does for all at once. Takes the
     rows in the order of their tokens, writes to the pool, and returns (1, N, T, H)."""
     k_pool, v_pool = pool.chunk(2)
-    size, at, out = pool.shape[2], 0, []
+    size, at, out, view = pool.shape[2], 0, [], config.views[-1]
     for blocks, start, ids, _ in rows:
         end = start + len(ids)
         for t, p in enumerate(range(start, end), at):
             k_pool[:, blocks[p // size], p % size] = k[0, :, t]
             v_pool[:, blocks[p // size], p % size] = v[0, :, t]
         here, at = slice(at, at + end - start), at + end - start
-        keys = [k_pool[:, blocks[p // size], p % size] for p in range(end)]  # (K, H) each
-        values = [v_pool[:, blocks[p // size], p % size] for p in range(end)]
+        seen = range(max(0, start + 1 - (view.window or end)), end)
+        keys = [k_pool[:, blocks[p // size], p % size] for p in seen]  # (K, H) each
+        values = [v_pool[:, blocks[p // size], p % size] for p in seen]
         keys, values = (torch.stack(x, dim=1)[None] for x in (keys, values))  # (1, K, S, H)
-        mask = Masks(config, torch.arange(start, end)[None], torch.arange(end)[None], q.dtype)
-        out.append(attention(q[:, :, here], keys, values, mask[config.windows[-1]]))
+        masks = Masks(config, torch.arange(start, end)[None], torch.tensor([seen]), q.dtype)
+        out.append(attention(q[:, :, here], keys, values, masks[view], view))
     return torch.cat(out, dim=2)
 
 
@@ -297,7 +298,7 @@ def test_paged_attention_equals_its_slow_twin(way, window, monkeypatch):
     of nobody, that is multiplied by 0."""
     blocks, near = 24, {}
     for (N, K, size), seed in itertools.product(SHAPES, range(6)):
-        runner = runner_of(blocks, size, N, K, window)
+        runner = runner_of(blocks, size, N, K, window, 1.5 if seed % 2 else None)
         monkeypatch.setattr(attending, "max_blocks", lambda _: 4 ** (seed % 4))  # noqa: B023
         rows = random_rows(random.Random(seed), blocks, size)
         if seed == 3 and size > 4:  # two prompts in a group, behind 30 tokens and none
@@ -320,7 +321,10 @@ def test_paged_attention_equals_its_slow_twin(way, window, monkeypatch):
         assert [tokens[0, i] for i in select] == [row.ids[-1] for row in rows]
         q, k, v = (torch.randn(1, n, tokens.shape[1], 8).double() for n in (N, K, K))
         pool = runner.kv[1].normal_()  # whatever has been left behind
-        read = {block for row in rows for block in row.blocks[: row.num_blocks(size)]}
+        view = runner.model.config.views[1]
+        read = {row.blocks[i] for row in rows for i in row.seen(view, size)}
+        # What a window hides is not read either, only written.
+        read |= {row.blocks[p // size] for row in rows for p in row.positions}
         pool[:, [*{*range(blocks)} - read]] = torch.nan
         twin = pool.clone()
         expected = slow_paged_attention(q, k, v, twin, rows, runner.model.config)

@@ -26,14 +26,14 @@ from torch.profiler import profile
 from ways import changed, plain, split
 
 from around.fast import attending, packed
-from around.fast.attending import attend_fast, attend_to_prompt, products
+from around.fast.attending import attend_fast, attend_to_prompt
 from around.settings import CHUNK, EngineArgs, Limits, SamplingParams, SettingError
 from around.start import memory
 from around.start.memory import affordable_blocks, free_memory
 from generate import generate
 from kv_cache import StaticCache
 from llm import LLM
-from model import Config, Masks, Transformer, attention
+from model import Config, Masks, Transformer, View, attention, products
 from paged import Row, Runner
 from sampling import Sequence
 from scheduler import Engine, Guess, Proposer, step_budget
@@ -437,12 +437,12 @@ def test_pieces_equal_one_mask(T, monkeypatch):
     products in place of the fused kernel that show a key which not all of a piece's queries see; a
     window that is lost where bfloat16 is widened."""
     S = LONG + 100
-    for window in (None, 1, 3, 700):
+    for window, cap in ((None, None), (1, None), (3, 1.5), (700, None), (None, 1.5)):
+        view = View(window, cap)
         q, k, v = (torch.randn(2, n, t, 8).bfloat16() for n, t in ((4, T), (2, S), (2, S)))
         positions = torch.arange(S)[None]
-        config = Config(64, 32, 48, 1, 4, 2, 8, windows=(window,))
-        mask = Masks(config, positions[:, -T:], positions, torch.float64)[window]
-        expected = attention(q.double(), k.double(), v.double(), mask)
+        masks = Masks(Config(64, 32, 48, 1, 4, 2, 8), positions[:, -T:], positions, torch.float64)
+        expected = attention(q.double(), k.double(), v.double(), masks[view], view)
         k[:, :, : max(0, S - T - (window or S) + 1)] = torch.nan
         for dtype, near in ((torch.float64, 1e-9), (torch.bfloat16, 0.05)):
             kernels = attending.kernel_for, lambda q: products
@@ -451,7 +451,7 @@ def test_pieces_equal_one_mask(T, monkeypatch):
                     patch.setattr(attending, "kernel_for", kernel)
                     patch.setattr(packed, "FAST_BFLOAT16", is_fast)
                     patch.setattr(attending, "MAX_SCORES", 4 * S * 50)  # pieces of 50 queries
-                    found = attend_to_prompt(q.to(dtype), k.to(dtype), v.to(dtype), window)
+                    found = attend_to_prompt(q.to(dtype), k.to(dtype), v.to(dtype), view)
                 torch.testing.assert_close(found.double(), expected, atol=near, rtol=0)
 
 

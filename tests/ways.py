@@ -270,9 +270,10 @@ CONFIGS = {
     "experts": replace(SMALL, extras=Extras(num_experts=6, num_experts_per_tok=2,
                        moe_intermediate_size=64, mlp_only_layers=[0])),
     # Norms before and after each part, norms of q and k over all heads, gelu, a multiplier of the
-    # embedding, and a layer without rope.
+    # embedding, a layer without rope, and caps.
     "sandwich": replace(
         SMALL, windows=(None, 5, None), ropes=(0, 1, 0), wide_qk_norm=True, post_norm=True,
+        score_cap=1.5, logits_cap=8.0,
         rope_speeds=(tuple(0.3**i for i in range(8)), (0.0,) * 8), gelu=True,
         embedding_multiplier=3.0,
     ),

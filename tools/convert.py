@@ -202,7 +202,7 @@ def calibrate(
         return [block(x, *rope, cache) for x in xs]
 
     for i, block in enumerate(progress(model.layers, f"GPTQ to {mode}")):
-        rope, cache = ropes[model.ropes[i]], NoCache(masks[config.windows[i]])
+        rope, cache = ropes[model.ropes[i]], NoCache(masks, config.views[i])
         for path in linears(block):
             if f"layers.{i}.{path}" not in skip:
                 quantize_linear(block, path, partial(run, block, rope, cache), bits, size)

@@ -7,7 +7,7 @@ the path, so a change there holds for all of them. Read: attend_fast, groups_of,
 attend_to_prompt. What a compiled step does (StepBlocks, attend_to_blocks) can wait.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, lru_cache
 from itertools import count
 from typing import Any
@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from around.settings import CHUNK
 from kv_cache import Slab, decode
-from model import Masks, Transformer, attention
+from model import FULL, Masks, Transformer, View, attention, capped, products
 from paged import Blocks, Row, Runner
 
 from . import packed
@@ -46,14 +46,15 @@ def replace_layers(model: Any, args: tuple, blocks: "type[FastBlocks] | None" = 
     if type(first) is Slab and tokens.is_cpu and tokens.shape[1] >= PROMPT:
         layers = [PromptSlab(**vars(layer)) for layer in layers]
     elif type(first) is Blocks:
-        runner = first.runner
-        numbers = count(1)
-        groups = [
-            Group(rows, runner, numbers)
-            for rows in groups_of(first.rows, runner.block_size, max_blocks(runner))
-        ]
-        layers = [(blocks or FastBlocks)(**vars(layer) | {"rows": groups}) for layer in layers]
+        groups = {view: group_rows(first.rows, first.runner, view) for view in views_of(layers)}
+        kind = blocks or FastBlocks
+        layers = [kind(**vars(layer) | {"rows": groups[layer.view]}) for layer in layers]
     return tokens, positions, layers, *select
+
+
+def views_of(layers: Iterable) -> set[View]:
+    """The views of a cache's layers, each once."""
+    return {layer.view for layer in layers}
 
 
 # --- Blocks ---------------------------------------------------------------------------------------
@@ -73,7 +74,16 @@ def max_blocks(runner: Runner) -> int:
     return MAX_COPY * (1 if kv.is_cpu else 16) // kv[:, 0].nbytes
 
 
-def groups_of(rows: list[Row], block_size: int, max_blocks: int) -> Iterator[list[Row]]:
+def group_rows(rows: list[Row], runner: Runner, view: View) -> "list[Group]":
+    """Put rows into groups, for the layers that have this view."""
+    numbers = count(1)
+    groups = groups_of(rows, runner.block_size, max_blocks(runner), view)
+    return [Group(group, runner, view, numbers) for group in groups]
+
+
+def groups_of(
+    rows: list[Row], block_size: int, max_blocks: int, view: View = FULL
+) -> Iterator[list[Row]]:
     """Split rows into groups; attention runs once for each, as one batch.
 
     A group is a run of rows with about equally many new tokens: none has over a quarter more than
@@ -91,7 +101,7 @@ def groups_of(rows: list[Row], block_size: int, max_blocks: int) -> Iterator[lis
     group: list[Row] = []
     width = 0
     for row in rows:
-        own = row.num_blocks(block_size)
+        own = len(row.seen(view, block_size))
         width = max(width, own)
         fits = (len(group) + 1) * width <= max_blocks
         if group and (not fits or len(row.ids) > min(len(group[0].ids) * 1.25, MAX_TOGETHER)):
@@ -103,19 +113,23 @@ def groups_of(rows: list[Row], block_size: int, max_blocks: int) -> Iterator[lis
 
 
 class Group:
-    """B rows with up to T new tokens each: one call of attention. Rows with fewer are padded."""
+    """B rows with up to T new tokens each: one call of attention, under one view. Rows with fewer
+    are padded."""
 
-    def __init__(self, rows: list[Row], runner: Runner, tokens: Iterator[int]) -> None:
+    def __init__(self, rows: list[Row], runner: Runner, view: View, tokens: Iterator[int]) -> None:
         """Args: tokens: counts the new tokens of all groups."""
         self.rows = rows
         self.runner = runner
+        self.view = view
         # (B, T) int64, the numbers of the rows' tokens in the forward, from 1; 0 is no token.
         self.places = self.padded([[next(tokens) for _ in row.ids] for row in rows], 0)
-        # (B, W) int64, each row's blocks, as far as its last new token; later ones may hold an old
-        # NaN. A shorter row is padded by another block, at positions that no query sees.
-        used = [row.blocks[: row.num_blocks(runner.block_size)] for row in rows]
+        # (B, W) int64, the blocks that each row sees. A row with fewer is padded by another block,
+        # at positions that no query sees.
+        spans = [row.seen(view, runner.block_size) for row in rows]
+        seen = [row.blocks[span.start : span.stop] for row, span in zip(rows, spans)]
         # At least two: the compiler would take a size of 1 as a case of its own.
-        self.table = self.padded(used, used[0][0], 2)
+        self.table = self.padded(seen, seen[0][0], 2)
+        self.starts = [span.start * runner.block_size for span in spans]  # of the first blocks
 
     def padded(self, lists: list[list[int]], number: int, longest: int = 1) -> Tensor:
         """Make a tensor of lists, with `number` where one is shorter than the longest."""
@@ -124,13 +138,13 @@ class Group:
         return torch.tensor(equal, device=self.runner.model.device)
 
     @cached_property
-    def masks(self) -> Masks:
-        """What the rows see, for all layers. Place s of a row's blocks, side by side, is position
-        s."""
+    def mask(self) -> Tensor:
+        """What the rows see of their blocks' positions; see Masks."""
         model = self.runner.model
-        positions = self.padded([[*row.positions] for row in self.rows], 0)  # (B, T)
+        queries = self.padded([[*row.positions] for row in self.rows], 0)  # (B, T)
+        starts = torch.tensor(self.starts, device=model.device)[:, None]
         places = torch.arange(self.table.shape[1] * self.runner.block_size, device=model.device)
-        return Masks(model.config, positions, places[None], model.dtype)
+        return Masks(model.config, queries, starts + places, model.dtype)[self.view]
 
 
 class FastBlocks(Blocks):
@@ -158,26 +172,30 @@ class FastBlocks(Blocks):
         stored = blocks.flatten(2, 3).transpose(0, 1)  # (B, 2 * K, S, stored_dim)
         k, v = decode(stored, q.dtype).chunk(2, 1)  # (B, K, S, H) each
         if len(q) == 1 and q.shape[2] >= PROMPT and q.is_cpu:
-            end = group.rows[0].positions.stop
-            return attend_to_prompt(q, k[:, :, :end], v[:, :, :end], self.window)
-        return attention(q, k, v, group.masks[self.window])
+            end = group.rows[0].positions.stop - group.starts[0]
+            return attend_to_prompt(q, k[:, :, :end], v[:, :, :end], self.view)
+        return attention(q, k, v, group.mask, self.view)
 
 
 class StepBlocks(Blocks):
     """One layer's keys and values in blocks, for one new token in each row, compiled as a part of
-    the layer's block. It has nothing but the tensors that the compiler sees: kv and slots of
-    Blocks, the table of a Group, and this layer's mask, (B, 1, N / K, W, block size)."""
+    the layer's block. It has nothing but the cap of its view and the tensors that the compiler
+    sees: kv and slots of Blocks, a group's table, and its mask, (B, 1, N / K, W, block size)."""
 
-    def __init__(self, *tensors: Tensor) -> None:
+    def __init__(self, cap: float | None, *tensors: Tensor) -> None:
+        self.cap = cap
         self.tensors = tensors
         self.kv, self.slots, self.table, self.mask = tensors
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.store(k, v)
-        return attend_to_blocks(q.transpose(0, 2), self.kv, self.table, self.mask).transpose(0, 2)
+        y = attend_to_blocks(q.transpose(0, 2), self.kv, self.table, self.mask, self.cap)
+        return y.transpose(0, 2)
 
 
-def attend_to_blocks(q: Tensor, kv: Tensor, table: Tensor, mask: Tensor) -> Tensor:
+def attend_to_blocks(
+    q: Tensor, kv: Tensor, table: Tensor, mask: Tensor, cap: float | None = None
+) -> Tensor:
     """Do what model.attention does, for one query of each row and head, and add up in float32.
 
     PyTorch's kernel wants a row's keys side by side, and most of its time goes into copying them.
@@ -200,6 +218,7 @@ def attend_to_blocks(q: Tensor, kv: Tensor, table: Tensor, mask: Tensor) -> Tens
         kv: as of Blocks.
         table: (B, W), as of Group.
         mask: (B or 1, 1, N / K, W, block size); see model.Masks.
+        cap: see model.View.
 
     Returns:
         (B, N, 1, H).
@@ -212,7 +231,7 @@ def attend_to_blocks(q: Tensor, kv: Tensor, table: Tensor, mask: Tensor) -> Tens
         scores = torch.stack([(query * keys).sum(-1).flatten(2) for query in queries], 2)
         # The scores are scaled and not q, because for q the compiler would compute the root anew
         # for each key.
-        scores = scores * q.shape[3] ** -0.5 + mask  # (B, K, N / K, S)
+        scores = capped(scores * q.shape[3] ** -0.5, cap) + mask  # (B, K, N / K, S)
         weights = (scores - scores.amax(-1, True)).exp()
         parts = weights.unflatten(3, keys.shape[2:4])[..., None].unbind(2)
         # (B, K, N / K, H): the values are added within each block, then over all.
@@ -221,7 +240,7 @@ def attend_to_blocks(q: Tensor, kv: Tensor, table: Tensor, mask: Tensor) -> Tens
         return (total / weights.sum(-1, True)).to(q.dtype)
 
     # A fork may compute something else there, with all keys side by side.
-    return attention(q, keys.flatten(2, 3), values.flatten(2, 3), mask.flatten(3), loops)
+    return attention(q, keys.flatten(2, 3), values.flatten(2, 3), mask.flatten(3), kernel=loops)
 
 
 # --- Prompts --------------------------------------------------------------------------------------
@@ -234,14 +253,14 @@ class PromptSlab(Slab):
         self.store(k, v)
         end = int(self.slots[-1]) + 1  # the slots after it must not be seen
         k, v = decode(self.kv[:, :, :end], q.dtype).chunk(2, 1)
-        return attend_to_prompt(q, k, v, self.window)
+        return attend_to_prompt(q, k, v, self.view)
 
 
 PIECE = 128  # queries
 MAX_SCORES = 2**23  # of `products` at once: as of 64 queries, 32 heads and 4,096 keys
 
 
-def attend_to_prompt(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+def attend_to_prompt(q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor:
     """Attention of the last T of S tokens on a CPU, in pieces of few queries.
 
     Each piece gets only the keys that one of its queries sees, and a mask of its own. So a causal
@@ -252,7 +271,6 @@ def attend_to_prompt(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Ten
         q: (B, N, T, H), where T is at least PROMPT.
         k, v: (B, K, S, H), where K divides N: the keys of the S - T tokens that came before, of
             which there may be none, then those of the T tokens.
-        window: how many tokens a query sees; None: all of them.
 
     Returns:
         (B, N, T, H).
@@ -264,10 +282,10 @@ def attend_to_prompt(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Ten
         # Here float32 takes 0.7 to 0.9 of the time. Two products in bfloat16, which are fast on
         # AMD, would take 1.2 to 3.5 times as long as that (an Emerald Rapids without AMX, and one
         # that plays AVX-512 alone).
-        return attend_to_prompt(q.float(), k.float(), v.float(), window).to(q.dtype)
+        return attend_to_prompt(q.float(), k.float(), v.float(), view).to(q.dtype)
     S = k.shape[2]
-    window = min(window or S, S)
-    kernel = kernel_for(q)
+    window = min(view.window or S, S)
+    kernel = products if view.cap else kernel_for(q)
     start = S - q.shape[2]  # the position of a piece's first query
     attended = []
     # PyTorch's kernels profit from large pieces; products, and a window, from small ones. An
@@ -282,7 +300,8 @@ def attend_to_prompt(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Ten
         # `own` is where the mask has the first query's own key.
         own = 0 if end <= window else start - first
         mask = mask_of(end - start, own, window, q.shape[1] // k.shape[1], q.dtype)
-        attended.append(attention(queries, k[:, :, first:end], v[:, :, first:end], mask, kernel))
+        own_k, own_v = k[:, :, first:end], v[:, :, first:end]
+        attended.append(attention(queries, own_k, own_v, mask, view, kernel))
         start = end
     return torch.cat(attended, 2)
 
@@ -305,30 +324,11 @@ def kernel_for(q: Tensor) -> Callable:
     return in_two if q.dtype != torch.bfloat16 or packed.CAN("amx_tile") else products
 
 
-def products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Do what scaled_dot_product_attention does, by two products with a softmax between them.
-
-    The scores are rounded to the dtype before the softmax. In bfloat16 that costs nothing that
-    shows: over 1,536 tokens of Shakespeare, SmolLM2-135M's KL divergence to float32 is 0.00096 with
-    this, and 0.00097 with in_two.
-
-    Args:
-        q: (B, K, N / K * T, H).
-        k, v: (B, K, S, H).
-        mask: (..., N / K * T, S or fewer), added to the scores of the last keys.
-
-    Returns:
-        (B, K, N / K * T, H).
-    """
-    scores = (q * q.shape[3] ** -0.5) @ k.mT  # (B, K, N / K * T, S)
-    scores[..., -mask.shape[-1] :] += mask
-    return scores.softmax(-1) @ v
-
-
 def in_two(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Do the same by PyTorch's fused kernel, which is up to a quarter faster without a mask: first
-    over the keys that all queries see, then over those that the mask covers. The kernel also
-    returns the logarithm of each softmax's sum, (B, K, N / K * T), by which the two are weighed."""
+    """Do what model.products does by PyTorch's fused kernel, which is up to a quarter faster
+    without a mask: first over the keys that all queries see, then over those that the mask covers.
+    The kernel also returns the logarithm of each softmax's sum, (B, K, N / K * T), by which the two
+    are weighed."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     seen = k.shape[2] - mask.shape[-1]
     y, total = kernel(q, k[:, :, seen:], v[:, :, seen:], attn_mask=mask)

@@ -24,7 +24,15 @@ from kv_cache import BUCKET, Slab, StaticCache
 from model import Block, LayerCache, NoCache, Transformer
 from paged import Blocks, Row, Runner
 
-from .attending import FastBlocks, Group, StepBlocks, attend_to_blocks, max_blocks, replace_layers
+from .attending import (
+    FastBlocks,
+    Group,
+    StepBlocks,
+    attend_to_blocks,
+    max_blocks,
+    replace_layers,
+    views_of,
+)
 from .packed import Int4Linear, compile_once, dequantize, number_of, pack_linears
 
 # --- Compiled -------------------------------------------------------------------------------------
@@ -113,6 +121,8 @@ class Opaque(LayerCache):
     cache. The operator's schema does not say so, and need not, because the code around it does not
     touch them. In compiled code an Opaque has nothing but the number of another."""
 
+    cap = None  # what it hides knows its own
+
     def __init__(self, function: Any, number: Tensor | None = None) -> None:
         self.function = function
         self.tensors = (number_of(self) if number is None else number,)
@@ -130,14 +140,16 @@ class Region(Block):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any) -> Tensor:
         if isinstance(cache, NoCache):
             return super().forward(x, cos, sin, cache)
-        return run(self, x, cos, sin, *cache.tensors)
+        return run(self, cache.cap, x, cos, sin, *cache.tensors)
 
 
 @torch.compiler.nested_compile_region
-def run(block: Block, x: Tensor, cos: Tensor, sin: Tensor, *tensors: Tensor) -> Tensor:
+def run(
+    block: Block, cap: float | None, x: Tensor, cos: Tensor, sin: Tensor, *tensors: Tensor
+) -> Tensor:
     """Run a block, which gets nothing but the tensors of its layer's cache: those of a StepBlocks,
     or the number of an Opaque."""
-    cache = StepBlocks(*tensors) if len(tensors) > 1 else Opaque(None, *tensors)
+    cache = StepBlocks(cap, *tensors) if len(tensors) > 1 else Opaque(None, *tensors)
     return Block.forward(block, x, cos, sin, cache)
 
 
@@ -156,7 +168,7 @@ def show_steps(model: Any, args: tuple) -> tuple:
     tokens, positions, layers, *select = args
     first = layers[0]
     if not tokens.is_cpu and isinstance(first, Slab) and first.kv.dtype != torch.int8:
-        masks: Any = {window: first.masks[window] for window in model.config.windows}
+        masks: Any = {view: first.masks[view] for view in views_of(layers)}
         return tokens, positions, [replace(layer, masks=masks) for layer in layers], *select
     seen: Any = tokens.is_cpu and step_of(model, positions, layers)
     if not seen:
@@ -182,14 +194,14 @@ def step_of(model: Transformer, positions: Tensor, layers: list) -> list[StepBlo
         rows = first.rows
     else:
         return None
-    group = Group(rows, runner, count())
     # If some rows are much longer than others, the padding would take longer than several calls.
-    if group.table.numel() > 32 * max_blocks(runner):
+    longest = max(row.num_blocks(runner.block_size) for row in rows)
+    if len(rows) * longest > 32 * max_blocks(runner):
         return None
     slots = mark_dynamic(first.slots, 0)
-    plans = {window: plan_for_loops(group, window) for window in model.config.windows}
+    plans = {view: plan_for_loops(Group(rows, runner, view, count())) for view in views_of(layers)}
     return [
-        StepBlocks(mark_dynamic(kv, 1, 2), slots, *plans[layer.window])
+        StepBlocks(layer.view.cap, mark_dynamic(kv, 1, 2), slots, *plans[layer.view])
         for kv, layer in zip(kvs, layers)
     ]
 
@@ -204,14 +216,14 @@ class MixedBlocks(FastBlocks):
             return super().attend_row(q, group)
         attend = compile_once(attend_to_blocks, dynamic=False)
         q = mark_dynamic(q.contiguous(), 0)
-        return attend(q, mark_dynamic(self.kv, 1, 2), *plan_for_loops(group, self.window))
+        return attend(q, mark_dynamic(self.kv, 1, 2), *plan_for_loops(group), self.view.cap)
 
 
-def plan_for_loops(group: Group, window: int | None) -> tuple[Tensor, Tensor]:
+def plan_for_loops(group: Group) -> tuple[Tensor, Tensor]:
     """Return a group's table and mask as attend_to_blocks takes them, with sizes that change from
     step to step."""
     # The compiler cannot yet give a region a size that is a product, such as W * block size.
-    mask = group.masks[window].unflatten(3, (-1, group.runner.block_size))
+    mask = group.mask.unflatten(3, (-1, group.runner.block_size))
     return mark_dynamic(group.table, 0, 1), mark_dynamic(mask, 0, 3, 4)
 
 
@@ -290,5 +302,5 @@ class Replayed:
             tokens,
             *select,
             layers[0].slots,
-            *dict.fromkeys(layer.masks[layer.window] for layer in layers),
+            *dict.fromkeys(layer.masks[layer.view] for layer in layers),
         ]

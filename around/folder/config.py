@@ -71,6 +71,8 @@ def load_config(path: Path | str) -> Config:
                 "dtype", str(raw.get("dtype", raw["torch_dtype"])).removeprefix("torch."), DTYPES
             ),
             eos_ids=eos_ids(raw, generation),
+            score_cap=raw.get("attn_logit_softcapping"),
+            logits_cap=raw.get("final_logit_softcapping"),
             num_experts=raw.get("num_local_experts", raw["num_experts"]),
             quantization=check("quantization_config", raw["quantization_config"], dict),
         )

@@ -25,6 +25,8 @@ from model import Config
 # out. None: the file must have it.
 MISTRAL = dict(num_key_value_heads=8, eos_token_id=2, max_position_embeddings=131072)
 QWEN = dict(num_key_value_heads=32, max_position_embeddings=32768)
+GEMMA = dict(num_attention_heads=8, num_key_value_heads=4, head_dim=256, sliding_window=4096,
+    eos_token_id=1, tie_word_embeddings=True, query_pre_attn_scalar=256)  # fmt: skip
 FAMILIES: dict[str, JSON] = dict(
     LlamaForCausalLM=dict(eos_token_id=2),
     MistralForCausalLM=dict(MISTRAL, sliding_window=4096),
@@ -47,10 +49,11 @@ FAMILIES: dict[str, JSON] = dict(
         original_max_position_embeddings=4096),
     GraniteForCausalLM=dict(eos_token_id=2, embedding_multiplier=None, attention_multiplier=None,
         residual_multiplier=None, logits_scaling=None),
-    Gemma3ForCausalLM=dict(num_attention_heads=8, num_key_value_heads=4, head_dim=256,
-        vocab_size=262208, max_position_embeddings=131072, sliding_window=4096, eos_token_id=1,
-        tie_word_embeddings=True, rope_theta=1e6, rope_local_base_freq=1e4,
-        sliding_window_pattern=6, query_pre_attn_scalar=256),
+    Gemma2ForCausalLM=dict(GEMMA, vocab_size=256000, max_position_embeddings=8192,
+        attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
+    Gemma3ForCausalLM=dict(GEMMA, vocab_size=262208, max_position_embeddings=131072,
+        rope_theta=1e6, rope_local_base_freq=1e4, sliding_window_pattern=6,
+        attn_logit_softcapping=None, final_logit_softcapping=None),
     Olmo2ForCausalLM=dict(eos_token_id=50279, rms_norm_eps=1e-5))  # fmt: skip
 # What a family does whatever its file says: fields of model.Config, settings of config.json that it
 # does not read, and
@@ -61,6 +64,8 @@ FAMILIES: dict[str, JSON] = dict(
 # sets them. With layer_types=None, the file's list is not read either.
 NO_WINDOWS = dict(use_sliding_window=False, layer_types=None)
 ALL_WINDOWS = dict(use_sliding_window=True, max_window_layers=0)
+BOTH_GEMMAS = dict(ALL_WINDOWS, post_norm=True, gelu=True, norm_offset=1.0, root_of_width=True,
+    hidden_act="silu")  # the file's hidden_act is not read  # fmt: skip
 FIXED: dict[str, JSON] = dict(
     LlamaForCausalLM=NO_WINDOWS, GraniteForCausalLM=NO_WINDOWS,
     MistralForCausalLM=ALL_WINDOWS, MinistralForCausalLM=ALL_WINDOWS,
@@ -70,19 +75,19 @@ FIXED: dict[str, JSON] = dict(
     Qwen2ForCausalLM=dict(qkv_bias=True, o_bias=False),
     Qwen3ForCausalLM=dict(qk_norm=True),
     Qwen3MoeForCausalLM=dict(qk_norm=True, max_window_layers=0, layer_types=None),
-    Gemma3ForCausalLM=ALL_WINDOWS | dict(qk_norm=True, post_norm=True, gelu=True, norm_offset=1.0,
-        root_of_width=True),
+    Gemma2ForCausalLM=dict(BOTH_GEMMAS, sliding_window_pattern=2),
+    Gemma3ForCausalLM=dict(BOTH_GEMMAS, qk_norm=True),
     Olmo2ForCausalLM=NO_WINDOWS | dict(wide_qk_norm=True, pre_norm=False, post_norm=True),
 )  # fmt: skip
 # Settings, with their types, that a family reads only if its entry in FAMILIES has them.
 OWN = dict(embedding_multiplier=float, attention_multiplier=float, residual_multiplier=float,
     logits_scaling=float, query_pre_attn_scalar=float, rope_local_base_freq=float,
-    sliding_window_pattern=int, no_rope_layers=list)  # fmt: skip
+    sliding_window_pattern=int, no_rope_layers=list, attn_logit_softcapping=float | None,
+    final_logit_softcapping=float | None)  # fmt: skip
 # Settings that must have this value, or be left out. Shared experts need no check here, because
 # models that have them have other architecture names.
 ONLY: JSON = dict(hidden_act="silu", hidden_activation="gelu_pytorch_tanh", scoring_func="softmax",
-    n_group=1, is_causal=True, use_bidirectional_attention=False, attn_logit_softcapping=None,
-    final_logit_softcapping=None)  # fmt: skip
+    n_group=1, is_causal=True, use_bidirectional_attention=False)  # fmt: skip
 # Defaults for all families. None: the file, or the family, must have it.
 DEFAULTS: JSON = dict(num_hidden_layers=None, num_attention_heads=None, hidden_size=None,
     intermediate_size=None, vocab_size=None, eos_token_id=[], torch_dtype="auto",
@@ -150,7 +155,7 @@ def layer_settings(settings: JSON) -> JSON:
 def full_layers(settings: JSON) -> Sequence[int]:
     """Return the layers that see everything, if the file has no layer_types: in most families the
     first `max_window_layers`."""
-    if "sliding_window_pattern" in settings:  # Gemma 3: the last layer of each group
+    if "sliding_window_pattern" in settings:  # Gemma: the last layer of each group
         every = settings["sliding_window_pattern"]
         return range(every - 1, settings["num_hidden_layers"], every)
     if "no_rope_layers" in settings:  # SmolLM3: all that have rope
@@ -347,7 +352,7 @@ def fold_settings(settings: JSON, rope: JSON) -> JSON:
     query_factor = 1.0  # attention divides the products of queries and keys by the root of H
     if "attention_multiplier" in settings:  # Granite multiplies by this instead
         query_factor = settings["attention_multiplier"] * H**0.5
-    if "query_pre_attn_scalar" in settings:  # Gemma 3 divides by the root of this instead
+    if "query_pre_attn_scalar" in settings:  # Gemma divides by the root of this instead
         query_factor = (H / settings["query_pre_attn_scalar"]) ** 0.5
     folds = dict(
         rope_dim=rotated_channels(rope, H),

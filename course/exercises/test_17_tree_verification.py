@@ -55,7 +55,7 @@ def test_positions_and_mask_by_hand() -> None:
     whole = ["11 1....", "11 11...", "11 1.1..", "11 11.1.", "11 1.1.1"]
     near = [".1 1....", ".. 11...", ".. 1.1..", ".. .1.1.", ".. ..1.1"]
     for layer, wanted in zip(layers, (whole, near)):
-        seen = (layer.masks[layer.window] == 0).int()[0, 0].tolist()
+        seen = (layer.masks[layer.view] == 0).int()[0, 0].tolist()
         lines = ["".join(".1"[bit] for bit in line) for line in seen]
         wrong = "the mask has the rows of one query head, then those of the next: see Masks"
         assert len(lines) == 10, wrong

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from around.folder import Tokenizer
 from around.settings import SamplingParams
-from model import Block, Masks, NoCache, Transformer
+from model import FULL, Block, Masks, NoCache, Transformer
 from sampling import distribution, draw
 from scheduler import Engine, EngineSequence, Request
 from speculative import GUESS, DraftModel, NGram
@@ -49,7 +49,7 @@ def head(model: Transformer, weights: dict[str, Tensor], ids: list[int], before:
     x = torch.cat((model.embed(torch.tensor(ids)), before), 1)[None]  # (1, T, 2 D)
     x = F.linear(x, weights["fc.weight"].to(x.dtype))
     masks = Masks(config, positions, positions, model.dtype)
-    return block(x, *model.rope(positions)[0], NoCache(masks[None]))[0]
+    return block(x, *model.rope(positions)[0], NoCache(masks, FULL))[0]
 
 
 @torch.no_grad()

@@ -105,7 +105,7 @@ def test_positions_and_mask_by_hand() -> None:
         .. ..1..1....   .. 1.....1...   .. ......11..   .. 1.......1.   .. ........11"""
     for layer, picture in zip(layers, (whole, near)):
         wanted = ["".join(pair) for pair in zip(picture.split()[::2], picture.split()[1::2])]
-        seen = (layer.masks[layer.window] == 0).int()[0, 0].tolist()
+        seen = (layer.masks[layer.view] == 0).int()[0, 0].tolist()
         lines = ["".join(".1"[bit] for bit in line) for line in seen]
         assert len(lines) == 20, "the rows of one query head, then those of the next: see Masks"
         assert all("1" not in line[12:] for line in lines), "a slot after the last token is seen"

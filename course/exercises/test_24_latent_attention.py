@@ -115,9 +115,9 @@ def twin(model: Transformer, ids: list[int], config: Config = CONFIG, mistake: s
     eps = config.rms_norm_eps
     norm = lambda x, of: rms_norm(x, x.shape[-1:], of.weight, eps)  # noqa: E731
     x = model.embed_tokens.weight[ids]
-    for block, window in zip(model.layers, config.windows):
+    for block, view in zip(model.layers, config.views):
         y = norm(x, block.input_layernorm)
-        x = x + uncompressed(y, block, eps, window, mistake)
+        x = x + uncompressed(y, block, eps, view.window, mistake)
         y = norm(x, block.post_attention_layernorm)
         gate, up = (y @ block.mlp.gate_up_proj.weight.T).chunk(2, -1)
         x = x + (silu(gate) * up) @ block.mlp.down_proj.weight.T

@@ -1,6 +1,7 @@
-"""Exercise 27: a cap on attention's scores, on every path. See 27-soft-cap.md."""
+"""Exercise 27: a sink beside attention's scores, on every path. See 27-sink.md."""
 
 import itertools
+import math
 import random
 from collections.abc import Callable
 from functools import cache
@@ -15,22 +16,22 @@ from torch.nn.functional import scaled_dot_product_attention
 from around.fast import attending
 from around.fast.compiling import compile_model
 from kv_cache import StaticCache
-from model import LayerCache, Transformer, attention
+from model import LayerCache, Transformer, attention, products
 from paged import Row, Runner
 
-CAP = 1.5  # small, so that it changes much
+SINK = 2.0  # it takes a large share of most sums
 TEXTS = [random.Random(n).choices(range(1, 32), k=n) for n in (1505, 605, 30)]
 STEPS = 5  # the last tokens of each text come one by one, as if they had been sampled
 HEADS = 2, 4  # kv heads, for 4 query heads
-KERNELS = scaled_dot_product_attention, attending.products
+KERNELS = scaled_dot_product_attention, products
 TODO = "add the constant, None, and let attention() obey it"
-PLACE = "cap the scores in model.attention, whatever the kernel and the sizes: all paths call it"
+PLACE = "add the sink in model.attention, whatever the kernel and the sizes: all paths call it"
 
 
-def set_cap(patch: MonkeyPatch) -> None:
+def set_sink(patch: MonkeyPatch) -> None:
     """Set the module's constant, which attention() must read at each call."""
-    needs("model", "SOFT_CAP", TODO)
-    patch.setattr("model.SOFT_CAP", CAP)
+    needs("model", "SINK", TODO)
+    patch.setattr("model.SINK", SINK)
 
 
 def model_of(kv_heads: int) -> Transformer:
@@ -50,8 +51,9 @@ class Written(LayerCache):
         age = at[-q.shape[2] :, None] - at  # of each key, for each query
         hidden = (age < 0) | (age >= (self.window or len(at)))
         scores = torch.einsum("bnth,bnsh->bnts", q, k) / q.shape[3] ** 0.5
-        scores = (CAP * (scores / CAP).tanh()).masked_fill(hidden, -torch.inf)
-        return torch.einsum("bnts,bnsh->bnth", scores.softmax(-1), v)
+        weights = scores.masked_fill(hidden, -torch.inf).exp()
+        weights = weights / (weights.sum(-1, True) + math.exp(SINK))
+        return torch.einsum("bnts,bnsh->bnth", weights, v)
 
 
 @cache
@@ -59,7 +61,7 @@ class Written(LayerCache):
 def twin(kv_heads: int, text: int) -> Tensor:
     """Return the logits after each token of a text, (T, V)."""
     model, ids = model_of(kv_heads), torch.tensor([TEXTS[text]])
-    layers = [Written(window) for window in model.config.windows]
+    layers = [Written(view.window) for view in model.config.views]
     return model(ids, torch.arange(ids.shape[1])[None], layers)[0]
 
 
@@ -101,24 +103,24 @@ def paged(model: Transformer) -> list[Tensor]:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_one_call(kernel: Callable, monkeypatch: MonkeyPatch) -> None:
-    """Bug: tanh(-inf) is -1, so the keys that a mask hides are seen again."""
-    set_cap(monkeypatch)
+    """Bug: the sink is scaled, or counted once for each key, or a short mask misses its keys."""
+    set_sink(monkeypatch)
     for T in (9, 4):
         q, k, v = (3 * torch.randn(1, n, t, 8).double() for n, t in ((4, T), (2, 9), (2, 9)))
         mask = torch.full((T, 9), -torch.inf).double().triu(10 - T).repeat(2, 1)
         want = Written(None).attend(q, k, v)
-        trap = "cap the scaled scores, and add the mask after that"
-        close(attention(q, k, v, mask, kernel), want, trap)
+        trap = "each query has one sink, which is neither scaled nor masked"
+        close(attention(q, k, v, mask, kernel=kernel), want, trap)
         trap = "a mask may cover the last keys only: all queries see those before"
-        close(attention(q, k, v, mask[:, -T:], kernel), want, trap)
+        close(attention(q, k, v, mask[:, -T:], kernel=kernel), want, trap)
 
 
-def test_without_a_cap() -> None:
-    assert needs("model", "SOFT_CAP", TODO) is None, "nothing is capped by default"
+def test_without_a_sink() -> None:
+    assert needs("model", "SINK", TODO) is None, "there is no sink by default"
     q, k, v = (torch.randn(1, 2, 9, 8) for _ in range(3))
     kernel = lambda *given: given[2] + sum(map(torch.sum, given))  # noqa: E731
-    got = attention(q, k, v, q[..., :1], kernel)
-    assert torch.equal(got, kernel(q, k, v, q[..., :1])), "without a cap, call the kernel as before"
+    got = attention(q, k, v, q[..., :1], kernel=kernel)
+    assert torch.equal(got, kernel(q, k, v, q[..., :1])), "without a sink, call the kernel alone"
 
 
 @pytest.mark.parametrize("kv_heads", HEADS)
@@ -126,7 +128,7 @@ def test_without_a_cap() -> None:
 @pytest.mark.parametrize("run", [whole, static, paged])
 def test_paths(run: Callable, kernel: Callable, kv_heads: int, monkeypatch: MonkeyPatch) -> None:
     """Bug: a path that computes its scores elsewhere, which a short text would not show."""
-    set_cap(monkeypatch)
+    set_sink(monkeypatch)
     monkeypatch.setattr(attending, "kernel_for", lambda q: kernel)
     model = model_of(kv_heads)
     for change in ("plain", "fast"):
@@ -139,8 +141,8 @@ def test_paths(run: Callable, kernel: Callable, kv_heads: int, monkeypatch: Monk
 @pytest.mark.parametrize("kv_heads", HEADS)
 @pytest.mark.parametrize("run", [static, paged])
 def test_compiled(run: Callable, kv_heads: int, monkeypatch: MonkeyPatch) -> None:
-    """Bug: a step whose loops the compiler writes has no cap."""
-    set_cap(monkeypatch)
+    """Bug: a step whose loops the compiler writes has no sink."""
+    set_sink(monkeypatch)
     torch._dynamo.reset()
     model = model_of(kv_heads).float()  # oneDNN packs no float64
     compile_model(model, 1 if run is static else None)
