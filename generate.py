@@ -16,7 +16,7 @@ import torch
 from around.folder import Tokenizer
 from around.machine import Ranks, say
 from around.settings import CHUNK
-from around.start import answer, launch, load_models, parse_args, read, stream
+from around.start import asked_of, launch, load_models, parse_args, run_engine, stream
 from kv_cache import StaticCache
 from model import Transformer
 from sampling import BROKEN, Sequence, Token, finite, sample
@@ -60,9 +60,9 @@ def generate(
 def command(args: Namespace, ranks: Ranks) -> int:
     """Print what a model writes: text on stdout, everything else on stderr. What needs the engine,
     such as a chat, is answered by it."""
-    asked = read(args, ranks)
+    asked = asked_of(args, ranks)
     if asked.needs_engine:
-        return answer(asked, ranks)
+        return run_engine(asked, ranks)
     model, _ = load_models(asked.args, ranks, batch_size=1)
     tokenizer = Tokenizer(asked.args.checkpoint)
     ids = tokenizer.encode(asked.text)

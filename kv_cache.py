@@ -28,8 +28,8 @@ class Slab(LayerCache):
     s.
 
     Attributes:
-        kv: (B, 2 * K, num_slots, stored_dim), encoded: the heads' keys, then their values. For
-            stored_dim see empty_layers.
+        kv: (B, 2 * K, num_slots, stored_dim): the heads' keys, then their values, as to_stored
+            makes them. For stored_dim see empty_layers.
         slots: (T,) int64, where the new tokens go, the same in each sequence.
         masks: what the new tokens see. All layers share them.
         view: this layer's, which selects its mask.
@@ -44,11 +44,11 @@ class Slab(LayerCache):
         """Store k and v, then attend to all that is visible. See model.LayerCache.attend."""
         self.store(k, v)
         mask = self.masks[self.view]  # (1, 1, N / K * T, S), where S is how many slots are read
-        k, v = decode(self.kv[:, :, : mask.shape[3]], q.dtype).chunk(2, 1)  # (B, K, S, H) each
+        k, v = from_stored(self.kv[:, :, : mask.shape[3]], q.dtype).chunk(2, 1)  # (B, K, S, H) each
         return attention(q, k, v, mask, self.view)
 
     def store(self, k: Tensor, v: Tensor) -> None:
-        new = encode(torch.cat((k, v), 1), self.kv.dtype)  # (B, 2 * K, T, stored_dim)
+        new = to_stored(torch.cat((k, v), 1), self.kv.dtype)  # (B, 2 * K, T, stored_dim)
         # Not scatter_, which the compiler turns into a copy of the whole slab.
         self.kv.index_copy_(2, self.slots, new)
 
@@ -151,7 +151,7 @@ def empty_layers(model: Transformer, kv_dtype: str, *shape: int) -> list[Tensor]
         ) from error
 
 
-def encode(x: Tensor, dtype: torch.dtype) -> Tensor:
+def to_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert keys or values (..., H) to the form in which the cache stores them.
 
     Any dtype but int8 leaves them as they are. In int8 each token and head has its own scale. The
@@ -165,9 +165,9 @@ def encode(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.cat(((x / scale).round().to(torch.int8), scale.view(torch.int8)), -1)
 
 
-def decode(stored: Tensor, dtype: torch.dtype) -> Tensor:
-    """Undo encode: int8 (..., H + 4) becomes (..., H) of `dtype`, and any other tensor is returned
-    as it is."""
+def from_stored(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """Undo to_stored: int8 (..., H + 4) becomes (..., H) of `dtype`, and any other tensor is
+    returned as it is."""
     if stored.dtype != torch.int8:
         return stored
     # view(float32) needs strides that are multiples of 4, which a slice of rows of H + 4 bytes may

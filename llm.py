@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from around.folder import Ids, suggested
+from around.folder import Ids, suggested_sampling
 from around.machine import Ranks, pick_device, progress
 from around.settings import JSON, EngineArgs, SamplingParams, check
 from around.start import load_models, make_engine
@@ -35,7 +35,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the checkpoint's own settings. dataclasses.replace makes others of them."""
-        return SamplingParams(**suggested(self.checkpoint))
+        return SamplingParams(**suggested_sampling(self.checkpoint))
 
     def generate(
         self,

@@ -402,7 +402,8 @@ class NoCache(LayerCache):
 
 @dataclass(frozen=True)
 class Extras:
-    """What a folder says beyond the plain transformer above."""
+    """What a folder says beyond the plain transformer above. It stands here as Config has it, and
+    this file imports none of ours."""
 
     # around/folder reads these:
     dtype: torch.dtype | None = None  # of the stored weights; None: config.json does not say

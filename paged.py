@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kv_cache import decode, empty_layers, encode
+from kv_cache import empty_layers, from_stored, to_stored
 from model import LayerCache, Masks, Transformer, View, attention
 
 # --- Who owns which block -------------------------------------------------------------------------
@@ -212,7 +212,8 @@ class Blocks(LayerCache):
     """One layer's keys and values in blocks, and the plan of one forward.
 
     Attributes:
-        kv: (2 * K, blocks, block size, stored_dim), encoded: the heads' keys, then their values.
+        kv: (2 * K, blocks, block size, stored_dim): the heads' keys, then their values, as
+            kv_cache.to_stored makes them.
         slots: (M,) int64, where each new token goes: block * block size + offset.
         rows: in the order of the tokens.
         runner: what has planned the forward.
@@ -238,14 +239,14 @@ class Blocks(LayerCache):
         size = self.runner.block_size
         seen = row.seen(self.view, size)  # W blocks
         table = tensor([row.blocks[i] for i in seen])  # (W,)
-        blocks = decode(self.kv[:, table], q.dtype)  # (2 * K, W, block size, H)
+        blocks = from_stored(self.kv[:, table], q.dtype)  # (2 * K, W, block size, H)
         k, v = blocks.flatten(1, 2)[None].chunk(2, 1)  # (1, K, S, H) each
         k_pos = tensor([range(seen.start * size, seen.stop * size)])  # (1, S)
         masks = Masks(self.runner.model.config, tensor([row.positions]), k_pos, q.dtype)
         return attention(q, k, v, masks[self.view], self.view)
 
     def store(self, k: Tensor, v: Tensor) -> None:
-        new = encode(torch.cat((k, v), 1)[0], self.kv.dtype)  # (2 * K, M, stored_dim)
+        new = to_stored(torch.cat((k, v), 1)[0], self.kv.dtype)  # (2 * K, M, stored_dim)
         # flatten gives a view of all slots, so this writes into kv.
         self.kv.flatten(1, 2).index_copy_(1, self.slots, new)
 

@@ -131,7 +131,9 @@ class EngineSequence(Sequence):
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether its prompt needs log-probabilities and has not run to its end."""
+        """Whether its prompt needs log-probabilities and has not run to its end. Then its row has
+        the logits of all its tokens, schedule() looks for no prefix, _num_to_run() limits the
+        tokens, and _commit() has the logits scored."""
         return self.params.prompt_logprobs is not None and not self.tokens
 
 

@@ -12,39 +12,64 @@ These threads run:
       the previous part. So there is no queue of tokens, and a slow client delays nobody.
     - One thread accepts clients, and one watches for signals.
 
-    client --> Connection.complete --> API.prepare --> inbox --> Server.drive: submit, step, step
-    client <-- Connection.send <-- Completion.parts <-- news <--- Server.wake <----+
+    client --> Front.complete --> API.prepare --> inbox --> Server.drive: submit, step, step
+    client <-- Front.send <-- Completion.parts <-- news <--- Server.wake <----+
 
-around/api has the rest: HTTP, what bodies mean, who is let in, metrics, and the page. Read: Server,
-Connection, command.
+around/api has the rest: the connections, HTTP, what bodies mean, who is let in, metrics, and the
+page. Read: Server, command.
 """
 
-import time
 import traceback
 from argparse import ArgumentParser, Namespace
-from threading import Event
+from queue import SimpleQueue
 from typing import Any
 
 from around import settings
-from around.api import Front, Listener, ServerArgs, demand, listen_at, serve, server_args
+from around.api import API, Front, Metrics, ServerArgs, listen_at, serve, server_args
+from around.folder import first_sampling, suggested_sampling
 from around.machine import Ranks, say
+from around.settings import SamplingParams
 from around.start import cache_size, launch, open_engine
 from scheduler import Engine, Request
 
 
-class Server(Listener):
+class Server:
     """The engine, and the connections that wait for it. Only drive() changes the engine's state.
 
     Attributes:
+        listener: the socket in which clients queue until front.listen accepts them.
+        busy: the connections that are answering a completion. A connection leaves this set when it
+            has answered, and when its client has left. After a signal, listen() waits for those in
+            it.
+        inbox: what drive() calls next, functions without arguments; None ends it.
         incoming: requests on their way to the engine.
         owners: each request in the engine -> the connection that answers it. Only drive() changes
             this and `metrics`.
+        snapshot: the engine's state for the page, as JSON.
+        stopping: a signal has arrived, or the engine has died.
+        over: the wait for running completions has ended. Those that are left get an error.
     """
 
+    stopping = False
+    over = False
+
     def __init__(self, engine: Engine, args: ServerArgs, listener: Any) -> None:
-        super().__init__(Connection, engine, args, listener)
+        self.engine = engine
+        self.args = args
+        self.listener = listener
+        name = args.served_model_name or args.checkpoint.resolve().name
+        self.api = API(
+            engine, name, SamplingParams(**suggested_sampling(args.checkpoint)), args.tool_format
+        )
+        self.metrics = Metrics(engine, name, first_sampling(args.checkpoint, engine.config))
+        self.busy: set[Front] = set()
+        self.inbox: SimpleQueue[Any] = SimpleQueue()
         self.incoming: set[Request] = set()
-        self.owners: dict[Request, Connection] = {}
+        self.owners: dict[Request, Front] = {}
+        self.take_snapshot()
+
+    def take_snapshot(self) -> None:
+        self.snapshot = self.metrics.snapshot()
 
     def drive(self) -> None:
         """Call what is in the inbox, until None comes. A step is put there whenever the inbox is
@@ -65,7 +90,7 @@ class Server(Listener):
             self.engine.abort(request)
         self.wake(unwanted + self.engine.step())
 
-    def submit(self, requests: list[Request], connection: "Connection") -> None:
+    def submit(self, requests: list[Request], connection: Front) -> None:
         """Put the requests of a connection into the engine's queue."""
         self.incoming.difference_update(requests)
         for request in requests:
@@ -93,54 +118,6 @@ class Server(Listener):
         if isinstance(error, ConnectionError):  # to a rank
             raise error
         traceback.print_exc()
-
-
-class Connection(Front):
-    """A connection that asks for a completion.
-
-    Attributes:
-        news: set when there may be something to send; see Server.wake.
-    """
-
-    news: Event
-
-    def complete(self, chat: bool) -> None:
-        """Answer a completion, whole or streamed."""
-        server: Server = self.server
-        body = self.read_json()
-        # Join `busy` before the check. In the other order, a server that stops could find nobody
-        # busy between the two, and end without waiting for this completion.
-        server.busy.add(self)
-        demand(not server.stopping, 503, "the server is stopping")
-        completion = server.api.prepare(body, chat)
-        self.check_queue(len(completion.requests))
-        self.stream = completion.stream
-        self.news = Event()
-        server.incoming.update(completion.requests)
-        server.inbox.put(lambda: server.submit(completion.requests, self))
-        self.sent_at = time.monotonic()  # from now on the client waits
-        for part in completion.parts(self.wait_for_news):
-            self.send(part)
-        if self.stream:
-            self.send("[DONE]")
-
-    def wait_for_news(self) -> None:
-        """Wait until the engine has made progress.
-
-        Raises:
-            ConnectionError: the client has left.
-            Problem: the server is stopping, and the grace period is over.
-        """
-        has_news = False
-        while not (has_news or self.server.over):
-            has_news = self.news.wait(0.3)
-            # A request in the queue has no news, and one that writes a function call has news but
-            # nothing to send. In both cases no failing send tells that the client has left, so look
-            # here.
-            if time.monotonic() > self.sent_at + 0.3:
-                self.check_client()
-        self.news.clear()
-        demand(not self.server.over, 503, "the server is stopping")
 
 
 def command(flags: Namespace, ranks: Ranks) -> int:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import folders
-from around.folder import Tokenizer, build, load_config, load_model, suggested
+from around.folder import Tokenizer, build, load_config, load_model, suggested_sampling
 from around.settings import BUNDLED, CheckpointError, SamplingParams
 from model import Transformer
 from sampling import Sequence, distribution
@@ -55,7 +55,7 @@ def chapter(lesson: Lesson) -> dict[str, object]:
             same += torch.equal(model(IDS, IDS), logits_of(path))
         # 2) text: its tokens, a chat, the tokens that end a reply, the default sampling settings
         for name, path in ({"bundled": BUNDLED} | paths).items():
-            tokenizer, setting = Tokenizer(path), suggested(path)
+            tokenizer, setting = Tokenizer(path), suggested_sampling(path)
             lesson.say(f"\n{name}: {setting}")
             chat = tokenizer.encode_chat([{"role": "user", "content": "The king"}])
             for each in (tokenizer.encode("The king,\ncafé"), chat, load_config(path).eos_ids):

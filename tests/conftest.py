@@ -46,8 +46,11 @@ def _caches_begin_as_nan(monkeypatch):
     empty_layers = kv_cache.empty_layers
 
     def filled(*args):
-        # All bits set: NaN as a number, and as the scale of int8 keys.
-        return [kv.fill_(-1 if kv.dtype == torch.int8 else torch.nan) for kv in empty_layers(*args)]
+        layers = empty_layers(*args)
+        for kv in layers:
+            # All bits set, in any dtype: NaN as a number, and as the scale of int8 keys.
+            kv.view(torch.uint8).fill_(255)
+        return layers
 
     monkeypatch.setattr(kv_cache, "empty_layers", filled)
     monkeypatch.setattr(paged, "empty_layers", filled)

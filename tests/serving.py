@@ -23,7 +23,8 @@ from conftest import ROOT, SHAKESPEARE
 from ways import split
 
 from around.api import listen_at
-from around.folder.config import suggested
+from around.api.front import listen
+from around.folder.config import suggested_sampling
 from around.folder.tokenizer import Tokenizer
 from around.folder.weights import load_model
 from around.machine import Ranks
@@ -214,7 +215,7 @@ class Local(Client):
         self.engine = make_engine(self.args, Ranks(torch.device("cpu")), model(), None)
         listener = listen_at(self.args.host, self.args.port)
         self.server = Server(self.engine, self.args, listener)
-        self.listening = threading.Thread(target=self.server.listen)
+        self.listening = threading.Thread(target=listen, args=(self.server,))
         self.running = threading.Thread(target=self.drive)
         self.listening.start()
         self.port = self.server.listener.getsockname()[1]
@@ -345,7 +346,7 @@ TWINS: dict[str, list[Sequence]] = {}
 def alone(prompt=PROMPT, **fields) -> list[Sequence]:
     """The slow twin."""
     if (key := repr((prompt, fields))) not in TWINS:
-        params = SamplingParams(**suggested(SHAKESPEARE) | fields)
+        params = SamplingParams(**suggested_sampling(SHAKESPEARE) | fields)
         ids = TOKENIZER.encode(prompt) if isinstance(prompt, str) else prompt
         TWINS[key] = [Sequence(ids, each, model().config, TOKENIZER) for each in split(params)]
         for sequence in TWINS[key]:

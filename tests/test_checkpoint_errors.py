@@ -349,7 +349,7 @@ def test_harmless(folder):
     runs(load_model(folder))
     edit(folder)
     plain = load_config(folder)
-    edit(folder, **dict.fromkeys(families.OWN, 2))
+    edit(folder, **dict.fromkeys(families.PARTICULAR, 2))
     assert load_config(folder) == plain
 
 

@@ -13,7 +13,7 @@ from conftest import ROOT
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from around.folder import Tokenizer, load_config, load_model, suggested
+from around.folder import Tokenizer, load_config, load_model, suggested_sampling
 from course import folders
 from tools import report
 
@@ -109,7 +109,9 @@ def test_folders_are_as_others_read_them(name, tmp_path):
     rendered = their.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert ours.encode_chat(messages) == their(rendered, add_special_tokens=False).input_ids
     assert {*folders.byte_letters()} == {*ByteLevel.alphabet()}
-    assert len(load_config(path).eos_ids) == 2 and {"temperature", "top_p"} <= {*suggested(path)}
+    assert len(load_config(path).eos_ids) == 2 and {"temperature", "top_p"} <= {
+        *suggested_sampling(path)
+    }
 
 
 def test_pages():

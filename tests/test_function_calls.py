@@ -14,7 +14,7 @@ from conftest import SHAKESPEARE
 from serving import CHAT, HI, Local, local, shared  # noqa: F401 (fixtures)
 
 from around.api.answers import Choice, marks_of
-from around.api.function_calls import FORMS, Reader, Tools, form_of, restrict, tools_of
+from around.api.function_calls import FORMS, Reader, Tools, form_in, restrict, tools_of
 from around.folder.config import load_config
 from around.folder.tokenizer import Tokenizer
 from around.settings import SamplingParams
@@ -188,7 +188,7 @@ def test_the_form_follows_from_the_template():
          """{{ tools }}<function>{"name": f, "parameters": {}}[{"name": f, "parameters": {}}]""",
          """{{ tools }}{"name": "f", "about": "f", "parameters": {}}"""),
     ):  # fmt: skip
-        assert [form_of(template) for template in templates] == [form] * len(templates)
+        assert [form_in(template) for template in templates] == [form] * len(templates)
 
 
 # --- What a grammar allows ------------------------------------------------------------------------

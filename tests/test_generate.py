@@ -29,7 +29,7 @@ import around.fast
 import generate
 import kv_cache
 import scheduler
-from around.folder import Tokenizer, load_model, suggested
+from around.folder import Tokenizer, load_model, suggested_sampling
 from around.settings import DTYPES, EngineArgs, SamplingParams
 from around.start import begin, command
 from llm import LLM
@@ -110,7 +110,9 @@ def fails(result, pattern="", usage=False):
 def recompute(**params):
     """The slow twin: no cache, no command line."""
     model = load_model(SHAKESPEARE, "cpu", torch.float32)
-    params = SamplingParams(**suggested(SHAKESPEARE) | params, max_tokens=12, ignore_eos=True)
+    params = SamplingParams(
+        **suggested_sampling(SHAKESPEARE) | params, max_tokens=12, ignore_eos=True
+    )
     return plain(model, Sequence(IDS, params, model.config, TOKENIZER))
 
 
@@ -364,7 +366,7 @@ def test_chat_template(cli, folder, monkeypatch):
     string cuts the replies of models that have their own."""
     newline = TOKENIZER.encode("a\n", add_special=False)[-1]
     bias = {"logit_bias": {newline: 100}}  # nothing else is drawn
-    monkeypatch.setattr(command, "starting", lambda *_: ({**bias}, "the folder"))
+    monkeypatch.setattr(command, "first_sampling", lambda *_: ({**bias}, "the folder"))
     chat = ("--chat", "--max-tokens", 5, "--checkpoint", folder)
     result = cli(*chat, stdin="Hello\n")
     assert result.out == "\n" and "> 2 new tokens" in result.err

@@ -20,7 +20,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import sampling
-from around.folder import Tokenizer, suggested
+from around.folder import Tokenizer, suggested_sampling
 from around.settings import SamplingParams, SettingError
 from around.settings import given as given_by_flags
 from model import Config
@@ -105,8 +105,8 @@ def test_good_values(tmp_path):
     both = {"temperature": 5.0, "presence_penalty": 1.5, "frequency_penalty": 0.5}
     more = {"top_p": None, "do_sample": True, "max_length": 3}  # the penalties as vLLM reads them
     (tmp_path / "generation_config.json").write_text(json.dumps(both | more))
-    assert suggested(tmp_path) == both and suggested(tmp_path / "none") == {}
-    assert (suggested(tmp_path) | ours)["temperature"] == 0
+    assert suggested_sampling(tmp_path) == both and suggested_sampling(tmp_path / "none") == {}
+    assert (suggested_sampling(tmp_path) | ours)["temperature"] == 0
 
 
 # --- distribution() against a plain reference -----------------------------------------------------

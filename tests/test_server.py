@@ -55,12 +55,13 @@ from serving import (
 import sampling
 import server as server_module
 from around.api import front, listen_at, serve
-from around.api.answers import Choice
+from around.api.answers import Choice, demand
+from around.api.front import Front
 from around.api.function_calls import NO_TOOLS, Reader
 from around.settings import VERSION, SamplingParams
 from around.structured import token_bytes
 from scheduler import Engine
-from server import Connection, Server
+from server import Server
 
 pytest_plugins = ["serving"]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -718,7 +719,7 @@ def test_more_clients_than_threads(local, monkeypatch, capfd):
     no more descriptors, the server ended, said nothing, or did nothing but try again."""
 
     def num_served():
-        return sum("(Connection)" in thread.name for thread in threading.enumerate())
+        return sum("(Front)" in thread.name for thread in threading.enumerate())
 
     until(lambda: not num_served())
     with monkeypatch.context() as patch, contextlib.ExitStack() as stack:
@@ -863,9 +864,21 @@ def test_slow_clients(make_local, monkeypatch, capfd):
         each.close()
 
 
-def test_clients_that_say_no_more(local, capfd):
+def test_clients_that_say_no_more(local, capfd, monkeypatch):
     """The server printed an error when the client had left. One that closes its sending half, as
-    `nc -N` does, counts as such a one while it waits, and its request ran on."""
+    `nc -N` does, counts as such a one while it waits, and its request ran on. A look at whether it
+    is still there left its connection without a timeout. A server that began to stop between its
+    own check and the client's entry did not wait for it."""
+    near, far = socket.socketpair()
+    with near, far:
+        Front.check_client(SimpleNamespace(connection=near, timeout=9))
+        assert near.gettimeout() == 9
+    waits = []
+    with monkeypatch.context() as patch:
+        watch = lambda check: waits.append((check[1], len(local.server.busy)))  # noqa: E731
+        patch.setattr(front, "demand", lambda *check: watch(check) or demand(*check))
+        assert local.post(COMPLETIONS, SHORT).status == 200
+    assert next(busy for status, busy in waits if status == 503) == 1
     for data in (b"", b"GET / HTTP", *(post()[:end] for end in (30, 60, -5)), b"\xff" * 99):
         connect(local, data).close()
     local.get("/health")
@@ -1083,12 +1096,12 @@ def test_an_engine_that_dies(monkeypatch):
     """A Rust library's panic is no Exception: the server took clients and never answered them."""
     ended = []
 
-    def listen(self):
-        until(lambda: self.stopping)
-        ended.append(self.listener.close())
+    def listen(server):
+        until(lambda: server.stopping)
+        ended.append(server.listener.close())
 
     monkeypatch.setattr(Server, "drive", MagicMock(side_effect=BaseException("panic")))
-    monkeypatch.setattr(Server, "listen", listen)
+    monkeypatch.setattr(front, "listen", listen)
     with pytest.raises(BaseException, match="panic"):
         stopped(b"", signals=0)
     assert ended == [None]
@@ -1100,7 +1113,7 @@ def test_signals(monkeypatch, capsys):
     for stream in (False, True):
         (answer,) = stopped(post(LONG | {"stream": stream}), "--shutdown-timeout", "0.3")
         assert "stopping" in answer.fails(503)
-    encode, begun, complete = TOKENIZER.encode, threading.Event(), Connection.complete
+    encode, begun, complete = TOKENIZER.encode, threading.Event(), Front.complete
     slow = lambda *text: begun.set() or time.sleep(0.3) or encode(*text)  # noqa: E731
     with monkeypatch.context() as patch:
         patch.setattr(TOKENIZER, "encode", slow)
@@ -1111,7 +1124,7 @@ def test_signals(monkeypatch, capsys):
         complete(self, chat)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Connection, "complete", late)
+        patch.setattr(Front, "complete", late)
         assert "stopping" in stopped(post(), signals=0)[0].fails(503)
     capsys.readouterr()
     assert stopped(GET)[0].status == 200

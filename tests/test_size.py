@@ -36,8 +36,10 @@ def test_budget(names, most_lines, most_nodes):
     sources = {name: (ROOT / f"{name}.py").read_text() for name in names}
     sizes = {name: (code_lines(text), code_nodes(text)) for name, text in sources.items()}
     lines, nodes = map(sum, zip(*sizes.values()))
-    assert lines <= most_lines and nodes <= most_nodes, (lines, nodes, sizes)
-    assert nodes / lines <= 6.4, sizes
+    found = f"{lines} lines, {nodes} nodes: {sizes}"
+    way_out = "find what can go for what has come; a fork raises its bounds in this table"
+    assert lines <= most_lines and nodes <= most_nodes, f"{found}; {way_out}"
+    assert nodes / lines <= 6.4, f"{found}; unfold some lines"
 
 
 def test_tools_budget():

@@ -1,13 +1,12 @@
-"""What stands between a socket and the engine: who is let in, the routes that are not completions,
-the threads, and the signals.
+"""What stands between a socket and the engine: who is let in, what is asked for, the threads, and
+the signals.
 
-server.py has the engine's thread and completions; it builds on Listener and Front. How a request is
-read and an answer sent is in http1.py, what a body means in requests.py, and what is answered in
-answers.py. Read: Listener, Front.route.
+In this file `server` is a server.Server, the engine's thread and what all connections share. How a
+request is read and an answer sent is in http1.py, what a body means in requests.py, and what is
+answered in answers.py. Read: serve, listen, Front.route, Front.complete.
 """
 
 import os
-import queue
 import re
 import secrets
 import select
@@ -16,23 +15,18 @@ import socket
 import time
 import traceback
 from argparse import Namespace
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread, active_count, stack_size
+from threading import Event, Thread, active_count, stack_size
 from typing import Any
 
 from around import settings
 from around.api.answers import Problem, demand
 from around.api.function_calls import FORMS
 from around.api.http1 import Exchange
-from around.api.metrics import Metrics
-from around.api.requests import API
-from around.folder import starting, suggested
 from around.machine import Ranks, say
-from around.settings import JSON, EngineArgs, SamplingParams, setting
-from scheduler import Engine
+from around.settings import JSON, EngineArgs, setting
 
 MAX_THREADS = 1028  # 1,024 connections, and main, listen, watch and threads.keep_pool
 PAGE = Path(__file__).resolve().with_name("page.html")
@@ -70,71 +64,35 @@ def server_args(flags: Namespace, ranks: Ranks) -> ServerArgs:
 # --- Threads and signals --------------------------------------------------------------------------
 
 
-class Listener:
-    """Accepts clients, until a signal arrives and the running completions have ended.
+def listen(server: Any) -> None:
+    """Accept connections until a signal arrives, then let the running completions finish within
+    --shutdown-timeout, and end the server's drive()."""
+    host, port = server.listener.getsockname()[:2]
+    host = f"[{host}]" if ":" in host else host  # IPv6
+    say(f"requests that set no temperature get {server.api.defaults.temperature:g}")
+    say(f"serving {server.api.name} on http://{host}:{port}")
+    while not server.stopping:
+        # While no thread is free, new clients wait in the listening socket.
+        open_to = [server.listener] if active_count() < MAX_THREADS else []
+        for listener in select.select(open_to, [], [], 0.1)[0]:
+            try:
+                # In one statement: where no thread starts, nothing keeps the client's socket.
+                Thread(target=Front, args=(*listener.accept(), server), daemon=True).start()
+            except (OSError, RuntimeError) as error:  # no descriptor or no thread is left
+                say(str(error))
+                time.sleep(1)
+    server.listener.close()
+    wait_for_busy(server, server.args.shutdown_timeout)
+    server.over = True
+    wait_for_busy(server, 1.0)  # until those that are left have sent an error
+    server.inbox.put(None)
 
-    Attributes:
-        handler: what answers a client: a class derived from Front.
-        busy: the connections that are answering a completion. A connection leaves this set when it
-            has answered, and when its client has left. After a signal, listen() waits for those in
-            it.
-        inbox: what drive() calls next, functions without arguments; None ends it.
-        stopping: a signal has arrived, or the engine has died.
-        over: the wait for running completions has ended. Those that are left get an error.
-        snapshot: the engine's state for the page, as JSON.
-    """
 
-    stopping = False
-    over = False
-
-    def __init__(
-        self, handler: Callable, engine: Engine, args: ServerArgs, listener: socket.socket
-    ) -> None:
-        """Args: listener: see listen_at; clients queue there until listen() accepts them."""
-        self.handler = handler
-        self.engine = engine
-        self.args = args
-        self.listener = listener
-        name = args.served_model_name or args.checkpoint.resolve().name
-        self.api = API(engine, name, SamplingParams(**suggested(args.checkpoint)), args.tool_format)
-        self.metrics = Metrics(engine, name, starting(args.checkpoint, engine.config))
-        self.busy: set[Front] = set()
-        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.take_snapshot()
-
-    def take_snapshot(self) -> None:
-        self.snapshot = self.metrics.snapshot()
-
-    def listen(self) -> None:
-        """Accept connections until a signal arrives, then let the running completions finish within
-        --shutdown-timeout, and end drive()."""
-        host, port = self.listener.getsockname()[:2]
-        host = f"[{host}]" if ":" in host else host  # IPv6
-        say(f"requests that set no temperature get {self.api.defaults.temperature:g}")
-        say(f"serving {self.api.name} on http://{host}:{port}")
-        while not self.stopping:
-            # While no thread is free, new clients wait in the listening socket.
-            open_to = [self.listener] if active_count() < MAX_THREADS else []
-            for listener in select.select(open_to, [], [], 0.1)[0]:
-                try:
-                    # In one statement: where no thread starts, nothing keeps the client's socket.
-                    Thread(
-                        target=self.handler, args=(*listener.accept(), self), daemon=True
-                    ).start()
-                except (OSError, RuntimeError) as error:  # no descriptor or no thread is left
-                    say(str(error))
-                    time.sleep(1)
-        self.listener.close()
-        self.wait_for_busy(self.args.shutdown_timeout)
-        self.over = True
-        self.wait_for_busy(1.0)  # until those that are left have sent an error
-        self.inbox.put(None)
-
-    def wait_for_busy(self, seconds: float) -> None:
-        """Wait until no connection is busy, at most this long."""
-        end = time.monotonic() + seconds
-        while self.busy and time.monotonic() < end:
-            time.sleep(0.05)
+def wait_for_busy(server: Any, seconds: float) -> None:
+    """Wait until no connection is busy, at most this long."""
+    end = time.monotonic() + seconds
+    while server.busy and time.monotonic() < end:
+        time.sleep(0.05)
 
 
 def serve(server: Any) -> int:
@@ -150,7 +108,7 @@ def serve(server: Any) -> int:
     # takes no memory.
     stack_size(2**27)
     watch_signals(server)
-    listening = Thread(target=server.listen)
+    listening = Thread(target=listen, args=(server,))
     listening.start()
     try:
         server.drive()
@@ -160,7 +118,7 @@ def serve(server: Any) -> int:
     return 0
 
 
-def watch_signals(server: Listener) -> None:
+def watch_signals(server: Any) -> None:
     """Stop the server at the first signal, and exit at once at the second.
 
     Python calls a signal's handler in the main thread, between two instructions. So it calls none
@@ -193,7 +151,13 @@ LOCAL = rf"({LOOPBACK}|0\.0\.0\.0|\[::\])(:[0-9]*)? *"
 
 
 class Front(Exchange):
-    """A connection to one client, in a thread of its own: answers its request."""
+    """A connection to one client, in a thread of its own: answers its request.
+
+    Attributes:
+        news: set when there may be something to send of a completion; see Server.wake.
+    """
+
+    news: Event
 
     def handle(self) -> None:
         """Answer, then wait until the client closes: if this side closed first while the client
@@ -247,6 +211,44 @@ class Front(Exchange):
         """Of this, the health checks of proxies read only the status, 200 or 503."""
         demand(not self.server.stopping, 503, "the server is stopping")
         self.send({"status": "ok", "version": settings.VERSION})
+
+    def complete(self, chat: bool) -> None:
+        """Answer a completion, whole or streamed."""
+        server = self.server
+        body = self.read_json()
+        # Join `busy` before the check. In the other order, a server that stops could find nobody
+        # busy between the two, and end without waiting for this completion.
+        server.busy.add(self)
+        demand(not server.stopping, 503, "the server is stopping")
+        completion = server.api.prepare(body, chat)
+        self.check_queue(len(completion.requests))
+        self.stream = completion.stream
+        self.news = Event()
+        server.incoming.update(completion.requests)
+        server.inbox.put(lambda: server.submit(completion.requests, self))
+        self.sent_at = time.monotonic()  # from now on the client waits
+        for part in completion.parts(self.wait_for_news):
+            self.send(part)
+        if self.stream:
+            self.send("[DONE]")
+
+    def wait_for_news(self) -> None:
+        """Wait until the engine has made progress.
+
+        Raises:
+            ConnectionError: the client has left.
+            Problem: the server is stopping, and the grace period is over.
+        """
+        has_news = False
+        while not (has_news or self.server.over):
+            has_news = self.news.wait(0.3)
+            # A request in the queue has no news, and one that writes a function call has news but
+            # nothing to send. In both cases no failing send tells that the client has left, so look
+            # here.
+            if time.monotonic() > self.sent_at + 0.3:
+                self.check_client()
+        self.news.clear()
+        demand(not self.server.over, 503, "the server is stopping")
 
     # --- Checks -----------------------------------------------------------------------------------
 

@@ -77,7 +77,7 @@ WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
            "lenient": True}  # fmt: skip
 
 
-def form_of(template: str) -> str:
+def form_in(template: str) -> str:
     """Return the name of the form that a chat template shows its model; "" if it shows none."""
     return next((name for name, form in FORMS.items() if form.shown.search(template)), "")
 

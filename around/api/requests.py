@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from around.api.answers import Completion, Problem, demand
-from around.api.function_calls import FORMS, NO_TOOLS, Tools, form_of, restrict, tools_of
+from around.api.function_calls import FORMS, NO_TOOLS, Tools, form_in, restrict, tools_of
 from around.folder import plain_turn
 from around.settings import JSON, SamplingParams, SettingError, check, supported, without_nulls
 from around.structured import structure, token_bytes
@@ -28,7 +28,7 @@ class API:
     def __init__(
         self, engine: Engine, name: str, defaults: SamplingParams, tool_format: str = "auto"
     ) -> None:
-        """Args: tool_format: a name out of function_calls.FORMS; auto: see form_of."""
+        """Args: tool_format: a name out of function_calls.FORMS; auto: see form_in."""
         assert engine.tokenizer
         self.engine = engine
         self.tokenizer = engine.tokenizer
@@ -42,7 +42,7 @@ class API:
         )
         self.defaults = defaults
         if tool_format == "auto":
-            tool_format = form_of(self.tokenizer.tool_template)
+            tool_format = form_in(self.tokenizer.tool_template)
         self.form = FORMS.get(tool_format)
         self.longest_token = max(map(len, token_bytes(self.tokenizer)))
 

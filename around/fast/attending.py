@@ -2,23 +2,21 @@
 
 attend_fast adds a hook to a model, which replaces the layers of a cache before each forward. So the
 caches do not know of this file, and without it the tokens are the same. What replaces a class of
-the root overrides `attend` and `attend_row` alone. Attention itself is model.attention, whatever
+the root overrides `attend` or `attend_row` alone. Attention itself is model.attention, whatever
 the path, so a change there holds for all of them. Read: attend_fast, groups_of, Group, FastBlocks,
 attend_to_prompt. What a compiled step does (StepBlocks, attend_to_blocks) can wait.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property, lru_cache
-from itertools import count
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from around.settings import CHUNK
-from kv_cache import Slab, decode
-from model import FULL, Masks, Transformer, View, attention, capped, products
+from kv_cache import Slab, from_stored
+from model import Masks, Transformer, View, attention, capped, products
 from paged import Blocks, Row, Runner
 
 from . import packed
@@ -46,7 +44,7 @@ def replace_layers(model: Any, args: tuple, blocks: "type[FastBlocks] | None" = 
     if type(first) is Slab and tokens.is_cpu and tokens.shape[1] >= PROMPT:
         layers = [PromptSlab(**vars(layer)) for layer in layers]
     elif type(first) is Blocks:
-        groups = {view: group_rows(first.rows, first.runner, view) for view in views_of(layers)}
+        groups = {v: [*groups_of(first.rows, first.runner, v)] for v in views_of(layers)}
         kind = blocks or FastBlocks
         layers = [kind(**vars(layer) | {"rows": groups[layer.view]}) for layer in layers]
     return tokens, positions, layers, *select
@@ -74,25 +72,13 @@ def max_blocks(runner: Runner) -> int:
     return MAX_COPY * (1 if kv.is_cpu else 16) // kv[:, 0].nbytes
 
 
-def group_rows(rows: list[Row], runner: Runner, view: View) -> "list[Group]":
-    """Put rows into groups, for the layers that have this view."""
-    numbers = count(1)
-    groups = groups_of(rows, runner.block_size, max_blocks(runner), view)
-    return [Group(group, runner, view, numbers) for group in groups]
+def groups_of(rows: list[Row], runner: Runner, view: View) -> Iterator["Group"]:
+    """Split rows into groups, for the layers that have this view. Attention runs once for each, as
+    one batch.
 
-
-def groups_of(
-    rows: list[Row], block_size: int, max_blocks: int, view: View = FULL
-) -> Iterator[list[Row]]:
-    """Split rows into groups; attention runs once for each, as one batch.
-
-    A group is a run of rows with about equally many new tokens: none has over a quarter more than
-    the first. Each row is padded to as many tokens and blocks as the longest one has. Padding is
-    least if rows with few new tokens come first, and of these the longest context; see
-    scheduler.run_order.
-
-    Args:
-        max_blocks: how many blocks a group may have, padding included, unless it is a single row.
+    A group is a run of rows with equally many new tokens, and no more blocks than max_blocks says,
+    unless it is a single row. Each row is padded to as many blocks as the longest one has. Padding
+    is least if the longest context comes first; see scheduler.run_order.
 
     Example: block_size 4, max_blocks 4. Three rows have 1 new token each, at positions 5, 3 and 2.
         The first of them needs two blocks, so only one other fits beside it. A fourth row has 3 new
@@ -101,76 +87,65 @@ def groups_of(
     group: list[Row] = []
     width = 0
     for row in rows:
-        own = len(row.seen(view, block_size))
-        width = max(width, own)
-        fits = (len(group) + 1) * width <= max_blocks
-        if group and (not fits or len(row.ids) > min(len(group[0].ids) * 1.25, MAX_TOGETHER)):
-            yield group
+        num_blocks = len(row.seen(view, runner.block_size))
+        width = max(width, num_blocks)
+        fits = (len(group) + 1) * width <= max_blocks(runner)
+        if group and not (fits and len(row.ids) == len(group[0].ids) <= MAX_TOGETHER):
+            yield Group(group, runner, view)
             group = []
-            width = own
+            width = num_blocks
         group.append(row)
-    yield group
+    yield Group(group, runner, view)
 
 
 class Group:
-    """B rows with up to T new tokens each: one call of attention, under one view. Rows with fewer
-    are padded."""
+    """B rows with T new tokens each: one call of attention, under one view.
 
-    def __init__(self, rows: list[Row], runner: Runner, view: View, tokens: Iterator[int]) -> None:
-        """Args: tokens: counts the new tokens of all groups."""
+    Attributes:
+        ids: the new tokens of all rows.
+        table: (B, W) int64, the blocks that each row sees. A row with fewer is padded by another
+            block, at positions that no query sees.
+        starts: the positions at which the rows' first blocks begin.
+    """
+
+    def __init__(self, rows: list[Row], runner: Runner, view: View) -> None:
         self.rows = rows
         self.runner = runner
         self.view = view
-        # (B, T) int64, the numbers of the rows' tokens in the forward, from 1; 0 is no token.
-        self.places = self.padded([[next(tokens) for _ in row.ids] for row in rows], 0)
-        # (B, W) int64, the blocks that each row sees. A row with fewer is padded by another block,
-        # at positions that no query sees.
+        self.ids = [i for row in rows for i in row.ids]
+        self.tensor = partial(torch.tensor, device=runner.model.device)
         spans = [row.seen(view, runner.block_size) for row in rows]
+        self.starts = [span.start * runner.block_size for span in spans]
         seen = [row.blocks[span.start : span.stop] for row, span in zip(rows, spans)]
         # At least two: the compiler would take a size of 1 as a case of its own.
-        self.table = self.padded(seen, seen[0][0], 2)
-        self.starts = [span.start * runner.block_size for span in spans]  # of the first blocks
-
-    def padded(self, lists: list[list[int]], number: int, longest: int = 1) -> Tensor:
-        """Make a tensor of lists, with `number` where one is shorter than the longest."""
-        longest = max(longest, *map(len, lists))
-        equal = [each + [number] * (longest - len(each)) for each in lists]
-        return torch.tensor(equal, device=self.runner.model.device)
+        width = max(2, *map(len, seen))
+        self.table = self.tensor([each + each[:1] * (width - len(each)) for each in seen])
 
     @cached_property
     def mask(self) -> Tensor:
         """What the rows see of their blocks' positions; see Masks."""
         model = self.runner.model
-        queries = self.padded([[*row.positions] for row in self.rows], 0)  # (B, T)
-        starts = torch.tensor(self.starts, device=model.device)[:, None]
-        places = torch.arange(self.table.shape[1] * self.runner.block_size, device=model.device)
-        return Masks(model.config, queries, starts + places, model.dtype)[self.view]
+        places = range(self.table.shape[1] * self.runner.block_size)
+        q_pos = self.tensor([row.positions for row in self.rows])  # (B, T)
+        k_pos = self.tensor(self.starts)[:, None] + self.tensor(places)  # (B, S)
+        return Masks(model.config, q_pos, k_pos, model.dtype)[self.view]
 
 
 class FastBlocks(Blocks):
     """One layer's keys and values in blocks. `rows` are Groups. Rows are copied a few at a time: a
     short copy is still in the processor's cache when attention reads it."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.store(k, v)
-        groups: Any = self.rows
-        if len(groups) == len(groups[0].rows) == 1:
-            return self.attend_row(q, groups[0])
-        # (N, 1 + M, H): the queries, each of which gives way to its result. The first is no token.
-        y = pad(q[0], (0, 0, 1, 0))
-        for group in groups:
-            places = group.places.flatten()
-            chosen = y.index_select(1, places).unflatten(1, group.places.shape)  # (N, B, T, H)
-            result = self.attend_row(chosen.transpose(0, 1), group)
-            y.index_copy_(1, places, result.transpose(0, 1).flatten(1, 2))
-        return y[None, :, 1:]  # (1, N, M, H)
-
     def attend_row(self, q: Tensor, group: Any) -> Tensor:
-        """Attend to the blocks of a group's rows: (B, N, T, H) -> the same."""
+        """Attend to the blocks of a group's rows: (1, N, B * T, H) -> the same."""
+        rows = q[0].unflatten(1, (len(group.rows), -1)).transpose(0, 1)  # (B, N, T, H)
+        return self.attend_group(rows, group).transpose(0, 1).flatten(1, 2)[None]
+
+    def attend_group(self, q: Tensor, group: Group) -> Tensor:
+        """Do the same, (B, N, T, H) -> the same."""
         # self.kv[:, group.table] would take twice as long.
         blocks = self.kv.index_select(1, group.table.flatten()).unflatten(1, group.table.shape)
         stored = blocks.flatten(2, 3).transpose(0, 1)  # (B, 2 * K, S, stored_dim)
-        k, v = decode(stored, q.dtype).chunk(2, 1)  # (B, K, S, H) each
+        k, v = from_stored(stored, q.dtype).chunk(2, 1)  # (B, K, S, H) each
         if len(q) == 1 and q.shape[2] >= PROMPT and q.is_cpu:
             end = group.rows[0].positions.stop - group.starts[0]
             return attend_to_prompt(q, k[:, :, :end], v[:, :, :end], self.view)
@@ -223,7 +198,7 @@ def attend_to_blocks(
     Returns:
         (B, N, 1, H).
     """
-    blocks = decode(kv[:, table].transpose(0, 1), q.dtype)
+    blocks = from_stored(kv[:, table].transpose(0, 1), q.dtype)
     keys, values = blocks.chunk(2, 1)  # (B, K, W, block size, H) each
 
     def loops(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -252,7 +227,7 @@ class PromptSlab(Slab):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.store(k, v)
         end = int(self.slots[-1]) + 1  # the slots after it must not be seen
-        k, v = decode(self.kv[:, :, :end], q.dtype).chunk(2, 1)
+        k, v = from_stored(self.kv[:, :, :end], q.dtype).chunk(2, 1)
         return attend_to_prompt(q, k, v, self.view)
 
 
@@ -296,22 +271,21 @@ def attend_to_prompt(q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor:
     for queries in q.split(piece, 2):
         end = start + queries.shape[2]
         first = max(0, start - window + 1)
-        # All queries see the keys before the first query's own, if the window does not end there.
-        # `own` is where the mask has the first query's own key.
-        own = 0 if end <= window else start - first
-        mask = mask_of(end - start, own, window, q.shape[1] // k.shape[1], q.dtype)
-        own_k, own_v = k[:, :, first:end], v[:, :, first:end]
-        attended.append(attention(queries, own_k, own_v, mask, view, kernel))
+        # The mask covers the earlier keys only if the window hides one of them from a query.
+        earlier = 0 if end <= window else start - first
+        mask = mask_of(end - start, earlier, window, q.shape[1] // k.shape[1], q.dtype)
+        seen = slice(first, end)
+        attended.append(attention(queries, k[:, :, seen], v[:, :, seen], mask, view, kernel))
         start = end
     return torch.cat(attended, 2)
 
 
 @lru_cache(4)  # all layers, and most pieces, have masks of few shapes
-def mask_of(T: int, own: int, window: int, heads: int, dtype: Any) -> Tensor:
-    """What T queries see of `own` keys and T more, as in model.Masks: (heads * T, own + T), 0 or
-    -inf."""
-    hidden = torch.full((T, own + T), -torch.inf, dtype=dtype)
-    return (hidden.triu(own + 1) + hidden.tril(own - window)).repeat(heads, 1)
+def mask_of(T: int, earlier: int, window: int, heads: int, dtype: Any) -> Tensor:
+    """What T queries see of their own keys and of some before, as in model.Masks:
+    (heads * T, earlier + T), 0 or -inf."""
+    hidden = torch.full((T, earlier + T), -torch.inf, dtype=dtype)
+    return (hidden.triu(earlier + 1) + hidden.tril(earlier - window)).repeat(heads, 1)
 
 
 def kernel_for(q: Tensor) -> Callable:

@@ -2,15 +2,26 @@
 
 compile_model packs a model's weights (see packed.py) and leaves the rest to torch.compile. On a CPU
 that makes one graph of a forward, in which all blocks are calls of the same code. What changes from
-step to step, such as how a prompt attends, is hidden from the compiler. On CUDA each block is
-compiled by itself, and decoding with a static cache is recorded and replayed, compiled or not. Skip
-this file at first: it is needed only for --compile, and for one sequence on CUDA. Read:
-compile_model, show_steps, step_of. The last section can wait, as it is a fast path for one case.
+step to step, such as how a prompt attends, is hidden from the compiler:
+
+    show_steps      a hook, not compiled: each layer's cache becomes what the compiler sees
+                        a step           StepBlocks    kv, slots, table, mask
+                        any other        Opaque        a number, which stands for layer.attend
+    forward         compiled: Transformer.forward, in which each block is a
+      Region.forward    and calls
+        run             one piece of code for all blocks, whose Attention calls one of
+          StepBlocks.attend     loops over the blocks, a part of that code
+          Opaque.attend         the operator `opaque`, which calls layer.attend, not compiled
+                    and whose Linears, packed, call `opaque` too, for oneDNN's product
+
+On CUDA each block is compiled by itself, and decoding with a static cache is recorded and replayed,
+compiled or not. Skip this file at first: it is needed only for --compile, and for one sequence on
+CUDA. Read: compile_model, show_steps, step_of, run. The last section can wait, as it is a fast path
+for one case.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,10 +70,14 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
             mlp.mix = Opaque(mlp.mix).attend
     # This runs before each forward, and outside the compiled code.
     model.register_forward_pre_hook(show_steps)
-    # The default, 8 graphs for one piece of code, is too few for several models in a process.
+    # These three switches are the process's: they hold for all that it compiles from here on.
+    # The default, 8 graphs for one piece of code, is too few for several models.
     torch._dynamo.config.recompile_limit = 64
     # Without this, two sizes that are equal by chance, such as S and H, would be taken as one.
     torch.fx.experimental._config.use_duck_shape = False
+    # With this, a product with one row on CUDA becomes a loop that dequantises int8 weights as it
+    # reads them, so that no dequantised copy is written to memory. A CPU's code does not change.
+    torch._inductor.config.coordinate_descent_tuning = True
     if device == "cpu":
         compile_for_cpu(model)
     else:
@@ -102,9 +117,6 @@ def compile_for_cpu(model: Transformer) -> None:
 def compile_for_cuda(model: Transformer, batch_size: int | None) -> None:
     """Compile each block. lm_head stands outside the blocks, and in int8 it has no packed form on
     CUDA, so it is compiled by itself."""
-    # With this, a product with one row becomes a loop that dequantises int8 weights as it reads
-    # them, so that no dequantised copy is written to memory.
-    torch._inductor.config.coordinate_descent_tuning = True
     for each in (*model.layers, model.lm_head):
         each.compile(dynamic=True)
     if batch_size:
@@ -199,7 +211,7 @@ def step_of(model: Transformer, positions: Tensor, layers: list) -> list[StepBlo
     if len(rows) * longest > 32 * max_blocks(runner):
         return None
     slots = mark_dynamic(first.slots, 0)
-    plans = {view: plan_for_loops(Group(rows, runner, view, count())) for view in views_of(layers)}
+    plans = {view: plan_for_loops(Group(rows, runner, view)) for view in views_of(layers)}
     return [
         StepBlocks(layer.view.cap, mark_dynamic(kv, 1, 2), slots, *plans[layer.view])
         for kv, layer in zip(kvs, layers)
@@ -211,9 +223,9 @@ class MixedBlocks(FastBlocks):
     attend as in a step, which copies nothing. (A single one would be compiled as a case of its
     own.)"""
 
-    def attend_row(self, q: Tensor, group: Any) -> Tensor:
+    def attend_group(self, q: Tensor, group: Group) -> Tensor:
         if q.shape[2] > 1 or len(q) == 1 or not q.is_cpu:
-            return super().attend_row(q, group)
+            return super().attend_group(q, group)
         attend = compile_once(attend_to_blocks, dynamic=False)
         q = mark_dynamic(q.contiguous(), 0)
         return attend(q, mark_dynamic(self.kv, 1, 2), *plan_for_loops(group), self.view.cap)

@@ -5,7 +5,7 @@ logit.
 """
 
 from .chat import PLAIN_TEMPLATE, plain_turn, read_arguments
-from .config import load_config, starting, suggested
+from .config import first_sampling, load_config, suggested_sampling
 from .families import folded
 from .text import Detokenizer, Ids, TextStream
 from .tokenizer import Tokenizer

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 from around.folder.families import (
-    complete,
-    complete_rope,
     extended,
     fold_settings,
     layer_settings,
     rope_settings,
+    rope_with_defaults,
+    with_defaults,
 )
 from around.settings import (
     DTYPES,
@@ -54,7 +54,7 @@ def load_config(path: Path | str) -> Config:
         generation = read_optional(file.with_name("generation_config.json"))
         if "eos_token_id" in generation:
             raw.setdefault("eos_token_id", [])
-        raw = complete(raw)
+        raw = with_defaults(raw)
         # 2) Defaults that follow from other settings.
         heads = check("num_attention_heads", raw["num_attention_heads"], int)
         raw = {
@@ -79,7 +79,7 @@ def load_config(path: Path | str) -> Config:
         # 4) The context, what differs from layer to layer, and numbers that are folded into the
         # weights. A window may hide nothing of the context that the file names, but a part of the
         # extended one.
-        rope = complete_rope(raw)
+        rope = rope_with_defaults(raw)
         raw["max_position_embeddings"] = extended(raw, rope)
         raw |= layer_settings(raw)
         raw |= rope_settings(raw, rope)
@@ -124,7 +124,7 @@ def eos_ids(*sources: JSON) -> tuple[int, ...]:
     )
 
 
-def suggested(path: Path | str) -> JSON:
+def suggested_sampling(path: Path | str) -> JSON:
     """Return the sampling settings that a checkpoint's generation_config.json suggests.
 
     Raises:
@@ -138,7 +138,7 @@ def suggested(path: Path | str) -> JSON:
     return found
 
 
-def starting(path: Path | str, config: Config | None) -> tuple[JSON, str]:
+def first_sampling(path: Path | str, config: Config | None) -> tuple[JSON, str]:
     """Return the sampling settings that a person starts with, and where they come from: the folder,
     or for a chat with a small model whose folder suggests none, "small model".
 
@@ -147,7 +147,7 @@ def starting(path: Path | str, config: Config | None) -> tuple[JSON, str]:
     Args:
         config: of the model that chats, if one does.
     """
-    found = suggested(path)
+    found = suggested_sampling(path)
     # Width times depth: 57,344 in Qwen3-1.7B, and 73,728 in Qwen2.5-3B.
     if found or not config or config.hidden_size * config.num_hidden_layers > 60000:
         return found, "the folder"

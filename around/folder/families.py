@@ -6,8 +6,8 @@ their weight.) Rope turns each pair of channels at a speed, so each method of ex
 list of speeds, and a layer without rope has speeds of 0. A factor on queries, residuals or logits
 is a factor on the weights that make these. This file knows config.json's names for these numbers,
 and the names of the weights; it does not read files. Every family has been compared with
-`transformers`, logit by logit (tests/test_model.py). Read: FAMILIES, complete; then layer_settings,
-rope_settings, folded.
+`transformers`, logit by logit (tests/test_model.py). Read: FAMILIES, with_defaults; then
+layer_settings, rope_settings, folded.
 """
 
 import math
@@ -80,7 +80,7 @@ FIXED: dict[str, JSON] = dict(
     Olmo2ForCausalLM=NO_WINDOWS | dict(wide_qk_norm=True, pre_norm=False, post_norm=True),
 )  # fmt: skip
 # Settings, with their types, that a family reads only if its entry in FAMILIES has them.
-OWN = dict(embedding_multiplier=float, attention_multiplier=float, residual_multiplier=float,
+PARTICULAR = dict(embedding_multiplier=float, attention_multiplier=float, residual_multiplier=float,
     logits_scaling=float, query_pre_attn_scalar=float, rope_local_base_freq=float,
     sliding_window_pattern=int, no_rope_layers=list, attn_logit_softcapping=float | None,
     final_logit_softcapping=float | None)  # fmt: skip
@@ -100,7 +100,7 @@ TYPES = {name.removesuffix("ForCausalLM").lower(): name for name in FAMILIES} | 
     qwen3_moe="Qwen3MoeForCausalLM", gemma3_text="Gemma3ForCausalLM")  # fmt: skip
 
 
-def complete(raw: JSON) -> JSON:
+def with_defaults(raw: JSON) -> JSON:
     """Return the settings of a config.json, with the defaults for those that it leaves out, and
     without those that its family does not read."""
     text = raw.get("text_config")
@@ -111,12 +111,12 @@ def complete(raw: JSON) -> JSON:
         names = raw.get("architectures") or [TYPES.get(raw.get("model_type", ""))]
         name = supported("architectures", check("architectures", names, list)[0], *FAMILIES)
     family = FAMILIES[name]
-    read = {key: raw[key] for key in raw.keys() - (OWN.keys() - family.keys())}
+    read = {key: raw[key] for key in raw.keys() - (PARTICULAR.keys() - family.keys())}
     # A null in the file removes the family's default (in Mistral, the window). Then the one of
     # DEFAULTS counts, if there is one.
     merged = without_nulls(family | read)
-    for setting in OWN.keys() & family.keys():
-        check(setting, merged.get(setting), OWN[setting])
+    for setting in PARTICULAR.keys() & family.keys():
+        check(setting, merged.get(setting), PARTICULAR[setting])
     settings = ONLY | DEFAULTS | merged | FIXED.get(name, {})
     for setting, only in ONLY.items():
         supported(setting, settings[setting], only)
@@ -182,7 +182,7 @@ ROPES: dict[str, tuple] = dict(default=(), linear=("factor",), longrope=(),
     llama3=("factor", "low_freq_factor", "high_freq_factor", ORIGINAL))  # fmt: skip
 
 
-def complete_rope(settings: JSON) -> JSON:
+def rope_with_defaults(settings: JSON) -> JSON:
     """Collect the settings of rope, with the defaults of its type, and check the numbers that it
     needs.
 
@@ -224,7 +224,7 @@ def rope_settings(settings: JSON, rope: JSON) -> JSON:
 
     Args:
         settings: with those of layer_settings.
-        rope: see complete_rope.
+        rope: see rope_with_defaults.
     """
     H = settings["head_dim"]
     dim = rotated_channels(rope, H)
@@ -251,7 +251,7 @@ def extended(settings: JSON, rope: JSON) -> int:
     Files with llama3's factors, and Gemma 3's, give the context that is already extended.
 
     Args:
-        rope: see complete_rope.
+        rope: see rope_with_defaults.
 
     Example: yarn with a factor of 4 and an original context of 32,768: 131,072
     """
@@ -280,7 +280,7 @@ def speeds(rope: JSON, dim: int) -> Tensor:
     """Rotation speed of each pair of channels, in radians per position.
 
     Args:
-        rope: see complete_rope.
+        rope: see rope_with_defaults.
         dim: the number of channels that are rotated.
 
     Returns:
@@ -346,7 +346,7 @@ def fold_settings(settings: JSON, rope: JSON) -> JSON:
     many channels rope rotates, factors, and the offset of norms; or {} if nothing changes a weight.
 
     Args:
-        rope: see complete_rope.
+        rope: see rope_with_defaults.
     """
     H = settings["head_dim"]
     query_factor = 1.0  # attention divides the products of queries and keys by the root of H

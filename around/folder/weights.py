@@ -93,13 +93,13 @@ def load_model(
     with blame(Path(path)):
         # 2) Give the tensors the model's names, check them, then fold numbers into them. A folder
         # that this engine has quantised has the names and the numbers already.
-        is_own = config.extras.quantization.get("quant_method") == "kilolm"
-        if not is_own:
+        is_ours = config.extras.quantization.get("quant_method") == "kilolm"
+        if not is_ours:
             files = adapt(files, model)
         split_fused(files, model)
         insert_quantised(model, files)
         check_tensors(files, model)
-        if config.extras.folds and not is_own:
+        if config.extras.folds and not is_ours:
             for name, stored in files.items():
                 files[name] = stored.changed(partial(folded, config, name))
         # 3) One rank's share. It is a new model, so QuantLinears are inserted once more.
@@ -210,9 +210,9 @@ def locate_tensors(path: Path) -> Files:
                 # read. Without an index, `places` is {} and all are read.
                 if places.get(name, whole) == shard:
                     empty = reader.get_tensor(name).to("meta")  # maps the file, reads none of it
-                    own = own_name(name)
-                    if own:
-                        files[own] = Stored(empty, partial(read_tensor, file, name))
+                    ours = engine_name(name)
+                    if ours:
+                        files[ours] = Stored(empty, partial(read_tensor, file, name))
     return files
 
 
@@ -242,7 +242,7 @@ WORDS = dict(block_sparse_moe="mlp", w1="gate_proj", w2="down_proj", w3="up_proj
 IMAGES = ("vision_tower", "multi_modal_projector")
 
 
-def own_name(name: str) -> str:
+def engine_name(name: str) -> str:
     """Return this engine's name of a stored tensor; "" if it is not read."""
     path = renamed(name, WORDS).split(".")
     while path[0] in ("model", "language_model"):

@@ -4,4 +4,4 @@ The door is what is imported here.
 """
 
 from .begin import cache_size, launch, load_models, make_engine, open_engine
-from .command import answer, parse_args, read, stream
+from .command import asked_of, parse_args, run_engine, stream

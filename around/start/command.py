@@ -1,5 +1,5 @@
 """generate.py's command line: what is asked for, the text as it comes, and what needs the engine: a
-chat, several samples, guesses, several ranks. Read: read, answer, stream, chat.
+chat, several samples, guesses, several ranks. Read: asked_of, run_engine, stream, chat.
 """
 
 import sys
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from around import settings
-from around.folder import load_config, starting
+from around.folder import first_sampling, load_config
 from around.machine import Ranks, ctrl_c_held_back, say
 from around.settings import SHAPING, EngineArgs, SamplingParams, SettingError, blame
 from around.start.begin import cache_size, open_engine
@@ -50,12 +50,12 @@ def parse_args(argv: list[str] | None) -> Namespace:
     return parser.parse_args(argv)
 
 
-def read(args: Namespace, ranks: Ranks) -> Asked:
+def asked_of(args: Namespace, ranks: Ranks) -> Asked:
     """Check a command line, and read the prompt's file."""
     engine_args = EngineArgs(**settings.given(EngineArgs, args))
     flags = settings.given(SamplingParams, args)
     folder = engine_args.checkpoint
-    defaults, source = starting(folder, load_config(folder) if args.chat else None)
+    defaults, source = first_sampling(folder, load_config(folder) if args.chat else None)
     sources = (
         {"temperature": "the default"}
         | dict.fromkeys(defaults, source)
@@ -83,7 +83,7 @@ def read(args: Namespace, ranks: Ranks) -> Asked:
     return Asked(engine_args, params, text, summary, args.chat, args.system, bool(needs_engine))
 
 
-def answer(asked: Asked, ranks: Ranks) -> int:
+def run_engine(asked: Asked, ranks: Ranks) -> int:
     """Answer by the engine: a chat, or n continuations."""
     engine = open_engine(asked.args, ranks)
     if not engine:
@@ -96,7 +96,7 @@ def answer(asked: Asked, ranks: Ranks) -> int:
         say(cache_size(engine))
         status = chat(engine, asked.params, asked.system)
     else:
-        status = complete(engine, asked.text, asked.params)
+        status = write_all(engine, asked.text, asked.params)
     if engine.proposer.k:  # it may guess
         say(engine.proposer.summary())
     return status
@@ -150,7 +150,7 @@ def stream(sequence: Sequence, steps: Iterator[Any]) -> int:
     return status
 
 
-def complete(engine: Engine, prompt: str, params: SamplingParams) -> int:
+def write_all(engine: Engine, prompt: str, params: SamplingParams) -> int:
     """Print n continuations of a prompt. All are made while the first one is shown, so run() has
     nothing left to do for the others."""
     for i, sequence in enumerate(engine.add_request(prompt, params).outputs):

@@ -18,7 +18,8 @@ import torch
 from common import SHAKESPEARE, bundled
 
 from around.api import ServerArgs, listen_at
-from around.api.function_calls import FORMS, Form, Reader, Tools, form_of
+from around.api.front import listen
+from around.api.function_calls import FORMS, Form, Reader, Tools, form_in
 from around.api.requests import API
 from around.folder import Detokenizer, Tokenizer
 from around.machine import Ranks
@@ -192,7 +193,7 @@ TEMPLATES = {
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_form_follows_from_the_template(name: str) -> None:
-    got = form_of(TEMPLATES[name])
+    got = form_in(TEMPLATES[name])
     assert got == name, f"the template {TEMPLATES[name]!r} shows the form {name!r}, not {got!r}"
 
 
@@ -265,7 +266,7 @@ class Local:
         self.engine = make_engine(args, Ranks(torch.device("cpu")), bundled(), Proposer())
         self.server = Server(self.engine, args, listen_at(args.host, args.port))
         self.threads = [
-            threading.Thread(target=self.server.listen, daemon=True),
+            threading.Thread(target=listen, args=(self.server,), daemon=True),
             threading.Thread(target=self.server.drive, daemon=True),
         ]
         for thread in self.threads:
@@ -315,7 +316,7 @@ def ask(local: Local, stream: bool = False, messages: Any = HI, **body: Any) -> 
     except openai.BadRequestError as error:
         problem = f"refused for {error.param}: {error.body['message']}"
         if error.param == "tools":
-            problem += f" (form_of should find the form {local.form!r} in the template)"
+            problem += f" (form_in should find the form {local.form!r} in the template)"
         return pytest.fail(problem, pytrace=False)
 
 

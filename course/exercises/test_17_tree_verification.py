@@ -13,7 +13,7 @@ from torch import Tensor
 from around.folder import build
 from around.settings import SamplingParams
 from generate import generate
-from kv_cache import StaticCache, decode
+from kv_cache import StaticCache, from_stored
 from model import Transformer
 from sampling import Sequence, Token, distribution, draw, uniform
 from speculative import ACCEPT
@@ -338,7 +338,7 @@ def test_the_accepted_path_is_in_place() -> None:
         fresh = StaticCache(MODEL, 1, 60, kv_dtype)
         run(MODEL, fresh, best[:11])
         for pair in zip(slabs.slabs, fresh.slabs):
-            a, b = (decode(slab[:, :, :11], MODEL.dtype) for slab in pair)
+            a, b = (from_stored(slab[:, :, :11], MODEL.dtype) for slab in pair)
             text = "the keys and values of the accepted path must be contiguous"
             assert torch.allclose(a, b, atol=1e-5 if kv_dtype == "auto" else 0.1), text
 

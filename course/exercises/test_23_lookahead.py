@@ -10,7 +10,7 @@ from common import bundled, close, logits_of, needs, tiny_model
 
 from around.settings import SamplingParams
 from generate import generate
-from kv_cache import StaticCache, decode
+from kv_cache import StaticCache, from_stored
 from model import Transformer
 from sampling import Sequence
 
@@ -233,7 +233,7 @@ def test_two_ngrams_that_begin_alike(kv_dtype: str) -> None:
             f"the text goes on by {best[9:13]} and the n-grams are {rests}, but {tokens} come out"
         )
         for pair in zip(cache.slabs, fresh.slabs):
-            have, want = (decode(slab[:, :, :12], MODEL.dtype) for slab in pair)
+            have, want = (from_stored(slab[:, :, :12], MODEL.dtype) for slab in pair)
             text = "the keys and values of accepted tokens must stand behind those of the text"
             assert torch.allclose(have, want, atol=1e-5 if kv_dtype == "auto" else 0.1), text
 
