@@ -3,7 +3,7 @@
 Mixtral and Qwen3-MoE have E MLPs where a dense model has one, and each token passes through only k
 of them. So the model has many times the weights that one token needs, and of all experts a step
 reads only the chosen ones. This file changes a model from outside. The layers in model.py, the
-caches and the scheduler do not know of experts. Extras has their settings, and the files that load,
+caches and the scheduler do not know of experts. Config has their settings, and the files that load,
 quantise, split and compile a model have a few lines for them. Papers: Shazeer et al. 2017
 (arXiv:1701.06538), Jiang et al. 2024 (Mixtral, arXiv:2401.04088). Read: SparseMLP.
 
@@ -18,10 +18,10 @@ from model import MLP, Config, Transformer
 
 def add_experts(model: Transformer) -> None:
     """Replace the MLP by experts in each layer for which the model's config asks for them."""
-    extras = model.config.extras
+    config = model.config
     for i, block in enumerate(model.layers):
-        if i not in extras.mlp_only_layers and (i + 1) % extras.decoder_sparse_step == 0:
-            block.mlp = SparseMLP(model.config)
+        if i not in config.mlp_only_layers and (i + 1) % config.decoder_sparse_step == 0:
+            block.mlp = SparseMLP(config)
 
 
 class SparseMLP(nn.Module):
@@ -34,15 +34,15 @@ class SparseMLP(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.settings = settings = config.extras
-        self.gate = nn.Linear(config.hidden_size, settings.num_experts, bias=False)  # the router
-        width = settings.moe_intermediate_size or config.intermediate_size
-        self.experts = nn.ModuleList(MLP(config, width) for _ in range(settings.num_experts))
+        self.config = config
+        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)  # the router
+        width = config.moe_intermediate_size or config.intermediate_size
+        self.experts = nn.ModuleList(MLP(config, width) for _ in range(config.num_experts))
 
     def forward(self, x: Tensor) -> Tensor:
         scores = self.gate(x).softmax(-1, torch.float32)  # (B, T, E)
-        weights, chosen = scores.topk(self.settings.num_experts_per_tok)  # (B, T, k) each
-        if self.settings.norm_topk_prob:
+        weights, chosen = scores.topk(self.config.num_experts_per_tok)  # (B, T, k) each
+        if self.config.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True)
         return self.mix(x, weights, chosen)
 

@@ -73,7 +73,17 @@ class Config:
     embedding_multiplier: float = 1.0
     tie_word_embeddings: bool = False
     eos_ids: tuple[int, ...] = ()  # each of them ends a sequence
-    extras: "Extras" = field(default_factory=lambda: Extras())  # what this file does not read
+    # This file does not read the rest. around/folder reads these:
+    dtype: torch.dtype | None = None  # of the stored weights; None: config.json does not say
+    folds: dict[str, Any] = field(default_factory=dict)  # numbers that change weights
+    quantization: dict[str, Any] = field(default_factory=dict)  # how weights are quantised
+    # and experts.py these:
+    num_experts: int = 1  # 1: a plain MLP
+    num_experts_per_tok: int = 1
+    moe_intermediate_size: int | None = None  # F of an expert; None: intermediate_size
+    norm_topk_prob: bool = True  # whether the weights of a token's experts sum to 1
+    decoder_sparse_step: int = 1  # n: every n-th layer has experts, the others a plain MLP
+    mlp_only_layers: list = field(default_factory=list)  # indices of layers with a plain MLP
 
     @property
     def views(self) -> list[View]:
@@ -395,24 +405,3 @@ class NoCache(LayerCache):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(q, k, v, self.masks[self.view], self.view)
-
-
-# --- What other files read ------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Extras:
-    """What a folder says beyond the plain transformer above. It stands here as Config has it, and
-    this file imports none of ours."""
-
-    # around/folder reads these:
-    dtype: torch.dtype | None = None  # of the stored weights; None: config.json does not say
-    folds: dict[str, Any] = field(default_factory=dict)  # numbers that change weights
-    quantization: dict[str, Any] = field(default_factory=dict)  # how weights are quantised
-    # experts.py reads these:
-    num_experts: int = 1  # 1: a plain MLP
-    num_experts_per_tok: int = 1
-    moe_intermediate_size: int | None = None  # F of an expert; None: intermediate_size
-    norm_topk_prob: bool = True  # whether the weights of a token's experts sum to 1
-    decoder_sparse_step: int = 1  # n: every n-th layer has experts, the others a plain MLP
-    mlp_only_layers: list = field(default_factory=list)  # indices of layers with a plain MLP

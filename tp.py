@@ -74,9 +74,8 @@ def shard(
     # 1) A smaller model.
     c = model.config
     sizes = share_sizes(c, world_size)
-    extras = replace(c.extras, moe_intermediate_size=sizes.pop("moe_intermediate_size"))
     with torch.device("meta"):
-        share = build(replace(c, **sizes, extras=extras))
+        share = build(replace(c, **sizes))
         # A Linear of its own also if the head is tied; the config keeps that in mind for quantize.
         share.lm_head = nn.Linear(c.hidden_size, -(-c.vocab_size // world_size), bias=False)
     share.requires_grad_(False).to(model.dtype)
@@ -120,7 +119,7 @@ def share_sizes(c: Config, world_size: int) -> JSON:
         num_attention_heads=c.num_attention_heads,
         num_key_value_heads=world_size if world_size % K == 0 else K,  # ranks may have the same one
         intermediate_size=c.intermediate_size,
-        moe_intermediate_size=c.extras.moe_intermediate_size or 0,
+        moe_intermediate_size=c.moe_intermediate_size or 0,
     )
     uneven = {name: size for name, size in sizes.items() if size % world_size}
     if uneven:

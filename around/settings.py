@@ -149,10 +149,8 @@ def blame(what: Path | str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason: object = error if isinstance(error, ValueError | OSError) else repr(error)
-        if isinstance(error, OSError) and str(error.filename) == str(what):
-            reason = error.strerror  # the error's whole text would name the file again
-        raise CheckpointError(f"{what}: {reason}") from error
+        text = str(error) if isinstance(error, ValueError | OSError) else repr(error)
+        raise CheckpointError(f"{what}: {text}") from error
 
 
 def read_json(path: Path) -> JSON:

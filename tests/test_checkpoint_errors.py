@@ -329,7 +329,7 @@ def test_shards(folder):
     second.write_bytes(second.read_bytes()[:-10])
     refused(folder, f"/{shards[1]}: ")
     second.unlink()
-    refused(folder, f"/{shards[1]}: No such file")
+    refused(folder, f"/{shards[1]}: ", "No such file")
 
 
 def test_harmless(folder):

@@ -116,13 +116,13 @@ def test_the_caches_are_written_in_place():
     rows = runner.plan([Row([3, 190], 5, [0]), Row([7, 9], 6, [0])])
     for (positions, layers), size in ((slabs, "256"), (rows[1:3], "192")):
         args = (torch.zeros_like(positions), positions, layers, positions[0])
-        _, _, (seen,), _ = show_steps(model, args)
+        (seen,) = show_steps(model, *args)
         x = torch.randn(1, positions.shape[1], 8)
         ((cos, sin),) = model.rope(positions)
         step = torch.compile(run, dynamic=False)
         before = layers[0].kv.normal_().clone()
         with torch.no_grad():
-            _, (code,) = run_and_get_code(step, model.layers[0], x, cos, sin, *seen.tensors)
+            _, (code,) = run_and_get_code(step, model.layers[0], None, x, cos, sin, *seen.tensors)
         buffers = [line for line in code.splitlines() if "empty_strided" in line]
         assert buffers and not [line for line in buffers if size in line]
         # One slot of each head and row is written.
@@ -141,7 +141,7 @@ def test_what_is_compiled_and_what_is_hidden(monkeypatch, capsys):
     ]:  # fmt: skip
         model = Transformer(TINY).to(device)
         positions, layers = StaticCache(model, 1, 4, kv_dtype).plan(0, length)
-        _, _, (found,) = show_steps(model, (torch.zeros_like(positions), positions, layers))
+        (found,) = show_steps(model, torch.zeros_like(positions), positions, layers)
         assert isinstance(found, Opaque) == is_hidden, (device, length, kv_dtype)
     model = Transformer(TINY)
     twin = copy.deepcopy(model)
@@ -157,7 +157,8 @@ def test_what_is_compiled_and_what_is_hidden(monkeypatch, capsys):
         monkeypatch.setattr(compiling, "max_blocks", lambda _: max_blocks)  # noqa: B023
         runner.forward([Row([0], 0, [1, 2, 3, 4]), Row([2], 0, [5])])  # what the rows find stored
         expected = runner.forward(rows)
-        tokens, positions, seen, select = show_steps(model, runner.plan(rows))
+        tokens, positions, layers, select = runner.plan(rows)
+        seen = show_steps(model, tokens, positions, layers, select)
         assert isinstance(seen[0], Opaque) == is_hidden, (rows, max_blocks)
         torch.testing.assert_close(twin(tokens, positions, seen, select), expected)
     calls, one = [], ["--compile", "--checkpoint", str(DRAFT), "--max-tokens", "1"]

@@ -17,7 +17,7 @@ from around.fast.compiling import compile_model
 from around.fast.packed import Int4Linear, Int8Linear, PackedLinear, pack_linears
 from around.folder import weights as checkpoint
 from experts import SparseMLP
-from model import Config, Extras
+from model import Config
 from paged import Row, Runner
 from quantize import QuantLinear, quantize_model
 
@@ -26,7 +26,7 @@ D, E, K = 32, 6, 3
 
 def config_of(**changes):
     sizes = {"num_experts": E, "num_experts_per_tok": K, "moe_intermediate_size": 24}
-    return Config(40, D, 48, 2, 4, 2, 8, extras=Extras(**sizes | changes))
+    return Config(40, D, 48, 2, 4, 2, 8, **sizes | changes)
 
 
 def sparse(**changes):
@@ -57,7 +57,7 @@ def test_router_equals_transformers():
             mlp.gate.weight[::2] = mlp.gate.weight[0]
             x[::3] = 0
         config = config_of(norm_topk_prob=norm)
-        vars(config).update(vars(config.extras), num_local_experts=E)  # where transformers looks
+        vars(config).update(num_local_experts=E)  # where transformers looks
         router = theirs(config).to(dtype)
         router.load_state_dict(mlp.gate.state_dict())
         _, want_weights, want = router(x)

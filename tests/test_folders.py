@@ -140,7 +140,7 @@ def test_the_index_counts(llama, tmp_path):
     shutil.copy(llama.folder / "config.json", tmp_path)
     same(load_model(tmp_path), llama)
     (tmp_path / shards[1]).unlink()
-    with pytest.raises(CheckpointError, match=f"{shards[1]}: No such file"):
+    with pytest.raises(CheckpointError, match=f"{shards[1]}: .*No such file"):
         load_model(tmp_path)
 
 

@@ -26,7 +26,7 @@ from around.folder import Tokenizer, build, load_model
 from around.settings import SamplingParams, SettingError
 from around.structured import make_matcher
 from kv_cache import StaticCache
-from model import Config, Extras
+from model import Config
 from quantize import quantize_model
 from scheduler import Engine
 from speculative import DraftModel, NGram
@@ -250,7 +250,7 @@ def test_graphs_of_a_static_cache(graphs):
         gc.collect()
         assert weak() is None and not steps.graphs
     assert Recorded.made == 4  # one for each 64 positions
-    mixed = build(replace(SMALL, extras=Extras(num_experts=2)))
+    mixed = build(replace(SMALL, num_experts=2))
     compiling.replay_steps(mixed)
     assert "forward" not in vars(mixed)
 

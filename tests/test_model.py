@@ -327,8 +327,8 @@ def test_defaults_are_those_of_transformers(tmp_path):
         eos = theirs.eos_token_id
         assert ours.eos_ids == (() if eos is None else (eos,)), name
         experts = ("num_experts", "num_experts_per_tok", "norm_topk_prob")
-        for field in experts if ours.extras.num_experts > 1 else ():
-            assert getattr(ours.extras, field) == getattr(theirs, field, True), (name, field)
+        for field in experts if ours.num_experts > 1 else ():
+            assert getattr(ours, field) == getattr(theirs, field, True), (name, field)
         window = None if theirs.model_type == "qwen2" else getattr(theirs, "sliding_window", None)
         assert {*ours.windows} <= {None, window}, name
         assert (None in ours.windows) == (not window or "gemma" in theirs.model_type), name
@@ -360,9 +360,7 @@ def test_phi3(tmp_path):
         ours, theirs = config_of(tmp_path, rope_scaling=rope | more, **phi3)
         original = theirs.rope_parameters["original_max_position_embeddings"]
         assert ours.max_position_embeddings == original == 4096
-        assert ours.extras.folds["rotated_factor"] == pytest.approx(
-            1 + math.log(32) / math.log(4096)
-        )
+        assert ours.folds["rotated_factor"] == pytest.approx(1 + math.log(32) / math.log(4096))
         for old in ("su", "yarn"):  # names of longrope in older files
             edit_config(tmp_path, rope_scaling=rope | more | {"rope_type": old})
             assert load_config(tmp_path) == ours
@@ -447,7 +445,7 @@ def test_bfloat16_is_kept_unless_another_dtype_is_asked_for(tmp_path):
         for name in ("float32", "bfloat16", "float16"):
             for prefix in ("", "torch."):
                 edit_config(tmp_path / "bf16", **{other: ..., key: prefix + name})
-                assert load_config(tmp_path / "bf16").extras.dtype is getattr(torch, name)
+                assert load_config(tmp_path / "bf16").dtype is getattr(torch, name)
     for found in ("auto", None, ...):  # then it is that of the weights
         edit_config(tmp_path / "bf16", dtype=found)
         assert load_model(tmp_path / "bf16").dtype is torch.bfloat16

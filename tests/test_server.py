@@ -879,6 +879,7 @@ def test_clients_that_say_no_more(local, capfd, monkeypatch):
         patch.setattr(front, "demand", lambda *check: watch(check) or demand(*check))
         assert local.post(COMPLETIONS, SHORT).status == 200
     assert next(busy for status, busy in waits if status == 503) == 1
+    capfd.readouterr()
     for data in (b"", b"GET / HTTP", *(post()[:end] for end in (30, 60, -5)), b"\xff" * 99):
         connect(local, data).close()
     local.get("/health")

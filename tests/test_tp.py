@@ -370,7 +370,6 @@ def joining(monkeypatch):
     forever = lambda timeout: calls.append(timeout.days > 99)  # noqa: E731
     monkeypatch.setattr(meeting.dist.distributed_c10d, "_set_pg_timeout", forever)
     monkeypatch.setattr(meeting, "broadcast", lambda: calls.append("end"))
-    monkeypatch.setattr(meeting.time, "sleep", calls.append)
     monkeypatch.setattr(sys, "stderr", sys.stderr)  # which a rank takes and gives back
 
     def join(*values):
@@ -394,7 +393,7 @@ def test_join(joining, monkeypatch):
     full = RuntimeError("out of memory")
     for rank, error, does in (
         (0, None, ["end"]), (1, None, []), (0, ConnectionError(), []), (1, CLOSED, []),
-        (0, full, []), (1, full, [3]), (0, KeyboardInterrupt(), []), (1, KeyboardInterrupt(), []),
+        (0, full, []), (1, full, []), (0, KeyboardInterrupt(), []), (1, KeyboardInterrupt(), []),
     ):  # fmt: skip
         calls = joining(rank, 2, rank)
         raises = pytest.raises(type(error)) if error else contextlib.nullcontext()
@@ -412,11 +411,11 @@ def test_join(joining, monkeypatch):
     joining(0, 4, 2)
     with pytest.raises(ValueError, match=r"a GPU each or --device cpu.*: .*out of range"):
         meeting.join(GPU).__enter__()
-    assert calls == [3, "destroyed"]
+    assert calls == ["destroyed"]
 
 
 def test_an_error_of_use(joining, monkeypatch):
-    """The same error once from each rank; one that only rank 1 has, from none; its other noise."""
+    """An error that only rank 1 has is told by none; or its other noise is told, too."""
 
     def run(error, *_):
         print("noise", file=sys.stderr)
@@ -429,21 +428,19 @@ def test_an_error_of_use(joining, monkeypatch):
     for rank, error, text in (
         (0, CheckpointError("no"), "usage\nnoise\ngenerate.py: error: no\n"),
         (1, CheckpointError("no"), "generate.py: error: no\n"),
-        (1, CheckpointError(f"rank 1: {CLOSED}"), ""),
     ):  # fmt: skip
-        calls, err = joining(rank, 2, rank), io.StringIO()
+        joining(rank, 2, rank)
+        err = io.StringIO()
         with monkeypatch.context() as m:
             m.setattr(sys, "stderr", err)
             m.setattr(sys, "__stderr__", err)
             assert launch("generate.py", [], parse, functools.partial(run, error)) == 2
         assert err.getvalue() == text
-        assert calls.count(3) == (rank and bool(text))
 
 
 def test_variables_of_torchrun(monkeypatch):
     """A traceback; an error that nobody sees, as by its RANK the process is not the first; a group
     of one, which costs a port and an exchange for each forward."""
-    monkeypatch.setattr(meeting.time, "sleep", lambda seconds: None)
     for env in ("WORLD_SIZE=2", "RANK=x", "RANK=1", "WORLD_SIZE=2 RANK=0", "WORLD_SIZE=1 RANK=0"):
         with monkeypatch.context() as m:
             for each in env.split():
@@ -592,18 +589,18 @@ def test_a_rank_fails(start, program, who, fault):
         client.port = int(ranks.until(lambda: re.findall(r":(\d+)\n", ranks.said[0][1]))[0])
         body = {"prompt": "ROMEO:", "n": 2, "max_tokens": 99, "ignore_eos": True}
         assert client.post(COMPLETIONS, body).status == 500
-    # Each has ended, whoever failed has said why, and the first rank has, in one line.
+    # Each has ended, and has said why in one line.
     assert all(ranks.end()), ranks.said
     for rank, (_, err) in enumerate(ranks.said):
         told = re.findall(".*(?:error: |Error).*", err)
         want = "a fault for the test" if rank == who else "Connection closed"
-        assert len(told) == (rank in (0, who)) and all(want in line for line in told), err
+        assert len(told) == 1 and want in told[0], err
 
 
 @pytest.mark.slow
 def test_torchrun_and_deaths(start):
-    """A command line proper; and an error that each rank has, or rank 0 alone: the same line from
-    each, or from none; ranks that wait for those who failed, or for one that was killed."""
+    """A command line proper; and an error that each rank has, which nobody tells; ranks that wait
+    for those who failed, or for one that was killed."""
     for argv in (SOME, (*SOME, "--checkpoint", "/nowhere"), (*SOME, "--max-seq-len", "3")):
         ranks, want = start("torchrun", 2, PROGRAM, *argv), tp_worker.captured(argv)
         assert bool(ranks.end()[0]) == bool(want[0])
@@ -611,12 +608,14 @@ def test_torchrun_and_deaths(start):
         lines = re.findall(".*(?:error: |new tokens).*", err)
         told = [line for line in want[2].splitlines() if not line.startswith("sampling: ")]
         assert out == want[1]
-        assert [re.sub(r"\d+\.\d+", "", line) for line in lines] == told
+        # Each rank tells its error, if torchrun does not end it first.
+        lines = [re.sub(r"\d+\.\d+", "", line) for line in lines]
+        assert lines == told or (lines == 2 * told and "error: " in err)
     for who in (0, 1):
         ranks = start("by hand", 2, PROGRAM, *LONG)
         os.kill(ranks.speak()[who][0], signal.SIGKILL)
         assert all(ranks.end())
-        assert [err.count("error: ") for _, err in ranks.said] == [who, 0]
+        assert [err.count("error: ") for _, err in ranks.said] == [who, 1 - who]
 
 
 @pytest.mark.slow

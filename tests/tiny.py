@@ -70,7 +70,7 @@ def tiny_folder(folder: Path, **changes: Any) -> Path:
             parameter.normal_(0, 1.5 * parameter.shape[1] ** -0.5)
     tensors = {
         ("" if name.startswith("lm_head") else "model.") + name: tensor.clone()
-        for name, tensor in named_tensors(model.to(config.extras.dtype or torch.float32))
+        for name, tensor in named_tensors(model.to(config.dtype or torch.float32))
     }
     save_file(tensors, folder / "model.safetensors")
     return folder

@@ -23,7 +23,7 @@ from around.fast.compiling import compile_model, replay_steps
 from around.folder import Tokenizer, build, load_model
 from generate import generate
 from kv_cache import StaticCache
-from model import Config, Extras, Transformer
+from model import Config, Transformer
 from quantize import QuantLinear, quantize_model
 from sampling import SamplingParams, Sequence, Token, distribution, draw
 from scheduler import Engine, Guess, Request
@@ -267,8 +267,8 @@ CONFIGS = {
     "sliding": replace(SMALL, num_key_value_heads=1, head_dim=32, windows=(5, None, 5),
                        qkv_bias=True, qk_norm=True),
     # A layer with one MLP, and two with six experts, two of which run for each token.
-    "experts": replace(SMALL, extras=Extras(num_experts=6, num_experts_per_tok=2,
-                       moe_intermediate_size=64, mlp_only_layers=[0])),
+    "experts": replace(SMALL, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=64,
+                       mlp_only_layers=[0]),
     # Norms before and after each part, norms of q and k over all heads, gelu, a multiplier of the
     # embedding, a layer without rope, and caps.
     "sandwich": replace(

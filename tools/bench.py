@@ -56,7 +56,7 @@ from around.machine import Ranks, progress
 from around.settings import CHUNK, DTYPES, Limits, SamplingParams, check, given
 from around.start import launch
 from kv_cache import StaticCache
-from model import Config, Extras, Transformer, rope_frequencies
+from model import Config, Transformer, rope_frequencies
 from paged import BlockPool, BlockTable, Row, Runner
 from quantize import MODES, quantize_model
 from scheduler import STATS, Engine
@@ -81,7 +81,7 @@ SHAPES = {
     "smollm2-135m": Config(49152, 576, 1536, 30, 9, 3, 64, 8192, tie_word_embeddings=True),
     "moe": Config(
         32000, 2048, 6144, 3, 32, 4, 64,
-        extras=Extras(num_experts=64, num_experts_per_tok=8, moe_intermediate_size=768),
+        num_experts=64, num_experts_per_tok=8, moe_intermediate_size=768,
     ),
 }  # fmt: skip
 

@@ -26,8 +26,8 @@ def bytes_per_step(model: Transformer, length: int, batch: int = 1) -> int:
     It counts as many experts as the tokens choose together, if each chooses k of E and all are
     equally likely: E * (1 - (1 - k / E) ** batch). E = 64, k = 8: 8 for one token, 63.1 for 32.
     """
-    c, experts = model.config, model.config.extras
-    chosen = 1 - (1 - experts.num_experts_per_tok / experts.num_experts) ** batch
+    c = model.config
+    chosen = 1 - (1 - c.num_experts_per_tok / c.num_experts) ** batch
     weights = -model.embed_tokens.weight.nbytes  # tied, it is counted again as lm_head
     for name, module in model.named_modules():
         own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
@@ -62,8 +62,7 @@ def prefill_flops(model: Transformer, batch: int, tokens: int) -> int:
     for block in model.layers:
         width = c.intermediate_size
         if isinstance(block.mlp, SparseMLP):
-            experts = c.extras
-            width = experts.num_experts_per_tok * (experts.moe_intermediate_size or width)
+            width = c.num_experts_per_tok * (c.moe_intermediate_size or width)
         weights += 3 * c.hidden_size * width
     # Only the last token of a prompt goes through lm_head.
     return 2 * batch * (tokens * weights + c.vocab_size * c.hidden_size)

@@ -233,18 +233,21 @@ class Choice:
             text = token.text if i == token.id else word.decode(errors="backslashreplace")
             return dict(token=text, logprob=value, bytes=list(word))
 
-        rows = []  # the sampled token, and the likeliest ones in its place
-        for token in tokens:
-            top = [entry(token, i, value) for i, value in token.top]
-            rows.append((entry(token, token.id, token.logprob), top))
+        # The sampled token, and the likeliest ones in its place.
+        rows = [
+            (entry(token, token.id, token.logprob), [entry(token, *each) for each in token.top])
+            for token in tokens
+        ]
         if self.key != "text":
             return {"content": [sampled | {"top_logprobs": top} for sampled, top in rows]}
-        likely: list[JSON | None] = []
-        for sampled, top in rows:
-            # The sampled token is in here even if it is unlikely, as in vLLM.
-            values = {each["token"]: each["logprob"] for each in (*top, sampled)}
-            is_scored = sampled["logprob"] is not None  # all but the first token of a prompt
-            likely.append(values if is_scored else None)
+        # The sampled token is in here even if it is unlikely, as in vLLM. The first token of a
+        # prompt has no log-probability.
+        likely = [
+            None
+            if sampled["logprob"] is None
+            else {each["token"]: each["logprob"] for each in (*top, sampled)}
+            for sampled, top in rows
+        ]
         texts = [token.text for token in tokens]
         offsets = [*accumulate(map(len, texts), initial=self.offset)]
         self.offset = offsets[-1]

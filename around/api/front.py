@@ -151,13 +151,7 @@ LOCAL = rf"({LOOPBACK}|0\.0\.0\.0|\[::\])(:[0-9]*)? *"
 
 
 class Front(Exchange):
-    """A connection to one client, in a thread of its own: answers its request.
-
-    Attributes:
-        news: set when there may be something to send of a completion; see Server.wake.
-    """
-
-    news: Event
+    """A connection to one client, in a thread of its own: answers its request."""
 
     def handle(self) -> None:
         """Answer, then wait until the client closes: if this side closed first while the client
@@ -223,7 +217,7 @@ class Front(Exchange):
         completion = server.api.prepare(body, chat)
         self.check_queue(len(completion.requests))
         self.stream = completion.stream
-        self.news = Event()
+        self.news = Event()  # set when there may be something to send; see Server.wake
         server.incoming.update(completion.requests)
         server.inbox.put(lambda: server.submit(completion.requests, self))
         self.sent_at = time.monotonic()  # from now on the client waits

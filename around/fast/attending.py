@@ -3,11 +3,11 @@
 attend_fast adds a hook to a model, which replaces the layers of a cache before each forward. So the
 caches do not know of this file, and without it the tokens are the same. What replaces a class of
 the root overrides `attend` or `attend_row` alone. Attention itself is model.attention, whatever
-the path, so a change there holds for all of them. Read: attend_fast, groups_of, Group, FastBlocks,
+the path, so a change there holds for all of them. Read: fast_layers, groups_of, Group, FastBlocks,
 attend_to_prompt. What a compiled step does (StepBlocks, attend_to_blocks) can wait.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
@@ -28,31 +28,38 @@ PROMPT = 16
 
 def attend_fast(model: Transformer) -> None:
     """Let a model attend fast, with either cache."""
-    model.register_forward_pre_hook(replace_layers)
+    replace_layers(model, fast_layers)
 
 
-def replace_layers(model: Any, args: tuple, blocks: "type[FastBlocks] | None" = None) -> tuple:
-    """Replace each layer of a cache in the arguments of Transformer.forward, where that pays.
+def replace_layers(model: Transformer, change: Callable[..., list]) -> None:
+    """Before each forward with a cache, replace the cache's layers by what `change` makes of the
+    arguments of Transformer.forward."""
+
+    def hook(model: Any, args: tuple) -> tuple:
+        if len(args) == 2:  # there is no cache; see model.NoCache
+            return args
+        return *args[:2], change(*args), *args[3:]
+
+    model.register_forward_pre_hook(hook)
+
+
+def fast_layers(
+    tokens: Tensor, positions: Tensor, layers: list, *select: Tensor, blocks: Any = None
+) -> list:
+    """Return the layers of a cache as they attend fast, where that pays.
 
     Args:
         blocks: what replaces Blocks; None: FastBlocks.
     """
-    if len(args) == 2:  # there is no cache; see model.NoCache
-        return args
-    tokens, positions, layers, *select = args
     first = layers[0]
     if type(first) is Slab and tokens.is_cpu and tokens.shape[1] >= PROMPT:
-        layers = [PromptSlab(**vars(layer)) for layer in layers]
-    elif type(first) is Blocks:
-        groups = {v: [*groups_of(first.rows, first.runner, v)] for v in views_of(layers)}
-        kind = blocks or FastBlocks
-        layers = [kind(**vars(layer) | {"rows": groups[layer.view]}) for layer in layers]
-    return tokens, positions, layers, *select
-
-
-def views_of(layers: Iterable) -> set[View]:
-    """The views of a cache's layers, each once."""
-    return {layer.view for layer in layers}
+        return [PromptSlab(**vars(layer)) for layer in layers]
+    if type(first) is not Blocks:
+        return layers
+    views = {layer.view for layer in layers}
+    groups = {view: [*groups_of(first.rows, first.runner, view)] for view in views}
+    kind = blocks or FastBlocks
+    return [kind(**vars(layer) | {"rows": groups[layer.view]}) for layer in layers]
 
 
 # --- Blocks ---------------------------------------------------------------------------------------
@@ -62,8 +69,6 @@ def views_of(layers: Iterable) -> set[View]:
 # On a CPU larger copies get fresh pages from the system in each layer, which takes a third longer.
 # A GPU gets 16 times as much, so that there are few calls; we have not measured that.
 MAX_COPY = 2**22
-# A row with more new tokens attends alone: it has work enough for a call.
-MAX_TOGETHER = 128
 
 
 def max_blocks(runner: Runner) -> int:
@@ -90,7 +95,7 @@ def groups_of(rows: list[Row], runner: Runner, view: View) -> Iterator["Group"]:
         num_blocks = len(row.seen(view, runner.block_size))
         width = max(width, num_blocks)
         fits = (len(group) + 1) * width <= max_blocks(runner)
-        if group and not (fits and len(row.ids) == len(group[0].ids) <= MAX_TOGETHER):
+        if group and not (fits and len(row.ids) == len(group[0].ids)):
             yield Group(group, runner, view)
             group = []
             width = num_blocks
@@ -280,7 +285,7 @@ def attend_to_prompt(q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor:
     return torch.cat(attended, 2)
 
 
-@lru_cache(4)  # all layers, and most pieces, have masks of few shapes
+@lru_cache(16)  # all layers have masks of the same few shapes
 def mask_of(T: int, earlier: int, window: int, heads: int, dtype: Any) -> Tensor:
     """What T queries see of their own keys and of some before, as in model.Masks:
     (heads * T, earlier + T), 0 or -inf."""

@@ -22,6 +22,7 @@ for one case.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,9 +41,9 @@ from .attending import (
     Group,
     StepBlocks,
     attend_to_blocks,
+    fast_layers,
     max_blocks,
     replace_layers,
-    views_of,
 )
 from .packed import Int4Linear, compile_once, dequantize, number_of, pack_linears
 
@@ -69,7 +70,7 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
             mlp: Any = block.mlp
             mlp.mix = Opaque(mlp.mix).attend
     # This runs before each forward, and outside the compiled code.
-    model.register_forward_pre_hook(show_steps)
+    replace_layers(model, partial(show_steps, model))
     # These three switches are the process's: they hold for all that it compiles from here on.
     # The default, 8 graphs for one piece of code, is too few for several models.
     torch._dynamo.config.recompile_limit = 64
@@ -90,16 +91,13 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
         if batch_size is None:
             runner = Runner(model, CHUNK, 16, kv_dtype)
             one, prompt = (Row([0] * CHUNK, 0, [0] * T) for T in (1, CHUNK))  # they use block 0
-            for rows in progress([[one], [one] * 32, [one] * 32 + [prompt]], COMPILING):
+            for rows in progress([[one], [one] * 32, [one] * 32 + [prompt]], "compiling"):
                 runner.forward(rows)
         else:
             cache = StaticCache(model, batch_size, CHUNK, kv_dtype)
-            for T in progress([1, CHUNK], COMPILING):
+            for T in progress([1, CHUNK], "compiling"):
                 positions, layers = cache.plan(0, T)
                 model(torch.zeros_like(positions), positions, layers, positions[0, :1])
-
-
-COMPILING = "compiling decode, prefill"
 
 
 def compile_for_cpu(model: Transformer) -> None:
@@ -165,9 +163,11 @@ def run(
     return Block.forward(block, x, cos, sin, cache)
 
 
-def show_steps(model: Any, args: tuple) -> tuple:
-    """Replace each layer's cache in the arguments of Transformer.forward by what the compiler sees,
-    so that one piece of code serves all forwards of a kind. How a prompt attends depends on its
+def show_steps(
+    model: Transformer, tokens: Tensor, positions: Tensor, layers: list, *select: Tensor
+) -> list:
+    """Return what the compiler sees of a cache's layers, so that one piece of code serves all
+    forwards of a kind. How a prompt attends depends on its
     place in the text, and how many groups attend differs from step to step. If the compiler saw
     that, it would compile again each time. It sees
 
@@ -175,20 +175,19 @@ def show_steps(model: Any, args: tuple) -> tuple:
     - on a GPU, all forwards with a static cache, but not an int8 cache, because the compiler fails
       to take a scale apart into bytes; then steps are not replayed either.
     """
-    if len(args) == 2:  # there is no cache; see model.NoCache
-        return args
-    tokens, positions, layers, *select = args
     first = layers[0]
     if not tokens.is_cpu and isinstance(first, Slab) and first.kv.dtype != torch.int8:
-        masks: Any = {view: first.masks[view] for view in views_of(layers)}
-        return tokens, positions, [replace(layer, masks=masks) for layer in layers], *select
-    seen: Any = tokens.is_cpu and step_of(model, positions, layers)
-    if not seen:
-        tokens, positions, layers, *select = replace_layers(model, args, MixedBlocks)
-        seen = [Opaque(layer.attend) for layer in layers]
+        masks: Any = {layer.view: first.masks[layer.view] for layer in layers}
+        return [replace(layer, masks=masks) for layer in layers]
+    mark_dynamic(tokens, 1)
+    mark_dynamic(positions, 1)
     if type(first) is Blocks:  # any number of tokens may need logits, one included
         torch._dynamo.decorators.mark_unbacked(select[0], 0)
-    return mark_dynamic(tokens, 1), mark_dynamic(positions, 1), seen, *select
+    steps: Any = tokens.is_cpu and step_of(model, positions, layers)
+    if steps:
+        return steps
+    layers = fast_layers(tokens, positions, layers, blocks=MixedBlocks)
+    return [Opaque(layer.attend) for layer in layers]
 
 
 def step_of(model: Transformer, positions: Tensor, layers: list) -> list[StepBlocks] | None:
@@ -211,7 +210,7 @@ def step_of(model: Transformer, positions: Tensor, layers: list) -> list[StepBlo
     if len(rows) * longest > 32 * max_blocks(runner):
         return None
     slots = mark_dynamic(first.slots, 0)
-    plans = {view: plan_for_loops(Group(rows, runner, view)) for view in views_of(layers)}
+    plans = {view: plan_for_loops(Group(rows, runner, view)) for view in {*model.config.views}}
     return [
         StepBlocks(layer.view.cap, mark_dynamic(kv, 1, 2), slots, *plans[layer.view])
         for kv, layer in zip(kvs, layers)

@@ -24,7 +24,7 @@ from around.settings import (
     read_json,
     read_optional,
 )
-from model import Config, Extras
+from model import Config
 
 
 def load_config(path: Path | str) -> Config:
@@ -84,32 +84,15 @@ def load_config(path: Path | str) -> Config:
         raw |= layer_settings(raw)
         raw |= rope_settings(raw, rope)
         raw |= fold_settings(raw, rope)
-        raw["extras"] = Extras(**pick(raw, Extras))
-        config = Config(**pick(raw, Config))
-        check_config(config)
+        config = Config(**{name: raw[name] for name in raw.keys() & Config.__annotations__})
+        # 5) All of them, alone and together.
+        check_fields(config)
+        check("num_experts_per_tok", config.num_experts_per_tok, int, 1, config.num_experts)
+        if heads % config.num_key_value_heads:
+            raise ValueError(
+                f"{heads} heads must be a multiple of the {config.num_key_value_heads} kv heads"
+            )
     return config
-
-
-def pick(raw: JSON, kind: type) -> JSON:
-    """Return those settings that a dataclass has as fields."""
-    return {name: raw[name] for name in raw.keys() & kind.__annotations__}
-
-
-def check_config(config: Config) -> None:
-    """Check all settings, alone and together.
-
-    Raises:
-        ValueError: one of them is wrong, or two do not fit.
-    """
-    check_fields(config)
-    extras = config.extras
-    check_fields(extras)
-    heads = config.num_attention_heads
-    check("num_experts_per_tok", extras.num_experts_per_tok, int, 1, extras.num_experts)
-    if heads % config.num_key_value_heads:
-        raise ValueError(
-            f"{heads} heads must be a multiple of the {config.num_key_value_heads} kv heads"
-        )
 
 
 def eos_ids(*sources: JSON) -> tuple[int, ...]:

@@ -64,20 +64,20 @@ FAMILIES: dict[str, JSON] = dict(
 # sets them. With layer_types=None, the file's list is not read either.
 NO_WINDOWS = dict(use_sliding_window=False, layer_types=None)
 ALL_WINDOWS = dict(use_sliding_window=True, max_window_layers=0)
+EACH_LAYER = dict(ALL_WINDOWS, layer_types=None)
 BOTH_GEMMAS = dict(ALL_WINDOWS, post_norm=True, gelu=True, norm_offset=1.0, root_of_width=True,
     hidden_act="silu")  # the file's hidden_act is not read  # fmt: skip
 FIXED: dict[str, JSON] = dict(
     LlamaForCausalLM=NO_WINDOWS, GraniteForCausalLM=NO_WINDOWS,
     MistralForCausalLM=ALL_WINDOWS, MinistralForCausalLM=ALL_WINDOWS,
-    MixtralForCausalLM=ALL_WINDOWS | dict(layer_types=None),
-    Ministral3ForCausalLM=ALL_WINDOWS | dict(layer_types=None),
-    Phi3ForCausalLM=ALL_WINDOWS | dict(layer_types=None, partial_rope=True),
+    MixtralForCausalLM=EACH_LAYER, Ministral3ForCausalLM=EACH_LAYER,
+    Phi3ForCausalLM=dict(EACH_LAYER, partial_rope=True),
     Qwen2ForCausalLM=dict(qkv_bias=True, o_bias=False),
     Qwen3ForCausalLM=dict(qk_norm=True),
     Qwen3MoeForCausalLM=dict(qk_norm=True, max_window_layers=0, layer_types=None),
     Gemma2ForCausalLM=dict(BOTH_GEMMAS, sliding_window_pattern=2),
     Gemma3ForCausalLM=dict(BOTH_GEMMAS, qk_norm=True),
-    Olmo2ForCausalLM=NO_WINDOWS | dict(wide_qk_norm=True, pre_norm=False, post_norm=True),
+    Olmo2ForCausalLM=dict(NO_WINDOWS, wide_qk_norm=True, pre_norm=False, post_norm=True),
 )  # fmt: skip
 # Settings, with their types, that a family reads only if its entry in FAMILIES has them.
 PARTICULAR = dict(embedding_multiplier=float, attention_multiplier=float, residual_multiplier=float,
@@ -373,7 +373,7 @@ FOLDED = ("q_proj", "k_proj", "o_proj", "down_proj")  # and all norms
 
 
 def folded(config: Config, name: str, tensor: Tensor) -> Tensor:
-    """Return a stored tensor with the numbers of config.extras.folds in it, of the same shape, in
+    """Return a stored tensor with the numbers of `folds` in it, of the same shape, in
     float32 where a number changes it: it is rounded once, when it is copied into the model.
 
     Args:
@@ -382,7 +382,7 @@ def folded(config: Config, name: str, tensor: Tensor) -> Tensor:
 
     Example: with a residual_multiplier of 0.5, o_proj and down_proj are halved
     """
-    folds = config.extras.folds
+    folds = config.folds
     *path, module, kind = name.split(".")  # "layers.0.self_attn.q_proj.weight"
     is_norm = module.endswith("norm")
     if not (module in FOLDED or is_norm):
@@ -426,7 +426,7 @@ def rope_order(head_dim: int, dim: int) -> Tensor:
 def query_factors(config: Config, layer: int) -> Tensor:
     """The factors on the channels of each head of queries: (H,). `rotated_factor` concerns only the
     channels that are rotated, in layers that have the first rope."""
-    folds = config.extras.folds
+    folds = config.folds
     factors = torch.full((2, config.head_dim // 2), folds["query_factor"])  # a column for a pair
     if not config.ropes or config.ropes[layer] == 0:  # the first rope
         factors[:, : folds["rope_dim"] // 2] *= folds["rotated_factor"]

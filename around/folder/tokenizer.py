@@ -114,9 +114,9 @@ class Tokenizer:
         """The ids that end a text: the model's, and this tokenizer's own."""
         return {i for i in (*config.eos_ids, self.eos_id) if i is not None}
 
-    def encode_chat(self, messages: list, goes_on: bool = False, /, **options: object) -> Ids:
+    def encode_chat(self, *args: Any, **options: object) -> Ids:
         """Do what render_chat does, and encode the text."""
-        return self.encode(self.render_chat(messages, goes_on, **options), self.is_bare)
+        return self.encode(self.render_chat(*args, **options), self.is_bare)
 
     def render_chat(self, messages: list, goes_on: bool = False, /, **options: object) -> str:
         """Render a conversation with the checkpoint's chat template, ready for the reply.

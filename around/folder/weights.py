@@ -88,18 +88,18 @@ def load_model(
     files = locate_tensors(Path(path))
     config = settle_tie(config, files)
     with blame(Path(path)), torch.device("meta"):
-        dtype = dtype or config.extras.dtype or files["embed_tokens.weight"].empty.dtype
+        dtype = dtype or config.dtype or files["embed_tokens.weight"].empty.dtype
         model = build(config).to(dtype)
     with blame(Path(path)):
         # 2) Give the tensors the model's names, check them, then fold numbers into them. A folder
         # that this engine has quantised has the names and the numbers already.
-        is_ours = config.extras.quantization.get("quant_method") == "kilolm"
+        is_ours = config.quantization.get("quant_method") == "kilolm"
         if not is_ours:
             files = adapt(files, model)
         split_fused(files, model)
         insert_quantised(model, files)
         check_tensors(files, model)
-        if config.extras.folds and not is_ours:
+        if config.folds and not is_ours:
             for name, stored in files.items():
                 files[name] = stored.changed(partial(folded, config, name))
         # 3) One rank's share. It is a new model, so QuantLinears are inserted once more.
@@ -120,7 +120,7 @@ def load_model(
 def build(config: Config) -> Transformer:
     """Make a model with random weights, in eval mode and without gradients."""
     model = Transformer(config)
-    if config.extras.num_experts > 1:
+    if config.num_experts > 1:
         from experts import add_experts  # only where a model has experts
 
         add_experts(model)
@@ -294,10 +294,10 @@ def adapt(files: Files, model: Transformer) -> Files:
     config = model.config
     if config.post_norm:
         files = {renamed(name, OUTPUT_NORMS): stored for name, stored in files.items()}
-    if config.extras.quantization:
+    if config.quantization:
         from around.folder.formats import convert  # only where another tool has quantised
 
-        convert(files, config.extras.quantization, dict(named_tensors(model)))
+        convert(files, config.quantization, dict(named_tensors(model)))
     return files
 
 
@@ -322,7 +322,7 @@ def insert_quantised(model: Transformer, files: Files) -> None:
     Raises:
         ValueError: the quantization_config is not supported, or does not fit the model.
     """
-    config = model.config.extras.quantization
+    config = model.config.quantization
     if not config:
         return
     from quantize import QuantLinear, linears  # only where a model is quantised

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -44,14 +43,10 @@ def join(device: torch.device) -> Iterator[Ranks]:
         if rank == 0:
             with suppress(RuntimeError):  # the others may be gone
                 broadcast()
-    except Exception as error:
-        # Only the first rank of each machine prints; see launch. That is enough when a rank
-        # is lost, because then all ranks have an error of gloo. Any other error may be this rank's
-        # alone, so this rank prints it too. But it waits 3 s: if the first rank has the same error,
-        # torchrun ends this rank in the meantime, and the error is printed once.
-        if os.getenv("LOCAL_RANK", "0") != "0" and "gloo" not in str(error):
-            time.sleep(3)
-            sys.stderr = sys.__stderr__
+    except Exception:
+        # Only the first rank of each machine prints what it does (see launch), but each one says
+        # why it ends: the error may be its own alone.
+        sys.stderr = sys.__stderr__
         raise
     finally:
         if dist.is_initialized():
