@@ -395,7 +395,7 @@ def test_rows_that_stand_together(monkeypatch):
     ends = (1000, 600, 250, 200, 5, 3)  # in blocks: 63, 38, 16, 13, 1, 1
     rows = [Row([*range(-(-end // 16))], end - 1, [end % 32]) for end in ends]
     tokens, _, _, select = runner.plan(rows)
-    assert shapes(runner, rows) == [(1, 1, 63), (1, 1, 38), (2, 1, 16), (2, 1, 2)]
+    assert shapes(runner, rows) == [(1, 1, 64), (1, 1, 38), (2, 1, 16), (2, 1, 2)]
     assert [int(tokens[0, i]) for i in select] == [end % 32 for end in ends]
     mixed = [Row([*range(1000)], 15_999, [1]), *[Row([*range(7)], 99, [1])] * 63]
     forks = [Row([*range(1000)], 15_999 - i, [1]) for i in range(64)]

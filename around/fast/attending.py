@@ -122,8 +122,10 @@ class Group:
         spans = [row.seen(view, runner.block_size) for row in rows]
         self.starts = [span.start * runner.block_size for span in spans]
         seen = [row.blocks[span.start : span.stop] for row, span in zip(rows, spans)]
-        # At least two: the compiler would take a size of 1 as a case of its own.
+        # At least two: the compiler would take a size of 1 as a case of its own. So it would take
+        # equal sizes under two views, so they are even without a window, and odd with one.
         width = max(2, *map(len, seen))
+        width += (width + (view.window is not None)) % 2
         self.table = self.tensor([each + each[:1] * (width - len(each)) for each in seen])
 
     @cached_property

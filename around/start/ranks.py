@@ -43,10 +43,11 @@ def join(device: torch.device) -> Iterator[Ranks]:
         if rank == 0:
             with suppress(RuntimeError):  # the others may be gone
                 broadcast()
-    except Exception:
-        # Only the first rank of each machine prints what it does (see launch), but each one says
-        # why it ends: the error may be its own alone.
-        sys.stderr = sys.__stderr__
+    except Exception as error:
+        # Only the first rank of each machine prints (see launch). Where a rank is lost, all have an
+        # error of gloo, so that is enough. Any other error may be this rank's alone.
+        if "gloo" not in str(error):
+            sys.stderr = sys.__stderr__
         raise
     finally:
         if dist.is_initialized():
