@@ -45,7 +45,7 @@ class Slab(LayerCache):
         self.store(k, v)
         mask = self.masks[self.view]  # (1, 1, N / K * T, S), where S is how many slots are read
         k, v = from_stored(self.kv[:, :, : mask.shape[3]], q.dtype).chunk(2, 1)  # (B, K, S, H) each
-        return attention(q, k, v, mask, self.view)
+        return attention(q, k, v, mask, self.view.kernel)
 
     def store(self, k: Tensor, v: Tensor) -> None:
         new = to_stored(torch.cat((k, v), 1), self.kv.dtype)  # (B, 2 * K, T, stored_dim)
@@ -171,7 +171,7 @@ def from_stored(stored: Tensor, dtype: torch.dtype) -> Tensor:
     if stored.dtype != torch.int8:
         return stored
     # view(float32) needs strides that are multiples of 4, which a slice of rows of H + 4 bytes may
-    # lack. So the scale is copied to contiguous memory, also a single scale, of which a plain
-    # clone() would keep the strides.
+    # lack. So the scale is copied to contiguous memory, which is asked for, because clone() would
+    # keep the strides of a single scale.
     scale = stored[..., -4:].clone(memory_format=torch.contiguous_format).view(torch.float32)
     return (stored[..., :-4] * scale).to(dtype)

@@ -10,7 +10,7 @@ cache and gets the attended values back, so one forward serves every cache.
 
 Papers: Vaswani et al. 2017 (arXiv:1706.03762), Touvron et al. 2023 (Llama, arXiv:2302.13971),
 Su et al. 2021 (rope, arXiv:2104.09864), Ainslie et al. 2023 (grouped-query, arXiv:2305.13245).
-Read: Transformer.forward, Block, Attention, LayerCache, attention(), View, Masks. Next:
+Read: Transformer.forward, Layer, Attention, LayerCache, attention(), View, Masks. Next:
 kv_cache.py.
 
 The letters in shape comments, unless a file says otherwise:
@@ -26,21 +26,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-
-class View(NamedTuple):
-    """What differs from layer to layer in how queries see keys. Caches hand it on, unread, to Masks
-    and to attention()."""
-
-    window: int | None = None  # tokens that a query sees; None: all of them
-    cap: float | None = None  # scores stay between -cap and cap; see capped()
-
-    def first(self, position: int) -> int:
-        """The first position that a query at this position sees."""
-        return max(0, position + 1 - self.window) if self.window else 0
-
-
-FULL = View()  # a query sees all tokens before it, and its own
 
 
 @dataclass(frozen=True)
@@ -86,7 +71,7 @@ class Config:
     mlp_only_layers: list = field(default_factory=list)  # indices of layers with a plain MLP
 
     @property
-    def views(self) -> list[View]:
+    def views(self) -> "list[View]":
         """How each layer's queries see keys."""
         windows = self.windows or (None,) * self.num_hidden_layers
         return [View(window, self.score_cap) for window in windows]
@@ -102,7 +87,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         self.ropes = config.ropes or (0,) * config.num_hidden_layers
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -150,7 +135,7 @@ class Transformer(nn.Module):
             x = block(x, *rotations[i], layer_cache)
         if select is not None:
             x = x.flatten(0, 1)[select]  # (len(select), D)
-        return capped(self.lm_head(self.norm(x)), self.config.logits_cap)
+        return softcap(self.lm_head(self.norm(x)), self.config.logits_cap)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Look up the tokens' vectors: (B, T) -> (B, T, D)."""
@@ -168,7 +153,7 @@ class Transformer(nn.Module):
         return [(angle.cos().to(self.dtype), angle.sin().to(self.dtype)) for angle in angles]
 
 
-class Block(nn.Module):
+class Layer(nn.Module):
     """Attention, then the feed-forward. Each adds its output to x. A norm stands before each, after
     each, or both; see Config."""
 
@@ -305,13 +290,25 @@ def rope_frequencies(config: Config) -> Tensor:
     return config.rope_theta ** -(exponent / config.head_dim)[None]
 
 
+class View(NamedTuple):
+    """How the queries of one layer see keys. A cache hands it to Masks, and its kernel to
+    attention()."""
+
+    window: int | None = None  # tokens that a query sees; None: all of them
+    cap: float | None = None  # scores stay between -cap and cap; see softcap()
+
+    def first_seen(self, position: int) -> int:
+        """The first position that a query at this position sees."""
+        return max(0, position + 1 - self.window) if self.window else 0
+
+    @property
+    def kernel(self) -> Callable:
+        """What computes attention."""
+        return partial(products, cap=self.cap) if self.cap else F.scaled_dot_product_attention
+
+
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor,
-    view: View = FULL,
-    kernel: Callable = F.scaled_dot_product_attention,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, kernel: Callable = F.scaled_dot_product_attention
 ) -> Tensor:
     """Masked softmax attention. Every cache calls it, plain or fast. To change or record the scores
     of all of them, compute the scores here in place of calling `kernel`.
@@ -325,14 +322,12 @@ def attention(
         k, v: (B, K, S, H), where K divides N.
         mask: (B or 1, 1, N / K * T, S), which is added to the scores; see Masks. One of around/fast
             may cover the last keys only: then all queries see those before.
-        view: the layer's.
-        kernel: what computes it where there is no cap; around/fast has others.
+        kernel: what computes it, such as a view's; around/fast has others.
 
     Returns:
         (B, N, T, H).
     """
     queries = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # (B, K, N / K * T, H)
-    kernel = kernel if view.cap is None else partial(products, cap=view.cap)
     y = kernel(queries, k, v, mask)  # (B, K, N / K * T, H)
     return y.reshape(q.shape)  # not view: a GPU's kernels lay y out in an order of their own
 
@@ -354,19 +349,19 @@ def products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, cap: float | None = 
     Returns:
         (B, K, N / K * T, H).
     """
-    scores = capped((q * q.shape[3] ** -0.5) @ k.mT, cap)  # (B, K, N / K * T, S)
+    scores = softcap((q * q.shape[3] ** -0.5) @ k.mT, cap)  # (B, K, N / K * T, S)
     scores[..., -mask.shape[-1] :] += mask
     return scores.softmax(-1) @ v
 
 
-def capped(x: Tensor, cap: float | None) -> Tensor:
-    """Keep x between -cap and cap: small values hardly change. None: x itself."""
+def softcap(x: Tensor, cap: float | None) -> Tensor:
+    """Keep x between -cap and cap; small values hardly change. None: x itself."""
     return x if cap is None else cap * (x / cap).tanh()
 
 
 class Masks(dict):
-    """What queries see that attend together: view -> mask, which is made when a layer first asks
-    for it. A query at position p sees the positions s <= p; under a window, only those with
+    """The masks of queries that attend together: view -> mask, made when a layer first asks for it.
+    A query at position p sees the positions s <= p; under a window, only those with
     s > p - window.
 
     A mask is (B or 1, 1, N / K * T, S): 0 where a query sees a key, else -inf. Its third dimension
@@ -404,4 +399,4 @@ class NoCache(LayerCache):
     view: View
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention(q, k, v, self.masks[self.view], self.view)
+        return attention(q, k, v, self.masks[self.view], self.view.kernel)

@@ -204,7 +204,7 @@ class Row(NamedTuple):
         Example: block_size 4, start 9, one new token, a window of 3: blocks 1 and 2, as the first
             position that is seen is 7
         """
-        return range(view.first(self.start) // block_size, self.num_blocks(block_size))
+        return range(view.first_seen(self.start) // block_size, self.num_blocks(block_size))
 
 
 @dataclass
@@ -216,14 +216,14 @@ class Blocks(LayerCache):
             kv_cache.to_stored makes them.
         slots: (M,) int64, where each new token goes: block * block size + offset.
         rows: in the order of the tokens.
-        runner: what has planned the forward.
+        model: the layer's.
         view: this layer's.
     """
 
     kv: Tensor
     slots: Tensor
     rows: list[Row]
-    runner: "Runner"
+    model: Transformer
     view: View
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -236,14 +236,14 @@ class Blocks(LayerCache):
     def attend_row(self, q: Tensor, row: Row) -> Tensor:
         """Attend to the blocks that a row sees: (1, N, T, H) -> the same."""
         tensor = partial(torch.tensor, device=q.device)
-        size = self.runner.block_size
+        size = self.kv.shape[2]
         seen = row.seen(self.view, size)  # W blocks
         table = tensor([row.blocks[i] for i in seen])  # (W,)
         blocks = from_stored(self.kv[:, table], q.dtype)  # (2 * K, W, block size, H)
         k, v = blocks.flatten(1, 2)[None].chunk(2, 1)  # (1, K, S, H) each
         k_pos = tensor([range(seen.start * size, seen.stop * size)])  # (1, S)
-        masks = Masks(self.runner.model.config, tensor([row.positions]), k_pos, q.dtype)
-        return attention(q, k, v, masks[self.view], self.view)
+        masks = Masks(self.model.config, tensor([row.positions]), k_pos, q.dtype)
+        return attention(q, k, v, masks[self.view], self.view.kernel)
 
     def store(self, k: Tensor, v: Tensor) -> None:
         new = to_stored(torch.cat((k, v), 1)[0], self.kv.dtype)  # (2 * K, M, stored_dim)
@@ -307,21 +307,20 @@ class Runner:
         tensor = partial(torch.tensor, device=self.model.device)
         places = tensor(slots)
         layers = [
-            Blocks(kv, places, rows, self, view)
+            Blocks(kv, places, rows, self.model, view)
             for kv, view in zip(self.kv, self.model.config.views, strict=True)
         ]
         return tensor([tokens]), tensor([positions]), layers, tensor(select)
 
     def wipe_new_blocks(self, rows: list[Row]) -> None:
-        """Wipe the blocks that are about to be written for the first time, and not to their end. A
-        NaN that the last owner left there would be masked, but attention multiplies what is masked
-        by 0, and 0 * NaN is NaN."""
+        """Wipe each row's last block if it is new and not filled. A NaN that its last owner left
+        there would be masked, but attention multiplies what is masked by 0, and 0 * NaN is NaN."""
         size = self.block_size
-        new = []
-        for row in rows:
-            first = -(-row.start // size)  # index of the first block that begins there or later
-            first = max(first, row.positions.stop // size)  # what comes before is filled
-            new += row.blocks[first : row.num_blocks(size)]
+        new = [
+            row.blocks[row.positions.stop // size]
+            for row in rows
+            if 0 < row.positions.stop % size <= len(row.ids)  # as many of its tokens are new
+        ]
         if new:
             blocks = torch.tensor(new, device=self.model.device)
             for kv in self.kv:

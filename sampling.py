@@ -42,7 +42,7 @@ class Token(NamedTuple):
 
 # --- The sampler ----------------------------------------------------------------------------------
 
-Batch = abc.Sequence["Sequence"]  # B objects of class Sequence, below, or of a subclass
+Batch = abc.Collection["Sequence"]  # B objects of class Sequence, below, or of a subclass
 
 
 def sample(logits: Tensor, batch: Batch) -> list[Token]:
@@ -398,7 +398,7 @@ class Sequence:
     def append(self, token: Token) -> None:
         """Append a sampled token to ids and text, and decide whether the sequence ends here."""
         self.ids.append(token.id)
-        reason = self._reason_to_stop(token.id)
+        reason = self._advance(token.id)
         # What ends a text is no part of it, nor is a token that the structure does not allow.
         has_text = token.id not in self.end_ids and reason != "error"
         shown_id = token.id if has_text else None
@@ -415,7 +415,7 @@ class Sequence:
             self._stream.push(None, last=True)
             self.finish_reason = reason
 
-    def _reason_to_stop(self, token_id: int) -> str | None:
+    def _advance(self, token_id: int) -> str | None:
         """Advance the matcher, and return why the sequence ends with this token, leaving stop
         strings aside; None: it goes on."""
         if self.matcher and (not self.matcher.consume_token(token_id) or self.matcher.is_error()):

@@ -438,7 +438,7 @@ class Engine:
             # prefix cache does not run and has none. So no prefix is looked up.
             ids = [] if seq.scores_prompt else seq.ids
             self.pool.reuse(seq.table, ids)
-            if not seq.num_scheduled:  # it has never run
+            if not seq.num_scheduled:  # 0: it has never run
                 seq.cached = seq.table.length
             num_tokens = self._num_to_run(seq, budget, batch)
             if not num_tokens or not self._allocate(seq, num_tokens):

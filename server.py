@@ -12,8 +12,8 @@ These threads run:
       the previous part. So there is no queue of tokens, and a slow client delays nobody.
     - One thread accepts clients, and one watches for signals.
 
-    client --> Front.complete --> API.prepare --> inbox --> Server.drive: submit, step, step
-    client <-- Front.send <-- Completion.parts <-- news <--- Server.wake <----+
+    client --> Handler.complete --> API.prepare --> inbox --> Server.drive: submit, step, step
+    client <-- Handler.send <-- Completion.parts <-- news <--- Server.wake <----+
 
 around/api has the rest: the connections, HTTP, what bodies mean, who is let in, metrics, and the
 page. Read: Server, command.
@@ -25,7 +25,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from around import settings
-from around.api import API, Front, Metrics, ServerArgs, listen_at, serve, server_args
+from around.api import API, Handler, Metrics, ServerArgs, listen_at, serve, server_args
 from around.folder import first_sampling, suggested_sampling
 from around.machine import Ranks, say
 from around.settings import SamplingParams
@@ -62,10 +62,10 @@ class Server:
             engine, name, SamplingParams(**suggested_sampling(args.checkpoint)), args.tool_format
         )
         self.metrics = Metrics(engine, name, first_sampling(args.checkpoint, engine.config))
-        self.busy: set[Front] = set()
+        self.busy: set[Handler] = set()
         self.inbox: SimpleQueue[Any] = SimpleQueue()
         self.incoming: set[Request] = set()
-        self.owners: dict[Request, Front] = {}
+        self.owners: dict[Request, Handler] = {}
         self.take_snapshot()
 
     def take_snapshot(self) -> None:
@@ -90,7 +90,7 @@ class Server:
             self.engine.abort(request)
         self.wake(unwanted + self.engine.step())
 
-    def submit(self, requests: list[Request], connection: Front) -> None:
+    def submit(self, requests: list[Request], connection: Handler) -> None:
         """Put the requests of a connection into the engine's queue."""
         self.incoming.difference_update(requests)
         for request in requests:
@@ -105,7 +105,9 @@ class Server:
             finished = request.finished
             if finished:
                 self.metrics.count(request)
-                request.outputs.clear()  # else they wait, as a cycle, for Python's collector
+                # This breaks a cycle, so that memory is free at once. A request without outputs
+                # counts as finished.
+                request.outputs.clear()
                 del self.owners[request]
             if finished or connection.stream:
                 connection.news.set()

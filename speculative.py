@@ -17,7 +17,7 @@ length, where the mask hides them, and are overwritten later. This file knows th
 sequences. The scheduler does not know this file, and calls the Proposer that it is given. Papers:
 Leviathan et al. 2022 (arXiv:2211.17192), Chen et al. 2023 (arXiv:2302.01318), prompt lookup:
 Saxena 2023 (github.com/apoorvumang/prompt-lookup-decoding). Read: accept,
-SpeculativeProposer.verify, drawn, NGram, DraftModel.
+SpeculativeProposer.verify, verify_drawn, NGram, DraftModel.
 """
 
 import math
@@ -98,7 +98,7 @@ class SpeculativeProposer(Proposer):
             return super().verify(logits, seqs)  # the same, sooner
         split_logits = logits.split([len(seq.guess.ids) + 1 for seq in seqs])
         # 1) Accept some guesses of each sequence, and choose the token after them.
-        choose = likeliest if all(seq.takes_argmax for seq in seqs) else drawn
+        choose = verify_greedy if all(seq.takes_argmax for seq in seqs) else verify_drawn
         results = []
         for seq, rows, (count, last_id) in zip(seqs, split_logits, choose(logits, seqs)):
             for i in range(len(seq.guess.ids)):  # for summary()
@@ -117,7 +117,7 @@ class SpeculativeProposer(Proposer):
         )
 
 
-def drawn(logits: Tensor, seqs: list[EngineSequence]) -> Iterable[tuple]:
+def verify_drawn(logits: Tensor, seqs: list[EngineSequence]) -> Iterable[tuple]:
     """Verify guesses by rejection sampling; see SpeculativeProposer.verify.
 
     Returns:
@@ -145,7 +145,7 @@ def drawn(logits: Tensor, seqs: list[EngineSequence]) -> Iterable[tuple]:
     return zip(counts, draw(torch.stack(rests), u_last).tolist())
 
 
-def likeliest(logits: Tensor, seqs: list[EngineSequence]) -> Iterable[tuple]:
+def verify_greedy(logits: Tensor, seqs: list[EngineSequence]) -> Iterable[tuple]:
     """Do the same where each token is to be the likeliest one: a guess is kept if it is. With 40
     rows and a vocabulary of 150,000 it takes a twentieth of the time.
 
@@ -200,8 +200,8 @@ class DraftModel(SpeculativeProposer):
     """A small model with the same tokens, whose cache follows the large model's.
 
     Many vocabularies are padded to a round size, which may be another one for each model. The draft
-    never guesses an id beyond the smaller size, and reads one as the last id that it has. If an id
-    meant something else to each model, the text would be right all the same, but no guess.
+    never guesses an id that it lacks, and reads such an id as its last one. If an id meant
+    different things to the two models, the text would still be right, and the guesses refused.
 
     Both caches use the same block tables, so a block holds the same tokens in both. Sharing,
     copying and preempting blocks then need no bookkeeping for the draft.

@@ -76,7 +76,8 @@ def shard(
     sizes = share_sizes(c, world_size)
     with torch.device("meta"):
         share = build(replace(c, **sizes))
-        # A Linear of its own also if the head is tied; the config keeps that in mind for quantize.
+        # A Linear of its own, also if the head is tied. The config still says that it is, for
+        # quantize_model.
         share.lm_head = nn.Linear(c.hidden_size, -(-c.vocab_size // world_size), bias=False)
     share.requires_grad_(False).to(model.dtype)
     # 2) The exchanges. These are hooks, because wrapper modules would change the names of the
@@ -203,12 +204,9 @@ def lead(name: str, act: Callable, *args: Any) -> Any:
         raise ConnectionError(f"rank 0 cannot go on: {error!r}") from error
 
 
-def follow(model: Transformer) -> int:
-    """Do what rank 0 does, until it stops. Signals are ignored from here on: rank 0 handles them.
-
-    Returns:
-        The exit status.
-    """
+def follow(model: Transformer) -> None:
+    """Do what rank 0 does, until it stops. Signals are ignored from here on, as rank 0 handles
+    them."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
     with blame(f"rank {dist.get_rank()}"):
@@ -220,4 +218,3 @@ def follow(model: Transformer) -> int:
                     runner.forward([Row(*row) for row in rows])  # JSON turns a Row into a list
                 case "copy_blocks", pairs:
                     runner.copy_blocks(pairs)
-    return 0

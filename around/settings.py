@@ -207,7 +207,7 @@ class SamplingParams:
         0, "no EOS, stop token or stop string ends the text earlier, but a structure does", 0
     )
     # Return log-probabilities of the sampled tokens, or of the prompt's, and of this many likeliest
-    # ones in each place; prompt_logprobs: Engine only.
+    # ones in each place; prompt_logprobs: not in generate.py.
     logprobs: int | None = field(default=None, metadata=dict(range=(0, 20)))
     prompt_logprobs: int | None = field(default=None, metadata=dict(range=(0, 20)))
     logit_bias: dict[int, float] = field(default_factory=dict)  # token id -> added to its logit
@@ -216,7 +216,8 @@ class SamplingParams:
         (), "end at any of these tokens (1024 at most)", nargs="+", action="extend"
     )
     ignore_eos: bool = setting(False, "continue past EOS, as benchmarks do", action="store_true")
-    # One of json (a schema), regex, choice (a list), grammar (Lark, GBNF), as in vLLM; Engine only.
+    # One of json (a schema), regex, choice (a list), grammar (Lark, GBNF), as in vLLM; not in
+    # generate.py.
     structured_outputs: JSON | None = None
 
     def __post_init__(self) -> None:

@@ -11,8 +11,7 @@ applies any other setting (sampling.py).
     tokens allowed    n   n"   f   ff   ff"
 
 This file knows the tokenizer and does not know the sampler. Papers: Willard and Louf 2023
-(arXiv:2307.09702), Koo et al. 2024 (arXiv:2407.08103). Read: make_matcher, token_bytes. Next:
-tp.py.
+(arXiv:2307.09702), Koo et al. 2024 (arXiv:2407.08103). Read: make_matcher, token_bytes.
 """
 
 import json

@@ -24,7 +24,7 @@ from around.folder.families import FAMILIES
 from around.settings import SamplingParams
 from generate import generate
 from kv_cache import StaticCache
-from model import FULL
+from model import View
 from quantize import quantize_model, round_to_nearest
 from sampling import Sequence
 from tools.convert import main as convert
@@ -521,7 +521,7 @@ def test_the_parts(llama):
     for length in (1, 63, 64, 65, 300, 1000):
         positions, layers = cache.plan(length - 1, length)
         assert positions.tolist() == [[length - 1]]
-        assert length <= layers[0].masks[FULL].shape[3] < length + 64
+        assert length <= layers[0].masks[View()].shape[3] < length + 64
     with pytest.raises(ValueError, match=r"\b1000\b.*\b1001\b"):
         cache.plan(0, 1001)
     # Gemma's factor, the root of 640, is rounded before it is multiplied.

@@ -16,7 +16,7 @@ from selenium.webdriver.common.by import By
 from serving import ABORTED, CHAT, COMPLETIONS, Broken, Local, until
 
 from around.api import answers
-from around.api.front import Front
+from around.api.front import Handler
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 os.environ["SE_OFFLINE"] = "true"  # nothing may be downloaded
@@ -277,7 +277,7 @@ def test_errors(page, local, monkeypatch):
     """Nothing happened, and nobody said why. A stream whose server had died looked like one that
     had ended. After a restart of the server the page had to be loaded again."""
     page.expected = "0"  # 400, then 503
-    send, count = Front.send, itertools.count()
+    send, count = Handler.send, itertools.count()
 
     def cut(connection, *args, **options):
         if connection.stream and next(count) == 9:
@@ -289,7 +289,7 @@ def test_errors(page, local, monkeypatch):
         ({"max_tokens": 200}, "closed the connection"),
     ):  # fmt: skip
         if settings == {"max_tokens": 200}:
-            monkeypatch.setattr(Front, "send", cut)
+            monkeypatch.setattr(Handler, "send", cut)
         page.set(**{"temperature": 1} | settings)
         page.run()
         note = page.all(".reply .note.error")[0]
@@ -299,7 +299,7 @@ def test_errors(page, local, monkeypatch):
     def away(*_: object) -> None:
         raise answers.Problem(503, "away")
 
-    monkeypatch.setattr(Front, "route", away)
+    monkeypatch.setattr(Handler, "route", away)
     until(lambda: "away" in page.text("#state"))
     monkeypatch.undo()
     until(lambda: not page.text("#state"))

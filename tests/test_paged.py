@@ -19,8 +19,8 @@ from around.fast import attending, compiling
 from around.fast.attending import FastBlocks, fast_layers, groups_of
 from around.fast.compiling import step_of
 from kv_cache import StaticCache, from_stored, to_stored
-from model import FULL, Config, Masks, Transformer, attention
-from paged import BlockPool, BlockTable, Row, Runner
+from model import Config, Masks, Transformer, View, attention
+from paged import BlockPool, Blocks, BlockTable, Row, Runner
 from tools.books import audit_pool
 
 
@@ -270,7 +270,7 @@ def slow_paged_attention(q, k, v, pool, rows, config):
         values = [v_pool[:, blocks[p // size], p % size] for p in seen]
         keys, values = (torch.stack(x, dim=1)[None] for x in (keys, values))  # (1, K, S, H)
         masks = Masks(config, torch.arange(start, end)[None], torch.tensor([seen]), q.dtype)
-        out.append(attention(q[:, :, here], keys, values, masks[view], view))
+        out.append(attention(q[:, :, here], keys, values, masks[view], view.kernel))
     return torch.cat(out, dim=2)
 
 
@@ -370,7 +370,8 @@ def test_rows_that_stand_together(monkeypatch):
 
     def counts_of(rows, size, most):
         monkeypatch.setattr(attending, "max_blocks", lambda _: most)
-        groups = [*groups_of(rows, runner_of(80, size), FULL)]
+        runner = runner_of(80, size)
+        groups = [*groups_of(Blocks(runner.kv[0], None, rows, runner.model, View()))]
         assert [row for group in groups for row in group.rows] == rows
         return [len(group.rows) for group in groups]
 
@@ -390,7 +391,7 @@ def test_rows_that_stand_together(monkeypatch):
     runner = runner_of(80, 16)
     int8 = Runner(runner.model, 2**14, 16, "int8")
     for each, width in ((runner, 8 * 8), (int8, 8 + 4)):
-        assert attending.max_blocks(each) == 2**22 // (2 * 16 * width)
+        assert attending.max_blocks(each.kv[0]) == 2**22 // (2 * 16 * width)
     monkeypatch.setattr(attending, "max_blocks", lambda _: 40)
     ends = (1000, 600, 250, 200, 5, 3)  # in blocks: 63, 38, 16, 13, 1, 1
     rows = [Row([*range(-(-end // 16))], end - 1, [end % 32]) for end in ends]

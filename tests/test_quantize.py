@@ -169,13 +169,13 @@ class ByOneDNN(Int8Linear):
         self.signed = linear.qweight.double() - 128
 
     def compute(self, rows):
-        if torch.cpu._is_vnni_supported():
+        if packed.CAN("avx512_vnni"):
             return super().compute(rows)
         return ((rows.double() - 128) @ self.signed.t() * self.scales).float()
 
 
 WITHOUT_VNNI = packed.Int8WithoutVNNI
-INT8 = Int8Linear if torch.cpu._is_vnni_supported() else WITHOUT_VNNI  # what form_of chooses
+INT8 = Int8Linear if packed.CAN("avx512_vnni") else WITHOUT_VNNI  # what form_of chooses
 
 
 @pytest.fixture(autouse=True)

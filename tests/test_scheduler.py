@@ -442,7 +442,7 @@ def test_pieces_equal_one_mask(T, monkeypatch):
         q, k, v = (torch.randn(2, n, t, 8).bfloat16() for n, t in ((4, T), (2, S), (2, S)))
         positions = torch.arange(S)[None]
         masks = Masks(Config(64, 32, 48, 1, 4, 2, 8), positions[:, -T:], positions, torch.float64)
-        expected = attention(q.double(), k.double(), v.double(), masks[view], view)
+        expected = attention(q.double(), k.double(), v.double(), masks[view], view.kernel)
         k[:, :, : max(0, S - T - (window or S) + 1)] = torch.nan
         for dtype, near in ((torch.float64, 1e-9), (torch.bfloat16, 0.05)):
             kernels = attending.kernel_for, lambda q: products

@@ -3,7 +3,7 @@
 The door is what is imported here.
 """
 
-from .front import Front, ServerArgs, serve, server_args
+from .front import Handler, ServerArgs, serve, server_args
 from .http1 import listen_at
 from .metrics import Metrics
 from .requests import API

@@ -3,7 +3,7 @@ the signals.
 
 In this file `server` is a server.Server, the engine's thread and what all connections share. How a
 request is read and an answer sent is in http1.py, what a body means in requests.py, and what is
-answered in answers.py. Read: serve, listen, Front.route, Front.complete.
+answered in answers.py. Read: serve, listen, Handler.route, Handler.complete.
 """
 
 import os
@@ -76,8 +76,9 @@ def listen(server: Any) -> None:
         open_to = [server.listener] if active_count() < MAX_THREADS else []
         for listener in select.select(open_to, [], [], 0.1)[0]:
             try:
-                # In one statement: where no thread starts, nothing keeps the client's socket.
-                Thread(target=Front, args=(*listener.accept(), server), daemon=True).start()
+                # The constructor answers: http.server calls handle() in it. In one statement: where
+                # no thread starts, nothing keeps the client's socket.
+                Thread(target=Handler, args=(*listener.accept(), server), daemon=True).start()
             except (OSError, RuntimeError) as error:  # no descriptor or no thread is left
                 say(str(error))
                 time.sleep(1)
@@ -150,7 +151,7 @@ LOOPBACK = r"(?i:([\w-]+\.)*localhost\.?|127[.0-9]+|::1|\[::1\])"
 LOCAL = rf"({LOOPBACK}|0\.0\.0\.0|\[::\])(:[0-9]*)? *"
 
 
-class Front(Exchange):
+class Handler(Exchange):
     """A connection to one client, in a thread of its own: answers its request."""
 
     def handle(self) -> None:
@@ -278,13 +279,13 @@ class Front(Exchange):
 
 
 ROUTES = {
-    "GET /": Front.send_page,
-    "GET /version": Front.send_health,
-    "GET /health": Front.send_health,
+    "GET /": Handler.send_page,
+    "GET /version": Handler.send_health,
+    "GET /health": Handler.send_health,
     "GET /metrics": lambda c: c.send(
         c.server.metrics.text(), content_type="text/plain; version=0.0.4"
     ),
-    "GET /engine": Front.send_snapshot,
+    "GET /engine": Handler.send_snapshot,
     "GET /v1/models": lambda c: c.send({"object": "list", "data": [c.server.api.model]}),
     "POST /v1/completions": lambda c: c.complete(chat=False),
     "POST /v1/chat/completions": lambda c: c.complete(chat=True),

@@ -74,7 +74,6 @@ class Exchange(BaseHTTPRequestHandler):
         """Read the first line and the headers. Raises ConnectionError if the client leaves before
         their end."""
         if self.connection.recv(1, socket.MSG_PEEK) == b"\x16":  # a TLS hello, which has no lines
-            self.asked = "TLS"
             raise Problem(400, "this server speaks HTTP without TLS: use http://")
         head = line = b""
         while line not in (b"\r\n", b"\n"):

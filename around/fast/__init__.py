@@ -2,7 +2,7 @@
 
 Nothing here changes what a model computes, but for rounding: every path has a slow twin at the
 root, and tests that equate the two. The door is make_fast. It changes a finished model in place, by
-hooks and by other forms of its Linears; the files of the root know nothing of it.
+hooks and by other forms of its Linears; the files of the root import nothing of it.
 """
 
 from typing import Any

@@ -2,9 +2,9 @@
 
 attend_fast adds a hook to a model, which replaces the layers of a cache before each forward. So the
 caches do not know of this file, and without it the tokens are the same. What replaces a class of
-the root overrides `attend` or `attend_row` alone. Attention itself is model.attention, whatever
-the path, so a change there holds for all of them. Read: fast_layers, groups_of, Group, FastBlocks,
-attend_to_prompt. What a compiled step does (StepBlocks, attend_to_blocks) can wait.
+the root overrides how it attends, and stores as it does. Attention itself is model.attention,
+whatever the path, so a change there holds for all of them. Read: fast_layers, groups_of, Group,
+FastBlocks, attend_to_prompt. What a compiled step does (StepBlocks, attend_to_blocks) can wait.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from around.settings import CHUNK
 from kv_cache import Slab, from_stored
-from model import Masks, Transformer, View, attention, capped, products
-from paged import Blocks, Row, Runner
+from model import Masks, Transformer, View, attention, products, softcap
+from paged import Blocks, Row
 
 from . import packed
 
@@ -56,8 +56,8 @@ def fast_layers(
         return [PromptSlab(**vars(layer)) for layer in layers]
     if type(first) is not Blocks:
         return layers
-    views = {layer.view for layer in layers}
-    groups = {view: [*groups_of(first.rows, first.runner, view)] for view in views}
+    views = {layer.view: layer for layer in layers}
+    groups = {view: [*groups_of(layer)] for view, layer in views.items()}
     kind = blocks or FastBlocks
     return [kind(**vars(layer) | {"rows": groups[layer.view]}) for layer in layers]
 
@@ -71,15 +71,14 @@ def fast_layers(
 MAX_COPY = 2**22
 
 
-def max_blocks(runner: Runner) -> int:
+def max_blocks(kv: Tensor) -> int:
     """How many blocks MAX_COPY bytes are."""
-    kv = runner.kv[0]
     return MAX_COPY * (1 if kv.is_cpu else 16) // kv[:, 0].nbytes
 
 
-def groups_of(rows: list[Row], runner: Runner, view: View) -> Iterator["Group"]:
-    """Split rows into groups, for the layers that have this view. Attention runs once for each, as
-    one batch.
+def groups_of(layer: Blocks) -> Iterator["Group"]:
+    """Split a layer's rows into groups, which serve all layers that have its view. Attention runs
+    once for each, as one batch.
 
     A group is a run of rows with equally many new tokens, and no more blocks than max_blocks says,
     unless it is a single row. Each row is padded to as many blocks as the longest one has. Padding
@@ -91,51 +90,52 @@ def groups_of(rows: list[Row], runner: Runner, view: View) -> Iterator["Group"]:
     """
     group: list[Row] = []
     width = 0
-    for row in rows:
-        num_blocks = len(row.seen(view, runner.block_size))
+    for row in layer.rows:
+        num_blocks = len(row.seen(layer.view, layer.kv.shape[2]))
         width = max(width, num_blocks)
-        fits = (len(group) + 1) * width <= max_blocks(runner)
+        fits = (len(group) + 1) * width <= max_blocks(layer.kv)
         if group and not (fits and len(row.ids) == len(group[0].ids)):
-            yield Group(group, runner, view)
+            yield Group(group, layer)
             group = []
             width = num_blocks
         group.append(row)
-    yield Group(group, runner, view)
+    yield Group(group, layer)
 
 
 class Group:
     """B rows with T new tokens each: one call of attention, under one view.
 
     Attributes:
-        ids: the new tokens of all rows.
-        table: (B, W) int64, the blocks that each row sees. A row with fewer is padded by another
-            block, at positions that no query sees.
+        ids: as many as the rows' new tokens, so that a group can stand for a row.
+        table: (B, W) int64, the blocks that each row sees. A row with fewer is padded by the first
+            of them, at positions that no query sees.
         starts: the positions at which the rows' first blocks begin.
     """
 
-    def __init__(self, rows: list[Row], runner: Runner, view: View) -> None:
+    def __init__(self, rows: list[Row], layer: Blocks) -> None:
         self.rows = rows
-        self.runner = runner
-        self.view = view
-        self.ids = [i for row in rows for i in row.ids]
-        self.tensor = partial(torch.tensor, device=runner.model.device)
-        spans = [row.seen(view, runner.block_size) for row in rows]
-        self.starts = [span.start * runner.block_size for span in spans]
+        self.layer = layer
+        self.ids = rows[0].ids * len(rows)
+        self.tensor = partial(torch.tensor, device=layer.kv.device)
+        size = layer.kv.shape[2]
+        spans = [row.seen(layer.view, size) for row in rows]
+        self.starts = [span.start * size for span in spans]
         seen = [row.blocks[span.start : span.stop] for row, span in zip(rows, spans)]
-        # At least two: the compiler would take a size of 1 as a case of its own. So it would take
-        # equal sizes under two views, so they are even without a window, and odd with one.
+        # For the compiler. It takes a size of 1 as a case of its own. And it would compile again
+        # where widths under two views become equal, or different, so they are never equal: even
+        # without a window, and odd with one.
         width = max(2, *map(len, seen))
-        width += (width + (view.window is not None)) % 2
+        width += (width + (layer.view.window is not None)) % 2
         self.table = self.tensor([each + each[:1] * (width - len(each)) for each in seen])
 
     @cached_property
     def mask(self) -> Tensor:
         """What the rows see of their blocks' positions; see Masks."""
-        model = self.runner.model
-        places = range(self.table.shape[1] * self.runner.block_size)
+        model = self.layer.model
+        places = range(self.table.shape[1] * self.layer.kv.shape[2])
         q_pos = self.tensor([row.positions for row in self.rows])  # (B, T)
         k_pos = self.tensor(self.starts)[:, None] + self.tensor(places)  # (B, S)
-        return Masks(model.config, q_pos, k_pos, model.dtype)[self.view]
+        return Masks(model.config, q_pos, k_pos, model.dtype)[self.layer.view]
 
 
 class FastBlocks(Blocks):
@@ -156,7 +156,7 @@ class FastBlocks(Blocks):
         if len(q) == 1 and q.shape[2] >= PROMPT and q.is_cpu:
             end = group.rows[0].positions.stop - group.starts[0]
             return attend_to_prompt(q, k[:, :, :end], v[:, :, :end], self.view)
-        return attention(q, k, v, group.mask, self.view)
+        return attention(q, k, v, group.mask, self.view.kernel)
 
 
 class StepBlocks(Blocks):
@@ -208,12 +208,13 @@ def attend_to_blocks(
     blocks = from_stored(kv[:, table].transpose(0, 1), q.dtype)
     keys, values = blocks.chunk(2, 1)  # (B, K, W, block size, H) each
 
+    # It reads the blocks through `keys` and `values`, and not k and v.
     def loops(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         queries = q[:, :, :, None, None].float().unbind(2)  # N / K times (B, K, 1, 1, H)
         scores = torch.stack([(query * keys).sum(-1).flatten(2) for query in queries], 2)
         # The scores are scaled and not q, because for q the compiler would compute the root anew
         # for each key.
-        scores = capped(scores * q.shape[3] ** -0.5, cap) + mask  # (B, K, N / K, S)
+        scores = softcap(scores * q.shape[3] ** -0.5, cap) + mask  # (B, K, N / K, S)
         weights = (scores - scores.amax(-1, True)).exp()
         parts = weights.unflatten(3, keys.shape[2:4])[..., None].unbind(2)
         # (B, K, N / K, H): the values are added within each block, then over all.
@@ -221,8 +222,8 @@ def attend_to_blocks(
         # The softmax's division comes last, so that it divides H numbers and not S.
         return (total / weights.sum(-1, True)).to(q.dtype)
 
-    # A fork may compute something else there, with all keys side by side.
-    return attention(q, keys.flatten(2, 3), values.flatten(2, 3), mask.flatten(3), kernel=loops)
+    # A change of attention() may compute something else there, with all keys side by side.
+    return attention(q, keys.flatten(2, 3), values.flatten(2, 3), mask.flatten(3), loops)
 
 
 # --- Prompts --------------------------------------------------------------------------------------
@@ -258,7 +259,7 @@ def attend_to_prompt(q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor:
         (B, N, T, H).
 
     Example: T = 2, S = 5, window 3, in one piece: its keys are 1 to 4. Query 3 sees the keys 1, 2
-        and 3, and query 4 the keys 2, 3 and 4, so the mask is [[1, 1, 1, 0], [0, 1, 1, 1]].
+        and 3, and query 4 the keys 2, 3 and 4: [[1, 1, 1, 0], [0, 1, 1, 1]], where 0 is hidden.
     """
     if q.dtype == torch.bfloat16 and not packed.FAST_BFLOAT16:
         # Here float32 takes 0.7 to 0.9 of the time. Two products in bfloat16, which are fast on
@@ -267,13 +268,13 @@ def attend_to_prompt(q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor:
         return attend_to_prompt(q.float(), k.float(), v.float(), view).to(q.dtype)
     S = k.shape[2]
     window = min(view.window or S, S)
-    kernel = products if view.cap else kernel_for(q)
+    kernel = view.kernel if view.cap else kernel_for(q)
     start = S - q.shape[2]  # the position of a piece's first query
     attended = []
     # PyTorch's kernels profit from large pieces; products, and a window, from small ones. An
     # engine's chunk is a little longer than CHUNK, and still one piece.
     piece = PIECE if window < S else CHUNK + CHUNK // 4
-    if kernel is products:
+    if view.cap or kernel is products:
         piece = min(PIECE, max(1, MAX_SCORES // (q.shape[1] * S)))
     for queries in q.split(piece, 2):
         end = start + queries.shape[2]
@@ -282,7 +283,7 @@ def attend_to_prompt(q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor:
         earlier = 0 if end <= window else start - first
         mask = mask_of(end - start, earlier, window, q.shape[1] // k.shape[1], q.dtype)
         seen = slice(first, end)
-        attended.append(attention(queries, k[:, :, seen], v[:, :, seen], mask, view, kernel))
+        attended.append(attention(queries, k[:, :, seen], v[:, :, seen], mask, kernel))
         start = end
     return torch.cat(attended, 2)
 

@@ -23,7 +23,6 @@ for one case.
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from around.machine import progress
 from around.settings import CHUNK, blame, supported
 from kv_cache import BUCKET, Slab, StaticCache
-from model import Block, LayerCache, NoCache, Transformer
+from model import Layer, LayerCache, NoCache, Transformer
 from paged import Blocks, Row, Runner
 
 from .attending import (
@@ -144,7 +143,7 @@ class Opaque(LayerCache):
         return self.function(x, *more).contiguous()
 
 
-class Region(Block):
+class Region(Layer):
     """A block of a model whose whole forward is compiled."""
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any) -> Tensor:
@@ -155,12 +154,12 @@ class Region(Block):
 
 @torch.compiler.nested_compile_region
 def run(
-    block: Block, cap: float | None, x: Tensor, cos: Tensor, sin: Tensor, *tensors: Tensor
+    block: Layer, cap: float | None, x: Tensor, cos: Tensor, sin: Tensor, *tensors: Tensor
 ) -> Tensor:
     """Run a block, which gets nothing but the tensors of its layer's cache: those of a StepBlocks,
     or the number of an Opaque."""
     cache = StepBlocks(cap, *tensors) if len(tensors) > 1 else Opaque(None, *tensors)
-    return Block.forward(block, x, cos, sin, cache)
+    return Layer.forward(block, x, cos, sin, cache)
 
 
 def show_steps(
@@ -193,27 +192,29 @@ def show_steps(
 def step_of(model: Transformer, positions: Tensor, layers: list) -> list[StepBlocks] | None:
     """Plan a step, for `run`. None: the forward is no step that can be one group, or the cache is
     one that this file does not know."""
+    if type(layers[0]) is Slab and positions.shape == (1, 1):
+        # The slab of one sequence is blocks of BUCKET slots, side by side. There are two or more,
+        # as StaticCache adds one that is never read.
+        row = Row([*range(int(positions) // BUCKET + 1)], int(positions), [0])
+        layers = [
+            Blocks(each.kv[0].unflatten(1, (-1, BUCKET)), each.slots, [row], model, each.view)
+            for each in layers
+        ]
     first = layers[0]
-    kvs = [layer.kv for layer in layers]
-    if type(first) is Slab and positions.shape == (1, 1):
-        # The slab of one sequence is blocks, side by side; two or more, as one is never read.
-        rows = [Row([*range(int(positions) // BUCKET + 1)], int(positions), [0])]
-        kvs = [kv[0].unflatten(1, (-1, BUCKET)) for kv in kvs]
-        runner: Any = SimpleNamespace(model=model, kv=kvs, block_size=BUCKET)
-    elif type(first) is Blocks and positions.shape[1] == len(first.rows):
-        runner = first.runner
-        rows = first.rows
-    else:
+    if type(first) is not Blocks or positions.shape[1] > len(first.rows):
         return None
     # If some rows are much longer than others, the padding would take longer than several calls.
-    longest = max(row.num_blocks(runner.block_size) for row in rows)
-    if len(rows) * longest > 32 * max_blocks(runner):
+    longest = max(row.num_blocks(first.kv.shape[2]) for row in first.rows)
+    if len(first.rows) * longest > 32 * max_blocks(first.kv):
         return None
     slots = mark_dynamic(first.slots, 0)
-    plans = {view: plan_for_loops(Group(rows, runner, view)) for view in {*model.config.views}}
+    plans = {
+        view: plan_for_loops(Group(layer.rows, layer))
+        for view, layer in {layer.view: layer for layer in layers}.items()
+    }
     return [
-        StepBlocks(layer.view.cap, mark_dynamic(kv, 1, 2), slots, *plans[layer.view])
-        for kv, layer in zip(kvs, layers)
+        StepBlocks(layer.view.cap, mark_dynamic(layer.kv, 1, 2), slots, *plans[layer.view])
+        for layer in layers
     ]
 
 
@@ -234,7 +235,7 @@ def plan_for_loops(group: Group) -> tuple[Tensor, Tensor]:
     """Return a group's table and mask as attend_to_blocks takes them, with sizes that change from
     step to step."""
     # The compiler cannot yet give a region a size that is a product, such as W * block size.
-    mask = group.mask.unflatten(3, (-1, group.runner.block_size))
+    mask = group.mask.unflatten(3, (-1, group.layer.kv.shape[2]))
     return mark_dynamic(group.table, 0, 1), mark_dynamic(mask, 0, 3, 4)
 
 

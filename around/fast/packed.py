@@ -72,7 +72,7 @@ def form_of(linear: Any, alone: bool = False, compiled: bool = True) -> "type[Pa
         if linear.bits == 4 and linear.group_size in (32, 64, 128, 256) and has_int4(q):
             return Int4Linear
         if q.is_cpu and HAS_FBGEMM:
-            return Int8Linear if torch.cpu._is_vnni_supported() else Int8WithoutVNNI
+            return Int8Linear if CAN("avx512_vnni") else Int8WithoutVNNI
     elif isinstance(linear, nn.Linear) and linear.weight.is_cpu:
         dtype = linear.weight.dtype
         if not onednn_multiplies(dtype):
@@ -324,7 +324,7 @@ class Int4Linear(PackedLinear):
 #                          32 rows with AMX   48 rows on a Zen 5   64 rows on a Zen 5
 #     the operator         9.0                10.1                 13.8
 #     dequantising first   7.6                10.5                 11.0
-FEW_ROWS = 24 if torch.cpu._is_amx_tile_supported() else 56
+FEW_ROWS = 24 if CAN("amx_tile") else 56
 
 
 def dequantize(packed: Tensor, scales: Tensor, lanes: int = 32) -> Tensor:

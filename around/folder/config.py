@@ -77,7 +77,7 @@ def load_config(path: Path | str) -> Config:
             quantization=check("quantization_config", raw["quantization_config"], dict),
         )
         # 4) The context, what differs from layer to layer, and numbers that are folded into the
-        # weights. A window may hide nothing of the context that the file names, but a part of the
+        # weights. A window that hides nothing of the file's own context may hide a part of the
         # extended one.
         rope = rope_with_defaults(raw)
         raw["max_position_embeddings"] = extended(raw, rope)

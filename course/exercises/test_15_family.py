@@ -16,7 +16,7 @@ from torch.nn.functional import layer_norm
 from around.folder import load_config, load_model, named_tensors
 from around.settings import CheckpointError, SamplingParams
 from kv_cache import StaticCache
-from model import FULL, LayerCache, NoCache, Transformer, apply_rope
+from model import LayerCache, NoCache, Transformer, View, apply_rope
 from quantize import quantize_model
 from scheduler import Engine
 from tools import convert
@@ -143,7 +143,7 @@ def test_the_block_is_parallel(cohere: Saved) -> None:
     (rope,), at = model.rope(torch.zeros(1, 1)), torch.zeros(1, 1, dtype=torch.int64)
     theirs = cohere.hf.model.layers[1]
     angles = cohere.hf.model.rotary_emb(x, at)
-    got = model.layers[1](x, *rope, NoCache({FULL: torch.zeros(1, 1, 2, 1)}, FULL))
+    got = model.layers[1](x, *rope, NoCache({View(): torch.zeros(1, 1, 2, 1)}, View()))
     attended = theirs.self_attn(theirs.input_layernorm(x), angles, None)[0]
     in_turn = x + attended + theirs.mlp(theirs.input_layernorm(x + attended))
     wrong = "the feed-forward must read what attention reads, and not what attention has made of it"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from around.folder import Tokenizer
 from around.settings import SamplingParams
-from model import FULL, Block, Masks, NoCache, Transformer
+from model import Layer, Masks, NoCache, Transformer, View
 from sampling import distribution, draw
 from scheduler import Engine, EngineSequence, Request
 from speculative import GUESS, DraftModel, NGram
@@ -43,13 +43,13 @@ def head(model: Transformer, weights: dict[str, Tensor], ids: list[int], before:
         before: (T, D), the feature of the token before each.
     """
     config = replace(model.config, windows=())  # it sees all
-    block = Block(config).to(model.dtype)
+    block = Layer(config).to(model.dtype)
     block.load_state_dict({name: weights[f"layers.0.{name}"] for name in block.state_dict()})
     positions = torch.arange(len(ids))[None]
     x = torch.cat((model.embed(torch.tensor(ids)), before), 1)[None]  # (1, T, 2 D)
     x = F.linear(x, weights["fc.weight"].to(x.dtype))
     masks = Masks(config, positions, positions, model.dtype)
-    return block(x, *model.rope(positions)[0], NoCache(masks, FULL))[0]
+    return block(x, *model.rope(positions)[0], NoCache(masks, View()))[0]
 
 
 @torch.no_grad()
@@ -72,7 +72,7 @@ def twin(
 def random_head(model: Transformer) -> dict[str, Tensor]:
     """A head whose guesses depend strongly on all that it reads."""
     generator = torch.Generator().manual_seed(2)
-    D, block = model.config.hidden_size, Block(model.config).state_dict()
+    D, block = model.config.hidden_size, Layer(model.config).state_dict()
     shapes = {"fc.weight": (D, 2 * D)} | {f"layers.0.{name}": x.shape for name, x in block.items()}
     weights = {}
     for name, shape in shapes.items():

@@ -17,7 +17,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 from around.settings import SamplingParams
 from generate import generate
 from kv_cache import StaticCache
-from model import FULL, Config, NoCache, Transformer
+from model import Config, NoCache, Transformer, View
 from sampling import Sequence
 from scheduler import Engine
 
@@ -172,7 +172,7 @@ def test_the_layer_of_transformers() -> None:
     theirs = Qwen3_5GatedDeltaNet(config, 0)
     theirs.load_state_dict(net.state_dict())
     x, nothing = torch.randn(2, 150, D), torch.empty(0)
-    got, want = net(x, nothing, nothing, NoCache({FULL: nothing}, FULL)), theirs(x)
+    got, want = net(x, nothing, nothing, NoCache({View(): nothing}, View())), theirs(x)
     apart = (got - want).abs().max().item()
     assert apart < 1e-4, f"not what Qwen 3.5's layer in transformers computes ({apart:.2g} apart)"
 

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from train import Causal, encode, read
 
 from around.folder import load_model
-from model import Block, Transformer
+from model import Layer, Transformer
 
 HERE = Path(__file__).resolve().parent
 MODEL = HERE.parents[1] / "checkpoints" / "shakespeare"
@@ -51,7 +51,7 @@ class Head(nn.Module):
         super().__init__()
         D = model.config.hidden_size
         self.fc = nn.Linear(2 * D, D, bias=False)
-        self.layers = nn.ModuleList([Block(replace(model.config, num_hidden_layers=1, windows=()))])
+        self.layers = nn.ModuleList([Layer(replace(model.config, num_hidden_layers=1, windows=()))])
 
     def forward(self, model: Transformer, tokens: Tensor, before: Tensor) -> Tensor:
         """Foretell the model's features.
