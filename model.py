@@ -113,6 +113,7 @@ class Transformer(nn.Module):
         positions: Tensor,
         cache: "list[LayerCache] | None" = None,
         select: Tensor | None = None,
+        /,  # hooks see the arguments by their places
     ) -> Tensor:
         """Run the new tokens through every layer.
 

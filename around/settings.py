@@ -245,7 +245,10 @@ class SamplingParams:
 
     def with_stop(self, more: tuple[str, ...]) -> "SamplingParams":
         """Return these settings with more stop strings, as a chat template needs them. The user's
-        own come first. If there are more than 16 in all, the last ones are dropped."""
+        own come first. If there are more than 16 in all, the last ones are dropped. A structure
+        gets none: it ends by itself, and may contain them."""
+        if self.structured_outputs:
+            return self
         return replace(self, stop=(self.stop + more)[:16])
 
     @property

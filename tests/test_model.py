@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from test_gptq import packed_across, packed_down
 from tiny import edit_config
 
+from around.fast.attending import attend_fast
 from around.folder import Tokenizer, load_config, load_model, named_tensors
 from around.folder.families import FAMILIES
 from around.settings import SamplingParams
@@ -517,6 +518,13 @@ def test_the_parts(llama):
     model = load_model(llama.folder)
     far = our_logits(model, llama.tokens, 1000)
     torch.testing.assert_close(far, llama.logits, atol=5e-3, rtol=0)
+    # An argument that a hook does not see, as it is named, or that it takes for a cache.
+    attend_fast(model)
+    args, last = (llama.tokens, torch.arange(T).expand_as(llama.tokens)), torch.tensor([3])
+    near = {"atol": 1e-5, "rtol": 1e-5}
+    torch.testing.assert_close(model(*args, None, last)[0], model(*args)[0, 3], **near)
+    with pytest.raises(TypeError, match="cache"):
+        model(*args, cache=None)
     cache = StaticCache(load_model(llama.folder), 1, 1000)
     for length in (1, 63, 64, 65, 300, 1000):
         positions, layers = cache.plan(length - 1, length)

@@ -27,6 +27,7 @@ from around import structured
 from around.folder import Tokenizer
 from around.settings import SamplingParams, SettingError
 from around.structured import SPACES, closed, make_matcher, structure, token_bytes
+from llm import LLM
 from sampling import Sequence, distribution
 from scheduler import Engine
 from speculative import DraftModel, NGram
@@ -309,3 +310,11 @@ def test_forms():
     for schema, expected in CLOSED:
         assert closed(schema) == expected
     assert takes({"json": A}, '{"a": null}') and not takes({"json": A}, '{"a": null, "b": 1}')
+
+
+def test_a_structure_has_no_stops_of_the_template():
+    """LLM.chat cut the text at the plain template's stop string, which the structure asked for."""
+    params = SamplingParams(structured_outputs={"regex": "yes\n\nno"}, max_tokens=20)
+    llm = LLM(SHAKESPEARE, device="cpu", dtype="float32", num_blocks=20)
+    (request,) = llm.chat([{"role": "user", "content": "Hi"}], params, use_tqdm=False)
+    assert request.outputs[0].text == "yes\n\nno"

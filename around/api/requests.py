@@ -103,8 +103,7 @@ class API:
         max_tokens: it is 16 in a completion, and in a chat only the context limits it."""
         defaults = vars(self.defaults) | dict(max_tokens=self.engine.max_seq_len if chat else 16)
         params = SamplingParams(**{name: fields.get(name, defaults[name]) for name in defaults})
-        # A structure ends by itself, and may contain the template's stop strings.
-        if chat and not params.structured_outputs:
+        if chat:
             params = params.with_stop(self.tokenizer.chat_stop)
         return params
 

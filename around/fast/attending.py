@@ -36,7 +36,7 @@ def replace_layers(model: Transformer, change: Callable[..., list]) -> None:
     arguments of Transformer.forward."""
 
     def hook(model: Any, args: tuple) -> tuple:
-        if len(args) == 2:  # there is no cache; see model.NoCache
+        if not any(args[2:3]):  # there is no cache; see model.NoCache
             return args
         return *args[:2], change(*args), *args[3:]
 
@@ -58,8 +58,9 @@ def fast_layers(
         return layers
     views = {layer.view: layer for layer in layers}
     groups = {view: [*groups_of(layer)] for view, layer in views.items()}
-    kind = blocks or FastBlocks
-    return [kind(**vars(layer) | {"rows": groups[layer.view]}) for layer in layers]
+    return [
+        (blocks or FastBlocks)(**vars(layer) | {"rows": groups[layer.view]}) for layer in layers
+    ]
 
 
 # --- Blocks ---------------------------------------------------------------------------------------
