@@ -86,12 +86,12 @@ class StaticCache:
         self.dtype = model.dtype
         self.batch_size = batch_size
         self.max_seq_len = max_seq_len
-        self.slots = torch.arange(num_slots, device=model.device)
         heads = 2 * model.config.num_key_value_heads  # those of the keys, then those of the values
         self.slabs = empty_layers(model, kv_dtype, batch_size, heads, num_slots)
         # The memory may hold a NaN, and a forward also reads slots that are not written yet.
         for slab in self.slabs:
             slab.zero_()
+        self.slots = torch.arange(num_slots, device=model.device)  # last, as it always fits
 
     def plan(self, start: int, end: int) -> tuple[Tensor, list[Slab]]:
         """Plan a forward over positions start .. end - 1 of each sequence.

@@ -40,7 +40,7 @@ import torch.distributed as dist
 import torch.distributed.nn  # here, before there is a group; see _world
 from torch import Tensor, nn
 
-from around.folder import Files, build, is_tied
+from around.folder import Empty, Files, build, is_tied
 from around.machine import ctrl_c_held_back
 from around.settings import JSON, CheckpointError, blame, supported
 from model import Config, Transformer
@@ -74,7 +74,7 @@ def shard(
     # 1) A smaller model.
     c = model.config
     sizes = share_sizes(c, world_size)
-    with torch.device("meta"):
+    with Empty("meta"):
         share = build(replace(c, **sizes))
         # A Linear of its own, also if the head is tied. The config still says that it is, for
         # quantize_model.

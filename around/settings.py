@@ -222,17 +222,16 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name, empty in (("stop", ()), ("stop_token_ids", ()), ("logit_bias", {})):
-            if getattr(self, name) is None:  # vLLM's way to leave it out
-                vars(self)[name] = empty
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        # Through vars, as the dataclass is frozen.
+        # Through vars, as the dataclass is frozen. None is vLLM's way to leave a field out.
         vars(self).update(
             # `stop` is a list or tuple here. The type includes str only for the text of the error.
-            stop=check_items("stop", stop, str | list | tuple, str, max_len=16),
+            stop=check_items("stop", stop or (), str | list | tuple, str, max_len=16),
+            stop_token_ids=self.stop_token_ids or (),
+            logit_bias=self.logit_bias or {},
             seed=None if self.seed == -1 else self.seed,
         )
-        if not all(0 < len(each) <= 256 for each in stop):
+        if not all(0 < len(each) <= 256 for each in self.stop):
             raise SettingError("stop", "takes strings of 1 to 256 characters")
         if self.min_tokens > self.max_tokens:
             raise SettingError(

@@ -489,8 +489,9 @@ def test_interrupt_in_chat(cli, interrupt, heard):
 
 
 def test_program():
-    """Bug: the exit status of a program; a decorator imports torch.compile's machinery, 2 s before
-    every first word; a technique's file is imported where it is not asked for."""
+    """Bug: the exit status of a program; a decorator, or initialising weights, imports
+    torch.compile's machinery, a second before every first word, which also needs a temporary
+    folder; a technique's file is imported where it is not asked for."""
     code = (
         "import sys, generate; code = generate.main(['--checkpoint', '/nowhere']); "
         "optional = 'torch._dynamo experts quantize around.fast around.structured speculative'; "
@@ -498,6 +499,12 @@ def test_program():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     fails(Result(done.returncode, done.stdout, done.stderr), "/nowhere")
+    code = (
+        "import sys, tempfile; tempfile._get_default_tempdir = None; import generate; "
+        "code = generate.main(['--max-tokens', '2']); assert 'torch._dynamo' not in sys.modules; "
+        "sys.exit(code)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True)
 
 
 @pytest.mark.slow

@@ -532,6 +532,8 @@ def test_the_parts(llama):
         assert length <= layers[0].masks[View()].shape[3] < length + 64
     with pytest.raises(ValueError, match=r"\b1000\b.*\b1001\b"):
         cache.plan(0, 1001)
+    with pytest.raises(ValueError, match="no memory for a cache"):  # nor for its slots
+        StaticCache(model, 1, 2**40)
     # Gemma's factor, the root of 640, is rounded before it is multiplied.
     model.config, ids = replace(model.config, embedding_multiplier=640**0.5), torch.arange(90)
     assert torch.equal(model.bfloat16().embed(ids), model.embed_tokens(ids) * 25.25)

@@ -42,7 +42,7 @@ class Metrics:
             summaries = dict(
                 time_to_first_token_seconds=gaps[:1],
                 inter_token_latency_seconds=gaps[1:],
-                e2e_request_latency_seconds=[sum(gaps)] if gaps else [],
+                e2e_request_latency_seconds=gaps and [sum(gaps)],
             )
             for name, values in summaries.items():
                 self.ended[name].update({"_sum{}": sum(values), "_count{}": len(values)})

@@ -9,4 +9,4 @@ from .config import first_sampling, load_config, suggested_sampling
 from .families import folded
 from .text import Detokenizer, Ids, TextStream
 from .tokenizer import Tokenizer
-from .weights import Files, build, is_tied, load_model, named_tensors
+from .weights import Empty, Files, build, is_tied, load_model, named_tensors

@@ -22,6 +22,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from torch.utils._device import DeviceContext
 
 from around.folder.config import load_config
 from around.folder.families import folded
@@ -83,14 +84,15 @@ def load_model(
             those of the config (the error counts all of them and lists the first 20); or the
             quantization_config is unknown or contradicts the files.
     """
+    path = Path(path)
     config = load_config(path)
     # 1) What the files hold, and an empty model for it.
-    files = locate_tensors(Path(path))
+    files = locate_tensors(path)
     config = settle_tie(config, files)
-    with blame(Path(path)), torch.device("meta"):
+    with blame(path):
         dtype = dtype or config.dtype or files["embed_tokens.weight"].empty.dtype
-        model = build(config).to(dtype)
-    with blame(Path(path)):
+        with Empty("meta"):
+            model = build(config).to(dtype)
         # 2) Give the tensors the model's names, check them, then fold numbers into them. A folder
         # that this engine has quantised has the names and the numbers already.
         is_ours = config.quantization.get("quant_method") == "kilolm"
@@ -112,9 +114,19 @@ def load_model(
     model.inv_freq = rope_frequencies(config).to(device)
     if tied:
         model.lm_head.weight = model.embed_tokens.weight
-    for name, tensor in progress([*named_tensors(model)], f"loading {Path(path).name}"):
+    for name, tensor in progress([*named_tensors(model)], f"loading {path.name}"):
         tensor.copy_(files[name].read())
     return model
+
+
+class Empty(DeviceContext):
+    """Empty("meta") is torch.device("meta"), where tensors take no memory; and it initialises no
+    module: that would import the compiler, which takes a second and a temporary folder."""
+
+    def __torch_function__(self, func: Any, *args: Any) -> Any:
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return None
+        return super().__torch_function__(func, *args)
 
 
 def build(config: Config) -> Transformer:

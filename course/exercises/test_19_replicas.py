@@ -119,7 +119,9 @@ def test_requests_have_different_ids() -> None:
     mine = router.add_request(
         tokens(9, 7), greedy(), request_id="mine", priority=3, cache_salt="me"
     )
-    assert (mine.id, mine.priority, mine.cache_salt) == ("mine", 3, "me"), "pass the options on"
+    assert (mine.request_id, mine.priority, mine.cache_salt) == ("mine", 3, "me"), (
+        "pass the options on"
+    )
 
 
 def test_an_impossible_request_is_refused() -> None:
