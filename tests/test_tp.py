@@ -75,7 +75,7 @@ def folders(tmp_path_factory):
     torch.manual_seed(1)
     root = tmp_path_factory.mktemp("checkpoints")
     made = {name: tiny_folder(root / name, **changes) for name, changes in FAMILIES.items()}
-    for name in ("gemma3", "granite-tied-biases", "smollm3", "phi3", "olmo2"):
+    for name in ("gemma2", "gemma3", "granite-tied-biases", "smollm3", "phi3", "olmo2"):
         made[name] = test_model.build(name, root / name).folder
     made["bundled"] = SHAKESPEARE
     for name, size in QUANTISED.items():
@@ -139,8 +139,8 @@ def distance(a, b):
     ("mode", "kv_dtype", "names"),
     [
         ("", "auto", ["one kv head", "two kv heads", "nine words", "experts", "experts int4",
-                      "two kv heads int4", "gemma3", "phi3", "granite-tied-biases", "smollm3",
-                      "gptq", "awq", "two kv heads int8"]),
+                      "two kv heads int4", "gemma2", "gemma3", "phi3", "granite-tied-biases",
+                      "smollm3", "gptq", "awq", "two kv heads int8"]),
         ("int4", "auto", ["two kv heads", "experts", "nine words"]),
         ("int8", "auto", ["two kv heads", "nine words"]), ("", "int8", ["one kv head"]),
     ],
