@@ -132,8 +132,8 @@ class Transformer(nn.Module):
             cache = [NoCache(masks, view) for view in self.config.views]
         x = self.embed(tokens)  # (B, T, D)
         rotations = self.rope(positions)
-        for block, i, layer_cache in zip(self.layers, self.ropes, cache, strict=True):
-            x = block(x, *rotations[i], layer_cache)
+        for layer, rope, layer_cache in zip(self.layers, self.ropes, cache, strict=True):
+            x = layer(x, *rotations[rope], layer_cache)
         if select is not None:
             x = x.flatten(0, 1)[select]  # (len(select), D)
         return softcap(self.lm_head(self.norm(x)), self.config.logits_cap)
@@ -362,8 +362,7 @@ def softcap(x: Tensor, cap: float | None) -> Tensor:
 
 class Masks(dict):
     """The masks of queries that attend together: view -> mask, made when a layer first asks for it.
-    A query at position p sees the positions s <= p; under a window, only those with
-    s > p - window.
+    A query at position p sees the positions s <= p; under a window, only those with s > p - window.
 
     A mask is (B or 1, 1, N / K * T, S): 0 where a query sees a key, else -inf. Its third dimension
     holds the T queries of one query head, then those of the next head that shares its kv head.

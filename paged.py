@@ -216,7 +216,7 @@ class Blocks(LayerCache):
             kv_cache.to_stored makes them.
         slots: (M,) int64, where each new token goes: block * block size + offset.
         rows: in the order of the tokens.
-        model: the layer's.
+        model: the one that the layer belongs to, whose config makes the masks.
         view: this layer's.
     """
 

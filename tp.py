@@ -73,9 +73,8 @@ def shard(
     """
     # 1) A smaller model.
     c = model.config
-    sizes = share_sizes(c, world_size)
     with Empty("meta"):
-        share = build(replace(c, **sizes))
+        share = build(replace(c, **share_sizes(c, world_size)))
         # A Linear of its own, also if the head is tied. The config still says that it is, for
         # quantize_model.
         share.lm_head = nn.Linear(c.hidden_size, -(-c.vocab_size // world_size), bias=False)
@@ -83,10 +82,10 @@ def shard(
     # 2) The exchanges. These are hooks, because wrapper modules would change the names of the
     # parameters. Quantised and packed Linears can still take the place of the plain ones.
     share.register_forward_hook(gather)
-    blocks: Any = share.layers
-    for block in blocks:
-        block.self_attn.register_forward_hook(add_up)  # after o_proj
-        block.mlp.register_forward_hook(add_up)  # after down_proj; with experts, after their sum
+    layers: Any = share.layers
+    for layer in layers:
+        layer.self_attn.register_forward_hook(add_up)  # after o_proj
+        layer.mlp.register_forward_hook(add_up)  # after down_proj; with experts, after their sum
     # 3) The slices of the files. A rank has all of a tied embedding, to look up rows, and a part of
     # it as lm_head.
     if is_tied(model):

@@ -56,8 +56,9 @@ def fast_layers(
         return [PromptSlab(**vars(layer)) for layer in layers]
     if type(first) is not Blocks:
         return layers
-    views = {layer.view: layer for layer in layers}
-    groups = {view: [*groups_of(layer)] for view, layer in views.items()}
+    groups = {
+        view: [*groups_of(layer)] for view, layer in {layer.view: layer for layer in layers}.items()
+    }
     return [
         (blocks or FastBlocks)(**vars(layer) | {"rows": groups[layer.view]}) for layer in layers
     ]
@@ -162,7 +163,7 @@ class FastBlocks(Blocks):
 
 class StepBlocks(Blocks):
     """One layer's keys and values in blocks, for one new token in each row, compiled as a part of
-    the layer's block. It has nothing but the cap of its view and the tensors that the compiler
+    the model's layer. It has nothing but the cap of its view and the tensors that the compiler
     sees: kv and slots of Blocks, a group's table, and its mask, (B, 1, N / K, W, block size)."""
 
     def __init__(self, cap: float | None, *tensors: Tensor) -> None:
@@ -183,7 +184,7 @@ def attend_to_blocks(
 
     PyTorch's kernel wants a row's keys side by side, and most of its time goes into copying them.
     The loops are plain operators, and copy nothing: the compiler puts the look-up of the blocks
-    into the loops that multiply them, and these loops into the code of the block. The heads that
+    into the loops that multiply them, and these loops into the code of the layer. The heads that
     share a key are written one after the other, so that the compiler puts them into one loop, which
     reads the key once. Their time as a multiple of the kernel's, copies included, with AVX2 alone
     (Zen 3) and 3 key heads of 64:

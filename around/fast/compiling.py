@@ -1,20 +1,20 @@
 """Compiling a model, and what the compiler may see of it.
 
 compile_model packs a model's weights (see packed.py) and leaves the rest to torch.compile. On a CPU
-that makes one graph of a forward, in which all blocks are calls of the same code. What changes from
+that makes one graph of a forward, in which all layers are calls of the same code. What changes from
 step to step, such as how a prompt attends, is hidden from the compiler:
 
     show_steps      a hook, not compiled: each layer's cache becomes what the compiler sees
                         a step           StepBlocks    kv, slots, table, mask
                         any other        Opaque        a number, which stands for layer.attend
-    forward         compiled: Transformer.forward, in which each block is a
+    forward         compiled: Transformer.forward, in which each layer is a
       Region.forward    and calls
-        run             one piece of code for all blocks, whose Attention calls one of
+        run             one piece of code for all layers, whose Attention calls one of
           StepBlocks.attend     loops over the blocks, a part of that code
           Opaque.attend         the operator `opaque`, which calls layer.attend, not compiled
                     and whose Linears, packed, call `opaque` too, for oneDNN's product
 
-On CUDA each block is compiled by itself, and decoding with a static cache is recorded and replayed,
+On CUDA each layer is compiled by itself, and decoding with a static cache is recorded and replayed,
 compiled or not. Skip this file at first: it is needed only for --compile, and for one sequence on
 CUDA. Read: compile_model, show_steps, step_of, run. The last section can wait, as it is a fast path
 for one case.
@@ -64,9 +64,9 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
     """
     device = supported("--compile on", model.device.type, "cpu", "cuda")
     pack_linears(model, alone=batch_size == 1)
-    for block in model.layers:
-        if hasattr(block.mlp, "mix"):  # each step runs other experts, on other numbers of rows
-            mlp: Any = block.mlp
+    for layer in model.layers:
+        if hasattr(layer.mlp, "mix"):  # each step runs other experts, on other numbers of rows
+            mlp: Any = layer.mlp
             mlp.mix = Opaque(mlp.mix).attend
     # This runs before each forward, and outside the compiled code.
     replace_layers(model, partial(show_steps, model))
@@ -100,11 +100,11 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
 
 
 def compile_for_cpu(model: Transformer) -> None:
-    """Compile the whole forward. One graph in which each block has code of its own would take
-    minutes, and a graph for each block would cost Python 0.2 ms a layer in each step. So the blocks
+    """Compile the whole forward. One graph in which each layer has code of its own would take
+    minutes, and a graph for each layer would cost Python 0.2 ms for each in a step. So the layers
     are regions: their code is compiled once, for all that differ only in their tensors."""
-    for block in model.layers:
-        block.__class__ = Region
+    for layer in model.layers:
+        layer.__class__ = Region
     vars(model)["forward"] = torch.compile(model.forward, dynamic=False)
     for module in model.modules():
         if isinstance(module, Int4Linear):
@@ -112,7 +112,7 @@ def compile_for_cpu(model: Transformer) -> None:
 
 
 def compile_for_cuda(model: Transformer, batch_size: int | None) -> None:
-    """Compile each block. lm_head stands outside the blocks, and in int8 it has no packed form on
+    """Compile each layer. lm_head stands outside the layers, and in int8 it has no packed form on
     CUDA, so it is compiled by itself."""
     for each in (*model.layers, model.lm_head):
         each.compile(dynamic=True)
@@ -144,7 +144,7 @@ class Opaque(LayerCache):
 
 
 class Region(Layer):
-    """A block of a model whose whole forward is compiled."""
+    """A layer of a model whose whole forward is compiled."""
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any) -> Tensor:
         if isinstance(cache, NoCache):
@@ -154,12 +154,12 @@ class Region(Layer):
 
 @torch.compiler.nested_compile_region
 def run(
-    block: Layer, cap: float | None, x: Tensor, cos: Tensor, sin: Tensor, *tensors: Tensor
+    layer: Layer, cap: float | None, x: Tensor, cos: Tensor, sin: Tensor, *tensors: Tensor
 ) -> Tensor:
-    """Run a block, which gets nothing but the tensors of its layer's cache: those of a StepBlocks,
+    """Run a layer, which gets nothing but the tensors of its cache: those of a StepBlocks,
     or the number of an Opaque."""
     cache = StepBlocks(cap, *tensors) if len(tensors) > 1 else Opaque(None, *tensors)
-    return Layer.forward(block, x, cos, sin, cache)
+    return Layer.forward(layer, x, cos, sin, cache)
 
 
 def show_steps(
@@ -204,8 +204,8 @@ def step_of(model: Transformer, positions: Tensor, layers: list) -> list[StepBlo
     if type(first) is not Blocks or positions.shape[1] > len(first.rows):
         return None
     # If some rows are much longer than others, the padding would take longer than several calls.
-    longest = max(row.num_blocks(first.kv.shape[2]) for row in first.rows)
-    if len(first.rows) * longest > 32 * max_blocks(first.kv):
+    widths = [row.num_blocks(first.kv.shape[2]) for row in first.rows]
+    if len(widths) * max(widths) > 32 * max_blocks(first.kv):
         return None
     slots = mark_dynamic(first.slots, 0)
     plans = {
@@ -256,7 +256,7 @@ def replay_steps(model: Transformer) -> None:
     a paged cache are not replayed."""
     # Ranks exchange sums in the middle of a step. We have not tried to record that.
     has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if not has_ranks and not any(hasattr(block.mlp, "mix") for block in model.layers):
+    if not has_ranks and not any(hasattr(layer.mlp, "mix") for layer in model.layers):
         vars(model)["forward"] = Replayed(model.forward)
 
 

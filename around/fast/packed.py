@@ -407,8 +407,8 @@ def by_pieces(rows: Tensor, pieces: Iterable[Tensor]) -> Tensor:
 # --- One sequence alone ---------------------------------------------------------------------------
 
 # Decoding one sequence multiplies one row, which oneDNN does slowly. LoopedLinear multiplies it
-# itself: the loop is a part of the block's code, so that a block of one row is a single function.
-# The speed of one sequence, as a multiple of the speed with packed weights, when each block was
+# itself: the loop is a part of the layer's code, so that a layer of one row is a single function.
+# The speed of one sequence, as a multiple of the speed with packed weights, when each layer was
 # compiled by itself and the row was stored in another way (110m and 1b are shapes of
 # tools/bench.py, 135m is SmolLM2-135M):
 #                             decoding   a prompt of 256 or 512
@@ -422,7 +422,7 @@ def by_pieces(rows: Tensor, pieces: Iterable[Tensor]) -> Tensor:
 
 class LoopedLinear(PackedLinear):
     """A Linear that multiplies one row by a loop over the plain weight. The loop is compiled as a
-    part of its block. If there are more rows, those of a prompt, oneDNN reorders the weight on the
+    part of its layer. If there are more rows, those of a prompt, oneDNN reorders the weight on the
     way."""
 
     def pack(self, linear: Any) -> None:

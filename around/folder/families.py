@@ -373,8 +373,8 @@ FOLDED = ("q_proj", "k_proj", "o_proj", "down_proj")  # and all norms
 
 
 def folded(config: Config, name: str, tensor: Tensor) -> Tensor:
-    """Return a stored tensor with the numbers of `folds` in it, of the same shape, in
-    float32 where a number changes it: it is rounded once, when it is copied into the model.
+    """Return a stored tensor with the numbers of `folds` in it, of the same shape, in float32 where
+    a number changes it: it is rounded once, when it is copied into the model.
 
     Args:
         name: this engine's name of the tensor.

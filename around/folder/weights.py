@@ -124,9 +124,8 @@ class Empty(DeviceContext):
     module: that would import the compiler, which takes a second and a temporary folder."""
 
     def __torch_function__(self, func: Any, *args: Any) -> Any:
-        if getattr(func, "__module__", "") == "torch.nn.init":
-            return None
-        return super().__torch_function__(func, *args)
+        is_init = getattr(func, "__module__", "") == "torch.nn.init"
+        return None if is_init else super().__torch_function__(func, *args)
 
 
 def build(config: Config) -> Transformer:
