@@ -333,6 +333,8 @@ def test_defaults_are_those_of_transformers(tmp_path):
         window = None if theirs.model_type == "qwen2" else getattr(theirs, "sliding_window", None)
         assert {*ours.windows} <= {None, window}, name
         assert (None in ours.windows) == (not window or "gemma" in theirs.model_type), name
+        if "gemma" in theirs.model_type:  # which layers have one
+            assert [w is None for w in ours.windows] == ["full" in k for k in theirs.layer_types]
         caps = ("attn_logit_softcapping", "final_logit_softcapping")
         expected = tuple(getattr(theirs, cap, None) for cap in caps)
         assert (ours.score_cap, ours.logits_cap) == expected, name

@@ -322,10 +322,9 @@ def test_paged_attention_equals_its_slow_twin(way, window, monkeypatch):
         assert [tokens[0, i] for i in select] == [row.ids[-1] for row in rows]
         q, k, v = (torch.randn(1, n, tokens.shape[1], 8).double() for n in (N, K, K))
         pool = runner.kv[1].normal_()  # whatever has been left behind
-        view = runner.model.config.views[1]
-        read = {row.blocks[i] for row in rows for i in row.seen(view, size)}
-        # What a window hides is not read either, only written.
-        read |= {row.blocks[p // size] for row in rows for p in row.positions}
+        # What a window hides from all of a row's queries is not read either.
+        seen = [(row, max(0, row.start + 1 - (window or 99))) for row in rows]
+        read = {row.blocks[p // size] for row, p in seen for p in range(p, row.positions.stop)}
         pool[:, [*{*range(blocks)} - read]] = torch.nan
         twin = pool.clone()
         expected = slow_paged_attention(q, k, v, twin, rows, runner.model.config)

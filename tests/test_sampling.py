@@ -57,7 +57,7 @@ INTEGERS = {"top_k", "seed", "max_tokens", "min_tokens", "logprobs", "n", "promp
 OPTIONAL = {"seed", "logprobs", "prompt_logprobs", "stop", "stop_token_ids", "logit_bias"}
 WRONG = {
     "stop": ([""], "", [1], b"ab", ["a", None], ["x"] * 17, "x" * 257, 5),
-    "stop_token_ids": ([-1], [True], [1.0], ["1"], "12", 5),
+    "stop_token_ids": ([-1], [True], [1.0], ["1"], "12", 5, 0, ""),
     "logit_bias": ({"1": 1}, {-1: 1}, {True: 1}, {1.0: 1}, {1: math.nan}, {1: INF}, {1: -INF},
                    {1: 100.5}, {1: -101}, {1: True}, {1: "1"}, {1: None}, [1],
                    dict.fromkeys(range(1025), 1.0)),
