@@ -102,9 +102,9 @@ class EngineSequence(Sequence):
     Attributes:
         table: its blocks; empty while it waits.
         num_scheduled: how many tokens schedule() last gave it: known ones that are not in the cache
-            yet, then guesses. 0: it has never run.
+            yet, then guesses.
         guess: the tokens that are guessed to follow, in this step.
-        cached: how many tokens were found in the prefix cache when it began to run.
+        cached: how many tokens were found in the prefix cache when it began to run; -1: it has not.
     """
 
     def __init__(self, request: Request, *args: Any) -> None:
@@ -113,7 +113,7 @@ class EngineSequence(Sequence):
         self.table = BlockTable(chain=[request.cache_salt])
         self.num_scheduled = 0
         self.guess = Guess()
-        self.cached = 0
+        self.cached = -1
 
     @property
     def num_guesses(self) -> int:
@@ -438,7 +438,7 @@ class Engine:
             # prefix cache does not run and has none. So no prefix is looked up.
             ids = [] if seq.scores_prompt else seq.ids
             self.pool.reuse(seq.table, ids)
-            if not seq.num_scheduled:  # 0: it has never run
+            if seq.cached < 0:
                 seq.cached = seq.table.length
             num_tokens = self._num_to_run(seq, budget, batch)
             if not num_tokens or not self._allocate(seq, num_tokens):

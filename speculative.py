@@ -21,9 +21,9 @@ SpeculativeProposer.verify, verify_drawn, NGram, DraftModel.
 """
 
 import math
+from array import array
 from collections.abc import Iterable
 from operator import ne
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -162,16 +162,10 @@ class NGram(SpeculativeProposer):
     """Prompt lookup: guess what followed the last few tokens when they occurred before. It is right
     where a text repeats itself: in code, summaries and corrections."""
 
-    def __init__(self, k: int) -> None:
-        super().__init__(k)
-        self.texts: WeakKeyDictionary = WeakKeyDictionary()  # sequence -> its ids, a character each
-
     def propose(self, seqs: list[EngineSequence]) -> None:
         for seq in seqs:
-            text = self.texts.get(seq, "")
-            # Python has about 2**20 characters. Two ids that share one can only cause a bad guess.
-            text += "".join(chr(i % 2**20) for i in seq.ids[len(text) :])
-            self.texts[seq] = text
+            # Each id becomes the character of that number, of which Python has 1,114,112.
+            text = array("I", seq.ids).tobytes().decode("utf-32", "surrogatepass")
             ids = [ord(character) for character in lookup(text, seq.num_guesses)]
             seq.guess = Guess(ids, [1.0] * len(ids))
 
