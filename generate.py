@@ -38,8 +38,13 @@ def generate(
         chunk: prompt tokens per forward, which limits the memory of a long prompt.
 
     Raises:
-        ValueError: the cache is too short for the sequence, or the logits are NaN or infinite.
+        ValueError: the cache is too short for the sequence, or the logits are NaN or infinite; or
+            its settings ask for what only scheduler.Engine does.
     """
+    params = sequence.params
+    lacks_matcher = params.structured_outputs and not sequence.matcher
+    if lacks_matcher or params.prompt_logprobs is not None or params.n > 1:
+        raise ValueError("structured_outputs, prompt_logprobs and n need scheduler.Engine, or LLM")
     ids = sequence.ids  # the list itself, which append() makes longer
     cached = 0  # how many tokens' keys and values the cache holds
     last = torch.tensor([-1], device=model.device)  # the index of a forward's last token

@@ -550,3 +550,7 @@ def test_the_loop():
         else:
             with pytest.raises(ValueError, match="has 7 positions, 8 are needed"):
                 next(steps)
+    for asked in ({"n": 2}, {"prompt_logprobs": 0}, {"structured_outputs": {"regex": "a"}}):
+        sequence = Sequence(IDS[:6], SamplingParams(**asked), model.config, TOKENIZER)
+        with pytest.raises(ValueError, match="need scheduler.Engine"):
+            next(generate.generate(model, sequence, cache))
