@@ -232,6 +232,13 @@ def test_conversation(page, local, slow, monkeypatch):
     page.click("#turns summary")
     assert page.all("#turns details div")[0].is_displayed()
     assert not page.all("#turns b, #turns img") and page.chrome.title == "kilolm"
+    said = page.replies()
+    page.open()  # a reload keeps the conversation; a new chat drops it
+    assert page.replies() == said and page.texts("#turns .asked") == ["Why?", "And?"]
+    until(page.all("[value=chat]")[0].is_selected)
+    page.click("#new")
+    page.open()
+    assert not page.all(".reply")
     body = {**SETTINGS, "max_tokens": 30, "messages": talks[1]}
     assert local.post(CHAT, body).json["choices"][0]["message"]["content"] == second
 
@@ -259,6 +266,8 @@ def test_crowd(page, local, slow):
     page.click("#crowd")
     until(lambda: len(page.all("#running tr")) == 8 and page.numbers()["waiting"] != "0")
     assert page.js(BODIES) == 2 and stop.is_enabled() and busy.is_displayed()
+    asked = {text.partition("\n")[0] for text in page.texts(".asked")}
+    assert asked == {"…", "First Citizen:"}  # a long prompt is cut at a line
     assert len(page.all(".reply")) == 16 and re.match(r"Waiting: [1-8],", page.text("#waiting"))
     until(lambda: page.numbers()["preemptions"] != "0")
     until(lambda: page.numbers()["tokens/s"] != "0")
@@ -313,13 +322,15 @@ def test_api_key(chrome, local, monkeypatch):
     monkeypatch.setitem(vars(local.args), "api_key", "secret")
     page = Page(chrome, local)
     page.expected = "401"
-    assert "key" in page.text("#state") and page.all("#key")[0].get_attribute("type") == "password"
+    assert "key" in page.text("#state") and page.text("#state") in page.text("#away")
+    assert page.all("#key")[0].get_attribute("type") == "password"
     page.set(max_tokens=5)
     page.run()
     assert "key" in page.all(".reply .note.error")[0].text
     page.set(key="secret")
     until(lambda: page.text("#model") == "shakespeare" and not page.text("#state"))
     until(lambda: page.numbers().get("running") == "0")
+    assert not page.all("#away")[0].is_displayed()
     page.run()
     assert len(page.replies()) == 2 and page.replies()[0]
     page.clean()
