@@ -54,8 +54,13 @@ def succeeds(words, **options):
     return run.stdout.strip()
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("command", [*COMMANDS, "the example in Python"])
+# Those of the first page that need no download, and then all.
+FIRST = [*[line for line in COMMANDS if line in LINES and "path/to" not in line], "the example"]
+RUN = [pytest.param(line, marks=pytest.mark.slow) for line in FIRST]
+RUN += [pytest.param(line, marks=pytest.mark.nightly) for line in COMMANDS if line not in FIRST]
+
+
+@pytest.mark.parametrize("command", RUN)
 def test_command_runs(command, tmp_path):
     """Each command works as it stands, with the bundled model in place of the reader's."""
     command = command.replace("path/to/text.txt", str(ROOT / "course" / "README.md"))
