@@ -26,7 +26,8 @@ DRAFT = ROOT / "checkpoints" / "shakespeare-draft"
 
 
 def program(name: str) -> str:
-    """Where a program is. Without it the tests skip; with KILOLM_NEEDS_ALL, as in CI, they fail."""
+    """Return where a program is. Without it the tests skip; with KILOLM_NEEDS_ALL, as in CI, they
+    fail."""
     found = shutil.which(name, path=os.environ["PATH"] + ":/usr/sbin")
     if not found:
         if os.environ.get("KILOLM_NEEDS_ALL"):
@@ -37,12 +38,14 @@ def program(name: str) -> str:
 
 @pytest.fixture(autouse=True)
 def _seeded():
+    """Seed PyTorch before each test."""
     torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
 def _caches_begin_as_nan(monkeypatch):
-    """A new cache is mostly zeros, so a test that reads a slot before it is written would pass."""
+    """Fill each new cache with NaN. Catches: a slot that is read before it is written, which the
+    zeros of new memory would hide."""
     empty_layers = kv_cache.empty_layers
 
     def filled(*args):
@@ -58,7 +61,8 @@ def _caches_begin_as_nan(monkeypatch):
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """Threads do not help so small a model, and on a busy machine they wait for each other."""
+    """Compute with one thread. Threads do not help so small a model, and on a busy machine they
+    wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -75,8 +75,8 @@ class Gpu:
         self.reads.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
 
     def attention(self, q, k, v, mask=None):
-        """The CPU's values in the layout of the memory-efficient kernel, as its meta function says
-        it. FlashAttention's and cuDNN's is that of the queries, as on a CPU."""
+        """Compute the CPU's values, and lay them out as the memory-efficient kernel does by its
+        meta function. FlashAttention's and cuDNN's layout is that of the queries, as on a CPU."""
         together(F.scaled_dot_product_attention, [q, k, v, mask])
         y = F.scaled_dot_product_attention(q.inner, k.inner, v.inner, mask.inner)
         as_half = dict(dtype=torch.float16, device="meta")
@@ -157,14 +157,15 @@ class Operators(TorchDispatchMode):
 
 
 def leaves(value):
-    """What is in lists, tuples and dicts."""
+    """Return what is in lists, tuples and dicts."""
     found = []
     changed(found.append, value)
     return found
 
 
 def changed(change, value):
-    """The same with each leaf changed. PyTorch's own function for it takes half of the time."""
+    """Return the same with each leaf changed. PyTorch's own function for it takes half of the
+    time."""
     if isinstance(value, dict):
         return {name: changed(change, part) for name, part in value.items()}
     if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
@@ -181,7 +182,7 @@ def together(func, tensors):
 
 
 def is_read(func, args, there):
-    """Whether the host waits for values, or for a shape that hangs on values."""
+    """Return whether the host waits for values, or for a shape that depends on values."""
     if func in COPYING:
         return not there if func is COPYING[0] else not isinstance(args[0], Pretended)
     if func in INDEXING:
@@ -193,14 +194,14 @@ def is_read(func, args, there):
 
 
 def indices(at):
-    """A list within an index: on a GPU it is put there, also where it is a mask."""
+    """Put a list within an index onto the GPU, as PyTorch does, also where it is a mask."""
     if not isinstance(at, list):
         return at
     return Pretended(torch.tensor(at, dtype=None if at else torch.int64))
 
 
 def on_gpu(value):
-    """Whether an argument is the device, or its name."""
+    """Return whether an argument is the device, or its name."""
     if not isinstance(value, torch.device | str):
         return False
     return getattr(value, "type", value) == "cuda"

@@ -81,7 +81,7 @@ class Answer(NamedTuple):
 
 
 def receive(connection: socket.socket) -> bytes:
-    """All that comes until the other side closes."""
+    """Return all that comes until the other side closes."""
     return b"".join(iter(lambda: connection.recv(2**16), b""))
 
 
@@ -222,7 +222,7 @@ class Local(Client):
         self.running.start()
 
     def drive(self) -> None:
-        """As serve() does."""
+        """Run the engine as serve() does."""
         try:
             self.server.drive()
         finally:
@@ -258,7 +258,7 @@ def local(shared):
 
 @pytest.fixture
 def make_local():
-    """For engines that break or are large."""
+    """Start servers for this test alone, for engines that break or are large."""
     made: list[Local] = []
 
     def make(*options: str, **limits: Any) -> Local:
@@ -322,7 +322,8 @@ def call(local: Local, streamed: bool, chat: bool = False, **body: Any) -> Reply
 
 
 def merge(news: list, chat: bool) -> list[Choice]:
-    """Each has what is new; the role comes once, and so does the end."""
+    """Join the pieces of each choice. Each piece has what is new; the role comes once, and so does
+    the end."""
     found: dict[int, Choice] = {}
     for new in news:
         old, first = found.get(new.index, Choice("", None, None)), new.index not in found
@@ -344,7 +345,7 @@ TWINS: dict[str, list[Sequence]] = {}
 
 
 def alone(prompt=PROMPT, **fields) -> list[Sequence]:
-    """The slow twin."""
+    """Return what the slow twin, generate(), makes of a prompt."""
     if (key := repr((prompt, fields))) not in TWINS:
         params = SamplingParams(**suggested_sampling(SHAKESPEARE) | fields)
         ids = TOKENIZER.encode(prompt) if isinstance(prompt, str) else prompt

@@ -56,12 +56,14 @@ def langchain(url: str, stream: bool) -> dict:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_the_loop(monkeypatch: Any, stream: bool) -> None:
-    """A turn is missing; a call, or its result, is not under its id in the whole conversation."""
+    """Let LangChain's agent answer a question in three turns with function calls, and check what it
+    asked and each message that it sent. Catches: a turn that is missing; a call, or its result,
+    that is not under its id in the whole conversation."""
     bodies: list[dict] = []
     translate = requests.translate
 
     def direct(body: dict, chat: bool) -> dict:
-        """The model writes the script, one text a request: a grammar allows nothing else."""
+        """Make the model write the script, one text a request: a grammar allows nothing else."""
         bodies.append(body)
         text = SCRIPT[len(bodies) - 1]
         return translate(body | {"structured_outputs": {"choice": [text]}}, chat)

@@ -45,8 +45,10 @@ THROUGHPUT = "throughput --prompt-tokens 4 40 --new-tokens 2 9 --requests 5 "
 
 
 def test_latency(measure, tmp_path):
-    """The draft's guesses are not used; a run shows the figures of the run before; a form or a
-    batch without a row, or ratios of another row."""
+    """Measure `bench.py latency` with a draft that is always right and one that is not, with
+    n-grams, and in batches and in int8. Catches: guesses of the draft that are not used; a run that
+    shows the figures of the run before; a form or a batch without a row, or ratios of another
+    row."""
     same, other = (tiny_folder(tmp_path / name, vocab_size=64) for name in ("same", "other"))
     bench.write_random(replace(load_model(other).config, rope_theta=7.0), torch.float32, other)
     for draft, agrees in ((same, True), (other, False)):
@@ -67,9 +69,10 @@ def test_latency(measure, tmp_path):
 
 
 def test_throughput_and_others(measure):
-    """Requests are lost, or run twice; the forward's time includes other work; first tokens are
-    counted from when a batch starts; rows of a static batch leave when they end. A prefix is not
-    found, or the cold prompt is cached."""
+    """Run `bench.py throughput`, `sample` and `prefix`, and check the figures against each other.
+    Catches: requests lost, or run twice; other work in a forward's time; first tokens counted from
+    the start of a batch; rows of a static batch that leave at their ends; a prefix that is not
+    found, or a cold prompt that is cached."""
     words = "--max-num-seqs 2 --baseline-requests 1 --sampling greedy llama"
     rows, _ = measure(THROUGHPUT + words)
     assert [*rows][1:] == ["continuous batching, llama", "static batches", "one at a time"]
@@ -92,9 +95,10 @@ def test_throughput_and_others(measure):
 
 
 def test_serve(local, capsys):
-    """Figures of another number of tokens than were streamed; an address with /v1, at which nothing
-    was found; a server that refuses everything looked fast; a key in a file that is committed.
-    Percentiles of one request's gaps instead of all; a request that failed counted as good."""
+    """Measure a server by `bench.py serve`, and requests that it refuses; then sum up three
+    outcomes. Catches: a wrong count of tokens; an address with /v1 that found nothing; a server
+    that refuses everything and looks fast; a key in a committed file; percentiles of one request's
+    gaps alone; a failed request that counts as good."""
     few = "--requests 6 --prompt-tokens 4 16 --prefixes 2 --prefix-tokens 4 --json --url"
     for path in ("", "/v1/"):
         words = f"serve --rate 100 inf --new-tokens 3 {few} http://127.0.0.1:{local.port}{path}"

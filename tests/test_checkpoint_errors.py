@@ -61,7 +61,7 @@ def valid(tmp_path_factory):
 
 @pytest.fixture
 def folder(valid, tmp_path):
-    """A copy of the valid checkpoint, to spoil."""
+    """Copy the valid checkpoint, to spoil it."""
     return shutil.copytree(valid, tmp_path / "c")
 
 
@@ -86,15 +86,16 @@ def refused(folder, *words, **changes):
 
 
 def runs(model):
-    """What was loaded must also run, or it was only refused too late."""
+    """Run what was loaded; what cannot run was refused too late."""
     with torch.no_grad():
         model(torch.tensor([[0, 1, 2]]), torch.arange(3)[None])
 
 
 def test_files(folder):
-    """json.loads raises four kinds of error, and returns things that are no object. A mistyped
-    --checkpoint, the weights' own path, a file that is missing or a directory: the name of what is
-    looked for, and the way out. And LoRA: the model ran as if it had not been trained."""
+    """Load folders whose files are missing, are directories or hold no JSON object, mistyped paths
+    and a LoRA, and check that each error names the file and the way out. Catches: one of the four
+    kinds of error that json.loads raises, or what it returns that is no object; a LoRA that ran as
+    if it had not been trained."""
     for content in (
         b'{"hidden_size": 32,', b"", b"[1, 2]", b"null", b'"LlamaForCausalLM"', b"[" * 200_000,
         b'{"a":' * 200_000, b'{"architectures": ["\xff\xfe"]}', "{}".encode("utf-16"),
@@ -165,7 +166,7 @@ SAYS = {"attention_bias": "bias", "num_local_experts": "num_experts", "torch_dty
 
 
 def of(name, **changes):
-    """The changes that make the file one of another family."""
+    """Return the changes that make the file one of another family."""
     return {"architectures": [f"{name}ForCausalLM"], **changes}
 
 
@@ -217,7 +218,9 @@ CASES = [  # what the error names, and the changes of config.json
 
 
 def test_config(folder):
-    """A traceback, or a model that rambles, where one line can say what is wrong."""
+    """Load each config.json of CASES, with one setting that is wrong, and check that the error
+    names it. Catches: a traceback, or a model that rambles, where one line can say what is
+    wrong."""
     for word, changes in CASES:
         refused(folder, f"/{CONFIG}: ", word, **changes)
     # Each is within its bound, but a matrix of them has more bytes than int64 can count.
@@ -232,13 +235,14 @@ def test_config(folder):
 
 
 def join(header, data):
-    """A safetensors file: 8 bytes of length, that much JSON, then the data."""
+    """Return a safetensors file: 8 bytes of length, that much JSON, then the data."""
     return struct.pack("<Q", len(header)) + header + data
 
 
 def test_damaged_weights(folder):
-    """A download that broke off, or a header made to read out of bounds. Unpickling a checkpoint
-    runs whatever its author wrote, under whatever name it stands."""
+    """Load files of weights that are cut off, damaged or pickled, and check that each is refused.
+    Catches: a download that broke off; a header made to read out of bounds; a pickle, which runs
+    whatever its author wrote, under whatever name it stands."""
     whole = (folder / WEIGHTS).read_bytes()
     end = 8 + struct.unpack("<Q", whole[:8])[0]
     header, data = json.loads(whole[8:end]), whole[end:]
@@ -292,9 +296,10 @@ TENSORS = [
 
 
 def test_tensors_that_do_not_fit(folder, valid):
-    """A parameter left at its random start, or on the meta device, or filled with rounded integers,
-    is not seen until the text is read. One problem a run makes a long evening; an 80-layer model
-    with a wrong prefix would fill the screen 40 times over."""
+    """Load weights with missing, extra or misshapen tensors, and check that one error lists them.
+    Catches: a parameter left at its random start or on the meta device, or filled with rounded
+    integers, which only the text shows; one problem a run; 80 layers with a wrong prefix that fill
+    the screen 40 times over."""
     for changes, *words in TENSORS:
         shutil.copy(valid / WEIGHTS, folder)
         change_tensors(folder, changes)
@@ -307,8 +312,9 @@ def test_tensors_that_do_not_fit(folder, valid):
 
 
 def test_shards(folder):
-    """A shard that did not arrive or broke off: nothing is loaded but what is there and whole. An
-    index that is damaged, or names a file outside the folder, or is missing."""
+    """Load a model in two shards: whole, with each kind of damaged index, and with a shard that is
+    cut off or missing. Catches: a model loaded without all of its shards; an index that names a
+    file outside the folder."""
     shards = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
     content = sorted(load_file(folder / WEIGHTS).items())
     save_file(dict(content[:10]), folder / shards[0])
@@ -333,8 +339,9 @@ def test_shards(folder):
 
 
 def test_harmless(folder):
-    """Checks so eager that they refuse what every real checkpoint has. A Llama whose file has
-    Granite's multiplier is not another model."""
+    """Load folders with settings and files that real checkpoints have, and run them. Catches:
+    checks so eager that they refuse what every real checkpoint has; a Llama that Granite's
+    multipliers in its file turn into another model."""
     runs(load_model(folder))  # were the valid one refused, all of the above would pass for nothing
     for changes in (
         {"pretraining_tp": 1, "auto_map": {"a": "b.C"}}, {"rope_scaling": {"rope_type": "default"}},
@@ -354,15 +361,17 @@ def test_harmless(folder):
 
 
 def refused_or_runs(folder):
-    """Anything but a CheckpointError is one that no caller catches."""
+    """Load a folder and run it. A CheckpointError may refuse it; any other is one that no caller
+    catches."""
     with suppress(CheckpointError):
         runs(load_model(folder))
 
 
 def test_at_random(folder):
-    """A damage that nobody thought of. In the weights' header: with its length as it was, or
-    corrected, so that it gets past the first check. Of several odd values, a check must not trip
-    over another's before that is checked itself."""
+    """Load 150 folders with a few bytes changed in config.json or in the weights' header, and 100
+    with three odd settings. Catches: a damage that nobody thought of, also where the header's
+    length is corrected, so that it passes the first check; a check that trips over another value
+    before that is checked itself."""
     config, weights = (folder / CONFIG).read_bytes(), (folder / WEIGHTS).read_bytes()
     end = 8 + struct.unpack("<Q", weights[:8])[0]
     for seed in range(150):

@@ -35,8 +35,9 @@ WISH = SamplingParams(temperature=0.5, seed=1, max_tokens=20, ignore_eos=True)
 
 @slow
 def test_nothing_is_compiled_after_warm_up():
-    """A length, a capacity or a chunk that is baked into a graph stalls the user for seconds; or
-    another way to multiply gives another text."""
+    """Generate with a compiled model for many lengths of prompt and cache, where compiling again is
+    an error, and compare with the eager tokens. Catches: a length, a capacity or a chunk baked into
+    a graph, which stalls the user for seconds; another way to multiply that gives another text."""
     eager, compiled = (load_model(DRAFT, dtype=torch.float32) for _ in range(2))
     compile_model(compiled)
     assert type(compiled.layers[0].mlp.gate_up_proj) is LoopedLinear
@@ -57,7 +58,9 @@ def test_nothing_is_compiled_after_warm_up():
 
 @slow
 def test_nothing_is_compiled_after_warm_up_by_the_scheduler():
-    """Rows, groups, blocks, tokens and guesses come in any number: none may be baked in."""
+    """Run batches of many sizes through a compiled engine, with a draft, n-grams and no guesses,
+    where compiling again is an error. Catches: a number of rows, groups, blocks, tokens or guesses
+    baked into a graph."""
     options = {"device": "cpu", "dtype": "float32", "compile": True, "num_blocks": 64}
     llm = LLM(DRAFT, draft_checkpoint=DRAFT, **options)
     model = llm.engine.model
@@ -75,8 +78,10 @@ LENGTHS = (3, 40, 17, 60, 5)
 @slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_whose_heads_share_no_keys_are_gathered(dtype):
-    """Attention that is compiled in the middle of the first crowd, or again for each number of
-    rows; other tokens under a window, in forks, behind shared prefixes, after a preemption."""
+    """Run crowds of growing size through a compiled model whose query heads share no keys, where
+    compiling again is an error. Catches: attention compiled in the middle of the first crowd, or
+    again for each number of rows; other tokens under a window, in forks, behind shared prefixes,
+    after a preemption."""
     torch._dynamo.reset()
     config = Config(300, 64, 96, 2, 4, 4, 16, windows=(None, 20))
     model = build(config).to(dtype)
@@ -107,9 +112,10 @@ TINY = Config(8, 8, 8, 1, 2, 2, 4)
 
 @slow
 def test_the_caches_are_written_in_place():
-    """scatter_ compiled to a copy of the whole slab at each step, so that a step cost what the
-    capacity costs and not what the length does: no buffer may have the slab's 256 slots. Views of
-    one memory were copied too, and the writes went into the copies."""
+    """Compile a layer over each cache; look for buffers of the cache's size, and for the slots that
+    changed. Catches: scatter_ compiled to a copy of the whole slab, so that a step cost what the
+    capacity costs and not what the length does; views of one memory that were copied, so that
+    writes went into the copies."""
     model = Transformer(TINY)
     runner = Runner(model, 192, 4)
     slabs = StaticCache(model, 1, 192).plan(5, 6)
@@ -131,10 +137,10 @@ def test_the_caches_are_written_in_place():
 
 
 def test_what_is_compiled_and_what_is_hidden(monkeypatch, capsys):
-    """On an H200, PyTorch's compiler refused int8 keys. (The meta device stands for a GPU.) With a
-    paged cache: a prompt, guesses or several groups that the compiler sees, so that each step
-    compiles again; or plain decoding that is hidden, so that no step is fast. --compile forgets the
-    draft, or warms up with another cache than the one that is used."""
+    """Check for which devices, caches and rows the compiler sees the attention, and what --compile
+    compiles. Catches: int8 keys on an H200, which the compiler refused (the meta device stands for
+    a GPU); prompts, guesses or several groups compiled at each step; plain decoding hidden; a draft
+    forgotten, or a warm-up with another cache."""
     for device, length, kv_dtype, is_hidden in [
         ("cpu", 1, "auto", False), ("cpu", 1, "int8", False), ("cpu", 2, "auto", True),
         ("meta", 2, "auto", False), ("meta", 1, "int8", True),
@@ -170,8 +176,9 @@ def test_what_is_compiled_and_what_is_hidden(monkeypatch, capsys):
 
 @slow
 def test_each_process_gives_the_same_text():
-    """Arithmetic chosen by timing: a seed then means another text each time that the engine starts.
-    Two at once, so that they disturb each other; a prompt long enough for products of many rows."""
+    """Run generate.py with --compile and --quantize int4 in two processes at once, on a prompt long
+    enough for products of many rows, and compare the texts. Catches: arithmetic chosen by timing,
+    so that a seed means another text each time that the engine starts."""
     command = [sys.executable, "generate.py", "--device", "cpu", "--compile", "--quantize", "int4"]
     command += ["--seed", "1", "--temperature", "1", "--max-new-tokens", "100", "--ignore-eos"]
     command += ["--prompt", "To be, or not to be, that is the question:\n" * 12]
