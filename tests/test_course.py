@@ -81,8 +81,9 @@ QUICK = ("01_loop", "03_sampling", "05_paging", "10_checkpoints")
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in RIGHT]
 )
 def test_a_chapter(name, tmp_path, capsys):
-    """A script with --small, as its command line runs it. Bug: chapter 10 printed the name of a
-    temporary folder, so that its page could not match."""
+    """Run a chapter's script with --small, as its command line does, and check its counts, its
+    charts and its picture. Catches: the name of a temporary folder in the output, so that chapter
+    10's page could not match."""
     module, picture = runpy.run_path(str(COURSE / f"{name}.py")), tmp_path / "picture.svg"
     counts = module["run"](module["chapter"], ["--small", "--svg", str(picture)])
     assert RIGHT[name](counts), counts
@@ -95,7 +96,9 @@ def test_a_chapter(name, tmp_path, capsys):
 
 @pytest.mark.parametrize("name", folders.FAMILIES)
 def test_folders_are_as_others_read_them(name, tmp_path):
-    """Bug: only this engine reads a folder in the intended way; transformers must give the same."""
+    """Write a folder of each family as the course does, and compare its logits, tokens and chat
+    with those of transformers. Catches: a folder that only this engine reads in the intended
+    way."""
     path = folders.write(tmp_path / "folder", folders.FAMILIES[name])
     theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     ids = torch.arange(100)[None]
@@ -114,9 +117,10 @@ def test_folders_are_as_others_read_them(name, tmp_path):
 
 
 def test_pages():
-    """Bugs: a link points into another function, after a line was added above, or to a file that
-    has moved; a word of the glossary that no chapter uses, or that two entries explain. A chapter
-    that nothing links to, or that has grown too long; an excerpt of an older script."""
+    """Check the links, the glossary and the excerpts of the pages, and the length of chapters and
+    scripts. Catches: a link into another function, after a line was added above, or to a file that
+    has moved; a word that no chapter uses, or that two entries explain; a chapter that nothing
+    links to; an excerpt of an older script."""
     assert len({*GLOSSARY}) == len(GLOSSARY) > 20
     linked = {a for text in PAGES.values() for a in re.findall(r"\(README\.md#([\w-]+)\)", text)}
     assert linked == {*GLOSSARY}, linked ^ {*GLOSSARY}
@@ -144,7 +148,8 @@ def test_pages():
 
 
 def test_the_chinese_pages():
-    """A chapter has changed, and its translation still has the older code, figures or links."""
+    """Compare the code, the figures and the links of each translated chapter with those of the
+    English one. Catches: a chapter that has changed while its translation has not."""
     pages = [*COURSE.glob("zh/[0-9]*.md")]
     assert len(pages) == 3
     for page in pages:
@@ -162,9 +167,10 @@ TIMED = r"^(milliseconds|seconds|times as|.* over [\d.]+ s\n|On average a forwar
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", [*RIGHT][:8])
 def test_counts_are_those_of_the_page(name, monkeypatch, capsys):
-    """Bug: with --small all was well, but at full size chapter 5's engine computed 1,730 tokens,
-    and not 1,729 as on the page. The stopwatch stands still, as times are not compared. Chapters 10
-    and 11 are left out: on another processor a tie between tokens may go otherwise."""
+    """Run a chapter at full size, and look on its page for the lines that it prints. Catches:
+    chapter 5's 1,730 computed tokens, 1,729 on the page, which --small did not show. The stopwatch
+    stands still, as times are not compared. In 10 and 11, which are left out, a tie between tokens
+    may go otherwise on another processor."""
     if name == "06_bits" and "AVX512" not in torch.backends.cpu.get_cpu_capability():
         pytest.skip("the page's bytes are those of a processor with AVX-512")
     import lesson
@@ -188,5 +194,5 @@ def test_counts_are_those_of_the_page(name, monkeypatch, capsys):
 
 
 def without_times(text):
-    """The lines of a text, with a mark in place of each time and speed."""
+    """Return the lines of a text, with a mark in place of each time and speed."""
     return [re.sub(r"[\d.,]+(?= (ms|s|GB/s)\b)", "?", line.rstrip()) for line in text.splitlines()]

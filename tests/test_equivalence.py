@@ -26,9 +26,10 @@ WHOLE = ("paged, plain", "paged, fast", "paged, plain, small budget", "prefix ca
      for row in ways.rows_of(case, DEVICE)],
 )  # fmt: skip
 def test_same_tokens(case, path, kind, dtype, device=DEVICE):
-    """A cache read at the wrong place, a mask off by one, a seed that depends on the path. A guess
-    kept that the model does not make; keys and values of a refused one read again; the draft's
-    cache out of step. A scale of another token, head or group; nibbles in the wrong order."""
+    """Run the model in one way, and compare tokens and log-probabilities with the slow twin's.
+    Catches: a cache read at the wrong place; a mask off by one; a seed that depends on the path; a
+    guess kept that the model does not make, or a refused one's keys read again; a draft's cache out
+    of step; a scale of another token, head or group."""
     if kind == "structure":
         pytest.importorskip("llguidance")
     if dtype == "bfloat16" and "speculate" in KINDS.get(kind, {}):
@@ -50,7 +51,8 @@ def test_same_tokens(case, path, kind, dtype, device=DEVICE):
 @pytest.mark.parametrize("path", ["static cache, fast", "paged, plain", "paged, fast"])
 @pytest.mark.parametrize("case", ["trained", "sliding"])
 def test_bfloat16(case, path):
-    """A key hidden from prompts, or shown too early; test_processors.py runs both kernels."""
+    """Run three ways in bfloat16, and compare their log-probabilities with the slow twin's.
+    Catches: a key hidden from prompts, or shown too early. test_processors.py runs both kernels."""
     model, options = ways.placed(case, "plain", "cpu", torch.bfloat16)
     jobs = [ways.jobs_of(case)[job] for job in ways.FEW]
     error, _ = ways.compare(case, "plain", ways.FEW, PATHS[path](model, jobs, **options), False)

@@ -20,7 +20,7 @@ TRIED = [pytest.param(name, marks=KINDS.get(name, pytest.mark.nightly)) for name
 
 
 def copy_tree(tree: Path) -> Path:
-    """The modules, the tools and the exercises; the checkpoints are only linked to."""
+    """Copy the modules, the tools and the exercises; the checkpoints are only linked to."""
     tree.mkdir()
     for file in ROOT.glob("*.py"):
         shutil.copy(file, tree)
@@ -31,8 +31,8 @@ def copy_tree(tree: Path) -> Path:
 
 
 def apply_patch(tree: Path, name: str, *options: str) -> str:
-    """Apply it as a learner would; return what is wrong. The copy is no repository of its own, and
-    must not be taken for a part of one around it."""
+    """Apply a solution's patch as a learner would; return what is wrong. The copy is no repository
+    of its own, and must not be taken for a part of one around it."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
     env["GIT_CEILING_DIRECTORIES"] = str(tree.parent)
     words = ["git", "apply", "--verbose", *options, f"{EXERCISES}/solutions/{name}.patch"]
@@ -58,7 +58,9 @@ def run(tree: Path, name: str) -> tuple[list[str], list[str]]:
 
 @pytest.mark.parametrize("name", TRIED)
 def test_fails_as_it_is_and_passes_when_solved(name, tmp_path):
-    """Bug: a test that passes before anything is solved, or breaks instead of saying what to do."""
+    """Run an exercise's tests in the tree as it is, and in one with the solution. Catches: an
+    exercise that passes before anything is solved, or breaks instead of saying what to do; a
+    solution that does not pass."""
     trees = copy_tree(tmp_path / "plain"), copy_tree(tmp_path / "solved")
     problem = apply_patch(trees[1], name)
     assert not problem, problem
@@ -71,7 +73,8 @@ def test_fails_as_it_is_and_passes_when_solved(name, tmp_path):
 
 
 def test_solutions_fit(tmp_path):
-    """A solution that no longer fits."""
+    """Check that the patch of each solution applies to the tree. Catches: a solution that no longer
+    fits."""
     tree = copy_tree(tmp_path / "tree")
     for name in NAMES:
         problem = apply_patch(tree, name, "--check")

@@ -36,7 +36,7 @@ def sparse(**changes):
 
 
 def routed(mlp, x):
-    """The weights and the experts that a SparseMLP gives each of its rows."""
+    """Return the weights and the experts that a SparseMLP gives each of its rows."""
     mlp, seen = copy.copy(mlp), []
     mlp.mix = lambda x, *routes: seen.extend(routes)
     mlp(x[None])
@@ -44,8 +44,10 @@ def routed(mlp, x):
 
 
 def test_router_equals_transformers():
-    """A softmax in bfloat16, where eight bits make ties of what are none; weights that add up to 1
-    where they should not; of equally good experts others than transformers takes."""
+    """Compare the experts that the router chooses, and their weights, with those of Mixtral and
+    Qwen3-MoE in transformers. Catches: a softmax in bfloat16, where eight bits make ties of what
+    are none; weights that add up to 1 where they should not; of equally good experts others than
+    transformers takes."""
     for theirs, norm, dtype, ties in itertools.product(
         (MixtralTopKRouter, Qwen3MoeTopKRouter), (True, False), (torch.float32, torch.bfloat16),
         (False, True),
@@ -68,7 +70,7 @@ def test_router_equals_transformers():
 
 
 def one_by_one(mlp, x, weights, chosen):
-    """The slow twin: token after token, expert after expert."""
+    """Compute the slow twin: token after token, expert after expert."""
     return torch.stack([
         sum(w * mlp.experts[e](row[None])[0] for w, e in zip(ws, es.tolist(), strict=True))
         for row, ws, es in zip(x, weights, chosen, strict=True)
@@ -86,9 +88,10 @@ CHOICES = [
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_experts_equal_their_slow_twin(packed):
-    """Results that return to another row or with another expert's weight; an expert that nobody
-    chose and that shifts the ones after it; a batch flattened in another order; and the docstring's
-    example, whose pairs are sorted by token, so that an expert would run once for each of them."""
+    """Mix the experts' outputs for several choices, and compare with one_by_one; then run the
+    docstring's example. Catches: results that return to another row or with another weight; an
+    expert that nobody chose and that shifts those after it; a batch flattened in another order;
+    pairs sorted by token, so that an expert runs once for each."""
     for chosen in CHOICES:
         x = torch.randn(20, D)
         mlp = sparse(num_experts_per_tok=K if chosen is None else chosen.shape[1])
@@ -113,8 +116,9 @@ def test_experts_equal_their_slow_twin(packed):
 
 @pytest.mark.parametrize("form", ["plain", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_a_step_reads_each_chosen_expert_once_and_no_other(form, monkeypatch):
-    """Every expert multiplied and most of it thrown away; an expert read once for each of its rows;
-    a graph with the experts of the warm-up, or their number of rows, baked in."""
+    """Note in each step which experts run and for how many rows, and compare with the choice.
+    Catches: every expert multiplied and most of it thrown away; an expert read once for each of its
+    rows; a graph with the experts of the warm-up, or their number of rows, baked in."""
     model = checkpoint.build(config_of())
     for block in model.layers:
         block.mlp.gate.weight.normal_()
@@ -144,7 +148,8 @@ def test_a_step_reads_each_chosen_expert_once_and_no_other(form, monkeypatch):
 
 
 def test_experts_are_quantised_and_packed_and_the_router_is_not_quantised():
-    """Experts left as they were, eight times the router's error, or plain weights kept alive."""
+    """Quantise and pack models with experts, and check the class of each Linear. Catches: experts
+    left as they were; a quantised router, which errs eight times as much."""
     model = quantize_model(checkpoint.build(config_of(moe_intermediate_size=32)), "int4", 32)
     kinds = [type(m) for m in model.layers[0].mlp.modules() if not [*m.children()]]
     assert kinds == [torch.nn.Linear] + 2 * E * [QuantLinear]

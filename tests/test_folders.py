@@ -85,8 +85,9 @@ TOKENIZERS = {  # name -> tokenizer_config.json, other files, and the added text
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_tokenizers(name, tmp_path):
-    """A prompt without its BOS; an added token spelt out in characters; a space too many after a
-    special token, or in front; a word of the output that vanishes."""
+    """Read each folder of TOKENIZERS, and compare the ids and the text of prompts with those of
+    transformers. Catches: a prompt without its BOS; an added token spelt out in characters; a space
+    too many after a special token, or in front; a word of the output that vanishes."""
     config, files, *texts = TOKENIZERS[name]
     folder = write(tmp_path, config, **files, **{"config.json": {"model_type": "llama"}})
     ours, theirs = Tokenizer(folder), AutoTokenizer.from_pretrained(folder)
@@ -107,8 +108,10 @@ def test_tokenizers(name, tmp_path):
 
 
 def test_special_ids(tmp_path):
-    """An added token that gets the next free id in place of its own, as in transformers. A chat
-    that never stops, as its end of turn stands in tokenizer_config.json alone."""
+    """Load a tokenizer whose added token leaves a gap in the ids, which is refused; then gather the
+    ids that end a text from three files. Catches: an added token that gets the next free id in
+    place of its own, as in transformers; a chat that never stops, as its end of turn stands in
+    tokenizer_config.json alone."""
     folder = write(tmp_path, NAMES | added(BEYOND + 5, X), **FAST)
     with pytest.raises(CheckpointError, match=rf"<\|x\|> {BEYOND + 5} is not supported"):
         Tokenizer(folder)
@@ -125,8 +128,10 @@ def llama(tmp_path_factory):
 
 
 def test_the_index_counts(llama, tmp_path):
-    """Another version's shards, or the old copy of a fine-tuned tensor, are merged in; shards of
-    other names are not found. (Of two copies transformers takes what it reads last.)"""
+    """Load three shards by their index, beside a shard of another version and old copies of one
+    tensor, and compare the logits. Catches: another version's shards, or the old copy of a
+    fine-tuned tensor, merged in; shards of other names not found. (Of two copies transformers takes
+    what it reads last.)"""
     tensors, norm = load_file(llama.folder / WHOLE), "model.norm.weight"
     shards = ("model-00001-of-00002.safetensors", "weights-00002.safetensors", "new.safetensors")
     index = {name: shards[i % 2] for i, name in enumerate(sorted(tensors))} | {norm: shards[2]}
@@ -145,8 +150,10 @@ def test_the_index_counts(llama, tmp_path):
 
 
 def test_a_tied_folder_that_stores_lm_head(tmp_path):
-    """A different lm_head dropped without a word; an equal one kept twice in memory, V * D more;
-    one that is stored alone, as safetensors.torch.save_model keeps the first name, refused."""
+    """Load a tied folder that stores lm_head too, different or equal, or lm_head alone, and compare
+    the logits. Catches: a different lm_head dropped without a word; an equal one kept twice in
+    memory, V * D more; one stored alone, as safetensors.torch.save_model keeps the first name, that
+    is refused."""
     built = build("llama-tied", tmp_path)
     tensors = load_file(tmp_path / WHOLE)
     embedding = tensors["model.embed_tokens.weight"]
@@ -199,7 +206,9 @@ def chatter(folder, template):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_histories(name, tmp_path):
-    """A 400 for an empty list of calls, "None" in the prompt, an object added to a string."""
+    """Render conversations with calls, as clients send them back, by three templates, and compare
+    the text with that of transformers. Catches: a 400 for an empty list of calls; "None" in the
+    prompt; an object added to a string."""
     template, call, null = TEMPLATES[name]
     ours, theirs = chatter(tmp_path, template)
     for answer in HISTORIES:
@@ -220,8 +229,10 @@ def test_histories(name, tmp_path):
 
 
 def test_templates(tmp_path):
-    """A model with images spoke in plays; in a chat with tools, the template for chats without. The
-    plain template in place of named ones without a default; a role that templates refuse."""
+    """Render chats by the template of each file that can hold one, with tools and without, and
+    compare with transformers. Catches: a model with images whose chats were written as plays; in a
+    chat with tools, the template for chats without; the plain template in place of named ones
+    without a default; a role that templates refuse."""
     turns = "{% for m in messages %}{{ m.content }}{{ m.reasoning_content }}{% endfor %}"
     thought = [ASKED | {"reasoning": "hm"}]
     tools = {"tools": [{"type": "function", "function": {"name": "f"}}]}
@@ -252,8 +263,9 @@ def test_templates(tmp_path):
 
 
 def test_continuing_the_last_message(tmp_path):
-    """The text was searched for: "<" was found in a mark, "" at the end, and spaces were lost.
-    (transformers searches too: with "|" it ends at the last mark.)"""
+    """Render chats that continue the assistant's last message, and compare the ids with those of
+    the text. Catches: a search for the message: "<" was found in a mark, "" at the end, and spaces
+    were lost. (transformers searches too: with "|" it ends at the last mark.)"""
     for trim in ("", " | trim"):
         template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content# }}<|end|>{% endfor %}"
         ours, theirs = chatter(tmp_path / f"x{trim}", template.replace("#", trim))

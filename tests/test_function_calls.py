@@ -25,7 +25,7 @@ CONFIG = load_config(SHAKESPEARE)
 
 
 def takes(names: str, schema: Any, **more: Any) -> dict[str, Any]:
-    """A schema of an object with these properties, all alike."""
+    """Return a schema of an object with these properties, all alike."""
     properties = dict.fromkeys(names.split(), schema)
     return {"type": "object", "properties": properties, "required": [*properties],
             "additionalProperties": False} | more  # fmt: skip
@@ -104,7 +104,7 @@ ODDLY = [(', "KEY": "Rome"', ...), (', "KEY": 5', ...), (', "KEY": [["a", 1]]', 
 
 
 def oddly(form: str) -> list:
-    """Replies with calls in odd forms, or cut within the last tag."""
+    """Return replies with calls in odd forms, or cut within the last tag."""
     begin, end = ("<tool_call>", "</tool_call>") if form == "hermes" else ("", "")
     found = [(A_CALL[:length], "", ROMES) for length in range(-len(end), 0)]
     for (odd, means), key in itertools.product(ODDLY, ("arguments", "parameters")):
@@ -123,8 +123,10 @@ def read(form: str, *texts: str, ended: bool = True, **more: Any) -> tuple[str, 
 
 @pytest.mark.parametrize("form", REPLIES)
 def test_what_is_returned_only_grows(form):
-    """A part of a tag was sent as text, and a call that turned out to be none was lost; calls that
-    models write a little otherwise, or that were cut in the last tag, came as text."""
+    """Read replies whole and letter by letter, and compare the text and the calls found. Catches: a
+    part of a tag sent as text; a call that turned out to be none, and was lost; calls written a
+    little otherwise, or cut in the last tag, that came as text; a reply read again at each token,
+    or searched for seconds; a stream that was silent."""
     for text, content, calls in REPLIES[form] + oddly(form):
         assert read(form, text) == read(form, *text) == (content, calls), text
         assert read(form, *text, schemas={}, ended=False) == (text, [])
@@ -152,8 +154,9 @@ THINKS = [  # before the reply, the reply, its thought, its text, whether there 
 
 
 def test_a_thought_is_no_call(monkeypatch):
-    """A call that was only considered was made; a thought that the template had begun, and one in
-    Mistral's marks, were the answer."""
+    """Read replies that think first, whole and in pieces, and check what is thought, said and
+    called. Catches: a call that was only considered and was made; a thought that the template had
+    begun, or one in Mistral's marks, taken for the answer."""
     encode = TOKENIZER.encode
     for before, made, thought, text, calls in THINKS:
         mark = "<think>" if "<think>" in before + made else "[THINK]"
@@ -174,7 +177,8 @@ def test_a_thought_is_no_call(monkeypatch):
 
 
 def test_the_form_follows_from_the_template():
-    """Calls in one form were looked for in another; in a template that shows something else."""
+    """Look for the form of calls in pieces of templates of many models. Catches: calls looked for
+    in another form than the model's; a form found in a template that shows something else."""
     for form, *templates in (
         ("hermes", r'<tool_call>\n{\"name\": <function-name>, \"arguments\": <args>}\n</tool_call>',
          """'<tool_call>' }}{{- '{"arguments": <args-dict>, "name": <function-name>}'"""),
@@ -195,7 +199,8 @@ def test_the_form_follows_from_the_template():
 
 
 def fields_of(choice: Any, schema: Any = None, *function: Any, **more: Any) -> dict[str, Any]:
-    """What restrict makes of a body with a tool and, if there is a schema, a response_format."""
+    """Return what restrict makes of a body with a tool and, if there is a schema, a
+    response_format."""
     fields = {"tools": [tool(*function) if function else TOOLS[0]], "tool_choice": choice}
     fields |= {"parallel_tool_calls": True, "response_format": {"type": "text"}} | more
     if schema:
@@ -206,14 +211,15 @@ def fields_of(choice: Any, schema: Any = None, *function: Any, **more: Any) -> d
 
 
 def allows(structure: Any, text: str) -> bool:
-    """Whether a structure allows a text to its end."""
+    """Return whether a structure allows a text to its end."""
     matcher = make_matcher(TOKENIZER, CONFIG, structure)
     ids = TOKENIZER.encode(text, add_special=False)
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
 def test_a_reply_is_calls_or_the_answer():
-    """With a response_format a required call was refused; one call came again and again."""
+    """Check which texts the grammar of each tool_choice allows, with a response_format and without.
+    Catches: a required call refused because of a response_format; one call again and again."""
     answer, call = '{"sunny": true}', tagged("weather", ROME, "\n")
     sunny = {"type": "object", "properties": {"sunny": {"type": "boolean"}}, "required": ["sunny"]}
     for choice, texts in (("auto", [answer]), ("required", [call]), ("none", [answer])):
@@ -232,8 +238,9 @@ def test_a_reply_is_calls_or_the_answer():
 
 
 def test_what_a_schema_leaves_out():
-    """A call with invented arguments, as of a function without parameters, until max_tokens; a
-    keyword that llguidance lacks refused the tool; a quote in a name."""
+    """Check which arguments the grammar allows where the schema of a function is incomplete.
+    Catches: a call with invented arguments until max_tokens, as of a function without parameters; a
+    tool refused for a keyword that llguidance lacks; a quote in a name."""
     days = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True}
     name, none = 'say "hi"', {"type": "object", "properties": {}, "additionalProperties": False}
     for parameters, arguments, is_allowed in (
@@ -256,7 +263,8 @@ def test_what_a_schema_leaves_out():
 
 @pytest.fixture(scope="module")
 def server():
-    """The bundled model has never seen a call. A grammar makes it write what a test needs."""
+    """Start a server. The bundled model has never seen a call: a grammar makes it write what a test
+    needs."""
     started = Local("--tool-format", "hermes", num_blocks=400, max_num_seqs=16,
                     max_num_batched_tokens=64)  # fmt: skip
     with started.openai() as client:
@@ -298,7 +306,7 @@ def ask(server: Local, stream: bool = False, messages: Any = HI, **body: Any) ->
 
 
 def says(text: str) -> dict[str, Any]:
-    """The field that makes the model write this text."""
+    """Return the field that makes the model write this text."""
     return {"structured_outputs": {"choice": [text]}}
 
 
@@ -314,7 +322,10 @@ def check_calls(reply: Reply, *names: str, most: int = 1) -> list[str]:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_required(server: Local, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
-    """The bundled model has never seen JSON, and would not write any without a grammar."""
+    """Ask for required calls, for one function by name and for a mix of calls and text, and check
+    the calls. Catches: a reply without a call, as the bundled model has never seen JSON and would
+    write none without a grammar; half of a call's JSON sent as a call, on which the client breaks;
+    one form forced and the other read."""
     replies = ask(server, stream, **ONE, n=8, temperature=100)
     assert len({check_calls(reply, *SCHEMAS)[0] for reply in replies}) > 1, "the grammar has one"
     assert len({reply.calls[0][2] for reply in replies}) == 8
@@ -340,7 +351,9 @@ def test_required(server: Local, monkeypatch: pytest.MonkeyPatch, stream: bool) 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_calls_are_found_in_the_text(server: Local, stream: bool) -> None:
-    """A grammar with only one choice makes the model write the text. All at once is faster."""
+    """Make the model write each of REPLIES, by a grammar with only one choice, and compare the text
+    and the calls that the client gets. (All at once is faster.) Catches: a call that is not found,
+    or text that is; more of a stream held back than what may become a tag."""
     with ThreadPoolExecutor(len(REPLIES["hermes"])) as pool:
         jobs = [
             pool.submit(ask, server, stream, **says(text), max_tokens=400)
@@ -383,8 +396,10 @@ HISTORIES = [  # an assistant's turn, and what the template above writes
 
 
 def test_the_template_is_given_tools_and_calls(server: Local, monkeypatch) -> None:
-    """Tools that were changed, or shown where there are none to call; arguments as OpenAI's JSON
-    string, where a template expects an object and writes the JSON itself."""
+    """Hold conversations with calls, and check each prompt by a template that prints what it is
+    given. Catches: tools that were changed, or shown where there are none to call; arguments as
+    OpenAI's JSON string, where a template expects an object and writes the JSON itself; a 400 for
+    turns without text."""
     rendered, tokenizer = [], server.engine.tokenizer
     encode = tokenizer.encode
 
@@ -442,8 +457,9 @@ WRONG = [
 
 
 def test_a_wrong_request_is_refused(server: Local, local: Local) -> None:  # noqa: F811
-    """A traceback, or another field. A model was asked to call functions that its template had
-    never told it of."""
+    """Send each body of WRONG, and tools to a server that has no form for calls, and check the
+    error. Catches: a traceback, or another field named; a model asked to call functions that its
+    template had never told it of."""
     for fields, param, *words in WRONG:
         body = {"messages": HI, "tools": TOOLS, "max_tokens": 2} | fields
         message = server.post(CHAT, body).fails(400, param)

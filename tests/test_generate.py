@@ -108,7 +108,7 @@ def fails(result, pattern="", usage=False):
 
 @cache
 def recompute(**params):
-    """The slow twin: no cache, no command line."""
+    """Return the slow twin's result: no cache, no command line."""
     model = load_model(SHAKESPEARE, "cpu", torch.float32)
     params = SamplingParams(
         **suggested_sampling(SHAKESPEARE) | params, max_tokens=12, ignore_eos=True
@@ -118,8 +118,10 @@ def recompute(**params):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_text_and_statistics(path, cli, monkeypatch):
-    """Bug: the statistics end up in a file that the text is redirected to; the text stays in a
-    buffer; a path through the engine, or --plain, gives another text, or runs the other's code."""
+    """Run each path of the command line greedily, with and without --plain, and compare stdout,
+    stderr and tokens with the slow twin's. Catches: statistics in a file that the text is
+    redirected to; text that stays in a buffer; a path through the engine, or --plain, that gives
+    another text or runs the other's code."""
     made, make_fast = [], around.fast.make_fast
     monkeypatch.setattr(around.fast, "make_fast", lambda *a: made.append(a) or make_fast(*a))
     flushed, shows = [], print
@@ -142,10 +144,10 @@ def test_text_and_statistics(path, cli, monkeypatch):
 
 
 def test_seeds_and_python(cli, monkeypatch):
-    """Bug: every sample is the same one, or depends on the ones before it; a seed means another
-    thing alone, or in the loop. Without a seed two are equal by chance: less than 1e-6. Python
-    sampled by SamplingParams' defaults, the command line as the checkpoint suggests. Ids were taken
-    for three prompts; under torchrun each process loaded the whole model."""
+    """Generate by seeds on the command line and by LLM in Python, from prompts of every form, and
+    compare. Catches: samples that are all the same one, or depend on those before; a seed that
+    means another thing alone; Python that samples by defaults where the command line samples as the
+    folder suggests; ids taken for three prompts."""
     result = cli(*SEEDED, "--num-samples", 3)
     three = [each.token_ids for each in result.sequences]
     assert three == [ids_of(cli(*SEEDED, "--seed", seed)) for seed in (3, 4, 5)]
@@ -197,7 +199,8 @@ for output in outputs:
 
 @pytest.mark.parametrize("script", [COMPLETE, CHAT])
 def test_scripts_for_vllm(script, capsys):
-    """One with another import, and no other change, fails; or prints what no person can read."""
+    """Run two scripts for vLLM with another import and no other change, and check what they print.
+    Catches: a script that fails, or prints what no person can read."""
     names = {"MODEL": str(SHAKESPEARE)}
     exec(script.replace("from vllm import", "from llm import"), names)
     prompts = names.get("texts") or [TOKENIZER.render_chat(names["talk"])] * 4
@@ -217,9 +220,10 @@ def test_scripts_for_vllm(script, capsys):
 
 
 def test_line_ends_and_alphabets(cli, monkeypatch, tmp_path):
-    """Bug: a file's prompt differs from the same text on the command line; - is not stdin; without
-    a prompt the BOS is missing, and there is nothing to start from. CRLF became LF; bytes that are
-    not UTF-8, or a terminal that is not, end in a traceback."""
+    """Give prompts by a flag, a file and stdin, and print on terminals of several encodings; check
+    the ids and the bytes. Catches: a file's prompt that differs from the same text as a flag; "-"
+    that is not stdin; a missing BOS where there is no prompt; CRLF that became LF; a traceback for
+    bytes or terminals that are not UTF-8."""
     (tmp_path / "prompt.txt").write_bytes("caf\u00e9\r\n".encode())
     asked, encode = [], Tokenizer.encode
     monkeypatch.setattr(Tokenizer, "decode", lambda self, ids, *_, **__: "é你\r\n" * len(ids))
@@ -238,7 +242,8 @@ def test_line_ends_and_alphabets(cli, monkeypatch, tmp_path):
 
 
 def test_closed_streams(cli, monkeypatch):
-    """The line of statistics, in the text; a traceback after `| head`."""
+    """Run with stdout, stderr or stdin closed or broken. Catches: the line of statistics in the
+    text; a traceback after `| head`."""
 
     def broken(text):
         raise BrokenPipeError
@@ -257,10 +262,10 @@ def test_closed_streams(cli, monkeypatch):
 
 @pytest.mark.parametrize("path", ["plain", "speculate"])
 def test_flags(path, cli, monkeypatch):
-    """Bug: only the last --stop counts, or --stop-token-ids takes only one; Hugging Face's name for
-    --max-tokens is not understood. The limit leaves out the prompt, or is off by one; one beyond
-    what the model was trained on is refused. --dtype is ignored, or the cache keeps another dtype
-    than the model and fails; an int8 cache is not asked for."""
+    """Run with each flag for ends, lengths and dtypes, and check the tokens. Catches: only the last
+    --stop, or one of --stop-token-ids, that counts; Hugging Face's name for --max-tokens unknown; a
+    limit without the prompt, off by one, or refused beyond the trained length; a --dtype or int8
+    cache that is ignored."""
     greedy = (*GREEDY, *PATHS[path])
     whole, never = cli(*greedy), "\x00 never"
     text, ids = whole.out, ids_of(whole)
@@ -286,8 +291,10 @@ def test_flags(path, cli, monkeypatch):
 
 
 def test_generation_config(cli, folder, monkeypatch):
-    """Bug: the checkpoint's own settings are ignored, win over the user's flags, or, where they are
-    damaged, end in a traceback or reach the sampler. A chat with a small model was nonsense."""
+    """Check which sampling settings hold: the folder's, a flag's, the defaults or a small model's.
+    Catches: the checkpoint's own settings ignored, or stronger than the user's flags, or, where
+    they are damaged, a traceback or a number that reaches the sampler; nonsense in a chat with a
+    small model."""
     file, ours = folder / "generation_config.json", (*SEEDED, "--checkpoint", folder)
     told = "sampling: temperature 0.8 (the folder), top_p "
     assert cli(*ours).sampling == told + "0.95 (the folder)\n"
@@ -313,7 +320,7 @@ CHAT = ("--chat", "--ignore-eos", "--seed", 1)
 
 @pytest.fixture
 def heard(monkeypatch):
-    """The conversations that the chat template was given."""
+    """Record the conversations that the chat template is given."""
     chats, encode_chat = [], Tokenizer.encode_chat
 
     def listening(self, messages):
@@ -326,8 +333,9 @@ def heard(monkeypatch):
 
 @pytest.mark.parametrize("path", ["plain", "speculate"])
 def test_chat(path, cli, heard):
-    """Bug: the second turn forgets the first, or the reply in it; an empty line is a turn, or a
-    command."""
+    """Chat over stdin, with empty lines and commands between, and check what the template is given.
+    Catches: a second turn that forgets the first, or the reply in it; an empty line, or a command,
+    taken for a turn."""
     asked = (*CHAT, "--max-tokens", 6, *PATHS[path])
     result = cli(*asked, stdin="Hello there\n   \n/what\nAnd you?\n/new\nA\n /exit\nB\n")
     assert result.code == 0 and result.err.count("> ") == 7 and result.err.count(command.HELP) == 2
@@ -341,9 +349,10 @@ def test_chat(path, cli, heard):
 
 
 def test_chat_at_a_full_context(cli, heard):
-    """Bug: the conversation ends with an error once its turns have filled the context; or what is
-    too long by itself takes the others with it; what the model is told first is forgotten with the
-    oldest turns. A default of 256 tokens refused --min-tokens 300, or cut the reply."""
+    """Chat until the context is full, with one message that is too long, and check which turns are
+    kept. Catches: a conversation that ends with an error; a message too long by itself that takes
+    the others with it; the system's message forgotten with the oldest turns; a default of 256
+    tokens that refused --min-tokens 300."""
     turns = "Hello there\n" * 6 + "what " * 120 + "\nAnd you?\n"
     more = ("--max-tokens", 12, "--max-seq-len", 100, "--system", "Be kind")
     result = cli(*CHAT, *more, stdin=turns)
@@ -362,8 +371,9 @@ def test_chat_at_a_full_context(cli, heard):
 
 
 def test_chat_template(cli, folder, monkeypatch):
-    """Bug: a base model goes on and writes the user's next turn as well; the plain template's stop
-    string cuts the replies of models that have their own."""
+    """Chat by the plain template, by a folder's own and by one that raises. Catches: a base model
+    that goes on and writes the user's next turn as well; the plain template's stop string, which
+    cuts the replies of models that have their own."""
     newline = TOKENIZER.encode("a\n", add_special=False)[-1]
     bias = {"logit_bias": {newline: 100}}  # nothing else is drawn
     monkeypatch.setattr(command, "first_sampling", lambda *_: ({**bias}, "the folder"))
@@ -380,8 +390,9 @@ def test_chat_template(cli, folder, monkeypatch):
 
 
 def test_bad_checkpoints(cli, folder, tmp_path, monkeypatch):
-    """Bug: a wrong path, or a folder that lacks a file, ends in a traceback, or in "pip install
-    tokenizers", installed or not. (Only the tokenizer's config may be missing.)"""
+    """Run with a wrong path, an unknown family, missing files and weights of NaN, and check the
+    error. Catches: a traceback; "pip install tokenizers" whether it is installed or not; NaN shown
+    as a text of the vocabulary's first word. (Only the tokenizer's config may be missing.)"""
     (tmp_path / "config.json").write_text('{"architectures": ["BertModel"]}')
     fails(cli("--checkpoint", tmp_path / "typo"), r"typo: there is no such folder")
     for flag in ("--checkpoint", "--draft-checkpoint"):
@@ -417,8 +428,10 @@ def out_of_memory(*_, **__):
 
 
 def test_wrong_values(cli, tmp_path, monkeypatch):
-    """Bug: a senseless number reaches the kernels, or the message does not name the setting; what
-    cannot be parsed ends in a traceback, or is taken for something else, or ignored."""
+    """Run with senseless numbers, unreadable files, missing devices, long prompts and no memory,
+    and check that the error names what is wrong. Catches: a number that reaches the kernels; what
+    cannot be parsed and ends in a traceback, or is taken for something else, or ignored; a prompt
+    cut without a word."""
     for words, message in WRONG.items():
         fails(cli(*words.split()), message)
     for words in UNREADABLE:
@@ -462,7 +475,9 @@ def interrupt(request, monkeypatch):
 
 
 def test_interrupt(cli, interrupt, monkeypatch):
-    """Bug: Ctrl-C loses the text, its statistics or status 130; or a further sample is begun."""
+    """Press Ctrl-C within a sample, before its first token and while the model loads; check the
+    output and the exit status. Catches: Ctrl-C that loses the text, its statistics or status 130; a
+    further sample that is begun."""
     want = cli(*SEEDED, "--max-tokens", 5)
     first, second = cli(*SEEDED, "--n", 2, "--max-tokens", 20).out.split("\n---\n")
     stop = next(letter for letter in first if letter not in second)
@@ -479,7 +494,8 @@ def test_interrupt(cli, interrupt, monkeypatch):
 
 
 def test_interrupt_in_chat(cli, interrupt, heard):
-    """Bug: Ctrl-C during a reply ends the chat; or the earlier turns are computed again."""
+    """Press Ctrl-C during a reply, and say something more. Catches: a chat that ends; earlier turns
+    that are computed again."""
     words = (*CHAT, "--max-tokens", 5, *interrupt(4))
     result = cli(*words, stdin="Hello, my good and gentle cousin\nAgain\n")
     assert result.code == 0 and len(heard) == 2
@@ -489,9 +505,10 @@ def test_interrupt_in_chat(cli, interrupt, heard):
 
 
 def test_program():
-    """Bug: the exit status of a program; a decorator, or initialising weights, imports
-    torch.compile's machinery, a second before every first word, which also needs a temporary
-    folder; a technique's file is imported where it is not asked for."""
+    """Run the program in a process of its own, and check its exit status and what it has imported.
+    Catches: a wrong status; torch.compile's machinery imported by a decorator or by initialising
+    weights, a second before every first word, which also needs a temporary folder; a technique's
+    file imported unasked."""
     code = (
         "import sys, generate; code = generate.main(['--checkpoint', '/nowhere']); "
         "optional = 'torch._dynamo experts quantize around.fast around.structured speculative'; "
@@ -510,7 +527,8 @@ def test_program():
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["plain", "speculate"])
 def test_real_ctrl_c_and_pipes(path):
-    """Bug: Ctrl-C prints a traceback or loses the text; `| head` ends in BrokenPipeError's."""
+    """Send a real Ctrl-C to the program while it writes, and close its stdout. Catches: Ctrl-C that
+    prints a traceback or loses the text; `| head` that ends in a BrokenPipeError."""
     words = (*PATHS[path], "--ignore-eos", "--seed", 1, "--max-tokens", 20_000)
     for ends_it in ("Ctrl-C", "head"):
         process = subprocess.Popen(
@@ -533,7 +551,8 @@ def test_real_ctrl_c_and_pipes(path):
 
 
 def test_the_loop():
-    """A cache that is a position too short was written beyond its end; tokens had no text."""
+    """Run generate() with a cache that just fits, and with one a position too short. Catches: a
+    write beyond the cache's end; tokens without text; a draft's 0 guesses taken for a default."""
     model = load_model(DRAFT, dtype=torch.float32)
     args = EngineArgs(draft_checkpoint=DRAFT, speculate=0)
     assert begin.load_proposer(args, model.device, model).k == 0  # 0 is no default

@@ -22,28 +22,29 @@ from tools.convert import calibrate, gptq
 
 
 def correlated(rows, K, rank):
-    """Inputs most of whose variance lies in a few directions, as those of a trained model."""
+    """Return inputs most of whose variance lies in a few directions, as those of a trained
+    model."""
     return torch.randn(rows, rank) @ torch.randn(rank, K) + 0.1 * torch.randn(rows, K)
 
 
 def output_error(weight, H, bits, quantised):
-    """(w - wq) H (w - wq)^T summed over the outputs: the squared change of the output."""
+    """Return (w - wq) H (w - wq)^T summed over the outputs: the squared change of the output."""
     error = (weight - standing_for(*quantised, bits).dequantize()).double()
     return ((error @ H.double()) * error).sum().item()
 
 
 def rounded(weight, scales, zeros, bits):
-    """Each value for itself."""
+    """Round each value for itself."""
     w = weight.unflatten(1, (scales.shape[1], -1))
     return (w / scales[..., None] + zeros[..., None]).round().clamp(0, 2**bits - 1).flatten(1)
 
 
 @pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (4, 320), (8, 320)])
 def test_errors_are_made_up_for(bits, group_size):
-    """Errors moved to channels that cannot make up for them, or channels stored in the order in
-    which they were treated; errors spread with the wrong sign, along the wrong factor of the
-    inverse, or only within a block of channels: measured, rounding to nearest errs 19 to 23 times
-    as much where inputs correlate. 320 channels are two blocks and a half."""
+    """Quantise by gptq(), and compare with rounding: the same values where inputs do not correlate,
+    a tenth of its error where they do (measured, a 19th or less). Catches: errors moved to channels
+    that cannot make up for them, with the wrong sign, or within a block alone; channels stored in
+    the order of their treatment."""
     weight, diagonal = torch.randn(64, 320), torch.rand(320) + 0.1
     q, scales, zeros = gptq(weight, diagonal.diag(), bits, group_size)
     assert scales.shape == zeros.shape == (64, 320 // group_size)
@@ -61,8 +62,9 @@ def tiny_text(n):
 
 @pytest.mark.parametrize("changes", [TIED, QWEN2])
 def test_calibrated_folder(tmp_path, changes, monkeypatch):
-    """A text that is read, and not used; a name in `skip` quantised all the same; the parts of a
-    fused Linear or a bias lost; hooks left behind; a tied embedding quantised along."""
+    """Calibrate models on a text, convert them by convert.py, and compare the logits. Catches: a
+    text that is read and not used; a name in `skip` quantised all the same; the parts of a fused
+    Linear or a bias lost; hooks left behind; a tied embedding quantised along."""
 
     class Letters:
         def __init__(self, checkpoint):
@@ -97,14 +99,14 @@ AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 
 
 def packed_down(q, bits):
-    """GPTQ's qweight: (K, N) -> (K * bits / 32, N), channel k of a word at bit k * bits."""
+    """Pack as GPTQ's qweight: (K, N) -> (K * bits / 32, N), channel k of a word at bit k * bits."""
     shifts = torch.arange(0, 32, bits)
     return (q.long().unflatten(0, (-1, len(shifts))) << shifts[:, None]).sum(1).int()
 
 
 def packed_across(q, bits, order=None):
-    """GPTQ's qzeros and AWQ's tensors: (R, N) -> (R, N * bits / 32). In AWQ the value at place i of
-    a word is that of output order[i]."""
+    """Pack as GPTQ's qzeros and AWQ's tensors: (R, N) -> (R, N * bits / 32). In AWQ the value at
+    place i of a word is that of output order[i]."""
     shifts = torch.arange(0, 32, bits)
     values = q.long().unflatten(1, (-1, len(shifts)))[..., order or range(len(shifts))]
     return (values << shifts).sum(2).int()
@@ -114,7 +116,8 @@ def other_folder(
     folder, method="gptq", bits=4, group_size=32, desc_act=False, sym=False, v2=False,
     lm_head=False, g_idx=True, config=None, **changes,
 ):  # fmt: skip
-    """A tiny folder of another tool, and the weights it stands for, by name."""
+    """Write a tiny folder as another tool does; return it, the weights that it stands for by name,
+    and a plain folder of them."""
     source = tiny_folder(folder / "plain", **changes)
     tensors, weights = {}, {}
     for name, tensor in load_file(source / "model.safetensors").items():
@@ -154,7 +157,7 @@ def other_folder(
 
 
 def weights_of(model):
-    """The weights that the Linears of a model stand for, by their names in a checkpoint."""
+    """Return the weights that the Linears of a model stand for, by their names in a checkpoint."""
     for path, module in [*model.named_modules()]:
         if isinstance(module, QuantLinear):
             plain = nn.Linear(module.in_features, module.out_features, device="meta")
@@ -167,7 +170,7 @@ def weights_of(model):
 
 
 def under(**config):
-    """A quantization_config of fewer or other words."""
+    """Return a quantization_config of fewer or other words."""
     return {"config": config}
 
 
@@ -194,8 +197,10 @@ FOLDERS = {
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_folders_of_other_tools(tmp_path, name):
-    """Bits in another order, zero points less one or not, outputs interleaved or not, channels in
-    the wrong group: all of it loads without an error, and then rambles."""
+    """Load folders as AutoGPTQ and AutoAWQ write them, and compare the weights to the bit, and the
+    logits, with a plain folder's. Catches: bits in another order; zero points less one or not;
+    outputs interleaved or not; channels in the wrong group: all of it loads without an error, and
+    then rambles."""
     folder, weights, source = other_folder(tmp_path, **FOLDERS[name])
     model = load_model(folder, dtype=torch.float32)
     plain = load_model(source, dtype=torch.float32)
@@ -217,7 +222,7 @@ Q, DOWN = "model.layers.1.self_attn.q_proj", "model.layers.0.mlp.down_proj"
 
 
 def put(name, change):
-    """A change of one tensor."""
+    """Return a change of one tensor."""
     return lambda tensors: tensors.update({name: change(tensors[name]).contiguous()})
 
 
@@ -242,8 +247,9 @@ DAMAGED = [
 
 
 def test_damaged_folders(tmp_path):
-    """A traceback from deep inside, or a model that rambles: what is wrong must be named. And the
-    packers of this file, against the words that formats.py draws."""
+    """Load a packed folder with each damage of DAMAGED, and check that the error names it; then
+    check the packers above against words written by hand, as formats.py draws them. Catches: a
+    traceback from deep inside, or a model that rambles."""
     folder, _, _ = other_folder(tmp_path)
     whole = load_file(folder / "model.safetensors")
     for damage, message in DAMAGED:
@@ -258,10 +264,10 @@ def test_damaged_folders(tmp_path):
 
 
 def test_what_some_tools_write(tmp_path):
-    """A bias of zeros for each Linear that has none, which vLLM skips too; a trivial g_idx for some
-    of q, k and v. And desc_act, which groups channels by importance: read as if they were
-    neighbours, the model rambles. What the file says of it does not matter (exllama#44), g_idx
-    does. AutoGPTQ's or AutoAWQ's own file was not read."""
+    """Load folders with biases of zeros, which vLLM skips too, and without a trivial g_idx; then
+    some that must be refused. Catches: a harmless folder refused; channels grouped by importance
+    (desc_act) read as neighbours, so that the model rambles. g_idx tells, not what the file says of
+    it (exllama#44)."""
     folder, weights, _ = other_folder(tmp_path)
     tensors = load_file(folder / "model.safetensors")
     for name in weights:

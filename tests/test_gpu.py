@@ -84,7 +84,7 @@ FORMS = {"plain": {}, "windows": dict(sliding_window=5), "experts": MOE}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A function: from the form that WAYS names to a folder, made once."""
+    """Return a function from the form that WAYS names to a folder, made once."""
 
     @cache
     def make(form):
@@ -99,7 +99,7 @@ def folder(tmp_path_factory):
 
 
 def loaded(path, gpu, fast, mode=None, broken=NAN):
-    """A model; the embeddings of the tokens NAN and `broken` are NaN."""
+    """Load a model; the embeddings of the tokens NAN and `broken` are NaN."""
     made = load_model(path, CUDA if gpu else "cpu", torch.float32)
     if path not in (SHAKESPEARE, DRAFT):
         made.embed_tokens.weight[[NAN, broken]] = torch.nan
@@ -110,7 +110,8 @@ def loaded(path, gpu, fast, mode=None, broken=NAN):
 
 def engine_run(path, wish, gpu=None, fast=False, prompts=PROMPTS, guess=None, quantize=None,
                broken=NAN, **limits):  # fmt: skip
-    """Each output's tokens and why it ended; and the reads of the step that has the most."""
+    """Run prompts through an engine. Returns each output's tokens and why it ended, and the reads
+    of the step that has the most."""
     made, trained, most = loaded(path, gpu, fast, quantize), path == SHAKESPEARE, []
     tokenizer = Tokenizer(path) if trained else None
     proposer = NGram(GUESSES) if guess == "n-grams" else None
@@ -137,7 +138,8 @@ ON_CPU = {}  # what ran there, by the name of the way
 
 
 def rehearse(folder, name, fast=True):
-    """Compare the tokens (log-probabilities but for rounding), why they end, and the reads."""
+    """Run a way here and on the CPU; compare the tokens (log-probabilities but for rounding), why
+    they end, and the reads."""
     form, wish, options, most = WAYS[name]
     if name not in ON_CPU:
         ON_CPU[name] = engine_run(folder(form), wish, **options)
@@ -155,8 +157,9 @@ def rehearse(folder, name, fast=True):
 
 @pytest.mark.parametrize("name", WAYS)
 def test_ways(folder, name):
-    """A tensor that stays on the CPU; a read by the host for each sequence, or for each guess; a
-    view that fits the result of the CPU's attention alone."""
+    """Run each of WAYS on the pretended GPU, compare the tokens with the CPU's, and count the
+    host's reads. Catches: a tensor that stays on the CPU; a read by the host for each sequence, or
+    for each guess; a view that fits the result of the CPU's attention alone."""
     if "structure" in name:
         pytest.importorskip("llguidance")
     rehearse(folder, name)
@@ -165,7 +168,8 @@ def test_ways(folder, name):
 
 
 def test_static_cache():
-    """The same of the plain loop; and tools/gpu_check.py mixes tensors of two devices."""
+    """Run the plain loop on the pretended GPU, compare with the slow twin, and count the host's
+    reads. Catches: what test_ways catches; tensors of two devices mixed by tools/gpu_check.py."""
     with Gpu() as gpu:
         compare_with_twin("trained", "static cache", "plain", "float32", "cuda")
     # For each of 65 tokens: finite or not, the token, its log-probability; for 52, whether to sort.
@@ -174,8 +178,9 @@ def test_static_cache():
 
 
 def test_command_line(monkeypatch, capsys):
-    """A device that is found and then not used; a count of free memory that knows CPUs alone. On
-    MPS, an error of the compiler, ten seconds later."""
+    """Run generate.py on the CPU and on the pretended GPU, and compare the texts. Catches: a device
+    that is found and then not used; a count of free memory that knows CPUs alone; on MPS, an error
+    of the compiler ten seconds later."""
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: CUDA)
     # There are no graphs; see below.
     monkeypatch.setattr(compiling.Replayed, "replay", lambda self, *plan: self.forward(*plan))
@@ -223,16 +228,18 @@ def graphs(monkeypatch):
 
 
 def test_replayed_tokens(graphs):
-    """A step reads the plan of the step before."""
+    """Run the equivalence test through graphs that are replayed. Catches: a step that reads the
+    plan of the step before."""
     for case, kind in (("trained", "int8 cache"), ("sliding", "plain")):
         compare_with_twin(case, "replayed", kind, "float32", "cpu")
     assert 0 < Recorded.made < 60  # few sizes
 
 
 def test_graphs_of_a_static_cache(graphs):
-    """A graph writes over the caller's tokens, over the logits that it has returned, or over the
-    cache's own numbers of its slots; a new cache is read by another's graphs; a cache has a graph
-    for each 64 positions, each with its own memory; graphs keep a cache's memory for ever."""
+    """Replay the steps of two caches, one after the other, and compare the logits with a twin's.
+    Catches: a graph that writes over the caller's tokens, over logits returned before or over the
+    cache's slots; a new cache read by another's graphs; graphs with memory of their own, or that
+    keep a cache's memory for ever."""
     model = build(SMALL)
     steps = compiling.Replayed(model.forward)
     for _ in range(2):
@@ -257,7 +264,8 @@ def test_graphs_of_a_static_cache(graphs):
 
 @pytest.mark.nightly
 def test_the_check(capfd):
-    """A part does not run, on the CPU with a tiny model."""
+    """Run tools/gpu_check.py on the CPU with a tiny model. Catches: a part of it that does not
+    run."""
     assert ("replayed", "plain") in ways.rows_of("trained", "cuda")
     assert gpu_check.main(["--device", "cpu", "--tiny"]) == 0
     assert capfd.readouterr().out.endswith("\neager: passed\nspeed: passed\ncompiled: passed\n")

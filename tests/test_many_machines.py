@@ -63,7 +63,7 @@ class Proxy(Client):
 
 @pytest.fixture
 def replicas(tmp_path):
-    """Three servers, started at once."""
+    """Start three servers at once."""
     with contextlib.ExitStack() as stack:
         made = []
         for name in "abc":
@@ -83,13 +83,13 @@ def beginning(i):
 
 
 def inside(replicas):
-    """How many requests each of the replicas has."""
+    """Return how many requests each of the replicas has."""
     counts = [replica.metrics() for replica in replicas]
     return [int(each["num_requests_running"] + each["num_requests_waiting"]) for each in counts]
 
 
 def place(replicas, ask, *args):
-    """Which of the replicas answers."""
+    """Return which of the replicas answers."""
     made = lambda: [each.metrics()["generation_tokens_total"] for each in replicas]  # noqa: E731
     before = made()
     assert ask(*args)
@@ -98,7 +98,8 @@ def place(replicas, ask, *args):
 
 
 def stream_on_each(proxy, replicas):
-    """A long stream on each of the replicas, for texts that begin in different ways; and these."""
+    """Start a long stream on each of the replicas, for texts that begin in different ways. Returns
+    the streams and these texts."""
     texts = {}
     for i in range(60):
         home = place(replicas, proxy.post, COMPLETIONS, {**SHORT, **beginning(i)})
@@ -113,9 +114,10 @@ def stream_on_each(proxy, replicas):
 
 @pytest.mark.slow
 def test_replicas_that_go(proxy, replicas):
-    """A stream cut short where a replica was to end; requests lost to one that takes none; texts
-    of the other replicas that move. Streams that end with a replica that is killed; requests
-    that are sent to nobody."""
+    """Stop one of three servers behind a proxy, then kill another, while they stream and get
+    requests. Catches: a stream cut short where a replica was to end; requests lost to a replica
+    that takes none, or sent to nobody; texts of the other replicas that move; other streams that
+    end with a killed replica."""
     streams, texts = stream_on_each(proxy, replicas)
     killed, stopped, home = replicas
 

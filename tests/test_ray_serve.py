@@ -23,7 +23,8 @@ until = partial(wait_until, seconds=120)  # Ray starts and ends processes
 
 @pytest.fixture(scope="module")
 def module():
-    """deploy/ray_serve.py. No actor is given a path to it: under `serve run` there is none."""
+    """Import deploy/ray_serve.py. No actor is given a path to it: under `serve run` there is
+    none."""
     if not importlib.util.find_spec("ray"):
         assert "KILOLM_NEEDS_ALL" not in os.environ, "KILOLM_NEEDS_ALL is set, without ray"
         pytest.skip("needs ray")
@@ -35,7 +36,7 @@ def module():
 
 @pytest.fixture(scope="module")
 def client(module):
-    """A client of a Ray of four cores, or so it is told."""
+    """Start Ray with four cores, or so it is told; return a client of it."""
     import ray
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -55,8 +56,9 @@ def parent_of(pid):
 
 
 def processes():
-    """The processes that run server.py for this test's Ray, torchrun included, and their parents.
-    Another worker of pytest may have servers, and a Ray of its own, whose raylet it has started."""
+    """Find the processes that run server.py for this test's Ray, torchrun included, and their
+    parents. Another worker of pytest may have servers, and a Ray of its own, whose raylet it has
+    started."""
     found = {}
     for each in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -78,7 +80,7 @@ def whole(client, **headers):
 
 
 def ended(client, reason, **headers):
-    """How many texts have ended so, in the replica that answers."""
+    """Return how many texts have ended so, in the replica that answers."""
     request = Request(str(client.base_url).replace("/v1/", "/metrics"), headers=headers)
     text = urlopen(request, timeout=60).read().decode()
     return sum(map(int, re.findall(rf'finished_reason="{reason}"}} (\d+)', text)))
@@ -92,9 +94,10 @@ def stream(client, tokens, **body):
 
 
 def test_two_replicas(module, client):
-    """Another text than the server's; a stream that comes in one piece; a client that has left, and
-    whose request runs on; a replica that is killed, and all requests with it, or with its server
-    left behind."""
+    """Serve by two replicas: ask, stream, leave, stay in sessions, and kill an actor and a server.
+    Catches: another text than the server's; a stream in one piece; a request that runs on without
+    its client; a path with // passed to another host; a killed replica that takes all requests with
+    it, or leaves its server behind."""
     words = {"options": "--device cpu --dtype float32", "min_replicas": "2", "max_replicas": "2"}
     module.serve.run(module.build(module.Settings.model_validate(words)))
     (expected,) = alone(**SHORT)

@@ -31,8 +31,9 @@ for name in ("quantisation", "machines"):
 
 
 def test_commands_are_understood(capfd):
-    """An option is gone, or a file has moved; the nightly tests also run the commands. The text is
-    another command's, or an older sampler's."""
+    """Parse each command of the README and of docs/, and compare the text of the first one with
+    what is shown. Catches: an option that is gone, or a file that has moved (the nightly tests also
+    run the commands); a text of another command, or of an older sampler."""
     for command in [*COMMANDS, *shell_lines((ROOT / "docs" / "gpu.md").read_text())]:
         launcher, *words = shlex.split(command)
         assert launcher in ("python", "torchrun"), command
@@ -62,7 +63,8 @@ RUN += [pytest.param(line, marks=pytest.mark.nightly) for line in COMMANDS if li
 
 @pytest.mark.parametrize("command", RUN)
 def test_command_runs(command, tmp_path):
-    """Each command works as it stands, with the bundled model in place of the reader's."""
+    """Run a command as it stands, with the bundled model in place of the reader's. Catches: a
+    command that does not work."""
     command = command.replace("path/to/text.txt", str(ROOT / "course" / "README.md"))
     command = re.sub(r"path/to/new-\S+", str(tmp_path / "new"), command)
     words = shlex.split(re.sub(r"path/to/\S+", str(SHAKESPEARE), command), comments=True)
@@ -84,8 +86,9 @@ def test_command_runs(command, tmp_path):
 
 
 def test_generated_pages_are_up_to_date(monkeypatch):
-    """A number was typed by hand, or a table stays when its record is gone; the counts of lines are
-    old; a paper is left out. `python tools/bench.py report` writes them."""
+    """Compare each generated part of the pages with what `python tools/bench.py report` would
+    write. Catches: a number typed by hand; a table that stays when its record is gone; old counts
+    of lines; a paper left out."""
     for name in ("code_lines", "code_nodes"):  # of each file, which many sums ask for
         monkeypatch.setattr(report, name, cache(getattr(report, name)))
     for name, parts in report.PARTS.items():
@@ -100,7 +103,9 @@ def test_generated_pages_are_up_to_date(monkeypatch):
 
 
 def test_the_first_page_stops():
-    """The pages grow until nobody reads them; the translation has other code or figures."""
+    """Count the words of README.md, docs/ and benchmarks/, and compare the translated README's code
+    and figures. Catches: pages that grow until nobody reads them; a translation with other code or
+    figures."""
     lines = README.splitlines()
     assert len(lines) <= 110 and len(README.split()) <= 1000 and max(map(len, lines)) <= 120
     for name, most in (("docs", 5500), ("benchmarks", 4700)):
@@ -115,7 +120,8 @@ def test_the_first_page_stops():
 
 
 def test_links_lead_somewhere():
-    """A page or a heading has another name now, or a file that a page names has moved."""
+    """Follow each link of the pages, and look for each file that they name. Catches: a page or a
+    heading that has another name now; a file that has moved."""
     for page in PAGES:
         text = page.read_text()
         for link in re.findall(r"\]\(((?!http)[^)]+)\)", text):
@@ -132,7 +138,8 @@ def test_links_lead_somewhere():
 
 
 def anchors(text):
-    """The anchors that GitHub gives a page's headings: `## What it does` has what-it-does."""
+    """Return the anchors that GitHub gives a page's headings: `## What it does` has
+    what-it-does."""
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     found = {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}
     return found | {*re.findall(r'<a id="([\w-]+)">', text)}

@@ -87,7 +87,9 @@ def words(folder):
 
 @pytest.mark.slow
 def test_tokens_are_those_of_transformers(folder, words):
-    """What tiny random models do not show: real widths, long prompts, sharp distributions."""
+    """Generate greedily from ten prompts, by the plain loop and by two engines, and compare the
+    tokens with those of transformers. Catches: what tiny random models do not show, with real
+    widths, long prompts and sharp distributions."""
     ids = words.encode(PROSE)
     prompts = [ids[1000 * i : 1000 * i + n] for i, n in enumerate(LENGTHS)]
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
