@@ -197,8 +197,10 @@ def llama(tmp_path_factory):
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_a_family_equals_transformers(case, tmp_path):
-    """Rope layout and stretching, biases, q/k norm, window, head counts, head_dim, tying: a slip in
-    any of them gives fluent nonsense and no error."""
+    """Compare a family's logits with those of transformers: in one forward, in the loop, and in a
+    cache filled in pieces. Catches: a slip in rope's layout and stretching, biases, q/k norm,
+    window, head counts, head_dim or tying, each of which gives fluent nonsense and no error; an
+    input overwritten (nano-vllm#170)."""
     built = build(case, tmp_path)
     model = load_model(tmp_path)
     assert built.logits.std() > 0.5  # or the tolerance would mean nothing
@@ -241,7 +243,8 @@ FOLDING = ("gemma3", "granite", "llama-yarn", "qwen3-yarn-mscale", "ministral3")
 
 @pytest.mark.parametrize("case", FOLDING)
 def test_folded_numbers_are_rounded_once(case, tmp_path):
-    """A bfloat16 folder loaded in float32 had norms of 8 bits where 1 is added to them."""
+    """Load a bfloat16 folder in float32, and compare the logits with those of transformers.
+    Catches: norms of 8 bits where 1 is added to them."""
     build(case, tmp_path).hf.bfloat16().save_pretrained(tmp_path)
     load = transformers.AutoModelForCausalLM.from_pretrained
     hf = load(tmp_path, dtype=torch.float32, attn_implementation="eager")
@@ -251,8 +254,8 @@ def test_folded_numbers_are_rounded_once(case, tmp_path):
 
 
 def spellings_of_rope():
-    """How files give the base of rope and its scaling, newer ones and older ones. Following an
-    older model card, a user also adds `rope_scaling` to a newer file."""
+    """Yield how files give the base of rope and its scaling, newer ones and older ones. Following
+    an older model card, a user also adds `rope_scaling` to a newer file."""
     plain = {"rope_type": "default"}
     for rope in ({}, LINEAR, LLAMA3):
         newer = {"rope_parameters": plain | rope | NEAR}
@@ -288,9 +291,10 @@ SPELLINGS = {  # a case -> what its config.json says besides, or leaves out
 
 @pytest.mark.parametrize("case", SPELLINGS)
 def test_spellings(case, tmp_path):
-    """A spelling of rope that is not read falls back to theta 10000 without scaling, and says
-    nothing. A null switches Mistral's window off; a setting that a family does not have counts;
-    Qwen3-MoE leaves its first 28 layers without their window."""
+    """Load each spelling of config.json in SPELLINGS, and compare the logits with those of
+    transformers. Catches: a spelling of rope not read, so that theta is 10000 without scaling, and
+    nothing is said; a null that switches Mistral's window off; a setting that a family does not
+    have; Qwen3-MoE's first 28 layers without their window."""
     built = build(case, tmp_path / "as it was")
     for changes in SPELLINGS[case]:
         folder = copy_with(built, tmp_path / "x", **changes)
@@ -300,16 +304,16 @@ def test_spellings(case, tmp_path):
 
 
 def config_of(folder, **changes):
-    """What load_config makes of a file with little in it, and what transformers does."""
+    """Return what load_config makes of a file with little in it, and what transformers does."""
     raw = {key: SIZES[key] for key in list(SIZES)[:5]} | changes
     (folder / "config.json").write_text(json.dumps(raw))
     return load_config(folder), transformers.AutoConfig.from_pretrained(folder)
 
 
 def test_defaults_are_those_of_transformers(tmp_path):
-    """Each family has its own default for a missing key, and Llama's is wrong for the others:
-    another epsilon, base of rope, context or EOS. (Granite's file must have its multipliers, and
-    SmolLM3's its list of layers with rope.)"""
+    """Load a short config.json for each family, and compare its defaults with those of
+    transformers. Catches: Llama's defaults in another family: its epsilon, base of rope, context or
+    EOS. (Granite's file must have its multipliers, and SmolLM3's its list of layers with rope.)"""
     for name in sorted(FAMILIES.keys() - {"GraniteForCausalLM"}):
         family = name.removesuffix("ForCausalLM").replace("Gemma3", "Gemma3Text")
         kind = getattr(transformers, f"{family}Config").model_type
@@ -341,7 +345,8 @@ def test_defaults_are_those_of_transformers(tmp_path):
 
 
 def test_smollm3_without_layer_types(tmp_path):
-    """Its last layers got the window, and not those without rope."""
+    """Load a SmolLM3 that has windows but no layer_types, and compare which layers get one with
+    transformers. Catches: windows on the last layers, and not on those without rope."""
     smollm3 = {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}
     more = dict(
         no_rope_layers=[0, 1], use_sliding_window=True, sliding_window=5, max_window_layers=1
@@ -352,8 +357,9 @@ def test_smollm3_without_layer_types(tmp_path):
 
 
 def test_phi3(tmp_path):
-    """The original context of the dict of rope does not count, and 4,096 is its default; a window
-    that hides nothing costs a mask."""
+    """Load Phi-3's config with several windows and kinds of rope. Catches: the original context
+    taken from the dict of rope, where it does not count (4,096 is its default); a window that hides
+    nothing and costs a mask."""
     phi3 = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
     for size, windows in ((4095, (4095, 4095)), (4096, (None, None)), (262144, (None, None))):
         assert config_of(tmp_path, sliding_window=size, **phi3)[0].windows == windows
@@ -370,9 +376,10 @@ def test_phi3(tmp_path):
 
 
 def test_what_rope_adds_to_the_context(llama, tmp_path):
-    """YaRN as Qwen's cards tell people to write it did not lengthen the context, and a window of
-    the shorter one was lost in it. The values are vLLM's, but a context never shrinks. Files of
-    Gemma 3 give the extended one."""
+    """Load configs with many kinds of rope, and check the context and the window. Catches: YaRN, as
+    Qwen's cards tell people to write it, that did not lengthen the context, or lost a window of the
+    shorter one. The values are vLLM's, but a context never shrinks; files of Gemma 3 give the
+    extended one."""
     yarn = {"rope_type": "yarn", "factor": 4.0}
     for rope, context in (
         (None, 64), ({"rope_type": "default", "factor": 4.0}, 64), (LLAMA3, 64), (LINEAR, 192),
@@ -392,7 +399,8 @@ def test_what_rope_adds_to_the_context(llama, tmp_path):
 
 
 def test_the_type_where_there_are_no_architectures(tmp_path):
-    """Folders that transformers loads, as it goes by model_type, were refused."""
+    """Load each family's config by its model_type alone, and compare with the one by architectures.
+    Catches: folders refused that transformers loads, as it goes by model_type."""
     for name in FAMILIES:
         family = name.removesuffix("ForCausalLM").replace("Gemma3", "Gemma3Text")
         kind = getattr(transformers, f"{family}Config").model_type
@@ -406,8 +414,9 @@ def test_the_type_where_there_are_no_architectures(tmp_path):
 
 
 def test_eos_ids(llama, tmp_path):
-    """Only the first EOS id honoured, or config.json's where generation_config.json says more: the
-    model then runs past the end of its turn."""
+    """Load many pairs of EOS ids in generation_config.json and config.json, and check which end a
+    text. Catches: only the first id honoured, or config.json's where generation_config.json says
+    more, so that the model runs past the end of its turn."""
     ids = types.SimpleNamespace(eos_id=0), types.SimpleNamespace(eos_ids=(5,))
     assert Tokenizer.eos_ids(*ids) == {0, 5}
     for generation, config, expected in [
@@ -428,8 +437,10 @@ def test_eos_ids(llama, tmp_path):
 
 
 def test_bfloat16_is_kept_unless_another_dtype_is_asked_for(tmp_path):
-    """A bf16 checkpoint loaded as fp32 takes twice the memory; rope's frequencies in bf16 let
-    positions past 256 collide; weights that want gradients keep every activation alive."""
+    """Load a bfloat16 folder in three dtypes, and check the dtype of each tensor. Catches: a
+    bfloat16 checkpoint in float32, which takes twice the memory; rope's frequencies in bfloat16,
+    where positions past 256 collide; weights that want gradients, which keep every activation
+    alive."""
     built = build("qwen3", tmp_path / "fp32")
     built.hf.bfloat16().save_pretrained(tmp_path / "bf16")
     stored = load_file(tmp_path / "bf16" / "model.safetensors")
@@ -459,9 +470,10 @@ FOLDED = ("smollm3-window-yarn", "phi4-mini", "granite-tied-biases", "gemma3-lin
 
 @pytest.mark.parametrize("case", ["gemma3", "mistral-window", "ministral3"])
 def test_text_models_of_models_with_images(case, tmp_path):
-    """The text model was refused, or the tensors of the other were read. A checkpoint saved from
-    the base model names `layers.0...`, not `model.layers.0...`; Llama 1 and 2 files carry
-    rotary_emb.inv_freq: refused as unexpected, or, worse, used."""
+    """Load the text model out of a folder with images, under both prefixes, and one saved from the
+    base model, and compare the logits. Catches: a text model refused, or the other's tensors read;
+    names without `model.`; the rotary_emb.inv_freq of Llama 1 and 2 files refused as unexpected,
+    or, worse, used."""
     built = build(case, tmp_path / "plain")
     weights = load_file(built.folder / "model.safetensors")
     tensors = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
@@ -488,9 +500,10 @@ def test_text_models_of_models_with_images(case, tmp_path):
 
 @pytest.mark.parametrize("case", FOLDED)
 def test_quantised_folders_are_folded_once(case, tmp_path):
-    """A folder that this engine has written has the numbers in its weights already: they were
-    folded twice, or norms took each other's names. In a folder of GPTQ tools the rows of integers
-    stayed where they were, or their scales were not multiplied."""
+    """Convert models that fold numbers into their weights, to our format and to GPTQ's, and compare
+    the logits. Catches: numbers folded twice in a folder of ours, or norms that take each other's
+    names; in GPTQ's, rows of integers that stayed where they were, or scales that were not
+    multiplied."""
     built = build(case, tmp_path / "plain")
     assert convert(["--checkpoint", str(built.folder), "--mode", "int8", "--out",
                     str(tmp_path / "int8")]) == 0  # fmt: skip
@@ -515,8 +528,10 @@ def test_quantised_folders_are_folded_once(case, tmp_path):
 
 @torch.no_grad()
 def test_the_parts(llama):
-    """Angles in low precision: far from 0 neighbours get the same one. A step that pays for the
-    cache's whole capacity, or an overrun that is not seen."""
+    """Run positions from 1,000 on, pass arguments by name and plan steps of several lengths.
+    Catches: angles in low precision, so that neighbours far from 0 get the same one; a hook that
+    misses an argument; a step that pays for the cache's whole capacity; an overrun that is not
+    seen."""
     model = load_model(llama.folder)
     far = our_logits(model, llama.tokens, 1000)
     torch.testing.assert_close(far, llama.logits, atol=5e-3, rtol=0)

@@ -45,7 +45,7 @@ def chrome(tmp_path_factory):
 
 
 class Page:
-    """What a user can do and see."""
+    """Do what a user can do, and return what a user sees."""
 
     def __init__(self, chrome, local):
         self.chrome, self.local = chrome, local
@@ -83,7 +83,7 @@ class Page:
         self.chrome.switch_to.active_element.send_keys(keys)
 
     def replies(self):
-        """What the model said: completions newest first, a conversation as it went."""
+        """Return what the model said: completions newest first, a conversation as it went."""
         return self.texts(".reply .text")
 
     def notes(self):
@@ -102,7 +102,8 @@ class Page:
         until(lambda: self.replies() and self.ended())
 
     def clean(self):
-        """Nothing is in the console. A request for another host would be: the page forbids it."""
+        """Check that nothing is in the console. A request for another host would be: the page
+        forbids it."""
         log = self.chrome.get_log("browser")
         messages = [entry["message"] for entry in log if entry["level"] in ("WARNING", "SEVERE")]
         assert not [message for message in messages if (self.expected or "?") not in message]
@@ -120,7 +121,7 @@ def page(chrome, local):
 
 @pytest.fixture
 def slow(local, monkeypatch):
-    """An engine that can be watched."""
+    """Slow the engine down, so that it can be watched."""
     step = local.engine.step
     monkeypatch.setattr(local.engine, "step", lambda: time.sleep(0.02) or step())
 
@@ -132,8 +133,9 @@ BOLD = "<b>Hm.</b><img src=x onerror=document.title=1>"
 
 
 def test_completions(page, local, slow):
-    """The text came in one piece, or under another prompt; a setting or a space was lost; a prompt
-    was read as HTML."""
+    """Type two prompts and their settings into the page, run them, and compare what it shows with
+    the server's reply. Catches: text that came in one piece, or under another prompt; a setting or
+    a space that was lost; a prompt read as HTML."""
     assert page.all("#prompts textarea")[-1].get_attribute("value") == "ROMEO:"
     # The folder's own settings hold, and are shown. They were called "model's".
     until(lambda: page.text("#sampling").count("(the folder)") == 2)
@@ -163,17 +165,17 @@ TEMPLATE = "{% for turn in messages %}{{ turn.role }}: {{ turn.content }}\n{% en
 
 
 def turns(*contents, system=()):
-    """A conversation that the user begins."""
+    """Return a conversation that the user begins."""
     talk = [{"role": "system", "content": each} for each in system]
     roles = itertools.cycle(["user", "assistant"])
     return talk + [{"role": role, "content": text} for role, text in zip(roles, contents)]
 
 
 def test_conversation(page, local, slow, monkeypatch):
-    """A chat model's messages were completed, or it did not know what it had just been asked. A
-    thought stood in the answer, and was sent back; what had failed was sent again as the model's
-    words, and had to be typed again. A reply that was cut looked like a whole one. A small model
-    whose folder suggests nothing began at a temperature of 1, and talked nonsense."""
+    """Hold conversations on the page, with a failure, a stop and a cut reply. Catches: a message
+    that was completed, or sent without its past; a thought in the answer, or sent back; what had
+    failed sent as the model's words, or to be typed again; a cut reply like a whole one; a small
+    model at a temperature of 1, which talks nonsense."""
     asked, prepare = [], local.server.api.prepare
     record = lambda body, chat: asked.append(body["messages"]) or prepare(body, chat)  # noqa: E731
     monkeypatch.setitem(local.server.api.model, "id", "x")
@@ -252,10 +254,10 @@ BODIES = "return new Set(last.running.map(row => row.name.split('-')[1])).size"
 
 
 def test_crowd(page, local, slow):
-    """Sixteen prompts, of which one ran; or each opened a connection, and six ran; or all came at
-    once, and found nothing to share. Blocks that never change, rows that never come or never go;
-    0 tokens/s while twelve ran. Stop stopped the text alone, and the server went on. Strangers
-    looked shared, in a square of several blocks. Headings of nothing."""
+    """Send the crowd of sixteen prompts, watch tables and drawing, and stop it. Catches: one prompt
+    that ran, or six, as each took a connection, or all at once with nothing to share; blocks that
+    never change, rows that stay; 0 tokens/s while twelve ran; Stop for the text alone; strangers
+    that look shared; headings of nothing."""
     canvas = "return document.getElementById('blocks').toDataURL()"
     until(lambda: page.numbers().get("running") == "0")
     empty = page.js(canvas)
@@ -283,8 +285,9 @@ def test_crowd(page, local, slow):
 
 
 def test_errors(page, local, monkeypatch):
-    """Nothing happened, and nobody said why. A stream whose server had died looked like one that
-    had ended. After a restart of the server the page had to be loaded again."""
+    """Run with wrong settings, a stream that is cut and a server that goes away and comes back.
+    Catches: a failure that is not shown; a stream whose server had died, and that looked like one
+    that had ended; a page that had to be loaded again after a restart."""
     page.expected = "0"  # 400, then 503
     send, count = Handler.send, itertools.count()
 
@@ -318,7 +321,8 @@ def test_errors(page, local, monkeypatch):
 
 
 def test_api_key(chrome, local, monkeypatch):
-    """The page asked for no key, or sent it with one request and not with the next."""
+    """Open the page of a server with a key, first without the key and then with it. Catches: a page
+    that asks for no key, or sends it with one request and not with the next."""
     monkeypatch.setitem(vars(local.args), "api_key", "secret")
     page = Page(chrome, local)
     page.expected = "401"

@@ -25,14 +25,14 @@ from tools.books import audit_pool
 
 
 def grown(pool, end):
-    """A new table with room up to `end`."""
+    """Return a new table with room up to `end`."""
     table = BlockTable()
     assert pool.grow(table, end) == []
     return table
 
 
 def computed(pool, ids, salt=None, table=None):
-    """A table, this one or a new one, whose every token has been run, as after a step."""
+    """Return a table, this one or a new one, whose every token has been run, as after a step."""
     table = table or BlockTable(chain=[salt])
     assert pool.grow(table, len(ids)) == []
     pool.commit(table, ids, len(ids))
@@ -40,7 +40,7 @@ def computed(pool, ids, salt=None, table=None):
 
 
 def found(pool, ids, salt=None):
-    """The blocks that reuse maps, given back at once."""
+    """Return the blocks that reuse maps, given back at once."""
     table = BlockTable(chain=[salt])
     pool.reuse(table, ids)
     blocks, length = table.blocks, table.length
@@ -58,8 +58,9 @@ def arrange(pool, *blocks):
 
 
 def test_which_blocks():
-    """Sequences that begin alike must map the same blocks, and part where their texts part. What
-    others left behind, cached, that is taken while there are free blocks."""
+    """Compute, free and grow tables, and check which blocks each gets. Catches: sequences that
+    begin alike and do not map the same blocks, or do not part where their texts part; a cached
+    block that is taken while there are free ones."""
     pool = BlockPool(8, 4)
     arrange(pool, 2, 5, 1, 7, 3)
     first, second = [*"the king is"], [*"the king hath"]
@@ -87,10 +88,10 @@ def test_which_blocks():
 
 
 def test_a_prefix_is_found():
-    """A prefix that only its first owner could use. nano-vllm#144: with 0 query tokens there are no
-    logits to sample from. #163: the hash of a block that was taken again stayed behind. Announced
-    at allocation, a block was read by another sequence of the same step, still empty. Or the next
-    turn of a chat computed the last reply again."""
+    """Look for many prefixes while their owner runs, is freed or computes in chunks. Catches: one
+    that only its owner could use; 0 query tokens, without logits (nano-vllm#144); the hash of a
+    block taken again that stayed (#163); a block announced before it is written, and read in the
+    same step; a chat's last reply computed again."""
     pool = BlockPool(8, 2)
     table = computed(pool, [1, 2, 3, 4, 5])
     for _ in range(2):  # while it is used, and once it is freed
@@ -117,7 +118,7 @@ def test_a_prefix_is_found():
 
 
 def twice(pool, ids, *ends):
-    """Tables that compute the same text in one step."""
+    """Return tables that compute the same text in one step."""
     tables = [grown(pool, end) for end in ends]
     for table, end in zip(tables, ends, strict=True):
         pool.commit(table, ids, end)
@@ -125,9 +126,10 @@ def twice(pool, ids, *ends):
 
 
 def test_two_sequences_of_one_step_compute_the_same_block():
-    """nano-vllm#219: the second overwrote the first's hash, and both were lost with the second.
-    mini-sglang#142: pages that another had cached first were freed while still mapped. Or a block
-    is found by its own tokens although what stood before it is gone."""
+    """Let two tables compute the same text in one step; go on, and free them. Catches: a hash that
+    the second overwrites, so that both are lost with it (nano-vllm#219); pages that another had
+    cached first, freed while mapped (mini-sglang#142); a block found by its tokens although what
+    stood before it is gone."""
     pool, ids = BlockPool(8, 2), [1, 2, 3, 4, 5]
     a, b = twice(pool, ids, 3, 3)
     assert (a.blocks, b.blocks) == ([0, 1], [2, 3])
@@ -150,9 +152,10 @@ def test_two_sequences_of_one_step_compute_the_same_block():
 
 
 def test_nobody_is_served_anothers_text():
-    """CVE-2025-25183: prefixes were compared by their hashes alone. Without a salt, how fast a
-    reply comes tells a user what another has asked. And no salt is a block's mark: "0" is not
-    "behind the first block ever cached", whoever's that was."""
+    """Look for prefixes whose hashes are equal, and for those of other salts. Catches: prefixes
+    compared by their hashes alone (CVE-2025-25183); a salt ignored, so that the speed of a reply
+    tells what another user has asked; a salt like "0" taken for a block's mark, and so for
+    whoever's text was cached first."""
     for one, two in ((-1, -2), (0, 2**61 - 1), (5, 5 + (2**61 - 1)), (-(2**61), -2)):
         assert hash((None, (one, 1))) == hash((None, (two, 1)))
         pool = BlockPool(8, 2)
@@ -169,9 +172,10 @@ def test_nobody_is_served_anothers_text():
 
 
 def test_what_is_given_up_first():
-    """The head of a prefix went before its children, and left blocks behind that nothing could
-    find. A prefix given up while there was empty memory; or first in, first out, which would give
-    up the system prompt that every request begins with; or one that is in use."""
+    """Fill pools until cached blocks are given up, and check their order. Catches: a prefix's head
+    that goes before its children, which nothing can find then; a prefix given up while there was
+    empty memory, or while it is in use; first in, first out, which gives up the system prompt that
+    every request begins with."""
     pool, ids = BlockPool(3, 2), [1, 2, 3, 4, 5, 6, 7]
     pool.free(computed(pool, ids[:6]))
     for left in (2, 1, 0):
@@ -191,9 +195,10 @@ def test_what_is_given_up_first():
 
 
 def test_who_copies():
-    """Every fork copied, so one block was read by nobody; or the last wrote into a shared one. A
-    copy of a full block, to which nobody writes any more. Only the block at `length` was copied,
-    and both wrote into those reserved behind it."""
+    """Fork tables, let them grow, and check which blocks are copied. Catches: a copy for every
+    fork, so that nobody reads one block; the last one that writes into a shared block; a copy of a
+    full block, to which nobody writes any more; only the block at `length` copied, and not those
+    reserved behind it."""
     pool = BlockPool(8, 4)
     tables = [computed(pool, [1, 2, 3, 4, 5])]
     tables += [pool.fork(tables[0]), pool.fork(tables[0])]
@@ -223,7 +228,8 @@ def test_who_copies():
 
 
 def test_check_sees_damage():
-    """A check that always holds would make every test above worth nothing."""
+    """Damage a pool in six ways, and check that audit_pool finds each. Catches: a check that always
+    holds, which would make every test above worth nothing."""
     for damage in (
         lambda pool, tables: pool.available.popitem(),  # a block is lost
         lambda pool, tables: pool.refs.__setitem__(0, 2),  # leaked
@@ -242,20 +248,20 @@ def test_check_sees_damage():
 
 
 def runner_of(blocks, size, N=2, K=1, window=None, cap=None):
-    """The last of its two layers has the window."""
+    """Return a runner of two layers, the last of which has the window."""
     config = Config(32, 16, 16, 2, N, K, 8, windows=(None, window), score_cap=cap)
     return Runner(Transformer(config).double(), blocks, size)
 
 
 def shapes(runner, rows):
-    """Of each group: rows, new tokens of each, and blocks."""
+    """Return for each group: rows, new tokens of each, and blocks."""
     first, *_ = fast_layers(*runner.plan(rows))
     return [(len(each.rows), len(each.ids) // len(each.rows), each.table.shape[1])
             for each in first.rows]  # fmt: skip
 
 
 def slow_paged_attention(q, k, v, pool, rows, config):
-    """Row after row, position after position: what Blocks does for all at once. Takes the
+    """Compute row after row, position after position, what Blocks does for all at once. Takes the
     rows in the order of their tokens, writes to the pool, and returns (1, N, T, H)."""
     k_pool, v_pool = pool.chunk(2)
     size, at, out, view = pool.shape[2], 0, [], config.views[-1]
@@ -275,7 +281,7 @@ def slow_paged_attention(q, k, v, pool, rows, config):
 
 
 def random_rows(draw, blocks, size):
-    """Rows over blocks of their own, behind a prefix that some of them share."""
+    """Return rows over blocks of their own, behind a prefix that some of them share."""
     free = draw.sample(range(blocks), blocks)
     prefix = [free.pop() for _ in range(2)]
     rows = []
@@ -294,9 +300,10 @@ SHAPES = [(4, 2, 4), (3, 3, 1), (4, 1, 16)]  # N, K, block size
 @pytest.mark.parametrize("window", [None, 1, 3, 50])
 @pytest.mark.parametrize("way", ["plain", "fast", "mixed", "step"])
 def test_paged_attention_equals_its_slow_twin(way, window, monkeypatch):
-    """A key of another's block, a row attended with its neighbour's table, a slot written that is
-    nobody's: the pool must be equal in every slot afterwards. A NaN in a slot of another row, or
-    of nobody, that is multiplied by 0."""
+    """Attend random rows in each way, and compare the outputs, and every slot of the pool, with the
+    slow twin's. Catches: a key of another's block; a row attended with its neighbour's table; a
+    slot written that is nobody's; a NaN in a slot of another row, or of nobody, that is multiplied
+    by 0."""
     blocks, near = 24, {}
     for (N, K, size), seed in itertools.product(SHAPES, range(6)):
         runner = runner_of(blocks, size, N, K, window, 1.5 if seed % 2 else None)
@@ -334,8 +341,10 @@ def test_paged_attention_equals_its_slow_twin(way, window, monkeypatch):
 
 
 def test_int8_keys_are_read_back():
-    """A single key whose H + 4 bytes are no multiple of four: its scale could not be read; blocks
-    or heads that are no multiple of four bytes: another's bytes read as a scale."""
+    """Store and read int8 values of many shapes, and compare the logits of both caches. Catches: a
+    single key whose H + 4 bytes are no multiple of four, so that its scale could not be read;
+    blocks or heads that are no multiple of four bytes, where another's bytes were read as a
+    scale."""
     for shape in ((10,), (1, 1, 1, 2), (1, 1, 1, 10), (2, 1, 3, 6)):
         x, pool = torch.randn(shape), torch.zeros(5, *shape[:-1], shape[-1] + 4, dtype=torch.int8)
         pool[3] = to_stored(x, torch.int8)
@@ -354,7 +363,8 @@ def test_int8_keys_are_read_back():
 
 
 def test_copies():
-    """A block copied from after it had been copied to; or a layer, or the values, left out."""
+    """Copy blocks, one of them onto the next, and compare each layer's pool. Catches: a block
+    copied from after it had been copied to; a layer, or the values, left out."""
     runner = runner_of(5, 2)
     tensors = [pool.normal_() for pool in runner.kv]
     before = [tensor.clone() for tensor in tensors]
@@ -364,8 +374,9 @@ def test_copies():
 
 
 def test_rows_that_stand_together(monkeypatch):
-    """No more of them than max_blocks hold, by the longest: one long sequence made all others as
-    slow as itself; many that share a long prompt took more memory than there was."""
+    """Check into which groups rows are put, and how many blocks the groups copy. Catches: a group
+    of more than max_blocks by its longest row: one long sequence made all others as slow as itself,
+    and many that share a long prompt took more memory than there was."""
 
     def counts_of(rows, size, most):
         monkeypatch.setattr(attending, "max_blocks", lambda _: most)
@@ -512,6 +523,9 @@ class Pool(RuleBasedStateMachine):
 
 
 class TestPool(Pool.TestCase):
+    """Take random steps of Pool, after each of which every sequence must read its own text.
+    Catches: any order of events in which a block is lost, shared by strangers or overwritten."""
+
     settings = settings(
         max_examples=30, stateful_step_count=40, deadline=None, derandomize=True, database=None
     )
@@ -519,4 +533,6 @@ class TestPool(Pool.TestCase):
 
 @pytest.mark.slow
 class TestPoolForLonger(Pool.TestCase):
+    """Do the same four times as often."""
+
     settings = settings(TestPool.settings, max_examples=120)
