@@ -56,7 +56,7 @@ def quant_linear(bits, group_size, **options):
 
 
 def standing_for(q, scales, zeros, bits):
-    """The QuantLinear of these numbers."""
+    """Return the QuantLinear of these numbers."""
     q, scales, zeros = (torch.as_tensor(each) for each in (q, scales, zeros))
     linear = QuantLinear(nn.Linear(q.shape[1], len(q), False), bits, q.shape[1] // scales.shape[1])
     linear.store(q, scales, zeros)
@@ -64,9 +64,10 @@ def standing_for(q, scales, zeros, bits):
 
 
 def test_docstring_examples():
-    """Halves of a byte swapped; a zero point that is added, or is no integer; 16 steps for 15; the
-    digits of -0.3 in Int8Linear, -38 and -13, where one digit would give -38 / 127. A copy in int4
-    had the number of the original, and multiplied by its matrix, until that was gone."""
+    """Compute the examples of the docstrings, and try to copy packed forms. Catches: halves of a
+    byte swapped; a zero point added, or no integer; 16 steps for 15; one digit for -0.3 in
+    Int8Linear (-38 / 127), and not two (-38 and -13); a copy in int4 that multiplied by the
+    original's matrix, until that was gone."""
     linear = standing_for([[7, 10]], [[0.5]], [[8]], 4)
     assert linear.qweight.tolist() == [[0xA7]] and linear.dequantize().tolist() == [[-0.5, 1.0]]
     assert linear(torch.tensor([[10.0, 1.0]])).tolist() == [[-4.0]]
@@ -82,8 +83,9 @@ def test_docstring_examples():
 
 @pytest.mark.parametrize(("bits", "group_size"), [(8, 96), (8, 32), (4, 96), (4, 32), (4, 2)])
 def test_round_to_nearest_errs_by_half_a_step(bits, group_size):
-    """A value cut off at the end of its range, a group that takes the scale of another, zeros that
-    come back as something else, and a group of zeros that comes back as NaN."""
+    """Round weights with outliers, zeros and one sign, and check that each errs by half a step at
+    most and that no scale is too wide. Catches: a value cut off at the end of its range; a group
+    that takes the scale of another; zeros that come back as something else, or as NaN."""
     for dtype, shift in itertools.product((F32, BF16), (-3, 0, 3)):  # at 3 a group has one sign
         weight = (torch.randn(50, 96) + shift).to(dtype)
         weight[:, ::7], weight[7] = 0, 0  # row 7 is a pruned channel
@@ -105,8 +107,9 @@ def test_round_to_nearest_errs_by_half_a_step(bits, group_size):
 
 @pytest.mark.parametrize("changes", [{}, TIED, QWEN2])
 def test_quantize_model(tmp_path, changes):
-    """A Linear left plain, or quantised though it is in `skip`; a bias lost; a tied embedding
-    quantised along with lm_head; a model that is quantised twice."""
+    """Quantise tiny models in each mode, with and without names to skip, and check each Linear and
+    the logits. Catches: a Linear left plain, or quantised though it is in `skip`; a bias lost; a
+    tied embedding quantised along with lm_head; a model quantised twice."""
     folder = tiny_folder(tmp_path, **changes)
     for mode, skip in itertools.product(MODES, [(), ("lm_head", "layers.1.mlp.down_proj")]):
         model = load_model(folder)
@@ -129,8 +132,9 @@ def test_quantize_model(tmp_path, changes):
 
 
 def test_group_sizes(tmp_path):
-    """Half a model quantised before the Linear that does not fit; an odd size, of which two
-    channels cannot share a byte; and a default that failed, 128 for 576 channels."""
+    """Quantise by sizes of groups that do not fit, which is refused, and by the default. Catches:
+    half a model quantised before the Linear that does not fit; an odd size, of which two channels
+    cannot share a byte; a default of 128 that failed for 576 channels."""
     for size, channels in [(64, 96), (7, 64), (0, 64), (-2, 64), (1, 64), (3, 96)]:
         width = 96 if size == 3 else 64
         model = load_model(tiny_folder(tmp_path / str(size), hidden_size=width))
@@ -144,7 +148,8 @@ def test_group_sizes(tmp_path):
 
 
 def test_plain_weights_are_freed_one_by_one(tmp_path, monkeypatch):
-    """A list of the Linears kept every plain weight until the last was quantised, or packed."""
+    """Count the plain weights that are left as each Linear is quantised, or packed. Catches: a list
+    of the Linears that keeps every plain weight until the last is done."""
     plain, alive = [], []
 
     def counting(real):
@@ -162,7 +167,7 @@ def test_plain_weights_are_freed_one_by_one(tmp_path, monkeypatch):
 
 
 class ByOneDNN(Int8Linear):
-    """As where the processor has VNNI; elsewhere oneDNN's product is played, in floats."""
+    """Multiply as where the processor has VNNI; elsewhere oneDNN's product is played, in floats."""
 
     def pack(self, linear):
         super().pack(linear)
@@ -180,7 +185,8 @@ INT8 = Int8Linear if packed.CAN("avx512_vnni") else WITHOUT_VNNI  # what form_of
 
 @pytest.fixture(autouse=True)
 def lanes(monkeypatch):
-    """Int4Linear's order is that of AVX-512's operator; AVX2's is the same, with half the lanes."""
+    """Set Int4Linear's order, that of AVX-512's operator; AVX2's is the same, with half the
+    lanes."""
     if torch.backends.cpu.get_cpu_capability() == "AVX2":
         monkeypatch.setattr(packed.dequantize, "__defaults__", (16,))
 
@@ -198,7 +204,7 @@ FORMS = {  # form, how its Linear is made
 
 
 def both_of(name, dtype=F32, **options):
-    """A Linear and its packed form."""
+    """Return a Linear and its packed form."""
     form, make = FORMS[name]
     linear = make(dtype=dtype, **options | ({"N": 64} if form is Int4Linear else {}))
     if form in (PackedLinear, LoopedLinear) and form_of(linear) is not PackedLinear:
@@ -229,10 +235,10 @@ def assert_close(linear, form, x, y):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FORMS)
 def test_packed_equals_plain(name, dtype, monkeypatch):
-    """A weight packed for one number of rows and read wrongly at another; the padding of the last
-    block of outputs; zero points, wrong for few rows or for many only; a row that is not contiguous
-    read as if it were; 0 / 0 in a row of zeros, overflow near the largest float, underflow near the
-    least; one scale for the whole batch, so that a loud row coarsens, or zeroes, a quiet one."""
+    """Multiply batches of many sizes by each packed form, and compare with the product in float64.
+    Catches: a weight packed for one number of rows and misread at another; the padding of the last
+    outputs; wrong zero points; a row that is not contiguous; 0 / 0; overflow and underflow; one
+    scale for a batch, so that a loud row coarsens a quiet one."""
     sizes = (1, 1e4, 1e-3, 0) if dtype == F16 else (1, 1e8, 1e-25, 0)
     rows = [size * torch.randn(1, 128) for size in sizes]
     batches = [torch.cat([*rows, *rows]), *(torch.randn(*shape, 128) for shape in (
@@ -251,8 +257,9 @@ def test_packed_equals_plain(name, dtype, monkeypatch):
 
 
 def test_int8_linear_at_the_ends_of_its_range():
-    """All digits and weights at their largest, where a sum of products of bytes saturates that is
-    kept in 16 bits; and weights of -128, which other tools store."""
+    """Multiply int8 weights and inputs at the ends of their ranges, and compare with the sums.
+    Catches: a sum of products of bytes that is kept in 16 bits and saturates; weights of -128,
+    which other tools store."""
     q = torch.tensor([255, 1, 0])[:, None].expand(3, 256)
     weights = torch.tensor([[127.0, -127.0, -128.0]])
     for form in (WITHOUT_VNNI, ByOneDNN):
@@ -282,7 +289,8 @@ class Aten:
 
 
 def test_int4_linear_on_cuda_stands_for_the_same_weight(monkeypatch):
-    """It has other nibbles, and a zero point of another meaning."""
+    """Multiply by Int4Linear as on a GPU, with a stand-in for CUDA's operator. Catches: the CPU's
+    order of nibbles, or its meaning of zero points, where CUDA's operator has others."""
     linear, x = quant_linear(4, 64, N=72, bias=True, dtype=BF16), torch.randn(6, 128, dtype=BF16)
     linear.zeros.random_(0, 16)
     with monkeypatch.context() as patch:
@@ -297,9 +305,10 @@ def test_int4_linear_on_cuda_stands_for_the_same_weight(monkeypatch):
 
 
 def test_which_form():
-    """A form that does not fit its bits or groups; one that could be packed and is left slow; a
-    packed form that keeps the weight it replaced, or is kept alive by the operator's table. One
-    sequence gets the forms for many."""
+    """Pack a model of many Linears; check the form of each, for many rows and for one sequence, and
+    that plain weights are freed. Catches: a form that does not fit its bits or groups; one that
+    could be packed and is left slow; a form that keeps the weight it replaced, or is kept alive by
+    the operator's table."""
     int4 = INT8 if torch.backends.cpu.get_cpu_capability() == "AVX2" else Int4Linear
     plain = [linear_of(), quant_linear(8, -1), quant_linear(8, 64), quant_linear(4, 128, N=64)]
     model = nn.Sequential(*plain, nn.Sequential(quant_linear(4, 32), quant_linear(4, 2, N=64)))
@@ -318,8 +327,9 @@ def test_which_form():
 
 
 def test_the_number_of_rows(monkeypatch):
-    """In int4, a choice by timing, or a border that is off by one. And pieces of a long sum that do
-    not divide K leave channels out."""
+    """Note which numbers of rows int4 dequantises for, and compare packed.dot with the plain
+    product. Catches: a choice by timing, or a border that is off by one; pieces of a long sum that
+    do not divide K and leave channels out."""
     sizes = []
     form = both_of("int4", BF16)[1]
     monkeypatch.setattr(packed, "FEW_ROWS", 3)
@@ -334,9 +344,10 @@ def test_the_number_of_rows(monkeypatch):
 
 @pytest.mark.parametrize("native", [False, True])
 def test_bfloat16_that_the_processor_emulates(monkeypatch, native):
-    """A prompt of 512 tokens took 7 s instead of 1.2, unless --compile packed it; or packing takes
-    seconds before a chat begins; the pieces are in another order; few rows, which are fast, are
-    widened. With --compile bfloat16's range is lost: its least and largest are 0 and infinite."""
+    """Load and multiply as on processors with and without bfloat16. Catches: a prompt of 512 tokens
+    that took 7 s instead of 1.2 without --compile; seconds of packing before a chat; pieces in
+    another order; few rows, which are fast, widened; bfloat16's least and largest numbers as 0 and
+    infinity with --compile."""
     monkeypatch.setattr(packed, "CAN", {"avx512_bf16": native}.get)
     monkeypatch.setattr(packed, "FAST_BFLOAT16", native)
     for dtype, form in (("float32", FusedLinear), ("bfloat16", packed.WidenedLinear)):
@@ -363,8 +374,9 @@ def test_bfloat16_that_the_processor_emulates(monkeypatch, native):
 
 
 def test_quantised_weights_are_packed_without_compiling(monkeypatch):
-    """--quantize alone made a model 6 to 9 times as slow, as it was dequantised at each step. On a
-    Mac, whose PyTorch has no operators of oneDNN, a model in bfloat16 did not load."""
+    """Load a model in each mode without --compile, check its forms and logits, and load one as on a
+    Mac, whose PyTorch lacks oneDNN. Catches: --quantize alone that made a model 6 to 9 times as
+    slow, as it was dequantised at each step; a model in bfloat16 that did not load."""
     for mode, forms in (("int8", {INT8}), ("int4", {Int4Linear, INT8}), (None, set())):
         llm = LLM(SHAKESPEARE, device="cpu", num_blocks=16, dtype="bfloat16", quantize=mode)
         model = llm.engine.runner.model
@@ -383,8 +395,9 @@ def test_quantised_weights_are_packed_without_compiling(monkeypatch):
 
 
 def test_memory_of_many_lengths():
-    """oneDNN keeps code for each number of rows, and PyTorch keeps it once more: 200 prompts of
-    different lengths took 460 MB that were never given back."""
+    """Multiply 200 numbers of rows, in a process of its own, and measure how much memory stays
+    taken. Catches: oneDNN's code for each number of rows, which PyTorch keeps once more: 200
+    prompts of different lengths took 460 MB that were never given back."""
     script = """if True:
         import torch
         from around.fast.packed import PackedLinear
@@ -404,9 +417,10 @@ def test_memory_of_many_lengths():
 
 @pytest.mark.slow
 def test_packed_forms_compile():
-    """A packed tensor, a key or a number of rows baked into the graph; an operator without a shape
-    for the compiler. One graph for all forms, since a graph costs seconds. And code compiled for
-    any K returned an int4 weight without columns, the first time K was another."""
+    """Compile all forms in one graph, since a graph costs seconds, and int4's dequantisation for
+    several K. Catches: a packed tensor, a key or a number of rows baked into the graph; an operator
+    without a shape for the compiler; an int4 weight without columns, the first time that K is
+    another."""
     both = [both_of(name, bias=True) for name in FORMS]
     run = torch.compile(lambda x: [form(x) for _, form in both], fullgraph=True)
     for rows in (1, 3, 40):
@@ -426,7 +440,7 @@ def cli(*argv):
 
 @pytest.fixture(scope="module")
 def quantised(tmp_path_factory):
-    """A folder of ours, to copy and to damage."""
+    """Write a folder of ours, to copy and to damage."""
     folder = tmp_path_factory.mktemp("quantised")
     options = ("--mode", "int4", "--group-size", 32, "--out", folder / "out")
     assert cli("--checkpoint", tiny_folder(folder / "plain"), *options) == 0
@@ -437,8 +451,9 @@ def quantised(tmp_path_factory):
     "changes", [{}, TIED, QWEN2, TIED | QWEN2 | {"torch_dtype": "bfloat16"}, EXPERTS]
 )
 def test_written_and_loaded_again(tmp_path, changes, monkeypatch):
-    """Parts of a fused Linear mixed up, a bias, a tied or a kept lm_head lost, scales rounded to
-    bfloat16, a shard lost, or a last one that is empty: bit-equal logits leave no room for any."""
+    """Write quantised folders in shards, load them, and compare logits to the bit, names and
+    config.json. Catches: parts of a fused Linear mixed up; a bias, or a tied or kept lm_head, lost;
+    scales rounded to bfloat16; a shard lost, or a last one that is empty."""
     source = tiny_folder(tmp_path / "plain", **changes)
     for mode, keep in itertools.product(MODES, [(), ("--keep-lm-head",)]):
         out, size = tmp_path / f"{mode}{len(keep)}", 32 if mode == "int4" else -1
@@ -491,7 +506,8 @@ BAD = [  # changes of the quantization_config, and what the error says
 
 
 def test_bad_quantization_config(quantised, tmp_path):
-    """A traceback, or a model of garbage, where one line can say what is wrong."""
+    """Load a quantised folder with each config of BAD, and check the error. Catches: a traceback,
+    or a model of garbage, where one line can say what is wrong."""
     folder = shutil.copytree(quantised, tmp_path / "x")
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
     for change, message in BAD:

@@ -37,7 +37,7 @@ def config(V=2000, context=4096, eos=()):
 
 
 def row(prompt=(0,), output=(), V=2000, p=None, **params):
-    """A sequence that has already produced `output`."""
+    """Return a sequence that has already produced `output`."""
     sequence = Sequence(list(prompt), p or SamplingParams(**params), config(V))
     sequence.ids += output
     return sequence
@@ -67,8 +67,9 @@ WRONG = {
 
 @pytest.mark.parametrize("name", [*RANGES, *WRONG])
 def test_values(name):
-    """A bound that is off by one; NaN passes `not value < low`; True passes as 1; "1" fails later,
-    inside a kernel; a wrong type ends in TypeError (a 500, a traceback); "no" is true."""
+    """Give each setting values at its bounds, beyond them and of wrong types. Catches: a bound that
+    is off by one; NaN, which passes `not value < low`; True taken for 1, or "no" for true; "1",
+    which fails later, inside a kernel; a wrong type that ends in TypeError (a 500, a traceback)."""
     wrong = [*WRONG.get(name, ()), *([] if name in OPTIONAL else [None])]
     if name in RANGES:
         (low, high), one = RANGES[name], name in INTEGERS
@@ -87,9 +88,10 @@ def test_values(name):
 
 
 def test_good_values(tmp_path):
-    """A field is added without a check; one stop string is taken for a list of letters; settings
-    change after their check; the last of n continuations has a seed out of range;
-    generation_config.json is ignored, or wins over what the user gave, even a 0."""
+    """Build parameters from good values, flags and a generation_config.json. Catches: a field
+    without a check; one stop string taken for a list of letters; settings that change after their
+    check; a seed out of range for the last of n; generation_config.json ignored, or stronger than
+    the user, even than a 0."""
     named = {f.name for f in fields(SamplingParams)} - {"structured_outputs"}  # see its own tests
     assert named == RANGES.keys() | WRONG.keys()
     many = SamplingParams(seed=-1, stop=["ab", "c"] * 8, logit_bias=dict.fromkeys(range(1024), 100))
@@ -113,7 +115,7 @@ def test_good_values(tmp_path):
 
 
 def reference(logits, p, prompt, output):
-    """The definition of each setting, one after another.
+    """Apply the definition of each setting, one after another.
 
     Returns:
         Probabilities after temperature; the ids surely kept; the ids on a border, where float32
@@ -175,7 +177,9 @@ texts = st.tuples(st.lists(ids, min_size=1, max_size=4), st.lists(ids, max_size=
 @settings(few, max_examples=300)
 @given(logits=some_logits, p=any_params, text=texts)
 def test_settings_equal_their_reference(logits, p, text):
-    """A filter or a penalty is wrong, or in the wrong order; a logit of -inf (a mask) is drawn."""
+    """Draw random logits and settings, and compare distribution() with the reference. Catches: a
+    filter or a penalty that is wrong, or in the wrong order; a logit of -inf (a mask) that is
+    drawn."""
     got = distribution(torch.tensor([logits]), [row(*text, V, p)])
     assert (got.shape, got.dtype) == ((1, V), torch.float32)
     got = got[0].tolist()
@@ -192,7 +196,7 @@ def test_settings_equal_their_reference(logits, p, text):
 
 
 def some_distributions(V):
-    """Probabilities, (V,) each, by what they are like."""
+    """Return probabilities, (V,) each, by what they are like."""
     normal, ids = torch.randn(V, generator=torch.Generator().manual_seed(5)), torch.arange(V)
     logits = {
         **{f"normal, {width}": width * normal for width in (0.1, 1, 3, 10)},
@@ -212,8 +216,9 @@ FILTERS = [  # keep_likeliest selects 256 by default
 
 
 def test_selecting_gives_what_sorting_gives(monkeypatch):
-    """Of equals at a border others are kept than by a stable sort; a token that was not selected is
-    lost; the mass is that of the selected alone; one row's sort changes its neighbours."""
+    """Filter many distributions by selecting the likeliest, and compare with a sort of all.
+    Catches: of equals at a border others kept than by a stable sort; a token that was not selected
+    and is lost; a mass of the selected alone; one row's sort that changes its neighbours."""
     kinds = some_distributions(5000)
     table = [(name, SamplingParams(**each)) for each in FILTERS for name in kinds]
     probs, params = torch.stack([kinds[name] for name, _ in table]), [p for _, p in table]
@@ -234,8 +239,9 @@ def test_selecting_gives_what_sorting_gives(monkeypatch):
 
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_min_tokens(temperature):
-    """A greedy row ends too soon; a stop token that no model has is an index; it counts the prompt,
-    or from the first guess and not from the place that is asked about."""
+    """Sample before and after min_tokens, where stop tokens are the likeliest. Catches: a greedy
+    row that ends too soon; a stop token that no model has, used as an index; a count that includes
+    the prompt, or starts at the first guess and not at the place that is asked about."""
     logits, given = torch.tensor([[1.0, 9, 2, 8, 0, 3]]), {"temperature": temperature, "top_k": 3}
     wish = SamplingParams(**given, min_tokens=2, stop_token_ids=[1], seed=5)
     ends = [row(prompt=[0] * 9, output=[0] * n, V=6, p=wish) for n in range(3)]
@@ -255,9 +261,9 @@ def test_min_tokens(temperature):
 
 
 def test_logits_at_the_edge():
-    """An id outside the vocabulary, or a log-probability that JSON has no word for. logits / 1e-8
-    overflows to inf, inf - inf is NaN, and a NaN row draws any id at all. Probabilities and their
-    sums are computed in half precision, and a draw is biased."""
+    """Sample from rows of NaN, infinite, huge and half-precision logits, at temperatures near 0.
+    Catches: an id outside the vocabulary; a log-probability that JSON has no word for; logits /
+    1e-8 that overflow to NaN, which draws any id; half-precision sums, which bias a draw."""
     for bad in (math.nan, INF, -INF):
         logits = torch.randn(3, 7)
         logits[0, :6] = logits[2, 1:3] = -INF  # these are fine
@@ -288,7 +294,8 @@ def test_logits_at_the_edge():
     data=st.data(),
 )
 def test_rows_are_independent(batch, data):
-    """One row's setting (greedy, a filter, a penalty) leaks into its neighbours."""
+    """Sample random rows in random batches, and compare each with the row alone, to the last bit.
+    Catches: one row's setting (greedy, a filter, a penalty) that leaks into its neighbours."""
     rows = [row(*text, V, p) for _, p, text in batch]
     logits = torch.tensor([x for x, _, _ in batch])
     mix = data.draw(st.permutations(range(len(rows))))[: data.draw(st.integers(1, len(rows)))]
@@ -301,8 +308,9 @@ def test_rows_are_independent(batch, data):
 
 
 def test_many_rows_are_sampled_as_one_by_one():
-    """Where all take the likeliest, another one of several that tie; eight sequences at a time, or
-    on two threads, a setting or a random number of another one's."""
+    """Sample 19 rows at once, on two threads, and compare with one by one. Catches: where all take
+    the likeliest, another one of several that tie; eight sequences at a time, a setting or a random
+    number of another one's."""
     V = 40_000
     torch.set_num_threads(2)  # the fixture sets it back
     for dtype in (torch.float32, torch.bfloat16):
@@ -321,8 +329,10 @@ def test_many_rows_are_sampled_as_one_by_one():
 @few
 @given(logits=some_logits, p=any_params, text=texts, guesses=st.lists(ids, max_size=4))
 def test_what_was_seen_is_kept_up_to_date(logits, p, text, guesses):
-    """A token that comes after the sampler has looked is not counted, or twice; a look ahead is
-    short of a guess, or its guesses stay; or logits or sequences are changed by a look at them."""
+    """Append tokens one by one, looking ahead past guesses, and compare with a new sequence of the
+    same ids. Catches: a token that comes after the sampler has looked and counts twice or not at
+    all; a look ahead that is short of a guess, or whose guesses stay; logits or sequences changed
+    by a look."""
     (prompt, output), logits = text, torch.tensor([logits])
     kept, before = row(prompt, V=V, p=replace(p, max_tokens=len(output) + 1)), logits.clone()
     for n, token_id in enumerate([*output, 0]):
@@ -338,8 +348,9 @@ def test_what_was_seen_is_kept_up_to_date(logits, p, text, guesses):
 
 
 def test_uniform_is_splitmix64():
-    """An operator of the mixer binds differently than it reads; a negative seed, or one near 2^63,
-    leaves the 64-bit circle. Without a seed every request gets the same text."""
+    """Compare uniform() with splitmix64 as published, for seeds at the ends of their range.
+    Catches: an operator of the mixer that binds otherwise than it reads; a negative seed, or one
+    near 2^63, that leaves the 64-bit circle; requests without a seed that all get the same text."""
     mask, known = (1 << 64) - 1, (0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F)
     assert [uniform(0, i) for i in range(3)] == [(z >> 11) / 2**53 for z in known]
     for seed in (0, 1, -1, 2**32, 2**62 + 1, 2**63 - 1, -(2**63)):
@@ -365,7 +376,9 @@ def test_uniform_is_splitmix64():
 @example(weights=[0.0, 1.0, 0.0], u=0.0)
 @example(weights=[0.0, *[1.0] * 50_000, 0.0], u=BELOW_1)  # float32's sum ends below u
 def test_draw_never_gives_the_impossible(weights, u):
-    """u rounds up to 1, and the id is V or that of a banned token (GHSA-8wr5-jm2h-8r4f)."""
+    """Draw from random weights, many of them 0, at random numbers up to the last below 1. Catches:
+    a number that rounds up to 1, so that the id is V or that of a banned token
+    (GHSA-8wr5-jm2h-8r4f)."""
     probs = torch.tensor([weights])
     probs /= probs.sum()
     for dtype in (torch.float32, torch.float64):
@@ -377,7 +390,8 @@ def test_draw_never_gives_the_impossible(weights, u):
 
 
 def chi_square(counts, probs):
-    """Chance that a right sampler gives counts at least as far from probs (Pearson 1900)."""
+    """Return the chance that a right sampler gives counts at least as far from probs (Pearson
+    1900)."""
     n = sum(counts)
     assert all(c == 0 for c, p in zip(counts, probs) if p == 0), "drew an impossible token"
     cells = [(c, n * p) for c, p in zip(counts, probs) if p > 0]
@@ -403,8 +417,9 @@ SETTINGS = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_draws_have_the_right_chances(name):
-    """The distribution is right and the draw is not; or the random numbers of one sequence repeat
-    or lean. Draws once for each of many consecutive seeds; or along a sequence."""
+    """Draw thousands of tokens, for consecutive seeds or along one sequence, and compare the counts
+    with the reference by chi-square. Catches: a right distribution with a wrong draw; random
+    numbers of one sequence that repeat or lean."""
     # The yardstick itself: in tables, 9 degrees of freedom have 1 % at 21.666, 2 shift^2 / 100.
     shift = math.sqrt(21.666 * 50)
     counts = [100 + shift, 100 - shift] + [100] * 8
@@ -428,9 +443,10 @@ def test_draws_have_the_right_chances(name):
 
 
 def test_logprobs_are_the_models_own(monkeypatch):
-    """They are reported after temperature and filters: a perplexity made of them is wrong; or
-    asking for them draws differently, or shows in other rows. The top 20 of 4 tokens is an index
-    error; half-precision logits lose their digits."""
+    """Sample with log-probabilities asked for in some rows, and compare with a log_softmax in
+    float64. Catches: values taken after temperature and filters, so that a perplexity is wrong;
+    another draw where they are asked for; an index error for the top 20 of 4 tokens; digits lost in
+    half precision."""
     logits, rows = torch.randn(6, 40) * 3, []
     for n, wish in (
         (0, {}), (1, {"temperature": 0}), (5, {"temperature": 0.1, "top_k": 2}),
@@ -507,7 +523,8 @@ def feed(sequence, ids):
 
 
 def test_ends():
-    """One token too many or too few, or the wrong reason; an ending token shown as text."""
+    """Feed tokens to sequences with each kind of limit and stop, and check where they end. Catches:
+    one token too many or too few, or the wrong reason; an ending token shown as text."""
     for options, ids, output, reason in (
         ({"max_tokens": 3}, [5] * 9, 3, "length"),
         # The context counts with the prompt, and max_seq_len can lower or raise it.
@@ -538,8 +555,9 @@ def test_ends():
 
 
 def test_stop_strings():
-    """The text that could have become a stop string is lost when the sequence ends; or what the
-    detokenizer held back to the last is shown although it completes one."""
+    """Feed texts that end within, at or after a stop string. Catches: a text that could have become
+    a stop string, lost when the sequence ends; what the detokenizer held back to the last, shown
+    although it completes a stop string; a special token's text, which never matched."""
     for end, shown, reason in (
         ([2], "xa", "stop"), ([7], "xa", "stop"), (b"b", "xab", "length"), ([], "xa", "interrupted")
     ):  # fmt: skip
@@ -562,8 +580,8 @@ def test_stop_strings():
 
 
 def check_streaming(tokenizer, prompt, ids, stops, min_tokens=0):
-    """Compare with: decode all after each token, cut at the first stop string that ends after the
-    first min_tokens, as in vLLM, and show no tail that could still become one."""
+    """Compare with decoding all after each token, cut at the first stop string that ends after the
+    first min_tokens, as in vLLM, without a tail that could still become one."""
     prompt, ids = list(prompt), list(ids)
     limits = {"max_tokens": len(ids), "min_tokens": min(min_tokens, len(ids))}
     sequence = start(prompt, tokenizer, 4096, (), stop=stops, **limits)
@@ -600,9 +618,10 @@ some_bytes = st.text("aé€😀", max_size=3).map(str.encode) | st.binary(max_s
     min_tokens=st.integers(0, 4),
 )
 def test_streamed_text_is_the_plain_one(ids, stops, parts, others, min_tokens):
-    """A stop string is missed, found late, or partly shown before it is whole ("ab" in "aab"); one
-    across characters that are themselves split over tokens; one that begins in the prompt. One that
-    ended within min_tokens was held back as the beginning of a longer one, and found later."""
+    """Stream random tokens and stop strings, and compare with plain decoding. Catches: a stop
+    string missed, found late, or partly shown ("ab" in "aab"); one across characters split over
+    tokens, or begun in the prompt; one within min_tokens, held back as the start of a longer one
+    and found later."""
     check_streaming(LETTERS, [2], ids, stops)
     check_streaming(LETTERS, [2], ids, stops, min_tokens)
     check_streaming(Bytes(), b"a", b"".join(parts), others)
@@ -612,8 +631,9 @@ def test_streamed_text_is_the_plain_one(ids, stops, parts, others, min_tokens):
 
 
 def test_wrong_prompts():
-    """No token at all reaches the model (CVE-2024-8768); a prompt that leaves no room is cut; an id
-    beyond the vocabulary crashes the kernel. Two sequences that share a prompt share its list."""
+    """Start sequences with prompts and ids that cannot run, and check the error. Catches: no token
+    at all, which reaches the model (CVE-2024-8768); a prompt without room, cut; an id beyond the
+    vocabulary, which crashes the kernel; a prompt's list shared with its sequence."""
     for prompt, options, words in (
         ([], {}, r"^prompt .*\b0 tokens\b.*some text"), ([1] * 70, {}, r"^prompt .*\b70\b.*\b64\b"),
         ([1] * 64, {}, r"^prompt .*\b64\b.*\b64\b.*--max-seq-len"),
