@@ -21,8 +21,8 @@ TESTS = (
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_on(name):
     """Run the tests of the fast paths in a process that takes itself for another processor's.
-    Catches: other tokens; a form of a Linear that this processor cannot multiply; memory that is
-    not free."""
+    Catches: other tokens; a form of a Linear that this processor cannot multiply; more memory than
+    is free."""
     variables = {"KILOLM_PROCESSOR": name, "PYTHONPATH": f"{ROOT / 'tests'}"}
     files = ["equivalence", "scheduler", *["quantize"] * PROCESSORS[name].is_x86]
     paths = [f"tests/test_{file}.py" for file in files]

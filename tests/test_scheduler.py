@@ -52,7 +52,7 @@ def engine(model: Transformer = MODEL, tokenizer=None, draft=None, speculate=0, 
 
 
 def fitting(proposer=None, model: Transformer = MODEL, **limits) -> int:
-    """How many blocks such an engine would get of the memory."""
+    """Return how many blocks such an engine would get of the memory."""
     return affordable_blocks(EngineArgs(**SMALL | limits), model, proposer or Proposer())
 
 
@@ -64,7 +64,7 @@ TWINS: dict[tuple, list[Sequence]] = {}
 
 
 def alone(at: Engine, ids, wish: SamplingParams, model=None) -> list[Sequence]:
-    """The slow twin: each of the n sequences by itself, with a cache of its own."""
+    """Run the slow twin: each of the n sequences by itself, with a cache of its own."""
     model = model or at.runner.model
     key = (model, tuple(ids), repr(wish), at.tokenizer, at.max_seq_len)
     if key not in TWINS:
@@ -76,13 +76,13 @@ def alone(at: Engine, ids, wish: SamplingParams, model=None) -> list[Sequence]:
 
 
 def guessed(model, ids, wish: SamplingParams, draft, speculate: int, *more) -> list[Sequence]:
-    """The slow twin with guesses: each of the n sequences by itself, without any cache."""
+    """Run the slow twin with guesses: each of the n sequences by itself, without any cache."""
     sequences = [Sequence(ids, each, model.config, *more) for each in split(wish)]
     return [plain(model, sequence, draft, speculate) for sequence in sequences]
 
 
 def assert_same(request, expected: list[Sequence]):
-    """Same tokens, log-probabilities, text and end."""
+    """Compare tokens, log-probabilities, text and end."""
     for got, want in zip(request.outputs, expected, strict=True):
         assert got.token_ids == want.token_ids
         assert (got.finish_reason, got.text) == (want.finish_reason, want.text)
@@ -93,7 +93,8 @@ def assert_same(request, expected: list[Sequence]):
 
 
 def assert_prompt(request, model, ids):
-    """Each prompt token but the first has the log-probability that a plain forward gives it."""
+    """Check that each prompt token but the first has the log-probability that a plain forward gives
+    it."""
     assert [token.id for token in request.prompt_tokens] == ids
     assert request.prompt_tokens[0].logprob is None
     lines = model(torch.tensor([ids]), torch.arange(len(ids))[None])[0].log_softmax(-1)
@@ -109,7 +110,7 @@ def assert_empty(at: Engine):
 
 
 def step(at: Engine):
-    """One step, which must keep to its budget and get something done."""
+    """Take one step, which must keep to its budget and get something done."""
     before, waiting, work = at.stats.copy(), [*at.waiting], at.queue
     decoding = {
         s: len(s.tokens) for s in at.running if s.tokens and len(s.ids) == s.table.length + 1
@@ -154,8 +155,9 @@ def produced(*requests):
 
 
 def test_chunks_fill_the_budget():
-    """The picture at the head of scheduler.py: what decoding leaves of the budget, prompts take. Or
-    the last prompt of a full batch was cut, and its rest never run: no token ever came."""
+    """Run the example at the head of scheduler.py, and prompts under four budgets, and count the
+    tokens of each step. Catches: a part of the budget that decoding leaves and prompts do not take;
+    the last prompt of a full batch cut, and its rest never run, so that no token ever came."""
     at, wish, lengths = engine(num_blocks=40), params(6, ignore_eos=True), []
     a = at.add_request(WORDS[:1], wish)
     step(at)
@@ -177,12 +179,10 @@ def test_chunks_fill_the_budget():
 
 
 def test_what_is_refused_at_once():
-    """A prompt larger than the pool ended nano-vllm, and let mini-sglang wait for ever; an empty
-    one killed a server (CVE-2024-8768). NaN is neither before nor after another priority, so the
-    line was in no order any more. Or something is refused for the slot of its last token, which is
-    never run; or a pool is one block short when all of it is needed. A budget that does not follow
-    from what is to run: with fewer tokens than sequences, and guesses after each, somebody waits at
-    each step."""
+    """Add prompts, priorities and limits that cannot run, and some that just can. Catches: a prompt
+    beyond the pool, which ended nano-vllm and let mini-sglang wait for ever; an empty one
+    (CVE-2024-8768); a priority of NaN, which has no place in line; a refusal for the last token's
+    slot, which is never run; a budget too small for the guesses."""
     at = engine(num_blocks=4, max_num_batched_tokens=5)
     for ids, tokens, options, message in (
         ([1] * 17, 1, {}, "17 tokens.* 17.*--kv-memory"), ([1] * 60, 1, {}, "60 tokens.* 17"),
@@ -213,9 +213,10 @@ def test_what_is_refused_at_once():
 
 
 def test_the_last_in_line_is_preempted():
-    """The oldest was preempted, so that nobody came to an end; or the most important one. Or what
-    was preempted was put at the end of the line, where all that came meanwhile overtook it. Or
-    priorities the wrong way round, or equal ones not in the order of arrival."""
+    """Let requests of two priorities outgrow the pool, and check who is preempted and who ends
+    first. Catches: the oldest preempted, so that nobody came to an end, or the most important one;
+    what was preempted put at the end of the line; priorities the wrong way round, or equal ones not
+    in the order of arrival."""
     at, gone = engine(num_blocks=7, max_num_batched_tokens=20), []
     wish = params(12, ignore_eos=True)
     requests = [at.add_request(WORDS[8 * i :][:5], wish, priority=i % 2) for i in (1, 2, 3)]
@@ -235,10 +236,10 @@ def test_the_last_in_line_is_preempted():
 
 
 def test_shared_blocks():
-    """Two that compute the same blocks in one step find nothing, and a third finds theirs. A
-    request could time the prefixes of another user. Of n > 1, the prompt held n times; a block that
-    all write to not copied, or copied once too often, at a prompt that ends on a block's border (8)
-    or within a block."""
+    """Run equal prompts one after another and with n > 1, and count prefix hits and blocks.
+    Catches: a prefix that a third does not find, as two computed it in one step; another user's
+    prefix, which a request could time; a prompt held n times; a block that all write to not copied,
+    or copied too often, on a block's border or not."""
     at, hits = engine(num_blocks=40, max_num_batched_tokens=30), []
     for count, salt in ((2, None), (1, None), (1, "a"), (1, "b"), (1, "a"), (1, None)):
         before = at.stats["prefix_cache_hits"]
@@ -258,7 +259,8 @@ def test_shared_blocks():
 
 
 def test_a_step_costs_no_more_where_many_wait():
-    """All of them were gone through at each step: 16,000 that wait made it five times as long."""
+    """Time a step with nobody in line, and with 20,000 sequences. Catches: a step that goes through
+    all that wait: 16,000 made it five times as long."""
     seconds = []
     for waiting in (0, 20_000):
         at = engine(num_blocks=200, max_num_batched_tokens=64)
@@ -272,9 +274,10 @@ def test_a_step_costs_no_more_where_many_wait():
 
 
 def test_kv_memory(monkeypatch):
-    """A factor forgotten: keys and values, layers, heads, the item's size; or a pool larger than
-    all sequences together can use; or the draft's keys and values come on top. Half of the free
-    memory taken for half a byte."""
+    """Compute how many blocks fit into memories of several sizes, with a draft and without.
+    Catches: a factor forgotten: keys and values, layers, heads, the item's size; a pool larger than
+    all sequences can use; a draft's keys and values on top; a byte that counts as all of the free
+    memory, and half a byte as half."""
     layer = 2 * 4 * 1 * 8 * 8  # k and v, tokens, heads, head dim, float64
     block = 2 * layer  # two layers
     for blocks, most in ((10, 10), (10.9, 10), (1000, 24)):
@@ -295,7 +298,7 @@ def test_kv_memory(monkeypatch):
 
 
 def peak(act) -> int:
-    """The most bytes that were taken at once."""
+    """Return the most bytes that were taken at once."""
     with profile(profile_memory=True) as profiler:
         act()
     events = profiler.profiler.kineto_results.events()
@@ -304,9 +307,9 @@ def peak(act) -> int:
 
 
 def test_attention_stays_within_what_is_free():
-    """What a chunk's tokens see was in no estimate: for 32 query heads on 4, and 129 tokens that
-    see 8,063, a mask that PyTorch widens to floats took 66 MB, and the scores of all heads, which
-    some processors compute whole, 136 MB."""
+    """Run a chunk of 129 tokens that see 8,063, with 32 query heads on 4, and measure its peak
+    memory. Catches: what no estimate counts: a mask that PyTorch widens to floats took 66 MB, and
+    the scores of all heads, which some processors compute whole, 136 MB."""
     for dtype in (torch.float32, torch.bfloat16):
         heads = dict(num_attention_heads=32, num_key_value_heads=4, windows=(900, None))
         model = random_model(**heads, max_position_embeddings=8192).to(dtype)
@@ -317,7 +320,8 @@ def test_attention_stays_within_what_is_free():
 
 
 def test_logits_that_need_no_joining_are_not_copied(monkeypatch):
-    """A step of 32 rows copied 3 MB of logits; or one whose rows are not all wanted copied none."""
+    """Note whether the logits given to the verifier are the forward's own. Catches: a step of 32
+    rows that copied 3 MB of logits; one whose rows are not all wanted, and that copied none."""
     copied, at = [], engine(max_num_seqs=4, max_num_batched_tokens=16)
     forward, verify = at.runner.forward, at.proposer.verify
     made = []
@@ -338,7 +342,8 @@ def test_logits_that_need_no_joining_are_not_copied(monkeypatch):
 
 
 def test_memory_of_scores():
-    """A long prompt whose tokens are scored took the logits of all of them at once."""
+    """Run four prompts of 301 tokens that ask for prompt_logprobs, and measure the peak memory of
+    each step. Catches: the logits of all tokens of a long prompt taken at once."""
     shape = dict(hidden_size=64, intermediate_size=192, vocab_size=20_000)
     model = random_model(**shape, max_position_embeddings=400)
     attend_fast(model)
@@ -355,9 +360,10 @@ MEMINFO = "MemTotal:  9 kB\nMemFree:  1 kB\nMemAvailable:    5 kB\nSwapFree:  7 
 
 
 def test_free_memory(monkeypatch, tmp_path):
-    """kB read as bytes; a container's limit overlooked, or that of a group around this one, as of a
-    service or a job; two ranks that take half each, of the same memory; a file that has been read
-    taken for memory that is lost."""
+    """Read the free memory from made-up files of Linux and of control groups. Catches: kB read as
+    bytes; a container's limit overlooked, or that of a group around it, as of a service or a job;
+    two ranks that take half each of the same memory; files that have been read, taken for lost
+    memory."""
     cpu = torch.device("cpu")
     rows = itertools.product(("", "job/", "job/1:2/"), [
         (5120, "max"), (3000, "max", "4000\n", "1050\n", STAT),
@@ -411,8 +417,9 @@ def shuffled(*args):
 @pytest.mark.parametrize("window", [None, 700])
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 def test_long_prompts_equal_their_slow_twin(kv_dtype, window, monkeypatch):
-    """A key of the future, a past key left out or counted twice at the border of two chunks, blocks
-    in another order than the text's, an int8 key that is not rounded."""
+    """Run a long prompt in chunks through both caches, fast and slow, and compare the logits.
+    Catches: a key of the future; a past key left out or counted twice at the border of two chunks;
+    blocks in another order than the text's; an int8 key that is not rounded."""
     config = Config(64, 32, 48, 2, 4, 2, 8, 4 * LONG, windows=(None, window))
     slow, calls = Transformer(config).double().requires_grad_(False), []
     fast, ids = changed(slow, attend_fast), torch.randint(64, (T,)).tolist()
@@ -433,9 +440,10 @@ def test_long_prompts_equal_their_slow_twin(kv_dtype, window, monkeypatch):
 
 @pytest.mark.parametrize("T", [16, 129, 512, 1100])
 def test_pieces_equal_one_mask(T, monkeypatch):
-    """A mask that grows with the text; a key that is just within the window, or just outside; two
-    products in place of the fused kernel that show a key which not all of a piece's queries see; a
-    window that is lost where bfloat16 is widened."""
+    """Attend prompts in pieces, and compare with attention under one mask. Catches: a mask that
+    grows with the text; a key just within the window, or just outside; in place of the fused
+    kernel, two products that show a key which not all of a piece's queries see; a window lost where
+    bfloat16 is widened."""
     S = LONG + 100
     for window, cap in ((None, None), (1, None), (3, 1.5), (700, None), (None, 1.5)):
         view = View(window, cap)
@@ -456,7 +464,8 @@ def test_pieces_equal_one_mask(T, monkeypatch):
 
 
 def test_pieces_of_a_few_queries(monkeypatch):
-    """A piece that gets the mask of another, or of the layer before it; tokens in another order."""
+    """Run prompts in pieces of seven queries, and compare with each alone. Catches: a piece that
+    gets the mask of another, or of the layer before it; tokens in another order."""
     monkeypatch.setattr(attending, "PIECE", 7)
     jobs = [(WORDS[i : i + n], params(3)) for i, n in ((0, 25), (9, 24), (30, 24), (50, 3))]
     for model in (MODEL, SLIDING):
@@ -466,8 +475,9 @@ def test_pieces_of_a_few_queries(monkeypatch):
 
 
 def test_prompts_get_small_steps_only_beside_streams():
-    """A prompt of 4,096 tokens took an idle server 128 steps; or it holds up the streams that run;
-    or a budget that the user has set is not kept."""
+    """Count the tokens of a long prompt's steps, alone and beside a stream. Catches: a prompt of
+    4,096 tokens that took an idle server 128 steps, or that holds up the streams that run; a budget
+    that the user has set and that is not kept."""
     model = random_model(max_position_embeddings=2048)
     prompt, long = [1 + i % 30 for i in range(1200)], params(4, temperature=0, ignore_eos=True)
     for limits, idle, beside in (
@@ -492,7 +502,8 @@ def test_prompts_get_small_steps_only_beside_streams():
 
 
 def test_memory_is_taken_when_it_is_used(monkeypatch):
-    """A cache for 64 sequences was wiped at the start: 11 GB for a model of 0.3 GB."""
+    """Make a cache of over 512 MB, use a block, and measure the memory taken. Catches: a cache
+    wiped at the start: for 64 sequences that took 11 GB, for a model of 0.3 GB."""
     monkeypatch.undo()  # conftest.py fills caches
 
     def resident():
@@ -513,7 +524,8 @@ BAD = 31  # what the models below turn into numbers that are none
 
 
 def poisoned(model, value=math.nan):
-    """After BAD all is `value`, or NaN if that is finite: in the logits and in the cache."""
+    """Return a copy of a model in which all is `value` after BAD, or NaN if that is finite: in the
+    logits and in the cache."""
     model = copy.deepcopy(model)
     model.embed_tokens.register_forward_hook(
         lambda module, args, y: y.masked_fill((args[0] == BAD)[..., None], value)
@@ -526,7 +538,7 @@ AVOID = {"logit_bias": {BAD: -100}, "ignore_eos": True}
 
 
 def check_sound(at: Engine, *jobs, guess=None):
-    """The jobs get what sound models make of them."""
+    """Check that the jobs get what sound models make of them."""
     requests = [at.add_request(*job) for job in jobs]
     drain(at)
     for request, job in zip(requests, jobs, strict=True):
@@ -538,8 +550,9 @@ def check_sound(at: Engine, *jobs, guess=None):
     ("guess", "value"), [(None, math.nan), (None, math.inf), ("near", math.nan)]
 )
 def test_nan_ends_its_own_request_alone(guess, value):
-    """It took all others with it, by an id outside the vocabulary; and then those that came after
-    it, as its keys and values stayed in the memory, where what is masked is multiplied by 0."""
+    """Run a request whose logits become NaN or infinite beside sound ones, and then others in the
+    same blocks. Catches: others that end with it, by an id outside the vocabulary, or after it, as
+    its keys and values stayed in the memory, where what is masked is multiplied by 0."""
     for ids, wish in (
         ([BAD, *GOOD[0]], {}),  # in the first chunk of a prompt
         ([*GOOD[0][:8], BAD], {"n": 3}),  # in the last, after blocks that another one shares
@@ -573,9 +586,10 @@ class Mistaken(SpeculativeProposer):
 
 
 def test_nan_of_guesses():
-    """The target is sound: nothing is lost, and later guesses are as good as before. Who breaks the
-    draft gets no more guesses; else the tokens of a seed would depend on what was in the cache. A
-    guess that is NaN ended the neighbours' requests too; or spoilt what stood before it."""
+    """Run a sound model with a draft that gives NaN, and a model whose guesses give NaN. Catches: a
+    request lost, or worse guesses afterwards; further guesses for who breaks the draft, so that a
+    seed's tokens depend on the cache; a guess of NaN that ends neighbours, or spoils what stood
+    before it."""
     for budget, times in ((3, 1), (7, 1), (40, 1), (40, 3)):
         limits = {"num_blocks": 40, "max_num_seqs": 1, "max_num_batched_tokens": budget}
         at = engine(draft=poisoned(MODEL), speculate=2, **limits)
@@ -600,8 +614,10 @@ def test_nan_of_guesses():
 
 @pytest.mark.parametrize("speculate", [0, 3])
 def test_logprobs_of_a_prompt(speculate):
-    """Those of a chunk's last token lost, or of all that was found in the prefix cache; those of a
-    prompt that was preempted in its middle noted twice; a guess taken for a token of the prompt."""
+    """Ask for the log-probabilities of prompts, in chunks, beside others and after the same prompt;
+    compare with a plain forward. Catches: those of a chunk's last token lost, or of all that was
+    found in the prefix cache; those of a preempted prompt noted twice; a guess taken for a token of
+    the prompt."""
     at = engine(num_blocks=11, max_num_seqs=2, speculate=speculate)
     wish = params(4, n=2, prompt_logprobs=1, ignore_eos=True)
     for ids in (WORDS[:13], WORDS[:13], WORDS[:1], WORDS[:2]):
@@ -621,8 +637,9 @@ def test_logprobs_of_a_prompt(speculate):
 
 
 def test_times_ids_and_ends():
-    """A time to first token that is negative, or missing for the forked ones; two requests of one
-    name; a client that hangs up after the last word turned "length" into "abort"."""
+    """Run requests with n = 2 and abort them when they have ended. Catches: a time to first token
+    that is negative, or missing for the forked ones; two requests of one name; "length" turned into
+    "abort" by a client that hangs up after the last word."""
     at = engine(max_num_seqs=2)
     requests = [
         at.add_request(WORDS[:9], params(n=2), request_id=name) for name in (None, "mine", None)
@@ -644,10 +661,10 @@ SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, seed=3, max_tokens=20, ign
 
 
 def test_generate():
-    """Out of order, or mixed up, in a pool that does not hold all of them. A single text taken for
-    a list of letters; the model's own parameters ignored. Requests of others returned as one's own;
-    one that was aborted before it was submitted ran for ever; where one cannot run, others stayed
-    in the queue."""
+    """Call LLM.generate with texts, ids and many settings, in a small pool, and compare each with
+    the plain loop. Catches: outputs out of order or mixed up; a text taken for letters; the model's
+    own settings ignored; others' requests returned; an aborted one that runs for ever; others left
+    in the queue where one cannot run."""
     small = {"num_blocks": 12, "max_num_seqs": 6, "max_num_batched_tokens": 24}
     llm = LLM(DRAFT, device="cpu", dtype="float32", max_seq_len=190, **small)
     at, ids = llm.engine, [llm.engine.tokenizer.encode(text) for text in TEXTS]
@@ -681,9 +698,10 @@ def test_generate():
 
 @pytest.mark.parametrize("stride", [89, pytest.param(17, marks=pytest.mark.slow)])
 def test_an_error_at_any_line_leaves_nothing_behind(stride):
-    """Ctrl-C comes between any two lines, or there is no memory: a block taken and not yet in a
-    table is lost for good, and a request queued but not yet returned runs in the next call; or what
-    a broken forward had not written is found as a prefix afterwards."""
+    """Raise KeyboardInterrupt at every 89th (or 17th) line of the engine, and generate again.
+    Catches: a block taken and not yet in a table, lost for good; a request queued but not yet
+    returned, which runs in the next call; what a broken forward had not written, found as a
+    prefix."""
     jobs = [(ids, params(3, n=2)) for ids in (WORDS[:5], WORDS[:14], WORDS[16:21])]
     for stop_at in itertools.count(1, stride):
         llm = LLM.__new__(LLM)
@@ -718,7 +736,8 @@ def test_an_error_at_any_line_leaves_nothing_behind(stride):
 
 
 def some_job(draw):
-    """From few values, so that prefixes meet and the twin's results are often known already."""
+    """Draw a job from few values, so that prefixes meet and the twin's results are often known
+    already."""
     start, length = draw.choice([0, 32]), draw.choice([1, 2, 3, 5, 8, 12, 17])
     tail = [draw.randrange(1, 4)] if draw.random() < 0.5 else []
     return WORDS[start : start + length] + tail, SamplingParams(
@@ -730,7 +749,7 @@ def some_job(draw):
 
 
 def run_some(at: Engine, jobs: dict, count: int):
-    """Steps, each of which must return those that it made a token for, once."""
+    """Take steps, each of which must return those that it made a token for, once."""
     for _ in range(count):
         made = {s: (len(s.tokens), s.cached) for request in jobs for s in request.outputs}
         moved = step(at)
@@ -741,7 +760,8 @@ def run_some(at: Engine, jobs: dict, count: int):
 
 
 def traffic(draw: random.Random, model: Transformer, guess: str | None) -> Engine:
-    """Requests come, run and are aborted, over a pool of a few blocks."""
+    """Let requests come, run and be aborted, over a pool of a few blocks; compare each with its
+    twin."""
     k, seqs, size = (draw.randint(1, 4) if guess else 0), draw.randint(1, 4), draw.randint(1, 5)
     limits = {"max_num_seqs": seqs, "max_num_batched_tokens": seqs * (1 + k) + draw.randint(0, 9),
               "max_seq_len": draw.choice([None, None, 14]), "block_size": size}  # fmt: skip
@@ -789,9 +809,10 @@ def traffic(draw: random.Random, model: Transformer, guess: str | None) -> Engin
     )],
 )  # fmt: skip
 def test_random_traffic(guess, times):
-    """Nobody is lost, starved or given another's tokens; every block is accounted for; and guesses,
-    with the random numbers they use, depend on nothing but the sequence. nano-vllm#211, #233:
-    IndexError where a preempted sequence found its own blocks again."""
+    """Run random mixes of requests through engines with small pools, with and without guesses, and
+    compare each with the plain loop. Catches: a request that is lost or starved, or gets another's
+    tokens; a lost block; guesses that depend on more than the sequence; an IndexError where a
+    preempted one finds its own blocks (nano-vllm#211, #233)."""
     total = Counter()
     for seed in range(times):
         at = traffic(random.Random(seed), (MODEL, SLIDING)[seed % 2], guess)

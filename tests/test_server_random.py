@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def mostly(plausible, absurd):
-    """One absurd value in ten, or no body would be a good one."""
+    """Draw one absurd value in ten, or no body would be a good one."""
     return st.integers(0, 9).flatmap(lambda i: absurd if i == 9 else plausible)
 
 
@@ -76,7 +76,8 @@ def bodies(own):
 
 @pytest.mark.slow
 def test_random_bodies(shared):
-    """A body that nobody had thought of made a 500, left a block behind, or stopped the engine."""
+    """Send random bodies, eight at a time, and check each answer. Catches: a body that nobody had
+    thought of, and that makes a 500, leaves a block behind or stops the engine."""
     connections, seen = [shared.open() for _ in range(8)], Counter()
     each = st.tuples(st.just(COMPLETIONS), bodies(completion))
     each |= st.tuples(st.just(CHAT), bodies(chat))
@@ -107,7 +108,8 @@ def test_random_bodies(shared):
 @settings(max_examples=200, deadline=None, derandomize=True, database=None)
 @given(st.booleans(), st.data())
 def test_random_bodies_are_refused_or_prepared(shared, chatting, data):
-    """The same without HTTP: an exception that is no Problem, a request that is queued already."""
+    """Prepare random bodies without HTTP, and check what is made of them. Catches: an exception
+    that is no Problem; a request that is queued already."""
     body = data.draw(bodies(chat if chatting else completion))
     try:
         made = shared.server.api.prepare(body, chatting).requests

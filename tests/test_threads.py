@@ -20,10 +20,10 @@ def threads():
 
 
 def test_the_rule(threads, monkeypatch, tmp_path):
-    """Two threads that wait for each other over a small model, so that a busy machine makes 10
-    tokens a second in place of 400; a rule that overrides the user, or that nothing calls; a large
-    model that keeps the one thread of a small one; a tied model of 20 MB, taken for a large one.
-    The time of this process, of idle cores or of cores that are not ours counts as others'."""
+    """Ask for threads by flags, a variable and models of several sizes, and count them. Catches:
+    two threads over a small model, which make 10 tokens a second in place of 400 on a busy machine;
+    a rule that overrides the user, or that nothing calls; a large model with one thread; a tied one
+    of 20 MB that counts as large; our time counted as others'."""
     monkeypatch.setattr(machine, "ALL_THREADS", 6)
     monkeypatch.setattr(machine, "allowed_threads", lambda: 5)
     for asked, variable, weights, expected in (
@@ -59,8 +59,9 @@ def test_the_rule(threads, monkeypatch, tmp_path):
 
 
 def test_cpu_quotas(tmp_path, monkeypatch):
-    """A container of one CPU on a machine of many: as many threads used up its quota at once, and
-    stood still for the rest of each period. A quota of this group, or of one around it."""
+    """Read the number of threads from made-up files of control groups. Catches: a container of one
+    CPU on a machine of many, where as many threads used up its quota at once and stood still for
+    the rest of each period; the quota of a group around this one overlooked."""
     monkeypatch.setattr(machine, "ALL_THREADS", 6)
     for i, (expected, line, files) in enumerate((
         (6, "0::/", {}), (6, "0::/a", {"a/cpu.max": "max 100000\n"}),
@@ -80,8 +81,9 @@ def test_cpu_quotas(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("variable", ["", "GOMP_SPINCOUNT"])
 def test_threads_sleep_while_others_are_busy(variable, threads, monkeypatch):
-    """Beside one other process a model was 3 to 20 times as slow, as its threads spun for one that
-    did not run; or they sleep on an idle machine too; or what the user has set does not count."""
+    """Play loads of the machine, and check when the threads spin and when they sleep. Catches:
+    threads that spin for one that does not run, so that a model is 3 to 20 times as slow beside one
+    other process; threads that sleep on an idle machine too; a user's setting ignored."""
     clock, used, own = [0.0], [0.0], [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(module, "clocks", lambda: (clock[0], own[0], used[0]))
