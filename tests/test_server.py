@@ -168,9 +168,10 @@ def check_content(found, twin):
 
 @pytest.mark.parametrize("name", ASKED)
 def test_answers_are_those_of_generate(local, name):
-    """A setting got lost, a stream lost a piece, choices came in another order, the prompt came
-    twice, a token had the log-probability of another, a template's stop string replaced the
-    user's."""
+    """Ask each of ASKED whole and streamed, and compare text, ends, usage and log-probabilities
+    with generate(). Catches: a setting that got lost; a stream without a piece; choices in another
+    order; a prompt that came twice; the log-probability of another token; a template's stop string
+    in place of the user's."""
     reply = compare(local, **ASKED[name])
     texts = [choice.text for choice in reply.choices]
     if name == "half characters":  # or this row compares nothing
@@ -182,8 +183,9 @@ def test_answers_are_those_of_generate(local, name):
 
 
 def test_what_generate_does_not_tell(local):
-    """All n outputs had the same seed where none was given. BOS was shown, or a stop string such as
-    <|im_end|> never matched."""
+    """Ask for n outputs without a seed, and for BOS and special tokens as text or as a stop string.
+    Catches: n outputs with the same seed; BOS shown; a stop string such as <|im_end|> that never
+    matched."""
     assert len({choice.text for choice in call(local, True, n=4, max_tokens=12).choices}) > 1
     body = {"logit_bias": {str(TOKENIZER.bos_id): 100}, "max_tokens": 5}
     for stop, end in (("<s>", ("", "stop")), ("x", ("", "length"))):
@@ -194,8 +196,10 @@ def test_what_generate_does_not_tell(local):
 
 
 def test_lengths(local, monkeypatch):
-    """max_completion_tokens was ignored, the defaults were not OpenAI's, the prompt was cut without
-    an error, or the error did not say which length is allowed."""
+    """Ask with many lengths of prompt and of max_tokens, in a context of 64. Catches:
+    max_completion_tokens ignored; defaults that are not OpenAI's; a prompt cut without an error; an
+    error without the length that is allowed; 4 MB of text tokenised, which held all streams for two
+    seconds, only to be refused."""
     monkeypatch.setattr(local.engine, "max_seq_len", 64)
     both = {"max_tokens": 9, "max_completion_tokens": 3}
     long = [{"role": "user", "content": "no " * 70}]
@@ -225,8 +229,9 @@ def test_lengths(local, monkeypatch):
 
 
 def test_what_else_a_client_sees(local, capfd):
-    """The model could not be found, docs/serving.md lacked a header, or streams of several clients
-    got each other's text: the sixty-fifth file descriptor was one too many."""
+    """List the models, run the examples of docs/serving.md, and stream to 64 clients at once.
+    Catches: a model that cannot be found; a header missing from docs/serving.md; streams of several
+    clients that got each other's text, as the sixty-fifth file descriptor was one too many."""
     (listed,) = local.client.models.list().data
     assert (listed.id, listed.object, listed.owned_by) == ("shakespeare", "model", "kilolm")
     assert abs(listed.created - time.time()) < 600 and listed.max_model_len == 1024
@@ -244,7 +249,8 @@ def test_what_else_a_client_sees(local, capfd):
 
 
 def test_openais_errors(local, monkeypatch):
-    """openai's client raised a general error instead of the one that a program can catch."""
+    """Make each error of OpenAI's API happen, through its client. Catches: a general error raised
+    instead of the one that a program can catch."""
     for error, status, patch, fields in (
         (openai.BadRequestError, 400, {}, {"temperature": -1}),
         (openai.NotFoundError, 404, {}, {"model": "gpt-4"}),
@@ -261,8 +267,9 @@ def test_openais_errors(local, monkeypatch):
 
 
 def test_chunks(local):
-    """A chunk told the usage although nobody asked. A token that came between the reading of the
-    others and the count of them was never sent."""
+    """Read the chunks of streams, also while tokens come, and of tokens that are bytes. Catches: a
+    usage that nobody asked for; a token that came between the reading of the others and the count
+    of them, and was never sent; bytes that are no characters in one entry."""
     for options in ({}, {"include_usage": None}, {"new": 1}):
         body = SHORT | {"stream": True, "stream_options": options}
         *chunks, done = local.post(COMPLETIONS, body).events
@@ -293,8 +300,9 @@ def test_chunks(local):
 
 
 def test_structures(local, monkeypatch):
-    """A chat's form was ignored, or its stop string cut the answer off; vLLM's field worked on one
-    path alone."""
+    """Ask for each form of structured output, whole and streamed, by chat and completion, and match
+    the text. Catches: a chat's form ignored; its stop string that cuts the answer off; vLLM's field
+    on one path alone."""
     schema = {"type": "object", "properties": {"age": {"enum": [12, 34]}}, "required": ["age"]}
     form = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
     json_object = {"type": "json_object", "schema": {"enum": ["yes"]}}  # llama.cpp's
@@ -320,8 +328,9 @@ def test_structures(local, monkeypatch):
 
 
 def test_options_of_the_template(local, monkeypatch):
-    """Qwen3's enable_thinking did not reach the template; an answer that the user had begun was
-    begun again; a call's arguments, a string as OpenAI has it, were encoded again."""
+    """Send options and messages to a template that prints what it is given, and check the prompt.
+    Catches: Qwen3's enable_thinking that did not reach the template; an answer that the user had
+    begun, begun again; a call's arguments, a string as OpenAI has it, encoded again."""
     template = "{% for m in messages %}{{ m.role }}:{{ m.content }}{{ m.tool_calls }};{% endfor %}"
     template += "{% if add_generation_prompt %}{{ enable_thinking or 'say' }}{% endif %}"
     monkeypatch.setattr(local.engine.tokenizer, "template", template)
@@ -356,8 +365,9 @@ THOUGHTS = [  # before the reply, the reply, what of it was thought, what is sai
 
 
 def test_thoughts(local, monkeypatch):
-    """The answer of a model that thinks contained its thought; structured output was taken for one,
-    because the template had begun it, and so was a plain model's answer with "<think>" in it."""
+    """Chat with models that think, and check what is thought and what is said. Catches: an answer
+    that contained its thought; structured output taken for a thought, because the template had
+    begun one; a plain model's answer with "<think>" in it taken for one."""
     tokenizer, think = local.engine.tokenizer, [5]  # as models that think have it, one token
     encode, fields = tokenizer.encode, {"messages": HI, "ignore_eos": True, "n": 2}
     one = lambda text, *args, **more: (  # noqa: E731
@@ -458,8 +468,9 @@ TOGETHER = [  # bodies, and the field that excludes another one
 
 
 def test_wrong_fields(local):
-    """A 500, a silent default, or an error that names another field, says "supported: None", or
-    repeats a value of 100,000 characters."""
+    """Send each wrong value of each field, and check the error. Catches: a 500, or a silent
+    default; an error that names another field, says "supported: None", or repeats a value of
+    100,000 characters."""
     rows = [
         ({**start, "max_tokens": 2, field.partition("[")[0]: value}, field, words)
         for start, table in (({"prompt": "a"}, WRONG_PROMPT), ({"messages": HI}, WRONG_CHAT))
@@ -481,8 +492,9 @@ NOTHING = [
 
 
 def test_what_changes_nothing(local):
-    """Clients got errors that send all fields, with null for those that are not set, a new one, or
-    one whose value is what this server does anyway."""
+    """Send fields that must change nothing, and compare the answers with the plain one. Catches:
+    errors for clients that send all fields, with null for those that are not set, a new one, or one
+    whose value is what this server does anyway."""
     for path, body in ((COMPLETIONS, {"prompt": PROMPT}), (CHAT, {"messages": HI})):
         body |= {"max_tokens": 2, "temperature": 0}
         plain = local.post(path, body).json["choices"]
@@ -500,8 +512,9 @@ def test_what_changes_nothing(local):
 
 
 def test_not_json(local):
-    """A parser's exception became a 500, or NaN a temperature; 1e999 is JSON, and infinite. A lone
-    surrogate, a NUL or a special token in the text made a 500."""
+    """Send bodies that are no JSON, or hold NaN, infinities, deep nesting or odd characters.
+    Catches: a parser's exception that became a 500; NaN or 1e999 taken for a temperature; a 500 for
+    a lone surrogate, a NUL or a special token in the text."""
     many = 30_000
     for data in (
         b"", b'{"n": 1', b"[]", b"null", b'{"temperature": NaN}', b'{"prompt": "\xff"}', b"{}{}",
@@ -527,7 +540,7 @@ JSON, PLAIN = b"application/json", b"text/plain"
 
 
 def post(body=SHORT, head="", path=COMPLETIONS):
-    """A request's bytes."""
+    """Return a request's bytes."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     if "gth:" not in head and "ing:" not in head:
         head += f"Content-Length: {len(data)}\r\n"
@@ -601,7 +614,7 @@ def connect(local, data, buffer=None):
 
 
 def said(answer):
-    """The text of a completion, whole or streamed."""
+    """Return the text of a completion, whole or streamed."""
     assert not answer.events or answer.events[-1] == "[DONE]"
     parts = [json.loads(event) for event in answer.events[:-1]] or [answer.json]
     return "".join(part["choices"][0]["text"] for part in parts)
@@ -609,8 +622,10 @@ def said(answer):
 
 @pytest.mark.parametrize("status", RAW)
 def test_raw_requests(local, capfd, status):
-    """The server hung, printed a traceback, read what followed as another request, or refused what
-    real clients send. nginx, which speaks HTTP/1.0, got a 400, chunks, or an interim answer."""
+    """Send raw bytes, well-formed or not, with a request behind them, and check the one answer.
+    Catches: a server that hangs, prints a traceback, reads what follows as another request, or
+    refuses what real clients send; a 400, chunks or an interim answer for nginx, which speaks
+    HTTP/1.0."""
     for i, data in enumerate(RAW[status]):
         *interim, answer = local.raw(data + GET)  # and it closes, though the client would not
         has_interim = b"Expect" in data and b"HTTP/1.1\r\nHost" in data
@@ -626,8 +641,9 @@ def test_raw_requests(local, capfd, status):
 
 
 def test_paths(local, monkeypatch, tmp_path):
-    """A wrong path or method was a 500. A page that shows a model's text could be made to load
-    another host's script, or be shown in another's frame."""
+    """Ask for right and wrong paths by each method, and check status, headers and the page.
+    Catches: a 500 for a wrong path or method; a page with a model's text that could load another
+    host's script, or be shown in another's frame."""
     for path in ("/v1", "/v1/completions/", "/../etc/passwd", "/page.html", "/v1/responses"):
         local.get(path).fails(404)
     message = local.post("/chat/completions", {"messages": HI}).fails(404)
@@ -652,7 +668,8 @@ def test_paths(local, monkeypatch, tmp_path):
 
 
 def test_what_it_says_of_itself(local):
-    """Cached tokens, and a version that pip knows by another name."""
+    """Ask twice, and check the cached tokens and the version in the answers. Catches: cached tokens
+    that are not told; a version that pip knows by another name."""
     for _ in range(2):
         usage = local.post(COMPLETIONS, {"prompt": PROMPT * 9, "max_tokens": 1}).json["usage"]
     assert 0 < usage["prompt_tokens_details"]["cached_tokens"] < usage["prompt_tokens"]
@@ -662,8 +679,8 @@ def test_what_it_says_of_itself(local):
 
 
 def test_log(local, capfd, monkeypatch):
-    """The log did not show the requests, or it contained a prompt; `server.py 2>&1 | head`: every
-    answer was empty."""
+    """Send requests, good and bad, and check the lines of the log. Catches: a log without the
+    requests, or with a prompt; `server.py 2>&1 | head`, after which every answer was empty."""
     local.works()
     local.post(COMPLETIONS + "?key=x", {"n": 0})
     for data in (b"\r\n\r\n", b"\x16\x03\x01"):
@@ -683,7 +700,8 @@ def test_log(local, capfd, monkeypatch):
 
 
 def test_names_of_this_host(local, monkeypatch):
-    """Another site's page could use the model, by a name that points here (DNS rebinding)."""
+    """Ask under many Host headers, and check which are let in. Catches: another site's page that
+    uses the model, by a name that points here (DNS rebinding)."""
     mine = ("localhost", "LOCALHOST:8000", "localhost ", "127.0.0.1:1", "127.1.2.3", "[::1]:8000",
             "[::1]", "LOCALHOST.", "localhost.:80", "x.localhost", "a.B-1.localhost.", "localhost:",
             "0.0.0.0:8000", "[::]")  # fmt: skip
@@ -698,8 +716,8 @@ def test_names_of_this_host(local, monkeypatch):
 
 
 def test_keys(local, monkeypatch):
-    """A path did not need the key, or the beginning of the key was accepted. Any web page could
-    read the answers."""
+    """Ask for each path without a key, with wrong ones and with the right one. Catches: a path that
+    does not need the key; the beginning of the key accepted; answers that any web page can read."""
     assert not [name for name in local.get("/health").headers if "Access" in name]
     monkeypatch.setitem(vars(local.args), "api_key", "secrét")
     right, wrong = "Bearer secrét".encode().decode("latin-1"), "Bearer \xff"
@@ -715,8 +733,9 @@ def test_keys(local, monkeypatch):
 
 
 def test_more_clients_than_threads(local, monkeypatch, capfd):
-    """Each client had a thread, however many there were. Where the system started no more, or gave
-    no more descriptors, the server ended, said nothing, or did nothing but try again."""
+    """Open more connections than there may be threads, and let the system refuse a thread and a
+    descriptor. Catches: a thread for each client, however many there are; a server that ends, says
+    nothing, or does nothing but try again."""
 
     def num_served():
         return sum("(Handler)" in thread.name for thread in threading.enumerate())
@@ -748,8 +767,9 @@ def test_more_clients_than_threads(local, monkeypatch, capfd):
 
 
 def test_queue(local, monkeypatch):
-    """The queue grew without bound; a full one stayed full. While the engine was busy, snapshots
-    that waited in the inbox were counted as requests, and a body of many prompts as one."""
+    """Fill the queue, and check which requests get a 429 and what the metrics say. Catches: a queue
+    without a bound; a full one that stays full; snapshots that wait in the inbox counted as
+    requests while the engine is busy; a body of many prompts counted as one."""
     fields = {"prompt": "a", "max_tokens": 250, "ignore_eos": True}
     connections = [local.begin(fields) for _ in range(8)]  # all that run at once
     until(lambda: len(local.engine.running) == 8)
@@ -780,7 +800,8 @@ def test_queue(local, monkeypatch):
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="needs IPv6")
 def test_addresses(make_local, monkeypatch):
-    """The printed address was not one that a browser takes; at :: nobody came over IPv4."""
+    """Listen at ::1, localhost and ::, and check the printed address. Catches: an address that a
+    browser does not take; at ::, nobody over IPv4."""
     lines = []
     monkeypatch.setattr(front, "say", lines.append)
     for host, shown in (("::1", "[::1]"), ("localhost", "127.0.0.1"), ("::", "[::]")):
@@ -791,8 +812,9 @@ def test_addresses(make_local, monkeypatch):
 
 
 def test_errors_at_the_start(capfd, tmp_path, monkeypatch):
-    """A port in use or a missing file made a traceback; a large model was loaded before the port
-    was tried; an empty key, as from a variable that is not set, let everybody in."""
+    """Start with wrong options, a port in use and a missing file. Catches: a traceback; a large
+    model loaded before the port is tried; an empty key, as from a variable that is not set, which
+    lets everybody in."""
     main = lambda *words: server_module.main(["--device", "cpu", *map(str, words)])  # noqa: E731
 
     def fails(option, value, says):
@@ -832,9 +854,9 @@ def test_errors_at_the_start(capfd, tmp_path, monkeypatch):
 
 
 def test_slow_clients(make_local, monkeypatch, capfd):
-    """A request that came byte by byte, or a stream that was read late, held up the others, or lost
-    its text. Clients that sent nothing more, or read nothing of their streams, were kept for
-    ever."""
+    """Send a request byte by byte, read a stream late, and send or read nothing more. Catches: a
+    slow client that holds up the others, or loses its text; clients that send nothing more, or read
+    nothing of their streams, kept for ever."""
     local, head = make_local(), post(head=EXPECT).removesuffix(DATA)
     local.server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     with connect(local, b"") as slow:
@@ -865,10 +887,10 @@ def test_slow_clients(make_local, monkeypatch, capfd):
 
 
 def test_clients_that_say_no_more(local, capfd, monkeypatch):
-    """The server printed an error when the client had left. One that closes its sending half, as
-    `nc -N` does, counts as such a one while it waits, and its request ran on. A look at whether it
-    is still there left its connection without a timeout. A server that began to stop between its
-    own check and the client's entry did not wait for it."""
+    """Close connections at many points of a request. Catches: an error printed for a client that
+    has left; a request that runs on where a client closes its sending half, as `nc -N` does; a
+    connection left without a timeout; a server that stops and does not wait for a client between
+    its check and its entry."""
     near, far = socket.socketpair()
     with near, far:
         Handler.check_client(SimpleNamespace(connection=near, timeout=9))
@@ -899,9 +921,9 @@ CALL = {"messages": HI, "tool_choice": "required", "stream": True,
 
 
 def test_clients_leave(make_local, monkeypatch, capfd):
-    """Sequences of clients that had left ran on: while they waited or wrote a call, so that nothing
-    was sent; or behind bytes that came after the request. The requests of others were aborted. What
-    had ended stayed until Python looked for cycles: four requests took 4 GB."""
+    """Let 25 clients ask and 24 leave, while they wait, stream or write a call. Catches: sequences
+    that run on, as nothing is sent, or bytes came after the request; requests of others aborted;
+    what had ended, kept until Python looks for cycles: four requests took 4 GB."""
     local = make_local("--tool-format", "hermes", num_blocks=800, max_num_seqs=11)
     alive, prepare = [], local.engine.prepare
 
@@ -957,7 +979,8 @@ def test_clients_leave(make_local, monkeypatch, capfd):
 
 @pytest.fixture
 def printed(monkeypatch):
-    """The exceptions whose tracebacks were printed. Python 3.11 may not print two at a time."""
+    """Collect the exceptions whose tracebacks were printed. Python 3.11 may not print two at a
+    time."""
     kinds = []
     print_exc = lambda: kinds.append(sys.exc_info()[0].__name__)  # noqa: E731
     monkeypatch.setattr(server_module.traceback, "print_exc", print_exc)
@@ -966,8 +989,9 @@ def printed(monkeypatch):
 
 @pytest.mark.parametrize("error", [RuntimeError, ConnectionError])
 def test_a_step_fails(make_local, printed, monkeypatch, error):
-    """One failure ended the engine for good, or left a client waiting. A stream came as one piece,
-    at the end. After the loss of a rank requests waited for an engine that would never run."""
+    """Let a step of the engine fail under three requests. Catches: one failure that ends the engine
+    for good, or leaves a client waiting; a stream that comes as one piece, at the end; requests
+    that wait for an engine that will never run, after the loss of a rank."""
     local, died = make_local(), []
     monkeypatch.setattr(threading, "excepthook", lambda args: died.append(args.exc_type))
     local.engine.runner = Broken(local.engine.runner, 12, error)
@@ -990,8 +1014,9 @@ def test_a_step_fails(make_local, printed, monkeypatch, error):
 
 
 def test_faults_of_one(local, monkeypatch, printed):
-    """A request whose logits were NaN ended all others, or was answered as if it had ended well. Of
-    a bug the client was told what only the log should say."""
+    """Ask for a token whose logits become NaN, beside a sound request; then let the code raise a
+    KeyError. Catches: a request of NaN that ends all others, or is answered as if it had ended
+    well; a client that is told of a bug what only the log should say."""
     bad = TOKENIZER.encode("K")[-1]
     breaks = lambda module, args, y: y.masked_fill((args[0] == bad)[..., None], math.nan)  # noqa: E731
     with model().embed_tokens.register_forward_hook(breaks):
@@ -1016,9 +1041,10 @@ def test_faults_of_one(local, monkeypatch, printed):
 
 
 def test_the_command_line_and_a_signal(tmp_path):
-    """An option had no effect; a text broke off at the signal; clients that never ended their
-    bodies held the server until --shutdown-timeout. The compiler of grammars recurses along
-    references: its thread's stack overflowed, and the server was gone."""
+    """Run server.py with many options, and stop it by a signal under load. Catches: an option
+    without effect; a text broken off; clients that never end their bodies and hold the server until
+    --shutdown-timeout; the stack of the grammars' compiler, which overflows along references and
+    ends the server."""
     names = [f"d{i}" for i in range(3500)]
     chain = {a: {"items": {"$ref": f"#/$defs/{b}"}} for a, b in itertools.pairwise(names)}
     schema = {"$defs": chain | {names[-1]: {"type": "null"}}, "$ref": "#/$defs/d0"}
@@ -1053,8 +1079,8 @@ def test_the_command_line_and_a_signal(tmp_path):
 
 
 def test_a_signal_while_the_model_loads(tmp_path):
-    """Kubernetes waited, and killed it: in a container's first process, a signal without a handler
-    has no effect."""
+    """Send SIGTERM while the model loads. Catches: a first process of a container on which the
+    signal has no effect without a handler, so that Kubernetes waits, and kills it."""
     code = f"""import sys, time; sys.path.insert(0, {str(ROOT)!r}); import server
 server.open_engine = lambda *_: server.say("loading") or time.sleep(120)
 server.main(sys.argv[2:])"""
@@ -1094,7 +1120,8 @@ def stopped(data, *options, signals=1, reached=bool):
 
 
 def test_an_engine_that_dies(monkeypatch):
-    """A Rust library's panic is no Exception: the server took clients and never answered them."""
+    """Let the engine's thread end by a BaseException, as of a Rust library's panic. Catches: a
+    server that takes clients and never answers them."""
     ended = []
 
     def listen(server):
@@ -1109,8 +1136,9 @@ def test_an_engine_that_dies(monkeypatch):
 
 
 def test_signals(monkeypatch, capsys):
-    """The server did not end, or without an error to clients that still waited. A request that was
-    not in the engine yet, or came later, was cut off. A second Ctrl-C did nothing."""
+    """Send a signal while requests run, wait to enter, or come late; and a second signal. Catches:
+    a server that does not end, or without an error to clients that still wait; a request cut off
+    that was not in the engine yet, or that came later; a second Ctrl-C that does nothing."""
     for stream in (False, True):
         (answer,) = stopped(post(LONG | {"stream": stream}), "--shutdown-timeout", "0.3")
         assert "stopping" in answer.fails(503)
@@ -1138,7 +1166,8 @@ def test_signals(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_torchrun(tmp_path):
-    """Under torchrun the text differed, there were two servers, or a rank outlived the first."""
+    """Serve on two ranks by torchrun, ask, and stop it during a stream. Catches: another text than
+    one process has; two servers; a rank that outlives the first."""
     program = (Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node", 2)
     with Process(tmp_path, program=program) as server:
         children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
@@ -1157,7 +1186,8 @@ def test_torchrun(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_rank_is_stopped(tmp_path, number):
-    """While the first rank waited for a stopped one it heard no signal, not even the second."""
+    """Stop the second rank by SIGSTOP during a stream, and signal the first until it ends. Catches:
+    a first rank that waits for the stopped one and hears no signal, not even the second."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     env |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
@@ -1191,8 +1221,9 @@ METRICS = """num_requests_running num_requests_waiting kv_cache_usage_perc num_p
 
 
 def test_metrics(local):
-    """Names that Prometheus refuses. A token was counted twice or not at all, or a prompt once for
-    each of its n outputs."""
+    """Send requests, and compare the metrics before and after with their usage; check each line's
+    form. Catches: names that Prometheus refuses; a token counted twice or not at all; a prompt
+    counted once for each of its n outputs."""
     before, long = local.metrics(), {"prompt": [7] * 40, "max_tokens": 1, "ignore_eos": True}
     bodies = [{"prompt": [PROMPT, "a"], "n": 2, "seed": 1, "max_tokens": 9}, long, long,
               {"stop_token_ids": [13], "logit_bias": {"13": 100}}]  # fmt: skip
@@ -1237,7 +1268,8 @@ def test_metrics(local):
 
 
 def watched(client):
-    """The JSON that the page reads: every block in range, and nobody's and somebody's at once."""
+    """Return the JSON that the page reads, and check it: every block is in range, and no block is
+    both nobody's and somebody's."""
     now = client.get("/engine").json
     used = {block for row in now["running"] for block in row["blocks"]}
     assert all(0 <= block < now["blocks"] for block in used | {*now["cached"]})
@@ -1251,8 +1283,8 @@ def watched(client):
 
 
 def test_snapshots(local, capfd):
-    """The page showed blocks of another sequence, an ended sequence, or falling counters. Each look
-    at it cost a line of the log."""
+    """Read snapshots of the engine before, during and after a crowd of requests. Catches: blocks of
+    another sequence; an ended sequence; falling counters; a line of the log for each look."""
     seen = [watched(local)]
     assert seen[0]["running"] == [] and seen[0]["num_requests_waiting"] == 0
     assert (seen[0]["blocks"], seen[0]["block_size"]) == (128, 16)

@@ -75,7 +75,7 @@ TABLES = {
 
 
 def table_draft(logits) -> DraftModel:
-    """A draft whose logits are the row of the last token."""
+    """Return a draft whose logits are the row of the last token."""
     draft = DraftModel(SimpleNamespace(config=config(len(logits))), K, V)
     forward = lambda rows: logits[[row.ids[-1] for row in rows]]  # noqa: E731
     draft.runners = (SimpleNamespace(forward=forward),)
@@ -107,7 +107,7 @@ def play(guess: str, n: int = 3, **wish) -> list[tuple[int, ...]]:
 
 @cache
 def chances(guess: str, name: str, n: int) -> dict[tuple[int, ...], float]:
-    """Of each n tokens that can come, by the reference of test_sampling."""
+    """Return the chance of each n tokens that can come, by the reference of test_sampling."""
     if n == 0:
         return {(): 1.0}
     table, wish, found = TABLES[guess][0], SamplingParams(**SETTINGS[name]), {}
@@ -121,7 +121,8 @@ def chances(guess: str, name: str, n: int) -> dict[tuple[int, ...], float]:
 
 
 def fit(drawn: list[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
-    """Chance of counts as far from what is expected; what is rare is counted together."""
+    """Return the chance of counts as far from what is expected; what is rare is counted
+    together."""
     counts, rare, cells = Counter(drawn), [0, 0.0], []
     assert counts.keys() <= expected.keys(), "drew an impossible token"
     for key, p in sorted(expected.items(), key=lambda item: -item[1]):
@@ -145,7 +146,9 @@ SLOW = {*itertools.product(["n-gram"], SETTINGS)} - ROWS
     [*sorted(ROWS), *(pytest.param(*row, marks=pytest.mark.slow) for row in sorted(SLOW))],
 )
 def test_tokens_have_the_right_chances(guess, name):
-    """Guesses shift the distribution: of one token, or of one given those before it."""
+    """Draw three tokens with guesses for 1,200 seeds, and compare the counts with the reference by
+    chi-square. Catches: guesses that shift the distribution of one token, or of one given those
+    before it."""
     drawn = play(guess, **SETTINGS[name])
     for n in (1, 2, 3):  # all of what K guesses can make, with each token's dependence on the last
         assert fit([ids[:n] for ids in drawn], chances(guess, name, n)) > FALSE_ALARM, n
@@ -171,10 +174,10 @@ def ids_of(logits, sequence, guess) -> list[int]:
 
 
 def test_what_always_and_never_comes_out(monkeypatch):
-    """u <= p / q or a rounded quotient refuses what is exactly as likely: all of a perfect draft's
-    guesses are kept. Rounding leaves nothing of p - q, and the id is V (GHSA-8wr5-jm2h-8r4f); a
-    refused guess, or one that a filter has removed, comes out all the same: at u = 0, 0 <= 0. The
-    docstring's example; a NaN is accepted, as of a grammar that allows only logits of -inf."""
+    """Verify guesses at the ends of the random numbers, against drafts that are perfect, near and
+    far; then the docstring's example. Catches: a guess refused that is exactly as likely; an id of
+    V, where rounding leaves nothing of p - q (GHSA-8wr5-jm2h-8r4f); a refused or filtered guess
+    that comes out at u = 0; a NaN accepted."""
     for u, seed, V in itertools.product(
         (0.0, 2**-60, 0.5, 1 - 2**-24, BELOW_1), range(9), (2, 7, 300)
     ):
@@ -214,8 +217,9 @@ def test_what_always_and_never_comes_out(monkeypatch):
     [(SLIDING, {"temperature": 0}), (SLIDING, {}), *((MODEL, wish) for wish in SETTINGS.values())],
 )
 def test_a_perfect_draft_is_never_refused(model, wish):
-    """What the draft has seen is not what the model has: a token skipped where all guesses were
-    accepted, a block not copied at a fork; or it guesses by other settings. No token shows it."""
+    """Run the model as its own draft, through forks, preemption and shared prefixes: every guess
+    must be accepted. Catches: what no token shows: a token that the draft skips where all guesses
+    were accepted; a block not copied at a fork; guesses by other settings."""
     at = engine(model, num_blocks=13, max_num_batched_tokens=20, draft=model, speculate=4)
     shared = WORDS[:6]
     for n, ids in ((3, shared), (1, [*shared, 3]), (1, WORDS[20:37]), (2, shared), (1, WORDS[:1])):
@@ -228,10 +232,10 @@ def test_a_perfect_draft_is_never_refused(model, wish):
 
 
 def test_cached_blocks_and_guesses():
-    """The last token of a run that was accepted whole is not in the draft's cache yet. Where it is
-    the last of a block, the block is found by others; the blocks that a second sequence of the same
-    text has put behind it, too: nobody fills the gap, and the tokens of a seed depend on what ran
-    before. A first block that is filled by guesses is found under another salt."""
+    """Find texts in the cache that were written with guesses, and count hits and accepted guesses.
+    Catches: a run's last token, missing from the draft's cache, in a block that others find, so
+    that a seed's tokens depend on what ran before; a first block filled by guesses, found under
+    another salt."""
     wish = params(20, seed=5, ignore_eos=True)
     for short in range(2, 12):
         at = engine(num_blocks=60, max_num_batched_tokens=80, draft=MODEL, speculate=4)
@@ -260,9 +264,10 @@ TEXT, PREFIX = (alone(engine(), ids, GREEDY)[0].token_ids for ids in (IDS, IDS[:
 
 @pytest.mark.parametrize(("blocks", "seqs", "budget"), [(20, 4, 21), (11, 3, 15), (9, 2, 10)])
 def test_guesses_are_all_or_none_and_cost_no_more_than_they_must(blocks, seqs, budget, monkeypatch):
-    """What a full budget, a chunk or a resumption leaves decides how many guesses there are, and
-    with them which random numbers a sequence uses. Or the draft computes a text anew at each step,
-    or draws from the whole vocabulary for each chunk of a prompt: only the time shows it."""
+    """Note each step's guesses and what the draft computes, in tight budgets. Catches: fewer
+    guesses in a full budget, a chunk or a resumption, so that a sequence uses other random numbers;
+    a draft that computes a text anew at each step, or draws for each chunk of a prompt, which only
+    the time shows."""
     limits = {"num_blocks": blocks, "max_num_seqs": seqs, "max_num_batched_tokens": budget}
     at, seen, spent, drawn = engine(draft=NEAR, speculate=4, **limits), [], [], []
     propose, forward = at.proposer.propose, at.proposer.runners[0].forward
@@ -300,7 +305,8 @@ def test_guesses_are_all_or_none_and_cost_no_more_than_they_must(blocks, seqs, b
 
 @pytest.mark.parametrize("guess", ["n-gram", "near"])
 def test_rows_stand_together_whatever_is_guessed(guess, monkeypatch):
-    """Where less is guessed than may be, rows with equally many tokens are attended alone."""
+    """Count into how many groups of rows each step is put. Catches: rows with equally many tokens
+    attended alone, where less is guessed than may be."""
     monkeypatch.setattr(attending, "max_blocks", lambda _: 10**6)
     counts, given = [], {"draft": DRAFTS[guess], "speculate": 3, "num_blocks": 99}
     at = engine(max_num_seqs=8, max_num_batched_tokens=70, **given)
@@ -323,7 +329,9 @@ def test_rows_stand_together_whatever_is_guessed(guess, monkeypatch):
 
 
 def test_greedy_guesses_need_no_distribution(monkeypatch):
-    """To verify 40 greedy guesses took a step of the sampler over the whole vocabulary."""
+    """Verify greedy guesses without distribution(), and compare with the plain loop. Catches:
+    greedy guesses verified by a step of the sampler over the whole vocabulary, as 40 of them once
+    were."""
     monkeypatch.setattr(speculative, "distribution", None)
     at = engine(max_num_batched_tokens=16, speculate=3)
     requests = [at.add_request(WORDS[i : i + 9] * 2, replace(GREEDY, max_tokens=9)) for i in (0, 5)]
@@ -344,8 +352,9 @@ class Script(SpeculativeProposer):
 
 
 def test_what_became_of_the_guesses():
-    """What is offered, accepted or counted is off by one; a division by zero where nothing was
-    guessed. Guesses for tokens that will not be needed, or before the first token."""
+    """Guess a known text with mistakes, and check what is offered, accepted and counted. Catches: a
+    count that is off by one; a division by zero where nothing was guessed; guesses for tokens that
+    will not be needed, or before the first token."""
     at = engine(max_num_batched_tokens=16, speculate=3)
     at.proposer = proposer = Script(3)
     (sequence,) = at.add_request(IDS, replace(GREEDY, max_tokens=11)).outputs
@@ -372,7 +381,8 @@ def test_what_became_of_the_guesses():
 @example(text="bcdabcedabcfbcd", count=1, longest=3)  # three that match, before two that are nearer
 @example(text="aba", count=2, longest=3)  # the end of the text finds itself
 def test_lookup_equals_its_slow_twin(text, count, longest):
-    """Off by one; the first or a shorter match."""
+    """Look up random texts, and compare with a search of every place. Catches: an index that is off
+    by one; the first or a shorter match."""
     best, key = "", (0, 0)
     for end in range(1, len(text)):  # what follows text[:end], by how much of its end agrees
         n = 0
@@ -384,9 +394,10 @@ def test_lookup_equals_its_slow_twin(text, count, longest):
 
 
 def test_n_grams():
-    """The docstring's example. One sequence's text gives the guesses of another. Ids past the last
-    character of Unicode, and halves of characters. A draft that is to guess no token runs; the
-    whole text is gone through at each step."""
+    """Look up the docstring's example, and guess for several sequences, odd ids and a long text.
+    Catches: guesses from another sequence's text; ids past the last character of Unicode, and
+    halves of characters; a draft that runs and is to guess no token; a text gone through at each
+    step."""
     assert lookup("abcxbc", 2) == "xb"
     assert lookup("01239812370123", 1) == "7"  # four are not looked for
     large = (0x10FFFF, 0xD800, 0xDFFF, 9), (0xD800, 0xDFFF)
@@ -412,8 +423,9 @@ def test_n_grams():
 
 
 def test_guesses_on_the_command_line(capfd, tmp_path):
-    """--speculate is ignored. A draft's ids of another vocabulary index past the end of p, or mean
-    other words."""
+    """Run generate.py with a draft, n-grams and drafts of other vocabulary sizes. Catches:
+    --speculate ignored; a draft's ids of another vocabulary, which index past the end of p, or mean
+    other words; a draft refused that is padded to another size over the same tokens."""
     words = f"--checkpoint {DRAFT} --max-tokens 20 --temperature 0 --ignore-eos --dtype float32"
     words = [*words.split(), "--device", "cpu", "--prompt", "To be, or not to be: that is\n" * 2]
     drafted = f"--draft-checkpoint {DRAFT} "
