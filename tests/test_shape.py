@@ -29,7 +29,8 @@ FILES = [*ROOT.glob("*.py"), *ROOT.glob("around/**/*.py")]
 
 
 def name_of(file):
-    """Example: around/folder/config.py -> folder.config; around/fast/__init__.py -> fast."""
+    """Return a file's name as modules give it. Example: around/folder/config.py -> folder.config;
+    around/fast/__init__.py -> fast."""
     parts = file.relative_to(ROOT).with_suffix("").parts
     return ".".join(part for part in parts if part not in ("around", "__init__"))
 
@@ -38,7 +39,7 @@ NAMES = {name_of(file) for file in FILES}
 
 
 def imports(file):
-    """The modules of the project, and of others, that a file imports anywhere in it."""
+    """Return the modules of the project, and of others, that a file imports anywhere in it."""
     package = file.parent.relative_to(ROOT).parts
     found = set()
     for node in ast.walk(ast.parse(file.read_text())):
@@ -53,6 +54,8 @@ def imports(file):
 
 
 def test_each_room_is_in_the_order():
+    """Compare the rooms of the tree with ORDER. Catches: a new file or folder that the order leaves
+    out."""
     rooms = {name_of(file).partition(".")[0] for file in FILES} - {""}
     assert rooms == {*ORDER} and len(ORDER) == len({*ORDER})
     assert {file.stem for file in ROOT.glob("*.py")} == {*ORDER} - {*FOLDERS} - {
@@ -61,8 +64,9 @@ def test_each_room_is_in_the_order():
 
 
 def test_doors_and_order():
-    """A room that reaches past another's door, so that neither can be replaced; two rooms that need
-    each other, so that neither can be read first; an engine that needs a tool."""
+    """Check what each file imports. Catches: a room that reaches past another's door, so that
+    neither can be replaced; two rooms that need each other, so that neither can be read first; an
+    engine that needs a tool."""
     for file in FILES:
         name = name_of(file)
         own = name.partition(".")[0]
@@ -75,15 +79,17 @@ def test_doors_and_order():
 
 
 def test_what_the_first_files_need():
-    """A model that knows of files, a cache that knows the machine."""
+    """Check what model.py, kv_cache.py and paged.py import. Catches: a model that knows of files; a
+    cache that knows the machine."""
     for name, needs in dict(model=[], kv_cache=["model"], paged=["kv_cache", "model"]).items():
         found = {each.partition(".")[0] for each in imports(ROOT / f"{name}.py")}
         assert found - sys.stdlib_module_names == {"torch", *needs}, name
 
 
 def test_fast_paths_override_two_methods():
-    """A fast class that also changes what a class of the root plans or keeps: who edits the root
-    would see no effect, and could not know why."""
+    """Look for what each fast class overrides of the root's. Catches: a fast class that also
+    changes what a class of the root plans or keeps: who edits the root would see no effect, and
+    could not know why."""
     found = [kind for base in (Slab, Blocks) for kind in derived(base)]
     assert {PromptSlab, FastBlocks, StepBlocks} <= {*found}
     for kind in found:
@@ -138,8 +144,9 @@ for tree in json.loads(sys.argv[1]):
 
 
 def test_every_wing_can_go(tmp_path):
-    """An engine that cannot run without a technique, its server or its fast paths; another text
-    without them; a traceback where one is asked for."""
+    """Generate in copies of the tree that each lack one technique, or all, and compare the texts.
+    Catches: an engine that cannot run without a technique, its server or its fast paths; another
+    text without them; a traceback where one is asked for."""
     trees = []
     cases = [(), *((name,) for name in LEFT_OUT), LEFT_OUT]
     for i, names in enumerate(cases):
@@ -170,7 +177,7 @@ def test_every_wing_can_go(tmp_path):
 
 
 def names_in(tree):
-    """Whatever a file defines, assigns or imports, also in classes and functions."""
+    """Yield whatever a file defines, assigns or imports, also in classes and functions."""
     for node in ast.walk(tree):
         match node:
             case ast.FunctionDef() | ast.ClassDef():
@@ -182,7 +189,7 @@ def names_in(tree):
 
 
 def told(file):
-    """What a file says to its reader: Markdown whole, and of Python comments and strings."""
+    """Return what a file says to its reader: Markdown whole, and of Python comments and strings."""
     if file.suffix == ".md":
         return file.read_text()
     with file.open("rb") as source:
@@ -192,7 +199,8 @@ def told(file):
 
 
 def test_pointers():
-    """A comment sent the reader to a function that had moved, or had gone."""
+    """Look for each name that a comment or a page points to. Catches: a comment that sends the
+    reader to a function that has moved, or has gone."""
     python = [*FILES, *ROOT.glob("tools/*.py")]
     names = {file.stem: {*names_in(ast.parse(file.read_text()))} for file in python}
     # A name of a file, a dot, a name in it; no path, and no code that calls or assigns it.

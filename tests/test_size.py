@@ -10,7 +10,8 @@ from tools.report import CARD, ENGINE, code_lines, code_nodes
 
 
 def test_counts_code_only():
-    """A comment that costs, or a statement that is free."""
+    """Count the lines and nodes of a small source. Catches: a comment that costs, or a statement
+    that is free."""
     source = (
         '"""Doc\n\nstring."""\n\n# comment\nx = [  # trailing\n    1,\n]\n\n\n'
         'async def f():\n    """Doc."""\n    return """a\nb"""\n'
@@ -31,8 +32,9 @@ AROUND = [str(file.relative_to(ROOT).with_suffix("")) for file in ROOT.glob("aro
     ids=["the six files", "the card", "the root", "everything"],
 )
 def test_budget(names, most_lines, most_nodes):
-    """A feature is added without weighing what it costs, or is folded into few lines that nobody
-    can read. See report.py for what is counted."""
+    """Count the lines and nodes of the code, as report.py does, and compare with their bounds.
+    Catches: a feature added without weighing what it costs, or folded into few lines that nobody
+    can read."""
     sources = {name: (ROOT / f"{name}.py").read_text() for name in names}
     sizes = {name: (code_lines(text), code_nodes(text)) for name, text in sources.items()}
     lines, nodes = map(sum, zip(*sizes.values()))
@@ -43,14 +45,16 @@ def test_budget(names, most_lines, most_nodes):
 
 
 def test_tools_budget():
-    """The tools beside the engine grow larger than what they measure."""
+    """Count the lines of the tools. Catches: tools beside the engine that grow larger than what
+    they measure."""
     sizes = {file.name: code_lines(file.read_text()) for file in ROOT.glob("tools/*.py")}
     assert sum(sizes.values()) <= 1800, sizes
 
 
 def test_only_tables_keep_a_layout_of_their_own():
-    """Code is folded past the formatter. A table of data is a statement outside all functions that
-    assigns a dict, list, set or tuple, or what is made of one."""
+    """Look for `fmt:` comments outside of tables. A table of data is a statement outside all
+    functions that assigns a dict, list, set or tuple, or what is made of one. Catches: code folded
+    past the formatter."""
     displays = (ast.Dict, ast.List, ast.Set, ast.Tuple, ast.Call, ast.BinOp)
     for folder in (ROOT.glob("*.py"), ROOT.glob("around/**/*.py"), ROOT.glob("tools/*.py")):
         for file in folder:

@@ -48,7 +48,7 @@ def engine(proposer=None, model=MODEL, **limits) -> Engine:
 
 
 def random_schema(draw: random.Random, depth: int = 2) -> dict:
-    """A schema whose texts are short, so that most are finished."""
+    """Draw a schema whose texts are short, so that most are finished."""
     leaves = [
         {"type": "integer", "minimum": -5, "maximum": draw.randint(0, 300)},
         {"type": "boolean"}, {"type": "null"}, {"const": "a b"}, {"enum": ["x", "x y", 7, None]},
@@ -65,7 +65,7 @@ def random_schema(draw: random.Random, depth: int = 2) -> dict:
 
 
 def random_wish(draw: random.Random):
-    """A request's structure, and what checks a finished text."""
+    """Draw a request's structure, and what checks a finished text."""
     kind = draw.choice(["json", "json", "json", "regex", "choice", "grammar"])
     if kind == "json":
         schema = random_schema(draw)
@@ -84,8 +84,10 @@ def random_wish(draw: random.Random):
 @pytest.mark.parametrize("guess", [None, "n-gram", "draft"])
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(i, marks=pytest.mark.slow) for i in (2, 3))])
 def test_finished_answers_parse(guess, seed):
-    """A mask of the row before, or of a step ago, after preemption, in a fork, behind a guess; a
-    guess that breaks the grammar kept; a neighbour without a grammar masked, or drawn otherwise."""
+    """Run random structures beside plain requests, with and without guesses; parse what is
+    finished, and compare with each alone. Catches: a mask of the row before, or of a step ago,
+    after preemption, in a fork or behind a guess; a guess kept that breaks the grammar; a neighbour
+    without a grammar masked, or drawn otherwise."""
     draw, proposers = random.Random(seed), {"n-gram": NGram(3), "draft": DraftModel(DRAFT, 3, V)}
     at = engine(proposers.get(guess), num_blocks=200 if guess else 50)
     jobs = {}
@@ -116,9 +118,10 @@ def test_finished_answers_parse(guess, seed):
 
 
 def test_masks():
-    """A bias that lifts what is masked; the rows beside it changed; the matcher moved by a look. In
-    a regex, digits of other scripts where vLLM means 0 to 9; an escaped backslash begins a
-    class."""
+    """Compare the distribution of a masked and a free row with the plain softmax; then check which
+    characters a regex's classes take. Catches: a bias that lifts what is masked; the rows beside it
+    changed; the matcher moved by a look; digits of other scripts where vLLM means 0 to 9; a class
+    begun by an escaped backslash."""
     wishes = ({"choice": ["a", "b"]}, None)
     params = [SamplingParams(structured_outputs=wish, logit_bias={5: 100}) for wish in wishes]
     rows = [Sequence([1], each, MODEL.config) for each in params]
@@ -144,7 +147,8 @@ def test_masks():
 
 
 def test_a_model_without_eos():
-    """An id outside the vocabulary; a text that runs on after its last brace, until its length."""
+    """Force texts from a model that has no EOS, beside free ones. Catches: an id outside the
+    vocabulary; a text that runs on after its last brace, until its length."""
     model = copy.copy(MODEL)
     model.config = random_model(vocab_size=V, eos_ids=()).config
     at = engine(model=model, num_blocks=50)
@@ -160,8 +164,10 @@ def test_a_model_without_eos():
 
 
 def test_tokens_and_their_bytes(kinds, tmp_path):  # noqa: F811
-    """A space lost, bytes of half a character given as those of its mark, a grammar's bytes taken
-    for GPT-2's letters. <unk> within a string. Characters that the words cannot spell."""
+    """Compare the bytes of tokens with the text, for each kind of tokenizer, and follow grammars
+    over them. Catches: a space lost; bytes of half a character given as those of its mark; a
+    grammar's bytes taken for GPT-2's letters; <unk> within a string; characters that no word of the
+    vocabulary can spell."""
     for kind, (ours, _) in kinds.items():
         for text in ("the cat", " the  cat\n\n", "café 😀 你好", "<s>", "a\u0301"):
             ids = ours.encode(text, add_special=False)
@@ -211,8 +217,9 @@ BAD = [
 
 
 def test_what_does_not_compile_is_refused(capfd, monkeypatch):
-    """A request that waits for a mask that never comes; one whose first mask fails ran, and ended
-    with a 500; a traceback where one line names the package that is missing."""
+    """Add each structure of BAD, one that is too large and one without llguidance, and check the
+    error. Catches: a request that waits for a mask that never comes, or whose first mask fails, so
+    that it ends with a 500; a traceback where one line names the package that is missing."""
     at = engine()
     for wish, message in BAD:
         with pytest.raises(SettingError, match=f"^structured_outputs (.|\n)*{message}") as caught:
@@ -233,8 +240,9 @@ def test_what_does_not_compile_is_refused(capfd, monkeypatch):
 
 
 def test_large_structures():
-    """2,000 words were too many as a choice, where 5,000 worked as an enum. (a{1000}){1000} took a
-    second and 200 MB, while the neighbours waited."""
+    """Force one of 5,000 words by a choice, an enum and a grammar, and time a regex of nested
+    counts. Catches: 2,000 words too many as a choice, where 5,000 worked as an enum;
+    (a{1000}){1000}, which took a second and 200 MB while the neighbours waited."""
     draw, at = random.Random(0), engine()
     words = ["".join(draw.choices("abcdefgh \u00e9", k=draw.randint(4, 30))) for _ in range(5000)]
     lark = "start: " + " | ".join(map(json.dumps, words))
@@ -249,7 +257,7 @@ def test_large_structures():
 
 
 def takes(wish, text):
-    """Whether a structure takes the tokens of a text."""
+    """Return whether a structure takes the tokens of a text."""
     ids = TOKENIZER.encode(f"\2{text}", False)[len(TOKENIZER.encode("\2", False)) :]
     return make_matcher(TOKENIZER, MODEL.config, wish).try_consume_tokens(ids) == len(ids)
 
@@ -279,7 +287,8 @@ CLOSED = [  # a schema, and what becomes of it
 
 
 def test_one_trie(monkeypatch):
-    """Each of the first requests built the vocabulary's trie: 16 of them took 22 s and 1.9 GB."""
+    """Make matchers in four threads at once, and count the tries that are built. Catches: a trie of
+    the vocabulary for each of the first requests: 16 of them took 22 s and 1.9 GB."""
     made, make = [], llguidance.LLTokenizer
     slow = lambda *args, **more: made.append(time.sleep(0.1)) or make(*args, **more)  # noqa: E731
     monkeypatch.setattr(llguidance, "LLTokenizer", slow)
@@ -290,8 +299,9 @@ def test_one_trie(monkeypatch):
 
 
 def test_forms():
-    """OpenAI's forms, of which the unknown were ignored. A weak model invented properties until
-    max_tokens; a constant that became another."""
+    """Translate response_format, good and bad, and close schemas that leave properties open.
+    Catches: an unknown form of OpenAI's that is ignored; properties that a weak model invents until
+    max_tokens; a constant that becomes another."""
     schema = {"type": "object"}
     lenient = {"json": schema | {"x-guidance": SPACES | {"lenient": True}}}
     assert structure({"type": "text"}) == {}
@@ -313,7 +323,8 @@ def test_forms():
 
 
 def test_a_structure_has_no_stops_of_the_template():
-    """LLM.chat cut the text at the plain template's stop string, which the structure asked for."""
+    """Force a text with an empty line through LLM.chat. Catches: a text cut at the plain template's
+    stop string, which the structure asked for."""
     params = SamplingParams(structured_outputs={"regex": "yes\n\nno"}, max_tokens=20)
     llm = LLM(SHAKESPEARE, device="cpu", dtype="float32", num_blocks=20)
     (request,) = llm.chat([{"role": "user", "content": "Hi"}], params, use_tqdm=False)

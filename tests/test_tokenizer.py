@@ -52,7 +52,7 @@ def read(folder, config=None, **files):
 
 
 def train_sentencepiece(**options):
-    """A tiny model; the options are those of a Llama unless told otherwise."""
+    """Train a tiny model; the options are those of a Llama unless told otherwise."""
     model = io.BytesIO()
     llama = {
         "model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity",
@@ -70,7 +70,7 @@ LLAMA_SIZE = sentencepiece.SentencePieceProcessor(model_proto=LLAMA).vocab_size(
 
 
 def byte_level(*special, plain=(), bos=""):
-    """A tiny tokenizer.json as GPT-2, Llama 3 and Qwen have it."""
+    """Build a tiny tokenizer.json as GPT-2, Llama 3 and Qwen have it."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("Ġ", "c"), ("a", "t"), ("Ġc", "at")]
     vocab = {piece: i for i, piece in enumerate(alphabet + [a + b for a, b in merges])}
@@ -90,7 +90,7 @@ BARE = {"llama": {"tokenizer_model": LLAMA}, "gpt": {"tokenizer_json": GPT}}
 
 
 def metaspace():
-    """A tiny tokenizer.json as Llama 2 and Mistral have it, with LLAMA's vocabulary."""
+    """Build a tiny tokenizer.json as Llama 2 and Mistral have it, with LLAMA's vocabulary."""
     sp = sentencepiece.SentencePieceProcessor(model_proto=LLAMA)
     vocab = {sp.id_to_piece(i): i for i in range(sp.vocab_size())}
     # A higher score is an earlier merge, and sentencepiece numbers its pieces in that order.
@@ -108,7 +108,7 @@ def metaspace():
 
 
 def fast_twin(folder, **names):
-    """Hugging Face's reader of a folder's tokenizer.json."""
+    """Return Hugging Face's reader of a folder's tokenizer.json."""
     return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **NAMES | names)
 
 
@@ -130,7 +130,7 @@ FILES = {  # of each kind but the bundled one
 
 @pytest.fixture(scope="module")
 def kinds(tmp_path_factory):
-    """Tokenizers of each kind, and their folders: ours[kind], folder[kind]."""
+    """Read a tokenizer of each kind; return it with its folder, by kind."""
     root = tmp_path_factory.mktemp("tokenizers")
     folders = {name: write(root / name, NAMES, **each) for name, each in FILES.items()}
     folders["shakespeare"] = SHAKESPEARE
@@ -139,9 +139,9 @@ def kinds(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", [*SLOW, *FAST])
 def test_the_reference(kind, kinds):
-    """Bug: a text is encoded or decoded otherwise than the library that trained the model does, or
-    the normaliser, merges or decoder of tokenizer.json are not followed; "<s>" in a prompt is
-    spelled out as three characters, or shows in the output."""
+    """Encode and decode many texts, and compare with the library that trained the model. Catches: a
+    text encoded or decoded otherwise; the normaliser, merges or decoder of tokenizer.json not
+    followed; "<s>" in a prompt spelled out as three characters, or shown in the output."""
     ours, folder = kinds[kind]
     if kind in SLOW:
         theirs = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
@@ -164,17 +164,16 @@ def test_the_reference(kind, kinds):
 
 
 def added(first, *tokens):
-    """A tokenizer_config.json with tokens added from an id on."""
+    """Return a tokenizer_config.json with tokens added from an id on."""
     tokens = {str(first + i): {"content": t, "special": True} for i, t in enumerate(tokens)}
     return NAMES | {"added_tokens_decoder": tokens}
 
 
 def test_added_tokens(tmp_path):
-    """Bugs: "<|im" is found inside "<|im_start|>", as the shorter one is added first; a chat
-    model's ids lie beyond tokenizer.model, and decoding them crashes; one that tokenizer.model
-    holds as an ordinary piece shows in the output; as a regular expression "<|a|>" matches "<" or
-    nothing; an ordinary added word is not recognised; a mark of function calls or of a thought has
-    no text."""
+    """Encode and decode texts with added tokens of several kinds. Catches: "<|im" found inside
+    "<|im_start|>"; ids beyond tokenizer.model that crash decoding; an ordinary piece of it shown
+    though it is special; "<|a|>" as a regular expression; an added word not recognised; a mark of
+    calls or of a thought without text."""
     tokens = ("<|im", "<|im_start|>", "<|im_st")
     llama = read(tmp_path / "a", added(LLAMA_SIZE, *tokens), **BARE["llama"])
     for ours in (llama, read(tmp_path / "b", {}, tokenizer_json=byte_level(*tokens).to_str())):
@@ -197,10 +196,10 @@ def test_added_tokens(tmp_path):
 
 
 def test_bos_and_eos(tmp_path):
-    """Bug: BOS is added twice or not at all, or only where bos_token is written as a string; or a
-    config has a say where tokenizer.json has said it; `null` for bos_token (Qwen) becomes the id
-    None, or the text "None". llama2.c's folders have no config: without BOS another text comes out,
-    and an empty prompt is none. Llama 3's says nothing: tokenizer.json itself adds BOS."""
+    """Encode with each way to ask for BOS and EOS, and check the ids. Catches: BOS twice or not at
+    all, or only as a string; a config that overrules tokenizer.json, which adds Llama 3's BOS
+    itself; `null` (Qwen) read as the id None or the text "None"; a folder of llama2.c, without a
+    config, that gets no BOS."""
     forms = (str, lambda token: {"content": token, "lstrip": False})
     for row in product(BARE, (True, False, None), (True, False, None), forms):
         kind, add_bos, add_eos, form = row
@@ -247,9 +246,10 @@ DAMAGED = {
 
 
 def test_which_file_and_damaged_ones(kinds, tmp_path, monkeypatch):
-    """Bug: a half-downloaded file, a value of the wrong type, or no file at all ends in a
-    traceback. Of two files the poorer one is read, which lacks the chat tokens; without the extra,
-    an ImportError, or other ids from tokenizer.model."""
+    """Read each damaged file of DAMAGED, none at all, and two at once. Catches: a half-downloaded
+    file, or a value of the wrong type, that ends in a traceback; of two files the poorer one read,
+    which lacks the chat tokens; without the extra, an ImportError, or other ids from
+    tokenizer.model."""
     cases = [(file, content) for file, contents in DAMAGED.items() for content in contents]
     for i, (file, content) in enumerate(cases):
         others = {} if file.startswith("tokenizer_json") else BARE["llama"]
@@ -272,14 +272,14 @@ def test_which_file_and_damaged_ones(kinds, tmp_path, monkeypatch):
 
 
 def stream(tokenizer, prompt, ids):
-    """What each push gives out, and at the end the flush."""
+    """Return what each push gives out, and at the end the flush."""
     detokenizer = Detokenizer(tokenizer, prompt)
     return [*map(detokenizer.push, ids), detokenizer.push(None, last=True)]
 
 
 def check_stream(tokenizer, prompt, ids, marks=False):
-    """Streamed text is the plain text of all ids, less that of the prompt; whole characters leave
-    no marks, and nothing to flush."""
+    """Check that streamed text is the plain text of all ids, less that of the prompt; that whole
+    characters leave no marks, and nothing to flush."""
     before, whole = tokenizer.decode(prompt), tokenizer.decode(prompt + ids)
     assert whole.startswith(before)  # else this test asks for the impossible
     parts = stream(tokenizer, prompt, ids)
@@ -293,8 +293,9 @@ def check_stream(tokenizer, prompt, ids, marks=False):
 @settings(few, max_examples=60)
 @given(data=st.data())
 def test_streamed_text_is_the_decoded_text(kind, data, kinds):
-    """Bug: a space, half a character, or a mark of invalid bytes is lost, doubled or early. Of any
-    ids: bytes (valid UTF-8 or not), special ones, and some beyond the vocabulary."""
+    """Stream random ids (bytes, valid UTF-8 or not, special ones, some beyond the vocabulary), and
+    compare with plain decoding. Catches: a space, half a character, or a mark of invalid bytes that
+    is lost, doubled or early."""
     ours, _ = kinds[kind]
     n, usual = ours.vocab_size, ours.encode("é😀 the cat on the mat", add_special=False)
     others = st.sampled_from([*ours.special.values(), n, n + 70, *usual])
@@ -314,10 +315,10 @@ def test_streamed_text_is_the_decoded_text(kind, data, kinds):
 @example(prompt="the", text=" cat", special=True)
 @example(prompt="a\ufffd", text="a", special=False)
 def test_valid_text_streams_without_marks(kind, prompt, text, special, kinds):
-    """Bug: white space or a rare character is lost on the way to ids and back. A character of
-    several byte tokens is shown as U+FFFD, or is lost; the end of the prompt is shown again; the
-    window begins inside a character of the prompt, and a byte-fallback decoder marks all bytes up
-    to the next ordinary token."""
+    """Encode random texts, stream them, and compare. Catches: white space or a rare character lost
+    on the way to ids and back; a character of several byte tokens shown as U+FFFD, or lost; the
+    prompt's end shown again; a window that begins inside a character, so that all bytes up to the
+    next ordinary token become marks."""
     ours, _ = kinds[kind]
     if kind in ("llama", *FAST):
         assert ours.decode(ours.encode(text)) == text
@@ -330,10 +331,10 @@ def test_valid_text_streams_without_marks(kind, prompt, text, special, kinds):
 
 @pytest.mark.parametrize("kind", [*SLOW, *FAST])
 def test_what_a_decoder_drops_or_marks(kind, kinds):
-    """Bug: a decoder drops the space in front of its first word: "To be" + "or" is "To beor"; or
-    under --ignore-eos the EOS is the only context of the next word, which loses its space; or what
-    was shown last is only spaces. The first of four byte tokens is shown as a mark, or the last is
-    not shown. A U+FFFD the user typed is shown again; lone surrogates end in TypeError."""
+    """Stream a text cut at each token, after EOS, after spaces and within a character. Catches: the
+    space that a decoder drops in front of its first word ("To beor"), also behind EOS or spaces;
+    the first of four byte tokens shown as a mark, or the last not shown; a user's U+FFFD shown
+    again; a TypeError for surrogates."""
     ours, _ = kinds[kind]
     whole, the = ours.encode("the cat on the mat"), ours.encode("the")
     for cut in range(1, len(whole)):
@@ -362,7 +363,8 @@ def test_what_a_decoder_drops_or_marks(kind, kinds):
 
 
 def test_long_streams_stay_fast(kinds):
-    """Bug: each push decodes the whole text again, so a long answer takes quadratic time."""
+    """Stream long texts, and note how many ids each push decodes. Catches: a push that decodes the
+    whole text again, so that a long answer takes quadratic time."""
     (ours, _), lengths = kinds["llama"], []
 
     def push(prompt, ids):
@@ -438,8 +440,10 @@ REFUSED = [
 
 
 def test_template_is_sandboxed(tmp_path, monkeypatch):
-    """Bug: a checkpoint's template runs any Python, changes the conversation, never ends, or ends
-    in a traceback; str.format reaches attributes that the sandbox forbids elsewhere."""
+    """Render each template of REFUSED, which must fail and change nothing, and two that use
+    str.format. Catches: a checkpoint's template that runs any Python, changes the conversation,
+    never ends, or ends in a traceback; str.format that reaches attributes which the sandbox forbids
+    elsewhere."""
     monkeypatch.chdir(tmp_path)
     ours, chat = chatter(tmp_path / "model"), [dict(message) for message in CHATS[2]]
     for template in REFUSED:
@@ -458,10 +462,10 @@ def test_template_is_sandboxed(tmp_path, monkeypatch):
 
 
 def test_chat_templates(tmp_path):
-    """Bug: the newer chat_template.jinja loses to tokenizer_config.json; the first of several is
-    taken for the default. A base model gets no BOS, no turn to fill, or nothing to stop it. A
-    filter, function or white-space rule of Hugging Face's environment is missing; BOS is added to a
-    template that writes its own; what the user writes is rendered as a template."""
+    """Render chats by many templates, and compare the ids with Hugging Face's. Catches: the newer
+    chat_template.jinja ignored; the first of several taken for the default; a base model without
+    BOS, a turn to fill or a stop; a missing filter or white-space rule; BOS added to a template's
+    own; a user's words rendered as a template."""
     ours = chatter(tmp_path / "file", "old", **{"chat_template.jinja": "n\u00e9w"})
     assert ours.decode(ours.encode_chat(CHATS[0])) == "n\u00e9w"
     named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]

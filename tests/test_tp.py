@@ -100,7 +100,7 @@ def share_of(folder, rank, ranks, dtype=torch.float32):
 
 
 def at_once(ranks, work):
-    """work(rank) of every rank in a thread of its own, with exchanges between them."""
+    """Run work(rank) for every rank, in a thread of its own, with exchanges between them."""
     barrier, parts, here = threading.Barrier(ranks, timeout=60), [None] * ranks, threading.local()
 
     def exchange(x):
@@ -123,7 +123,7 @@ def at_once(ranks, work):
 
 
 def logits(model, mode, kv_dtype):
-    """Of 14 tokens, the second half as a chunk of its own."""
+    """Return the logits of 14 tokens, the second half as a chunk of its own."""
     if mode:
         quantize.quantize_model(model, mode, 8)
     generator, runner = torch.Generator().manual_seed(3), Runner(model, 4, 4, kv_dtype)
@@ -146,10 +146,10 @@ def distance(a, b):
     ],
 )  # fmt: skip
 def test_same_logits(folders, mode, kv_dtype, names):
-    """A slice that starts a head too early, a head that meets another's keys, a window or a norm
-    lost, a bias that each rank adds, words in the order of another rank, scales of other channels
-    than the integers, a tied head in 4 bits. An int8 cache may round to the other side; and on the
-    fly int8 has scales of its own for each rank's inputs: no worse."""
+    """Run the shares of a model in threads, and compare the logits with the whole model's. Catches:
+    a slice a head too early; keys of another head; a window or norm lost; a bias added by each
+    rank; words in another rank's order; scales of other channels; a tied head in 4 bits. int8
+    rounds otherwise, and may err no more."""
     for name in names:
         load = functools.partial(load_model, folders[name], "cpu", torch.float32)
         exact = want = logits(load(), "", "auto")
@@ -175,9 +175,10 @@ def kib(field):
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads /proc")
 def test_peak_memory_of_loading(folders, tmp_path):
-    """A state dict beside the model, or a rank that first builds or reads the whole model, and then
-    cuts it. Of 130 MB, a rank may hold its share, all of the embedding, and that as it is read. A
-    tenth and 8 MB are for pages."""
+    """Load a share and a whole model of 130 MB, and measure the peak memory. Catches: a state dict
+    beside the model; a rank that first builds or reads the whole model, and then cuts it. A rank
+    may hold its share and the embedding, and that once more as it is read; a tenth and 8 MB are for
+    pages."""
     sizes = {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8}
     sizes |= {"vocab_size": 16384, "intermediate_size": 4096, "num_hidden_layers": 2}
     folder = tiny_folder(tmp_path, torch_dtype="bfloat16", **sizes)
@@ -196,7 +197,7 @@ def test_peak_memory_of_loading(folders, tmp_path):
 
 
 def refused(folder, ranks, message):
-    """Loading fails on each rank, before any weight is read."""
+    """Check that loading fails on each rank, before any weight is read."""
     real, unread = weights.locate_tensors, lambda: pytest.fail("a weight was read")
     with pytest.MonkeyPatch.context() as m:
         files = lambda *args: {n: at._replace(read=unread) for n, at in real(*args).items()}  # noqa: E731
@@ -207,8 +208,9 @@ def refused(folder, ranks, message):
 
 
 def test_what_can_be_shared(folders, tmp_path, monkeypatch):
-    """A head cut in two, after minutes of reading; or what is packed along other dimensions. And
-    where all is well: a sum for each expert in place of one for all of them; or none, after the
+    """Load models that the ranks cannot share, which is refused at once; then count the sums of one
+    with experts. Catches: a head cut in two, after minutes of reading; packed weights cut where a
+    group is not; a sum for each expert in place of one for all of them; none, after the
     router's."""
     heads = lambda n, k, **more: dict(  # noqa: E731
         num_attention_heads=n, num_key_value_heads=k, head_dim=8, **more)  # fmt: skip
@@ -253,8 +255,9 @@ MISFITS = {  # what is stored in place of a tensor
 
 
 def test_weights_that_do_not_fit(folders, tmp_path):
-    """A slice has the size that is asked for whatever is stored: the weights of another model are
-    loaded without a word, filled up with zeros, or end in a ZeroDivisionError."""
+    """Load shares of folders with each misfit of MISFITS, which is refused. Catches: a slice with
+    the size that is asked for, whatever is stored: the weights of another model loaded without a
+    word, filled up with zeros, or ended in a ZeroDivisionError."""
     for name, changes in MISFITS.items():
         folder = folders["plain" if name.endswith(".weight") else "two kv heads int4"]
         tensors = load_file(folder / "model.safetensors")
@@ -284,8 +287,9 @@ def ctrl_c():
 
 
 def test_followers_do_the_same(folders, ctrl_c, monkeypatch):
-    """Half a message, or one without the forward that it announces, at whatever point Ctrl-C comes:
-    what is sent is played back, and must give a follower's cache the leader's content."""
+    """Press Ctrl-C at each broadcast in turn, play back to a follower what was sent, and compare
+    its cache with the leader's. Catches: half a message, or one without the forward that it
+    announces, at whatever point Ctrl-C comes."""
     model, params = load_model(folders["plain"]), replace(tp_worker.SAMPLED, n=3, max_tokens=3)
     sent, made = [], []
 
@@ -330,9 +334,10 @@ def test_followers_do_the_same(folders, ctrl_c, monkeypatch):
 
 
 def test_signals(ctrl_c, monkeypatch):
-    """Ctrl-C lost, the second one too, or taken for a failure, or the program deaf to it from then
-    on; a failure that a server takes for one request's. And a follower that ends before rank 0 has
-    printed, or while a server finishes its answers."""
+    """Press Ctrl-C and fail within what a leader and a follower run. Catches: Ctrl-C lost, the
+    second one too, or taken for a failure; a program deaf to it from then on; a failure that a
+    server takes for one request's; a follower that ends before rank 0 has printed, or while a
+    server finishes its answers."""
     monkeypatch.setattr(tp, "broadcast", lambda message: None)
     before = signal.getsignal(signal.SIGINT)
     for act, kind in ((press, KeyboardInterrupt), (fail, ConnectionError)):
@@ -386,10 +391,10 @@ CLOSED = RuntimeError("[/gloo/pair.cc:553] Connection closed by peer")
 
 
 def test_join(joining, monkeypatch):
-    """Followers that are never told to stop, or where they do not wait for it, or that stop each
-    other, or close their connections before they have told their error, or after others have told
-    that one is lost; a deadline for the next prompt; a group left open. Two ranks on one GPU, which
-    NCCL refuses; GPUs numbered by the rank over all machines."""
+    """Join and leave a group as each rank, with each error, and check what is done to it. Catches:
+    followers never told to stop, or that do not wait for it, stop each other, or leave before an
+    error is told; a deadline for the next prompt; a group left open; two ranks on one GPU; GPUs
+    numbered over all machines."""
     full = RuntimeError("out of memory")
     for rank, error, does in (
         (0, None, ["end"]), (1, None, []), (0, ConnectionError(), []), (1, CLOSED, []),
@@ -415,8 +420,8 @@ def test_join(joining, monkeypatch):
 
 
 def test_an_error_of_use(joining, monkeypatch):
-    """An error that only rank 1 has is told by none; or one that all have, of a rank that is lost,
-    by each; or its other noise."""
+    """Launch as each rank with an error, and check what it prints. Catches: an error of rank 1
+    alone that nobody tells; the loss of a rank told by each; a follower's other noise."""
 
     def run(error, *_):
         print("noise", file=sys.stderr)
@@ -441,8 +446,9 @@ def test_an_error_of_use(joining, monkeypatch):
 
 
 def test_variables_of_torchrun(monkeypatch):
-    """A traceback; an error that nobody sees, as by its RANK the process is not the first; a group
-    of one, which costs a port and an exchange for each forward."""
+    """Run with some of torchrun's variables, or with a group of one. Catches: a traceback; an error
+    that nobody sees, as by its RANK the process is not the first; a group of one, which costs a
+    port and an exchange for each forward."""
     for env in ("WORLD_SIZE=2", "RANK=x", "RANK=1", "WORLD_SIZE=2 RANK=0", "WORLD_SIZE=1 RANK=0"):
         with monkeypatch.context() as m:
             for each in env.split():
@@ -480,7 +486,7 @@ class Ranks:
 
     @property
     def said(self):
-        """What each has printed on stdout and stderr."""
+        """Return what each has printed on stdout and stderr."""
         return [tuple((self.folder / f"{kind}.{i}").read_text() for kind in OUTPUTS)
                 for i in range(len(self.started))]  # fmt: skip
 
@@ -559,10 +565,10 @@ FEW = ["batched", "n = 3", "draft", "interrupted"]
     ],
 )  # fmt: skip
 def test_same_tokens(folders, start, tmp_path, ranks, compiled, models, commands):
-    """A rank that ran something else, or did not copy a block, or was left behind by Ctrl-C; text
-    or statistics from every rank; an error from each, or from none; an end that is not sent, or
-    arrives in the middle of something. And a thread of gloo's that lets go of a tensor while Python
-    ends, which aborts the process, one time in ten, after all its work is done."""
+    """Run a table of paths and command lines on ranks of their own, and compare the tokens and
+    output with one process. Catches: a rank that runs something else, or stays behind at Ctrl-C;
+    text, or an error, from all or none; an end not sent or too early; a thread of gloo's that
+    aborts Python's end, one time in ten."""
     models = [(str(folders[name]), *rest) for name, *rest in models]
     (tmp_path / "cases").write_text(json.dumps([models, commands, compiled]))
     group = start("by hand", ranks, WORKER, "cases", tmp_path)
@@ -581,9 +587,10 @@ def test_same_tokens(folders, start, tmp_path, ranks, compiled, models, commands
     [("generate", 1, "start"), ("server", 0, "MLP"), ("server", 1, "copy_blocks")],
 )
 def test_a_rank_fails(start, program, who, fault):
-    """The others wait for a sum that never comes: out of memory on one of them, say. Or a
-    follower's error is thrown away: what is left is that contact was lost. A server's requests get
-    no answer, for ever, and it still says that it is well."""
+    """Let a rank raise MemoryError at the start, in a forward or in a copy, and check how all of
+    them end. Catches: others that wait for a sum that never comes; a follower's error thrown away,
+    so that only a lost contact is told; a server that answers no more, and still says that it is
+    well."""
     argv = ("--port", 0) if program == "server" else (*LONG, "--num-samples", 2)
     ranks = start("by hand", 2, WORKER, "fault", who, fault, program, *argv)
     if program == "server":
@@ -601,8 +608,9 @@ def test_a_rank_fails(start, program, who, fault):
 
 @pytest.mark.slow
 def test_torchrun_and_deaths(start):
-    """A command line proper; and an error that each rank has, which nobody tells; ranks that wait
-    for those who failed, or for one that was killed."""
+    """Run torchrun with good and bad command lines, and kill a rank. Catches: another output than
+    one process has; an error that each rank has, and that nobody tells; ranks that wait for those
+    who failed, or for one that was killed."""
     for argv in (SOME, (*SOME, "--checkpoint", "/nowhere"), (*SOME, "--max-seq-len", "3")):
         ranks, want = start("torchrun", 2, PROGRAM, *argv), tp_worker.captured(argv)
         assert bool(ranks.end()[0]) == bool(want[0])
@@ -622,9 +630,10 @@ def test_torchrun_and_deaths(start):
 
 @pytest.mark.slow
 def test_ctrl_c(start):
-    """The text so far lost, a traceback, ranks that are left behind or that end too early for rank
-    0 to print, or that call this a lost contact. At a terminal torchrun alone gets Ctrl-C, as its
-    ranks have sessions of their own, and hands it on."""
+    """Press Ctrl-C while ranks write, under torchrun and by hand. Catches: the text so far lost; a
+    traceback; ranks left behind, or that end too early for rank 0 to print, or that call it a lost
+    contact. (At a terminal torchrun alone gets Ctrl-C, as its ranks have sessions of their own, and
+    hands it on.)"""
     for how in ("torchrun", "by hand"):
         ranks = start(how, 2, PROGRAM, *LONG)
         pids = ranks.speak()
@@ -648,7 +657,7 @@ def ip(*words):
 
 
 class Machines(Ranks):
-    """Two of them."""
+    """Two machines, each with one rank."""
 
     def __init__(self, folder):
         super().__init__(folder)
@@ -684,7 +693,7 @@ class Machines(Ranks):
         )  # fmt: skip
 
     def errors(self, i):
-        """Lines of ours; torchrun has many of its own."""
+        """Return the lines of ours; torchrun has many of its own."""
         return re.findall(r"^\w+\.py: error: .*$", self.said[i][1], re.M)
 
 
@@ -701,8 +710,9 @@ def machines(tmp_path):
 
 @pytest.mark.nightly
 def test_two_machines(machines, tmp_path):
-    """Another text than one process has, or on both machines; or the first gives up on a second
-    that comes 10 s late, or refuses it, as its checkpoint lies elsewhere."""
+    """Run one model on two machines, where the second comes 10 s late and has its checkpoint
+    elsewhere. Catches: another text than one process has, or a text on both machines; a first
+    machine that gives up on the second, or refuses it."""
     machines.begin(*SOME)
     time.sleep(10)
     machines.begin(*SOME, "--checkpoint", shutil.copytree(SHAKESPEARE, tmp_path / "copy"))
@@ -714,7 +724,8 @@ def test_two_machines(machines, tmp_path):
 @pytest.mark.nightly
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_machine_dies(machines, who):
-    """The other one waited for it for ever; or ended without a word of ours."""
+    """Kill all processes of one of two machines. Catches: another one that waits for it for ever,
+    or ends without a word of ours."""
     for _ in range(2):
         machines.begin(*LONG)
     for pid in machines.speak()[who]:

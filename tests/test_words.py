@@ -26,7 +26,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module", params=FILES)
 def served(request, tmp_path_factory):
-    """A server over a tokenizer, and a random model of as many words."""
+    """Start a server over a tokenizer, and a random model of as many words."""
     config = NAMES | {"chat_template": TEMPLATE, "add_bos_token": True}
     folder = write(tmp_path_factory.mktemp("words") / "words", config, **FILES[request.param])
     words = Tokenizer(folder)
@@ -58,9 +58,9 @@ WISHES = [  # and whether a text is right
 
 
 def test_structures(served, monkeypatch):
-    """A forced text was spelt with a space in front, or without the one at its end: 500 for every
-    schema; or half an answer that says "stop"; or in the longest pieces where the tokenizer has
-    other words."""
+    """Force a text by each structure of WISHES, and check that it is right and how it is spelt.
+    Catches: a space in front of a forced text, or none at its end, so that every schema got a 500;
+    half an answer that says "stop"; the longest pieces where the tokenizer has other words."""
     for wish, is_right in WISHES:
         body = {"prompt": "a dog", "structured_outputs": wish, "temperature": 1.5, "n": 4,
                 "max_tokens": 60, "seed": 1}  # fmt: skip
@@ -83,8 +83,9 @@ def test_structures(served, monkeypatch):
 
 @pytest.mark.parametrize("temperature", [0, 1.5])
 def test_answers(served, temperature):
-    """The same text whole and streamed, and as the plain loop makes it; echo, with the texts of the
-    tokens, which join to it; a chat template's special tokens spelt as text, or a BOS too many."""
+    """Ask for texts whole, streamed, echoed and as a chat, and compare with the plain loop.
+    Catches: a stream that is another text; texts of tokens that do not join to the echo; a chat
+    template's special tokens spelt as text, or a BOS too many."""
     words, model = served.words, served.engine.model
     fields = {"temperature": temperature, "seed": 5, "max_tokens": 24, "ignore_eos": True}
     for prompt in ("the cat", "   "):

@@ -14,7 +14,7 @@ from model import Config, Transformer
 
 
 def random_model(**changes: Any) -> Transformer:
-    """A model whose next token depends strongly on all that it sees."""
+    """Build a model whose next token depends strongly on all that it sees."""
     sizes = {
         "vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2,
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "eos_ids": (0,),
@@ -36,7 +36,7 @@ SLIDING = random_model(
 
 
 def noisy(model, amount: float):
-    """A draft that is right now and then."""
+    """Return a draft that is right now and then."""
     draft, generator = copy.deepcopy(model), torch.Generator().manual_seed(3)
     for parameter in draft.parameters():
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
@@ -58,7 +58,7 @@ TINY = {
 
 
 def tiny_folder(folder: Path, **changes: Any) -> Path:
-    """A checkpoint of random weights, norms and biases included."""
+    """Write a checkpoint of random weights, norms and biases included."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(TINY | changes))
     config = load_config(folder)

@@ -40,7 +40,8 @@ GREEDY = replace(SAMPLED, temperature=0)
 
 
 def run_interrupted(model, jobs, **options):
-    """Ctrl-C between a message and what it announces; then everything once more, as in a chat."""
+    """Press Ctrl-C between a message and what it announces; then run everything once more, as in a
+    chat."""
     engine = ways.make(model, **options)
     for _ in range(2):
         requests = [engine.add_request(ids, replace(params, n=3)) for ids, params in jobs]
@@ -63,7 +64,7 @@ ROWS = {  # name -> parameters, the way, its options
 
 
 def run(model, runner, row):
-    """The tokens of each prompt."""
+    """Return the tokens of each prompt."""
     params, way, options = ROWS[row]
     counts, send = Counter(), tp.broadcast
     options = {"max_seq_len": 64, "runner": runner} | options
@@ -84,7 +85,8 @@ def run(model, runner, row):
 
 
 def captured(argv):
-    """Exit status, stdout and stderr of a command line, less the seconds of the statistics."""
+    """Return exit status, stdout and stderr of a command line, less the seconds of the
+    statistics."""
     out, err = io.StringIO(), io.StringIO()
     with mock.patch.multiple(sys, stdout=out, stderr=err, __stderr__=err):
         code = generate.main([*argv])
@@ -92,7 +94,7 @@ def captured(argv):
 
 
 def join():
-    """What begin.launch does: alone, there is nobody to join."""
+    """Do what begin.launch does: alone, there is nobody to join."""
     return meeting.join(CPU) if "RANK" in os.environ else contextlib.nullcontext(Ranks(CPU))
 
 
