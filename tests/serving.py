@@ -92,7 +92,7 @@ def read(connection: http.client.HTTPConnection) -> Answer:
 
 
 class Client:
-    """Talks to a port of this machine."""
+    """Talk to a port of this machine."""
 
     port: int
 
@@ -100,7 +100,8 @@ class Client:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
 
     def send(self, method: str, path: str, body: Any = None, on=None, **headers: str) -> Answer:
-        """Args: body: JSON, or bytes as they are. on: a connection, which opens anew each time."""
+        """Send a request, and return the answer. Args: body: JSON, or bytes as they are. on: a
+        connection, which opens anew each time."""
         if body is not None:
             headers = {"Content-Type": "application/json"} | headers
             body = body if isinstance(body, bytes) else json.dumps(body)

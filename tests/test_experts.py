@@ -46,8 +46,8 @@ def routed(mlp, x):
 def test_router_equals_transformers():
     """Compare the experts that the router chooses, and their weights, with those of Mixtral and
     Qwen3-MoE in transformers. Catches: a softmax in bfloat16, where eight bits make ties of what
-    are none; weights that add up to 1 where they should not; of equally good experts others than
-    transformers takes."""
+    are none; weights that add up to 1 where they should not; among equally good experts, others
+    than transformers takes."""
     for theirs, norm, dtype, ties in itertools.product(
         (MixtralTopKRouter, Qwen3MoeTopKRouter), (True, False), (torch.float32, torch.bfloat16),
         (False, True),

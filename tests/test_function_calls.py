@@ -353,7 +353,7 @@ def test_required(server: Local, monkeypatch: pytest.MonkeyPatch, stream: bool) 
 def test_calls_are_found_in_the_text(server: Local, stream: bool) -> None:
     """Make the model write each of REPLIES, by a grammar with only one choice, and compare the text
     and the calls that the client gets. (All at once is faster.) Catches: a call that is not found,
-    or text that is; more of a stream held back than what may become a tag."""
+    or a text taken for one; more of a stream held back than what may become a tag."""
     with ThreadPoolExecutor(len(REPLIES["hermes"])) as pool:
         jobs = [
             pool.submit(ask, server, stream, **says(text), max_tokens=400)

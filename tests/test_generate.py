@@ -89,7 +89,7 @@ def cli(capsys, monkeypatch):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A copy of the bundled model to change."""
+    """Copy the bundled model, to change it."""
     return shutil.copytree(SHAKESPEARE, tmp_path / "model")
 
 
@@ -99,7 +99,8 @@ def ids_of(result):
 
 
 def fails(result, pattern="", usage=False):
-    """An error of use: one line that says what is wrong, exit status 2, and nothing on stdout."""
+    """Check an error of use: one line that says what is wrong, exit status 2, and nothing on
+    stdout."""
     assert (result.code, result.out) == (2, ""), result
     last = result.err.splitlines()[-1]
     assert re.match(r"generate\.py: error: \S", last) and re.search(pattern, last), result.err

@@ -254,10 +254,10 @@ BODIES = "return new Set(last.running.map(row => row.name.split('-')[1])).size"
 
 
 def test_crowd(page, local, slow):
-    """Send the crowd of sixteen prompts, watch tables and drawing, and stop it. Catches: one prompt
-    that ran, or six, as each took a connection, or all at once with nothing to share; blocks that
-    never change, rows that stay; 0 tokens/s while twelve ran; Stop for the text alone; strangers
-    that look shared; headings of nothing."""
+    """Send the crowd of sixteen prompts, watch the tables and the drawing, and stop it. Catches:
+    one prompt that ran, or six, for want of connections; all sent at once, with nothing to share;
+    blocks that never change, rows that stay; 0 tokens/s while twelve ran; Stop for the text alone;
+    strangers drawn as sharing; headings of nothing."""
     canvas = "return document.getElementById('blocks').toDataURL()"
     until(lambda: page.numbers().get("running") == "0")
     empty = page.js(canvas)

@@ -217,8 +217,9 @@ FILTERS = [  # keep_likeliest selects 256 by default
 
 def test_selecting_gives_what_sorting_gives(monkeypatch):
     """Filter many distributions by selecting the likeliest, and compare with a sort of all.
-    Catches: of equals at a border others kept than by a stable sort; a token that was not selected
-    and is lost; a mass of the selected alone; one row's sort that changes its neighbours."""
+    Catches: other tokens kept than by a stable sort, among equals at a border; a token lost that
+    was not selected; a mass of the selected tokens alone; one row's sort that changes its
+    neighbours."""
     kinds = some_distributions(5000)
     table = [(name, SamplingParams(**each)) for each in FILTERS for name in kinds]
     probs, params = torch.stack([kinds[name] for name, _ in table]), [p for _, p in table]
@@ -308,9 +309,9 @@ def test_rows_are_independent(batch, data):
 
 
 def test_many_rows_are_sampled_as_one_by_one():
-    """Sample 19 rows at once, on two threads, and compare with one by one. Catches: where all take
-    the likeliest, another one of several that tie; eight sequences at a time, a setting or a random
-    number of another one's."""
+    """Sample 19 rows at once, on two threads, and compare with one by one. Catches: where all rows
+    take the likeliest, another one of several that tie; a setting or a random number of another
+    row, where rows are sampled eight at a time or on two threads."""
     V = 40_000
     torch.set_num_threads(2)  # the fixture sets it back
     for dtype in (torch.float32, torch.bfloat16):

@@ -276,8 +276,8 @@ def test_a_step_costs_no_more_where_many_wait():
 def test_kv_memory(monkeypatch):
     """Compute how many blocks fit into memories of several sizes, with a draft and without.
     Catches: a factor forgotten: keys and values, layers, heads, the item's size; a pool larger than
-    all sequences can use; a draft's keys and values on top; a byte that counts as all of the free
-    memory, and half a byte as half."""
+    all sequences can use; a draft's keys and values on top; 0.5, half of the free memory, taken for
+    half a byte."""
     layer = 2 * 4 * 1 * 8 * 8  # k and v, tokens, heads, head dim, float64
     block = 2 * layer  # two layers
     for blocks, most in ((10, 10), (10.9, 10), (1000, 24)):

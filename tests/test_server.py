@@ -269,14 +269,14 @@ def test_openais_errors(local, monkeypatch):
 def test_chunks(local):
     """Read the chunks of streams, also while tokens come, and of tokens that are bytes. Catches: a
     usage that nobody asked for; a token that came between the reading of the others and the count
-    of them, and was never sent; bytes that are no characters in one entry."""
+    of them, and was never sent; bytes that are no characters, all under one entry."""
     for options in ({}, {"include_usage": None}, {"new": 1}):
         body = SHORT | {"stream": True, "stream_options": options}
         *chunks, done = local.post(COMPLETIONS, body).events
         assert done == "[DONE]" and not any("usage" in chunk for chunk in chunks)
 
     class Growing(list):
-        """One more comes whenever they are read, as from the engine's thread."""
+        """A list in which one more comes whenever it is read, as from the engine's thread."""
 
         def __getitem__(self, at):
             part = super().__getitem__(at)
@@ -377,7 +377,7 @@ def test_thoughts(local, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_stop", ())
 
     def messages(key="message", **more):
-        """The parts of the second output."""
+        """Return the parts of the second output."""
         answer = local.post(CHAT, fields | more)
         parts = [json.loads(event) for event in answer.events[:-1]] or [answer.json]
         choices = [choice for part in parts for choice in part["choices"]]

@@ -22,8 +22,8 @@ def threads():
 def test_the_rule(threads, monkeypatch, tmp_path):
     """Ask for threads by flags, a variable and models of several sizes, and count them. Catches:
     two threads over a small model, which make 10 tokens a second in place of 400 on a busy machine;
-    a rule that overrides the user, or that nothing calls; a large model with one thread; a tied one
-    of 20 MB that counts as large; our time counted as others'."""
+    a rule that overrides the user, or that nothing calls; one thread for a large model; many for a
+    tied one of 20 MB; this process's time counted as others'."""
     monkeypatch.setattr(machine, "ALL_THREADS", 6)
     monkeypatch.setattr(machine, "allowed_threads", lambda: 5)
     for asked, variable, weights, expected in (

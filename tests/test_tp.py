@@ -565,10 +565,10 @@ FEW = ["batched", "n = 3", "draft", "interrupted"]
     ],
 )  # fmt: skip
 def test_same_tokens(folders, start, tmp_path, ranks, compiled, models, commands):
-    """Run a table of paths and command lines on ranks of their own, and compare the tokens and
-    output with one process. Catches: a rank that runs something else, or stays behind at Ctrl-C;
-    text, or an error, from all or none; an end not sent or too early; a thread of gloo's that
-    aborts Python's end, one time in ten."""
+    """Run a table of paths and command lines on several ranks, and compare tokens and output with
+    one process. Catches: a rank that runs something else, or stays behind at Ctrl-C; text from
+    every rank, an error from each or from none; an end not sent or too early; a thread of gloo's
+    that aborts Python's end, one time in ten."""
     models = [(str(folders[name]), *rest) for name, *rest in models]
     (tmp_path / "cases").write_text(json.dumps([models, commands, compiled]))
     group = start("by hand", ranks, WORKER, "cases", tmp_path)
