@@ -36,7 +36,7 @@ def pretend(processor: Processor) -> None:
     has_bfloat16 = torch.cpu._is_avx512_bf16_supported() and torch.cpu._is_vnni_supported()
     can = dict.fromkeys(processor.can.split(), True)
     if has_bfloat16 and not torch.cpu.get_capabilities().get("avx512_fp16"):
-        can.pop("avx512_fp16", None)  # play() is not needed for the others, and AMD has all but this
+        can.pop("avx512_fp16", None)  # AMD lacks it, and play() is for those that lack more
     torch.cpu.get_capabilities = lambda: can
     torch.backends.cpu.get_cpu_capability = processor.aten.upper
     from around.fast import packed  # it asks when it is imported

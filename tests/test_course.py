@@ -160,7 +160,7 @@ def test_the_chinese_pages():
             assert sorted(here) == sorted(there), page
 
 
-# What each page says in words of the counts that its script returns.
+# Lines of a page whose figures are times, which differ from run to run.
 TIMED = r"^(milliseconds|seconds|times as|.* over [\d.]+ s\n|On average a forward takes)"
 
 
