@@ -54,7 +54,7 @@ from serving import (
 
 import sampling
 import server as server_module
-from around.api import front, listen_at, serve
+from around.api import front, http1, listen_at, serve
 from around.api.answers import Choice, demand
 from around.api.front import Handler
 from around.api.function_calls import NO_TOOLS, Reader
@@ -233,6 +233,8 @@ def test_what_else_a_client_sees(local, capfd):
     Catches: a model that cannot be found; a header missing from docs/serving.md; streams of several
     clients that got each other's text, as the sixty-fifth file descriptor was one too many."""
     (listed,) = local.client.models.list().data
+    assert local.client.models.retrieve(listed.id) == listed
+    local.get("/v1/models/other").fails(404)
     assert (listed.id, listed.object, listed.owned_by) == ("shakespeare", "model", "kilolm")
     assert abs(listed.created - time.time()) < 600 and listed.max_model_len == 1024
     text = (ROOT / "docs" / "serving.md").read_text().replace(":8000", f":{local.port}")
@@ -274,6 +276,10 @@ def test_chunks(local):
         body = SHORT | {"stream": True, "stream_options": options}
         *chunks, done = local.post(COMPLETIONS, body).events
         assert done == "[DONE]" and not any("usage" in chunk for chunk in chunks)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, done = local.post(COMPLETIONS, body | {"stream_options": options}).events
+    counts = [json.loads(chunk)["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[0] < counts[-1] == SHORT["max_tokens"], counts
 
     class Growing(list):
         """A list in which one more comes whenever it is read, as from the engine's thread."""
@@ -555,15 +561,18 @@ def old(data):
 STREAM, EXPECT = SHORT | {"stream": True}, "Expect: 100-continue\r\n"
 DATA = json.dumps(SHORT).encode()
 CHUNKS = b"".join(b"%X\r\n%s\r\n" % (len(each), each) for each in (DATA[:1], DATA[1:], b""))
+EXTENDED = re.sub(rb"(?m)^([0-9A-F]+)\r", rb'\1 ;name="a b"\r', CHUNKS)  # each chunk
 ROOM = 200_000 - len(json.dumps({"user": ""} | SHORT))  # --max-body
 RAW = {  # the status of the only answer -> what is sent; 0: any status below 500
     200: (
         GET.replace(b"Host", b"a: b\r\n" * 90 + b"Host"), GET.replace(b"health", b"health?a=b"),
         GET.replace(b"Host", b"a: " + b"b" * 60_000 + b"\r\nHost"),
+        GET.replace(b"/health", b"http://a.test:80/health"),  # as to a proxy
         GET.replace(b"Host: localhost\r\n", b""), post().replace(b"Content-", b"cONTENT-"),
         *(post().replace(JSON, kind) for kind in (JSON + b"; charset=utf-8", JSON.upper())),
         *(post(CHUNKS, head)
           for head in (CHUNKED, CHUNKED.lower(), CHUNKED.replace("\r", " \r"))),
+        post(EXTENDED, CHUNKED),
         old(post()), old(post(STREAM)), post(STREAM), post({"user": "a" * ROOM} | SHORT),
         post(head=EXPECT), old(post(head=EXPECT)),
         # Any web page can post a text to this server, and the text was executed as a request.
@@ -572,7 +581,7 @@ RAW = {  # the status of the only answer -> what is sent; 0: any status below 50
     ),
     400: (
         b"\x00\xff\x16\x03\x01\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
-        b"\r\n", b"PRI * HTTP/2.0\r\n\r\n", b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n",
+        b"\r\n", b"PRI * HTTP/2\r\n\r\n",
         *(post(data, EXPECT + CHUNKED) for data in (
             b"\r\n\r\n", b"-1\r\n{}\r\n0\r\n\r\n", b"0\r\n\r\n", b"1\r\n{}\r\n0\r\n\r\n")),
     ),
@@ -588,6 +597,7 @@ RAW = {  # the status of the only answer -> what is sent; 0: any status below 50
     ),
     415: (post().replace(b"Content-Type: application/json\r\n", b""), post().replace(JSON, PLAIN)),
     431: (
+        b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n",
         b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n",
         # By http.server's own limits, 6 MB of such headers kept it busy for seven seconds.
         b"GET / HTTP/1.1\r\n" + (b"a: " + b"\rb:" * 5000 + b"\r\n") * 90,
@@ -651,8 +661,9 @@ def test_paths(local, monkeypatch, tmp_path):
     for method in ("GET", "PUT", "DELETE", "OPTIONS", "TRACE"):
         assert "POST" in local.send(method, CHAT).fails(405)
     for path in ("/", "/health", "/metrics", "/engine", "/v1/models", "/nothing", COMPLETIONS):
-        assert path == "/nothing" or local.send("HEAD", path).status == 405  # as in vLLM
         head = local.get(path)
+        bare = local.send("HEAD", path)
+        assert (bare.status, bare.data) == (head.status, b"") and bare.headers["Content-Length"]
         assert head.status == {"/nothing": 404, COMPLETIONS: 405}.get(path, 200)
         assert head.headers["Allow"] and head.headers["X-Content-Type-Options"] == "nosniff"
         found = head.headers["X-Frame-Options"], head.headers["Cache-Control"]
@@ -778,7 +789,7 @@ def test_queue(local, monkeypatch):
     gauges = until(lambda: (m := local.metrics())["num_requests_waiting"] == 2 and m)
     assert gauges["num_requests_running"] == 8 and 0 < gauges["kv_cache_usage_perc"] <= 1
     answer = local.post(COMPLETIONS, {**fields, "prompt": ["a", "b"]})  # one too many
-    assert re.search(r"\b4\b.*\b3\b", answer.fails(429))
+    assert re.search(r"\b4\b.*\b3\b", answer.fails(429)) and answer.headers["Retry-After"] == "1"
     connections.append(local.begin(fields))
     until(lambda: len(local.engine.waiting) == 3)
     local.post(CHAT, {"messages": HI}).fails(429)
@@ -875,12 +886,17 @@ def test_slow_clients(make_local, monkeypatch, capfd):
     local.settle()
     capfd.readouterr()
     monkeypatch.setattr(front.Handler, "timeout", 0.5)
+    monkeypatch.setattr(http1, "HEAD_SECONDS", 0.5)
     stream = post(LONG | {"logprobs": 20, "n": 8, "stream": True})
     never = [connect(local, each) for each in (b"", b"GET / HTTP/1.1\r\n", post()[:-1])]
     never += [connect(local, stream, 4096) for _ in range(2)]
     ended = local.server.metrics.ended["request_success_total"]
     until(lambda: ended['{finished_reason="abort"}'] == 16)
     assert [receive(each) for each in never[:3]] == [b""] * 3
+    with pytest.raises(OSError), connect(local, b"GET /") as dripping:  # noqa: PT012
+        for _ in range(50):  # five seconds
+            time.sleep(0.1)
+            dripping.sendall(b"a")
     assert capfd.readouterr().err == f"'POST {COMPLETIONS}' 200\n" * 2
     for each in never:
         each.close()

@@ -182,12 +182,13 @@ class Handler(Exchange):
     def route(self) -> None:
         """Check the head of the request, and call the function that answers it."""
         self.check_host()
-        method, _, path = self.asked.partition(" ")
+        asked = self.asked.replace(f"/v1/models/{self.server.api.name}", "/v1/models/NAME")
+        method, _, path = asked.partition(" ")
         demand(path in METHODS, 404, f"there is no {path:.100}: there are {', '.join(METHODS)}")
         demand(method == METHODS[path], 405, f"{path} takes {METHODS[path]}, not {method}")
         if path not in ("/", "/health"):
             self.check_key()
-        ROUTES[self.asked](self)
+        ROUTES[asked](self)
 
     # --- What is answered -------------------------------------------------------------------------
 
@@ -275,7 +276,8 @@ class Handler(Exchange):
         engine = self.server.engine
         num_waiting = len(engine.queue) + len(self.server.incoming) + num_new - engine.max_num_seqs
         most = self.server.args.max_queue
-        demand(num_waiting <= most, 429, f"{num_waiting} would wait, --max-queue is {most}")
+        way_out = f"{num_waiting} requests would wait, and {most} may: try again in a moment"
+        demand(num_waiting <= most, 429, f"the server is busy: {way_out}")
 
 
 ROUTES = {
@@ -287,6 +289,7 @@ ROUTES = {
     ),
     "GET /engine": Handler.send_snapshot,
     "GET /v1/models": lambda c: c.send({"object": "list", "data": [c.server.api.model]}),
+    "GET /v1/models/NAME": lambda c: c.send(c.server.api.model),
     "POST /v1/completions": lambda c: c.complete(chat=False),
     "POST /v1/chat/completions": lambda c: c.complete(chat=True),
 }

@@ -20,7 +20,7 @@ from contextlib import suppress
 from email.message import Message
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
-from io import BytesIO
+from io import BufferedReader, BytesIO
 from typing import Any
 
 from around.api.answers import Problem, demand
@@ -40,6 +40,19 @@ X-Frame-Options: DENY
 """
 JSON_TYPE = "application/json"
 EVENTS = "text/event-stream"
+HEAD_SECONDS = 10  # in which a client must send the head
+BODY_RATE = 2**17  # bytes a second: a client has that many more seconds for the body
+
+
+class Timed(socket.SocketIO):
+    """What a client sends until `deadline`, on time.monotonic's clock. The socket's own timeout
+    holds for each read: a client that sends a byte now and then would keep its thread."""
+
+    deadline = 0.0
+
+    def readinto(self, buffer: Any) -> int | None:
+        self._sock.settimeout(max(1e-3, self.deadline - time.monotonic()))  # type: ignore
+        return super().readinto(buffer)
 
 
 class Exchange(BaseHTTPRequestHandler):
@@ -60,7 +73,7 @@ class Exchange(BaseHTTPRequestHandler):
 
     server: Any
     protocol_version = "HTTP/1.1"  # so parse_request answers `Expect: 100-continue`
-    timeout = 75  # seconds that a client may be silent, or take to read a part of an answer
+    timeout = 75  # seconds that a client may take to read a part of an answer
     disable_nagle_algorithm = True  # or a small event would wait until the last one is acknowledged
     headers = Message()
     command = asked = ""
@@ -73,26 +86,30 @@ class Exchange(BaseHTTPRequestHandler):
     def read_head(self) -> None:
         """Read the first line and the headers. Raises ConnectionError if the client leaves before
         their end."""
-        if self.connection.recv(1, socket.MSG_PEEK) == b"\x16":  # a TLS hello, which has no lines
+        self.timed = Timed(self.connection, "r")
+        self.timed.deadline = time.monotonic() + HEAD_SECONDS
+        reader = BufferedReader(self.timed)
+        if reader.peek()[:1] == b"\x16":  # a TLS hello, which has no lines
             raise Problem(400, "this server speaks HTTP without TLS: use http://")
         head = line = b""
         while line not in (b"\r\n", b"\n"):
-            line = self.rfile.readline(2**16)
+            line = reader.readline(2**16)
             if not line:
                 raise ConnectionError
             head += line
             demand(len(head) < 2**16, 431, "the headers are over 64 KiB")
         # By itself, parse_request takes up to 6 MB, with which it can be busy for seconds.
-        reader = self.rfile
         self.rfile = BytesIO(head)
         self.raw_requestline = self.rfile.readline()
-        is_request = self.parse_request()
+        demand(self.parse_request(), 400, "this is not an HTTP/1 request")
         self.rfile = reader
-        demand(is_request, 400, "this is not an HTTP/1 request")
-        self.asked = f"{self.command} {self.path.partition('?')[0]}"
+        # Proxies may ask for a whole URL.
+        path = re.sub("^https?://[^/]*", "", self.path).partition("?")[0]
+        self.asked = f"{self.command.replace('HEAD', 'GET')} {path}"
 
     def send_error(self, *args: Any) -> None:
-        """parse_request calls this before it returns False. The answer is read_head's."""
+        """Raise a Problem: parse_request calls this, for more than 100 headers for example."""
+        raise Problem(args[0], f"this is not an HTTP/1 request: {args[1]}")
 
     def read_json(self) -> JSON:
         """Read the body, which must be a JSON object."""
@@ -125,9 +142,10 @@ class Exchange(BaseHTTPRequestHandler):
         data = bytearray()  # with bytes, each += would copy everything read so far
         size = 1
         while size:
-            line = self.rfile.readline(12)
-            demand(re.fullmatch(rb"[0-9A-Fa-f]{1,8}\r\n", line), 400, "a chunk has no size")
-            size = int(line, 16)
+            line = self.rfile.readline(2**12)  # the size, and perhaps an extension
+            found: Any = re.match(rb"([0-9A-Fa-f]{1,8})[ \t]*(;.*)?\r\n", line)
+            demand(found, 400, "a chunk has no size")
+            size = int(found[1], 16)
             self.check_size(len(data) + size)
             data += self.rfile.read(size + 2)[:-2]
         return data
@@ -136,6 +154,7 @@ class Exchange(BaseHTTPRequestHandler):
         """Raise a Problem if a body is longer than --max-body."""
         most = self.server.args.max_body
         demand(size <= most, 413, f"the body has {size} bytes, --max-body is {most}")
+        self.timed.deadline = time.monotonic() + HEAD_SECONDS + size / BODY_RATE
 
     def check_client(self) -> None:
         """Raise ConnectionError if the client has left. Then what it sends ends. As in uvicorn, one
@@ -165,7 +184,7 @@ class Exchange(BaseHTTPRequestHandler):
         if not self.has_begun:
             self.has_begun = True
             head = self.head(status, content_type, len(body))
-        self.wfile.write(head + body)
+        self.wfile.write(head if self.command == "HEAD" else head + body)
         self.sent_at = time.monotonic()
 
     def head(self, status: int, content_type: str, size: int) -> bytes:
@@ -175,10 +194,13 @@ class Exchange(BaseHTTPRequestHandler):
             size: bytes of the body; a stream's answer does not name it.
         """
         self.log(status)
+        self.connection.settimeout(self.timeout)
         head = (
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\n{HEADERS}"
             f"Content-Type: {content_type}\n"
         )
+        if status in (429, 503):
+            head += "Retry-After: 1\n"
         if content_type != EVENTS:
             head += f"Content-Length: {size}\n"
         return f"{head}\n".replace("\n", "\r\n").encode("latin-1")
