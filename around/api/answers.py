@@ -96,16 +96,13 @@ class Completion:
             if self.stream:
                 for choice in self.choices:
                     new = choice.take_new()
-                    if new:
-                        yield self.json([new], False)
-        if not self.stream:
-            yield self.json([choice.take_new() for choice in self.choices], True)
-        elif self.fields["include_usage"]:
-            yield self.json([], True)
-
-    def json(self, choices: list, with_usage: bool) -> JSON:
-        usage = {"usage": self.usage()} if with_usage else {}
-        return self.base | {"choices": choices} | usage
+                    if new and self.fields["continuous_usage_stats"]:
+                        yield self.base | dict(choices=[new], usage=self.usage())
+                    elif new:
+                        yield self.base | dict(choices=[new])
+        rest = [] if self.stream else [choice.take_new() for choice in self.choices]
+        if self.fields["include_usage"]:
+            yield self.base | dict(choices=rest, usage=self.usage())
 
     def usage(self) -> JSON:
         """Count the tokens so far."""

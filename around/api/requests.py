@@ -157,8 +157,9 @@ def translate(given: JSON, chat: bool) -> JSON:
     for name, only in UNSUPPORTED.items():
         if name in fields:
             supported(name, fields[name], only)
+    # A whole answer always has the usage.
     for name in ("include_usage", "continuous_usage_stats"):
-        wants_usage = fields["stream_options"].get(name) or False
+        wants_usage = fields["stream_options"].get(name) or not fields["stream"]
         fields[name] = check(f"stream_options[{name}]", wants_usage, bool)
     if "max_completion_tokens" in fields:
         fields["max_tokens"] = fields["max_completion_tokens"]
