@@ -183,9 +183,12 @@ class Handler(Exchange):
         """Check the head of the request, and call the function that answers it."""
         self.check_host()
         asked = self.asked.replace(f"/v1/models/{self.server.api.name}", "/v1/models/NAME")
-        method, _, path = asked.partition(" ")
-        demand(path in METHODS, 404, f"there is no {path:.100}: there are {', '.join(METHODS)}")
-        demand(method == METHODS[path], 405, f"{path} takes {METHODS[path]}, not {method}")
+        path = asked.partition(" ")[2]
+        demand(
+            asked in ROUTES,
+            405 if path in PATHS else 404,
+            f"there is no {asked:.100}: there are {', '.join(ROUTES)}",
+        )
         if path not in ("/", "/health"):
             self.check_key()
         ROUTES[asked](self)
@@ -293,4 +296,4 @@ ROUTES = {
     "POST /v1/completions": lambda c: c.complete(chat=False),
     "POST /v1/chat/completions": lambda c: c.complete(chat=True),
 }
-METHODS = {path: method for method, path in map(str.split, ROUTES)}
+PATHS = {route.split()[1] for route in ROUTES}
