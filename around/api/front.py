@@ -203,9 +203,6 @@ class Handler(Exchange):
         time.sleep(0.1)
         self.send(self.server.snapshot)
 
-    def send_page(self) -> None:
-        self.send(PAGE.read_text("utf-8"), content_type="text/html")
-
     def send_health(self) -> None:
         """Of this, the health checks of proxies read only the status, 200 or 503."""
         demand(not self.server.stopping, 503, "the server is stopping")
@@ -284,7 +281,7 @@ class Handler(Exchange):
 
 
 ROUTES = {
-    "GET /": Handler.send_page,
+    "GET /": lambda c: c.send(PAGE.read_text("utf-8"), content_type="text/html"),
     "GET /version": Handler.send_health,
     "GET /health": Handler.send_health,
     "GET /metrics": lambda c: c.send(
