@@ -83,17 +83,12 @@ def listen(server: Any) -> None:
                 say(str(error))
                 time.sleep(1)
     server.listener.close()
-    wait_for_busy(server, server.args.shutdown_timeout)
-    server.over = True
-    wait_for_busy(server, 1.0)  # until those that are left have sent an error
+    for seconds in (server.args.shutdown_timeout, 1.0):
+        end = time.monotonic() + seconds
+        while server.busy and time.monotonic() < end:
+            time.sleep(0.05)
+        server.over = True  # those that are left have a second to send an error
     server.inbox.put(None)
-
-
-def wait_for_busy(server: Any, seconds: float) -> None:
-    """Wait until no connection is busy, at most this long."""
-    end = time.monotonic() + seconds
-    while server.busy and time.monotonic() < end:
-        time.sleep(0.05)
 
 
 def serve(server: Any) -> int:
