@@ -179,31 +179,22 @@ class Exchange(BaseHTTPRequestHandler):
         if self.stream and (self.has_begun or status == 200):
             text = f"data: {text}\n\n"
             content_type = EVENTS
-        body = text.encode()
-        head = b""
+        data = text.encode()
         if not self.has_begun:
             self.has_begun = True
-            head = self.head(status, content_type, len(body))
-        self.wfile.write(head if self.command == "HEAD" else head + body)
+            self.log(status)
+            self.connection.settimeout(self.timeout)
+            head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\n{HEADERS}"
+            head += f"Content-Type: {content_type}\n"
+            if status in (429, 503):
+                head += "Retry-After: 1\n"
+            if content_type != EVENTS:
+                head += f"Content-Length: {len(data)}\n"
+            if self.command == "HEAD":
+                data = b""
+            data = f"{head}\n".replace("\n", "\r\n").encode() + data
+        self.wfile.write(data)
         self.sent_at = time.monotonic()
-
-    def head(self, status: int, content_type: str, size: int) -> bytes:
-        """Log the status, and make the status line and the headers of an answer.
-
-        Args:
-            size: bytes of the body; a stream's answer does not name it.
-        """
-        self.log(status)
-        self.connection.settimeout(self.timeout)
-        head = (
-            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\n{HEADERS}"
-            f"Content-Type: {content_type}\n"
-        )
-        if status in (429, 503):
-            head += "Retry-After: 1\n"
-        if content_type != EVENTS:
-            head += f"Content-Length: {size}\n"
-        return f"{head}\n".replace("\n", "\r\n").encode("latin-1")
 
     def log(self, status: int | str) -> None:
         if self.is_logged:
