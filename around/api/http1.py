@@ -17,7 +17,6 @@ import re
 import socket
 import time
 from contextlib import suppress
-from email.message import Message
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from io import BufferedReader, BytesIO
@@ -75,8 +74,7 @@ class Exchange(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"  # so parse_request answers `Expect: 100-continue`
     timeout = 75  # seconds that a client may take to read a part of an answer
     disable_nagle_algorithm = True  # or a small event would wait until the last one is acknowledged
-    headers = Message()
-    command = asked = ""
+    asked = ""
     stream = has_begun = False
     is_logged = True
     sent_at = 0.0
