@@ -918,10 +918,13 @@ def test_clients_that_say_no_more(local, capfd, monkeypatch):
         assert local.post(COMPLETIONS, SHORT).status == 200
     assert next(busy for status, busy in waits if status == 503) == 1
     capfd.readouterr()
-    for data in (b"", b"GET / HTTP", *(post()[:end] for end in (30, 60, -5)), b"\xff" * 99):
+    for data in (b"", b"GET / HTTP", *(post()[:end] for end in (30, 60)), b"\xff" * 99):
         connect(local, data).close()
     local.get("/health")
     assert capfd.readouterr().err == "'GET /health' 200\n"
+    for data in (post(), post(CHUNKS, CHUNKED)):
+        connect(local, data[:-5]).close()  # within the body
+        until(lambda: capfd.readouterr().err == f"'POST {COMPLETIONS}' 400\n")
     before = local.metrics()[ABORTED]
     with connect(local, post(LONG)) as connection:
         connection.shutdown(socket.SHUT_WR)
