@@ -217,7 +217,6 @@ class Handler(Exchange):
         self.news = Event()  # set when there may be something to send; see Server.wake
         server.incoming.update(completion.requests)
         server.inbox.put(lambda: server.submit(completion.requests, self))
-        self.sent_at = time.monotonic()  # from now on the client waits
         for part in completion.parts(self.wait_for_news):
             self.send(part)
         if self.stream:
@@ -231,15 +230,16 @@ class Handler(Exchange):
             Problem: the server is stopping, and the grace period is over.
         """
         has_news = False
-        while not (has_news or self.server.over):
+        while not has_news:
             has_news = self.news.wait(0.3)
+            demand(not self.server.over, 503, "the server is stopping")
             # A request in the queue has no news, and one that writes a function call has news but
             # nothing to send. In both cases no failing send tells that the client has left, so look
             # here.
-            if time.monotonic() > self.sent_at + 0.3:
+            if not self.has_sent:
                 self.check_client()
+            self.has_sent = False
         self.news.clear()
-        demand(not self.server.over, 503, "the server is stopping")
 
     # --- Checks -----------------------------------------------------------------------------------
 

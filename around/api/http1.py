@@ -15,7 +15,6 @@ Exchange.send.
 import json
 import re
 import socket
-import time
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
@@ -67,7 +66,7 @@ class Exchange(BaseHTTPRequestHandler):
         stream: whether the answer is a stream of events.
         has_begun: whether the head of the answer has been sent.
         is_logged: whether the answer gets a line in the log.
-        sent_at: when something was last sent, on time.monotonic's clock.
+        has_sent: whether something has been sent since somebody last reset this.
     """
 
     server: Any
@@ -75,9 +74,8 @@ class Exchange(BaseHTTPRequestHandler):
     timeout = 75  # seconds that a client may take to read a part of an answer
     disable_nagle_algorithm = True  # or a small event would wait until the last one is acknowledged
     asked = ""
-    stream = has_begun = False
+    stream = has_begun = has_sent = False
     is_logged = True
-    sent_at = 0.0
 
     # --- The request ------------------------------------------------------------------------------
 
@@ -190,7 +188,7 @@ class Exchange(BaseHTTPRequestHandler):
                 data = b""
             data = f"{head}\n".replace("\n", "\r\n").encode() + data
         self.wfile.write(data)
-        self.sent_at = time.monotonic()
+        self.has_sent = True
 
     def log(self, status: int | str) -> None:
         if self.is_logged:
