@@ -28,7 +28,7 @@ class Form(NamedTuple):
     Attributes:
         arguments: the key under which a call has its arguments.
         begin, end: what it writes around a call.
-        shown: matches the chat templates that show it, and no other.
+        shown: a regular expression for the chat templates that show it, and no other.
         find: finds what stands before a call, in a text from a position on. At the end of the text
             it also finds what may become that. None: no call can follow.
         close: matches what stands after a call.
@@ -37,7 +37,7 @@ class Form(NamedTuple):
     arguments: str
     begin: str
     end: str
-    shown: re.Pattern
+    shown: str
     find: Callable
     close: re.Pattern
 
@@ -49,7 +49,7 @@ FORMS = dict(
         begin="<tool_call>\n",
         end="\n</tool_call>",
         # Qwen3-Coder and GLM have the same marks, but no JSON between them.
-        shown=re.compile(r'(?s)<tool_call>.*"arguments\\?":'),
+        shown=r'(?s)<tool_call>.*"arguments\\?":',
         # White space, if any, and the mark before a brace; or, at the end of the text, white space,
         # if any, and perhaps a part of the mark. So there is always a match. The lookbehind lets
         # white space begin only at its first space: if the search tried each of 4,000 spaces, it
@@ -64,7 +64,7 @@ FORMS = dict(
         begin="",
         end="",
         # Others have such an object in a list or behind a mark, or with more between the two keys.
-        shown=re.compile(r'(?<![>\[])\{\\?"name\\?": [^,{}]*, \\?"parameters\\?":'),
+        shown=r'(?<![>\[])\{\\?"name\\?": [^,{}]*, \\?"parameters\\?":',
         find=re.compile(r"[\s;,]*(?=\{|\Z)").match,
         close=re.compile(""),
     ),
@@ -77,9 +77,9 @@ WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
            "lenient": True}  # fmt: skip
 
 
-def form_in(template: str) -> str:
-    """Return the name of the form that a chat template shows its model; "" if it shows none."""
-    return next((name for name, form in FORMS.items() if form.shown.search(template)), "")
+def form_in(template: str) -> Form | None:
+    """Return the form that a chat template shows its model; None if it shows none."""
+    return next((form for form in FORMS.values() if re.search(form.shown, template)), None)
 
 
 # --- What a request may call ----------------------------------------------------------------------

@@ -28,7 +28,7 @@ class API:
     def __init__(
         self, engine: Engine, name: str, defaults: SamplingParams, tool_format: str = "auto"
     ) -> None:
-        """Args: tool_format: a name out of function_calls.FORMS; auto: see form_in."""
+        """Args: tool_format: a name out of function_calls.FORMS; otherwise, see form_in."""
         assert engine.tokenizer
         self.engine = engine
         self.tokenizer = engine.tokenizer
@@ -41,9 +41,7 @@ class API:
             max_model_len=engine.max_seq_len,
         )
         self.defaults = defaults
-        if tool_format == "auto":
-            tool_format = form_in(self.tokenizer.tool_template)
-        self.form = FORMS.get(tool_format)
+        self.form = FORMS.get(tool_format) or form_in(self.tokenizer.tool_template)
         self.longest_token = max(map(len, token_bytes(self.tokenizer)))
 
     def prepare(self, body: JSON, chat: bool) -> "Completion":
