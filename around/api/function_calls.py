@@ -130,15 +130,16 @@ def restrict(fields: JSON, tools: Tools) -> None:
         SettingError: the choice is unknown, or names a function that is not in `tools`.
     """
     choice = fields.get("tool_choice", "auto")
-    if choice not in ("auto", "none") and not tools.schemas:
+    if choice in ("auto", "none"):
+        return
+    if not tools.schemas:
         raise SettingError("tool_choice", "needs tools")
     if isinstance(choice, dict):  # one function by name
         name = check("tool_choice[function]", choice.get("function"), dict).get("name")
         tools = Tools(tools.form, {name: choose("tool_choice", name, tools.schemas)}, False)
-        choice = "required"
-    supported("tool_choice", choice, "auto", "none", "required")
-    if choice == "required":
-        fields["structured_outputs"] = {"grammar": grammar_of(tools)}
+    else:
+        supported("tool_choice", choice, "auto", "none", "required")
+    fields["structured_outputs"] = {"grammar": grammar_of(tools)}
 
 
 def grammar_of(tools: Tools) -> str:
