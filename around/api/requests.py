@@ -50,7 +50,9 @@ class API:
         Raises:
             Problem: 400 with the field that is wrong, or 404 for another model.
         """
-        given = without_nulls(body)
+        # A rendered chat has its special tokens already, unless the plain template rendered it.
+        add_special = not chat or self.tokenizer.is_bare
+        given = {"add_special_tokens": add_special} | without_nulls(body)
         if given.get("model", self.name) != self.name:
             raise Problem(404, f"the model here is {self.name!r}", "model", "model_not_found")
         source = "messages" if chat else "prompt"
@@ -74,9 +76,7 @@ class API:
         if isinstance(prompt, str):
             # To tokenise a text of 4 MB takes seconds, so refuse first what can never fit.
             self.check_length(len(prompt) // self.longest_token, {}, source)
-            default = source == "prompt" or self.tokenizer.is_bare
-            name = "add_special_tokens"
-            ids = self.tokenizer.encode(prompt, check(name, fields.get(name, default), bool))
+            ids = self.tokenizer.encode(prompt, fields["add_special_tokens"])
         self.check_length(len(ids), fields, source)
         return self.engine.prepare(
             ids, params, priority=fields.get("priority", 0), cache_salt=fields.get("cache_salt")
@@ -120,10 +120,11 @@ class API:
         return self.tokenizer.render_chat(messages, goes_on, **options)
 
 
-# The fields' defaults. A value of another type is refused.
+# The fields' defaults; in a chat, add_special_tokens has another one. A value of another type is
+# refused.
 DEFAULTS: JSON = dict(
     messages=[], stream=False, stream_options={}, echo=False, logit_bias={},
-    response_format={"type": "text"}, chat_template_kwargs={},
+    add_special_tokens=True, response_format={"type": "text"}, chat_template_kwargs={},
     continue_final_message=False, add_generation_prompt=True, tools=[],
     parallel_tool_calls=True)  # fmt: skip
 # Fields that would change the answer, but are not supported. Those of REFUSED must be left out, and
