@@ -893,10 +893,11 @@ def test_slow_clients(make_local, monkeypatch, capfd):
     ended = local.server.metrics.ended["request_success_total"]
     until(lambda: ended['{finished_reason="abort"}'] == 16)
     assert [receive(each) for each in never[:3]] == [b""] * 3
-    with pytest.raises(OSError), connect(local, b"GET /") as dripping:  # noqa: PT012
-        for _ in range(50):  # five seconds
-            time.sleep(0.1)
-            dripping.sendall(b"a")
+    for begun, more in ((b"GET /", b"a"), (post(b"", CHUNKED), b"1\r\na\r\n")):
+        with pytest.raises(OSError), connect(local, begun) as dripping:  # noqa: PT012
+            for _ in range(50):  # five seconds
+                time.sleep(0.1)
+                dripping.sendall(more)
     assert capfd.readouterr().err == f"'POST {COMPLETIONS}' 200\n" * 2
     for each in never:
         each.close()

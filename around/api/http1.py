@@ -15,6 +15,7 @@ Exchange.send.
 import json
 import re
 import socket
+import time
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
@@ -38,8 +39,8 @@ X-Frame-Options: DENY
 """
 JSON_TYPE = "application/json"
 EVENTS = "text/event-stream"
-HEAD_SECONDS = 10  # in which a client must send the head
-BODY_RATE = 2**17  # bytes a second: a client has that many more seconds for the body
+HEAD_SECONDS = 10  # in which a client must send the head,
+BODY_RATE = 2**17  # and for a body it has a second more for each so many bytes
 
 
 class Timed(socket.SocketIO):
@@ -73,7 +74,7 @@ class Exchange(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"  # so parse_request answers `Expect: 100-continue`
     timeout = 75  # seconds that a client may take to read a part of an answer
     disable_nagle_algorithm = True  # or a small event would wait until the last one is acknowledged
-    asked = ""
+    command = asked = ""
     stream = has_begun = has_sent = False
     is_logged = True
 
@@ -145,10 +146,10 @@ class Exchange(BaseHTTPRequestHandler):
         return data
 
     def check_size(self, size: int) -> None:
-        """Raise a Problem if a body is longer than --max-body."""
+        """Raise a Problem if a body is longer than --max-body; else allow the time for it."""
         most = self.server.args.max_body
         demand(size <= most, 413, f"the body has {size} bytes, --max-body is {most}")
-        self.timed.deadline = time.monotonic() + HEAD_SECONDS + size / BODY_RATE
+        self.timed.deadline += size / BODY_RATE
 
     def check_client(self) -> None:
         """Raise ConnectionError if the client has left. Then what it sends ends. As in uvicorn, one
