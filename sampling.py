@@ -303,7 +303,11 @@ class Sequence:
         matcher: decides which tokens may come next, if a structure is asked for; see
             around/structured.py.
         end_ids: the ids that end it.
+        marks: the ids that begin a thought (True) and that end one (False); the server sets them.
+        thinks: whether it is within a thought, where stop strings do not count.
     """
+
+    thinks = False
 
     def __init__(
         self,
@@ -342,6 +346,7 @@ class Sequence:
         self.times = [time.perf_counter()]
         self.finish_reason: str | None = None
         self.matcher = None
+        self.marks: dict[int, bool] = {}
         # Most special tokens have no text in the output (see Tokenizer.special), so the search for
         # stop strings would not find them. If a stop string is a special token, its id ends the
         # sequence.
@@ -402,7 +407,9 @@ class Sequence:
         # What ends a text is no part of it, nor is a token that the structure does not allow.
         has_text = token.id not in self.end_ids and reason != "error"
         shown_id = token.id if has_text else None
-        can_stop = len(self.ids) > self.prompt_len + self.params.min_tokens  # by a stop string
+        self.thinks = self.marks.get(token.id, self.thinks)
+        # By a stop string.
+        can_stop = len(self.ids) > self.prompt_len + self.params.min_tokens and not self.thinks
         text, stopped = self._stream.push(shown_id, last=bool(reason), can_stop=can_stop)
         self.tokens.append(token._replace(text=text))
         self.times.append(time.perf_counter())

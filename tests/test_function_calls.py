@@ -13,7 +13,7 @@ import pytest
 from conftest import SHAKESPEARE
 from serving import CHAT, HI, Local, local, shared  # noqa: F401 (fixtures)
 
-from around.api.answers import Choice, marks_of
+from around.api.answers import Choice, mark_thoughts
 from around.api.function_calls import FORMS, Reader, Tools, form_in, restrict, tools_of
 from around.folder.config import load_config
 from around.folder.tokenizer import Tokenizer
@@ -163,7 +163,7 @@ def test_a_thought_is_no_call(monkeypatch):
         one = lambda text, add_special=True: [5] if text == mark else encode(text, add_special)  # noqa: B023, E731
         monkeypatch.setattr(TOKENIZER, "encode", one)
         seq: Any = SimpleNamespace(params=SamplingParams(), ids=encode(before), tokens=[])
-        marks = marks_of(TOKENIZER, seq, True)
+        marks = mark_thoughts(TOKENIZER, [seq], {"continue_final_message": False})
         words = re.findall(r"</?think>|\[/?THINK\]|.|\n", made)
         for parts in ([made], words):
             reader = Reader(Tools(FORMS["hermes"], SCHEMAS, True))

@@ -558,7 +558,7 @@ def test_ends():
 def test_stop_strings():
     """Feed texts that end within, at or after a stop string. Catches: a text that could have become
     a stop string, lost when the sequence ends; what the detokenizer held back to the last, shown
-    although it completes a stop string; a special token's text, which never matched."""
+    although it completes a stop string; a special token's text, which never matched; a thought that ends at a stop string."""
     for end, shown, reason in (
         ([2], "xa", "stop"), ([7], "xa", "stop"), (b"b", "xab", "length"), ([], "xa", "interrupted")
     ):  # fmt: skip
@@ -567,6 +567,12 @@ def test_stop_strings():
         feed(sequence, end)
         sequence.finish("interrupted")  # a second end changes nothing
         assert (sequence.text, sequence.finish_reason) == (shown, reason)
+    for thinks, shown in ((True, "Abx<Ab>a"), (False, "A")):  # "b" ends an answer, and no thought
+        sequence = start([1], ASCII, stop="b", max_tokens=9)
+        sequence.marks = {60: True, 62: False}
+        sequence.thinks = thinks
+        feed(sequence, b"Abx<Ab>ab")
+        assert (sequence.text, sequence.finish_reason) == (shown, "stop")
     for end in ([2], [], [120]):
         sequence = feed(start([65], Bytes(), stop="x\ufffd", max_tokens=4), [*b"ax\xc3", *end])
         sequence.finish("interrupted")

@@ -389,6 +389,14 @@ def test_thoughts(local, monkeypatch):
         choices = [choice for part in parts for choice in part["choices"]]
         return [choice[key] for choice in choices if choice["index"] == 1]
 
+    # A message that goes on within a thought, or after it; and a mark that the user has written.
+    for text, thinks in (("<think>\nI first", True), ("<think>a</think>b", False), ("a", False)):
+        chat = [{"role": "user", "content": "<think>"}, {"role": "assistant", "content": text}]
+        body = {"messages": chat, "continue_final_message": True}
+        completion = local.server.api.prepare(body, True)
+        assert all(choice.seq.thinks is thinks for choice in completion.choices), text
+        assert completion.choices[0].seq.marks[5] and completion.choices[0].marks[0] == (
+            "<think>" if thinks else "")  # fmt: skip
     for before, made, thought, said in THOUGHTS:
         # What follows keeps the line break at its end.
         template = "{{ messages[0].content }}" + before + "{{ '' }}"

@@ -71,8 +71,8 @@ class Completion:
         for i, request in enumerate(requests):
             request.request_id = f"{uid}-{i}"
         self.firsts = [request.outputs[0] for request in requests]
-        marks = marks_of(api.tokenizer, self.firsts[0], chat)
         seqs = [seq for request in requests for seq in request.outputs]
+        marks = mark_thoughts(api.tokenizer, seqs, fields if chat else {})
         self.choices = [
             Choice(i, seq, key, api.tokenizer, marks, fields["echo"], Reader(tools))
             for i, seq in enumerate(seqs)
@@ -124,7 +124,7 @@ class Choice:
     Attributes:
         key: where the text goes: "text" for a completion, "message" for a chat, "delta" for a chat
             that is streamed.
-        marks: see marks_of.
+        marks: see mark_thoughts.
         shows_prompt: whether the text begins with the prompt's.
         reader: splits the answer into text and calls.
         num_thought, num_tokens: how many characters of the thought, and tokens with
@@ -256,23 +256,39 @@ class Choice:
         )
 
 
-def marks_of(tokenizer: Tokenizer, seq: EngineSequence, chat: bool) -> tuple:
-    """Return what split_thought needs: what to put in front of a sequence's output, and the marks.
+def mark_thoughts(tokenizer: Tokenizer, seqs: list[EngineSequence], fields: JSON) -> tuple:
+    """Tell sequences with one prompt how they think. Return what split_thought needs: what to put
+    in front of their output, and the marks.
 
-    Some templates begin the thought, so that the output lacks the first mark. A structured output
-    does not go on with such a thought, and completions, and models without a token for that mark,
-    have no thoughts: with both marks in front of it, all of an output is the answer.
+    Some templates begin the thought, or a last message that is continued does, so that the output
+    lacks the first mark. A structured output does not go on with such a thought, and completions,
+    and models without a token for that mark, have no thoughts: with both marks in front of it, all
+    of an output is the answer.
+
+    Args:
+        fields: a chat's; {} for a completion.
     """
     for begin, end in MARKS:
-        if chat and len(tokenizer.encode(begin, add_special=False)) == 1:
-            is_open = tokenizer.decode(seq.ids[-16:]).rstrip().endswith(begin)
-            if not (is_open and seq.params.structured_outputs):
-                return begin if is_open else "", begin, end
+        begins, ends = (tokenizer.encode(mark, add_special=False) for mark in (begin, end))
+        if not fields or len(begins) > 1:
+            continue
+        if fields["continue_final_message"]:
+            tail = str(fields["messages"][-1].get("content"))
+        else:
+            tail = tokenizer.decode(seqs[0].ids[-16:]).rstrip()[-len(begin) :]
+        _, found, rest = tail.rpartition(begin)
+        is_open = bool(found) and end not in rest
+        if is_open and seqs[0].params.structured_outputs:
+            break
+        for seq in seqs:
+            seq.thinks = is_open
+            seq.marks = {begins[0]: True, ends[-1]: False}
+        return begin if is_open else "", begin, end
     return begin + end, begin, end
 
 
 def split_thought(output: str, prefix: str, begin: str, end: str) -> tuple:
-    """Split a reply into the thought and the answer, by what marks_of returns.
+    """Split a reply into the thought and the answer, by what mark_thoughts returns.
 
     In models that think, each mark is one token, so it arrives whole. One case is different: if a
     stop string begins with ">", the last character of a mark is held back at first. Then a stream
