@@ -902,7 +902,7 @@ def test_slow_clients(make_local, monkeypatch, capfd):
     until(lambda: ended['{finished_reason="abort"}'] == 16)
     assert [receive(each) for each in never[:3]] == [b""] * 3
     for begun, more in ((b"GET /", b"a"), (post(b"", CHUNKED), b"1\r\na\r\n")):
-        with pytest.raises(OSError), connect(local, begun) as dripping:  # noqa: PT012
+        with pytest.raises(OSError), connect(local, begun) as dripping:
             for _ in range(50):  # five seconds
                 time.sleep(0.1)
                 dripping.sendall(more)
