@@ -45,7 +45,6 @@ class Server:
         incoming: requests on their way to the engine.
         owners: each request in the engine -> the connection that answers it. Only drive() changes
             this and `metrics`.
-        snapshot: the engine's state for the page, as JSON.
         stopping: a signal has arrived, or the engine has died.
         over: the wait for running completions has ended. Those that are left get an error.
     """
@@ -66,10 +65,6 @@ class Server:
         self.inbox: SimpleQueue[Any] = SimpleQueue()
         self.incoming: set[Request] = set()
         self.owners: dict[Request, Handler] = {}
-        self.take_snapshot()
-
-    def take_snapshot(self) -> None:
-        self.snapshot = self.metrics.snapshot()
 
     def drive(self) -> None:
         """Call what is in the inbox, until None comes. A step is put there whenever the inbox is

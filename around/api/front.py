@@ -194,9 +194,9 @@ class Handler(Exchange):
         """Answer with a snapshot of the engine, which its own thread takes. Pages ask for it again
         and again. They wait a tenth of a second, and get the one before if a step lasts longer."""
         self.is_logged = False  # a page asks ten times a second
-        self.server.inbox.put(self.server.take_snapshot)
+        self.server.inbox.put(self.server.metrics.take_snapshot)
         time.sleep(0.1)
-        self.send(self.server.snapshot)
+        self.send(self.server.metrics.snapshot)
 
     def send_health(self) -> None:
         """Of this, the health checks of proxies read only the status, 200 or 503."""

@@ -23,6 +23,7 @@ class Metrics:
         ended: metric -> sample -> value, for the requests that have ended. A sample is named as in
             Prometheus' format, by its labels: "{}", '{finished_reason="stop"}', or in a summary
             "_sum{}" and "_count{}". text() adds a label, the model.
+        snapshot: the engine's state for the page, as JSON.
     """
 
     def __init__(self, engine: Engine, model: str, sampling: tuple) -> None:
@@ -30,6 +31,7 @@ class Metrics:
         self.model = model
         self.sampling = sampling
         self.ended: dict[str, Counter] = defaultdict(Counter)
+        self.take_snapshot()
 
     def count(self, request: Request) -> None:
         """Count a request that has ended."""
@@ -71,9 +73,9 @@ class Metrics:
                 text += f"vllm:{name}{sample.replace('{', head)} {value}\n"
         return text
 
-    def snapshot(self) -> str:
-        """Return what the page shows, as JSON: which sequences run, which blocks they have, what
-        sampling starts with, and whether the model has a chat template of its own. Only the
+    def take_snapshot(self) -> None:
+        """Put what the page shows into `snapshot`: which sequences run, which blocks they have,
+        what sampling starts with, and whether the model has a chat template of its own. Only the
         engine's thread may call this. It takes some microseconds a sequence."""
         engine = self.engine
         running = [
@@ -89,7 +91,7 @@ class Metrics:
             )
             for seq in engine.running
         ]
-        return json.dumps(
+        self.snapshot = json.dumps(
             self.now()
             | dict(
                 blocks=engine.pool.num_blocks,
