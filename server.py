@@ -123,10 +123,10 @@ def command(flags: Namespace, ranks: Ranks) -> int:
     # Listen first: loading takes long, and the port may be taken. Only rank 0 serves.
     listener = None if ranks.rank else listen_at(args.host, args.port)
     engine = open_engine(args, ranks)
-    if not engine:  # another rank, which has followed the first one until its end
-        return 0
-    say(cache_size(engine))
-    return serve(Server(engine, args, listener))
+    if engine:  # None: this is another rank, and has followed the first one until its end
+        say(cache_size(engine))
+        serve(Server(engine, args, listener))
+    return 0
 
 
 def parse_args(argv: list[str] | None) -> Namespace:

@@ -859,7 +859,7 @@ def test_errors_at_the_start(capfd, tmp_path, monkeypatch):
     served.side_effect = None
     monkeypatch.setattr(server_module, "cache_size", str)
     monkeypatch.setattr(server_module, "Server", served)
-    monkeypatch.setattr(server_module, "serve", lambda server: 0)
+    monkeypatch.setattr(server_module, "serve", lambda server: None)
     for options, key in ((("--port", 0), "a"), (("--port", 0, "--api-key", "b"), "b")):
         assert main(*options) == 0
         _, args, listener = served.call_args.args
@@ -1139,7 +1139,7 @@ def stopped(data, *options, signals=1, reached=bool):
     try:
         with ThreadPoolExecutor(1) as pool:
             answers = pool.submit(client)
-            assert serve(server) == 0
+            serve(server)
             return answers.result()
     finally:
         signal.set_wakeup_fd(-1)  # else the next test's Ctrl-C is the second one for this server

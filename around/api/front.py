@@ -91,7 +91,7 @@ def listen(server: Any) -> None:
     server.inbox.put(None)
 
 
-def serve(server: Any) -> int:
+def serve(server: Any) -> None:
     """Serve until SIGTERM or SIGINT, then finish running requests within --shutdown-timeout.
 
     The model runs in this thread, where it was loaded, and the connections in others. PyTorch's
@@ -111,7 +111,6 @@ def serve(server: Any) -> int:
     finally:
         server.stopping = True  # also after an error, or clients would wait for ever
         listening.join()
-    return 0
 
 
 def watch_signals(server: Any) -> None:
