@@ -67,7 +67,7 @@ class LLM:
             prompts = [prompts]
         prompts = [prompt_of(each) for each in prompts]
         params = self._params_of(len(prompts), sampling_params, changes)
-        requests = [self.engine.prepare(*each) for each in zip(prompts, params)]
+        requests = list(map(self.engine.prepare, prompts, params))
         try:
             for request in requests:
                 self.engine.submit(request)

@@ -154,8 +154,7 @@ def translate(given: JSON, chat: bool) -> JSON:
     for name, default in DEFAULTS.items():
         check(name, fields[name], type(default))
     for name, only in UNSUPPORTED.items():
-        if name in fields:
-            supported(name, fields[name], only)
+        supported(name, fields.get(name, only), only)
     # A whole answer always has the usage.
     for name in ("include_usage", "continuous_usage_stats"):
         wants_usage = fields["stream_options"].get(name) or not fields["stream"]
@@ -170,7 +169,8 @@ def translate(given: JSON, chat: bool) -> JSON:
             fields["logprobs"] = num_top
         elif num_top:
             raise SettingError("top_logprobs", "needs logprobs: true")
-    fields["prompt_logprobs"] = fields.get("logprobs") if fields["echo"] else None
+    if fields["echo"]:
+        fields["prompt_logprobs"] = fields.get("logprobs")
     # What is no id stays a text, which SamplingParams refuses.
     fields["logit_bias"] = {
         int(i) if re.fullmatch("0|[1-9][0-9]{,8}", i) else i: bias
