@@ -78,11 +78,12 @@ class Completion:
             for i, seq in enumerate(seqs)
         ]
 
-    def parts(self, wait: Callable) -> Iterator[JSON]:
-        """Yield the whole answer, or the chunks of a stream as they come.
+    def parts(self, wait: Callable) -> Iterator[JSON | None]:
+        """Yield the whole answer, or the chunks of a stream as they come; and None after each
+        `wait` in which nothing has come that can be sent.
 
         Args:
-            wait: returns when the engine has made progress.
+            wait: returns when the engine has made progress, or some time has passed.
 
         Raises:
             Problem: a sequence ended with an error.
@@ -93,13 +94,10 @@ class Completion:
             # Read this before the choices. In the other order, the last part of an output could
             # come in between, and would never be sent.
             finished = all(request.finished for request in self.requests)
-            if self.stream:
-                for choice in self.choices:
-                    new = choice.take_new()
-                    if new and self.fields["continuous_usage_stats"]:
-                        yield self.base | dict(choices=[new], usage=self.usage())
-                    elif new:
-                        yield self.base | dict(choices=[new])
+            news = [choice.take_new() for choice in self.choices] if self.stream else []
+            usage = {"usage": self.usage()} if self.fields["continuous_usage_stats"] else {}
+            chunks = [self.base | dict(choices=[new]) | usage for new in news if new]
+            yield from chunks or [None]
         rest = [] if self.stream else [choice.take_new() for choice in self.choices]
         if self.fields["include_usage"]:
             yield self.base | dict(choices=rest, usage=self.usage())

@@ -217,28 +217,24 @@ class Handler(Exchange):
         server.incoming.update(completion.requests)
         server.inbox.put(lambda: server.submit(completion.requests, self))
         for part in completion.parts(self.wait_for_news):
-            self.send(part)
+            if part:
+                self.send(part)
+            else:
+                # A request in the queue has no news, and one that writes a function call has news
+                # but nothing to send. No failing send tells that the client has left, so look.
+                self.check_client()
         if self.stream:
             self.send("[DONE]")
 
     def wait_for_news(self) -> None:
-        """Wait until the engine has made progress.
+        """Wait until the engine has made progress, but not for long.
 
         Raises:
-            ConnectionError: the client has left.
             Problem: the server is stopping, and the grace period is over.
         """
-        has_news = False
-        while not has_news:
-            has_news = self.news.wait(0.3)
-            demand(not self.server.over, 503, "the server is stopping")
-            # A request in the queue has no news, and one that writes a function call has news but
-            # nothing to send. In both cases no failing send tells that the client has left, so look
-            # here.
-            if not self.has_sent:
-                self.check_client()
-            self.has_sent = False
+        self.news.wait(0.3)
         self.news.clear()
+        demand(not self.server.over, 503, "the server is stopping")
 
     # --- Checks -----------------------------------------------------------------------------------
 

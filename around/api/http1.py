@@ -67,7 +67,6 @@ class Exchange(BaseHTTPRequestHandler):
         stream: whether the answer is a stream of events.
         has_begun: whether the head of the answer has been sent.
         is_logged: whether the answer gets a line in the log.
-        has_sent: whether something has been sent since somebody last reset this.
     """
 
     server: Any
@@ -75,7 +74,7 @@ class Exchange(BaseHTTPRequestHandler):
     timeout = 75  # seconds that a client may take to read a part of an answer
     disable_nagle_algorithm = True  # or a small event would wait until the last one is acknowledged
     command = asked = ""
-    stream = has_begun = has_sent = False
+    stream = has_begun = False
     is_logged = True
 
     # --- The request ------------------------------------------------------------------------------
@@ -189,7 +188,6 @@ class Exchange(BaseHTTPRequestHandler):
                 data = b""
             data = f"{head}\n".replace("\n", "\r\n").encode() + data
         self.wfile.write(data)
-        self.has_sent = True
 
     def log(self, status: int | str) -> None:
         if self.is_logged:
