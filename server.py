@@ -68,14 +68,22 @@ class Server:
 
     def drive(self) -> None:
         """Call what is in the inbox, until None comes. A step is put there whenever the inbox is
-        empty and requests are left in the engine."""
+        empty and requests are left in the engine.
+
+        An error ends all requests, so that the engine can go on with the next ones. If a rank is
+        lost, it cannot go on: then the error is raised again.
+        """
         for task in iter(self.inbox.get, None):
             try:
                 task()
                 if self.engine.queue and self.inbox.empty():
                     self.inbox.put(self.step)
             except Exception as error:
-                self.recover(error)
+                self.engine.reset()
+                self.wake([*self.owners])
+                if isinstance(error, ConnectionError):  # to a rank
+                    raise
+                traceback.print_exc()
 
     def step(self) -> None:
         """Run a step, but first end the requests whose connections no longer wait for them. wake()
@@ -106,15 +114,6 @@ class Server:
                 del self.owners[request]
             if finished or connection.stream:
                 connection.news.set()
-
-    def recover(self, error: Exception) -> None:
-        """End all requests after an error, so that the engine can go on with the next ones. If a
-        rank is lost, it cannot go on: then raise the error again."""
-        self.engine.reset()
-        self.wake([*self.owners])
-        if isinstance(error, ConnectionError):  # to a rank
-            raise error
-        traceback.print_exc()
 
 
 def command(flags: Namespace, ranks: Ranks) -> int:
