@@ -154,8 +154,7 @@ def grammar_of(tools: Tools) -> str:
         calls.append(f"{json.dumps(call)} %json {json.dumps(arguments)}")
     # Without a limit, a weak model writes one call again and again.
     more = '("\\n" call){0,7}' if tools.is_parallel else ""
-    rules = f"calls: call {more}\ncall: ({' | '.join(calls)}) {json.dumps('}' + form.end)}\n"
-    return rules + "start: calls"
+    return f"start: call {more}\ncall: ({' | '.join(calls)}) {json.dumps('}' + form.end)}\n"
 
 
 # --- What a reply calls ---------------------------------------------------------------------------
