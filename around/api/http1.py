@@ -111,10 +111,9 @@ class Exchange(BaseHTTPRequestHandler):
         """Read the body, which must be a JSON object."""
         is_json = self.headers.get_content_type() == JSON_TYPE
         demand(is_json, 415, f"send the header Content-Type: {JSON_TYPE}")
-        data = self.read_body()
         try:
             # NaN and Infinity are not JSON: int raises ValueError for them.
-            return check("body", json.loads(data, parse_constant=int), dict)
+            return check("body", json.loads(self.read_body(), parse_constant=int), dict)
         except (ValueError, RecursionError) as error:
             raise Problem(400, f"the body must be a JSON object: {str(error)[:200]}") from None
 
@@ -125,8 +124,7 @@ class Exchange(BaseHTTPRequestHandler):
         framing = self.headers.get("Transfer-Encoding", length).strip().lower()
         if framing == "chunked":
             return self.read_chunks()
-        is_length = re.fullmatch("[0-9]{1,18}", framing)
-        demand(is_length, 411, "send the body with a Content-Length, or in chunks")
+        demand(re.fullmatch("[0-9]{1,18}", framing), 411, "send a Content-Length, or chunks")
         self.check_size(int(framing))
         return self.rfile.read(int(framing))
 
