@@ -558,7 +558,8 @@ def test_ends():
 def test_stop_strings():
     """Feed texts that end within, at or after a stop string. Catches: a text that could have become
     a stop string, lost when the sequence ends; what the detokenizer held back to the last, shown
-    although it completes a stop string; a special token's text, which never matched; a thought that ends at a stop string."""
+    although it completes a stop string; a special token's text, which never matched; a thought
+    that ends at a stop string."""
     for end, shown, reason in (
         ([2], "xa", "stop"), ([7], "xa", "stop"), (b"b", "xab", "length"), ([], "xa", "interrupted")
     ):  # fmt: skip

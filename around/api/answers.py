@@ -266,9 +266,9 @@ def mark_thoughts(tokenizer: Tokenizer, seqs: list[EngineSequence], fields: JSON
     Args:
         fields: a chat's; {} for a completion.
     """
-    for begin, end in MARKS:
+    for begin, end in MARKS if fields else ():
         begins, ends = (tokenizer.encode(mark, add_special=False) for mark in (begin, end))
-        if not fields or len(begins) > 1:
+        if len(begins) > 1:
             continue
         if fields["continue_final_message"]:
             tail = str(fields["messages"][-1].get("content"))
