@@ -282,7 +282,7 @@ def mark_thoughts(tokenizer: Tokenizer, seqs: list[EngineSequence], fields: JSON
             seq.thinks = is_open
             seq.marks = {begins[0]: True, ends[-1]: False}
         return begin if is_open else "", begin, end
-    return begin + end, begin, end
+    return "".join(MARKS[0]), *MARKS[0]
 
 
 def split_thought(output: str, prefix: str, begin: str, end: str) -> tuple:
