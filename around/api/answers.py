@@ -96,7 +96,7 @@ class Completion:
             finished = all(request.finished for request in self.requests)
             news = [choice.take_new() for choice in self.choices] if self.stream else []
             usage = {"usage": self.usage()} if self.fields["continuous_usage_stats"] else {}
-            chunks = [self.base | dict(choices=[new]) | usage for new in news if new]
+            chunks: list = [self.base | dict(choices=[new]) | usage for new in news if new]
             yield from chunks or [None]
         rest = [] if self.stream else [choice.take_new() for choice in self.choices]
         if self.fields["include_usage"]:
