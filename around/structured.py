@@ -11,7 +11,7 @@ applies any other setting (sampling.py).
     tokens allowed    n   n"   f   ff   ff"
 
 This file knows the tokenizer and does not know the sampler. Papers: Willard and Louf 2023
-(arXiv:2307.09702), Koo et al. 2024 (arXiv:2407.08103). Read: make_matcher, token_bytes.
+(arXiv:2307.09702), Koo et al. 2024 (arXiv:2407.08103). Read: make_matcher, vocabulary.
 """
 
 import json
@@ -182,7 +182,7 @@ def vocabulary(tokenizer: Tokenizer, V: int, eos_ids: tuple[int, ...]) -> Any:
     """
     import llguidance
 
-    pieces = token_bytes(tokenizer)
+    pieces = tokenizer.token_bytes
 
     def spell(text: str) -> Ids:
         """Tokenize a text that stands in the middle of another.
@@ -211,33 +211,6 @@ def vocabulary(tokenizer: Tokenizer, V: int, eos_ids: tuple[int, ...]) -> Any:
     wrapper: Any = spell
     trie = llguidance.LLTokenizer(wrapper, eos_token=[*eos_ids] or [V])
     return trie
-
-
-@cache
-def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
-    """Return the bytes of each id. The bytes of a special token are its name, with a space for each
-    \u2581.
-
-    Example: byte-level BPE's "\u0120the" and sentencepiece's "\u2581the" are b" the"; "<0xC3>" is
-        one byte
-    """
-
-    def bytes_of(piece: str) -> bytes:
-        letters = piece.translate(BYTE_LEVEL)
-        # A piece with a character that stands for no byte is text, as in the package tokenizers.
-        if tokenizer.byte_level and not re.search("[^\0-\xff]", letters):
-            return letters.encode("latin-1")
-        byte = re.fullmatch("<0x(..)>", piece)  # sentencepiece's byte fallback
-        if byte:
-            return bytes.fromhex(byte[1])
-        return piece.replace("\u2581", " ").encode()  # sentencepiece's space
-
-    return [bytes_of(tokenizer.piece(i) or "") for i in range(tokenizer.vocab_size)]
-
-
-# GPT-2 spells printable bytes as themselves, and the others as the characters from 256 on. This
-# turns the latter back.
-BYTE_LEVEL = dict(enumerate([*range(33), *range(127, 161), 173], 256))
 
 
 # --- OpenAI's response_format ---------------------------------------------------------------------

@@ -227,7 +227,7 @@ def test_line_ends_and_alphabets(cli, monkeypatch, tmp_path):
     bytes or terminals that are not UTF-8."""
     (tmp_path / "prompt.txt").write_bytes("caf\u00e9\r\n".encode())
     asked, encode = [], Tokenizer.encode
-    monkeypatch.setattr(Tokenizer, "decode", lambda self, ids, *_, **__: "é你\r\n" * len(ids))
+    monkeypatch.setattr(Tokenizer, "bytes_of", lambda self, token_id: "é你\r\n".encode())
     monkeypatch.setattr(Tokenizer, "encode", lambda *args: asked.append(args[1]) or encode(*args))
     for words, prompt, encoding, shown in (
         ((), "", "utf-8", "é你".encode()),

@@ -484,7 +484,7 @@ class Chars:
     """As much of a tokenizer as a Sequence asks for. Id i is the i-th of some strings."""
 
     def __init__(self, *tokens):
-        self.tokens, self.special = tokens, {}
+        self.tokens, self.special, self.dropped = tokens, {}, ""
 
     def is_text(self, token_id):
         return True
@@ -492,15 +492,18 @@ class Chars:
     def eos_ids(self, config):
         return {*config.eos_ids}
 
-    def decode(self, ids, show_special=False):
-        return "".join(self.tokens[i] for i in ids)
+    def bytes_of(self, token_id):
+        return self.tokens[token_id].encode()
+
+    def decode(self, ids):
+        return b"".join(map(self.bytes_of, ids)).decode(errors="replace")
 
 
 class Bytes(Chars):
     """Id i is the byte i; half a character decodes to U+FFFD."""
 
-    def decode(self, ids, show_special=False):
-        return bytes(ids).decode("utf-8", "replace")
+    def bytes_of(self, token_id):
+        return bytes([token_id])
 
 
 ASCII, SENTENCES = Chars(*map(chr, range(128))), Tokenizer(SHAKESPEARE)

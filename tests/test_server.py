@@ -59,7 +59,6 @@ from around.api.answers import Choice, demand
 from around.api.front import Handler
 from around.api.function_calls import NO_TOOLS, Reader
 from around.settings import VERSION, SamplingParams
-from around.structured import token_bytes
 from scheduler import Engine
 from server import Server
 
@@ -153,7 +152,7 @@ def check_scores(found, twin, shown, echo):
         assert found["top_logprobs"][0] is None and all(found["top_logprobs"][1:n])
     assert found["token_logprobs"] == [value and near(value) for value in values]
     for top, token in zip(found["top_logprobs"][n:], twin.tokens, strict=True):
-        words = [(token_bytes(TOKENIZER)[i].decode(), value) for i, value in token.top]
+        words = [(TOKENIZER.token_bytes[i].decode(), value) for i, value in token.top]
         assert top == near(dict(words) | {token.text: token.logprob})
 
 
@@ -163,7 +162,7 @@ def check_content(found, twin):
         assert entry["token"] == bytes(entry["bytes"]).decode() == token.text
         assert entry["logprob"] == near(token.logprob)
         top = [(each["token"], each["logprob"]) for each in entry["top_logprobs"]]
-        assert top == [(token_bytes(TOKENIZER)[i].decode(), near(p)) for i, p in token.top]
+        assert top == [(TOKENIZER.token_bytes[i].decode(), near(p)) for i, p in token.top]
 
 
 @pytest.mark.parametrize("name", ASKED)
@@ -222,7 +221,7 @@ def test_lengths(local, monkeypatch):
             assert f"{length[0]} of them" in message, body
     # To tokenise 4 MB held all streams for two seconds, only to refuse the text.
     monkeypatch.setattr(local.engine.tokenizer, "_encode", MagicMock(side_effect=AssertionError))
-    long = "a" * 64 * max(map(len, token_bytes(TOKENIZER)))
+    long = "a" * 64 * max(map(len, TOKENIZER.token_bytes))
     local.post(COMPLETIONS, {"prompt": long}).fails(400, "prompt", "context_length_exceeded")
     body = {"messages": [{"role": "user", "content": long}]}
     local.post(CHAT, body).fails(400, "messages", "context_length_exceeded")

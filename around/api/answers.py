@@ -10,7 +10,6 @@ from typing import Any
 from around.api.function_calls import Reader, Tools
 from around.folder import Detokenizer, Tokenizer
 from around.settings import JSON, VERSION
-from around.structured import token_bytes
 from sampling import BROKEN, Token
 from scheduler import EngineSequence, Request
 
@@ -223,8 +222,7 @@ class Choice:
         # The entry of id i, in the place where `token` was sampled. The entry of the sampled token
         # itself has the text that it added to the output, which can differ from the vocabulary's.
         def entry(token: Token, i: int, value: float | None) -> JSON:
-            words = token_bytes(self.tokenizer)
-            word = words[i] if i < len(words) else b""  # V may be padded
+            word = self.tokenizer.bytes_of(i)
             text = token.text if i == token.id else word.decode(errors="backslashreplace")
             return dict(token=text, logprob=value, bytes=list(word))
 

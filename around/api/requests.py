@@ -11,7 +11,7 @@ from around.api.answers import Completion, Problem, demand
 from around.api.function_calls import FORMS, NO_TOOLS, Tools, form_in, restrict, tools_of
 from around.folder import plain_turn
 from around.settings import JSON, SamplingParams, SettingError, check, supported, without_nulls
-from around.structured import structure, token_bytes
+from around.structured import structure
 from scheduler import Engine, Request
 
 
@@ -42,7 +42,7 @@ class API:
         )
         self.defaults = defaults
         self.form = FORMS.get(tool_format) or form_in(self.tokenizer.tool_template)
-        self.longest_token = max(map(len, token_bytes(self.tokenizer)))
+        self.longest_token = max(map(len, self.tokenizer.token_bytes))
 
     def prepare(self, body: JSON, chat: bool) -> "Completion":
         """Check a body, and make a Request for each prompt. They are not submitted.

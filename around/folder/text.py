@@ -1,41 +1,35 @@
 """Ids to text, one at a time: never half a character, and never past a stop string.
 
-Of a tokenizer, this file knows only `decode`. Read: Detokenizer, TextStream.
+Of a tokenizer, this file knows what bytes each id stands for, and whether they are shown. Read:
+Detokenizer, TextStream.
 """
 
-from functools import partial
+from codecs import getincrementaldecoder
 from typing import Any
 
 Ids = list[int]  # token ids
 
 
 class Detokenizer:
-    """Decode a growing list of ids, and return each character once, when it is complete.
+    """Decode ids one at a time, and return each character once, when it is complete.
 
     It would be wrong to decode each id alone, for two reasons: a character can span several tokens,
-    and decoders drop the space in front of the first word. So new ids are decoded together with
-    some ids before them (the context), and the text that they add is returned when it cannot end in
-    half a character.
+    and a text loses the space in front of its first word. So the bytes of an incomplete character
+    are held back, and the space is dropped only where no text has come before.
     """
 
     def __init__(self, tokenizer: Any, prompt_ids: Ids, show_special: bool = False) -> None:
-        """Take the end of the prompt as the first context.
+        """Begin behind a prompt.
 
         Args:
             tokenizer: None: all text is empty.
             show_special: whether special tokens are text.
         """
-        decode = tokenizer.decode if tokenizer else lambda ids, show_special: ""
-        self._decode = partial(decode, show_special=show_special)
-        self._new: Ids = []
-        # A context should begin with a whole character, and have text. A character spans at most
-        # four tokens, so of four contexts that begin one token apart, one mostly begins with a
-        # whole character. If none of them will do, 128 ids may.
-        for length in (8, 7, 6, 5, 128):
-            self._context = prompt_ids[-length:]
-            text = self._decode(self._context)
-            if text.strip() and not text.startswith("\ufffd"):
-                break
+        self._tokenizer = tokenizer
+        self._show_special = show_special
+        self._utf8 = getincrementaldecoder("utf-8")("replace")
+        is_start = tokenizer and not any(map(tokenizer.is_text, prompt_ids))
+        self._dropped = tokenizer.dropped if is_start else ""
 
     def push(self, token_id: int | None, last: bool = False) -> str:
         """Add one id, or none, and return the text that is now complete, which may be "".
@@ -45,23 +39,14 @@ class Detokenizer:
 
         Example: ids of "a", 0xC3, 0xA9 (two bytes of one character) -> "a", "", "\u00e9"
         """
-        if token_id is not None:
-            self._new.append(token_id)
-        before = self._decode(self._context)
-        text = self._decode(self._context + self._new)[len(before) :]
-        # An incomplete character decodes to U+FFFD, and may turn complete ones beside it into
-        # U+FFFD: wait for more. Bytes that are really invalid are returned once other text follows,
-        # or after 32 ids.
-        if text.endswith("\ufffd") and len(self._new) < 32 and not last:
-            return ""
-        # The new ids become the context. If they add no text, or only spaces, which a decoder may
-        # drop at the beginning, the old context stays. If it has fewer than 8 ids, they join it.
-        if text.strip():
-            self._context = self._new
-        elif len(self._context) < 8:
-            self._context += self._new
-        self._new = []
-        return text
+        is_id = self._tokenizer and token_id is not None
+        is_shown = is_id and (self._show_special or self._tokenizer.is_text(token_id))
+        new = self._tokenizer.bytes_of(token_id) if is_shown else b""
+        text = self._utf8.decode(new, last)
+        shown = text.removeprefix(self._dropped)
+        if text:
+            self._dropped = ""
+        return shown
 
 
 class TextStream:

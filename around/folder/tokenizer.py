@@ -7,15 +7,14 @@ arXiv:1808.06226). Of the model, this file knows only the config. Read: Tokenize
 
 import re
 from collections.abc import Callable
-from functools import partial
-from itertools import groupby
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import sentencepiece
 
 from around.folder.chat import END, NO_DEFAULT, PLAIN_TEMPLATE, compile_template, plain_turn
-from around.folder.text import Ids
+from around.folder.text import Detokenizer, Ids
 from around.settings import JSON, blame, read_optional, supported
 from model import Config
 
@@ -32,6 +31,8 @@ class Tokenizer:
         prefix, suffix: the ids that encode() puts around a text, such as BOS.
         piece: a function from an id to its entry in the vocabulary.
         byte_level: whether these entries spell bytes as GPT-2 does.
+        dropped: what is left out at the beginning of a text: the space that encoding puts there, or
+            nothing.
         template, tool_template: the chat template, and the one for chats with tools; in most
             folders these are one.
         chat_stop: stop strings that chats need.
@@ -44,6 +45,7 @@ class Tokenizer:
             CheckpointError: there is no tokenizer file, or it is damaged, or a package is missing.
         """
         path = Path(path)
+        self.dropped = ""
         config = read_optional(path / "tokenizer_config.json")
         raw = config.get("added_tokens_decoder")
         if raw is None:  # older folders have two more files
@@ -103,8 +105,30 @@ class Tokenizer:
     def decode(self, ids: Ids, show_special: bool = False) -> str:
         """Turn ids into text, and leave out those that are not text: padding of the vocabulary and,
         unless they are to be shown, special tokens."""
-        hidden = () if show_special else self._hidden
-        return self._decode([i for i in ids if i < self.vocab_size and i not in hidden])
+        stream = Detokenizer(self, [], show_special)
+        return "".join(map(stream.push, ids)) + stream.push(None, last=True)
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Return the bytes that an id stands for; b"" for padding. Those of a special token are its
+        name, with a space for each \u2581.
+
+        Example: byte-level BPE's "\u0120the" and sentencepiece's "\u2581the" are b" the"; "<0xC3>"
+            is one byte
+        """
+        piece = self.piece(token_id) or ""
+        letters = piece.translate(BYTE_LEVEL)
+        # A piece with a character that stands for no byte is text, as in the package tokenizers.
+        if self.byte_level and not re.search("[^\0-\xff]", letters):
+            return letters.encode("latin-1")
+        byte = re.fullmatch("<0x(..)>", piece)  # sentencepiece's byte fallback
+        if byte:
+            return bytes.fromhex(byte[1])
+        return piece.replace("\u2581", " ").encode()  # sentencepiece's space
+
+    @cached_property
+    def token_bytes(self) -> list[bytes]:
+        """The bytes of each id."""
+        return [self.bytes_of(i) for i in range(self.vocab_size)]
 
     def is_text(self, token_id: int) -> bool:
         """Whether decode() shows an id, which is then neither padding nor hidden."""
@@ -182,10 +206,16 @@ class Tokenizer:
         self._encode = lambda text: (
             backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         )
-        self._decode: Callable[[Ids], str] = partial(backend.decode, skip_special_tokens=False)
         self.piece: Callable[[int], str | None] = backend.id_to_token
         self.byte_level = "ByteLevel" in str(backend.decoder)
         self.vocab_size = max(vocab.values()) + 1
+        # The bytes of all ids are the text, less what the decoder drops in front of it.
+        ids = self._encode("a b")
+        text = self.decode(ids, show_special=True)
+        shown = backend.decode(ids, skip_special_tokens=False)
+        if not text.endswith(shown):
+            raise ValueError(f"the decoder is not supported, which writes {text!r} as {shown!r}")
+        self.dropped = text.removesuffix(shown)
         # The file's post-processor puts ids around a text, and the mask has a 1 for each of them:
         # for BOS, a letter and EOS it is 1 0 1. If the vocabulary lacks the letter, all ids count
         # as prefix.
@@ -247,24 +277,13 @@ class Tokenizer:
                 result += later.encode(after)
             return result
 
-        # 5) The texts of ids that sentencepiece does not decode. An added token has its own; the
-        # unknown token, and ids that no token has, have an empty one.
-        texts = dict.fromkeys(range(len(pieces), self.vocab_size), "")
-        texts |= {i: text for text, i in id_of.items()}
-        texts[sp.unk_id()] = ""
-        self.piece = (pieces | texts).get
-
-        def decode(token_ids: Ids) -> str:
-            text = ""
-            for has_own_text, run in groupby(token_ids, texts.__contains__):
-                if has_own_text:
-                    text += "".join(texts[i] for i in run)
-                else:  # only at the beginning is there a space to drop, which `first` put there
-                    text += (bare if text else first).decode([*run])
-            return text
-
         self._encode = encode
-        self._decode = decode
+        # 5) An added token is spelt as its text, and the unknown token as nothing. The space that
+        # `first` puts in front of a text is dropped again.
+        pieces |= {i: text for text, i in id_of.items()}
+        pieces[sp.unk_id()] = ""
+        self.piece = pieces.get
+        self.dropped = " " if first.normalize("a") != "a" else ""
 
     def _read_templates(self, path: Path) -> dict[str, str]:
         """Return the chat templates by their names. A single one is named "default"."""
@@ -278,6 +297,11 @@ class Tokenizer:
         # {% generation %} marks replies for training. Jinja lacks it, so it becomes {% with %}.
         mark = re.compile(r"({%[-+]?\s*(?:end)?)generation\b")
         return {name: mark.sub(r"\1with", text) for name, text in templates.items()}
+
+
+# GPT-2 spells printable bytes as themselves, and the others as the characters from 256 on. This
+# turns the latter back.
+BYTE_LEVEL = dict(enumerate([*range(33), *range(127, 161), 173], 256))
 
 
 def special_texts(config: JSON) -> set:
