@@ -202,9 +202,8 @@ class Choice:
         ids = seq.ids[: seq.prompt_len]
         # The ids that the tokenizer puts in front, such as BOS, show no text. A prompt that was
         # given as ids may lack them.
-        start = len(self.tokenizer.prefix)
-        if ids[:start] != self.tokenizer.prefix:
-            start = 0
+        prefix = self.tokenizer.encode("")
+        start = len(prefix) if ids[: len(prefix)] == prefix else 0
         detokenizer = Detokenizer(self.tokenizer, [], show_special=True)
         texts = [""] * start + [detokenizer.push(i) for i in ids[start:]]
         texts[-1] += detokenizer.push(None, last=True)  # an incomplete character, as U+FFFD

@@ -28,7 +28,6 @@ class Tokenizer:
         special: the text of each special token -> its id. Encoding recognises these texts, as
             Hugging Face does, and decoding leaves special tokens out, except the marks of calls and
             thoughts.
-        prefix, suffix: the ids that encode() puts around a text, such as BOS.
         piece: a function from an id to its entry in the vocabulary.
         byte_level: whether these entries spell bytes as GPT-2 does.
         dropped: what is left out at the beginning of a text: the space that encoding puts there, or
@@ -99,8 +98,7 @@ class Tokenizer:
             add_special: False for text that contains BOS and EOS, such as a rendered chat.
         """
         # Lone surrogates, which a terminal can pass, become question marks.
-        ids = self._encode(text.encode(errors="replace").decode())
-        return self.prefix + ids + self.suffix if add_special else ids
+        return self._encode(text.encode(errors="replace").decode(), add_special)
 
     def decode(self, ids: Ids, show_special: bool = False) -> str:
         """Turn ids into text, and leave out those that are not text: padding of the vocabulary and,
@@ -203,27 +201,19 @@ class Tokenizer:
         backend.add_special_tokens(list((named & vocab.keys()) - special().keys()))
         self.special = special()
         # Without offsets it takes half as long. In the meantime other threads can run.
-        self._encode = lambda text: (
-            backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        self._encode: Callable[[str, bool], Ids] = lambda text, add_special: (
+            backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
         )
         self.piece: Callable[[int], str | None] = backend.id_to_token
         self.byte_level = "ByteLevel" in str(backend.decoder)
         self.vocab_size = max(vocab.values()) + 1
         # The bytes of all ids are the text, less what the decoder drops in front of it.
-        ids = self._encode("a b")
+        ids = self._encode("a b", False)
         text = self.decode(ids, show_special=True)
         shown = backend.decode(ids, skip_special_tokens=False)
         if not text.endswith(shown):
             raise ValueError(f"the decoder is not supported, which writes {text!r} as {shown!r}")
         self.dropped = text.removesuffix(shown)
-        # The file's post-processor puts ids around a text, and the mask has a 1 for each of them:
-        # for BOS, a letter and EOS it is 1 0 1. If the vocabulary lacks the letter, all ids count
-        # as prefix.
-        letter = backend.encode("a")
-        mask = letter.special_tokens_mask
-        start = mask.index(0) if 0 in mask else len(mask)
-        self.prefix = letter.ids[:start]
-        self.suffix = letter.ids[start + mask.count(0) :]
 
     def _read_slow(self, path: Path, added: dict[int, JSON], named: set) -> None:
         """Read tokenizer.model. The arguments are those of _read_fast."""
@@ -256,18 +246,18 @@ class Tokenizer:
         self.vocab_size = max([*pieces, *added]) + 1
         self.byte_level = False
         # 3) A text begins with BOS unless the config says no.
-        self.prefix = []
-        self.suffix = []
+        prefix = []
+        suffix = []
         if config.get("add_bos_token", True) and self.bos_id is not None:
-            self.prefix = [self.bos_id]
+            prefix = [self.bos_id]
         if config.get("add_eos_token") and self.eos_id is not None:
-            self.suffix = [self.eos_id]
+            suffix = [self.eos_id]
         # 4) sentencepiece would encode the text "<s>" as three characters, so the added tokens are
         # found first. In reverse order "<|im_start|>" is tried before "<|im".
         patterns = [pattern_of(added[id_of[text]]) for text in sorted(id_of, reverse=True)]
         pattern = re.compile(f"({'|'.join(patterns) or '(?!)'})")  # (?!) matches nothing
 
-        def encode(text: str) -> Ids:
+        def encode(text: str, add_special: bool) -> Ids:
             # Because of the parentheses, every second part is what the pattern matched.
             start, *parts = pattern.split(text)
             result = first.encode(start)
@@ -275,7 +265,7 @@ class Tokenizer:
                 # The match may have spaces that a token with lstrip or rstrip takes in.
                 result.append(id_of[token if token in id_of else token.strip()])
                 result += later.encode(after)
-            return result
+            return prefix + result + suffix if add_special else result
 
         self._encode = encode
         # 5) An added token is spelt as its text, and the unknown token as nothing. The space that
