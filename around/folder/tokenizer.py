@@ -58,12 +58,10 @@ class Tokenizer:
             config = read_optional(path / "chat_template.json") | config
             self.config = config = {name: text_of(value) for name, value in config.items()}
             named = special_texts(config)
-            added: dict[int, JSON] = {}
-            # Sorted by id, because _read_fast adds them in this order, and each new token gets the
-            # next id. A token may say itself whether it is special.
-            for i in sorted(raw, key=int):
-                token = raw[i]
-                added[int(i)] = {"special": token["content"] in named} | token
+            # A token may say itself whether it is special.
+            added = {
+                int(i): {"special": token["content"] in named} | token for i, token in raw.items()
+            }
             read = self._read_fast if (path / "tokenizer.json").is_file() else self._read_slow
             read(path, added, named)
             # The marks of function calls and thoughts are shown, as both are found in the text.
@@ -161,9 +159,8 @@ class Tokenizer:
                 # "developer" is OpenAI's newer name of the role "system".
                 if turn.get("role") == "developer" and "developer" not in template:
                     turn["role"] = "system"
-                parts = turn.get("content")
-                if isinstance(parts, list):
-                    turn["content"] = "\n".join(part["text"] for part in parts)
+                if isinstance(turn["content"], list):
+                    turn["content"] = "\n".join(part["text"] for part in turn["content"])
             if goes_on:
                 turns[-1]["content"] += END
             text = compile_template(template).render(variables, messages=turns)
@@ -186,7 +183,7 @@ class Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
         backend.no_truncation()  # training scripts may leave it on, which would cut prompts
         backend.no_padding()
-        for i, token in added.items():
+        for i, token in sorted(added.items()):  # each new token gets the next id
             backend.add_tokens([tokenizers.AddedToken(**token)])
             # The files must agree on its id.
             supported(f"the id of {token['content']}", i, backend.token_to_id(token["content"]))
@@ -243,8 +240,14 @@ class Tokenizer:
                 added.setdefault(i, dict(content=piece, special=True))
         id_of = {token["content"]: i for i, token in added.items()}
         self.special = {text: i for text, i in id_of.items() if added[i]["special"]}
-        self.vocab_size = max([*pieces, *added]) + 1
+        # An added token is spelt as its text, and the unknown token as nothing.
+        pieces |= {i: text for text, i in id_of.items()}
+        pieces[sp.unk_id()] = ""
+        self.piece = pieces.get
+        self.vocab_size = max(pieces) + 1
         self.byte_level = False
+        # What `first` puts in front of a text, decoding drops.
+        self.dropped = " " if first.normalize("a") != "a" else ""
         # 3) A text begins with BOS unless the config says no.
         prefix = []
         suffix = []
@@ -268,12 +271,6 @@ class Tokenizer:
             return prefix + result + suffix if add_special else result
 
         self._encode = encode
-        # 5) An added token is spelt as its text, and the unknown token as nothing. The space that
-        # `first` puts in front of a text is dropped again.
-        pieces |= {i: text for text, i in id_of.items()}
-        pieces[sp.unk_id()] = ""
-        self.piece = pieces.get
-        self.dropped = " " if first.normalize("a") != "a" else ""
 
     def _read_templates(self, path: Path) -> dict[str, str]:
         """Return the chat templates by their names. A single one is named "default"."""
@@ -297,12 +294,12 @@ BYTE_LEVEL = dict(enumerate([*range(33), *range(127, 161), 173], 256))
 def special_texts(config: JSON) -> set:
     """Return the texts of special tokens that a config names. Not all of these tokens exist, and
     some values, such as add_bos_token's, are no texts."""
-    extra = config.get("extra_special_tokens", [])
+    # The second name is older.
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens", [])
     if isinstance(extra, dict):  # tokens with names
         extra = extra.values()
-    others = [*config.get("additional_special_tokens", []), *extra]
     named = {text for name, text in config.items() if name.endswith("_token")}
-    return named | {text_of(token) for token in others}
+    return named | {text_of(token) for token in extra}
 
 
 def text_of(value: Any) -> Any:
@@ -313,9 +310,6 @@ def text_of(value: Any) -> Any:
 
 def pattern_of(token: JSON) -> str:
     """Return the regular expression that finds an added token in a text."""
-    pattern = re.escape(token["content"])
-    if token.get("lstrip"):
-        pattern = rf"\s*{pattern}"
-    if token.get("rstrip"):
-        pattern = rf"{pattern}\s*"
-    return pattern
+    before = r"\s*" if token.get("lstrip") else ""
+    after = r"\s*" if token.get("rstrip") else ""
+    return before + re.escape(token["content"]) + after
