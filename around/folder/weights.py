@@ -275,20 +275,17 @@ def settle_tie(config: Config, files: Files) -> Config:
     """Settle whether lm_head shares the embedding's weight, and return a config that says so.
 
     Where the config ties them and both are stored, lm_head is dropped from `files` if they are
-    equal; if they differ, the result does not tie them. If lm_head alone is stored, it becomes the
-    embedding. To be compared, both are read; neither is kept in memory.
+    equal; if they differ, the result does not tie them. To be compared, both are read; neither is
+    kept in memory.
     """
     head = files.get("lm_head.weight")
     embedding = files.get("embed_tokens.weight")
-    if not (config.tie_word_embeddings and head):
+    if not (config.tie_word_embeddings and head and embedding):
         return config
-    if not embedding:
-        files["embed_tokens.weight"] = files.pop("lm_head.weight")
-        return config
-    if torch.equal(head.read().to(embedding.empty.dtype), embedding.read()):
+    is_equal = torch.equal(head.read().to(embedding.empty.dtype), embedding.read())
+    if is_equal:
         del files["lm_head.weight"]
-        return config
-    return replace(config, tie_word_embeddings=False)
+    return replace(config, tie_word_embeddings=is_equal)
 
 
 # For models with post_norm: Hugging Face's names of norms -> ours. A norm that Llama has too gets
