@@ -57,19 +57,19 @@ def load_config(path: Path | str) -> Config:
         raw = with_defaults(raw)
         # 2) Defaults that follow from other settings.
         heads = check("num_attention_heads", raw["num_attention_heads"], int)
-        raw = {
-            "num_key_value_heads": heads,
-            "head_dim": check("hidden_size", raw["hidden_size"], int) // heads,
-            "qkv_bias": raw["attention_bias"],
-            "o_bias": raw["attention_bias"],
-            **raw,
-        }
+        raw = (
+            dict(
+                num_key_value_heads=heads,
+                head_dim=check("hidden_size", raw["hidden_size"], int) // heads,
+                qkv_bias=raw["attention_bias"],
+                o_bias=raw["attention_bias"],
+            )
+            | raw
+        )
         check("head_dim", raw["head_dim"], int)
         # 3) Settings that Config has under another name or in another form.
         raw |= dict(
-            dtype=choose(
-                "dtype", str(raw.get("dtype", raw["torch_dtype"])).removeprefix("torch."), DTYPES
-            ),
+            dtype=choose("dtype", raw.get("dtype", raw["torch_dtype"]), DTYPES),
             eos_ids=eos_ids(raw, generation),
             score_cap=raw.get("attn_logit_softcapping"),
             logits_cap=raw.get("final_logit_softcapping"),
@@ -82,8 +82,7 @@ def load_config(path: Path | str) -> Config:
         rope = rope_with_defaults(raw)
         raw["max_position_embeddings"] = extended(raw, rope)
         raw |= layer_settings(raw)
-        raw |= rope_settings(raw, rope)
-        raw |= fold_settings(raw, rope)
+        raw |= rope_settings(raw, rope) | fold_settings(raw, rope)
         config = Config(**{name: raw[name] for name in raw.keys() & Config.__annotations__})
         # 5) All of them, alone and together.
         check_fields(config)

@@ -190,22 +190,25 @@ def rope_with_defaults(settings: JSON) -> JSON:
     layer; older files have `rope_theta` and a dict `rope_scaling`. If a file has both dicts,
     `rope_scaling` wins, as in transformers.
     """
-    # 1) What the file says.
+    # 1) What the file says, over the defaults.
     given = check("rope", settings.get("rope_scaling", settings["rope_parameters"]), dict)
     given = given.get("full_attention") or given
+    context = settings["max_position_embeddings"]
     rope = dict(
-        rope_theta=settings["rope_theta"], partial_rotary_factor=settings["partial_rotary_factor"]
-    )
-    rope |= without_nulls(given)
+        rope_theta=settings["rope_theta"],
+        partial_rotary_factor=settings["partial_rotary_factor"],
+        original_max_position_embeddings=context,
+        beta_fast=32,
+        beta_slow=1,
+        truncate=True,
+    ) | without_nulls(given)
     if ORIGINAL in settings:  # Phi-3's; it wins over the dict's, as in transformers
         rope[ORIGINAL] = settings[ORIGINAL]
-    # 2) The defaults of its type.
+    # 2) Its type.
     kind = given.get("rope_type", given.get("type", "default"))  # older files have `type`
     if settings.get("partial_rope") and kind in ("su", "yarn"):  # Phi-3's older names
         kind = "longrope"
     rope["rope_type"] = supported("rope_type", kind, *ROPES)
-    context = settings["max_position_embeddings"]
-    rope = {ORIGINAL: context, "beta_fast": 32, "beta_slow": 1, "truncate": True} | rope
     if kind in ("yarn", "longrope"):
         check(ORIGINAL, rope[ORIGINAL], int, 2)
         rope.setdefault("factor", context / rope[ORIGINAL])
