@@ -154,8 +154,7 @@ def group_scales(w: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 def usual_group_size(model: Transformer) -> int:
     """Return the largest of 128, 64 and 32 that divides the input channels of all Linears; if none
     does, 128, which plain_linears will refuse."""
-    modules: list[Any] = [model.get_submodule(path) for path in linears(model)]
-    size = math.gcd(128, *(linear.in_features for linear in modules))
+    size = math.gcd(128, *linears(model).values())
     return size if size >= 32 else 128
 
 
@@ -190,29 +189,28 @@ def quantize_model(
     return model
 
 
-def plain_linears(model: Transformer, group_size: int, skip: tuple) -> list[str]:
-    """Return the paths of the Linears to quantise: those of linears() that are not in `skip`.
+def plain_linears(model: Transformer, group_size: int, skip: tuple) -> dict[str, int]:
+    """Return the Linears to quantise: those of linears() that are not in `skip`.
 
     Raises:
         ValueError: the model is quantised already, or the group size does not fit a Linear.
     """
     if any(isinstance(module, QuantLinear) for module in model.modules()):
         raise ValueError("this model is quantised already: start from the plain one")
-    found = [path for path in linears(model) if path not in skip]
-    for path in found:
-        linear: Any = model.get_submodule(path)
-        num_groups(linear.in_features, group_size)  # raises the error
+    found = {path: K for path, K in linears(model).items() if path not in skip}
+    for K in found.values():
+        num_groups(K, group_size)  # raises the error
     return found
 
 
-def linears(model: nn.Module) -> list[str]:
-    """Return the path of each Linear that is not a router.
+def linears(model: nn.Module) -> dict[str, int]:
+    """Return the path of each Linear that is not a router, with its number of input channels.
 
-    Routers are small, and a rounding error in one sends a token to another expert. The result is a
-    list of paths because a list of Linears would keep every plain weight alive.
+    Routers are small, and a rounding error in one sends a token to another expert. The result has
+    paths because a list of Linears would keep every plain weight alive.
     """
-    return [
-        path
+    return {
+        path: module.in_features
         for path, module in model.named_modules()
         if isinstance(module, nn.Linear) and not path.endswith(".gate")
-    ]
+    }

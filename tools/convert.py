@@ -185,7 +185,7 @@ def calibrate(
     found = plain_linears(model, size, skip)
     config, device = model.config, model.device
     length = min(LENGTH, config.max_position_embeddings)
-    widest = max((model.get_submodule(path).in_features for path in found), default=0)
+    widest = max(found.values(), default=0)
     count = min(SAMPLES, len(ids) // length)
     if count * length < widest:
         raise ValueError(
