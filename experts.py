@@ -74,10 +74,8 @@ class SparseMLP(nn.Module):
         # 2) Run each chosen expert. The host waits for a GPU once, in tolist. To count the rows by
         # bincount would make it wait a second time.
         counts = pairs.new_zeros(len(self.experts)).scatter_(0, pairs, 1, reduce="add")  # (E,)
-        results = []
-        for expert, part in zip(self.experts, rows.split(counts.tolist())):
-            if len(part):
-                results.append(expert(part))
+        parts = rows.split(counts.tolist())
+        results = [expert(part) for expert, part in zip(self.experts, parts) if len(part)]
         # 3) Add up each token's results.
         place = order.argsort()  # where each pair has gone
         y = torch.cat(results).index_select(0, place).unflatten(0, chosen.shape)  # (B, T, k, D)
