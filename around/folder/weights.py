@@ -207,13 +207,10 @@ def locate_tensors(path: Path) -> Files:
             names, or, without an index, model.safetensors.
     """
     whole = "model.safetensors"
-    shards = {whole}
-    places: dict[str, str] = {}  # the shard of each tensor; {}: all are in one file
-    if not (path / whole).exists():
-        places = read_index(path)
-        shards = {*places.values()}
+    # The shard of each tensor; {}: all are in one file.
+    places = {} if (path / whole).exists() else read_index(path)
     files: Files = {}
-    for shard in sorted(shards):
+    for shard in sorted({*places.values()}) or [whole]:
         file = path / shard
         with blame(file), safe_open(file, "pt") as reader:
             for name in reader.keys():  # noqa: SIM118 (it is no dict)
