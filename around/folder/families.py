@@ -132,7 +132,7 @@ def layer_settings(settings: JSON) -> JSON:
 
     Newer files list the kind of each layer in `layer_types`; for others see full_layers.
 
-    Example: 3 layers, sliding_window 5, max_window_layers 1: windows (None, 5, 5), ropes ()
+    Example: 3 layers, sliding_window 5, max_window_layers 1: windows (None, 5, 5), ropes (0, 0, 0)
     """
     layers = check("num_hidden_layers", settings["num_hidden_layers"], int, 1, 1024)
     full = full_layers(settings)
@@ -141,7 +141,7 @@ def layer_settings(settings: JSON) -> JSON:
     supported("the length of layer_types", len(kinds), layers)
     sizes = dict(full_attention=None, sliding_attention=window(settings))
     windows = tuple(choose("layer_types", kind, sizes) for kind in kinds)
-    ropes: tuple[int, ...] = ()
+    ropes = (0,) * layers
     # Gemma 3: the second rope is that of layers with a window.
     if "rope_local_base_freq" in settings:
         ropes = tuple(int(kind == "sliding_attention") for kind in kinds)
@@ -431,6 +431,6 @@ def query_factors(config: Config, layer: int) -> Tensor:
     channels that are rotated, in layers that have the first rope."""
     folds = config.folds
     factors = torch.full((2, config.head_dim // 2), folds["query_factor"])  # a column for a pair
-    if not config.ropes or config.ropes[layer] == 0:  # the first rope
+    if config.ropes[layer] == 0:  # the first rope
         factors[:, : folds["rope_dim"] // 2] *= folds["rotated_factor"]
     return factors.flatten()
