@@ -68,7 +68,7 @@ def alone(at: Engine, ids, wish: SamplingParams, model=None) -> list[Sequence]:
     model = model or at.runner.model
     key = (model, tuple(ids), repr(wish), at.tokenizer, at.max_seq_len)
     if key not in TWINS:
-        splits = split(wish)
+        splits = [replace(each, prompt_logprobs=None) for each in split(wish)]
         TWINS[key] = [Sequence(ids, p, at.config, at.tokenizer, at.max_seq_len) for p in splits]
         for sequence in TWINS[key]:
             list(generate(model, sequence, StaticCache(model, 1, sequence.max_len)))

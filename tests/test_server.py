@@ -619,6 +619,14 @@ RAW = {  # the status of the only answer -> what is sent; 0: any status below 50
 }  # fmt: skip
 
 
+def until_lines(capfd, count):
+    """Wait for so many lines of the log, which come after the answers."""
+    lines = []
+    until(lambda: lines.extend(capfd.readouterr().err.splitlines()) or len(lines) >= count)
+    assert len(lines) == count, lines
+    return lines
+
+
 def connect(local, data, buffer=None):
     """Send a request's bytes, or some of them. buffer: how much of an answer waits to be read."""
     connection = socket.socket()
@@ -650,7 +658,7 @@ def test_raw_requests(local, capfd, status):
         assert answer.status == status or (answer.status < 500 and not status), (i, answer)
         assert answer.headers["Connection"] == "close" and answer.headers["X-Accel-Buffering"]
         assert "Transfer-Encoding" not in answer.headers
-        assert capfd.readouterr().err.count("\n") == 1  # the log's line
+        until_lines(capfd, 1)  # of the log
         if status > 200:
             answer.fails(status)
         elif status and COMPLETIONS.encode() in data:
@@ -699,19 +707,36 @@ def test_what_it_says_of_itself(local):
 def test_log(local, capfd, monkeypatch):
     """Send requests, good and bad, and check the lines of the log. Catches: a log without the
     requests, or with a prompt; `server.py 2>&1 | head`, after which every answer was empty."""
-    local.works()
+    local.settle()
+    capfd.readouterr()
+    local.post(COMPLETIONS, SHORT | {"user": "ann", "prompt": ["a", "b"]})
+    local.post(
+        CHAT, {"messages": HI, "max_tokens": 2, "stream": True}, **{"X-Forwarded-For": "::7"}
+    )
     local.post(COMPLETIONS + "?key=x", {"n": 0})
     for data in (b"\r\n\r\n", b"\x16\x03\x01"):
         local.raw(data)
     local.get("/engine")  # which a page asks for ten times a second
     local.get("/engine", Host="a.test")
-    expected = [f"'POST {COMPLETIONS}' 200", f"'POST {COMPLETIONS}' 400", "'' 400", "'' 400"]
-    assert capfd.readouterr().err.splitlines() == [*expected, "'GET /engine' 403"]
+    lines = [json.loads(line) for line in until_lines(capfd, 6)]
+    found = [(line["request"], line["status"], line["client"]) for line in lines]
+    here = "127.0.0.1"
+    assert found == [
+        (f"POST {COMPLETIONS}", 200, here), (f"POST {CHAT}", 200, "::7"),
+        (f"POST {COMPLETIONS}", 400, here), ("", 400, here), ("", 400, here),
+        ("GET /engine", 403, here),
+    ]  # fmt: skip
+    whole, streamed, wrong, *_ = lines
+    assert whole["user"] == "ann" and whole["completion_tokens"] == 2 * SHORT["max_tokens"]
+    assert 0 < whole["first_token"] < whole["seconds"] < 60 and whole["error"] == ""
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", whole["time"])
+    assert streamed["id"].startswith("chatcmpl-") and streamed["completion_tokens"] == 2
+    assert "n must be" in wrong["error"] and "id" not in wrong
     closed = MagicMock()
     closed.write.side_effect = BrokenPipeError
     monkeypatch.setattr(sys, "stderr", closed)
     local.works()
-    assert closed.write.called
+    until(lambda: closed.write.called)
 
 
 # --- Who is let in --------------------------------------------------------------------------------
@@ -905,7 +930,7 @@ def test_slow_clients(make_local, monkeypatch, capfd):
             for _ in range(50):  # five seconds
                 time.sleep(0.1)
                 dripping.sendall(more)
-    assert capfd.readouterr().err == f"'POST {COMPLETIONS}' 200\n" * 2
+    assert all('"status": 200, "error": "timed out"' in line for line in until_lines(capfd, 2))
     for each in never:
         each.close()
 
@@ -925,14 +950,14 @@ def test_clients_that_say_no_more(local, capfd, monkeypatch):
         patch.setattr(front, "demand", lambda *check: watch(check) or demand(*check))
         assert local.post(COMPLETIONS, SHORT).status == 200
     assert next(busy for status, busy in waits if status == 503) == 1
-    capfd.readouterr()
+    until_lines(capfd, 1)
     for data in (b"", b"GET / HTTP", *(post()[:end] for end in (30, 60)), b"\xff" * 99):
         connect(local, data).close()
     local.get("/health")
-    assert capfd.readouterr().err == "'GET /health' 200\n"
+    assert "GET /health" in "".join(until_lines(capfd, 1))
     for data in (post(), post(CHUNKS, CHUNKED)):
         connect(local, data[:-5]).close()  # within the body
-        until(lambda: capfd.readouterr().err == f"'POST {COMPLETIONS}' 400\n")
+        assert f"POST {COMPLETIONS}" in "".join(until_lines(capfd, 1))
     before = local.metrics()[ABORTED]
     with connect(local, post(LONG)) as connection:
         connection.shutdown(socket.SHUT_WR)
@@ -991,7 +1016,7 @@ def test_clients_leave(make_local, monkeypatch, capfd):
     finally:
         gc.enable()
     after = local.metrics()
-    assert after[ABORTED] == 24 and "' gone\n" in capfd.readouterr().err
+    assert after[ABORTED] == 24 and "the client has left" in capfd.readouterr().err
     # A request that ended before its first token has no latency. It counted as one of 0 s.
     names = "e2e_request_latency_seconds_count", "time_to_first_token_seconds_count"
     assert after[names[0]] == after[names[1]] <= 5 + 11 + 1

@@ -112,6 +112,15 @@ class Completion:
             prompt_tokens_details=dict(cached_tokens=sum(seq.cached for seq in self.firsts)),
         )
 
+    def summary(self) -> JSON:
+        """What the log says of it: no word of a prompt or an answer."""
+        first = self.firsts[0]
+        return self.usage() | dict(
+            first_token=round(first.times[1] - first.times[0], 3) if first.tokens else None,
+            id=self.base["id"],
+            user=str(self.fields.get("user", ""))[:100],
+        )
+
 
 @dataclass
 class Choice:

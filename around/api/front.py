@@ -6,6 +6,7 @@ request is read and an answer sent is in http1.py, what a body means in requests
 answered in answers.py. Read: serve, listen, Handler.route, Handler.complete.
 """
 
+import json
 import os
 import re
 import secrets
@@ -148,6 +149,8 @@ LOCAL = rf"({LOOPBACK}|0\.0\.0\.0|\[::\])(:[0-9]*)? *"
 class Handler(Exchange):
     """A connection to one client, in a thread of its own: answers its request."""
 
+    completion: Any = None
+
     def handle(self) -> None:
         """Answer, then wait until the client closes: if this side closed first while the client
         still sends, the answer would be lost."""
@@ -159,18 +162,36 @@ class Handler(Exchange):
                 pass
 
     def answer(self) -> None:
-        """Read the request and answer it, with an error if need be."""
+        """Read the request, answer it, with an error if need be, and log it."""
+        start = time.monotonic()
+        error = ""
         try:
             self.read_head()
             self.route()
         except Problem as problem:
+            error = problem.json["error"]["message"]
             self.send(problem.json, problem.status)
-        except (ConnectionError, TimeoutError):  # the client has left, or is silent for too long
+        except (ConnectionError, TimeoutError) as gone:  # or silent for too long
+            error = str(gone)
             raise
         except Exception:  # a bug in the server, whose details are not for the client
             traceback.print_exc()
             self.send(Problem(500, "internal error").json, 500)
         finally:
+            # A page asks for /engine all the time.
+            if (self.status or self.completion) and (error or self.asked != "GET /engine"):
+                line = dict(
+                    time=time.strftime("%FT%TZ", time.gmtime()),
+                    # A proxy says for whom it asks.
+                    client=self.headers.get("X-Forwarded-For", self.client_address[0]),
+                    request=self.asked[:200],
+                    status=self.status,
+                    error=error,
+                    seconds=round(time.monotonic() - start, 3),
+                )
+                completed = self.completion.summary() if self.completion else {}
+                with suppress(OSError):  # if it cannot be written, the next answer is still sent
+                    say(json.dumps(line | completed))
             self.server.busy.discard(self)
 
     def route(self) -> None:
@@ -192,7 +213,6 @@ class Handler(Exchange):
     def send_snapshot(self) -> None:
         """Answer with a snapshot of the engine, which its own thread takes. Pages ask for it again
         and again. They wait a tenth of a second, and get the one before if a step lasts longer."""
-        self.is_logged = False  # a page asks ten times a second
         self.server.inbox.put(self.server.metrics.take_snapshot)
         time.sleep(0.1)
         self.send(self.server.metrics.snapshot)
@@ -212,6 +232,7 @@ class Handler(Exchange):
         demand(not server.stopping, 503, "the server is stopping")
         completion = server.api.prepare(body, chat)
         self.check_queue(len(completion.requests))
+        self.completion = completion
         self.stream = completion.stream
         self.news = Event()  # set when there may be something to send; see Server.wake
         server.incoming.update(completion.requests)

@@ -17,13 +17,13 @@ import re
 import socket
 import time
 from contextlib import suppress
+from email.message import Message
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from io import BufferedReader, BytesIO
 from typing import Any
 
 from around.api.answers import Problem, demand
-from around.machine import say
 from around.settings import JSON, check
 
 # The headers of each answer. X-Accel-Buffering keeps nginx from collecting the events of a stream
@@ -65,8 +65,7 @@ class Exchange(BaseHTTPRequestHandler):
         server: what accepted the client; `server.args` has max_body.
         asked: method and path, such as "GET /health"; "" until they have been read.
         stream: whether the answer is a stream of events.
-        has_begun: whether the head of the answer has been sent.
-        is_logged: whether the answer gets a line in the log.
+        status: of the answer; 0 until its head is sent.
     """
 
     server: Any
@@ -74,8 +73,9 @@ class Exchange(BaseHTTPRequestHandler):
     timeout = 75  # seconds that a client may take to read a part of an answer
     disable_nagle_algorithm = True  # or a small event would wait until the last one is acknowledged
     command = asked = ""
-    stream = has_begun = False
-    is_logged = True
+    stream = False
+    status = 0
+    headers = Message()
 
     # --- The request ------------------------------------------------------------------------------
 
@@ -155,8 +155,7 @@ class Exchange(BaseHTTPRequestHandler):
         self.connection.settimeout(0)  # or recv would wait, even with MSG_DONTWAIT
         with suppress(BlockingIOError):  # nothing has come: the client waits
             if not self.connection.recv(2**16):
-                self.log("gone")
-                raise ConnectionError
+                raise ConnectionError("the client has left")
         self.connection.settimeout(self.timeout)
 
     # --- The answer -------------------------------------------------------------------------------
@@ -168,13 +167,12 @@ class Exchange(BaseHTTPRequestHandler):
         the first event of a stream can only be sent as one more event.
         """
         text = item if isinstance(item, str) else json.dumps(item)
-        if self.stream and (self.has_begun or status == 200):
+        if self.stream and 200 in (self.status, status):
             text = f"data: {text}\n\n"
             content_type = EVENTS
         data = text.encode()
-        if not self.has_begun:
-            self.has_begun = True
-            self.log(status)
+        if not self.status:
+            self.status = status
             self.connection.settimeout(self.timeout)
             head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\n{HEADERS}"
             head += f"Content-Type: {content_type}\n"
@@ -186,11 +184,6 @@ class Exchange(BaseHTTPRequestHandler):
                 data = b""
             data = f"{head}\n".replace("\n", "\r\n").encode() + data
         self.wfile.write(data)
-
-    def log(self, status: int | str) -> None:
-        if self.is_logged:
-            with suppress(OSError):  # if the log cannot be written, the answer is still sent
-                say(f"{self.asked!r:.200} {status}")
 
 
 def listen_at(host: str, port: int) -> socket.socket:
