@@ -246,10 +246,10 @@ DAMAGED = {
 
 
 def test_which_file_and_damaged_ones(kinds, tmp_path, monkeypatch):
-    """Read each damaged file of DAMAGED, none at all, and two at once. Catches: a half-downloaded
-    file, or a value of the wrong type, that ends in a traceback; of two files the poorer one read,
-    which lacks the chat tokens; without the extra, an ImportError, or other ids from
-    tokenizer.model."""
+    """Read damaged, doubled and missing tokenizer files. Catches: a half-downloaded file, a value
+    of the wrong type, or no file at all, that ends in a traceback; of two files the poorer one,
+    which lacks the chat tokens; an ImportError without the extra, or other ids from
+    tokenizer.model; a decoder that does more than join bytes, taken for one that does not."""
     cases = [(file, content) for file, contents in DAMAGED.items() for content in contents]
     for i, (file, content) in enumerate(cases):
         others = {} if file.startswith("tokenizer_json") else BARE["llama"]
@@ -259,6 +259,10 @@ def test_which_file_and_damaged_ones(kinds, tmp_path, monkeypatch):
     for folder in (tmp_path / "nothing here", write(tmp_path / "config", NAMES)):
         with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing.*tokenizer\.model"):
             Tokenizer(folder)
+    pieces = byte_level()
+    pieces.decoder = decoders.WordPiece()
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json's decoder"):
+        read(tmp_path / "pieces", tokenizer_json=pieces.to_str())
     both = write(tmp_path, NAMES, tokenizer_json=GPT, tokenizer_model=LLAMA)
     gpt, folder = kinds["gpt"]
     assert Tokenizer(both).encode("the cat") == gpt.encode("the cat")

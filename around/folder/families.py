@@ -216,9 +216,9 @@ def rope_with_defaults(settings: JSON) -> JSON:
     check("rope_theta", rope["rope_theta"], float)
     for name in ROPES[kind]:
         check(f"rope {name}", rope.get(name), float)
-    check("partial_rotary_factor", rope["partial_rotary_factor"], float, 0, 1)
+    share = check("partial_rotary_factor", rope["partial_rotary_factor"], float, 0, 1)
     if not settings.get("partial_rope"):
-        supported("partial_rotary_factor", rope["partial_rotary_factor"], 1.0)
+        supported("partial_rotary_factor", share, 1.0)
     return rope
 
 

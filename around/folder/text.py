@@ -39,8 +39,11 @@ class Detokenizer:
 
         Example: ids of "a", 0xC3, 0xA9 (two bytes of one character) -> "a", "", "\u00e9"
         """
-        is_id = self._tokenizer and token_id is not None
-        is_shown = is_id and (self._show_special or self._tokenizer.is_text(token_id))
+        is_shown = (
+            self._tokenizer
+            and token_id is not None
+            and (self._show_special or self._tokenizer.is_text(token_id))
+        )
         new = self._tokenizer.bytes_of(token_id) if is_shown else b""
         text = self._utf8.decode(new, last)
         shown = text.removeprefix(self._dropped)

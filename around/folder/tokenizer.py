@@ -198,7 +198,7 @@ class Tokenizer:
         backend.add_special_tokens(list((named & vocab.keys()) - special().keys()))
         self.special = special()
         # Without offsets it takes half as long. In the meantime other threads can run.
-        self._encode: Callable[[str, bool], Ids] = lambda text, add_special: (
+        self._encode = lambda text, add_special: (
             backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
         )
         self.piece: Callable[[int], str | None] = backend.id_to_token
@@ -209,7 +209,9 @@ class Tokenizer:
         text = self.decode(ids, show_special=True)
         shown = backend.decode(ids, skip_special_tokens=False)
         if not text.endswith(shown):
-            raise ValueError(f"the decoder is not supported, which writes {text!r} as {shown!r}")
+            raise ValueError(
+                f"tokenizer.json's decoder is not supported: {text!r} becomes {shown!r}"
+            )
         self.dropped = text.removesuffix(shown)
 
     def _read_slow(self, path: Path, added: dict[int, JSON], named: set) -> None:
@@ -275,10 +277,10 @@ class Tokenizer:
     def _read_templates(self, path: Path) -> dict[str, str]:
         """Return the chat templates by their names. A single one is named "default"."""
         file = path / "chat_template.jinja"
-        found = file.read_text("utf-8") if file.is_file() else self.config.get("chat_template")
+        found = file.read_text("utf-8") if file.is_file() else self.config.get("chat_template", [])
         if isinstance(found, str) and found:
             found = [{"name": "default", "template": found}]
-        templates = {entry["name"]: entry["template"] for entry in found or []}
+        templates = {entry["name"]: entry["template"] for entry in found}
         for other in path.glob("additional_chat_templates/*.jinja"):
             templates[other.stem] = other.read_text("utf-8")
         # {% generation %} marks replies for training. Jinja lacks it, so it becomes {% with %}.
