@@ -74,10 +74,6 @@ def make_matcher(tokenizer: Tokenizer, config: Config, constraint: JSON) -> Any:
 KINDS: JSON = dict(json=dict | str, regex=str, choice=list, grammar=str)  # key -> type of its value
 # The white space allowed in JSON. Without a limit, a weak model writes spaces until max_tokens.
 SPACES: Any = {"whitespace_pattern": "( |\n {0,20})?"}
-# What \d, \w, ... mean in a regex: ASCII, as in vLLM, and as llguidance has it in a schema. In
-# brackets they nest: [\d.] becomes [[0-9].], which llguidance understands.
-ASCII = dict(d="[0-9]", w="[0-9A-Za-z_]", s=r"[ \t\n\r\f\v]",
-             D="[^0-9]", W="[^0-9A-Za-z_]", S=r"[^ \t\n\r\f\v]")  # fmt: skip
 # The longest schema, regex, choice or grammar, in characters. That is enough for a choice among
 # 10,000 words, which compiles in a tenth of a second.
 MAX_LENGTH = 2**18
@@ -94,6 +90,8 @@ def read_constraint(constraint: JSON) -> tuple[Any, str]:
         ValueError: it does not have exactly one of the keys, its value has another type, or it is
             too large.
     """
+    import llguidance
+
     constraint = without_nulls(check("it", constraint, dict))
     keys = " and ".join(constraint)  # no key, or several, make a name that is not in KINDS
     kind = supported("the key", keys, *KINDS)
@@ -105,8 +103,8 @@ def read_constraint(constraint: JSON) -> tuple[Any, str]:
     if kind == "json":
         value = closed(value)
     if kind == "regex":
-        # A backslash is matched together with what it escapes, so the d of \\d is left alone.
-        value = re.sub(r"\\(.)", lambda found: ASCII.get(found[1], found[0]), value)
+        # \d, \w, \s and their opposites mean ASCII, as in vLLM, and as in a schema.
+        value = llguidance.regex_to_lark(value, "dws")
     # llguidance gets a text, as it would crash on a dict that is nested too deeply. json.dumps
     # refuses such a dict.
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
