@@ -33,7 +33,7 @@ from around.start.memory import affordable_blocks, free_memory
 from generate import generate
 from kv_cache import StaticCache
 from llm import LLM
-from model import Config, Masks, Transformer, View, attention, products
+from model import Config, Masks, Transformer, View, attention
 from paged import Row, Runner
 from sampling import Sequence
 from scheduler import Engine, Guess, Proposer, step_budget
@@ -453,10 +453,9 @@ def test_pieces_equal_one_mask(T, monkeypatch):
         expected = attention(q.double(), k.double(), v.double(), masks[view], view.kernel)
         k[:, :, : max(0, S - T - (window or S) + 1)] = torch.nan
         for dtype, near in ((torch.float64, 1e-9), (torch.bfloat16, 0.05)):
-            kernels = attending.kernel_for, lambda q: products
-            for kernel, is_fast in itertools.product(kernels, (True, False)):
+            for has_amx, is_fast in itertools.product((True, False), (True, False)):
                 with monkeypatch.context() as patch:
-                    patch.setattr(attending, "kernel_for", kernel)
+                    patch.setattr(packed, "CAN", {"amx_tile": has_amx}.get)
                     patch.setattr(packed, "FAST_BFLOAT16", is_fast)
                     patch.setattr(attending, "MAX_SCORES", 4 * S * 50)  # pieces of 50 queries
                     found = attend_to_prompt(q.to(dtype), k.to(dtype), v.to(dtype), view)

@@ -270,14 +270,17 @@ def attend_to_prompt(q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor:
         return attend_to_prompt(q.float(), k.float(), v.float(), view).to(q.dtype)
     S = k.shape[2]
     window = min(view.window or S, S)
-    kernel = view.kernel if view.cap else kernel_for(q)
+    # PyTorch's fused kernel profits from large pieces; products, and a window, from small ones. An
+    # engine's chunk is a little longer than CHUNK, and still one piece. In bfloat16 the kernel
+    # takes half as long as products with AMX (Sapphire Rapids), and two to three times as long on
+    # AMD (Zen 5). Both take a mask that covers the last keys only.
+    kernel: Callable = in_two
+    piece = PIECE if window < S else CHUNK + CHUNK // 4
+    if view.cap or (q.dtype == torch.bfloat16 and not packed.CAN("amx_tile")):
+        kernel = partial(products, cap=view.cap)
+        piece = min(PIECE, max(1, MAX_SCORES // (q.shape[1] * S)))
     start = S - q.shape[2]  # the position of a piece's first query
     attended = []
-    # PyTorch's kernels profit from large pieces; products, and a window, from small ones. An
-    # engine's chunk is a little longer than CHUNK, and still one piece.
-    piece = PIECE if window < S else CHUNK + CHUNK // 4
-    if view.cap or kernel is products:
-        piece = min(PIECE, max(1, MAX_SCORES // (q.shape[1] * S)))
     for queries in q.split(piece, 2):
         end = start + queries.shape[2]
         first = max(0, start - window + 1)
@@ -296,16 +299,6 @@ def mask_of(T: int, earlier: int, window: int, heads: int, dtype: Any) -> Tensor
     (heads * T, earlier + T), 0 or -inf."""
     hidden = torch.full((T, earlier + T), -torch.inf, dtype=dtype)
     return (hidden.triu(earlier + 1) + hidden.tril(earlier - window)).repeat(heads, 1)
-
-
-def kernel_for(q: Tensor) -> Callable:
-    """What model.attention calls for a prompt on a CPU. Both take a mask that covers the last keys
-    only.
-
-    In bfloat16, PyTorch's fused kernel takes half as long as two products with AMX (Sapphire
-    Rapids), and two to three times as long on AMD (Zen 5).
-    """
-    return in_two if q.dtype != torch.bfloat16 or packed.CAN("amx_tile") else products
 
 
 def in_two(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

@@ -129,7 +129,7 @@ def test_without_a_sink() -> None:
 def test_paths(run: Callable, kernel: Callable, kv_heads: int, monkeypatch: MonkeyPatch) -> None:
     """Bug: a path that computes its scores elsewhere, which a short text would not show."""
     set_sink(monkeypatch)
-    monkeypatch.setattr(attending, "kernel_for", lambda q: kernel)
+    monkeypatch.setattr(attending, "in_two", kernel)
     model = model_of(kv_heads)
     for change in ("plain", "fast"):
         for text, got in enumerate(run(model)):
