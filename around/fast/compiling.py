@@ -275,17 +275,14 @@ class Replayed:
         # Weak, so that the cache can be freed.
         self.graphs: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
+    @torch.no_grad()
     def __call__(
         self, tokens: Tensor, positions: Tensor, layers: list | None = None, *select: Tensor
     ) -> Tensor:
-        """Do what Transformer.forward does. `select` is one tensor, or is left out."""
-        if layers and isinstance(layers[0], Slab) and tokens.shape[1] == 1:
-            return self.replay(tokens, positions, layers, *select)
-        return self.forward(tokens, positions, layers, *select)
-
-    @torch.no_grad()
-    def replay(self, tokens: Tensor, positions: Tensor, layers: list, *select: Tensor) -> Tensor:
-        """Do the same for a step of one token in each row."""
+        """Do what Transformer.forward does, without gradients. `select` is one tensor, or is left
+        out."""
+        if not layers or not isinstance(layers[0], Slab) or tokens.shape[1] > 1:
+            return self.forward(tokens, positions, layers, *select)
         graphs = self.graphs.setdefault(layers[0].kv, {})
         reads = self.reads(tokens, positions, layers, *select)
         sizes = tuple(tensor.shape for tensor in reads)
