@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from around.fast import make_fast
 from around.fast.attending import attend_fast
-from around.fast.compiling import compile_model, replay_steps
+from around.fast.compiling import replay_steps
 from around.folder import Tokenizer, build, load_model
 from generate import generate
 from kv_cache import StaticCache
@@ -137,7 +138,7 @@ def run_fast(model: Transformer, jobs: list[Job], run: Callable, **options: Any)
 def run_compiled(
     model: Transformer, jobs: list[Job], run: Callable, batch_size: int | None, **options: Any
 ) -> Tokens:
-    kind = (compile_model, batch_size, options.get("kv_dtype", "auto"))
+    kind = (make_fast, True, batch_size, options.get("kv_dtype", "auto"))
     return run_changed(model, jobs, run, kind, **options)
 
 

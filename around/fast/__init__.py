@@ -29,13 +29,13 @@ def make_fast(
         from .compiling import compile_model
 
         compile_model(model, batch_size, kv_dtype)
-        return
-    attend_fast(model)
+    else:
+        attend_fast(model)
+        if device == "cpu":
+            from .packed import pack_linears
+
+            pack_linears(model, compiled=False)
     if device == "cuda" and batch_size:
         from .compiling import replay_steps
 
         replay_steps(model)
-    elif device == "cpu":
-        from .packed import pack_linears
-
-        pack_linears(model, compiled=False)

@@ -81,7 +81,9 @@ def compile_model(model: Transformer, batch_size: int | None = 1, kv_dtype: str 
     if device == "cpu":
         compile_for_cpu(model)
     else:
-        compile_for_cuda(model, batch_size)
+        # lm_head stands outside the layers, and in int8 it has no packed form on CUDA.
+        for each in (*model.layers, model.lm_head):
+            each.compile(dynamic=True)
     # Code is compiled when it first runs, so each kind of forward is run here: one token, and a
     # prompt; with a paged cache also many rows of one token, and both together. The compiler takes
     # a size of 1 as fixed, and one that show_steps marks as standing for all above 1. It tunes its
@@ -109,15 +111,6 @@ def compile_for_cpu(model: Transformer) -> None:
     for module in model.modules():
         if isinstance(module, Int4Linear):
             module.unpack = compile_once(dequantize, dynamic=False)
-
-
-def compile_for_cuda(model: Transformer, batch_size: int | None) -> None:
-    """Compile each layer. lm_head stands outside the layers, and in int8 it has no packed form on
-    CUDA, so it is compiled by itself."""
-    for each in (*model.layers, model.lm_head):
-        each.compile(dynamic=True)
-    if batch_size:
-        replay_steps(model)
 
 
 # --- What the compiler sees -----------------------------------------------------------------------
