@@ -143,8 +143,7 @@ def make_engine(args: EngineArgs, ranks: Ranks, model: Transformer, proposer: Pr
         return structured.make_matcher(tokenizer, model.config, structure)
 
     limits = settings.given(settings.Limits, args)
-    if limits["num_blocks"] is None:
-        limits["num_blocks"] = affordable_blocks(args, model, proposer)
+    limits["num_blocks"] = args.num_blocks or affordable_blocks(args, model, proposer)
     return Engine(model, tokenizer, proposer, make_matcher, ranks.runner or Runner, **limits)
 
 
