@@ -67,7 +67,7 @@ def command(args: Namespace, ranks: Ranks) -> int:
     such as a chat, is answered by it."""
     asked = asked_of(args, ranks)
     if asked.needs_engine:
-        return run_engine(asked, ranks)
+        return run_engine(args, asked, ranks)
     model, _ = load_models(asked.args, ranks, batch_size=1)
     tokenizer = Tokenizer(asked.args.checkpoint)
     ids = tokenizer.encode(asked.text)

@@ -22,14 +22,12 @@ HELP = "/new begins a new chat, /exit or Ctrl-D ends it, and Ctrl-C ends a reply
 
 class Asked(NamedTuple):
     """What a command line asks for: how to build the engine, how to sample, and the text to
-    continue, or a chat."""
+    continue. Whether it is a chat, the command line itself says."""
 
     args: EngineArgs
     params: SamplingParams
     text: str
     summary: str
-    chat: bool
-    system: str | None
     needs_engine: bool
 
 
@@ -80,21 +78,20 @@ def asked_of(args: Namespace, ranks: Ranks) -> Asked:
     )
     if "max_num_seqs" not in args:  # make the cache only as large as these sequences need
         engine_args = replace(engine_args, max_num_seqs=1 if args.chat else params.n)
-    return Asked(engine_args, params, text, summary, args.chat, args.system, bool(needs_engine))
+    return Asked(engine_args, params, text, summary, bool(needs_engine))
 
 
-def run_engine(asked: Asked, ranks: Ranks) -> int:
+def run_engine(args: Namespace, asked: Asked, ranks: Ranks) -> int:
     """Answer by the engine: a chat, or n continuations."""
     engine = open_engine(asked.args, ranks)
     if not engine:
         return 0  # a rank that has followed the first one to its end
-    if asked.chat:
+    say(asked.summary)
+    if args.chat:
         model = engine.runner.model
         say(f"{asked.args.checkpoint.resolve().name}, {model.dtype} on {model.device}")
-    say(asked.summary)
-    if asked.chat:
         say(cache_size(engine))
-        status = chat(engine, asked.params, asked.system)
+        status = chat(engine, asked.params, args.system)
     else:
         status = write_all(engine, asked.text, asked.params)
     if engine.proposer.k:  # it may guess
