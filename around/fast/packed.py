@@ -246,13 +246,12 @@ class Int8Linear(PackedLinear):
         return y_low.add_(y_high, alpha=128).mul_(s).to(rows.dtype)
 
     def compute(self, rows: Tensor) -> Tensor:
-        # There is no bias. The results are float32, so their own scale and zero point, 1.0 and 0,
-        # have no effect.
-        options: Any = (None, 1.0, 0, torch.float32, "none", [], "")
-        # The bytes in x have the scale 1.0 and the zero point 128.
+        # The bytes in x have the scale 1.0 and the zero point 128. There is no bias, which is None.
+        # The results are float32, so their own scale and zero point, 1.0 and 0, have no effect.
         return torch.ops.onednn.qlinear_pointwise(
-            rows, 1.0, 128, self.packed, self.scales, self.zeros, *options
-        )
+            rows, 1.0, 128, self.packed, self.scales, self.zeros,
+            None, 1.0, 0, torch.float32, "none", [], "",
+        )  # fmt: skip
 
 
 class Int8WithoutVNNI(Int8Linear):
@@ -270,8 +269,9 @@ class Int8WithoutVNNI(Int8Linear):
     def compute(self, rows: Tensor) -> Tensor:
         # The operator takes floats, and adds a zero point of 64 to make bytes of them. So 64 is
         # taken off before.
-        product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
-        return product(rows.float() - 64, 1.0, 64, self.packed)
+        return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
+            rows.float() - 64, 1.0, 64, self.packed
+        )
 
 
 class Int4Linear(PackedLinear):
