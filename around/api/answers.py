@@ -77,9 +77,9 @@ class Completion:
             for i, seq in enumerate(seqs)
         ]
 
-    def parts(self, wait: Callable) -> Iterator[JSON | None]:
-        """Yield the whole answer, or the chunks of a stream as they come; and None after each
-        `wait` in which nothing has come that can be sent.
+    def parts(self, wait: Callable) -> Iterator[JSON]:
+        """Yield the whole answer, or the chunks of a stream as they come; and {} after each `wait`
+        in which nothing has come that can be sent.
 
         Args:
             wait: returns when the engine has made progress, or some time has passed.
@@ -95,8 +95,8 @@ class Completion:
             finished = all(request.finished for request in self.requests)
             news = [choice.take_new() for choice in self.choices] if self.stream else []
             usage = {"usage": self.usage()} if self.fields["continuous_usage_stats"] else {}
-            chunks: list = [self.base | dict(choices=[new]) | usage for new in news if new]
-            yield from chunks or [None]
+            chunks = [self.base | dict(choices=[new]) | usage for new in news if new]
+            yield from chunks or [{}]
         rest = [] if self.stream else [choice.take_new() for choice in self.choices]
         if self.fields["include_usage"]:
             yield self.base | dict(choices=rest, usage=self.usage())
