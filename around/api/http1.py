@@ -109,13 +109,12 @@ class Exchange(BaseHTTPRequestHandler):
 
     def read_json(self) -> JSON:
         """Read the body, which must be a JSON object."""
-        is_json = self.headers.get_content_type() == JSON_TYPE
-        demand(is_json, 415, f"send the header Content-Type: {JSON_TYPE}")
+        demand(self.headers.get_content_type() == JSON_TYPE, 415, f"send Content-Type: {JSON_TYPE}")
         try:
             # NaN and Infinity are not JSON: int raises ValueError for them.
             return check("body", json.loads(self.read_body(), parse_constant=int), dict)
         except (ValueError, RecursionError) as error:
-            raise Problem(400, f"the body must be a JSON object: {str(error)[:200]}") from None
+            raise Problem(400, f"the body must be a JSON object: {error!s:.200}") from None
 
     def read_body(self) -> bytes | bytearray:
         """Read as many bytes as Content-Length says, or a body in chunks. If the client leaves

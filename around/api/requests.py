@@ -68,7 +68,7 @@ class API:
         except (ValueError, RecursionError) as error:
             # The field has the engine's name: max_completion_tokens is max_tokens there. An error
             # without a field is the template's.
-            raise Problem(400, str(error)[:500], getattr(error, "field", source)) from None
+            raise Problem(400, f"{error!s:.500}", getattr(error, "field", source)) from None
 
     def request(self, prompt: Any, params: SamplingParams, fields: JSON, source: str) -> Request:
         """Make a request for one prompt, a text or ids, if it and the output fit."""
