@@ -151,8 +151,8 @@ class Choice:
     offset: int = 0
     ended: bool | None = None
 
-    def take_new(self) -> JSON | None:
-        """Return what has been generated since the last call, or None if that is nothing.
+    def take_new(self) -> JSON:
+        """Return what has been generated since the last call, or {} if that is nothing.
 
         Raises:
             Problem: the sequence ended with an error.
@@ -169,7 +169,7 @@ class Choice:
         text = self.reader.read(answer, bool(reason))
         calls = self.reader.calls[num_calls:]
         if self.ended or not (reason or thought or text or tokens or calls):
-            return None
+            return {}
         # 2) count it as taken
         is_first = self.ended is None
         self.ended = bool(reason)
