@@ -49,8 +49,7 @@ class Server:
         over: the wait for running completions has ended. Those that are left get an error.
     """
 
-    stopping = False
-    over = False
+    stopping = over = False
 
     def __init__(self, engine: Engine, args: ServerArgs, listener: Any) -> None:
         self.engine = engine

@@ -216,8 +216,9 @@ class Choice:
         detokenizer = Detokenizer(self.tokenizer, [], show_special=True)
         texts = [""] * start + [detokenizer.push(i) for i in ids[start:]]
         texts[-1] += detokenizer.push(None, last=True)  # an incomplete character, as U+FFFD
-        scored = zip(seq.request.prompt_tokens, texts)
-        return "".join(texts), [token._replace(text=text) for token, text in scored]
+        return "".join(texts), [
+            token._replace(text=text) for token, text in zip(seq.request.prompt_tokens, texts)
+        ]
 
     def logprobs(self, tokens: list[Token]) -> JSON:
         """Return log-probabilities in the form of a completion or of a chat.

@@ -26,7 +26,7 @@ class API:
     """
 
     def __init__(
-        self, engine: Engine, name: str, defaults: SamplingParams, tool_format: str = "auto"
+        self, engine: Engine, name: str, defaults: SamplingParams, tool_format: str
     ) -> None:
         """Args: tool_format: a name out of function_calls.FORMS; otherwise, see form_in."""
         assert engine.tokenizer
@@ -188,7 +188,7 @@ def split_prompts(fields: JSON) -> list:
     """Return the prompts of a completion: its field `prompt` is a single prompt (a text or a list
     of ids) or a list of prompts."""
     prompt = fields.get("prompt", "")
-    if isinstance(prompt, list) and not all(type(i) is int for i in prompt):
+    if isinstance(prompt, list) and any(type(i) is not int for i in prompt):
         return prompt
     return [prompt]
 
