@@ -13,22 +13,27 @@ from typing import Any
 
 from around.folder import Ids, suggested_sampling
 from around.machine import Ranks, pick_device, progress
-from around.settings import JSON, EngineArgs, SamplingParams, check
+from around.settings import BUNDLED, JSON, EngineArgs, SamplingParams, SettingError, check
 from around.start import load_models, make_engine
 from scheduler import Request
 
 
 class LLM:
-    """This engine with the interface of vLLM's LLM class: generate and chat."""
+    """This engine with the interface of vLLM's LLM class: generate and chat.
 
-    def __init__(self, model: Path | str, **options: Any) -> None:
+    Attributes:
+        requests: those of the last call. After Ctrl-C, the outputs so far are in them, with the
+            finish_reason "abort" where they had not ended.
+    """
+
+    def __init__(self, model: Path | str = BUNDLED, **options: Any) -> None:
         """Load a model, plain or quantised.
 
         Args:
-            model: a Hugging Face folder.
+            model: a Hugging Face folder; `checkpoint` is its other name.
             options: settings.EngineArgs: device, dtype, quantize, compile, speculate, ...
         """
-        args = EngineArgs(checkpoint=Path(model), **options)
+        args = EngineArgs(checkpoint=Path(options.pop("checkpoint", model)), **options)
         ranks = Ranks(pick_device(args.device))
         self.checkpoint = args.checkpoint
         self.engine = make_engine(args, ranks, *load_models(args, ranks))
@@ -65,20 +70,26 @@ class LLM:
         """
         if not isinstance(prompts, list) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
-        prompts = [prompt_of(each) for each in prompts]
         params = self._params_of(len(prompts), sampling_params, changes)
-        requests = list(map(self.engine.prepare, prompts, params))
+        self.requests: list[Request] = []
+        for prompt, wish in zip(prompts, params):
+            try:
+                self.requests.append(self.engine.prepare(prompt_of(prompt), wish))
+            except SettingError as error:
+                raise SettingError(
+                    f"prompts[{len(self.requests)}]", f"is refused: {error}"
+                ) from error
         try:
-            for request in requests:
+            for request in self.requests:
                 self.engine.submit(request)
             # The engine may run others, too.
-            for request in progress(requests, "generating") if use_tqdm else requests:
+            for request in progress(self.requests, "generating") if use_tqdm else self.requests:
                 while not request.finished:
                     self.engine.step()
         except BaseException:  # Ctrl-C, at any line
             self.engine.reset()
             raise
-        return requests
+        return self.requests
 
     def chat(
         self,

@@ -158,7 +158,7 @@ def test_seeds_and_python(cli, monkeypatch):
     a, b = cli(*SHORT, "--n", 2, "--temperature", 3).sequences
     assert a.token_ids != b.token_ids
     assert cli("--max-tokens", 1, "--n", 2, "--seed", 2**63 - 1).code == 0  # seeds wrap around
-    made = LLM(SHAKESPEARE, device="cpu", dtype="float32", num_blocks=32)
+    made = LLM(checkpoint=str(SHAKESPEARE), device="cpu", dtype="float32", num_blocks=32)
     same = {"seed": 3, "max_tokens": 12, "ignore_eos": True}
     for prompts in (TEXT, [TEXT], IDS, [IDS], {"prompt": TEXT}, [{"prompt_token_ids": IDS}]):
         (request,) = made.generate(prompts, **same)
@@ -173,7 +173,7 @@ def test_seeds_and_python(cli, monkeypatch):
             assert request.prompt_token_ids == TOKENIZER.encode_chat(turns)
             assert output.params.stop == ("e", *TOKENIZER.chat_stop)
     for wrong in (5, None, {"x": 1}, [5.5], [None], np.array(IDS), [np.array(IDS)]):
-        with pytest.raises(ValueError, match=r"^prompt must be str"):
+        with pytest.raises(ValueError, match=r"^prompts\[0\] .*prompt must be"):
             made.generate(wrong)
 
 
@@ -237,7 +237,7 @@ def test_line_ends_and_alphabets(cli, monkeypatch, tmp_path):
     ):
         stdin, raw = io.TextIOWrapper(io.BytesIO(b"a\r\nb\xff\n"), "ascii"), io.BytesIO()
         monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding))
-        (sequence,) = cli(*words, "--max-tokens", 2, "--ignore-eos", stdin=stdin).sequences
+        (sequence,) = cli(*words, *GREEDY[2:], "--max-tokens", 2, stdin=stdin).sequences
         assert asked.pop() == prompt and raw.getvalue() == (shown + b"\r\n") * 2 + b"\n"
         assert sequence.ids[: sequence.prompt_len] == encode(TOKENIZER, prompt)
 

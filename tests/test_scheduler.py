@@ -659,7 +659,7 @@ TEXTS = ["ROMEO:\nWhat", "JULIET:\n", "To be, or not to be, that is the question
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, seed=3, max_tokens=20, ignore_eos=True)
 
 
-def test_generate():
+def test_generate(monkeypatch):
     """Call LLM.generate with texts, ids and many settings, in a small pool, and compare each with
     the plain loop. Catches: outputs out of order or mixed up; a text taken for letters; the model's
     own settings ignored; others' requests returned; an aborted one that runs for ever; others left
@@ -689,10 +689,23 @@ def test_generate():
         *((TEXTS[:2], [SAMPLED] * count, {}) for count in (0, 1, 3)),
         ("a", SAMPLED, {"max_tokens": 3}),
     ):  # fmt: skip
-        with pytest.raises(ValueError):
+        which = r"prompts\[1\]" if len(prompts) == 3 else "SamplingParams|sampling_params"
+        with pytest.raises(ValueError, match=which):
             llm.generate(prompts, wishes, **changes)
         assert_empty(at)
     assert at.stats["engine_steps"] == before
+    # Ctrl-C: what has been made until then is not lost.
+    run = at.step
+    monkeypatch.setattr(at, "step", lambda: interrupt() if llm.requests[0].finished else run())
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["a", "b"], [params(2), params(50, ignore_eos=True)])
+    reasons = [request.outputs[0].finish_reason for request in llm.requests]
+    assert reasons == ["length", "abort"] and llm.requests[1].outputs[0].tokens
+    assert_empty(at)
+
+
+def interrupt():
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("stride", [89, pytest.param(17, marks=pytest.mark.slow)])
